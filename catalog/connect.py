@@ -1,0 +1,164 @@
+"""From a lakehouse's settings to an open catalog: `LakehouseConfig` in, `Lakehouse` out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+
+import requests
+from pydantic import BaseModel, ConfigDict, Field
+from pyiceberg.catalog import Catalog
+from pyiceberg.exceptions import (
+    NamespaceAlreadyExistsError,
+    NoSuchTableError,
+    RESTError,
+    TableAlreadyExistsError,
+)
+from pyiceberg.table import Table
+from sqlalchemy.exc import SQLAlchemyError
+
+from catalog.errors import CatalogUnreachable, FormatTooNew, NoSuchTable
+from catalog.guarded import GUARDED
+from catalog.schemas import FORMAT_VERSION, FORMAT_VERSION_PROPERTY, TABLES
+
+_TABLE_PROPERTIES = {
+    "commit.retry.num-retries": "0",
+    "commit.manifest-merge.enabled": "true",
+    "write.metadata.delete-after-commit.enabled": "true",
+    "write.metadata.previous-versions-max": "10",
+    "write.metadata.metrics.default": "none",
+    FORMAT_VERSION_PROPERTY: str(FORMAT_VERSION),
+}
+
+
+class LakehouseConfig(BaseModel):
+    """Where the lakehouse is: its Iceberg catalog and the folder or bucket of its files."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    type: Literal["sql", "rest"] = Field(
+        "sql", description="Kind of Iceberg catalog: sql (SQLite, PostgreSQL) or rest."
+    )
+    uri: str = Field(
+        "", description="Address of the catalog; empty: an SQLite file in the home folder ($DLAC_HOME, else .dlac)."
+    )
+    warehouse: str = Field("", description="Folder or bucket of the tables; empty: a folder in the home folder.")
+    name: str = Field("dlac", description="Name of the catalog, as pyiceberg and SQL engines see it.")
+    namespace: str = Field("dlac", description="Namespace of DLAC's own tables (plans, consumption, ...).")
+    properties: dict[str, str] = Field(
+        default_factory=dict, description="Further pyiceberg properties, such as s3.endpoint or credentials."
+    )
+
+    def at_home(self, home: Path) -> LakehouseConfig:
+        """This configuration with the empty settings filled in by the embedded lakehouse in `home`."""
+        return self.model_copy(
+            update={
+                "uri": self.uri or f"sqlite:///{home.resolve()}/catalog.db",
+                "warehouse": self.warehouse or f"file://{home.resolve()}/warehouse",
+            }
+        )
+
+    def catalog_properties(self) -> dict[str, str]:
+        """The properties that pyiceberg is given."""
+        uri = self.uri
+        if uri.startswith("sqlite") and "timeout=" not in uri:
+            uri += ("&" if "?" in uri else "?") + "timeout=30"
+        local = {"py-io-impl": "catalog.durable_io.DurableFileIO"} if self.warehouse.startswith(("file:", "/")) else {}
+        return {"uri": uri, "warehouse": self.warehouse, **local, **self.properties}
+
+
+class Lakehouse:
+    """An open catalog and DLAC's tables in it."""
+
+    def __init__(self, config: LakehouseConfig, catalog: Catalog) -> None:
+        self.config = config
+        self.catalog = catalog
+
+    def load(self, identifier: str) -> Table:
+        """The table named `identifier` (namespace.table) as it is now.
+
+        Raises:
+            NoSuchTable: there is none.
+            CatalogUnreachable: the catalog does not answer.
+        """
+        with reachable(self.config.uri):
+            try:
+                return self.catalog.load_table(identifier)
+            except NoSuchTableError as err:
+                raise NoSuchTable(
+                    f"expected a table named {identifier!r} in catalog {self.config.name!r}, found none"
+                ) from err
+
+    def own(self, name: str) -> Table:
+        """DLAC's own table `name`, one of `schemas.TABLES`, as it is now.
+
+        Raises:
+            FormatTooNew: it was written by a newer DLAC.
+        """
+        table = self.load(f"{self.config.namespace}.{name}")
+        found = int(table.properties.get(FORMAT_VERSION_PROPERTY, "1"))
+        if found > FORMAT_VERSION:
+            raise FormatTooNew(
+                f"table {name!r} has format version {found}, this DLAC reads up to {FORMAT_VERSION}: upgrade DLAC"
+            )
+        return table
+
+    def create_own_tables(self) -> None:
+        """Create those of DLAC's tables that do not exist; safe to race."""
+        with reachable(self.config.uri):
+            for namespace in {self.config.namespace}:
+                self.create_namespace(namespace)
+            for name, (schema, spec) in TABLES.items():
+                identifier = f"{self.config.namespace}.{name}"
+                if not self.catalog.table_exists(identifier):
+                    try:
+                        self.catalog.create_table(identifier, schema, partition_spec=spec, properties=_TABLE_PROPERTIES)
+                    except TableAlreadyExistsError:
+                        continue
+
+    def create_namespace(self, namespace: str) -> None:
+        """Create `namespace` unless it exists."""
+        with reachable(self.config.uri):
+            try:
+                self.catalog.create_namespace_if_not_exists(namespace)
+            except NamespaceAlreadyExistsError:
+                return
+
+
+def connect(config: LakehouseConfig) -> Lakehouse:
+    """Open the catalog and make sure that DLAC's tables exist.
+
+    Raises:
+        CatalogUnreachable: the catalog does not answer.
+    """
+    if config.uri.startswith("sqlite:///"):
+        Path(config.uri.removeprefix("sqlite:///").split("?")[0]).parent.mkdir(parents=True, exist_ok=True)
+    with reachable(config.uri):
+        lakehouse = Lakehouse(config, _open(config))
+        lakehouse.create_own_tables()
+    return lakehouse
+
+
+def _open(config: LakehouseConfig) -> Catalog:
+    """Open the catalog; two processes that create an SQL catalog's tables at once both get there."""
+    for delay_s in (0.1, 0.5):
+        try:
+            return GUARDED[config.type](config.name, **config.catalog_properties())
+        except SQLAlchemyError:
+            time.sleep(delay_s)
+    return GUARDED[config.type](config.name, **config.catalog_properties())
+
+
+@contextmanager
+def reachable(uri: str) -> Iterator[None]:
+    """Turn the failures of a catalog that does not answer into `CatalogUnreachable`."""
+    try:
+        yield
+    except (SQLAlchemyError, requests.ConnectionError, requests.Timeout, RESTError) as err:
+        raise CatalogUnreachable(
+            f"expected the catalog at {uri!r} to answer, found {type(err).__name__}: {str(err).splitlines()[0]}; "
+            "check the address, the network and the credentials, then try again"
+        ) from err

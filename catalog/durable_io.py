@@ -1,0 +1,59 @@
+"""File I/O for a local warehouse that survives a power cut: what is closed is on the disk.
+
+pyiceberg does not fsync what it writes locally, so a commit that SQLite made durable could name a metadata file that a
+power cut takes away. Object stores acknowledge durably by themselves and are left as they are.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from typing import TYPE_CHECKING
+
+from pyarrow.fs import LocalFileSystem
+from pyiceberg.io import OutputStream
+from pyiceberg.io.pyarrow import PyArrowFile, PyArrowFileIO
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def fsync_directory(directory: str | Path) -> None:
+    """Make the names in `directory` durable."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class _SyncedFile(io.FileIO):
+    """A file that is fsynced, with its directory, before its descriptor is closed."""
+
+    def close(self) -> None:
+        if not self.closed:
+            os.fsync(self.fileno())
+            super().close()
+            fsync_directory(os.path.dirname(str(self.name)))
+
+
+class _DurableFile(PyArrowFile):
+    def create(self, overwrite: bool = False) -> OutputStream:
+        """A writable stream on this location, durable once closed.
+
+        Raises:
+            FileExistsError: the file exists and `overwrite` is false.
+        """
+        if not isinstance(self._filesystem, LocalFileSystem):
+            return super().create(overwrite)
+        os.makedirs(os.path.dirname(self._path), exist_ok=True)
+        return io.BufferedWriter(_SyncedFile(self._path, "wb" if overwrite else "xb"), self._buffer_size)
+
+
+class DurableFileIO(PyArrowFileIO):
+    """pyiceberg's PyArrow file I/O with durable local writes."""
+
+    def new_output(self, location: str) -> PyArrowFile:
+        """The output file at `location`."""
+        plain = super().new_output(location)
+        return _DurableFile(plain.location, plain._path, plain._filesystem, plain._buffer_size)

@@ -1,0 +1,193 @@
+"""Every error DLAC raises, one class per failure; `exit_code` is what a process that dies of it returns.
+
+DlacError
+├── BadInput                  the request cannot be met as written
+│   ├── SpecInvalid           a job spec, a name or an option is wrong
+│   ├── ResumeMismatch        resuming would change something that the leg binds
+│   ├── NoSuchTable, NoSuchSnapshot, NoSuchColumn, NoSuchRun
+│   ├── UnsupportedColumn     a column cannot become a tensor
+│   ├── UnsupportedDeletes    the snapshot carries delete files
+│   ├── TableReplaced         the table was dropped and created again since the plan
+│   ├── EmptyPlan             a pass would have no live row
+│   └── FormatTooNew          written by a newer DLAC
+├── LakehouseError            the lakehouse did not do its part
+│   ├── CatalogUnreachable
+│   ├── PinLost               the tag that keeps the snapshot alive is gone or moved
+│   └── DataFileUnreadable
+├── LedgerError               the consumption ledger said no
+│   ├── Fenced                a newer attempt owns the run
+│   ├── RunBusy               another launch of this run is alive
+│   ├── RunFinished
+│   ├── SteppedAside          another recovery claimed the run first
+│   ├── HeadMoved             the head is not my parent under my own attempt
+│   ├── CommitConflict        `main` moved under a commit (retried by the commit loop)
+│   └── CommitOutcomeUnknown  the catalog stayed away past the deadline
+├── CheckpointError
+│   ├── StoreUnavailable      the checkpoint store is not writable, full or away
+│   ├── CheckpointDamaged     a file is missing, truncated or altered
+│   ├── NoRestorableCheckpoint
+│   ├── CursorMismatch        a restored or reported cursor differs from the order
+│   └── WorldSizeUnsupported  the saved state cannot be loaded by this number of ranks
+└── TrainingFailed            the ranks died
+    └── NoProgress            several attempts in a row committed nothing
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class DlacError(Exception):
+    """Root of all errors of this project."""
+
+    exit_code: ClassVar[int] = 70
+
+
+class BadInput(DlacError):
+    """The request cannot be met as it is written; trying again unchanged is useless."""
+
+    exit_code = 64
+
+
+class SpecInvalid(BadInput):
+    """A job spec, a name or an option is wrong."""
+
+
+class ResumeMismatch(BadInput):
+    """Resuming would change something that the leg binds."""
+
+
+class NoSuchTable(BadInput):
+    """The named table is not in the catalog."""
+
+
+class NoSuchSnapshot(BadInput):
+    """The named snapshot is not in the table."""
+
+
+class NoSuchColumn(BadInput):
+    """A named column is not in the table's schema."""
+
+
+class NoSuchRun(BadInput):
+    """The ledger has no row of the named run."""
+
+
+class UnsupportedColumn(BadInput):
+    """A column's type or content cannot become a tensor."""
+
+
+class UnsupportedDeletes(BadInput):
+    """The snapshot carries delete files, which this version does not read."""
+
+
+class TableReplaced(BadInput):
+    """The table under this name is not the one that was planned."""
+
+
+class EmptyPlan(BadInput):
+    """A pass would have no live row."""
+
+
+class FormatTooNew(BadInput):
+    """Something stored was written by a newer version of DLAC."""
+
+
+class LakehouseError(DlacError):
+    """The lakehouse did not do its part."""
+
+    exit_code = 69
+
+
+class CatalogUnreachable(LakehouseError):
+    """The catalog does not answer."""
+
+
+class PinLost(LakehouseError):
+    """The tag that keeps a planned snapshot alive is gone or names another snapshot."""
+
+
+class DataFileUnreadable(LakehouseError):
+    """A data file of the pinned snapshot is missing or cannot be decoded."""
+
+
+class LedgerError(DlacError):
+    """The consumption ledger refused something."""
+
+    exit_code = 71
+
+
+class Fenced(LedgerError):
+    """A newer attempt owns the run; this one must stop for good."""
+
+    exit_code = 80
+
+
+class RunBusy(LedgerError):
+    """Another launch of this run is alive."""
+
+    exit_code = 81
+
+
+class RunFinished(LedgerError):
+    """The run is finished and takes no more attempts."""
+
+    exit_code = 82
+
+
+class SteppedAside(LedgerError):
+    """Another recovery claimed the run first."""
+
+    exit_code = 83
+
+
+class HeadMoved(LedgerError):
+    """The head is neither my parent nor me, under my own attempt: a bug or a hand in the ledger."""
+
+
+class CommitConflict(LedgerError):
+    """`main` of a table moved between the read and the commit; the commit did not land."""
+
+
+class CommitOutcomeUnknown(LedgerError):
+    """The catalog stayed away past the deadline while a commit was under way."""
+
+
+class CheckpointError(DlacError):
+    """A checkpoint could not be taken or restored."""
+
+    exit_code = 74
+
+
+class StoreUnavailable(CheckpointError):
+    """The checkpoint store is not writable, full or away."""
+
+
+class CheckpointDamaged(CheckpointError):
+    """A checkpoint's file is missing, truncated or altered."""
+
+
+class NoRestorableCheckpoint(CheckpointError):
+    """No checkpoint on the lineage can be restored."""
+
+    exit_code = 84
+
+
+class CursorMismatch(CheckpointError):
+    """A restored or reported cursor differs from what the order says."""
+
+
+class WorldSizeUnsupported(CheckpointError):
+    """The saved model state cannot be loaded by this number of ranks."""
+
+
+class TrainingFailed(DlacError):
+    """The ranks died and were not relaunched."""
+
+    exit_code = 72
+
+
+class NoProgress(TrainingFailed):
+    """Several attempts in a row committed nothing."""
+
+    exit_code = 85

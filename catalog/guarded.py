@@ -1,0 +1,64 @@
+"""pyiceberg catalogs whose failed commits never destroy a table.
+
+pyiceberg deletes a commit's manifests when `commit_table` raises `CommitFailedException`. If the answer of a landed commit
+was lost and its request is sent again, the replay fails in exactly that way, and the manifests deleted are those of the
+landed snapshot. The guard looks whether this commit's snapshot is in the table: if so, it succeeded; if not, it raises
+our own `CommitConflict`, on which pyiceberg deletes nothing. Left-over files are upkeep's business.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pyiceberg.catalog import MetastoreCatalog
+from pyiceberg.catalog.rest import RestCatalog
+from pyiceberg.catalog.sql import SqlCatalog
+from pyiceberg.exceptions import CommitFailedException
+from pyiceberg.table import CommitTableResponse
+from pyiceberg.table.update import AddSnapshotUpdate, TableRequirement, TableUpdate
+
+from catalog.errors import CommitConflict
+
+if TYPE_CHECKING:
+    from pyiceberg.catalog import Catalog
+    from pyiceberg.table import Table
+
+
+class GuardedSqlCatalog(SqlCatalog):
+    """A SQL catalog (SQLite, PostgreSQL) behind the guard."""
+
+    def commit_table(
+        self, table: Table, requirements: tuple[TableRequirement, ...], updates: tuple[TableUpdate, ...]
+    ) -> CommitTableResponse:
+        """Commit, or raise `CommitConflict` when the commit surely did not land."""
+        try:
+            return super().commit_table(table, requirements, updates)
+        except CommitFailedException as err:
+            return _landed_or_conflict(self, table, updates, err)
+
+
+class GuardedRestCatalog(RestCatalog):
+    """An Iceberg REST catalog behind the guard."""
+
+    def commit_table(
+        self, table: Table, requirements: tuple[TableRequirement, ...], updates: tuple[TableUpdate, ...]
+    ) -> CommitTableResponse:
+        """Commit, or raise `CommitConflict` when the commit surely did not land."""
+        try:
+            return super().commit_table(table, requirements, updates)
+        except CommitFailedException as err:
+            return _landed_or_conflict(self, table, updates, err)
+
+
+GUARDED: dict[str, type[MetastoreCatalog] | type[RestCatalog]] = {"sql": GuardedSqlCatalog, "rest": GuardedRestCatalog}
+
+
+def _landed_or_conflict(
+    catalog: Catalog, table: Table, updates: tuple[TableUpdate, ...], err: CommitFailedException
+) -> CommitTableResponse:
+    current = catalog.load_table(table.name())
+    mine = [update.snapshot.snapshot_id for update in updates if isinstance(update, AddSnapshotUpdate)]
+    if mine and all(current.metadata.snapshot_by_id(snapshot_id) is not None for snapshot_id in mine):
+        return CommitTableResponse(metadata=current.metadata, metadata_location=current.metadata_location)
+    name = ".".join(table.name())
+    raise CommitConflict(f"a commit to {name!r} was refused, and did not land: {err}") from err

@@ -1,0 +1,181 @@
+"""The consumption ledger: the rows of a run, its fence, and the one loop by which anything is appended.
+
+A commit to the ledger is THE commit point of a checkpoint. Every append moves `main`, carries `seq` + 1 in all its rows,
+and is built on the very table object on which the fence was read; pyiceberg asserts that `main` has not moved since, so
+nobody can have changed the fence in between. After any doubt the loop reads again and decides from what it reads.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+import pyarrow as pa
+import tenacity
+from pyiceberg.expressions import EqualTo
+from pyiceberg.io.pyarrow import schema_to_pyarrow
+from pyiceberg.table import Table
+
+from catalog.connect import Lakehouse, reachable
+from catalog.errors import CatalogUnreachable, CommitConflict, CommitOutcomeUnknown, LakehouseError
+from catalog.schemas import CONSUMPTION, FORMAT_VERSION
+
+Row = dict[str, Any]
+_ARROW = schema_to_pyarrow(CONSUMPTION, include_field_ids=False)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fence:
+    """Who owns a run, how far its ledger is, and which checkpoint is its head."""
+
+    attempt: int = 0
+    nonce: str = ""
+    seq: int = 0
+    head: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunState:
+    """One read of a run: valid only together with the table object it was read from."""
+
+    run: str
+    table: Table
+    fence: Fence
+    finished: bool
+
+    @property
+    def exists(self) -> bool:
+        """Whether the ledger has a row of this run."""
+        return self.fence.seq > 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Append:
+    """Rows to append and the fence that they install; `finished` drops the fence property instead."""
+
+    rows: Sequence[Row]
+    fence: Fence
+    finished: bool = False
+
+
+Decide = Callable[[RunState], Append | None]
+
+
+class Ledger:
+    """The `consumption` table of one lakehouse."""
+
+    def __init__(self, lakehouse: Lakehouse, *, deadline_s: float = 180.0) -> None:
+        self.lakehouse = lakehouse
+        self._deadline_s = deadline_s
+
+    @property
+    def table_uuid(self) -> str:
+        """Identity of the ledger table, named by every manifest."""
+        return str(self.lakehouse.own("consumption").metadata.table_uuid)
+
+    def state(self, run: str) -> RunState:
+        """The run's fence as it is now; rebuilt from rows where the cached property is absent."""
+        table = self.lakehouse.own("consumption")
+        cached = table.properties.get(_property(run))
+        if cached is not None:
+            attempt, nonce, seq, head = json.loads(cached)
+            fence = Fence(attempt=attempt, nonce=nonce, seq=seq, head=head)
+            return RunState(run=run, table=table, fence=fence, finished=False)
+        rows = _scan(table, run, ("seq", "kind", "attempt", "nonce", "head_after"), self.lakehouse.config.uri)
+        return RunState(
+            run=run, table=table, fence=fence_of_rows(rows), finished=any(row["kind"] == "finish" for row in rows)
+        )
+
+    def rows(self, run: str, *, kinds: Sequence[str] = ()) -> list[Row]:
+        """All rows of a run in order of `seq`, restricted to `kinds` when given."""
+        table = self.lakehouse.own("consumption")
+        rows = _scan(table, run, ("*",), self.lakehouse.config.uri)
+        return sorted((row for row in rows if not kinds or row["kind"] in kinds), key=lambda row: int(row["seq"]))
+
+    def runs(self) -> list[str]:
+        """Names of all runs in the ledger, sorted."""
+        table = self.lakehouse.own("consumption")
+        with reachable(self.lakehouse.config.uri):
+            return sorted(set(table.scan(selected_fields=("run",)).to_arrow()["run"].to_pylist()))
+
+    def append(self, run: str, decide: Decide) -> RunState:
+        """Read, let `decide` say what to append, commit; repeat on conflict or doubt. Returns the last read.
+
+        `decide` raises to refuse, and returns None when what it wants is already there.
+
+        Raises:
+            CommitOutcomeUnknown: the catalog stayed away past the deadline.
+            LakehouseError: the warehouse cannot be written.
+        """
+        tries = tenacity.Retrying(
+            retry=tenacity.retry_if_exception_type((CommitConflict, CatalogUnreachable)),
+            wait=tenacity.wait_random_exponential(multiplier=0.05, max=5.0),
+            stop=tenacity.stop_after_delay(self._deadline_s),
+        )
+        try:
+            return tries(self._try_append, run, decide)
+        except tenacity.RetryError as err:
+            raise CommitOutcomeUnknown(
+                f"an append to the ledger of run {run!r} was repeated for {self._deadline_s:.0f} s without an answer: "
+                f"{err.last_attempt.exception()}; whether it landed is decided by the next recovery, from the rows"
+            ) from err
+
+    def _try_append(self, run: str, decide: Decide) -> RunState:
+        state = self.state(run)
+        wanted = decide(state)
+        if wanted is None:
+            return state
+        arrow = pa.Table.from_pylist([_complete(row, run, wanted.fence) for row in wanted.rows], schema=_ARROW)
+        try:
+            with reachable(self.lakehouse.config.uri), state.table.transaction() as transaction:
+                transaction.append(arrow, snapshot_properties={"dlac.run": run, "dlac.seq": str(wanted.fence.seq)})
+                if wanted.finished:
+                    if _property(run) in state.table.properties:
+                        transaction.remove_properties(_property(run))
+                else:
+                    transaction.set_properties({_property(run): _cached(wanted.fence)})
+        except OSError as err:
+            raise LakehouseError(
+                f"expected to write to the warehouse of the ledger, found {err}: free or mount it"
+            ) from err
+        return RunState(run=run, table=state.table, fence=wanted.fence, finished=wanted.finished)
+
+
+def fence_of_rows(rows: Sequence[Row]) -> Fence:
+    """The fence that a run's rows imply: the last claim owns it, the greatest `seq` names the head."""
+    if not rows:
+        return Fence()
+    last = max(rows, key=lambda row: int(row["seq"]))
+    claims = [row for row in rows if row["kind"] == "claim"]
+    claim = max(claims, key=lambda row: int(row["seq"]), default=last)
+    return Fence(attempt=claim["attempt"], nonce=claim["nonce"], seq=last["seq"], head=last["head_after"])
+
+
+def _property(run: str) -> str:
+    return f"dlac.fence.{run}"
+
+
+def _cached(fence: Fence) -> str:
+    return json.dumps([fence.attempt, fence.nonce, fence.seq, fence.head])
+
+
+def _complete(row: Row, run: str, fence: Fence) -> Row:
+    common = {
+        "run": run,
+        "seq": fence.seq,
+        "attempt": fence.attempt,
+        "nonce": fence.nonce,
+        "head_after": fence.head,
+        "committed_at": datetime.now(UTC),
+        "format_version": FORMAT_VERSION,
+    }
+    return {**row, **common}
+
+
+def _scan(table: Table, run: str, columns: tuple[str, ...], uri: str) -> list[Row]:
+    with reachable(uri):
+        rows: list[Row] = table.scan(row_filter=EqualTo("run", run), selected_fields=columns).to_arrow().to_pylist()
+    return rows

@@ -1,0 +1,243 @@
+"""From a source to a plan: pin the snapshot, list its row groups, write them down as work units under a content id."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+import numpy as np
+import pyarrow as pa
+from blake3 import blake3
+
+from catalog.connect import Lakehouse
+from catalog.errors import EmptyPlan
+from catalog.plans import (
+    SLICES_ARROW,
+    WORK_UNITS_ARROW,
+    PlanRow,
+    find_plan,
+    get_plan,
+    read_units,
+    write_plan,
+    write_slices,
+)
+from catalog.row_groups import RowGroup, row_groups_of
+from catalog.snapshots import check_pinned, pin, snapshot_of
+from dlac_pipeline.plan.cut import PassCut
+from dlac_pipeline.plan.leg import Leg
+from dlac_pipeline.plan.units import Ints, UnitTable
+from dlac_pipeline.read.columns import check_columns
+from dlac_pipeline.spec import OrderSpec, SourceSpec
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """A plan and its units."""
+
+    row: PlanRow
+    units: UnitTable
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns that become tensors."""
+        return tuple(json.loads(self.row.columns))
+
+
+def make_plan(
+    lakehouse: Lakehouse, source: SourceSpec, *, progress: Callable[[int, int], None] | None = None
+) -> Plan:
+    """Pin the snapshot and plan it; the same content gives the same plan, written once.
+
+    Raises:
+        BadInput: the table, snapshot, columns or filter cannot be planned (see its subclasses).
+        EmptyPlan: no row is live.
+    """
+    table = lakehouse.load(source.table)
+    snapshot = snapshot_of(table, source.snapshot_id)
+    schema_id = table.metadata.current_schema_id if snapshot.schema_id is None else snapshot.schema_id
+    check_columns(table.schemas()[schema_id], source.columns)
+    tag = pin(lakehouse, source.table, snapshot.snapshot_id)
+    groups = row_groups_of(table, snapshot.snapshot_id, source.row_filter, progress=progress)
+    live_rows = sum(group.rows - len(group.dead) for group in groups)
+    if live_rows == 0:
+        raise EmptyPlan(
+            f"expected live rows in snapshot {snapshot.snapshot_id} of {source.table!r} under the filter "
+            f"{source.row_filter!r}, found none of {sum(group.rows for group in groups)}: widen the filter"
+        )
+    write_id = secrets.token_hex(8)
+    content = {
+        "table_uuid": str(table.metadata.table_uuid),
+        "snapshot_id": snapshot.snapshot_id,
+        "schema_id": schema_id,
+        "row_filter": source.row_filter,
+        "columns": source.columns,
+        "units": _digest(groups),
+    }
+    plan_id = blake3(json.dumps(content, sort_keys=True).encode()).hexdigest(length=12)
+    row = find_plan(lakehouse, plan_id) or write_plan(
+        lakehouse,
+        PlanRow(
+            plan_id=plan_id,
+            write_id=write_id,
+            source_table=source.table,
+            table_uuid=content["table_uuid"],
+            snapshot_id=snapshot.snapshot_id,
+            tag=tag,
+            schema_id=schema_id,
+            row_filter=source.row_filter,
+            columns=json.dumps(source.columns),
+            units=len(groups),
+            rows=sum(group.rows for group in groups),
+            live_rows=live_rows,
+            bytes=sum(group.bytes for group in groups),
+            created_at=datetime.now(UTC),
+        ),
+        _units_arrow(groups, write_id),
+    )
+    return Plan(row=row, units=_unit_table(read_units(lakehouse, row)))
+
+
+def load_plan(lakehouse: Lakehouse, plan_id: str) -> Plan:
+    """A written plan, after checking that its table is still the same and its pin holds.
+
+    Raises:
+        TableReplaced, PinLost: it is not, or does not.
+        SpecInvalid: there is no such plan.
+    """
+    row = get_plan(lakehouse, plan_id)
+    check_pinned(lakehouse, row.source_table, table_uuid=row.table_uuid, snapshot_id=row.snapshot_id, tag=row.tag)
+    return Plan(row=row, units=_unit_table(read_units(lakehouse, row)))
+
+
+def first_leg(plan: Plan, order: OrderSpec) -> Leg:
+    """The leg that a run of this plan starts with."""
+    return Leg(
+        index=0,
+        start_step=0,
+        plan_id=plan.row.plan_id,
+        source_table=plan.row.source_table,
+        table_uuid=plan.row.table_uuid,
+        snapshot_id=plan.row.snapshot_id,
+        schema_id=plan.row.schema_id,
+        columns=plan.columns,
+        row_filter=plan.row.row_filter,
+        seed=order.seed,
+        key_groups=order.key_groups,
+        batch_size=order.batch_size,
+        block_slices=order.block_slices,
+        shuffle=order.shuffle,
+    )
+
+
+def cut_id_of(plan_id: str, cut: PassCut) -> str:
+    """Content id of a cut: a digest of all that determines its slices."""
+    settings = cut.settings
+    content = [
+        plan_id,
+        cut.pass_index,
+        settings.seed,
+        settings.key_groups,
+        settings.block_slices,
+        settings.shuffle,
+        settings.version,
+        cut.dealt_before.tolist(),
+    ]
+    return blake3(json.dumps(content).encode()).hexdigest(length=12)
+
+
+def record_cut(lakehouse: Lakehouse, plan_id: str, cut: PassCut) -> str:
+    """Write the slices of a pass when it is entered; returns the cut's id."""
+    cut_id = cut_id_of(plan_id, cut)
+    write_slices(lakehouse, cut_id, lambda: slices_arrow(cut_id, plan_id, cut))
+    return cut_id
+
+
+def slices_arrow(cut_id: str, plan_id: str, cut: PassCut) -> pa.Table:
+    """All slices of a pass, with the schema of `slices`."""
+    parts = []
+    for group in range(cut.settings.key_groups):
+        for index in range(cut.block_count(group)):
+            block = cut.block(group, index)
+            count = len(block.slices.unit)
+            constant = {
+                "cut_id": cut_id,
+                "plan_id": plan_id,
+                "pass": cut.pass_index,
+                "key_group": group,
+                "block": index,
+                "block_rows": block.rows,
+                "block_live_rows": block.live_rows,
+                "a": block.affine.a,
+                "a_inv": block.affine.a_inv,
+                "c": block.affine.c,
+            }
+            columns = {
+                "slice": np.arange(count),
+                "unit": block.slices.unit,
+                "first_row": block.slices.first,
+                "rows": block.slices.rows,
+                "live_rows": block.slices.live,
+                "base": block.base,
+            }
+            arrays = {name: pa.repeat(value, count) for name, value in constant.items()}
+            arrays |= {name: pa.array(values) for name, values in columns.items()}
+            parts.append(pa.table(arrays).select(SLICES_ARROW.names).cast(SLICES_ARROW))
+    return pa.concat_tables(parts).combine_chunks() if parts else SLICES_ARROW.empty_table()
+
+
+def _digest(groups: list[RowGroup]) -> str:
+    digest = blake3()
+    for group in groups:
+        digest.update(f"{group.file_path}\0{group.row_group}\0{group.first_row}\0{group.rows}\0".encode())
+        digest.update(group.dead.tobytes())
+    return digest.hexdigest()
+
+
+def _units_arrow(groups: list[RowGroup], write_id: str) -> pa.Table:
+    rows = [
+        {
+            "write_id": write_id,
+            "unit": index,
+            "file_path": group.file_path,
+            "row_group": group.row_group,
+            "first_row": group.first_row,
+            "rows": group.rows,
+            "live_rows": group.rows - len(group.dead),
+            "bytes": group.bytes,
+            "dead": _ranges(group.dead),
+        }
+        for index, group in enumerate(groups)
+    ]
+    return pa.Table.from_pylist(rows, schema=WORK_UNITS_ARROW)
+
+
+def _ranges(offsets: Ints) -> list[dict[str, int]]:
+    """Sorted offsets as runs of neighbours: {first, rows}."""
+    if not len(offsets):
+        return []
+    starts = np.flatnonzero(np.diff(offsets, prepend=offsets[0] - 2) != 1)
+    lengths = np.diff(np.append(starts, len(offsets)))
+    return [{"first": int(offsets[start]), "rows": int(rows)} for start, rows in zip(starts, lengths, strict=True)]
+
+
+def _unit_table(units: pa.Table) -> UnitTable:
+    dictionary = units["file_path"].combine_chunks().dictionary_encode()
+    if isinstance(dictionary, pa.ChunkedArray):
+        dictionary = dictionary.combine_chunks()
+    dead = {}
+    for index in np.flatnonzero(units["live_rows"].to_numpy() < units["rows"].to_numpy()):
+        ranges = units["dead"][int(index)].as_py()
+        spans = [np.arange(span["first"], span["first"] + span["rows"]) for span in ranges]
+        dead[int(index)] = np.concatenate(spans).astype(np.int64)
+    return UnitTable(
+        file_paths=dictionary.dictionary.to_pylist(),
+        file=dictionary.indices.to_numpy().astype(np.int64),
+        row_group=units["row_group"].to_numpy().astype(np.int64),
+        first_row=units["first_row"].to_numpy(),
+        rows=units["rows"].to_numpy(),
+        dead=dead,
+        bytes=units["bytes"].to_numpy(),
+    )

@@ -1,0 +1,164 @@
+"""The job spec: the one typed description of a training run, read from TOML or YAML, shared by the CLI and Dagster."""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from catalog.connect import LakehouseConfig
+from catalog.errors import SpecInvalid
+
+RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class SourceSpec(_Section):
+    """What is read."""
+
+    table: str = Field(description="The Iceberg table to train from, as namespace.table.")
+    snapshot_id: int | None = Field(None, description="Snapshot to pin; unset: the current one when the plan is made.")
+    columns: list[str] = Field(description="Columns that become tensors, in this order.")
+    row_filter: str = Field("", description='Rows to read, as an Iceberg expression, e.g. "length > 10"; empty: all.')
+
+    @field_validator("columns")
+    @classmethod
+    def _distinct(cls, columns: list[str]) -> list[str]:
+        if not columns or len(set(columns)) != len(columns):
+            raise ValueError(f"expected one or more distinct column names, found {columns!r}")
+        return columns
+
+
+class OrderSpec(_Section):
+    """What determines the order of rows; bound by the leg."""
+
+    seed: int = Field(0, description="Seed of the order and of the ranks' random number generators.", ge=0, lt=2**63)
+    batch_size: int = Field(description="Samples in one global batch (B), over all ranks.", ge=1)
+    key_groups: int = Field(16, description="Virtual readers (G, max_parallelism): fixed for the run; divides B.", ge=1)
+    block_slices: int = Field(4, description="Slices that a key group shuffles together (S).", ge=1)
+    shuffle: bool = Field(True, description="Shuffle units and rows; false: the table's own order.")
+    passes: int = Field(1, description="Passes over the plan before the run is finished.", ge=1)
+
+    @model_validator(mode="after")
+    def _divides(self) -> OrderSpec:
+        if self.batch_size % self.key_groups:
+            raise ValueError(
+                f"batch_size {self.batch_size} is not a multiple of key_groups {self.key_groups}: "
+                "every key group gives the same number of samples to a batch"
+            )
+        return self
+
+
+class CheckpointSpec(_Section):
+    """When and where checkpoints are taken."""
+
+    store: str = Field("", description="Folder of the checkpoints; empty: checkpoints/ in the home folder.")
+    every_steps: int = Field(100, description="Optimizer steps between checkpoints.", ge=1)
+
+
+class LaunchSpec(_Section):
+    """How the ranks are started and watched."""
+
+    script: str = Field(description="The training script, run by every rank; relative to the spec's file.")
+    args: list[str] = Field(default_factory=list, description="Arguments of the script.")
+    world_size: int = Field(1, description="Number of ranks; divides the batch size.", ge=1)
+    env: dict[str, str] = Field(default_factory=dict, description="Environment variables set for the ranks.")
+    grace_s: float = Field(20.0, description="Seconds that ranks get to checkpoint and leave when asked to stop.", gt=0)
+    hang_timeout_s: float = Field(
+        600.0, description="Seconds without progress of a rank after which the attempt is ended and relaunched.", gt=0
+    )
+    attempts_without_progress: int = Field(
+        3, description="Attempts in a row that commit nothing before the run stops with NoProgress.", ge=1
+    )
+
+
+class JobSpec(_Section):
+    """One training run."""
+
+    run: str = Field(description="Name of the run: letters, digits, dots, dashes and underscores.")
+    source: SourceSpec = Field(description="What is read.")
+    order: OrderSpec = Field(description="What determines the order of rows.")
+    checkpoint: CheckpointSpec = Field(
+        default_factory=CheckpointSpec, description="When and where checkpoints are taken."
+    )
+    launch: LaunchSpec = Field(description="How the ranks are started and watched.")
+    lakehouse: LakehouseConfig = Field(default_factory=LakehouseConfig, description="Where the lakehouse is.")
+    params: dict[str, str] = Field(default_factory=dict, description="Settings that the training script reads itself.")
+
+    @field_validator("run")
+    @classmethod
+    def _named(cls, run: str) -> str:
+        if not RUN_NAME.fullmatch(run):
+            raise ValueError(
+                f"expected 1-100 letters, digits, '.', '_' or '-', starting with a letter or digit, found {run!r}"
+            )
+        return run
+
+    @model_validator(mode="after")
+    def _ranks_divide(self) -> JobSpec:
+        if self.order.batch_size % self.launch.world_size:
+            raise ValueError(
+                f"batch_size {self.order.batch_size} is not a multiple of world_size {self.launch.world_size}: "
+                "every rank works on the same number of samples"
+            )
+        return self
+
+    def resolved(self, home: Path) -> JobSpec:
+        """This spec with the embedded lakehouse and store of `home` where none is named."""
+        store = self.checkpoint.store or str(home.resolve() / "checkpoints")
+        return self.model_copy(
+            update={
+                "lakehouse": self.lakehouse.at_home(home),
+                "checkpoint": self.checkpoint.model_copy(update={"store": store}),
+            }
+        )
+
+
+def home_folder() -> Path:
+    """The folder of the embedded lakehouse: $DLAC_HOME, else .dlac here. The one place that reads it."""
+    return Path(os.environ.get("DLAC_HOME", ".dlac"))
+
+
+def parse_spec(raw: dict[str, Any], *, origin: str) -> JobSpec:
+    """A validated spec from plain data.
+
+    Raises:
+        SpecInvalid: every wrong field by name, with what was expected and found.
+    """
+    try:
+        return JobSpec.model_validate(raw)
+    except ValidationError as err:
+        lines = [
+            f"  {'.'.join(str(part) for part in problem['loc']) or 'spec'}: {problem['msg']} (found {problem['input']!r})"
+            for problem in err.errors()
+        ]
+        raise SpecInvalid(f"{origin} is not a valid job spec:\n" + "\n".join(lines)) from err
+
+
+def read_spec(path: Path) -> JobSpec:
+    """A validated spec from a .toml, .yaml or .yml file; the script's path becomes absolute.
+
+    Raises:
+        SpecInvalid: the file cannot be read, or a field is wrong.
+    """
+    parsers = {".toml": lambda text: tomllib.loads(text), ".yaml": yaml.safe_load, ".yml": yaml.safe_load}
+    parser = parsers.get(path.suffix)
+    if parser is None:
+        raise SpecInvalid(f"expected a .toml, .yaml or .yml file, found {str(path)!r}")
+    try:
+        raw = parser(path.read_text())
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, yaml.YAMLError) as err:
+        raise SpecInvalid(f"cannot read the job spec {str(path)!r}: {err}") from err
+    if not isinstance(raw, dict):
+        raise SpecInvalid(f"expected a table of settings in {str(path)!r}, found {type(raw).__name__}")
+    spec = parse_spec(raw, origin=repr(str(path)))
+    script = str((path.parent / spec.launch.script).resolve())
+    return spec.model_copy(update={"launch": spec.launch.model_copy(update={"script": script})})
