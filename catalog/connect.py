@@ -17,6 +17,7 @@ from pyiceberg.exceptions import (
     RESTError,
     TableAlreadyExistsError,
 )
+from pyiceberg.expressions import BooleanExpression, EqualTo
 from pyiceberg.table import Table
 from sqlalchemy.exc import SQLAlchemyError
 
@@ -40,14 +41,17 @@ class LakehouseConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     type: Literal["sql", "rest"] = Field(
-        "sql", description="Kind of Iceberg catalog: sql (SQLite, PostgreSQL) or rest."
+        default="sql", description="Kind of Iceberg catalog: sql (SQLite, PostgreSQL) or rest."
     )
     uri: str = Field(
-        "", description="Address of the catalog; empty: an SQLite file in the home folder ($DLAC_HOME, else .dlac)."
+        default="",
+        description="Address of the catalog; empty: an SQLite file in the home folder ($DLAC_HOME, else .dlac).",
     )
-    warehouse: str = Field("", description="Folder or bucket of the tables; empty: a folder in the home folder.")
-    name: str = Field("dlac", description="Name of the catalog, as pyiceberg and SQL engines see it.")
-    namespace: str = Field("dlac", description="Namespace of DLAC's own tables (plans, consumption, ...).")
+    warehouse: str = Field(
+        default="", description="Folder or bucket of the tables; empty: a folder in the home folder."
+    )
+    name: str = Field(default="dlac", description="Name of the catalog, as pyiceberg and SQL engines see it.")
+    namespace: str = Field(default="dlac", description="Namespace of DLAC's own tables (plans, consumption, ...).")
     properties: dict[str, str] = Field(
         default_factory=dict, description="Further pyiceberg properties, such as s3.endpoint or credentials."
     )
@@ -150,6 +154,11 @@ def _open(config: LakehouseConfig) -> Catalog:
         except SQLAlchemyError:
             time.sleep(delay_s)
     return GUARDED[config.type](config.name, **config.catalog_properties())
+
+
+def equals(column: str, value: str) -> BooleanExpression:
+    """The Iceberg expression `column = value`."""
+    return EqualTo(column, value)  # type: ignore[call-arg,arg-type]  # its pydantic base hides the real signature
 
 
 @contextmanager

@@ -32,9 +32,10 @@ class GuardedSqlCatalog(SqlCatalog):
     ) -> CommitTableResponse:
         """Commit, or raise `CommitConflict` when the commit surely did not land."""
         try:
-            return super().commit_table(table, requirements, updates)
+            response: CommitTableResponse = super().commit_table(table, requirements, updates)
         except CommitFailedException as err:
             return _landed_or_conflict(self, table, updates, err)
+        return response
 
 
 class GuardedRestCatalog(RestCatalog):
@@ -45,9 +46,10 @@ class GuardedRestCatalog(RestCatalog):
     ) -> CommitTableResponse:
         """Commit, or raise `CommitConflict` when the commit surely did not land."""
         try:
-            return super().commit_table(table, requirements, updates)
+            response: CommitTableResponse = super().commit_table(table, requirements, updates)
         except CommitFailedException as err:
             return _landed_or_conflict(self, table, updates, err)
+        return response
 
 
 GUARDED: dict[str, type[MetastoreCatalog] | type[RestCatalog]] = {"sql": GuardedSqlCatalog, "rest": GuardedRestCatalog}
@@ -59,6 +61,7 @@ def _landed_or_conflict(
     current = catalog.load_table(table.name())
     mine = [update.snapshot.snapshot_id for update in updates if isinstance(update, AddSnapshotUpdate)]
     if mine and all(current.metadata.snapshot_by_id(snapshot_id) is not None for snapshot_id in mine):
-        return CommitTableResponse(metadata=current.metadata, metadata_location=current.metadata_location)
+        landed = {"metadata": current.metadata, "metadata-location": current.metadata_location}
+        return CommitTableResponse.model_validate(landed)
     name = ".".join(table.name())
     raise CommitConflict(f"a commit to {name!r} was refused, and did not land: {err}") from err

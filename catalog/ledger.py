@@ -15,11 +15,10 @@ from typing import Any
 
 import pyarrow as pa
 import tenacity
-from pyiceberg.expressions import EqualTo
 from pyiceberg.io.pyarrow import schema_to_pyarrow
 from pyiceberg.table import Table
 
-from catalog.connect import Lakehouse, reachable
+from catalog.connect import Lakehouse, equals, reachable
 from catalog.errors import CatalogUnreachable, CommitConflict, CommitOutcomeUnknown, LakehouseError
 from catalog.schemas import CONSUMPTION, FORMAT_VERSION
 
@@ -177,5 +176,5 @@ def _complete(row: Row, run: str, fence: Fence) -> Row:
 
 def _scan(table: Table, run: str, columns: tuple[str, ...], uri: str) -> list[Row]:
     with reachable(uri):
-        rows: list[Row] = table.scan(row_filter=EqualTo("run", run), selected_fields=columns).to_arrow().to_pylist()
+        rows: list[Row] = table.scan(row_filter=equals("run", run), selected_fields=columns).to_arrow().to_pylist()
     return rows

@@ -13,10 +13,10 @@ from typing import Any
 
 import pyarrow as pa
 import tenacity
-from pyiceberg.expressions import BooleanExpression, EqualTo
+from pyiceberg.expressions import BooleanExpression
 from pyiceberg.io.pyarrow import schema_to_pyarrow
 
-from catalog.connect import Lakehouse, reachable
+from catalog.connect import Lakehouse, equals, reachable
 from catalog.errors import CatalogUnreachable, CommitConflict, FormatTooNew, SpecInvalid
 from catalog.schemas import FORMAT_VERSION, PLANS, SLICES, WORK_UNITS
 
@@ -49,7 +49,7 @@ class PlanRow:
 
 def find_plan(lakehouse: Lakehouse, plan_id: str) -> PlanRow | None:
     """The plan with this id, if it was written."""
-    rows = _rows(lakehouse, "plans", EqualTo("plan_id", plan_id)).to_pylist()
+    rows = _rows(lakehouse, "plans", equals("plan_id", plan_id)).to_pylist()
     if not rows:
         return None
     if rows[0]["format_version"] > FORMAT_VERSION:
@@ -81,7 +81,7 @@ def write_plan(lakehouse: Lakehouse, plan: PlanRow, units: pa.Table) -> PlanRow:
 
 def read_units(lakehouse: Lakehouse, plan: PlanRow) -> pa.Table:
     """The plan's work units in order of `unit`, with the schema of `work_units`."""
-    found = _rows(lakehouse, "work_units", EqualTo("write_id", plan.write_id))
+    found = _rows(lakehouse, "work_units", equals("write_id", plan.write_id))
     return found.sort_by("unit").cast(WORK_UNITS_ARROW)
 
 
@@ -89,7 +89,7 @@ def write_slices(lakehouse: Lakehouse, cut_id: str, slices: Callable[[], pa.Tabl
     """Write the slices of a cut, unless they are there: a cut's id is a digest of its content."""
 
     def present() -> bool:
-        return bool(_rows(lakehouse, "slices", EqualTo("cut_id", cut_id), limit=1).num_rows)
+        return bool(_rows(lakehouse, "slices", equals("cut_id", cut_id), limit=1).num_rows)
 
     if not present():
         append_own(lakehouse, "slices", slices(), unless=present)

@@ -1,0 +1,32 @@
+"""Data-lake-aware checkpointing: the library that a training script uses.
+
+`training_run` and `TorchState` come with PyTorch; they are imported when first asked for, so that commands which do not
+train start without it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dlac_pipeline.checkpoint.engines import TorchState
+    from dlac_pipeline.read.batch import Batch
+    from dlac_pipeline.worker import TrainingRun, training_run
+
+__all__ = ["Batch", "TorchState", "TrainingRun", "training_run"]
+
+_HOMES = {
+    "Batch": "dlac_pipeline.read.batch",
+    "TorchState": "dlac_pipeline.checkpoint.engines",
+    "TrainingRun": "dlac_pipeline.worker",
+    "training_run": "dlac_pipeline.worker",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name from its module."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOMES[name]), name)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import re
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -25,9 +26,13 @@ class SourceSpec(_Section):
     """What is read."""
 
     table: str = Field(description="The Iceberg table to train from, as namespace.table.")
-    snapshot_id: int | None = Field(None, description="Snapshot to pin; unset: the current one when the plan is made.")
+    snapshot_id: int | None = Field(
+        default=None, description="Snapshot to pin; unset: the current one when the plan is made."
+    )
     columns: list[str] = Field(description="Columns that become tensors, in this order.")
-    row_filter: str = Field("", description='Rows to read, as an Iceberg expression, e.g. "length > 10"; empty: all.')
+    row_filter: str = Field(
+        default="", description='Rows to read, as an Iceberg expression, e.g. "length > 10"; empty: all.'
+    )
 
     @field_validator("columns")
     @classmethod
@@ -40,12 +45,16 @@ class SourceSpec(_Section):
 class OrderSpec(_Section):
     """What determines the order of rows; bound by the leg."""
 
-    seed: int = Field(0, description="Seed of the order and of the ranks' random number generators.", ge=0, lt=2**63)
+    seed: int = Field(
+        default=0, description="Seed of the order and of the ranks' random number generators.", ge=0, lt=2**63
+    )
     batch_size: int = Field(description="Samples in one global batch (B), over all ranks.", ge=1)
-    key_groups: int = Field(16, description="Virtual readers (G, max_parallelism): fixed for the run; divides B.", ge=1)
-    block_slices: int = Field(4, description="Slices that a key group shuffles together (S).", ge=1)
-    shuffle: bool = Field(True, description="Shuffle units and rows; false: the table's own order.")
-    passes: int = Field(1, description="Passes over the plan before the run is finished.", ge=1)
+    key_groups: int = Field(
+        default=16, description="Virtual readers (G, max_parallelism): fixed for the run; divides B.", ge=1
+    )
+    block_slices: int = Field(default=4, description="Slices that a key group shuffles together (S).", ge=1)
+    shuffle: bool = Field(default=True, description="Shuffle units and rows; false: the table's own order.")
+    passes: int = Field(default=1, description="Passes over the plan before the run is finished.", ge=1)
 
     @model_validator(mode="after")
     def _divides(self) -> OrderSpec:
@@ -60,8 +69,8 @@ class OrderSpec(_Section):
 class CheckpointSpec(_Section):
     """When and where checkpoints are taken."""
 
-    store: str = Field("", description="Folder of the checkpoints; empty: checkpoints/ in the home folder.")
-    every_steps: int = Field(100, description="Optimizer steps between checkpoints.", ge=1)
+    store: str = Field(default="", description="Folder of the checkpoints; empty: checkpoints/ in the home folder.")
+    every_steps: int = Field(default=100, description="Optimizer steps between checkpoints.", ge=1)
 
 
 class LaunchSpec(_Section):
@@ -69,14 +78,18 @@ class LaunchSpec(_Section):
 
     script: str = Field(description="The training script, run by every rank; relative to the spec's file.")
     args: list[str] = Field(default_factory=list, description="Arguments of the script.")
-    world_size: int = Field(1, description="Number of ranks; divides the batch size.", ge=1)
+    world_size: int = Field(default=1, description="Number of ranks; divides the batch size.", ge=1)
     env: dict[str, str] = Field(default_factory=dict, description="Environment variables set for the ranks.")
-    grace_s: float = Field(20.0, description="Seconds that ranks get to checkpoint and leave when asked to stop.", gt=0)
+    grace_s: float = Field(
+        default=20.0, description="Seconds that ranks get to checkpoint and leave when asked to stop.", gt=0
+    )
     hang_timeout_s: float = Field(
-        600.0, description="Seconds without progress of a rank after which the attempt is ended and relaunched.", gt=0
+        default=600.0,
+        description="Seconds without progress of a rank after which the attempt is ended and relaunched.",
+        gt=0,
     )
     attempts_without_progress: int = Field(
-        3, description="Attempts in a row that commit nothing before the run stops with NoProgress.", ge=1
+        default=3, description="Attempts in a row that commit nothing before the run stops with NoProgress.", ge=1
     )
 
 
@@ -86,11 +99,9 @@ class JobSpec(_Section):
     run: str = Field(description="Name of the run: letters, digits, dots, dashes and underscores.")
     source: SourceSpec = Field(description="What is read.")
     order: OrderSpec = Field(description="What determines the order of rows.")
-    checkpoint: CheckpointSpec = Field(
-        default_factory=CheckpointSpec, description="When and where checkpoints are taken."
-    )
+    checkpoint: CheckpointSpec = Field(default=CheckpointSpec(), description="When and where checkpoints are taken.")
     launch: LaunchSpec = Field(description="How the ranks are started and watched.")
-    lakehouse: LakehouseConfig = Field(default_factory=LakehouseConfig, description="Where the lakehouse is.")
+    lakehouse: LakehouseConfig = Field(default=LakehouseConfig(), description="Where the lakehouse is.")
     params: dict[str, str] = Field(default_factory=dict, description="Settings that the training script reads itself.")
 
     @field_validator("run")
@@ -149,7 +160,7 @@ def read_spec(path: Path) -> JobSpec:
     Raises:
         SpecInvalid: the file cannot be read, or a field is wrong.
     """
-    parsers = {".toml": lambda text: tomllib.loads(text), ".yaml": yaml.safe_load, ".yml": yaml.safe_load}
+    parsers: dict[str, Callable[[str], Any]] = {".toml": tomllib.loads, ".yaml": yaml.safe_load, ".yml": yaml.safe_load}
     parser = parsers.get(path.suffix)
     if parser is None:
         raise SpecInvalid(f"expected a .toml, .yaml or .yml file, found {str(path)!r}")

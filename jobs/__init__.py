@@ -1,0 +1,1 @@
+"""What starts it: Dagster jobs, sensors and definitions; the demo."""

@@ -1,0 +1,1 @@
+"""DuckDB over the lakehouse; the SQL lives in .sql files."""

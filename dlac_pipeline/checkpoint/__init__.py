@@ -1,0 +1,1 @@
+"""Checkpoint Manager: stage, digest, vote, commit; engine adapters."""

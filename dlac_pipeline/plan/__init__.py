@@ -1,0 +1,1 @@
+"""Snapshot -> work units -> slices of key groups; the order as a pure function of the leg."""

@@ -91,7 +91,8 @@ def deal(live_rows: int, dealt: Ints) -> Ints:
     offsets = np.arange(groups, dtype=np.int64)
 
     def share(m: int) -> Ints:
-        return np.maximum(0, (m + offsets) // groups - dealt)
+        shares: Ints = np.maximum(0, (m + offsets) // groups - dealt)
+        return shares
 
     low, high = 0, int(live_rows + groups * (dealt.max(initial=0) + 1))
     while low < high:

@@ -46,9 +46,7 @@ class Plan:
         return tuple(json.loads(self.row.columns))
 
 
-def make_plan(
-    lakehouse: Lakehouse, source: SourceSpec, *, progress: Callable[[int, int], None] | None = None
-) -> Plan:
+def make_plan(lakehouse: Lakehouse, source: SourceSpec, *, progress: Callable[[int, int], None] | None = None) -> Plan:
     """Pin the snapshot and plan it; the same content gives the same plan, written once.
 
     Raises:
@@ -83,7 +81,7 @@ def make_plan(
             plan_id=plan_id,
             write_id=write_id,
             source_table=source.table,
-            table_uuid=content["table_uuid"],
+            table_uuid=str(table.metadata.table_uuid),
             snapshot_id=snapshot.snapshot_id,
             tag=tag,
             schema_id=schema_id,

@@ -1,0 +1,1 @@
+"""Row groups -> live rows -> batches of tensors."""

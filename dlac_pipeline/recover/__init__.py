@@ -1,0 +1,1 @@
+"""Recovery Coordinator: ledger -> verified resume point; the supervisor beside the ranks."""

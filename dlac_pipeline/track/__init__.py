@@ -1,0 +1,1 @@
+"""Reader State Tracker: what each optimizer step consumed."""

@@ -1,0 +1,151 @@
+"""Engine adapters: how model, optimizer and schedule get into a checkpoint's folder and back.
+
+An adapter saves what its rank owns and says which files it wrote; that they are durable, complete and committed is not its
+business. It is only ever handed a folder whose digests hold.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from catalog.errors import WorldSizeUnsupported
+
+
+class Engine(Protocol):
+    """What the Checkpoint Manager asks of a training engine."""
+
+    name: str
+
+    def save(self, folder: Path) -> list[Path]:
+        """Write this rank's part into `folder` (which exists); returns the files it wrote. Collective.
+
+        Raises:
+            OSError: the store is full or away; no rank may be left waiting for this one.
+        """
+
+    def load(self, folder: Path, *, saved_world_size: int) -> None:
+        """Load this rank's part from `folder`. Collective.
+
+        Raises:
+            WorldSizeUnsupported: the state of `saved_world_size` ranks cannot be loaded by these.
+        """
+
+    def step_applied(self) -> bool:
+        """Whether the engine applied the last optimizer step (false on an fp16 overflow)."""
+
+
+def adapt(engine: Any) -> Engine:
+    """The adapter for what a training script holds: a DeepSpeed engine, or an adapter such as `TorchState`."""
+    if type(engine).__module__.startswith("deepspeed."):
+        return DeepSpeedState(engine)
+    adapter: Engine = engine
+    return adapter
+
+
+class TorchState:
+    """Replicated PyTorch state (plain, or DistributedDataParallel): rank 0 saves it, every rank loads it.
+
+    Give it anything with `state_dict` and `load_state_dict`: `TorchState(model=model, optimizer=optimizer)`.
+    """
+
+    name = "torch"
+    _FILE = "torch-state.pt"
+
+    def __init__(self, **parts: Any) -> None:
+        self._parts = parts
+
+    def save(self, folder: Path) -> list[Path]:
+        """Rank 0 writes one file."""
+        if dist.is_initialized() and dist.get_rank() != 0:
+            return []
+        path = folder / self._FILE
+        torch.save({name: part.state_dict() for name, part in self._parts.items()}, path)
+        return [path]
+
+    def load(self, folder: Path, *, saved_world_size: int) -> None:
+        """Every rank reads it, tensors and plain values only."""
+        state = torch.load(folder / self._FILE, map_location="cpu", weights_only=True)
+        for name, part in self._parts.items():
+            part.load_state_dict(state[name])
+
+    def step_applied(self) -> bool:
+        """Plain PyTorch applies every step."""
+        return True
+
+
+class DeepSpeedState:
+    """A DeepSpeed engine (ZeRO 0-3): every rank saves its own shards through DeepSpeed's save path."""
+
+    name = "deepspeed"
+    _TAG = "deepspeed"
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def save(self, folder: Path) -> list[Path]:
+        """DeepSpeed's files, without its `latest` pointer, which is written before other ranks' shards are durable."""
+        recorder = _recorder_over(self._engine.checkpoint_engine)
+        original, self._engine.checkpoint_engine = self._engine.checkpoint_engine, recorder
+        try:
+            self._engine.save_checkpoint(str(folder), tag=self._TAG, client_state={}, save_latest=False)
+        finally:
+            self._engine.checkpoint_engine = original
+        if recorder.failure is not None:
+            raise recorder.failure
+        return list(recorder.written)
+
+    def load(self, folder: Path, *, saved_world_size: int) -> None:
+        """The shards of this rank; another number of ranks needs a conversion."""
+        world_size = dist.get_world_size()
+        if saved_world_size != world_size and self._engine.zero_optimization():
+            raise WorldSizeUnsupported(
+                f"expected {saved_world_size} ranks, as when this ZeRO checkpoint was saved, found {world_size}: "
+                f"resume with world_size = {saved_world_size}"
+            )
+        self._engine.load_checkpoint(str(folder), tag=self._TAG)
+
+    def step_applied(self) -> bool:
+        """False when DeepSpeed skipped the step because of an overflow."""
+        return bool(self._engine.was_step_applied())
+
+
+def _recorder_over(inner: Any) -> Any:
+    """A DeepSpeed checkpoint engine that writes through `inner`, and notes what was written and what failed.
+
+    A failure is kept, not raised: DeepSpeed's save ends in a barrier that the other ranks wait at; the vote says no later.
+    """
+    from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
+
+    class Recorder(CheckpointEngine):  # type: ignore[misc]  # deepspeed has no types
+        def __init__(self) -> None:
+            self.name = "dlac"
+            self.written: list[Path] = []
+            self.failure: OSError | None = None
+
+        def create(self, info: Any) -> None:
+            """Nothing: the folder is there."""
+
+        def makedirs(self, path: str, exist_ok: bool = False) -> None:
+            try:
+                Path(path).mkdir(parents=True, exist_ok=exist_ok)
+            except OSError as err:
+                self.failure = err
+
+        def save(self, state_dict: Any, path: str) -> None:
+            try:
+                torch.save(state_dict, path)
+                self.written.append(Path(path))
+            except (OSError, RuntimeError) as err:
+                self.failure = err if isinstance(err, OSError) else OSError(str(err))
+
+        def load(self, path: str, map_location: Any = None) -> Any:
+            return inner.load(path, map_location=map_location)
+
+        def commit(self, info: Any) -> bool:
+            return True
+
+    return Recorder()

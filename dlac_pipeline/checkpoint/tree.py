@@ -1,0 +1,67 @@
+"""Votes up and decisions down a binomial tree of ranks: depth and messages per rank are O(log n).
+
+Over torch.distributed's point-to-point messages on a CPU (gloo) group of its own, so nothing interleaves with training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgpack
+import torch
+import torch.distributed as dist
+
+
+class RankTree:
+    """The ranks of one attempt; rank 0 is the root, the coordinator."""
+
+    def __init__(self, rank: int, world_size: int, group: dist.ProcessGroup | None) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self._group = group
+
+    @property
+    def parent(self) -> int:
+        """The rank this one reports to: its number without its lowest set bit."""
+        return self.rank & (self.rank - 1)
+
+    @property
+    def children(self) -> list[int]:
+        """The ranks that report to this one, nearest first."""
+        return list(self._children())
+
+    def gather(self, payload: bytes) -> list[bytes] | None:
+        """All ranks' payloads in rank order at the root, None elsewhere; collective."""
+        collected = {self.rank: payload}
+        for child in self.children:
+            collected.update(msgpack.unpackb(self._receive(child), strict_map_key=False))
+        if self.rank == 0:
+            return [collected[rank] for rank in range(self.world_size)]
+        self._send(msgpack.packb(collected), self.parent)
+        return None
+
+    def broadcast(self, payload: bytes | None) -> bytes:
+        """The root's payload, at every rank; collective."""
+        if self.rank != 0:
+            payload = self._receive(self.parent)
+        assert payload is not None, "the root decides"
+        for child in reversed(self.children):
+            self._send(payload, child)
+        return payload
+
+    def _children(self) -> Iterator[int]:
+        bit = 1
+        while not self.rank & bit and self.rank + bit < self.world_size:
+            yield self.rank + bit
+            bit <<= 1
+
+    def _send(self, payload: bytes, to: int) -> None:
+        dist.send(torch.tensor([len(payload)]), to, group=self._group)
+        dist.send(torch.frombuffer(bytearray(payload), dtype=torch.uint8), to, group=self._group)
+
+    def _receive(self, source: int) -> bytes:
+        size = torch.zeros(1, dtype=torch.int64)
+        dist.recv(size, source, group=self._group)
+        payload = torch.empty(int(size), dtype=torch.uint8)
+        dist.recv(payload, source, group=self._group)
+        return payload.numpy().tobytes()

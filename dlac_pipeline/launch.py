@@ -1,0 +1,120 @@
+"""The ranks of one attempt as local processes: each in a process group of its own, none outliving its supervisor."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from dlac_pipeline.progress import Phase, Progress, read_progress
+from dlac_pipeline.rank import LAUNCH_VARIABLE, SUPERVISOR_VARIABLE
+from dlac_pipeline.spec import JobSpec
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exit:
+    """How one rank ended."""
+
+    rank: int
+    code: int
+    """Exit status; negative: the signal that killed it."""
+    kind: str = ""
+    """Class of the error that the rank left behind, if it did."""
+    message: str = ""
+
+    def __str__(self) -> str:
+        if self.code < 0:
+            return f"rank {self.rank} was killed by {signal.Signals(-self.code).name}"
+        reason = f" of {self.kind}: {self.message}" if self.kind else f" with exit status {self.code}"
+        return f"rank {self.rank} died{reason}"
+
+
+class RankGroup:
+    """The processes of one attempt; started on creation."""
+
+    def __init__(self, spec: JobSpec, folder: Path) -> None:
+        self.folder = folder
+        self.world_size = spec.launch.world_size
+        self.started_at = time.time()
+        port = _free_port()
+        self._processes = [self._start(spec, rank, port) for rank in range(self.world_size)]
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids by rank."""
+        return [process.pid for process in self._processes]
+
+    def progress(self) -> list[Progress | None]:
+        """Last sign of life of each rank."""
+        return [read_progress(self.folder, rank) for rank in range(self.world_size)]
+
+    def failures(self) -> list[Exit]:
+        """Ranks that ended badly. One that died after all its work was done, while Python shut down, did not."""
+        return [exit_ for exit_ in self._exits() if exit_.code != 0 and not self._was_done(exit_.rank)]
+
+    def all_exited(self) -> bool:
+        """Whether no rank is running."""
+        return all(process.poll() is not None for process in self._processes)
+
+    def ask_to_stop(self) -> None:
+        """SIGTERM: checkpoint at the next step boundary and leave."""
+        self._signal(signal.SIGTERM)
+
+    def end(self) -> None:
+        """SIGKILL every rank's process group and wait until all are gone."""
+        self._signal(signal.SIGKILL)
+        for process in self._processes:
+            process.wait()
+
+    def _exits(self) -> list[Exit]:
+        found = []
+        for rank, process in enumerate(self._processes):
+            code = process.poll()
+            if code is not None:
+                left = self.folder / f"error-{rank:05d}.json"
+                reason = json.loads(left.read_text()) if left.exists() and left.stat().st_size else {}
+                found.append(Exit(rank=rank, code=code, **reason))
+        return found
+
+    def _was_done(self, rank: int) -> bool:
+        progress = read_progress(self.folder, rank)
+        return progress is not None and progress.phase == Phase.DONE
+
+    def _signal(self, number: signal.Signals) -> None:
+        for process in self._processes:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                if process.poll() is None or number == signal.SIGKILL:
+                    os.killpg(process.pid, number)
+
+    def _start(self, spec: JobSpec, rank: int, port: int) -> subprocess.Popen[bytes]:
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+            **spec.launch.env,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_WORLD_SIZE": str(self.world_size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            LAUNCH_VARIABLE: str(self.folder),
+            SUPERVISOR_VARIABLE: str(os.getpid()),
+        }
+        command = [sys.executable, "-m", "dlac_pipeline.rank", spec.launch.script, *spec.launch.args]
+        with (self.folder / f"rank-{rank:05d}.log").open("ab") as log:
+            return subprocess.Popen(
+                command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, process_group=0
+            )
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])

@@ -1,0 +1,58 @@
+"""The process of one rank: `python -m dlac_pipeline.rank SCRIPT ARGS...`, started by the launcher.
+
+It dies with its supervisor, runs the training script as `__main__`, and leaves the reason behind when that fails.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import runpy
+import signal
+import sys
+import traceback
+from pathlib import Path
+
+from catalog.errors import DlacError
+
+LAUNCH_VARIABLE = "DLAC_LAUNCH"
+"""Names the launch folder; set by the launcher for every rank."""
+SUPERVISOR_VARIABLE = "DLAC_SUPERVISOR_PID"
+"""Names the process that a rank must not outlive."""
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Have the kernel kill this process when its parent dies; leave at once if it is dead already. Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        os._exit(1)
+
+
+def main() -> None:
+    """Run the script named by the arguments."""
+    die_with_parent(int(os.environ[SUPERVISOR_VARIABLE]))
+    script, *arguments = sys.argv[1:]
+    sys.argv = [script, *arguments]
+    sys.path.insert(0, str(Path(script).parent))
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except DlacError as err:
+        traceback.print_exc()
+        _leave_reason(type(err).__name__, str(err))
+        sys.exit(err.exit_code)
+    except Exception as err:
+        traceback.print_exc()
+        _leave_reason(type(err).__name__, str(err))
+        sys.exit(1)
+
+
+def _leave_reason(kind: str, message: str) -> None:
+    folder, rank = Path(os.environ[LAUNCH_VARIABLE]), int(os.environ["RANK"])
+    (folder / f"error-{rank:05d}.json").write_text(json.dumps({"kind": kind, "message": message}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,231 @@
+"""Recovery Coordinator: claim the run, find the checkpoint to resume from, prove that it is whole (design.md section 7).
+
+The same four steps whatever failed: claim, resolve, load, resume. Killed anywhere, it can simply be started again.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import socket
+import time
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from catalog.commits import Attempt, claim, quarantine
+from catalog.connect import Lakehouse
+from catalog.errors import CheckpointDamaged, NoRestorableCheckpoint
+from catalog.ledger import Ledger, Row
+from dlac_pipeline.checkpoint.manifest import Manifest, folder_of, read_manifest, verify_files
+from dlac_pipeline.plan.leg import Leg
+from dlac_pipeline.plan.planner import first_leg, load_plan, make_plan
+from dlac_pipeline.spec import JobSpec
+
+_UNREPEATED = ("manifest_uri", "manifest_digest", "model_digest", "committed_at", "format_version", "run")
+"""Columns of ledger rows that only their commit decides; manifests leave them out."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResumePoint:
+    """Where an attempt starts: behind a verified checkpoint, or at step 0."""
+
+    attempt: int
+    nonce: str
+    replaces: int
+    plan_id: str
+    leg: str
+    """The leg as JSON; committed already unless `leg_is_new`."""
+    leg_is_new: bool
+    step: int = 0
+    checkpoint_id: str | None = None
+    folder: str | None = None
+    world_size: int = 0
+    engine: str = ""
+    reader_state: list[list[int]] | None = None
+    rows_since: list[dict[str, Any]] | None = None
+    quarantined: list[str] | None = None
+    claim_s: float = 0.0
+    verify_s: float = 0.0
+
+    def to_json(self) -> str:
+        """This resume point, for the ranks."""
+        return json.dumps(asdict(self), default=str)
+
+    @classmethod
+    def from_json(cls, text: str) -> ResumePoint:
+        """What `to_json` wrote."""
+        return cls(**json.loads(text))
+
+
+def new_nonce() -> str:
+    """A name for one launch that no other launch has."""
+    return secrets.token_hex(4)
+
+
+def take_over(
+    lakehouse: Lakehouse,
+    spec: JobSpec,
+    *,
+    nonce: str,
+    replaces: int | None = None,
+    plan_id: str | None = None,
+    launch_folder: str = "",
+) -> ResumePoint:
+    """Claim the run for `nonce` and say where it resumes.
+
+    `replaces` is the attempt seen to have failed; unset, it is the one that is current now.
+
+    Raises:
+        SteppedAside, RunFinished: from the claim.
+        ResumeMismatch: the spec asks for something else than what the run's leg binds; nothing was claimed.
+        NoRestorableCheckpoint: every checkpoint of the lineage is damaged.
+    """
+    ledger = Ledger(lakehouse)
+    started = time.monotonic()
+    before = ledger.state(spec.run)
+    if before.fence.head is None:
+        plan = load_plan(lakehouse, plan_id) if plan_id else make_plan(lakehouse, spec.source)
+        leg = first_leg(plan, spec.order)
+    else:
+        leg = _committed_leg(ledger, spec)
+        check_resumable(lakehouse, spec, leg, plan_id)
+    replaced = before.fence.attempt if replaces is None else replaces
+    detail = {"host": socket.gethostname(), "launch_folder": launch_folder}
+    state = claim(ledger, spec.run, nonce=nonce, replaces=replaced, detail=detail)
+    attempt = Attempt(run=spec.run, number=state.fence.attempt, nonce=nonce)
+    claimed = time.monotonic()
+    rows = ledger.rows(spec.run)
+    manifest, damaged = _newest_whole(rows, state.fence.head)
+    if damaged:
+        head_after = None if manifest is None else manifest.checkpoint_id
+        state = quarantine(ledger, attempt, damaged=damaged, head_after=head_after)
+        if manifest is None:
+            raise NoRestorableCheckpoint(
+                f"none of the checkpoints of run {spec.run!r} can be restored; damaged: {damaged!r}; "
+                "start a run under another name"
+            )
+        rows = ledger.rows(spec.run)
+    return _resume_point(
+        attempt,
+        replaced,
+        leg,
+        rows,
+        manifest,
+        quarantined=list(damaged),
+        claim_s=claimed - started,
+        verify_s=time.monotonic() - claimed,
+    )
+
+
+def check_resumable(lakehouse: Lakehouse, spec: JobSpec, leg: Leg, plan_id: str | None) -> None:
+    """Check that resuming `leg` is what the spec, and the plan if one is named, ask for.
+
+    Raises:
+        ResumeMismatch: it is not; names each difference.
+        TableReplaced, PinLost: the source is not what was planned.
+    """
+    wanted = Leg(
+        index=leg.index,
+        start_step=leg.start_step,
+        plan_id=plan_id or leg.plan_id,
+        source_table=spec.source.table,
+        table_uuid=leg.table_uuid,
+        snapshot_id=spec.source.snapshot_id or leg.snapshot_id,
+        schema_id=leg.schema_id,
+        columns=tuple(spec.source.columns),
+        row_filter=spec.source.row_filter,
+        seed=spec.order.seed,
+        key_groups=spec.order.key_groups,
+        batch_size=spec.order.batch_size,
+        block_slices=spec.order.block_slices,
+        shuffle=spec.order.shuffle,
+        order_version=leg.order_version,
+        format_version=leg.format_version,
+    )
+    leg.check_same(wanted)
+    load_plan(lakehouse, leg.plan_id)
+
+
+def checkpoint_rows(rows: list[Row]) -> dict[str, Row]:
+    """Checkpoint id -> its checkpoint row."""
+    return {row["checkpoint_id"]: row for row in rows if row["kind"] == "checkpoint"}
+
+
+def _committed_leg(ledger: Ledger, spec: JobSpec) -> Leg:
+    legs = ledger.rows(spec.run, kinds=("leg",))
+    return Leg.from_json(legs[-1]["detail"])
+
+
+def _newest_whole(rows: list[Row], head: str | None) -> tuple[Manifest | None, dict[str, str]]:
+    """The nearest ancestor-or-self of the head whose digests hold, and the damaged ones before it (id -> reason)."""
+    checkpoints = checkpoint_rows(rows)
+    out = {row["checkpoint_id"] for row in rows if row["kind"] in ("quarantine", "retire")}
+    damaged: dict[str, str] = {}
+    while head is not None:
+        row = checkpoints[head]
+        if head not in out:
+            try:
+                manifest = read_manifest(row["manifest_uri"], row["manifest_digest"])
+                verify_files(manifest, folder_of(row["manifest_uri"]))
+                return manifest, damaged
+            except CheckpointDamaged as err:
+                damaged[head] = str(err)
+        head = row["parent"]
+    return None, damaged
+
+
+def _resume_point(
+    attempt: Attempt,
+    replaced: int,
+    leg: Leg,
+    rows: list[Row],
+    manifest: Manifest | None,
+    *,
+    quarantined: list[str],
+    claim_s: float,
+    verify_s: float,
+) -> ResumePoint:
+    base = ResumePoint(
+        attempt=attempt.number,
+        nonce=attempt.nonce,
+        replaces=replaced,
+        plan_id=leg.plan_id,
+        leg=leg.to_json(),
+        leg_is_new=manifest is None,
+        quarantined=quarantined,
+        claim_s=claim_s,
+        verify_s=verify_s,
+    )
+    if manifest is None:
+        return replace(base, rows_since=_since(rows, 0))
+    row = checkpoint_rows(rows)[manifest.checkpoint_id]
+    return replace(
+        base,
+        step=manifest.step,
+        checkpoint_id=manifest.checkpoint_id,
+        folder=str(folder_of(row["manifest_uri"])),
+        world_size=manifest.world_size,
+        engine=manifest.engine,
+        reader_state=manifest.reader_state,
+        rows_since=_since(rows, int(row["seq"])),
+    )
+
+
+def _since(rows: list[Row], seq: int) -> list[dict[str, Any]]:
+    return [
+        {name: value for name, value in row.items() if value is not None and name not in _UNREPEATED}
+        for row in rows
+        if int(row["seq"]) > seq
+    ]
+
+
+def launch_folder_of(rows: list[Row], attempt: int) -> str:
+    """The launch folder that an attempt's claim names; empty if it has none."""
+    claims = [row for row in rows if row["kind"] == "claim" and row["attempt"] == attempt]
+    return str(json.loads(claims[-1]["detail"]).get("launch_folder", "")) if claims else ""
+
+
+def attempts_without_progress(rows: list[Row]) -> int:
+    """Claims since the last committed checkpoint, or since the beginning."""
+    last = max((int(row["seq"]) for row in rows if row["kind"] == "checkpoint"), default=0)
+    return sum(1 for row in rows if row["kind"] == "claim" and int(row["seq"]) > last)

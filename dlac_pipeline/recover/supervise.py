@@ -1,0 +1,292 @@
+"""The supervisor beside the ranks: launches an attempt, watches it, ends it whole when a rank dies, and recovers.
+
+In: a job spec. Out: events for whoever watches, a row in `recoveries` per recovery, and how the run ended.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import tenacity
+
+from catalog import errors
+from catalog.connect import Lakehouse, connect
+from catalog.errors import (
+    BadInput,
+    CatalogUnreachable,
+    CheckpointError,
+    DlacError,
+    LedgerError,
+    NoProgress,
+    RunFinished,
+    TrainingFailed,
+)
+from catalog.ledger import Ledger
+from dlac_pipeline.checkpoint.store import check_writable
+from dlac_pipeline.launch import Exit, RankGroup
+from dlac_pipeline.progress import Phase
+from dlac_pipeline.recover.coordinator import ResumePoint, new_nonce, take_over
+from dlac_pipeline.recover.incident import Failure, Incident, failure_of_attempt
+from dlac_pipeline.recover.run_lock import run_lock
+from dlac_pipeline.spec import JobSpec
+
+Event = dict[str, Any]
+Ending = Literal["finished", "stopped", "left"]
+_POLL_S = 0.05
+_STEP_EVENT_EVERY_S = 0.5
+_TERMINAL = (BadInput, LedgerError, CheckpointError)
+"""Errors of a rank that another attempt would meet again."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """How a supervised run ended."""
+
+    ending: Ending
+    """finished; stopped when asked to, behind a checkpoint; left: the script returned early."""
+    attempt: int
+    attempts: int
+    step: int
+
+
+class Supervisor:
+    """Runs a job to its end, through as many attempts as it takes."""
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        *,
+        on_event: Callable[[Event], None] = lambda event: None,
+        plan_id: str | None = None,
+        replaces: int | None = None,
+        takeover: bool = False,
+        wait_s: float = 0.0,
+        noticed_by: str = "operator",
+    ) -> None:
+        """`spec` is resolved; `replaces` names the failed attempt of a recovery, `noticed_by` who saw it fail."""
+        self._spec = spec
+        self._on_event = on_event
+        self._plan_id = plan_id
+        self._replaces = replaces
+        self._takeover = takeover
+        self._wait_s = wait_s
+        self._noticed_by = noticed_by
+        self._stop = threading.Event()
+
+    def stop(self) -> None:
+        """Ask for an orderly end: checkpoint, then leave, within the grace period. Safe from signal handlers."""
+        self._stop.set()
+
+    def run(self) -> Outcome:
+        """Launch, watch, recover until the run ends.
+
+        Raises:
+            RunBusy: another launch is alive and `takeover` was not asked for.
+            NoProgress: attempt after attempt committed nothing.
+            DlacError: what a rank died of, when another attempt would meet it again.
+        """
+        spec = self._spec
+        check_writable(spec.checkpoint.store, spec.run)
+        with run_lock(spec.checkpoint.store, spec.run, wait_s=self._wait_s, takeover=self._takeover):
+            lakehouse = connect(spec.lakehouse)
+            replaces, fruitless, attempts = self._replaces, 0, 0
+            failure: Failure | None = None
+            ending: Ending | Failure
+            while True:
+                attempts += 1
+                attempt = _Attempt(self, lakehouse, replaces=replaces, failure=failure)
+                try:
+                    ending = attempt.run()
+                except RunFinished:
+                    if failure is None:
+                        raise
+                    ending = "finished"  # the attempt that failed had committed everything
+                if isinstance(ending, str):
+                    return Outcome(ending=ending, attempt=attempt.number, attempts=attempts, step=attempt.step)
+                replaces, failure = attempt.number, ending
+                fruitless = 0 if attempt.committed else fruitless + 1
+                self._give_up_if_hopeless(ending, fruitless)
+
+    def _give_up_if_hopeless(self, failure: Failure, fruitless: int) -> None:
+        kind = getattr(errors, failure.kind, None)
+        if isinstance(kind, type) and issubclass(kind, _TERMINAL):
+            raise kind(failure.message)
+        if self._stop.is_set():
+            raise TrainingFailed(
+                f"the ranks did not leave within {self._spec.launch.grace_s:.0f} s when asked: {failure.cause}"
+            )
+        if fruitless >= self._spec.launch.attempts_without_progress:
+            raise NoProgress(
+                f"{fruitless} attempts in a row of run {self._spec.run!r} committed nothing; the last one: {failure.cause}; "
+                "read its logs, mend the cause, then train again"
+            )
+
+
+class _Attempt:
+    """One launch, from spawning the ranks to their end."""
+
+    def __init__(
+        self, supervisor: Supervisor, lakehouse: Lakehouse, *, replaces: int | None, failure: Failure | None
+    ) -> None:
+        self._spec = supervisor._spec
+        self._supervisor = supervisor
+        self._lakehouse = lakehouse
+        self._replaces = replaces
+        self._failure = failure
+        self._nonce = new_nonce()
+        self._folder = Path(self._spec.checkpoint.store) / self._spec.run / f"launch-{self._nonce}"
+        self._events_read = 0
+        self._incident: Incident | None = None
+        self._said_step_at = 0.0
+        self.number = 0
+        self.step = 0
+        self.committed = False
+        self._ending: Ending = "left"
+
+    def run(self) -> Ending | Failure:
+        """The whole attempt. No rank is left when it returns or raises."""
+        self._folder.mkdir(parents=True)
+        (self._folder / "spec.json").write_text(self._spec.model_dump_json())
+        ranks = RankGroup(self._spec, self._folder)  # they import their libraries while the run is claimed
+        try:
+            point = self._take_over()
+            self.number, self.step = point.attempt, point.step
+            self._say({"event": "attempt", "attempt": point.attempt, "step": point.step, "pids": ranks.pids})
+            _write_whole(self._folder / "resume.json", point.to_json())
+            return self._watch(ranks)
+        finally:
+            ranks.end()
+            self._forward_events()
+
+    def _take_over(self) -> ResumePoint:
+        supervisor = self._supervisor
+        retrying = tenacity.Retrying(
+            retry=tenacity.retry_if_exception_type(CatalogUnreachable),
+            wait=tenacity.wait_random_exponential(multiplier=0.2, max=5.0),
+            stop=tenacity.stop_after_delay(180.0 if self._failure is not None else 0.0),
+            reraise=True,
+        )
+        point: ResumePoint = retrying(
+            take_over,
+            self._lakehouse,
+            self._spec,
+            nonce=self._nonce,
+            replaces=self._replaces,
+            plan_id=supervisor._plan_id,
+            launch_folder=str(self._folder),
+        )
+        failure = self._failure
+        if failure is None and point.replaces > 0:
+            rows = Ledger(self._lakehouse).rows(self._spec.run)
+            failure = failure_of_attempt(rows, point.replaces, noticed_by=supervisor._noticed_by)
+        if failure is not None:
+            self._incident = Incident(self._spec, point, failure)
+        return point
+
+    def _watch(self, ranks: RankGroup) -> Ending | Failure:
+        asked_at: float | None = None
+        while True:
+            self._forward_events()
+            self._follow_progress(ranks)
+            failures = ranks.failures()
+            if failures:
+                return self._failed(ranks, _first_cause(failures))
+            if ranks.all_exited():
+                self._forward_events()
+                return self._ending
+            now = time.time()
+            if self._supervisor._stop.is_set() and asked_at is None:
+                asked_at = now
+                ranks.ask_to_stop()
+            hung = self._hung(ranks, now)
+            if hung is not None:
+                return self._failed(ranks, hung)
+            if asked_at is not None and now > asked_at + self._spec.launch.grace_s:
+                return self._failed(ranks, Exit(rank=0, code=1, message="still running after the grace period"))
+            time.sleep(_POLL_S)
+
+    def _hung(self, ranks: RankGroup, now: float) -> Exit | None:
+        for rank, progress in enumerate(ranks.progress()):
+            last = ranks.started_at if progress is None else progress.at
+            if now - last > self._spec.launch.hang_timeout_s and (progress is None or progress.phase != Phase.DONE):
+                return Exit(rank=rank, code=1, kind="Hang", message=f"no sign of life for {now - last:.0f} s")
+        return None
+
+    def _failed(self, ranks: RankGroup, cause: Exit) -> Failure:
+        noticed_at = time.time()
+        progress = [found for found in ranks.progress() if found is not None]
+        last_step = max((found.step for found in progress), default=self.step)
+        mine = ranks.progress()[cause.rank]
+        ranks.end()
+        failure = Failure(
+            cause=str(cause),
+            kind=cause.kind,
+            message=cause.message,
+            noticed_by="supervisor",
+            failed_at=ranks.started_at if mine is None else mine.at,
+            noticed_at=noticed_at,
+            stopped_at=time.time(),
+            last_step=last_step,
+        )
+        self._say({"event": "failure", "attempt": self.number, "cause": failure.cause, "step": last_step})
+        return failure
+
+    def _follow_progress(self, ranks: RankGroup) -> None:
+        progress = ranks.progress()
+        if any(found is None for found in progress):
+            return
+        known = [found for found in progress if found is not None]
+        self.step = max(self.step, min(found.step for found in known))
+        if self._incident is not None and self._incident.observe(known):
+            self._say(self._incident.report(self._lakehouse))
+            self._incident = None
+        first = known[0]
+        if first.loss_step and time.time() - self._said_step_at >= _STEP_EVENT_EVERY_S:
+            self._said_step_at = time.time()
+            self._say({"event": "step", "step": first.step, "loss_step": first.loss_step, "loss": first.loss})
+
+    def _forward_events(self) -> None:
+        for event in self._new_events():
+            if event["event"] == "checkpoint":
+                self.committed = True
+            if event["event"] in ("finished", "stopped"):
+                self._ending = event["event"]
+            self._say(event)
+
+    def _new_events(self) -> Iterator[Event]:
+        path = self._folder / "events.jsonl"
+        if path.exists():
+            with path.open() as stream:
+                stream.seek(self._events_read)
+                for line in stream:
+                    if not line.endswith("\n"):
+                        break
+                    self._events_read += len(line.encode())
+                    yield json.loads(line)
+
+    def _say(self, event: Event) -> None:
+        self._supervisor._on_event({"run": self._spec.run, "attempt": self.number, **event})
+
+
+def _first_cause(failures: list[Exit]) -> Exit:
+    """The failure that explains the others: a named error that ends the run, a signal, else the first.
+
+    When one rank dies the others follow with errors of their broken connections.
+    """
+    for failure in failures:
+        kind = getattr(errors, failure.kind, None)
+        if isinstance(kind, type) and issubclass(kind, DlacError):
+            return failure
+    return next((failure for failure in failures if failure.code < 0), failures[0])
+
+
+def _write_whole(path: Path, text: str) -> None:
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(text)
+    temporary.rename(path)

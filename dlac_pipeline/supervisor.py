@@ -1,0 +1,76 @@
+"""The supervisor as a process of its own, for an orchestrator: `python -m dlac_pipeline.supervisor < request`.
+
+Standard input: one line of JSON (the request), then nothing until the orchestrator closes it or dies, which ends the run in
+good order. Standard output: one event per line of JSON. Exit status: 0, or that of the error (catalog/errors.py).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from catalog.errors import DlacError
+from dlac_pipeline.recover.supervise import Supervisor
+from dlac_pipeline.spec import JobSpec
+
+
+class Request(BaseModel):
+    """What an orchestrator asks of the supervisor."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    spec: JobSpec
+    """Resolved."""
+    plan_id: str | None = None
+    replaces: int | None = None
+    takeover: bool = False
+    wait_s: float = 0.0
+    noticed_by: str = "operator"
+
+
+def main() -> int:
+    """Serve one request; returns the exit status."""
+    request = Request.model_validate_json(sys.stdin.readline())
+    supervisor = Supervisor(
+        request.spec,
+        on_event=_say,
+        plan_id=request.plan_id,
+        replaces=request.replaces,
+        takeover=request.takeover,
+        wait_s=request.wait_s,
+        noticed_by=request.noticed_by,
+    )
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: supervisor.stop())
+    threading.Thread(target=_stop_with_orchestrator, args=(supervisor,), daemon=True).start()
+    try:
+        outcome = supervisor.run()
+    except DlacError as err:
+        _say({"event": "error", "kind": type(err).__name__, "message": str(err)})
+        return err.exit_code
+    _say({"event": "ended", "ending": outcome.ending, "attempts": outcome.attempts, "step": outcome.step})
+    return 0
+
+
+def _stop_with_orchestrator(supervisor: Supervisor) -> None:
+    """Reads standard input to its end: whoever held the other side is gone."""
+    while os.read(sys.stdin.fileno(), 4096):
+        continue
+    supervisor.stop()
+
+
+def _say(event: dict[str, Any]) -> None:
+    try:
+        print(json.dumps(event, default=str), flush=True)
+    except BrokenPipeError:  # nobody listens any more; the end of standard input says so as well
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - stays open until the process ends
+
+
+if __name__ == "__main__":
+    sys.exit(main())

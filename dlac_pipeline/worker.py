@@ -1,0 +1,321 @@
+"""What a training script uses: `training_run()` gives resumed batches, the tracker, and the checkpoint hook.
+
+    with dlac_pipeline.training_run() as run:
+        engine = ...                      # model, optimizer and loop belong to the script
+        run.restore(engine)
+        for batch in run.batches():
+            loss = batch.mean(loss_per_sample)
+            ...                           # backward, optimizer step
+            run.step_done(loss)
+
+Under `dlac train` the launch folder tells it who it is. Under torchrun or the `deepspeed` launcher, give it the job spec:
+`training_run("job.toml")`; rank 0 then claims the run itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+
+from catalog.commits import Attempt, finish
+from catalog.connect import Lakehouse, connect
+from catalog.errors import CursorMismatch, DlacError, ResumeMismatch, SpecInvalid, TrainingFailed
+from catalog.ledger import Ledger
+from dlac_pipeline.checkpoint.engines import Engine, adapt
+from dlac_pipeline.checkpoint.manager import CheckpointManager, Committed, Lineage
+from dlac_pipeline.checkpoint.pulse import Beat, Pulse
+from dlac_pipeline.checkpoint.rng import load_rng, rng_file, seed_rng
+from dlac_pipeline.checkpoint.tree import RankTree
+from dlac_pipeline.plan.leg import Leg
+from dlac_pipeline.plan.order import LegOrder
+from dlac_pipeline.plan.planner import load_plan
+from dlac_pipeline.progress import Phase, ProgressWriter
+from dlac_pipeline.rank import LAUNCH_VARIABLE
+from dlac_pipeline.read.batch import Batch
+from dlac_pipeline.read.blocks import BlockDecoder
+from dlac_pipeline.read.reader import RankReader
+from dlac_pipeline.recover.coordinator import ResumePoint, new_nonce, take_over
+from dlac_pipeline.spec import JobSpec, home_folder, parse_spec, read_spec
+from dlac_pipeline.track.tracker import ReaderStateTracker
+
+_WAIT_FOR_RESUME_POINT_S = 600.0
+
+
+@contextmanager
+def training_run(spec: str | Path | None = None) -> Iterator[TrainingRun]:
+    """The training run of this rank; joins the process group, claims or is told the attempt, cleans up behind itself.
+
+    Raises:
+        SpecInvalid: neither a launch folder nor a spec says what to run.
+        DlacError: from the claim, the plan or the resume point.
+    """
+    folder = Path(os.environ[LAUNCH_VARIABLE]) if LAUNCH_VARIABLE in os.environ else None
+    run = TrainingRun(folder, _job_spec(folder, spec))
+    try:
+        yield run
+    finally:
+        run.close()
+
+
+class TrainingRun:
+    """One rank of one attempt."""
+
+    def __init__(self, folder: Path | None, spec: JobSpec) -> None:
+        self.spec = spec
+        self.rank = int(os.environ.get("RANK", "0"))
+        self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        self._folder = folder
+        self._progress = ProgressWriter(folder, self.rank)
+        self._progress.write(0, Phase.STARTING)
+        seed_rng(spec.order.seed, 0, 0)  # alike on all ranks until `restore`, so that models are initialized alike
+        group = self._join()
+        self._tree = RankTree(self.rank, self.world_size, group)
+        self._pulse = Pulse(self.world_size, group)
+        self._stop_asked = threading.Event()
+        self._handlers = _on_signals(self._stop_asked)
+        self._lakehouse = connect(spec.lakehouse)
+        self.resume_point = self._wait_for_resume_point()
+        self._open_reader(self._lakehouse)
+        self._engine: Engine | None = None
+        self._batch: Batch | None = None
+        self.stopped = False
+        """Whether the run was asked to stop, and stopped behind a checkpoint."""
+
+    @property
+    def step(self) -> int:
+        """The last finished optimizer step."""
+        return self._tracker.step
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps of the whole run."""
+        return self._order.total_steps
+
+    @property
+    def head(self) -> str | None:
+        """Id of the last committed checkpoint."""
+        return self._manager.head
+
+    def restore(self, engine: object) -> None:
+        """Name the engine whose state is checkpointed, and load the resume point into it, if there is one.
+
+        Takes a DeepSpeed engine, or an adapter such as `TorchState(model=model, optimizer=optimizer)`.
+
+        Raises:
+            ResumeMismatch: the checkpoint was saved by another kind of engine.
+            WorldSizeUnsupported: the saved state cannot be loaded by this number of ranks.
+        """
+        self._progress.write(self.step, Phase.LOADING)
+        self._engine = adapt(engine)
+        point = self.resume_point
+        if point.folder is None:
+            seed_rng(self.spec.order.seed, 0, self.rank)
+            return
+        if point.engine != self._engine.name:
+            raise ResumeMismatch(
+                f"expected the engine {point.engine!r} that saved checkpoint {point.checkpoint_id!r}, found "
+                f"{self._engine.name!r}: resume with the script that the run was started with"
+            )
+        folder = Path(point.folder)
+        self._engine.load(folder, saved_world_size=point.world_size)
+        if point.world_size == self.world_size and rng_file(folder, self.rank).exists():
+            load_rng(folder, self.rank)
+        else:
+            seed_rng(self.spec.order.seed, point.step, self.rank)
+
+    def batches(self) -> Iterator[Batch]:
+        """This rank's part of every remaining global batch; ends behind the last step, or behind a checkpoint when asked to stop.
+
+        Raises:
+            TrainingFailed: `restore` was not called, or `step_done` was left out.
+        """
+        if self._engine is None:
+            raise TrainingFailed(
+                "expected run.restore(engine) before run.batches(): without it nothing can be checkpointed"
+            )
+        self._progress.write(self.step, Phase.TRAINING)
+        for batch in self._reader:
+            self._batch = batch
+            yield batch
+            if self._batch is not None:
+                raise TrainingFailed(f"expected run.step_done(loss) for step {batch.step} before the next batch")
+            if self.stopped:
+                break
+        self._end()
+
+    def step_done(self, loss: torch.Tensor | float, *, applied: bool | None = None) -> None:
+        """Record that the optimizer step of the last batch is done; takes a checkpoint when one is due.
+
+        `loss` is this rank's `batch.mean(...)`; `applied` defaults to what the engine says.
+
+        Raises:
+            CheckpointError, LedgerError: a checkpoint could not be taken; on all ranks alike.
+        """
+        engine, batch = self._engine, self._batch
+        if engine is None or batch is None:
+            raise TrainingFailed("expected a batch from run.batches() before run.step_done(loss)")
+        self._batch = None
+        self._tracker.step_done(batch, applied=engine.step_applied() if applied is None else applied)
+        beat = self._pulse.receive()
+        self._heard(beat)
+        self._pulse.send(
+            batch.step, loss=loss.item() if isinstance(loss, torch.Tensor) else loss, stop=self._stop_asked.is_set()
+        )
+        self.stopped = self.stopped or (beat is not None and beat.stop)
+        if batch.step % self.spec.checkpoint.every_steps == 0 or self.stopped:
+            self._checkpoint(engine)
+
+    def close(self) -> None:
+        """End threads, restore signal handlers, leave the process group."""
+        self._reader.close()
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        self._progress.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _end(self) -> None:
+        assert self._engine is not None
+        if self._tracker.step > self._tracker.committed_step:
+            self._checkpoint(self._engine)
+        finished = self._tracker.step >= self._order.total_steps
+        if finished and self.rank == 0:
+            finish(Ledger(self._lakehouse), self._attempt, step=self._tracker.step)
+        self._tree.broadcast(b"done" if self.rank == 0 else None)
+        self._event({"event": "finished" if finished else "stopped", "step": self._tracker.step})
+        self._progress.write(self._tracker.step, Phase.DONE)
+
+    def _heard(self, beat: Beat | None) -> None:
+        if beat is not None:
+            self._tracker.losses.append(beat.loss)
+            self._progress.write(self._tracker.step, Phase.TRAINING, loss_step=beat.step, loss=beat.loss)
+
+    def _checkpoint(self, engine: Engine) -> None:
+        self._heard(self._pulse.receive())
+        self._progress.write(self._tracker.step, Phase.CHECKPOINT)
+        loss = self._tracker.losses[-1] if self._tracker.losses else None
+        saved = self._manager.save(engine, self._tracker)
+        self._event(_checkpoint_event(saved, loss))
+        self._progress.write(self._tracker.step, Phase.TRAINING)
+
+    def _event(self, event: dict[str, object]) -> None:
+        """Tell the supervisor something, once for all ranks."""
+        if self._folder is not None and self.rank == 0:
+            with (self._folder / "events.jsonl").open("a") as stream:
+                stream.write(json.dumps({**event, "at": time.time()}) + "\n")
+
+    def _join(self) -> dist.ProcessGroup | None:
+        if self.world_size == 1:
+            return None
+        if not dist.is_initialized():
+            dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+        group: dist.ProcessGroup = dist.new_group(backend="gloo")
+        return group
+
+    def _wait_for_resume_point(self) -> ResumePoint:
+        """From the launch folder, or, without one, from a claim by rank 0."""
+        if self._folder is not None:
+            return _await_resume_point(self._folder)
+        said = None
+        if self.rank == 0:
+            try:
+                said = take_over(self._lakehouse, self.spec, nonce=new_nonce()).to_json()
+            except DlacError as err:
+                self._tree.broadcast(json.dumps({"error": str(err)}).encode())
+                raise
+        answer = self._tree.broadcast(None if said is None else said.encode()).decode()
+        if "error" in json.loads(answer):
+            raise TrainingFailed(f"rank 0 could not take over the run: {json.loads(answer)['error']}")
+        return ResumePoint.from_json(answer)
+
+    def _open_reader(self, lakehouse: Lakehouse) -> None:
+        point = self.resume_point
+        leg = Leg.from_json(point.leg)
+        plan = load_plan(lakehouse, point.plan_id)
+        self._order = LegOrder(plan.units, leg.order_settings, self.spec.order.passes)
+        if point.reader_state is not None:
+            _check_restored(self._order, point)
+        table = lakehouse.load(leg.source_table)
+        decoder = BlockDecoder(table.io, table.schemas()[leg.schema_id], plan.units, leg.columns)
+        self._reader = RankReader(self._order, decoder, rank=self.rank, world_size=self.world_size, step=point.step)
+        self._tracker = ReaderStateTracker(committed_step=point.step, groups=self._reader.groups)
+        self._attempt = Attempt(run=self.spec.run, number=point.attempt, nonce=point.nonce)
+        self._manager = CheckpointManager(
+            attempt=self._attempt,
+            store=self.spec.checkpoint.store,
+            order=self._order,
+            leg=leg,
+            leg_is_new=point.leg_is_new,
+            lineage=Lineage(parent=point.checkpoint_id, rows_since=point.rows_since or []),
+            tree=self._tree,
+            lakehouse=lakehouse,
+        )
+
+
+def _job_spec(folder: Path | None, spec: str | Path | None) -> JobSpec:
+    if folder is not None:
+        return parse_spec(json.loads((folder / "spec.json").read_text()), origin="the launch folder's spec")
+    if spec is None:
+        raise SpecInvalid(
+            'expected a launch by `dlac train`, or training_run("job.toml") under another launcher; found neither'
+        )
+    read = read_spec(Path(spec)).resolved(home_folder())
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    return JobSpec.model_validate(
+        {**read.model_dump(), "launch": {**read.launch.model_dump(), "world_size": world_size}}
+    )
+
+
+def _await_resume_point(folder: Path) -> ResumePoint:
+    path = folder / "resume.json"
+    deadline = time.monotonic() + _WAIT_FOR_RESUME_POINT_S
+    while not path.exists():
+        if time.monotonic() > deadline:
+            raise TrainingFailed(
+                f"expected the supervisor to write {str(path)!r}, found nothing for {_WAIT_FOR_RESUME_POINT_S:.0f} s"
+            )
+        time.sleep(0.02)
+    return ResumePoint.from_json(path.read_text())
+
+
+def _check_restored(order: LegOrder, point: ResumePoint) -> None:
+    expected = [[c.pass_index, c.block, c.position] for c in order.reader_state(point.step)]
+    if expected != point.reader_state:
+        group = next(g for g, cursor in enumerate(expected) if cursor != (point.reader_state or [])[g])
+        raise CursorMismatch(
+            f"expected the cursor of key group {group} at {expected[group]} after step {point.step}, the checkpoint holds "
+            f"{(point.reader_state or [])[group]}: the plan or the order changed since it was taken"
+        )
+
+
+def _checkpoint_event(saved: Committed, loss: float | None) -> dict[str, object]:
+    return {
+        "event": "checkpoint",
+        "checkpoint_id": saved.checkpoint_id,
+        "step": saved.step,
+        "loss": loss,
+        "rows": saved.rows,
+        "bytes": saved.bytes,
+        "duration_s": saved.duration_s,
+    }
+
+
+def _on_signals(asked: threading.Event) -> dict[int, signal._HANDLER]:
+    """Let SIGTERM and SIGUSR1 ask for a checkpoint and an orderly end; returns the handlers that were there."""
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        asked.set()
+
+    if threading.current_thread() is not threading.main_thread():
+        return {}
+    return {number: signal.signal(number, handler) for number in (signal.SIGTERM, signal.SIGUSR1)}
