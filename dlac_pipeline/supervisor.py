@@ -32,6 +32,7 @@ class Request(BaseModel):
     takeover: bool = False
     wait_s: float = 0.0
     noticed_by: str = "operator"
+    launched_by: str = ""
 
 
 def main() -> int:
@@ -45,6 +46,7 @@ def main() -> int:
         takeover=request.takeover,
         wait_s=request.wait_s,
         noticed_by=request.noticed_by,
+        launched_by=request.launched_by,
     )
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: supervisor.stop())

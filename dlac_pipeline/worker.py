@@ -144,6 +144,7 @@ class TrainingRun:
                 "expected run.restore(engine) before run.batches(): without it nothing can be checkpointed"
             )
         self._progress.write(self.step, Phase.TRAINING)
+        self._event({"event": "training", "step": self.step, "total_steps": self.total_steps})
         for batch in self._reader:
             self._batch = batch
             yield batch

@@ -70,10 +70,12 @@ def take_over(
     replaces: int | None = None,
     plan_id: str | None = None,
     launch_folder: str = "",
+    launched_by: str = "",
 ) -> ResumePoint:
     """Claim the run for `nonce` and say where it resumes.
 
-    `replaces` is the attempt seen to have failed; unset, it is the one that is current now.
+    `replaces` is the attempt seen to have failed; unset, it is the one that is current now. `launched_by` names the
+    orchestrator's run, so that a sensor can tell whose attempt is current.
 
     Raises:
         SteppedAside, RunFinished: from the claim.
@@ -90,7 +92,7 @@ def take_over(
         leg = _committed_leg(ledger, spec)
         check_resumable(lakehouse, spec, leg, plan_id)
     replaced = before.fence.attempt if replaces is None else replaces
-    detail = {"host": socket.gethostname(), "launch_folder": launch_folder}
+    detail = {"host": socket.gethostname(), "launch_folder": launch_folder, "launched_by": launched_by}
     state = claim(ledger, spec.run, nonce=nonce, replaces=replaced, detail=detail)
     attempt = Attempt(run=spec.run, number=state.fence.attempt, nonce=nonce)
     claimed = time.monotonic()
@@ -221,8 +223,17 @@ def _since(rows: list[Row], seq: int) -> list[dict[str, Any]]:
 
 def launch_folder_of(rows: list[Row], attempt: int) -> str:
     """The launch folder that an attempt's claim names; empty if it has none."""
+    return _claim_detail(rows, attempt, "launch_folder")
+
+
+def launcher_of(rows: list[Row], attempt: int) -> str:
+    """The orchestrator's run that launched an attempt; empty if it was started by hand."""
+    return _claim_detail(rows, attempt, "launched_by")
+
+
+def _claim_detail(rows: list[Row], attempt: int, name: str) -> str:
     claims = [row for row in rows if row["kind"] == "claim" and row["attempt"] == attempt]
-    return str(json.loads(claims[-1]["detail"]).get("launch_folder", "")) if claims else ""
+    return str(json.loads(claims[-1]["detail"]).get(name, "")) if claims else ""
 
 
 def attempts_without_progress(rows: list[Row]) -> int:

@@ -68,8 +68,10 @@ class Supervisor:
         takeover: bool = False,
         wait_s: float = 0.0,
         noticed_by: str = "operator",
+        launched_by: str = "",
     ) -> None:
         """`spec` is resolved; `replaces` names the failed attempt of a recovery, `noticed_by` who saw it fail."""
+        self._launched_by = launched_by
         self._spec = spec
         self._on_event = on_event
         self._plan_id = plan_id
@@ -180,6 +182,7 @@ class _Attempt:
             replaces=self._replaces,
             plan_id=supervisor._plan_id,
             launch_folder=str(self._folder),
+            launched_by=supervisor._launched_by,
         )
         failure = self._failure
         if failure is None and point.replaces > 0:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import deepspeed
-from model import Gpt, GptConfig  # beside this file: a script's own folder is on its path
+from model import Gpt, GptConfig  # type: ignore[import-not-found]  # beside this file: its folder is on the path
 
 import dlac_pipeline as dlac
 
@@ -30,13 +30,9 @@ def main() -> None:
     """Train from the committed checkpoint, if there is one, to the end of the run."""
     with dlac.training_run() as run:
         model = Gpt(GptConfig.from_params(run.spec.params))
-        engine, *_ = deepspeed.initialize(
-            model=model,
-            model_parameters=model.parameters(),
-            config=deepspeed_config(
-                run.spec.order.batch_size // run.world_size, lr=float(run.spec.params.get("lr", "3e-3"))
-            ),
-        )
+        samples_per_rank = run.spec.order.batch_size // run.world_size
+        config = deepspeed_config(samples_per_rank, lr=float(run.spec.params.get("lr", "5e-3")))
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
         run.restore(engine)
         for batch in run.batches():
             loss = batch.mean(engine(batch["tokens"]))

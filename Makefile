@@ -1,0 +1,43 @@
+# Everything a fresh machine needs is Python 3.11+, git and a C compiler: each target sets up .venv first.
+
+PYTHON ?= python3
+BIN := .venv/bin
+DEMO_HOME := $(CURDIR)/demo-lakehouse
+
+.PHONY: setup demo test lint unit soak ui bench clean
+
+setup: .venv/.ready
+
+.venv/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "expected Python 3.11 or newer, found " + sys.version)'
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	PIP_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/pip install --quiet torch
+	PIP_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/pip install --quiet --editable ".[dagster,dev]"
+	touch $@
+
+demo: setup  ## plan, train, crash, recover, audit, report: the main job on real input
+	$(BIN)/dlac demo
+
+test: setup lint unit  ## lint, types, import contracts, tests
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+unit: setup
+	$(BIN)/pytest -m "not soak"
+
+soak: setup  ## the long campaigns
+	$(BIN)/pytest -m soak --timeout 7200
+
+ui: setup  ## the Dagster UI on the demo's lakehouse
+	test -d $(DEMO_HOME)/dagster || { echo "expected the demo's lakehouse in $(DEMO_HOME), found none: run 'make demo' first"; exit 1; }
+	DAGSTER_HOME=$(DEMO_HOME)/dagster DLAC_HOME=$(DEMO_HOME) $(BIN)/dagster dev -w workspace.yaml
+
+bench: setup  ## every benchmark, each with a JSON object as its last line
+	for program in benchmarks/[a-z]*.py; do $(BIN)/python -m benchmarks.$$(basename $$program .py) || exit 1; done
+
+clean:
+	rm -rf .venv demo-lakehouse demo-report .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -1,0 +1,36 @@
+"""The job spec as Dagster configuration: one definition (dlac_pipeline/spec.py), shown field by field in the launchpad."""
+
+from __future__ import annotations
+
+import typing
+from typing import Any
+
+import dagster as dg
+from pydantic import BaseModel, Field, create_model
+
+from dlac_pipeline.spec import JobSpec
+
+
+def dagster_config(model: type[BaseModel]) -> type[dg.Config]:
+    """A Dagster config class with the fields, defaults and descriptions of a pydantic model, and of those inside it.
+
+    Dagster checks names and types; the model's own validators run when the spec is built from the configuration.
+    """
+    fields: dict[str, Any] = {}
+    for name, field in model.model_fields.items():
+        annotation: Any = field.annotation
+        described: dict[str, Any] = {"description": field.description}
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            annotation = dagster_config(annotation)
+            if not field.is_required():
+                described["default_factory"] = annotation
+        elif not field.is_required():
+            described["default"] = field.get_default(call_default_factory=True)
+        if typing.get_origin(annotation) is typing.Literal:
+            annotation = str
+        fields[name] = (annotation, Field(**described))
+    config: type[dg.Config] = create_model(f"{model.__name__}Config", __base__=dg.Config, **fields)
+    return config
+
+
+JobSpecConfig = dagster_config(JobSpec)

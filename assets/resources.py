@@ -1,0 +1,43 @@
+"""What the assets are given: the job that is to be run, and the lakehouse of the corpus."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import dagster as dg
+
+from assets.config import JobSpecConfig
+from catalog.connect import Lakehouse, LakehouseConfig, connect
+from dlac_pipeline.spec import JobSpec, home_folder, parse_spec
+
+
+class JobResource(dg.ConfigurableResource[JobSpec]):
+    """The training run that a Dagster run is about."""
+
+    spec: JobSpecConfig  # type: ignore[valid-type]  # made from the job spec at import
+
+    def job_spec(self) -> JobSpec:
+        """The validated spec, with the embedded lakehouse of $DLAC_HOME where none is named.
+
+        Raises:
+            SpecInvalid: names every wrong field.
+        """
+        spec = parse_spec(self.spec.model_dump(), origin="the run configuration")  # type: ignore[attr-defined]
+        script = str(Path(spec.launch.script).resolve())
+        launch = spec.launch.model_copy(update={"script": script})
+        return spec.model_copy(update={"launch": launch}).resolved(home_folder())
+
+    def lakehouse(self) -> Lakehouse:
+        """The open lakehouse of this run."""
+        return connect(self.job_spec().lakehouse)
+
+
+class LakehouseResource(dg.ConfigurableResource[Lakehouse]):
+    """The embedded lakehouse of $DLAC_HOME, or the one that is named."""
+
+    uri: str = ""
+    warehouse: str = ""
+
+    def lakehouse(self) -> Lakehouse:
+        """The open lakehouse."""
+        return connect(LakehouseConfig(uri=self.uri, warehouse=self.warehouse).at_home(home_folder()))

@@ -1,0 +1,52 @@
+"""Real input as assets: the documents, and their tokens."""
+
+from __future__ import annotations
+
+import dagster as dg
+
+from assets.resources import LakehouseResource
+from dlac_pipeline.ingest.corpus import ingest_stdlib_corpus
+from dlac_pipeline.ingest.tokens import tokenize_corpus
+from dlac_pipeline.spec import home_folder
+
+
+@dg.asset(
+    group_name="sources",
+    kinds={"python", "iceberg"},
+    description="One row per Python source file of the interpreter's standard library, in three appends.",
+)
+def corpus(context: dg.AssetExecutionContext, lakehouse: LakehouseResource) -> dg.MaterializeResult[None]:
+    """Ingest the documents."""
+    report = ingest_stdlib_corpus(lakehouse.lakehouse())
+    context.log.info(f"{report.documents} documents, {report.appended_documents} of them appended now")
+    return dg.MaterializeResult(
+        metadata={
+            "table": report.identifier,
+            "dagster/row_count": report.documents,
+            "source_bytes": report.source_bytes,
+            "appends": report.appends,
+            "undecodable_files": len(report.undecodable),
+        }
+    )
+
+
+@dg.asset(
+    deps=[corpus],
+    group_name="sources",
+    kinds={"python", "iceberg"},
+    description="One row per fixed-length sequence of tokens; byte-level BPE trained on the corpus.",
+)
+def tokens(context: dg.AssetExecutionContext, lakehouse: LakehouseResource) -> dg.MaterializeResult[None]:
+    """Tokenize the corpus."""
+    report = tokenize_corpus(lakehouse.lakehouse(), tokenizer_path=home_folder() / "tokenizer.json")
+    context.log.info(f"{report.sequences} sequences, {report.tokens} tokens")
+    return dg.MaterializeResult(
+        metadata={
+            "table": report.identifier,
+            "dagster/row_count": report.sequences,
+            "tokens": report.tokens,
+            "sequence_length": report.sequence_length,
+            "vocab_size": report.vocab_size,
+            "tokenizer_digest": report.tokenizer_digest,
+        }
+    )

@@ -1,0 +1,233 @@
+"""The `dlac` command: plan, train, recover, look, audit. Errors come as one line and the exit status of their class."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from catalog.connect import Lakehouse, LakehouseConfig, connect
+from catalog.errors import DlacError, NoSuchRun
+from catalog.ledger import Ledger
+from dlac_pipeline.spec import JobSpec, home_folder, parse_spec, read_spec
+from dlac_pipeline.watch import TrainingDisplay
+
+app = typer.Typer(
+    name="dlac",
+    help="Train from Iceberg tables, with data consumption committed in the lakehouse together with every checkpoint.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+_out, _err = Console(), Console(stderr=True)
+
+Home = Annotated[
+    Path | None,
+    typer.Option(
+        "--home", help="Folder of the embedded lakehouse and store.", envvar="DLAC_HOME", show_default=".dlac"
+    ),
+]
+SpecFile = Annotated[Path, typer.Argument(help="Job spec, a .toml or .yaml file.")]
+SpecOption = Annotated[
+    Path | None, typer.Option("--spec", help="Job spec that names the lakehouse, when it is not the embedded one.")
+]
+RunName = Annotated[str, typer.Argument(help="Name of the training run.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, for programs.")]
+
+
+@app.command()
+def plan(spec: SpecFile, home: Home = None, as_json: AsJson = False) -> None:
+    """Pin the snapshot of the source table and write its work units down."""
+    from dlac_pipeline.plan.planner import make_plan
+
+    job = _resolved(spec, home)
+    lakehouse = connect(job.lakehouse)
+    with _bar() as bar:
+        task = bar.add_task("reading footers", total=None)
+        made = make_plan(
+            lakehouse, job.source, progress=lambda done, total: bar.update(task, completed=done, total=total)
+        )
+    row = made.row
+    facts = {
+        "plan_id": row.plan_id,
+        "table": row.source_table,
+        "snapshot_id": row.snapshot_id,
+        "tag": row.tag,
+        "work_units": row.units,
+        "rows": row.rows,
+        "live_rows": row.live_rows,
+        "bytes": row.bytes,
+    }
+    _show_facts(facts, as_json=as_json)
+
+
+@app.command()
+def train(
+    spec: SpecFile,
+    home: Home = None,
+    takeover: Annotated[
+        bool, typer.Option(help="Fence off a launch that is still alive, instead of being refused.")
+    ] = False,
+    plan_id: Annotated[
+        str | None, typer.Option(help="Train this plan; unset: plan the source as the spec says.")
+    ] = None,
+) -> None:
+    """Train a run to its end; resumes it where its last committed checkpoint is. Ctrl-C stops it behind a checkpoint."""
+    _supervise(_resolved(spec, home), takeover=takeover, plan_id=plan_id, wait_s=0.0)
+
+
+@app.command()
+def recover(
+    run: RunName,
+    home: Home = None,
+    spec: SpecOption = None,
+    wait_s: Annotated[float, typer.Option(help="Seconds to let a launch that is still alive leave by itself.")] = 30.0,
+) -> None:
+    """Resume a run by its name, from the committed ledger; fences off whatever may still be alive of it."""
+    job = _resolved(spec, home) if spec is not None else _last_spec(_lakehouse(None, home), run)
+    _supervise(job, takeover=True, plan_id=None, wait_s=wait_s)
+
+
+@app.command()
+def status(run: RunName, home: Home = None, spec: SpecOption = None, as_json: AsJson = False) -> None:
+    """Where a run is: step, loss, last checkpoint, attempt."""
+    from dlac_pipeline.recover.status import run_status
+
+    _show_facts(run_status(_lakehouse(spec, home), run), as_json=as_json)
+
+
+@app.command()
+def audit(
+    run: RunName,
+    home: Home = None,
+    spec: SpecOption = None,
+    as_json: AsJson = False,
+    explain: Annotated[bool, typer.Option(help="Print SQL that answers without DLAC, in a plain DuckDB.")] = False,
+) -> None:
+    """Prove from the tables what the run has consumed; exit status 0 only if it is exact."""
+    from dlac_pipeline.audit.audit import audit_run
+    from dlac_pipeline.audit.explain import explain_sql
+    from dlac_pipeline.audit.table import audit_table
+
+    lakehouse = _lakehouse(spec, home)
+    if explain:
+        sys.stdout.write(explain_sql(lakehouse, run))
+        return
+    report = audit_run(lakehouse, run)
+    if as_json:
+        sys.stdout.write(json.dumps(report.to_json(), default=str) + "\n")
+    else:
+        _out.print(audit_table(report))
+    if not report.exact:
+        raise typer.Exit(1)
+
+
+@app.command()
+def sql(
+    query: Annotated[str, typer.Argument(help='SQL in DuckDB\'s dialect, e.g. "FROM checkpoints".')],
+    home: Home = None,
+    spec: SpecOption = None,
+    as_json: AsJson = False,
+) -> None:
+    """Ask the lakehouse: the tables, the views of the audit, and its macros consumed(file, row, checkpoint), touched(...)."""
+    import duckdb
+
+    from dlac_pipeline.audit.lakehouse_sql import open_audit
+
+    with open_audit(_lakehouse(spec, home)) as connection:
+        try:
+            result = connection.execute(query)
+            names = [column[0] for column in result.description or []]
+            rows = result.fetchall()
+        except duckdb.Error as err:
+            _err.print(f"[red]error:[/] {err}")
+            raise typer.Exit(64) from err
+    if as_json:
+        sys.stdout.write(json.dumps([dict(zip(names, row, strict=True)) for row in rows], default=str) + "\n")
+        return
+    table = Table(*names)
+    for row in rows:
+        table.add_row(*(str(value) for value in row))
+    _out.print(table)
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def demo(context: typer.Context) -> None:
+    """Run the main job on real input: plan, train, crash, recover, audit, report. `dlac demo --help` tells its options."""
+    os.execv(sys.executable, [sys.executable, "-m", "jobs.demo", *context.args])
+
+
+def main() -> None:
+    """Entry point: every DLAC error is one line on standard error, and its class's exit status."""
+    try:
+        app()
+    except DlacError as err:
+        _err.print(f"[red]error:[/] {type(err).__name__}: {err}", highlight=False, soft_wrap=True)
+        sys.exit(err.exit_code)
+
+
+def _supervise(job: JobSpec, *, takeover: bool, plan_id: str | None, wait_s: float) -> None:
+    from dlac_pipeline.recover.supervise import Supervisor
+
+    with TrainingDisplay(_out, job.run) as display:
+        supervisor = Supervisor(job, on_event=display.show, plan_id=plan_id, takeover=takeover, wait_s=wait_s)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: supervisor.stop())
+        outcome = supervisor.run()
+    _out.print(f"run {job.run!r} {outcome.ending} at step {outcome.step} after {outcome.attempts} attempt(s)")
+
+
+def _resolved(spec: Path, home: Path | None) -> JobSpec:
+    return read_spec(spec).resolved(home or home_folder())
+
+
+def _lakehouse(spec: Path | None, home: Path | None) -> Lakehouse:
+    if spec is not None:
+        return connect(_resolved(spec, home).lakehouse)
+    return connect(LakehouseConfig().at_home(home or home_folder()))
+
+
+def _last_spec(lakehouse: Lakehouse, run: str) -> JobSpec:
+    """The spec with which a run was launched last, from its launch folder."""
+    from dlac_pipeline.recover.coordinator import launch_folder_of
+
+    ledger = Ledger(lakehouse)
+    rows, attempt = ledger.rows(run, kinds=("claim",)), ledger.state(run).fence.attempt
+    if not rows:
+        raise NoSuchRun(f"expected a run named {run!r} in the ledger, found only {ledger.runs()!r}")
+    path = Path(launch_folder_of(rows, attempt)) / "spec.json"
+    if not path.is_file():
+        raise NoSuchRun(f"expected the job spec of run {run!r} at {str(path)!r}, found none: name it with --spec")
+    return parse_spec(json.loads(path.read_text()), origin=repr(str(path)))
+
+
+def _bar() -> Progress:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    return Progress(*columns, console=_err, transient=True)
+
+
+def _show_facts(facts: dict[str, object], *, as_json: bool) -> None:
+    if as_json:
+        sys.stdout.write(json.dumps(facts, default=str) + "\n")
+        return
+    table = Table(show_header=False)
+    for name, value in facts.items():
+        table.add_row(name.replace("_", " "), str(value))
+    _out.print(table)
+
+
+if __name__ == "__main__":
+    main()

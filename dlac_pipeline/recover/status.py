@@ -1,0 +1,39 @@
+"""Where a run is, from its ledger rows."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+from catalog.connect import Lakehouse
+from catalog.errors import NoSuchRun
+from catalog.ledger import Ledger
+from catalog.recoveries import recoveries_of
+from dlac_pipeline.recover.coordinator import attempts_without_progress, checkpoint_rows
+
+
+def run_status(lakehouse: Lakehouse, run: str) -> dict[str, Any]:
+    """Facts about a run by name.
+
+    Raises:
+        NoSuchRun: the ledger has no row of it.
+    """
+    ledger = Ledger(lakehouse)
+    rows = ledger.rows(run)
+    if not rows:
+        raise NoSuchRun(f"expected a run named {run!r} in the ledger, found only {ledger.runs()!r}")
+    state = ledger.state(run)
+    head = checkpoint_rows(rows).get(state.fence.head or "")
+    losses = [] if head is None else head["losses"] or []
+    return {
+        "run": run,
+        "state": "finished" if state.finished else "open",
+        "step": 0 if head is None else head["step"],
+        "loss": losses[-1] if losses else None,
+        "head_checkpoint": state.fence.head,
+        "head_age_s": None if head is None else round((datetime.now(UTC) - head["committed_at"]).total_seconds(), 1),
+        "checkpoints": len(checkpoint_rows(rows)),
+        "attempt": state.fence.attempt,
+        "attempts_without_progress": 0 if state.finished else attempts_without_progress(rows),
+        "recoveries": len(recoveries_of(lakehouse, run)),
+    }

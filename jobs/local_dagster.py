@@ -1,0 +1,132 @@
+"""A Dagster instance of one's own in a folder: daemon started and ended, jobs launched, runs followed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import psutil
+import yaml
+
+from catalog.errors import TrainingFailed
+
+WORKSPACE = Path(__file__).resolve().parent.parent / "workspace.yaml"
+_SETTINGS = {
+    "telemetry": {"enabled": False},
+    "run_coordinator": {
+        "module": "dagster._core.run_coordinator",
+        "class": "QueuedRunCoordinator",
+        "config": {"dequeue_interval_seconds": 1},
+    },
+}
+_POLL_S = 0.25
+
+
+class LocalDagster:
+    """Dagster with its storage in `home`/dagster and the lakehouse in `home`; use it inside `running()`."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home.resolve()
+        self._folder = self.home / "dagster"
+        self._folder.mkdir(parents=True, exist_ok=True)
+        (self._folder / "dagster.yaml").write_text(yaml.safe_dump(_SETTINGS))
+        self.environment = {
+            **os.environ,
+            "DAGSTER_HOME": str(self._folder),
+            "DLAC_HOME": str(self.home),
+            "PYTHONUNBUFFERED": "1",
+        }
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """A real dagster-daemon with its code server, ended with all it started."""
+        with (self._folder / "daemon.log").open("ab") as log:
+            daemon = subprocess.Popen(
+                [_tool("dagster-daemon"), "run", "-w", str(WORKSPACE)],
+                env=self.environment,
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        try:
+            yield
+        finally:
+            _end_tree(daemon)
+
+    def launch(self, job: str, run_config: dict[str, Any]) -> str:
+        """Submit a run of a job to the daemon's queue; returns its run id."""
+        name = f"launch-{secrets.token_hex(4)}"
+        config = self._folder / f"{name}.yaml"
+        config.write_text(yaml.safe_dump(run_config))
+        command = [_tool("dagster"), "job", "launch", "-w", str(WORKSPACE), "-j", job, "-c", str(config)]
+        tags = ["--tags", f'{{"dlac/launch": "{name}"}}']
+        done = subprocess.run([*command, *tags], env=self.environment, capture_output=True, text=True, check=False)
+        with self.instance() as instance:
+            runs = instance.get_runs(dg.RunsFilter(tags={"dlac/launch": name}))
+        if not runs:
+            raise TrainingFailed(f"expected dagster to accept a run of {job!r}, found:\n{done.stdout}{done.stderr}")
+        return str(runs[0].run_id)
+
+    def wait(
+        self, run_id: str, *, while_waiting: Callable[[], None] = lambda: None, timeout_s: float = 900.0
+    ) -> dg.DagsterRun:
+        """Wait until a run has ended, however it ended.
+
+        Raises:
+            TrainingFailed: it did not end in time.
+        """
+        deadline = time.monotonic() + timeout_s
+        with self.instance() as instance:
+            while time.monotonic() < deadline:
+                run = instance.get_run_by_id(run_id)
+                if run is not None and run.is_finished:
+                    return run
+                while_waiting()
+                time.sleep(_POLL_S)
+        raise TrainingFailed(f"expected Dagster run {run_id} to end within {timeout_s:.0f} s: see {self._folder}")
+
+    def recovery_of(self, run_id: str, *, timeout_s: float = 120.0) -> str:
+        """The recovery run that the sensor requested for a dead run, once it has.
+
+        Raises:
+            TrainingFailed: none was requested in time.
+        """
+        deadline = time.monotonic() + timeout_s
+        with self.instance() as instance:
+            while time.monotonic() < deadline:
+                runs = instance.get_runs(dg.RunsFilter(tags={"dlac/recovers": run_id}))
+                if runs:
+                    return str(runs[0].run_id)
+                time.sleep(_POLL_S)
+        raise TrainingFailed(
+            f"expected the sensor to request a recovery of run {run_id} within {timeout_s:.0f} s, found none"
+        )
+
+    def instance(self) -> dg.DagsterInstance:
+        """The instance, for reading runs and events; a context manager."""
+        return dg.DagsterInstance.from_config(str(self._folder))
+
+
+def _tool(name: str) -> str:
+    return str(Path(sys.executable).parent / name)
+
+
+def _end_tree(process: subprocess.Popen[bytes]) -> None:
+    """SIGTERM a process and, after a while, SIGKILL it with everything it started."""
+    started = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+    process.send_signal(signal.SIGTERM)
+    _, alive = psutil.wait_procs(started, timeout=10)
+    for survivor in alive:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            survivor.kill()
+    process.wait()
