@@ -139,7 +139,13 @@ def connect(config: LakehouseConfig) -> Lakehouse:
         CatalogUnreachable: the catalog does not answer.
     """
     if config.uri.startswith("sqlite:///"):
-        Path(config.uri.removeprefix("sqlite:///").split("?")[0]).parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(config.uri.removeprefix("sqlite:///").split("?")[0]).parent
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as err:
+            raise CatalogUnreachable(
+                f"expected a folder for the catalog at {config.uri!r}, found {err}: correct the address, or mount the folder"
+            ) from err
     with reachable(config.uri):
         lakehouse = Lakehouse(config, _open(config))
         lakehouse.create_own_tables()

@@ -15,6 +15,7 @@ from typing import Any
 
 import pyarrow as pa
 import tenacity
+from pyiceberg.expressions import And, In
 from pyiceberg.io.pyarrow import schema_to_pyarrow
 from pyiceberg.table import Table
 
@@ -23,6 +24,8 @@ from catalog.errors import CatalogUnreachable, CommitConflict, CommitOutcomeUnkn
 from catalog.schemas import CONSUMPTION, FORMAT_VERSION
 
 Row = dict[str, Any]
+HEAD_KINDS = ("checkpoint", "claim", "leg", "quarantine", "finish")
+"""Every kind but `advance`: what says where a run is, without what it consumed."""
 _ARROW = schema_to_pyarrow(CONSUMPTION, include_field_ids=False)
 
 
@@ -83,16 +86,15 @@ class Ledger:
             attempt, nonce, seq, head = json.loads(cached)
             fence = Fence(attempt=attempt, nonce=nonce, seq=seq, head=head)
             return RunState(run=run, table=table, fence=fence, finished=False)
-        rows = _scan(table, run, ("seq", "kind", "attempt", "nonce", "head_after"), self.lakehouse.config.uri)
+        rows = self._scan(table, run, columns=("seq", "kind", "attempt", "nonce", "head_after"))
         return RunState(
             run=run, table=table, fence=fence_of_rows(rows), finished=any(row["kind"] == "finish" for row in rows)
         )
 
     def rows(self, run: str, *, kinds: Sequence[str] = ()) -> list[Row]:
         """All rows of a run in order of `seq`, restricted to `kinds` when given."""
-        table = self.lakehouse.own("consumption")
-        rows = _scan(table, run, ("*",), self.lakehouse.config.uri)
-        return sorted((row for row in rows if not kinds or row["kind"] in kinds), key=lambda row: int(row["seq"]))
+        found = self._scan(self.lakehouse.own("consumption"), run, kinds=kinds)
+        return sorted(found, key=lambda row: int(row["seq"]))
 
     def runs(self) -> list[str]:
         """Names of all runs in the ledger, sorted."""
@@ -121,6 +123,14 @@ class Ledger:
                 f"an append to the ledger of run {run!r} was repeated for {self._deadline_s:.0f} s without an answer: "
                 f"{err.last_attempt.exception()}; whether it landed is decided by the next recovery, from the rows"
             ) from err
+
+    def _scan(
+        self, table: Table, run: str, *, columns: tuple[str, ...] = ("*",), kinds: Sequence[str] = ()
+    ) -> list[Row]:
+        wanted = And(equals("run", run), In("kind", kinds)) if kinds else equals("run", run)
+        with reachable(self.lakehouse.config.uri):
+            rows: list[Row] = table.scan(row_filter=wanted, selected_fields=columns).to_arrow().to_pylist()
+        return rows
 
     def _try_append(self, run: str, decide: Decide) -> RunState:
         state = self.state(run)
@@ -172,9 +182,3 @@ def _complete(row: Row, run: str, fence: Fence) -> Row:
         "format_version": FORMAT_VERSION,
     }
     return {**row, **common}
-
-
-def _scan(table: Table, run: str, columns: tuple[str, ...], uri: str) -> list[Row]:
-    with reachable(uri):
-        rows: list[Row] = table.scan(row_filter=equals("run", run), selected_fields=columns).to_arrow().to_pylist()
-    return rows

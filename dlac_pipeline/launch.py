@@ -79,7 +79,7 @@ class RankGroup:
             code = process.poll()
             if code is not None:
                 left = self.folder / f"error-{rank:05d}.json"
-                reason = json.loads(left.read_text()) if left.exists() and left.stat().st_size else {}
+                reason = json.loads(text) if left.exists() and (text := left.read_text().strip()) else {}
                 found.append(Exit(rank=rank, code=code, **reason))
         return found
 

@@ -21,6 +21,7 @@ LAUNCH_VARIABLE = "DLAC_LAUNCH"
 SUPERVISOR_VARIABLE = "DLAC_SUPERVISOR_PID"
 """Names the process that a rank must not outlive."""
 _PR_SET_PDEATHSIG = 1
+_RESERVED_BYTES = 16 * 1024
 
 
 def die_with_parent(parent_pid: int) -> None:
@@ -34,6 +35,7 @@ def die_with_parent(parent_pid: int) -> None:
 def main() -> None:
     """Run the script named by the arguments."""
     die_with_parent(int(os.environ[SUPERVISOR_VARIABLE]))
+    _reason_file().write_bytes(b" " * _RESERVED_BYTES)
     script, *arguments = sys.argv[1:]
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path(script).parent))
@@ -49,9 +51,15 @@ def main() -> None:
         sys.exit(1)
 
 
+def _reason_file() -> Path:
+    return Path(os.environ[LAUNCH_VARIABLE]) / f"error-{int(os.environ['RANK']):05d}.json"
+
+
 def _leave_reason(kind: str, message: str) -> None:
-    folder, rank = Path(os.environ[LAUNCH_VARIABLE]), int(os.environ["RANK"])
-    (folder / f"error-{rank:05d}.json").write_text(json.dumps({"kind": kind, "message": message}))
+    """Overwrite the reserved blanks: the reason may be that the disk is full."""
+    reason = json.dumps({"kind": kind, "message": message[: _RESERVED_BYTES // 8]}, ensure_ascii=False)
+    with _reason_file().open("r+b") as stream:
+        stream.write(reason.encode(errors="replace"))
 
 
 if __name__ == "__main__":

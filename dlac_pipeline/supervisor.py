@@ -11,13 +11,18 @@ import os
 import signal
 import sys
 import threading
+import time
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 
-from catalog.errors import DlacError
+from catalog.errors import DlacError, TrainingFailed, SpecInvalid
 from dlac_pipeline.recover.supervise import Supervisor
 from dlac_pipeline.spec import JobSpec
+
+
+_MARGIN_S = 5.0
+"""What the supervisor gets on top of the ranks' grace period when its orchestrator is gone."""
 
 
 class Request(BaseModel):
@@ -37,7 +42,11 @@ class Request(BaseModel):
 
 def main() -> int:
     """Serve one request; returns the exit status."""
-    request = Request.model_validate_json(sys.stdin.readline())
+    try:
+        request = Request.model_validate_json(sys.stdin.readline())
+    except ValidationError as err:
+        _say({"event": "error", "kind": SpecInvalid.__name__, "message": f"not a valid request: {err}"})
+        return SpecInvalid.exit_code
     supervisor = Supervisor(
         request.spec,
         on_event=_say,
@@ -50,7 +59,8 @@ def main() -> int:
     )
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: supervisor.stop())
-    threading.Thread(target=_stop_with_orchestrator, args=(supervisor,), daemon=True).start()
+    grace_s = request.spec.launch.grace_s
+    threading.Thread(target=_stop_with_orchestrator, args=(supervisor, grace_s), daemon=True).start()
     try:
         outcome = supervisor.run()
     except DlacError as err:
@@ -60,11 +70,15 @@ def main() -> int:
     return 0
 
 
-def _stop_with_orchestrator(supervisor: Supervisor) -> None:
-    """Reads standard input to its end: whoever held the other side is gone."""
+def _stop_with_orchestrator(supervisor: Supervisor, grace_s: float) -> None:
+    """Read standard input to its end: whoever held the other side is gone. Then leave, in good order or not."""
     while os.read(sys.stdin.fileno(), 4096):
         continue
     supervisor.stop()
+    time.sleep(grace_s + _MARGIN_S)
+    os._exit(
+        TrainingFailed.exit_code
+    )  # busy with something long, a verification perhaps; the ranks die with this process
 
 
 def _say(event: dict[str, Any]) -> None:

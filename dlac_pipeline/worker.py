@@ -31,7 +31,7 @@ from catalog.commits import Attempt, finish
 from catalog.connect import Lakehouse, connect
 from catalog.errors import CursorMismatch, DlacError, ResumeMismatch, SpecInvalid, TrainingFailed
 from catalog.ledger import Ledger
-from dlac_pipeline.checkpoint.engines import Engine, adapt
+from dlac_pipeline.checkpoint.engines import Engine, adapt, skip_shared_memory_op
 from dlac_pipeline.checkpoint.manager import CheckpointManager, Committed, Lineage
 from dlac_pipeline.checkpoint.pulse import Beat, Pulse
 from dlac_pipeline.checkpoint.rng import load_rng, rng_file, seed_rng
@@ -78,6 +78,7 @@ class TrainingRun:
         self._progress = ProgressWriter(folder, self.rank)
         self._progress.write(0, Phase.STARTING)
         seed_rng(spec.order.seed, 0, 0)  # alike on all ranks until `restore`, so that models are initialized alike
+        skip_shared_memory_op()
         group = self._join()
         self._tree = RankTree(self.rank, self.world_size, group)
         self._pulse = Pulse(self.world_size, group)
@@ -172,7 +173,6 @@ class TrainingRun:
         self._pulse.send(
             batch.step, loss=loss.item() if isinstance(loss, torch.Tensor) else loss, stop=self._stop_asked.is_set()
         )
-        self.stopped = self.stopped or (beat is not None and beat.stop)
         if batch.step % self.spec.checkpoint.every_steps == 0 or self.stopped:
             self._checkpoint(engine)
 
@@ -198,6 +198,7 @@ class TrainingRun:
 
     def _heard(self, beat: Beat | None) -> None:
         if beat is not None:
+            self.stopped = self.stopped or beat.stop
             self._tracker.losses.append(beat.loss)
             self._progress.write(self._tracker.step, Phase.TRAINING, loss_step=beat.step, loss=beat.loss)
 
@@ -247,8 +248,10 @@ class TrainingRun:
         if point.reader_state is not None:
             _check_restored(self._order, point)
         table = lakehouse.load(leg.source_table)
-        decoder = BlockDecoder(table.io, table.schemas()[leg.schema_id], plan.units, leg.columns)
-        self._reader = RankReader(self._order, decoder, rank=self.rank, world_size=self.world_size, step=point.step)
+        self._decoder = BlockDecoder(table.io, table.schemas()[leg.schema_id], plan.units, leg.columns)
+        self._reader = RankReader(
+            self._order, self._decoder, rank=self.rank, world_size=self.world_size, step=point.step
+        )
         self._tracker = ReaderStateTracker(committed_step=point.step, groups=self._reader.groups)
         self._attempt = Attempt(run=self.spec.run, number=point.attempt, nonce=point.nonce)
         self._manager = CheckpointManager(

@@ -9,7 +9,7 @@ import dagster as dg
 
 from assets.training import NO_RECOVERY_TAG
 from catalog.connect import connect
-from catalog.ledger import Ledger
+from catalog.ledger import HEAD_KINDS, Ledger
 from dlac_pipeline.recover.coordinator import attempts_without_progress, launcher_of
 from dlac_pipeline.spec import JobSpec, home_folder, parse_spec
 from jobs.train import recover_job, train_job
@@ -36,7 +36,7 @@ def recovery_sensor(context: dg.RunFailureSensorContext) -> dg.RunRequest | dg.S
     if spec is None:
         return dg.SkipReason(f"run {dead.run_id} has no job configuration: it died before it could train")
     ledger = Ledger(connect(spec.lakehouse))
-    rows, state = ledger.rows(spec.run), ledger.state(spec.run)
+    rows, state = ledger.rows(spec.run, kinds=HEAD_KINDS), ledger.state(spec.run)
     if state.finished:
         return dg.SkipReason(f"training run {spec.run} is finished")
     owner = launcher_of(rows, state.fence.attempt)

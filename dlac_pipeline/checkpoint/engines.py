@@ -6,6 +6,7 @@ business. It is only ever handed a folder whose digests hold.
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -111,6 +112,16 @@ class DeepSpeedState:
     def step_applied(self) -> bool:
         """False when DeepSpeed skipped the step because of an overflow."""
         return bool(self._engine.was_step_applied())
+
+
+def skip_shared_memory_op() -> None:
+    """Keep DeepSpeed, if the script imported it, from compiling its shared-memory all-reduce at the first start on a CPU.
+
+    The build takes half a minute, a stale lock of a killed build hangs every later start, and only inference uses the op.
+    """
+    ops = sys.modules.get("deepspeed.ops")
+    if ops is not None:
+        ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def _recorder_over(inner: Any) -> Any:

@@ -79,9 +79,11 @@ def read_manifest(manifest_uri: str, digest: str) -> Manifest:
     try:
         content = (folder / MANIFEST).read_bytes()
     except FileNotFoundError as err:
-        store = folder.parent.parent.parent
-        if not store.is_dir():
-            raise StoreUnavailable(f"expected the checkpoint store at {str(store)!r}, found nothing: mount it") from err
+        attempt = folder.parent  # a file or a checkpoint gets lost; a whole attempt is away when the store is
+        if not attempt.is_dir():
+            raise StoreUnavailable(
+                f"expected the folder {str(attempt)!r} in the checkpoint store, found nothing: mount the store"
+            ) from err
         raise CheckpointDamaged(f"expected a manifest at {manifest_uri!r}, found none") from err
     except OSError as err:
         raise StoreUnavailable(f"expected to read {manifest_uri!r}, found {err}") from err

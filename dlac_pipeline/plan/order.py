@@ -136,10 +136,5 @@ class LegOrder:
             previous = cursor
 
     def _pass_of(self, group: int, sample: int) -> int:
-        """The pass in which the group's `sample`-th live row (0-based) lies."""
-        groups = self.settings.key_groups
-        guess = sample * groups // self._live_rows
-        for pass_index in range(max(0, guess - 1), guess + 2):
-            if sample < int(self.dealt_before(pass_index + 1)[group]):
-                return pass_index
-        raise AssertionError(f"sample {sample} of key group {group} lies in no pass near {guess}")
+        """The pass in which the group's `sample`-th live row (0-based) lies: the first with dealt_before(pass + 1) > sample."""
+        return ((sample + 1) * self.settings.key_groups - group - 1) // self._live_rows

@@ -15,7 +15,7 @@ from typing import Any
 from catalog.commits import Attempt, claim, quarantine
 from catalog.connect import Lakehouse
 from catalog.errors import CheckpointDamaged, NoRestorableCheckpoint
-from catalog.ledger import Ledger, Row
+from catalog.ledger import HEAD_KINDS, Ledger, Row
 from dlac_pipeline.checkpoint.manifest import Manifest, folder_of, read_manifest, verify_files
 from dlac_pipeline.plan.leg import Leg
 from dlac_pipeline.plan.planner import first_leg, load_plan, make_plan
@@ -86,6 +86,10 @@ def take_over(
     started = time.monotonic()
     before = ledger.state(spec.run)
     if before.fence.head is None:
+        if ledger.rows(spec.run, kinds=("checkpoint",)):
+            raise NoRestorableCheckpoint(
+                f"every checkpoint of run {spec.run!r} is quarantined: start a run under another name"
+            )
         plan = load_plan(lakehouse, plan_id) if plan_id else make_plan(lakehouse, spec.source)
         leg = first_leg(plan, spec.order)
     else:
@@ -96,7 +100,7 @@ def take_over(
     state = claim(ledger, spec.run, nonce=nonce, replaces=replaced, detail=detail)
     attempt = Attempt(run=spec.run, number=state.fence.attempt, nonce=nonce)
     claimed = time.monotonic()
-    rows = ledger.rows(spec.run)
+    rows = ledger.rows(spec.run, kinds=HEAD_KINDS)
     manifest, damaged = _newest_whole(rows, state.fence.head)
     if damaged:
         head_after = None if manifest is None else manifest.checkpoint_id
@@ -106,7 +110,7 @@ def take_over(
                 f"none of the checkpoints of run {spec.run!r} can be restored; damaged: {damaged!r}; "
                 "start a run under another name"
             )
-        rows = ledger.rows(spec.run)
+        rows = ledger.rows(spec.run, kinds=HEAD_KINDS)
     return _resume_point(
         attempt,
         replaced,

@@ -9,7 +9,7 @@ import fcntl
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from catalog.errors import RunBusy
@@ -28,31 +28,59 @@ def run_lock(store: str, run: str, *, wait_s: float, takeover: bool) -> Iterator
     path = Path(store) / run / "launch.lock"
     with storing(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        descriptor = _acquire(path, wait_s)
+        if descriptor is None and takeover:
+            descriptor = _replace(path)
+    if descriptor is None:
+        raise RunBusy(
+            f"expected no other launch of run {run!r}, found one alive (process {path.read_text() or 'unknown'}): wait for "
+            "it, stop it, or take the run over with --takeover, which fences it off"
+        )
     try:
-        held = _acquire(descriptor, wait_s)
-        if not held and not takeover:
-            holder = os.pread(descriptor, 100, 0).decode() or "unknown"
-            raise RunBusy(
-                f"expected no other launch of run {run!r}, found one alive (process {holder}): wait for it, stop it, or "
-                "take the run over with --takeover, which fences it off"
-            )
-        if held:
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, str(os.getpid()).encode(), 0)
         yield
     finally:
         os.close(descriptor)
 
 
-def _acquire(descriptor: int, wait_s: float) -> bool:
+def _acquire(path: Path, wait_s: float) -> int | None:
+    """A descriptor that holds the lock, or None if another launch keeps it."""
     deadline = time.monotonic() + wait_s
     while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() >= deadline:
-                return False
-            time.sleep(_POLL_S)
-        else:
-            return True
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        if _lock(descriptor) and _is(path, descriptor):
+            _sign(descriptor)
+            return descriptor
+        os.close(descriptor)
+        if time.monotonic() >= deadline:
+            return None
+        time.sleep(_POLL_S)
+
+
+def _replace(path: Path) -> int:
+    """A new lock in the place of one whose holder does not leave: later launches meet this one."""
+    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT, 0o644)
+    _lock(descriptor)
+    _sign(descriptor)
+    temporary.rename(path)
+    return descriptor
+
+
+def _lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is(path: Path, descriptor: int) -> bool:
+    """Whether the path still leads to what was opened: a takeover may have replaced it."""
+    with suppress(FileNotFoundError):
+        return os.path.samestat(os.stat(path), os.fstat(descriptor))
+    return False
+
+
+def _sign(descriptor: int) -> None:
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, str(os.getpid()).encode(), 0)

@@ -7,7 +7,7 @@ from typing import Any
 
 from catalog.connect import Lakehouse
 from catalog.errors import NoSuchRun
-from catalog.ledger import Ledger
+from catalog.ledger import HEAD_KINDS, Ledger
 from catalog.recoveries import recoveries_of
 from dlac_pipeline.recover.coordinator import attempts_without_progress, checkpoint_rows
 
@@ -19,7 +19,7 @@ def run_status(lakehouse: Lakehouse, run: str) -> dict[str, Any]:
         NoSuchRun: the ledger has no row of it.
     """
     ledger = Ledger(lakehouse)
-    rows = ledger.rows(run)
+    rows = ledger.rows(run, kinds=HEAD_KINDS)
     if not rows:
         raise NoSuchRun(f"expected a run named {run!r} in the ledger, found only {ledger.runs()!r}")
     state = ledger.state(run)

@@ -6,6 +6,7 @@ In: a job spec. Out: events for whoever watches, a row in `recoveries` per recov
 from __future__ import annotations
 
 import json
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -31,7 +32,7 @@ from catalog.ledger import Ledger
 from dlac_pipeline.checkpoint.store import check_writable
 from dlac_pipeline.launch import Exit, RankGroup
 from dlac_pipeline.progress import Phase
-from dlac_pipeline.recover.coordinator import ResumePoint, new_nonce, take_over
+from dlac_pipeline.recover.coordinator import ResumePoint, attempts_without_progress, new_nonce, take_over
 from dlac_pipeline.recover.incident import Failure, Incident, failure_of_attempt
 from dlac_pipeline.recover.run_lock import run_lock
 from dlac_pipeline.spec import JobSpec
@@ -113,6 +114,8 @@ class Supervisor:
                     return Outcome(ending=ending, attempt=attempt.number, attempts=attempts, step=attempt.step)
                 replaces, failure = attempt.number, ending
                 fruitless = 0 if attempt.committed else fruitless + 1
+                if fruitless >= spec.launch.attempts_without_progress:  # a commit can land and its event be lost
+                    fruitless = min(fruitless, attempts_without_progress(Ledger(lakehouse).rows(spec.run)))
                 self._give_up_if_hopeless(ending, fruitless)
 
     def _give_up_if_hopeless(self, failure: Failure, fruitless: int) -> None:
@@ -186,7 +189,7 @@ class _Attempt:
         )
         failure = self._failure
         if failure is None and point.replaces > 0:
-            rows = Ledger(self._lakehouse).rows(self._spec.run)
+            rows = Ledger(self._lakehouse).rows(self._spec.run, kinds=("claim",))
             failure = failure_of_attempt(rows, point.replaces, noticed_by=supervisor._noticed_by)
         if failure is not None:
             self._incident = Incident(self._spec, point, failure)
@@ -198,6 +201,8 @@ class _Attempt:
             self._forward_events()
             self._follow_progress(ranks)
             failures = ranks.failures()
+            if asked_at is not None and any(failure.code == -signal.SIGTERM for failure in failures):
+                return "stopped"  # asked while it was starting, before it could listen; nothing is lost
             if failures:
                 return self._failed(ranks, _first_cause(failures))
             if ranks.all_exited():

@@ -17,26 +17,34 @@ import dlac_pipeline as dlac
 def main() -> None:
     """Train to the end of the order."""
     with dlac.training_run() as run:
+        params = run.spec.params
         model = torch.nn.Linear(4, 1)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         run.restore(dlac.TorchState(model=model, optimizer=optimizer))
-        journal = Path(run.spec.params["journal"]) / f"{run.resume_point.nonce}-{run.rank}.jsonl"
-        pause_s = float(run.spec.params.get("pause_s", "0"))
+        point = run.resume_point
+        journal = Path(params["journal"]) / f"{run.spec.run}-{point.nonce}-{run.rank}.jsonl"
+        noise = float(params.get("noise", "0.01"))
         for batch in run.batches():
             features = batch["x"].to(torch.float32)
-            per_sample = ((model(features).squeeze(-1) - features.sum(-1)) ** 2) + 0.01 * torch.rand(len(features))
-            loss = batch.mean(per_sample)
+            residual = model(features).squeeze(-1) - features.sum(-1)
+            loss = batch.mean(residual**2 + noise * torch.rand(len(features)))
             optimizer.zero_grad()
-            loss.backward()
-            for parameter in model.parameters():
-                if run.world_size > 1:
+            loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+            if run.world_size > 1:
+                for parameter in model.parameters():
                     dist.all_reduce(parameter.grad)
+                    assert parameter.grad is not None
                     parameter.grad /= run.world_size
-            time.sleep(pause_s)
+            time.sleep(float(params.get("pause_s", "0")))
             optimizer.step()
+            entry = {
+                "attempt": point.attempt,
+                "step": batch.step,
+                "rank": run.rank,
+                "rows": batch["row_id"][batch.valid].tolist(),
+            }
             with journal.open("a") as stream:
-                ids = batch["row_id"][batch.valid].tolist()
-                stream.write(json.dumps({"attempt": run.resume_point.attempt, "step": batch.step, "rows": ids}) + "\n")
+                stream.write(json.dumps(entry) + "\n")
                 stream.flush()
                 os.fsync(stream.fileno())
             run.step_done(loss)

@@ -1,0 +1,112 @@
+"""What tracking and the ledger cost: `python -m benchmarks.overhead [--quick]`.
+
+Two ranks train a small transformer on a real table. Within one process, segments of steps with `run.step_done` alternate
+with segments of the same loop reading the same tensors without it; the same untracked segments against each other give
+the noise (A/A). The microseconds of tracking are measured directly, around `step_done`, in steps without a checkpoint.
+Checkpoints are taken between segments: their ledger bytes are the growth of the ledger's data files and metadata.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from benchmarks.figures import Figure, report
+from catalog.connect import LakehouseConfig, connect
+from catalog.ledger import Ledger
+from dlac_pipeline.checkpoint.manifest import folder_of
+from dlac_pipeline.recover.supervise import Supervisor
+from dlac_pipeline.spec import parse_spec
+
+_SEQUENCE = 32
+_SCRIPT = Path(__file__).parent / "programs" / "overhead_rank.py"
+
+
+def main() -> None:
+    """Measure at G = 64 and G = 1,024, and report."""
+    quick = "--quick" in sys.argv[1:]
+    figures: dict[str, Figure] = {}
+    for key_groups in (64, 1024):
+        with tempfile.TemporaryDirectory(prefix="dlac-overhead-") as home:
+            figures |= _measure(Path(home), key_groups, pairs=10, steps=3 if quick else 8)
+    report("overhead", figures)
+
+
+def _measure(home: Path, key_groups: int, *, pairs: int, steps: int) -> dict[str, Figure]:
+    # Per pair one tracked and two untracked segments; the tracked one ends behind a checkpoint of its own.
+    batch_size = 1024
+    rows = batch_size * steps * (pairs + 1)
+    config = LakehouseConfig().at_home(home)
+    lakehouse = connect(config)
+    lakehouse.create_namespace("src")
+    table = _sequences(rows)
+    properties = {"write.parquet.row-group-limit": "512"}
+    lakehouse.catalog.create_table("src.tokens", table.schema, properties=properties).append(table)
+    spec = parse_spec(
+        {
+            "run": "overhead",
+            "source": {"table": "src.tokens", "columns": ["tokens"]},
+            "order": {"batch_size": batch_size, "key_groups": key_groups, "block_slices": 4},
+            "checkpoint": {"every_steps": steps},
+            "launch": {"script": str(_SCRIPT), "world_size": 2},
+            "params": {"steps": str(steps), "pairs": str(pairs), "out": str(home / "figures.json")},
+        },
+        origin="the benchmark",
+    ).resolved(home)
+    Supervisor(spec).run()
+    measured: dict[str, Any] = json.loads((home / "figures.json").read_text())
+    print(json.dumps({"key_groups": key_groups, **measured}), flush=True)
+    return _figures(key_groups, measured) | _sizes(key_groups, home, Ledger(lakehouse))
+
+
+def _figures(key_groups: int, measured: dict[str, Any]) -> dict[str, Figure]:
+    tag = f"g{key_groups}"
+    plain, again, tracked = (np.array(measured[name]) for name in ("plain_s", "again_s", "tracked_s"))
+    step_s = float(np.median(plain))
+    tracking_us = statistics.median(measured["tracking_us"])
+    return {
+        f"tracking_us_per_step_{tag}": Figure(value=tracking_us, unit="us"),
+        f"tracking_share_of_step_{tag}": Figure(value=100 * tracking_us / 1e6 / step_s, unit="%", bar="<= 0.1"),
+        f"step_ms_{tag}": Figure(value=1e3 * step_s, unit="ms"),
+        f"tracked_over_plain_{tag}": Figure(value=float(np.median(tracked / plain)), unit="ratio"),
+        f"plain_over_plain_{tag}": Figure(value=float(np.median(again / plain)), unit="ratio"),
+        f"plain_over_plain_spread_{tag}": Figure(
+            value=float(np.ptp(np.quantile(again / plain, [0.25, 0.75]))), unit="ratio"
+        ),
+        f"checkpoint_ms_{tag}": Figure(value=1e3 * statistics.median(measured["checkpoint_s"]), unit="ms"),
+    }
+
+
+def _sizes(key_groups: int, home: Path, ledger: Ledger) -> dict[str, Figure]:
+    tag = f"g{key_groups}"
+    rows = ledger.rows("overhead", kinds=("checkpoint",))
+    manifest = json.loads((folder_of(rows[-1]["manifest_uri"]) / "manifest.json").read_text())
+    state = len(json.dumps(manifest["reader_state"], separators=(",", ":")))
+    table = ledger.state("overhead").table
+    files = list(table.scan().plan_files())
+    data = sum(task.file.file_size_in_bytes for task in files)
+    return {
+        f"reader_state_bytes_{tag}": Figure(value=state, unit="bytes", bar="<= 65536" if key_groups == 1024 else None),
+        f"ledger_data_bytes_per_checkpoint_{tag}": Figure(value=data / len(rows), unit="bytes"),
+        f"advance_rows_per_checkpoint_{tag}": Figure(
+            value=len(ledger.rows("overhead", kinds=("advance",))) / len(rows), unit="rows"
+        ),
+    }
+
+
+def _sequences(rows: int) -> pa.Table:
+    tokens = np.random.default_rng(0).integers(0, 512, size=rows * _SEQUENCE, dtype=np.int32)
+    offsets = np.arange(0, (rows + 1) * _SEQUENCE, _SEQUENCE, dtype=np.int32)
+    lists = pa.ListArray.from_arrays(pa.array(offsets), pa.array(tokens))
+    return pa.table({"row_id": pa.array(np.arange(rows)), "tokens": lists})
+
+
+if __name__ == "__main__":
+    main()

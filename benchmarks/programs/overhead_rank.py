@@ -1,0 +1,105 @@
+"""The rank of benchmarks/overhead.py: the same training step, with and without `run.step_done`, in alternation."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import dlac_pipeline as dlac
+from dlac_pipeline.read.batch import Batch
+from dlac_pipeline.read.reader import RankReader
+
+_WIDTH, _VOCABULARY = 128, 512
+
+
+class Model(torch.nn.Module):
+    """An embedding, one transformer layer, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(_VOCABULARY, _WIDTH)
+        self.layer = torch.nn.TransformerEncoderLayer(_WIDTH, 4, 4 * _WIDTH, dropout=0.0, batch_first=True)
+        self.head = torch.nn.Linear(_WIDTH, _VOCABULARY)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Cross entropy of the next token per sample, [B]."""
+        logits = self.head(self.layer(self.embed(tokens[:, :-1])))
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
+        return loss.view(len(tokens), -1).mean(1)
+
+
+def main() -> None:
+    """Alternate segments; rank 0 writes what was measured."""
+    with dlac.training_run() as run:
+        steps, pairs = int(run.spec.params["steps"]), int(run.spec.params["pairs"])
+        model = Model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        run.restore(dlac.TorchState(model=model, optimizer=optimizer))
+
+        def train(batch: Batch) -> torch.Tensor:
+            loss = batch.mean(model(batch["tokens"].long()))
+            optimizer.zero_grad()
+            torch.autograd.backward(loss)
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                dist.all_reduce(parameter.grad)
+                parameter.grad.div_(run.world_size)
+            optimizer.step()
+            return loss
+
+        def plain(step: int) -> float:
+            reader = RankReader(run._order, run._decoder, rank=run.rank, world_size=run.world_size, step=step)
+            started = time.perf_counter()
+            for batch, _ in zip(reader, range(steps), strict=False):
+                train(batch).item()
+            spent = (time.perf_counter() - started) / steps
+            reader.close()
+            return spent
+
+        measured: dict[str, list[float]] = {
+            name: [] for name in ("plain_s", "again_s", "tracked_s", "tracking_us", "checkpoint_s")
+        }
+        batches = run.batches()
+        for pair in range(pairs + 1):
+            before = run.step
+            first = plain(before)
+            spent, tracking_us, checkpoint = _tracked(run, batches, train, steps)
+            second = plain(before)
+            if pair:  # the first one warms up
+                measured["plain_s"].append(first)
+                measured["again_s"].append(second)
+                measured["tracked_s"].append(spent)
+                measured["tracking_us"] += tracking_us
+                measured["checkpoint_s"].append(checkpoint)
+        for batch in batches:
+            run.step_done(train(batch))
+        if run.rank == 0:
+            Path(run.spec.params["out"]).write_text(json.dumps(measured))
+
+
+def _tracked(
+    run: dlac.TrainingRun, batches: Iterator[Batch], train: Callable[[Batch], torch.Tensor], steps: int
+) -> tuple[float, list[float], float]:
+    """Seconds per step without the checkpoint, microseconds of each `step_done` without one, seconds of the one with it."""
+    inside: list[float] = []
+    started = time.perf_counter()
+    for batch in batches:
+        loss = train(batch)
+        loss.item()
+        before = time.perf_counter()
+        run.step_done(loss)
+        inside.append(time.perf_counter() - before)
+        if len(inside) == steps:
+            break
+    *without, with_checkpoint = inside
+    spent = time.perf_counter() - started - with_checkpoint
+    return spent / steps, [1e6 * seconds for seconds in without], with_checkpoint
+
+
+if __name__ == "__main__":
+    main()

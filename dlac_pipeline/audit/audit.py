@@ -1,0 +1,104 @@
+"""The audit of a run: from the tables and the data files alone to what became of every planned row.
+
+It computes nothing with the code that made the order; the slices in the lakehouse say what has to be consumed, and SQL says
+whether it was.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import duckdb
+
+from catalog.connect import Lakehouse
+from catalog.errors import NoSuchRun
+from catalog.ledger import Ledger
+from dlac_pipeline.audit.data_files import file_problems
+from dlac_pipeline.audit.lakehouse_sql import keep_views, open_audit, rows_of
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AuditReport:
+    """What became of the rows of one run, on its surviving lineage; rows are counted once per pass."""
+
+    run: str
+    head_checkpoint: str | None
+    step: int
+    finished: bool
+    attempts: int
+    checkpoints: int
+    """On the surviving lineage."""
+    checkpoints_abandoned: int
+    """Committed, and left behind by a rewind or a quarantine."""
+    recoveries: int
+    passes_entered: int
+    passes_finished: int
+    rows_live: int
+    """Live rows of one pass: of the plan that was entered last."""
+    rows_consumed: int
+    rows_duplicated: int
+    """Consumed again in the same pass, once for each time."""
+    rows_missing: int
+    """Behind a key group's cursor, and consumed by no checkpoint."""
+    rows_pending: int
+    """Ahead of the cursors, in the passes that were entered; 0 when finished."""
+    rows_quarantined: int
+    rows_excluded: int
+    """Rows of the planned row groups that are not live: deleted, or left out by the filter."""
+    rows_partial: int
+    """Rows of which only the first tokens were read."""
+    rows_not_applied: int
+    """Consumed by optimizer steps that the engine skipped."""
+    problems: tuple[str, ...]
+    """What else is not as it must be: what was expected, and what was found."""
+
+    @property
+    def exact(self) -> bool:
+        """Whether every row behind the cursors was consumed exactly once, and nothing contradicts it."""
+        return not (self.rows_duplicated or self.rows_missing or self.problems)
+
+    def to_json(self) -> dict[str, Any]:
+        """This report as plain data, `exact` included."""
+        return {**asdict(self), "problems": list(self.problems), "exact": self.exact}
+
+
+def audit_run(lakehouse: Lakehouse, run: str) -> AuditReport:
+    """Audit a run, finished or not.
+
+    Raises:
+        NoSuchRun: the ledger has no row of it.
+        CatalogUnreachable: the catalog does not answer.
+    """
+    with open_run(lakehouse, run) as connection:
+        totals = rows_of(connection, "FROM totals WHERE run = ?", [run])[0]
+        problems = [*_problems(connection, run), *file_problems(connection, lakehouse.own("consumption").io, run)]
+    return AuditReport(**totals, problems=tuple(problems))
+
+
+def open_run(lakehouse: Lakehouse, run: str) -> duckdb.DuckDBPyConnection:
+    """As `open_audit` for one run, for many questions.
+
+    Raises:
+        NoSuchRun: the ledger has no row of it.
+        CatalogUnreachable: the catalog does not answer.
+    """
+    connection = open_audit(lakehouse, run=run)
+    if not connection.execute("SELECT count(*) FROM consumption").fetchall()[0][0]:
+        connection.close()
+        raise NoSuchRun(
+            f"expected rows of run {run!r} in the ledger, found none; it knows the runs {Ledger(lakehouse).runs()!r}"
+        )
+    keep_views(connection)
+    return connection
+
+
+def _problems(connection: duckdb.DuckDBPyConnection, run: str) -> list[str]:
+    rows = rows_of(
+        connection,
+        "SELECT problem FROM lineage_problems WHERE run = $1 UNION ALL "
+        "SELECT problem FROM cut_problems WHERE run = $1 UNION ALL "
+        "SELECT problem FROM advance_problems WHERE run = $1",
+        [run],
+    )
+    return sorted(row["problem"] for row in rows)

@@ -1,0 +1,67 @@
+"""Whether the data files that a run has read are still there and are those that were planned: footers against work units."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import duckdb
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pyiceberg.io import FileIO
+
+from dlac_pipeline.audit.lakehouse_sql import rows_of
+
+_THREADS = 8
+_TOLD = 10
+"""Data files that are named one by one; of others only the number is told."""
+
+
+def file_problems(connection: duckdb.DuckDBPyConnection, io: FileIO, run: str) -> list[str]:
+    """What is wrong with the data files of the blocks that the run's surviving lineage has entered, as sentences."""
+    units = rows_of(
+        connection,
+        "SELECT DISTINCT u.file_path, u.row_group, u.first_row, u.rows "
+        "FROM advances AS a JOIN slices AS s USING (cut_id, key_group, block) "
+        "JOIN units AS u ON u.plan_id = s.plan_id AND u.unit = s.unit "
+        "WHERE a.run = ? ORDER BY u.file_path, u.row_group",
+        [run],
+    )
+    by_file: dict[str, list[dict[str, Any]]] = {}
+    for unit in units:
+        by_file.setdefault(unit["file_path"], []).append(unit)
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="footer") as pool:
+        answers = pool.map(lambda path: _problem(io, path, by_file[path]), by_file)
+        problems = [problem for problem in answers if problem is not None]
+    if len(problems) > _TOLD:
+        return [*problems[:_TOLD], f"{len(problems) - _TOLD} more data files are missing or differ from their plan"]
+    return problems
+
+
+def _problem(io: FileIO, path: str, units: list[dict[str, Any]]) -> str | None:
+    try:
+        with io.new_input(path).open() as stream:
+            footer = pq.ParquetFile(stream).metadata
+    except (OSError, pa.ArrowInvalid) as err:
+        return (
+            f"expected the data file {path!r} with {len(units)} planned row groups, found {type(err).__name__}: {err}"
+        )
+    found = dict(_row_groups(footer))
+    for unit in units:
+        planned = (unit["first_row"], unit["rows"])
+        if found.get(unit["row_group"]) != planned:
+            return (
+                f"expected (first row, rows) {planned} in row group {unit['row_group']} of data file {path!r}, "
+                f"found {found.get(unit['row_group'])!r}"
+            )
+    return None
+
+
+def _row_groups(footer: pq.FileMetaData) -> Iterator[tuple[int, tuple[int, int]]]:
+    """Row group -> (position in the file of its first row, rows)."""
+    first_row = 0
+    for index in range(footer.num_row_groups):
+        rows = footer.row_group(index).num_rows
+        yield index, (first_row, rows)
+        first_row += rows

@@ -1,0 +1,118 @@
+"""The audit's arithmetic as one SQL script, for a plain DuckDB: no DLAC code, no Iceberg extension, only Parquet files.
+
+The script names the data files of the tables' current snapshots, so it answers as of the moment it was written, as long as
+those files are kept.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import duckdb
+from pyiceberg.io.pyarrow import schema_to_pyarrow
+
+from catalog.connect import Lakehouse, reachable
+from catalog.errors import UnsupportedDeletes
+from catalog.schemas import TABLES
+from dlac_pipeline.audit.audit import open_run
+from dlac_pipeline.audit.lakehouse_sql import QUESTIONS, rows_of, sql_script
+
+_HEAD = """\
+-- Which rows has a checkpoint of run {run} seen? Run this in DuckDB as it is: duckdb < this.sql
+
+-- 1. The tables, as the Parquet files of their current snapshots. (For files on S3: INSTALL httpfs; LOAD httpfs;)
+"""
+_QUESTIONS = """\
+-- 2. The views and macros that answer. The ledger says which positions of which block a checkpoint moved over; a row's
+--    position follows from its place in its data file by integer arithmetic.
+
+"""
+_EXAMPLE = """\
+-- 3. An example: row {row} of a data file, and the head of run {run}.
+-- 3a. Where the row lies in the passes over its file: work unit, slice, block, and by the inverse permutation its position.
+FROM row_positions({file}, {row});
+
+-- 3b. The checkpoint and its ancestors: what they consumed is in its model.
+FROM ancestors({checkpoint}) ORDER BY seq;
+
+-- 3c. The advances of these that cover the position.
+SELECT a.checkpoint_id, a.pass, a.key_group, a.block, a.position_start, r.position, a.position_end, a.applied
+FROM row_positions({file}, {row}) AS r JOIN consumption AS a USING (cut_id, key_group, block)
+WHERE a.kind = 'advance' AND r.position >= a.position_start AND r.position < a.position_end
+    AND a.checkpoint_id IN (SELECT checkpoint_id FROM ancestors({checkpoint}));
+
+-- 3d. The same in one call: was the row consumed by the checkpoint?
+SELECT consumed({file}, {row}, {checkpoint}) AS consumed;
+"""
+_NO_EXAMPLE = "-- 3. Run {run} has no checkpoint yet: ask with SELECT consumed('<data file>', <row>, '<checkpoint>');\n"
+_LAST_ROW = """\
+WITH last AS (
+    SELECT a.* FROM advances AS a JOIN lineage AS l USING (run, checkpoint_id)
+    WHERE l.is_head
+    ORDER BY a.key_group, a.pass DESC, a.block DESC
+    LIMIT 1
+),
+placed AS (
+    SELECT *, (b.a * (last.position_end - 1) + b.c) % b.block_rows AS block_row
+    FROM last JOIN blocks AS b USING (cut_id, key_group, block)
+)
+SELECT u.file_path, u.first_row + s.first_row + p.block_row - s.base AS row, p.checkpoint_id
+FROM placed AS p
+JOIN slices AS s ON s.cut_id = p.cut_id AND s.key_group = p.key_group AND s.block = p.block
+    AND p.block_row >= s.base AND p.block_row < s.base + s.rows
+JOIN units AS u ON u.plan_id = s.plan_id AND u.unit = s.unit
+"""
+"""The last row that the head consumed of its first key group: a cursor stands right behind it."""
+
+
+def explain_sql(lakehouse: Lakehouse, run: str) -> str:
+    """A self-contained DuckDB script that answers whether a row was consumed by a checkpoint, with an example from `run`.
+
+    Raises:
+        NoSuchRun: the ledger has no row of it.
+        UnsupportedDeletes: one of DLAC's tables carries delete files.
+    """
+    tables = [_table_view(lakehouse, name) for name in ("consumption", "slices", "plans", "work_units")]
+    with open_run(lakehouse, run) as connection:
+        found = rows_of(connection, _LAST_ROW)
+    if found:
+        [row] = found
+        file, checkpoint = _quoted(row["file_path"]), _quoted(row["checkpoint_id"])
+        example = _EXAMPLE.format(run=run, file=file, row=row["row"], checkpoint=checkpoint)
+    else:
+        example = _NO_EXAMPLE.format(run=run)
+    questions = [sql_script(name) for name in QUESTIONS]
+    return "\n".join([_HEAD.format(run=run), *tables, _QUESTIONS + "\n".join(questions), example])
+
+
+def _table_view(lakehouse: Lakehouse, name: str) -> str:
+    table = lakehouse.own(name)
+    with reachable(lakehouse.config.uri):
+        tasks = list(table.scan().plan_files())
+    if any(task.delete_files for task in tasks):
+        raise UnsupportedDeletes(
+            f"expected table {name!r} without delete files, found some: compact it, then ask again"
+        )
+    if not tasks:
+        return f"CREATE OR REPLACE VIEW {name} AS {_no_rows(name)};\n"
+    paths = sorted(task.file.file_path.removeprefix("file://") for task in tasks)
+    listed = ",\n    ".join(_quoted(path) for path in paths)
+    return (
+        f"CREATE OR REPLACE VIEW {name} AS FROM read_parquet([\n    {listed}\n"
+        "], union_by_name = true, hive_partitioning = false);\n"
+    )
+
+
+def _no_rows(name: str) -> str:
+    """A query with the columns of one of DLAC's tables and no row."""
+    schema, _ = TABLES[name]
+    empty: Any = schema_to_pyarrow(schema, include_field_ids=False).empty_table()
+    with duckdb.connect() as connection:
+        connection.register("empty", empty)
+        columns = rows_of(connection, "DESCRIBE empty")
+    listed = ", ".join(f"NULL::{column['column_type']} AS {column['column_name']}" for column in columns)
+    return f"SELECT {listed} WHERE false"
+
+
+def _quoted(text: str) -> str:
+    return "'" + text.replace("'", "''") + "'"

@@ -1,0 +1,116 @@
+"""DuckDB over a lakehouse: DLAC's five tables as Arrow, and over them the views and macros of `sql/`.
+
+Nothing but the tables is asked: neither the order code nor a manifest. What one connection sees is what the tables held when
+it was opened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from importlib.resources import files
+from typing import Any
+
+import duckdb
+from pyiceberg.expressions import AlwaysTrue, BooleanExpression, In
+
+from catalog.connect import Lakehouse, equals, reachable
+
+QUESTIONS = (
+    "bare_path",
+    "checkpoints",
+    "branches",
+    "lineage",
+    "ancestors",
+    "units",
+    "blocks",
+    "row_positions",
+    "touched",
+    "consumed",
+)
+"""Scripts that answer who has seen a row; each uses only those before it."""
+
+_AUDIT = (
+    "said",
+    "advances",
+    "dead_positions",
+    "intervals",
+    "duplicates",
+    "gaps",
+    "consumed_rows",
+    "consumed_units",
+    "coverage",
+    "passes",
+    "shortfalls",
+    "totals",
+    "cut_problems",
+    "advance_problems",
+    "lineage_problems",
+)
+_KEPT = ("lineage", "advances", "intervals", "shortfalls")
+"""Views that many others use, dearest last."""
+
+
+def sql_script(name: str) -> str:
+    """The text of `sql/<name>.sql`."""
+    return (files(__package__) / "sql" / f"{name}.sql").read_text()
+
+
+def open_audit(lakehouse: Lakehouse, *, run: str | None = None) -> duckdb.DuckDBPyConnection:
+    """A connection in which the lakehouse's tables, views and macros can be queried; only those rows that `run` needs, if named.
+
+    Raises:
+        CatalogUnreachable: the catalog does not answer.
+    """
+    everything = AlwaysTrue()
+    # The consumption comes first: what it names was written before it.
+    consumption = _rows(lakehouse, "consumption", everything if run is None else equals("run", run))
+    cuts = everything if run is None else _among("cut_id", consumption["cut_id"])
+    slices = _rows(lakehouse, "slices", cuts)
+    named = (
+        everything
+        if run is None
+        else _among("plan_id", [*_distinct(consumption["plan_id"]), *_distinct(slices["plan_id"])])
+    )
+    plans = _rows(lakehouse, "plans", named)
+    units = _rows(lakehouse, "work_units", everything if run is None else _among("write_id", plans["write_id"]))
+    recoveries = _rows(lakehouse, "recoveries", everything if run is None else equals("run", run))
+    tables = {
+        "consumption": consumption,
+        "slices": slices,
+        "plans": plans,
+        "work_units": units,
+        "recoveries": recoveries,
+    }
+    connection = duckdb.connect()
+    for name, rows in tables.items():
+        connection.register(name, rows)
+    for name in (*QUESTIONS, *_AUDIT):
+        connection.execute(sql_script(name))
+    return connection
+
+
+def keep_views(connection: duckdb.DuckDBPyConnection) -> None:
+    """Compute the views that many others use once, for a connection that will be asked many things."""
+    for name in _KEPT:
+        connection.execute(f"CREATE TEMP TABLE {name} AS FROM main.{name}")  # a temporary table hides the view
+
+
+def rows_of(connection: duckdb.DuckDBPyConnection, query: str, parameters: Iterable[Any] = ()) -> list[dict[str, Any]]:
+    """The rows of a query's answer, column name -> value."""
+    answer = connection.execute(query, list(parameters))
+    names = [column[0] for column in answer.description or ()]
+    return [dict(zip(names, row, strict=True)) for row in answer.fetchall()]
+
+
+def _rows(lakehouse: Lakehouse, name: str, row_filter: BooleanExpression) -> Any:
+    table = lakehouse.own(name)
+    with reachable(lakehouse.config.uri):
+        return table.scan(row_filter=row_filter).to_arrow()
+
+
+def _among(column: str, values: Any) -> BooleanExpression:
+    return In(column, _distinct(values))  # type: ignore[call-arg,arg-type]  # its pydantic base hides the real signature
+
+
+def _distinct(values: Any) -> set[str]:
+    return {str(value) for value in values if value is not None}

@@ -1,0 +1,7 @@
+-- One row per committed checkpoint, on the surviving lineage of its run or not, retired or not.
+CREATE OR REPLACE VIEW checkpoints AS
+SELECT
+    run, seq, attempt, checkpoint_id, parent, step, leg, committed_at, world_size, manifest_uri, model_digest,
+    applied_steps, skipped_steps, losses, plan_id
+FROM consumption
+WHERE kind = 'checkpoint';

@@ -1,0 +1,11 @@
+-- Whether a row was wholly read into a checkpoint: as `touched`, but a row of which only the first tokens were read when the
+-- checkpoint was taken (the last position of an advance with a token_end) does not count.
+CREATE OR REPLACE MACRO consumed(file, file_row, checkpoint) AS EXISTS (
+    FROM (VALUES (file, file_row, checkpoint)) AS asked (in_file, in_row, in_checkpoint)
+    JOIN row_positions(in_file, in_row) AS r ON true
+    JOIN consumption AS a USING (cut_id, key_group, block)
+    WHERE a.kind = 'advance' AND NOT r.is_dead
+        AND r.position >= a.position_start AND r.position < a.position_end
+        AND (a.token_end IS NULL OR r.position < a.position_end - 1)
+        AND a.checkpoint_id IN (SELECT checkpoint_id FROM ancestors(in_checkpoint))
+);

@@ -1,0 +1,22 @@
+-- The surviving chain of each run: the head, which the row with the greatest seq names, and its ancestors.
+-- Order lives in seq, never in a clock; a rewind or a quarantine names an older head and leaves the rest behind.
+CREATE OR REPLACE VIEW lineage AS
+WITH RECURSIVE
+heads AS (
+    SELECT DISTINCT run, head_after AS checkpoint_id
+    FROM consumption
+    QUALIFY seq = max(seq) OVER (PARTITION BY run)
+),
+walk AS (
+    SELECT b.run, b.branch, b.seq AS upto, b.branch_parent
+    FROM heads JOIN branches AS b USING (run, checkpoint_id)
+    UNION
+    -- A parent is always older: the comparison ends the walk even in a damaged ledger.
+    SELECT b.run, b.branch, b.seq, b.branch_parent
+    FROM walk JOIN branches AS b
+        ON b.run = walk.run AND b.checkpoint_id = walk.branch_parent AND b.seq < walk.upto
+)
+SELECT c.*, row_number() OVER (PARTITION BY c.run ORDER BY c.seq DESC) = 1 AS is_head
+FROM walk
+JOIN branches AS b ON b.run = walk.run AND b.branch = walk.branch AND b.seq <= walk.upto
+JOIN checkpoints AS c ON c.run = b.run AND c.checkpoint_id = b.checkpoint_id AND c.seq = b.seq;

@@ -1,0 +1,67 @@
+-- One row per run: how far it is, and what became of the rows of the passes that it has entered.
+CREATE OR REPLACE VIEW totals AS
+WITH
+launched AS (
+    SELECT run,
+        count(DISTINCT seq) FILTER (kind = 'claim') AS attempts,
+        count(DISTINCT checkpoint_id) FILTER (kind = 'checkpoint') AS committed,
+        count_if(kind = 'finish') > 0 AS finished
+    FROM consumption
+    GROUP BY run
+),
+heads AS (
+    SELECT run, count(*) AS checkpoints, arg_max(checkpoint_id, seq) AS head_checkpoint, arg_max(step, seq) AS step
+    FROM lineage
+    GROUP BY run
+),
+healed AS (
+    SELECT run, count(*) AS recoveries FROM recoveries GROUP BY run
+),
+read AS (
+    SELECT run,
+        arg_max(plan_id, {'leg': leg, 'pass': pass}) AS plan_id,
+        count(*) AS passes_entered,
+        count_if(rows_consumed = rows_live) AS passes_finished,
+        sum(rows_live)::BIGINT AS rows_entered,
+        sum(rows_consumed)::BIGINT AS rows_consumed,
+        sum(rows_duplicated)::BIGINT AS rows_duplicated,
+        sum(rows_quarantined)::BIGINT AS rows_quarantined,
+        sum(rows_not_applied)::BIGINT AS rows_not_applied,
+        sum(rows_partial)::BIGINT AS rows_partial
+    FROM passes
+    GROUP BY run
+),
+-- Rows are missing behind a cursor, or from the steps of a checkpoint; where a key group lacks both, these are the same rows.
+holes AS (
+    SELECT run, key_group, sum(rows) AS rows FROM gaps GROUP BY ALL
+),
+short AS (
+    SELECT run, key_group, sum(greatest(0, rows - rows_found)) AS rows FROM shortfalls GROUP BY ALL
+),
+missing AS (
+    SELECT run, sum(greatest(coalesce(h.rows, 0), coalesce(s.rows, 0)))::BIGINT AS rows
+    FROM holes AS h FULL JOIN short AS s USING (run, key_group)
+    GROUP BY run
+)
+SELECT
+    l.run, h.head_checkpoint, coalesce(h.step, 0) AS step, l.finished, l.attempts,
+    coalesce(h.checkpoints, 0) AS checkpoints,
+    l.committed - coalesce(h.checkpoints, 0) AS checkpoints_abandoned,
+    coalesce(k.recoveries, 0) AS recoveries,
+    coalesce(r.passes_entered, 0) AS passes_entered,
+    coalesce(r.passes_finished, 0) AS passes_finished,
+    coalesce(p.live_rows, 0) AS rows_live,
+    coalesce(r.rows_consumed, 0) AS rows_consumed,
+    coalesce(r.rows_duplicated, 0) AS rows_duplicated,
+    coalesce(m.rows, 0) AS rows_missing,
+    greatest(0, coalesce(r.rows_entered - r.rows_consumed, 0) - coalesce(m.rows, 0)) AS rows_pending,
+    coalesce(r.rows_quarantined, 0) AS rows_quarantined,
+    coalesce(p.rows - p.live_rows, 0) AS rows_excluded,
+    coalesce(r.rows_partial, 0) AS rows_partial,
+    coalesce(r.rows_not_applied, 0) AS rows_not_applied
+FROM launched AS l
+LEFT JOIN heads AS h USING (run)
+LEFT JOIN healed AS k USING (run)
+LEFT JOIN read AS r USING (run)
+LEFT JOIN missing AS m USING (run)
+LEFT JOIN plans AS p ON p.plan_id = r.plan_id;

@@ -1,0 +1,264 @@
+"""What the tests share: a lakehouse in a folder, source tables, job specs, training here, launches, and journals."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import psutil
+import pyarrow as pa
+import pytest
+import torch
+import yaml
+from pydantic import BaseModel
+from pyiceberg.table import Table
+
+import dlac_pipeline as dlac
+from catalog.connect import Lakehouse, LakehouseConfig, connect
+from catalog.ledger import Ledger, Row
+from dlac_pipeline.spec import CheckpointSpec, JobSpec, LaunchSpec, OrderSpec, SourceSpec, parse_spec
+
+PROGRAMS = Path(__file__).parent / "programs"
+Steps = dict[int, list[int]]
+"""Optimizer step -> row ids of its global batch, in slot order."""
+
+
+@dataclass
+class Arena:
+    """A lakehouse in a folder, and what is done with it."""
+
+    home: Path
+    monkeypatch: pytest.MonkeyPatch
+    lakehouse: Lakehouse = field(init=False)
+    launches: list[Launch] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.lakehouse = connect(LakehouseConfig().at_home(self.home))
+        self.lakehouse.create_namespace("src")
+        (self.home / "journal").mkdir(exist_ok=True)
+
+    def table(self, name: str = "src.t", *, appends: tuple[int, ...] = (500,) * 4, row_group_rows: int = 50) -> Table:
+        """A table of (row_id, x, even, name) with one data file per append."""
+        rows = source_rows(0, sum(appends))
+        self.lakehouse.catalog.create_table(
+            name, rows.schema, properties={"write.parquet.row-group-limit": str(row_group_rows)}
+        )
+        start = 0
+        for count in appends:
+            self.lakehouse.load(name).append(rows.slice(start, count))
+            start += count
+        return self.lakehouse.load(name)
+
+    def spec(self, run: str, program: str = "train_tiny.py", **changes: Any) -> JobSpec:
+        """A job spec; `changes` are fields of any of its sections, or params."""
+        sections: dict[str, dict[str, Any]] = {
+            "source": {"table": "src.t", "columns": ["row_id", "x"]},
+            "order": {"batch_size": 32, "key_groups": 8, "seed": 3, "passes": 2},
+            "checkpoint": {"every_steps": 10},
+            "launch": {"script": str(PROGRAMS / program), "world_size": 2},
+        }
+        params = {"journal": str(self.home / "journal"), "run": run}
+        for name, value in changes.items():
+            homes = [key for key, model in _SECTIONS.items() if name in model.model_fields]
+            if homes:
+                sections[homes[0]][name] = value
+            else:
+                params[name] = str(value)
+        return parse_spec({"run": run, **sections, "params": params}, origin="the test").resolved(self.home)
+
+    def train(self, spec: JobSpec, *, until: int | None = None) -> Steps:
+        """Train in this process, alone; `until` is the step in whose middle the process "dies"."""
+        path = self.home / f"{spec.run}.yaml"
+        path.write_text(yaml.safe_dump(spec.model_dump()))
+        self.monkeypatch.setenv("DLAC_HOME", str(self.home))
+        seen: Steps = {}
+        with dlac.training_run(path) as run:
+            model = torch.nn.Linear(4, 1)
+            run.restore(dlac.TorchState(model=model))
+            for batch in run.batches():
+                if batch.step == until:
+                    return seen
+                seen[batch.step] = batch["row_id"][batch.valid].tolist()
+                run.step_done(batch.mean(batch["x"].sum(-1)))
+        return seen
+
+    def launch(self, spec: JobSpec, **request: Any) -> Launch:
+        """Start a supervisor process of its own on this spec."""
+        log = self.home / f"supervisor-{len(self.launches)}.jsonl"
+        self.launches.append(Launch({"spec": spec.model_dump(mode="json"), **request}, log))
+        return self.launches[-1]
+
+    def close(self) -> None:
+        """End what is left of the launches."""
+        for launch in self.launches:
+            launch.destroy()
+
+    def rows(self, run: str, *kinds: str) -> list[Row]:
+        """The run's ledger rows."""
+        return Ledger(self.lakehouse).rows(run, kinds=kinds)
+
+    def head(self, run: str) -> str | None:
+        """The run's head."""
+        return Ledger(self.lakehouse).state(run).fence.head
+
+    def lineage(self, run: str) -> list[Row]:
+        """The surviving checkpoints, oldest first."""
+        checkpoints = {row["checkpoint_id"]: row for row in self.rows(run, "checkpoint")}
+        chain, head = [], self.head(run)
+        while head is not None:
+            chain.append(checkpoints[head])
+            head = checkpoints[head]["parent"]
+        return chain[::-1]
+
+    def losses(self, run: str) -> list[float]:
+        """The loss of every step on the surviving lineage."""
+        return [loss for row in self.lineage(run) for loss in row["losses"]]
+
+    def journal(self, run: str) -> Steps:
+        """What the training function itself wrote for every step on the surviving lineage."""
+        written: dict[tuple[int, int], dict[int, list[int]]] = {}
+        for path in (self.home / "journal").glob(f"{run}-*.jsonl"):
+            for line in path.read_text().splitlines(keepends=True):
+                if line.endswith("\n"):
+                    entry = json.loads(line)
+                    written.setdefault((entry["attempt"], entry["step"]), {})[entry["rank"]] = entry["rows"]
+        steps: Steps = {}
+        last = 0
+        for row in self.lineage(run):
+            for step in range(last + 1, row["step"] + 1):
+                ranks = written[row["attempt"], step]
+                assert sorted(ranks) == list(range(row["world_size"])), f"step {step}: ranks {sorted(ranks)} wrote"
+                steps[step] = [row_id for rank in sorted(ranks) for row_id in ranks[rank]]
+            last = row["step"]
+        return steps
+
+
+class Launch:
+    """A supervisor process and what it says."""
+
+    def __init__(self, request: dict[str, Any], log: Path) -> None:
+        self._log = log
+        with log.open("wb") as stdout, log.with_suffix(".err").open("wb") as stderr:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "dlac_pipeline.supervisor"],
+                stdin=subprocess.PIPE,
+                stdout=stdout,
+                stderr=stderr,
+                start_new_session=True,
+            )
+        assert self.process.stdin is not None
+        self.stdin: IO[bytes] = self.process.stdin
+        self.stdin.write(json.dumps(request).encode() + b"\n")
+        self.stdin.flush()
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        """What it has said so far."""
+        return [json.loads(line) for line in self._log.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+    @property
+    def stderr(self) -> str:
+        """What it wrote to standard error."""
+        return self._log.with_suffix(".err").read_text()
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        """Its events of one kind."""
+        return [event for event in self.events if event["event"] == kind]
+
+    def wait_for(self, kind: str, count: int = 1) -> dict[str, Any]:
+        """Wait until it has said `count` events of a kind; returns the last of them."""
+        wait_until(lambda: len(self.of(kind)) >= count or self.process.poll() is not None, what=f"{kind} event")
+        assert len(self.of(kind)) >= count, (
+            f"ended with {self.process.poll()}: {self.events[-3:]} {self.stderr[-2000:]}"
+        )
+        return self.of(kind)[count - 1]
+
+    def wait(self) -> int:
+        """Wait for its end; returns the exit status."""
+        return self.process.wait(timeout=150)
+
+    def ranks(self) -> list[psutil.Process]:
+        """The rank processes that are its children now, by rank."""
+        with suppress(psutil.NoSuchProcess):
+            return sorted(psutil.Process(self.process.pid).children(), key=lambda child: child.pid)
+        return []
+
+    def signal_all(self, number: signal.Signals) -> None:
+        """Signal the supervisor and all its ranks."""
+        for pid in (self.process.pid, *(rank.pid for rank in self.ranks())):
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def destroy(self) -> None:
+        """SIGKILL everything; a rank dies with its supervisor."""
+        self.signal_all(signal.SIGKILL)
+        self.process.wait()
+        self.stdin.close()
+
+
+def wait_until(holds: Callable[[], bool], *, what: str, within_s: float = 120.0) -> None:
+    """Poll until something holds; fail after `within_s`."""
+    deadline = time.monotonic() + within_s
+    while not holds():
+        assert time.monotonic() < deadline, f"waited {within_s:.0f} s in vain for: {what}"
+        time.sleep(0.02)
+
+
+def gone(process: psutil.Process) -> bool:
+    """Whether a process has ended, reaped or not."""
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def source_rows(start: int, count: int) -> pa.Table:
+    """Rows start .. start+count-1 of the source: x is a function of row_id."""
+    ids = np.arange(start, start + count)
+    x = np.sin(ids[:, None] * np.array([1.0, 2.0, 3.0, 4.0])).astype(np.float32)
+    return pa.table(
+        {
+            "row_id": pa.array(ids),
+            "x": pa.array(list(x), type=pa.list_(pa.float32())),
+            "even": pa.array(ids % 2 == 0),
+            "name": pa.array([f"row {row_id}" for row_id in ids]),
+        }
+    )
+
+
+_SECTIONS: dict[str, type[BaseModel]] = {
+    "source": SourceSpec,
+    "order": OrderSpec,
+    "checkpoint": CheckpointSpec,
+    "launch": LaunchSpec,
+}
+
+
+@pytest.fixture
+def arena(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Arena]:
+    """An empty lakehouse of this test's own."""
+    made = Arena(tmp_path / "home", monkeypatch)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="session")
+def campaign(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Arena]:
+    """A lakehouse shared by the runs of many tests, with a finished run named "reference" that nothing disturbed."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        made = Arena(tmp_path_factory.mktemp("campaign"), monkeypatch)
+        made.table()
+        launch = made.launch(made.spec("reference"))
+        assert launch.wait() == 0, launch.stderr
+        yield made
+        made.close()

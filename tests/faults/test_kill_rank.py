@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.conftest import Arena
+
+QUICK, ALL = 3, 20
+SEEDS = [pytest.param(seed, marks=[] if seed < QUICK else [pytest.mark.soak]) for seed in range(ALL)]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_rank_killed_at_a_random_moment_changes_nothing(campaign: Arena, seed: int) -> None:
+    """The run finishes, its own journal holds every row once per pass, and batches and losses are the undisturbed run's."""
+    draw = random.Random(seed)
+    run = f"kill-{seed}"
+    launch = campaign.launch(campaign.spec(run, pause_s=0.01))
+    moment = draw.choice(["starting", "training", "training", "training"])
+    if moment == "training":
+        launch.wait_for("attempt")
+        launch.wait_for("checkpoint")
+        time.sleep(draw.uniform(0.0, 1.0))
+    else:
+        while len(launch.ranks()) < 2:
+            time.sleep(0.01)
+        time.sleep(draw.uniform(0.0, 2.0))
+    victim = draw.choice(launch.ranks())
+    os.kill(victim.pid, signal.SIGKILL)
+
+    assert launch.wait() == 0, launch.stderr
+    assert len(launch.of("attempt")) >= 1 + (moment == "training")
+    assert launch.of("ended")[0]["ending"] == "finished"
+    journal = campaign.journal(run)
+    assert sorted(row for rows in journal.values() for row in rows) == sorted(2 * list(range(2000)))
+    assert journal == campaign.journal("reference")
+    assert campaign.losses(run) == campaign.losses("reference")
+    attempts = {row["attempt"] for row in campaign.rows(run, "claim")}
+    assert attempts == set(range(1, len(attempts) + 1))

@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import psutil
+import pytest
+
+if TYPE_CHECKING:
+    from tests.conftest import Arena, Launch
+
+
+def wait_until_gone(processes: list[psutil.Process]) -> None:
+    """Wait until all processes have ended; 30 seconds is the promise."""
+    _, alive = psutil.wait_procs(processes, timeout=30)
+    assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
+
+
+def finish_and_compare(campaign: Arena, run: str) -> Launch:
+    """Launch the run again; it resumes, finishes, and equals the undisturbed run."""
+    again = campaign.launch(campaign.spec(run))
+    assert again.wait() == 0, again.stderr
+    assert campaign.journal(run) == campaign.journal("reference")
+    assert campaign.losses(run) == campaign.losses("reference")
+    return again
+
+
+def test_a_killed_supervisor_takes_its_ranks_along(campaign: Arena) -> None:
+    """After SIGKILL of the supervisor no rank is left, and the next launch resumes from the last checkpoint."""
+    run = "supervisor-killed"
+    launch = campaign.launch(campaign.spec(run, pause_s=0.05))
+    launch.wait_for("checkpoint", 2)
+    ranks = launch.ranks()
+    assert len(ranks) == 2
+    os.kill(launch.process.pid, signal.SIGKILL)
+    wait_until_gone(ranks)
+    head = campaign.lineage(run)[-1]["step"]
+    assert head >= 20
+    again = finish_and_compare(campaign, run)
+    assert again.of("attempt")[0]["step"] == head
+    (recovery,) = again.of("recovered")
+    assert (recovery["replaced_attempt"], recovery["resumed_step"]) == (1, head)
+
+
+def sigterm(launch: Launch) -> None:
+    """Ask the supervisor to stop."""
+    os.kill(launch.process.pid, signal.SIGTERM)
+
+
+def hang_up(launch: Launch) -> None:
+    """Close the supervisor's standard input, as the death of its orchestrator does."""
+    launch.stdin.close()
+
+
+@pytest.mark.parametrize("stop", [sigterm, hang_up])
+def test_a_stop_is_a_checkpoint_and_an_orderly_end(campaign: Arena, stop: Callable[[Launch], None]) -> None:
+    """Asked to stop, or with its orchestrator gone, the run checkpoints where it is; the next launch repeats nothing."""
+    run = f"stopped-by-{stop.__name__}"
+    launch = campaign.launch(campaign.spec(run, pause_s=0.05))
+    launch.wait_for("checkpoint")
+    ranks = launch.ranks()
+    stop(launch)
+    assert launch.wait() == 0, launch.stderr
+    wait_until_gone(ranks)
+    (ended,) = launch.of("ended")
+    assert ended["ending"] == "stopped"
+    head = campaign.lineage(run)[-1]["step"]
+    assert head == ended["step"] == launch.of("stopped")[0]["step"]
+    written = len(list((campaign.home / "journal").glob(f"{run}-*")))
+    again = finish_and_compare(campaign, run)
+    assert again.of("attempt")[0]["step"] == head
+    assert written == 2
+
+
+def test_a_stop_is_heard_between_checkpoints_at_every_step(campaign: Arena) -> None:
+    """Also a run that takes a checkpoint at every step stops when asked."""
+    run = "stopped-every-step"
+    launch = campaign.launch(campaign.spec(run, pause_s=0.05, every_steps=1))
+    launch.wait_for("checkpoint", 2)
+    sigterm(launch)
+    assert launch.wait() == 0, launch.events[-3:]
+    assert launch.of("ended")[0]["ending"] == "stopped"
+    assert campaign.lineage(run)[-1]["step"] < 125
+
+
+def test_a_stop_while_starting_is_an_orderly_end(campaign: Arena) -> None:
+    """Asked to stop before a rank can listen, the launch ends as stopped; there is nothing to lose."""
+    run = "stopped-while-starting"
+    launch = campaign.launch(campaign.spec(run))
+    launch.wait_for("attempt")
+    sigterm(launch)
+    assert launch.wait() == 0, launch.events
+    assert launch.of("ended")[0]["ending"] == "stopped"

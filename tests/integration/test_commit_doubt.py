@@ -1,0 +1,160 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from pyiceberg.catalog.sql import SqlCatalog
+from pyiceberg.exceptions import CommitFailedException
+from pyiceberg.table import CommitTableResponse, Table
+from sqlalchemy.exc import OperationalError
+
+from catalog.commits import Attempt, claim, commit_checkpoint
+from catalog.connect import Lakehouse, connect
+from catalog.errors import CommitConflict, CommitOutcomeUnknown, Fenced
+from catalog.ledger import Append, Ledger, RunState
+
+if TYPE_CHECKING:
+    from tests.conftest import Arena
+
+RUN = "r1"
+Commit = Callable[..., CommitTableResponse]
+
+
+@pytest.fixture
+def ledger(arena: Arena) -> Ledger:
+    """A ledger with a claimed run."""
+    found = Ledger(arena.lakehouse)
+    claim(found, RUN, nonce="n1", replaces=0, detail={})
+    return found
+
+
+def checkpoint(ledger: Ledger, name: str, parent: str | None = None) -> RunState:
+    """Commit a checkpoint of the first attempt."""
+    rows = [{"kind": "checkpoint", "checkpoint_id": name, "parent": parent}]
+    attempt = Attempt(run=RUN, number=1, nonce="n1")
+    return commit_checkpoint(ledger, attempt, checkpoint_id=name, parent=parent, rows=rows)
+
+
+def check_readable(lakehouse: Lakehouse) -> None:
+    """Every retained snapshot of the ledger can be read, and the table takes another append."""
+    table = lakehouse.own("consumption")
+    for snapshot in table.snapshots():
+        table.scan(snapshot_id=snapshot.snapshot_id).to_arrow()
+    claim(Ledger(lakehouse), "another", nonce="x", replaces=0, detail={})
+
+
+def once(monkeypatch: pytest.MonkeyPatch, faulty: Callable[[Commit, Any], CommitTableResponse]) -> None:
+    """Put `faulty` in the place of the first commit that reaches the catalog; it is handed the real one."""
+    real = SqlCatalog.commit_table
+    calls = 0
+
+    def commit_table(self: SqlCatalog, *request: Any) -> CommitTableResponse:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            return faulty(lambda *again: real(self, *again), request)
+        return real(self, *request)
+
+    monkeypatch.setattr(SqlCatalog, "commit_table", commit_table)
+
+
+def replayed(commit: Commit, request: Any) -> CommitTableResponse:
+    """The answer of a landed commit is lost and the transport sends the request again."""
+    commit(*request)
+    return commit(*request)
+
+
+def landed_but_refused(commit: Commit, request: Any) -> CommitTableResponse:
+    """The commit lands, and the caller is told that it failed."""
+    commit(*request)
+    raise CommitFailedException("the answer of a replay")
+
+
+def landed_but_unanswered(commit: Commit, request: Any) -> CommitTableResponse:
+    """The commit lands, and the connection breaks before the answer."""
+    commit(*request)
+    raise OperationalError("UPDATE", {}, Exception("server closed the connection unexpectedly"))
+
+
+def lost_before_landing(commit: Commit, request: Any) -> CommitTableResponse:
+    """The connection breaks before the commit lands."""
+    raise OperationalError("UPDATE", {}, Exception("could not connect to server"))
+
+
+@pytest.mark.parametrize("fault", [replayed, landed_but_refused, landed_but_unanswered, lost_before_landing])
+def test_a_commit_in_doubt_is_recorded_once(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch, fault: Callable[[Commit, Any], CommitTableResponse]
+) -> None:
+    """Whatever becomes of a commit's answer, its rows are in the ledger once, and the table stays readable."""
+    once(monkeypatch, fault)
+    assert checkpoint(ledger, "a").fence.head == "a"
+    (row,) = ledger.rows(RUN, kinds=["checkpoint"])
+    assert (row["checkpoint_id"], row["seq"]) == ("a", 2)
+    check_readable(ledger.lakehouse)
+
+
+def test_without_the_guard_a_replay_destroys_the_table(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the guard is for: plain pyiceberg deletes the landed snapshot's manifests. If this fails, the guard may go."""
+    config = arena.lakehouse.config
+    plain = Lakehouse(config, SqlCatalog(config.name, **config.catalog_properties()))
+    once(monkeypatch, replayed)
+    with pytest.raises(CommitFailedException):
+        claim(Ledger(plain), RUN, nonce="n1", replaces=0, detail={})
+    with pytest.raises(FileNotFoundError):
+        check_readable(plain)
+
+
+def test_an_append_on_a_stale_table_object_is_refused(ledger: Ledger) -> None:
+    """A table object loaded before another's append cannot be appended to, and the refusal harms nothing."""
+    stale: Table = ledger.state(RUN).table
+    arrow = stale.scan().to_arrow()
+    claim(Ledger(connect(ledger.lakehouse.config)), RUN, nonce="n2", replaces=1, detail={})
+    with pytest.raises(CommitConflict, match="did not land"):
+        stale.append(arrow)
+    check_readable(ledger.lakehouse)
+
+
+def test_an_append_between_read_and_commit_is_noticed(ledger: Ledger) -> None:
+    """Another run's append in between makes the loop read again; both are recorded, in one try each."""
+    other = Ledger(connect(ledger.lakehouse.config))
+    reads = []
+
+    def decide(state: RunState) -> Append:
+        reads.append(state.fence.seq)
+        if len(reads) == 1:
+            claim(other, "another", nonce="x", replaces=0, detail={})
+        return Append(rows=[{"kind": "leg"}], fence=type(state.fence)(attempt=1, nonce="n1", seq=state.fence.seq + 1))
+
+    ledger.append(RUN, decide)
+    assert reads == [1, 1]
+    assert len(ledger.rows(RUN, kinds=["leg"])) == len(other.rows("another")) == 1
+    check_readable(ledger.lakehouse)
+
+
+def test_a_zombie_between_reading_the_fence_and_committing_is_fenced(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A takeover that lands after the zombie has read its fence, and before it commits, still shuts it out."""
+    other = Ledger(connect(ledger.lakehouse.config))
+
+    def overtaken(commit: Commit, request: Any) -> CommitTableResponse:
+        claim(other, RUN, nonce="n2", replaces=1, detail={})
+        return commit(*request)
+
+    once(monkeypatch, overtaken)
+    with pytest.raises(Fenced, match="owned by attempt 2"):
+        checkpoint(ledger, "a")
+    assert [row["kind"] for row in ledger.rows(RUN)] == ["claim", "claim"]
+    check_readable(ledger.lakehouse)
+
+
+def test_a_catalog_that_stays_away_ends_in_an_unknown_outcome(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Past its deadline the append stops and says that the rows will tell."""
+
+    def away(self: SqlCatalog, *request: Any) -> CommitTableResponse:
+        raise OperationalError("UPDATE", {}, Exception("no route to host"))
+
+    monkeypatch.setattr(SqlCatalog, "commit_table", away)
+    with pytest.raises(CommitOutcomeUnknown, match="no route to host"):
+        checkpoint(Ledger(ledger.lakehouse, deadline_s=0.5), "a")

@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+
+from catalog.commits import Attempt, claim, commit_checkpoint, finish, quarantine
+from catalog.connect import connect
+from catalog.errors import Fenced, HeadMoved, RunFinished, SteppedAside
+from catalog.ledger import Fence, Ledger, Row
+
+if TYPE_CHECKING:
+    from tests.conftest import Arena
+
+RUN = "r1"
+
+
+def claimed(ledger: Ledger, nonce: str = "n1", replaces: int = 0) -> Attempt:
+    """The attempt that this claim makes."""
+    state = claim(ledger, RUN, nonce=nonce, replaces=replaces, detail={})
+    return Attempt(run=RUN, number=state.fence.attempt, nonce=nonce)
+
+
+def checkpoint(ledger: Ledger, attempt: Attempt, name: str, parent: str | None) -> Fence:
+    """Commit a checkpoint of one row and one advance; returns the fence behind it."""
+    rows: list[Row] = [
+        {"kind": "checkpoint", "checkpoint_id": name, "parent": parent},
+        {"kind": "advance", "checkpoint_id": name},
+    ]
+    return commit_checkpoint(ledger, attempt, checkpoint_id=name, parent=parent, rows=rows).fence
+
+
+def test_a_run_from_claim_to_finish(arena: Arena) -> None:
+    """Every append has one seq more, names the head behind it in all its rows, and `finish` closes the run."""
+    ledger = Ledger(arena.lakehouse)
+    assert not ledger.state(RUN).exists
+    attempt = claimed(ledger)
+    assert checkpoint(ledger, attempt, "a", None) == Fence(attempt=1, nonce="n1", seq=2, head="a")
+    checkpoint(ledger, attempt, "b", "a")
+    finish(ledger, attempt, step=20)
+    found = [(row["seq"], row["kind"], row["attempt"], row["head_after"]) for row in ledger.rows(RUN)]
+    assert sorted(found) == [
+        (1, "claim", 1, None),
+        (2, "advance", 1, "a"),
+        (2, "checkpoint", 1, "a"),
+        (3, "advance", 1, "b"),
+        (3, "checkpoint", 1, "b"),
+        (4, "finish", 1, "b"),
+    ]
+    assert ledger.state(RUN).finished
+    assert ledger.runs() == [RUN]
+    with pytest.raises(RunFinished, match="'b'"):
+        claimed(ledger, "n2", replaces=1)
+
+
+def test_the_fence_is_rebuilt_from_rows(arena: Arena) -> None:
+    """Without the cached property the rows say the same: owner, seq and head."""
+    ledger = Ledger(arena.lakehouse)
+    checkpoint(ledger, claimed(ledger), "a", None)
+    claimed(ledger, "n2", replaces=1)
+    before = ledger.state(RUN)
+    with arena.lakehouse.own("consumption").transaction() as transaction:
+        transaction.remove_properties(f"dlac.fence.{RUN}")
+    rebuilt = ledger.state(RUN)
+    assert f"dlac.fence.{RUN}" not in rebuilt.table.properties
+    assert rebuilt.fence == before.fence == Fence(attempt=2, nonce="n2", seq=3, head="a")
+    checkpoint(ledger, Attempt(run=RUN, number=2, nonce="n2"), "b", "a")
+    assert f"dlac.fence.{RUN}" in ledger.state(RUN).table.properties
+
+
+def test_finishing_drops_the_fence_property(arena: Arena) -> None:
+    """Finished runs leave nothing in the table's properties, whether or not the property was there."""
+    ledger = Ledger(arena.lakehouse)
+    finish(ledger, claimed(ledger), step=0)
+    assert [name for name in arena.lakehouse.own("consumption").properties if name.startswith("dlac.fence")] == []
+
+
+def test_runs_do_not_see_each_other(arena: Arena) -> None:
+    """A name that begins like another's, and rows of other runs, change nothing."""
+    ledger = Ledger(arena.lakehouse)
+    checkpoint(ledger, claimed(ledger), "a", None)
+    assert not ledger.state("r").exists
+    other = claim(ledger, "r11", nonce="x", replaces=0, detail={}).fence
+    assert (other.attempt, other.seq) == (1, 1)
+    assert {row["run"] for row in ledger.rows(RUN)} == {RUN}
+
+
+def test_two_claims_of_one_failed_attempt(arena: Arena) -> None:
+    """One wins, the other steps aside and appends nothing."""
+    ledger, other = Ledger(arena.lakehouse), Ledger(connect(arena.lakehouse.config))
+    claimed(ledger)
+    assert claimed(other, "n2", replaces=1).number == 2
+    with pytest.raises(SteppedAside, match=r"expected attempt 1 .* found attempt 2"):
+        claimed(ledger, "n3", replaces=1)
+    assert [row["nonce"] for row in ledger.rows(RUN, kinds=["claim"])] == ["n1", "n2"]
+
+
+def test_claiming_again_with_the_same_nonce_changes_nothing(arena: Arena) -> None:
+    """A claim whose answer was lost is found by its nonce."""
+    ledger = Ledger(arena.lakehouse)
+    claimed(ledger)
+    assert claimed(ledger, "n1", replaces=0).number == 1
+    assert len(ledger.rows(RUN)) == 1
+
+
+def test_a_stale_attempt_is_always_refused(arena: Arena) -> None:
+    """Checkpoint, quarantine and finish of a fenced attempt are refused, naming both attempts; no row is left."""
+    ledger = Ledger(arena.lakehouse)
+    old = claimed(ledger)
+    checkpoint(ledger, old, "a", None)
+    claimed(ledger, "n2", replaces=1)
+    before = ledger.rows(RUN)
+    with pytest.raises(Fenced, match=r"attempt 1 \(n1\).*owned by attempt 2 \(n2\)"):
+        checkpoint(ledger, old, "b", "a")
+    with pytest.raises(Fenced):
+        quarantine(ledger, old, damaged={"a": "?"}, head_after=None)
+    with pytest.raises(Fenced):
+        finish(ledger, old, step=1)
+    assert ledger.rows(RUN) == before
+
+
+def test_a_repeated_commit_is_recorded_once(arena: Arena) -> None:
+    """Head = me means done: the same checkpoint committed again appends nothing."""
+    ledger = Ledger(arena.lakehouse)
+    attempt = claimed(ledger)
+    assert checkpoint(ledger, attempt, "a", None) == checkpoint(ledger, attempt, "a", None)
+    assert len(ledger.rows(RUN, kinds=["checkpoint"])) == 1
+
+
+def test_another_parent_under_my_own_attempt_is_an_error(arena: Arena) -> None:
+    """A checkpoint that does not hang on the head is refused, naming both."""
+    ledger = Ledger(arena.lakehouse)
+    attempt = claimed(ledger)
+    checkpoint(ledger, attempt, "a", None)
+    with pytest.raises(HeadMoved, match=r"expected 'z' to be the head .* found 'a'"):
+        checkpoint(ledger, attempt, "b", "z")
+
+
+def test_a_quarantine_steps_the_head_back_once(arena: Arena) -> None:
+    """The damaged checkpoint is named with its reason, the head is the ancestor, and repeating it appends nothing."""
+    ledger = Ledger(arena.lakehouse)
+    attempt = claimed(ledger)
+    checkpoint(ledger, attempt, "a", None)
+    checkpoint(ledger, attempt, "b", "a")
+    for _ in range(2):
+        state = quarantine(ledger, attempt, damaged={"b": "a flipped bit"}, head_after="a")
+        assert state.fence.head == "a"
+    (row,) = ledger.rows(RUN, kinds=["quarantine"])
+    assert (row["checkpoint_id"], json.loads(row["detail"])) == ("b", {"reason": "a flipped bit"})

@@ -1,0 +1,180 @@
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+import pytest
+from pyiceberg.schema import Schema
+from pyiceberg.types import ListType, LongType, NestedField, StringType
+
+from catalog import plans
+from catalog.connect import LakehouseConfig, connect
+from catalog.errors import (
+    CatalogUnreachable,
+    DlacError,
+    EmptyPlan,
+    FormatTooNew,
+    NoSuchColumn,
+    NoSuchSnapshot,
+    NoSuchTable,
+    PinLost,
+    SpecInvalid,
+    TableReplaced,
+    UnsupportedColumn,
+)
+from catalog.snapshots import pin, tag_of
+from dlac_pipeline.plan.planner import load_plan, make_plan
+from dlac_pipeline.spec import SourceSpec
+
+if TYPE_CHECKING:
+    from tests.conftest import Arena
+
+
+def source(**changes: object) -> SourceSpec:
+    """The source that tests read, with some settings replaced."""
+    return SourceSpec.model_validate({"table": "src.t", "columns": ["row_id", "x"], **changes})
+
+
+@pytest.fixture(autouse=True)
+def small_table(arena: Arena) -> None:
+    """Two data files of three row groups each."""
+    arena.table(appends=(30, 30), row_group_rows=10)
+
+
+def test_planning_pins_the_snapshot_and_lists_every_row_group(arena: Arena) -> None:
+    """The plan names the tagged snapshot, and one work unit per row group, with all rows live."""
+    plan = make_plan(arena.lakehouse, source())
+    refs = arena.lakehouse.load("src.t").refs()
+    assert refs[plan.row.tag].snapshot_id == plan.row.snapshot_id == refs["main"].snapshot_id
+    assert (plan.row.units, plan.row.rows, plan.row.live_rows) == (6, 60, 60)
+    assert plan.units.rows.tolist() == [10] * 6
+    assert plan.units.first_row.tolist() == [0, 10, 20] * 2
+
+
+def test_planning_twice_is_planning_once(arena: Arena) -> None:
+    """The same content has the same plan id, and the tables keep one row of it."""
+    first, second = (make_plan(arena.lakehouse, source()) for _ in range(2))
+    assert first.row == second.row
+    assert len(arena.lakehouse.own("plans").scan().to_arrow()) == 1
+
+
+@pytest.mark.parametrize("other", [{"columns": ["x"]}, {"row_filter": "even = true"}])
+def test_other_content_is_another_plan(arena: Arena, other: dict[str, object]) -> None:
+    """Other columns or another filter give another plan id."""
+    plans = [make_plan(arena.lakehouse, source(**changes)) for changes in ({}, other)]
+    assert plans[0].row.plan_id != plans[1].row.plan_id
+
+
+def test_racing_planners_leave_one_plan(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two planners that both saw no plan write one plan row between them, and both use the one that won."""
+    barrier, found = threading.Barrier(2, timeout=60), []
+    real = plans.write_plan
+
+    def together(*args: object) -> plans.PlanRow:
+        barrier.wait()
+        return real(*args)  # type: ignore[arg-type]  # passed on as they came
+
+    def planner() -> None:
+        found.append(make_plan(connect(arena.lakehouse.config), source()).row)
+
+    monkeypatch.setattr("dlac_pipeline.plan.planner.write_plan", together)
+    threads = [threading.Thread(target=planner) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found[0] == found[1]
+    assert len(arena.lakehouse.own("plans").scan().to_arrow()) == 1
+    assert len(load_plan(arena.lakehouse, found[0].plan_id).units) == 6
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"table": "src.nothing"}, NoSuchTable, r"'src\.nothing'"),
+        ({"table": "nowhere.t"}, NoSuchTable, r"'nowhere\.t'"),
+        ({"snapshot_id": 42}, NoSuchSnapshot, r"snapshot 42 .* found only \[\d+, \d+\]"),
+        ({"columns": ["x", "y"]}, NoSuchColumn, r"column 'y' .* found only .*'row_id'"),
+        ({"columns": ["name"]}, UnsupportedColumn, r"'name' .* found string"),
+        ({"row_filter": "row_id > 1000"}, EmptyPlan, r"'row_id > 1000'"),
+        ({"row_filter": "row_id >"}, SpecInvalid, r"found 'row_id >'"),
+        ({"row_filter": "colour = 'red'"}, NoSuchColumn, r"colour"),
+    ],
+)
+def test_what_cannot_be_planned_is_named(
+    arena: Arena, changes: dict[str, object], error: type[DlacError], message: str
+) -> None:
+    """A source that cannot be planned is refused with what was asked for and what there is; no plan row is written."""
+    with pytest.raises(error, match=message):
+        make_plan(arena.lakehouse, source(**changes))
+    assert len(arena.lakehouse.own("plans").scan().to_arrow()) == 0
+
+
+def test_a_column_of_lists_of_text_is_refused(arena: Arena) -> None:
+    """Lists become tensors only if their elements do."""
+    schema = Schema(
+        NestedField(1, "words", ListType(2, StringType(), element_required=False)), NestedField(3, "n", LongType())
+    )
+    arena.lakehouse.catalog.create_table("src.words", schema)
+    with pytest.raises(NoSuchSnapshot, match="a current snapshot"):
+        make_plan(arena.lakehouse, source(table="src.words", columns=["n"]))
+    rows = arena.lakehouse.load("src.words").schema().as_arrow().empty_table()
+    arena.lakehouse.load("src.words").append(rows)
+    with pytest.raises(UnsupportedColumn, match="words"):
+        make_plan(arena.lakehouse, source(table="src.words", columns=["words"]))
+
+
+def test_a_replaced_table_is_noticed(arena: Arena) -> None:
+    """A table dropped and created again under the same name is not the planned one."""
+    plan = make_plan(arena.lakehouse, source())
+    arena.lakehouse.catalog.drop_table("src.t")
+    arena.table(appends=(30, 30), row_group_rows=10)
+    with pytest.raises(TableReplaced, match=plan.row.table_uuid):
+        load_plan(arena.lakehouse, plan.row.plan_id)
+
+
+def test_a_lost_pin_is_noticed(arena: Arena) -> None:
+    """A plan whose tag was removed is refused: its rows may be deleted already."""
+    plan = make_plan(arena.lakehouse, source())
+    arena.lakehouse.load("src.t").manage_snapshots().remove_tag(plan.row.tag).commit()
+    with pytest.raises(PinLost, match="no such tag"):
+        load_plan(arena.lakehouse, plan.row.plan_id)
+
+
+def test_a_pin_that_names_another_snapshot_is_noticed(arena: Arena) -> None:
+    """A moved tag is never trusted, neither by a plan nor by a new pin; it is left as it is."""
+    table = arena.lakehouse.load("src.t")
+    first, second = (snapshot.snapshot_id for snapshot in table.snapshots())
+    plan = make_plan(arena.lakehouse, source(snapshot_id=second))
+    arena.lakehouse.load("src.t").manage_snapshots().create_tag(first, tag_of(second)).commit()
+    with pytest.raises(PinLost, match=str(first)):
+        load_plan(arena.lakehouse, plan.row.plan_id)
+    with pytest.raises(PinLost, match=str(first)):
+        pin(arena.lakehouse, "src.t", second)
+
+
+def test_an_unknown_plan_is_a_clear_error(arena: Arena) -> None:
+    """A plan id that nobody wrote is named."""
+    with pytest.raises(SpecInvalid, match="'p0'"):
+        load_plan(arena.lakehouse, "p0")
+
+
+def test_tables_of_a_newer_format_are_refused(arena: Arena) -> None:
+    """A table of a newer format version is not read, let alone written."""
+    with arena.lakehouse.own("plans").transaction() as transaction:
+        transaction.set_properties({"dlac.format-version": "99"})
+    with pytest.raises(FormatTooNew, match=r"'plans' has format version 99.*upgrade"):
+        make_plan(arena.lakehouse, source())
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        LakehouseConfig(uri="sqlite:////proc/nowhere/catalog.db", warehouse="file:///tmp/nowhere"),
+        LakehouseConfig(type="rest", uri="http://127.0.0.1:9", warehouse="w"),
+    ],
+)
+def test_a_catalog_that_cannot_be_reached_is_named(config: LakehouseConfig) -> None:
+    """A wrong address is one clear error that repeats the address."""
+    with pytest.raises(CatalogUnreachable, match=r"nowhere|127\.0\.0\.1:9"):
+        connect(config)

@@ -1,0 +1,178 @@
+from __future__ import annotations
+
+from contextlib import closing
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+
+from catalog.errors import DataFileUnreadable, SpecInvalid, UnsupportedColumn
+from dlac_pipeline.plan.order import LegOrder
+from dlac_pipeline.plan.planner import Plan, first_leg, make_plan
+from dlac_pipeline.read.batch import Batch
+from dlac_pipeline.read.blocks import BlockDecoder
+from dlac_pipeline.read.reader import RankReader
+from dlac_pipeline.spec import OrderSpec, SourceSpec
+
+if TYPE_CHECKING:
+    from tests.conftest import Arena
+
+ORDER = OrderSpec(batch_size=24, key_groups=6, block_slices=2, seed=11, passes=2)
+
+
+@pytest.fixture
+def table(arena: Arena) -> None:
+    """Many small appends and one large one."""
+    arena.table(appends=(3, 1, 7, 110, 2, 14), row_group_rows=20)
+
+
+def plan_of(arena: Arena, *columns: str, row_filter: str = "") -> Plan:
+    """A plan of these columns; all of them unless named."""
+    return make_plan(
+        arena.lakehouse,
+        SourceSpec(table="src.t", columns=list(columns or ("row_id", "x", "even")), row_filter=row_filter),
+    )
+
+
+def read(
+    arena: Arena, plan: Plan, *, world_size: int = 1, step: int = 0, order: OrderSpec = ORDER, budget_bytes: int = 2**20
+) -> list[list[Batch]]:
+    """The batches of every remaining step, by rank."""
+    leg = first_leg(plan, order)
+    table = arena.lakehouse.load("src.t")
+    decoder = BlockDecoder(table.io, table.schemas()[leg.schema_id], plan.units, leg.columns)
+    batches = []
+    for rank in range(world_size):
+        leg_order = LegOrder(plan.units, leg.order_settings, order.passes)
+        reader = RankReader(leg_order, decoder, rank=rank, world_size=world_size, step=step, budget_bytes=budget_bytes)
+        with closing(reader):
+            batches.append(list(reader))
+    return batches
+
+
+def global_batches(by_rank: list[list[Batch]]) -> list[tuple[int, list[int]]]:
+    """(step, row ids of its valid samples in slot order)."""
+    return [
+        (parts[0].step, [row for part in parts for row in part["row_id"][part.valid].tolist()])
+        for parts in zip(*by_rank, strict=True)
+    ]
+
+
+@pytest.mark.usefixtures("table")
+def test_tensors_hold_the_rows_of_the_table(arena: Arena) -> None:
+    """Every sample's columns are those of one row of the table, in the types of the table, each row once per pass."""
+    (batches,) = read(arena, plan_of(arena))
+    rows = arena.lakehouse.load("src.t").scan().to_arrow().sort_by("row_id")
+    x = np.stack(rows["x"].to_pylist())
+    for batch in batches:
+        assert (batch["row_id"].dtype, batch["x"].dtype, batch["even"].dtype) == (
+            torch.int64,
+            torch.float32,
+            torch.bool,
+        )
+        ids = batch["row_id"][batch.valid]
+        assert np.array_equal(batch["x"][batch.valid].numpy(), x[ids])
+        assert torch.equal(batch["even"][batch.valid], ids % 2 == 0)
+        assert batch.rows == int(batch.valid.sum())
+    seen = sorted(row for _, ids in global_batches([batches]) for row in ids)
+    assert seen == sorted(2 * list(range(137)))
+
+
+@pytest.mark.usefixtures("table")
+@pytest.mark.parametrize("world_size", [2, 3, 4, 8, 12, 24])
+def test_any_number_of_ranks_gives_the_same_global_batches(arena: Arena, world_size: int) -> None:
+    """Also where ranks share key groups, and where one rank has several."""
+    plan = plan_of(arena)
+    alone, together = read(arena, plan), read(arena, plan, world_size=world_size)
+    assert global_batches(together) == global_batches(alone)
+    for parts, whole in zip(zip(*together, strict=True), alone[0], strict=True):
+        assert torch.equal(torch.cat([part["x"] for part in parts]), whole["x"])
+        assert torch.equal(torch.cat([part.valid for part in parts]), whole.valid)
+        assert {part.rows for part in parts} == {whole.rows}
+        mean = sum(float(part.mean(part["row_id"].double())) for part in parts) / world_size
+        assert mean == pytest.approx(float(whole["row_id"][whole.valid].double().mean()))
+
+
+@pytest.mark.usefixtures("table")
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_resume_anywhere(arena: Arena, world_size: int) -> None:
+    """A reader opened behind any step gives exactly what an uninterrupted one gives from there, cursors included."""
+    plan = plan_of(arena)
+    whole = read(arena, plan, world_size=world_size)
+    for step in range(len(whole[0]) + 1):
+        resumed = read(arena, plan, world_size=world_size, step=step)
+        for mine, uninterrupted in zip(resumed, whole, strict=True):
+            assert [batch.step for batch in mine] == [batch.step for batch in uninterrupted[step:]]
+            for batch, other in zip(mine, uninterrupted[step:], strict=True):
+                assert all(torch.equal(batch[name], other[name]) for name in other.tensors)
+                assert np.array_equal(batch.cursors, other.cursors)
+
+
+@pytest.mark.usefixtures("table")
+def test_a_filter_leaves_only_its_rows(arena: Arena) -> None:
+    """Rows that the filter drops are passed over; statistics and row-by-row evaluation agree with the table's own scan."""
+    row_filter = "even = true AND row_id >= 5"
+    plan = plan_of(arena, row_filter=row_filter)
+    wanted = arena.lakehouse.load("src.t").scan(row_filter=row_filter).to_arrow()["row_id"].to_pylist()
+    assert plan.row.live_rows == len(wanted)
+    seen = sorted(row for _, ids in global_batches(read(arena, plan)) for row in ids)
+    assert seen == sorted(2 * wanted)
+
+
+@pytest.mark.usefixtures("table")
+def test_a_small_budget_changes_nothing(arena: Arena) -> None:
+    """With no room to read ahead every block is decoded when it is needed, with the same result."""
+    plan = plan_of(arena)
+    assert global_batches(read(arena, plan, budget_bytes=0)) == global_batches(read(arena, plan))
+
+
+@pytest.mark.usefixtures("table")
+def test_fewer_rows_than_key_groups_are_read_in_every_pass(arena: Arena) -> None:
+    """A tiny table is read to the end of all passes, each row once in each."""
+    plan = plan_of(arena, row_filter="row_id < 3")
+    order = OrderSpec(batch_size=8, key_groups=8, seed=1, passes=9)
+    seen = sorted(row for _, ids in global_batches(read(arena, plan, order=order, world_size=4)) for row in ids)
+    assert seen == sorted(9 * [0, 1, 2])
+
+
+@pytest.mark.usefixtures("table")
+def test_a_number_of_ranks_that_does_not_divide_the_batch_is_refused(arena: Arena) -> None:
+    """Seven ranks cannot share 24 samples."""
+    with pytest.raises(SpecInvalid, match="divides the batch size 24, found 7"):
+        read(arena, plan_of(arena), world_size=7)
+
+
+@pytest.mark.usefixtures("table")
+@pytest.mark.parametrize("damage", ["missing", "truncated"])
+def test_a_lost_data_file_is_named(arena: Arena, damage: str) -> None:
+    """A data file that is gone or cut short under the plan is an error with its path."""
+    plan = plan_of(arena)
+    path = plan.units.file_paths[0]
+    with open(path.removeprefix("file://"), "r+b") as stream:
+        stream.truncate(40)
+    if damage == "missing":
+        arena.lakehouse.load("src.t").io.delete(path)
+    with pytest.raises(DataFileUnreadable, match=path.rsplit("/", 1)[1]):
+        read(arena, plan)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ([[1, 2], [3]], "lists of one length .* found 1 to 2"),
+        ([[1, 2], None], "no nulls"),
+        ([[1, None], [2, 3]], "no nulls"),
+    ],
+)
+def test_content_that_cannot_become_a_tensor_is_named(
+    arena: Arena, values: list[list[int | None] | None], message: str
+) -> None:
+    """Ragged lists and nulls are refused with the column and the data file, not padded or guessed."""
+    rows = pa.table({"x": pa.array(values, type=pa.list_(pa.int64()))})
+    arena.lakehouse.catalog.create_table("src.t", rows.schema)
+    arena.lakehouse.load("src.t").append(rows)
+    order = OrderSpec(batch_size=2, key_groups=1)
+    with pytest.raises(UnsupportedColumn, match=rf"{message}.*\.parquet"):
+        read(arena, plan_of(arena, "x"), order=order)

@@ -1,0 +1,221 @@
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from catalog.errors import (
+    CheckpointDamaged,
+    FormatTooNew,
+    NoRestorableCheckpoint,
+    ResumeMismatch,
+    RunFinished,
+    StoreUnavailable,
+    TableReplaced,
+    TrainingFailed,
+)
+from catalog.ledger import Row
+from dlac_pipeline.checkpoint.manifest import folder_of, read_manifest, verify_files
+from dlac_pipeline.spec import JobSpec
+
+if TYPE_CHECKING:
+    from tests.conftest import Arena
+
+
+@pytest.fixture
+def spec(arena: Arena) -> JobSpec:
+    """A run of 16 steps with a checkpoint every 5, trained in this process."""
+    arena.table(appends=(70, 50), row_group_rows=20)
+    return arena.spec("r1", world_size=1, batch_size=16, key_groups=4, every_steps=5)
+
+
+def newest(arena: Arena, back: int = 0) -> Row:
+    """The newest checkpoint's row, or one `back` before it."""
+    return arena.lineage("r1")[-1 - back]
+
+
+def files(row: Row) -> list[Path]:
+    """The files of a checkpoint, largest first, without its manifest."""
+    folder = folder_of(row["manifest_uri"])
+    found = [path for path in folder.iterdir() if path.name != "manifest.json"]
+    return sorted(found, key=lambda path: -path.stat().st_size)
+
+
+def damage(row: Row, how: str) -> Path:
+    """Damage one file of a checkpoint; returns its path."""
+    first, second = files(row)[:2]
+    content = bytearray(first.read_bytes())
+    if how == "flipped bit":
+        content[len(content) // 2] ^= 1
+        first.write_bytes(content)
+    elif how == "truncated":
+        first.write_bytes(content[:-1])
+    elif how == "missing":
+        first.unlink()
+    elif how == "swapped":
+        content = bytearray(second.read_bytes())
+        second.write_bytes(first.read_bytes())
+        first.write_bytes(content)
+    elif how == "manifest altered":
+        first = first.with_name("manifest.json")
+        first.write_text(first.read_text().replace('"attempt": 1', '"attempt": 2'))
+    elif how == "manifest missing":
+        first = first.with_name("manifest.json")
+        first.unlink()
+    return first
+
+
+DAMAGES = ["flipped bit", "truncated", "missing", "swapped", "manifest altered", "manifest missing"]
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+def test_damage_is_detected_and_named(arena: Arena, spec: JobSpec, how: str) -> None:
+    """A checkpoint with a damaged file or manifest does not verify, and the error names a damaged file."""
+    arena.train(spec, until=8)
+    row = newest(arena)
+    folder = folder_of(row["manifest_uri"])
+    verify_files(read_manifest(row["manifest_uri"], row["manifest_digest"]), folder)
+    path = damage(row, how)
+    with pytest.raises(CheckpointDamaged) as caught:
+        verify_files(read_manifest(row["manifest_uri"], row["manifest_digest"]), folder)
+    named = [path.name] if how != "swapped" else [found.name for found in files(row)]
+    assert any(name in str(caught.value) for name in named)
+
+
+@pytest.mark.parametrize("how", ["flipped bit", "manifest missing"])
+def test_a_damaged_head_is_quarantined_and_its_parent_resumed(arena: Arena, spec: JobSpec, how: str) -> None:
+    """The data cursor steps back with the model: the rows behind the parent are read again, and the lineage is exact."""
+    whole = arena.train(spec, until=13)
+    bad, good = newest(arena), newest(arena, back=1)
+    damage(bad, how)
+    resumed = arena.train(spec)
+    assert min(resumed) == good["step"] + 1 == 6
+    assert {step: resumed[step] for step in range(6, 13)} == {step: whole[step] for step in range(6, 13)}
+    (row,) = arena.rows("r1", "quarantine")
+    assert (row["checkpoint_id"], row["head_after"]) == (bad["checkpoint_id"], good["checkpoint_id"])
+    assert files(bad)[0].name in json.loads(row["detail"])["reason"] or how == "manifest missing"
+    consumed = [row_id for step in range(1, 6) for row_id in whole[step]] + [i for ids in resumed.values() for i in ids]
+    assert sorted(consumed) == sorted(2 * list(range(120)))
+    assert bad["checkpoint_id"] not in {row["checkpoint_id"] for row in arena.lineage("r1")}
+
+
+def test_nothing_left_to_restore_stops_for_good(arena: Arena, spec: JobSpec) -> None:
+    """With every checkpoint damaged the run stops with one status, and trying again does not silently start it over."""
+    arena.train(spec, until=13)
+    for row in arena.lineage("r1"):
+        damage(row, "truncated")
+    for _ in range(2):
+        with pytest.raises(NoRestorableCheckpoint, match="another name"):
+            arena.train(spec)
+
+
+def test_a_store_that_is_away_is_not_damage(arena: Arena, spec: JobSpec) -> None:
+    """A store that is not mounted is reported as such; nothing is quarantined, and once it is back the run goes on."""
+    arena.train(spec, until=8)
+    store = Path(spec.checkpoint.store)
+    store.rename(store.with_name("elsewhere"))
+    for _ in range(2):  # with no folder at all, and with the empty folder of a mount point
+        with pytest.raises(StoreUnavailable, match="mount"):
+            arena.train(spec)
+        (store / "r1").mkdir(parents=True, exist_ok=True)
+    (store / "r1").rmdir()
+    store.rmdir()
+    store.with_name("elsewhere").rename(store)
+    assert arena.rows("r1", "quarantine") == []
+    assert min(arena.train(spec)) == 6
+
+
+CHANGES: list[tuple[dict[str, Any], str]] = [
+    ({"seed": 4}, "seed: committed 3, asked for 4"),
+    ({"row_filter": "even = true"}, "row_filter: committed '', asked for 'even = true'"),
+    ({"batch_size": 32}, "batch_size: committed 16, asked for 32"),
+    ({"key_groups": 8}, "key_groups: committed 4, asked for 8"),
+    ({"columns": ["row_id", "x", "even"]}, r"columns: committed \('row_id', 'x'\)"),
+    ({"shuffle": False}, "shuffle: committed True, asked for False"),
+    ({"block_slices": 1}, "block_slices: committed 4, asked for 1"),
+    ({"snapshot_id": 1}, r"snapshot_id: committed \d+, asked for 1"),
+    ({"table": "src.other"}, "source_table: committed 'src.t', asked for 'src.other'"),
+]
+
+
+def test_resuming_something_else_is_refused_by_name(arena: Arena, spec: JobSpec) -> None:
+    """Another seed, filter, batch size or column list is named with both values; nothing is claimed, nothing changes."""
+    arena.train(spec, until=8)
+    before = arena.rows("r1")
+    for changes, message in CHANGES:
+        settings = {"world_size": 1, "batch_size": 16, "key_groups": 4, "every_steps": 5, **changes}
+        with pytest.raises(ResumeMismatch, match=message):
+            arena.train(arena.spec("r1", **settings))
+    assert arena.rows("r1") == before
+    assert min(arena.train(spec)) == 6
+
+
+def test_appends_to_the_table_do_not_disturb_a_run(arena: Arena, spec: JobSpec) -> None:
+    """A run resumes on the snapshot that it pinned, whatever was appended meanwhile."""
+    whole = arena.train(arena.spec("whole", world_size=1, batch_size=16, key_groups=4, every_steps=5))
+    arena.train(spec, until=8)
+    table = arena.lakehouse.load("src.t")
+    table.append(table.scan(limit=10).to_arrow())
+    resumed = arena.train(spec)
+    assert resumed == {step: ids for step, ids in whole.items() if step > 5}
+
+
+def test_a_replaced_table_is_refused_on_resume(arena: Arena, spec: JobSpec) -> None:
+    """A table dropped and created again is not resumed from; nothing is claimed."""
+    arena.train(spec, until=8)
+    before = arena.rows("r1")
+    arena.lakehouse.catalog.drop_table("src.t")
+    arena.table(appends=(70, 50), row_group_rows=20)
+    with pytest.raises(TableReplaced):
+        arena.train(spec)
+    assert arena.rows("r1") == before
+
+
+def test_a_finished_run_takes_no_more_attempts(arena: Arena, spec: JobSpec) -> None:
+    """Training a finished run again is refused, and its rows stay as they are."""
+    arena.train(spec)
+    before = arena.rows("r1")
+    with pytest.raises(RunFinished):
+        arena.train(spec)
+    assert arena.rows("r1") == before
+
+
+def test_a_manifest_of_a_newer_format_is_refused(arena: Arena, spec: JobSpec) -> None:
+    """A manifest that a newer version committed is neither guessed at nor taken for damage."""
+    arena.train(spec, until=8)
+    row = newest(arena)
+    manifest = read_manifest(row["manifest_uri"], row["manifest_digest"])
+    folder = folder_of(row["manifest_uri"])
+    raw = json.loads((folder / "manifest.json").read_text())
+    newer = type(manifest)(**{**raw, "files": manifest.files, "format_version": 99})
+    with pytest.raises(FormatTooNew, match="format version 99"):
+        read_manifest(row["manifest_uri"], newer.write(folder))
+
+
+@pytest.mark.parametrize("store", ["a regular file", "below a regular file"])
+def test_a_store_that_cannot_be_written_is_named(arena: Arena, spec: JobSpec, store: str) -> None:
+    """The first checkpoint ends the attempt with the store's path; nothing is committed."""
+    path = arena.home / "file"
+    path.touch()
+    bad = path if store == "a regular file" else path / "store"
+    with pytest.raises(StoreUnavailable, match=str(path)):
+        arena.train(arena.spec("r1", world_size=1, store=str(bad)))
+    assert arena.rows("r1", "checkpoint") == []
+
+
+def test_a_rank_that_leaves_out_step_done_is_told(arena: Arena, spec: JobSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch that is never reported as done stops the run before the next one: nothing is recorded behind its back."""
+    monkeypatch.setattr("dlac_pipeline.worker.TrainingRun.step_done", lambda self, loss: None)
+    with pytest.raises(TrainingFailed, match="step 1"):
+        arena.train(spec)
+    assert arena.rows("r1", "checkpoint") == []
+
+
+def test_no_temporary_file_is_left(arena: Arena, spec: JobSpec) -> None:
+    """A finished run leaves its checkpoints' files and nothing half-written."""
+    arena.train(spec)
+    names = [name for _, _, found in os.walk(spec.checkpoint.store) for name in found]
+    assert {name for name in names if "tmp" in name or "probe" in name} == set()

@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from catalog.errors import RunBusy, StoreUnavailable
+from dlac_pipeline.recover.run_lock import run_lock
+
+
+def test_a_second_launch_is_refused_until_the_first_has_left(tmp_path: Path) -> None:
+    """The refusal names the process that holds the run; once it left, the run can be launched again."""
+    store = str(tmp_path)
+    with run_lock(store, "r1", wait_s=0, takeover=False):
+        with pytest.raises(RunBusy, match=rf"process {os.getpid()}"), run_lock(store, "r1", wait_s=0.2, takeover=False):
+            pass
+        with run_lock(store, "r2", wait_s=0, takeover=False):
+            pass
+    with run_lock(store, "r1", wait_s=0, takeover=False):
+        pass
+
+
+def test_a_takeover_holds_the_run_in_its_turn(tmp_path: Path) -> None:
+    """Behind a takeover later launches are refused, also when the old holder has left; a further takeover is not."""
+    store = str(tmp_path)
+    old = run_lock(store, "r1", wait_s=0, takeover=False)
+    old.__enter__()
+    with run_lock(store, "r1", wait_s=0, takeover=True):
+        old.__exit__(None, None, None)
+        with pytest.raises(RunBusy), run_lock(store, "r1", wait_s=0, takeover=False):
+            pass
+        with run_lock(store, "r1", wait_s=0, takeover=True):
+            pass
+    with run_lock(store, "r1", wait_s=0, takeover=False):
+        pass
+    assert [path.name for path in (tmp_path / "r1").iterdir()] == ["launch.lock"]
+
+
+def test_a_store_that_cannot_hold_a_lock_is_named(tmp_path: Path) -> None:
+    """A store below a regular file is not available."""
+    (tmp_path / "file").touch()
+    with pytest.raises(StoreUnavailable, match="file"), run_lock(f"{tmp_path}/file", "r1", wait_s=0, takeover=True):
+        pass

@@ -1,0 +1,49 @@
+"""train_tiny, whose coordinator kills or stops itself around one commit of the run's first attempt.
+
+$SABOTAGE is WHAT@STEP: kill-before-commit, kill-after-commit or stop-before-commit (between reading the fence and
+committing) at the checkpoint of that step.
+"""
+
+import os
+import signal
+from typing import Any
+
+import train_tiny  # type: ignore[import-not-found]  # the rank puts this folder on the path
+
+import catalog.commits
+from catalog.commits import Attempt
+from catalog.ledger import Ledger, RunState
+from dlac_pipeline.checkpoint import manager
+
+_commit = catalog.commits.commit_checkpoint
+_check_mine = catalog.commits.check_mine
+_armed = False
+
+
+def sabotaged_commit(ledger: Ledger, attempt: Attempt, *, checkpoint_id: str, **rest: Any) -> RunState:
+    """The real commit, with what `sabotage` asks for."""
+    global _armed  # noqa: PLW0603 - a program, not a library
+    sabotage, step = os.environ["SABOTAGE"].split("@")
+    due = attempt.number == 1 and f"-{int(step):09d}-" in checkpoint_id
+    if due and sabotage == "kill-before-commit":
+        os.kill(os.getpid(), signal.SIGKILL)
+    _armed = due and sabotage == "stop-before-commit"
+    state = _commit(ledger, attempt, checkpoint_id=checkpoint_id, **rest)
+    if due and sabotage == "kill-after-commit":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return state
+
+
+def sabotaged_check(state: RunState, attempt: Attempt) -> None:
+    """The real check of the fence just read, then a stop, once."""
+    global _armed  # noqa: PLW0603 - a program, not a library
+    _check_mine(state, attempt)
+    if _armed:
+        _armed = False
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+if __name__ == "__main__":
+    manager.commit_checkpoint = sabotaged_commit  # type: ignore[attr-defined]  # replaced where it is used
+    catalog.commits.check_mine = sabotaged_check
+    train_tiny.main()

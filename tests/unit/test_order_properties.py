@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dlac_pipeline.plan.cut import OrderSettings
+from dlac_pipeline.plan.order import Cursor, LegOrder, Stretch
+from dlac_pipeline.plan.units import UnitTable
+
+EXAMPLES = settings(max_examples=60, deadline=None)
+Sample = tuple[int, int, int]
+"""(pass, unit, row in the unit)."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A random table and how it is read."""
+
+    rows: list[int]
+    dead: dict[int, list[int]]
+    seed: int
+    key_groups: int
+    per_group: int
+    block_slices: int
+    passes: int
+    shuffle: bool
+
+    def order(self) -> LegOrder:
+        """The order of this case."""
+        rows = np.array(self.rows, dtype=np.int64)
+        units = UnitTable(
+            file_paths=["f"],
+            file=np.zeros(len(rows), dtype=np.int64),
+            row_group=np.arange(len(rows)),
+            first_row=np.cumsum(rows) - rows,
+            rows=rows,
+            dead={unit: np.array(offsets, dtype=np.int64) for unit, offsets in self.dead.items()},
+        )
+        order = OrderSettings(
+            seed=self.seed,
+            key_groups=self.key_groups,
+            batch_size=self.key_groups * self.per_group,
+            block_slices=self.block_slices,
+            shuffle=self.shuffle,
+        )
+        return LegOrder(units, order, self.passes)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """Many tiny units, perhaps a huge one, dead rows anywhere, at least one live row."""
+    rows = draw(st.lists(st.integers(1, 6), min_size=1, max_size=30))
+    if draw(st.booleans()):
+        rows.insert(draw(st.integers(0, len(rows))), draw(st.integers(100, 400)))
+    dead: dict[int, list[int]] = {}
+    for unit in draw(st.sets(st.integers(0, len(rows) - 1), max_size=8)):
+        chosen = draw(st.sets(st.integers(0, rows[unit] - 1), min_size=1))
+        dead[unit] = sorted(chosen)
+    if sum(rows) == sum(map(len, dead.values())):
+        dead = {}
+    return Case(
+        rows=rows,
+        dead=dead,
+        seed=draw(st.integers(0, 2**63 - 1)),
+        key_groups=draw(st.integers(1, 9)),
+        per_group=draw(st.integers(1, 5)),
+        block_slices=draw(st.integers(1, 5)),
+        passes=draw(st.integers(1, 3)),
+        shuffle=draw(st.booleans()),
+    )
+
+
+def samples_of(stretch: Stretch) -> list[Sample]:
+    """The rows of one stretch, in reading order."""
+    block = stretch.block
+    rows = block.rows_of(stretch.start, stretch.stop)
+    at = np.searchsorted(block.base, rows, side="right") - 1
+    offsets = block.slices.first[at] + rows - block.base[at]
+    units = block.slices.unit[at]
+    return [(stretch.pass_index, int(unit), int(row)) for unit, row in zip(units, offsets, strict=True)]
+
+
+def samples(order: LegOrder, group: int, start: int, stop: int) -> list[Sample]:
+    """The group's samples start .. stop-1, in reading order."""
+    return [sample for stretch in order.stretches(group, start, stop) for sample in samples_of(stretch)]
+
+
+def live(case: Case) -> list[tuple[int, int]]:
+    """Every (unit, row) that is not dead."""
+    return [(u, r) for u, rows in enumerate(case.rows) for r in range(rows) if r not in case.dead.get(u, ())]
+
+
+@EXAMPLES
+@given(cases())
+def test_every_live_row_once_per_pass(case: Case) -> None:
+    """Over all key groups each pass reads every live row exactly once and no dead row."""
+    order = case.order()
+    ends = order.dealt_before(case.passes)
+    read = Counter(sample for group in range(case.key_groups) for sample in samples(order, group, 0, int(ends[group])))
+    assert read == Counter((p, u, r) for p in range(case.passes) for u, r in live(case))
+
+
+@EXAMPLES
+@given(cases(), st.data())
+def test_samples_do_not_depend_on_where_reading_began(case: Case, data: st.DataObject) -> None:
+    """Reading a key group from any sample on gives the tail of reading it from the beginning."""
+    order = case.order()
+    group = data.draw(st.integers(0, case.key_groups - 1))
+    end = int(order.dealt_before(case.passes)[group])
+    start = data.draw(st.integers(0, end))
+    assert samples(case.order(), group, start, end) == samples(order, group, 0, end)[start:]
+
+
+@EXAMPLES
+@given(cases())
+def test_steps_add_up(case: Case) -> None:
+    """The valid rows of all steps sum to all passes' live rows, every step has some, and all but the tail are full."""
+    order = case.order()
+    valid = [order.valid_rows(step) for step in range(1, order.total_steps + 1)]
+    assert sum(valid) == case.passes * len(live(case))
+    assert all(rows > 0 for rows in valid)
+    full = case.key_groups * case.per_group
+    assert all(rows == full for rows in valid[: min(order.dealt_before(case.passes)) // case.per_group])
+    assert order.valid_rows(order.total_steps + 1) == 0
+
+
+@EXAMPLES
+@given(cases(), st.data())
+def test_advances_are_contiguous_and_sum_up(case: Case, data: st.DataObject) -> None:
+    """However checkpoints divide the steps, advances continue where the last ended and count every row once."""
+    order = case.order()
+    cuts = data.draw(st.sets(st.integers(1, order.total_steps), max_size=6))
+    bounds = [0, *sorted(cuts | {order.total_steps})]
+    for group in range(case.key_groups):
+        at = Cursor(0, 0, 0)
+        consumed = 0
+        for first, last in pairwise(bounds):
+            for advance in order.advances(group, first + 1, last, applied=True):
+                here = (advance.pass_index, advance.block)
+                assert here >= (at.pass_index, at.block)
+                assert advance.position_start == (at.position if here == (at.pass_index, at.block) else 0)
+                assert advance.position_end - advance.position_start >= advance.rows_consumed > 0
+                assert first < advance.first_step <= advance.last_step <= last
+                at = Cursor(*here, advance.position_end)
+                consumed += advance.rows_consumed
+            assert consumed == order.consumed(last)[group]
+            assert order.cursor(group, consumed) == at

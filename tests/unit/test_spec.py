@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from catalog.errors import SpecInvalid
+from dlac_pipeline.spec import JobSpec, parse_spec, read_spec
+
+GOOD: dict[str, Any] = {
+    "run": "r1",
+    "source": {"table": "src.t", "columns": ["x"]},
+    "order": {"batch_size": 32, "key_groups": 8},
+    "launch": {"script": "train.py", "world_size": 2},
+}
+
+
+def changed(section: str, **values: Any) -> dict[str, Any]:
+    """The good spec with some values of one section replaced."""
+    return {**GOOD, section: {**GOOD.get(section, {}), **values}}
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        ({**GOOD, "run": "../up"}, r"run: .*'\.\./up'"),
+        ({**GOOD, "run": ""}, r"run: .*found ''"),
+        ({**GOOD, "colour": "red"}, r"colour: .*'red'"),
+        (changed("order", batch_size=30), r"order: .*batch_size 30 is not a multiple of key_groups 8"),
+        (changed("order", batch_size=0), r"order\.batch_size: .*found 0"),
+        (changed("order", seed=-1), r"order\.seed: .*found -1"),
+        (changed("launch", world_size=3), r"batch_size 32 is not a multiple of world_size 3"),
+        (changed("source", columns=[]), r"source\.columns: .*\[\]"),
+        (changed("source", columns=["x", "x"]), r"source\.columns: .*\['x', 'x'\]"),
+        (changed("checkpoint", every_steps="often"), r"checkpoint\.every_steps: .*'often'"),
+        (changed("lakehouse", type="hive"), r"lakehouse\.type: .*'hive'"),
+        ({"run": "r1"}, r"(?s)source: .*order: .*launch: "),
+    ],
+)
+def test_what_is_wrong_is_named(raw: dict[str, Any], message: str) -> None:
+    """An invalid spec is refused with the field's path, what was expected and the value found."""
+    with pytest.raises(SpecInvalid, match=message) as caught:
+        parse_spec(raw, origin="'job.toml'")
+    assert str(caught.value).startswith("'job.toml' is not a valid job spec:")
+
+
+def test_every_field_is_described() -> None:
+    """Each setting carries the description that the documentation and Dagster show."""
+    pending: list[type[BaseModel]] = [JobSpec]
+    while pending:
+        model = pending.pop()
+        for name, field in model.model_fields.items():
+            assert field.description, f"{model.__name__}.{name}"
+            if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+                pending.append(field.annotation)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        (
+            "job.toml",
+            'run = "r1"\n[source]\ntable = "src.t"\ncolumns = ["x"]\n[order]\nbatch_size = 32\n[launch]\nscript = "train.py"\n',
+        ),
+        (
+            "job.yaml",
+            "run: r1\nsource: {table: src.t, columns: [x]}\norder: {batch_size: 32}\nlaunch: {script: train.py}\n",
+        ),
+    ],
+)
+def test_toml_and_yaml_say_the_same(tmp_path: Path, name: str, text: str) -> None:
+    """Both formats give the same spec, with the script's path made absolute from the spec's folder."""
+    (tmp_path / name).write_text(text)
+    spec = read_spec(tmp_path / name)
+    assert spec.launch.script == str(tmp_path.resolve() / "train.py")
+    assert spec.model_dump(exclude={"launch"}) == parse_spec(
+        {**GOOD, "order": {"batch_size": 32}}, origin="here"
+    ).model_dump(exclude={"launch"})
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("job.ini", "", r"expected a \.toml, \.yaml or \.yml file"),
+        ("job.toml", "run = ", r"cannot read the job spec"),
+        ("job.yaml", "a: [", r"cannot read the job spec"),
+        ("job.yaml", "- a\n- b\n", r"expected a table of settings .* found list"),
+    ],
+)
+def test_an_unreadable_file_is_a_clear_error(tmp_path: Path, name: str, text: str, message: str) -> None:
+    """A file that is not a spec at all is refused by name."""
+    (tmp_path / name).write_text(text)
+    with pytest.raises(SpecInvalid, match=message):
+        read_spec(tmp_path / name)
+
+
+def test_a_missing_file_is_a_clear_error(tmp_path: Path) -> None:
+    """A path that leads nowhere is refused by name."""
+    with pytest.raises(SpecInvalid, match=r"cannot read .*nowhere\.toml"):
+        read_spec(tmp_path / "nowhere.toml")
+
+
+def test_the_home_fills_in_only_what_is_not_named(tmp_path: Path) -> None:
+    """Catalog, warehouse and store that the spec names are kept; the others lie in the home folder."""
+    spec = parse_spec({**GOOD, "checkpoint": {"store": "/mnt/store"}}, origin="here").resolved(tmp_path)
+    assert spec.checkpoint.store == "/mnt/store"
+    assert spec.lakehouse.uri == f"sqlite:///{tmp_path.resolve()}/catalog.db"
+    assert parse_spec(GOOD, origin="here").resolved(tmp_path).checkpoint.store == str(
+        tmp_path.resolve() / "checkpoints"
+    )

@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+
+import dlac_pipeline
+from catalog import errors
+
+
+def classes() -> dict[str, type[errors.DlacError]]:
+    """All error classes by name."""
+    found = {name: value for name, value in vars(errors).items() if inspect.isclass(value)}
+    return {name: value for name, value in found.items() if issubclass(value, errors.DlacError)}
+
+
+def test_the_public_surface_is_pinned() -> None:
+    """What users import is these names, sorted, and each is there; a change here is a change for users."""
+    assert dlac_pipeline.__all__ == ["Batch", "TorchState", "TrainingRun", "training_run"]
+    assert all(getattr(dlac_pipeline, name).__name__ == name for name in dlac_pipeline.__all__)
+    assert not hasattr(dlac_pipeline, "no_such_name")
+
+
+def test_the_tree_of_errors_is_drawn_whole() -> None:
+    """The module docstring of catalog.errors names every class once, below its parent."""
+    drawing = errors.__doc__ or ""
+    parents: list[str] = ["DlacError"]
+    drawn = {"DlacError": "Exception"}
+    for line in drawing.splitlines():
+        if "── " in line:
+            depth = line.index("── ") // 4 + 1
+            names = [word.strip() for word in line.split("── ")[1].split("  ")[0].split(",")]
+            del parents[depth:]
+            drawn.update(dict.fromkeys(names, parents[-1]))
+            parents.append(names[-1])
+    assert drawn == {name: value.__bases__[0].__name__ for name, value in classes().items()}
+
+
+def test_every_error_says_what_it_means_and_how_a_process_ends_of_it() -> None:
+    """Each class has a one-sentence docstring, and an exit status that no signal and no success uses."""
+    for name, value in classes().items():
+        assert value.__doc__, name
+        assert 64 <= value.exit_code <= 113, name
+
+
+def test_a_supervisor_starts_without_torch_or_dagster() -> None:
+    """What only starts and watches ranks does not import what trains, nor Dagster."""
+    code = "import sys, dlac_pipeline.supervisor; print(sorted({'torch', 'deepspeed', 'dagster'} & set(sys.modules)))"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert said.stdout.strip() == "[]"

@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from catalog.errors import CursorMismatch
+from dlac_pipeline.read.batch import Batch
+from dlac_pipeline.track.tracker import ReaderStateTracker
+
+
+def batch(step: int) -> Batch:
+    """A batch of no samples for this step."""
+    return Batch(
+        step=step,
+        tensors={},
+        valid=torch.zeros(0, dtype=torch.bool),
+        rows=0,
+        world_size=1,
+        cursors=np.array([[0, 0, step]], dtype=np.int64),
+    )
+
+
+@given(st.integers(0, 50), st.lists(st.booleans(), max_size=30))
+def test_stretches_cover_every_step_once(committed: int, applied: list[bool]) -> None:
+    """Runs of applied steps and single skipped steps follow each other without a gap, in order."""
+    tracker = ReaderStateTracker(committed_step=committed, groups=range(1))
+    for step, was_applied in enumerate(applied, start=committed + 1):
+        tracker.step_done(batch(step), applied=was_applied)
+    covered = [(step, flag) for first, last, flag in tracker.stretches() for step in range(first, last + 1)]
+    assert covered == list(enumerate(applied, start=committed + 1))
+    flags = [flag for _, _, flag in tracker.stretches() if flag]
+    assert len(flags) <= len(tracker.skipped) + 1
+
+
+def test_a_commit_is_where_the_next_stretch_begins() -> None:
+    """What a checkpoint has recorded is not recorded again."""
+    tracker = ReaderStateTracker(committed_step=0, groups=range(1))
+    tracker.step_done(batch(1), applied=True)
+    tracker.step_done(batch(2), applied=False)
+    tracker.losses.append(0.5)
+    tracker.committed()
+    assert (list(tracker.stretches()), tracker.losses, tracker.skipped) == ([], [], [])
+    tracker.step_done(batch(3), applied=True)
+    assert list(tracker.stretches()) == [(3, 3, True)]
+    assert tracker.cursors is not None
+    assert tracker.cursors.tolist() == [[0, 0, 3]]
+
+
+@pytest.mark.parametrize("step", [3, 5, 6])
+def test_a_step_out_of_turn_is_refused(step: int) -> None:
+    """A step left out or recorded twice is an error that names both steps, and records nothing."""
+    tracker = ReaderStateTracker(committed_step=3, groups=range(1))
+    with pytest.raises(CursorMismatch, match=rf"expected step_done for step 4, found step {step}"):
+        tracker.step_done(batch(step), applied=True)
+    assert (tracker.step, tracker.cursors) == (3, None)
