@@ -1,12 +1,10 @@
 """The consumption audit as asset checks on the model checkpoint."""
 
-from __future__ import annotations
-
 import dagster as dg
-from dlac_pipeline.audit.audit import audit_run
 
 from assets.resources import JobResource
 from assets.training import model_checkpoint
+from dlac_pipeline.audit.audit import audit_run
 
 
 @dg.multi_asset_check(

@@ -1,7 +1,5 @@
 """From a source table to work units: the pinned snapshot and the plan, as assets."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import dagster as dg

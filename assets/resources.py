@@ -1,7 +1,5 @@
 """What the assets are given: the job that is to be run, and the lakehouse of the corpus."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import dagster as dg

@@ -1,7 +1,5 @@
 """Real input as assets: the documents, and their tokens."""
 
-from __future__ import annotations
-
 import dagster as dg
 
 from assets.resources import LakehouseResource

@@ -1,18 +1,16 @@
 """The training run as an asset: its checkpoints are observations while it trains, its model the materialization."""
 
-from __future__ import annotations
-
 import base64
 from typing import Any
 
 import dagster as dg
-from dlac_pipeline.audit.plots import coverage_png, loss_curve_png
 from pydantic import Field
 
 from assets.planning import metadata_of_this_run, work_plan
 from assets.resources import JobResource
 from assets.supervised import supervised
 from catalog.ledger import Ledger
+from dlac_pipeline.audit.plots import coverage_png, loss_curve_png
 from dlac_pipeline.spec import JobSpec
 from dlac_pipeline.supervisor import Request
 

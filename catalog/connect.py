@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
@@ -17,7 +17,7 @@ from pyiceberg.exceptions import (
     RESTError,
     TableAlreadyExistsError,
 )
-from pyiceberg.expressions import BooleanExpression, EqualTo
+from pyiceberg.expressions import BooleanExpression, EqualTo, In
 from pyiceberg.table import Table
 from sqlalchemy.exc import SQLAlchemyError
 
@@ -165,6 +165,11 @@ def _open(config: LakehouseConfig) -> Catalog:
 def equals(column: str, value: str) -> BooleanExpression:
     """The Iceberg expression `column = value`."""
     return EqualTo(column, value)  # type: ignore[call-arg,arg-type]  # its pydantic base hides the real signature
+
+
+def among(column: str, values: Sequence[str]) -> BooleanExpression:
+    """The Iceberg expression `column IN values`."""
+    return In(column, set(values))  # type: ignore[call-arg,arg-type]  # its pydantic base hides the real signature
 
 
 @contextmanager

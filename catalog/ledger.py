@@ -15,11 +15,11 @@ from typing import Any
 
 import pyarrow as pa
 import tenacity
-from pyiceberg.expressions import And, In
+from pyiceberg.expressions import And
 from pyiceberg.io.pyarrow import schema_to_pyarrow
 from pyiceberg.table import Table
 
-from catalog.connect import Lakehouse, equals, reachable
+from catalog.connect import Lakehouse, among, equals, reachable
 from catalog.errors import CatalogUnreachable, CommitConflict, CommitOutcomeUnknown, LakehouseError
 from catalog.schemas import CONSUMPTION, FORMAT_VERSION
 
@@ -127,7 +127,7 @@ class Ledger:
     def _scan(
         self, table: Table, run: str, *, columns: tuple[str, ...] = ("*",), kinds: Sequence[str] = ()
     ) -> list[Row]:
-        wanted = And(equals("run", run), In("kind", kinds)) if kinds else equals("run", run)
+        wanted = And(equals("run", run), among("kind", kinds)) if kinds else equals("run", run)
         with reachable(self.lakehouse.config.uri):
             rows: list[Row] = table.scan(row_filter=wanted, selected_fields=columns).to_arrow().to_pylist()
         return rows

@@ -12,6 +12,7 @@ import runpy
 import signal
 import sys
 import traceback
+from contextlib import suppress
 from pathlib import Path
 
 from catalog.errors import DlacError
@@ -41,14 +42,12 @@ def main() -> None:
     sys.path.insert(0, str(Path(script).parent))
     try:
         runpy.run_path(script, run_name="__main__")
-    except DlacError as err:
-        traceback.print_exc()
-        _leave_reason(type(err).__name__, str(err))
-        sys.exit(err.exit_code)
     except Exception as err:
-        traceback.print_exc()
         _leave_reason(type(err).__name__, str(err))
-        sys.exit(1)
+        with suppress(OSError):  # the log may lie on the disk that is full
+            traceback.print_exc()
+            sys.stderr.flush()
+        sys.exit(err.exit_code if isinstance(err, DlacError) else 1)
 
 
 def _reason_file() -> Path:

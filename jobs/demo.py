@@ -18,14 +18,14 @@ from typing import Annotated, Any
 
 import dagster as dg
 import typer
-from dlac_pipeline.audit.audit import audit_run
-from dlac_pipeline.audit.report import write_report
-from dlac_pipeline.audit.table import audit_table
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from catalog.connect import connect
 from catalog.errors import DlacError, TrainingFailed
+from dlac_pipeline.audit.audit import audit_run
+from dlac_pipeline.audit.report import write_report
+from dlac_pipeline.audit.table import audit_table
 from dlac_pipeline.spec import JobSpec, read_spec
 from jobs.faults import LiveRun
 from jobs.local_dagster import LocalDagster
@@ -152,6 +152,10 @@ class Demo:
         )
 
 
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
 def main(
     home: Annotated[Path, typer.Option(help="Folder of the demo's lakehouse; emptied first.")] = Path("demo-lakehouse"),
     report: Annotated[Path, typer.Option(help="Folder of report.json and report.html.")] = Path("demo-report"),
@@ -174,4 +178,4 @@ def _check_success(run: dg.DagsterRun) -> None:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    app()

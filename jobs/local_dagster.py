@@ -49,6 +49,8 @@ class LocalDagster:
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """A real dagster-daemon with its code server, ended with all it started."""
+        with self.instance():
+            pass  # creates the storage: two processes that create it at once break it
         with (self._folder / "daemon.log").open("ab") as log:
             daemon = subprocess.Popen(
                 [_tool("dagster-daemon"), "run", "-w", str(WORKSPACE)],

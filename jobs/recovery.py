@@ -1,7 +1,5 @@
 """Global recovery: when the Dagster run of a training run dies, a sensor requests the recovery job."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -14,9 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+import duckdb
 import numpy as np
 import psutil
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
@@ -29,6 +31,7 @@ from catalog.ledger import Ledger, Row
 from dlac_pipeline.spec import CheckpointSpec, JobSpec, LaunchSpec, OrderSpec, SourceSpec, parse_spec
 
 PROGRAMS = Path(__file__).parent / "programs"
+RECORDED_SQL = Path(__file__).with_name("recorded.sql").read_text()
 Steps = dict[int, list[int]]
 """Optimizer step -> row ids of its global batch, in slot order."""
 
@@ -124,14 +127,40 @@ class Arena:
         """The loss of every step on the surviving lineage."""
         return [loss for row in self.lineage(run) for loss in row["losses"]]
 
+    def entries(self, run: str) -> list[dict[str, Any]]:
+        """What the training function itself wrote: attempt, step, rank, rows, loss; lines that were cut short left out."""
+        paths = (self.home / "journal").glob(f"{run}-*-*.jsonl")
+        lines = [line for path in paths for line in path.read_text().splitlines(keepends=True)]
+        found = [json.loads(line) for line in lines if line.endswith("\n")]
+        return [entry for entry in found if entry["run"] == run]
+
+    def recorded(self, run: str) -> Steps:
+        """Row ids that the ledger's advances name, by the step of each surviving checkpoint; worked out in SQL alone."""
+        lineage = {row["checkpoint_id"] for row in self.lineage(run)}
+        advances = [row for row in self.rows(run, "advance") if row["checkpoint_id"] in lineage]
+        names = ("step", "plan_id", "cut_id", "key_group", "block", "position_start", "position_end")
+        tables = {name: self.lakehouse.own(name).scan().to_arrow() for name in ("plans", "work_units", "slices")}
+        paths = sorted(set(tables["work_units"]["file_path"].to_pylist()))
+        ids = [pq.read_table(path.removeprefix("file://"), columns=["row_id"]) for path in paths]
+        parts = [
+            part.append_column("file_path", pa.array([path] * len(part))) for part, path in zip(ids, paths, strict=True)
+        ]
+        rows = [part.append_column("at", pa.array(range(len(part)))) for part in parts]
+        tables["advances"] = pa.table({name: pa.array([row[name] for row in advances]) for name in names})
+        tables["data"] = pa.concat_tables(rows)
+        steps: Steps = {}
+        with duckdb.connect() as connection:
+            for name, table in tables.items():
+                connection.register(name, table)
+            for step, row_id in connection.execute(RECORDED_SQL).fetchall():
+                steps.setdefault(step, []).append(row_id)
+        return steps
+
     def journal(self, run: str) -> Steps:
         """What the training function itself wrote for every step on the surviving lineage."""
         written: dict[tuple[int, int], dict[int, list[int]]] = {}
-        for path in (self.home / "journal").glob(f"{run}-*.jsonl"):
-            for line in path.read_text().splitlines(keepends=True):
-                if line.endswith("\n"):
-                    entry = json.loads(line)
-                    written.setdefault((entry["attempt"], entry["step"]), {})[entry["rank"]] = entry["rows"]
+        for entry in self.entries(run):
+            written.setdefault((entry["attempt"], entry["step"]), {})[entry["rank"]] = entry["rows"]
         steps: Steps = {}
         last = 0
         for row in self.lineage(run):
@@ -212,14 +241,6 @@ def wait_until(holds: Callable[[], bool], *, what: str, within_s: float = 120.0)
     while not holds():
         assert time.monotonic() < deadline, f"waited {within_s:.0f} s in vain for: {what}"
         time.sleep(0.02)
-
-
-def gone(process: psutil.Process) -> bool:
-    """Whether a process has ended, reaped or not."""
-    try:
-        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
 
 
 def source_rows(start: int, count: int) -> pa.Table:

@@ -71,8 +71,13 @@ def audit_run(lakehouse: Lakehouse, run: str) -> AuditReport:
         CatalogUnreachable: the catalog does not answer.
     """
     with open_run(lakehouse, run) as connection:
-        totals = rows_of(connection, "FROM totals WHERE run = ?", [run])[0]
-        problems = [*_problems(connection, run), *file_problems(connection, lakehouse.own("consumption").io, run)]
+        return audit_open_run(lakehouse, connection, run)
+
+
+def audit_open_run(lakehouse: Lakehouse, connection: duckdb.DuckDBPyConnection, run: str) -> AuditReport:
+    """Audit a run on a connection that `open_run` gave."""
+    totals = rows_of(connection, "FROM totals WHERE run = ?", [run])[0]
+    problems = [*_problems(connection, run), *file_problems(connection, lakehouse.own("consumption").io, run)]
     return AuditReport(**totals, problems=tuple(problems))
 
 

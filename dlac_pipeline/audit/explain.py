@@ -72,9 +72,10 @@ def explain_sql(lakehouse: Lakehouse, run: str) -> str:
         NoSuchRun: the ledger has no row of it.
         UnsupportedDeletes: one of DLAC's tables carries delete files.
     """
-    tables = [_table_view(lakehouse, name) for name in ("consumption", "slices", "plans", "work_units")]
     with open_run(lakehouse, run) as connection:
         found = rows_of(connection, _LAST_ROW)
+    # Listed after the example was found, so that they hold it; the ledger first, because what it names was written before it.
+    tables = [_table_view(lakehouse, name) for name in ("consumption", "slices", "plans", "work_units")]
     if found:
         [row] = found
         file, checkpoint = _quoted(row["file_path"]), _quoted(row["checkpoint_id"])

@@ -29,7 +29,7 @@ from catalog.errors import (
     TrainingFailed,
 )
 from catalog.ledger import Ledger
-from dlac_pipeline.checkpoint.store import check_writable
+from dlac_pipeline.checkpoint.store import check_writable, storing
 from dlac_pipeline.launch import Exit, RankGroup
 from dlac_pipeline.progress import Phase
 from dlac_pipeline.recover.coordinator import ResumePoint, attempts_without_progress, new_nonce, take_over
@@ -156,8 +156,9 @@ class _Attempt:
 
     def run(self) -> Ending | Failure:
         """The whole attempt. No rank is left when it returns or raises."""
-        self._folder.mkdir(parents=True)
-        (self._folder / "spec.json").write_text(self._spec.model_dump_json())
+        with storing(self._folder):
+            self._folder.mkdir(parents=True)
+            (self._folder / "spec.json").write_text(self._spec.model_dump_json())
         ranks = RankGroup(self._spec, self._folder)  # they import their libraries while the run is claimed
         try:
             point = self._take_over()

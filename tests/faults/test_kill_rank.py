@@ -40,5 +40,10 @@ def test_a_rank_killed_at_a_random_moment_changes_nothing(campaign: Arena, seed:
     assert sorted(row for rows in journal.values() for row in rows) == sorted(2 * list(range(2000)))
     assert journal == campaign.journal("reference")
     assert campaign.losses(run) == campaign.losses("reference")
+    recorded = campaign.recorded(run)
+    for checkpoint in campaign.lineage(run):
+        last = checkpoint["step"]
+        first = last - checkpoint["applied_steps"] + 1
+        assert recorded[last] == sorted(row for step in range(first, last + 1) for row in journal[step])
     attempts = {row["attempt"] for row in campaign.rows(run, "claim")}
     assert attempts == set(range(1, len(attempts) + 1))

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def spec(arena: Arena) -> JobSpec:
-    """A run of 16 steps with a checkpoint every 5, trained in this process."""
+    """A run of 15 steps with a checkpoint every 5, trained in this process."""
     arena.table(appends=(70, 50), row_group_rows=20)
     return arena.spec("r1", world_size=1, batch_size=16, key_groups=4, every_steps=5)
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import deepspeed
 import torch
+import train_tiny  # type: ignore[import-not-found]  # the rank puts this folder on the path
 
 import dlac_pipeline as dlac
 
@@ -27,6 +28,7 @@ def main() -> None:
             loss = batch.mean((engine(features).squeeze(-1) - features.sum(-1)) ** 2)
             engine.backward(loss)
             engine.step()
+            train_tiny.write_entry(run, batch, loss)
             time.sleep(float(run.spec.params.get("pause_s", "0")))
             run.step_done(loss)
 

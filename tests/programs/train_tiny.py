@@ -14,6 +14,24 @@ import torch.distributed as dist
 import dlac_pipeline as dlac
 
 
+def write_entry(run: dlac.TrainingRun, batch: dlac.Batch, loss: torch.Tensor) -> None:
+    """Append a finished step to this rank's journal."""
+    point = run.resume_point
+    entry = {
+        "run": run.spec.run,
+        "attempt": point.attempt,
+        "step": batch.step,
+        "rank": run.rank,
+        "rows": batch["row_id"][batch.valid].tolist(),
+        "loss": loss.item(),
+    }
+    path = Path(run.spec.params["journal"]) / f"{run.spec.run}-{point.nonce}-{run.rank}.jsonl"
+    with path.open("a") as stream:
+        stream.write(json.dumps(entry) + "\n")
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
 def main() -> None:
     """Train to the end of the order."""
     with dlac.training_run() as run:
@@ -21,8 +39,6 @@ def main() -> None:
         model = torch.nn.Linear(4, 1)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         run.restore(dlac.TorchState(model=model, optimizer=optimizer))
-        point = run.resume_point
-        journal = Path(params["journal"]) / f"{run.spec.run}-{point.nonce}-{run.rank}.jsonl"
         noise = float(params.get("noise", "0.01"))
         for batch in run.batches():
             features = batch["x"].to(torch.float32)
@@ -37,16 +53,7 @@ def main() -> None:
                     parameter.grad /= run.world_size
             time.sleep(float(params.get("pause_s", "0")))
             optimizer.step()
-            entry = {
-                "attempt": point.attempt,
-                "step": batch.step,
-                "rank": run.rank,
-                "rows": batch["row_id"][batch.valid].tolist(),
-            }
-            with journal.open("a") as stream:
-                stream.write(json.dumps(entry) + "\n")
-                stream.flush()
-                os.fsync(stream.fileno())
+            write_entry(run, batch, loss)
             run.step_done(loss)
 
 

@@ -1,0 +1,56 @@
+"""The losses of a run: those of every optimizer step on its surviving lineage, from the checkpoint rows of the ledger."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+import duckdb
+
+from dlac_pipeline.audit.lakehouse_sql import rows_of
+
+_LOSSES = """\
+SELECT c.step, coalesce(p.step, 0) AS from_step, c.losses
+FROM lineage AS c LEFT JOIN lineage AS p ON p.run = c.run AND p.checkpoint_id = c.parent
+WHERE c.run = ?
+ORDER BY c.step
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossCurve:
+    """The losses of a run, and where it was checkpointed and recovered."""
+
+    run: str
+    losses: dict[int, float]
+    """Optimizer step -> global loss."""
+    checkpoint_steps: list[int]
+    recoveries: list[dict[str, Any]]
+    """The run's rows of `recoveries`, oldest first."""
+
+
+def read_losses(connection: duckdb.DuckDBPyConnection, run: str) -> LossCurve:
+    """The loss curve of a run, from an audit connection."""
+    checkpoints = rows_of(connection, _LOSSES, [run])
+    losses = {
+        step: loss
+        for row in checkpoints
+        for step, loss in zip(range(row["from_step"] + 1, row["step"] + 1), row["losses"] or [], strict=False)
+    }
+    return LossCurve(
+        run=run,
+        losses=losses,
+        checkpoint_steps=[row["step"] for row in checkpoints],
+        recoveries=rows_of(connection, "FROM recoveries WHERE run = ? ORDER BY seq", [run]),
+    )
+
+
+def differing_steps(one: LossCurve, other: LossCurve) -> list[int]:
+    """The steps at which two runs do not have the same loss, bit for bit; a step that only one of them has differs."""
+    steps = sorted(one.losses.keys() | other.losses.keys())
+    return [step for step in steps if _bits(one.losses.get(step)) != _bits(other.losses.get(step))]
+
+
+def _bits(loss: float | None) -> bytes | None:
+    return None if loss is None else struct.pack("<d", loss)

@@ -1,0 +1,148 @@
+"""Pictures of a run, as PNG files in memory: its losses, and which row groups it has consumed."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import duckdb
+import numpy as np
+
+from catalog.connect import Lakehouse
+from catalog.errors import BadInput
+from dlac_pipeline.audit.audit import open_run
+from dlac_pipeline.audit.lakehouse_sql import rows_of
+from dlac_pipeline.audit.losses import LossCurve, read_losses
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_LINES = (("#9db8d9", 5.0), ("#16335b", 1.2))
+"""Color and width of each curve: a wide one below, so that a narrow one on it shows where they agree."""
+_MARK, _AGAIN, _NOTHING = "#c8553d", "#c8553d", "#e4e4e4"
+_NAMED_FILES = 24
+_COVERAGE = """\
+SELECT file_path, row_group, sum(live_rows)::BIGINT AS live_rows, sum(rows_consumed)::BIGINT AS rows_consumed,
+    sum(rows_repeated)::BIGINT AS rows_repeated
+FROM coverage
+WHERE run = ?
+GROUP BY ALL
+ORDER BY ALL
+"""
+
+
+def loss_curve_png(lakehouse: Lakehouse, run: str) -> bytes:
+    """The loss of every step on the surviving lineage, with checkpoints and recoveries marked.
+
+    Raises:
+        NoSuchRun: the ledger has no row of the run.
+        BadInput: matplotlib is not installed.
+    """
+    with open_run(lakehouse, run) as connection:
+        return draw_losses([read_losses(connection, run)])
+
+
+def coverage_png(lakehouse: Lakehouse, run: str) -> bytes:
+    """Which part of every planned row group is consumed, over all passes that the run has entered.
+
+    Raises:
+        NoSuchRun: the ledger has no row of the run.
+        BadInput: matplotlib is not installed.
+    """
+    with open_run(lakehouse, run) as connection:
+        return draw_coverage(connection, run)
+
+
+def draw_losses(curves: Sequence[LossCurve]) -> bytes:
+    """One or two loss curves over each other; marks are those of the last."""
+    figure = _figure(9.0, 3.6)
+    axes = figure.add_subplot()
+    for curve, (color, width) in zip(curves, _LINES[-len(curves) :], strict=True):
+        steps = sorted(curve.losses)
+        axes.plot(steps, [curve.losses[step] for step in steps], color=color, linewidth=width, label=curve.run)
+    last = curves[-1]
+    at_checkpoints = [last.losses.get(step, float("nan")) for step in last.checkpoint_steps]
+    axes.plot(
+        last.checkpoint_steps,
+        at_checkpoints,
+        "o",
+        color="white",
+        markeredgecolor="#16335b",
+        markersize=4,
+        label="checkpoint",
+    )
+    _mark_recoveries(axes, last)
+    axes.set_xlabel("optimizer step")
+    axes.set_ylabel("loss")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=8)
+    return _png(figure)
+
+
+def draw_coverage(connection: duckdb.DuckDBPyConnection, run: str) -> bytes:
+    """The coverage map of a run, from an audit connection: a row per data file, a column per row group."""
+    from matplotlib.colors import LinearSegmentedColormap
+    from matplotlib.ticker import MaxNLocator
+
+    rows = rows_of(connection, _COVERAGE, [run])
+    files = sorted({row["file_path"] for row in rows})
+    part = _coverage_of(rows, files)
+    figure = _figure(9.0, min(8.0, 1.6 + 0.28 * max(1, len(files))))
+    axes = figure.add_subplot()
+    scale = LinearSegmentedColormap.from_list("consumed", ["#ffffff", "#16335b"])
+    colors = scale.with_extremes(over=_AGAIN, bad=_NOTHING)
+    image = axes.imshow(part, cmap=colors, vmin=0.0, vmax=1.0, aspect="auto", interpolation="nearest")
+    figure.colorbar(
+        image, ax=axes, label="consumed part\n(red: some twice, gray: no live rows)", extend="max", fraction=0.04
+    )
+    axes.set_xlabel("row group")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_ylabel("data file")
+    if len(files) <= _NAMED_FILES:
+        names = [path.rsplit("/", 1)[-1] for path in files]
+        axes.set_yticks(
+            range(len(files)), [name if len(name) <= 16 else f"…{name[-15:]}" for name in names], fontsize=7
+        )
+    return _png(figure)
+
+
+def _coverage_of(rows: list[dict[str, Any]], files: list[str]) -> Any:
+    """Consumed part per (file, row group): 0 to 1, 2 where a row was repeated, NaN where nothing was planned."""
+    index = {path: number for number, path in enumerate(files)}
+    part = np.full((max(1, len(files)), 1 + max((row["row_group"] for row in rows), default=0)), np.nan)
+    for row in rows:
+        if row["live_rows"]:
+            consumed = row["rows_consumed"] / row["live_rows"]
+            part[index[row["file_path"]], row["row_group"]] = 2.0 if row["rows_repeated"] else consumed
+    return np.ma.masked_invalid(part)
+
+
+def _mark_recoveries(axes: Axes, curve: LossCurve) -> None:
+    for number, recovery in enumerate(curve.recoveries):
+        label = "recovery" if number == 0 else None
+        axes.axvline(recovery["resumed_step"], color=_MARK, linestyle="--", linewidth=1.2, label=label)
+        axes.annotate(
+            f"{recovery['total_s']:.1f} s",
+            (recovery["resumed_step"], 1.0),
+            xycoords=("data", "axes fraction"),
+            xytext=(3, -8),
+            textcoords="offset points",
+            color=_MARK,
+            fontsize=7,
+        )
+
+
+def _figure(width_inches: float, height_inches: float) -> Figure:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as err:
+        raise BadInput("expected matplotlib for the pictures, found none: pip install 'dlac[dagster]'") from err
+    return Figure(figsize=(width_inches, height_inches), dpi=130, layout="constrained")
+
+
+def _png(figure: Figure) -> bytes:
+    out = io.BytesIO()
+    figure.savefig(out, format="png")  # by Agg: no display, no global state, safe in threads
+    return out.getvalue()

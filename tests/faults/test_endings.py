@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from catalog.commits import claim
+from catalog.ledger import Ledger
+
+if TYPE_CHECKING:
+    from tests.conftest import Arena
+
+
+def test_two_recoveries_of_one_attempt(campaign: Arena) -> None:
+    """Two launches that recover the same failed attempt at once: one trains to the end, the other steps aside."""
+    run = "recovered-twice"
+    claim(Ledger(campaign.lakehouse), run, nonce="dead", replaces=0, detail={})
+    spec = campaign.spec(run, passes=1, world_size=1)
+    launches = [campaign.launch(spec, replaces=1, takeover=True) for _ in range(2)]
+    assert sorted(launch.wait() for launch in launches) == [0, 83]
+    (loser,) = (launch for launch in launches if launch.process.returncode)
+    assert loser.of("error")[0]["kind"] == "SteppedAside"
+    assert [row["attempt"] for row in campaign.rows(run, "claim")] == [1, 2]
+    assert sorted(row for rows in campaign.journal(run).values() for row in rows) == list(range(2000))
+
+
+def test_a_script_that_always_fails_ends_without_progress(campaign: Arena) -> None:
+    """Three attempts that commit nothing end in one status that repeats what the script died of."""
+    launch = campaign.launch(campaign.spec("hopeless", "always_fails.py", world_size=1))
+    assert launch.wait() == 85
+    (error,) = launch.of("error")
+    assert error["kind"] == "NoProgress"
+    assert "ZeroDivisionError: no way past step 1" in error["message"]
+    assert [row["attempt"] for row in campaign.rows("hopeless")] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "kind"),
+    [
+        ({"table": "src.nothing"}, 64, "NoSuchTable"),
+        ({"columns": ["row_id", "name"]}, 64, "UnsupportedColumn"),
+        ({"store": "/proc/version/store"}, 74, "StoreUnavailable"),
+    ],
+)
+def test_bad_input_ends_at_once(campaign: Arena, changes: dict[str, Any], code: int, kind: str) -> None:
+    """What cannot be met as written is one error event and its exit status; nothing is claimed, no rank is left."""
+    launch = campaign.launch(campaign.spec("bad-input", **changes))
+    assert launch.wait() == code
+    assert [event["kind"] for event in launch.events] == [kind]
+    assert campaign.rows("bad-input") == []
+
+
+def test_a_catalog_out_of_reach_ends_at_once(campaign: Arena) -> None:
+    """A first launch does not wait for a catalog that does not answer."""
+    spec = campaign.spec("unreachable")
+    uri = "sqlite:////proc/nowhere/catalog.db"
+    lakehouse = spec.lakehouse.model_copy(update={"uri": uri})
+    launch = campaign.launch(spec.model_copy(update={"lakehouse": lakehouse}))
+    assert launch.wait() == 69
+    assert uri in launch.of("error")[0]["message"]
+
+
+def test_a_request_that_is_no_request_is_named(campaign: Arena) -> None:
+    """A request with an unknown setting ends with the status of bad input."""
+    launch = campaign.launch(campaign.spec("unclear"), colour="red")
+    assert launch.wait() == 64
+    assert launch.of("error")[0]["kind"] == "SpecInvalid"
+    assert "colour" in launch.of("error")[0]["message"]

@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import signal
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+if TYPE_CHECKING:
+    from tests.conftest import Arena, Launch
+
+
+def freeze(launch: Launch) -> list[psutil.Process]:
+    """SIGSTOP an attempt whole; returns its ranks."""
+    ranks = launch.ranks()
+    assert len(ranks) == 2
+    launch.signal_all(signal.SIGSTOP)
+    return ranks
+
+
+def check_refused(zombie: Launch, ranks: list[psutil.Process]) -> None:
+    """The awakened attempt ended of `Fenced`, and none of its processes is left."""
+    assert zombie.wait() == 80, zombie.events[-3:]
+    assert zombie.of("error")[0]["kind"] == "Fenced"
+    _, alive = psutil.wait_procs(ranks, timeout=30)
+    assert [rank for rank in alive if rank.status() != psutil.STATUS_ZOMBIE] == []
+
+
+def rows_of_attempt(campaign: Arena, run: str, attempt: int) -> list[dict[str, Any]]:
+    """The ledger rows that an attempt wrote."""
+    return [row for row in campaign.rows(run) if row["attempt"] == attempt]
+
+
+def test_a_frozen_attempt_awakens_during_a_takeover(campaign: Arena) -> None:
+    """A second launch is refused unless it takes over; the old attempt, awakened, is fenced and leaves the ledger alone."""
+    run = "zombie-mid-step"
+    spec = campaign.spec(run, pause_s=0.03)
+    old = campaign.launch(spec)
+    old.wait_for("checkpoint")
+    ranks = freeze(old)
+    before = rows_of_attempt(campaign, run, 1)
+
+    refused = campaign.launch(spec, wait_s=0.2)
+    assert refused.wait() == 81
+    assert f"process {old.process.pid}" in refused.of("error")[0]["message"]
+
+    new = campaign.launch(spec, takeover=True, wait_s=0.2)
+    new.wait_for("checkpoint")
+    old.signal_all(signal.SIGCONT)
+    check_refused(old, ranks)
+    refused = campaign.launch(spec)
+    assert refused.wait() == 81, "the lock is the new holder's"
+
+    assert new.wait() == 0, new.stderr
+    assert rows_of_attempt(campaign, run, 1) == before
+    assert campaign.journal(run) == campaign.journal("reference")
+    assert campaign.losses(run) == campaign.losses("reference")
+
+
+def test_a_coordinator_frozen_between_reading_the_fence_and_committing(campaign: Arena) -> None:
+    """It has checked that the run is its own; the run is then taken over and finished; its commit is still refused."""
+    run = "zombie-in-commit"
+    spec = campaign.spec(run, "train_sabotaged.py", env={"SABOTAGE": "stop-before-commit@20"}, passes=1)
+    old = campaign.launch(spec)
+    old.wait_for("checkpoint")
+    coordinator = psutil.Process(old.of("attempt")[0]["pids"][0])
+    while coordinator.status() != psutil.STATUS_STOPPED:
+        assert old.process.poll() is None
+    ranks = freeze(old)
+
+    new = campaign.launch(spec, takeover=True)
+    assert new.wait() == 0, new.stderr
+    before = campaign.rows(run)
+    old.signal_all(signal.SIGCONT)
+    check_refused(old, ranks)
+    assert campaign.rows(run) == before
+    assert [row["step"] for row in campaign.lineage(run)] == [10, 20, 30, 40, 50, 60, 63]
+    assert [row["attempt"] for row in campaign.lineage(run)] == [1, 2, 2, 2, 2, 2, 2]
+    reference = campaign.journal("reference")
+    assert {step: rows for step, rows in campaign.journal(run).items() if step < 63} == {
+        s: reference[s] for s in range(1, 63)
+    }

@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+import json
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from catalog.commits import claim
+from catalog.connect import connect
+from catalog.ledger import Ledger
+from dlac_pipeline.checkpoint.engines import TorchState
+from dlac_pipeline.checkpoint.manifest import read_manifest
+from dlac_pipeline.spec import JobSpec
+
+if TYPE_CHECKING:
+    from tests.conftest import Arena
+
+
+@pytest.fixture
+def spec(arena: Arena) -> JobSpec:
+    """A run of 15 steps with a checkpoint every 5, trained in this process."""
+    arena.table(appends=(70, 50), row_group_rows=20)
+    return arena.spec("r1", world_size=1, batch_size=16, key_groups=4, every_steps=5)
+
+
+def check_recorded(arena: Arena, seen: dict[int, list[int]]) -> None:
+    """Each surviving checkpoint's advances name exactly the rows that were in the tensors since its parent."""
+    recorded, first = arena.recorded("r1"), 1
+    for row in arena.lineage("r1"):
+        assert recorded[row["step"]] == sorted(i for step in range(first, row["step"] + 1) for i in seen[step])
+        first = row["step"] + 1
+
+
+def test_advances_name_exactly_the_rows_that_were_read(arena: Arena, spec: JobSpec) -> None:
+    """SQL over the ledger, the slices and the data files gives the rows that the training function saw."""
+    seen = arena.train(spec)
+    assert [row["step"] for row in arena.lineage("r1")] == [5, 10, 15]
+    assert [len(row["losses"]) for row in arena.lineage("r1")] == [5, 5, 5]
+    check_recorded(arena, seen)
+
+
+def test_a_resumed_run_records_no_row_twice(arena: Arena, spec: JobSpec) -> None:
+    """What was read after the last checkpoint of a dead attempt is recorded once, by the attempt that read it again."""
+    seen = arena.train(spec, until=8)
+    seen |= arena.train(spec, until=14)
+    seen |= arena.train(spec)
+    assert [row["attempt"] for row in arena.lineage("r1")] == [1, 2, 3]
+    check_recorded(arena, seen)
+
+
+def test_steps_that_the_engine_skipped_are_recorded_as_not_applied(
+    arena: Arena, spec: JobSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of a skipped step are in the ledger, in advances of their own, and the checkpoint counts the step."""
+    steps = iter(range(1, 17))
+    monkeypatch.setattr(TorchState, "step_applied", lambda self: next(steps) not in (2, 3, 7))
+    check_recorded(arena, arena.train(spec))
+    counts = [(row["applied_steps"], row["skipped_steps"]) for row in arena.lineage("r1")]
+    assert counts == [(3, 2), (4, 1), (5, 0)]
+    skipped = [row for row in arena.rows("r1", "advance") if not row["applied"]]
+    assert {(row["first_step"], row["last_step"]) for row in skipped} == {(2, 2), (3, 3), (7, 7)}
+    assert sum(row["rows_consumed"] for row in skipped) == 3 * 16
+
+
+def test_a_manifest_repeats_the_rows_since_its_parent(arena: Arena, spec: JobSpec) -> None:
+    """A manifest holds its checkpoint's ledger rows and those between, so that a lost ledger could be rebuilt from it."""
+    arena.train(spec, until=8)
+    arena.train(spec)
+
+    def key(row: dict[str, Any]) -> tuple[Any, ...]:
+        return tuple(row.get(name) for name in ("kind", "key_group", "pass", "block", "position_start", "position_end"))
+
+    ledger = [row for row in arena.rows("r1") if row["kind"] != "finish"]
+    manifests = [read_manifest(row["manifest_uri"], row["manifest_digest"]) for row in arena.lineage("r1")]
+    repeated = [row for manifest in manifests for row in manifest.ledger_rows]
+    assert sorted(map(repr, map(key, repeated))) == sorted(map(repr, map(key, ledger)))
+    assert {manifest.ledger_uuid for manifest in manifests} == {Ledger(arena.lakehouse).table_uuid}
+    assert [manifest.parent for manifest in manifests] == [None, *(m.checkpoint_id for m in manifests[:-1])]
+    json.dumps(manifests[-1].ledger_rows)
+
+
+def test_racing_handles_lose_nothing(arena: Arena) -> None:
+    """Four handles that append for runs of their own at once all get through, each claim recorded once."""
+
+    def claims(worker: int) -> None:
+        ledger = Ledger(connect(arena.lakehouse.config))
+        for turn in range(5):
+            claim(ledger, f"run-{worker}", nonce=f"{worker}-{turn}", replaces=turn, detail={})
+
+    threads = [threading.Thread(target=claims, args=(worker,)) for worker in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for worker in range(4):
+        rows = arena.rows(f"run-{worker}")
+        assert [(row["seq"], row["attempt"]) for row in rows] == [(n, n) for n in range(1, 6)]
