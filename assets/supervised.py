@@ -17,6 +17,8 @@ from typing import Any
 
 from dlac_pipeline.supervisor import Request
 
+SUPERVISOR_DIED = "SupervisorDied"
+"""Kind of the error that is made up here when the supervisor could not name one itself."""
 _MARGIN_S = 10.0
 """What the supervisor gets on top of the ranks' grace period."""
 
@@ -41,7 +43,7 @@ def supervised(request: Request) -> Iterator[dict[str, Any]]:
             yield last
         process.wait()
         if last.get("event") not in ("ended", "error"):
-            yield {"event": "error", "kind": "TrainingFailed", "message": f"the supervisor died: {process.returncode}"}
+            yield {"event": "error", "kind": SUPERVISOR_DIED, "message": f"exit status {process.returncode}"}
     finally:
         _end(process, request.spec.launch.grace_s + _MARGIN_S)
 

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from assets.planning import metadata_of_this_run, work_plan
 from assets.resources import JobResource
-from assets.supervised import supervised
+from assets.supervised import SUPERVISOR_DIED, supervised
 from catalog.ledger import Ledger
 from dlac_pipeline.audit.plots import coverage_png, loss_curve_png
 from dlac_pipeline.spec import JobSpec
@@ -74,7 +74,8 @@ def _show(context: dg.AssetExecutionContext, event: dict[str, Any]) -> None:
 
 
 def _failure(context: dg.AssetExecutionContext, error: dict[str, Any]) -> dg.Failure:
-    context.instance.add_run_tags(context.run_id, {NO_RECOVERY_TAG: error["kind"]})
+    if error["kind"] != SUPERVISOR_DIED:
+        context.instance.add_run_tags(context.run_id, {NO_RECOVERY_TAG: error["kind"]})
     return dg.Failure(f"{error['kind']}: {error['message']}", metadata={"error": error["kind"]}, allow_retries=False)
 
 

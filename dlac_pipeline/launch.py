@@ -17,6 +17,8 @@ from dlac_pipeline.progress import Phase, Progress, read_progress
 from dlac_pipeline.rank import LAUNCH_VARIABLE, SUPERVISOR_VARIABLE
 from dlac_pipeline.spec import JobSpec
 
+_TAIL_LINES = 20
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exit:
@@ -63,6 +65,11 @@ class RankGroup:
         """Whether no rank is running."""
         return all(process.poll() is not None for process in self._processes)
 
+    def last_words(self, rank: int) -> dict[str, str]:
+        """Where a rank's log is, and how it ends."""
+        path = _log_file(self.folder, rank)
+        return {"log": str(path), "log_tail": "\n".join(path.read_text(errors="replace").splitlines()[-_TAIL_LINES:])}
+
     def ask_to_stop(self) -> None:
         """SIGTERM: checkpoint at the next step boundary and leave."""
         self._signal(signal.SIGTERM)
@@ -108,10 +115,14 @@ class RankGroup:
             SUPERVISOR_VARIABLE: str(os.getpid()),
         }
         command = [sys.executable, "-m", "dlac_pipeline.rank", spec.launch.script, *spec.launch.args]
-        with (self.folder / f"rank-{rank:05d}.log").open("ab") as log:
+        with _log_file(self.folder, rank).open("ab") as log:
             return subprocess.Popen(
                 command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, process_group=0
             )
+
+
+def _log_file(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank:05d}.log"
 
 
 def _free_port() -> int:

@@ -124,7 +124,7 @@ class JobSpec(_Section):
 
     def resolved(self, home: Path) -> JobSpec:
         """This spec with the embedded lakehouse and store of `home` where none is named."""
-        store = self.checkpoint.store or str(home.resolve() / "checkpoints")
+        store = str(Path(self.checkpoint.store or home / "checkpoints").resolve())
         return self.model_copy(
             update={
                 "lakehouse": self.lakehouse.at_home(home),

@@ -16,10 +16,9 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from catalog.errors import DlacError, TrainingFailed, SpecInvalid
+from catalog.errors import DlacError, SpecInvalid, TrainingFailed
 from dlac_pipeline.recover.supervise import Supervisor
 from dlac_pipeline.spec import JobSpec
-
 
 _MARGIN_S = 5.0
 """What the supervisor gets on top of the ranks' grace period when its orchestrator is gone."""

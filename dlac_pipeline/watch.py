@@ -46,6 +46,8 @@ class TrainingDisplay:
         elif kind in _LINES:
             self._progress.update(self._task, completed=event["step"])
             self._progress.console.print(_LINES[kind].format_map(event), highlight=False)
+        elif kind == "warning":
+            self._progress.console.print(f"[yellow]warning[/] {event['message']}", highlight=False)
         elif kind == "recovered":
             self._progress.console.print(
                 f"[yellow]recovered[/] in {event['total_s']:.1f} s from {event['resumed_from'] or 'the start'}; "
@@ -56,7 +58,7 @@ class TrainingDisplay:
 _LINES = {
     "attempt": "attempt {attempt} starts behind step {step}",
     "checkpoint": "checkpoint [green]{checkpoint_id}[/] step {step}, {rows} rows, {bytes} bytes in {duration_s:.2f} s",
-    "failure": "[red]failure[/] of attempt {attempt} at step {step}: {cause}",
+    "failure": "[red]failure[/] of attempt {attempt} at step {step}: {cause}\n[dim]{log}[/]",
     "finished": "finished at step {step}",
     "stopped": "stopped behind step {step}",
 }

@@ -35,6 +35,7 @@ from dlac_pipeline.checkpoint.engines import Engine, adapt, skip_shared_memory_o
 from dlac_pipeline.checkpoint.manager import CheckpointManager, Committed, Lineage
 from dlac_pipeline.checkpoint.pulse import Beat, Pulse
 from dlac_pipeline.checkpoint.rng import load_rng, rng_file, seed_rng
+from dlac_pipeline.checkpoint.store import check_writable
 from dlac_pipeline.checkpoint.tree import RankTree
 from dlac_pipeline.plan.leg import Leg
 from dlac_pipeline.plan.order import LegOrder
@@ -231,6 +232,7 @@ class TrainingRun:
         said = None
         if self.rank == 0:
             try:
+                check_writable(self.spec.checkpoint.store, self.spec.run)
                 said = take_over(self._lakehouse, self.spec, nonce=new_nonce()).to_json()
             except DlacError as err:
                 self._tree.broadcast(json.dumps({"error": str(err)}).encode())
@@ -244,7 +246,7 @@ class TrainingRun:
         point = self.resume_point
         leg = Leg.from_json(point.leg)
         plan = load_plan(lakehouse, point.plan_id)
-        self._order = LegOrder(plan.units, leg.order_settings, self.spec.order.passes)
+        self._order = LegOrder(plan.units, leg.order_settings, leg.passes)
         if point.reader_state is not None:
             _check_restored(self._order, point)
         table = lakehouse.load(leg.source_table)

@@ -138,7 +138,7 @@ class Demo:
         stage = Stage(progress, progress.add_task(title, total=None), live, faults)
         ended = self._dagster.wait(self._dagster.launch(job, config), while_waiting=stage.tick)
         stage.tick()
-        progress.update(stage.task, total=1, completed=1) if live is None else None
+        progress.stop_task(stage.task)
         self._timings[f"{title.replace(' ', '_')}_s"] = time.monotonic() - started
         return ended
 

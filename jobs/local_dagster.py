@@ -22,6 +22,7 @@ from catalog.errors import TrainingFailed
 WORKSPACE = Path(__file__).resolve().parent.parent / "workspace.yaml"
 _SETTINGS = {
     "telemetry": {"enabled": False},
+    "nux": {"enabled": False},
     "run_coordinator": {
         "module": "dagster._core.run_coordinator",
         "class": "QueuedRunCoordinator",

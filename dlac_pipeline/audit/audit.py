@@ -17,6 +17,9 @@ from catalog.ledger import Ledger
 from dlac_pipeline.audit.data_files import file_problems
 from dlac_pipeline.audit.lakehouse_sql import keep_views, open_audit, rows_of
 
+_NO_VALUE = "expected a value in every column of the ledger that the audit reads, found a row without one"
+"""Said where a sentence cannot be made, because it would have to name a NULL."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AuditReport:
@@ -106,4 +109,4 @@ def _problems(connection: duckdb.DuckDBPyConnection, run: str) -> list[str]:
         "SELECT problem FROM advance_problems WHERE run = $1",
         [run],
     )
-    return sorted(row["problem"] for row in rows)
+    return sorted(row["problem"] or _NO_VALUE for row in rows)

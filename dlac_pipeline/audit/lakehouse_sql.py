@@ -40,6 +40,7 @@ _AUDIT = (
     "consumed_units",
     "coverage",
     "passes",
+    "legs",
     "shortfalls",
     "totals",
     "cut_problems",

@@ -94,12 +94,11 @@ def draw_coverage(connection: duckdb.DuckDBPyConnection, run: str) -> bytes:
     scale = LinearSegmentedColormap.from_list("consumed", ["#ffffff", "#16335b"])
     colors = scale.with_extremes(over=_AGAIN, bad=_NOTHING)
     image = axes.imshow(part, cmap=colors, vmin=0.0, vmax=1.0, aspect="auto", interpolation="nearest")
-    figure.colorbar(
-        image, ax=axes, label="consumed part\n(red: some twice, gray: no live rows)", extend="max", fraction=0.04
-    )
+    figure.colorbar(image, ax=axes, label="consumed part", extend="max", fraction=0.04)
     axes.set_xlabel("row group")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_ylabel("data file")
+    axes.set_title("red: some rows twice; gray: no live rows", loc="left", fontsize=8)
     if len(files) <= _NAMED_FILES:
         names = [path.rsplit("/", 1)[-1] for path in files]
         axes.set_yticks(

@@ -128,7 +128,9 @@ def _page(content: Mapping[str, Any], *, losses: bytes, coverage: bytes) -> str:
 def _findings(content: Mapping[str, Any]) -> list[str]:
     compared, differing = content["steps_compared"], content["steps_differing"]
     replayed = sum(recovery["rows_replayed"] or 0 for recovery in content["recoveries"])
-    losses = "are bit for bit the same" if not differing else f"were compared; they differ, first at step {differing[0]}"
+    losses = (
+        "are bit for bit the same" if not differing else f"were compared; they differ, first at step {differing[0]}"
+    )
     return [
         f"The losses of {compared:,} optimizer steps {losses}.",
         "Every planned row was consumed exactly once in every pass."

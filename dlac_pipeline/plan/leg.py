@@ -29,6 +29,8 @@ class Leg:
     batch_size: int
     block_slices: int
     shuffle: bool
+    passes: int
+    """Decides where the last batch has empty slots."""
     order_version: int = ORDER_VERSION
     format_version: int = FORMAT_VERSION
 
@@ -75,3 +77,18 @@ class Leg:
                 f"resuming would change what leg {self.index} of this run binds:\n{lines}\n"
                 "give the committed values again, or start a run under another name"
             )
+
+    def warnings(self, live_rows: int, world_size: int) -> list[str]:
+        """What is allowed but surely not meant, or costs more than it needs to."""
+        said = []
+        if live_rows < self.batch_size:
+            said.append(
+                f"the plan has {live_rows} live rows, fewer than the batch size {self.batch_size}: "
+                + ("a batch repeats rows of the pass before" if self.passes > 1 else "the only batch has empty slots")
+            )
+        if self.key_groups % world_size:
+            said.append(
+                f"{world_size} ranks do not divide the {self.key_groups} key groups: ranks share key groups, and decode their "
+                "blocks once each; choose a number of ranks that divides key_groups"
+            )
+        return said

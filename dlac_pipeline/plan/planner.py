@@ -127,6 +127,7 @@ def first_leg(plan: Plan, order: OrderSpec) -> Leg:
         batch_size=order.batch_size,
         block_slices=order.block_slices,
         shuffle=order.shuffle,
+        passes=order.passes,
     )
 
 

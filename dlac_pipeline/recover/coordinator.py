@@ -95,7 +95,8 @@ def take_over(
     else:
         leg = _committed_leg(ledger, spec)
         check_resumable(lakehouse, spec, leg, plan_id)
-    replaced = before.fence.attempt if replaces is None else replaces
+    current = before.fence.attempt - (before.fence.nonce == nonce)  # an earlier try of this very claim may have landed
+    replaced = current if replaces is None else replaces
     detail = {"host": socket.gethostname(), "launch_folder": launch_folder, "launched_by": launched_by}
     state = claim(ledger, spec.run, nonce=nonce, replaces=replaced, detail=detail)
     attempt = Attempt(run=spec.run, number=state.fence.attempt, nonce=nonce)
@@ -145,6 +146,7 @@ def check_resumable(lakehouse: Lakehouse, spec: JobSpec, leg: Leg, plan_id: str 
         batch_size=spec.order.batch_size,
         block_slices=spec.order.block_slices,
         shuffle=spec.order.shuffle,
+        passes=spec.order.passes,
         order_version=leg.order_version,
         format_version=leg.format_version,
     )

@@ -26,11 +26,14 @@ from catalog.errors import (
     LedgerError,
     NoProgress,
     RunFinished,
+    SpecInvalid,
     TrainingFailed,
 )
 from catalog.ledger import Ledger
+from catalog.plans import get_plan
 from dlac_pipeline.checkpoint.store import check_writable, storing
 from dlac_pipeline.launch import Exit, RankGroup
+from dlac_pipeline.plan.leg import Leg
 from dlac_pipeline.progress import Phase
 from dlac_pipeline.recover.coordinator import ResumePoint, attempts_without_progress, new_nonce, take_over
 from dlac_pipeline.recover.incident import Failure, Incident, failure_of_attempt
@@ -90,11 +93,16 @@ class Supervisor:
         """Launch, watch, recover until the run ends.
 
         Raises:
+            SpecInvalid: the training script is not there.
             RunBusy: another launch is alive and `takeover` was not asked for.
             NoProgress: attempt after attempt committed nothing.
             DlacError: what a rank died of, when another attempt would meet it again.
         """
         spec = self._spec
+        if not Path(spec.launch.script).is_file():
+            raise SpecInvalid(
+                f"expected a training script at launch.script = {spec.launch.script!r}, found no such file"
+            )
         check_writable(spec.checkpoint.store, spec.run)
         with run_lock(spec.checkpoint.store, spec.run, wait_s=self._wait_s, takeover=self._takeover):
             lakehouse = connect(spec.lakehouse)
@@ -163,6 +171,9 @@ class _Attempt:
         try:
             point = self._take_over()
             self.number, self.step = point.attempt, point.step
+            leg = Leg.from_json(point.leg)
+            for message in leg.warnings(get_plan(self._lakehouse, leg.plan_id).live_rows, self._spec.launch.world_size):
+                self._say({"event": "warning", "message": message})
             self._say({"event": "attempt", "attempt": point.attempt, "step": point.step, "pids": ranks.pids})
             _write_whole(self._folder / "resume.json", point.to_json())
             return self._watch(ranks)
@@ -243,7 +254,8 @@ class _Attempt:
             stopped_at=time.time(),
             last_step=last_step,
         )
-        self._say({"event": "failure", "attempt": self.number, "cause": failure.cause, "step": last_step})
+        told = {"cause": failure.cause, "step": last_step, **ranks.last_words(cause.rank)}
+        self._say({"event": "failure", **told})
         return failure
 
     def _follow_progress(self, ranks: RankGroup) -> None:

@@ -63,8 +63,8 @@ def test_the_death_of_the_orchestrator_is_a_stop(campaign: Arena) -> None:
     launch.wait_for("checkpoint", 2)
     ranks = launch.ranks()
     launch.stdin.close()
-    wait_until_gone([*ranks, psutil.Process(launch.process.pid)])
-    assert launch.wait() == 0, launch.stderr
+    assert launch.process.wait(timeout=30) == 0, launch.stderr
+    wait_until_gone(ranks)
     assert launch.of("ended")[0]["ending"] == "stopped"
     assert campaign.lineage(run)[-1]["step"] == launch.of("ended")[0]["step"] < 125
 

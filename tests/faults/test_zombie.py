@@ -44,7 +44,7 @@ def test_a_frozen_attempt_awakens_during_a_takeover(campaign: Arena) -> None:
     assert f"process {old.process.pid}" in refused.of("error")[0]["message"]
 
     new = campaign.launch(spec, takeover=True, wait_s=0.2)
-    new.wait_for("checkpoint")
+    new.wait_for("attempt")
     old.signal_all(signal.SIGCONT)
     check_refused(old, ranks)
     refused = campaign.launch(spec)

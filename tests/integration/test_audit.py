@@ -316,12 +316,15 @@ def test_a_partly_read_row_is_touched_and_not_consumed(lake: Lake) -> None:
 
 
 def test_skipped_steps_are_counted_as_not_applied(lake: Lake) -> None:
-    """Rows of an advance that was not applied are consumed, and reported."""
-    report = lake.audit_forged(changed(is_advance, applied=False))
+    """Rows of steps that the engine skipped are consumed, and reported."""
+
+    def skipped(rows: list[Row]) -> list[Row]:
+        values: dict[str, Row] = {"checkpoint": {"applied_steps": 0, "skipped_steps": 8}, "advance": {"applied": False}}
+        return [{**row, **values.get(row["kind"], {})} for row in until_step(rows, 8)]
+
+    report = lake.audit_forged(skipped)
     assert report.exact
-    assert report.rows_not_applied == next(
-        row["rows_consumed"] for row in Ledger(lake.lakehouse).rows("faulty", kinds=("advance",))
-    )
+    assert report.rows_not_applied == report.rows_consumed == 8 * 32
 
 
 def test_an_advance_recorded_twice_is_found(lake: Lake) -> None:
@@ -382,10 +385,20 @@ def is_second_checkpoint(row: Row) -> bool:
         (changed(is_advance, block=999), "expected the block in the table slices"),
         (changed(is_advance, cut_id="nowhere"), "expected the block in the table slices"),
         (changed(is_advance, first_step=3), "of steps 1 to 8, found 32 of steps 3 to 8"),
+        (changed(is_advance, last_step=6), "in steps 1 to 8, found them in steps 1 to 6"),
+        (changed(is_advance, applied=False), "expected rows of 0 steps that were not applied, found 32"),
+        (
+            lambda rows: [row for row in rows if row["step"] != 16 or not is_advance(row)],
+            "expected advances of checkpoint",
+        ),
         (without(is_second_checkpoint), "before it in the ledger, found none"),
         (changed(is_second_checkpoint, skipped_steps=1), "expected 8 steps from"),
         (changed(is_second_checkpoint, seq=999), "expected one append per seq from 1 to 999"),
         (without(lambda row: row["kind"] == "leg"), "expected one row of leg 0"),
+        (
+            changed(lambda row: row["kind"] == "leg", detail='{"batch_size": 32, "key_groups": 8, "passes": 3}'),
+            "after 3 passes of leg 0, found 2",
+        ),
         (without(lambda row: row["kind"] == "checkpoint", -1), "among the checkpoints, found no such checkpoint"),
         (changed(lambda row: row["kind"] == "finish", step=1), "expected the run to finish at step"),
     ],

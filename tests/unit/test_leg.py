@@ -24,6 +24,7 @@ LEG = Leg(
     batch_size=8,
     block_slices=2,
     shuffle=True,
+    passes=2,
 )
 
 
@@ -73,3 +74,12 @@ def test_all_differences_are_named_at_once() -> None:
 def test_where_a_leg_starts_is_not_compared() -> None:
     """A spec does not know a leg's number or first step, and does not have to."""
     LEG.check_same(replace(LEG, index=3, start_step=70))
+
+
+def test_a_pass_smaller_than_a_batch_and_shared_key_groups_are_warned_of() -> None:
+    """Both are exact and rarely meant: one repeats rows in a batch, the other decodes blocks twice."""
+    assert LEG.warnings(LEG.batch_size, LEG.key_groups) == []
+    (small,) = LEG.warnings(LEG.batch_size - 1, 1)
+    assert "fewer than the batch size" in small
+    (shared,) = LEG.warnings(LEG.batch_size, 2 * LEG.key_groups)
+    assert "share key groups" in shared

@@ -106,6 +106,21 @@ def test_every_live_row_once_per_pass(case: Case) -> None:
 
 
 @EXAMPLES
+@given(cases())
+def test_slices_tile_the_units_and_dead_rows_at_a_cut_go_left(case: Case) -> None:
+    """The slices of a unit follow each other without gap or overlap, and one that begins inside it begins with a live row."""
+    cut = case.order().cut(0)
+    ends: dict[int, int] = {}
+    for group in range(case.key_groups):
+        slices = cut.slices(group)
+        for unit, first, rows in zip(slices.unit.tolist(), slices.first.tolist(), slices.rows.tolist(), strict=True):
+            assert first == ends.get(unit, 0)
+            assert first == 0 or first not in case.dead.get(unit, ())
+            ends[unit] = first + rows
+    assert ends == {unit: case.rows[unit] for unit in {unit for unit, _ in live(case)}}
+
+
+@EXAMPLES
 @given(cases(), st.data())
 def test_samples_do_not_depend_on_where_reading_began(case: Case, data: st.DataObject) -> None:
     """Reading a key group from any sample on gives the tail of reading it from the beginning."""

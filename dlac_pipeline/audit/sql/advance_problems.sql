@@ -15,6 +15,33 @@ placed AS (
     LEFT JOIN blocks AS b USING (cut_id, key_group, block)
     LEFT JOIN counted AS d USING (run, cut_id, key_group, block, position_start, position_end)
 ),
+-- A key group's rows since the parent, in order, fall into steps of per_step rows each.
+stepped AS (
+    SELECT m.*, coalesce(p.step, 0) + 1 AS next_step, l.per_step,
+        coalesce(sum(m.rows_consumed) OVER (
+            PARTITION BY m.run, m.checkpoint_id, m.key_group
+            ORDER BY m.leg, m.pass, m.block, m.position_start, m.position_end
+            ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING
+        ), 0)::BIGINT AS rows_before
+    FROM placed AS m
+    JOIN lineage AS c USING (run, checkpoint_id)
+    JOIN legs AS l ON l.run = c.run AND l.leg = c.leg
+    LEFT JOIN lineage AS p ON p.run = c.run AND p.checkpoint_id = c.parent
+),
+in_steps AS (
+    SELECT *,
+        next_step + rows_before // per_step AS first_expected,
+        next_step + (rows_before + coalesce(rows_consumed, 0) - 1) // per_step AS last_expected
+    FROM stepped
+),
+skipped AS (
+    SELECT c.run, c.checkpoint_id, c.skipped_steps, l.per_batch,
+        coalesce(sum(m.rows_consumed) FILTER (NOT m.applied), 0)::BIGINT AS rows
+    FROM lineage AS c
+    JOIN legs AS l USING (run, leg)
+    LEFT JOIN moved AS m ON m.run = c.run AND m.checkpoint_id = c.checkpoint_id
+    GROUP BY ALL
+),
 found AS (
     SELECT run, 'block' AS kind, place || 'expected the block in the table slices, found none' AS problem
     FROM placed
@@ -41,17 +68,29 @@ found AS (
     FROM placed
     WHERE rows_dead IS DISTINCT FROM dead_rows
     UNION ALL
+    SELECT run, 'order', place || format('expected positions {} to {} in steps {} to {}, found them in steps {} to {}',
+        position_start, position_end, first_expected, last_expected, said(first_step), said(last_step))
+    FROM in_steps
+    WHERE first_step IS DISTINCT FROM first_expected OR last_step IS DISTINCT FROM last_expected
+    UNION ALL
+    SELECT run, 'applied', format('checkpoint {}: ', checkpoint_id)
+        || format('expected rows of {} steps that were not applied, found {} rows in batches of {}',
+            said(skipped_steps), rows, per_batch)
+    FROM skipped
+    WHERE skipped_steps IS DISTINCT FROM (rows + per_batch - 1) // per_batch
+    UNION ALL
     SELECT run, 'steps', format('checkpoint {}, key group {}: ', checkpoint_id, key_group)
         || format('expected {} rows of steps {} to {}, found {} of steps {} to {}', rows, first_step, last_step, rows_found,
             said(first_step_found), said(last_step_found))
     FROM shortfalls
     UNION ALL
-    SELECT run, 'overlap', format('cut {}, key group {}, block {}: expected positions {} to {} once, found them again in checkpoint {}',
-        cut_id, key_group, block, position_start, position_end, checkpoint_id)
+    SELECT run, 'overlap', format('cut {}, key group {}, block {}: ', cut_id, key_group, block)
+        || format('expected positions {} to {} once, found them again in checkpoint {}',
+            position_start, position_end, checkpoint_id)
     FROM duplicates
     UNION ALL
-    SELECT run, 'hole', format('cut {}, key group {}, block {}: expected positions {} to {} behind the cursor, found them in no advance',
-        cut_id, key_group, block, position_start, position_end)
+    SELECT run, 'hole', format('cut {}, key group {}, block {}: ', cut_id, key_group, block)
+        || format('expected positions {} to {} behind the cursor, found them in no advance', position_start, position_end)
     FROM gaps
 )
 SELECT run, min(problem) || CASE WHEN count(*) > 1 THEN format(' (and {} more like it)', count(*) - 1) ELSE '' END AS problem

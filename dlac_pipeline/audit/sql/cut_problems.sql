@@ -78,7 +78,8 @@ found AS (
     FROM laid_out AS s
     WHERE s.covered_to > s.first_row
     UNION ALL
-    SELECT s.cut_id, 'bounds', format('expected slice {} of key group {}, block {} inside unit {} of plan {}, found rows {} to {}',
+    SELECT s.cut_id, 'bounds', format(
+        'expected slice {} of key group {}, block {} inside unit {} of plan {}, found rows {} to {}',
         s.slice, s.key_group, s.block, s.unit, s.plan_id, s.first_row, s.first_row + s.rows - 1)
     FROM slices AS s LEFT JOIN units AS u USING (plan_id, unit)
     WHERE u.unit IS NULL OR s.first_row < 0 OR s.rows < 1 OR s.first_row + s.rows > u.rows
@@ -88,7 +89,8 @@ found AS (
     FROM laid_out AS s
     WHERE s.base <> s.rows_before
     UNION ALL
-    SELECT b.cut_id, 'permutation', format('expected one permutation of {} rows, {} of them live, for key group {}, block {}, found {} of {} and {}',
+    SELECT b.cut_id, 'permutation', format(
+        'expected one permutation of {} rows, {} of them live, for key group {}, block {}, found {} of {} and {}',
         b.rows, b.live_rows, b.key_group, b.block, b.settings, s.block_rows, s.block_live_rows)
     FROM block_sums AS b JOIN blocks AS s USING (cut_id, key_group, block)
     WHERE b.settings <> 1 OR b.rows <> s.block_rows OR b.live_rows <> s.block_live_rows

@@ -17,13 +17,9 @@ numbers AS (
     FROM advances
     GROUP BY run, plan_id
 ),
-legs AS (
-    SELECT c.run, c.leg, count(r.run) AS rows
-    FROM (SELECT DISTINCT run, leg FROM chain) AS c
-    LEFT JOIN (
-        SELECT l.run, l.leg FROM consumption AS l JOIN chain AS k ON k.run = l.run AND k.checkpoint_id = l.checkpoint_id
-        WHERE l.kind = 'leg'
-    ) AS r USING (run, leg)
+named AS (
+    SELECT c.run, c.leg, coalesce(any_value(l.rows), 0) AS rows
+    FROM chain AS c LEFT JOIN legs AS l USING (run, leg)
     GROUP BY c.run, c.leg
 )
 SELECT run, format('expected one append per seq from 1 to {}, found {} from {}', last_seq, appends, first_seq) AS problem
@@ -44,7 +40,8 @@ FROM chain AS c ANTI JOIN chain AS p ON p.run = c.run AND p.checkpoint_id = c.pa
 WHERE c.parent IS NOT NULL
 UNION ALL
 SELECT c.run, format('expected {} steps from checkpoint {} to {}, found {} applied and {} skipped',
-    c.step - coalesce(p.step, 0), coalesce(c.parent, 'the beginning'), c.checkpoint_id, said(c.applied_steps), said(c.skipped_steps))
+    c.step - coalesce(p.step, 0), coalesce(c.parent, 'the beginning'), c.checkpoint_id,
+    said(c.applied_steps), said(c.skipped_steps))
 FROM chain AS c LEFT JOIN chain AS p ON p.run = c.run AND p.checkpoint_id = c.parent
 WHERE c.step <= coalesce(p.step, 0) OR c.applied_steps + c.skipped_steps IS DISTINCT FROM c.step - coalesce(p.step, 0)
 UNION ALL
@@ -52,7 +49,16 @@ SELECT run, format('expected passes 0 to {} of plan {}, found {} passes from {}'
 FROM numbers
 WHERE first_pass <> 0 OR passes <> last_pass + 1
 UNION ALL
-SELECT run, format('expected one row of leg {} on the surviving lineage, found {}', leg, rows) FROM legs WHERE rows <> 1
+SELECT run, format('expected one row of leg {} on the surviving lineage, found {}', leg, rows) FROM named WHERE rows <> 1
+UNION ALL
+SELECT run, format('expected advances of checkpoint {}, found none', checkpoint_id)
+FROM chain ANTI JOIN advances USING (run, checkpoint_id)
+UNION ALL
+SELECT l.run, format('expected the run to finish after {} passes of leg {}, found {}', l.passes, l.leg, coalesce(n.passes, 0))
+FROM legs AS l
+JOIN chain AS c ON c.run = l.run AND c.leg = l.leg AND c.is_head
+LEFT JOIN numbers AS n ON n.run = c.run AND n.plan_id = c.plan_id
+WHERE l.run IN (SELECT run FROM consumption WHERE kind = 'finish') AND l.passes <> coalesce(n.passes, 0)
 UNION ALL
 SELECT f.run, format('expected the run to finish at step {}, that of its head, found step {}',
     coalesce(c.step, 0), said(f.step))

@@ -5,19 +5,12 @@
 CREATE OR REPLACE VIEW shortfalls AS
 WITH
 moved AS MATERIALIZED (FROM advances),
-settings AS (
-    SELECT l.run, l.leg, any_value((l.detail->>'batch_size')::BIGINT) AS batch_size,
-        any_value((l.detail->>'key_groups')::BIGINT) AS key_groups
-    FROM consumption AS l JOIN lineage AS c ON c.run = l.run AND c.checkpoint_id = l.checkpoint_id
-    WHERE l.kind = 'leg'
-    GROUP BY l.run, l.leg
-),
 expected AS (
     SELECT
         c.run, c.checkpoint_id, c.is_head, coalesce(p.step, 0) AS from_step, c.step, g.key_group,
-        s.batch_size // s.key_groups AS per_step
+        s.per_step
     FROM lineage AS c
-    JOIN settings AS s USING (run, leg)
+    JOIN legs AS s USING (run, leg)
     LEFT JOIN lineage AS p ON p.run = c.run AND p.checkpoint_id = c.parent
     CROSS JOIN LATERAL (SELECT unnest(range(s.key_groups)) AS key_group) AS g
 ),

@@ -1,0 +1,109 @@
+"""A training run under a real Dagster daemon whose processes are killed: it recovers, and nothing outlives it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import dagster as dg
+import psutil
+import pytest
+
+from dlac_pipeline.audit.audit import audit_run
+from dlac_pipeline.spec import JobSpec
+from jobs.faults import LiveRun
+from jobs.local_dagster import LocalDagster
+from tests.conftest import Arena, wait_until
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # Dagster's own libraries warn of each other
+
+
+@pytest.fixture(scope="module")
+def dagster(campaign: Arena) -> Iterator[LocalDagster]:
+    """A daemon with its code server, on the campaign's lakehouse."""
+    made = LocalDagster(campaign.home)
+    with made.running():
+        yield made
+
+
+def job_config(spec: JobSpec) -> dict[str, Any]:
+    """The run configuration of a training run."""
+    return {"resources": {"job": {"config": {"spec": spec.model_dump(mode="json", exclude_none=True)}}}}
+
+
+def wait_for_step(live: LiveRun, dagster: LocalDagster, run_id: str, step: int) -> None:
+    """Wait until the ranks have finished a step."""
+    with dagster.instance() as instance:
+
+        def reached() -> bool:
+            run = instance.get_run_by_id(run_id)
+            assert run is None or not run.is_finished, f"{run.status} before step {step}"
+            return live.step() >= step
+
+        wait_until(reached, what=f"step {step}")
+
+
+def events_of(dagster: LocalDagster, run_id: str, kind: dg.DagsterEventType) -> list[Any]:
+    """The events of one kind of a Dagster run."""
+    with dagster.instance() as instance:
+        return [entry.dagster_event for entry in instance.all_logs(run_id, of_type=kind)]
+
+
+@pytest.mark.parametrize("victim", ["dagster run", "supervisor"])
+def test_a_killed_process_above_the_ranks_is_recovered_through_the_sensor(
+    campaign: Arena, dagster: LocalDagster, victim: str
+) -> None:
+    """SIGKILL of the Dagster run's process, or of the supervisor: all ranks leave, recover_job finishes the run exactly."""
+    spec = campaign.spec(f"dagster-{victim.split(maxsplit=1)[0]}", pause_s=0.05)
+    live = LiveRun(spec.checkpoint.store, spec.run)
+    run_id = dagster.launch("train_job", job_config(spec))
+    wait_for_step(live, dagster, run_id, 25)
+    rank = live.rank(0)
+    assert rank is not None
+    supervisor = rank.parent()
+    assert supervisor is not None
+    doomed = [supervisor, *supervisor.children()]
+    if victim == "dagster run":
+        assert live.kill_dagster_run()
+    else:
+        supervisor.kill()
+    wait_until(
+        lambda: not any(map(psutil.Process.is_running, doomed)), what="the end of all its processes", within_s=30
+    )
+    assert dagster.wait(run_id).status == dg.DagsterRunStatus.FAILURE
+    recovery = dagster.wait(dagster.recovery_of(run_id))
+    assert recovery.status == dg.DagsterRunStatus.SUCCESS
+    assert audit_run(campaign.lakehouse, spec.run).exact
+    assert campaign.losses(spec.run) == campaign.losses("reference")
+    assert campaign.journal(spec.run) == campaign.journal("reference")
+    checks = events_of(dagster, recovery.run_id, dg.DagsterEventType.ASSET_CHECK_EVALUATION)
+    assert [check.event_specific_data.passed for check in checks] == [True] * 3
+
+
+def test_every_committed_checkpoint_is_an_observation_and_the_model_carries_pictures(
+    campaign: Arena, dagster: LocalDagster
+) -> None:
+    """The asset's page shows step, loss and rows of each checkpoint, and in the end the loss curve."""
+    spec = campaign.spec("observed", passes=1)
+    ended = dagster.wait(dagster.launch("train_job", job_config(spec)))
+    assert ended.status == dg.DagsterRunStatus.SUCCESS
+    observed = events_of(dagster, ended.run_id, dg.DagsterEventType.ASSET_OBSERVATION)
+    shown = [event.event_specific_data.asset_observation.metadata for event in observed]
+    lineage = campaign.lineage(spec.run)
+    assert [entry["checkpoint_id"].value for entry in shown] == [row["checkpoint_id"] for row in lineage]
+    assert [entry["loss"].value for entry in shown] == [row["losses"][-1] for row in lineage]
+    made = events_of(dagster, ended.run_id, dg.DagsterEventType.ASSET_MATERIALIZATION)
+    metadata = made[-1].event_specific_data.materialization.metadata
+    for picture in ("loss_curve", "coverage"):
+        assert metadata[picture].value.startswith(("![Loss", "![Coverage"))
+
+
+def test_a_failure_that_would_come_again_is_not_recovered(campaign: Arena, dagster: LocalDagster) -> None:
+    """A wrong column fails the Dagster run with its reason, and the sensor leaves it alone."""
+    spec = campaign.spec("hopeless", columns=["no_such_column"])
+    ended = dagster.wait(dagster.launch("train_job", job_config(spec)))
+    assert ended.status == dg.DagsterRunStatus.FAILURE
+    failures = events_of(dagster, ended.run_id, dg.DagsterEventType.STEP_FAILURE)
+    assert "no_such_column" in str(failures[0].event_specific_data.error)
+    with dagster.instance() as instance:
+        assert not instance.get_runs(dg.RunsFilter(tags={"dlac/recovers": ended.run_id}))

@@ -1,0 +1,48 @@
+"""What Dagster is given: names, descriptions, and one definition of the job spec."""
+
+from __future__ import annotations
+
+import dagster as dg
+
+from assets.config import JobSpecConfig
+from dlac_pipeline.spec import JobSpec
+from jobs.definitions import defs
+
+
+def test_the_code_location_holds_exactly_these_assets_checks_jobs_and_sensors() -> None:
+    """Renaming or dropping a definition breaks schedules and links of users, and must be meant."""
+    repository = defs.get_repository_def()
+    assets = {key.to_user_string() for key in repository.asset_graph.get_all_asset_keys()}
+    assert assets == {"corpus", "tokens", "pinned_snapshot", "work_plan", "model_checkpoint"}
+    checks = {key.name for key in repository.asset_graph.asset_check_keys}
+    assert checks == {"no_duplicate_rows", "no_missing_rows", "consumption_exact"}
+    assert set(repository.job_names) - {"__ASSET_JOB"} == {"ingest_job", "train_job", "recover_job"}
+    assert {sensor.name for sensor in repository.sensor_defs} == {"recovery_sensor"}
+
+
+def test_every_asset_says_what_a_row_or_a_version_of_it_is() -> None:
+    """An asset without a description tells a user of the graph nothing."""
+    graph = defs.get_repository_def().asset_graph
+    for key in graph.get_all_asset_keys():
+        description = graph.get(key).description
+        assert description is not None, key
+        assert description.startswith("One "), key
+
+
+def test_the_launchpad_knows_every_field_of_the_job_spec_with_its_description() -> None:
+    """The Dagster configuration is made from the pydantic model: same fields, same words, in every section."""
+    pairs = [(JobSpec, JobSpecConfig)]
+    seen = 0
+    for model, config in pairs:
+        assert list(config.model_fields) == list(model.model_fields)
+        for name, field in model.model_fields.items():
+            shown = config.model_fields[name]
+            assert shown.description == field.description
+            assert field.description, f"{model.__name__}.{name} has no description"
+            assert shown.is_required() == field.is_required()
+            nested = shown.annotation
+            if isinstance(nested, type) and issubclass(nested, dg.Config):
+                assert isinstance(field.annotation, type)
+                pairs.append((field.annotation, nested))
+            seen += 1
+    assert seen > len(JobSpec.model_fields)
