@@ -90,6 +90,7 @@ class TrainingRun:
         self._open_reader(self._lakehouse)
         self._engine: Engine | None = None
         self._batch: Batch | None = None
+        self._loss_step, self._loss = 0, 0.0
         self.stopped = False
         """Whether the run was asked to stop, and stopped behind a checkpoint."""
 
@@ -169,11 +170,11 @@ class TrainingRun:
             raise TrainingFailed("expected a batch from run.batches() before run.step_done(loss)")
         self._batch = None
         self._tracker.step_done(batch, applied=engine.step_applied() if applied is None else applied)
-        beat = self._pulse.receive()
-        self._heard(beat)
-        self._pulse.send(
-            batch.step, loss=loss.item() if isinstance(loss, torch.Tensor) else loss, stop=self._stop_asked.is_set()
-        )
+        said = loss.item() if isinstance(loss, torch.Tensor) else loss
+        beat = self._pulse.step_done(batch.step, loss=said, stop=self._stop_asked.is_set())
+        if beat is not None:
+            self._heard(beat)
+        self._progress.write(batch.step, Phase.TRAINING, loss_step=self._loss_step, loss=self._loss)
         if batch.step % self.spec.checkpoint.every_steps == 0 or self.stopped:
             self._checkpoint(engine)
 
@@ -197,19 +198,18 @@ class TrainingRun:
         self._event({"event": "finished" if finished else "stopped", "step": self._tracker.step})
         self._progress.write(self._tracker.step, Phase.DONE)
 
-    def _heard(self, beat: Beat | None) -> None:
-        if beat is not None:
-            self.stopped = self.stopped or beat.stop
-            self._tracker.losses.append(beat.loss)
-            self._progress.write(self._tracker.step, Phase.TRAINING, loss_step=beat.step, loss=beat.loss)
+    def _heard(self, beat: Beat) -> None:
+        self.stopped = self.stopped or beat.stop
+        self._tracker.losses += beat.losses
+        self._loss_step, self._loss = beat.step, beat.losses[-1]
 
     def _checkpoint(self, engine: Engine) -> None:
-        self._heard(self._pulse.receive())
-        self._progress.write(self._tracker.step, Phase.CHECKPOINT)
-        loss = self._tracker.losses[-1] if self._tracker.losses else None
+        for beat in self._pulse.flush():
+            self._heard(beat)
+        self._progress.write(self.step, Phase.CHECKPOINT, loss_step=self._loss_step, loss=self._loss)
         saved = self._manager.save(engine, self._tracker)
-        self._event(_checkpoint_event(saved, loss))
-        self._progress.write(self._tracker.step, Phase.TRAINING)
+        self._event(_checkpoint_event(saved, self._loss))
+        self._progress.write(self.step, Phase.TRAINING, loss_step=self._loss_step, loss=self._loss)
 
     def _event(self, event: dict[str, object]) -> None:
         """Tell the supervisor something, once for all ranks."""
@@ -304,7 +304,7 @@ def _check_restored(order: LegOrder, point: ResumePoint) -> None:
         )
 
 
-def _checkpoint_event(saved: Committed, loss: float | None) -> dict[str, object]:
+def _checkpoint_event(saved: Committed, loss: float) -> dict[str, object]:
     return {
         "event": "checkpoint",
         "checkpoint_id": saved.checkpoint_id,

@@ -1,11 +1,13 @@
-"""One asynchronous all-reduce per step: carries the stop request of any rank, and the loss, to all ranks, one step late.
+"""The ranks' pulse: one small asynchronous all-reduce about every half second carries stop requests and losses to all.
 
-It adds no barrier: the result of step n is looked at when step n+1 is done, when it has long arrived. Every rank sees the
-same result at the same step, so all stop, and checkpoint, at the same optimizer-step boundary.
+It adds no barrier: a beat that is sent when step n is done is looked at when step n+1 is done, and has long arrived. Every
+rank sees the same beat at the same step, so all stop, and checkpoint, at the same optimizer-step boundary. How many steps
+go into the next beat is worked out from what the beat itself carried, hence alike on all ranks.
 """
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 import torch
@@ -13,50 +15,81 @@ import torch.distributed as dist
 
 from catalog.errors import CursorMismatch
 
+BEAT_EVERY_S = 0.5
+MAX_STEPS = 16
+"""Steps in one beat at the most: bounds how late a stop request of fast steps is heard."""
+
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """What the ranks said together after one step."""
+    """What the ranks said together."""
 
     step: int
-    loss: float
-    """Mean over the ranks."""
+    """The last step that the beat covers."""
+    losses: list[float]
+    """Mean over the ranks of each covered step's loss, the last one that of `step`."""
     stop: bool
     """Whether any rank was asked to stop."""
 
 
 class Pulse:
-    """The beats of one rank; `group` is None when there is only one."""
+    """The beats of one rank; `group` is None when there is only one. Its methods are collective, in step order."""
 
     def __init__(self, world_size: int, group: dist.ProcessGroup | None) -> None:
         self._world_size = world_size
         self._group = group
-        self._pending: tuple[int, torch.Tensor, dist.Work | None] | None = None
+        self._steps_per_beat = 1
+        self._losses: list[float] = []
+        self._stop = False
+        self._step = 0
+        self._sent_at: float | None = None
+        self._pending: tuple[int, int, torch.Tensor, dist.Work | None] | None = None
 
-    def send(self, step: int, *, loss: float, stop: bool) -> None:
-        """Start the beat of `step`; the previous one must have been received."""
-        said = torch.tensor([loss, float(stop), float(step)], dtype=torch.float64)
-        work = None
-        if self._world_size > 1:
-            work = dist.all_reduce(said, group=self._group, async_op=True)
-        self._pending = (step, said, work)
+    def step_done(self, step: int, *, loss: float, stop: bool) -> Beat | None:
+        """Note a finished step, and send a beat when it is time; returns the one that has arrived meanwhile."""
+        beat = self._receive()
+        self._step, self._stop = step, stop
+        self._losses.append(loss)
+        if len(self._losses) >= self._steps_per_beat:
+            self._send()
+        return beat
 
-    def receive(self) -> Beat | None:
-        """The beat that was sent last; None if it was received already.
+    def flush(self) -> list[Beat]:
+        """Everything that was said up to the last finished step; waits for it."""
+        beats = [self._receive()]
+        if self._losses:
+            self._send()
+            beats.append(self._receive())
+        return [beat for beat in beats if beat is not None]
+
+    def _send(self) -> None:
+        now = time.monotonic()
+        elapsed_s = BEAT_EVERY_S if self._sent_at is None else now - self._sent_at
+        self._sent_at = now
+        padding = [0.0] * (MAX_STEPS - len(self._losses))
+        said = torch.tensor([float(self._stop), self._step, elapsed_s, *self._losses, *padding], dtype=torch.float64)
+        work = dist.all_reduce(said, group=self._group, async_op=True) if self._world_size > 1 else None
+        self._pending = (self._step, len(self._losses), said, work)
+        self._losses = []
+
+    def _receive(self) -> Beat | None:
+        """The beat under way, if there is one.
 
         Raises:
             CursorMismatch: the ranks were not at the same step.
         """
         if self._pending is None:
             return None
-        step, said, work = self._pending
+        step, count, said, work = self._pending
         self._pending = None
         if work is not None:
             work.wait()
-        loss, stop, steps = said.tolist()
+        stop, steps, elapsed_s, *losses = said.tolist()
         if steps != step * self._world_size:
             raise CursorMismatch(
                 f"expected all {self._world_size} ranks at step {step}, found steps that sum to {steps:.0f}: "
                 "every rank must call step_done once per batch"
             )
-        return Beat(step, loss / self._world_size, stop > 0)
+        step_s = max(elapsed_s / self._world_size / count, 1e-6)
+        self._steps_per_beat = max(1, min(MAX_STEPS, int(BEAT_EVERY_S / step_s)))
+        return Beat(step, [loss / self._world_size for loss in losses[:count]], stop > 0)

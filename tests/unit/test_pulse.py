@@ -1,0 +1,56 @@
+"""Stop requests and losses reach every rank at the same step, however fast the steps are."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+
+from catalog.errors import CursorMismatch
+from dlac_pipeline.checkpoint.pulse import MAX_STEPS, Beat, Pulse
+
+
+def beats_of(pulse: Pulse, steps: int, *, stop_at: int = 0) -> list[tuple[int, Beat]]:
+    """(step at which it was heard, beat) of a pulse whose loss is the step's number."""
+    heard = []
+    for step in range(1, steps + 1):
+        beat = pulse.step_done(step, loss=float(step), stop=0 < stop_at <= step)
+        if beat is not None:
+            heard.append((step, beat))
+    return heard + [(steps, beat) for beat in pulse.flush()]
+
+
+def test_every_loss_is_heard_once_and_in_order() -> None:
+    """Beats may cover several steps; together they cover each step exactly once."""
+    heard = beats_of(Pulse(1, None), 100)
+    assert [loss for _, beat in heard for loss in beat.losses] == [float(step) for step in range(1, 101)]
+    assert all(beat.step == beat.losses[-1] for _, beat in heard)
+
+
+def test_fast_steps_share_a_beat_and_a_stop_request_is_still_heard_soon() -> None:
+    """Steps of microseconds are told of in beats of at most MAX_STEPS; a stop is heard one step behind its beat."""
+    heard = beats_of(Pulse(1, None), 100, stop_at=50)
+    assert max(len(beat.losses) for _, beat in heard) == MAX_STEPS
+    first = next(step for step, beat in heard if beat.stop)
+    assert 50 < first <= 50 + MAX_STEPS + 1
+
+
+def test_a_beat_is_heard_one_step_later_and_a_flush_waits_for_the_rest() -> None:
+    """The first step's beat arrives with the second step; a flush leaves nothing unsaid."""
+    pulse = Pulse(1, None)
+    assert pulse.step_done(1, loss=0.5, stop=False) is None
+    assert pulse.step_done(2, loss=0.25, stop=False) == Beat(1, [0.5], False)
+    assert pulse.flush() == [Beat(2, [0.25], False)]
+    assert pulse.flush() == []
+
+
+def test_ranks_at_different_steps_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that left out a batch would train on other rows than the ledger says: an error, not a silence."""
+
+    def other_rank_is_one_step_behind(said: object, **_: object) -> None:
+        said[1] += 4  # type: ignore[index]  # the tensor of the beat
+
+    monkeypatch.setattr(dist, "all_reduce", other_rank_is_one_step_behind)
+    pulse = Pulse(2, None)
+    pulse.step_done(5, loss=0.0, stop=False)
+    with pytest.raises(CursorMismatch, match="expected all 2 ranks at step 5"):
+        pulse.flush()
