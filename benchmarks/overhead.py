@@ -2,7 +2,8 @@
 
 Two ranks train a small transformer on a real table. Within one process, segments of steps with `run.step_done` alternate
 with segments of the same loop reading the same tensors without it; the same untracked segments against each other give
-the noise (A/A). The microseconds of tracking are measured directly, around `step_done`, in steps without a checkpoint.
+the noise (A/A). The microseconds of tracking are measured directly, around `step_done`, in steps without a checkpoint:
+the mean over a segment, and of the segments the median.
 Checkpoints are taken between segments: their ledger bytes are the growth of the ledger's data files and metadata.
 """
 

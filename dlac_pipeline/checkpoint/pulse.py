@@ -1,4 +1,4 @@
-"""The ranks' pulse: one small asynchronous all-reduce about every half second carries stop requests and losses to all.
+"""The ranks' pulse: one small asynchronous all-reduce about every two seconds carries stop requests and losses to all.
 
 It adds no barrier: a beat that is sent when step n is done is looked at when step n+1 is done, and has long arrived. Every
 rank sees the same beat at the same step, so all stop, and checkpoint, at the same optimizer-step boundary. How many steps
@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from catalog.errors import CursorMismatch
 
-BEAT_EVERY_S = 0.5
-MAX_STEPS = 16
+BEAT_EVERY_S = 2.0
+MAX_STEPS = 64
 """Steps in one beat at the most: bounds how late a stop request of fast steps is heard."""
 
 
