@@ -4,6 +4,7 @@ from typing import Any
 
 import dagster as dg
 
+from assets.failures import told_to_dagster
 from assets.resources import JobResource
 from assets.sources import tokens
 from catalog.ledger import Ledger
@@ -20,11 +21,12 @@ from dlac_pipeline.plan.planner import make_plan
 )
 def pinned_snapshot(context: dg.AssetExecutionContext, job: JobResource) -> dg.MaterializeResult[None]:
     """Pin the snapshot that the run was started with; for a new run the one the spec names, or the current one."""
-    spec, lakehouse = job.job_spec(), job.lakehouse()
-    legs = Ledger(lakehouse).rows(spec.run, kinds=("leg",))
-    wanted = Leg.from_json(legs[-1]["detail"]).snapshot_id if legs else spec.source.snapshot_id
-    snapshot = snapshot_of(lakehouse.load(spec.source.table), wanted)
-    tag = pin(lakehouse, spec.source.table, snapshot.snapshot_id)
+    with told_to_dagster(context):
+        spec, lakehouse = job.job_spec(), job.lakehouse()
+        legs = Ledger(lakehouse).rows(spec.run, kinds=("leg",))
+        wanted = Leg.from_json(legs[-1]["detail"]).snapshot_id if legs else spec.source.snapshot_id
+        snapshot = snapshot_of(lakehouse.load(spec.source.table), wanted)
+        tag = pin(lakehouse, spec.source.table, snapshot.snapshot_id)
     context.log.info(f"snapshot {snapshot.snapshot_id} of {spec.source.table} is pinned by tag {tag}")
     return dg.MaterializeResult(
         metadata={
@@ -44,10 +46,12 @@ def pinned_snapshot(context: dg.AssetExecutionContext, job: JobResource) -> dg.M
 )
 def work_plan(context: dg.AssetExecutionContext, job: JobResource) -> dg.MaterializeResult[None]:
     """Plan the pinned snapshot."""
-    spec = job.job_spec()
+    with told_to_dagster(context):
+        spec = job.job_spec()
     pinned = metadata_of_this_run(context, pinned_snapshot.key).get("snapshot_id")
     source = spec.source if pinned is None else spec.source.model_copy(update={"snapshot_id": int(pinned)})
-    row = make_plan(job.lakehouse(), source).row
+    with told_to_dagster(context):
+        row = make_plan(job.lakehouse(), source).row
     context.log.info(f"plan {row.plan_id}: {row.units} work units, {row.live_rows} live rows")
     return dg.MaterializeResult(
         metadata={

@@ -17,8 +17,6 @@ from typing import Any
 
 from dlac_pipeline.supervisor import Request
 
-SUPERVISOR_DIED = "SupervisorDied"
-"""Kind of the error that is made up here when the supervisor could not name one itself."""
 _MARGIN_S = 10.0
 """What the supervisor gets on top of the ranks' grace period."""
 
@@ -43,7 +41,7 @@ def supervised(request: Request) -> Iterator[dict[str, Any]]:
             yield last
         process.wait()
         if last.get("event") not in ("ended", "error"):
-            yield {"event": "error", "kind": SUPERVISOR_DIED, "message": f"exit status {process.returncode}"}
+            yield {"event": "error", "kind": "SupervisorDied", "message": f"exit status {process.returncode}"}
     finally:
         _end(process, request.spec.launch.grace_s + _MARGIN_S)
 

@@ -6,16 +6,16 @@ from typing import Any
 import dagster as dg
 from pydantic import Field
 
+from assets.failures import failure, told_to_dagster
 from assets.planning import metadata_of_this_run, work_plan
 from assets.resources import JobResource
-from assets.supervised import SUPERVISOR_DIED, supervised
+from assets.supervised import supervised
+from catalog.errors import RunFinished
 from catalog.ledger import Ledger
 from dlac_pipeline.audit.plots import coverage_png, loss_curve_png
+from dlac_pipeline.recover.status import run_status
 from dlac_pipeline.spec import JobSpec
 from dlac_pipeline.supervisor import Request
-
-NO_RECOVERY_TAG = "dlac/no_recovery"
-"""Set on a Dagster run whose failure another attempt would meet again; the sensor leaves it alone."""
 
 
 class LaunchConfig(dg.Config):
@@ -41,7 +41,8 @@ def model_checkpoint(
     context: dg.AssetExecutionContext, config: LaunchConfig, job: JobResource
 ) -> dg.MaterializeResult[None]:
     """Train until the run is finished, or asked to stop."""
-    spec = job.job_spec()
+    with told_to_dagster(context):
+        spec = job.job_spec()
     context.instance.add_run_tags(context.run_id, {"dlac/run": spec.run})
     request = Request(
         spec=spec,
@@ -55,9 +56,10 @@ def model_checkpoint(
     last: dict[str, Any] = {}
     for last in supervised(request):
         _show(context, last)
-    if last["event"] == "error":
-        raise _failure(context, last)
-    return dg.MaterializeResult(metadata=_summary(spec, job, last))
+    if last["event"] == "error" and last["kind"] != RunFinished.__name__:  # recovering twice changes nothing
+        raise failure(context, last["kind"], last["message"])
+    with told_to_dagster(context):
+        return dg.MaterializeResult(metadata=_summary(spec, job))
 
 
 def _show(context: dg.AssetExecutionContext, event: dict[str, Any]) -> None:
@@ -73,19 +75,13 @@ def _show(context: dg.AssetExecutionContext, event: dict[str, Any]) -> None:
         context.log.info(str(event))
 
 
-def _failure(context: dg.AssetExecutionContext, error: dict[str, Any]) -> dg.Failure:
-    if error["kind"] != SUPERVISOR_DIED:
-        context.instance.add_run_tags(context.run_id, {NO_RECOVERY_TAG: error["kind"]})
-    return dg.Failure(f"{error['kind']}: {error['message']}", metadata={"error": error["kind"]}, allow_retries=False)
-
-
-def _summary(spec: JobSpec, job: JobResource, ended: dict[str, Any]) -> dict[str, Any]:
+def _summary(spec: JobSpec, job: JobResource) -> dict[str, Any]:
     lakehouse = job.lakehouse()
-    state = Ledger(lakehouse).state(spec.run)
+    state, status = Ledger(lakehouse).state(spec.run), run_status(lakehouse, spec.run)
     return {
         "run": spec.run,
-        "step": ended["step"],
-        "ending": ended["ending"],
+        "step": status["step"],
+        "state": status["state"],
         "attempts": state.fence.attempt,
         "head_checkpoint": state.fence.head or "(none)",
         "loss_curve": _picture("Loss on the surviving lineage", loss_curve_png(lakehouse, spec.run)),

@@ -21,7 +21,7 @@ from pyiceberg.expressions import BooleanExpression, EqualTo, In
 from pyiceberg.table import Table
 from sqlalchemy.exc import SQLAlchemyError
 
-from catalog.errors import CatalogUnreachable, FormatTooNew, NoSuchTable
+from catalog.errors import CatalogUnreachable, FormatTooNew, LakehouseError, NoSuchTable, SpecInvalid
 from catalog.guarded import GUARDED
 from catalog.schemas import FORMAT_VERSION, FORMAT_VERSION_PROPERTY, TABLES
 
@@ -87,13 +87,19 @@ class Lakehouse:
         Raises:
             NoSuchTable: there is none.
             CatalogUnreachable: the catalog does not answer.
+            LakehouseError: the table's metadata is not in the warehouse.
         """
         with reachable(self.config.uri):
             try:
                 return self.catalog.load_table(identifier)
             except NoSuchTableError as err:
                 raise NoSuchTable(
-                    f"expected a table named {identifier!r} in catalog {self.config.name!r}, found none"
+                    f"expected a table named {identifier!r} in the catalog at {self.config.uri!r}, found none; "
+                    "another embedded lakehouse is named with --home or DLAC_HOME"
+                ) from err
+            except FileNotFoundError as err:
+                raise LakehouseError(
+                    f"expected the metadata of table {identifier!r} in the warehouse, found {err}: is it mounted?"
                 ) from err
 
     def own(self, name: str) -> Table:
@@ -113,8 +119,7 @@ class Lakehouse:
     def create_own_tables(self) -> None:
         """Create those of DLAC's tables that do not exist; safe to race."""
         with reachable(self.config.uri):
-            for namespace in {self.config.namespace}:
-                self.create_namespace(namespace)
+            self.create_namespace(self.config.namespace)
             for name, (schema, spec) in TABLES.items():
                 identifier = f"{self.config.namespace}.{name}"
                 if not self.catalog.table_exists(identifier):
@@ -157,6 +162,10 @@ def _open(config: LakehouseConfig) -> Catalog:
     for delay_s in (0.1, 0.5):
         try:
             return GUARDED[config.type](config.name, **config.catalog_properties())
+        except ModuleNotFoundError as err:
+            raise SpecInvalid(
+                f"the catalog at {config.uri!r} needs the Python module {err.name!r}: install it"
+            ) from err
         except SQLAlchemyError:
             time.sleep(delay_s)
     return GUARDED[config.type](config.name, **config.catalog_properties())
@@ -177,7 +186,7 @@ def reachable(uri: str) -> Iterator[None]:
     """Turn the failures of a catalog that does not answer into `CatalogUnreachable`."""
     try:
         yield
-    except (SQLAlchemyError, requests.ConnectionError, requests.Timeout, RESTError) as err:
+    except (SQLAlchemyError, requests.RequestException, RESTError) as err:
         raise CatalogUnreachable(
             f"expected the catalog at {uri!r} to answer, found {type(err).__name__}: {str(err).splitlines()[0]}; "
             "check the address, the network and the credentials, then try again"

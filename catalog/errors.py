@@ -41,6 +41,8 @@ class DlacError(Exception):
     """Root of all errors of this project."""
 
     exit_code: ClassVar[int] = 70
+    transient: ClassVar[bool] = False
+    """Whether the same request may well succeed later: an orchestrator tries again, within bounds."""
 
 
 class BadInput(DlacError):
@@ -97,6 +99,7 @@ class LakehouseError(DlacError):
     """The lakehouse did not do its part."""
 
     exit_code = 69
+    transient = True
 
 
 class CatalogUnreachable(LakehouseError):
@@ -105,6 +108,8 @@ class CatalogUnreachable(LakehouseError):
 
 class PinLost(LakehouseError):
     """The tag that keeps a planned snapshot alive is gone or names another snapshot."""
+
+    transient = False
 
 
 class DataFileUnreadable(LakehouseError):
@@ -152,6 +157,8 @@ class CommitConflict(LedgerError):
 class CommitOutcomeUnknown(LedgerError):
     """The catalog stayed away past the deadline while a commit was under way."""
 
+    transient = True
+
 
 class CheckpointError(DlacError):
     """A checkpoint could not be taken or restored."""
@@ -161,6 +168,8 @@ class CheckpointError(DlacError):
 
 class StoreUnavailable(CheckpointError):
     """The checkpoint store is not writable, full or away."""
+
+    transient = True
 
 
 class CheckpointDamaged(CheckpointError):
@@ -185,9 +194,11 @@ class TrainingFailed(DlacError):
     """The ranks died and were not relaunched."""
 
     exit_code = 72
+    transient = True
 
 
 class NoProgress(TrainingFailed):
     """Several attempts in a row committed nothing."""
 
     exit_code = 85
+    transient = False

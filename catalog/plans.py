@@ -17,7 +17,7 @@ from pyiceberg.expressions import BooleanExpression
 from pyiceberg.io.pyarrow import schema_to_pyarrow
 
 from catalog.connect import Lakehouse, equals, reachable
-from catalog.errors import CatalogUnreachable, CommitConflict, FormatTooNew, SpecInvalid
+from catalog.errors import CatalogUnreachable, CommitConflict, FormatTooNew, LakehouseError, SpecInvalid
 from catalog.schemas import FORMAT_VERSION, PLANS, SLICES, WORK_UNITS
 
 WORK_UNITS_ARROW = schema_to_pyarrow(WORK_UNITS, include_field_ids=False)
@@ -73,15 +73,25 @@ def get_plan(lakehouse: Lakehouse, plan_id: str) -> PlanRow:
 
 def write_plan(lakehouse: Lakehouse, plan: PlanRow, units: pa.Table) -> PlanRow:
     """Write units, then the plan row; returns the row that won if somebody else wrote the same plan."""
-    append_own(lakehouse, "work_units", units, unless=None)
+    written = equals("write_id", plan.write_id)
+    append_own(lakehouse, "work_units", units, unless=lambda: _any(lakehouse, "work_units", written))
     row = pa.Table.from_pylist([asdict(plan)], schema=_PLANS_ARROW)
     append_own(lakehouse, "plans", row, unless=lambda: find_plan(lakehouse, plan.plan_id) is not None)
     return get_plan(lakehouse, plan.plan_id)
 
 
 def read_units(lakehouse: Lakehouse, plan: PlanRow) -> pa.Table:
-    """The plan's work units in order of `unit`, with the schema of `work_units`."""
+    """The plan's work units in order of `unit`, with the schema of `work_units`.
+
+    Raises:
+        LakehouseError: there are more or fewer than were planned.
+    """
     found = _rows(lakehouse, "work_units", equals("write_id", plan.write_id))
+    if found.num_rows != plan.units:
+        raise LakehouseError(
+            f"expected {plan.units} work units of plan {plan.plan_id!r}, found {found.num_rows}: the table `work_units` was "
+            "altered; restore it"
+        )
     return found.sort_by("unit").cast(WORK_UNITS_ARROW)
 
 
@@ -89,13 +99,13 @@ def write_slices(lakehouse: Lakehouse, cut_id: str, slices: Callable[[], pa.Tabl
     """Write the slices of a cut, unless they are there: a cut's id is a digest of its content."""
 
     def present() -> bool:
-        return bool(_rows(lakehouse, "slices", equals("cut_id", cut_id), limit=1).num_rows)
+        return _any(lakehouse, "slices", equals("cut_id", cut_id))
 
     if not present():
         append_own(lakehouse, "slices", slices(), unless=present)
 
 
-def append_own(lakehouse: Lakehouse, name: str, rows: pa.Table, *, unless: Callable[[], bool] | None) -> None:
+def append_own(lakehouse: Lakehouse, name: str, rows: pa.Table, *, unless: Callable[[], bool]) -> None:
     """Append to one of DLAC's tables; after a conflict or doubt `unless` is asked before the append is repeated.
 
     Raises:
@@ -104,7 +114,7 @@ def append_own(lakehouse: Lakehouse, name: str, rows: pa.Table, *, unless: Calla
 
     def once() -> None:
         table = lakehouse.own(name)  # loaded before the look: what lands after it makes this append fail
-        if unless is not None and unless():
+        if unless():
             return
         with reachable(lakehouse.config.uri):
             table.append(rows)
@@ -115,6 +125,10 @@ def append_own(lakehouse: Lakehouse, name: str, rows: pa.Table, *, unless: Calla
         stop=tenacity.stop_after_delay(60.0),
         reraise=True,
     )(once)
+
+
+def _any(lakehouse: Lakehouse, name: str, row_filter: BooleanExpression) -> bool:
+    return bool(_rows(lakehouse, name, row_filter, limit=1).num_rows)
 
 
 def _rows(lakehouse: Lakehouse, name: str, row_filter: BooleanExpression, *, limit: int | None = None) -> Any:

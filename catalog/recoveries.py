@@ -45,8 +45,12 @@ class Recovery:
 
 
 def write_recovery(lakehouse: Lakehouse, recovery: Recovery) -> None:
-    """Append one recovery."""
-    append_own(lakehouse, "recoveries", pa.Table.from_pylist([asdict(recovery)], schema=_ARROW), unless=None)
+    """Append one recovery, once."""
+
+    def written() -> bool:
+        return any(found.attempt == recovery.attempt for found in recoveries_of(lakehouse, recovery.run))
+
+    append_own(lakehouse, "recoveries", pa.Table.from_pylist([asdict(recovery)], schema=_ARROW), unless=written)
 
 
 def recoveries_of(lakehouse: Lakehouse, run: str) -> list[Recovery]:

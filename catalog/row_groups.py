@@ -23,6 +23,7 @@ from pyiceberg.io import FileIO
 from pyiceberg.io.pyarrow import expression_to_pyarrow, schema_to_pyarrow
 from pyiceberg.schema import Schema
 from pyiceberg.table import FileScanTask, Table
+from pyparsing import ParseBaseException
 
 from catalog.errors import DataFileUnreadable, NoSuchColumn, SpecInvalid, UnsupportedDeletes
 
@@ -47,10 +48,9 @@ class _Filter:
 
     schema: Schema
     columns: tuple[str, ...]
-    case_sensitive: bool = True
 
     def expression(self, residual: BooleanExpression) -> ds.Expression:
-        return expression_to_pyarrow(bind(self.schema, residual, self.case_sensitive), self.schema)
+        return expression_to_pyarrow(bind(self.schema, residual, case_sensitive=True), self.schema)
 
 
 def parse_filter(text: str, schema: Schema) -> BooleanExpression:
@@ -64,7 +64,13 @@ def parse_filter(text: str, schema: Schema) -> BooleanExpression:
         return AlwaysTrue()
     try:
         expression = parse(text)
-    except Exception as err:  # pyparsing raises its own family of errors
+    except ParseBaseException as err:  # its own message lists the whole grammar
+        rest = repr(text[err.loc :]) if text[err.loc :] else "its end"
+        raise SpecInvalid(
+            f"expected a filter such as \"length > 10 AND lang = 'en'\", found {text!r}, which makes no sense from "
+            f"position {err.loc} on: {rest}"
+        ) from err
+    except ValueError as err:
         raise SpecInvalid(f"expected a filter such as \"length > 10 AND lang = 'en'\", found {text!r}: {err}") from err
     try:
         bind(schema, expression, case_sensitive=True)

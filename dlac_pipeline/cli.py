@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
 import sys
+from decimal import Decimal
+from importlib.metadata import version as version_of
 from pathlib import Path
 from typing import Annotated
 
@@ -13,9 +16,10 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from catalog.connect import Lakehouse, LakehouseConfig, connect
-from catalog.errors import DlacError, NoSuchRun
+from catalog.errors import BadInput, DlacError, NoSuchRun, SpecInvalid
 from catalog.ledger import Ledger
 from dlac_pipeline.spec import JobSpec, home_folder, parse_spec, read_spec
 from dlac_pipeline.watch import TrainingDisplay
@@ -40,6 +44,21 @@ SpecOption = Annotated[
 ]
 RunName = Annotated[str, typer.Argument(help="Name of the training run.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, for programs.")]
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        _out.print(f"dlac {version_of('dlac')}", highlight=False)
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """What all commands share; the help is the app's."""
 
 
 @app.command()
@@ -143,24 +162,29 @@ def sql(
 
     with open_audit(_lakehouse(spec, home)) as connection:
         try:
+            if not connection.extract_statements(query):
+                raise SpecInvalid(f'expected a query such as "FROM checkpoints", found {query!r}')
             result = connection.execute(query)
             names = [column[0] for column in result.description or []]
             rows = result.fetchall()
         except duckdb.Error as err:
-            _err.print(f"[red]error:[/] {err}")
-            raise typer.Exit(64) from err
+            raise SpecInvalid(f"expected a query that DuckDB can answer, found {query!r}: {err}") from err
     if as_json:
-        sys.stdout.write(json.dumps([dict(zip(names, row, strict=True)) for row in rows], default=str) + "\n")
+        sys.stdout.write(json.dumps([dict(zip(names, row, strict=True)) for row in rows], default=_json_value) + "\n")
         return
-    table = Table(*names)
+    table = Table()
+    for name in names:
+        table.add_column(Text(name))
     for row in rows:
-        table.add_row(*(str(value) for value in row))
+        table.add_row(*(Text("NULL", style="dim") if value is None else Text(str(value)) for value in row))
     _out.print(table)
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+@app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def demo(context: typer.Context) -> None:
-    """Run the main job on real input: plan, train, crash, recover, audit, report. `dlac demo --help` tells its options."""
+    """Run the main job on real input, in a checkout: plan, train, crash, recover, audit, report."""
+    if importlib.util.find_spec("dagster") is None:
+        raise BadInput('expected Dagster, which the demo runs on, found none: pip install "dlac[dagster]"')
     os.execv(sys.executable, [sys.executable, "-m", "jobs.demo", *context.args])
 
 
@@ -169,7 +193,7 @@ def main() -> None:
     try:
         app()
     except DlacError as err:
-        _err.print(f"[red]error:[/] {type(err).__name__}: {err}", highlight=False, soft_wrap=True)
+        _err.print(Text.assemble(("error:", "red"), f" {type(err).__name__}: {err}"), soft_wrap=True)
         sys.exit(err.exit_code)
 
 
@@ -181,7 +205,9 @@ def _supervise(job: JobSpec, *, takeover: bool, plan_id: str | None, wait_s: flo
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: supervisor.stop())
         outcome = supervisor.run()
-    _out.print(f"run {job.run!r} {outcome.ending} at step {outcome.step} after {outcome.attempts} attempt(s)")
+    _out.print(
+        f"run {job.run!r} {outcome.ending} at step {outcome.step} after {outcome.attempts} attempt(s)", markup=False
+    )
 
 
 def _resolved(spec: Path, home: Path | None) -> JobSpec:
@@ -189,21 +215,28 @@ def _resolved(spec: Path, home: Path | None) -> JobSpec:
 
 
 def _lakehouse(spec: Path | None, home: Path | None) -> Lakehouse:
-    if spec is not None:
-        return connect(_resolved(spec, home).lakehouse)
-    return connect(LakehouseConfig().at_home(home or home_folder()))
+    """The lakehouse to look at; the embedded one must exist, for looking creates nothing."""
+    home = home or home_folder()
+    embedded = LakehouseConfig().at_home(home)
+    config = embedded if spec is None else _resolved(spec, home).lakehouse
+    if config.uri == embedded.uri and not (home / "catalog.db").is_file():
+        raise SpecInvalid(
+            f"expected a lakehouse in the home folder {str(home.resolve())!r}, found no catalog.db there: "
+            "name its home with --home or DLAC_HOME"
+        )
+    return connect(config)
 
 
 def _last_spec(lakehouse: Lakehouse, run: str) -> JobSpec:
     """The spec with which a run was launched last, from its launch folder."""
     from dlac_pipeline.recover.coordinator import launch_folder_of
 
-    ledger = Ledger(lakehouse)
-    rows, attempt = ledger.rows(run, kinds=("claim",)), ledger.state(run).fence.attempt
+    rows = Ledger(lakehouse).rows(run, kinds=("claim",))
     if not rows:
-        raise NoSuchRun(f"expected a run named {run!r} in the ledger, found only {ledger.runs()!r}")
-    path = Path(launch_folder_of(rows, attempt)) / "spec.json"
-    if not path.is_file():
+        raise NoSuchRun(f"expected a run named {run!r} in the ledger, found only {Ledger(lakehouse).runs()!r}")
+    folder = launch_folder_of(rows, rows[-1]["attempt"])
+    path = Path(folder) / "spec.json"
+    if not folder or not path.is_file():
         raise NoSuchRun(f"expected the job spec of run {run!r} at {str(path)!r}, found none: name it with --spec")
     return parse_spec(json.loads(path.read_text()), origin=repr(str(path)))
 
@@ -225,8 +258,15 @@ def _show_facts(facts: dict[str, object], *, as_json: bool) -> None:
         return
     table = Table(show_header=False)
     for name, value in facts.items():
-        table.add_row(name.replace("_", " "), str(value))
+        table.add_row(name.replace("_", " "), Text(str(value)))
     _out.print(table)
+
+
+def _json_value(value: object) -> object:
+    """What JSON has no type for: decimals as numbers, all else as text."""
+    if isinstance(value, Decimal):
+        return int(value) if value == value.to_integral_value() else float(value)
+    return str(value)
 
 
 if __name__ == "__main__":

@@ -47,6 +47,7 @@ class RankGroup:
         self.started_at = time.time()
         port = _free_port()
         self._processes = [self._start(spec, rank, port) for rank in range(self.world_size)]
+        self._undertaker = _start_undertaker(self.pids)
 
     @property
     def pids(self) -> list[int]:
@@ -58,8 +59,8 @@ class RankGroup:
         return [read_progress(self.folder, rank) for rank in range(self.world_size)]
 
     def failures(self) -> list[Exit]:
-        """Ranks that ended badly. One that died after all its work was done, while Python shut down, did not."""
-        return [exit_ for exit_ in self._exits() if exit_.code != 0 and not self._was_done(exit_.rank)]
+        """Ranks that ended badly. One that died without a reason after all its work, while Python shut down, did not."""
+        return [exit_ for exit_ in self._exits() if exit_.code != 0 and (exit_.kind or not self._was_done(exit_.rank))]
 
     def all_exited(self) -> bool:
         """Whether no rank is running."""
@@ -79,6 +80,8 @@ class RankGroup:
         self._signal(signal.SIGKILL)
         for process in self._processes:
             process.wait()
+        if self._undertaker.poll() is None:
+            self._undertaker.communicate(b"done\n")
 
     def _exits(self) -> list[Exit]:
         found = []
@@ -119,6 +122,32 @@ class RankGroup:
             return subprocess.Popen(
                 command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, process_group=0
             )
+
+
+_UNDERTAKER = """
+import os, signal, sys
+pids = sys.stdin.readline().split()
+if not sys.stdin.readline():
+    for pid in pids:
+        try:
+            os.killpg(int(pid), signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+"""
+
+
+def _start_undertaker(pids: list[int]) -> subprocess.Popen[bytes]:
+    """A small process that kills the ranks' process groups when the supervisor dies without saying that it is done.
+
+    The kernel kills the ranks themselves then; what they have started, in their process groups, has nobody else.
+    """
+    undertaker = subprocess.Popen(
+        [sys.executable, "-S", "-E", "-c", _UNDERTAKER], stdin=subprocess.PIPE, process_group=0
+    )
+    assert undertaker.stdin is not None
+    undertaker.stdin.write(" ".join(map(str, pids)).encode() + b"\n")
+    undertaker.stdin.flush()
+    return undertaker
 
 
 def _log_file(folder: Path, rank: int) -> Path:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import re
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic_core import ErrorDetails
 
 from catalog.connect import LakehouseConfig
 from catalog.errors import SpecInvalid
@@ -33,6 +35,14 @@ class SourceSpec(_Section):
     row_filter: str = Field(
         default="", description='Rows to read, as an Iceberg expression, e.g. "length > 10"; empty: all.'
     )
+
+    @field_validator("table")
+    @classmethod
+    def _in_a_namespace(cls, table: str) -> str:
+        namespace, _, name = table.rpartition(".")
+        if not name.strip() or not all(part.strip() for part in namespace.split(".")):
+            raise ValueError(f"expected namespace.table, found {table!r}")
+        return table
 
     @field_validator("columns")
     @classmethod
@@ -76,12 +86,18 @@ class CheckpointSpec(_Section):
 class LaunchSpec(_Section):
     """How the ranks are started and watched."""
 
-    script: str = Field(description="The training script, run by every rank; relative to the spec's file.")
+    script: str = Field(
+        description="The training script, run by every rank; relative to the spec's file. From Dagster, relative to the "
+        "folder in which Dagster was started: better absolute."
+    )
     args: list[str] = Field(default_factory=list, description="Arguments of the script.")
     world_size: int = Field(default=1, description="Number of ranks; divides the batch size.", ge=1)
     env: dict[str, str] = Field(default_factory=dict, description="Environment variables set for the ranks.")
     grace_s: float = Field(
-        default=20.0, description="Seconds that ranks get to checkpoint and leave when asked to stop.", gt=0
+        default=20.0,
+        description="Seconds that ranks get to checkpoint and leave when asked to stop.",
+        gt=0,
+        le=25,  # a supervisor whose orchestrator died is gone within 30 s
     )
     hang_timeout_s: float = Field(
         default=600.0,
@@ -148,10 +164,36 @@ def parse_spec(raw: dict[str, Any], *, origin: str) -> JobSpec:
         return JobSpec.model_validate(raw)
     except ValidationError as err:
         lines = [
-            f"  {'.'.join(str(part) for part in problem['loc']) or 'spec'}: {problem['msg']} (found {problem['input']!r})"
+            f"  {'.'.join(str(part) for part in problem['loc']) or 'spec'}: {_said(problem)}"
             for problem in err.errors()
         ]
         raise SpecInvalid(f"{origin} is not a valid job spec:\n" + "\n".join(lines)) from err
+
+
+def _said(problem: ErrorDetails) -> str:
+    """What was expected and what was found; of sections and lists their type only."""
+    value = problem["input"]
+    found = type(value).__name__ if isinstance(value, dict | list) else repr(value)
+    if problem["type"] == "value_error":  # a validator above, which names what it found
+        return str(problem["ctx"]["error"])
+    if problem["type"] == "missing":
+        return problem["msg"]
+    if problem["type"] == "extra_forbidden":
+        return f"{_instead(problem['loc'])} (found {found})"
+    return f"{problem['msg']} (found {found})"
+
+
+def _instead(path: Sequence[str | int]) -> str:
+    """What the unknown field at `path` was probably meant to be."""
+    section: type[BaseModel] = JobSpec
+    for part in path[:-1]:
+        annotation = section.model_fields[str(part)].annotation
+        assert isinstance(annotation, type)
+        assert issubclass(annotation, BaseModel)
+        section = annotation
+    known = list(section.model_fields)
+    close = get_close_matches(str(path[-1]), known, n=1)
+    return f"unknown field, did you mean {close[0]!r}?" if close else f"unknown field, expected one of {known!r}"
 
 
 def read_spec(path: Path) -> JobSpec:

@@ -6,6 +6,7 @@ from types import TracebackType
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 
@@ -14,7 +15,7 @@ class TrainingDisplay:
 
     def __init__(self, console: Console, run: str) -> None:
         columns = (
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             MofNCompleteColumn(),
             TextColumn("loss {task.fields[loss]}"),
@@ -45,14 +46,16 @@ class TrainingDisplay:
             self._progress.update(self._task, completed=event["step"], loss=f"{event['loss']:.4f}")
         elif kind in _LINES:
             self._progress.update(self._task, completed=event["step"])
-            self._progress.console.print(_LINES[kind].format_map(event), highlight=False)
+            self._print(_LINES[kind], event)
         elif kind == "warning":
-            self._progress.console.print(f"[yellow]warning[/] {event['message']}", highlight=False)
+            self._print("[yellow]warning[/] {message}", event)
         elif kind == "recovered":
-            self._progress.console.print(
-                f"[yellow]recovered[/] in {event['total_s']:.1f} s from {event['resumed_from'] or 'the start'}; "
-                f"{event['rows_replayed']} rows replayed"
-            )
+            self._print(_RECOVERED, {**event, "resumed_from": event["resumed_from"] or "the start"})
+
+    def _print(self, line: str, event: dict[str, Any]) -> None:
+        """Print a line of markup with an event's values in it, which are no markup."""
+        values = {name: escape(value) if isinstance(value, str) else value for name, value in event.items()}
+        self._progress.console.print(line.format_map(values), highlight=False, emoji=False)
 
 
 _LINES = {
@@ -62,3 +65,4 @@ _LINES = {
     "finished": "finished at step {step}",
     "stopped": "stopped behind step {step}",
 }
+_RECOVERED = "[yellow]recovered[/] in {total_s:.1f} s from {resumed_from}; {rows_replayed} rows replayed"

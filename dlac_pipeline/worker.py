@@ -20,7 +20,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 
@@ -46,32 +46,36 @@ from dlac_pipeline.read.batch import Batch
 from dlac_pipeline.read.blocks import BlockDecoder
 from dlac_pipeline.read.reader import RankReader
 from dlac_pipeline.recover.coordinator import ResumePoint, new_nonce, take_over
+from dlac_pipeline.recover.run_lock import run_lock
 from dlac_pipeline.spec import JobSpec, home_folder, parse_spec, read_spec
 from dlac_pipeline.track.tracker import ReaderStateTracker
 
-_WAIT_FOR_RESUME_POINT_S = 600.0
-
 
 @contextmanager
-def training_run(spec: str | Path | None = None) -> Iterator[TrainingRun]:
+def training_run(spec: str | Path | None = None, *, takeover: bool = False) -> Iterator[TrainingRun]:
     """The training run of this rank; joins the process group, claims or is told the attempt, cleans up behind itself.
+
+    `takeover` fences off a launch of the same run that is still alive, instead of being refused; under `dlac train` the
+    command says so.
 
     Raises:
         SpecInvalid: neither a launch folder nor a spec says what to run.
         DlacError: from the claim, the plan or the resume point.
     """
     folder = Path(os.environ[LAUNCH_VARIABLE]) if LAUNCH_VARIABLE in os.environ else None
-    run = TrainingRun(folder, _job_spec(folder, spec))
-    try:
-        yield run
-    finally:
-        run.close()
+    with ExitStack() as held:
+        run = TrainingRun(folder, _job_spec(folder, spec), takeover=takeover, held=held)
+        try:
+            yield run
+        finally:
+            run.close()
 
 
 class TrainingRun:
     """One rank of one attempt."""
 
-    def __init__(self, folder: Path | None, spec: JobSpec) -> None:
+    def __init__(self, folder: Path | None, spec: JobSpec, *, takeover: bool, held: ExitStack) -> None:
+        """Made by `training_run`; `held` keeps what the run must hold until it is closed."""
         self.spec = spec
         self.rank = int(os.environ.get("RANK", "0"))
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -86,7 +90,7 @@ class TrainingRun:
         self._stop_asked = threading.Event()
         self._handlers = _on_signals(self._stop_asked)
         self._lakehouse = connect(spec.lakehouse)
-        self.resume_point = self._wait_for_resume_point()
+        self.resume_point = _await_resume_point(folder) if folder is not None else self._claim(takeover, held)
         self._open_reader(self._lakehouse)
         self._engine: Engine | None = None
         self._batch: Batch | None = None
@@ -225,14 +229,14 @@ class TrainingRun:
         group: dist.ProcessGroup = dist.new_group(backend="gloo")
         return group
 
-    def _wait_for_resume_point(self) -> ResumePoint:
-        """From the launch folder, or, without one, from a claim by rank 0."""
-        if self._folder is not None:
-            return _await_resume_point(self._folder)
+    def _claim(self, takeover: bool, held: ExitStack) -> ResumePoint:
+        """Without a supervisor rank 0 takes the run over, and holds its lock."""
         said = None
         if self.rank == 0:
+            store, name = self.spec.checkpoint.store, self.spec.run
             try:
-                check_writable(self.spec.checkpoint.store, self.spec.run)
+                check_writable(store, name)
+                held.enter_context(run_lock(store, name, wait_s=0.0, takeover=takeover))
                 said = take_over(self._lakehouse, self.spec, nonce=new_nonce()).to_json()
             except DlacError as err:
                 self._tree.broadcast(json.dumps({"error": str(err)}).encode())
@@ -283,13 +287,9 @@ def _job_spec(folder: Path | None, spec: str | Path | None) -> JobSpec:
 
 
 def _await_resume_point(folder: Path) -> ResumePoint:
+    """Wait for the supervisor, as long as it lives: it may have a large checkpoint to verify."""
     path = folder / "resume.json"
-    deadline = time.monotonic() + _WAIT_FOR_RESUME_POINT_S
     while not path.exists():
-        if time.monotonic() > deadline:
-            raise TrainingFailed(
-                f"expected the supervisor to write {str(path)!r}, found nothing for {_WAIT_FOR_RESUME_POINT_S:.0f} s"
-            )
         time.sleep(0.02)
     return ResumePoint.from_json(path.read_text())
 

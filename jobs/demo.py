@@ -20,18 +20,21 @@ import dagster as dg
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 from catalog.connect import connect
-from catalog.errors import DlacError, TrainingFailed
+from catalog.errors import BadInput, DlacError, SpecInvalid, TrainingFailed
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.audit.report import write_report
 from dlac_pipeline.audit.table import audit_table
 from dlac_pipeline.spec import JobSpec, read_spec
 from jobs.faults import LiveRun
-from jobs.local_dagster import LocalDagster
+from jobs.local_dagster import WORKSPACE, LocalDagster
 
 REFERENCE, FAULTY = "demo-reference", "demo-faulty"
 JOB = Path(__file__).resolve().parent.parent / "examples" / "gpt" / "job.toml"
+MARKER = ".dlac-demo"
+"""Written into the demo's home: only a folder that has it is ever emptied."""
 KILL_RANK_AT, KILL_DAGSTER_RUN_AT = 0.3, 0.6
 """Share of the run's steps after which each fault strikes."""
 
@@ -72,7 +75,6 @@ class Demo:
     """One demo in one home folder."""
 
     def __init__(self, home: Path, report: Path, console: Console) -> None:
-        shutil.rmtree(home, ignore_errors=True)
         self._dagster = LocalDagster(home)
         self._report = report
         self._console = console
@@ -157,17 +159,49 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 @app.command()
 def main(
-    home: Annotated[Path, typer.Option(help="Folder of the demo's lakehouse; emptied first.")] = Path("demo-lakehouse"),
+    home: Annotated[
+        Path, typer.Option(help="Folder of the demo's lakehouse; one of an earlier demo is emptied first.")
+    ] = Path("demo-lakehouse"),
     report: Annotated[Path, typer.Option(help="Folder of report.json and report.html.")] = Path("demo-report"),
 ) -> None:
     """Run the main job on real input: plan, train, crash, recover, audit, report."""
     console = Console()
     try:
+        check_checkout()
+        empty_home(home)
         held = Demo(home, report, console).run()
     except DlacError as err:
-        console.print(f"[red]error:[/] {type(err).__name__}: {err}", highlight=False)
+        console.print(Text.assemble(("error:", "red"), f" {type(err).__name__}: {err}"), soft_wrap=True)
         sys.exit(err.exit_code)
     sys.exit(0 if held else 1)
+
+
+def check_checkout() -> None:
+    """The demo trains the example on Dagster's workspace file: both lie in a checkout, not in an installed package.
+
+    Raises:
+        BadInput: they are not there.
+    """
+    for needed in (JOB, WORKSPACE):
+        if not needed.is_file():
+            raise BadInput(f"expected {str(needed)!r}, found no such file: run the demo in a checkout of DLAC")
+
+
+def empty_home(home: Path) -> None:
+    """Make `home` an empty folder that is marked as the demo's own.
+
+    Raises:
+        SpecInvalid: it holds something, and not from an earlier demo.
+    """
+    if home.exists() and not (home / MARKER).is_file() and (not home.is_dir() or any(home.iterdir())):
+        raise SpecInvalid(
+            f"expected a new, an empty or an earlier demo's folder (one with {MARKER}), found {str(home)!r}, which is "
+            "none of these: name another with --home, or delete it yourself"
+        )
+    if home.exists():
+        shutil.rmtree(home)
+    home.mkdir(parents=True)
+    (home / MARKER).touch()
 
 
 def _check_success(run: dg.DagsterRun) -> None:

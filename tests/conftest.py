@@ -219,7 +219,8 @@ class Launch:
     def ranks(self) -> list[psutil.Process]:
         """The rank processes that are its children now, by rank."""
         with suppress(psutil.NoSuchProcess):
-            return sorted(psutil.Process(self.process.pid).children(), key=lambda child: child.pid)
+            children = psutil.Process(self.process.pid).children()
+            return sorted((one for one in children if "dlac_pipeline.rank" in one.cmdline()), key=lambda one: one.pid)
         return []
 
     def signal_all(self, number: signal.Signals) -> None:
@@ -283,3 +284,15 @@ def campaign(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Arena]:
         assert launch.wait() == 0, launch.stderr
         yield made
         made.close()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 400 KB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", str(folder)]
+    if subprocess.run(command, check=False, capture_output=True).returncode:
+        pytest.skip("mounting a tmpfs is not permitted here")
+    yield folder
+    subprocess.run(["umount", folder], check=True)

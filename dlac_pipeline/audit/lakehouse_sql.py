@@ -11,9 +11,10 @@ from importlib.resources import files
 from typing import Any
 
 import duckdb
-from pyiceberg.expressions import AlwaysTrue, BooleanExpression, In
+import pyarrow as pa
+from pyiceberg.expressions import AlwaysTrue, BooleanExpression
 
-from catalog.connect import Lakehouse, equals, reachable
+from catalog.connect import Lakehouse, among, equals, reachable
 
 QUESTIONS = (
     "bare_path",
@@ -65,15 +66,17 @@ def open_audit(lakehouse: Lakehouse, *, run: str | None = None) -> duckdb.DuckDB
     everything = AlwaysTrue()
     # The consumption comes first: what it names was written before it.
     consumption = _rows(lakehouse, "consumption", everything if run is None else equals("run", run))
-    cuts = everything if run is None else _among("cut_id", consumption["cut_id"])
+    cuts = everything if run is None else among("cut_id", _distinct(consumption["cut_id"]))
     slices = _rows(lakehouse, "slices", cuts)
     named = (
         everything
         if run is None
-        else _among("plan_id", [*_distinct(consumption["plan_id"]), *_distinct(slices["plan_id"])])
+        else among("plan_id", [*_distinct(consumption["plan_id"]), *_distinct(slices["plan_id"])])
     )
     plans = _rows(lakehouse, "plans", named)
-    units = _rows(lakehouse, "work_units", everything if run is None else _among("write_id", plans["write_id"]))
+    units = _rows(
+        lakehouse, "work_units", everything if run is None else among("write_id", _distinct(plans["write_id"]))
+    )
     recoveries = _rows(lakehouse, "recoveries", everything if run is None else equals("run", run))
     tables = {
         "consumption": consumption,
@@ -109,9 +112,5 @@ def _rows(lakehouse: Lakehouse, name: str, row_filter: BooleanExpression) -> Any
         return table.scan(row_filter=row_filter).to_arrow()
 
 
-def _among(column: str, values: Any) -> BooleanExpression:
-    return In(column, _distinct(values))  # type: ignore[call-arg,arg-type]  # its pydantic base hides the real signature
-
-
-def _distinct(values: Any) -> set[str]:
-    return {str(value) for value in values if value is not None}
+def _distinct(values: pa.ChunkedArray) -> list[str]:
+    return [value for value in values.unique().to_pylist() if value is not None]

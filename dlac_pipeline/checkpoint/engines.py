@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from catalog.errors import WorldSizeUnsupported
+from catalog.errors import CheckpointDamaged, WorldSizeUnsupported
 
 
 class Engine(Protocol):
@@ -91,10 +91,12 @@ class DeepSpeedState:
         """DeepSpeed's files, without its `latest` pointer, which is written before other ranks' shards are durable."""
         recorder = _recorder_over(self._engine.checkpoint_engine)
         original, self._engine.checkpoint_engine = self._engine.checkpoint_engine, recorder
+        self._engine._copy_recovery_script = _copy_nothing  # it writes past the recorder, and raises before the barrier
         try:
             self._engine.save_checkpoint(str(folder), tag=self._TAG, client_state={}, save_latest=False)
         finally:
             self._engine.checkpoint_engine = original
+            del self._engine._copy_recovery_script
         if recorder.failure is not None:
             raise recorder.failure
         return list(recorder.written)
@@ -107,11 +109,19 @@ class DeepSpeedState:
                 f"expected {saved_world_size} ranks, as when this ZeRO checkpoint was saved, found {world_size}: "
                 f"resume with world_size = {saved_world_size}"
             )
-        self._engine.load_checkpoint(str(folder), tag=self._TAG)
+        path, _ = self._engine.load_checkpoint(str(folder), tag=self._TAG)
+        if path is None:
+            raise CheckpointDamaged(
+                f"expected a DeepSpeed checkpoint in {str(folder)!r}, DeepSpeed found none that it can load"
+            )
 
     def step_applied(self) -> bool:
         """False when DeepSpeed skipped the step because of an overflow."""
         return bool(self._engine.was_step_applied())
+
+
+def _copy_nothing(*_: Any) -> None:
+    """In place of DeepSpeed's copy of its own conversion script into every checkpoint."""
 
 
 def skip_shared_memory_op() -> None:
@@ -122,6 +132,19 @@ def skip_shared_memory_op() -> None:
     ops = sys.modules.get("deepspeed.ops")
     if ops is not None:
         ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def failed_write(err: OSError | RuntimeError) -> OSError:
+    """The failure to write that `err` stands for: torch.save reports a full disk as a RuntimeError of its zip writer.
+
+    Raises:
+        RuntimeError: `err` itself, when it is about something else.
+    """
+    if isinstance(err, OSError):
+        return err
+    if "unexpected pos" in str(err) or "PytorchStreamWriter" in str(err):
+        return OSError(str(err))
+    raise err
 
 
 def _recorder_over(inner: Any) -> Any:
@@ -151,7 +174,7 @@ def _recorder_over(inner: Any) -> Any:
                 torch.save(state_dict, path)
                 self.written.append(Path(path))
             except (OSError, RuntimeError) as err:
-                self.failure = err if isinstance(err, OSError) else OSError(str(err))
+                self.failure = failed_write(err)
 
         def load(self, path: str, map_location: Any = None) -> Any:
             return inner.load(path, map_location=map_location)

@@ -17,9 +17,10 @@ import msgpack
 from catalog import errors
 from catalog.commits import Attempt, commit_checkpoint
 from catalog.connect import Lakehouse
+from catalog.durable_io import fsync_directory
 from catalog.errors import CheckpointError, CursorMismatch, DlacError
 from catalog.ledger import Ledger
-from dlac_pipeline.checkpoint.engines import Engine
+from dlac_pipeline.checkpoint.engines import Engine, failed_write
 from dlac_pipeline.checkpoint.manifest import FileEntry, Manifest
 from dlac_pipeline.checkpoint.rng import save_rng
 from dlac_pipeline.checkpoint.store import MANIFEST, file_digest, stage_folder, storing, sync_file
@@ -134,8 +135,11 @@ class CheckpointManager:
                     files.append(entry)
         except DlacError as err:
             failure = failure or _named(err)
-        except RuntimeError as err:  # torch.save reports a full disk as a RuntimeError
-            failure = failure or ("StoreUnavailable", f"expected to save into {str(folder)!r}, found {err}")
+        except RuntimeError as err:
+            failure = failure or (
+                "StoreUnavailable",
+                f"expected to save into {str(folder)!r}, found {failed_write(err)}",
+            )
         cursors = [] if tracker.cursors is None else tracker.cursors.tolist()
         return {
             "failure": failure,
@@ -183,6 +187,8 @@ class CheckpointManager:
             ledger_rows=[*self._lineage.rows_since, *rows],
         )
         with storing(folder):
+            for ancestor in (folder.parent, folder.parent.parent, folder.parent.parent.parent):
+                fsync_directory(ancestor)  # the names of the folders themselves
             digest = manifest.write(folder)
         rows[0] |= {
             "manifest_uri": (folder / MANIFEST).resolve().as_uri(),

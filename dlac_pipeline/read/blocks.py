@@ -40,10 +40,13 @@ class BlockDecoder:
         self._units = units
         self._columns = tuple(columns)
         self._types = schema_to_pyarrow(schema, include_field_ids=False)
+        self._row_bytes: float | None = None
         self._open = lru_cache(maxsize=1024)(self._footer)
 
     def bytes_of(self, block: Block) -> int:
-        """Upper estimate of the decoded size of a block, from the footers."""
+        """Estimate of the decoded size of a block: from the last row decoded, before there is one from the footers."""
+        if self._row_bytes is not None:
+            return int(block.rows * self._row_bytes)
         units, slices = self._units, block.slices
         return int((units.bytes[slices.unit] * slices.rows // np.maximum(1, units.rows[slices.unit])).sum())
 
@@ -80,10 +83,17 @@ class BlockDecoder:
             raise DataFileUnreadable(
                 f"expected {origin} to decode, found {type(err).__name__}: {err}; restore the file, or plan another snapshot"
             ) from err
+        if table.num_rows != self._units.rows[unit]:
+            raise DataFileUnreadable(
+                f"expected {self._units.rows[unit]} rows in {origin}, as planned, found {table.num_rows}: the file was altered"
+            )
         arrays = {}
         for name, name_in_file in opened.columns.items():
             column = table[name_in_file].slice(first, rows)
-            arrays[name] = to_numpy(_widened(column, self._types.field(name).type), name=name, origin=origin)
+            array = to_numpy(_widened(column, self._types.field(name).type), name=name, origin=origin)
+            # A view would keep the whole decoded row group alive, once per key group that has a slice of it.
+            arrays[name] = array if 2 * rows > table.num_rows else array.copy()
+        self._row_bytes = sum(array.nbytes for array in arrays.values()) / max(1, rows)
         return arrays
 
     def _footer(self, path: str) -> _Opened:

@@ -15,7 +15,8 @@ from typing import Any
 from catalog.commits import Attempt, claim, quarantine
 from catalog.connect import Lakehouse
 from catalog.errors import CheckpointDamaged, NoRestorableCheckpoint
-from catalog.ledger import HEAD_KINDS, Ledger, Row
+from catalog.ledger import HEAD_KINDS, Ledger, Row, RunState
+from catalog.plans import find_plan
 from dlac_pipeline.checkpoint.manifest import Manifest, folder_of, read_manifest, verify_files
 from dlac_pipeline.plan.leg import Leg
 from dlac_pipeline.plan.planner import first_leg, load_plan, make_plan
@@ -85,20 +86,19 @@ def take_over(
     ledger = Ledger(lakehouse)
     started = time.monotonic()
     before = ledger.state(spec.run)
-    if before.fence.head is None:
-        if ledger.rows(spec.run, kinds=("checkpoint",)):
-            raise NoRestorableCheckpoint(
-                f"every checkpoint of run {spec.run!r} is quarantined: start a run under another name"
-            )
-        plan = load_plan(lakehouse, plan_id) if plan_id else make_plan(lakehouse, spec.source)
-        leg = first_leg(plan, spec.order)
-    else:
-        leg = _committed_leg(ledger, spec)
-        check_resumable(lakehouse, spec, leg, plan_id)
+    recovering = replaces is not None and before.fence.head is None
+    leg = _choose_leg(ledger, spec, before, plan_id or (_claimed_plan(ledger, spec) if recovering else None))
     current = before.fence.attempt - (before.fence.nonce == nonce)  # an earlier try of this very claim may have landed
     replaced = current if replaces is None else replaces
-    detail = {"host": socket.gethostname(), "launch_folder": launch_folder, "launched_by": launched_by}
+    detail = {
+        "host": socket.gethostname(),
+        "launch_folder": launch_folder,
+        "launched_by": launched_by,
+        "plan_id": leg.plan_id,
+    }
     state = claim(ledger, spec.run, nonce=nonce, replaces=replaced, detail=detail)
+    if state.fence.head != before.fence.head:  # the attempt that was replaced committed while this one was planning
+        leg = _choose_leg(ledger, spec, state, plan_id)
     attempt = Attempt(run=spec.run, number=state.fence.attempt, nonce=nonce)
     claimed = time.monotonic()
     rows = ledger.rows(spec.run, kinds=HEAD_KINDS)
@@ -122,6 +122,32 @@ def take_over(
         claim_s=claimed - started,
         verify_s=time.monotonic() - claimed,
     )
+
+
+def _choose_leg(ledger: Ledger, spec: JobSpec, state: RunState, plan_id: str | None) -> Leg:
+    """The committed leg, if it is what the spec asks for; for a run without a checkpoint the leg that it starts with."""
+    if state.fence.head is not None:
+        leg = _committed_leg(ledger, spec)
+        check_resumable(ledger.lakehouse, spec, leg, plan_id)
+        return leg
+    if ledger.rows(spec.run, kinds=("checkpoint",)):
+        raise NoRestorableCheckpoint(
+            f"every checkpoint of run {spec.run!r} is quarantined: start a run under another name"
+        )
+    plan = load_plan(ledger.lakehouse, plan_id) if plan_id else make_plan(ledger.lakehouse, spec.source)
+    return first_leg(plan, spec.order)
+
+
+def _claimed_plan(ledger: Ledger, spec: JobSpec) -> str | None:
+    """The plan that the attempt to be recovered had claimed the run for, if it is still what the spec asks for."""
+    claims = ledger.rows(spec.run, kinds=("claim",))
+    plan_id = json.loads(claims[-1]["detail"]).get("plan_id") if claims else None
+    row = find_plan(ledger.lakehouse, plan_id) if plan_id else None
+    if row is None or (row.source_table, row.row_filter) != (spec.source.table, spec.source.row_filter):
+        return None
+    same_columns = json.loads(row.columns) == spec.source.columns
+    same_snapshot = spec.source.snapshot_id in (None, row.snapshot_id)
+    return row.plan_id if same_columns and same_snapshot else None
 
 
 def check_resumable(lakehouse: Lakehouse, spec: JobSpec, leg: Leg, plan_id: str | None) -> None:

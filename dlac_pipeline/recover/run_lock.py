@@ -8,7 +8,7 @@ from __future__ import annotations
 import fcntl
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -19,8 +19,12 @@ _POLL_S = 0.1
 
 
 @contextmanager
-def run_lock(store: str, run: str, *, wait_s: float, takeover: bool) -> Iterator[None]:
+def run_lock(
+    store: str, run: str, *, wait_s: float, takeover: bool, may_replace: Callable[[], None] = lambda: None
+) -> Iterator[None]:
     """Hold the run's lock; wait `wait_s` for another holder to leave, then take over without it, or refuse.
+
+    `may_replace` is asked before the lock of a launch that is still alive is replaced; it raises to refuse.
 
     Raises:
         RunBusy: another launch holds it, and `takeover` was not asked for.
@@ -30,6 +34,7 @@ def run_lock(store: str, run: str, *, wait_s: float, takeover: bool) -> Iterator
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = _acquire(path, wait_s)
         if descriptor is None and takeover:
+            may_replace()
             descriptor = _replace(path)
     if descriptor is None:
         raise RunBusy(

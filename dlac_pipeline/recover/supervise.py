@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import tenacity
 
@@ -27,6 +27,7 @@ from catalog.errors import (
     NoProgress,
     RunFinished,
     SpecInvalid,
+    SteppedAside,
     TrainingFailed,
 )
 from catalog.ledger import Ledger
@@ -34,16 +35,21 @@ from catalog.plans import get_plan
 from dlac_pipeline.checkpoint.store import check_writable, storing
 from dlac_pipeline.launch import Exit, RankGroup
 from dlac_pipeline.plan.leg import Leg
-from dlac_pipeline.progress import Phase
 from dlac_pipeline.recover.coordinator import ResumePoint, attempts_without_progress, new_nonce, take_over
 from dlac_pipeline.recover.incident import Failure, Incident, failure_of_attempt
 from dlac_pipeline.recover.run_lock import run_lock
 from dlac_pipeline.spec import JobSpec
 
+Argument = TypeVar("Argument")
+Result = TypeVar("Result")
 Event = dict[str, Any]
 Ending = Literal["finished", "stopped", "left"]
 _POLL_S = 0.05
 _STEP_EVENT_EVERY_S = 0.5
+HANG = "Hang"
+"""Kind of the failure of a rank that gives no sign of life."""
+_PATIENCE_S = 180.0
+"""How long a recovery waits for a catalog that is away."""
 _TERMINAL = (BadInput, LedgerError, CheckpointError)
 """Errors of a rank that another attempt would meet again."""
 
@@ -54,8 +60,8 @@ class Outcome:
 
     ending: Ending
     """finished; stopped when asked to, behind a checkpoint; left: the script returned early."""
-    attempt: int
     attempts: int
+    """Attempts that this supervisor launched."""
     step: int
 
 
@@ -104,9 +110,16 @@ class Supervisor:
                 f"expected a training script at launch.script = {spec.launch.script!r}, found no such file"
             )
         check_writable(spec.checkpoint.store, spec.run)
-        with run_lock(spec.checkpoint.store, spec.run, wait_s=self._wait_s, takeover=self._takeover):
-            lakehouse = connect(spec.lakehouse)
-            replaces, fruitless, attempts = self._replaces, 0, 0
+        lakehouse = self._patiently(connect, spec.lakehouse)
+        replaces = self._checked_target(lakehouse)
+        with run_lock(
+            spec.checkpoint.store,
+            spec.run,
+            wait_s=self._wait_s,
+            takeover=self._takeover,
+            may_replace=lambda: _check_current(lakehouse, spec.run, replaces),
+        ):
+            fruitless, attempts = 0, 0
             failure: Failure | None = None
             ending: Ending | Failure
             while True:
@@ -117,14 +130,41 @@ class Supervisor:
                 except RunFinished:
                     if failure is None:
                         raise
+                    if failure.kind not in ("", HANG):
+                        raise TrainingFailed(
+                            f"the run is finished, but its script failed afterwards: {failure.cause}"
+                        ) from None
                     ending = "finished"  # the attempt that failed had committed everything
                 if isinstance(ending, str):
-                    return Outcome(ending=ending, attempt=attempt.number, attempts=attempts, step=attempt.step)
+                    return Outcome(ending=ending, attempts=attempts, step=attempt.step)
                 replaces, failure = attempt.number, ending
                 fruitless = 0 if attempt.committed else fruitless + 1
                 if fruitless >= spec.launch.attempts_without_progress:  # a commit can land and its event be lost
                     fruitless = min(fruitless, attempts_without_progress(Ledger(lakehouse).rows(spec.run)))
                 self._give_up_if_hopeless(ending, fruitless)
+
+    def _checked_target(self, lakehouse: Lakehouse) -> int | None:
+        """The attempt that is replaced, fixed before waiting for anybody: who comes second steps aside, and fences nobody."""
+        state = self._patiently(Ledger(lakehouse).state, self._spec.run)
+        if state.finished:
+            raise RunFinished(
+                f"run {self._spec.run!r} is finished at checkpoint {state.fence.head!r} and takes no more attempts"
+            )
+        if self._plan_id is not None:
+            get_plan(lakehouse, self._plan_id)
+        target = state.fence.attempt if self._takeover and self._replaces is None else self._replaces
+        _check_current(lakehouse, self._spec.run, target)
+        return target
+
+    def _patiently(self, call: Callable[[Argument], Result], argument: Argument) -> Result:
+        """Call what needs the catalog; a recovery waits for a catalog that is away."""
+        tries = tenacity.Retrying(
+            retry=tenacity.retry_if_exception_type(CatalogUnreachable),
+            wait=tenacity.wait_random_exponential(multiplier=0.2, max=5.0),
+            stop=tenacity.stop_after_delay(_PATIENCE_S if self._replaces is not None else 0.0),
+            reraise=True,
+        )
+        return tries(call, argument)
 
     def _give_up_if_hopeless(self, failure: Failure, fruitless: int) -> None:
         kind = getattr(errors, failure.kind, None)
@@ -157,6 +197,7 @@ class _Attempt:
         self._events_read = 0
         self._incident: Incident | None = None
         self._said_step_at = 0.0
+        self._resumable_at = 0.0
         self.number = 0
         self.step = 0
         self.committed = False
@@ -175,7 +216,9 @@ class _Attempt:
             for message in leg.warnings(get_plan(self._lakehouse, leg.plan_id).live_rows, self._spec.launch.world_size):
                 self._say({"event": "warning", "message": message})
             self._say({"event": "attempt", "attempt": point.attempt, "step": point.step, "pids": ranks.pids})
-            _write_whole(self._folder / "resume.json", point.to_json())
+            with storing(self._folder):
+                _write_whole(self._folder / "resume.json", point.to_json())
+            self._resumable_at = time.time()
             return self._watch(ranks)
         finally:
             ranks.end()
@@ -186,7 +229,7 @@ class _Attempt:
         retrying = tenacity.Retrying(
             retry=tenacity.retry_if_exception_type(CatalogUnreachable),
             wait=tenacity.wait_random_exponential(multiplier=0.2, max=5.0),
-            stop=tenacity.stop_after_delay(180.0 if self._failure is not None else 0.0),
+            stop=tenacity.stop_after_delay(_PATIENCE_S if self._replaces is not None else 0.0),
             reraise=True,
         )
         point: ResumePoint = retrying(
@@ -232,11 +275,13 @@ class _Attempt:
             time.sleep(_POLL_S)
 
     def _hung(self, ranks: RankGroup, now: float) -> Exit | None:
-        for rank, progress in enumerate(ranks.progress()):
-            last = ranks.started_at if progress is None else progress.at
-            if now - last > self._spec.launch.hang_timeout_s and (progress is None or progress.phase != Phase.DONE):
-                return Exit(rank=rank, code=1, kind="Hang", message=f"no sign of life for {now - last:.0f} s")
-        return None
+        """The rank that has been silent longest, if that is too long; what the supervisor itself took does not count."""
+        seen = [0.0 if progress is None else progress.at for progress in ranks.progress()]
+        rank = min(range(len(seen)), key=seen.__getitem__)
+        silent_s = now - max(seen[rank], self._resumable_at)
+        if silent_s <= self._spec.launch.hang_timeout_s:
+            return None
+        return Exit(rank=rank, code=1, kind=HANG, message=f"no sign of life for {silent_s:.0f} s")
 
     def _failed(self, ranks: RankGroup, cause: Exit) -> Failure:
         noticed_at = time.time()
@@ -265,12 +310,19 @@ class _Attempt:
         known = [found for found in progress if found is not None]
         self.step = max(self.step, min(found.step for found in known))
         if self._incident is not None and self._incident.observe(known):
-            self._say(self._incident.report(self._lakehouse))
+            self._report(self._incident)
             self._incident = None
         first = known[0]
         if first.loss_step and time.time() - self._said_step_at >= _STEP_EVENT_EVERY_S:
             self._said_step_at = time.time()
             self._say({"event": "step", "step": first.step, "loss_step": first.loss_step, "loss": first.loss})
+
+    def _report(self, incident: Incident) -> None:
+        """Write the recovery down; a run that has recovered does not die of its report."""
+        try:
+            self._say(incident.report(self._lakehouse))
+        except DlacError as err:
+            self._say({"event": "warning", "message": f"the recovery could not be recorded: {err}"})
 
     def _forward_events(self) -> None:
         for event in self._new_events():
@@ -293,6 +345,20 @@ class _Attempt:
 
     def _say(self, event: Event) -> None:
         self._supervisor._on_event({"run": self._spec.run, "attempt": self.number, **event})
+
+
+def _check_current(lakehouse: Lakehouse, run: str, attempt: int | None) -> None:
+    """Check that `attempt`, if one is to be replaced, is still the current one.
+
+    Raises:
+        SteppedAside: it is not: somebody else took the run over.
+    """
+    current = Ledger(lakehouse).state(run).fence.attempt
+    if attempt is not None and current != attempt:
+        raise SteppedAside(
+            f"expected attempt {attempt} of run {run!r} to be the current one, found attempt {current}: another launch "
+            "owns the run; nothing to do"
+        )
 
 
 def _first_cause(failures: list[Exit]) -> Exit:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,6 +10,7 @@ import dagster as dg
 import psutil
 import pytest
 
+from assets.failures import NO_RECOVERY_TAG
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.spec import JobSpec
 from jobs.faults import LiveRun
@@ -98,12 +100,23 @@ def test_every_committed_checkpoint_is_an_observation_and_the_model_carries_pict
         assert metadata[picture].value.startswith(("![Loss", "![Coverage"))
 
 
+def sensor_ticks(dagster: LocalDagster, after: float) -> int:
+    """Evaluations of the recovery sensor that began after a moment and have ended."""
+    with dagster.instance() as instance:
+        (state,) = (one for one in instance.all_instigator_state() if one.instigator_name == "recovery_sensor")
+        ticks = instance.get_ticks(state.instigator_origin_id, state.selector_id, after=after)
+        return sum(1 for tick in ticks if tick.end_timestamp is not None)
+
+
 def test_a_failure_that_would_come_again_is_not_recovered(campaign: Arena, dagster: LocalDagster) -> None:
-    """A wrong column fails the Dagster run with its reason, and the sensor leaves it alone."""
-    spec = campaign.spec("hopeless", columns=["no_such_column"])
+    """A wrong column fails the Dagster run with its reason, and the sensor, having looked, leaves it alone."""
+    spec = campaign.spec("hopeless-dagster", columns=["no_such_column"])
     ended = dagster.wait(dagster.launch("train_job", job_config(spec)))
+    moment = time.time()
     assert ended.status == dg.DagsterRunStatus.FAILURE
+    assert ended.tags[NO_RECOVERY_TAG] == "NoSuchColumn"
     failures = events_of(dagster, ended.run_id, dg.DagsterEventType.STEP_FAILURE)
     assert "no_such_column" in str(failures[0].event_specific_data.error)
+    wait_until(lambda: sensor_ticks(dagster, moment) >= 2, what="two looks of the sensor")
     with dagster.instance() as instance:
         assert not instance.get_runs(dg.RunsFilter(tags={"dlac/recovers": ended.run_id}))

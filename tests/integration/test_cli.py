@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import duckdb
 import pytest
 
+from dlac_pipeline import cli
+from jobs.demo import MARKER, empty_home
 from tests.conftest import Arena
 
 DLAC = Path(sys.executable).parent / "dlac"
@@ -59,6 +62,10 @@ def test_a_run_is_planned_trained_looked_at_and_audited_from_the_command_line(ar
         (("recover", "nobody"), 64, "NoSuchRun"),
         (("train", "missing.toml"), 64, "SpecInvalid"),
         (("sql", "SELEC 1"), 64, "syntax error"),
+        (("sql", ""), 64, "expected a query"),
+        (("sql", " ; "), 64, "expected a query"),
+        (("sql", "SELECT '[/a]' FROM nowhere"), 64, "[/a]"),
+        (("status", "[/a]"), 64, "[/a]"),
     ],
 )
 def test_a_wrong_request_is_one_clear_error_and_its_exit_status(
@@ -82,6 +89,68 @@ def test_every_wrong_field_of_a_spec_is_named_at_once(arena: Arena) -> None:
     assert done.returncode == 64
     for named in ("run:", "source.columns:", "order:"):
         assert named in done.stderr
+
+
+def test_values_of_sql_come_as_they_are(arena: Arena) -> None:
+    """What looks like markup is shown, NULL is told from text, and a decimal is a number in JSON."""
+    query = "SELECT '[/a] :x:' AS \"[/b]\", NULL AS nothing, 1.50::DECIMAL(9, 2) AS price, sum(2) AS total"
+    shown = dlac("sql", query, home=arena.home)
+    assert shown.returncode == 0, shown.stderr
+    assert all(text in shown.stdout for text in ("[/a] :x:", "[/b]", "NULL", "1.50"))
+    answered = json.loads(dlac("sql", query, "--json", home=arena.home).stdout)
+    assert answered == [{"[/b]": "[/a] :x:", "nothing": None, "price": 1.5, "total": 2}]
+
+
+@pytest.mark.parametrize("arguments", [("status", "r"), ("audit", "r"), ("sql", "FROM checkpoints")])
+def test_looking_where_no_lakehouse_is_creates_none(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    """The error names the folder that was searched and how to name another one; the folder stays as it was."""
+    home = tmp_path / "empty"
+    done = dlac(*arguments, home=home)
+    assert done.returncode == 64
+    assert all(said in done.stderr for said in (str(home), "--home", "DLAC_HOME"))
+    assert not home.exists()
+
+
+def test_the_demo_deletes_only_what_a_demo_made(tmp_path: Path) -> None:
+    """A folder with something else in it is refused by name, and keeps it."""
+    (tmp_path / "thesis.tex").touch()
+    done = dlac("demo", home=tmp_path)
+    assert done.returncode == 64
+    assert str(tmp_path) in done.stderr + done.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_an_earlier_demo_is_emptied(tmp_path: Path) -> None:
+    """A new, an empty and a demo's own folder become an empty one that is marked."""
+    home = tmp_path / "home"
+    empty_home(home)
+    (home / "catalog.db").touch()
+    empty_home(home)
+    assert [path.name for path in home.iterdir()] == [MARKER]
+
+
+def test_the_demo_without_dagster_names_the_extra(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where Dagster is not installed, one error says how to install it."""
+    monkeypatch.setitem(sys.modules, "dagster", None)
+    monkeypatch.setattr(sys, "argv", ["dlac", "demo"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 64
+    assert 'pip install "dlac[dagster]"' in capsys.readouterr().err
+
+
+def test_the_demo_explains_its_own_options() -> None:
+    """`dlac demo --help` is the demo's help."""
+    shown = subprocess.run([str(DLAC), "demo", "--help"], capture_output=True, text=True, check=True).stdout
+    assert "--report" in shown
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    """`dlac --version` prints it."""
+    shown = subprocess.run([str(DLAC), "--version"], capture_output=True, text=True, check=True).stdout
+    assert shown == f"dlac {version('dlac')}\n"
 
 
 def test_help_explains_every_command() -> None:

@@ -27,7 +27,13 @@ def changed(section: str, **values: Any) -> dict[str, Any]:
     [
         ({**GOOD, "run": "../up"}, r"run: .*'\.\./up'"),
         ({**GOOD, "run": ""}, r"run: .*found ''"),
-        ({**GOOD, "colour": "red"}, r"colour: .*'red'"),
+        ({**GOOD, "colour": "red"}, r"colour: unknown field, expected one of \['run', .*'red'"),
+        (changed("order", batchsize=1), r"order\.batchsize: unknown field, did you mean 'batch_size'\? \(found 1\)"),
+        ({**GOOD, "lunch": {"a": 1}}, r"lunch: unknown field, did you mean 'launch'\? \(found dict\)"),
+        (changed("source", table="t"), r"source\.table: expected namespace\.table, found 't'"),
+        (changed("source", table=".t"), r"source\.table: expected namespace\.table, found '\.t'"),
+        (changed("source", table="a..t"), r"source\.table: expected namespace\.table, found 'a\.\.t'"),
+        (changed("launch", grace_s=26), r"launch\.grace_s: .*less than or equal to 25 \(found 26\)"),
         (changed("order", batch_size=30), r"order: .*batch_size 30 is not a multiple of key_groups 8"),
         (changed("order", batch_size=0), r"order\.batch_size: .*found 0"),
         (changed("order", seed=-1), r"order\.seed: .*found -1"),
@@ -44,6 +50,16 @@ def test_what_is_wrong_is_named(raw: dict[str, Any], message: str) -> None:
     with pytest.raises(SpecInvalid, match=message) as caught:
         parse_spec(raw, origin="'job.toml'")
     assert str(caught.value).startswith("'job.toml' is not a valid job spec:")
+
+
+def test_a_message_holds_neither_sections_nor_the_parsers_own_words() -> None:
+    """A missing field does not repeat the section that it is missing from; a validator's message stands as written."""
+    with pytest.raises(SpecInvalid) as caught:
+        parse_spec({**changed("order", batch_size=30), "source": {"columns": ["x", "x"]}}, origin="'job.toml'")
+    said = str(caught.value)
+    assert "source.table: Field required\n" in said
+    assert "Value error" not in said
+    assert "{" not in said
 
 
 def test_every_field_is_described() -> None:

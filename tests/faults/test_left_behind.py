@@ -1,0 +1,46 @@
+"""What a run leaves behind: no process, no hidden failure, no hang on a full disk."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import psutil
+
+from tests.conftest import Arena, wait_until
+
+
+def test_a_failure_after_the_last_batch_is_told(campaign: Arena) -> None:
+    """The run is finished in the ledger, and the launch ends with what the script died of, not with success."""
+    launch = campaign.launch(campaign.spec("afterwards", "fails_afterwards.py", passes=1, world_size=1))
+    assert launch.wait() == 72
+    (error,) = launch.of("error")
+    assert "exporting the model failed" in error["message"]
+    assert campaign.rows("afterwards", "finish")
+
+
+def test_what_a_rank_has_started_dies_with_the_supervisor(campaign: Arena) -> None:
+    """SIGKILL of the supervisor: the ranks' own children are gone as well, within 30 s."""
+    launch = campaign.launch(campaign.spec("children", "has_children.py"))
+    launch.wait_for("training")
+    files = [campaign.home / "journal" / f"child-{rank}" for rank in range(2)]
+    wait_until(lambda: all(file.exists() and file.read_text() for file in files), what="the ranks' children")
+    children = [psutil.Process(int(file.read_text())) for file in files]
+    os.kill(launch.process.pid, signal.SIGKILL)
+
+    def gone() -> bool:
+        return not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children)
+
+    wait_until(gone, what="the end of the ranks' children", within_s=30)
+
+
+def test_a_full_store_under_deepspeed_ends_the_run_and_no_rank_waits_for_another(
+    campaign: Arena, small_disk: Path
+) -> None:
+    """DeepSpeed's save ends in a barrier: a rank that cannot write must reach it, and say no in the vote."""
+    spec = campaign.spec("ds-full", "train_deepspeed.py", store=str(small_disk), every_steps=2, hang_timeout_s=60.0)
+    launch = campaign.launch(spec)
+    assert launch.wait() == 74, launch.events[-3:]
+    (error,) = launch.of("error")
+    assert error["kind"] == "StoreUnavailable"
