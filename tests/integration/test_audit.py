@@ -1,191 +1,28 @@
+"""The audit of runs that are what they should be, and what it prints."""
+
 from __future__ import annotations
 
 import json
 import os
-import signal
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from itertools import count
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import duckdb
 import numpy as np
-import pyarrow as pa
 import pytest
-from pyiceberg.expressions import And, EqualTo
-from pyiceberg.io.pyarrow import schema_to_pyarrow
 from rich.console import Console
 
-from catalog.connect import Lakehouse, LakehouseConfig, connect
+from catalog.connect import Lakehouse
 from catalog.errors import NoSuchRun
 from catalog.ledger import Ledger, Row
-from catalog.schemas import CONSUMPTION, SLICES
-from dlac_pipeline.audit.audit import AuditReport, audit_run
+from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.audit.explain import explain_sql
 from dlac_pipeline.audit.lakehouse_sql import open_audit, rows_of
 from dlac_pipeline.audit.plots import coverage_png, loss_curve_png
 from dlac_pipeline.audit.report import write_report
 from dlac_pipeline.audit.table import audit_table
-from dlac_pipeline.recover.supervise import Event, Supervisor
-from dlac_pipeline.spec import JobSpec, parse_spec
-
-PROGRAM = Path(__file__).parents[1] / "programs" / "train_tiny.py"
-ROWS = 1000
-Change = Callable[[list[Row]], list[Row]]
-
-
-@dataclass
-class Lake:
-    """A lakehouse with two finished runs of one plan: "reference", and "faulty", one of whose ranks was killed."""
-
-    home: Path
-    lakehouse: Lakehouse = field(init=False)
-    names: Iterator[int] = field(default_factory=count)
-
-    def __post_init__(self) -> None:
-        self.lakehouse = connect(LakehouseConfig().at_home(self.home))
-        self.lakehouse.create_namespace("src")
-        (self.home / "journal").mkdir()
-        random = np.random.default_rng(0)
-        rows = pa.table(
-            {
-                "row_id": pa.array(np.arange(ROWS)),
-                "x": pa.array(list(random.normal(size=(ROWS, 4)).astype(np.float32)), type=pa.list_(pa.float32())),
-                "kept": pa.array(random.random(ROWS) < 0.9),
-            }
-        )
-        self.lakehouse.catalog.create_table("src.t", rows.schema, properties={"write.parquet.row-group-limit": "50"})
-        for start in (0, 300, 650):
-            self.lakehouse.load("src.t").append(rows.slice(start, {0: 300, 300: 350, 650: 350}[start]))
-
-    def spec(self, run: str) -> JobSpec:
-        """A job with dead rows here and there, and one row group without any live row."""
-        raw = {
-            "run": run,
-            "source": {"table": "src.t", "columns": ["row_id", "x"], "row_filter": "kept = true and row_id >= 60"},
-            "order": {"batch_size": 32, "key_groups": 8, "seed": 3, "passes": 2},
-            "checkpoint": {"every_steps": 8},
-            "launch": {"script": str(PROGRAM), "world_size": 2},
-            "params": {"journal": str(self.home / "journal"), "pause_s": "0.02"},
-        }
-        return parse_spec(raw, origin="the test").resolved(self.home)
-
-    def journal(self, run: str) -> dict[int, list[int]]:
-        """Step -> row ids, as the training function wrote them in the attempt whose checkpoint holds the step."""
-        written: dict[tuple[int, int], list[int]] = {}
-        for path in sorted((self.home / "journal").glob(f"{run}-*.jsonl")):
-            for line in path.read_text().splitlines():
-                entry = json.loads(line)
-                written.setdefault((entry["attempt"], entry["step"]), []).extend(entry["rows"])
-        steps: dict[int, list[int]] = {}
-        for row in Ledger(self.lakehouse).rows(run, kinds=("checkpoint",)):
-            for step in range(len(steps) + 1, row["step"] + 1):
-                steps[step] = written[row["attempt"], step]
-        return steps
-
-    def row_ids(self, connection: duckdb.DuckDBPyConnection) -> None:
-        """Make the table source_rows(file, file_row, row_id) from the data files."""
-        connection.execute(
-            "CREATE TABLE source_rows AS SELECT filename AS file, file_row_number AS file_row, row_id "
-            f"FROM read_parquet('{self.home}/warehouse/src/t/data/*.parquet', filename = true, file_row_number = true)"
-        )
-
-    def forge(self, change: Change, *, slices: Change | None = None) -> str:
-        """A run whose ledger rows are those of "faulty" after `change`; `slices` changes its first cut. Returns its name."""
-        name = f"forged{next(self.names)}"
-
-        def renamed(value: str | None) -> str | None:
-            return None if value is None else f"{name}:{value}"
-
-        rows = Ledger(self.lakehouse).rows("faulty")
-        if slices is not None:
-            cut_id = rows_named(rows, "advance")[0]["cut_id"]
-            cut = self.lakehouse.own("slices").scan(row_filter=EqualTo("cut_id", cut_id)).to_arrow().to_pylist()  # type: ignore[call-arg,arg-type]  # pydantic hides the real signature
-            self.append("slices", [{**row, "cut_id": renamed(cut_id)} for row in slices(cut)])
-            rows = [{**row, "cut_id": renamed(cut_id) if row["cut_id"] == cut_id else row["cut_id"]} for row in rows]
-        ids = ("checkpoint_id", "parent", "head_after")
-        self.append(
-            "consumption",
-            [{**row, "run": name, **{key: renamed(row[key]) for key in ids}} for row in change(rows)],
-        )
-        return name
-
-    def append(self, table: str, rows: list[Row]) -> None:
-        """Append rows behind DLAC's back."""
-        schema = schema_to_pyarrow({"slices": SLICES, "consumption": CONSUMPTION}[table], include_field_ids=False)
-        self.lakehouse.own(table).append(pa.Table.from_pylist(rows, schema=schema))
-
-    def audit_forged(self, change: Change, *, slices: Change | None = None) -> AuditReport:
-        """The audit of a forged run."""
-        return audit_run(self.lakehouse, self.forge(change, slices=slices))
-
-
-@pytest.fixture(scope="module")
-def lake(tmp_path_factory: pytest.TempPathFactory) -> Lake:
-    """The lakehouse of this module; tests add forged runs to it."""
-    made = Lake(tmp_path_factory.mktemp("audit") / "home")
-    pids: list[int] = []
-
-    def kill_a_rank(event: Event) -> None:
-        if event["event"] == "attempt" and not pids:
-            pids.extend(event["pids"])
-        if event["event"] == "checkpoint" and event["attempt"] == 1 and event["step"] == 24:
-            os.kill(pids[1], signal.SIGKILL)
-
-    assert Supervisor(made.spec("reference")).run().attempts == 1
-    assert Supervisor(made.spec("faulty"), on_event=kill_a_rank).run().attempts == 2
-    return made
-
-
-@pytest.fixture(scope="module")
-def audit(lake: Lake) -> Iterator[duckdb.DuckDBPyConnection]:
-    """A connection over the lakehouse before anything was forged in it."""
-    with open_audit(lake.lakehouse) as connection:
-        lake.row_ids(connection)
-        yield connection
-
-
-def rows_named(rows: list[Row], *kinds: str) -> list[Row]:
-    """The rows of some kinds."""
-    return [row for row in rows if row["kind"] in kinds]
-
-
-def until_step(rows: list[Row], step: int) -> list[Row]:
-    """The rows as they were right after the checkpoint at `step`."""
-    seq = next(row["seq"] for row in rows if row["kind"] == "checkpoint" and row["step"] == step)
-    return [row for row in rows if row["seq"] <= seq]
-
-
-def changed(which: Callable[[Row], bool], number: int = 0, **values: Any) -> Change:
-    """A change of the `number`-th row that `which` picks."""
-
-    def change(rows: list[Row]) -> list[Row]:
-        chosen = [row for row in rows if which(row)][number]
-        return [{**row, **values} if row is chosen else row for row in rows]
-
-    return change
-
-
-def without(which: Callable[[Row], bool], number: int = 0) -> Change:
-    """A change that drops the `number`-th row that `which` picks."""
-
-    def change(rows: list[Row]) -> list[Row]:
-        chosen = [row for row in rows if which(row)][number]
-        return [row for row in rows if row is not chosen]
-
-    return change
-
-
-def is_advance(row: Row) -> bool:
-    """Whether a row is an advance."""
-    return bool(row["kind"] == "advance")
-
-
-def unchanged(rows: list[Row]) -> list[Row]:
-    """The change that changes nothing."""
-    return rows
+from tests.integration.conftest import ROWS, Lake, changed, is_advance, rows_named, until_step, without
 
 
 @pytest.mark.parametrize("run", ["reference", "faulty"])
@@ -325,127 +162,6 @@ def test_skipped_steps_are_counted_as_not_applied(lake: Lake) -> None:
     report = lake.audit_forged(skipped)
     assert report.exact
     assert report.rows_not_applied == report.rows_consumed == 8 * 32
-
-
-def test_an_advance_recorded_twice_is_found(lake: Lake) -> None:
-    """The same rows in two advances are rows duplicated."""
-
-    def doubled(rows: list[Row]) -> list[Row]:
-        return [*rows, rows_named(rows, "advance")[3]]
-
-    report = lake.audit_forged(doubled)
-    advance = rows_named(Ledger(lake.lakehouse).rows("faulty"), "advance")[3]
-    assert (report.exact, report.rows_duplicated, report.rows_missing) == (False, advance["rows_consumed"], 0)
-    assert any("once, found them again in checkpoint" in problem for problem in report.problems)
-
-
-def test_overlapping_advances_are_found(lake: Lake) -> None:
-    """An advance that starts before the last one ended repeats the rows between."""
-    report = lake.audit_forged(changed(lambda row: is_advance(row) and row["position_start"] > 9, position_start=0))
-    assert not report.exact
-    assert report.rows_duplicated > 0
-    assert any("once, found them again in checkpoint" in problem for problem in report.problems)
-
-
-def test_a_deleted_advance_is_found(lake: Lake) -> None:
-    """Deleting an advance from the table leaves rows missing behind a cursor."""
-    name = lake.forge(unchanged)
-    advance = rows_named(Ledger(lake.lakehouse).rows(name), "advance")[0]
-    which = {key: advance[key] for key in ("run", "checkpoint_id", "cut_id", "key_group", "block")}
-    conditions = [EqualTo(key, value) for key, value in which.items()]  # type: ignore[call-arg,arg-type]  # pydantic hides the real signature
-    lake.lakehouse.own("consumption").delete(And(*conditions))
-    report = audit_run(lake.lakehouse, name)
-    assert (report.exact, report.rows_missing) == (False, advance["rows_consumed"])
-    assert report.rows_consumed == 2 * report.rows_live - advance["rows_consumed"]
-    assert any("behind the cursor, found them in no advance" in problem for problem in report.problems)
-
-
-def test_an_advance_missing_from_the_head_is_found(lake: Lake) -> None:
-    """A key group that the head does not mention has rows missing, though no cursor of its own is behind them."""
-    report = lake.audit_forged(
-        lambda rows: without(lambda row: is_advance(row) and row["step"] == 8)(until_step(rows, 8))
-    )
-    assert (report.exact, report.rows_missing, report.rows_consumed) == (False, 8 * 4, 7 * 8 * 4)
-    assert report.rows_pending == report.rows_live - 8 * 32
-    assert any("expected 32 rows of steps 1 to 8, found 0" in problem for problem in report.problems)
-
-
-def is_second_checkpoint(row: Row) -> bool:
-    """Whether a row is the checkpoint at step 16."""
-    return row["kind"] == "checkpoint" and bool(row["step"] == 16)
-
-
-@pytest.mark.parametrize(
-    ("change", "problem"),
-    [
-        (changed(is_advance, rows_consumed=1), "consumed, "),
-        (changed(is_advance, rows_consumed=None), "found nothing consumed"),
-        (changed(is_advance, rows_dead=500), "dead rows in positions 0 to"),
-        (changed(is_advance, position_end=10**9), "expected positions within 0 to"),
-        (changed(is_advance, block=999), "expected the block in the table slices"),
-        (changed(is_advance, cut_id="nowhere"), "expected the block in the table slices"),
-        (changed(is_advance, first_step=3), "of steps 1 to 8, found 32 of steps 3 to 8"),
-        (changed(is_advance, last_step=6), "in steps 1 to 8, found them in steps 1 to 6"),
-        (changed(is_advance, applied=False), "expected rows of 0 steps that were not applied, found 32"),
-        (
-            lambda rows: [row for row in rows if row["step"] != 16 or not is_advance(row)],
-            "expected advances of checkpoint",
-        ),
-        (without(is_second_checkpoint), "before it in the ledger, found none"),
-        (changed(is_second_checkpoint, skipped_steps=1), "expected 8 steps from"),
-        (changed(is_second_checkpoint, seq=999), "expected one append per seq from 1 to 999"),
-        (without(lambda row: row["kind"] == "leg"), "expected one row of leg 0"),
-        (
-            changed(lambda row: row["kind"] == "leg", detail='{"batch_size": 32, "key_groups": 8, "passes": 3}'),
-            "after 3 passes of leg 0, found 2",
-        ),
-        (without(lambda row: row["kind"] == "checkpoint", -1), "among the checkpoints, found no such checkpoint"),
-        (changed(lambda row: row["kind"] == "finish", step=1), "expected the run to finish at step"),
-    ],
-)
-def test_a_contradiction_in_the_ledger_is_found(lake: Lake, change: Change, problem: str) -> None:
-    """Whatever contradicts itself in a run's rows makes the audit inexact, and a sentence says what."""
-    report = lake.audit_forged(change)
-    assert not report.exact
-    assert any(problem in said for said in report.problems), report.problems
-
-
-def has_dead_rows(row: Row) -> bool:
-    """Whether a slice has dead rows."""
-    return bool(row["live_rows"] < row["rows"])
-
-
-@pytest.mark.parametrize(
-    ("slices", "problem"),
-    [
-        (without(lambda row: row["slice"] == 3), "live rows of"),
-        (changed(has_dead_rows, live_rows=1), "live rows in slice"),
-        (changed(lambda row: row["slice"] == 1, first_row=-1), "inside unit"),
-        (changed(lambda row: row["slice"] == 1, base=0), "of its block, found it at row 0"),
-        (changed(lambda row: row["slice"] == 1, a_inv=2), "expected a_inv to be the inverse"),
-        (changed(lambda row: row["slice"] == 1, block_rows=7), "expected one permutation of"),
-        (lambda rows: [*rows, {**rows[0], "key_group": 7, "slice": 99}], "in one slice, found them in two"),
-        (changed(lambda row: row["slice"] == 1, plan_id="nowhere"), "expected plan nowhere once"),
-    ],
-)
-def test_slices_that_do_not_fit_their_plan_are_found(lake: Lake, slices: Change, problem: str) -> None:
-    """A cut that lacks live rows, holds some twice, or is no permutation makes the audit of its runs inexact."""
-    report = lake.audit_forged(unchanged, slices=slices)
-    assert not report.exact
-    assert any(problem in said for said in report.problems), report.problems
-
-
-def test_a_missing_data_file_is_found(lake: Lake) -> None:
-    """The audit reads the footers of the data files that were read, and names the one that is gone."""
-    file = min((lake.home / "warehouse" / "src" / "t" / "data").glob("*.parquet"))
-    away = file.with_suffix(".away")
-    file.rename(away)
-    try:
-        report = audit_run(lake.lakehouse, "reference")
-    finally:
-        away.rename(file)
-    assert (report.exact, len(report.problems)) == (False, 1)
-    assert file.name in report.problems[0]
 
 
 def test_an_unknown_run_is_refused(lake: Lake) -> None:

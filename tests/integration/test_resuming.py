@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -121,7 +122,7 @@ def test_a_store_that_is_away_is_not_damage(arena: Arena, spec: JobSpec) -> None
         with pytest.raises(StoreUnavailable, match="mount"):
             arena.train(spec)
         (store / "r1").mkdir(parents=True, exist_ok=True)
-    (store / "r1").rmdir()
+    shutil.rmtree(store / "r1")
     store.rmdir()
     store.with_name("elsewhere").rename(store)
     assert arena.rows("r1", "quarantine") == []

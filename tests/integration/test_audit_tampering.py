@@ -1,0 +1,131 @@
+"""Whatever is changed in the ledger, the slices or the data files, the audit says so in a sentence."""
+
+from __future__ import annotations
+
+import pytest
+from pyiceberg.expressions import And, EqualTo
+
+from catalog.ledger import Ledger, Row
+from dlac_pipeline.audit.audit import audit_run
+from tests.integration.conftest import Change, Lake, changed, is_advance, rows_named, unchanged, until_step, without
+
+
+def test_an_advance_recorded_twice_is_found(lake: Lake) -> None:
+    """The same rows in two advances are rows duplicated."""
+
+    def doubled(rows: list[Row]) -> list[Row]:
+        return [*rows, rows_named(rows, "advance")[3]]
+
+    report = lake.audit_forged(doubled)
+    advance = rows_named(Ledger(lake.lakehouse).rows("faulty"), "advance")[3]
+    assert (report.exact, report.rows_duplicated, report.rows_missing) == (False, advance["rows_consumed"], 0)
+    assert any("once, found them again in checkpoint" in problem for problem in report.problems)
+
+
+def test_overlapping_advances_are_found(lake: Lake) -> None:
+    """An advance that starts before the last one ended repeats the rows between."""
+    report = lake.audit_forged(changed(lambda row: is_advance(row) and row["position_start"] > 9, position_start=0))
+    assert not report.exact
+    assert report.rows_duplicated > 0
+    assert any("once, found them again in checkpoint" in problem for problem in report.problems)
+
+
+def test_a_deleted_advance_is_found(lake: Lake) -> None:
+    """Deleting an advance from the table leaves rows missing behind a cursor."""
+    name = lake.forge(unchanged)
+    advance = rows_named(Ledger(lake.lakehouse).rows(name), "advance")[0]
+    which = {key: advance[key] for key in ("run", "checkpoint_id", "cut_id", "key_group", "block")}
+    conditions = [EqualTo(key, value) for key, value in which.items()]  # type: ignore[call-arg,arg-type]  # pydantic hides the real signature
+    lake.lakehouse.own("consumption").delete(And(*conditions))
+    report = audit_run(lake.lakehouse, name)
+    assert (report.exact, report.rows_missing) == (False, advance["rows_consumed"])
+    assert report.rows_consumed == 2 * report.rows_live - advance["rows_consumed"]
+    assert any("behind the cursor, found them in no advance" in problem for problem in report.problems)
+
+
+def test_an_advance_missing_from_the_head_is_found(lake: Lake) -> None:
+    """A key group that the head does not mention has rows missing, though no cursor of its own is behind them."""
+    report = lake.audit_forged(
+        lambda rows: without(lambda row: is_advance(row) and row["step"] == 8)(until_step(rows, 8))
+    )
+    assert (report.exact, report.rows_missing, report.rows_consumed) == (False, 8 * 4, 7 * 8 * 4)
+    assert report.rows_pending == report.rows_live - 8 * 32
+    assert any("expected 32 rows of steps 1 to 8, found 0" in problem for problem in report.problems)
+
+
+def is_second_checkpoint(row: Row) -> bool:
+    """Whether a row is the checkpoint at step 16."""
+    return row["kind"] == "checkpoint" and bool(row["step"] == 16)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (changed(is_advance, rows_consumed=1), "consumed, "),
+        (changed(is_advance, rows_consumed=None), "found nothing consumed"),
+        (changed(is_advance, rows_dead=500), "dead rows in positions 0 to"),
+        (changed(is_advance, position_end=10**9), "expected positions within 0 to"),
+        (changed(is_advance, block=999), "expected the block in the table slices"),
+        (changed(is_advance, cut_id="nowhere"), "expected the block in the table slices"),
+        (changed(is_advance, first_step=3), "of steps 1 to 8, found 32 of steps 3 to 8"),
+        (changed(is_advance, last_step=6), "in steps 1 to 8, found them in steps 1 to 6"),
+        (changed(is_advance, applied=False), "expected rows of 0 steps that were not applied, found 32"),
+        (
+            lambda rows: [row for row in rows if row["step"] != 16 or not is_advance(row)],
+            "expected advances of checkpoint",
+        ),
+        (without(is_second_checkpoint), "before it in the ledger, found none"),
+        (changed(is_second_checkpoint, skipped_steps=1), "expected 8 steps from"),
+        (changed(is_second_checkpoint, seq=999), "expected one append per seq from 1 to 999"),
+        (without(lambda row: row["kind"] == "leg"), "expected one row of leg 0"),
+        (
+            changed(lambda row: row["kind"] == "leg", detail='{"batch_size": 32, "key_groups": 8, "passes": 3}'),
+            "after 3 passes of leg 0, found 2",
+        ),
+        (without(lambda row: row["kind"] == "checkpoint", -1), "among the checkpoints, found no such checkpoint"),
+        (changed(lambda row: row["kind"] == "finish", step=1), "expected the run to finish at step"),
+    ],
+)
+def test_a_contradiction_in_the_ledger_is_found(lake: Lake, change: Change, problem: str) -> None:
+    """Whatever contradicts itself in a run's rows makes the audit inexact, and a sentence says what."""
+    report = lake.audit_forged(change)
+    assert not report.exact
+    assert any(problem in said for said in report.problems), report.problems
+
+
+def has_dead_rows(row: Row) -> bool:
+    """Whether a slice has dead rows."""
+    return bool(row["live_rows"] < row["rows"])
+
+
+@pytest.mark.parametrize(
+    ("slices", "problem"),
+    [
+        (without(lambda row: row["slice"] == 3), "live rows of"),
+        (changed(has_dead_rows, live_rows=1), "live rows in slice"),
+        (changed(lambda row: row["slice"] == 1, first_row=-1), "inside unit"),
+        (changed(lambda row: row["slice"] == 1, base=0), "of its block, found it at row 0"),
+        (changed(lambda row: row["slice"] == 1, a_inv=2), "expected a_inv to be the inverse"),
+        (changed(lambda row: row["slice"] == 1, block_rows=7), "expected one permutation of"),
+        (lambda rows: [*rows, {**rows[0], "key_group": 7, "slice": 99}], "in one slice, found them in two"),
+        (changed(lambda row: row["slice"] == 1, plan_id="nowhere"), "expected plan nowhere once"),
+    ],
+)
+def test_slices_that_do_not_fit_their_plan_are_found(lake: Lake, slices: Change, problem: str) -> None:
+    """A cut that lacks live rows, holds some twice, or is no permutation makes the audit of its runs inexact."""
+    report = lake.audit_forged(unchanged, slices=slices)
+    assert not report.exact
+    assert any(problem in said for said in report.problems), report.problems
+
+
+def test_a_missing_data_file_is_found(lake: Lake) -> None:
+    """The audit reads the footers of the data files that were read, and names the one that is gone."""
+    file = min((lake.home / "warehouse" / "src" / "t" / "data").glob("*.parquet"))
+    away = file.with_suffix(".away")
+    file.rename(away)
+    try:
+        report = audit_run(lake.lakehouse, "reference")
+    finally:
+        away.rename(file)
+    assert (report.exact, len(report.problems)) == (False, 1)
+    assert file.name in report.problems[0]
