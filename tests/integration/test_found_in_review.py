@@ -1,4 +1,4 @@
-"""Scenarios in which an earlier version repeated rows, hung, or lost the reason; each was reproduced before it was mended."""
+"""Scenarios that a review found, in which an earlier version repeated rows, hung, or lost the reason."""
 
 from __future__ import annotations
 
