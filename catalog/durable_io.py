@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import io
 import os
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from pyarrow.fs import LocalFileSystem
 from pyiceberg.io import OutputStream
 from pyiceberg.io.pyarrow import PyArrowFile, PyArrowFileIO
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def fsync_directory(directory: str | Path) -> None:
@@ -25,6 +22,17 @@ def fsync_directory(directory: str | Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def write_durably(path: Path, content: bytes) -> None:
+    """Write a file under a temporary name, fsync, rename: it exists whole or not at all."""
+    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    with temporary.open("wb") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
+    temporary.rename(path)
+    fsync_directory(path.parent)
 
 
 class _SyncedFile(io.FileIO):

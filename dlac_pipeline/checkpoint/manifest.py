@@ -14,9 +14,10 @@ from urllib.parse import unquote, urlparse
 
 from blake3 import blake3
 
+from catalog.durable_io import write_durably
 from catalog.errors import CheckpointDamaged, FormatTooNew, StoreUnavailable
 from catalog.schemas import FORMAT_VERSION
-from dlac_pipeline.checkpoint.store import MANIFEST, file_digest, write_durably
+from dlac_pipeline.checkpoint.store import MANIFEST, file_digest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

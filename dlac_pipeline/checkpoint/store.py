@@ -9,7 +9,7 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from catalog.durable_io import fsync_directory
+from catalog.durable_io import fsync_directory, write_durably
 from catalog.errors import StoreUnavailable
 
 MANIFEST = "manifest.json"
@@ -53,17 +53,6 @@ def sync_file(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-    fsync_directory(path.parent)
-
-
-def write_durably(path: Path, content: bytes) -> None:
-    """Write a file under a temporary name, fsync, rename: it exists whole or not at all."""
-    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    with temporary.open("wb") as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
-    temporary.rename(path)
     fsync_directory(path.parent)
 
 

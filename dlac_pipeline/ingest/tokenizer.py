@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from blake3 import blake3
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from catalog.durable_io import fsync_directory
+from catalog.durable_io import write_durably
 from catalog.errors import SpecInvalid
 
 END_OF_DOCUMENT = "<|endofdocument|>"
@@ -69,13 +68,7 @@ def save_tokenizer(tokenizer: Tokenizer, path: Path) -> None:
             )
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    with partial.open("wb") as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
-    partial.replace(path)
-    fsync_directory(path.parent)
+    write_durably(path, content)
 
 
 def _text_stays_text(tokenizer: Tokenizer) -> Tokenizer:

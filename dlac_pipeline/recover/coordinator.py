@@ -157,24 +157,14 @@ def check_resumable(lakehouse: Lakehouse, spec: JobSpec, leg: Leg, plan_id: str 
         ResumeMismatch: it is not; names each difference.
         TableReplaced, PinLost: the source is not what was planned.
     """
-    wanted = Leg(
-        index=leg.index,
-        start_step=leg.start_step,
+    wanted = replace(
+        leg,
         plan_id=plan_id or leg.plan_id,
         source_table=spec.source.table,
-        table_uuid=leg.table_uuid,
         snapshot_id=spec.source.snapshot_id or leg.snapshot_id,
-        schema_id=leg.schema_id,
         columns=tuple(spec.source.columns),
         row_filter=spec.source.row_filter,
-        seed=spec.order.seed,
-        key_groups=spec.order.key_groups,
-        batch_size=spec.order.batch_size,
-        block_slices=spec.order.block_slices,
-        shuffle=spec.order.shuffle,
-        passes=spec.order.passes,
-        order_version=leg.order_version,
-        format_version=leg.format_version,
+        **spec.order.model_dump(),
     )
     leg.check_same(wanted)
     load_plan(lakehouse, leg.plan_id)
