@@ -9,10 +9,13 @@ DlacError
 │   ├── UnsupportedDeletes    the snapshot carries delete files
 │   ├── TableReplaced         the table was dropped and created again since the plan
 │   ├── EmptyPlan             a pass would have no live row
+│   ├── TransformFailed       the user's transform raised, rejected rows, or broke its contract
+│   ├── TokenizerUnreadable   a tokenizer cannot be loaded, or lacks a token
 │   └── FormatTooNew          written by a newer DLAC
 ├── LakehouseError            the lakehouse did not do its part
 │   ├── CatalogUnreachable
 │   ├── PinLost               the tag that keeps the snapshot alive is gone or moved
+│   ├── AppendHistoryLost     what was appended to a source since its plan cannot be told apart any more
 │   └── DataFileUnreadable
 ├── LedgerError               the consumption ledger said no
 │   ├── Fenced                a newer attempt owns the run
@@ -91,6 +94,14 @@ class EmptyPlan(BadInput):
     """A pass would have no live row."""
 
 
+class TransformFailed(BadInput):
+    """The user's transform raised, rejected rows, or broke its contract."""
+
+
+class TokenizerUnreadable(BadInput):
+    """A tokenizer cannot be loaded, or lacks a token that was asked for."""
+
+
 class FormatTooNew(BadInput):
     """Something stored was written by a newer version of DLAC."""
 
@@ -108,6 +119,12 @@ class CatalogUnreachable(LakehouseError):
 
 class PinLost(LakehouseError):
     """The tag that keeps a planned snapshot alive is gone or names another snapshot."""
+
+    transient = False
+
+
+class AppendHistoryLost(LakehouseError):
+    """What was appended to a source since its plan cannot be told apart any more."""
 
     transient = False
 
