@@ -20,10 +20,13 @@ def dagster_config(model: type[BaseModel]) -> type[dg.Config]:
     for name, field in model.model_fields.items():
         annotation: Any = field.annotation
         described: dict[str, Any] = {"description": field.description}
-        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        if _is_model(annotation):
             annotation = dagster_config(annotation)
             if not field.is_required():
                 described["default_factory"] = annotation
+        elif typing.get_origin(annotation) is list and _is_model(typing.get_args(annotation)[0]):
+            annotation = list[dagster_config(typing.get_args(annotation)[0])]  # type: ignore[misc]  # made at run time
+            described["default"] = []
         elif not field.is_required():
             described["default"] = field.get_default(call_default_factory=True)
         if typing.get_origin(annotation) is typing.Literal:
@@ -31,6 +34,10 @@ def dagster_config(model: type[BaseModel]) -> type[dg.Config]:
         fields[name] = (annotation, Field(**described))
     config: type[dg.Config] = create_model(f"{model.__name__}Config", __base__=dg.Config, **fields)
     return config
+
+
+def _is_model(annotation: object) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 
 JobSpecConfig = dagster_config(JobSpec)

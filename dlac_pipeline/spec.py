@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import re
 import tomllib
+import typing
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -28,12 +29,58 @@ class SourceSpec(_Section):
     """What is read."""
 
     table: str = Field(description="The Iceberg table to train from, as namespace.table.")
+    name: str = Field(default="", description="Name of the source in audits and messages; empty: the table's.")
     snapshot_id: int | None = Field(
         default=None, description="Snapshot to pin; unset: the current one when the plan is made."
     )
     columns: list[str] = Field(description="Columns that become tensors, in this order.")
     row_filter: str = Field(
         default="", description='Rows to read, as an Iceberg expression, e.g. "length > 10"; empty: all.'
+    )
+    exclude: list[str] = Field(
+        default_factory=list,
+        description="Rows to leave out, each an Iceberg expression; may be extended later, with a new leg.",
+    )
+    weight: float = Field(default=1.0, description="Share of the samples in a mixture, beside other weights.", gt=0)
+    passes: int | None = Field(
+        default=None,
+        description="Passes before the source leaves the mixture; 0: again and again until the run ends; unset: order.passes.",
+        ge=0,
+    )
+    follow: Literal["pinned", "appends"] = Field(
+        default="pinned",
+        description='"pinned": the snapshot that was planned; "appends": every launch goes on to what was appended since, in '
+        "one pass, and keeps what does not fill a batch for the next.",
+    )
+    on_overwrite: Literal["stop", "read", "ignore"] = Field(
+        default="stop",
+        description="What a following source does about overwritten rows: stop with an error, read what is new, or ignore.",
+    )
+    identity_columns: list[str] = Field(
+        default_factory=list,
+        description="Columns that name a row for ever: tell rows apart after the table was rewritten.",
+    )
+    pin: Literal["tag", "none"] = Field(
+        default="tag",
+        description='"tag": keep the snapshot alive by an Iceberg tag; "none": for a table that may only be read. Then the run '
+        "is exact as long as nobody expires the snapshot, and stops afterwards.",
+    )
+    nullable: list[str] = Field(
+        default_factory=list, description='Columns whose nulls read as zeros, beside a bool tensor "<name>.valid".'
+    )
+    ragged: list[str] = Field(
+        default_factory=list, description='List columns of varying length: flat values beside "<name>.offsets".'
+    )
+    transform: str = Field(
+        default="",
+        description='Function from Arrow batch to Arrow batch, "file.py:function" or "package.module:function".',
+    )
+    on_reject: Literal["fail", "quarantine"] = Field(
+        default="fail", description="What becomes of rows for which the transform raises."
+    )
+    on_unreadable: Literal["fail", "quarantine"] = Field(
+        default="fail",
+        description="What becomes of row groups that are missing or do not decode: the run stops, or goes on without them.",
     )
 
     @field_validator("table")
@@ -43,6 +90,11 @@ class SourceSpec(_Section):
         if not name.strip() or not all(part.strip() for part in namespace.split(".")):
             raise ValueError(f"expected namespace.table, found {table!r}")
         return table
+
+    @property
+    def label(self) -> str:
+        """The source's name, for people."""
+        return self.name or self.table
 
     @field_validator("columns")
     @classmethod
@@ -65,6 +117,7 @@ class OrderSpec(_Section):
     block_slices: int = Field(default=4, description="Slices that a key group shuffles together (S).", ge=1)
     shuffle: bool = Field(default=True, description="Shuffle units and rows; false: the table's own order.")
     passes: int = Field(default=1, description="Passes over the plan before the run is finished.", ge=1)
+    steps: int | None = Field(default=None, description="Optimizer steps after which the run ends at the latest.", ge=1)
 
     @model_validator(mode="after")
     def _divides(self) -> OrderSpec:
@@ -74,6 +127,34 @@ class OrderSpec(_Section):
                 "every key group gives the same number of samples to a batch"
             )
         return self
+
+
+class SequenceSpec(_Section):
+    """How documents become sequences; without a length every row is a sample."""
+
+    length: int = Field(
+        default=0, description="Tokens in a sequence (T); 0: rows are samples, nothing is packed.", ge=0
+    )
+    column: str = Field(
+        default="", description="Column of text, or of lists of tokens, behind the transform; empty: the first column."
+    )
+    tokenizer: str = Field(default="", description="For text: a tokenizer.json, or a transformers tokenizer by name.")
+    begin_token: str = Field(default="", description="Token put before each document; empty: none.")
+    end_token: str = Field(default="", description="Token put behind each document; empty: none.")
+    begin_id: int | None = Field(default=None, description="As begin_token, by number.", ge=0)
+    end_id: int | None = Field(default=None, description="As end_token, by number.", ge=0)
+    pad_id: int = Field(default=0, description="Token in the empty places of the last sequences of a run.", ge=0)
+
+
+class ReadSpec(_Section):
+    """How each rank reads; changes nothing about what is read."""
+
+    threads: int = Field(default=2, description="Threads of a rank that decode ahead.", ge=1)
+    budget_mb: int = Field(
+        default=1024,
+        description="Megabytes of decoded blocks that a rank may hold; the blocks being read must fit.",
+        ge=1,
+    )
 
 
 class CheckpointSpec(_Section):
@@ -113,7 +194,10 @@ class JobSpec(_Section):
     """One training run."""
 
     run: str = Field(description="Name of the run: letters, digits, dots, dashes and underscores.")
-    source: SourceSpec = Field(description="What is read.")
+    source: SourceSpec = Field(description="What is read; in a mixture the first of its sources.")
+    mixture: list[SourceSpec] = Field(default_factory=list, description="Further sources, mixed in by their weights.")
+    sequences: SequenceSpec = Field(default=SequenceSpec(), description="How documents become sequences.")
+    read: ReadSpec = Field(default=ReadSpec(), description="How each rank reads.")
     order: OrderSpec = Field(description="What determines the order of rows.")
     checkpoint: CheckpointSpec = Field(default=CheckpointSpec(), description="When and where checkpoints are taken.")
     launch: LaunchSpec = Field(description="How the ranks are started and watched.")
@@ -137,6 +221,26 @@ class JobSpec(_Section):
                 "every rank works on the same number of samples"
             )
         return self
+
+    @property
+    def sources(self) -> tuple[SourceSpec, ...]:
+        """All sources, in the order in which the ledger numbers them."""
+        return (self.source, *self.mixture)
+
+    @model_validator(mode="after")
+    def _mixes(self) -> JobSpec:
+        labels = [source.label for source in self.sources]
+        if len(set(labels)) != len(labels):
+            raise ValueError(f"expected sources with different names, found {labels!r}: name them")
+        if len({source.follow for source in self.sources}) > 1:
+            raise ValueError('expected sources that all follow their table, or none, found both: set the same "follow"')
+        if self.order.steps is None and all(self.passes_of(source) == 0 for source in self.sources):
+            raise ValueError("expected order.steps, for no source ever ends, found none: set it, or passes of a source")
+        return self
+
+    def passes_of(self, source: SourceSpec) -> int:
+        """Passes over a source; 0: again and again."""
+        return self.order.passes if source.passes is None else source.passes
 
     def resolved(self, home: Path) -> JobSpec:
         """This spec with the embedded lakehouse and store of `home` where none is named."""
@@ -187,7 +291,11 @@ def _instead(path: Sequence[str | int]) -> str:
     """What the unknown field at `path` was probably meant to be."""
     section: type[BaseModel] = JobSpec
     for part in path[:-1]:
+        if isinstance(part, int):
+            continue
         annotation = section.model_fields[str(part)].annotation
+        if typing.get_origin(annotation) is list:
+            (annotation,) = typing.get_args(annotation)
         assert isinstance(annotation, type)
         assert issubclass(annotation, BaseModel)
         section = annotation

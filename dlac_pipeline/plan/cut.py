@@ -1,6 +1,7 @@
 """One pass, cut: units permuted, laid end to end, dealt to key groups, and walked in blocks.
 
-A pass is cut once; everything here is a pure function of (units, order settings, pass, rows dealt before).
+A pass is cut once; where its slices lie is a pure function of (units, cut settings, pass, rows dealt before). Which of their
+rows are passed over may grow later, by exclusions: that never moves a slice, nor a row within its block.
 """
 
 from __future__ import annotations
@@ -9,35 +10,27 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
+import numpy.typing as npt
 
 from dlac_pipeline.plan.affine import Affine, choose
-from dlac_pipeline.plan.keys import derive_key, permutation
+from dlac_pipeline.plan.keys import derive_key, shuffled
 from dlac_pipeline.plan.units import Ints, UnitTable
 
-ORDER_VERSION = 1
+ORDER_VERSION = 2
 _UNITS, _BLOCK = 1, 2
 """Labels that keep the keys of the two kinds of permutation apart."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class OrderSettings:
-    """What, besides the plan, determines the order."""
+class CutSettings:
+    """What, besides the plan and the rows dealt before, determines how a pass of one source is cut."""
 
     seed: int
     key_groups: int
-    batch_size: int
     block_slices: int
     shuffle: bool
+    source: int = 0
     version: int = ORDER_VERSION
-
-    def __post_init__(self) -> None:
-        if self.batch_size % self.key_groups:
-            raise ValueError(f"expected key_groups to divide batch_size, found {self.key_groups} and {self.batch_size}")
-
-    @property
-    def samples_per_group(self) -> int:
-        """Samples that one key group gives to one global batch (B/G)."""
-        return self.batch_size // self.key_groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +67,10 @@ class Block:
             return 0
         return live if self.live_positions is None else int(self.live_positions[live - 1]) + 1
 
+    def live_until(self, position: int) -> int:
+        """Live rows at positions below `position`."""
+        return position if self.live_positions is None else int(np.searchsorted(self.live_positions, position))
+
     def rows_of(self, live_start: int, live_stop: int) -> Ints:
         """Block rows of the live samples live_start..live_stop-1, in reading order, int64."""
         if self.live_positions is None:
@@ -105,18 +102,23 @@ def deal(live_rows: int, dealt: Ints) -> Ints:
 
 
 class PassCut:
-    """All key groups' segments of one pass."""
+    """All key groups' segments of one pass; rows that are dead in `live_units`, too, are passed over in place."""
 
-    def __init__(self, units: UnitTable, settings: OrderSettings, pass_index: int, dealt_before: Ints) -> None:
+    def __init__(
+        self,
+        units: UnitTable,
+        settings: CutSettings,
+        pass_index: int,
+        dealt_before: Ints,
+        live_units: UnitTable | None = None,
+    ) -> None:
         self.units = units
         self.settings = settings
         self.pass_index = pass_index
         self.dealt_before = dealt_before
+        self.live_units = units if live_units is None else live_units
         live = units.live_rows
-        if settings.shuffle:
-            line = permutation(len(units), derive_key(settings.seed, _UNITS, pass_index))
-        else:
-            line = np.arange(len(units), dtype=np.int64)
+        line = _line(len(units), settings, pass_index)
         self._line = line[live[line] > 0]
         self._live = live[self._line]
         self._line_end = np.cumsum(self._live)
@@ -126,9 +128,20 @@ class PassCut:
         self.slices = lru_cache(maxsize=None)(self._cut)
         self.live_before_block = lru_cache(maxsize=None)(self._live_before_block)
 
+    def live_rows(self, group: int) -> int:
+        """Rows that key group `group` consumes in this pass: those it was dealt, less exclusions."""
+        return int(self.dealt[group]) if self.live_units is self.units else int(self.live_before_block(group)[-1])
+
     def block_count(self, group: int) -> int:
         """Blocks that key group `group` walks in this pass."""
         return -(-len(self.slices(group).unit) // self.settings.block_slices)
+
+    def live_before(self, group: int, block: int, position: int) -> int:
+        """Live rows of the group's segment before a position of one of its blocks."""
+        if not self.block_count(group):
+            return 0
+        before = int(self.live_before_block(group)[block])
+        return before + (self.block(group, block).live_until(position) if position else 0)
 
     def _live_before_block(self, group: int) -> Ints:
         """Live rows of the group's segment before each block and after the last, int64 [blocks + 1]."""
@@ -137,7 +150,7 @@ class PassCut:
         return np.append(ends[starts], ends[-1]).astype(np.int64)
 
     def _cut(self, group: int) -> Slices:
-        """The slices of key group `group`, in walking order."""
+        """The slices of key group `group`, in walking order; `live` counts what is live in `live_units`."""
         stop = int(self._segment_end[group])
         start = stop - int(self.dealt[group])
         if start == stop:
@@ -152,7 +165,19 @@ class PassCut:
         first, end = np.zeros_like(unit), self.units.rows[unit]
         first[0] = self._physical(int(unit[0]), int(live_from[0]))
         end[-1] = self._physical(int(unit[-1]), int(live_to[-1]))
-        return Slices(unit, first, end - first, live_to - live_from)
+        live = live_to - live_from
+        if self.live_units is not self.units:
+            live = self._still_live(unit, first, end, live)
+        return Slices(unit, first, end - first, live)
+
+    def _still_live(self, units: Ints, first: Ints, end: Ints, live: Ints) -> Ints:
+        """Live rows per slice after exclusions."""
+        still = live.copy()
+        for index, unit in enumerate(units.tolist()):
+            if self.live_units.dead_rows(unit) != self.units.dead_rows(unit):
+                offsets = self.live_units.live_offsets(unit)
+                still[index] = np.count_nonzero((offsets >= first[index]) & (offsets < end[index]))
+        return still
 
     def _physical(self, unit: int, live: int) -> int:
         """Where a unit is cut before its `live`-th live row; dead rows at a cut go left."""
@@ -166,7 +191,7 @@ class PassCut:
         chosen = slice(index * every, (index + 1) * every)
         part = Slices(whole.unit[chosen], whole.first[chosen], whole.rows[chosen], whole.live[chosen])
         rows = int(part.rows.sum())
-        key = derive_key(self.settings.seed, _BLOCK, self.pass_index, group, index)
+        key = derive_key(self.settings.seed, _BLOCK, self.settings.source, self.pass_index, group, index)
         affine = choose(rows, key, shuffle=self.settings.shuffle)
         base = np.cumsum(part.rows) - part.rows
         positions = self._live_positions(part, base, affine) if int(part.live.sum()) < rows else None
@@ -177,6 +202,37 @@ class PassCut:
     def _live_positions(self, slices: Slices, base: Ints, affine: Affine) -> Ints:
         live = []
         for unit, first, rows, start in zip(slices.unit, slices.first, slices.rows, base, strict=True):
-            offsets = self.units.live_offsets(int(unit))
+            offsets = self.live_units.live_offsets(int(unit))
             live.append(start - first + offsets[(offsets >= first) & (offsets < first + rows)])
         return np.sort(affine.positions_of(np.concatenate(live)))
+
+
+def _line(units: int, settings: CutSettings, pass_index: int) -> Ints:
+    """The units in the order in which they are laid end to end, int64 [units].
+
+    Units lie in table order; they are divided into as many strata as slices are read at a time (G*S), and every round of
+    blocks takes one unit of each stratum, drawn without replacement. So whatever a table is sorted by, all of it is mixed
+    in every batch, and better than by drawing units from one urn.
+    """
+    if not settings.shuffle:
+        return np.arange(units, dtype=np.int64)
+    key = derive_key(settings.seed, _UNITS, settings.source, pass_index)
+    strata = settings.key_groups * settings.block_slices
+    rounds = -(-units // strata)
+    stratum = np.arange(units, dtype=np.int64) * strata // max(1, units)
+    rank = _rank_within(stratum, shuffled(units, derive_key(key, 1)))
+    short = np.bincount(stratum, minlength=strata) < rounds
+    left_out = shuffled(strata, derive_key(key, 2)) % np.uint64(max(1, rounds))
+    round_of = rank + (short[stratum] & (rank >= left_out.astype(np.int64)[stratum]))
+    cell = _rank_within(round_of, shuffled(units, derive_key(key, 3)))
+    return np.lexsort((cell // settings.key_groups, round_of, cell % settings.key_groups)).astype(np.int64)
+
+
+def _rank_within(classes: Ints, values: npt.NDArray[np.uint64]) -> Ints:
+    """The rank of each entry among those of its class, in order of `values`, int64, same shape."""
+    by_class = np.lexsort((values, classes))
+    sizes = np.bincount(classes)
+    starts = np.repeat(np.cumsum(sizes) - sizes, sizes)
+    rank = np.empty(len(classes), dtype=np.int64)
+    rank[by_class] = np.arange(len(classes)) - starts
+    return rank

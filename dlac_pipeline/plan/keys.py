@@ -29,9 +29,9 @@ def derive_key(*labels: int) -> int:
     return key
 
 
-def permutation(size: int, key: int) -> npt.NDArray[np.int64]:
-    """A permutation of 0..size-1 drawn by `key`: indices sorted by their mixed 64-bit value."""
+def shuffled(size: int, key: int) -> npt.NDArray[np.uint64]:
+    """`size` values drawn by `key`, uint64 [size]: mixed from their index, hence all different."""
     z = np.arange(size, dtype=np.uint64) * np.uint64(_GAMMA) + np.uint64(key)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return np.argsort(z ^ (z >> np.uint64(31)), kind="stable").astype(np.int64)
+    return z ^ (z >> np.uint64(31))

@@ -3,65 +3,160 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from catalog.errors import FormatTooNew, ResumeMismatch
-from catalog.schemas import FORMAT_VERSION
-from dlac_pipeline.plan.cut import ORDER_VERSION, OrderSettings
+from dlac_pipeline.plan.cut import ORDER_VERSION, CutSettings
+from dlac_pipeline.plan.mixture import Mixture
+from dlac_pipeline.plan.order import LegOrder, LegSettings
+from dlac_pipeline.plan.source_order import SourceOrder, SourceStart
+from dlac_pipeline.plan.units import UnitTable
+
+LEG_VERSION = 2
+"""Of the record itself; version 1 was never released."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LegSource:
+    """What a leg binds of one source, and where the source stands when the leg begins."""
+
+    name: str
+    table: str
+    table_uuid: str
+    snapshot_id: int
+    """The snapshot that was planned last."""
+    schema_id: int
+    """The schema as which all of the source's files are read."""
+    plan_id: str
+    """The plan that was made last."""
+    columns: tuple[str, ...]
+    row_filter: str
+    exclude: tuple[str, ...] = ()
+    weight: float = 1.0
+    passes: int = 1
+    follow: str = "pinned"
+    identity_columns: tuple[str, ...] = ()
+    nullable: tuple[str, ...] = ()
+    ragged: tuple[str, ...] = ()
+    transform: str = ""
+    """Digest of the transform's code; empty: none."""
+    on_reject: str = "fail"
+    active: bool = True
+    """Whether this leg reads from the source: not while it has nothing new."""
+    start: SourceStart
+
+    def bound(self) -> dict[str, Any]:
+        """What may not change within the leg, by name."""
+        names = ("table_uuid", "snapshot_id", "schema_id", "plan_id", "columns", "row_filter", "exclude", "weight")
+        more = ("passes", "follow", "identity_columns", "nullable", "ragged", "transform", "on_reject")
+        return {name: getattr(self, name) for name in (*names, *more)}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LegSequences:
+    """How documents become sequences; a tokenizer counts by its digest, tokens by their numbers."""
+
+    length: int = 0
+    column: str = ""
+    tokenizer: str = ""
+    begin_id: int | None = None
+    end_id: int | None = None
+    pad_id: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Leg:
-    """What a leg binds. `format_version` is that of this record."""
+    """What a leg binds."""
 
     index: int
     start_step: int
-    plan_id: str
-    source_table: str
-    table_uuid: str
-    snapshot_id: int
-    schema_id: int
-    columns: tuple[str, ...]
-    row_filter: str
     seed: int
     key_groups: int
     batch_size: int
     block_slices: int
     shuffle: bool
-    passes: int
-    """Decides where the last batch has empty slots."""
+    steps: int | None = None
+    sequences: LegSequences = LegSequences()
+    sources: tuple[LegSource, ...]
     order_version: int = ORDER_VERSION
-    format_version: int = FORMAT_VERSION
+    format_version: int = LEG_VERSION
 
     @property
-    def order_settings(self) -> OrderSettings:
-        """The part that the order is computed from."""
-        return OrderSettings(
-            seed=self.seed,
+    def plan_ids(self) -> list[str]:
+        """Every plan that is needed to read the leg."""
+        return list(dict.fromkeys(plan_id for source in self.sources for plan_id in source.start.plan_ids))
+
+    @property
+    def following(self) -> bool:
+        """Whether the run goes on to what is appended to its sources."""
+        return any(source.follow == "appends" for source in self.sources)
+
+    @property
+    def streamed(self) -> tuple[bool, ...]:
+        """Which sources have samples that are not rows."""
+        return tuple(bool(self.sequences.length or source.transform) for source in self.sources)
+
+    def order(self, units: Mapping[str, UnitTable]) -> LegOrder:
+        """The order of this leg over the units of its plans, by plan id."""
+        sources = [
+            SourceOrder(source.start, units, self.cut_settings(index)) for index, source in enumerate(self.sources)
+        ]
+        settings = LegSettings(
             key_groups=self.key_groups,
             batch_size=self.batch_size,
+            start_step=self.start_step,
+            steps=self.steps,
+            pending_tail=self.following,
+        )
+        mixture = Mixture([source.weight for source in self.sources], self.key_groups)
+        active = [source.active for source in self.sources]
+        return LegOrder(sources, mixture, settings, streamed=self.streamed, active=active)
+
+    def cut_settings(self, source: int) -> CutSettings:
+        """How passes of a source that this leg enters are cut."""
+        return CutSettings(
+            seed=self.seed,
+            key_groups=self.key_groups,
             block_slices=self.block_slices,
             shuffle=self.shuffle,
+            source=source,
             version=self.order_version,
         )
 
     def to_json(self) -> str:
         """This leg as canonical JSON."""
-        return json.dumps(asdict(self), sort_keys=True)
+        return json.dumps(_ADAPTER.dump_python(self, mode="json"), sort_keys=True, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str) -> Leg:
         """The leg in `text`.
 
         Raises:
-            FormatTooNew: a newer DLAC wrote it.
+            FormatTooNew: another DLAC wrote it, in a form that this one does not read.
         """
         raw: dict[str, Any] = json.loads(text)
-        for name, known in (("format_version", FORMAT_VERSION), ("order_version", ORDER_VERSION)):
-            if raw[name] > known:
-                raise FormatTooNew(f"the leg has {name} {raw[name]}, this DLAC reads up to {known}: upgrade DLAC")
-        return cls(**{**raw, "columns": tuple(raw["columns"])})
+        for name, known in (("format_version", LEG_VERSION), ("order_version", ORDER_VERSION)):
+            if raw[name] != known:
+                raise FormatTooNew(f"the leg has {name} {raw[name]}, this DLAC reads {known}: upgrade DLAC")
+        try:
+            return _ADAPTER.validate_python(raw)
+        except ValidationError as err:
+            raise FormatTooNew(f"the leg is not one that this DLAC reads: {err}") from err
+
+    def bound(self) -> dict[str, Any]:
+        """What may not change within the leg, by name; of several sources with the source's name before it."""
+        names = ("seed", "key_groups", "batch_size", "block_slices", "shuffle", "steps")
+        found = {name: getattr(self, name) for name in names}
+        found |= {f"sequences.{name}": getattr(self.sequences, name) for name in LegSequences.__dataclass_fields__}
+        found["sources"] = [source.name for source in self.sources]
+        for source in self.sources:
+            prefix = f"{source.name}: " if len(self.sources) > 1 else ""
+            found |= {prefix + name: value for name, value in source.bound().items()}
+        return found
 
     def check_same(self, wanted: Leg) -> None:
         """Check that `wanted`, made from the job spec, binds what this committed leg binds.
@@ -69,22 +164,25 @@ class Leg:
         Raises:
             ResumeMismatch: it does not; names each difference.
         """
-        mine, theirs = asdict(self), asdict(wanted)
-        differing = [name for name in mine if name not in ("index", "start_step") and mine[name] != theirs[name]]
+        mine, theirs = self.bound(), wanted.bound()
+        differing = [name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)]
         if differing:
-            lines = "\n".join(f"  {name}: committed {mine[name]!r}, asked for {theirs[name]!r}" for name in differing)
+            lines = "\n".join(
+                f"  {name}: committed {mine.get(name)!r}, asked for {theirs.get(name)!r}" for name in differing
+            )
             raise ResumeMismatch(
                 f"resuming would change what leg {self.index} of this run binds:\n{lines}\n"
-                "give the committed values again, or start a run under another name"
+                "give the committed values again, start a new leg on purpose (--new-leg), or start a run under another name"
             )
 
     def warnings(self, live_rows: int, world_size: int) -> list[str]:
         """What is allowed but surely not meant, or costs more than it needs to."""
         said = []
-        if live_rows < self.batch_size:
+        if live_rows < self.batch_size and not self.following and not any(self.streamed):
+            passes = max(source.passes for source in self.sources)
             said.append(
                 f"the plan has {live_rows} live rows, fewer than the batch size {self.batch_size}: "
-                + ("a batch repeats rows of the pass before" if self.passes > 1 else "the only batch has empty slots")
+                + ("the only batch has empty slots" if passes == 1 else "a batch repeats rows of the pass before")
             )
         if self.key_groups % world_size:
             said.append(
@@ -92,3 +190,6 @@ class Leg:
                 "blocks once each; choose a number of ranks that divides key_groups"
             )
         return said
+
+
+_ADAPTER = TypeAdapter(Leg)

@@ -1,49 +1,34 @@
 """The order of a leg: which row is the i-th sample of step n, and where every cursor stands after it.
 
-Pure: nothing here reads a file, knows a rank, or remembers what happened. Steps count from 1; step n is the n-th optimizer
-step of the run, and the reader state of step n is where the cursors stand after it.
+Pure: nothing here reads a file, knows a rank, or remembers what happened. Steps count from 1 over the whole run; the reader
+state of step n is where the cursors stand after it. Only of counted sources (a row is a sample) can it say that much; of
+streamed ones it says which row comes next.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 
-from dlac_pipeline.plan.cut import Block, OrderSettings, PassCut
-from dlac_pipeline.plan.units import Ints, UnitTable
+from dlac_pipeline.plan.mixture import Mixture, Present
+from dlac_pipeline.plan.source_order import Cursor, SourceOrder
+from dlac_pipeline.plan.units import Ints
 
-
-@dataclass(frozen=True, slots=True, order=True)
-class Cursor:
-    """Right behind the last consumed row of one key group: (pass, block, position in the block)."""
-
-    pass_index: int
-    block: int
-    position: int
-
-
-@dataclass(frozen=True, slots=True)
-class Stretch:
-    """Consecutive samples of one key group inside one block: live samples start .. stop-1 of it."""
-
-    pass_index: int
-    block: Block
-    start: int
-    stop: int
-
-    @property
-    def cursor(self) -> Cursor:
-        """Where the cursor stands after this stretch."""
-        return Cursor(self.pass_index, self.block.index, self.block.position_after(self.stop))
+ReaderState = list[list[Cursor]]
+"""The cursor of each source and key group: state[source][group]."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Advance:
-    """One block's part of what a checkpoint moved: positions [position_start, position_end), all applied or none."""
+    """One block's part of what a checkpoint moved: positions [position_start, position_end), all applied or none.
 
+    With `token_end` the last row was read only up to there; with `token_start` the first one from there on.
+    """
+
+    source: int
     pass_index: int
     group: int
     block: int
@@ -53,88 +38,188 @@ class Advance:
     last_step: int
     rows_consumed: int
     applied: bool
+    token_start: int | None = None
+    token_end: int | None = None
+    filtered: tuple[int, ...] = ()
+    """Positions that the transform left out."""
+    quarantined: tuple[int, ...] = ()
+    """Positions of rows that were rejected."""
+
+    @property
+    def rows_dead(self) -> int:
+        """Rows passed over because they are not live."""
+        span = self.position_end - self.position_start - (self.token_end is not None)
+        return span - self.rows_consumed - len(self.filtered) - len(self.quarantined)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LegSettings:
+    """What, besides its sources, determines the order of a leg."""
+
+    key_groups: int
+    batch_size: int
+    start_step: int = 0
+    steps: int | None = None
+    """Optimizer steps after which the run ends at the latest."""
+    pending_tail: bool = False
+    """Whether rows that do not fill a batch stay for the next leg; otherwise the last batches have empty slots."""
+
+    def __post_init__(self) -> None:
+        if self.batch_size % self.key_groups:
+            raise ValueError(f"expected key_groups to divide batch_size, found {self.key_groups} and {self.batch_size}")
+
+    @property
+    def samples_per_group(self) -> int:
+        """Samples that one key group gives to one global batch (B/G)."""
+        return self.batch_size // self.key_groups
+
+
+@dataclass(frozen=True, slots=True)
+class _Phase:
+    """From sample `start` of a key group on these sources are there; `before` counts the samples of each source until then."""
+
+    start: int
+    before: Ints
+    present: Present
 
 
 class LegOrder:
-    """The order of a leg that starts at step 0 with nothing dealt, over `passes` passes of one plan."""
+    """The order of a leg.
 
-    def __init__(self, units: UnitTable, settings: OrderSettings, passes: int) -> None:
-        self.units = units
+    `streamed` tells which of its sources have samples that are not rows, `active` which of them this leg reads at all.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[SourceOrder],
+        mixture: Mixture,
+        settings: LegSettings,
+        *,
+        streamed: Sequence[bool] = (),
+        active: Sequence[bool] = (),
+    ) -> None:
+        self.sources = tuple(sources)
+        self.mixture = mixture
         self.settings = settings
-        self.passes = passes
-        self.cut = lru_cache(maxsize=4)(self._cut)
-        self._live_rows = int(units.live_rows.sum())
-
-    def _cut(self, pass_index: int) -> PassCut:
-        return PassCut(self.units, self.settings, pass_index, self.dealt_before(pass_index))
-
-    def dealt_before(self, pass_index: int) -> Ints:
-        """Live rows dealt to each key group before a pass, int64 [G]: level, since every pass deals all live rows."""
-        groups = self.settings.key_groups
-        return (pass_index * self._live_rows + np.arange(groups, dtype=np.int64)) // groups
+        self.streamed = tuple(streamed) or (False,) * len(self.sources)
+        self.active: Present = tuple(active) or mixture.everything
+        self._phases = lru_cache(maxsize=None)(self._phases_of)
 
     @property
-    def total_steps(self) -> int:
-        """Optimizer steps until every row of every pass is consumed."""
-        return -(-int(self.dealt_before(self.passes).max()) // self.settings.samples_per_group)
+    def counted(self) -> bool:
+        """Whether the steps alone say where all cursors stand."""
+        return not any(self.streamed)
+
+    @cached_property
+    def total_steps(self) -> int | None:
+        """The step with which the leg ends; None if only reading tells."""
+        limit = self.settings.steps
+        reads = [source for source, here in zip(self.sources, self.active, strict=True) if here]
+        if not self.counted or all(source.endless for source in reads):
+            return limit
+        per_group = self.settings.samples_per_group
+        ends = [self._end(group) for group in range(self.settings.key_groups)]
+        steps = min(ends) // per_group if self.settings.pending_tail else -(-max(ends) // per_group)
+        last = self.settings.start_step + steps
+        return last if limit is None else min(limit, last)
+
+    def samples(self, step: int) -> int:
+        """Slots of each key group from the leg's beginning to the end of `step`."""
+        return (step - self.settings.start_step) * self.settings.samples_per_group
 
     def consumed(self, step: int) -> Ints:
-        """Live rows that each key group has consumed after `step`, int64 [G]."""
-        return np.minimum(step * self.settings.samples_per_group, self.dealt_before(self.passes))
+        """Rows of the leg that each key group has consumed after `step`, int64 [sources, G]; counted sources only."""
+        slots, groups = self.samples(step), range(self.settings.key_groups)
+        return np.stack([self._consumed_of(group, slots) for group in groups], axis=1)
 
     def valid_rows(self, step: int) -> int:
-        """Valid samples of the global batch of `step`: B, or fewer at the very end."""
+        """Valid samples of the global batch of `step`: B, or fewer at the very end; counted sources only."""
         return int((self.consumed(step) - self.consumed(step - 1)).sum())
 
-    def cursor(self, group: int, consumed: int) -> Cursor:
-        """Where the cursor of `group` stands after `consumed` live rows."""
-        if consumed == 0:
-            return Cursor(0, 0, 0)
-        *_, last = self.stretches(group, consumed - 1, consumed)
-        return last.cursor
+    def reader_state(self, step: int) -> ReaderState:
+        """All cursors after `step`; counted sources only."""
+        consumed = self.consumed(step)
+        return [
+            [source.cursor(group, int(count)) for group, count in enumerate(consumed[index])]
+            for index, source in enumerate(self.sources)
+        ]
 
-    def reader_state(self, step: int) -> list[Cursor]:
-        """All cursors after `step`, by key group."""
-        return [self.cursor(group, int(consumed)) for group, consumed in enumerate(self.consumed(step))]
-
-    def stretches(self, group: int, start: int, stop: int) -> Iterator[Stretch]:
-        """The group's samples start .. stop-1 (counted over all passes), block by block, in reading order."""
-        while start < stop:
-            pass_index = self._pass_of(group, start)
-            before = int(self.dealt_before(pass_index)[group])
-            cut = self.cut(pass_index)
-            bounds = cut.live_before_block(group)
-            index = int(np.searchsorted(bounds, start - before, side="right")) - 1
-            end = min(stop, before + int(bounds[index + 1]))
-            offset = before + int(bounds[index])
-            yield Stretch(pass_index, cut.block(group, index), start - offset, end - offset)
-            start = end
+    def present_at(self, group: int, slots: int) -> Present:
+        """The sources that are still there for a key group behind its first `slots` samples; counted sources only."""
+        return self._phase(group, slots).present
 
     def advances(self, group: int, first_step: int, last_step: int, *, applied: bool) -> Iterator[Advance]:
-        """What the steps first_step..last_step moved in `group`, one entry per (pass, block)."""
-        per_step = self.settings.samples_per_group
-        start, stop = (int(self.consumed(step)[group]) for step in (first_step - 1, last_step))
-        seen = start
-        previous = self.cursor(group, start)
-        for stretch in self.stretches(group, start, stop):
-            cursor = stretch.cursor
-            if (previous.pass_index, previous.block) != (cursor.pass_index, cursor.block):
-                previous = Cursor(cursor.pass_index, cursor.block, 0)
-            count = stretch.stop - stretch.start
-            yield Advance(
-                pass_index=cursor.pass_index,
-                group=group,
-                block=cursor.block,
-                position_start=previous.position,
-                position_end=cursor.position,
-                first_step=seen // per_step + 1,
-                last_step=(seen + count - 1) // per_step + 1,
-                rows_consumed=count,
-                applied=applied,
-            )
-            seen += count
-            previous = cursor
+        """What the steps first_step..last_step moved in `group`, one entry per (source, pass, block); counted sources only."""
+        before, after = (self._consumed_of(group, self.samples(step)) for step in (first_step - 1, last_step))
+        for index, source in enumerate(self.sources):
+            start, stop = int(before[index]), int(after[index])
+            previous = source.cursor(group, start)
+            for stretch in source.stretches(group, start, stop):
+                cursor = stretch.cursor
+                if (previous.pass_index, previous.block) != (cursor.pass_index, cursor.block):
+                    previous = Cursor(cursor.pass_index, cursor.block)
+                count = stretch.stop - stretch.start
+                yield Advance(
+                    source=index,
+                    pass_index=cursor.pass_index,
+                    group=group,
+                    block=cursor.block,
+                    position_start=previous.position,
+                    position_end=cursor.position,
+                    first_step=self._step_of(group, index, start),
+                    last_step=self._step_of(group, index, start + count - 1),
+                    rows_consumed=count,
+                    applied=applied,
+                )
+                start += count
+                previous = cursor
 
-    def _pass_of(self, group: int, sample: int) -> int:
-        """The pass in which the group's `sample`-th live row (0-based) lies: the first with dealt_before(pass + 1) > sample."""
-        return ((sample + 1) * self.settings.key_groups - group - 1) // self._live_rows
+    def _step_of(self, group: int, source: int, row: int) -> int:
+        """The step that consumes a group's row of a source, both counted since the leg began."""
+        for phase in reversed(self._phases(group)):
+            if phase.before[source] <= row and phase.present[source]:
+                count = row - int(phase.before[source]) + 1
+                slot = self.mixture.nth(group, phase.start, source, count, phase.present) - 1
+                return self.settings.start_step + slot // self.settings.samples_per_group + 1
+        raise IndexError(f"expected a row that the leg reads, found row {row} of source {source}")
+
+    def _consumed_of(self, group: int, slots: int) -> Ints:
+        phase = self._phase(group, slots)
+        if not any(phase.present):
+            return phase.before
+        return phase.before + self.mixture.counts(group, phase.start, slots, phase.present)
+
+    def _phase(self, group: int, slots: int) -> _Phase:
+        return next(phase for phase in reversed(self._phases(group)) if phase.start <= slots)
+
+    def _phases_of(self, group: int) -> list[_Phase]:
+        """The phases of a key group: one more whenever a source is exhausted for it."""
+        available = [source.available() for source in self.sources]
+        phase = _Phase(0, np.zeros(len(self.sources), dtype=np.int64), self.active)
+        phases = []
+        ends = [None if rows is None else int(rows[group]) for rows in available]
+        while True:
+            present = tuple(
+                here and (end is None or end > before)
+                for here, end, before in zip(phase.present, ends, phase.before.tolist(), strict=True)
+            )
+            phase = _Phase(phase.start, phase.before, present)
+            phases.append(phase)
+            stops = [
+                self.mixture.nth(group, phase.start, index, end - int(phase.before[index]), present)
+                for index, end in enumerate(ends)
+                if end is not None and present[index]
+            ]
+            if not stops:
+                return phases
+            stop = min(stops)
+            phase = _Phase(stop, phase.before + self.mixture.counts(group, phase.start, stop, present), present)
+
+    def _end(self, group: int) -> int:
+        """Samples of a key group until its last finite source is exhausted; with a pending tail until the first one is."""
+        phases = self._phases(group)
+        if not self.settings.pending_tail:
+            return phases[-1].start
+        if phases[0].present != self.active:
+            return 0
+        return phases[1].start

@@ -38,6 +38,10 @@ class UnitTable:
             live[unit] -= len(offsets)
         return live
 
+    def dead_rows(self, unit: int) -> int:
+        """Dead rows of one unit."""
+        return len(self.dead[unit]) if unit in self.dead else 0
+
     def live_offsets(self, unit: int) -> Ints:
         """Sorted offsets of the live rows of one unit, int64 [live rows]."""
         mask = np.ones(int(self.rows[unit]), dtype=np.bool_)

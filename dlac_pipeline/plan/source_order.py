@@ -1,0 +1,246 @@
+"""One source within a leg: a queue of cuts, which each key group walks as one line of live rows.
+
+In: where the source stood when the leg began (open cuts, cursors, rows dealt, plans to be cut next). Out: the i-th row of a key
+group since then, where its cursor stands behind it, and where the source stands when the leg ends.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from dlac_pipeline.plan.cut import Block, CutSettings, PassCut, deal
+from dlac_pipeline.plan.units import Ints, UnitTable
+
+
+class Cursor(NamedTuple):
+    """One key group in one source: behind its last wholly consumed row, or `offset` items into the row at `position`."""
+
+    pass_index: int = 0
+    block: int = 0
+    position: int = 0
+    offset: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OpenCut:
+    """What names the cut of a pass, and all it is made from besides units; open until every key group has finished it."""
+
+    pass_index: int
+    plan_id: str
+    """Whose units were cut."""
+    live_plan_id: str
+    """Whose dead rows are passed over: the same units, and perhaps exclusions."""
+    dealt_before: tuple[int, ...]
+    settings: CutSettings
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SourceStart:
+    """Where a source stands when a leg begins."""
+
+    cursors: tuple[Cursor, ...]
+    dealt: tuple[int, ...]
+    """Live rows dealt to each key group so far, open cuts included (t_g)."""
+    upcoming: tuple[tuple[str, int], ...]
+    """Plans to be cut next, and passes over each; 0 passes: again and again."""
+    next_pass: int = 0
+    open: tuple[OpenCut, ...] = ()
+
+    @classmethod
+    def fresh(cls, key_groups: int, upcoming: Sequence[tuple[str, int]]) -> SourceStart:
+        """The start of a source of which nothing was read."""
+        return cls(cursors=(Cursor(),) * key_groups, dealt=(0,) * key_groups, upcoming=tuple(upcoming))
+
+    @property
+    def plan_ids(self) -> list[str]:
+        """Every plan that is needed to read on, in order of their cuts."""
+        cuts = [plan_id for cut in self.open for plan_id in (cut.plan_id, cut.live_plan_id)]
+        return list(dict.fromkeys([*cuts, *(plan_id for plan_id, _ in self.upcoming)]))
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Consecutive rows of one key group inside one block: live rows start .. stop-1 of it."""
+
+    pass_index: int
+    block: Block
+    start: int
+    stop: int
+
+    @property
+    def cursor(self) -> Cursor:
+        """Where the cursor stands after this stretch."""
+        return Cursor(self.pass_index, self.block.index, self.block.position_after(self.stop))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Entry:
+    """One cut of the queue; `begins` and `ends` count a key group's rows since the leg began, `passed` its rows before that."""
+
+    cut: OpenCut
+    queue: int
+    """Index into the upcoming plans; -1 for a cut that was open."""
+    dealt: Ints
+    begins: Ints
+    ends: Ints
+    passed: Ints
+
+
+class SourceOrder:
+    """The order of one source within a leg; `units` holds the units of every plan that `start` names, by plan id."""
+
+    def __init__(self, start: SourceStart, units: Mapping[str, UnitTable], settings: CutSettings) -> None:
+        self.start = start
+        self.units = units
+        self.settings = settings
+        self._dealt = np.array(start.dealt, dtype=np.int64)
+        self._entries: list[_Entry] = []
+        self._cut = lru_cache(maxsize=4)(self._make_cut)
+        for opened in start.open:
+            self._add_open(opened)
+
+    @property
+    def endless(self) -> bool:
+        """Whether the source goes on for ever."""
+        return any(passes == 0 for _, passes in self.start.upcoming)
+
+    def available(self) -> Ints | None:
+        """Rows of each key group from the leg's beginning to the source's end, int64 [G]; None when endless."""
+        if self.endless:
+            return None
+        while self._add_next():
+            pass
+        return self._entries[-1].ends if self._entries else np.zeros(self.settings.key_groups, dtype=np.int64)
+
+    def stretches(self, group: int, start: int, stop: int | None = None) -> Iterator[Stretch]:
+        """The group's rows start .. stop-1 since the leg began (to the source's end: None), block by block, in reading order."""
+        while (stop is None or start < stop) and (entry := self._entry_of(group, start)) is not None:
+            cut, shift = self._cut(entry.cut), int(entry.passed[group] - entry.begins[group])
+            end = int(entry.ends[group]) if stop is None else min(stop, int(entry.ends[group]))
+            bounds = cut.live_before_block(group)
+            while start < end:
+                block = int(np.searchsorted(bounds, start + shift, side="right")) - 1
+                until = min(end, int(bounds[block + 1]) - shift)
+                offset = int(bounds[block]) - shift
+                yield Stretch(cut.pass_index, cut.block(group, block), start - offset, until - offset)
+                start = until
+
+    def cursor(self, group: int, consumed: int) -> Cursor:
+        """Where the cursor of `group` stands after `consumed` rows of the leg."""
+        if consumed == 0:
+            return self.start.cursors[group]
+        *_, last = self.stretches(group, consumed - 1, consumed)
+        return last.cursor
+
+    def consumed_at(self, group: int, cursor: Cursor) -> int:
+        """The rows of the leg that `group` has wholly consumed where its cursor stands.
+
+        Raises:
+            IndexError: the leg has no such pass.
+        """
+        if cursor == self.start.cursors[group]:
+            return 0
+        entry = self._of_pass(cursor.pass_index)
+        live = self._cut(entry.cut).live_before(group, cursor.block, cursor.position)
+        return int(entry.begins[group] - entry.passed[group]) + live
+
+    def cut_of(self, pass_index: int) -> PassCut:
+        """The cut of a pass that the leg reads."""
+        return self._cut(self._of_pass(pass_index).cut)
+
+    def open_cut_of(self, pass_index: int) -> OpenCut:
+        """What names the cut of a pass that the leg reads."""
+        return self._of_pass(pass_index).cut
+
+    def finish_at(self, cursors: Sequence[Cursor]) -> SourceStart:
+        """Where the source stands when the leg ends with these cursors: what the next leg begins with."""
+        entered = max(c.pass_index if c > Cursor(c.pass_index) else c.pass_index - 1 for c in cursors)
+        while self._next_pass() <= entered and self._add_next():
+            pass
+        seen = [entry for entry in self._entries if entry.cut.pass_index <= entered or entry.queue < 0]
+        mine = [entry for entry in seen if entry.queue >= 0]
+        upcoming = []
+        for queue, (plan_id, passes) in enumerate(self.start.upcoming):
+            left = passes - sum(entry.queue == queue for entry in mine)
+            if passes == 0 or left > 0:
+                upcoming.append((plan_id, left if passes else 0))
+        return SourceStart(
+            cursors=tuple(cursors),
+            dealt=tuple((np.array(self.start.dealt) + sum(entry.dealt for entry in mine)).tolist()),
+            upcoming=tuple(upcoming),
+            next_pass=self.start.next_pass + len(mine),
+            open=tuple(entry.cut for entry in seen if not self._finished(entry, cursors)),
+        )
+
+    def _finished(self, entry: _Entry, cursors: Sequence[Cursor]) -> bool:
+        return all(
+            cursor.pass_index > entry.cut.pass_index or self.consumed_at(group, cursor) >= int(entry.ends[group])
+            for group, cursor in enumerate(cursors)
+        )
+
+    def _of_pass(self, pass_index: int) -> _Entry:
+        while self._next_pass() <= pass_index and self._add_next():
+            pass
+        for entry in reversed(self._entries):
+            if entry.cut.pass_index == pass_index:
+                return entry
+        raise IndexError(f"expected a pass that this leg reads, found pass {pass_index}")
+
+    def _entry_of(self, group: int, row: int) -> _Entry | None:
+        """The entry in which a row of a key group lies; None behind the last."""
+        while not self._entries or int(self._entries[-1].ends[group]) <= row:
+            if not self._add_next():
+                return None
+        return self._entries[bisect_right(self._entries, row, key=lambda entry: int(entry.ends[group]))]
+
+    def _make_cut(self, named: OpenCut) -> PassCut:
+        live = self.units[named.live_plan_id] if named.live_plan_id != named.plan_id else None
+        before = np.array(named.dealt_before, dtype=np.int64)
+        return PassCut(self.units[named.plan_id], named.settings, named.pass_index, before, live)
+
+    def _add_open(self, opened: OpenCut) -> None:
+        cut = self._cut(opened)
+        whole = np.array([cut.live_rows(group) for group in range(self.settings.key_groups)], dtype=np.int64)
+        passed = [_passed(cut, group, cursor, int(whole[group])) for group, cursor in enumerate(self.start.cursors)]
+        self._add(opened, queue=-1, dealt=whole, passed=np.array(passed, dtype=np.int64))
+
+    def _add_next(self) -> bool:
+        """Cut the next pass of the queue; false at its end."""
+        cut_so_far = self._next_pass() - self.start.next_pass
+        for queue, (plan_id, passes) in enumerate(self.start.upcoming):
+            if passes == 0 or cut_so_far < passes:
+                opened = OpenCut(
+                    pass_index=self._next_pass(),
+                    plan_id=plan_id,
+                    live_plan_id=plan_id,
+                    dealt_before=tuple(self._dealt.tolist()),
+                    settings=self.settings,
+                )
+                dealt = deal(int(self.units[plan_id].live_rows.sum()), self._dealt)
+                self._dealt = self._dealt + dealt
+                self._add(opened, queue=queue, dealt=dealt, passed=np.zeros_like(dealt))
+                return True
+            cut_so_far -= passes
+        return False
+
+    def _next_pass(self) -> int:
+        last = self._entries[-1] if self._entries else None
+        return self.start.next_pass if last is None or last.queue < 0 else last.cut.pass_index + 1
+
+    def _add(self, cut: OpenCut, *, queue: int, dealt: Ints, passed: Ints) -> None:
+        begins = self._entries[-1].ends if self._entries else np.zeros_like(dealt)
+        ends = begins + dealt - passed
+        self._entries.append(_Entry(cut=cut, queue=queue, dealt=dealt, begins=begins, ends=ends, passed=passed))
+
+
+def _passed(cut: PassCut, group: int, cursor: Cursor, whole: int) -> int:
+    """Live rows of a cut that a key group had passed where its cursor stands."""
+    if cursor.pass_index != cut.pass_index:
+        return whole if cursor.pass_index > cut.pass_index else 0
+    return cut.live_before(group, cursor.block, cursor.position)

@@ -1,0 +1,276 @@
+"""A block's live rows in, its items out: documents of tokens to be packed, or samples of dense columns.
+
+A row gives any number of items (tokens, samples). A row that gives none is passed over: it counts as filtered, never as
+consumed. A row that is rejected is passed over too, and named with the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from catalog.errors import NoSuchColumn, SpecInvalid, UnsupportedColumn
+from dlac_pipeline.plan.units import Ints
+from dlac_pipeline.read.columns import Array, to_numpy
+from dlac_pipeline.read.tokenizing import Tokenizer, Tokens
+from dlac_pipeline.read.transform import Reject, Rejected, RowRejected, Transform, Transformed, transform_rows
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SourceRows:
+    """What became of a block's live rows; every position is in exactly one of the three."""
+
+    positions: Ints
+    """Block positions of the rows that give items, int64 [rows], increasing."""
+    ends: Ints
+    """Items of all rows up to and with each, int64 [rows], increasing: row i gives items ends[i-1] .. ends[i]-1."""
+    filtered: Ints
+    """Positions of the rows that give no item, increasing."""
+    quarantined: Rejected
+    """(position, reason) of the rows that were rejected, by position."""
+
+    @property
+    def items(self) -> int:
+        """Items of the block."""
+        return int(self.ends[-1]) if len(self.ends) else 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Documents:
+    """The tokens of a block, in reading order; the items of its rows are tokens."""
+
+    values: Tokens
+    """Token ids of all documents end to end, int32 or int64 [tokens]."""
+    ends: Ints
+    """End of each document in `values`, int64 [documents], increasing: no document is empty."""
+    rows: SourceRows
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the arrays."""
+        return int(self.values.nbytes + self.ends.nbytes + self.rows.positions.nbytes + self.rows.ends.nbytes)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Samples:
+    """The samples of a block, in reading order; the items of its rows are samples."""
+
+    columns: dict[str, Array]
+    """Column -> array [samples] or [samples, length]; no columns where there are no samples."""
+    rows: SourceRows
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the arrays."""
+        arrays = [*self.columns.values(), self.rows.positions, self.rows.ends]
+        return int(sum(array.nbytes for array in arrays))
+
+
+def documents_of(
+    live: pa.Table,
+    positions: Ints,
+    *,
+    column: str,
+    transform: Transform | None = None,
+    tokenizer: Tokenizer | None = None,
+    end_id: int | None = None,
+    begin_id: int | None = None,
+    reject: Reject = "fail",
+    check: bool = False,
+) -> Documents:
+    """Documents of a block's live rows, at these block positions (int64 [rows], increasing).
+
+    Args:
+        live: The rows, in reading order.
+        positions: The block position of each.
+        column: After the transform: a string column, to be tokenized, or lists of integers, which are tokens.
+        transform: The user's function, between the rows and `column`.
+        tokenizer: For a string column, and only there.
+        end_id: Token put behind each document; an empty document stays empty.
+        begin_id: Token put before each document.
+        reject: What becomes of rows that the transform or the tokenizer raises for.
+        check: Whether to verify on these rows that the transform does not depend on how rows are batched.
+
+    Raises:
+        RowRejected: a row was rejected and `reject` is "fail".
+        TransformFailed: the transform breaks its contract.
+        NoSuchColumn: `column` is not there.
+        SpecInvalid: a string column and no tokenizer, or a tokenizer and no string column.
+        UnsupportedColumn: another type, or nulls.
+    """
+    done = _transformed(live, positions, transform, reject, check)
+    if not len(done.row):
+        return Documents(np.zeros(0, np.int32), np.zeros(0, np.int64), source_rows(positions, done.row, done.rejected))
+    lists = _column(done.table, column)
+    if _is_text(lists.type):
+        values, offsets, done = _tokenized(lists, done, positions, column, tokenizer, reject)
+    else:
+        values, offsets = _tokens(lists, column, tokenizer)
+    kept = np.diff(offsets) > 0
+    ends, row = offsets[1:][kept], done.row[kept]
+    if end_id is not None or begin_id is not None:
+        values, ends = _framed(values, ends, begin_id, end_id)
+    return Documents(values, ends, source_rows(positions, row, done.rejected, ends))
+
+
+def samples_of(
+    live: pa.Table,
+    positions: Ints,
+    *,
+    columns: Sequence[str],
+    transform: Transform | None = None,
+    reject: Reject = "fail",
+    check: bool = False,
+    origin: str = "the block",
+) -> Samples:
+    """Samples of a block's live rows: each output row of the transform is one; arguments as for `documents_of`.
+
+    Raises:
+        RowRejected, TransformFailed, NoSuchColumn, UnsupportedColumn: as `documents_of`.
+    """
+    done = _transformed(live, positions, transform, reject, check)
+    rows = source_rows(positions, done.row, done.rejected)
+    if not len(done.row):
+        return Samples({}, rows)
+    arrays = {name: to_numpy(_column(done.table, name), name=name, origin=origin) for name in columns}
+    return Samples(arrays, rows)
+
+
+def source_rows(positions: Ints, row: Ints, rejected: Rejected, ends: Ints | None = None) -> SourceRows:
+    """What became of rows at `positions`, from the row of each document and its end; from that of each sample, without."""
+    ends = np.arange(1, len(row) + 1, dtype=np.int64) if ends is None else ends
+    last = np.flatnonzero(np.append(row[1:] != row[:-1], True)) if len(row) else np.zeros(0, dtype=np.int64)
+    filtered = np.ones(len(positions), dtype=np.bool_)
+    filtered[row[last]] = False
+    filtered[np.searchsorted(positions, [position for position, _ in rejected])] = False
+    return SourceRows(positions[row[last]], ends[last], positions[filtered], rejected)
+
+
+def _transformed(
+    live: pa.Table, positions: Ints, transform: Transform | None, reject: Reject, check: bool
+) -> Transformed:
+    if transform is None:
+        return Transformed(live, np.arange(live.num_rows, dtype=np.int64), ())
+    return transform_rows(transform, live, positions, reject=reject, check=check)
+
+
+def _column(table: pa.Table, name: str) -> pa.ChunkedArray:
+    if name not in table.column_names:
+        raise NoSuchColumn(
+            f"expected column {name!r} among the columns read and transformed, found {table.column_names!r}: "
+            "name it among the columns to read, or return it from the transform"
+        )
+    column = table[name]
+    if column.null_count:
+        raise UnsupportedColumn(
+            f"expected no nulls in column {name!r}, found {column.null_count}: filter them out with "
+            f'row_filter = "{name} IS NOT NULL", or drop or fill them in the transform'
+        )
+    return column
+
+
+def _is_text(column_type: pa.DataType) -> bool:
+    if pa.types.is_dictionary(column_type):
+        column_type = column_type.value_type
+    return bool(
+        pa.types.is_string(column_type) or pa.types.is_large_string(column_type) or pa.types.is_string_view(column_type)
+    )
+
+
+def _tokenized(
+    texts: pa.ChunkedArray,
+    done: Transformed,
+    positions: Ints,
+    name: str,
+    tokenizer: Tokenizer | None,
+    reject: Reject,
+) -> tuple[Tokens, Ints, Transformed]:
+    """Tokens and offsets of the texts; rows with a text that the tokenizer raises for are left out and named."""
+    if tokenizer is None:
+        raise SpecInvalid(f"expected a tokenizer for column {name!r}, found none and texts: name one")
+    array = texts.cast(pa.large_string()).combine_chunks()
+    array = array if isinstance(array, pa.Array) else pa.concat_arrays(array.chunks)
+    try:
+        return *tokenizer.encode(array), done
+    except MemoryError:
+        raise  # says nothing about the texts
+    except Exception as err:
+        bad = _bad_rows(array, done.row, tokenizer)
+        if not bad:
+            raise
+        position = int(positions[min(bad)])
+        if reject == "fail":
+            raise RowRejected(
+                position,
+                f"expected column {name!r} to hold texts that can be tokenized, found {bad[min(bad)]} for the row at "
+                f'position {position}: drop such rows, or choose reject = "quarantine"',
+            ) from err
+    kept = ~np.isin(done.row, list(bad))
+    rejected = [*done.rejected, *((int(positions[row]), reason) for row, reason in bad.items())]
+    values, offsets = tokenizer.encode(array.filter(pa.array(kept)))
+    return values, offsets, Transformed(done.table.filter(pa.array(kept)), done.row[kept], tuple(sorted(rejected)))
+
+
+def _bad_rows(texts: pa.LargeStringArray, row: Ints, tokenizer: Tokenizer) -> dict[int, str]:
+    """Row -> reason of each row with a text that the tokenizer raises for."""
+    bad: dict[int, str] = {}
+    for index in range(len(texts)):
+        try:
+            tokenizer.encode(texts.slice(index, 1))
+        except Exception as err:  # noqa: PERF203 # only after a batch was rejected
+            bad.setdefault(int(row[index]), f"{type(err).__name__}: {err}")
+    return bad
+
+
+def _tokens(lists: pa.ChunkedArray, name: str, tokenizer: Tokenizer | None) -> tuple[Tokens, Ints]:
+    """Tokens and offsets of a column of lists; a view of the Arrow buffers where they are one chunk of int32 or int64."""
+    if tokenizer is not None:
+        raise SpecInvalid(f"expected texts in column {name!r} to tokenize, found {lists.type}: name no tokenizer")
+    parts = [_list_tokens(chunk, name) for chunk in lists.chunks]
+    if len(parts) == 1:
+        return parts[0]
+    lengths = np.concatenate([np.zeros(1, np.int64), *(np.diff(offsets) for _, offsets in parts)])
+    return np.concatenate([values for values, _ in parts]), np.cumsum(lengths)
+
+
+def _list_tokens(lists: Any, name: str) -> tuple[Tokens, Ints]:
+    kind = lists.type
+    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    if not is_list or not pa.types.is_integer(kind.value_type):
+        raise UnsupportedColumn(
+            f"expected column {name!r} to hold texts or lists of integers, found {kind}: "
+            "name another column, or convert it in the transform"
+        )
+    if pa.types.is_fixed_size_list(kind):
+        offsets = np.arange(len(lists) + 1, dtype=np.int64) * kind.list_size
+        flat = lists.flatten()
+    else:
+        offsets = lists.offsets.to_numpy().astype(np.int64)
+        flat = lists.values.slice(int(offsets[0]), int(offsets[-1] - offsets[0]))
+        offsets = offsets - offsets[0]
+    if flat.null_count:
+        raise UnsupportedColumn(f"expected no nulls inside the lists of column {name!r}, found {flat.null_count}")
+    array = flat.to_numpy()
+    small = np.can_cast(array.dtype, np.int32)
+    return array.astype(np.int32 if small else np.int64, copy=False), offsets
+
+
+def _framed(values: Tokens, ends: Ints, begin_id: int | None, end_id: int | None) -> tuple[Tokens, Ints]:
+    """The documents with `begin_id` before and `end_id` behind each."""
+    extra = (begin_id is not None) + (end_id is not None)
+    framed_ends = ends + extra * np.arange(1, len(ends) + 1, dtype=np.int64)
+    framed = np.empty(len(values) + extra * len(ends), dtype=values.dtype)
+    own = np.ones(len(framed), dtype=np.bool_)
+    if end_id is not None:
+        framed[framed_ends - 1] = end_id
+        own[framed_ends - 1] = False
+    if begin_id is not None:
+        begins = np.concatenate(([0], framed_ends[:-1])).astype(np.int64)[: len(ends)]
+        framed[begins] = begin_id
+        own[begins] = False
+    framed[own] = values
+    return framed, framed_ends

@@ -1,0 +1,138 @@
+"""Texts in, token ids out: any `tokenizers` JSON file, or a fast tokenizer of transformers.
+
+Texts stay texts: a text that spells out a special token does not become that token, nothing is added around it, and
+nothing is cut off or padded, whatever the file says; what begins and ends a document is the reader's business.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+from blake3 import blake3
+from tokenizers import Tokenizer as Backend
+
+from catalog.errors import TokenizerUnreadable
+from dlac_pipeline.plan.units import Ints
+
+Tokens = npt.NDArray[np.int32] | npt.NDArray[np.int64]
+_TEXT_BYTES_AT_ONCE = 2**20
+"""What the library keeps of a text it encoded takes some hundred bytes per token, until the ids are copied."""
+
+
+class Tokenizer(Protocol):
+    """Turns texts into token ids; what it gives depends on the text alone."""
+
+    @property
+    def digest(self) -> str:
+        """Identifies what `encode` gives."""
+
+    def encode(self, texts: pa.StringArray | pa.LargeStringArray) -> tuple[Tokens, Ints]:
+        """Token ids of all texts, and where each begins and ends: offsets int64 [texts + 1]."""
+
+    def token_id(self, token: str) -> int:
+        """The id of a token by its name.
+
+        Raises:
+            TokenizerUnreadable: there is no such token.
+        """
+
+
+class FastTokenizer:
+    """A tokenizer of the `tokenizers` library; the library releases the GIL while it encodes."""
+
+    def __init__(self, backend: Backend, *, name: str, digest: str) -> None:
+        # One thread per call: the reader's background threads are the parallelism, they leave the other cores to the
+        # training, and the library's own pool would neither survive nor keep silent about a fork (DataLoader workers).
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        backend.no_truncation()
+        backend.no_padding()
+        backend.encode_special_tokens = True
+        self._backend = backend
+        self.name = name
+        self.digest = digest
+
+    def encode(self, texts: pa.StringArray | pa.LargeStringArray) -> tuple[Tokens, Ints]:
+        """Token ids of all texts, int32, and offsets int64 [texts + 1]."""
+        values, lengths = [np.zeros(0, dtype=np.int32)], [np.zeros(1, dtype=np.int64)]
+        for part in _parts(texts):
+            encoded = self._backend.encode_batch_fast(part.to_pylist(), add_special_tokens=False)
+            lengths.append(np.fromiter(map(len, encoded), np.int64, len(encoded)))
+            ids = chain.from_iterable(encoding.ids for encoding in encoded)
+            values.append(np.fromiter(ids, np.int32, int(lengths[-1].sum())))
+        return np.concatenate(values), np.cumsum(np.concatenate(lengths))
+
+    def token_id(self, token: str) -> int:
+        """The id of a token by its name."""
+        found = self._backend.token_to_id(token)
+        if found is None:
+            raise TokenizerUnreadable(
+                f"expected a token {token!r} in tokenizer {self.name!r}, found none among its "
+                f"{self._backend.get_vocab_size()}: name one of its special tokens"
+            )
+        return int(found)
+
+
+def load_tokenizer(name: str | Path) -> FastTokenizer:
+    """The tokenizer of a JSON file, or, by folder or name, one of transformers (where that is installed).
+
+    Raises:
+        TokenizerUnreadable: there is none, it cannot be read, or it is not a fast one.
+    """
+    path = Path(name)
+    if path.is_file():
+        return _from_file(path)
+    backend = _from_transformers(str(name))
+    return FastTokenizer(backend, name=str(name), digest=blake3(backend.to_str(pretty=True).encode()).hexdigest())
+
+
+def _from_file(path: Path) -> FastTokenizer:
+    content = path.read_bytes()
+    try:
+        backend = Backend.from_str(content.decode())
+    except Exception as err:  # the library raises bare Exception
+        raise TokenizerUnreadable(
+            f"expected a JSON file of the tokenizers library at {str(path)!r}, found {err}: name its tokenizer.json"
+        ) from err
+    return FastTokenizer(backend, name=str(path), digest=blake3(content).hexdigest())
+
+
+def _from_transformers(name: str) -> Backend:
+    try:
+        from transformers import AutoTokenizer  # type: ignore[import-not-found, unused-ignore] # optional
+    except ImportError as err:
+        raise TokenizerUnreadable(
+            f"expected a tokenizer's JSON file at {name!r}, found no file: correct the path, or install transformers to "
+            "load a tokenizer by its name or folder"
+        ) from err
+    try:
+        wrapped: Any = AutoTokenizer.from_pretrained(name)
+    except Exception as err:  # whatever the hub, the network and the folder have to say
+        raise TokenizerUnreadable(
+            f"expected tokenizer {name!r} in transformers, found {err}: correct the name"
+        ) from err
+    backend = getattr(wrapped, "backend_tokenizer", None)
+    if not isinstance(backend, Backend):
+        raise TokenizerUnreadable(
+            f"expected a fast tokenizer {name!r}, found {type(wrapped).__name__!r}, which encodes in Python: "
+            "convert it to a tokenizer.json"
+        )
+    return Backend.from_str(backend.to_str())  # a copy: its owner may want another truncation
+
+
+def _parts(texts: pa.StringArray | pa.LargeStringArray) -> Iterator[Any]:
+    """The texts in stretches of about 1 MiB, at least one text each."""
+    if not len(texts):
+        return
+    offsets = np.frombuffer(texts.buffers()[1], np.int64 if pa.types.is_large_string(texts.type) else np.int32)
+    ends = offsets[texts.offset : texts.offset + len(texts) + 1].astype(np.int64)
+    stretch = (ends[1:] - ends[0] - 1) // _TEXT_BYTES_AT_ONCE
+    cuts = np.flatnonzero(np.diff(stretch)) + 1
+    for start, stop in zip([0, *cuts], [*cuts, len(texts)], strict=True):
+        yield texts.slice(int(start), int(stop - start))
