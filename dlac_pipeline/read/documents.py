@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -16,7 +15,7 @@ import pyarrow as pa
 from catalog.errors import NoSuchColumn, SpecInvalid, UnsupportedColumn
 from dlac_pipeline.plan.units import Ints
 from dlac_pipeline.read.columns import Array, to_numpy
-from dlac_pipeline.read.tokenizing import Tokenizer, Tokens
+from dlac_pipeline.read.tokenizing import Tokenizer, Tokens, is_text, tokens_of_lists
 from dlac_pipeline.read.transform import Reject, Rejected, RowRejected, Transform, Transformed, transform_rows
 
 
@@ -105,11 +104,13 @@ def documents_of(
     done = _transformed(live, positions, transform, reject, check)
     if not len(done.row):
         return Documents(np.zeros(0, np.int32), np.zeros(0, np.int64), source_rows(positions, done.row, done.rejected))
-    lists = _column(done.table, column)
-    if _is_text(lists.type):
-        values, offsets, done = _tokenized(lists, done, positions, column, tokenizer, reject)
+    content = _column(done.table, column)
+    if is_text(content.type):
+        values, offsets, done = _tokenized(content, done, positions, column, tokenizer, reject)
+    elif tokenizer is not None:
+        raise SpecInvalid(f"expected texts in column {column!r} to tokenize, found {content.type}: name no tokenizer")
     else:
-        values, offsets = _tokens(lists, column, tokenizer)
+        values, offsets = tokens_of_lists(content, column)
     kept = np.diff(offsets) > 0
     ends, row = offsets[1:][kept], done.row[kept]
     if end_id is not None or begin_id is not None:
@@ -173,14 +174,6 @@ def _column(table: pa.Table, name: str) -> pa.ChunkedArray:
     return column
 
 
-def _is_text(column_type: pa.DataType) -> bool:
-    if pa.types.is_dictionary(column_type):
-        column_type = column_type.value_type
-    return bool(
-        pa.types.is_string(column_type) or pa.types.is_large_string(column_type) or pa.types.is_string_view(column_type)
-    )
-
-
 def _tokenized(
     texts: pa.ChunkedArray,
     done: Transformed,
@@ -224,39 +217,6 @@ def _bad_rows(texts: pa.LargeStringArray, row: Ints, tokenizer: Tokenizer) -> di
         except Exception as err:  # noqa: PERF203 # only after a batch was rejected
             bad.setdefault(int(row[index]), f"{type(err).__name__}: {err}")
     return bad
-
-
-def _tokens(lists: pa.ChunkedArray, name: str, tokenizer: Tokenizer | None) -> tuple[Tokens, Ints]:
-    """Tokens and offsets of a column of lists; a view of the Arrow buffers where they are one chunk of int32 or int64."""
-    if tokenizer is not None:
-        raise SpecInvalid(f"expected texts in column {name!r} to tokenize, found {lists.type}: name no tokenizer")
-    parts = [_list_tokens(chunk, name) for chunk in lists.chunks]
-    if len(parts) == 1:
-        return parts[0]
-    lengths = np.concatenate([np.zeros(1, np.int64), *(np.diff(offsets) for _, offsets in parts)])
-    return np.concatenate([values for values, _ in parts]), np.cumsum(lengths)
-
-
-def _list_tokens(lists: Any, name: str) -> tuple[Tokens, Ints]:
-    kind = lists.type
-    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
-    if not is_list or not pa.types.is_integer(kind.value_type):
-        raise UnsupportedColumn(
-            f"expected column {name!r} to hold texts or lists of integers, found {kind}: "
-            "name another column, or convert it in the transform"
-        )
-    if pa.types.is_fixed_size_list(kind):
-        offsets = np.arange(len(lists) + 1, dtype=np.int64) * kind.list_size
-        flat = lists.flatten()
-    else:
-        offsets = lists.offsets.to_numpy().astype(np.int64)
-        flat = lists.values.slice(int(offsets[0]), int(offsets[-1] - offsets[0]))
-        offsets = offsets - offsets[0]
-    if flat.null_count:
-        raise UnsupportedColumn(f"expected no nulls inside the lists of column {name!r}, found {flat.null_count}")
-    array = flat.to_numpy()
-    small = np.can_cast(array.dtype, np.int32)
-    return array.astype(np.int32 if small else np.int64, copy=False), offsets
 
 
 def _framed(values: Tokens, ends: Ints, begin_id: int | None, end_id: int | None) -> tuple[Tokens, Ints]:

@@ -1,4 +1,4 @@
-"""Texts in, token ids out: any `tokenizers` JSON file, or a fast tokenizer of transformers.
+"""A column of texts or of lists in, token ids out; texts by any `tokenizers` JSON file or fast tokenizer of transformers.
 
 Texts stay texts: a text that spells out a special token does not become that token, nothing is added around it, and
 nothing is cut off or padded, whatever the file says; what begins and ends a document is the reader's business.
@@ -18,7 +18,7 @@ import pyarrow as pa
 from blake3 import blake3
 from tokenizers import Tokenizer as Backend
 
-from catalog.errors import TokenizerUnreadable
+from catalog.errors import TokenizerUnreadable, UnsupportedColumn
 from dlac_pipeline.plan.units import Ints
 
 Tokens = npt.NDArray[np.int32] | npt.NDArray[np.int64]
@@ -136,3 +136,47 @@ def _parts(texts: pa.StringArray | pa.LargeStringArray) -> Iterator[Any]:
     cuts = np.flatnonzero(np.diff(stretch)) + 1
     for start, stop in zip([0, *cuts], [*cuts, len(texts)], strict=True):
         yield texts.slice(int(start), int(stop - start))
+
+
+def is_text(column_type: pa.DataType) -> bool:
+    """Whether a column of this type is tokenized."""
+    if pa.types.is_dictionary(column_type):
+        column_type = column_type.value_type
+    return bool(
+        pa.types.is_string(column_type) or pa.types.is_large_string(column_type) or pa.types.is_string_view(column_type)
+    )
+
+
+def tokens_of_lists(lists: pa.ChunkedArray, name: str) -> tuple[Tokens, Ints]:
+    """Tokens of a column of lists of integers, and offsets; a view of the Arrow buffers of one chunk of int32 or int64.
+
+    Raises:
+        UnsupportedColumn: another type, or nulls inside the lists.
+    """
+    parts = [_list_tokens(chunk, name) for chunk in lists.chunks]
+    if len(parts) == 1:
+        return parts[0]
+    lengths = np.concatenate([np.zeros(1, np.int64), *(np.diff(offsets) for _, offsets in parts)])
+    return np.concatenate([values for values, _ in parts]), np.cumsum(lengths)
+
+
+def _list_tokens(lists: Any, name: str) -> tuple[Tokens, Ints]:
+    kind = lists.type
+    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    if not is_list or not pa.types.is_integer(kind.value_type):
+        raise UnsupportedColumn(
+            f"expected column {name!r} to hold texts or lists of integers, found {kind}: "
+            "name another column, or convert it in the transform"
+        )
+    if pa.types.is_fixed_size_list(kind):
+        offsets = np.arange(len(lists) + 1, dtype=np.int64) * kind.list_size
+        flat = lists.flatten()
+    else:
+        offsets = lists.offsets.to_numpy().astype(np.int64)
+        flat = lists.values.slice(int(offsets[0]), int(offsets[-1] - offsets[0]))
+        offsets = offsets - offsets[0]
+    if flat.null_count:
+        raise UnsupportedColumn(f"expected no nulls inside the lists of column {name!r}, found {flat.null_count}")
+    array = flat.to_numpy()
+    small = np.can_cast(array.dtype, np.int32)
+    return array.astype(np.int32 if small else np.int64, copy=False), offsets
