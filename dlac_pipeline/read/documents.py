@@ -214,7 +214,7 @@ def _bad_rows(texts: pa.LargeStringArray, row: Ints, tokenizer: Tokenizer) -> di
     for index in range(len(texts)):
         try:
             tokenizer.encode(texts.slice(index, 1))
-        except Exception as err:  # noqa: PERF203 # only after a batch was rejected
+        except Exception as err:  # only after a batch was rejected
             bad.setdefault(int(row[index]), f"{type(err).__name__}: {err}")
     return bad
 

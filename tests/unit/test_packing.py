@@ -1,0 +1,347 @@
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from catalog.errors import CursorMismatch, SpecInvalid
+from dlac_pipeline.plan.source_order import Cursor
+from dlac_pipeline.read.documents import Documents, Samples, documents_of, samples_of, source_rows
+from dlac_pipeline.read.packing import BlockAdvance, Packed, Packer, Sampler, Taken, merge
+
+EXAMPLES = settings(max_examples=200, deadline=None)
+PAD = -1
+REASON = "ValueError: bad"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A live row: its position, the lengths of its documents, or that it is rejected."""
+
+    position: int
+    documents: tuple[int, ...]
+    rejected: bool = False
+
+    @property
+    def tokens(self) -> int:
+        return 0 if self.rejected else sum(self.documents)
+
+
+@dataclass(frozen=True)
+class Line:
+    """The blocks of a key group: (pass, block) -> its live rows; every token is a different number."""
+
+    blocks: dict[tuple[int, int], tuple[Row, ...]] = field(default_factory=dict)
+
+    def tokens_of(self, key: tuple[int, int]) -> list[list[int]]:
+        """Tokens of each row of a block."""
+        before = sum(row.tokens for other, rows in self.blocks.items() if other < key for row in rows)
+        given = []
+        for row in self.blocks[key]:
+            given.append(list(range(before, before + row.tokens)))
+            before += row.tokens
+        return given
+
+    @property
+    def total(self) -> int:
+        return sum(row.tokens for rows in self.blocks.values() for row in rows)
+
+    def documents(self, start: Cursor) -> Iterator[tuple[int, int, Documents]]:
+        """Blocks as a reader gives them that resumes at `start`."""
+        for key, rows in self.blocks.items():
+            if key >= start[:2]:
+                begin = start.position if key == start[:2] else 0
+                keep = [i for i, row in enumerate(rows) if row.position >= begin]
+                yield *key, self._content(key, keep)
+
+    def _content(self, key: tuple[int, int], keep: list[int]) -> Documents:
+        rows, tokens = self.blocks[key], self.tokens_of(key)
+        taken = [rows[i] for i in keep]
+        positions = np.array([row.position for row in taken], np.int64)
+        lengths = [(n, i) for i, row in enumerate(taken) if not row.rejected for n in row.documents if n]
+        ends = np.cumsum([n for n, _ in lengths]).astype(np.int64)
+        rejected = tuple((row.position, REASON) for row in taken if row.rejected)
+        values = np.array([token for i in keep for token in tokens[i]], np.int32)
+        row_of = np.array([i for _, i in lengths], np.int64)
+        return Documents(values, ends, source_rows(positions, row_of, rejected, ends))
+
+    def samples(self, start: Cursor) -> Iterator[tuple[int, int, Samples]]:
+        """The same blocks, each token a sample."""
+        for pass_index, block, documents in self.documents(start):
+            columns = {"x": documents.values, "pair": np.stack([documents.values] * 2, axis=1)}
+            yield pass_index, block, Samples(columns, documents.rows)
+
+
+@st.composite
+def lines(draw: st.DrawFn) -> Line:
+    """Random blocks over some passes: rows with any number of documents, empty ones, rejected ones, dead rows between."""
+    blocks = {}
+    for pass_index in range(draw(st.integers(1, 2))):
+        for block in range(draw(st.integers(0, 4))):
+            rows, position = [], 0
+            for _ in range(draw(st.integers(0, 6))):
+                position += draw(st.integers(0, 2))
+                documents = tuple(draw(st.lists(st.integers(0, 9), max_size=3)))
+                rows.append(Row(position, documents, draw(st.integers(0, 5)) == 0))
+                position += 1
+            blocks[pass_index, block] = tuple(rows)
+    return Line(blocks)
+
+
+def read(line: Line, length: int, sizes: Sequence[int], *, drain: bool, start: Cursor = Cursor()) -> list[Packed]:
+    """Take until nothing can follow, in steps of these sizes."""
+    packer = Packer(line.documents(start), length=length, start=start, drain=drain, pad_id=PAD)
+    taken = []
+    while not packer.exhausted:
+        taken.append(packer.take(sizes[len(taken) % len(sizes)]))
+        assert taken[-1].cursor == packer.cursor
+    return taken
+
+
+def same(one: Packed, other: Packed) -> None:
+    """Assert that two results are alike in all."""
+    for name in ("tokens", "document", "position"):
+        assert np.array_equal(getattr(one, name), getattr(other, name)), name
+    assert (one.count, one.items, one.cursor) == (other.count, other.items, other.cursor)
+    assert told(one.advances) == told(other.advances)
+
+
+def told(advances: Sequence[BlockAdvance]) -> list[tuple[object, ...]]:
+    """Advances as what can be compared."""
+    return [
+        (a.cursor, a.position_start, a.token_start, a.rows_consumed, a.filtered.tolist(), a.quarantined)
+        for a in advances
+    ]
+
+
+def check_advances(line: Line, taken: Sequence[Taken]) -> None:
+    """Advances follow each other without gap, and tell of every row once: consumed, filtered or quarantined."""
+    advances = [advance for each in taken for advance in each.advances]
+    at: dict[tuple[int, int], Cursor] = {}
+    for each in taken:
+        for advance in each.advances:
+            key = (advance.pass_index, advance.block)
+            begins = Cursor(*key, advance.position_start, advance.token_start or 0)
+            assert begins == at.get(key, Cursor(*key))
+            at[key] = advance.cursor
+        if each.advances:
+            assert each.cursor == each.advances[-1].cursor
+    for advance in advances:
+        passed = [
+            row
+            for row in line.blocks[advance.pass_index, advance.block]
+            if advance.position_start <= row.position < advance.position_end
+        ]
+        consumed = [row for row in passed if row.tokens]
+        assert advance.rows_consumed == len(consumed) - (advance.token_end is not None)
+        assert advance.filtered.tolist() == [row.position for row in passed if not row.tokens and not row.rejected]
+        assert advance.quarantined == tuple((row.position, REASON) for row in passed if row.rejected)
+    assert told(merge(advances)) == told(merge(merge(advances)))
+
+
+@EXAMPLES
+@given(lines(), st.integers(1, 12), st.lists(st.integers(1, 4), min_size=1, max_size=3))
+def test_sequences_laid_end_to_end_are_all_tokens(line: Line, length: int, sizes: list[int]) -> None:
+    """Every token is in the sequences once and in order, whatever the blocks, T and how many are taken at a time."""
+    taken = read(line, length, sizes, drain=True)
+    flat = np.concatenate([np.zeros(0, np.int32), *(each.tokens[each.document > 0] for each in taken)])
+    assert np.array_equal(flat, np.arange(line.total))
+    assert sum(each.count for each in taken) == -(-line.total // length)
+    padding = np.concatenate([np.zeros(0, np.int32), *(each.tokens[each.document == 0] for each in taken)])
+    assert (padding == PAD).all()
+    check_advances(line, taken)
+    assert sum(a.rows_consumed for each in taken for a in each.advances) == sum(
+        row.tokens > 0 for rows in line.blocks.values() for row in rows
+    )
+    passed_over = [a.position_start for each in taken for a in each.advances for _ in (*a.filtered, *a.quarantined)]
+    assert len(passed_over) == sum(row.tokens == 0 for rows in line.blocks.values() for row in rows)
+
+
+@EXAMPLES
+@given(lines(), st.integers(1, 12), st.lists(st.integers(1, 4), min_size=1, max_size=3), st.booleans())
+def test_resume_at_any_cursor_is_identical(line: Line, length: int, sizes: list[int], drain: bool) -> None:
+    """Behind every cursor the same sequences, cursors and advances follow as without the interruption."""
+    taken = read(line, length, sizes, drain=drain)
+    for cut, each in enumerate(taken):
+        again = read(line, length, [*sizes[(cut + 1) % len(sizes) :], *sizes] * 99, drain=drain, start=each.cursor)
+        rest = taken[cut + 1 :]
+        if len(sizes) == 1:
+            assert len(again) == len(rest)
+            for one, other in zip(again, rest, strict=True):
+                same(one, other)
+        whole = [np.concatenate([np.zeros((0, length), np.int32), *(p.tokens for p in part)]) for part in (again, rest)]
+        assert np.array_equal(*whole)
+        joined = [told(merge(a for p in part for a in p.advances)) for part in (again, rest)]
+        assert joined[0] == joined[1]
+
+
+@EXAMPLES
+@given(lines(), st.integers(1, 12), st.integers(0, 3), st.integers(1, 3), st.booleans())
+def test_ranks_that_share_a_key_group_see_one_line(line: Line, length: int, mine: int, theirs: int, drain: bool) -> None:
+    """Skipping what another rank takes leaves the cursor and the rest as taking everything does."""
+    whole = Packer(line.documents(Cursor()), length=length, drain=drain, pad_id=PAD)
+    part = Packer(line.documents(Cursor()), length=length, drain=drain, pad_id=PAD)
+    while not whole.exhausted:
+        taken, skipped, own = whole.take(theirs + mine), part.skip(theirs), part.take(mine)
+        assert taken.cursor == part.cursor
+        assert taken.count == skipped.count + own.count
+        assert np.array_equal(taken.tokens[skipped.count :], own.tokens)
+        assert told(taken.advances) == told(merge([*skipped.advances, *own.advances]))
+    assert part.exhausted
+
+
+@EXAMPLES
+@given(lines(), st.integers(1, 12), st.integers(1, 4))
+def test_documents_and_positions_are_those_of_a_loop(line: Line, length: int, size: int) -> None:
+    """Documents count from 1 within a sequence, and positions restart with each document and each sequence."""
+    owner = [
+        (key, row.position, index)
+        for key, rows in line.blocks.items()
+        for row in rows
+        for index, tokens in enumerate(row.documents if not row.rejected else ())
+        for _ in range(tokens)
+    ]
+    for packed in read(line, length, [size], drain=True):
+        for tokens, document, position in zip(packed.tokens, packed.document, packed.position, strict=True):
+            number, at, previous = 0, 0, None
+            for index, token in enumerate(tokens):
+                if token == PAD:
+                    assert (document[index], position[index]) == (0, 0)
+                    continue
+                number, at = (number, at + 1) if owner[token] == previous else (number + 1, 0)
+                previous = owner[token]
+                assert (document[index], position[index]) == (number, at)
+
+
+@EXAMPLES
+@given(lines(), st.integers(1, 12), st.integers(1, 4))
+def test_a_partial_tail_stays_pending(line: Line, length: int, size: int) -> None:
+    """Without draining only whole sequences come, and what follows behind the cursor is the tail with what is appended."""
+    taken = read(line, length, [size], drain=False)
+    assert sum(each.count for each in taken) == line.total // length
+    assert all((each.document > 0).all() for each in taken)
+    check_advances(line, taken)
+    more = Line({**line.blocks, (7, 0): (Row(0, (5,)), Row(3, (40,)))})
+    rest = read(more, length, [size], drain=True, start=taken[-1].cursor if taken else Cursor())
+    flat = np.concatenate([each.tokens[each.document > 0] for each in [*taken, *rest]])
+    assert np.array_equal(flat, np.arange(more.total))
+    check_advances(more, [*taken, *rest])
+
+
+@EXAMPLES
+@given(lines(), st.integers(1, 12))
+def test_a_cursor_does_not_depend_on_how_many_were_taken(line: Line, length: int) -> None:
+    """The cursor behind n sequences is the same whether they came one by one or at once."""
+    ones = read(line, length, [1], drain=True)
+    for count in range(1, len(ones) + 1):
+        packer = Packer(line.documents(Cursor()), length=length)
+        assert packer.skip(count).cursor == ones[count - 1].cursor
+
+
+@EXAMPLES
+@given(lines(), st.lists(st.integers(1, 4), min_size=1, max_size=3))
+def test_samples_resume_anywhere(line: Line, sizes: list[int]) -> None:
+    """Without packing each item is a sample: all come once and in order, behind every cursor the rest."""
+    sampler = Sampler(line.samples(Cursor()))
+    seen, taken = 0, []
+    while not sampler.exhausted:
+        taken.append(sampler.take(sizes[len(taken) % len(sizes)]))
+        seen += taken[-1].count
+        if seen < line.total:
+            again = Sampler(line.samples(sampler.cursor), start=sampler.cursor)
+            assert not again.exhausted
+            assert again.take(1).columns["x"].tolist() == [seen]
+    assert np.concatenate([np.zeros(0), *(s.columns["x"] for s in taken if s.count)]).tolist() == list(range(line.total))
+    assert all(s.columns["pair"].shape == (s.count, 2) for s in taken if s.count)
+    check_advances(line, taken)
+    other = Sampler(line.samples(Cursor()))
+    assert other.skip(seen).count == line.total
+    assert other.exhausted
+    assert other.cursor == sampler.cursor
+
+
+def test_trailing_rows_are_told_when_the_next_block_is_entered() -> None:
+    """Rows that give nothing behind a block's last token are told with the next block's first token, not before."""
+    line = Line({(0, 0): (Row(1, (4,)), Row(2, ()), Row(5, (), True)), (0, 1): (Row(0, (4,)), Row(6, ()))})
+    packer = Packer(line.documents(Cursor()), length=4)
+    first, second = packer.take(1), packer.take(1)
+    assert told(first.advances) == [(Cursor(0, 0, 2), 0, None, 1, [], ())]
+    assert told(second.advances) == [
+        (Cursor(0, 0, 6), 2, None, 0, [2], ((5, REASON),)),
+        (Cursor(0, 1, 7), 0, None, 1, [6], ()),
+    ]
+    assert packer.exhausted
+    assert packer.cursor == Cursor(0, 1, 7)
+
+
+def test_a_line_without_items_is_told_with_an_empty_take() -> None:
+    """Rows that give nothing are told even if no sequence follows."""
+    packer = Packer(Line({(0, 0): (Row(3, ()),)}).documents(Cursor()), length=4)
+    assert not packer.exhausted
+    taken = packer.take(2)
+    assert (taken.count, taken.tokens.shape, taken.cursor) == (0, (0, 4), Cursor(0, 0, 4))
+    assert taken.advances[0].filtered.tolist() == [3]
+    assert packer.exhausted
+
+
+@pytest.mark.parametrize(
+    ("start", "found"),
+    [
+        (Cursor(0, 0, 3, 2), "0 items of the row at position None"),
+        (Cursor(0, 0, 1, 4), "4 items of the row at position 1"),
+        (Cursor(0, 0, 0, 1), "4 items of the row at position 1"),
+        (Cursor(0, 5, 1, 2), "block 6 of pass 0"),
+    ],
+)
+def test_a_cursor_that_the_rows_do_not_bear_out_is_refused(start: Cursor, found: str) -> None:
+    """Resuming in a row that is not there, or has not that many tokens, is an error that says what was found."""
+    line = Line({(0, 0): (Row(1, (4,)), Row(3, ())), (0, 6): (Row(0, (4,)),)})
+    packer = Packer(line.documents(start), length=4, start=start)
+    with pytest.raises(CursorMismatch, match=found):
+        packer.take(1)
+
+
+def test_rows_before_the_cursor_are_refused() -> None:
+    """A first block that holds rows before the cursor would repeat them."""
+    line = Line({(0, 0): (Row(1, (4,)),)})
+    with pytest.raises(CursorMismatch, match="found a row at position 1"):
+        Packer(line.documents(Cursor()), length=4, start=Cursor(0, 0, 2)).take(1)
+
+
+def test_advances_that_do_not_meet_are_not_merged() -> None:
+    """A missing advance is an error."""
+    line = Line({(0, 0): (Row(0, (4,)), Row(1, (4,)), Row(2, (4,)))})
+    one, _, three = (each.advances[0] for each in read(line, 4, [1], drain=True))
+    with pytest.raises(CursorMismatch, match="missing or double"):
+        merge([one, three])
+
+
+def test_a_sequence_has_a_token() -> None:
+    """T = 0 is refused."""
+    with pytest.raises(SpecInvalid, match="found length 0"):
+        Packer(iter(()), length=0)
+
+
+def test_a_single_block_is_not_copied() -> None:
+    """Tokens that come from one block are a view of its Arrow buffer."""
+    live = pa.table({"tokens": pa.array([[1, 2, 3], [4, 5, 6, 7, 8]], pa.list_(pa.int32()))})
+    documents = documents_of(live, np.arange(2), column="tokens")
+    packed = Packer(iter([(0, 0, documents)]), length=4).take(2)
+    assert np.shares_memory(packed.tokens, documents.values)
+    assert packed.document.tolist() == [[1, 1, 1, 2], [1, 1, 1, 1]]
+
+
+def test_samples_of_a_block_are_its_rows() -> None:
+    """Without a transform every row is a sample."""
+    live = pa.table({"x": pa.array([5, 6, 7]), "y": pa.array([[1.0, 2.0]] * 3)})
+    samples = samples_of(live, np.array([2, 4, 9]), columns=["x", "y"])
+    taken = Sampler(iter([(3, 1, samples)])).take(2)
+    assert taken.columns["x"].tolist() == [5, 6]
+    assert taken.columns["y"].shape == (2, 2)
+    assert taken.cursor == Cursor(3, 1, 5)
+    assert samples.nbytes > 0
