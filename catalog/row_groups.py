@@ -1,38 +1,55 @@
-"""The row groups of a pinned snapshot: what is planned, with the rows that a filter leaves.
+"""The row groups of a pinned snapshot: what is planned, with the rows that deletes, a filter or exclusions make dead.
 
-Each footer is read once, in background threads; filter columns are read only where partition values and file statistics
-do not decide the filter for a whole file.
+Each footer is read once, in background threads. A filter is decided as early as possible: for a file by partition and
+metrics, for a row group by its statistics, and only where those leave it open by reading the filter's columns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
+from pyiceberg.conversions import to_bytes
 from pyiceberg.exceptions import ValidationError as IcebergValidationError
-from pyiceberg.expressions import AlwaysTrue, BooleanExpression
+from pyiceberg.expressions import AlwaysFalse, AlwaysTrue, BooleanExpression, Or
 from pyiceberg.expressions.parser import parse
-from pyiceberg.expressions.visitors import bind, extract_field_ids
-from pyiceberg.io import FileIO
-from pyiceberg.io.pyarrow import expression_to_pyarrow, schema_to_pyarrow
+from pyiceberg.expressions.visitors import (
+    _InclusiveMetricsEvaluator,
+    _StrictMetricsEvaluator,
+    bind,
+    extract_field_ids,
+)
+from pyiceberg.io.pyarrow import expression_to_pyarrow
+from pyiceberg.manifest import DataFile
 from pyiceberg.schema import Schema
-from pyiceberg.table import FileScanTask, Table
+from pyiceberg.table import Table
+from pyiceberg.types import DoubleType, FloatType, IcebergType, NestedField
 from pyparsing import ParseBaseException
 
-from catalog.errors import DataFileUnreadable, NoSuchColumn, SpecInvalid, UnsupportedDeletes
+from catalog.columns import Bounds, FileColumns, field_ids
+from catalog.data_files import LiveFile, as_sql, live_files, snapshot_schema
+from catalog.deletes import NO_ROWS, Deletes
+from catalog.errors import DataFileUnreadable, NoSuchColumn, SpecInvalid, UnsupportedColumn
 
 _THREADS = 4
+_ROW_ID_FIELD = 2147483540
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowGroup:
-    """One row group of one data file; `dead` holds the sorted offsets of the rows that a filter drops."""
+    """One row group of one data file; `dead` holds the sorted offsets of the rows that are not to be read.
+
+    `first_row_id` is the v3 row id of its first row, from which its others count on; None where the file has no such ids,
+    or carries them in a column of its own (as a compaction writes them).
+    """
 
     file_path: str
     row_group: int
@@ -40,17 +57,7 @@ class RowGroup:
     rows: int
     bytes: int
     dead: npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True)
-class _Filter:
-    """A row filter by stages: what a file's statistics leave open is decided row by row."""
-
-    schema: Schema
-    columns: tuple[str, ...]
-
-    def expression(self, residual: BooleanExpression) -> ds.Expression:
-        return expression_to_pyarrow(bind(self.schema, residual, case_sensitive=True), self.schema)
+    first_row_id: int | None = None
 
 
 def parse_filter(text: str, schema: Schema) -> BooleanExpression:
@@ -76,91 +83,221 @@ def parse_filter(text: str, schema: Schema) -> BooleanExpression:
         bind(schema, expression, case_sensitive=True)
     except (ValueError, IcebergValidationError) as err:
         raise NoSuchColumn(f"filter {text!r} does not fit the table's columns {schema.column_names!r}: {err}") from err
+    _check_top_level(text, expression, schema)
     return expression
 
 
+def _check_top_level(text: str, expression: BooleanExpression, schema: Schema) -> None:
+    nested = _fields_of(expression, schema) - {found.field_id for found in schema.fields}
+    if nested:
+        names = sorted(schema.find_column_name(field_id) or "" for field_id in nested)
+        raise SpecInvalid(
+            f"expected a filter on top-level columns, found {text!r}, which looks into {names!r}: filter on other columns"
+        )
+
+
+def _fields_of(expression: BooleanExpression, schema: Schema) -> set[int]:
+    found: set[int] = extract_field_ids(bind(schema, expression, case_sensitive=True))
+    return found
+
+
 def row_groups_of(
-    table: Table, snapshot_id: int, row_filter: str, *, progress: Callable[[int, int], None] | None = None
+    table: Table,
+    snapshot_id: int,
+    row_filter: str,
+    *,
+    schema: Schema | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    only: Callable[[LiveFile], bool] | None = None,
+    exclude: Sequence[str] = (),
 ) -> list[RowGroup]:
-    """All row groups of a snapshot that the filter does not exclude whole, sorted by file path and row group.
+    """All row groups of a snapshot but for the files that the filter excludes whole, sorted by file path and row group.
+
+    A row is dead if a delete names it, if the filter is not true for it, or if one of `exclude` is. Exclusions leave the
+    list of row groups as it is. `only` chooses among the files; `schema` names the columns: the snapshot's own unless given.
 
     Raises:
-        UnsupportedDeletes: a data file has delete files.
-        DataFileUnreadable: a data file cannot be read.
+        NoSuchSnapshot, SpecInvalid, NoSuchColumn: the request does not fit the table.
+        DataFileUnreadable: a data file, delete file or manifest cannot be read.
+        UnsupportedDeletes, UnsupportedColumn: a file holds what cannot be read exactly.
     """
-    schema = table.schemas()[_schema_id(table, snapshot_id)]
-    expression = parse_filter(row_filter, schema)
-    tasks = sorted(
-        table.scan(row_filter=expression, snapshot_id=snapshot_id).plan_files(), key=lambda task: task.file.file_path
-    )
-    for task in tasks:
-        if task.delete_files:
-            raise UnsupportedDeletes(
-                f"expected data files without deletes, found {len(task.delete_files)} delete file(s) for "
-                f"{task.file.file_path!r}: compact the table, then plan again"
-            )
-    names = tuple(
-        schema.find_column_name(field) or "" for field in sorted(extract_field_ids(bind(schema, expression, True)))
-    )
-    row_filter_stage = _Filter(schema, names)
+    schema = schema or snapshot_schema(table, snapshot_id)
+    wanted = parse_filter(row_filter, schema)
+    excluded: BooleanExpression = AlwaysFalse()
+    for text in exclude:
+        excluded = Or(excluded, parse_filter(text, schema))
+    files = [file for file in live_files(table, snapshot_id, wanted, schema=schema) if only is None or only(file)]
+    planner = _Planner(table, schema, _Predicate(schema, as_sql(excluded)))
     groups: list[RowGroup] = []
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="footer") as pool:
-        for done, found in enumerate(pool.map(lambda task: _of_file(table.io, task, row_filter_stage), tasks), start=1):
+        for done, found in enumerate(pool.map(planner.row_groups, files), start=1):
             groups.extend(found)
             if progress is not None:
-                progress(done, len(tasks))
+                progress(done, len(files))
     return groups
 
 
-def _schema_id(table: Table, snapshot_id: int) -> int:
-    snapshot = table.snapshot_by_id(snapshot_id)
-    found = None if snapshot is None else snapshot.schema_id
-    return table.metadata.current_schema_id if found is None else found
+@dataclass(frozen=True)
+class _Predicate:
+    """An expression, as SQL understands it, decided by statistics or row by row."""
 
+    schema: Schema
+    expression: BooleanExpression
 
-def _of_file(io: FileIO, task: FileScanTask, row_filter: _Filter) -> list[RowGroup]:
-    path = task.file.file_path
-    try:
-        with io.new_input(path).open() as stream:
-            file = pq.ParquetFile(stream)
-            return _of_footer(path, file, task.residual, row_filter)
-    except (OSError, pa.ArrowInvalid) as err:
-        raise DataFileUnreadable(f"expected a Parquet file at {path!r}, found {type(err).__name__}: {err}") from err
+    @cached_property
+    def names(self) -> list[str]:
+        """The columns that it looks at."""
+        return [self.schema.find_field(found).name for found in sorted(_fields_of(self.expression, self.schema))]
 
+    @cached_property
+    def _may(self) -> _InclusiveMetricsEvaluator:
+        return _InclusiveMetricsEvaluator(self.schema, self.expression)
 
-def _of_footer(path: str, file: pq.ParquetFile, residual: BooleanExpression, row_filter: _Filter) -> list[RowGroup]:
-    groups, first_row = [], 0
-    for index in range(file.metadata.num_row_groups):
-        footer = file.metadata.row_group(index)
-        dead = np.zeros(0, dtype=np.int64)
-        if not isinstance(residual, AlwaysTrue):
-            dead = _dead_rows(file, index, residual, row_filter)
-        groups.append(
-            RowGroup(
-                file_path=path,
-                row_group=index,
-                first_row=first_row,
-                rows=footer.num_rows,
-                bytes=footer.total_byte_size,
-                dead=dead,
-            )
+    @cached_property
+    def _must(self) -> _StrictMetricsEvaluator:
+        return _StrictMetricsEvaluator(self.schema, self.expression)
+
+    @cached_property
+    def _rows(self) -> ds.Expression:
+        return expression_to_pyarrow(bind(self.schema, self.expression, case_sensitive=True), self.schema)
+
+    def of_all(self, rows: int, bounds: dict[str, Bounds]) -> bool | None:
+        """Whether it is true for all rows (True) or none (False) of a row group with these statistics; None: not known."""
+        if isinstance(self.expression, AlwaysTrue | AlwaysFalse):
+            return isinstance(self.expression, AlwaysTrue)
+        metrics = _metrics(rows, {self.schema.find_field(name): bounds.get(name) for name in self.names})
+        if not self._may.eval(metrics):
+            return False
+        return True if self._must.eval(metrics) else None
+
+    def of_rows(self, table: pa.Table) -> npt.NDArray[np.bool_]:
+        """For which rows it is true; `table` has the columns `names`."""
+        position = pa.array(np.arange(len(table), dtype=np.int64))
+        found = ds.dataset(table.append_column("dlac_position", position)).to_table(
+            columns=["dlac_position"], filter=self._rows
         )
-        first_row += footer.num_rows
-    return groups
+        true = np.zeros(len(table), dtype=np.bool_)
+        true[found["dlac_position"].to_numpy()] = True
+        return true
+
+
+def _metrics(rows: int, bounds: dict[NestedField, Bounds | None]) -> DataFile:
+    """Statistics of a row group in the form that pyiceberg's evaluators take.
+
+    They take an unknown number of nulls or NaN for none: `rows + 1` says that there may be some, and not only those.
+    """
+    known = {found.field_id: (found.field_type, bound) for found, bound in bounds.items() if bound is not None}
+    return DataFile.from_args(
+        record_count=rows,
+        value_counts=dict.fromkeys((found.field_id for found in bounds), rows),
+        null_value_counts={
+            found.field_id: rows + 1 if bound is None or bound.nulls is None else bound.nulls
+            for found, bound in bounds.items()
+        },
+        nan_value_counts={
+            found.field_id: rows + 1 for found in bounds if isinstance(found.field_type, FloatType | DoubleType)
+        },
+        lower_bounds={
+            key: _as_bytes(kind, bound.lower) for key, (kind, bound) in known.items() if bound.lower is not None
+        },
+        upper_bounds={
+            key: _as_bytes(kind, bound.upper) for key, (kind, bound) in known.items() if bound.upper is not None
+        },
+    )
+
+
+def _as_bytes(kind: IcebergType, value: Any) -> bytes:
+    temporal = isinstance(value, pa.TimestampScalar | pa.Date32Scalar | pa.Time64Scalar)
+    found: bytes = to_bytes(kind, value.value if temporal else value.as_py())  # type: ignore[arg-type]  # only primitives have bounds
+    return found
+
+
+class _Planner:
+    """Row groups of data files, one file at a time, in any thread."""
+
+    def __init__(self, table: Table, schema: Schema, excluded: _Predicate) -> None:
+        self._io = table.io
+        self._schema = schema
+        self._mapping = table.name_mapping()
+        self._deletes = Deletes(table, schema)
+        self._excluded = excluded
+
+    def row_groups(self, file: LiveFile) -> list[RowGroup]:
+        """The row groups of a file, from one opening of it."""
+        try:
+            with self._io.new_input(file.path).open() as stream:
+                return self._of_parquet(file, pq.ParquetFile(stream))
+        except (OSError, pa.ArrowException) as err:
+            raise DataFileUnreadable(
+                f"expected a Parquet file at {file.path!r}, found {type(err).__name__}: {err}; restore the file, or plan "
+                "another snapshot"
+            ) from err
+        except (NoSuchColumn, UnsupportedColumn) as err:
+            raise type(err)(f"{err} (data file {file.path!r})") from err
+
+    def _of_parquet(self, file: LiveFile, parquet: pq.ParquetFile) -> list[RowGroup]:
+        deleted = self._deletes.dead_rows(file, parquet)
+        wanted = self._in_file(file, parquet, _Predicate(self._schema, file.residual))
+        excluded = self._in_file(file, parquet, self._excluded)
+        first_row_id = None if _ROW_ID_FIELD in field_ids(parquet.schema_arrow) else file.first_row_id
+        groups, first_row = [], 0
+        for index in range(parquet.num_row_groups):
+            footer = parquet.metadata.row_group(index)
+            start, end = np.searchsorted(deleted, (first_row, first_row + footer.num_rows))
+            groups.append(
+                RowGroup(
+                    file_path=file.path,
+                    row_group=index,
+                    first_row=first_row,
+                    rows=footer.num_rows,
+                    bytes=footer.total_byte_size,
+                    dead=_dead_rows(index, deleted[start:end] - first_row, footer.num_rows, wanted, excluded),
+                    first_row_id=None if first_row_id is None else first_row_id + first_row,
+                )
+            )
+            first_row += footer.num_rows
+        return groups
+
+    def _in_file(self, file: LiveFile, parquet: pq.ParquetFile, predicate: _Predicate) -> _InFile:
+        columns = FileColumns.of(
+            parquet.schema_arrow,
+            self._schema,
+            predicate.names,
+            name_mapping=self._mapping,
+            partition_values=file.partition_values,
+        )
+        return _InFile(predicate, parquet, columns)
+
+
+@dataclass(frozen=True, slots=True)
+class _InFile:
+    """A predicate over one file."""
+
+    predicate: _Predicate
+    parquet: pq.ParquetFile
+    columns: FileColumns
+
+    def is_true(self, row_group: int) -> bool | npt.NDArray[np.bool_]:
+        """For which rows of a row group the predicate is true; reads them only if the statistics do not say it."""
+        footer = self.parquet.metadata.row_group(row_group)
+        known = self.predicate.of_all(footer.num_rows, self.columns.bounds(footer))
+        if known is not None:
+            return known
+        read = self.parquet.read_row_group(row_group, columns=self.columns.in_file)
+        return self.predicate.of_rows(self.columns.align(read, footer.num_rows))
 
 
 def _dead_rows(
-    file: pq.ParquetFile, index: int, residual: BooleanExpression, row_filter: _Filter
+    index: int, deleted: npt.NDArray[np.int64], rows: int, wanted: _InFile, excluded: _InFile
 ) -> npt.NDArray[np.int64]:
-    columns = file_columns(file.schema_arrow, row_filter.schema, row_filter.columns)
-    arrow = schema_to_pyarrow(row_filter.schema, include_field_ids=False)
-    rows = file.read_row_group(index, columns=[columns[name] for name in row_filter.columns])
-    named = pa.table({name: rows[columns[name]].cast(arrow.field(name).type) for name in row_filter.columns})
-    position = pa.array(np.arange(named.num_rows, dtype=np.int64))
-    live = ds.dataset(named.append_column("dlac_position", position)).to_table(
-        columns=["dlac_position"], filter=row_filter.expression(residual)
-    )
-    return np.setdiff1d(np.arange(named.num_rows, dtype=np.int64), live["dlac_position"].to_numpy(), assume_unique=True)
+    """Sorted offsets of the dead rows of a row group."""
+    dead = np.zeros(rows, dtype=np.bool_)
+    dead[deleted] = True
+    if not dead.all():
+        dead |= np.logical_not(wanted.is_true(index))
+    if not dead.all():
+        dead |= excluded.is_true(index)
+    return np.flatnonzero(dead) if dead.any() else NO_ROWS
 
 
 def file_columns(file_schema: pa.Schema, schema: Schema, names: tuple[str, ...]) -> dict[str, str]:

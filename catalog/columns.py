@@ -1,0 +1,310 @@
+"""From the columns of one Parquet file to the columns of the table at a pinned schema.
+
+A column is found in the file by Iceberg field id; by the table's name mapping if the file has no ids; else by name.
+So renamed, reordered, dropped and widened columns read as the pinned schema names and types them, and a column that the
+file lacks is its identity partition value, else its initial default, else null. What comes out has one Arrow type per
+Iceberg type: `string`, `binary` and `list`, never their `large_` forms, and 16 bytes for a uuid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from uuid import UUID
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from pyiceberg.io.pyarrow import pyarrow_to_schema, schema_to_pyarrow
+from pyiceberg.schema import Schema
+from pyiceberg.table.name_mapping import MappedField, NameMapping, create_mapping_from_schema
+from pyiceberg.types import (
+    BinaryType,
+    IcebergType,
+    ListType,
+    MapType,
+    NestedField,
+    StringType,
+    StructType,
+    UUIDType,
+)
+
+from catalog.errors import NoSuchColumn, UnsupportedColumn
+
+FIELD_ID = b"PARQUET:field_id"
+_NANOSECONDS = (pa.timestamp("ns"), pa.timestamp("ns", "UTC"))
+_PLAIN: dict[type, pa.DataType] = {StringType: pa.string(), BinaryType: pa.binary(), UUIDType: pa.binary(16)}
+_Found = tuple[pa.Field, MappedField | None]
+
+
+def arrow_type(iceberg_type: IcebergType) -> pa.DataType:
+    """The one Arrow type in which columns of an Iceberg type are handed on."""
+    if isinstance(iceberg_type, StructType):
+        return pa.struct([pa.field(field.name, arrow_type(field.field_type)) for field in iceberg_type.fields])
+    if isinstance(iceberg_type, ListType):
+        return pa.list_(pa.field("element", arrow_type(iceberg_type.element_type)))
+    if isinstance(iceberg_type, MapType):
+        return pa.map_(arrow_type(iceberg_type.key_type), arrow_type(iceberg_type.value_type))
+    plain = _PLAIN.get(type(iceberg_type))
+    return schema_to_pyarrow(iceberg_type, include_field_ids=False) if plain is None else plain
+
+
+@dataclass(frozen=True, slots=True)
+class _Column:
+    """Where one column of the table comes from: the file's column `in_file`, or a constant.
+
+    `have` is its Iceberg type in the file, where there are fields below it.
+    """
+
+    field: NestedField
+    in_file: str | None = None
+    found: pa.DataType | None = None
+    have: IcebergType | None = None
+    constant: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Statistics of a column in a row group: Arrow scalars in the table's type; None where unknown, NaN left aside."""
+
+    nulls: int | None
+    lower: Any
+    upper: Any
+
+
+class FileColumns:
+    """How the named columns of a table are read from one file.
+
+    `in_file` are the file's top-level columns to read, `absent` the named columns that are constant here.
+    """
+
+    def __init__(self, columns: Sequence[_Column]) -> None:
+        self._columns = tuple(columns)
+        self._places: dict[str, int] | None = None
+        self.in_file: list[str] = [column.in_file for column in columns if column.in_file is not None]
+        self.absent: list[str] = [column.field.name for column in columns if column.in_file is None]
+
+    @classmethod
+    def of(
+        cls,
+        file_schema: pa.Schema,
+        schema: Schema,
+        names: Sequence[str],
+        *,
+        name_mapping: NameMapping | None = None,
+        partition_values: Mapping[int, Any] = {},
+    ) -> FileColumns:
+        """The way from a file with `file_schema` to the columns `names` of `schema`.
+
+        `partition_values` are the file's identity partition values by source field id.
+
+        Raises:
+            NoSuchColumn: the schema lacks a name, or the file lacks a required column that has no default.
+            UnsupportedColumn: the file's type cannot be promoted to the table's.
+        """
+        top_level = {field.name: field for field in schema.fields}
+        for name in names:
+            if name not in top_level:
+                raise NoSuchColumn(f"expected column {name!r} at the top level of the table, found {list(top_level)!r}")
+        in_file = _by_id(file_schema, name_mapping or create_mapping_from_schema(schema))
+        return cls([_column(top_level[name], in_file, partition_values) for name in names])
+
+    def align(self, table: pa.Table, rows: int) -> pa.Table:
+        """The columns in the table's names and types, from what was read of `in_file`; `rows` fill the constant ones.
+
+        Raises:
+            UnsupportedColumn: a value does not fit the table's type.
+        """
+        return pa.table({column.field.name: _aligned(column, table, rows) for column in self._columns})
+
+    def bounds(self, row_group: pq.RowGroupMetaData) -> dict[str, Bounds]:
+        """What the file's statistics say of those columns, by name, that are in the file and not nested."""
+        if self._places is None:  # the same for every row group of the file
+            paths = (row_group.column(place).path_in_schema for place in range(row_group.num_columns))
+            self._places = {path: place for place, path in enumerate(paths)}
+        found = {}
+        for column in self._columns:
+            place = self._places.get(column.in_file or "")
+            if place is not None and (statistics := row_group.column(place).statistics) is not None:
+                nulls = statistics.null_count if statistics.has_null_count else None
+                found[column.field.name] = Bounds(nulls, *_extremes(statistics, column))
+        return found
+
+
+def field_ids(file_schema: pa.Schema) -> dict[int, pa.Field]:
+    """The top-level fields of a Parquet file that carry an Iceberg field id, by that id."""
+    return {int(field.metadata[FIELD_ID]): field for field in file_schema if FIELD_ID in (field.metadata or {})}
+
+
+def _by_id(file_schema: pa.Schema, mapping: NameMapping) -> dict[int, _Found]:
+    """The file's top-level fields by field id, each with the mapping that gave it the id."""
+    with_ids = field_ids(file_schema)
+    if with_ids:
+        return {field_id: (field, None) for field_id, field in with_ids.items()}
+    mapped = {name: entry for entry in mapping for name in entry.names if entry.field_id is not None}
+    fields = ((mapped[field.name], field) for field in file_schema if field.name in mapped)
+    return {entry.field_id: (field, entry) for entry, field in fields if entry.field_id is not None}
+
+
+def _nested(field: pa.Field, mapped: MappedField | None) -> IcebergType | None:
+    """The Iceberg type that a field has in the file, if there are fields below it to be matched by id."""
+    if not _has_fields(field.type):
+        return None
+    mapping = None if mapped is None else NameMapping([mapped])
+    try:
+        found = pyarrow_to_schema(pa.schema([field]), name_mapping=mapping, downcast_ns_timestamp_to_us=True)
+    except (ValueError, TypeError) as err:
+        raise UnsupportedColumn(
+            f"expected column {field.name!r} of a data file to have Iceberg field ids or a name mapping throughout, "
+            f"found {field.type}: {err}; leave the column out or rewrite the table"
+        ) from err
+    return found.fields[0].field_type
+
+
+def _has_fields(arrow: pa.DataType) -> bool:
+    return _has_fields(arrow.value_type) if _is_list(arrow) else pa.types.is_struct(arrow) or pa.types.is_map(arrow)
+
+
+def _column(field: NestedField, in_file: Mapping[int, _Found], partition_values: Mapping[int, Any]) -> _Column:
+    if field.field_id in in_file:
+        found, mapped = in_file[field.field_id]
+        have = _nested(found, mapped)
+        if have is None and not _fits(found.type, arrow_type(field.field_type)):
+            raise UnsupportedColumn(
+                f"expected column {field.name!r} as {field.field_type} or a type that promotes to it, found {found.type} "
+                f"in the data file (its column {found.name!r}): rewrite the file"
+            )
+        return _Column(field, in_file=found.name, found=found.type, have=have)
+    constant = partition_values.get(field.field_id, field.initial_default)
+    if constant is None and field.required and field.field_id not in partition_values:
+        raise NoSuchColumn(
+            f"expected required column {field.name!r} (field id {field.field_id}) in a data file, found neither it nor an "
+            "initial default: rewrite the table or leave the column out"
+        )
+    return _Column(field, constant=constant)
+
+
+def _fits(found: Any, wanted: Any) -> bool:
+    """Whether a value of type `found` is one of type `wanted`, as Iceberg promotes types."""
+    if pa.types.is_dictionary(found):
+        found = found.value_type
+    if isinstance(found, pa.BaseExtensionType):
+        found = found.storage_type
+    if _is_list(wanted):
+        return _is_list(found) and _fits(found.value_type, wanted.value_type)
+    promotes = next((promotes for is_a, promotes in _PROMOTIONS if is_a(wanted)), None)
+    return pa.types.is_null(found) or found == wanted or (promotes is not None and promotes(found, wanted))
+
+
+def _is_list(arrow: pa.DataType) -> bool:
+    return bool(pa.types.is_list(arrow) or pa.types.is_large_list(arrow) or pa.types.is_fixed_size_list(arrow))
+
+
+def _is_bytes(arrow: pa.DataType, _: pa.DataType | None = None) -> bool:
+    return arrow in {pa.string(), pa.large_string(), pa.binary(), pa.large_binary(), pa.string_view(), pa.binary_view()}
+
+
+def _is_narrower_integer(found: Any, wanted: Any) -> bool:
+    if pa.types.is_unsigned_integer(found):
+        return bool(found.bit_width < wanted.bit_width)
+    return bool(pa.types.is_integer(found) and found.bit_width <= wanted.bit_width)
+
+
+def _is_narrower_decimal(found: Any, wanted: Any) -> bool:
+    return bool(pa.types.is_decimal(found) and found.scale == wanted.scale and found.precision <= wanted.precision)
+
+
+_PROMOTIONS: tuple[tuple[Callable[[Any], bool], Callable[[Any, Any], bool]], ...] = (
+    (pa.types.is_integer, _is_narrower_integer),
+    (pa.types.is_floating, lambda found, wanted: pa.types.is_floating(found) and found.bit_width <= wanted.bit_width),
+    (pa.types.is_decimal, _is_narrower_decimal),
+    (pa.types.is_timestamp, lambda found, _: pa.types.is_timestamp(found) or pa.types.is_date(found)),
+    (pa.types.is_time, lambda found, _: pa.types.is_time(found)),
+    (pa.types.is_date, lambda found, _: pa.types.is_date(found)),
+    (_is_bytes, _is_bytes),
+)
+
+
+def _extremes(statistics: pq.Statistics, column: _Column) -> tuple[Any, Any]:
+    """Least and greatest value as Arrow scalars of the table's type; (None, None) where they are not to be relied on."""
+    wanted = arrow_type(column.field.field_type)
+    if not statistics.has_min_max or pa.types.is_fixed_size_binary(wanted):
+        return None, None
+    try:
+        if column.found in _NANOSECONDS:  # Python's datetime would lose digits
+            pair = pa.array([statistics.min_raw, statistics.max_raw], type=pa.timestamp("ns")).cast(wanted, safe=False)
+        else:
+            pair = pa.array([statistics.min, statistics.max], type=wanted)
+    except (ValueError, TypeError, OverflowError, pa.ArrowException):
+        return None, None  # outside what Python's types hold, or cut in the middle of a character
+    if pa.types.is_floating(wanted) and pc.any(pc.is_nan(pair)).as_py():
+        return None, None
+    return pair[0], pair[1]
+
+
+def _aligned(column: _Column, table: pa.Table, rows: int) -> Any:
+    wanted = arrow_type(column.field.field_type)
+    if column.in_file is None:
+        return _repeated(column.constant, wanted, rows)
+    found = table[column.in_file]
+    try:
+        if column.have is None:
+            return _cast(found, wanted)
+        chunks = [_projected(chunk, column.have, column.field.field_type) for chunk in found.chunks]
+        return pa.chunked_array(chunks, type=wanted)
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as err:
+        raise UnsupportedColumn(
+            f"expected column {column.field.name!r} as {column.field.field_type}, found {found.type} in the data file "
+            f"(its column {column.in_file!r}): {err}"
+        ) from err
+
+
+def _repeated(value: Any, wanted: pa.DataType, rows: int) -> Any:
+    if value is None:
+        return pa.nulls(rows, type=wanted)
+    return pa.repeat(pa.scalar(value.bytes if isinstance(value, UUID) else value, type=wanted), rows)
+
+
+def _cast(array: Any, wanted: pa.DataType) -> Any:
+    if array.type == wanted:
+        return array
+    if isinstance(array.type, pa.BaseExtensionType):
+        array = array.cast(array.type.storage_type)
+    # Nanoseconds of a file lose their last digits in a table of microseconds, as in every engine.
+    return array.cast(wanted, safe=not pa.types.is_timestamp(wanted))
+
+
+def _projected(array: Any, have: IcebergType, want: IcebergType) -> Any:
+    """A nested array with the fields of `want`, found by id among those of `have`; nulls stay nulls."""
+    if isinstance(have, StructType) and isinstance(want, StructType):
+        return _struct(array, have, want)
+    if isinstance(have, ListType) and isinstance(want, ListType):
+        array = array.cast(pa.list_(array.type.value_field))
+        values = _projected(array.values, have.element_type, want.element_type)
+        return pa.ListArray.from_arrays(_offsets(array), values, type=arrow_type(want), mask=_nulls(array))
+    if isinstance(have, MapType) and isinstance(want, MapType):
+        keys = _projected(array.keys, have.key_type, want.key_type)
+        items = _projected(array.items, have.value_type, want.value_type)
+        return pa.MapArray.from_arrays(_offsets(array), keys, items, type=arrow_type(want), mask=_nulls(array))
+    return _cast(array, arrow_type(want))
+
+
+def _struct(array: Any, have: StructType, want: StructType) -> Any:
+    places = {field.field_id: place for place, field in enumerate(have.fields)}
+    children = []
+    for field in want.fields:
+        place = places.get(field.field_id)
+        if place is None:
+            children.append(_repeated(field.initial_default, arrow_type(field.field_type), len(array)))
+        else:
+            children.append(_projected(array.field(place), have.fields[place].field_type, field.field_type))
+    return pa.StructArray.from_arrays(children, fields=list(arrow_type(want)), mask=_nulls(array))
+
+
+def _offsets(array: Any) -> Any:
+    return pa.array(array.offsets.to_numpy())  # a copy: Arrow takes no mask beside sliced offsets
+
+
+def _nulls(array: Any) -> Any:
+    return array.is_null() if array.null_count else None

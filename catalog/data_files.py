@@ -1,0 +1,392 @@
+"""The live data files of a snapshot, with the deletes that apply to each: our own walk over the manifests.
+
+pyiceberg's planner refuses equality deletes and does not read the fields of format v3, so manifests are read here, with
+pyiceberg's Avro reader and evaluators. A filter prunes manifests by partition summaries, files by partition and by column
+metrics; what partitions leave undecided is the file's residual. Deletes are matched as the Iceberg specification says, by
+sequence number, partition, and path.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from pyiceberg.avro.file import AvroFile
+from pyiceberg.expressions import (
+    AlwaysFalse,
+    AlwaysTrue,
+    And,
+    BooleanExpression,
+    BoundPredicate,
+    Not,
+    NotEqualTo,
+    NotIn,
+    NotNull,
+    NotStartsWith,
+    Or,
+    UnboundPredicate,
+)
+from pyiceberg.expressions.visitors import (
+    BooleanExpressionVisitor,
+    ResidualEvaluator,
+    _InclusiveMetricsEvaluator,
+    bind,
+    expression_evaluator,
+    extract_field_ids,
+    inclusive_projection,
+    manifest_evaluator,
+    residual_evaluator_of,
+    rewrite_not,
+    visit,
+)
+from pyiceberg.io import FileIO
+from pyiceberg.manifest import (
+    MANIFEST_ENTRY_SCHEMAS,
+    MANIFEST_LIST_FILE_SCHEMAS,
+    DataFile,
+    DataFileContent,
+    FileFormat,
+    ManifestContent,
+    ManifestEntry,
+    ManifestEntryStatus,
+    ManifestFile,
+    PartitionFieldSummary,
+    _inherit_from_manifest,
+)
+from pyiceberg.partitioning import PartitionSpec
+from pyiceberg.schema import Schema
+from pyiceberg.table import Table
+from pyiceberg.transforms import IdentityTransform
+from pyiceberg.typedef import Record
+
+from catalog.errors import DataFileUnreadable, NoSuchSnapshot, UnsupportedDeletes
+
+PATH_FIELD_ID = 2147483546
+_FIRST_ROW_ID, _REFERENCED, _OFFSET, _SIZE = 16, 17, 18, 19  # places of the v3 fields in a DataFile record
+_THREADS = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeleteFile:
+    """A delete file; `equality_ids` are those of an equality delete, `offset` and `size_bytes` of a deletion vector's blob."""
+
+    path: str
+    rows: int
+    sequence_number: int
+    equality_ids: tuple[int, ...] = ()
+    offset: int | None = None
+    size_bytes: int | None = None
+    partition_values: Mapping[int, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LiveFile:
+    """A live Parquet data file; `residual` is what its partition leaves open of the filter.
+
+    `snapshot_id` is that of the snapshot that added it; `first_row_id` is None before format v3; `partition_values` are
+    its identity partition values by source field id. A deletion vector replaces positional delete files.
+    """
+
+    path: str
+    spec_id: int
+    rows: int
+    bytes: int
+    data_sequence_number: int
+    snapshot_id: int | None
+    first_row_id: int | None
+    residual: BooleanExpression
+    positional: tuple[DeleteFile, ...] = ()
+    equality: tuple[DeleteFile, ...] = ()
+    vector: DeleteFile | None = None
+    partition_values: Mapping[int, Any] = field(default_factory=dict)
+
+
+def snapshot_schema(table: Table, snapshot_id: int) -> Schema:
+    """The schema that was current when the snapshot was made.
+
+    Raises:
+        NoSuchSnapshot: the table has no such snapshot.
+    """
+    snapshot = table.snapshot_by_id(snapshot_id)
+    if snapshot is None:
+        known = sorted(found.snapshot_id for found in table.snapshots())
+        raise NoSuchSnapshot(
+            f"expected snapshot {snapshot_id} in table {table.name()!r}, found only {known!r}: name one of these"
+        )
+    return table.schema() if snapshot.schema_id is None else table.schemas()[snapshot.schema_id]
+
+
+class _NullIsNotTrue(BooleanExpressionVisitor[BooleanExpression]):
+    """Iceberg's evaluators count null as unequal to every value: so "unequal" says here that it is not null."""
+
+    def visit_true(self) -> BooleanExpression:
+        return AlwaysTrue()
+
+    def visit_false(self) -> BooleanExpression:
+        return AlwaysFalse()
+
+    def visit_not(self, child_result: BooleanExpression) -> BooleanExpression:
+        return Not(child_result)
+
+    def visit_and(self, left_result: BooleanExpression, right_result: BooleanExpression) -> BooleanExpression:
+        return And(left_result, right_result)
+
+    def visit_or(self, left_result: BooleanExpression, right_result: BooleanExpression) -> BooleanExpression:
+        return Or(left_result, right_result)
+
+    def visit_unbound_predicate(self, predicate: UnboundPredicate) -> BooleanExpression:
+        if isinstance(predicate, NotEqualTo | NotIn | NotStartsWith):
+            return And(predicate, NotNull(predicate.term))  # type: ignore[call-arg]  # pydantic hides the real signature
+        return predicate
+
+    def visit_bound_predicate(self, predicate: BoundPredicate) -> BooleanExpression:
+        raise TypeError(f"expected an expression by column names, found the bound {predicate!r}")
+
+
+def as_sql(expression: BooleanExpression) -> BooleanExpression:
+    """The expression without NOT, true for just those rows for which SQL says that it is true; NaN compares as false."""
+    return visit(rewrite_not(expression), _NullIsNotTrue())
+
+
+def live_files(
+    table: Table,
+    snapshot_id: int,
+    expression: BooleanExpression = AlwaysTrue(),  # noqa: B008 - a constant
+    *,
+    schema: Schema | None = None,
+) -> list[LiveFile]:
+    """The data files of a snapshot that may hold rows for which `expression` is true, sorted by path.
+
+    `expression` names columns as `schema` does: the snapshot's own unless given.
+
+    Raises:
+        NoSuchSnapshot: the table has no such snapshot.
+        DataFileUnreadable: a manifest is missing, or a data file is not Parquet.
+        UnsupportedDeletes: a delete file is neither Parquet nor Puffin.
+    """
+    snapshot = table.snapshot_by_id(snapshot_id)
+    pruning = _Pruning(schema or snapshot_schema(table, snapshot_id), table.specs(), as_sql(expression))
+    data, deletes = [], _Deletes(table.specs())
+    for content, entry in _entries(table.io, snapshot.manifest_list if snapshot else "", pruning):
+        if content is ManifestContent.DELETES:
+            deletes.add(entry)
+        elif pruning.may_match(entry.data_file):
+            data.append(entry)
+    return sorted((_live_file(entry, deletes, pruning) for entry in data), key=lambda live: live.path)
+
+
+def _entries(io: FileIO, manifest_list: str, pruning: _Pruning) -> Iterator[tuple[ManifestContent, ManifestEntry]]:
+    """The live entries of all manifests that the filter leaves; deletes are never pruned."""
+    try:
+        with AvroFile[ManifestFile](
+            io.new_input(manifest_list),
+            MANIFEST_LIST_FILE_SCHEMAS[3],
+            read_types={-1: ManifestFile, 508: PartitionFieldSummary},
+            read_enums={517: ManifestContent},
+        ) as reader:
+            manifests = [one for one in reader if one.content is ManifestContent.DELETES or pruning.may_hold(one)]
+        with ThreadPoolExecutor(_THREADS, thread_name_prefix="manifest") as pool:
+            for manifest, entries in zip(manifests, pool.map(lambda one: _read(io, one), manifests), strict=True):
+                yield from ((manifest.content, entry) for entry in entries)
+    except OSError as err:
+        raise DataFileUnreadable(
+            f"expected the manifests of {manifest_list!r}, found {type(err).__name__}: {err}; restore them, or plan "
+            "another snapshot"
+        ) from err
+
+
+def _read(io: FileIO, manifest: ManifestFile) -> list[ManifestEntry]:
+    """The live entries of a manifest; the n-th data file without a first row id follows those before it."""
+    with AvroFile[ManifestEntry](
+        io.new_input(manifest.manifest_path),
+        MANIFEST_ENTRY_SCHEMAS[3],
+        read_types={-1: ManifestEntry, 2: DataFile},
+        read_enums={0: ManifestEntryStatus, 101: FileFormat, 134: DataFileContent},
+    ) as reader:
+        entries = [_inherit_from_manifest(one, manifest) for one in reader if one.status != ManifestEntryStatus.DELETED]
+    next_row_id = manifest[15]
+    for entry in entries if manifest.content is ManifestContent.DATA else ():
+        file = entry.data_file
+        if next_row_id is None:  # then ids that a file claims are void: the specification's rule
+            file[_FIRST_ROW_ID] = None
+        elif file[_FIRST_ROW_ID] is None:
+            file[_FIRST_ROW_ID] = next_row_id
+            next_row_id += file.record_count
+    return entries
+
+
+class _Pruning:
+    """What a filter says of manifests and files, for every partition spec that the table ever had."""
+
+    def __init__(self, schema: Schema, specs: Mapping[int, PartitionSpec], expression: BooleanExpression) -> None:
+        self._schema = schema
+        self.specs = specs
+        self.expression = expression
+        self._ids: set[int] = extract_field_ids(bind(schema, expression, case_sensitive=True))
+        self._metrics = _InclusiveMetricsEvaluator(schema, expression)
+        self._holds = cache(self._manifest_evaluator)
+        self._partition = cache(self._partition_evaluator)
+        self._residuals = cache(self._residual_evaluator)
+
+    def may_hold(self, manifest: ManifestFile) -> bool:
+        """Whether a data manifest may list a file with matching rows."""
+        return self._holds(manifest.partition_spec_id)(manifest)
+
+    def may_match(self, file: DataFile) -> bool:
+        """Whether a data file may have matching rows."""
+        return self._partition(file.spec_id)(file.partition) and self._metrics.eval(file)
+
+    def residual(self, file: DataFile) -> BooleanExpression:
+        """What a file's partition leaves open of the filter; all of it where a partition value is null.
+
+        pyiceberg compares null partition values as Python does, not as SQL does.
+        """
+        spec = self.specs[file.spec_id]
+        for place, part in enumerate(spec.fields):
+            if part.source_id in self._ids and file.partition[place] is None:
+                return self.expression
+        return self._residuals(file.spec_id).residual_for(file.partition)
+
+    def _manifest_evaluator(self, spec_id: int) -> Callable[[ManifestFile], bool]:
+        return manifest_evaluator(self.specs[spec_id], self._schema, self._projection(spec_id))
+
+    def _partition_evaluator(self, spec_id: int) -> Callable[[Record], bool]:
+        partition = Schema(*self.specs[spec_id].partition_type(self._schema).fields)
+        return expression_evaluator(partition, self._projection(spec_id), case_sensitive=True)
+
+    def _residual_evaluator(self, spec_id: int) -> ResidualEvaluator:
+        return residual_evaluator_of(
+            spec=self.specs[spec_id], expr=self.expression, case_sensitive=True, schema=self._schema
+        )
+
+    def _projection(self, spec_id: int) -> BooleanExpression:
+        return inclusive_projection(self._schema, self.specs[spec_id])(self.expression)
+
+
+Partition = tuple[int, tuple[Any, ...]]
+"""Spec id and partition values."""
+
+
+@dataclass
+class _Deletes:
+    """Delete files by what they apply to."""
+
+    specs: Mapping[int, PartitionSpec]
+    vectors: dict[str, DeleteFile] = field(default_factory=dict)
+    by_path: dict[str, list[DeleteFile]] = field(default_factory=lambda: defaultdict(list))
+    by_partition: dict[Partition, list[tuple[DeleteFile, DataFile]]] = field(default_factory=lambda: defaultdict(list))
+    equality: dict[Partition | None, list[DeleteFile]] = field(default_factory=lambda: defaultdict(list))
+
+    def add(self, entry: ManifestEntry) -> None:
+        """Sort one delete file in."""
+        file, found = entry.data_file, _delete_file(entry, self.specs)
+        if file.content == DataFileContent.EQUALITY_DELETES:
+            unpartitioned = self.specs[file.spec_id].is_unpartitioned()
+            self.equality[None if unpartitioned else _partition_of(file)].append(found)
+        elif found.offset is not None:
+            self._add_vector(str(file[_REFERENCED]), found)
+        elif (path := _only_path(file)) is not None:
+            self.by_path[path].append(found)
+        else:
+            self.by_partition[_partition_of(file)].append((found, file))
+
+    def _add_vector(self, path: str, found: DeleteFile) -> None:
+        other = self.vectors.setdefault(path, found)
+        if other is not found:
+            raise UnsupportedDeletes(
+                f"expected one deletion vector for {path!r}, found one in {other.path!r} and one in {found.path!r}: the table's "
+                "metadata is broken; plan another snapshot"
+            )
+
+    def vector_of(self, file: DataFile, sequence_number: int) -> DeleteFile | None:
+        """The deletion vector of a data file."""
+        found = self.vectors.get(file.file_path)
+        return found if found is not None and found.sequence_number >= sequence_number else None
+
+    def positional_of(self, file: DataFile, sequence_number: int) -> tuple[DeleteFile, ...]:
+        """The positional delete files that may name rows of a data file: not older than it."""
+        found = list(self.by_path.get(file.file_path, ()))
+        found += [
+            one for one, meta in self.by_partition.get(_partition_of(file), ()) if _may_name(meta, file.file_path)
+        ]
+        return tuple(one for one in found if one.sequence_number >= sequence_number)
+
+    def equality_of(self, file: DataFile, sequence_number: int) -> tuple[DeleteFile, ...]:
+        """The equality delete files of a data file: younger than it, global or of its partition."""
+        found = [*self.equality.get(None, ()), *self.equality.get(_partition_of(file), ())]
+        return tuple(one for one in found if one.sequence_number > sequence_number)
+
+
+def _live_file(entry: ManifestEntry, deletes: _Deletes, pruning: _Pruning) -> LiveFile:
+    file, sequence_number = entry.data_file, entry.sequence_number or 0
+    if file.file_format is not FileFormat.PARQUET:
+        raise DataFileUnreadable(
+            f"expected data files in Parquet, found {file.file_format.value} at {file.file_path!r}: rewrite the table as Parquet"
+        )
+    vector = deletes.vector_of(file, sequence_number)
+    return LiveFile(
+        path=file.file_path,
+        spec_id=file.spec_id,
+        rows=file.record_count,
+        bytes=file.file_size_in_bytes,
+        data_sequence_number=sequence_number,
+        snapshot_id=entry.snapshot_id,
+        first_row_id=file[_FIRST_ROW_ID],
+        residual=pruning.residual(file),
+        positional=() if vector is not None else deletes.positional_of(file, sequence_number),
+        equality=deletes.equality_of(file, sequence_number),
+        vector=vector,
+        partition_values=_identities(file, pruning.specs),
+    )
+
+
+def _delete_file(entry: ManifestEntry, specs: Mapping[int, PartitionSpec]) -> DeleteFile:
+    file = entry.data_file
+    if file.file_format is not FileFormat.PARQUET and file[_OFFSET] is None:
+        raise UnsupportedDeletes(
+            f"expected delete files in Parquet or deletion vectors, found {file.file_format.value} at {file.file_path!r}: "
+            "compact the table, then plan again"
+        )
+    return DeleteFile(
+        path=file.file_path,
+        rows=file.record_count,
+        sequence_number=entry.sequence_number or 0,
+        equality_ids=tuple(file.equality_ids or ()),
+        offset=file[_OFFSET],
+        size_bytes=file[_SIZE],
+        partition_values=_identities(file, specs),
+    )
+
+
+def _identities(file: DataFile, specs: Mapping[int, PartitionSpec]) -> Mapping[int, Any]:
+    return {
+        part.source_id: file.partition[place]
+        for place, part in enumerate(specs[file.spec_id].fields)
+        if isinstance(part.transform, IdentityTransform)
+    }
+
+
+def _partition_of(file: DataFile) -> Partition:
+    return file.spec_id, tuple(file.partition[place] for place in range(len(file.partition)))
+
+
+def _path_bounds(file: DataFile) -> tuple[str, str] | None:
+    lower, upper = ((bounds or {}).get(PATH_FIELD_ID) for bounds in (file.lower_bounds, file.upper_bounds))
+    return None if lower is None or upper is None else (lower.decode(), upper.decode())
+
+
+def _only_path(file: DataFile) -> str | None:
+    """The one data file that a positional delete file names, if its metadata say so."""
+    if file[_REFERENCED] is not None:
+        return str(file[_REFERENCED])
+    bounds = _path_bounds(file)
+    return bounds[0] if bounds is not None and bounds[0] == bounds[1] else None
+
+
+def _may_name(file: DataFile, path: str) -> bool:
+    bounds = _path_bounds(file)
+    return bounds is None or bounds[0] <= path <= bounds[1]

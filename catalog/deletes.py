@@ -1,0 +1,253 @@
+"""The rows of a data file that its deletes make dead: positional delete files, deletion vectors, equality deletes.
+
+Each delete file is read once, whatever the number of data files it applies to. Of a data file only the columns of its
+equality deletes are read, and only in row groups whose statistics overlap with the deleted values.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from threading import Lock
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from pyiceberg.schema import Schema
+from pyiceberg.table import Table
+from pyiceberg.types import NestedField
+from pyroaring import BitMap64
+
+from catalog.columns import Bounds, FileColumns, field_ids
+from catalog.data_files import PATH_FIELD_ID, DeleteFile, LiveFile
+from catalog.errors import DataFileUnreadable, UnsupportedDeletes
+
+Rows = npt.NDArray[np.int64]
+NO_ROWS: Rows = np.zeros(0, dtype=np.int64)
+_POSITION_FIELD_ID = 2147483545
+_MAGIC = b"\xd1\xd3\x39\x64"
+_T = TypeVar("_T")
+
+
+class Deletes:
+    """Dead rows of the data files of one table; may be asked by several threads at a time."""
+
+    def __init__(self, table: Table, schema: Schema) -> None:
+        self._io = table.io
+        self._mapping = table.name_mapping()
+        self._fields = _all_fields(table, schema)
+        self._positions: _Once[Mapping[str, Rows]] = _Once()
+        self._values: _Once[pa.Table] = _Once()
+
+    def dead_rows(self, file: LiveFile, parquet: pq.ParquetFile) -> Rows:
+        """The sorted positions of the rows of `file` (opened as `parquet`) that its deletes name.
+
+        Raises:
+            DataFileUnreadable: a delete file is missing or cannot be decoded.
+            UnsupportedDeletes: an equality delete names columns that do not exist, or below the top level.
+        """
+        found = [self._of_positions(delete).get(file.path, NO_ROWS) for delete in file.positional]
+        if file.vector is not None:
+            found.append(self._of_vector(file.vector))
+        ids = sorted({delete.equality_ids for delete in file.equality})
+        found.extend(self._of_values(file, parquet, one) for one in ids)
+        return np.unique(np.concatenate(found)) if found else NO_ROWS
+
+    def _of_positions(self, delete: DeleteFile) -> Mapping[str, Rows]:
+        def read() -> Mapping[str, Rows]:
+            with self._opened(delete) as parquet:
+                path, position = _position_columns(parquet.schema_arrow, delete)
+                found = parquet.read(columns=[path, position])
+            return _by_path(found[path], found[position].cast(pa.int64()))
+
+        return self._positions(delete.path, read)
+
+    def _of_vector(self, vector: DeleteFile) -> Rows:
+        with _decoding(vector), self._io.new_input(vector.path).open() as stream:
+            stream.seek(vector.offset or 0)
+            return decode_vector(stream.read(vector.size_bytes or 0), vector)
+
+    def _of_values(self, file: LiveFile, parquet: pq.ParquetFile, ids: tuple[int, ...]) -> Rows:
+        """Positions of the rows whose columns `ids` equal a deleted row; null equals null."""
+        schema = self._schema_of(ids, file.path)
+        deletes = [delete for delete in file.equality if delete.equality_ids == ids]
+        deleted = pa.concat_tables([self._deleted_values(delete, schema) for delete in deletes])
+        columns = self._columns(parquet, schema, file.partition_values)
+        ranges = _ranges(deleted)
+        first_row, found = 0, [NO_ROWS]
+        for index in range(parquet.num_row_groups):
+            group = parquet.metadata.row_group(index)
+            if _may_hold(columns.bounds(group), ranges):
+                read = parquet.read_row_group(index, columns=columns.in_file)
+                found.append(first_row + matching_rows(columns.align(read, group.num_rows), deleted))
+            first_row += group.num_rows
+        return np.concatenate(found)
+
+    def _deleted_values(self, delete: DeleteFile, schema: Schema) -> pa.Table:
+        def read() -> pa.Table:
+            with self._opened(delete) as parquet:
+                columns = self._columns(parquet, schema, delete.partition_values)
+                lost = [one for one in columns.absent if schema.find_field(one).field_id not in delete.partition_values]
+                if lost:
+                    raise UnsupportedDeletes(
+                        f"expected columns {lost!r} in equality delete file {delete.path!r}, found "
+                        f"{parquet.schema_arrow.names!r}: compact the table, then plan again"
+                    )
+                return columns.align(parquet.read(columns=columns.in_file), parquet.metadata.num_rows)
+
+        return self._values((delete.path, delete.equality_ids), read)
+
+    def _columns(self, parquet: pq.ParquetFile, schema: Schema, partition_values: Mapping[int, Any]) -> FileColumns:
+        return FileColumns.of(
+            parquet.schema_arrow,
+            schema,
+            schema.column_names,
+            name_mapping=self._mapping,
+            partition_values=partition_values,
+        )
+
+    def _schema_of(self, ids: tuple[int, ...], path: str) -> Schema:
+        lost = [field_id for field_id in ids if field_id not in self._fields]
+        if lost or not ids:
+            raise UnsupportedDeletes(
+                f"expected the equality deletes of {path!r} to name top-level columns of the table, found field ids {ids!r}: "
+                "compact the table, then plan again"
+            )
+        return Schema(*(self._fields[field_id] for field_id in ids))
+
+    @contextmanager
+    def _opened(self, delete: DeleteFile) -> Iterator[pq.ParquetFile]:
+        with _decoding(delete), self._io.new_input(delete.path).open() as stream:
+            yield pq.ParquetFile(stream)
+
+
+@contextmanager
+def _decoding(delete: DeleteFile) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, pa.ArrowException) as err:
+        raise DataFileUnreadable(
+            f"expected delete file {delete.path!r} to decode, found {type(err).__name__}: {err}; restore the file, or plan "
+            "another snapshot"
+        ) from err
+
+
+class _Once(Generic[_T]):
+    """Values that are made once, by the first thread that asks; the others wait for it."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._made: dict[Hashable, Future[_T]] = {}
+
+    def __call__(self, key: Hashable, make: Callable[[], _T]) -> _T:
+        with self._lock:
+            mine = key not in self._made
+            future = self._made.setdefault(key, Future())
+        if mine:
+            try:
+                future.set_result(make())
+            except BaseException as err:
+                future.set_exception(err)
+        return future.result()
+
+
+def _all_fields(table: Table, schema: Schema) -> dict[int, NestedField]:
+    """Every top-level column that the table ever had, by field id: as in `schema`, or as it last was; all optional."""
+    fields: dict[int, NestedField] = {}
+    for one in (*(table.schemas()[key] for key in sorted(table.schemas())), schema):
+        fields |= {found.field_id: found.model_copy(update={"required": False}) for found in one.fields}
+    return fields
+
+
+def _position_columns(schema: pa.Schema, delete: DeleteFile) -> tuple[str, str]:
+    by_id = {field_id: found.name for field_id, found in field_ids(schema).items()}
+    names = by_id.get(PATH_FIELD_ID, "file_path"), by_id.get(_POSITION_FIELD_ID, "pos")
+    if not set(names) <= set(schema.names):
+        raise UnsupportedDeletes(
+            f"expected columns 'file_path' and 'pos' in positional delete file {delete.path!r}, found {schema.names!r}: "
+            "compact the table, then plan again"
+        )
+    return names
+
+
+def _by_path(paths: pa.ChunkedArray, positions: pa.ChunkedArray) -> dict[str, Rows]:
+    """Sorted positions by data file."""
+    encoded = pa.concat_arrays([*paths.cast(pa.string()).chunks, pa.array([], pa.string())]).dictionary_encode()
+    codes, rows = encoded.indices.to_numpy(), positions.to_numpy()
+    order = np.lexsort((rows, codes))
+    ends = np.searchsorted(codes[order], np.arange(1, len(encoded.dictionary)))
+    return dict(zip(encoded.dictionary.to_pylist(), np.split(rows[order], ends), strict=False))
+
+
+def decode_vector(blob: bytes, vector: DeleteFile) -> Rows:
+    """The positions in the blob of a deletion vector: length, magic, 64-bit roaring bitmap, checksum.
+
+    Raises:
+        DataFileUnreadable: the blob is damaged, or holds another number of rows than the table's metadata say.
+    """
+    length, body, checksum = blob[:4], blob[4:-4], blob[-4:]
+    sound = len(blob) > 12 and int.from_bytes(length, "big") == len(body) and body[:4] == _MAGIC
+    if not sound or zlib.crc32(body) != int.from_bytes(checksum, "big"):
+        raise DataFileUnreadable(
+            f"expected a deletion vector at byte {vector.offset} of {vector.path!r}, found {len(blob)} bytes that start with "
+            f"{blob[:8]!r} and do not match their checksum; restore the file, or plan another snapshot"
+        )
+    rows = np.asarray(BitMap64.deserialize(body[4:]).to_array()).astype(np.int64)
+    if len(rows) != vector.rows:
+        raise DataFileUnreadable(
+            f"expected {vector.rows} rows in the deletion vector at byte {vector.offset} of {vector.path!r}, found "
+            f"{len(rows)}; restore the file, or plan another snapshot"
+        )
+    return rows
+
+
+def matching_rows(table: pa.Table, deleted: pa.Table) -> Rows:
+    """Sorted positions of the rows of `table` that are among those of `deleted` (same columns); null equals null."""
+    if table.num_columns == 1:
+        found = pc.is_in(table.column(0), value_set=_combined([deleted.column(0)]))
+        return np.flatnonzero(found.to_numpy())
+    keys = np.zeros(len(table) + len(deleted), dtype=np.int64)
+    for name in table.column_names:
+        encoded = _combined([table[name], deleted[name]]).dictionary_encode(null_encoding="encode")
+        keys = keys * (len(encoded.dictionary) + 1) + encoded.indices.to_numpy()
+        # Renumbered after every column, so that the next product cannot overflow.
+        keys = np.unique(keys, return_inverse=True)[1].astype(np.int64)
+    return np.flatnonzero(np.isin(keys[: len(table)], keys[len(table) :]))
+
+
+def _combined(columns: Sequence[pa.ChunkedArray]) -> pa.Array:
+    empty = pa.array([], type=columns[0].type)
+    return pa.concat_arrays([empty, *(chunk for column in columns for chunk in column.chunks)])
+
+
+def _ranges(deleted: pa.Table) -> dict[str, tuple[Any, Any, bool]]:
+    """(least, greatest, whether null occurs) of the deleted values, as Arrow scalars, where order is not in doubt."""
+    found = {}
+    for name in deleted.column_names:
+        column = deleted[name]
+        if pa.types.is_floating(column.type) or pa.types.is_fixed_size_binary(column.type):
+            continue
+        extremes = pc.min_max(column)
+        found[name] = (extremes["min"], extremes["max"], column.null_count > 0)
+    return found
+
+
+def _may_hold(bounds: Mapping[str, Bounds], ranges: Mapping[str, tuple[Any, Any, bool]]) -> bool:
+    """Whether a row group may hold a deleted row: every column must be able to."""
+    return all(_may_equal(bound, ranges[name]) for name, bound in bounds.items() if name in ranges)
+
+
+def _may_equal(bound: Bounds, deleted: tuple[Any, Any, bool]) -> bool:
+    least, greatest, null = deleted
+    if null and bound.nulls != 0:
+        return True
+    if not least.is_valid:
+        return False  # only nulls are deleted, and there are none
+    if bound.lower is None:
+        return True
+    return bool(pc.less_equal(bound.lower, greatest).as_py() and pc.less_equal(least, bound.upper).as_py())
