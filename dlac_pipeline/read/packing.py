@@ -26,7 +26,7 @@ from dlac_pipeline.read.tokenizing import Tokens
 from dlac_pipeline.read.transform import Rejected
 
 Masks = npt.NDArray[np.int32]
-Content = TypeVar("Content", Documents, Samples)
+Content = TypeVar("Content", bound=Documents | Samples)
 Piece = tuple[Content, int, int]
 """Items first .. stop-1 of a block."""
 BEGINNING = Cursor()
@@ -149,7 +149,7 @@ class _Open(Generic[Content]):
     def advance(self, items: int) -> BlockAdvance:
         """Take items of this block, at least one."""
         self.taken += items
-        row = int(np.searchsorted(self.rows.ends, self.taken, side="right"))
+        row = int(self.rows.ends.searchsorted(self.taken, side="right"))
         begin = int(self.rows.ends[row - 1]) if row else 0
         if begin == self.taken:
             return self._to(int(self.rows.positions[row - 1]) + 1, row, None)
@@ -161,13 +161,13 @@ class _Open(Generic[Content]):
 
     def _to(self, end: int, row: int, token_end: int | None) -> BlockAdvance:
         start, filtered = self.cursor, self.rows.filtered
-        low, high = np.searchsorted(filtered, [start.position, end])
+        low, high = filtered.searchsorted((start.position, end))
         advance = BlockAdvance(
             pass_index=start.pass_index,
             block=start.block,
             position_start=start.position,
             position_end=end,
-            rows_consumed=row - int(np.searchsorted(self.rows.positions, start.position)),
+            rows_consumed=row - int(self.rows.positions.searchsorted(start.position)),
             token_start=start.offset or None,
             token_end=token_end,
             filtered=filtered[low:high],
@@ -348,29 +348,35 @@ def _laid_out(
     pieces: list[Piece[Documents]], items: int, rows: int, length: int, pad_id: int
 ) -> tuple[Tokens, Masks, Masks]:
     """Tokens, documents and positions [rows, length] of pieces laid end to end."""
-    shape, padding = (rows, length), rows * length - items
+    shape = (rows, length)
     if not pieces:
         return np.zeros(shape, np.int32), np.zeros(shape, np.int32), np.zeros(shape, np.int32)
-    values = [content.values[first:stop] for content, first, stop in pieces]
-    tokens = _end_to_end([*values, np.full(padding, pad_id, values[0].dtype)] if padding else values)
+    tokens = _end_to_end([content.values[first:stop] for content, first, stop in pieces])
     starts = _starts(pieces, items, length)
-    lengths = np.diff(starts, append=items)
-    sequence = starts // length
-    number = np.arange(1, len(starts) + 1) - np.searchsorted(starts, sequence * length)
-    document, position = np.zeros(rows * length, np.int32), np.zeros(rows * length, np.int32)
-    document[:items] = np.repeat(number.astype(np.int32), lengths)
-    position[:items] = np.arange(items, dtype=np.int32) - np.repeat(starts.astype(np.int32), lengths)
-    return tokens.reshape(shape), document.reshape(shape), position.reshape(shape)
+    lengths = np.append(starts[1:], items) - starts
+    # Where a document begins with a sequence there are two starts; the first one has no length, and the number 0.
+    first = starts.searchsorted(starts - starts % length, side="right") - 1
+    number = (np.arange(1, len(starts) + 1) - first).astype(np.int32)
+    document = number.repeat(lengths)
+    position = np.arange(items, dtype=np.int32) - starts.astype(np.int32).repeat(lengths)
+    return _shaped(tokens, shape, pad_id), _shaped(document, shape, 0), _shaped(position, shape, 0)
 
 
 def _starts(pieces: list[Piece[Documents]], items: int, length: int) -> Ints:
-    """Where a document or a sequence begins among tokens laid end to end, int64, increasing."""
-    bases = np.cumsum([0, *(stop - first for _, first, stop in pieces)])
-    starts = [np.arange(0, items, length), bases[:-1]]
-    for (content, first, stop), base in zip(pieces, bases[:-1], strict=True):
-        low, high = np.searchsorted(content.ends, [first + 1, stop])
-        starts.append(content.ends[low:high] - first + base)
-    return np.unique(np.concatenate(starts))
+    """Where sequences and where documents begin among tokens laid end to end, int64, sorted; both: twice."""
+    starts, base = [np.arange(0, items, length)], 0
+    for content, first, stop in pieces:
+        low, high = content.ends.searchsorted((first + 1, stop))
+        starts += [content.ends[low:high] + (base - first)]
+        base += stop - first
+        starts += [np.array([base])]
+    starts.pop()
+    return np.sort(np.concatenate(starts))
+
+
+def _shaped(flat: Array, shape: tuple[int, int], fill: int) -> Array:
+    missing = shape[0] * shape[1] - len(flat)
+    return (np.append(flat, np.full(missing, fill, flat.dtype)) if missing else flat).reshape(shape)
 
 
 def _end_to_end(parts: list[Array]) -> Array:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from catalog.errors import CursorMismatch, SpecInvalid
 from dlac_pipeline.plan.source_order import Cursor
 from dlac_pipeline.read.documents import Documents, Samples, documents_of, samples_of, source_rows
-from dlac_pipeline.read.packing import BlockAdvance, Packed, Packer, Sampler, Taken, merge
+from dlac_pipeline.read.packing import BEGINNING, BlockAdvance, Packed, Packer, Sampler, SampleRows, Taken, merge
 
 EXAMPLES = settings(max_examples=200, deadline=None)
 PAD = -1
@@ -29,6 +29,7 @@ class Row:
 
     @property
     def tokens(self) -> int:
+        """Tokens that the row gives."""
         return 0 if self.rejected else sum(self.documents)
 
 
@@ -49,6 +50,7 @@ class Line:
 
     @property
     def total(self) -> int:
+        """Tokens of all blocks."""
         return sum(row.tokens for rows in self.blocks.values() for row in rows)
 
     def documents(self, start: Cursor) -> Iterator[tuple[int, int, Documents]]:
@@ -93,10 +95,10 @@ def lines(draw: st.DrawFn) -> Line:
     return Line(blocks)
 
 
-def read(line: Line, length: int, sizes: Sequence[int], *, drain: bool, start: Cursor = Cursor()) -> list[Packed]:
+def read(line: Line, length: int, sizes: Sequence[int], *, drain: bool, start: Cursor = BEGINNING) -> list[Packed]:
     """Take until nothing can follow, in steps of these sizes."""
     packer = Packer(line.documents(start), length=length, start=start, drain=drain, pad_id=PAD)
-    taken = []
+    taken: list[Packed] = []
     while not packer.exhausted:
         taken.append(packer.take(sizes[len(taken) % len(sizes)]))
         assert taken[-1].cursor == packer.cursor
@@ -174,15 +176,19 @@ def test_resume_at_any_cursor_is_identical(line: Line, length: int, sizes: list[
             assert len(again) == len(rest)
             for one, other in zip(again, rest, strict=True):
                 same(one, other)
-        whole = [np.concatenate([np.zeros((0, length), np.int32), *(p.tokens for p in part)]) for part in (again, rest)]
-        assert np.array_equal(*whole)
+        one, other = (
+            np.concatenate([np.zeros((0, length), np.int32), *(p.tokens for p in part)]) for part in (again, rest)
+        )
+        assert np.array_equal(one, other)
         joined = [told(merge(a for p in part for a in p.advances)) for part in (again, rest)]
         assert joined[0] == joined[1]
 
 
 @EXAMPLES
 @given(lines(), st.integers(1, 12), st.integers(0, 3), st.integers(1, 3), st.booleans())
-def test_ranks_that_share_a_key_group_see_one_line(line: Line, length: int, mine: int, theirs: int, drain: bool) -> None:
+def test_ranks_that_share_a_key_group_see_one_line(
+    line: Line, length: int, mine: int, theirs: int, drain: bool
+) -> None:
     """Skipping what another rank takes leaves the cursor and the rest as taking everything does."""
     whole = Packer(line.documents(Cursor()), length=length, drain=drain, pad_id=PAD)
     part = Packer(line.documents(Cursor()), length=length, drain=drain, pad_id=PAD)
@@ -248,7 +254,8 @@ def test_a_cursor_does_not_depend_on_how_many_were_taken(line: Line, length: int
 def test_samples_resume_anywhere(line: Line, sizes: list[int]) -> None:
     """Without packing each item is a sample: all come once and in order, behind every cursor the rest."""
     sampler = Sampler(line.samples(Cursor()))
-    seen, taken = 0, []
+    seen = 0
+    taken: list[SampleRows] = []
     while not sampler.exhausted:
         taken.append(sampler.take(sizes[len(taken) % len(sizes)]))
         seen += taken[-1].count
@@ -256,7 +263,9 @@ def test_samples_resume_anywhere(line: Line, sizes: list[int]) -> None:
             again = Sampler(line.samples(sampler.cursor), start=sampler.cursor)
             assert not again.exhausted
             assert again.take(1).columns["x"].tolist() == [seen]
-    assert np.concatenate([np.zeros(0), *(s.columns["x"] for s in taken if s.count)]).tolist() == list(range(line.total))
+    assert np.concatenate([np.zeros(0), *(s.columns["x"] for s in taken if s.count)]).tolist() == list(
+        range(line.total)
+    )
     assert all(s.columns["pair"].shape == (s.count, 2) for s in taken if s.count)
     check_advances(line, taken)
     other = Sampler(line.samples(Cursor()))
