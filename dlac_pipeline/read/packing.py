@@ -9,6 +9,7 @@ taken or the line has ended. So the cursor is where the last advance ends, and w
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -171,10 +172,13 @@ class _Open(Generic[Content]):
             token_start=start.offset or None,
             token_end=token_end,
             filtered=filtered[low:high],
-            quarantined=tuple(each for each in self.rows.quarantined if start.position <= each[0] < end),
+            quarantined=self.rows.quarantined[self._rejected(start.position) : self._rejected(end)],
         )
         self.cursor = advance.cursor
         return advance
+
+    def _rejected(self, position: int) -> int:
+        return bisect_left(self.rows.quarantined, position, key=lambda each: each[0])
 
 
 class _Line(Generic[Content]):

@@ -119,7 +119,7 @@ def _source(function: Callable[..., Any], module: ModuleType) -> bytes:
     try:
         path = inspect.getsourcefile(inspect.unwrap(function))
     except TypeError:
-        path = module.__file__
+        path = getattr(module, "__file__", None)
     try:
         return Path(path or "").read_bytes()
     except OSError as err:

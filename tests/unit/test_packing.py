@@ -4,14 +4,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import pyarrow as pa
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from catalog.errors import CursorMismatch, SpecInvalid
 from dlac_pipeline.plan.source_order import Cursor
-from dlac_pipeline.read.documents import Documents, Samples, documents_of, samples_of, source_rows
+from dlac_pipeline.read.documents import Documents, Samples, source_rows
 from dlac_pipeline.read.packing import BEGINNING, BlockAdvance, Packed, Packer, Sampler, SampleRows, Taken, merge
 
 EXAMPLES = settings(max_examples=200, deadline=None)
@@ -176,10 +173,10 @@ def test_resume_at_any_cursor_is_identical(line: Line, length: int, sizes: list[
             assert len(again) == len(rest)
             for one, other in zip(again, rest, strict=True):
                 same(one, other)
-        one, other = (
+        tokens = [
             np.concatenate([np.zeros((0, length), np.int32), *(p.tokens for p in part)]) for part in (again, rest)
-        )
-        assert np.array_equal(one, other)
+        ]
+        assert np.array_equal(tokens[0], tokens[1])
         joined = [told(merge(a for p in part for a in p.advances)) for part in (again, rest)]
         assert joined[0] == joined[1]
 
@@ -272,85 +269,3 @@ def test_samples_resume_anywhere(line: Line, sizes: list[int]) -> None:
     assert other.skip(seen).count == line.total
     assert other.exhausted
     assert other.cursor == sampler.cursor
-
-
-def test_trailing_rows_are_told_when_the_next_block_is_entered() -> None:
-    """Rows that give nothing behind a block's last token are told with the next block's first token, not before."""
-    line = Line({(0, 0): (Row(1, (4,)), Row(2, ()), Row(5, (), True)), (0, 1): (Row(0, (4,)), Row(6, ()))})
-    packer = Packer(line.documents(Cursor()), length=4)
-    first, second = packer.take(1), packer.take(1)
-    assert told(first.advances) == [(Cursor(0, 0, 2), 0, None, 1, [], ())]
-    assert told(second.advances) == [
-        (Cursor(0, 0, 6), 2, None, 0, [2], ((5, REASON),)),
-        (Cursor(0, 1, 7), 0, None, 1, [6], ()),
-    ]
-    assert packer.exhausted
-    assert packer.cursor == Cursor(0, 1, 7)
-
-
-def test_a_line_without_items_is_told_with_an_empty_take() -> None:
-    """Rows that give nothing are told even if no sequence follows."""
-    packer = Packer(Line({(0, 0): (Row(3, ()),)}).documents(Cursor()), length=4)
-    assert not packer.exhausted
-    taken = packer.take(2)
-    assert (taken.count, taken.tokens.shape, taken.cursor) == (0, (0, 4), Cursor(0, 0, 4))
-    assert taken.advances[0].filtered.tolist() == [3]
-    assert packer.exhausted
-
-
-@pytest.mark.parametrize(
-    ("start", "found"),
-    [
-        (Cursor(0, 0, 3, 2), "0 items of the row at position None"),
-        (Cursor(0, 0, 1, 4), "4 items of the row at position 1"),
-        (Cursor(0, 0, 0, 1), "4 items of the row at position 1"),
-        (Cursor(0, 5, 1, 2), "block 6 of pass 0"),
-    ],
-)
-def test_a_cursor_that_the_rows_do_not_bear_out_is_refused(start: Cursor, found: str) -> None:
-    """Resuming in a row that is not there, or has not that many tokens, is an error that says what was found."""
-    line = Line({(0, 0): (Row(1, (4,)), Row(3, ())), (0, 6): (Row(0, (4,)),)})
-    packer = Packer(line.documents(start), length=4, start=start)
-    with pytest.raises(CursorMismatch, match=found):
-        packer.take(1)
-
-
-def test_rows_before_the_cursor_are_refused() -> None:
-    """A first block that holds rows before the cursor would repeat them."""
-    line = Line({(0, 0): (Row(1, (4,)),)})
-    with pytest.raises(CursorMismatch, match="found a row at position 1"):
-        Packer(line.documents(Cursor()), length=4, start=Cursor(0, 0, 2)).take(1)
-
-
-def test_advances_that_do_not_meet_are_not_merged() -> None:
-    """A missing advance is an error."""
-    line = Line({(0, 0): (Row(0, (4,)), Row(1, (4,)), Row(2, (4,)))})
-    one, _, three = (each.advances[0] for each in read(line, 4, [1], drain=True))
-    with pytest.raises(CursorMismatch, match="missing or double"):
-        merge([one, three])
-
-
-def test_a_sequence_has_a_token() -> None:
-    """T = 0 is refused."""
-    with pytest.raises(SpecInvalid, match="found length 0"):
-        Packer(iter(()), length=0)
-
-
-def test_a_single_block_is_not_copied() -> None:
-    """Tokens that come from one block are a view of its Arrow buffer."""
-    live = pa.table({"tokens": pa.array([[1, 2, 3], [4, 5, 6, 7, 8]], pa.list_(pa.int32()))})
-    documents = documents_of(live, np.arange(2), column="tokens")
-    packed = Packer(iter([(0, 0, documents)]), length=4).take(2)
-    assert np.shares_memory(packed.tokens, documents.values)
-    assert packed.document.tolist() == [[1, 1, 1, 2], [1, 1, 1, 1]]
-
-
-def test_samples_of_a_block_are_its_rows() -> None:
-    """Without a transform every row is a sample."""
-    live = pa.table({"x": pa.array([5, 6, 7]), "y": pa.array([[1.0, 2.0]] * 3)})
-    samples = samples_of(live, np.array([2, 4, 9]), columns=["x", "y"])
-    taken = Sampler(iter([(3, 1, samples)])).take(2)
-    assert taken.columns["x"].tolist() == [5, 6]
-    assert taken.columns["y"].shape == (2, 2)
-    assert taken.cursor == Cursor(3, 1, 5)
-    assert samples.nbytes > 0

@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from catalog.errors import CursorMismatch, SpecInvalid
+from dlac_pipeline.plan.source_order import Cursor
+from dlac_pipeline.read.documents import Documents, documents_of, samples_of
+from dlac_pipeline.read.packing import BEGINNING, BlockAdvance, Packer, Sampler, merge
+from dlac_pipeline.read.transform import Transform
+
+REASON = "ValueError: bad"
+REJECTED = -1
+Blocks = dict[int, dict[int, int]]
+"""Block -> position -> tokens of the row there; REJECTED: the transform raises for it."""
+
+
+def lists(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """Every number as a list of so many tokens."""
+    counts = batch["count"].to_pylist()
+    if REJECTED in counts:
+        raise ValueError("bad")
+    return pa.record_batch({"tokens": pa.array([[5] * count for count in counts], pa.list_(pa.int32()))})
+
+
+def blocks(given: Blocks, start: Cursor = BEGINNING) -> Iterator[tuple[int, int, Documents]]:
+    """The blocks of pass 0 from a cursor on."""
+    for block, rows in given.items():
+        if block >= start.block:
+            kept = {at: n for at, n in rows.items() if block > start.block or at >= start.position}
+            live = pa.table({"count": pa.array(list(kept.values()), pa.int64())})
+            positions = np.array(list(kept), np.int64)
+            transform = Transform("tests:lists", "digest", lists)
+            yield (
+                0,
+                block,
+                documents_of(live, positions, column="tokens", transform=transform, reject="quarantine"),
+            )
+
+
+def told(advances: list[BlockAdvance]) -> list[tuple[object, ...]]:
+    """(cursor behind it, where it begins, rows consumed, filtered, quarantined) of each advance."""
+    return [(a.cursor, a.position_start, a.rows_consumed, a.filtered.tolist(), a.quarantined) for a in advances]
+
+
+def test_trailing_rows_are_told_when_the_next_block_is_entered() -> None:
+    """Rows that give nothing behind a block's last token are told with the next block's first token, not before."""
+    packer = Packer(blocks({0: {1: 4, 2: 0, 5: REJECTED}, 1: {0: 4, 6: 0}}), length=4)
+    first, second = packer.take(1), packer.take(1)
+    assert told(first.advances) == [(Cursor(0, 0, 2), 0, 1, [], ())]
+    assert told(second.advances) == [
+        (Cursor(0, 0, 6), 2, 0, [2], ((5, REASON),)),
+        (Cursor(0, 1, 7), 0, 1, [6], ()),
+    ]
+    assert packer.exhausted
+    assert packer.cursor == Cursor(0, 1, 7)
+
+
+def test_a_partly_read_row_is_in_two_advances_and_consumed_in_the_second() -> None:
+    """The first advance ends with its token_end, the second begins at the same row with that as its token_start."""
+    packer = Packer(blocks({0: {2: 6, 4: 6}}), length=4)
+    first, second = packer.take(1).advances[0], packer.take(1).advances[0]
+    assert (first.position_start, first.position_end, first.token_start, first.token_end) == (0, 3, None, 4)
+    assert (second.position_start, second.position_end, second.token_start, second.token_end) == (2, 5, 4, 2)
+    assert (first.rows_consumed, second.rows_consumed) == (0, 1)
+    assert merge([first, second])[0].cursor == Cursor(0, 0, 4, 2)
+
+
+def test_a_line_without_items_is_told_with_an_empty_take() -> None:
+    """Rows that give nothing are told even if no sequence follows."""
+    packer = Packer(blocks({0: {3: 0}}), length=4)
+    assert not packer.exhausted
+    taken = packer.take(2)
+    assert (taken.count, taken.tokens.shape, taken.cursor) == (0, (0, 4), Cursor(0, 0, 4))
+    assert taken.advances[0].filtered.tolist() == [3]
+    assert packer.exhausted
+
+
+@pytest.mark.parametrize(
+    ("start", "found"),
+    [
+        (Cursor(0, 0, 3, 2), "0 items of the row at position None"),
+        (Cursor(0, 0, 1, 4), "4 items of the row at position 1"),
+        (Cursor(0, 0, 0, 1), "4 items of the row at position 1"),
+        (Cursor(0, 5, 1, 2), "block 6 of pass 0"),
+    ],
+)
+def test_a_cursor_that_the_rows_do_not_bear_out_is_refused(start: Cursor, found: str) -> None:
+    """Resuming in a row that is not there, or has not that many tokens, is an error that says what was found."""
+    packer = Packer(blocks({0: {1: 4, 3: 0}, 6: {0: 4}}, start), length=4, start=start)
+    with pytest.raises(CursorMismatch, match=found):
+        packer.take(1)
+
+
+def test_rows_before_the_cursor_are_refused() -> None:
+    """A first block that holds rows before the cursor would repeat them."""
+    with pytest.raises(CursorMismatch, match="found a row at position 1"):
+        Packer(blocks({0: {1: 4}}), length=4, start=Cursor(0, 0, 2)).take(1)
+
+
+def test_advances_that_do_not_meet_are_not_merged() -> None:
+    """A missing advance is an error."""
+    packer = Packer(blocks({0: {0: 4, 1: 4, 2: 4}}), length=4)
+    one, _, three = (packer.take(1).advances[0] for _ in range(3))
+    with pytest.raises(CursorMismatch, match="missing or double"):
+        merge([one, three])
+
+
+def test_a_sequence_has_a_token() -> None:
+    """T = 0 is refused."""
+    with pytest.raises(SpecInvalid, match="found length 0"):
+        Packer(iter(()), length=0)
+
+
+def test_a_single_block_is_not_copied() -> None:
+    """Tokens that come from one block are a view of its Arrow buffer."""
+    live = pa.table({"tokens": pa.array([[1, 2, 3], [4, 5, 6, 7, 8]], pa.list_(pa.int32()))})
+    documents = documents_of(live, np.arange(2), column="tokens")
+    packed = Packer(iter([(0, 0, documents)]), length=4).take(2)
+    assert np.shares_memory(packed.tokens, live["tokens"].chunk(0).values.to_numpy())
+    assert packed.document.tolist() == [[1, 1, 1, 2], [1, 1, 1, 1]]
+    assert packed.position.tolist() == [[0, 1, 2, 0], [0, 1, 2, 3]]
+
+
+def test_samples_of_a_block_are_its_rows() -> None:
+    """Without a transform every row is a sample."""
+    live = pa.table({"x": pa.array([5, 6, 7]), "y": pa.array([[1.0, 2.0]] * 3)})
+    samples = samples_of(live, np.array([2, 4, 9]), columns=["x", "y"])
+    taken = Sampler(iter([(3, 1, samples)])).take(2)
+    assert taken.columns["x"].tolist() == [5, 6]
+    assert taken.columns["y"].shape == (2, 2)
+    assert taken.cursor == Cursor(3, 1, 5)
+    assert samples.nbytes > 0

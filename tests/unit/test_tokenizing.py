@@ -1,0 +1,189 @@
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from blake3 import blake3
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as Backend
+from tokenizers import models, pre_tokenizers
+
+from catalog.errors import SpecInvalid, TokenizerUnreadable
+from dlac_pipeline.ingest.tokenizer import END_OF_DOCUMENT, save_tokenizer, tokenizer_digest, train_tokenizer
+from dlac_pipeline.read import tokenizing
+from dlac_pipeline.read.documents import documents_of
+from dlac_pipeline.read.tokenizing import FastTokenizer, load_tokenizer
+from dlac_pipeline.read.transform import RowRejected
+
+TEXTS = ["to be or not to be", "", "what is it", f"{END_OF_DOCUMENT} spelled out", "é ü 🙂"]
+NOT_UTF8 = pa.Array.from_buffers(
+    pa.large_string(), 3, [None, pa.py_buffer(np.array([0, 2, 4, 6], np.int64)), pa.py_buffer(b"ab\xff\xfecd")]
+)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer's JSON file."""
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    save_tokenizer(train_tokenizer(TEXTS, 300), path)
+    return path
+
+
+def reference(path: Path, text: str) -> list[int]:
+    """What the library gives for one text that stays a text."""
+    backend = Backend.from_file(str(path))
+    backend.encode_special_tokens = True
+    return list(backend.encode(text, add_special_tokens=False).ids)
+
+
+@settings(max_examples=50, deadline=None)
+@given(texts=st.lists(st.text(max_size=30), max_size=20), skip=st.integers(0, 3), large=st.booleans())
+def test_texts_are_encoded_one_by_one(path: Path, texts: list[str], skip: int, large: bool) -> None:
+    """Whatever the array's type, offset and the stretches it is encoded in, each text has its own tokens."""
+    tokenizer = load_tokenizer(path)
+    array = pa.array([*["x"] * skip, *texts], pa.large_string() if large else pa.string()).slice(skip)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(tokenizing, "_TEXT_BYTES_AT_ONCE", 16)
+        values, offsets = tokenizer.encode(array)
+    assert values.dtype == np.int32
+    assert offsets.dtype == np.int64
+    assert len(offsets) == len(texts) + 1
+    for index, text in enumerate(texts):
+        assert values[offsets[index] : offsets[index + 1]].tolist() == reference(path, text)
+
+
+def test_a_file_is_bound_by_its_bytes(path: Path) -> None:
+    """The digest is that of the file, which is what a tokenized table's property says too."""
+    tokenizer = load_tokenizer(path)
+    assert tokenizer.digest == blake3(path.read_bytes()).hexdigest()
+    assert tokenizer.digest == tokenizer_digest(Backend.from_file(str(path)))
+
+
+def test_a_text_that_spells_a_special_token_stays_a_text(path: Path) -> None:
+    """No document can end itself."""
+    tokenizer = load_tokenizer(path)
+    end = tokenizer.token_id(END_OF_DOCUMENT)
+    assert end not in tokenizer.encode(pa.array([TEXTS[3]]))[0]
+
+
+def test_nothing_is_cut_off_padded_or_added(tmp_path: Path, path: Path) -> None:
+    """Truncation and padding that a file asks for would lose tokens or invent some."""
+    backend = Backend.from_file(str(path))
+    backend.enable_truncation(2)
+    backend.enable_padding(length=50)
+    backend.save(str(tmp_path / "cutting.json"))
+    values, offsets = load_tokenizer(tmp_path / "cutting.json").encode(pa.array(TEXTS[:1]))
+    assert values.tolist() == reference(path, TEXTS[0])
+    assert offsets.tolist() == [0, len(values)]
+
+
+def test_background_threads_are_the_parallelism(path: Path) -> None:
+    """The library's own threads stay out, unless the user asked for them."""
+    load_tokenizer(path)
+    assert os.environ["TOKENIZERS_PARALLELISM"] == "false"
+
+
+def test_a_token_that_is_not_there_is_named(path: Path) -> None:
+    """Asking for a token that the tokenizer lacks is an error."""
+    with pytest.raises(TokenizerUnreadable, match="expected a token '<bos>'"):
+        load_tokenizer(path).token_id("<bos>")
+
+
+def test_a_file_that_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
+    """Another JSON file is an error that names it."""
+    (tmp_path / "other.json").write_text("{}")
+    with pytest.raises(TokenizerUnreadable, match=r"other\.json"):
+        load_tokenizer(tmp_path / "other.json")
+
+
+def test_without_transformers_a_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name that is no file needs transformers, and the error says so."""
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(TokenizerUnreadable, match="install transformers"):
+        load_tokenizer("gpt2")
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, wrapped: Any) -> None:
+    """Stand in for transformers, which is optional, with one tokenizer."""
+    module = ModuleType("transformers")
+
+    def from_pretrained(name: str) -> Any:
+        if wrapped is None:
+            raise OSError(f"{name} is not a local folder")
+        return wrapped
+
+    monkeypatch.setattr(module, "AutoTokenizer", SimpleNamespace(from_pretrained=from_pretrained), raising=False)
+    monkeypatch.setitem(sys.modules, "transformers", module)
+
+
+def test_the_fast_tokenizer_of_transformers_is_used(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    """Its backend encodes, and the wrapper keeps the truncation it had."""
+    backend = Backend.from_file(str(path))
+    backend.enable_truncation(2)
+    pretend(monkeypatch, SimpleNamespace(backend_tokenizer=backend))
+    tokenizer = load_tokenizer("some/model")
+    assert tokenizer.encode(pa.array(TEXTS[:1]))[0].tolist() == reference(path, TEXTS[0])
+    assert backend.truncation is not None
+    assert tokenizer.digest == load_tokenizer("some/model").digest
+
+
+@pytest.mark.parametrize(("wrapped", "found"), [(SimpleNamespace(), "SimpleNamespace"), (None, "not a local folder")])
+def test_what_transformers_cannot_give_is_an_error(monkeypatch: pytest.MonkeyPatch, wrapped: Any, found: str) -> None:
+    """A slow tokenizer and a name that is not there are errors."""
+    pretend(monkeypatch, wrapped)
+    with pytest.raises(TokenizerUnreadable, match=found):
+        load_tokenizer("some/model")
+
+
+def test_texts_become_documents(path: Path) -> None:
+    """A text is a document ended by its token; an empty text is filtered."""
+    tokenizer = load_tokenizer(path)
+    live = pa.table({"text": pa.chunked_array([TEXTS[:2], TEXTS[2:]])})
+    documents = documents_of(live, 2 * np.arange(5), column="text", tokenizer=tokenizer, end_id=0)
+    expected = [[*reference(path, text), 0] for text in TEXTS if text]
+    assert documents.values.tolist() == [token for tokens in expected for token in tokens]
+    assert documents.rows.filtered.tolist() == [2]
+    assert documents.rows.positions.tolist() == [0, 4, 6, 8]
+    assert documents.rows.ends.tolist() == documents.ends.tolist() == np.cumsum([len(t) for t in expected]).tolist()
+
+
+def test_a_tokenizer_for_tokens_is_refused(path: Path) -> None:
+    """A tokenizer beside a column of tokens would be ignored."""
+    with pytest.raises(SpecInvalid, match="name no tokenizer"):
+        documents_of(pa.table({"t": [[1]]}), np.arange(1), column="t", tokenizer=load_tokenizer(path))
+
+
+def test_a_text_that_is_no_text_is_a_rejected_row(path: Path) -> None:
+    """Bytes that are not UTF-8 fail with the row's position, or are quarantined."""
+    live, tokenizer = pa.table({"text": NOT_UTF8}), load_tokenizer(path)
+    with pytest.raises(RowRejected, match="UnicodeDecodeError") as caught:
+        documents_of(live, np.array([1, 5, 8]), column="text", tokenizer=tokenizer)
+    assert caught.value.position == 5
+    documents = documents_of(live, np.array([1, 5, 8]), column="text", tokenizer=tokenizer, reject="quarantine")
+    assert documents.values.tolist() == [*reference(path, "ab"), *reference(path, "cd")]
+    assert [position for position, _ in documents.rows.quarantined] == [5]
+    assert documents.rows.positions.tolist() == [1, 8]
+
+
+def test_a_tokenizer_that_fails_for_all_texts_together_is_no_bad_row() -> None:
+    """An error that no single text raises passes through."""
+
+    class Fails(FastTokenizer):
+        def encode(self, texts: Any) -> Any:
+            if len(texts) > 1:
+                raise RuntimeError("together")
+            return super().encode(texts)
+
+    words = Backend(models.WordLevel({"a": 0, "?": 1}, unk_token="?"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    with pytest.raises(RuntimeError, match="together"):
+        documents_of(
+            pa.table({"t": ["a", "b"]}), np.arange(2), column="t", tokenizer=Fails(words, name="w", digest="d")
+        )

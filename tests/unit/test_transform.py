@@ -1,0 +1,262 @@
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pytest
+from blake3 import blake3
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from catalog.errors import NoSuchColumn, SpecInvalid, TransformFailed, UnsupportedColumn
+from dlac_pipeline.read.documents import documents_of, samples_of
+from dlac_pipeline.read.transform import ROW, Reject, RowRejected, Transform, load_transform, transform_rows
+
+EXAMPLES = settings(max_examples=100, deadline=None)
+DOUBLED = "def double(batch):\n    return batch.set_column(0, 'x', [2 * x.as_py() for x in batch['x']])\n"
+
+
+def transform(function: Callable[[pa.RecordBatch], Any]) -> Transform:
+    """A function as a transform."""
+    return Transform("tests:f", "digest", function)
+
+
+def numbers(values: list[float]) -> pa.Table:
+    """A table with one column x."""
+    return pa.table({"x": pa.array(values)})
+
+
+def repeated(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """Every row x times: 0 drops it; below 0 raises."""
+    counts = batch["x"].to_numpy()
+    if (counts < 0).any():
+        raise ValueError("below zero")
+    return batch.take(pa.array(np.repeat(np.arange(len(batch)), counts)))
+
+
+def run(
+    function: Callable[[pa.RecordBatch], Any], live: pa.Table, *, reject: Reject = "fail", check: bool = False
+) -> Any:
+    """Transform rows at positions 10, 13, 16, ..."""
+    return transform_rows(transform(function), live, 10 + 3 * np.arange(live.num_rows), reject=reject, check=check)
+
+
+def test_a_function_is_loaded_from_a_file_and_bound_by_its_source(tmp_path: Path) -> None:
+    """The digest is that of the file's bytes and the function's name, wherever the file lies."""
+    (tmp_path / "a.py").write_text(DOUBLED)
+    (tmp_path / "b.py").write_text(DOUBLED + "# changed\n")
+    one, other = (load_transform(f"{tmp_path / name}.py:double") for name in "ab")
+    assert one.digest == blake3(DOUBLED.encode() + b"\0double").hexdigest()
+    assert one.digest != other.digest
+    done = transform_rows(one, numbers([1, 2]), np.arange(2), check=True)
+    assert done.table.to_pydict() == {"x": [2, 4]}
+    assert done.row.tolist() == [0, 1]
+
+
+def test_a_function_is_loaded_from_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A function that a module re-exports is bound by the file that defines it."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "defines_it.py").write_text(DOUBLED)
+    (tmp_path / "exports_it.py").write_text("from defines_it import double\n")
+    loaded = load_transform("exports_it:double")
+    assert loaded.digest == blake3(DOUBLED.encode() + b"\0double").hexdigest()
+    assert sys.modules["defines_it"].double is loaded.function
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("no_colon", "found 'no_colon'"),
+        ("{tmp}/missing.py:f", "expected the transform's file"),
+        ("{tmp}/raises.py:f", "ZeroDivisionError"),
+        ("{tmp}/a.py:f", "expected a function 'f' in '.*a.py', found None"),
+        ("no_such_module_here:f", "ModuleNotFoundError"),
+        ("math:pi", "expected a function 'pi'"),
+        ("sys:intern", "expected the source file"),
+    ],
+)
+def test_what_cannot_be_loaded_is_named(tmp_path: Path, name: str, message: str) -> None:
+    """Whatever is wrong with the name or the file, the error says what was expected and found."""
+    (tmp_path / "a.py").write_text(DOUBLED)
+    (tmp_path / "raises.py").write_text("1 / 0")
+    with pytest.raises(TransformFailed, match=message):
+        load_transform(name.format(tmp=tmp_path))
+
+
+@EXAMPLES
+@given(st.lists(st.integers(-1, 3), max_size=40), st.integers(1, 10))
+def test_rows_are_mapped_dropped_multiplied_and_quarantined(counts: list[int], chunk: int) -> None:
+    """Every row gives as many rows as it says, the raising ones are found and named, however the table is chunked."""
+    pieces = [counts[i : i + chunk] for i in range(0, len(counts), chunk)]
+    live = pa.table({"x": pa.chunked_array(pieces, pa.int64())})
+    done = run(repeated, live, reject="quarantine", check=True)
+    good = [(row, x) for row, x in enumerate(counts) if x >= 0]
+    assert done.row.tolist() == [row for row, x in good for _ in range(x)]
+    if good:
+        assert done.table["x"].to_pylist() == [x for _, x in good for _ in range(x)]
+    assert done.rejected == tuple((10 + 3 * row, "ValueError: below zero") for row, x in enumerate(counts) if x < 0)
+
+
+@EXAMPLES
+@given(st.lists(st.integers(-1, 3), min_size=1, max_size=40))
+def test_every_row_becomes_samples_or_is_passed_over(counts: list[int]) -> None:
+    """Positions of a block's rows are in exactly one of: giving samples, filtered, quarantined."""
+    positions = 10 + 3 * np.arange(len(counts))
+    samples = samples_of(
+        numbers(list(counts)), positions, columns=["x"], transform=transform(repeated), reject="quarantine"
+    )
+    where = dict(zip(positions.tolist(), counts, strict=True))
+    assert samples.rows.positions.tolist() == [at for at, x in where.items() if x > 0]
+    assert np.diff(samples.rows.ends, prepend=0).tolist() == [x for x in counts if x > 0]
+    assert samples.rows.filtered.tolist() == [at for at, x in where.items() if x == 0]
+    assert [at for at, _ in samples.rows.quarantined] == [at for at, x in where.items() if x < 0]
+    if samples.rows.items:
+        assert samples.columns["x"].tolist() == [x for x in counts for _ in range(x)]
+
+
+def test_a_rejected_row_fails_with_its_position() -> None:
+    """By default the first row that the function raises for is an error that carries its position and the reason."""
+    with pytest.raises(RowRejected, match="ValueError: below zero for the row at position 16") as caught:
+        run(repeated, numbers([1, 2, -1, 0, -1]))
+    assert caught.value.position == 16
+    assert isinstance(caught.value.__cause__, ValueError)
+
+
+def test_running_out_of_memory_rejects_no_row() -> None:
+    """MemoryError says nothing about rows, and passes through."""
+
+    def hungry(batch: pa.RecordBatch) -> pa.RecordBatch:
+        raise MemoryError
+
+    with pytest.raises(MemoryError):
+        run(hungry, numbers([1, 2]), reject="quarantine")
+
+
+def raises_for_two(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """Rejects batches, never a row."""
+    if len(batch) > 1:
+        raise ValueError("too many")
+    return batch
+
+
+def centred(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """Depends on the other rows of the batch."""
+    return batch.set_column(0, "x", pc.subtract(batch["x"], pc.mean(batch["x"])))
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (raises_for_two, "ValueError: too many for 2 rows together and for no part of them"),
+        (centred, "other results for two halves"),
+        (lambda batch: batch.slice(1).drop_columns([ROW]), "return 4 rows for 4, or their 'dlac_row', found 3 rows"),
+        (lambda batch: None, "pyarrow.RecordBatch, found <class 'NoneType'>"),
+        (lambda batch: batch.take(pa.array([1, 0])), r"non-decreasing order within 0..3, found \[1, 0\]"),
+        (lambda batch: batch.set_column(1, ROW, pa.array([0, 1, 2, 4])), "non-decreasing"),
+        (lambda batch: batch.set_column(1, ROW, pa.array([0.0] * 4)), "as integers, found double"),
+        (lambda batch: batch.set_column(1, ROW, pa.array([0, 1, None, 2])), "1 nulls"),
+    ],
+)
+@pytest.mark.parametrize("reject", ["fail", "quarantine"])
+def test_a_broken_contract_is_an_error_under_every_policy(
+    function: Callable[[pa.RecordBatch], Any], message: str, reject: Reject
+) -> None:
+    """What is wrong with the function is never taken for bad rows."""
+    with pytest.raises(TransformFailed, match=message):
+        run(function, numbers([1.0, 2.0, 4.0, 9.0]), reject=reject, check=True)
+
+
+def test_columns_that_depend_on_the_batch_are_an_error() -> None:
+    """Parts that give other columns than others cannot be joined."""
+
+    def odd(batch: pa.RecordBatch) -> pa.RecordBatch:
+        if -1 in batch["x"].to_pylist():
+            raise ValueError
+        return batch if batch["x"][0].as_py() < 2 else batch.rename_columns(["y", ROW])
+
+    with pytest.raises(TransformFailed, match="the same columns from every call"):
+        run(odd, numbers([1, 1, -1, 2]), reject="quarantine")
+
+
+def test_nan_equals_itself_in_the_check() -> None:
+    """A NaN is no sign that a function depends on its batch."""
+    done = run(lambda batch: batch, numbers([math.nan, 1.0]), check=True)
+    assert math.isnan(done.table["x"][0].as_py())
+
+
+def test_a_table_may_come_back() -> None:
+    """What returns a table instead of a batch is as good."""
+    assert run(lambda batch: pa.Table.from_batches([batch]), numbers([3])).table["x"].to_pylist() == [3]
+
+
+def test_no_rows_no_call() -> None:
+    """A block without live rows needs no columns."""
+    empty = numbers([]).slice(0, 0)
+    assert samples_of(empty, np.zeros(0, np.int64), columns=["y"], transform=transform(repeated)).rows.items == 0
+    assert documents_of(empty, np.zeros(0, np.int64), column="y", transform=transform(repeated)).rows.items == 0
+
+
+def test_a_transform_makes_documents() -> None:
+    """One row becomes several documents, framed each; a row whose documents are all empty is filtered."""
+
+    def lists(batch: pa.RecordBatch) -> pa.RecordBatch:
+        rows = [row for row, x in enumerate(batch["x"].to_pylist()) for _ in range(2)]
+        tokens = [[7] * (x - i) for x in batch["x"].to_pylist() for i in range(2)]
+        return pa.record_batch({"t": pa.array(tokens, pa.large_list(pa.uint16())), ROW: pa.array(rows, pa.int64())})
+
+    documents = documents_of(
+        numbers([1, 2]), np.array([4, 9]), column="t", transform=transform(lists), begin_id=1, end_id=2, check=True
+    )
+    assert documents.values.tolist() == [1, 7, 2, 1, 7, 7, 2, 1, 7, 2]
+    assert documents.values.dtype == np.int32
+    assert documents.ends.tolist() == [3, 7, 10]
+    assert documents.rows.positions.tolist() == [4, 9]
+    assert documents.rows.ends.tolist() == [3, 10]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pa.list_(pa.int8()),
+        pa.large_list(pa.int64()),
+        pa.list_(pa.uint32()),
+        pa.list_(pa.int32(), 2),
+        pa.list_(pa.uint16()),
+    ],
+)
+def test_lists_of_any_integers_are_tokens(kind: pa.DataType) -> None:
+    """Chunks, offsets and widths do not matter; an empty list is filtered and gets no frame."""
+    rows: list[list[int]] = [[9, 9], [1, 2], [3, 4], [5, 6]]
+    if not pa.types.is_fixed_size_list(kind):
+        rows += [[], [8]]
+    array = pa.chunked_array([pa.array(rows, kind).slice(1, 2), pa.array(rows, kind).slice(3)])
+    documents = documents_of(pa.table({"t": array}), np.arange(len(array)), column="t", end_id=0)
+    kept = [[*row, 0] for row in rows[1:] if row]
+    assert documents.values.tolist() == [token for row in kept for token in row]
+    assert np.diff(documents.rows.ends, prepend=0).tolist() == [len(row) for row in kept]
+    assert documents.rows.filtered.tolist() == [at for at, row in enumerate(rows[1:]) if not row]
+    assert documents.nbytes > 0
+
+
+@pytest.mark.parametrize(
+    ("column", "error", "message"),
+    [
+        (pa.array([[1], None]), UnsupportedColumn, "no nulls in column 't', found 1"),
+        (pa.array([[1], [None]]), UnsupportedColumn, "no nulls inside the lists of column 't', found 1"),
+        (pa.array([[1.5], [2.5]]), UnsupportedColumn, "lists of integers, found list<"),
+        (pa.array([1, 2]), UnsupportedColumn, "lists of integers, found int64"),
+        (pa.array(["a", "b"]), SpecInvalid, "expected a tokenizer for column 't'"),
+    ],
+)
+def test_columns_that_hold_no_tokens_are_refused(column: pa.Array, error: type[Exception], message: str) -> None:
+    """Nulls, other types, and texts without a tokenizer are errors that name the column."""
+    with pytest.raises(error, match=message):
+        documents_of(pa.table({"t": column}), np.arange(2), column="t")
+    with pytest.raises(NoSuchColumn, match="expected column 'u'"):
+        documents_of(pa.table({"t": column}), np.arange(2), column="u")
