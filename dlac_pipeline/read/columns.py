@@ -1,16 +1,31 @@
-"""From Iceberg columns to tensor columns: which types can become tensors, and how Arrow buffers become arrays."""
+"""From Arrow columns to tensor columns: which types can become tensors, how Arrow buffers become arrays, arrays a batch.
+
+What tensors a column yields is known from the schema and from what the source declares, never from the data:
+
+    number, boolean            name [rows]
+    date, time, timestamp      name [rows], int64: days, or the type's own unit, since the epoch or midnight
+    fixed[n], uuid             name [rows, n], uint8
+    list                       name [rows, length]; a list of another length is refused
+    list, declared ragged      name [items], flat; name.offsets [rows + 1], int64
+    string, binary             name [bytes], flat uint8; name.offsets [rows + 1], int64
+    declared nullable          besides: name.valid [rows], bool; a null reads as zeros, or as empty
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 from pyiceberg.schema import Schema
 from pyiceberg.types import (
+    BinaryType,
     BooleanType,
+    DateType,
     DoubleType,
     FixedType,
     FloatType,
@@ -18,36 +33,312 @@ from pyiceberg.types import (
     IntegerType,
     ListType,
     LongType,
+    StringType,
+    TimestampNanoType,
+    TimestampType,
+    TimestamptzNanoType,
+    TimestamptzType,
+    TimeType,
+    UUIDType,
 )
 
 from catalog.errors import NoSuchColumn, UnsupportedColumn
 
 Array = npt.NDArray[Any]
-_SCALARS = (BooleanType, IntegerType, LongType, FloatType, DoubleType)
+Rows = npt.NDArray[np.int64]
+_ITEMS: dict[type, type[np.generic]] = {
+    BooleanType: np.bool_,
+    IntegerType: np.int32,
+    LongType: np.int64,
+    FloatType: np.float32,
+    DoubleType: np.float64,
+    **dict.fromkeys((DateType, TimeType, TimestampType, TimestamptzType), np.int64),
+    **dict.fromkeys((TimestampNanoType, TimestamptzNanoType), np.int64),
+}
+_BYTES = (StringType, BinaryType)
+_FIXED_BYTES = (FixedType, UUIDType)
 
 
-def check_columns(schema: Schema, names: Sequence[str]) -> None:
-    """Check that every named column is there and can become a tensor.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ColumnKind:
+    """What tensors a column yields.
+
+    `items` is the dtype of its values, `listed` whether a row is a list of them, `width` the bytes of a row of fixed bytes.
+    """
+
+    name: str
+    items: np.dtype[Any]
+    width: int | None = None
+    listed: bool = False
+    ragged: bool = False
+    nullable: bool = False
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """The names of its tensors."""
+        offsets = (f"{self.name}.offsets",) if self.ragged else ()
+        return (self.name, *offsets, *((f"{self.name}.valid",) if self.nullable else ()))
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """Decoded rows of a column: `values` [rows] or [rows, length]; flat with `offsets` [rows + 1] where it is ragged.
+
+    `valid` [rows] is there if the column is declared nullable. Arrays may be read-only views of Arrow buffers.
+    """
+
+    values: Array
+    offsets: Rows | None = None
+    valid: npt.NDArray[np.bool_] | None = None
+
+    @property
+    def rows(self) -> int:
+        """The number of rows."""
+        return len(self.values) if self.offsets is None else len(self.offsets) - 1
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of its arrays; those of `values` outside `offsets` are not counted."""
+        offsets = self.offsets
+        used = self.values if offsets is None else self.values[int(offsets[0]) : int(offsets[-1])]
+        return sum(array.nbytes for array in (used, offsets, self.valid) if array is not None)
+
+    def part(self, first: int, rows: int) -> Column:
+        """The rows first .. first+rows-1, as a view."""
+        valid = None if self.valid is None else self.valid[first : first + rows]
+        if self.offsets is None:
+            return Column(self.values[first : first + rows], None, valid)
+        return Column(self.values, self.offsets[first : first + rows + 1], valid)
+
+    def copy(self) -> Column:
+        """The same rows in arrays of their own, so that what this is a view of may be freed."""
+        valid = None if self.valid is None else self.valid.copy()
+        if self.offsets is None:
+            return Column(self.values.copy(), None, valid)
+        start, end = int(self.offsets[0]), int(self.offsets[-1])
+        return Column(self.values[start:end].copy(), self.offsets - start, valid)
+
+
+def kinds_of(
+    schema: Schema, names: Sequence[str], ragged: Collection[str] = (), nullable: Collection[str] = ()
+) -> dict[str, ColumnKind]:
+    """What tensors the named columns yield; `ragged` and `nullable` are the columns so declared.
 
     Raises:
-        NoSuchColumn: a column is not in the schema.
-        UnsupportedColumn: a column has another type than a number, a boolean, fixed bytes, or a list of numbers.
+        NoSuchColumn: a column is not at the top level of the schema.
+        UnsupportedColumn: a column cannot become a tensor, or is declared to be what it cannot be.
     """
-    for name in names:
-        if name not in {field.name for field in schema.fields}:
-            raise NoSuchColumn(f"expected column {name!r} in the table, found only {schema.column_names!r}")
-        column_type = schema.find_type(name)
-        if not _is_tensor(column_type):
-            raise UnsupportedColumn(
-                f"expected column {name!r} to be a number, boolean, fixed[n] or a list of numbers, found {column_type}: "
-                "such a column cannot become a tensor; leave it out or convert it in the table"
-            )
+    fields = {field.name: field.field_type for field in schema.fields}
+    for name in (*names, *ragged, *nullable):
+        if name not in fields:
+            raise NoSuchColumn(f"expected column {name!r} in the table, found only {list(fields)!r}")
+    return {name: _kind_of(name, fields[name], name in ragged, name in nullable) for name in names}
 
 
-def _is_tensor(column_type: IcebergType) -> bool:
-    if isinstance(column_type, ListType):
-        return isinstance(column_type.element_type, _SCALARS)
-    return isinstance(column_type, (*_SCALARS, FixedType))
+def check_columns(
+    schema: Schema, names: Sequence[str], ragged: Collection[str] = (), nullable: Collection[str] = ()
+) -> None:
+    """Check that every named column is there and can become a tensor, as declared.
+
+    Raises:
+        NoSuchColumn, UnsupportedColumn: it is not, or cannot.
+    """
+    kinds_of(schema, names, ragged, nullable)
+
+
+def _kind_of(name: str, column_type: IcebergType, ragged: bool, nullable: bool) -> ColumnKind:
+    if isinstance(column_type, _BYTES):
+        return ColumnKind(name=name, items=np.dtype(np.uint8), ragged=True, nullable=nullable)
+    listed = isinstance(column_type, ListType)
+    if ragged and not listed:
+        raise UnsupportedColumn(
+            f"expected a list column among the ragged ones, found {name!r} of type {column_type}: do not declare it ragged"
+        )
+    if isinstance(column_type, _FIXED_BYTES):
+        width = 16 if isinstance(column_type, UUIDType) else len(column_type)
+        return ColumnKind(name=name, items=np.dtype(np.uint8), width=width, nullable=nullable)
+    items = _ITEMS.get(type(column_type.element_type if isinstance(column_type, ListType) else column_type))
+    if items is None:
+        raise UnsupportedColumn(
+            f"expected column {name!r} to be a number, boolean, date, time, timestamp, fixed[n], uuid, string, binary, or a "
+            f"list of numbers, found {column_type}: such a column cannot become a tensor; leave it out or convert it"
+        )
+    return ColumnKind(name=name, items=np.dtype(items), listed=listed, ragged=ragged, nullable=nullable)
+
+
+def to_column(column: pa.ChunkedArray, kind: ColumnKind, *, origin: str) -> Column:
+    """A column in the table's Arrow type as arrays; views of the Arrow buffers wherever they allow it.
+
+    Raises:
+        UnsupportedColumn: nulls in a column not declared nullable, or inside lists; lists of different lengths in a column
+            not declared ragged. Names the column and the file (`origin`).
+    """
+    array = column.chunk(0) if column.num_chunks == 1 else pa.concat_arrays(column.chunks or [_none_of(column)])
+    if array.null_count and not kind.nullable:
+        raise UnsupportedColumn(
+            f"expected no nulls in column {kind.name!r}, found {array.null_count} in {origin}: declare it "
+            f'nullable = ["{kind.name}"], or filter them out with row_filter = "{kind.name} IS NOT NULL"'
+        )
+    valid = np.asarray(array.is_valid()) if kind.nullable else None
+    if kind.listed:
+        return _lists(array, kind, valid, origin)
+    if kind.ragged:
+        return _byte_strings(array, valid)
+    values = _fixed_bytes(array) if pa.types.is_fixed_size_binary(array.type) else _items(array, kind.items)
+    return Column(_zeroed(values, valid), None, valid)
+
+
+def _none_of(column: pa.ChunkedArray) -> pa.Array:
+    return pa.array([], type=column.type)
+
+
+def _zeroed(values: Array, valid: npt.NDArray[np.bool_] | None) -> Array:
+    """The values with zeros in place of nulls."""
+    if valid is None or valid.all():
+        return values
+    values = values.copy()
+    values[~valid] = 0
+    return values
+
+
+def _items(array: Any, items: np.dtype[Any]) -> Array:
+    """A flat Arrow array of numbers, booleans or times; what stands in place of nulls is undefined."""
+    if pa.types.is_boolean(array.type):
+        array = array.fill_null(False) if array.null_count else array
+        return np.asarray(array.to_numpy(zero_copy_only=False))
+    bits = array.type.bit_width
+    stored = array.view(pa.int32() if bits == 32 else pa.int64()) if pa.types.is_temporal(array.type) else array
+    dtype = stored.type.to_pandas_dtype()
+    found = np.frombuffer(stored.buffers()[1] or b"", dtype=dtype)[stored.offset : stored.offset + len(stored)]
+    return found if found.dtype == items else found.astype(items)
+
+
+def _fixed_bytes(array: Any) -> Array:
+    width = array.type.byte_width
+    found = np.frombuffer(array.buffers()[1] or b"", dtype=np.uint8)
+    return found[array.offset * width : (array.offset + len(array)) * width].reshape(len(array), width)
+
+
+def _byte_strings(array: Any, valid: npt.NDArray[np.bool_] | None) -> Column:
+    empty = "" if pa.types.is_string(array.type) or pa.types.is_large_string(array.type) else b""
+    array = array.fill_null(empty) if array.null_count else array
+    wide = pa.types.is_large_string(array.type) or pa.types.is_large_binary(array.type)
+    _, offsets_buffer, values_buffer = array.buffers()
+    if not len(array):
+        return Column(np.zeros(0, dtype=np.uint8), np.zeros(1, dtype=np.int64), valid)
+    stored: Array = np.frombuffer(offsets_buffer, dtype=np.int64 if wide else np.int32)
+    offsets: Rows = np.asarray(stored[array.offset : array.offset + len(array) + 1], dtype=np.int64)
+    return Column(np.frombuffer(values_buffer or b"", dtype=np.uint8), offsets, valid)
+
+
+def _lists(array: Any, kind: ColumnKind, valid: npt.NDArray[np.bool_] | None, origin: str) -> Column:
+    lengths = pc.list_value_length(array).fill_null(0).to_numpy().astype(np.int64, copy=False)
+    values = array.flatten()  # of the rows that are not null
+    if values.null_count:
+        raise UnsupportedColumn(
+            f"expected no nulls inside the lists of column {kind.name!r}, found {values.null_count} in {origin}: fill them "
+            "in the table, or leave the column out"
+        )
+    items = _items(values, kind.items)
+    if kind.ragged:
+        return Column(items, np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64), valid)
+    there = lengths if valid is None else lengths[valid]
+    if len(there) and (there != there[0]).any():
+        raise UnsupportedColumn(
+            f"expected lists of one length in column {kind.name!r}, found {there.min()} to {there.max()} in {origin}: pack "
+            f'them with [sequences], or declare them ragged = ["{kind.name}"]'
+        )
+    dense = items.reshape(len(there), int(there[0]) if len(there) else 0)
+    if valid is None or valid.all():
+        return Column(dense, None, valid)
+    spread = np.zeros((len(array), dense.shape[1]), dtype=items.dtype)
+    spread[valid] = dense
+    return Column(spread, None, valid)
+
+
+Piece = tuple[Column, Rows, Rows]
+"""Rows of a column, and the slots of the batch that they go to, one slot per row."""
+
+
+def assemble(kind: ColumnKind, pieces: Sequence[Piece], slots: int, *, length: int = 0) -> dict[str, Array]:
+    """The tensors of one column of a batch of `slots` samples, as fresh arrays; slots without a row are zeros or empty.
+
+    `length` is that of the lists of a batch without rows.
+
+    Raises:
+        UnsupportedColumn: the pieces hold lists of different lengths.
+    """
+    pieces = [piece for piece in pieces if len(piece[1])]
+    found = _ragged(kind, pieces, slots) if kind.ragged else {kind.name: _dense(kind, pieces, slots, length)}
+    if kind.nullable:
+        valid = np.zeros(slots, dtype=np.bool_)
+        for column, rows, at in pieces:
+            valid[at] = True if column.valid is None else column.valid[rows]
+        found[f"{kind.name}.valid"] = valid
+    return found
+
+
+def _dense(kind: ColumnKind, pieces: Sequence[Piece], slots: int, length: int) -> Array:
+    shapes = {column.values.shape[1:] for column, _, _ in pieces if not _all_null(column)}
+    if len(shapes) > 1:
+        raise UnsupportedColumn(
+            f"expected lists of one length in column {kind.name!r}, found lengths {sorted(shape[0] for shape in shapes)!r} in "
+            f'one batch: pack them with [sequences], or declare them ragged = ["{kind.name}"]'
+        )
+    shape = next(iter(shapes), _shape_without_rows(kind, length))
+    out = np.zeros((slots, *shape), dtype=kind.items)
+    for column, rows, at in pieces:
+        if column.values.shape[1:] != shape:
+            continue  # only nulls, of no length: zeros already
+        span = _span(at)
+        if span is None:
+            out[at] = column.values[rows]
+        else:  # mode "clip" lets numpy write into `out` without a buffer between; rows are in range
+            np.take(column.values, rows, axis=0, out=out[span], mode="clip")
+    return out
+
+
+def _shape_without_rows(kind: ColumnKind, length: int) -> tuple[int, ...]:
+    if kind.listed:
+        return (length,)
+    return () if kind.width is None else (kind.width,)
+
+
+def _all_null(column: Column) -> bool:
+    return column.valid is not None and not column.valid.any()
+
+
+def _span(indices: Rows) -> slice | None:
+    """The slice that the indices are, if they are one."""
+    start = int(indices[0])
+    consecutive = int(indices[-1]) - start + 1 == len(indices) and bool((np.diff(indices) == 1).all())
+    return slice(start, start + len(indices)) if consecutive else None
+
+
+def _ragged(kind: ColumnKind, pieces: Sequence[Piece], slots: int) -> dict[str, Array]:
+    lengths = np.zeros(slots, dtype=np.int64)
+    for column, rows, at in pieces:
+        lengths[at] = (column.offsets[1:] - column.offsets[:-1])[rows] if column.offsets is not None else 0
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    values = np.empty(int(offsets[-1]), dtype=kind.items)
+    if len(values):
+        taken = pa.concat_arrays([_taken(column, rows) for column, rows, _ in pieces])
+        order = np.concatenate([at for _, _, at in pieces])
+        if (np.diff(order) < 0).any():
+            taken = taken.take(pa.array(np.argsort(order)))
+        ends = np.frombuffer(taken.buffers()[1], dtype=np.int64)[taken.offset : taken.offset + len(taken) + 1]
+        values[:] = np.frombuffer(taken.buffers()[2], dtype=np.uint8)[ends[0] : ends[-1]].view(kind.items)
+    return {kind.name: values, f"{kind.name}.offsets": offsets}
+
+
+def _taken(column: Column, rows: Rows) -> pa.LargeBinaryArray:
+    """Rows of a ragged column as byte strings, which Arrow copies row by row without Python."""
+    assert column.offsets is not None
+    offsets = pa.py_buffer(np.ascontiguousarray(column.offsets * column.values.itemsize))
+    values = pa.py_buffer(np.ascontiguousarray(column.values).view(np.uint8))
+    array = pa.LargeBinaryArray.from_buffers(pa.large_binary(), column.rows, [None, offsets, values])
+    span = _span(rows)
+    return array.take(pa.array(rows)) if span is None else array[span]
 
 
 def to_numpy(column: pa.ChunkedArray, *, name: str, origin: str) -> Array:
@@ -56,35 +347,7 @@ def to_numpy(column: pa.ChunkedArray, *, name: str, origin: str) -> Array:
     Raises:
         UnsupportedColumn: nulls, or lists of different lengths; names the column and the file (`origin`).
     """
-    array = column.chunk(0) if column.num_chunks == 1 else pa.concat_arrays(column.chunks)
-    if array.null_count:
-        raise UnsupportedColumn(
-            f"expected no nulls in column {name!r}, found {array.null_count} in {origin}: filter them out with "
-            f'row_filter = "{name} IS NOT NULL" or fill them in the table'
-        )
-    if pa.types.is_fixed_size_binary(array.type):
-        width = array.type.byte_width
-        data = np.frombuffer(array.buffers()[1], dtype=np.uint8)
-        return data[array.offset * width : (array.offset + len(array)) * width].reshape(len(array), width)
-    if pa.types.is_list(array.type) or pa.types.is_large_list(array.type):
-        return _lists_to_numpy(array, name, origin)
-    return _flat(array)
-
-
-def _lists_to_numpy(array: Any, name: str, origin: str) -> Array:
-    offsets = array.offsets.to_numpy()
-    lengths = np.diff(offsets)
-    if len(lengths) and (lengths != lengths[0]).any():
-        raise UnsupportedColumn(
-            f"expected lists of one length in column {name!r}, found {lengths.min()} to {lengths.max()} in {origin}: "
-            "this version reads fixed-length sequences"
-        )
-    values = array.values.slice(int(offsets[0]), int(offsets[-1] - offsets[0]))
-    if values.null_count:
-        raise UnsupportedColumn(f"expected no nulls inside the lists of column {name!r}, found some in {origin}")
-    return _flat(values).reshape(len(array), -1)
-
-
-def _flat(array: Any) -> Array:
-    flat: Array = array.to_numpy(zero_copy_only=not pa.types.is_boolean(array.type))
-    return flat
+    listed = pa.types.is_list(column.type) or pa.types.is_large_list(column.type)
+    items = column.type.value_type if listed else column.type
+    dtype = np.dtype(np.uint8 if pa.types.is_fixed_size_binary(items) else items.to_pandas_dtype())
+    return to_column(column, ColumnKind(name=name, items=dtype, listed=listed), origin=origin).values

@@ -1,0 +1,244 @@
+from __future__ import annotations
+
+import datetime as dt
+import uuid
+from decimal import Decimal
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from pyiceberg.schema import Schema
+from pyiceberg.types import (
+    BinaryType,
+    BooleanType,
+    DateType,
+    DecimalType,
+    DoubleType,
+    FixedType,
+    IcebergType,
+    IntegerType,
+    ListType,
+    LongType,
+    NestedField,
+    StringType,
+    StructType,
+    TimestamptzType,
+    TimeType,
+    UUIDType,
+)
+
+from catalog.columns import arrow_type
+from catalog.errors import NoSuchColumn, UnsupportedColumn
+from dlac_pipeline.read.columns import ColumnKind, Piece, assemble, check_columns, kinds_of, to_column
+
+LONGS = ListType(100, LongType(), element_required=False)
+TYPES: dict[str, IcebergType] = {
+    "flag": BooleanType(),
+    "small": IntegerType(),
+    "big": LongType(),
+    "real": DoubleType(),
+    "day": DateType(),
+    "clock": TimeType(),
+    "instant": TimestamptzType(),
+    "four": FixedType(4),
+    "key": UUIDType(),
+    "text": StringType(),
+    "blob": BinaryType(),
+    "tokens": LONGS,
+    "price": DecimalType(9, 2),
+    "pair": StructType(NestedField(200, "a", LongType())),
+    "words": ListType(101, StringType(), element_required=False),
+}
+SCHEMA = Schema(
+    *(NestedField(place, name, kind, required=False) for place, (name, kind) in enumerate(TYPES.items(), 1))
+)
+
+
+def kind(name: str, *, ragged: bool = False, nullable: bool = False) -> ColumnKind:
+    """The kind of a column of SCHEMA as declared."""
+    return kinds_of(SCHEMA, [name], [name] if ragged else [], [name] if nullable else [])[name]
+
+
+def chunked(name: str, *chunks: list[Any]) -> pa.ChunkedArray:
+    """A column of SCHEMA in its Arrow type."""
+    wanted = arrow_type(TYPES[name])
+    return pa.chunked_array([pa.array(chunk, type=wanted) for chunk in chunks], type=wanted)
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "wanted"),
+    [
+        ("flag", [True, False], np.array([True, False])),
+        ("small", [1, -2], np.array([1, -2], dtype=np.int32)),
+        ("real", [1.5, float("inf")], np.array([1.5, np.inf])),
+        ("day", [dt.date(1970, 1, 2), dt.date(1969, 12, 31)], np.array([1, -1], dtype=np.int64)),
+        ("clock", [dt.time(0, 0, 1)], np.array([1_000_000], dtype=np.int64)),
+        ("instant", [dt.datetime(1970, 1, 1, 0, 0, 2, tzinfo=dt.UTC)], np.array([2_000_000], dtype=np.int64)),
+        ("four", [b"abcd", b"efgh"], np.frombuffer(b"abcdefgh", dtype=np.uint8).reshape(2, 4)),
+        ("key", [uuid.UUID(int=7).bytes], np.array([[0] * 15 + [7]], dtype=np.uint8)),
+        ("tokens", [[1, 2], [3, 4]], np.array([[1, 2], [3, 4]], dtype=np.int64)),
+    ],
+)
+def test_dense_columns_become_arrays_of_their_type(name: str, rows: list[Any], wanted: np.ndarray[Any, Any]) -> None:
+    """Numbers, booleans, times, fixed bytes and lists of one length are arrays [rows] or [rows, length]."""
+    column = to_column(chunked(name, rows), kind(name), origin="here")
+    assert column.values.dtype == wanted.dtype == np.dtype(kind(name).items)
+    assert np.array_equal(column.values, wanted)
+    assert column.offsets is None
+    assert column.valid is None
+    assert column.rows == len(rows)
+    split = to_column(chunked(name, rows[:1], [], rows[1:]), kind(name), origin="here")
+    assert np.array_equal(split.values, wanted)
+
+
+@pytest.mark.parametrize("name", ["text", "blob", "tokens"])
+def test_ragged_columns_are_flat_with_offsets(name: str) -> None:
+    """Row i is values[offsets[i]:offsets[i + 1]], also for a slice of a longer array, and in a copy of its own."""
+    examples: dict[str, list[Any]] = {
+        "text": ["", "né", "x"],
+        "blob": [b"", b"\0\xff", b"y"],
+        "tokens": [[], [5, 6], [7]],
+    }
+    rows = examples[name]
+    made = kind(name, ragged=name == "tokens")
+    column = to_column(chunked(name, [rows[2], *rows]).slice(1), made, origin="here")
+    assert column.offsets is not None
+    raw = [one.encode() if isinstance(one, str) else one for one in rows]
+    for one in (column, column.copy(), column.part(0, 3).copy()):
+        assert one.offsets is not None
+        found = [one.values[one.offsets[row] : one.offsets[row + 1]].tolist() for row in range(3)]
+        assert found == [list(row) for row in raw]
+    assert column.part(1, 1).nbytes == column.part(1, 1).copy().nbytes
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "zero"),
+    [
+        ("flag", [True, None], False),
+        ("big", [1, None], 0),
+        ("four", [b"abcd", None], [0, 0, 0, 0]),
+        ("tokens", [[1, 2], None], [0, 0]),
+    ],
+)
+def test_nulls_need_a_declaration(name: str, rows: list[Any], zero: Any) -> None:
+    """Undeclared nulls are refused with the way out; declared ones read as zeros beside `valid`."""
+    with pytest.raises(
+        UnsupportedColumn, match=rf"no nulls in column '{name}', found 1 in here.*nullable = \[\"{name}\"\]"
+    ):
+        to_column(chunked(name, rows), kind(name), origin="here")
+    column = to_column(chunked(name, rows), kind(name, nullable=True), origin="here")
+    assert column.valid is not None
+    assert column.valid.tolist() == [True, False]
+    assert column.values[1].tolist() == zero
+    assert kind(name, nullable=True).tensors == (name, f"{name}.valid")
+
+
+def test_null_strings_are_empty() -> None:
+    """A null string has no bytes, and is told from an empty one by `valid`."""
+    column = to_column(chunked("text", ["ab", None, ""]), kind("text", nullable=True), origin="here")
+    assert column.offsets is not None
+    assert column.valid is not None
+    assert (column.offsets.tolist(), column.valid.tolist()) == ([0, 2, 2, 2], [True, False, True])
+
+
+def test_lists_of_different_lengths_need_a_declaration() -> None:
+    """The refusal says how to pack them or to declare them; two batches' worth of different lengths are refused too."""
+    with pytest.raises(UnsupportedColumn, match=r"found 1 to 2 in here: pack them with \[sequences\], or declare"):
+        to_column(chunked("tokens", [[1], [1, 2]]), kind("tokens"), origin="here")
+    one, two = (to_column(chunked("tokens", rows), kind("tokens"), origin="here") for rows in ([[1]], [[1, 2]]))
+    at = np.arange(1)
+    with pytest.raises(UnsupportedColumn, match=r"lengths \[1, 2\] in one batch"):
+        assemble(kind("tokens"), [(one, at, at), (two, at, at + 1)], 2)
+
+
+def test_nulls_inside_lists_are_refused() -> None:
+    """There is no tensor for them, declared or not."""
+    with pytest.raises(UnsupportedColumn, match="inside the lists"):
+        to_column(chunked("tokens", [[1, None]]), kind("tokens", ragged=True, nullable=True), origin="here")
+
+
+@pytest.mark.parametrize("name", ["price", "pair", "words"])
+def test_what_cannot_become_a_tensor_is_named(name: str) -> None:
+    """Decimals, structs and lists of strings are refused when planning."""
+    with pytest.raises(UnsupportedColumn, match=name):
+        check_columns(SCHEMA, [name])
+
+
+def test_declarations_are_checked() -> None:
+    """A declared column must be there, and only lists are declared ragged; strings are ragged as they are."""
+    check_columns(SCHEMA, ["text", "tokens"], ragged=["tokens"], nullable=["text"])
+    with pytest.raises(NoSuchColumn, match="'nothing'"):
+        check_columns(SCHEMA, ["text"], nullable=["nothing"])
+    with pytest.raises(UnsupportedColumn, match="a list column among the ragged ones, found 'big'"):
+        check_columns(SCHEMA, ["big"], ragged=["big"])
+    assert kind("text").tensors == ("text", "text.offsets")
+
+
+ROWS: dict[str, st.SearchStrategy[Any]] = {
+    "big": st.integers(-(2**63), 2**63 - 1),
+    "flag": st.booleans(),
+    "text": st.text(max_size=4),
+    "tokens": st.lists(st.integers(-5, 5), max_size=4),
+}
+
+
+@given(st.data())
+def test_batches_hold_the_rows_that_were_put_in(data: st.DataObject) -> None:
+    """Any rows of any pieces into any slots: every slot holds its row or nothing, whatever the order of the pieces."""
+    name = data.draw(st.sampled_from(sorted(ROWS)))
+    nullable = data.draw(st.booleans())
+    row = st.none() | ROWS[name] if nullable else ROWS[name]
+    made = kind(name, ragged=name == "tokens", nullable=nullable)
+    slots = data.draw(st.integers(0, 12))
+    free = data.draw(st.permutations(range(slots)))
+    pieces: list[Piece] = []
+    expected: list[Any] = [None] * slots
+    while free:
+        rows = data.draw(st.lists(row, min_size=1, max_size=6))
+        chosen = data.draw(st.lists(st.integers(0, len(rows) - 1), max_size=len(free)))
+        at = [free.pop() for _ in chosen]
+        if data.draw(st.booleans()):
+            at.sort()
+        for slot, index in zip(at, chosen, strict=True):
+            expected[slot] = rows[index]
+        column = to_column(chunked(name, rows), made, origin="here")
+        pieces.append((column, np.array(chosen, dtype=np.int64), np.array(at, dtype=np.int64)))
+        if not chosen:
+            break
+    assert rows_of(assemble(made, pieces, slots), made, slots) == [plain(name, one) for one in expected]
+
+
+def rows_of(tensors: dict[str, Any], made: ColumnKind, slots: int) -> list[Any]:
+    """The batch's rows as Python values; torch takes every array without a warning."""
+    assert set(tensors) == set(made.tensors)
+    values = torch.from_numpy(tensors[made.name])
+    if not made.ragged:
+        assert len(values) == slots
+        return values.tolist()
+    offsets = torch.from_numpy(tensors[f"{made.name}.offsets"]).tolist()
+    assert len(offsets) == slots + 1
+    return [values[start:end].tolist() for start, end in pairwise(offsets)]
+
+
+def plain(name: str, row: Any) -> Any:
+    """A row as its tensor's list says it; nothing, and null, as zero or empty."""
+    if name == "text":
+        return list((row or "").encode())
+    return row or {"big": 0, "flag": False, "tokens": []}[name]
+
+
+def test_a_batch_of_no_rows_has_the_length_it_is_told() -> None:
+    """Slots that no row fills are zeros of the lists' length."""
+    assert assemble(kind("tokens"), [], 3, length=5)["tokens"].shape == (3, 5)
+    assert assemble(kind("four"), [], 2, length=4)["four"].shape == (2, 4)
+    assert assemble(kind("big"), [], 2)["big"].tolist() == [0, 0]
+
+
+def test_decimals_stay_decimals_in_arrow() -> None:
+    """The Arrow type of a decimal keeps its precision and scale."""
+    assert pa.scalar(Decimal("1.25"), type=arrow_type(TYPES["price"])).as_py() == Decimal("1.25")
