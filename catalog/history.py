@@ -1,0 +1,562 @@
+"""What happened to a table between two snapshots: which rows came since, and where to read them; which rows are gone.
+
+A run planned snapshot P (`since`) and goes on with N (`until`), which descends from P. The snapshots between are walked in
+order, each by what its manifests really did. Along the walk every data file is known by two things: of which files of P it
+may hold rows (`origins`), and whether it may hold rows that came since (`fresh`). Where one file holds both, rows are told
+apart by v3 row ids or by identity columns; without either, fresh files are read where they were last by themselves.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pyiceberg.manifest import ManifestContent, ManifestEntry, ManifestEntryStatus
+from pyiceberg.table import Table
+from pyiceberg.table.snapshots import Snapshot
+
+from catalog.data_files import LiveFile, live_files, snapshot_schema
+from catalog.deletes import NO_ROWS, Deletes
+from catalog.errors import AppendHistoryLost, DataFileUnreadable
+from catalog.rewrites import Keys, Mask, Rows, identity_keys, match
+from catalog.snapshots import snapshot_of
+
+Ints = npt.NDArray[np.int64]
+OnOverwrite = Literal["stop", "read", "ignore"]
+Place = tuple[int, str]
+"""A data file as it is in one snapshot: snapshot id and path."""
+_NOTHING: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """What one snapshot did, by its manifests: data files added and removed, each with its rows.
+
+    `parent` is None where it was expired; `operation` is "gap" for all that snapshots which are gone did together.
+    """
+
+    snapshot_id: int
+    parent: int | None
+    operation: str
+    added: Mapping[str, int]
+    removed: Mapping[str, int]
+    deletes_added: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Portion:
+    """Data files that hold rows which came since, to be read as they are in one snapshot.
+
+    Rows that `History.old_rows` names are not new, and are passed over.
+    """
+
+    snapshot_id: int
+    files: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """What a live data file may hold; `opaque`: rows that nobody shall read and that cannot be told from others."""
+
+    origins: frozenset[str] = _NOTHING
+    fresh: bool = False
+    opaque: bool = False
+
+
+@dataclass
+class TableRows:
+    """Data files and live rows of a table's snapshots, each read once."""
+
+    table: Table
+    _files: dict[int, dict[str, LiveFile]] = field(default_factory=dict)
+    _deletes: dict[int, Deletes] = field(default_factory=dict)
+    _dead: dict[Place, Ints] = field(default_factory=dict)
+
+    def files(self, snapshot_id: int) -> dict[str, LiveFile]:
+        """The live data files of a snapshot by path."""
+        if snapshot_id not in self._files:
+            self._files[snapshot_id] = {file.path: file for file in live_files(self.table, snapshot_id)}
+        return self._files[snapshot_id]
+
+    def dead(self, place: Place) -> Ints:
+        """Sorted positions of the rows of a data file that are deleted in a snapshot."""
+        if place not in self._dead:
+            self._dead[place] = self._read_dead(place)
+        return self._dead[place]
+
+    def alive(self, place: Place) -> Mask:
+        """A mask over the positions of a data file: the rows that are live in a snapshot."""
+        found = np.ones(self.files(place[0])[place[1]].rows, dtype=np.bool_)
+        found[self.dead(place)] = False
+        return found
+
+    def rows(self, place: Place, chosen: Mask | None = None) -> Rows:
+        """Some rows of a file, or all that are live."""
+        snapshot_id, path = place
+        mask = self.alive(place) if chosen is None else chosen
+        return Rows(self.files(snapshot_id)[path], mask, f"snapshot {snapshot_id} of {_name(self.table)!r}")
+
+    def _read_dead(self, place: Place) -> Ints:
+        snapshot_id, path = place
+        file = self.files(snapshot_id)[path]
+        if not (file.positional or file.equality or file.vector):
+            return NO_ROWS
+        deletes = self._deletes.get(snapshot_id)
+        if deletes is None:
+            deletes = self._deletes[snapshot_id] = Deletes(self.table, snapshot_schema(self.table, snapshot_id))
+        try:
+            with self.table.io.new_input(path).open() as stream, pq.ParquetFile(stream) as parquet:
+                return deletes.dead_rows(file, parquet)
+        except (OSError, pa.ArrowException) as err:
+            raise DataFileUnreadable(f"expected data file {path!r}, found {err}: restore it") from err
+
+
+def changes(
+    table: Table,
+    since: int,
+    until: int,
+    *,
+    on_overwrite: OnOverwrite = "stop",
+    identity_columns: Sequence[str] = (),
+) -> History:
+    """What happened from snapshot `since` to snapshot `until`.
+
+    `on_overwrite` says what an overwrite is to a run that follows the table: "stop" raises unless it can be proven that it
+    only removed rows; "read" reads rows that it brought and leaves out those that it removed (without row ids and identity
+    columns its files are read whole: rows that it kept come again); "ignore" reads nothing of it and leaves nothing out.
+
+    Raises:
+        NoSuchSnapshot: the table has no snapshot `until`.
+        AppendHistoryLost: `since` is gone, `until` does not descend from it, or what came since cannot be told apart.
+        SpecInvalid, NoSuchColumn: the identity columns do not tell rows apart, or do not exist.
+    """
+    if table.snapshot_by_id(since) is None:
+        raise AppendHistoryLost(
+            f"expected snapshot {since} of {_name(table)!r}, up to which was planned, found it expired: pin snapshots with a "
+            "tag; start a new run"
+        )
+    snapshot_of(table, until)
+    rows = TableRows(table)
+    walk = _Walk(rows, since, until, _keys(rows, since, until, identity_columns), on_overwrite)
+    for step in _steps(table, since, until):
+        walk.take(step)
+    return walk.history()
+
+
+def _name(table: Table) -> str:
+    return ".".join(table.name())
+
+
+def _keys(rows: TableRows, since: int, until: int, identity_columns: Sequence[str]) -> Keys | None:
+    """By what rows can be told apart: row ids where all files have them, else identity columns, else nothing."""
+    schema = snapshot_schema(rows.table, until)
+    declared = identity_keys(schema, identity_columns)
+    files = [*rows.files(since).values(), *rows.files(until).values()]
+    if rows.table.metadata.format_version >= 3 and all(file.first_row_id is not None for file in files):
+        return Keys(schema)
+    return declared if identity_columns else None
+
+
+def _steps(table: Table, since: int, until: int) -> list[Step]:
+    """The snapshots after `since` up to `until`, oldest first; a "gap" comes first where some of them are expired.
+
+    pyiceberg takes the parent from a snapshot whose parent expires: a missing parent may mean the table's first snapshot.
+    """
+    chain: list[Snapshot] = []
+    at: int | None = until
+    while at is not None and at != since:
+        snapshot = table.snapshot_by_id(at)
+        if snapshot is None:
+            break
+        chain.append(snapshot)
+        at = snapshot.parent_snapshot_id
+    steps = [_step(table, snapshot) for snapshot in reversed(chain)]
+    if at != since:
+        steps.insert(0, _gap(table, snapshot_of(table, since), chain[-1], steps[0]))
+    return steps
+
+
+def _entries(table: Table, snapshot: Snapshot, *, own: bool) -> list[tuple[ManifestContent, ManifestEntry]]:
+    """The entries of a snapshot's manifests: those that it wrote itself (deleted ones too), or all live ones."""
+    found: list[tuple[ManifestContent, ManifestEntry]] = []
+    try:
+        for manifest in snapshot.manifests(table.io):
+            if own and manifest.added_snapshot_id != snapshot.snapshot_id:
+                continue
+            entries = manifest.fetch_manifest_entry(table.io, discard_deleted=not own)
+            found.extend((manifest.content, entry) for entry in entries)
+    except OSError as err:
+        raise DataFileUnreadable(
+            f"expected the manifests of snapshot {snapshot.snapshot_id} of {_name(table)!r}, found {err}: restore them"
+        ) from err
+    return found
+
+
+def _step(table: Table, snapshot: Snapshot) -> Step:
+    own = snapshot.snapshot_id
+    files: dict[ManifestEntryStatus, dict[str, int]] = defaultdict(dict)
+    deletes_added = False
+    for content, entry in _entries(table, snapshot, own=True):
+        if entry.snapshot_id == own and content == ManifestContent.DATA:
+            files[entry.status][entry.data_file.file_path] = entry.data_file.record_count
+        elif entry.snapshot_id == own and entry.status == ManifestEntryStatus.ADDED:
+            deletes_added = True
+    parent = snapshot.parent_snapshot_id
+    return Step(
+        snapshot_id=own,
+        parent=parent if parent is not None and table.snapshot_by_id(parent) is not None else None,
+        operation="overwrite" if snapshot.summary is None else snapshot.summary.operation.value,
+        added=files[ManifestEntryStatus.ADDED],
+        removed=files[ManifestEntryStatus.DELETED],
+        deletes_added=deletes_added,
+    )
+
+
+def _gap(table: Table, since: Snapshot, first: Snapshot, step: Step) -> Step:
+    """What the expired snapshots between `since` and `first` did, as one step: `step` is what `first` did then."""
+    before: dict[str, tuple[int, int | None]] = {path: (rows, None) for path, rows in step.removed.items()}
+    deletes_added = False
+    for content, entry in _entries(table, first, own=False):
+        if entry.snapshot_id == first.snapshot_id:
+            continue
+        if content == ManifestContent.DATA:
+            before[entry.data_file.file_path] = (entry.data_file.record_count, entry.file_sequence_number)
+        else:
+            deletes_added |= (entry.sequence_number or 0) > (since.sequence_number or 0)
+    planned = {path: file.rows for path, file in TableRows(table).files(since.snapshot_id).items()}
+    older = [path for path, (_, number) in before.items() if path not in planned and _precedes(table, number, since)]
+    found = f"the older data file {older[0]!r} in it" if older else ""
+    found = found or ("that it is older" if _precedes(table, first.sequence_number, since) else "")
+    found = found or ("that nothing older is in it" if planned and not before else "")
+    if found:
+        raise AppendHistoryLost(
+            f"expected snapshot {first.snapshot_id} of {_name(table)!r} to descend from {since.snapshot_id}, up to which was "
+            f"planned, found {found}: the table was rolled back or replaced; start a new run"
+        )
+    return Step(
+        snapshot_id=first.snapshot_id,
+        parent=None,
+        operation="gap",
+        added={path: rows for path, (rows, _) in before.items() if path not in planned},
+        removed={path: rows for path, rows in planned.items() if path not in before},
+        deletes_added=deletes_added,
+    )
+
+
+def _precedes(table: Table, sequence_number: int | None, since: Snapshot) -> bool:
+    """Whether what has this sequence number is not younger than `since`; version 1 has no sequence numbers."""
+    known = table.metadata.format_version > 1 and sequence_number is not None and since.sequence_number is not None
+    return known and int(sequence_number or 0) <= int(since.sequence_number or 0)
+
+
+class _Walk:
+    """The state of the table while the steps are taken, from `since` on."""
+
+    def __init__(self, rows: TableRows, since: int, until: int, keys: Keys | None, on_overwrite: OnOverwrite) -> None:
+        self._rows, self._since, self._until, self._keys = rows, since, until, keys
+        self._on_overwrite = on_overwrite
+        self._planned = rows.files(since)
+        self._held = {path: _Held(frozenset((path,))) for path in self._planned}
+        self._places: dict[str, set[Place]] = defaultdict(set)  # where rows of a planned file still count as live
+        self._portions: dict[int, set[str]] = defaultdict(set)
+        self._unsure: set[str] = set()
+        self._spared: list[tuple[int, int]] = []
+        self._pure: set[Place] = set()  # places of rewritten files that hold planned rows only
+        self._mixed: set[Place] = set()
+        self._merged_rows = 0
+        self._steps: list[Step] = []
+
+    def take(self, step: Step) -> None:
+        """Follow one step."""
+        self._steps.append(step)
+        lost = [path for path in step.removed if path not in self._held]
+        if lost:
+            raise self._contradiction(step, f"the removal of {lost[0]!r}, which was not there")
+        removed = {path: self._held.pop(path) for path in step.removed}
+        if not step.added:
+            self._dropped(removed)
+        elif step.operation == "gap":
+            self._take_gap(step, removed)
+        elif step.operation in ("replace", "delete"):
+            self._rewritten(step, removed)
+        elif removed or step.deletes_added:
+            self._overwritten(step, removed)
+        else:
+            self._add(step, _Held(fresh=True))
+
+    def history(self) -> History:
+        """What the walk found."""
+        if self._held.keys() != self._rows.files(self._until).keys():
+            different = sorted(self._held.keys() ^ self._rows.files(self._until).keys())
+            raise self._contradiction(
+                self._steps[-1], f"{different[0]!r} where it should not be, or not where it should"
+            )
+        for path, held in self._held.items():
+            place = (self._until, path)
+            if held.fresh:
+                self._portions[self._until].add(path)
+            if self._keys is not None or path in self._planned:
+                self._stays(place, held)
+            elif len(self._rows.dead(place)):
+                self._unsure |= held.origins
+        order = [self._since, *(step.snapshot_id for step in self._steps)]
+        return History(
+            since=self._since,
+            until=self._until,
+            steps=tuple(self._steps),
+            portions=tuple(
+                Portion(snapshot_id=snapshot_id, files=frozenset(self._portions[snapshot_id]))
+                for snapshot_id in sorted(self._portions, key=order.index)
+            ),
+            told_by="appends" if self._keys is None else "identity_columns" if self._keys.columns else "row_ids",
+            _rows=self._rows,
+            _keys=self._keys,
+            _places={path: frozenset(places) for path, places in self._places.items()},
+            _unsure=frozenset(self._unsure),
+            _spared=tuple(self._spared),
+            _pure=frozenset(self._pure),
+            _mixed=frozenset(self._mixed),
+            _merged_rows=self._merged_rows,
+        )
+
+    def _contradiction(self, step: Step, found: str) -> AppendHistoryLost:
+        return AppendHistoryLost(
+            f"expected the manifests of {_name(self._rows.table)!r} to tell its history from {self._since} to {self._until}, "
+            f"found in snapshot {step.snapshot_id} {found}: start a new run"
+        )
+
+    def _add(self, step: Step, held: _Held) -> None:
+        self._held |= dict.fromkeys(step.added, held)
+
+    def _stays(self, place: Place, held: _Held) -> None:
+        """Rows of planned files count as live in this place."""
+        for origin in held.origins:
+            self._places[origin].add(place)
+        if held.origins and not held.opaque and place[1] not in self._planned:
+            (self._mixed if held.fresh else self._pure).add(place)
+
+    def _dropped(self, removed: Mapping[str, _Held]) -> None:
+        if self._keys is None:
+            self._unsure |= _origins({path: held for path, held in removed.items() if path not in self._planned})
+
+    def _take_gap(self, step: Step, removed: Mapping[str, _Held]) -> None:
+        if self._keys is None and (removed or (step.deletes_added and self._on_overwrite != "read")):
+            raise AppendHistoryLost(
+                f"expected all snapshots of {_name(self._rows.table)!r} from {self._since} to {self._until}, found some "
+                f"expired, during which {len(step.added)} data files were added and "
+                f"{f'{len(removed)} planned ones taken away' if removed else 'rows deleted'}: new rows cannot be told from old "
+                "ones; declare identity_columns, or start a new run"
+            )
+        origins = frozenset(self._planned) if step.deletes_added else _origins(removed)
+        self._merged_rows += sum(step.added.values())
+        self._add(step, _Held(origins if self._keys else _NOTHING, fresh=True))
+
+    def _rewritten(self, step: Step, removed: Mapping[str, _Held]) -> None:
+        """Rows moved to other files ("replace"), or the rest of them was copied ("delete"): none came."""
+        before, after = sum(step.removed.values()), sum(step.added.values())
+        if after > before:
+            raise self._contradiction(step, f"a {step.operation!r} that makes {after} rows of {before}")
+        origins = _origins(removed)
+        if self._keys is None:
+            self._lose_track(step, removed, moved=step.operation == "replace")
+        if self._keys is None and origins:
+            self._read_before(step, removed)
+            self._add(step, _Held(origins, opaque=True))
+        elif any(held.opaque for held in removed.values()):  # what is merged with ignored rows counts as it was before
+            self._keep_before(step, removed)
+            self._add(step, _Held(opaque=True))
+        else:
+            self._merged_rows += sum(
+                step.removed[path] for path, held in removed.items() if origins and not held.origins
+            )
+            self._add(step, _Held(origins, any(held.fresh for held in removed.values())))
+
+    def _lose_track(self, step: Step, removed: Mapping[str, _Held], *, moved: bool) -> None:
+        """Without keys, rows of planned files are followed into other files as long as all of them are there."""
+        for path, held in removed.items():
+            nothing_lost = sum(step.removed.values()) == sum(step.added.values())
+            if moved and path in self._planned and (step.parent is not None or nothing_lost):
+                self._places[path].add((self._since if step.parent is None else step.parent, path))
+            elif not moved or step.parent is None or len(self._rows.dead((step.parent, path))):
+                self._unsure |= held.origins
+
+    def _read_before(self, step: Step, removed: Mapping[str, _Held]) -> None:
+        """Fresh files are read as they were right before the step that takes them away."""
+        for path in [path for path, held in removed.items() if held.fresh]:
+            place = (self._parent(step, f"data file {path!r}, which came since, is merged with others"), path)
+            self._portions[place[0]].add(path)
+            self._stays(place, removed[path])
+
+    def _keep_before(self, step: Step, removed: Mapping[str, _Held]) -> None:
+        """Fresh files are read as they were before the step, and planned rows count as live there."""
+        self._read_before(step, removed)
+        for path in [path for path, held in removed.items() if held.origins]:
+            place = (self._parent(step, f"data file {path!r} is merged with rows that are ignored"), path)
+            if self._keys is not None or path in self._planned:
+                self._stays(place, removed[path])
+            elif len(self._rows.dead(place)):
+                self._unsure |= removed[path].origins
+
+    def _parent(self, step: Step, why: str) -> int:
+        if step.parent is None:
+            raise AppendHistoryLost(
+                f"expected the snapshot of {_name(self._rows.table)!r} before {step.snapshot_id}, in which {why}, found it "
+                "expired: declare identity_columns, or start a new run"
+            )
+        return step.parent
+
+    def _overwritten(self, step: Step, removed: Mapping[str, _Held]) -> None:
+        if self._on_overwrite == "ignore":
+            return self._ignored(step, removed)
+        if self._keys is None:
+            return self._overwritten_unmatched(step, removed)
+        if self._on_overwrite == "stop":
+            self._check_brings_nothing(step, removed)
+        sources = {**removed, **(self._held if step.deletes_added else {})}
+        self._merged_rows += sum(step.added.values())
+        fresh = self._on_overwrite == "read" or any(held.fresh for held in sources.values())
+        return self._add(step, _Held(_origins(sources), fresh))
+
+    def _overwritten_unmatched(self, step: Step, removed: Mapping[str, _Held]) -> None:
+        if self._on_overwrite == "stop":
+            raise self._overwrite(step, "and nothing to tell new rows from kept ones")
+        self._dropped(removed)
+        self._add(step, _Held(fresh=True))
+
+    def _overwrite(self, step: Step, found: str) -> AppendHistoryLost:
+        return AppendHistoryLost(
+            f"expected appends and deletes in {_name(self._rows.table)!r} since {self._since}, found an overwrite, snapshot "
+            f"{step.snapshot_id} ({len(step.removed)} data files removed, {len(step.added)} added), {found}: set on_overwrite "
+            "to 'read' or 'ignore', or declare identity_columns"
+        )
+
+    def _check_brings_nothing(self, step: Step, removed: Mapping[str, _Held]) -> None:
+        """Whether all rows that an overwrite wrote are rows that it took: then it only deleted, as pyiceberg does."""
+        parent = step.parent
+        if parent is None and (step.deletes_added or removed.keys() - self._planned.keys()):
+            raise self._overwrite(step, "whose parent is expired")
+        taken = [self._rows.rows((self._since if parent is None else parent, path)) for path in removed]
+        if parent is not None and step.deletes_added:
+            for path in self._held.keys() & self._rows.files(parent).keys() & self._rows.files(step.snapshot_id).keys():
+                died = self._rows.alive((parent, path)) & ~self._rows.alive((step.snapshot_id, path))
+                taken.append(self._rows.rows((parent, path), died))
+        written = [self._rows.rows((step.snapshot_id, path)) for path in step.added]
+        assert self._keys is not None
+        _, known = match(self._rows.table, taken, written, self._keys)
+        new_rows = sum(int(np.count_nonzero(one.chosen & ~mask)) for one, mask in zip(written, known, strict=True))
+        if new_rows:
+            raise self._overwrite(step, f"which brings {new_rows} new rows")
+
+    def _ignored(self, step: Step, removed: Mapping[str, _Held]) -> None:
+        """What an ignored overwrite took away still counts, as it was before; what it brought does not."""
+        self._keep_before(step, removed)
+        if step.deletes_added:
+            self._spared.append((self._parent(step, "rows are deleted that still count"), step.snapshot_id))
+            self._read_before(step, self._held)
+            for path in [path for path, held in self._held.items() if held.fresh]:
+                self._held[path] = _Held(opaque=True)
+        self._add(step, _Held(opaque=True))
+
+
+def _origins(held: Mapping[str, _Held]) -> frozenset[str]:
+    distinct = {one.origins for one in held.values()}
+    return frozenset().union(*distinct)
+
+
+@dataclass(frozen=True, kw_only=True)
+class History:
+    """What happened to a table from snapshot `since` to snapshot `until`.
+
+    `portions` hold every row that came since and is live, once, in order; `told_by` says by what rows are told apart.
+    """
+
+    since: int
+    until: int
+    steps: tuple[Step, ...]
+    portions: tuple[Portion, ...]
+    told_by: Literal["row_ids", "identity_columns", "appends"]
+    _rows: TableRows = field(repr=False)
+    _keys: Keys | None = field(repr=False)
+    _places: Mapping[str, frozenset[Place]] = field(repr=False)
+    _unsure: frozenset[str] = field(repr=False)
+    _spared: tuple[tuple[int, int], ...] = field(repr=False)
+    _pure: frozenset[Place] = field(repr=False)
+    _mixed: frozenset[Place] = field(repr=False)
+    _merged_rows: int = field(repr=False)
+
+    @property
+    def to_pin(self) -> tuple[int, ...]:
+        """The snapshots that must be pinned before the portions are planned."""
+        return tuple(portion.snapshot_id for portion in self.portions)
+
+    def gone(self, path: str) -> Ints | None:
+        """Sorted positions of the rows of a data file of `since` that were live there and are not in `until`.
+
+        None where it cannot be told: rows moved to other files, some were deleted there, and nothing tells them apart. Then
+        what was planned of `since` is finished first.
+        """
+        if path in self._unsure:
+            return None
+        live = self._rows.alive((self.since, path))
+        return np.flatnonzero(live & ~self._by_place(path) & ~self._matched[0].get(path, np.False_))
+
+    def old_rows(self, snapshot_id: int, path: str) -> Ints:
+        """Sorted positions of the rows of a portion's file that were live in `since` already: those are not new.
+
+        Raises:
+            SpecInvalid: the identity columns do not tell rows apart.
+            AppendHistoryLost: a rewrite did not keep the row ids.
+        """
+        found = self._matched[1].get((snapshot_id, path))
+        return NO_ROWS if found is None else np.flatnonzero(found)
+
+    def _by_place(self, path: str) -> Mask:
+        """The rows of a planned file that still are where they were."""
+        found = np.zeros(self._rows.files(self.since)[path].rows, dtype=np.bool_)
+        for place in self._places.get(path, frozenset()):
+            if place[1] == path:
+                found |= self._alive(place)
+        return found
+
+    def _alive(self, place: Place) -> Mask:
+        """Rows that are live in a place, with those that only an ignored overwrite deleted."""
+        found = self._rows.alive(place)
+        for before, after in self._spared:
+            if place[1] in self._rows.files(before) and place[1] in self._rows.files(after):
+                found |= self._rows.alive((before, place[1])) & ~self._rows.alive((after, place[1]))
+        return found
+
+    @cached_property
+    def _matched(self) -> tuple[dict[str, Mask], dict[Place, Mask]]:
+        """The rows of planned files that live on in other files, and where they do, from one join."""
+        moved = [path for path, places in self._places.items() if any(place[1] != path for place in places)]
+        places = sorted({place for path in moved for place in self._places[path] if place[1] != path})
+        if self._keys is None or not moved:
+            return {}, {}
+        old = [
+            self._rows.rows((self.since, path), self._rows.alive((self.since, path)) & ~self._by_place(path))
+            for path in moved
+        ]
+        new = [self._rows.rows(place, self._alive(place)) for place in places]
+        in_old, in_new = match(self._rows.table, old, new, self._keys)
+        unknown = {one: rows.chosen & ~mask for one, rows, mask in zip(places, new, in_new, strict=True)}
+        self._check_kept(unknown)
+        return dict(zip(moved, in_old, strict=True)), dict(zip(places, in_new, strict=True))
+
+    def _check_kept(self, unknown: Mapping[Place, Mask]) -> None:
+        """Rewritten files may hold no more rows that are new by their keys than came since."""
+        pure = sum(int(np.count_nonzero(mask)) for place, mask in unknown.items() if place in self._pure)
+        mixed = sum(int(np.count_nonzero(mask)) for place, mask in unknown.items() if place in self._mixed)
+        if pure or mixed > self._merged_rows:
+            raise AppendHistoryLost(
+                f"expected a rewrite of {_name(self._rows.table)!r} since snapshot {self.since} to keep what tells rows apart "
+                f"({self.told_by}), found {pure + mixed} rows with values of their own where {self._merged_rows} at most came "
+                "since: declare identity_columns that a rewrite keeps, or start a new run"
+            )
