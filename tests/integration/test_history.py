@@ -1,7 +1,6 @@
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -85,7 +84,7 @@ class Lake:
         removed: Iterable[str],
         added: Sequence[pa.Table],
         operation: str = "replace",
-        dead: dict[str, Sequence[int]] | None = None,
+        dead: Mapping[str, Sequence[int]] | None = None,
     ) -> int:
         """One snapshot that swaps data files, adds positional deletes (path -> positions), and says it was `operation`."""
         table = self.table
@@ -111,7 +110,7 @@ class Lake:
 
     def delete_rows(self, *keys: int) -> int:
         """Delete with a positional delete file."""
-        dead = {}
+        dead: dict[str, list[int]] = {}
         for path in self.paths():
             found = np.flatnonzero(np.isin(read(path)["k"].to_numpy(), keys)).tolist()
             dead |= {path: found} if found else {}
@@ -182,7 +181,7 @@ def _say(producer: Any, operation: str) -> None:
     producer._summary = summary
 
 
-def _with_deletes(producer: Any, table: Table, dead: dict[str, Sequence[int]]) -> None:
+def _with_deletes(producer: Any, table: Table, dead: Mapping[str, Sequence[int]]) -> None:
     """Give a snapshot under way a positional delete file: pyiceberg writes none of its own."""
     manifests: Callable[[], list[ManifestFile]] = producer._manifests
     snapshot = producer.snapshot_id
@@ -345,7 +344,7 @@ def test_overwrites_stop_a_run_that_did_not_ask_for_them(lake: Lake) -> None:
     since = overwritten(lake)
     for keyed in ("appends", "identity_columns"):
         with pytest.raises(AppendHistoryLost, match="set on_overwrite to 'read' or 'ignore'"):
-            lake.changes(since, keyed)  # type: ignore[arg-type]  # both are fine
+            lake.changes(since, keyed)
     with pytest.raises(AppendHistoryLost, match="which brings 1 new rows"):
         lake.changes(since, "identity_columns")
 
@@ -465,7 +464,7 @@ def test_a_rolled_back_table_is_another_history(lake: Lake) -> None:
         lake.changes(second)
     lake.append(4)
     lake.expire(first, third)
-    with pytest.raises(AppendHistoryLost, match="to descend|new rows cannot be told"):
+    with pytest.raises(AppendHistoryLost, match=r"to descend|new rows cannot be told"):
         lake.changes(second)
 
 
@@ -596,9 +595,10 @@ class Story:
             self.lake.rewrite(some, [pa.concat_tables([kept.slice(1), rows_of(fresh)])], "overwrite")
             self._came(fresh)
         elif what == "update" and some:
-            dead = {path: np.flatnonzero(TableRows(self.lake.table).alive((self.lake.now, path)))[:1] for path in some}
+            rows = TableRows(self.lake.table)
+            first = {path: np.flatnonzero(rows.alive((self.lake.now, path)))[:1].tolist() for path in some}
+            dead = {path: at for path, at in first.items() if at}
             again = [k for path, at in dead.items() for k in read(path)["k"].to_numpy()[at].tolist()]
-            dead = {path: at.tolist() for path, at in dead.items() if len(at)}
             self.lake.rewrite([], [rows_of(again + fresh, v=1)], "overwrite", dead)
             self._came(fresh)
         if self.lake.table.current_snapshot():

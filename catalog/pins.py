@@ -1,0 +1,308 @@
+"""The pins of source tables: what they are, which runs need them, what they hold back; taking one, letting one go.
+
+A pin is a tag `dlac-pin-<snapshot id>`. Which runs need it is read from the ledger: the legs of unfinished runs name plans,
+and a plan names its snapshot.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+from pyiceberg.exceptions import AuthorizationExpiredError, ForbiddenError, UnauthorizedError
+from pyiceberg.manifest import ManifestContent, ManifestFile
+from pyiceberg.table import Table
+
+from catalog.connect import Lakehouse, among, reachable
+from catalog.errors import CatalogUnreachable, CommitConflict, DataFileUnreadable, NoSuchTable, PinLost, SpecInvalid
+from catalog.ledger import Row
+from catalog.snapshots import pin, snapshot_of, tag_of
+
+_PREFIX = tag_of(0).removesuffix("0")
+_TRIES = 5
+_KINDS = ("leg", "claim", "checkpoint", "quarantine", "retire", "finish")
+_PLAN_KEYS = frozenset({"plan_id", "live_plan_id", "base_plan_id", "plan_ids", "upcoming"})
+_REFUSED = (ForbiddenError, UnauthorizedError, AuthorizationExpiredError)
+_REFUSALS = ("readonly database", "read-only", "permission denied", "access denied", "access_denied", "not authorized")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PinUse:
+    """A run that planned a pinned snapshot; `needed`: it is not finished and may still read, or step back to, such a leg."""
+
+    run: str
+    finished: bool
+    needed: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pin:
+    """One pinned snapshot of one table; the data files held back are those that no other tag and no branch reaches."""
+
+    table: str
+    snapshot_id: int
+    tag: str
+    committed_at: datetime
+    """When the snapshot was made."""
+    pinned_at: datetime | None
+    """When the first plan of it was made; None if there is none."""
+    plan_ids: tuple[str, ...]
+    uses: tuple[PinUse, ...]
+    held_files: int
+    held_bytes: int
+
+    @property
+    def needed_by(self) -> tuple[str, ...]:
+        """The unfinished runs that need it."""
+        return tuple(use.run for use in self.uses if use.needed)
+
+
+@dataclass(frozen=True)
+class _RunRows:
+    """What the ledger says of the plans that one run uses."""
+
+    rows: Sequence[Row]
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run takes no more attempts."""
+        return any(row["kind"] == "finish" for row in self.rows)
+
+    @property
+    def used(self) -> frozenset[str]:
+        """The plans of all legs, and tables with the snapshots that were planned last."""
+        return frozenset(_named(row["detail"] for row in self.rows if row["kind"] in ("leg", "claim")))
+
+    @property
+    def needed(self) -> frozenset[str]:
+        """Those of the legs of checkpoints that may be restored, of the last leg, and of the last claim."""
+        if self.finished:
+            return frozenset()
+        out = {row["checkpoint_id"] for row in self.rows if row["kind"] in ("quarantine", "retire")}
+        checkpoints = [row for row in self.rows if row["kind"] == "checkpoint" and row["checkpoint_id"] not in out]
+        indices = {row["leg"] for row in checkpoints}
+        legs = [row for row in self.rows if row["kind"] == "leg"]
+        claims = [row for row in self.rows if row["kind"] == "claim"]
+        needed = [*(row for row in legs if row["leg"] in indices), *legs[-1:], *claims[-1:]]
+        return frozenset(_named(row["detail"] for row in needed))
+
+
+def list_pins(lakehouse: Lakehouse, identifier: str | None = None) -> list[Pin]:
+    """The pins of one table, or of every table that was ever planned, oldest snapshot first within a table.
+
+    Raises:
+        NoSuchTable: the named table does not exist.
+    """
+    plans = _plans(lakehouse)
+    runs = _runs(lakehouse)
+    if identifier is not None:
+        return _pins_of(lakehouse.load(identifier), identifier, plans, runs)
+    found: list[Pin] = []
+    for name in sorted({str(plan["source_table"]) for plan in plans}):
+        try:
+            table = lakehouse.load(name)
+        except NoSuchTable:  # dropped since: there is nothing left to hold back
+            continue
+        found += _pins_of(table, name, plans, runs)
+    return found
+
+
+def pins_table(lakehouse: Lakehouse, run_or_table: str | None = None) -> list[Pin]:
+    """The pins that a run uses, or else those of a table; all of them without a name.
+
+    Raises:
+        NoSuchTable: the name is neither that of a run nor of a table.
+    """
+    if run_or_table is not None and run_or_table not in _runs(lakehouse):
+        return list_pins(lakehouse, run_or_table)
+    pins = list_pins(lakehouse)
+    return [one for one in pins if run_or_table is None or any(use.run == run_or_table for use in one.uses)]
+
+
+def unpin(lakehouse: Lakehouse, identifier: str, snapshot_id: int, *, force: bool = False) -> bool:
+    """Remove the pin of a snapshot; False if there was none. Expiry may then take away what only it held.
+
+    Raises:
+        SpecInvalid: an unfinished run needs it, and `force` is not set.
+        PinLost: the tag names another snapshot, or does not go away.
+    """
+    tag = tag_of(snapshot_id)
+    for _ in range(_TRIES):
+        table = lakehouse.load(identifier)
+        ref = table.refs().get(tag)
+        if ref is None:
+            return False
+        if ref.snapshot_id != snapshot_id:
+            raise PinLost(
+                f"expected tag {tag!r} of {identifier!r} to name {snapshot_id}, found {ref.snapshot_id}: somebody moved it"
+            )
+        if not force:
+            _check_free(lakehouse, identifier, snapshot_id)
+        try:
+            with reachable(lakehouse.config.uri):
+                table.manage_snapshots().remove_tag(tag).commit()
+        except CommitConflict:
+            continue
+        return True
+    raise PinLost(f"tag {tag!r} of {identifier!r} did not go away in {_TRIES} tries: other writers are busy; try again")
+
+
+def hold(lakehouse: Lakehouse, identifier: str, snapshot_id: int, how: Literal["tag", "none"]) -> str:
+    """Keep a snapshot alive as the source's `pin` setting says; returns the tag's name, or "" without a tag.
+
+    Raises:
+        SpecInvalid: the catalog or the warehouse lets nobody tag this table.
+        PinLost: the tag does not stay.
+        NoSuchSnapshot: there is no such snapshot.
+    """
+    if how == "none":
+        snapshot_of(lakehouse.load(identifier), snapshot_id)
+        return ""
+    try:
+        return pin(lakehouse, identifier, snapshot_id)
+    except (CatalogUnreachable, OSError) as err:
+        if not _is_refusal(err):
+            raise
+        raise SpecInvalid(
+            f"expected to tag snapshot {snapshot_id} of {identifier!r}, found that this source may only be read "
+            f'({type(err.__cause__ or err).__name__}): set pin = "none" for this source, or have the right to tag it granted. '
+            "Without a tag every guarantee holds for as long as nobody expires the snapshot; once it is expired the run stops "
+            "with an error, and never goes on silently with other rows"
+        ) from err
+
+
+def _is_refusal(err: BaseException) -> bool:
+    cause = err.__cause__ or err
+    text = str(cause).lower()
+    return isinstance(cause, (*_REFUSED, PermissionError)) or any(sign in text for sign in _REFUSALS)
+
+
+def _check_free(lakehouse: Lakehouse, identifier: str, snapshot_id: int) -> None:
+    uses = _uses(identifier, snapshot_id, _plans(lakehouse), _runs(lakehouse))
+    needed = [use.run for use in uses if use.needed]
+    if needed:
+        raise SpecInvalid(
+            f"expected no unfinished run to need snapshot {snapshot_id} of {identifier!r}, found {needed!r}: let them finish "
+            "first; with force they stop with PinLost as soon as the snapshot is expired"
+        )
+
+
+def _plans(lakehouse: Lakehouse) -> list[Row]:
+    names = ("plan_id", "source_table", "snapshot_id", "created_at")
+    table = lakehouse.own("plans")
+    with reachable(lakehouse.config.uri):
+        rows: list[Row] = table.scan(selected_fields=names).to_arrow().to_pylist()
+    return rows
+
+
+def _runs(lakehouse: Lakehouse) -> dict[str, _RunRows]:
+    names = ("run", "seq", "kind", "checkpoint_id", "leg", "detail")
+    table = lakehouse.own("consumption")
+    with reachable(lakehouse.config.uri):
+        rows: list[Row] = table.scan(row_filter=among("kind", _KINDS), selected_fields=names).to_arrow().to_pylist()
+    by_run: dict[str, list[Row]] = defaultdict(list)
+    for row in sorted(rows, key=lambda row: int(row["seq"])):
+        by_run[row["run"]].append(row)
+    return {run: _RunRows(found) for run, found in by_run.items()}
+
+
+def _named(details: Iterable[str | None]) -> Iterator[str]:
+    """Every plan id anywhere in these JSON texts, and `table@snapshot` of every table that they name with one."""
+    for detail in details:
+        yield from _in_json(json.loads(detail or "{}"))
+
+
+def _in_json(value: Any) -> Iterator[str]:
+    if isinstance(value, list):
+        for one in value:
+            yield from _in_json(one)
+    elif isinstance(value, dict):
+        if "snapshot_id" in value:
+            yield _key(str(value.get("table", value.get("source_table"))), value["snapshot_id"])
+        for name, inner in value.items():
+            yield from _strings(inner) if name in _PLAN_KEYS else _in_json(inner)
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """All text under a key that holds plan ids, whatever its shape."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from _strings(one)
+
+
+def _key(table: str, snapshot_id: object) -> str:
+    return f"{table}@{snapshot_id}"
+
+
+def _uses(identifier: str, snapshot_id: int, plans: Sequence[Row], runs: Mapping[str, _RunRows]) -> tuple[PinUse, ...]:
+    mine = {
+        plan["plan_id"] for plan in plans if (plan["source_table"], plan["snapshot_id"]) == (identifier, snapshot_id)
+    }
+    names = mine | {_key(identifier, snapshot_id)}
+    return tuple(
+        PinUse(run=run, finished=rows.finished, needed=not names.isdisjoint(rows.needed))
+        for run, rows in sorted(runs.items())
+        if not names.isdisjoint(rows.used)
+    )
+
+
+def _pins_of(table: Table, name: str, plans: Sequence[Row], runs: Mapping[str, _RunRows]) -> list[Pin]:
+    pinned = any(tag.startswith(_PREFIX) for tag in table.refs())
+    held = _held_by_one(table) if pinned else {}
+    found = []
+    for tag, ref in table.refs().items():
+        snapshot = table.snapshot_by_id(ref.snapshot_id)
+        if not tag.startswith(_PREFIX) or snapshot is None:
+            continue
+        mine = [plan for plan in plans if (plan["source_table"], plan["snapshot_id"]) == (name, ref.snapshot_id)]
+        files = held.get(tag, {})
+        found.append(
+            Pin(
+                table=name,
+                snapshot_id=ref.snapshot_id,
+                tag=tag,
+                committed_at=datetime.fromtimestamp(snapshot.timestamp_ms / 1000, UTC),
+                pinned_at=min((plan["created_at"] for plan in mine), default=None),
+                plan_ids=tuple(sorted(plan["plan_id"] for plan in mine)),
+                uses=_uses(name, ref.snapshot_id, plans, runs),
+                held_files=len(files),
+                held_bytes=sum(files.values()),
+            )
+        )
+    return sorted(found, key=lambda one: (one.committed_at, one.snapshot_id))
+
+
+def _held_by_one(table: Table) -> dict[str, dict[str, int]]:
+    """Branch or tag -> the data files (path -> bytes) that nothing else reaches; each manifest is read once."""
+    manifests: dict[str, ManifestFile] = {}
+    reached_by: dict[str, list[str]] = defaultdict(list)
+    try:
+        for name, ref in table.refs().items():
+            snapshot = table.snapshot_by_id(ref.snapshot_id)
+            for manifest in snapshot.manifests(table.io) if snapshot is not None else ():
+                if manifest.content == ManifestContent.DATA:
+                    manifests[manifest.manifest_path] = manifest
+                    reached_by[manifest.manifest_path].append(name)
+        only: dict[str, str | None] = {}
+        sizes: dict[str, int] = {}
+        for path, manifest in manifests.items():
+            owner = reached_by[path][0] if len(reached_by[path]) == 1 else None
+            for entry in manifest.fetch_manifest_entry(table.io):
+                file = entry.data_file
+                only[file.file_path] = owner if only.get(file.file_path, owner) == owner else None
+                sizes[file.file_path] = file.file_size_in_bytes
+    except OSError as err:
+        raise DataFileUnreadable(
+            f"expected the manifests of table {table.name()!r}, found {err}: restore them"
+        ) from err
+    held: dict[str, dict[str, int]] = defaultdict(dict)
+    for path, owner in only.items():
+        if owner is not None:
+            held[owner][path] = sizes[path]
+    return held

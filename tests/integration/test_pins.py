@@ -1,0 +1,327 @@
+from __future__ import annotations
+
+import json
+import secrets
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from pyiceberg.catalog.sql import SqlCatalog
+from pyiceberg.exceptions import ForbiddenError, RESTError, UnauthorizedError
+from pyiceberg.io.pyarrow import schema_to_pyarrow
+
+from catalog.connect import Lakehouse, LakehouseConfig, connect
+from catalog.errors import CatalogUnreachable, CommitConflict, NoSuchSnapshot, NoSuchTable, PinLost, SpecInvalid
+from catalog.guarded import GuardedSqlCatalog
+from catalog.pins import hold, list_pins, pins_table, unpin
+from catalog.plans import PlanRow
+from catalog.schemas import CONSUMPTION, PLANS
+from catalog.snapshots import pin, tag_of
+
+ROWS = pa.table({"k": pa.array([1, 2, 3], pa.int64())})
+
+
+@pytest.fixture
+def lakehouse(tmp_path: Path) -> Lakehouse:
+    """A lakehouse with an empty source table."""
+    made = connect(LakehouseConfig().at_home(tmp_path / "home"))
+    made.create_namespace("src")
+    made.catalog.create_table("src.t", ROWS.schema)
+    return made
+
+
+def append(lakehouse: Lakehouse, name: str = "src.t") -> int:
+    """Append a data file; returns the snapshot."""
+    lakehouse.load(name).append(ROWS)
+    return now(lakehouse, name)
+
+
+def now(lakehouse: Lakehouse, name: str = "src.t") -> int:
+    """The current snapshot."""
+    current = lakehouse.load(name).current_snapshot()
+    assert current is not None
+    return current.snapshot_id
+
+
+def plan(lakehouse: Lakehouse, snapshot_id: int, plan_id: str, table: str = "src.t") -> str:
+    """Pin a snapshot and write a plan's row; returns its id."""
+    tag = pin(lakehouse, table, snapshot_id)
+    row = PlanRow(
+        plan_id=plan_id,
+        write_id=secrets.token_hex(4),
+        source_table=table,
+        table_uuid="",
+        snapshot_id=snapshot_id,
+        tag=tag,
+        schema_id=0,
+        row_filter="",
+        columns="[]",
+        units=0,
+        rows=0,
+        live_rows=0,
+        bytes=0,
+        created_at=datetime.now(UTC),
+    )
+    schema = schema_to_pyarrow(PLANS, include_field_ids=False)
+    lakehouse.own("plans").append(pa.Table.from_pylist([asdict(row)], schema=schema))
+    return plan_id
+
+
+def ledger(lakehouse: Lakehouse, run: str, *rows: dict[str, Any]) -> None:
+    """Append ledger rows of a run, behind the ledger's back; a dict under `detail` becomes JSON."""
+    schema = schema_to_pyarrow(CONSUMPTION, include_field_ids=False)
+    made = [
+        {"run": run, "seq": seq, **row, "detail": json.dumps(row["detail"]) if "detail" in row else None}
+        for seq, row in enumerate(rows, start=len(run_rows(lakehouse, run)) + 1)
+    ]
+    lakehouse.own("consumption").append(pa.Table.from_pylist(made, schema=schema))
+
+
+def run_rows(lakehouse: Lakehouse, run: str) -> list[str]:
+    """The kinds of a run's rows."""
+    found = lakehouse.own("consumption").scan(row_filter=f"run = '{run}'").to_arrow()
+    return [str(kind) for kind in found["kind"].to_pylist()]
+
+
+def leg(*sources: dict[str, Any], index: int = 0, checkpoint_id: str = "c0") -> list[dict[str, Any]]:
+    """A checkpoint's row and that of its leg."""
+    named = {"checkpoint_id": checkpoint_id, "leg": index}
+    return [{"kind": "checkpoint", **named}, {"kind": "leg", **named, "detail": {"sources": list(sources)}}]
+
+
+def source(*open_plans: str, upcoming: list[Any] | None = None) -> dict[str, Any]:
+    """A source as a leg's JSON has it."""
+    cuts = [{"plan_id": one, "live_plan_id": one} for one in open_plans]
+    return {"name": "s", "start": {"open": cuts, "upcoming": upcoming or []}}
+
+
+def test_a_pin_says_what_it_is_for(lakehouse: Lakehouse) -> None:
+    """A pin names its snapshot, its plans, when it was taken, and the runs that use it."""
+    snapshot = append(lakehouse)
+    plan(lakehouse, snapshot, "p1")
+    plan(lakehouse, snapshot, "p2")
+    ledger(lakehouse, "busy", *leg(source("p1")))
+    ledger(lakehouse, "done", *leg(source("p2")), {"kind": "finish"})
+    [found] = list_pins(lakehouse, "src.t")
+    assert (found.table, found.snapshot_id, found.tag) == ("src.t", snapshot, tag_of(snapshot))
+    assert found.plan_ids == ("p1", "p2")
+    assert [(use.run, use.finished, use.needed) for use in found.uses] == [("busy", False, True), ("done", True, False)]
+    assert found.needed_by == ("busy",)
+    assert found.pinned_at is not None
+    assert found.committed_at <= found.pinned_at
+
+
+def test_tags_of_others_are_not_pins(lakehouse: Lakehouse) -> None:
+    """Only DLAC's tags are pins, planned or not."""
+    snapshot = append(lakehouse)
+    lakehouse.load("src.t").manage_snapshots().create_tag(snapshot, "release-1").commit()
+    assert list_pins(lakehouse, "src.t") == []
+    pin(lakehouse, "src.t", snapshot)
+    [found] = list_pins(lakehouse, "src.t")
+    assert (found.plan_ids, found.uses, found.pinned_at) == ((), (), None)
+
+
+@pytest.mark.parametrize(
+    "one",
+    [
+        source(upcoming=[["p1", 1]]),
+        source(upcoming=[{"plan_id": "p1", "passes": 2}]),
+        {"live_plan_id": "p1"},
+        {"start": {"open": [{"base_plan_id": "p1"}]}},
+        {"deep": [{"deeper": {"plan_ids": ["p0", "p1"]}}]},
+    ],
+)
+def test_plans_are_found_anywhere_in_a_leg(lakehouse: Lakehouse, one: dict[str, Any]) -> None:
+    """Whatever the shape of a leg, the plans that it names need their pins."""
+    plan(lakehouse, append(lakehouse), "p1")
+    ledger(lakehouse, "busy", *leg(one))
+    assert list_pins(lakehouse)[0].needed_by == ("busy",)
+
+
+def test_the_snapshot_that_was_planned_last_is_needed(lakehouse: Lakehouse) -> None:
+    """A leg's last planned snapshot is needed even if no plan of it is read any more: history is counted from there."""
+    snapshot = append(lakehouse)
+    pin(lakehouse, "src.t", snapshot)
+    ledger(lakehouse, "busy", *leg({"table": "src.t", "snapshot_id": snapshot}))
+    assert list_pins(lakehouse, "src.t")[0].needed_by == ("busy",)
+
+
+def test_a_claim_needs_its_plans(lakehouse: Lakehouse) -> None:
+    """An attempt that has not committed yet needs the plans that it claimed the run for; older claims do not."""
+    for number in (1, 2):
+        plan(lakehouse, append(lakehouse), f"p{number}")
+    ledger(lakehouse, "busy", *({"kind": "claim", "detail": {"plan_ids": [name]}} for name in ("p1", "p2")))
+    assert [one.needed_by for one in list_pins(lakehouse)] == [(), ("busy",)]
+    assert [one.uses[0].run for one in list_pins(lakehouse)] == ["busy", "busy"]
+
+
+def test_legs_that_no_checkpoint_can_return_to_need_nothing(lakehouse: Lakehouse) -> None:
+    """Pins of earlier legs are needed until the checkpoints in them are retired or quarantined."""
+    for number in (1, 2):
+        plan(lakehouse, append(lakehouse), f"p{number}")
+    ledger(lakehouse, "busy", *leg(source("p1")), *leg(source("p2"), index=1, checkpoint_id="c1"))
+    assert [one.needed_by for one in list_pins(lakehouse)] == [("busy",)] * 2
+    ledger(lakehouse, "busy", {"kind": "retire", "checkpoint_id": "c0"})
+    assert [one.needed_by for one in list_pins(lakehouse)] == [(), ("busy",)]
+
+
+def test_what_a_pin_holds_back(lakehouse: Lakehouse) -> None:
+    """Files and bytes are counted that only this pin reaches: neither a branch nor another tag."""
+    first = append(lakehouse)
+    second = append(lakehouse)
+    for snapshot in (first, second):
+        pin(lakehouse, "src.t", snapshot)
+    assert [(one.held_files, one.held_bytes) for one in list_pins(lakehouse, "src.t")] == [(0, 0), (0, 0)]
+    table = lakehouse.load("src.t")
+    sizes = {task.file.file_path: task.file.file_size_in_bytes for task in table.scan().plan_files()}
+    table.delete("k > 0")
+    pins = list_pins(lakehouse, "src.t")
+    assert [one.held_files for one in pins] == [0, 1]
+    unpin(lakehouse, "src.t", first)
+    [left] = list_pins(lakehouse, "src.t")
+    assert (left.held_files, left.held_bytes) == (2, sum(sizes.values()))
+
+
+def test_pins_of_all_tables_or_of_one_run(lakehouse: Lakehouse) -> None:
+    """Without a name all planned tables are listed, dropped ones left out; a name is that of a run or of a table."""
+    for name in ("src.a", "src.gone"):
+        lakehouse.catalog.create_table(name, ROWS.schema)
+    for name in ("src.t", "src.a", "src.gone"):
+        plan(lakehouse, append(lakehouse, name), f"plan of {name}", name)
+    lakehouse.catalog.drop_table("src.gone")
+    ledger(lakehouse, "r", *leg(source("plan of src.a")))
+    assert [one.table for one in pins_table(lakehouse)] == ["src.a", "src.t"]
+    assert [one.table for one in pins_table(lakehouse, "r")] == ["src.a"]
+    assert [one.table for one in pins_table(lakehouse, "src.t")] == ["src.t"]
+    with pytest.raises(NoSuchTable):
+        pins_table(lakehouse, "src.nothing")
+
+
+def test_unpinning_is_refused_while_a_run_needs_it(lakehouse: Lakehouse) -> None:
+    """A pin that an unfinished run needs stays, unless forced; a finished run needs nothing; twice is once."""
+    snapshot = append(lakehouse)
+    plan(lakehouse, snapshot, "p1")
+    ledger(lakehouse, "busy", *leg(source("p1")))
+    with pytest.raises(SpecInvalid, match=r"found \['busy'\]"):
+        unpin(lakehouse, "src.t", snapshot)
+    ledger(lakehouse, "busy", {"kind": "finish"})
+    assert unpin(lakehouse, "src.t", snapshot)
+    assert not unpin(lakehouse, "src.t", snapshot)
+    plan(lakehouse, snapshot, "p1")
+    ledger(lakehouse, "next", *leg(source("p1")))
+    assert unpin(lakehouse, "src.t", snapshot, force=True)
+    assert lakehouse.load("src.t").refs().keys() == {"main"}
+
+
+def test_a_tag_that_was_moved_is_not_removed(lakehouse: Lakehouse) -> None:
+    """A pin's tag that names another snapshot is somebody else's doing, and stays."""
+    first, second = append(lakehouse), append(lakehouse)
+    lakehouse.load("src.t").manage_snapshots().create_tag(second, tag_of(first)).commit()
+    with pytest.raises(PinLost, match="somebody moved it"):
+        unpin(lakehouse, "src.t", first)
+
+
+def test_unpinning_goes_on_after_a_conflict(lakehouse: Lakehouse, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A commit that collides with another writer is repeated; with a busy table it gives up with an error."""
+    snapshot = append(lakehouse)
+    pin(lakehouse, "src.t", snapshot)
+    commit = GuardedSqlCatalog.commit_table
+    failures = iter([True, False])
+
+    def colliding(*args: Any) -> Any:
+        if next(failures, False):
+            raise CommitConflict("somebody was faster")
+        return commit(*args)
+
+    monkeypatch.setattr(GuardedSqlCatalog, "commit_table", colliding)
+    assert unpin(lakehouse, "src.t", snapshot)
+    monkeypatch.undo()
+    pin(lakehouse, "src.t", snapshot)
+    failures = iter([True] * 9)
+    monkeypatch.setattr(GuardedSqlCatalog, "commit_table", colliding)
+    with pytest.raises(PinLost, match="did not go away"):
+        unpin(lakehouse, "src.t", snapshot)
+
+
+def test_a_pin_survives_expiry_and_its_end_frees_the_snapshot(lakehouse: Lakehouse) -> None:
+    """Expiry leaves a pinned snapshot alone, and takes it once it is unpinned."""
+    snapshot = append(lakehouse)
+    append(lakehouse)
+    hold(lakehouse, "src.t", snapshot, "tag")
+    expire = lakehouse.load("src.t").maintenance.expire_snapshots().older_than(datetime(2100, 1, 1))
+    expire.commit()
+    assert lakehouse.load("src.t").snapshot_by_id(snapshot) is not None
+    unpin(lakehouse, "src.t", snapshot)
+    lakehouse.load("src.t").maintenance.expire_snapshots().older_than(datetime(2100, 1, 1)).commit()
+    assert lakehouse.load("src.t").snapshot_by_id(snapshot) is None
+
+
+def test_expiry_that_races_with_a_pin(lakehouse: Lakehouse, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An expiry that began before the tag was there takes snapshot and tag: holding it then ends in an error, not in a pin."""
+    snapshot = append(lakehouse)
+    append(lakehouse)
+    expiry = lakehouse.load("src.t").maintenance.expire_snapshots().by_id(snapshot)
+    commit = GuardedSqlCatalog.commit_table
+
+    def raced(self: SqlCatalog, table: Any, *rest: Any) -> Any:
+        answer = commit(self, table, *rest)  # type: ignore[arg-type]  # the patched method's own signature
+        monkeypatch.undo()
+        expiry.commit()
+        return answer
+
+    monkeypatch.setattr(GuardedSqlCatalog, "commit_table", raced)
+    with pytest.raises((NoSuchSnapshot, PinLost)):
+        hold(lakehouse, "src.t", snapshot, "tag")
+
+
+def test_holding_without_a_tag(lakehouse: Lakehouse) -> None:
+    """Without a tag nothing is written; a snapshot that is not there is refused all the same."""
+    snapshot = append(lakehouse)
+    assert hold(lakehouse, "src.t", snapshot, "none") == ""
+    assert lakehouse.load("src.t").refs().keys() == {"main"}
+    with pytest.raises(NoSuchSnapshot):
+        hold(lakehouse, "src.t", 1, "none")
+    assert hold(lakehouse, "src.t", snapshot, "tag") == tag_of(snapshot)
+
+
+@pytest.mark.parametrize("refusal", [ForbiddenError("no"), UnauthorizedError("no"), PermissionError(13, "no")])
+def test_a_source_that_may_only_be_read(
+    lakehouse: Lakehouse, monkeypatch: pytest.MonkeyPatch, refusal: Exception
+) -> None:
+    """A catalog or warehouse that refuses the tag is told from one that is away, and the way out is named."""
+    snapshot = append(lakehouse)
+
+    def refuse(*_: Any) -> Any:
+        raise refusal
+
+    monkeypatch.setattr(GuardedSqlCatalog, "commit_table", refuse)
+    with pytest.raises(SpecInvalid, match=r'set pin = "none" .*as long as nobody expires the snapshot'):
+        hold(lakehouse, "src.t", snapshot, "tag")
+
+
+def test_a_catalog_that_is_away_is_no_refusal(lakehouse: Lakehouse, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer that says nothing of rights stays what it was."""
+    snapshot = append(lakehouse)
+
+    def away(*_: Any) -> Any:
+        raise RESTError("502 Bad Gateway")
+
+    monkeypatch.setattr(GuardedSqlCatalog, "commit_table", away)
+    with pytest.raises(CatalogUnreachable):
+        hold(lakehouse, "src.t", snapshot, "tag")
+
+
+def test_a_read_only_database(lakehouse: Lakehouse, tmp_path: Path) -> None:
+    """An SQL catalog that is open for reading only refuses the tag, and is read without one."""
+    snapshot = append(lakehouse)
+    uri = f"sqlite:///file:{tmp_path / 'home'}/catalog.db?mode=ro&uri=true"
+    config = LakehouseConfig(uri=uri, warehouse=lakehouse.config.warehouse)
+    catalog = GuardedSqlCatalog(config.name, **config.catalog_properties())
+    reader = Lakehouse(config, catalog)
+    with pytest.raises(SpecInvalid, match=r'set pin = "none"'):
+        hold(reader, "src.t", snapshot, "tag")
+    assert hold(reader, "src.t", snapshot, "none") == ""
+    catalog.close()
