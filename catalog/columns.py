@@ -18,6 +18,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pyiceberg.io.pyarrow import pyarrow_to_schema, schema_to_pyarrow
 from pyiceberg.schema import Schema
+from pyiceberg.table import Table
 from pyiceberg.table.name_mapping import MappedField, NameMapping, create_mapping_from_schema
 from pyiceberg.types import (
     BinaryType,
@@ -107,7 +108,7 @@ class FileColumns:
         for name in names:
             if name not in top_level:
                 raise NoSuchColumn(f"expected column {name!r} at the top level of the table, found {list(top_level)!r}")
-        in_file = _by_id(file_schema, name_mapping or create_mapping_from_schema(schema))
+        in_file = _by_id(file_schema, create_mapping_from_schema(schema) if name_mapping is None else name_mapping)
         return cls([_column(top_level[name], in_file, partition_values) for name in names])
 
     def align(self, table: pa.Table, rows: int) -> pa.Table:
@@ -130,6 +131,21 @@ class FileColumns:
                 nulls = statistics.null_count if statistics.has_null_count else None
                 found[column.field.name] = Bounds(nulls, *_extremes(statistics, column))
         return found
+
+
+def name_mapping_of(table: Table) -> NameMapping | None:
+    """The table's mapping of names to field ids, for files without ids; None if it has none.
+
+    Raises:
+        UnsupportedColumn: the property is not such a mapping.
+    """
+    try:
+        return table.name_mapping()
+    except ValueError as err:
+        raise UnsupportedColumn(
+            f"expected property 'schema.name-mapping.default' of {table.name()!r} to be a name mapping, found "
+            f"{table.properties.get('schema.name-mapping.default')!r}: set it right or remove it"
+        ) from err
 
 
 def field_ids(file_schema: pa.Schema) -> dict[int, pa.Field]:

@@ -172,7 +172,7 @@ def live_files(
     pruning = _Pruning(schema or snapshot_schema(table, snapshot_id), table.specs(), as_sql(expression))
     data, deletes = [], _Deletes(table.specs())
     for content, entry in _entries(table.io, snapshot.manifest_list if snapshot else "", pruning):
-        if content is ManifestContent.DELETES:
+        if content == ManifestContent.DELETES:
             deletes.add(entry)
         elif pruning.may_match(entry.data_file):
             data.append(entry)
@@ -188,7 +188,7 @@ def _entries(io: FileIO, manifest_list: str, pruning: _Pruning) -> Iterator[tupl
             read_types={-1: ManifestFile, 508: PartitionFieldSummary},
             read_enums={517: ManifestContent},
         ) as reader:
-            manifests = [one for one in reader if one.content is ManifestContent.DELETES or pruning.may_hold(one)]
+            manifests = [one for one in reader if one.content == ManifestContent.DELETES or pruning.may_hold(one)]
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="manifest") as pool:
             for manifest, entries in zip(manifests, pool.map(lambda one: _read(io, one), manifests), strict=True):
                 yield from ((manifest.content, entry) for entry in entries)
@@ -209,7 +209,7 @@ def _read(io: FileIO, manifest: ManifestFile) -> list[ManifestEntry]:
     ) as reader:
         entries = [_inherit_from_manifest(one, manifest) for one in reader if one.status != ManifestEntryStatus.DELETED]
     next_row_id = manifest[15]
-    for entry in entries if manifest.content is ManifestContent.DATA else ():
+    for entry in entries if manifest.content == ManifestContent.DATA else ():
         file = entry.data_file
         if next_row_id is None:  # then ids that a file claims are void: the specification's rule
             file[_FIRST_ROW_ID] = None

@@ -23,7 +23,7 @@ from pyiceberg.table import Table
 from pyiceberg.types import NestedField
 from pyroaring import BitMap64
 
-from catalog.columns import Bounds, FileColumns, field_ids
+from catalog.columns import Bounds, FileColumns, field_ids, name_mapping_of
 from catalog.data_files import PATH_FIELD_ID, DeleteFile, LiveFile
 from catalog.errors import DataFileUnreadable, UnsupportedDeletes
 
@@ -39,7 +39,7 @@ class Deletes:
 
     def __init__(self, table: Table, schema: Schema) -> None:
         self._io = table.io
-        self._mapping = table.name_mapping()
+        self._mapping = name_mapping_of(table)
         self._fields = _all_fields(table, schema)
         self._positions: _Once[Mapping[str, Rows]] = _Once()
         self._values: _Once[pa.Table] = _Once()

@@ -34,7 +34,7 @@ from pyiceberg.table import Table
 from pyiceberg.types import DoubleType, FloatType, IcebergType, NestedField
 from pyparsing import ParseBaseException
 
-from catalog.columns import Bounds, FileColumns, field_ids
+from catalog.columns import Bounds, FileColumns, field_ids, name_mapping_of
 from catalog.data_files import LiveFile, as_sql, live_files, snapshot_schema
 from catalog.deletes import NO_ROWS, Deletes
 from catalog.errors import DataFileUnreadable, NoSuchColumn, SpecInvalid, UnsupportedColumn
@@ -218,7 +218,7 @@ class _Planner:
     def __init__(self, table: Table, schema: Schema, excluded: _Predicate) -> None:
         self._io = table.io
         self._schema = schema
-        self._mapping = table.name_mapping()
+        self._mapping = name_mapping_of(table)
         self._deletes = Deletes(table, schema)
         self._excluded = excluded
 

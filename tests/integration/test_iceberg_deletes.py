@@ -1,0 +1,309 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from pyiceberg.partitioning import PartitionField, PartitionSpec
+from pyiceberg.schema import Schema
+from pyiceberg.transforms import IdentityTransform
+from pyiceberg.types import DoubleType, IntegerType, LongType, NestedField, StringType
+
+from catalog.columns import FileColumns
+from catalog.data_files import live_files
+from catalog.deletes import matching_rows
+from catalog.errors import DataFileUnreadable, NoSuchSnapshot, UnsupportedDeletes
+from catalog.row_groups import row_groups_of
+from tests.integration.iceberg_oracle import live_positions, oracle
+from tests.integration.iceberg_writer import HandTable
+
+SCHEMA = Schema(
+    NestedField(1, "id", LongType(), required=False),
+    NestedField(2, "name", StringType(), required=False),
+    NestedField(3, "score", DoubleType(), required=False),
+)
+BY_NAME = PartitionSpec(PartitionField(2, 1000, IdentityTransform(), "name"), spec_id=0)
+
+
+def rows(ids: Sequence[int | None], name: str | None = None) -> pa.Table:
+    """Rows with these ids; names and scores follow from them, or all have one name."""
+    names = [name if name is not None else None if one is None else f"n{one % 3}" for one in ids]
+    scores = [None if one is None or one % 5 == 0 else one / 2 for one in ids]
+    return pa.table(
+        {"id": pa.array(ids, pa.int64()), "name": pa.array(names, pa.string()), "score": pa.array(scores, pa.float64())}
+    )
+
+
+def equal(**columns: list[Any]) -> pa.Table:
+    """Rows to delete by equality."""
+    types = {"id": pa.int64(), "name": pa.string(), "score": pa.float64()}
+    return pa.table({name: pa.array(values, types[name]) for name, values in columns.items()})
+
+
+def check(hand: HandTable) -> dict[str, list[int]]:
+    """The live positions, after comparing them with DuckDB's."""
+    live = live_positions(row_groups_of(hand.table, hand.snapshot_id, ""))
+    assert live == oracle(hand.files)
+    return live
+
+
+@pytest.fixture
+def hand(tmp_path: Path) -> HandTable:
+    """An unpartitioned table."""
+    return HandTable(tmp_path / "t", [SCHEMA])
+
+
+@pytest.mark.parametrize(("bounds", "referenced"), [(False, False), (True, False), (False, True)])
+def test_positional_deletes_take_rows_of_files_that_are_not_younger(
+    hand: HandTable, bounds: bool, referenced: bool
+) -> None:
+    """The delete applies to data of its own sequence number and older, whether or not its metadata name the file."""
+    path = hand.append(rows(range(10)))
+    hand.delete_positions({path: [0, 4, 9]}, bounds=bounds, referenced=referenced)
+    assert check(hand)[path] == [1, 2, 3, 5, 6, 7, 8]
+    hand.delete_positions({path: [1]}, sequence=1, bounds=bounds, referenced=referenced)
+    assert check(hand)[path] == [2, 3, 5, 6, 7, 8]
+    hand.delete_positions({path: [2]}, sequence=0, bounds=bounds, referenced=referenced)
+    assert check(hand)[path] == [2, 3, 5, 6, 7, 8]
+
+
+def test_a_delete_file_of_many_data_files_is_read_once(hand: HandTable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the number of data files, each delete file is opened once, and each footer once."""
+    paths = [hand.append(rows(range(start, start + 6))) for start in range(0, 60, 6)]
+    hand.delete_positions({path: [1, 3] for path in paths})
+    hand.delete_equal(equal(id=[2, 8]))
+    table, opened = hand.table, []
+    real = table.io.new_input
+
+    def counted(location: str) -> Any:
+        if location.endswith(".parquet"):
+            opened.append(location)
+        return real(location)
+
+    monkeypatch.setattr(table.io, "new_input", counted)
+    groups = row_groups_of(table, hand.snapshot_id, "")
+    assert live_positions(groups) == oracle(hand.files)
+    assert sorted(opened) == sorted(one.path for one in hand.files)
+
+
+def test_equality_deletes_take_older_rows_only(hand: HandTable) -> None:
+    """A row written again with or after the delete lives; null equals null; every column must be equal."""
+    old = hand.append(rows([1, 2, 3, None, 5]))
+    hand.delete_equal(equal(id=[2, None]))
+    new = hand.append(rows([2, None, 7]))
+    hand.delete_equal(equal(id=[2, 3], name=["n2", "other"]))
+    assert check(hand) == {old: [0, 2, 4], new: [1, 2]}
+    same = hand.append(rows([9]), sequence=9)
+    hand.delete_equal(equal(id=[9]), sequence=9)
+    assert check(hand)[same] == [0]
+
+
+def test_equality_deletes_on_several_sets_of_columns(hand: HandTable) -> None:
+    """Deletes by different columns are told apart; floats and nulls compare by identity."""
+    path = hand.append(rows(range(30)))
+    hand.delete_equal(equal(score=[None, 3.5]))
+    hand.delete_equal(equal(name=["n1"], score=[2.0]))
+    hand.delete_equal(equal(name=["n2"], id=[2]))
+    assert check(hand)[path] == [row for row in range(30) if row % 5 and row not in {7, 4, 2}]
+
+
+def test_not_a_number_equals_itself() -> None:
+    """NaN is deleted by NaN, by itself and beside other columns."""
+    nan = float("nan")
+    data = pa.table({"a": [1.0, nan, None, nan], "b": [1, 1, 1, 2]})
+    assert matching_rows(data.select(["a"]), pa.table({"a": [nan]})).tolist() == [1, 3]
+    assert matching_rows(data, pa.table({"a": [nan, None], "b": [1, 1]})).tolist() == [1, 2]
+
+
+def test_deletes_within_a_partition_leave_the_others_alone(tmp_path: Path) -> None:
+    """Equality and positional deletes of a partition apply there; those of an unpartitioned spec apply everywhere."""
+    everywhere = PartitionSpec(spec_id=1)
+    hand = HandTable(tmp_path / "t", [SCHEMA], specs=[BY_NAME, everywhere])
+    a = hand.append(rows([1, 2, 3], "a"), partition=("a",))
+    b = hand.append(rows([1, 2, 3], "b"), partition=("b",))
+    null = hand.append(rows([1, 2, 3]), partition=(None,))
+    hand.delete_equal(equal(id=[1]), partition=("a",))
+    hand.delete_equal(equal(id=[2]), partition=(None,))
+    assert check(hand) == {a: [1, 2], b: [0, 1, 2], null: [0, 2]}
+    hand.delete_equal(equal(id=[3]), spec=1)
+    assert check(hand) == {a: [1], b: [0, 1], null: [0]}
+    hand.delete_positions({b: [0]}, partition=("b",))
+    assert check(hand)[b] == [1]
+
+
+def test_deletion_vectors_replace_positional_deletes(tmp_path: Path) -> None:
+    """One Puffin file holds vectors of several data files; a file with a vector ignores positional delete files."""
+    hand = HandTable(tmp_path / "t", [SCHEMA], version=3)
+    first, second, third = (hand.append(rows(range(8))) for _ in range(3))
+    hand.delete_positions({first: [0], third: [7]})
+    hand.delete_vectors({first: [1, 2], second: [0, 7]})
+    assert check(hand) == {first: [0, 3, 4, 5, 6, 7], second: [1, 2, 3, 4, 5, 6], third: [0, 1, 2, 3, 4, 5, 6]}
+    hand.delete_equal(equal(id=[5]))
+    assert check(hand)[first] == [0, 3, 4, 6, 7]
+
+
+def test_positions_past_32_bits_are_read() -> None:
+    """The second map of a 64-bit roaring bitmap holds positions from 2^32 on."""
+    from catalog.data_files import DeleteFile
+    from catalog.deletes import decode_vector
+    from tests.integration.iceberg_writer import vector_blob
+
+    positions = [0, 7, 2**32 + 1, 2**33]
+    vector = DeleteFile(path="p", rows=4, sequence_number=1, offset=4, size_bytes=1)
+    assert decode_vector(vector_blob(positions), vector).tolist() == positions
+
+
+def test_a_damaged_vector_is_named(tmp_path: Path) -> None:
+    """A flipped bit fails the checksum; the file and the place are named."""
+    hand = HandTable(tmp_path / "t", [SCHEMA], version=3)
+    path = hand.append(rows(range(8)))
+    puffin = Path(hand.delete_vectors({path: [1, 2]}))
+    blob = bytearray(puffin.read_bytes())
+    blob[20] ^= 1
+    puffin.write_bytes(blob)
+    with pytest.raises(DataFileUnreadable, match=r"a deletion vector at byte 4 of .*vectors\.puffin"):
+        row_groups_of(hand.table, hand.snapshot_id, "")
+
+
+def test_row_ids_are_inherited_from_the_manifest(tmp_path: Path) -> None:
+    """A v3 file without a first row id follows the files before it in its manifest; v2 has none."""
+    hand = HandTable(tmp_path / "t", [SCHEMA], version=3)
+    first, second = hand.append(rows(range(6))), hand.append(rows(range(5)))
+    own = hand.append(rows(range(3)), row_id=500)
+    found = {file.path: file.first_row_id for file in live_files(hand.table, hand.snapshot_id)}
+    assert found == {first: 0, second: 6, own: 500}
+    groups = row_groups_of(hand.table, hand.snapshot_id, "")
+    assert [(one.first_row, one.first_row_id) for one in groups if one.file_path == second] == [(0, 6), (4, 10)]
+
+
+def test_a_live_file_says_which_snapshot_added_it(hand: HandTable) -> None:
+    """Path, rows, sequence number and snapshot are those of the manifest entry."""
+    path = hand.append(rows(range(6)), sequence=1)
+    hand.append(rows(range(2)))
+    (file,) = (one for one in live_files(hand.table, hand.snapshot_id) if one.path == path)
+    assert (file.rows, file.data_sequence_number, file.snapshot_id, file.first_row_id) == (6, 1, 1001, None)
+    with pytest.raises(NoSuchSnapshot, match=r"snapshot 42 .* \[1001, 1002\]"):
+        live_files(hand.table, 42)
+
+
+def test_a_row_group_without_live_rows_is_listed(hand: HandTable) -> None:
+    """All rows dead is a row group with no live row; time travel to before the delete finds them all."""
+    hand.append(rows(range(8)))
+    before = hand.snapshot_id
+    hand.delete_equal(equal(id=[0, 1, 2, 3]))
+    assert [len(one.dead) for one in row_groups_of(hand.table, hand.snapshot_id, "")] == [4, 0]
+    assert [len(one.dead) for one in row_groups_of(hand.table, before, "")] == [0, 0]
+
+
+def test_equality_deletes_by_a_dropped_column_hold(tmp_path: Path) -> None:
+    """A delete names field ids: it holds after its column was renamed, widened, dropped, and its name given away."""
+    first = Schema(NestedField(1, "id", IntegerType(), required=False), NestedField(2, "a", StringType()), schema_id=0)
+    hand = HandTable(tmp_path / "t", [first])
+    data = pa.table({"id": pa.array([1, 2, 3], pa.int32()), "a": ["x", "y", "z"]})
+    path = hand.append(data)
+    hand.delete_equal(pa.table({"a": ["y"]}))
+    renamed = Schema(NestedField(1, "key", LongType(), required=False), NestedField(3, "a", LongType()), schema_id=1)
+    hand.schemas.append(renamed)
+    hand.delete_equal(pa.table({"key": pa.array([3], pa.int64())}))
+    assert live_positions(row_groups_of(hand.table, hand.snapshot_id, "")) == {path: [0]}
+
+
+def test_equality_deletes_know_defaults_of_later_columns(tmp_path: Path) -> None:
+    """A row older than a column has its initial default there, or null, and is deleted by that value."""
+    hand = HandTable(tmp_path / "t", [SCHEMA], version=3)
+    path = hand.append(rows([1, 2]))
+    more = (NestedField(4, "plain", LongType(), required=False), NestedField(5, "seven", LongType(), initial_default=7))
+    hand.schemas.append(Schema(*SCHEMA.fields, *more, schema_id=1))
+    hand.delete_equal(pa.table({"id": [1], "plain": pa.array([None], pa.int64())}))
+    hand.delete_equal(pa.table({"id": [2], "seven": [8]}))
+    assert live_positions(row_groups_of(hand.table, hand.snapshot_id, "")) == {path: [1]}
+    hand.delete_equal(pa.table({"id": [2], "seven": [7]}))
+    assert live_positions(row_groups_of(hand.table, hand.snapshot_id, "")) == {path: []}
+
+
+def test_a_delete_file_without_its_columns_is_refused(hand: HandTable) -> None:
+    """A delete that cannot be understood is never passed over."""
+    hand.append(rows([1, 2]))
+    hand.delete_equal(equal(id=[1]).rename_columns(["id"]), ids=False)
+    assert live_positions(row_groups_of(hand.table, hand.snapshot_id, ""))
+    other = Schema(NestedField(9, "unknown", LongType(), required=False))
+    hand.delete_equal(pa.table({"unknown": [1]}), schema=other)
+    with pytest.raises(UnsupportedDeletes, match=r"field ids \(9,\)"):
+        row_groups_of(hand.table, hand.snapshot_id, "")
+
+
+@pytest.mark.parametrize("kind", ["positions", "equal", "vectors"])
+def test_a_missing_delete_file_is_named(tmp_path: Path, kind: str) -> None:
+    """Rows that were deleted are not read because a delete file is gone."""
+    hand = HandTable(tmp_path / "t", [SCHEMA], version=3)
+    path = hand.append(rows(range(4)))
+    made = {
+        "positions": lambda: hand.delete_positions({path: [1]}),
+        "equal": lambda: hand.delete_equal(equal(id=[1])),
+        "vectors": lambda: hand.delete_vectors({path: [1]}),
+    }[kind]()
+    Path(made).unlink()
+    with pytest.raises(DataFileUnreadable, match=made):
+        row_groups_of(hand.table, hand.snapshot_id, "")
+
+
+def test_only_row_groups_that_may_hold_a_deleted_row_are_read(hand: HandTable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Statistics of the deleted columns spare row groups and files; what they leave is read once."""
+    hand.append(rows(range(40)), row_group_rows=4)
+    hand.append(rows(range(100, 120)), row_group_rows=4)
+    hand.delete_equal(equal(id=[9, 10]))
+    aligned = []
+    real = FileColumns.align
+
+    def counted(columns: FileColumns, read: pa.Table, count: int) -> pa.Table:
+        aligned.append(count)
+        return real(columns, read, count)
+
+    monkeypatch.setattr(FileColumns, "align", counted)
+    assert live_positions(row_groups_of(hand.table, hand.snapshot_id, "")) == oracle(hand.files)
+    assert aligned == [2, 4]  # the delete file, and the row group of rows 8 to 11
+
+
+IDS = st.lists(st.none() | st.integers(0, 12), min_size=1, max_size=12)
+OPERATIONS = st.lists(
+    st.tuples(st.sampled_from(["append", "positions", "equal", "pair", "vectors"]), IDS, st.integers(0, 3)), max_size=9
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(operations=OPERATIONS, data=st.data())
+def test_any_history_of_appends_and_deletes_reads_as_duckdb_reads_it(
+    tmp_path_factory: pytest.TempPathFactory, operations: list[tuple[str, list[int | None], int]], data: st.DataObject
+) -> None:
+    """Every kind of delete, in any order, with sequence numbers before and after the data's."""
+    hand = HandTable(tmp_path_factory.mktemp("t"), [SCHEMA], version=3)
+    paths, with_vector = [hand.append(rows(range(10)))], set()
+    for what, ids, back in operations:
+        path = data.draw(st.sampled_from(paths))
+        sequence = max(1, hand.sequence + 1 - back)
+        positions = sorted({one for one in ids if one is not None})
+        if what == "append":
+            paths.append(hand.append(rows(ids), sequence=sequence, row_group_rows=3))
+        elif what == "equal":
+            hand.delete_equal(equal(id=ids), sequence=sequence)
+        elif what == "pair":
+            hand.delete_equal(rows(ids).select(["name", "score"]), sequence=sequence)
+        elif what == "positions" and positions:
+            hand.delete_positions({path: positions}, sequence=sequence, bounds=back == 1)
+        elif what == "vectors" and positions and path not in with_vector:
+            with_vector.add(path)
+            hand.delete_vectors({path: positions})
+    check(hand)
+
+
+def test_no_rows_are_dead_without_deletes(hand: HandTable) -> None:
+    """The empty set of dead rows is an empty int64 array."""
+    hand.append(rows(range(4)))
+    (group,) = row_groups_of(hand.table, hand.snapshot_id, "")
+    assert group.dead.dtype == np.int64
+    assert len(group.dead) == 0
