@@ -8,7 +8,9 @@ from assets.failures import told_to_dagster
 from assets.resources import JobResource
 from assets.sources import tokens
 from catalog.ledger import Ledger
-from catalog.snapshots import pin, snapshot_of
+from catalog.pins import hold
+from catalog.plans import get_plan
+from catalog.snapshots import snapshot_of
 from dlac_pipeline.plan.leg import Leg
 from dlac_pipeline.plan.planner import make_plan
 
@@ -23,17 +25,21 @@ def pinned_snapshot(context: dg.AssetExecutionContext, job: JobResource) -> dg.M
     """Pin the snapshot that the run was started with; for a new run the one the spec names, or the current one."""
     with told_to_dagster(context):
         spec, lakehouse = job.job_spec(), job.lakehouse()
-        legs = Ledger(lakehouse).rows(spec.run, kinds=("leg",))
-        wanted = Leg.from_json(legs[-1]["detail"]).snapshot_id if legs else spec.source.snapshot_id
-        snapshot = snapshot_of(lakehouse.load(spec.source.table), wanted)
-        tag = pin(lakehouse, spec.source.table, snapshot.snapshot_id)
-    context.log.info(f"snapshot {snapshot.snapshot_id} of {spec.source.table} is pinned by tag {tag}")
+        committed = _last_leg(Ledger(lakehouse), spec.run)
+        pins = []
+        for index, source in enumerate(spec.sources):
+            wanted = committed.sources[index].snapshot_id if committed else source.snapshot_id
+            snapshot = snapshot_of(lakehouse.load(source.table), wanted)
+            tag = hold(lakehouse, source.table, snapshot.snapshot_id, source.pin)
+            pins.append((source.table, snapshot.snapshot_id, tag or "(no tag)"))
+    for table, snapshot_id, tag in pins:
+        context.log.info(f"snapshot {snapshot_id} of {table} is pinned by tag {tag}")
     return dg.MaterializeResult(
         metadata={
             "run": spec.run,
-            "table": spec.source.table,
-            "snapshot_id": dg.MetadataValue.text(str(snapshot.snapshot_id)),
-            "tag": tag,
+            "table": ", ".join(table for table, _, _ in pins),
+            "snapshot_id": dg.MetadataValue.text(", ".join(str(snapshot_id) for _, snapshot_id, _ in pins)),
+            "tag": ", ".join(tag for _, _, tag in pins),
         }
     )
 
@@ -45,24 +51,36 @@ def pinned_snapshot(context: dg.AssetExecutionContext, job: JobResource) -> dg.M
     description="One row per work unit (row group) of the pinned snapshot, under a content-addressed plan id.",
 )
 def work_plan(context: dg.AssetExecutionContext, job: JobResource) -> dg.MaterializeResult[None]:
-    """Plan the pinned snapshot."""
+    """Plan the pinned snapshots; a run that goes on keeps the plans that its leg binds."""
     with told_to_dagster(context):
-        spec = job.job_spec()
-    pinned = metadata_of_this_run(context, pinned_snapshot.key).get("snapshot_id")
-    source = spec.source if pinned is None else spec.source.model_copy(update={"snapshot_id": int(pinned)})
-    with told_to_dagster(context):
-        row = make_plan(job.lakehouse(), source).row
-    context.log.info(f"plan {row.plan_id}: {row.units} work units, {row.live_rows} live rows")
+        spec, lakehouse = job.job_spec(), job.lakehouse()
+        committed = _last_leg(Ledger(lakehouse), spec.run)
+        pinned = metadata_of_this_run(context, pinned_snapshot.key).get("snapshot_id")
+        snapshots = [None] * len(spec.sources) if pinned is None else [int(part) for part in pinned.split(", ")]
+        rows = [
+            make_plan(lakehouse, source.model_copy(update={"snapshot_id": snapshot_id or source.snapshot_id})).row
+            if committed is None
+            else get_plan(lakehouse, committed.sources[index].plan_id)
+            for index, (source, snapshot_id) in enumerate(zip(spec.sources, snapshots, strict=True))
+        ]
+    for row in rows:
+        context.log.info(f"plan {row.plan_id}: {row.units} work units, {row.live_rows} live rows")
     return dg.MaterializeResult(
         metadata={
             "run": spec.run,
-            "plan_id": row.plan_id,
-            "work_units": row.units,
-            "dagster/row_count": row.live_rows,
-            "bytes": row.bytes,
-            "row_filter": row.row_filter or "(all rows)",
+            "plan_id": ", ".join(row.plan_id for row in rows),
+            "is_new": committed is None,
+            "work_units": sum(row.units for row in rows),
+            "dagster/row_count": sum(row.live_rows for row in rows),
+            "bytes": sum(row.bytes for row in rows),
+            "row_filter": ", ".join(row.row_filter or "(all rows)" for row in rows),
         }
     )
+
+
+def _last_leg(ledger: Ledger, run: str) -> Leg | None:
+    legs = ledger.rows(run, kinds=("leg",))
+    return Leg.from_json(legs[-1]["detail"]) if legs else None
 
 
 def metadata_of_this_run(context: dg.AssetExecutionContext, key: dg.AssetKey) -> dict[str, Any]:

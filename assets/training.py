@@ -44,9 +44,11 @@ def model_checkpoint(
     with told_to_dagster(context):
         spec = job.job_spec()
     context.instance.add_run_tags(context.run_id, {"dlac/run": spec.run})
+    planned = metadata_of_this_run(context, work_plan.key)
     request = Request(
         spec=spec,
-        plan_id=metadata_of_this_run(context, work_plan.key).get("plan_id"),
+        plan_ids=tuple(planned["plan_id"].split(", ")) if planned.get("is_new") else (),
+        repin=config.replaces is None,
         replaces=config.replaces,
         takeover=config.takeover,
         wait_s=config.wait_s,

@@ -45,6 +45,10 @@ class PlanRow:
     bytes: int
     created_at: datetime
     format_version: int = FORMAT_VERSION
+    exclude: str = "[]"
+    """JSON list of the expressions whose rows were left out besides the filter."""
+    base_plan_id: str | None = None
+    """The plan with the same units of which this one leaves out more rows."""
 
 
 def find_plan(lakehouse: Lakehouse, plan_id: str) -> PlanRow | None:

@@ -54,6 +54,8 @@ PLANS = Schema(
         ("bytes", LongType()),
         ("created_at", TimestamptzType()),
         ("format_version", IntegerType()),
+        ("exclude", StringType()),
+        ("base_plan_id", StringType()),
     )
 )
 
@@ -70,6 +72,7 @@ WORK_UNITS = Schema(
         ("live_rows", LongType()),
         ("bytes", LongType()),
         ("dead", ListType(100, _DEAD_RANGE, element_required=False)),
+        ("first_row_id", LongType()),
     )
 )
 
@@ -132,6 +135,9 @@ CONSUMPTION = Schema(
         ("applied", BooleanType()),
         ("detail", StringType()),
         ("format_version", IntegerType()),
+        ("rows_filtered", LongType()),
+        ("filtered", ListType(110, LongType(), element_required=False)),
+        ("quarantined", ListType(111, LongType(), element_required=False)),
         required=frozenset({"run"}),
     )
 )

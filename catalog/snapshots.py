@@ -72,6 +72,13 @@ def check_pinned(lakehouse: Lakehouse, identifier: str, *, table_uuid: str, snap
             f"expected table {identifier!r} to be the planned one (uuid {table_uuid}), found uuid "
             f"{table.metadata.table_uuid}: it was dropped and created again; start a new run on the new table"
         )
+    if not tag:
+        if table.snapshot_by_id(snapshot_id) is None:
+            raise PinLost(
+                f"expected snapshot {snapshot_id} of {identifier!r}, which no tag keeps alive, found it expired: what it held "
+                'may be deleted; start a new run, and pin with a tag (pin = "tag") where the catalog allows it'
+            )
+        return table
     ref = table.refs().get(tag)
     if ref is None or ref.snapshot_id != snapshot_id:
         raise PinLost(

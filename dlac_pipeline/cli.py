@@ -21,6 +21,7 @@ from rich.text import Text
 from catalog.connect import Lakehouse, LakehouseConfig, connect
 from catalog.errors import BadInput, DlacError, NoSuchRun, SpecInvalid
 from catalog.ledger import Ledger
+from catalog.plans import PlanRow
 from dlac_pipeline.spec import JobSpec, home_folder, parse_spec, read_spec
 from dlac_pipeline.watch import TrainingDisplay
 
@@ -68,13 +69,22 @@ def plan(spec: SpecFile, home: Home = None, as_json: AsJson = False) -> None:
 
     job = _resolved(spec, home)
     lakehouse = connect(job.lakehouse)
+    rows = []
     with _bar() as bar:
-        task = bar.add_task("reading footers", total=None)
-        made = make_plan(
-            lakehouse, job.source, progress=lambda done, total: bar.update(task, completed=done, total=total)
-        )
-    row = made.row
-    facts = {
+        for source in job.sources:
+            task = bar.add_task(f"reading footers of {source.label}", total=None)
+            made = make_plan(
+                lakehouse,
+                source,
+                progress=lambda done, total, task=task: bar.update(task, completed=done, total=total),  # type: ignore[misc]  # a default binds the loop's value
+            )
+            rows.append(made.row)
+    for row in rows:
+        _show_facts(_facts_of_plan(row), as_json=as_json)
+
+
+def _facts_of_plan(row: PlanRow) -> dict[str, object]:
+    return {
         "plan_id": row.plan_id,
         "table": row.source_table,
         "snapshot_id": row.snapshot_id,
@@ -84,7 +94,6 @@ def plan(spec: SpecFile, home: Home = None, as_json: AsJson = False) -> None:
         "live_rows": row.live_rows,
         "bytes": row.bytes,
     }
-    _show_facts(facts, as_json=as_json)
 
 
 @app.command()
@@ -95,11 +104,19 @@ def train(
         bool, typer.Option(help="Fence off a launch that is still alive, instead of being refused.")
     ] = False,
     plan_id: Annotated[
-        str | None, typer.Option(help="Train this plan; unset: plan the source as the spec says.")
+        list[str] | None,
+        typer.Option(help="Train this plan, or one for each source; unset: plan the sources as the spec says."),
     ] = None,
+    new_leg: Annotated[
+        bool,
+        typer.Option(help="Allow the spec to change weights, exclusions, batch size, passes or snapshot from here on."),
+    ] = False,
 ) -> None:
     """Train a run to its end; resumes it where its last committed checkpoint is. Ctrl-C stops it behind a checkpoint."""
-    _supervise(_resolved(spec, home), takeover=takeover, plan_id=plan_id, wait_s=0.0)
+    job = _resolved(spec, home)
+    if new_leg:
+        job = job.model_copy(update={"launch": job.launch.model_copy(update={"new_leg": True})})
+    _supervise(job, takeover=takeover, plan_ids=tuple(plan_id or ()), repin=True, wait_s=0.0)
 
 
 @app.command()
@@ -111,7 +128,7 @@ def recover(
 ) -> None:
     """Resume a run by its name, from the committed ledger; fences off whatever may still be alive of it."""
     job = _resolved(spec, home) if spec is not None else _last_spec(_lakehouse(None, home), run)
-    _supervise(job, takeover=True, plan_id=None, wait_s=wait_s)
+    _supervise(job, takeover=True, plan_ids=(), repin=False, wait_s=wait_s)
 
 
 @app.command()
@@ -197,11 +214,13 @@ def main() -> None:
         sys.exit(err.exit_code)
 
 
-def _supervise(job: JobSpec, *, takeover: bool, plan_id: str | None, wait_s: float) -> None:
+def _supervise(job: JobSpec, *, takeover: bool, plan_ids: tuple[str, ...], repin: bool, wait_s: float) -> None:
+    from dlac_pipeline.recover.coordinator import Wish
     from dlac_pipeline.recover.supervise import Supervisor
 
     with TrainingDisplay(_out, job.run) as display:
-        supervisor = Supervisor(job, on_event=display.show, plan_id=plan_id, takeover=takeover, wait_s=wait_s)
+        wish = Wish(plan_ids=plan_ids, repin=repin)
+        supervisor = Supervisor(job, on_event=display.show, wish=wish, takeover=takeover, wait_s=wait_s)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: supervisor.stop())
         outcome = supervisor.run()

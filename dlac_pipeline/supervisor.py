@@ -17,6 +17,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from catalog.errors import DlacError, SpecInvalid, TrainingFailed
+from dlac_pipeline.recover.coordinator import Wish
 from dlac_pipeline.recover.supervise import Supervisor
 from dlac_pipeline.spec import JobSpec
 
@@ -31,7 +32,8 @@ class Request(BaseModel):
 
     spec: JobSpec
     """Resolved."""
-    plan_id: str | None = None
+    plan_ids: tuple[str, ...] = ()
+    repin: bool = False
     replaces: int | None = None
     takeover: bool = False
     wait_s: float = 0.0
@@ -49,7 +51,7 @@ def main() -> int:
     supervisor = Supervisor(
         request.spec,
         on_event=_say,
-        plan_id=request.plan_id,
+        wish=Wish(plan_ids=request.plan_ids, repin=request.repin),
         replaces=request.replaces,
         takeover=request.takeover,
         wait_s=request.wait_s,

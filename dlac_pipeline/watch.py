@@ -64,5 +64,6 @@ _LINES = {
     "failure": "[red]failure[/] of attempt {attempt} at step {step}: {cause}\n[dim]{log}[/]",
     "finished": "finished at step {step}",
     "stopped": "stopped behind step {step}",
+    "caught_up": "caught up behind step {step}; goes on with what is appended",
 }
 _RECOVERED = "[yellow]recovered[/] in {total_s:.1f} s from {resumed_from}; {rows_replayed} rows replayed"

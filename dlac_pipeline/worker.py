@@ -19,8 +19,9 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
@@ -38,14 +39,14 @@ from dlac_pipeline.checkpoint.rng import load_rng, rng_file, seed_rng
 from dlac_pipeline.checkpoint.store import check_writable
 from dlac_pipeline.checkpoint.tree import RankTree
 from dlac_pipeline.plan.leg import Leg
-from dlac_pipeline.plan.order import LegOrder
-from dlac_pipeline.plan.planner import load_plan
+from dlac_pipeline.plan.order import LegOrder, ReaderState
+from dlac_pipeline.plan.source_order import Cursor
 from dlac_pipeline.progress import Phase, ProgressWriter
 from dlac_pipeline.rank import LAUNCH_VARIABLE
 from dlac_pipeline.read.batch import Batch
-from dlac_pipeline.read.blocks import BlockDecoder
-from dlac_pipeline.read.reader import RankReader
-from dlac_pipeline.recover.coordinator import ResumePoint, new_nonce, take_over
+from dlac_pipeline.read.open import open_leg
+from dlac_pipeline.read.reader import Counts
+from dlac_pipeline.recover.coordinator import ResumePoint, Wish, new_nonce, take_over
 from dlac_pipeline.recover.run_lock import run_lock
 from dlac_pipeline.spec import JobSpec, home_folder, parse_spec, read_spec
 from dlac_pipeline.track.tracker import ReaderStateTracker
@@ -85,6 +86,8 @@ class TrainingRun:
         seed_rng(spec.order.seed, 0, 0)  # alike on all ranks until `restore`, so that models are initialized alike
         skip_shared_memory_op()
         group = self._join()
+        self._batches_group = None if group is None else dist.new_group(backend="gloo")
+        """Apart from the other messages: a batch is read ahead while these are under way."""
         self._tree = RankTree(self.rank, self.world_size, group)
         self._pulse = Pulse(self.world_size, group)
         self._stop_asked = threading.Event()
@@ -104,8 +107,8 @@ class TrainingRun:
         return self._tracker.step
 
     @property
-    def total_steps(self) -> int:
-        """Optimizer steps of the whole run."""
+    def total_steps(self) -> int | None:
+        """The step with which the run ends, or its present leg if it goes on to what is appended; None if only reading tells."""
         return self._order.total_steps
 
     @property
@@ -195,12 +198,24 @@ class TrainingRun:
         assert self._engine is not None
         if self._tracker.step > self._tracker.committed_step:
             self._checkpoint(self._engine)
-        finished = self._tracker.step >= self._order.total_steps
+        finished = not self.stopped and self._run_ends()
         if finished and self.rank == 0:
             finish(Ledger(self._lakehouse), self._attempt, step=self._tracker.step)
         self._tree.broadcast(b"done" if self.rank == 0 else None)
-        self._event({"event": "finished" if finished else "stopped", "step": self._tracker.step})
+        ending = "finished" if finished else "stopped" if self.stopped else "caught_up"
+        self._event({"event": ending, "step": self._tracker.step})
         self._progress.write(self._tracker.step, Phase.DONE)
+
+    def _run_ends(self) -> bool:
+        """Whether the run is over where its leg is: one that goes on to what is appended ends at `order.steps` only."""
+        return not self._leg.following or (self._leg.steps is not None and self.step >= self._leg.steps)
+
+    def _sum_over_ranks(self, counts: Sequence[int]) -> Counts:
+        """Start to sum numbers of the batch that is read ahead; nobody waits for it until that batch is handed out."""
+        numbers = torch.tensor(counts, dtype=torch.int64)
+        if self._batches_group is None:
+            return _Summed(numbers, None)
+        return _Summed(numbers, dist.all_reduce(numbers, group=self._batches_group, async_op=True))
 
     def _heard(self, beat: Beat) -> None:
         self.stopped = self.stopped or beat.stop
@@ -237,7 +252,7 @@ class TrainingRun:
             try:
                 check_writable(store, name)
                 held.enter_context(run_lock(store, name, wait_s=0.0, takeover=takeover))
-                said = take_over(self._lakehouse, self.spec, nonce=new_nonce()).to_json()
+                said = take_over(self._lakehouse, self.spec, nonce=new_nonce(), wish=Wish(repin=True)).to_json()
             except DlacError as err:
                 self._tree.broadcast(json.dumps({"error": str(err)}).encode())
                 raise
@@ -249,14 +264,15 @@ class TrainingRun:
     def _open_reader(self, lakehouse: Lakehouse) -> None:
         point = self.resume_point
         leg = Leg.from_json(point.leg)
-        plan = load_plan(lakehouse, point.plan_id)
-        self._order = LegOrder(plan.units, leg.order_settings, leg.passes)
-        if point.reader_state is not None:
-            _check_restored(self._order, point)
-        table = lakehouse.load(leg.source_table)
-        self._decoder = BlockDecoder(table.io, table.schemas()[leg.schema_id], plan.units, leg.columns)
-        self._reader = RankReader(
-            self._order, self._decoder, rank=self.rank, world_size=self.world_size, step=point.step
+        opened = open_leg(lakehouse, leg, self.spec)
+        self._leg, self._order = leg, opened.order
+        state = (
+            opened.start_state() if point.leg_is_new else [[Cursor(*c) for c in cs] for cs in point.reader_state or []]
+        )
+        if not point.leg_is_new:
+            _check_restored(self._order, point.step, state)
+        self._reader = opened.reader(
+            rank=self.rank, world_size=self.world_size, step=point.step, state=state, exchange=self._sum_over_ranks
         )
         self._tracker = ReaderStateTracker(committed_step=point.step, groups=self._reader.groups)
         self._attempt = Attempt(run=self.spec.run, number=point.attempt, nonce=point.nonce)
@@ -270,6 +286,19 @@ class TrainingRun:
             tree=self._tree,
             lakehouse=lakehouse,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Summed:
+    """Numbers that are being summed over all ranks."""
+
+    numbers: torch.Tensor
+    work: dist.Work | None
+
+    def wait(self) -> Sequence[int]:
+        if self.work is not None:
+            self.work.wait()
+        return [int(number) for number in self.numbers.tolist()]
 
 
 def _job_spec(folder: Path | None, spec: str | Path | None) -> JobSpec:
@@ -294,14 +323,17 @@ def _await_resume_point(folder: Path) -> ResumePoint:
     return ResumePoint.from_json(path.read_text())
 
 
-def _check_restored(order: LegOrder, point: ResumePoint) -> None:
-    expected = [[c.pass_index, c.block, c.position] for c in order.reader_state(point.step)]
-    if expected != point.reader_state:
-        group = next(g for g, cursor in enumerate(expected) if cursor != (point.reader_state or [])[g])
-        raise CursorMismatch(
-            f"expected the cursor of key group {group} at {expected[group]} after step {point.step}, the checkpoint holds "
-            f"{(point.reader_state or [])[group]}: the plan or the order changed since it was taken"
-        )
+def _check_restored(order: LegOrder, step: int, found: ReaderState) -> None:
+    """Check that restored cursors are where the order says; of streamed sources only the checkpoint's digest vouches for them."""
+    if not order.counted:
+        return
+    for source, (expected, cursors) in enumerate(zip(order.reader_state(step), found, strict=True)):
+        for group, (cursor, restored) in enumerate(zip(expected, cursors, strict=True)):
+            if cursor != restored:
+                raise CursorMismatch(
+                    f"expected the cursor of key group {group} in source {source} at {cursor} after step {step}, the "
+                    f"checkpoint holds {restored}: the plan or the order changed since it was taken"
+                )
 
 
 def _checkpoint_event(saved: Committed, loss: float) -> dict[str, object]:

@@ -26,7 +26,7 @@ from dlac_pipeline.checkpoint.rng import save_rng
 from dlac_pipeline.checkpoint.store import MANIFEST, file_digest, stage_folder, storing, sync_file
 from dlac_pipeline.checkpoint.tree import RankTree
 from dlac_pipeline.plan.leg import Leg
-from dlac_pipeline.plan.order import LegOrder
+from dlac_pipeline.plan.order import Advance, LegOrder
 from dlac_pipeline.plan.planner import record_cut
 from dlac_pipeline.track.tracker import ReaderStateTracker
 
@@ -77,7 +77,7 @@ class CheckpointManager:
         self._tree = tree
         self._lakehouse = lakehouse
         self._ledger = Ledger(lakehouse)
-        self._cuts: dict[int, str] = {}
+        self._cuts: dict[tuple[int, int], str] = {}
 
     @property
     def head(self) -> str | None:
@@ -147,6 +147,7 @@ class CheckpointManager:
             "step": tracker.step,
             "groups": list(tracker.groups),
             "cursors": cursors,
+            "advances": [asdict(advance) for advance in tracker.advances()],
         }
 
     def _decide(
@@ -170,7 +171,7 @@ class CheckpointManager:
         state = self._checked_reader_state(votes, tracker.step)
         files = [FileEntry(**entry) for vote in votes for entry in vote["files"]]
         checkpoint_id = f"{self._attempt.run}-{tracker.step:09d}-{self._attempt.nonce}"
-        rows = self._rows(tracker, checkpoint_id)
+        rows = self._rows(tracker, checkpoint_id, votes)
         manifest = Manifest(
             ledger_uuid=self._ledger.table_uuid,
             run=self._attempt.run,
@@ -180,7 +181,7 @@ class CheckpointManager:
             step=tracker.step,
             world_size=self._tree.world_size,
             engine=engine.name,
-            leg=json.loads(self._leg.to_json()),
+            leg=self._leg.index,
             reader_state=state,
             files=files,
             libraries={name: version(name) for name in _LIBRARIES},
@@ -205,24 +206,35 @@ class CheckpointManager:
             "bytes": sum(entry.bytes for entry in files),
         }
 
-    def _checked_reader_state(self, votes: list[dict[str, Any]], step: int) -> list[list[int]]:
-        """The cursors that the readers reported, after comparing every one with the order."""
-        expected = [[c.pass_index, c.block, c.position] for c in self._order.reader_state(step)]
+    def _checked_reader_state(self, votes: list[dict[str, Any]], step: int) -> list[list[list[int]]]:
+        """The cursors that the readers reported, by source and key group.
+
+        Where the steps say where every cursor stands, each is compared with that; ranks that share a key group must agree.
+        """
+        counted = self._order.counted
+        state = [[list(c) for c in cursors] for cursors in self._order.reader_state(step)] if counted else None
+        reported: dict[int, list[list[int]]] = {}
         for rank, vote in enumerate(votes):
             if vote["step"] != step:
                 raise CursorMismatch(f"expected rank {rank} at step {step}, found step {vote['step']}")
-            for group, cursor in zip(vote["groups"], vote["cursors"], strict=bool(vote["cursors"])):
-                if cursor != expected[group]:
+            for group, cursors in zip(vote["groups"], vote["cursors"], strict=bool(vote["cursors"])):
+                expected = reported.setdefault(group, cursors) if state is None else [each[group] for each in state]
+                if cursors != expected:
                     raise CursorMismatch(
-                        f"expected the cursor of key group {group} at {expected[group]} after step {step}, rank {rank} "
-                        f"reported {cursor}: the reader and the order disagree; nothing was committed"
+                        f"expected the cursors of key group {group} at {expected} after step {step}, rank {rank} "
+                        f"reported {cursors}: the reader and the order disagree; nothing was committed"
                     )
-        return expected
+        if state is not None:
+            return state
+        groups = range(self._order.settings.key_groups)
+        return [[reported[group][source] for group in groups] for source in range(len(self._order.sources))]
 
-    def _rows(self, tracker: ReaderStateTracker, checkpoint_id: str) -> list[dict[str, Any]]:
+    def _rows(
+        self, tracker: ReaderStateTracker, checkpoint_id: str, votes: list[dict[str, Any]]
+    ) -> list[dict[str, Any]]:
         """The checkpoint's row, its advances, and the leg when it is new."""
         skipped = len(tracker.skipped)
-        named = {"checkpoint_id": checkpoint_id, "leg": self._leg.index, "plan_id": self._leg.plan_id}
+        named = {"checkpoint_id": checkpoint_id, "leg": self._leg.index}
         checkpoint = {
             "kind": "checkpoint",
             **named,
@@ -234,36 +246,62 @@ class CheckpointManager:
             "losses": list(tracker.losses),
         }
         advances = [
-            {
-                "kind": "advance",
-                **named,
-                "step": tracker.step,
-                "cut_id": self._cut_id(advance.pass_index),
-                "pass": advance.pass_index,
-                "key_group": advance.group,
-                "source": 0,
-                "block": advance.block,
-                "position_start": advance.position_start,
-                "position_end": advance.position_end,
-                "first_step": advance.first_step,
-                "last_step": advance.last_step,
-                "rows_consumed": advance.rows_consumed,
-                "rows_dead": advance.position_end - advance.position_start - advance.rows_consumed,
-                "rows_quarantined": 0,
-                "applied": advance.applied,
-            }
-            for first, last, applied in tracker.stretches()
-            for group in range(self._order.settings.key_groups)
-            for advance in self._order.advances(group, first, last, applied=applied)
+            {**named, "step": tracker.step, **self._advance_row(advance)} for advance in self._advances(tracker, votes)
         ]
         leg = {"kind": "leg", **named, "step": self._leg.start_step, "detail": self._leg.to_json()}
         return [checkpoint, *([leg] if self._leg_is_new else []), *advances]
 
-    def _cut_id(self, pass_index: int) -> str:
+    def _advances(self, tracker: ReaderStateTracker, votes: list[dict[str, Any]]) -> list[Advance]:
+        if not self._order.counted:
+            found = [Advance(**_tuples(advance)) for vote in votes for advance in vote["advances"]]
+            return sorted(found, key=lambda each: (each.source, each.group))
+        return [
+            advance
+            for first, last, applied in tracker.stretches()
+            for group in range(self._order.settings.key_groups)
+            for advance in self._order.advances(group, first, last, applied=applied)
+        ]
+
+    def _advance_row(self, advance: Advance) -> dict[str, Any]:
+        cut = self._order.sources[advance.source].open_cut_of(advance.pass_index)
+        reasons = dict(advance.quarantined)
+        return {
+            "kind": "advance",
+            "plan_id": cut.live_plan_id,
+            "cut_id": self._cut_id(advance.source, advance.pass_index),
+            "pass": advance.pass_index,
+            "key_group": advance.group,
+            "source": advance.source,
+            "block": advance.block,
+            "position_start": advance.position_start,
+            "position_end": advance.position_end,
+            "first_step": advance.first_step,
+            "last_step": advance.last_step,
+            "rows_consumed": advance.rows_consumed,
+            "rows_dead": advance.rows_dead,
+            "rows_filtered": len(advance.filtered),
+            "rows_quarantined": len(reasons),
+            "token_start": advance.token_start,
+            "token_end": advance.token_end,
+            "filtered": list(advance.filtered) or None,
+            "quarantined": list(reasons) or None,
+            "detail": json.dumps({"quarantined": reasons}) if reasons else None,
+            "applied": advance.applied,
+        }
+
+    def _cut_id(self, source: int, pass_index: int) -> str:
         """The id of a pass's cut, whose slices are written before anything names them."""
-        if pass_index not in self._cuts:
-            self._cuts[pass_index] = record_cut(self._lakehouse, self._leg.plan_id, self._order.cut(pass_index))
-        return self._cuts[pass_index]
+        if (source, pass_index) not in self._cuts:
+            order = self._order.sources[source]
+            plan_id = order.open_cut_of(pass_index).plan_id
+            self._cuts[source, pass_index] = record_cut(self._lakehouse, plan_id, order.cut_of(pass_index))
+        return self._cuts[source, pass_index]
+
+
+def _tuples(advance: dict[str, Any]) -> dict[str, Any]:
+    """An advance as it was before it travelled."""
+    quarantined = tuple((position, reason) for position, reason in advance["quarantined"])
+    return {**advance, "filtered": tuple(advance["filtered"]), "quarantined": quarantined}
 
 
 def _named(err: DlacError) -> tuple[str, str]:

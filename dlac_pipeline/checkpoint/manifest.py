@@ -41,9 +41,10 @@ class Manifest:
     step: int
     world_size: int
     engine: str
-    leg: dict[str, Any]
-    reader_state: list[list[int]]
-    """Cursor of each key group: [pass, block, position]."""
+    leg: int
+    """Number of the leg, whose record is in the ledger."""
+    reader_state: list[list[list[int]]]
+    """Cursor of each source and key group: [pass, block, position, offset]."""
     files: list[FileEntry]
     libraries: dict[str, str]
     ledger_rows: list[dict[str, Any]]
@@ -58,7 +59,7 @@ class Manifest:
 
     def write(self, folder: Path) -> str:
         """Write the manifest into `folder`, last of all its files; returns its digest."""
-        content = json.dumps(asdict(self), sort_keys=True, default=str).encode()
+        content = json.dumps(asdict(self), sort_keys=True, default=str, separators=(",", ":")).encode()
         write_durably(folder / MANIFEST, content)
         return blake3(content).hexdigest()
 

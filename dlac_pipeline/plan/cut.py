@@ -71,6 +71,18 @@ class Block:
         """Live rows at positions below `position`."""
         return position if self.live_positions is None else int(np.searchsorted(self.live_positions, position))
 
+    def place_of(self, position: int) -> tuple[int, int]:
+        """Unit, and row in the unit, of a position."""
+        row = int(self.affine.rows_at(position, position + 1)[0])
+        index = int(np.searchsorted(self.base, row, side="right")) - 1
+        return int(self.slices.unit[index]), int(self.slices.first[index] + row - self.base[index])
+
+    def positions_of(self, live_start: int, live_stop: int) -> Ints:
+        """Positions of the live samples live_start..live_stop-1, int64, increasing."""
+        if self.live_positions is None:
+            return np.arange(live_start, live_stop, dtype=np.int64)
+        return self.live_positions[live_start:live_stop]
+
     def rows_of(self, live_start: int, live_stop: int) -> Ints:
         """Block rows of the live samples live_start..live_stop-1, in reading order, int64."""
         if self.live_positions is None:

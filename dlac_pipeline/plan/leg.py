@@ -152,9 +152,9 @@ class Leg:
         names = ("seed", "key_groups", "batch_size", "block_slices", "shuffle", "steps")
         found = {name: getattr(self, name) for name in names}
         found |= {f"sequences.{name}": getattr(self.sequences, name) for name in LegSequences.__dataclass_fields__}
-        found["sources"] = [source.name for source in self.sources]
-        for source in self.sources:
-            prefix = f"{source.name}: " if len(self.sources) > 1 else ""
+        found["sources"] = len(self.sources)
+        for index, source in enumerate(self.sources):
+            prefix = f"source {index}: " if len(self.sources) > 1 else ""
             found |= {prefix + name: value for name, value in source.bound().items()}
         return found
 

@@ -42,8 +42,8 @@ class Advance:
     token_end: int | None = None
     filtered: tuple[int, ...] = ()
     """Positions that the transform left out."""
-    quarantined: tuple[int, ...] = ()
-    """Positions of rows that were rejected."""
+    quarantined: tuple[tuple[int, str], ...] = ()
+    """Positions of rows that were rejected, and why."""
 
     @property
     def rows_dead(self) -> int:
@@ -220,6 +220,6 @@ class LegOrder:
         phases = self._phases(group)
         if not self.settings.pending_tail:
             return phases[-1].start
-        if phases[0].present != self.active:
+        if phases[0].present != self.active or not any(self.active):
             return 0
         return phases[1].start

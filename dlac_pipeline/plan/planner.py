@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 from blake3 import blake3
 
 from catalog.connect import Lakehouse
+from catalog.data_files import LiveFile
 from catalog.errors import EmptyPlan
 from catalog.plans import (
     SLICES_ARROW,
@@ -27,10 +29,9 @@ from catalog.plans import (
 from catalog.row_groups import RowGroup, row_groups_of
 from catalog.snapshots import check_pinned, pin, snapshot_of
 from dlac_pipeline.plan.cut import PassCut
-from dlac_pipeline.plan.leg import Leg
 from dlac_pipeline.plan.units import Ints, UnitTable
 from dlac_pipeline.read.columns import check_columns
-from dlac_pipeline.spec import OrderSpec, SourceSpec
+from dlac_pipeline.spec import SourceSpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,8 +47,17 @@ class Plan:
         return tuple(json.loads(self.row.columns))
 
 
-def make_plan(lakehouse: Lakehouse, source: SourceSpec, *, progress: Callable[[int, int], None] | None = None) -> Plan:
+def make_plan(
+    lakehouse: Lakehouse,
+    source: SourceSpec,
+    *,
+    only: Callable[[LiveFile], bool] | None = None,
+    dead: Mapping[str, Ints] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Plan:
     """Pin the snapshot and plan it; the same content gives the same plan, written once.
+
+    `only` picks data files; `dead` names further dead rows, as positions in a data file (path -> sorted int64).
 
     Raises:
         BadInput: the table, snapshot, columns or filter cannot be planned (see its subclasses).
@@ -57,94 +67,88 @@ def make_plan(lakehouse: Lakehouse, source: SourceSpec, *, progress: Callable[[i
     snapshot = snapshot_of(table, source.snapshot_id)
     schema_id = table.metadata.current_schema_id if snapshot.schema_id is None else snapshot.schema_id
     check_columns(table.schemas()[schema_id], source.columns)
-    tag = pin(lakehouse, source.table, snapshot.snapshot_id)
-    groups = row_groups_of(table, snapshot.snapshot_id, source.row_filter, progress=progress)
-    live_rows = sum(group.rows - len(group.dead) for group in groups)
-    if live_rows == 0:
+    tag = pin(lakehouse, source.table, snapshot.snapshot_id) if source.pin == "tag" else ""
+    groups = row_groups_of(
+        table, snapshot.snapshot_id, source.row_filter, progress=progress, only=only, exclude=source.exclude
+    )
+    if dead:
+        groups = [_without(group, dead[group.file_path]) if group.file_path in dead else group for group in groups]
+    if not any(group.rows > len(group.dead) for group in groups):
         raise EmptyPlan(
             f"expected live rows in snapshot {snapshot.snapshot_id} of {source.table!r} under the filter "
             f"{source.row_filter!r}, found none of {sum(group.rows for group in groups)}: widen the filter"
         )
-    write_id = secrets.token_hex(8)
-    content = {
-        "table_uuid": str(table.metadata.table_uuid),
-        "snapshot_id": snapshot.snapshot_id,
-        "schema_id": schema_id,
-        "row_filter": source.row_filter,
-        "columns": source.columns,
-        "units": _digest(groups),
-    }
-    plan_id = blake3(json.dumps(content, sort_keys=True).encode()).hexdigest(length=12)
-    row = find_plan(lakehouse, plan_id) or write_plan(
+    return _written(
         lakehouse,
-        PlanRow(
-            plan_id=plan_id,
-            write_id=write_id,
-            source_table=source.table,
-            table_uuid=str(table.metadata.table_uuid),
-            snapshot_id=snapshot.snapshot_id,
-            tag=tag,
-            schema_id=schema_id,
-            row_filter=source.row_filter,
-            columns=json.dumps(source.columns),
-            units=len(groups),
-            rows=sum(group.rows for group in groups),
-            live_rows=live_rows,
-            bytes=sum(group.bytes for group in groups),
-            created_at=datetime.now(UTC),
-        ),
-        _units_arrow(groups, write_id),
+        groups,
+        source_table=source.table,
+        table_uuid=str(table.metadata.table_uuid),
+        snapshot_id=snapshot.snapshot_id,
+        tag=tag,
+        schema_id=schema_id,
+        row_filter=source.row_filter,
+        columns=json.dumps(source.columns),
+        exclude=json.dumps(source.exclude),
+        base_plan_id=None,
     )
-    return Plan(row=row, units=_unit_table(read_units(lakehouse, row)))
 
 
-def load_plan(lakehouse: Lakehouse, plan_id: str) -> Plan:
-    """A written plan, after checking that its table is still the same and its pin holds.
+def exclude_rows(lakehouse: Lakehouse, plan: Plan, dead: Mapping[int, Ints]) -> Plan:
+    """The plan with the same units of which these rows (unit -> sorted offsets) are left out, too; `plan` if they were."""
+    groups = []
+    for unit in range(len(plan.units)):
+        known = plan.units.dead.get(unit, np.zeros(0, dtype=np.int64))
+        groups.append(
+            RowGroup(
+                file_path=plan.units.file_paths[int(plan.units.file[unit])],
+                row_group=int(plan.units.row_group[unit]),
+                first_row=int(plan.units.first_row[unit]),
+                rows=int(plan.units.rows[unit]),
+                bytes=int(plan.units.bytes[unit]),
+                dead=np.union1d(known, dead[unit]).astype(np.int64) if unit in dead else known,
+            )
+        )
+    if all(len(group.dead) == plan.units.dead_rows(unit) for unit, group in enumerate(groups)):
+        return plan
+    row = plan.row
+    return _written(
+        lakehouse,
+        groups,
+        source_table=row.source_table,
+        table_uuid=row.table_uuid,
+        snapshot_id=row.snapshot_id,
+        tag=row.tag,
+        schema_id=row.schema_id,
+        row_filter=row.row_filter,
+        columns=row.columns,
+        exclude=row.exclude,
+        base_plan_id=row.base_plan_id or row.plan_id,
+    )
+
+
+def load_plan(lakehouse: Lakehouse, plan_id: str, *, table: str | None = None) -> Plan:
+    """A written plan, after checking that its table (now perhaps named `table`) is still the same and its pin holds.
 
     Raises:
         TableReplaced, PinLost: it is not, or does not.
         SpecInvalid: there is no such plan.
     """
-    row = get_plan(lakehouse, plan_id)
-    check_pinned(lakehouse, row.source_table, table_uuid=row.table_uuid, snapshot_id=row.snapshot_id, tag=row.tag)
+    row = check_plan(lakehouse, plan_id, table=table)
     return Plan(row=row, units=_unit_table(read_units(lakehouse, row)))
 
 
-def first_leg(plan: Plan, order: OrderSpec) -> Leg:
-    """The leg that a run of this plan starts with."""
-    return Leg(
-        index=0,
-        start_step=0,
-        plan_id=plan.row.plan_id,
-        source_table=plan.row.source_table,
-        table_uuid=plan.row.table_uuid,
-        snapshot_id=plan.row.snapshot_id,
-        schema_id=plan.row.schema_id,
-        columns=plan.columns,
-        row_filter=plan.row.row_filter,
-        seed=order.seed,
-        key_groups=order.key_groups,
-        batch_size=order.batch_size,
-        block_slices=order.block_slices,
-        shuffle=order.shuffle,
-        passes=order.passes,
-    )
+def check_plan(lakehouse: Lakehouse, plan_id: str, *, table: str | None = None) -> PlanRow:
+    """A written plan's row, after the checks of `load_plan`."""
+    row = get_plan(lakehouse, plan_id)
+    name = table or row.source_table
+    check_pinned(lakehouse, name, table_uuid=row.table_uuid, snapshot_id=row.snapshot_id, tag=row.tag)
+    return row
 
 
 def cut_id_of(plan_id: str, cut: PassCut) -> str:
     """Content id of a cut: a digest of all that determines its slices."""
-    settings = cut.settings
-    content = [
-        plan_id,
-        cut.pass_index,
-        settings.seed,
-        settings.key_groups,
-        settings.block_slices,
-        settings.shuffle,
-        settings.version,
-        cut.dealt_before.tolist(),
-    ]
-    return blake3(json.dumps(content).encode()).hexdigest(length=12)
+    content = [plan_id, cut.pass_index, asdict(cut.settings), cut.dealt_before.tolist()]
+    return blake3(json.dumps(content, sort_keys=True).encode()).hexdigest(length=12)
 
 
 def record_cut(lakehouse: Lakehouse, plan_id: str, cut: PassCut) -> str:
@@ -185,6 +189,34 @@ def slices_arrow(cut_id: str, plan_id: str, cut: PassCut) -> pa.Table:
             arrays |= {name: pa.array(values) for name, values in columns.items()}
             parts.append(pa.table(arrays).select(SLICES_ARROW.names).cast(SLICES_ARROW))
     return pa.concat_tables(parts).combine_chunks() if parts else SLICES_ARROW.empty_table()
+
+
+def _written(lakehouse: Lakehouse, groups: list[RowGroup], **facts: Any) -> Plan:
+    """The plan of these row groups, found or written."""
+    named = ("table_uuid", "snapshot_id", "schema_id", "row_filter", "columns", "exclude", "base_plan_id")
+    content = {**{name: facts[name] for name in named}, "units": _digest(groups)}
+    plan_id = blake3(json.dumps(content, sort_keys=True).encode()).hexdigest(length=12)
+    row = find_plan(lakehouse, plan_id)
+    if row is None:
+        write_id = secrets.token_hex(8)
+        row = PlanRow(
+            plan_id=plan_id,
+            write_id=write_id,
+            units=len(groups),
+            rows=sum(group.rows for group in groups),
+            live_rows=sum(group.rows - len(group.dead) for group in groups),
+            bytes=sum(group.bytes for group in groups),
+            created_at=datetime.now(UTC),
+            **facts,
+        )
+        row = write_plan(lakehouse, row, _units_arrow(groups, write_id))
+    return Plan(row=row, units=_unit_table(read_units(lakehouse, row)))
+
+
+def _without(group: RowGroup, positions: Ints) -> RowGroup:
+    """The row group with the rows at these positions of its file dead, too."""
+    inside = positions[(positions >= group.first_row) & (positions < group.first_row + group.rows)] - group.first_row
+    return replace(group, dead=np.union1d(group.dead, inside).astype(np.int64))
 
 
 def _digest(groups: list[RowGroup]) -> str:

@@ -58,6 +58,12 @@ class SourceStart:
         return cls(cursors=(Cursor(),) * key_groups, dealt=(0,) * key_groups, upcoming=tuple(upcoming))
 
     @property
+    def live_plan_ids(self) -> list[str]:
+        """The plans whose dead rows are passed over, in order of their cuts."""
+        cuts = [cut.live_plan_id for cut in self.open]
+        return list(dict.fromkeys([*cuts, *(plan_id for plan_id, _ in self.upcoming)]))
+
+    @property
     def plan_ids(self) -> list[str]:
         """Every plan that is needed to read on, in order of their cuts."""
         cuts = [plan_id for cut in self.open for plan_id in (cut.plan_id, cut.live_plan_id)]
@@ -66,12 +72,17 @@ class SourceStart:
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Consecutive rows of one key group inside one block: live rows start .. stop-1 of it."""
+    """Consecutive rows of one key group inside one block of a cut: live rows start .. stop-1 of it."""
 
-    pass_index: int
+    cut: PassCut
     block: Block
     start: int
     stop: int
+
+    @property
+    def pass_index(self) -> int:
+        """The pass."""
+        return self.cut.pass_index
 
     @property
     def cursor(self) -> Cursor:
@@ -118,6 +129,11 @@ class SourceOrder:
             pass
         return self._entries[-1].ends if self._entries else np.zeros(self.settings.key_groups, dtype=np.int64)
 
+    def open_rows(self) -> Ints:
+        """Rows of each key group that are left in the cuts which were open when the leg began, int64 [G]."""
+        mine = [entry for entry in self._entries if entry.queue < 0]
+        return mine[-1].ends if mine else np.zeros(self.settings.key_groups, dtype=np.int64)
+
     def stretches(self, group: int, start: int, stop: int | None = None) -> Iterator[Stretch]:
         """The group's rows start .. stop-1 since the leg began (to the source's end: None), block by block, in reading order."""
         while (stop is None or start < stop) and (entry := self._entry_of(group, start)) is not None:
@@ -128,7 +144,7 @@ class SourceOrder:
                 block = int(np.searchsorted(bounds, start + shift, side="right")) - 1
                 until = min(end, int(bounds[block + 1]) - shift)
                 offset = int(bounds[block]) - shift
-                yield Stretch(cut.pass_index, cut.block(group, block), start - offset, until - offset)
+                yield Stretch(cut, cut.block(group, block), start - offset, until - offset)
                 start = until
 
     def cursor(self, group: int, consumed: int) -> Cursor:

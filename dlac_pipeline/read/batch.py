@@ -7,6 +7,10 @@ from dataclasses import dataclass
 import torch
 
 from dlac_pipeline.plan.units import Ints
+from dlac_pipeline.read.packing import BlockAdvance
+
+Moved = tuple[int, int, BlockAdvance]
+"""(source, key group, what a batch moved)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -16,14 +20,20 @@ class Batch:
     step: int
     """The optimizer step that this batch is for, counted from 1."""
     tensors: dict[str, torch.Tensor]
-    """Column -> tensor [B/W] or [B/W, length]; zeros in empty slots."""
+    """Column -> tensor [B/W] or [B/W, length]; zeros in empty slots. Packed: tokens, document and position, each [B/W, T]."""
     valid: torch.Tensor
     """bool [B/W]: false in empty slots."""
+    source: torch.Tensor
+    """int64 [B/W]: the number of the source of each sample; -1 in empty slots."""
     rows: int
     """Valid samples of the global batch, over all ranks."""
+    tokens: int
+    """Tokens of the global batch, over all ranks, padding left out; where nothing is packed, the samples."""
     world_size: int
     cursors: Ints
-    """Where this rank's key groups stand after the batch, int64 [key groups of the rank, 3]: pass, block, position."""
+    """Where this rank's key groups stand after the batch, int64 [key groups, sources, 4]: pass, block, position, offset."""
+    moved: tuple[Moved, ...] = ()
+    """What the batch moved, where the steps alone do not say it."""
 
     def __getitem__(self, column: str) -> torch.Tensor:
         """The tensor of one column."""
@@ -37,3 +47,8 @@ class Batch:
         """
         share = torch.where(self.valid, per_sample, torch.zeros_like(per_sample)).sum()
         return share * (self.world_size / self.rows)
+
+    def token_mean(self, per_token: torch.Tensor) -> torch.Tensor:
+        """As `mean`, of `per_token` [B/W, T] over the tokens of a packed global batch; padding does not count."""
+        share = torch.where(self.tensors["document"] > 0, per_token, torch.zeros_like(per_token)).sum()
+        return share * (self.world_size / self.tokens)

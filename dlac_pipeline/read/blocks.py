@@ -1,142 +1,245 @@
-"""From a block's slices to arrays: row groups are decoded in background threads, ahead of need, within a byte budget."""
+"""From a block's slices to Arrow: row groups are decoded in background threads, ahead of need, within a byte budget."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from pyiceberg.io import FileIO
-from pyiceberg.io.pyarrow import schema_to_pyarrow
 from pyiceberg.schema import Schema
+from pyiceberg.table.name_mapping import NameMapping
 
+from catalog.columns import FileColumns
 from catalog.errors import DataFileUnreadable
-from catalog.row_groups import file_columns
 from dlac_pipeline.plan.cut import Block
 from dlac_pipeline.plan.units import UnitTable
-from dlac_pipeline.read.columns import Array, to_numpy
 
-Arrays = dict[str, Array]
+PartitionValues = Callable[[str], Mapping[int, Any]]
+"""Data file path -> its identity partition values by source field id."""
+_SHARED_UNITS = 4
+"""Row groups kept decoded because several key groups have slices of them."""
+
+
+class UnitUnreadable(DataFileUnreadable):
+    """A row group is missing or does not decode; `path` and `row_group` say which one."""
+
+    def __init__(self, path: str, row_group: int, message: str) -> None:
+        super().__init__(message)
+        self.path = path
+        self.row_group = row_group
 
 
 @dataclass(frozen=True, slots=True)
 class _Opened:
-    """A data file's footer and the names that its columns have in it."""
+    """A data file's footer, and how its columns become those of the table."""
 
     metadata: pq.FileMetaData
-    columns: dict[str, str]
+    columns: FileColumns
 
 
 class BlockDecoder:
-    """Decodes blocks of one plan; `columns` decide what is read and in which type."""
+    """Decodes blocks of one table's files into the named columns of one schema."""
 
-    def __init__(self, io: FileIO, schema: Schema, units: UnitTable, columns: Sequence[str]) -> None:
+    def __init__(
+        self,
+        io: FileIO,
+        schema: Schema,
+        columns: Sequence[str],
+        *,
+        name_mapping: NameMapping | None = None,
+        partition_values: PartitionValues = lambda path: {},
+    ) -> None:
         self._io = io
         self._schema = schema
-        self._units = units
         self._columns = tuple(columns)
-        self._types = schema_to_pyarrow(schema, include_field_ids=False)
+        self._name_mapping = name_mapping
+        self._partition_values = partition_values
         self._row_bytes: float | None = None
         self._open = lru_cache(maxsize=1024)(self._footer)
+        self._shared = _Once(_SHARED_UNITS)
 
-    def bytes_of(self, block: Block) -> int:
-        """Estimate of the decoded size of a block: from the last row decoded, before there is one from the footers."""
+    def bytes_of(self, units: UnitTable, block: Block) -> int:
+        """Estimate of the decoded size of a block: from the last rows decoded, before there are any from the footers."""
         if self._row_bytes is not None:
             return int(block.rows * self._row_bytes)
-        units, slices = self._units, block.slices
+        slices = block.slices
         return int((units.bytes[slices.unit] * slices.rows // np.maximum(1, units.rows[slices.unit])).sum())
 
-    def decode(self, block: Block) -> Arrays:
-        """All physical rows of a block: column -> array [R] or [R, length].
+    def decode(self, units: UnitTable, block: Block) -> pa.Table:
+        """All physical rows of a block, in the order of its slices, with the types of the table.
 
         Raises:
-            DataFileUnreadable: a file is missing or corrupt; names it and the row group.
-            UnsupportedColumn: nulls or lists of different lengths.
+            UnitUnreadable: a file is missing or corrupt; names it and the row group.
         """
+        slices = block.slices
         parts = [
-            self._decode_slice(int(unit), int(first), int(rows))
-            for unit, first, rows in zip(block.slices.unit, block.slices.first, block.slices.rows, strict=True)
+            self._slice(units, int(unit), int(first), int(rows))
+            for unit, first, rows in zip(slices.unit, slices.first, slices.rows, strict=True)
         ]
-        if len(parts) == 1:
-            return parts[0]
-        return {name: np.concatenate([part[name] for part in parts]) for name in self._columns}
+        table = parts[0] if len(parts) == 1 else pa.concat_tables(parts)
+        self._row_bytes = table.nbytes / max(1, table.num_rows)
+        return table
 
-    @cached_property
-    def first_row(self) -> Arrays:
-        """The plan's first row, for the shapes and types of the columns."""
-        return self._decode_slice(0, 0, 1)
+    def _slice(self, units: UnitTable, unit: int, first: int, rows: int) -> pa.Table:
+        path, row_group = units.file_paths[int(units.file[unit])], int(units.row_group[unit])
+        whole = int(units.rows[unit])
+        if rows == whole:
+            return self._row_group(path, row_group, whole)
+        table: pa.Table = self._shared.get((path, row_group), lambda: self._row_group(path, row_group, whole))
+        # A view would keep the whole decoded row group alive, once per key group that has a slice of it.
+        return table.slice(first, rows) if 2 * rows > whole else table.take(np.arange(first, first + rows))
 
-    def _decode_slice(self, unit: int, first: int, rows: int) -> Arrays:
-        path = self._units.file_paths[int(self._units.file[unit])]
-        row_group = int(self._units.row_group[unit])
-        origin = f"row group {row_group} of {path!r}"
+    def _row_group(self, path: str, row_group: int, rows: int) -> pa.Table:
         try:
             opened = self._open(path)
-            with self._io.new_input(path).open() as stream:
-                file = pq.ParquetFile(stream, metadata=opened.metadata)
-                table = file.read_row_group(row_group, columns=list(opened.columns.values()), use_threads=False)
-        except (OSError, pa.ArrowInvalid) as err:
-            raise DataFileUnreadable(
-                f"expected {origin} to decode, found {type(err).__name__}: {err}; restore the file, or plan another snapshot"
+            names = opened.columns.in_file
+            table = self._read(path, opened.metadata, row_group, names) if names else None
+        except (OSError, pa.ArrowException) as err:
+            raise UnitUnreadable(
+                path,
+                row_group,
+                f"expected row group {row_group} of {path!r} to decode, found {type(err).__name__}: {err}; restore the file, "
+                'plan another snapshot, or let such row groups be left out (on_unreadable = "quarantine")',
             ) from err
-        if table.num_rows != self._units.rows[unit]:
-            raise DataFileUnreadable(
-                f"expected {self._units.rows[unit]} rows in {origin}, as planned, found {table.num_rows}: the file was altered"
+        found = opened.metadata.row_group(row_group).num_rows if table is None else table.num_rows
+        if found != rows:
+            raise UnitUnreadable(
+                path,
+                row_group,
+                f"expected {rows} rows in row group {row_group} of {path!r}, as planned, found {found}: the file was altered",
             )
-        arrays = {}
-        for name, name_in_file in opened.columns.items():
-            column = table[name_in_file].slice(first, rows)
-            array = to_numpy(_widened(column, self._types.field(name).type), name=name, origin=origin)
-            # A view would keep the whole decoded row group alive, once per key group that has a slice of it.
-            arrays[name] = array if 2 * rows > table.num_rows else array.copy()
-        self._row_bytes = sum(array.nbytes for array in arrays.values()) / max(1, rows)
-        return arrays
+        return opened.columns.align(table, rows)
+
+    def _read(self, path: str, metadata: pq.FileMetaData, row_group: int, names: list[str]) -> pa.Table:
+        with self._io.new_input(path).open() as stream:
+            # pre_buffer reads the column chunks in few coalesced ranges, which matters on object stores.
+            file = pq.ParquetFile(stream, metadata=metadata, pre_buffer=True)
+            return file.read_row_group(row_group, columns=names, use_threads=False)
 
     def _footer(self, path: str) -> _Opened:
         with self._io.new_input(path).open() as stream:
             file = pq.ParquetFile(stream)
-            return _Opened(file.metadata, file_columns(file.schema_arrow, self._schema, self._columns))
+            columns = self._file_columns(file.schema_arrow, {})
+            if columns.absent:
+                columns = self._file_columns(file.schema_arrow, self._partition_values(path))
+            return _Opened(file.metadata, columns)
+
+    def _file_columns(self, file_schema: pa.Schema, partition_values: Mapping[int, Any]) -> FileColumns:
+        return FileColumns.of(
+            file_schema,
+            self._schema,
+            self._columns,
+            name_mapping=self._name_mapping,
+            partition_values=partition_values,
+        )
 
 
-def _widened(column: pa.ChunkedArray, wanted: pa.DataType) -> pa.ChunkedArray:
-    """The column in the table's type, for files written before the type was widened."""
-    if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
-        if column.type.value_type == wanted.value_type:
-            return column
-        return column.cast(pa.list_(wanted.value_type))
-    return column if column.type == wanted else column.cast(wanted)
+class _Once:
+    """The results of the last few calls by key; a call that is under way in another thread is waited for."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._lock = threading.Lock()
+        self._made: OrderedDict[Any, Future[Any]] = OrderedDict()
+
+    def get(self, key: Any, make: Callable[[], Any]) -> Any:
+        with self._lock:
+            future = self._made.get(key)
+            mine = future is None
+            if future is None:
+                future = self._made[key] = Future()
+            self._made.move_to_end(key)
+            while len(self._made) > self._size:
+                self._made.popitem(last=False)
+        if mine:
+            try:
+                future.set_result(make())
+            except BaseException as err:
+                with self._lock:
+                    self._made.pop(key, None)
+                future.set_exception(err)
+        return future.result()
 
 
-BlockKey = tuple[int, int, int]
-"""(pass, key group, block)."""
+Prepared = TypeVar("Prepared")
+BlockKey = tuple[int, int, int, int]
+"""(source, pass, key group, block)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted(Generic[Prepared]):
+    """A block that will be needed: its estimated size, and what prepares it."""
+
+    key: BlockKey
+    size_bytes: int
+    prepare: Callable[[], Prepared]
 
 
 class Prefetcher:
-    """Decoded blocks by key: `ask` starts decoding if the budget allows, `take` waits for the result."""
+    """Prepares blocks ahead in background threads; what is ahead and what is being read stay within the budget together.
 
-    def __init__(self, decoder: BlockDecoder, *, threads: int, budget_bytes: int) -> None:
-        self._decoder = decoder
+    A block that is needed now is always prepared; one that is asked for ahead waits until there is room.
+    """
+
+    def __init__(self, *, threads: int, budget_bytes: int) -> None:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="decode")
         self._budget_bytes = budget_bytes
-        self._asked: dict[BlockKey, tuple[Future[Arrays], int]] = {}
+        self._waiting: OrderedDict[BlockKey, Wanted[Any]] = OrderedDict()
+        self._ahead: dict[BlockKey, tuple[Future[Any], int]] = {}
+        self._held: dict[BlockKey, int] = {}
+        self.peak_bytes = 0
+        """The most that was ahead and held at a time, as estimated."""
 
-    def ask(self, key: BlockKey, block: Block) -> None:
-        """Start decoding a block that will be needed, unless that would exceed the budget."""
-        size = self._decoder.bytes_of(block)
-        ahead = sum(size for _, size in self._asked.values())
-        if key not in self._asked and ahead + size <= self._budget_bytes:
-            self._asked[key] = (self._pool.submit(self._decoder.decode, block), size)
+    def ask(self, wanted: Wanted[Any]) -> None:
+        """Prepare a block ahead, as soon as the budget allows."""
+        self._waiting[wanted.key] = wanted
+        self._start_waiting()
 
-    def take(self, key: BlockKey, block: Block) -> Arrays:
-        """The decoded block; decoded here and now if it was not asked for."""
-        asked = self._asked.pop(key, None)
-        return self._decoder.decode(block) if asked is None else asked[0].result()
+    def take(self, wanted: Wanted[Prepared]) -> Prepared:
+        """The prepared block, which counts as held until it is released."""
+        self._waiting.pop(wanted.key, None)
+        asked = self._ahead.pop(wanted.key, None)
+        future = self._pool.submit(wanted.prepare) if asked is None else asked[0]
+        self._held[wanted.key] = wanted.size_bytes
+        self._note_peak()
+        return future.result()
+
+    def release(self, key: BlockKey) -> None:
+        """The block is not read any more."""
+        self._held.pop(key, None)
+        self._start_waiting()
+
+    def forget(self, key: BlockKey) -> None:
+        """The block is neither read nor needed any more."""
+        self._waiting.pop(key, None)
+        self._ahead.pop(key, None)
+        self.release(key)
 
     def close(self) -> None:
         """Drop what was asked for and end the threads."""
         self._pool.shutdown(wait=True, cancel_futures=True)
-        self._asked.clear()
+        self._ahead.clear()
+        self._waiting.clear()
+
+    def _start_waiting(self) -> None:
+        for wanted in list(self._waiting.values()):
+            if self._used + wanted.size_bytes > self._budget_bytes:
+                return
+            del self._waiting[wanted.key]
+            self._ahead[wanted.key] = (self._pool.submit(wanted.prepare), wanted.size_bytes)
+            self._note_peak()
+
+    @property
+    def _used(self) -> int:
+        return sum(self._held.values()) + sum(size for _, size in self._ahead.values())
+
+    def _note_peak(self) -> None:
+        self.peak_bytes = max(self.peak_bytes, self._used)

@@ -88,7 +88,7 @@ def documents_of(
         positions: The block position of each.
         column: After the transform: a string column, to be tokenized, or lists of integers, which are tokens.
         transform: The user's function, between the rows and `column`.
-        tokenizer: For a string column, and only there.
+        tokenizer: For a string column; lists are tokens already.
         end_id: Token put behind each document; an empty document stays empty.
         begin_id: Token put before each document.
         reject: What becomes of rows that the transform or the tokenizer raises for.
@@ -98,7 +98,7 @@ def documents_of(
         RowRejected: a row was rejected and `reject` is "fail".
         TransformFailed: the transform breaks its contract.
         NoSuchColumn: `column` is not there.
-        SpecInvalid: a string column and no tokenizer, or a tokenizer and no string column.
+        SpecInvalid: a string column and no tokenizer.
         UnsupportedColumn: another type, or nulls.
     """
     done = _transformed(live, positions, transform, reject, check)
@@ -107,8 +107,6 @@ def documents_of(
     content = _column(done.table, column)
     if is_text(content.type):
         values, offsets, done = _tokenized(content, done, positions, column, tokenizer, reject)
-    elif tokenizer is not None:
-        raise SpecInvalid(f"expected texts in column {column!r} to tokenize, found {content.type}: name no tokenizer")
     else:
         values, offsets = tokens_of_lists(content, column)
     kept = np.diff(offsets) > 0
@@ -122,13 +120,15 @@ def samples_of(
     live: pa.Table,
     positions: Ints,
     *,
-    columns: Sequence[str],
+    columns: Sequence[str] | None = None,
     transform: Transform | None = None,
     reject: Reject = "fail",
     check: bool = False,
     origin: str = "the block",
 ) -> Samples:
     """Samples of a block's live rows: each output row of the transform is one; arguments as for `documents_of`.
+
+    `columns` are those that become tensors; None: all that there are behind the transform.
 
     Raises:
         RowRejected, TransformFailed, NoSuchColumn, UnsupportedColumn: as `documents_of`.
@@ -137,7 +137,8 @@ def samples_of(
     rows = source_rows(positions, done.row, done.rejected)
     if not len(done.row):
         return Samples({}, rows)
-    arrays = {name: to_numpy(_column(done.table, name), name=name, origin=origin) for name in columns}
+    names = done.table.column_names if columns is None else columns
+    arrays = {name: to_numpy(_column(done.table, name), name=name, origin=origin) for name in names}
     return Samples(arrays, rows)
 
 

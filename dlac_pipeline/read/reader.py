@@ -1,41 +1,83 @@
-"""One rank's reader: from the order and a step to batches of tensors.
+"""One rank's reader: from the order and a reader state to batches of tensors.
 
 1. Rank r of W works on slots [rB/W, (r+1)B/W) of every global batch; slot s belongs to key group s // (B/G).
-2. For each of its key groups the rank walks the stretches of the order from where the resumed step left them.
-3. Blocks are decoded ahead; a batch is gathered from them by index, straight into one array per column.
+2. Each of its key groups shares its slots out among the sources, and fills them from one stream per source.
+3. Blocks are decoded and prepared ahead; a batch is gathered from them by index, straight into one array per column.
 
 Resume requires an unchanged leg; the number of ranks may change.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Protocol
 
 import numpy as np
 import torch
 
-from catalog.errors import SpecInvalid, UnsupportedColumn
-from dlac_pipeline.plan.order import LegOrder, Stretch
-from dlac_pipeline.plan.units import Ints
+from catalog.errors import SpecInvalid
+from dlac_pipeline.plan.order import LegOrder, ReaderState
+from dlac_pipeline.plan.source_order import Cursor
 from dlac_pipeline.read.batch import Batch
-from dlac_pipeline.read.blocks import Arrays, BlockDecoder, Prefetcher
+from dlac_pipeline.read.blocks import Prefetcher
+from dlac_pipeline.read.columns import Array, ColumnKind, assemble
+from dlac_pipeline.read.group import GroupBatch, GroupReader
+from dlac_pipeline.read.streams import Columns, Stream
 
-PREFETCH_BYTES = 256 * 2**20
+OpenStream = Callable[[int, int, Cursor], Stream]
+"""(source, key group, cursor) -> stream."""
+
+
+class Counts(Protocol):
+    """Numbers that are being summed over all ranks."""
+
+    def wait(self) -> Sequence[int]:
+        """The sums."""
+
+
+Exchange = Callable[[Sequence[int]], Counts]
+"""Starts to sum numbers over all ranks, without waiting."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Alone:
+    counts: Sequence[int]
+
+    def wait(self) -> Sequence[int]:
+        return self.counts
+
+
+def alone(counts: Sequence[int]) -> Counts:
+    """The sums over one rank."""
+    return _Alone(counts)
+
+
+@dataclass(frozen=True, slots=True)
+class _Upcoming:
+    """A batch that is read, and what all ranks have of it."""
+
+    batch: Batch
+    counts: Counts
 
 
 class RankReader:
-    """Batches of rank `rank` of `world_size`, from behind `step` to the end of the order."""
+    """Batches of rank `rank` of `world_size`, from behind `step`, where the cursors are `state`, to the end of the leg."""
 
     def __init__(
         self,
         order: LegOrder,
-        decoder: BlockDecoder,
+        kinds: Mapping[str, ColumnKind],
+        open_stream: OpenStream,
+        prefetch: Prefetcher,
         *,
         rank: int,
         world_size: int,
         step: int,
-        threads: int = 2,
-        budget_bytes: int = PREFETCH_BYTES,
+        state: ReaderState,
+        exchange: Exchange = alone,
+        probe: Callable[[], Columns] = dict,
     ) -> None:
         batch_size, per_group = order.settings.batch_size, order.settings.samples_per_group
         if batch_size % world_size:
@@ -43,126 +85,119 @@ class RankReader:
                 f"expected a number of ranks that divides the batch size {batch_size}, found {world_size}"
             )
         self._order = order
+        self._kinds = dict(kinds)
+        self._lengths: dict[str, int] = {}
+        self._probe = probe
         self._world_size = world_size
         self._step = step
         self._slots = batch_size // world_size
-        self._decoder = decoder
-        self._prefetch = Prefetcher(decoder, threads=threads, budget_bytes=budget_bytes)
+        self._prefetch = prefetch
+        self._exchange = exchange
         low, high = rank * self._slots, (rank + 1) * self._slots
         self.groups = range(low // per_group, -(-high // per_group))
         self._parts = [
-            _GroupPart(
-                order,
-                self._prefetch,
+            GroupReader(
+                order.mixture,
+                order.active,
                 group,
-                max(0, low - group * per_group),
-                min(per_group, high - group * per_group),
-                step,
+                per_group,
+                low=max(0, low - group * per_group),
+                high=min(per_group, high - group * per_group),
+                samples_before=order.samples(step),
+                cursors=[cursors[group] for cursors in state],
+                open_stream=partial(_of_group, open_stream, group),
             )
             for group in self.groups
         ]
-        self._cursors = np.array([part.cursor for part in self._parts], dtype=np.int64)
+
+    @property
+    def last_step(self) -> int | None:
+        """The step with which the leg ends, where it is known beforehand."""
+        return self._order.total_steps
 
     def __iter__(self) -> Iterator[Batch]:
         """The batches of the remaining steps."""
-        while self._step < self._order.total_steps:
-            yield self._next()
+        return self._counted() if self._order.counted else self._agreed()
 
     def close(self) -> None:
         """End the background threads."""
         self._prefetch.close()
 
-    def _next(self) -> Batch:
+    def _counted(self) -> Iterator[Batch]:
+        last = self._order.total_steps
+        while last is None or self._step < last:
+            rows = self._order.valid_rows(self._step + 1)
+            yield self._read(rows, rows)[0]
+
+    def _agreed(self) -> Iterator[Batch]:
+        """One batch ahead, for what the others have of it is known only when all have read it."""
+        upcoming = self._ahead()
+        while upcoming is not None:
+            rows, tokens = upcoming.counts.wait()
+            full = rows == self._order.settings.batch_size
+            if not rows or not (full or not self._order.settings.pending_tail):
+                return
+            batch = upcoming.batch
+            upcoming = self._ahead()
+            yield replace(batch, rows=rows, tokens=tokens)
+
+    def _ahead(self) -> _Upcoming | None:
+        last = self._order.total_steps
+        if last is not None and self._step >= last:
+            return None
+        batch, samples, items = self._read(0, 0)
+        return _Upcoming(batch, self._exchange([samples, items]))
+
+    def _read(self, rows: int, tokens: int) -> tuple[Batch, int, int]:
+        """The next batch, with its samples and items on this rank."""
         self._step += 1
-        arrays: Arrays = {}
-        valid = np.zeros(self._slots, dtype=np.bool_)
-        slot = 0
-        for index, part in enumerate(self._parts):
-            filled = slot
-            for block, rows in part.take():
-                self._gather(arrays, block, rows, filled)
-                filled += len(rows)
-            valid[slot:filled] = True
-            self._cursors[index] = part.cursor
-            slot += part.width
-        if not arrays:
-            arrays = {
-                name: np.zeros((self._slots, *row.shape[1:]), row.dtype)
-                for name, row in self._decoder.first_row.items()
-            }
-        return Batch(
-            step=self._step,
-            tensors={name: torch.from_numpy(array) for name, array in arrays.items()},
-            valid=torch.from_numpy(valid),
-            rows=self._order.valid_rows(self._step),
-            world_size=self._world_size,
-            cursors=self._cursors.copy(),
+        taken = [part.take() for part in self._parts]
+        source = np.concatenate(
+            [each.source_of[part.low : part.high] for part, each in zip(self._parts, taken, strict=True)]
         )
+        batch = Batch(
+            step=self._step,
+            tensors={name: torch.from_numpy(array) for name, array in self._gather(taken).items()},
+            valid=torch.from_numpy(source >= 0),
+            source=torch.from_numpy(source),
+            rows=rows,
+            tokens=tokens,
+            world_size=self._world_size,
+            cursors=np.array([part.cursors for part in self._parts], dtype=np.int64),
+            moved=()
+            if self._order.counted
+            else tuple(
+                (index, group, advance)
+                for group, part, each in zip(self.groups, self._parts, taken, strict=True)
+                if part.has_last_slot
+                for index, advance in each.advances
+            ),
+        )
+        return batch, int((source >= 0).sum()), sum(each.items for each in taken)
 
-    def _gather(self, arrays: Arrays, block: Arrays, rows: Ints, slot: int) -> None:
-        for name, values in block.items():
-            if name not in arrays:
-                arrays[name] = np.zeros((self._slots, *values.shape[1:]), dtype=values.dtype)
-            if arrays[name].shape[1:] != values.shape[1:]:
-                raise UnsupportedColumn(
-                    f"expected lists of {arrays[name].shape[1]} in column {name!r}, found lists of {values.shape[1]}: "
-                    "this version reads fixed-length sequences"
-                )
-            np.take(values, rows, axis=0, out=arrays[name][slot : slot + len(rows)], mode="clip")
+    def _gather(self, taken: Sequence[GroupBatch]) -> dict[str, Array]:
+        """The tensors of a batch."""
+        starts = np.cumsum([0, *(part.width for part in self._parts)])
+        pieces = [
+            (columns, rows, slots + start)
+            for start, each in zip(starts, taken, strict=False)
+            for columns, rows, slots in each.pieces
+        ]
+        if not self._lengths:
+            self._learn(pieces[0][0] if pieces else self._probe())
+        arrays: dict[str, Array] = {}
+        for name, kind in self._kinds.items():
+            mine = [(columns[name], rows, slots) for columns, rows, slots in pieces]
+            arrays |= assemble(kind, mine, self._slots, length=self._lengths.get(name, 0))
+        return arrays
+
+    def _learn(self, columns: Columns) -> None:
+        """Remember what the columns are, for batches in which this rank has no sample."""
+        for name, column in columns.items():
+            listed = column.offsets is None and column.values.ndim == 2
+            self._lengths[name] = column.values.shape[1] if listed else 0
+            self._kinds.setdefault(name, ColumnKind(name=name, items=column.values.dtype, listed=listed))
 
 
-class _GroupPart:
-    """Samples low..high-1 of what one key group gives to each batch: all of it, unless ranks share the group."""
-
-    def __init__(self, order: LegOrder, prefetch: Prefetcher, group: int, low: int, high: int, step: int) -> None:
-        self.width = high - low
-        self._group = group
-        self._prefetch = prefetch
-        self._per_batch = order.settings.samples_per_group
-        self._low, self._high = low, high
-        self._consumed = int(order.consumed(step)[group])
-        self._end = int(order.dealt_before(order.passes)[group])
-        self._stretches = order.stretches(group, self._consumed, self._end)
-        self._stretch: Stretch | None = None
-        self._upcoming = next(self._stretches, None)
-        self._ask_upcoming()
-        self._at = 0
-        self._data: Arrays = {}
-        cursor = order.cursor(group, self._consumed)
-        self.cursor = (cursor.pass_index, cursor.block, cursor.position)
-
-    def take(self) -> list[tuple[Arrays, Ints]]:
-        """The rank's samples of the next batch, as (block, rows in it); the key group's cursor moves over all of them."""
-        count = min(self._per_batch, self._end - self._consumed)
-        taken = [(data, rows[low:high]) for data, rows, low, high in self._walk(count) if low < high]
-        self._consumed += count
-        return taken
-
-    def _walk(self, count: int) -> Iterator[tuple[Arrays, Ints, int, int]]:
-        done = 0
-        while done < count:
-            if self._stretch is None or self._at == self._stretch.stop:
-                self._enter_next_block()
-            stretch = self._stretch
-            assert stretch is not None
-            stop = min(stretch.stop, self._at + count - done)
-            rows = stretch.block.rows_of(self._at, stop)
-            yield self._data, rows, max(0, self._low - done), min(len(rows), self._high - done)
-            done += stop - self._at
-            self._at = stop
-            self.cursor = (stretch.pass_index, stretch.block.index, stretch.block.position_after(stop))
-
-    def _enter_next_block(self) -> None:
-        stretch = self._upcoming
-        assert stretch is not None, "the order ends where the counts of the key groups end"
-        self._stretch, self._at = stretch, stretch.start
-        self._data = self._prefetch.take(self._key(stretch), stretch.block)
-        self._upcoming = next(self._stretches, None)
-        self._ask_upcoming()
-
-    def _ask_upcoming(self) -> None:
-        if self._upcoming is not None:
-            self._prefetch.ask(self._key(self._upcoming), self._upcoming.block)
-
-    def _key(self, stretch: Stretch) -> tuple[int, int, int]:
-        return stretch.pass_index, self._group, stretch.block.index
+def _of_group(open_stream: OpenStream, group: int, source: int, cursor: Cursor) -> Stream:
+    return open_stream(source, group, cursor)

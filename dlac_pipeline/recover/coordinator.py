@@ -14,13 +14,16 @@ from typing import Any
 
 from catalog.commits import Attempt, claim, quarantine
 from catalog.connect import Lakehouse
-from catalog.errors import CheckpointDamaged, NoRestorableCheckpoint
+from catalog.errors import CheckpointDamaged, LedgerError, NoRestorableCheckpoint
 from catalog.ledger import HEAD_KINDS, Ledger, Row, RunState
-from catalog.plans import find_plan
+from catalog.plans import PlanRow, find_plan
 from dlac_pipeline.checkpoint.manifest import Manifest, folder_of, read_manifest, verify_files
+from dlac_pipeline.plan.follow import Unreadable, next_leg, without_unreadable
 from dlac_pipeline.plan.leg import Leg
-from dlac_pipeline.plan.planner import first_leg, load_plan, make_plan
-from dlac_pipeline.spec import JobSpec
+from dlac_pipeline.plan.legs import asked_for, first_leg
+from dlac_pipeline.plan.planner import check_plan, load_plan, make_plan
+from dlac_pipeline.plan.source_order import Cursor
+from dlac_pipeline.spec import JobSpec, SourceSpec
 
 _UNREPEATED = ("manifest_uri", "manifest_digest", "model_digest", "committed_at", "format_version", "run")
 """Columns of ledger rows that only their commit decides; manifests leave them out."""
@@ -33,7 +36,6 @@ class ResumePoint:
     attempt: int
     nonce: str
     replaces: int
-    plan_id: str
     leg: str
     """The leg as JSON; committed already unless `leg_is_new`."""
     leg_is_new: bool
@@ -42,7 +44,8 @@ class ResumePoint:
     folder: str | None = None
     world_size: int = 0
     engine: str = ""
-    reader_state: list[list[int]] | None = None
+    reader_state: list[list[list[int]]] | None = None
+    """Cursor of each source and key group: [pass, block, position, offset]."""
     rows_since: list[dict[str, Any]] | None = None
     quarantined: list[str] | None = None
     claim_s: float = 0.0
@@ -63,13 +66,29 @@ def new_nonce() -> str:
     return secrets.token_hex(4)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wish:
+    """What a launch wants besides resuming: which plans a new run takes, and what a new leg may change."""
+
+    plan_ids: tuple[str, ...] = ()
+    """Of each source, for a run that begins; empty: plan the sources as the spec says."""
+    repin: bool = False
+    """Go on to what happened to followed tables since they were planned."""
+    unreadable: tuple[Unreadable, ...] = ()
+    """Row groups to leave out from now on."""
+
+
+RESUME = Wish()
+"""Only resume."""
+
+
 def take_over(
     lakehouse: Lakehouse,
     spec: JobSpec,
     *,
     nonce: str,
     replaces: int | None = None,
-    plan_id: str | None = None,
+    wish: Wish = RESUME,
     launch_folder: str = "",
     launched_by: str = "",
 ) -> ResumePoint:
@@ -82,26 +101,27 @@ def take_over(
         SteppedAside, RunFinished: from the claim.
         ResumeMismatch: the spec asks for something else than what the run's leg binds; nothing was claimed.
         NoRestorableCheckpoint: every checkpoint of the lineage is damaged.
+        AppendHistoryLost: what was appended to a followed table cannot be told apart any more; nothing was claimed.
     """
     ledger = Ledger(lakehouse)
     started = time.monotonic()
     before = ledger.state(spec.run)
-    recovering = replaces is not None and before.fence.head is None
-    leg = _choose_leg(ledger, spec, before, plan_id or (_claimed_plan(ledger, spec) if recovering else None))
+    chooser = _LegChooser(ledger, spec, wish, recovering=replaces is not None)
+    leg = chooser.before_claim(before)
     current = before.fence.attempt - (before.fence.nonce == nonce)  # an earlier try of this very claim may have landed
     replaced = current if replaces is None else replaces
     detail = {
         "host": socket.gethostname(),
         "launch_folder": launch_folder,
         "launched_by": launched_by,
-        "plan_id": leg.plan_id,
+        "plan_ids": leg.plan_ids,
     }
     state = claim(ledger, spec.run, nonce=nonce, replaces=replaced, detail=detail)
-    if state.fence.head != before.fence.head:  # the attempt that was replaced committed while this one was planning
-        leg = _choose_leg(ledger, spec, state, plan_id)
     attempt = Attempt(run=spec.run, number=state.fence.attempt, nonce=nonce)
     claimed = time.monotonic()
     rows = ledger.rows(spec.run, kinds=HEAD_KINDS)
+    if state.fence.head != before.fence.head:  # the attempt that was replaced committed in between
+        chooser.check(leg_of(rows, state.fence.head or ""))
     manifest, damaged = _newest_whole(rows, state.fence.head)
     if damaged:
         head_after = None if manifest is None else manifest.checkpoint_id
@@ -112,6 +132,8 @@ def take_over(
                 "start a run under another name"
             )
         rows = ledger.rows(spec.run, kinds=HEAD_KINDS)
+    if (manifest.checkpoint_id if manifest else None) != before.fence.head:
+        leg = chooser.at(rows, manifest)
     return _resume_point(
         attempt,
         replaced,
@@ -124,60 +146,127 @@ def take_over(
     )
 
 
-def _choose_leg(ledger: Ledger, spec: JobSpec, state: RunState, plan_id: str | None) -> Leg:
-    """The committed leg, if it is what the spec asks for; for a run without a checkpoint the leg that it starts with."""
-    if state.fence.head is not None:
-        leg = _committed_leg(ledger, spec)
-        check_resumable(ledger.lakehouse, spec, leg, plan_id)
-        return leg
-    if ledger.rows(spec.run, kinds=("checkpoint",)):
-        raise NoRestorableCheckpoint(
-            f"every checkpoint of run {spec.run!r} is quarantined: start a run under another name"
+class _LegChooser:
+    """Which leg a launch trains: the committed one, the one behind it, or a new run's first."""
+
+    def __init__(self, ledger: Ledger, spec: JobSpec, wish: Wish, *, recovering: bool) -> None:
+        self._ledger = ledger
+        self._lakehouse = ledger.lakehouse
+        self._spec = spec
+        self._wish = wish
+        self._recovering = recovering
+
+    def before_claim(self, state: RunState) -> Leg:
+        """The leg, as far as the ledger tells before anything is claimed or verified."""
+        rows = self._ledger.rows(self._spec.run, kinds=HEAD_KINDS)
+        head = checkpoint_rows(rows).get(state.fence.head or "")
+        if head is None:
+            return self.at(rows, None)
+        try:
+            manifest = read_manifest(head["manifest_uri"], head["manifest_digest"])
+        except CheckpointDamaged:  # found again and dealt with under the claim
+            return leg_of(rows, head["checkpoint_id"])
+        return self.at(rows, manifest)
+
+    def at(self, rows: list[Row], manifest: Manifest | None) -> Leg:
+        """The leg of an attempt that resumes behind this checkpoint.
+
+        Raises:
+            ResumeMismatch: the spec asks for something else, and no new leg was asked for.
+        """
+        if manifest is None:
+            return self._first(rows)
+        leg = leg_of(rows, manifest.checkpoint_id)
+        asked = self.check(leg)
+        for source, mine in zip(self._spec.sources, leg.sources, strict=True):
+            for plan_id in mine.start.plan_ids:
+                check_plan(self._lakehouse, plan_id, table=source.table)
+        return next_leg(
+            self._lakehouse,
+            self._spec,
+            leg,
+            asked,
+            step=manifest.step,
+            state=[[Cursor(*cursor) for cursor in cursors] for cursors in manifest.reader_state],
+            repin=self._wish.repin,
+            unreadable=self._wish.unreadable,
         )
-    plan = load_plan(ledger.lakehouse, plan_id) if plan_id else make_plan(ledger.lakehouse, spec.source)
-    return first_leg(plan, spec.order)
+
+    def check(self, leg: Leg) -> Leg:
+        """What the spec asks for where `leg` is committed.
+
+        Raises:
+            ResumeMismatch: something else, and no new leg was asked for.
+        """
+        asked = asked_for(self._spec, leg, self._table_uuids())
+        if self._wish.plan_ids and self._wish.plan_ids != tuple(source.plan_id for source in leg.sources):
+            asked = replace(
+                asked,
+                sources=tuple(
+                    replace(source, plan_id=plan_id)
+                    for source, plan_id in zip(asked.sources, self._wish.plan_ids, strict=True)
+                ),
+            )
+        if not self._spec.launch.new_leg:
+            leg.check_same(asked)
+        return asked
+
+    def _first(self, rows: list[Row]) -> Leg:
+        """The leg that the run begins with; the plans of an attempt that is recovered, if the spec still asks for them."""
+        if checkpoint_rows(rows):
+            raise NoRestorableCheckpoint(
+                f"every checkpoint of run {self._spec.run!r} is quarantined: start a run under another name"
+            )
+        plan_ids = self._wish.plan_ids or (self._claimed_plans(rows) if self._recovering else ())
+        if plan_ids and not self._wish.unreadable:
+            return first_leg(self._spec, [load_plan(self._lakehouse, plan_id) for plan_id in plan_ids])
+        plans = [make_plan(self._lakehouse, source) for source in self._spec.sources]
+        return first_leg(
+            self._spec, [without_unreadable(self._lakehouse, plan, self._wish.unreadable) for plan in plans]
+        )
+
+    def _claimed_plans(self, rows: list[Row]) -> tuple[str, ...]:
+        """The plans for which the attempt to be recovered had claimed the run, if they are still what the spec asks for."""
+        claims = [row for row in rows if row["kind"] == "claim"]
+        plan_ids = json.loads(claims[-1]["detail"]).get("plan_ids", []) if claims else []
+        found = [find_plan(self._lakehouse, plan_id) for plan_id in plan_ids]
+        fits = len(found) == len(self._spec.sources) and all(
+            row is not None and _is_plan_of(source, row) for source, row in zip(self._spec.sources, found, strict=True)
+        )
+        return tuple(plan_ids) if fits else ()
+
+    def _table_uuids(self) -> dict[str, str]:
+        return {
+            source.table: str(self._lakehouse.load(source.table).metadata.table_uuid) for source in self._spec.sources
+        }
 
 
-def _claimed_plan(ledger: Ledger, spec: JobSpec) -> str | None:
-    """The plan that the attempt to be recovered had claimed the run for, if it is still what the spec asks for."""
-    claims = ledger.rows(spec.run, kinds=("claim",))
-    plan_id = json.loads(claims[-1]["detail"]).get("plan_id") if claims else None
-    row = find_plan(ledger.lakehouse, plan_id) if plan_id else None
-    if row is None or (row.source_table, row.row_filter) != (spec.source.table, spec.source.row_filter):
-        return None
-    same_columns = json.loads(row.columns) == spec.source.columns
-    same_snapshot = spec.source.snapshot_id in (None, row.snapshot_id)
-    return row.plan_id if same_columns and same_snapshot else None
-
-
-def check_resumable(lakehouse: Lakehouse, spec: JobSpec, leg: Leg, plan_id: str | None) -> None:
-    """Check that resuming `leg` is what the spec, and the plan if one is named, ask for.
-
-    Raises:
-        ResumeMismatch: it is not; names each difference.
-        TableReplaced, PinLost: the source is not what was planned.
-    """
-    wanted = replace(
-        leg,
-        plan_id=plan_id or leg.plan_id,
-        source_table=spec.source.table,
-        snapshot_id=spec.source.snapshot_id or leg.snapshot_id,
-        columns=tuple(spec.source.columns),
-        row_filter=spec.source.row_filter,
-        **spec.order.model_dump(),
+def _is_plan_of(source: SourceSpec, row: PlanRow) -> bool:
+    return (
+        (row.source_table, row.row_filter) == (source.table, source.row_filter)
+        and json.loads(row.columns) == source.columns
+        and json.loads(row.exclude) == source.exclude
+        and source.snapshot_id in (None, row.snapshot_id)
     )
-    leg.check_same(wanted)
-    load_plan(lakehouse, leg.plan_id)
+
+
+def leg_of(rows: list[Row], checkpoint_id: str) -> Leg:
+    """The leg that a checkpoint ends in: the last one that it or one of its ancestors names."""
+    checkpoints = checkpoint_rows(rows)
+    legs = {row["checkpoint_id"]: row["detail"] for row in rows if row["kind"] == "leg"}
+    at: str | None = checkpoint_id
+    while at is not None and at not in legs:
+        at = checkpoints[at]["parent"]
+    if at is None:
+        raise LedgerError(
+            f"expected the leg of checkpoint {checkpoint_id!r} in the ledger, found none: restore the table"
+        )
+    return Leg.from_json(legs[at])
 
 
 def checkpoint_rows(rows: list[Row]) -> dict[str, Row]:
     """Checkpoint id -> its checkpoint row."""
     return {row["checkpoint_id"]: row for row in rows if row["kind"] == "checkpoint"}
-
-
-def _committed_leg(ledger: Ledger, spec: JobSpec) -> Leg:
-    legs = ledger.rows(spec.run, kinds=("leg",))
-    return Leg.from_json(legs[-1]["detail"])
 
 
 def _newest_whole(rows: list[Row], head: str | None) -> tuple[Manifest | None, dict[str, str]]:
@@ -213,9 +302,8 @@ def _resume_point(
         attempt=attempt.number,
         nonce=attempt.nonce,
         replaces=replaced,
-        plan_id=leg.plan_id,
         leg=leg.to_json(),
-        leg_is_new=manifest is None,
+        leg_is_new=manifest is None or leg.index != leg_of(rows, manifest.checkpoint_id).index,
         quarantined=quarantined,
         claim_s=claim_s,
         verify_s=verify_s,

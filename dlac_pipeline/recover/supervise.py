@@ -35,7 +35,7 @@ from catalog.plans import get_plan
 from dlac_pipeline.checkpoint.store import check_writable, storing
 from dlac_pipeline.launch import Exit, RankGroup
 from dlac_pipeline.plan.leg import Leg
-from dlac_pipeline.recover.coordinator import ResumePoint, attempts_without_progress, new_nonce, take_over
+from dlac_pipeline.recover.coordinator import RESUME, ResumePoint, Wish, attempts_without_progress, new_nonce, take_over
 from dlac_pipeline.recover.incident import Failure, Incident, failure_of_attempt
 from dlac_pipeline.recover.run_lock import run_lock
 from dlac_pipeline.spec import JobSpec
@@ -43,7 +43,7 @@ from dlac_pipeline.spec import JobSpec
 Argument = TypeVar("Argument")
 Result = TypeVar("Result")
 Event = dict[str, Any]
-Ending = Literal["finished", "stopped", "left"]
+Ending = Literal["finished", "caught_up", "stopped", "left"]
 _POLL_S = 0.05
 _STEP_EVENT_EVERY_S = 0.5
 HANG = "Hang"
@@ -59,7 +59,7 @@ class Outcome:
     """How a supervised run ended."""
 
     ending: Ending
-    """finished; stopped when asked to, behind a checkpoint; left: the script returned early."""
+    """finished; caught up with what is appended; stopped when asked to, behind a checkpoint; left: the script returned early."""
     attempts: int
     """Attempts that this supervisor launched."""
     step: int
@@ -73,7 +73,7 @@ class Supervisor:
         spec: JobSpec,
         *,
         on_event: Callable[[Event], None] = lambda event: None,
-        plan_id: str | None = None,
+        wish: Wish = RESUME,
         replaces: int | None = None,
         takeover: bool = False,
         wait_s: float = 0.0,
@@ -84,7 +84,7 @@ class Supervisor:
         self._launched_by = launched_by
         self._spec = spec
         self._on_event = on_event
-        self._plan_id = plan_id
+        self._wish = wish
         self._replaces = replaces
         self._takeover = takeover
         self._wait_s = wait_s
@@ -150,8 +150,8 @@ class Supervisor:
             raise RunFinished(
                 f"run {self._spec.run!r} is finished at checkpoint {state.fence.head!r} and takes no more attempts"
             )
-        if self._plan_id is not None:
-            get_plan(lakehouse, self._plan_id)
+        for plan_id in self._wish.plan_ids:
+            get_plan(lakehouse, plan_id)
         target = state.fence.attempt if self._takeover and self._replaces is None else self._replaces
         _check_current(lakehouse, self._spec.run, target)
         return target
@@ -213,7 +213,8 @@ class _Attempt:
             point = self._take_over()
             self.number, self.step = point.attempt, point.step
             leg = Leg.from_json(point.leg)
-            for message in leg.warnings(get_plan(self._lakehouse, leg.plan_id).live_rows, self._spec.launch.world_size):
+            live_rows = sum(get_plan(self._lakehouse, source.plan_id).live_rows for source in leg.sources)
+            for message in leg.warnings(live_rows, self._spec.launch.world_size):
                 self._say({"event": "warning", "message": message})
             self._say({"event": "attempt", "attempt": point.attempt, "step": point.step, "pids": ranks.pids})
             with storing(self._folder):
@@ -238,7 +239,7 @@ class _Attempt:
             self._spec,
             nonce=self._nonce,
             replaces=self._replaces,
-            plan_id=supervisor._plan_id,
+            wish=supervisor._wish,
             launch_folder=str(self._folder),
             launched_by=supervisor._launched_by,
         )
@@ -328,7 +329,7 @@ class _Attempt:
         for event in self._new_events():
             if event["event"] == "checkpoint":
                 self.committed = True
-            if event["event"] in ("finished", "stopped"):
+            if event["event"] in ("finished", "stopped", "caught_up"):
                 self._ending = event["event"]
             self._say(event)
 

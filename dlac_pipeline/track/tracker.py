@@ -1,7 +1,8 @@
 """Reader State Tracker: what each finished optimizer step consumed, since the last committed checkpoint.
 
-It advances when an optimizer step is done, never when a batch is handed out: prefetched rows are not consumed. Per step it
-keeps a reference and a flag; the rows of the ledger are worked out from the order when a checkpoint is taken.
+It advances when an optimizer step is done, never when a batch is handed out: prefetched rows are not consumed. Where the
+steps alone say what was consumed it keeps a reference and a flag per step, and the ledger's rows are worked out from the
+order when a checkpoint is taken; of streamed sources it keeps what the readers report, joined per block.
 """
 
 from __future__ import annotations
@@ -10,8 +11,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from catalog.errors import CursorMismatch
+from dlac_pipeline.plan.order import Advance
 from dlac_pipeline.plan.units import Ints
 from dlac_pipeline.read.batch import Batch
+from dlac_pipeline.read.packing import BlockAdvance, merge
+
+
+@dataclass(slots=True)
+class _Moved:
+    """What steps alike moved of one block."""
+
+    first_step: int
+    last_step: int
+    applied: bool
+    advance: BlockAdvance
 
 
 @dataclass(slots=True)
@@ -23,11 +36,13 @@ class ReaderStateTracker:
     """Key groups whose cursors this rank reports."""
     step: int = 0
     cursors: Ints | None = None
-    """Cursors after `step`, int64 [groups, 3]; None before the first step of an attempt."""
+    """Cursors after `step`, int64 [groups, sources, 4]; None before the first step of an attempt."""
     losses: list[float] = field(default_factory=list)
     """Global loss of each step since the last committed checkpoint, filled as they become known."""
     skipped: list[int] = field(default_factory=list)
     """Steps since then that the engine did not apply."""
+    _moved: dict[tuple[int, int], list[_Moved]] = field(default_factory=dict)
+    """(source, key group) -> what was moved since then, in order."""
 
     def __post_init__(self) -> None:
         self.step = self.committed_step
@@ -46,6 +61,8 @@ class ReaderStateTracker:
         self.cursors = batch.cursors
         if not applied:
             self.skipped.append(batch.step)
+        for source, group, advance in batch.moved:
+            self._add(self._moved.setdefault((source, group), []), batch.step, applied, advance)
 
     def stretches(self) -> Iterator[tuple[int, int, bool]]:
         """(first step, last step, applied) of each run of steps alike, since the last committed checkpoint."""
@@ -57,8 +74,44 @@ class ReaderStateTracker:
                 yield skipped, skipped, False
             start = skipped + 1
 
+    def advances(self) -> Iterator[Advance]:
+        """What streamed sources moved since the last committed checkpoint."""
+        for (source, group), moves in self._moved.items():
+            for moved in moves:
+                yield _advance(source, group, moved)
+
     def committed(self) -> None:
         """Forget what the checkpoint at `step` has recorded."""
         self.committed_step = self.step
         self.losses.clear()
         self.skipped.clear()
+        self._moved.clear()
+
+    def _add(self, moves: list[_Moved], step: int, applied: bool, advance: BlockAdvance) -> None:
+        last = moves[-1] if moves else None
+        same_block = last is not None and last.advance.cursor[:2] == (advance.pass_index, advance.block)
+        if last is None or not same_block or last.applied != applied:
+            moves.append(_Moved(step, step, applied, advance))
+            return
+        last.last_step = step
+        (last.advance,) = merge([last.advance, advance])
+
+
+def _advance(source: int, group: int, moved: _Moved) -> Advance:
+    part = moved.advance
+    return Advance(
+        source=source,
+        pass_index=part.pass_index,
+        group=group,
+        block=part.block,
+        position_start=part.position_start,
+        position_end=part.position_end,
+        first_step=moved.first_step,
+        last_step=moved.last_step,
+        rows_consumed=part.rows_consumed,
+        applied=moved.applied,
+        token_start=part.token_start,
+        token_end=part.token_end,
+        filtered=tuple(part.filtered.tolist()),
+        quarantined=part.quarantined,
+    )

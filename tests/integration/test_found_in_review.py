@@ -12,7 +12,8 @@ from sqlalchemy.exc import OperationalError
 from catalog.commits import Attempt, claim, commit_checkpoint
 from catalog.errors import DataFileUnreadable, LakehouseError, NoRestorableCheckpoint, ResumeMismatch, SteppedAside
 from catalog.plans import append_own, read_units
-from dlac_pipeline.plan.planner import first_leg, make_plan
+from dlac_pipeline.plan.legs import first_leg
+from dlac_pipeline.plan.planner import make_plan
 from dlac_pipeline.recover.coordinator import new_nonce, take_over
 from dlac_pipeline.recover.supervise import Supervisor
 from tests.conftest import Arena, source_rows
@@ -60,7 +61,7 @@ def test_a_checkpoint_committed_between_look_and_claim_keeps_its_leg(
     def late_claim(ledger: Any, run: str, **options: Any) -> Any:
         monkeypatch.undo()
         fence = ledger.state(run).fence
-        leg = first_leg(make_plan(arena.lakehouse, spec.source), spec.order)
+        leg = first_leg(spec, [make_plan(arena.lakehouse, spec.source)])
         rows = [
             {"kind": "checkpoint", "checkpoint_id": "c5", "step": 5},
             {"kind": "leg", "checkpoint_id": "c5", "leg": 0, "detail": leg.to_json()},

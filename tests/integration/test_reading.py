@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from catalog.errors import DataFileUnreadable, SpecInvalid, UnsupportedColumn
-from dlac_pipeline.plan.order import LegOrder
-from dlac_pipeline.plan.planner import Plan, first_leg, make_plan
+from dlac_pipeline.plan.legs import first_leg
+from dlac_pipeline.plan.planner import Plan, make_plan
 from dlac_pipeline.read.batch import Batch
-from dlac_pipeline.read.blocks import BlockDecoder
-from dlac_pipeline.read.reader import RankReader
+from dlac_pipeline.read.open import open_leg
 from dlac_pipeline.spec import OrderSpec, SourceSpec
 
 if TYPE_CHECKING:
@@ -40,13 +39,12 @@ def read(
     arena: Arena, plan: Plan, *, world_size: int = 1, step: int = 0, order: OrderSpec = ORDER, budget_bytes: int = 2**20
 ) -> list[list[Batch]]:
     """The batches of every remaining step, by rank."""
-    leg = first_leg(plan, order)
-    table = arena.lakehouse.load("src.t")
-    decoder = BlockDecoder(table.io, table.schemas()[leg.schema_id], plan.units, leg.columns)
+    spec = arena.spec("r", columns=list(plan.columns), row_filter=plan.row.row_filter)
+    spec = spec.model_copy(update={"order": order})
+    opened = open_leg(arena.lakehouse, first_leg(spec, [plan]), spec)
     batches = []
     for rank in range(world_size):
-        leg_order = LegOrder(plan.units, leg.order_settings, order.passes)
-        reader = RankReader(leg_order, decoder, rank=rank, world_size=world_size, step=step, budget_bytes=budget_bytes)
+        reader = opened.reader(rank=rank, world_size=world_size, step=step, budget_bytes=budget_bytes)
         with closing(reader):
             batches.append(list(reader))
     return batches

@@ -4,9 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dlac_pipeline.plan.cut import OrderSettings, deal
-from dlac_pipeline.plan.order import LegOrder
-from dlac_pipeline.plan.units import UnitTable
+from dlac_pipeline.plan.cut import deal
 
 EXAMPLES = settings(max_examples=200, deadline=None)
 
@@ -32,21 +30,3 @@ def test_groups_stay_level_over_many_appends(appends: list[int], groups: int) ->
     for live_rows in appends:
         total += deal(live_rows, total)
         assert total.max() - total.min() <= 1
-
-
-@EXAMPLES
-@given(st.integers(1, 300), st.integers(1, 64), st.integers(0, 60))
-def test_closed_form_of_what_was_dealt(live_rows: int, groups: int, pass_index: int) -> None:
-    """What a leg without exclusions says was dealt before a pass is what dealing pass by pass gives."""
-    units = UnitTable(
-        file_paths=["f"],
-        file=np.zeros(1, dtype=np.int64),
-        row_group=np.zeros(1, dtype=np.int64),
-        first_row=np.zeros(1, dtype=np.int64),
-        rows=np.array([live_rows]),
-    )
-    order = OrderSettings(seed=0, key_groups=groups, batch_size=groups, block_slices=1, shuffle=True)
-    leg = LegOrder(units, order, pass_index + 1)
-    before = leg.dealt_before(pass_index)
-    assert (leg.dealt_before(pass_index + 1) - before == deal(live_rows, before)).all()
-    assert (leg.cut(pass_index).dealt == deal(live_rows, before)).all()

@@ -8,24 +8,14 @@ import pytest
 
 from catalog.errors import FormatTooNew, ResumeMismatch
 from dlac_pipeline.plan.leg import Leg
+from tests.legs import leg_of
 
-LEG = Leg(
-    index=0,
-    start_step=0,
-    plan_id="p1",
-    source_table="src.t",
-    table_uuid="u1",
-    snapshot_id=9007199254740993,
-    schema_id=0,
-    columns=("row_id", "x"),
-    row_filter="x > 'ü'",
-    seed=2**62 + 1,
-    key_groups=4,
-    batch_size=8,
-    block_slices=2,
-    shuffle=True,
-    passes=2,
-)
+LEG = leg_of()
+
+
+def with_source(**changes: Any) -> Leg:
+    """The leg with some fields of its source replaced."""
+    return replace(LEG, sources=(replace(LEG.sources[0], **changes),))
 
 
 def test_json_round_trip_keeps_every_bit() -> None:
@@ -44,13 +34,6 @@ def test_a_newer_version_is_refused(version: str) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("plan_id", "p2"),
-        ("source_table", "src.other"),
-        ("table_uuid", "u2"),
-        ("snapshot_id", 7),
-        ("schema_id", 1),
-        ("columns", ("x",)),
-        ("row_filter", ""),
         ("seed", 5),
         ("key_groups", 8),
         ("batch_size", 16),
@@ -63,6 +46,33 @@ def test_each_difference_is_named(name: str, value: Any) -> None:
     with pytest.raises(ResumeMismatch) as caught:
         LEG.check_same(replace(LEG, **{name: value}))
     assert f"{name}: committed {getattr(LEG, name)!r}, asked for {value!r}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("plan_id", "p2"),
+        ("table_uuid", "u2"),
+        ("snapshot_id", 7),
+        ("schema_id", 1),
+        ("columns", ("x",)),
+        ("row_filter", ""),
+        ("exclude", ("x = 1",)),
+        ("weight", 0.5),
+        ("passes", 3),
+        ("transform", "digest"),
+    ],
+)
+def test_each_difference_of_a_source_is_named(name: str, value: Any) -> None:
+    """What a leg binds of a source cannot change unnoticed either."""
+    with pytest.raises(ResumeMismatch) as caught:
+        LEG.check_same(with_source(**{name: value}))
+    assert f"{name}: committed {getattr(LEG.sources[0], name)!r}, asked for {value!r}" in str(caught.value)
+
+
+def test_a_table_counts_by_its_uuid() -> None:
+    """A table that was renamed is the same table."""
+    LEG.check_same(with_source(table="src.renamed", name="src.renamed"))
 
 
 def test_all_differences_are_named_at_once() -> None:

@@ -8,9 +8,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dlac_pipeline.plan.cut import OrderSettings
-from dlac_pipeline.plan.order import Cursor, LegOrder, Stretch
-from dlac_pipeline.plan.units import UnitTable
+from dlac_pipeline.plan.order import LegOrder
+from dlac_pipeline.plan.source_order import Cursor, Stretch
+from tests.legs import order_of, units_of
 
 EXAMPLES = settings(max_examples=60, deadline=None)
 Sample = tuple[int, int, int]
@@ -32,23 +32,15 @@ class Case:
 
     def order(self) -> LegOrder:
         """The order of this case."""
-        rows = np.array(self.rows, dtype=np.int64)
-        units = UnitTable(
-            file_paths=["f"],
-            file=np.zeros(len(rows), dtype=np.int64),
-            row_group=np.arange(len(rows)),
-            first_row=np.cumsum(rows) - rows,
-            rows=rows,
-            dead={unit: np.array(offsets, dtype=np.int64) for unit, offsets in self.dead.items()},
-        )
-        order = OrderSettings(
+        return order_of(
+            units_of(self.rows, self.dead),
+            self.passes,
             seed=self.seed,
             key_groups=self.key_groups,
             batch_size=self.key_groups * self.per_group,
             block_slices=self.block_slices,
             shuffle=self.shuffle,
         )
-        return LegOrder(units, order, self.passes)
 
 
 @st.composite
@@ -87,7 +79,20 @@ def samples_of(stretch: Stretch) -> list[Sample]:
 
 def samples(order: LegOrder, group: int, start: int, stop: int) -> list[Sample]:
     """The group's samples start .. stop-1, in reading order."""
-    return [sample for stretch in order.stretches(group, start, stop) for sample in samples_of(stretch)]
+    return [sample for stretch in order.sources[0].stretches(group, start, stop) for sample in samples_of(stretch)]
+
+
+def ends_of(order: LegOrder) -> list[int]:
+    """Rows of each key group over all passes."""
+    available = order.sources[0].available()
+    assert available is not None
+    return [int(rows) for rows in available]
+
+
+def total_steps(order: LegOrder) -> int:
+    """Steps of the leg, which is finite and counted."""
+    assert order.total_steps is not None
+    return order.total_steps
 
 
 def live(case: Case) -> list[tuple[int, int]]:
@@ -100,7 +105,7 @@ def live(case: Case) -> list[tuple[int, int]]:
 def test_every_live_row_once_per_pass(case: Case) -> None:
     """Over all key groups each pass reads every live row exactly once and no dead row."""
     order = case.order()
-    ends = order.dealt_before(case.passes)
+    ends = ends_of(order)
     read = Counter(sample for group in range(case.key_groups) for sample in samples(order, group, 0, int(ends[group])))
     assert read == Counter((p, u, r) for p in range(case.passes) for u, r in live(case))
 
@@ -109,7 +114,7 @@ def test_every_live_row_once_per_pass(case: Case) -> None:
 @given(cases())
 def test_slices_tile_the_units_and_dead_rows_at_a_cut_go_left(case: Case) -> None:
     """The slices of a unit follow each other without gap or overlap, and one that begins inside it begins with a live row."""
-    cut = case.order().cut(0)
+    cut = case.order().sources[0].cut_of(0)
     ends: dict[int, int] = {}
     for group in range(case.key_groups):
         slices = cut.slices(group)
@@ -126,7 +131,7 @@ def test_samples_do_not_depend_on_where_reading_began(case: Case, data: st.DataO
     """Reading a key group from any sample on gives the tail of reading it from the beginning."""
     order = case.order()
     group = data.draw(st.integers(0, case.key_groups - 1))
-    end = int(order.dealt_before(case.passes)[group])
+    end = ends_of(order)[group]
     start = data.draw(st.integers(0, end))
     assert samples(case.order(), group, start, end) == samples(order, group, 0, end)[start:]
 
@@ -136,12 +141,12 @@ def test_samples_do_not_depend_on_where_reading_began(case: Case, data: st.DataO
 def test_steps_add_up(case: Case) -> None:
     """The valid rows of all steps sum to all passes' live rows, every step has some, and all but the tail are full."""
     order = case.order()
-    valid = [order.valid_rows(step) for step in range(1, order.total_steps + 1)]
+    valid = [order.valid_rows(step) for step in range(1, total_steps(order) + 1)]
     assert sum(valid) == case.passes * len(live(case))
     assert all(rows > 0 for rows in valid)
     full = case.key_groups * case.per_group
-    assert all(rows == full for rows in valid[: min(order.dealt_before(case.passes)) // case.per_group])
-    assert order.valid_rows(order.total_steps + 1) == 0
+    assert all(rows == full for rows in valid[: min(ends_of(order)) // case.per_group])
+    assert order.valid_rows(total_steps(order) + 1) == 0
 
 
 @EXAMPLES
@@ -149,8 +154,8 @@ def test_steps_add_up(case: Case) -> None:
 def test_advances_are_contiguous_and_sum_up(case: Case, data: st.DataObject) -> None:
     """However checkpoints divide the steps, advances continue where the last ended and count every row once."""
     order = case.order()
-    cuts = data.draw(st.sets(st.integers(1, order.total_steps), max_size=6))
-    bounds = [0, *sorted(cuts | {order.total_steps})]
+    cuts = data.draw(st.sets(st.integers(1, total_steps(order)), max_size=6))
+    bounds = [0, *sorted(cuts | {total_steps(order)})]
     for group in range(case.key_groups):
         at = Cursor(0, 0, 0)
         consumed = 0
@@ -163,5 +168,5 @@ def test_advances_are_contiguous_and_sum_up(case: Case, data: st.DataObject) -> 
                 assert first < advance.first_step <= advance.last_step <= last
                 at = Cursor(*here, advance.position_end)
                 consumed += advance.rows_consumed
-            assert consumed == order.consumed(last)[group]
-            assert order.cursor(group, consumed) == at
+            assert consumed == order.consumed(last)[0, group]
+            assert order.sources[0].cursor(group, consumed) == at

@@ -6,10 +6,9 @@ import pyarrow as pa
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dlac_pipeline.plan.cut import OrderSettings
 from dlac_pipeline.plan.order import LegOrder
 from dlac_pipeline.plan.planner import cut_id_of, slices_arrow
-from dlac_pipeline.plan.units import UnitTable
+from tests.legs import order_of, units_of
 
 POSITIONS = """
 SELECT unit, row, key_group, block,
@@ -23,29 +22,23 @@ ORDER BY ALL
 @st.composite
 def orders(draw: st.DrawFn) -> LegOrder:
     """A random order of two passes; the first row of every other unit is dead."""
-    rows = np.array(draw(st.lists(st.integers(2, 40), min_size=1, max_size=12)), dtype=np.int64)
-    units = UnitTable(
-        file_paths=["f"],
-        file=np.zeros(len(rows), dtype=np.int64),
-        row_group=np.arange(len(rows)),
-        first_row=np.cumsum(rows) - rows,
-        rows=rows,
-        dead={unit: np.array([0]) for unit in range(0, len(rows), 2)},
-    )
-    order = OrderSettings(
+    rows = draw(st.lists(st.integers(2, 40), min_size=1, max_size=12))
+    key_groups = draw(st.integers(1, 6))
+    return order_of(
+        units_of(rows, {unit: [0] for unit in range(0, len(rows), 2)}),
+        2,
         seed=draw(st.integers(0, 2**63 - 1)),
-        key_groups=draw(st.integers(1, 6)),
+        key_groups=key_groups,
         batch_size=60,
         block_slices=draw(st.integers(1, 4)),
         shuffle=draw(st.booleans()),
     )
-    return LegOrder(units, order, 2)
 
 
 def python_positions(order: LegOrder, pass_index: int) -> list[tuple[int, int, int, int, int]]:
     """(unit, row, key group, block, position) of every live row of a pass, as the readers compute it."""
     found = []
-    cut = order.cut(pass_index)
+    cut = order.sources[0].cut_of(pass_index)
     for group in range(order.settings.key_groups):
         for index in range(cut.block_count(group)):
             block = cut.block(group, index)
@@ -60,11 +53,12 @@ def python_positions(order: LegOrder, pass_index: int) -> list[tuple[int, int, i
 @given(orders())
 def test_sql_and_python_agree_on_every_row(order: LegOrder) -> None:
     """One line of integer SQL over `slices` gives every live row the position at which the readers consume it."""
-    dead = pa.table({"unit": pa.array(sorted(order.units.dead)), "row": pa.array([0] * len(order.units.dead))})
+    units = sorted(order.sources[0].units["p"].dead)
+    dead = pa.table({"unit": pa.array(units), "row": pa.array([0] * len(units))})
     with duckdb.connect() as connection:
         connection.register("dead", dead)
         for pass_index in range(2):
-            cut = order.cut(pass_index)
+            cut = order.sources[0].cut_of(pass_index)
             connection.register("slices", slices_arrow(cut_id_of("plan", cut), "plan", cut))
             assert connection.execute(POSITIONS).fetchall() == python_positions(order, pass_index)
 
@@ -73,10 +67,8 @@ def test_a_cut_is_named_by_what_determines_it() -> None:
     """Another plan, pass, seed or shuffle gives another cut id; the number of ranks or the batch does not enter it."""
 
     def cut_id(plan: str = "p", pass_index: int = 0, **changes: int) -> str:
-        one = np.ones(1, dtype=np.int64)
-        units = UnitTable(file_paths=["f"], file=one * 0, row_group=one * 0, first_row=one * 0, rows=one * 9)
         fields = {"seed": 1, "key_groups": 2, "batch_size": 4, "block_slices": 1, "shuffle": True, **changes}
-        return cut_id_of(plan, LegOrder(units, OrderSettings(**fields), 2).cut(pass_index))  # type: ignore[arg-type]  # bool is an int
+        return cut_id_of(plan, order_of(units_of([9]), 2, **fields).sources[0].cut_of(pass_index))
 
     ids = [cut_id(), cut_id("q"), cut_id(pass_index=1), cut_id(seed=2), cut_id(shuffle=False), cut_id(block_slices=2)]
     assert len(set(ids)) == len(ids)

@@ -17,9 +17,11 @@ def batch(step: int) -> Batch:
         step=step,
         tensors={},
         valid=torch.zeros(0, dtype=torch.bool),
+        source=torch.zeros(0, dtype=torch.int64),
         rows=0,
+        tokens=0,
         world_size=1,
-        cursors=np.array([[0, 0, step]], dtype=np.int64),
+        cursors=np.array([[[0, 0, step, 0]]], dtype=np.int64),
     )
 
 
@@ -46,7 +48,7 @@ def test_a_commit_is_where_the_next_stretch_begins() -> None:
     tracker.step_done(batch(3), applied=True)
     assert list(tracker.stretches()) == [(3, 3, True)]
     assert tracker.cursors is not None
-    assert tracker.cursors.tolist() == [[0, 0, 3]]
+    assert tracker.cursors.tolist() == [[[0, 0, 3, 0]]]
 
 
 @pytest.mark.parametrize("step", [3, 5, 6])

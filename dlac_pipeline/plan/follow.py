@@ -1,0 +1,285 @@
+"""From a leg and where it stands to the next leg: appended rows become plans of their own, gone and excluded rows exclusions.
+
+What was dealt stays dealt: open cuts are never cut again. Rows that are excluded from them are passed over in place, and count
+as never dealt, so that later passes level the key groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from catalog.connect import Lakehouse
+from catalog.data_files import LiveFile
+from catalog.errors import EmptyPlan, ResumeMismatch
+from catalog.history import History, Portion, changes
+from catalog.row_groups import row_groups_of
+from catalog.snapshots import snapshot_of
+from dlac_pipeline.plan.cut import CutSettings
+from dlac_pipeline.plan.leg import Leg, LegSource
+from dlac_pipeline.plan.order import ReaderState
+from dlac_pipeline.plan.planner import Plan, exclude_rows, load_plan, make_plan
+from dlac_pipeline.plan.source_order import Cursor, SourceOrder, SourceStart
+from dlac_pipeline.plan.units import Ints
+from dlac_pipeline.spec import JobSpec, SourceSpec
+
+_CHANGEABLE = ("batch_size", "block_slices", "shuffle", "seed", "steps", "exclude", "weight", "passes", "snapshot_id")
+"""What a new leg may bind otherwise than the one before it."""
+Dead = dict[int, Ints]
+"""Unit -> sorted offsets of rows that are to be passed over."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Unreadable:
+    """A row group that is to be left out, because it is missing or does not decode."""
+
+    path: str
+    row_group: int
+    reason: str
+
+
+def next_leg(
+    lakehouse: Lakehouse,
+    spec: JobSpec,
+    leg: Leg,
+    asked: Leg,
+    *,
+    step: int,
+    state: ReaderState,
+    repin: bool,
+    unreadable: Sequence[Unreadable] = (),
+) -> Leg:
+    """The leg behind `leg` at `step`, where the cursors are `state`; `leg` itself if nothing would change.
+
+    `asked` is what the spec asks for; `repin` goes on to what happened to followed tables since they were planned.
+
+    Raises:
+        ResumeMismatch: the spec asks for a change that no leg allows.
+        AppendHistoryLost: what was appended cannot be told apart any more.
+    """
+    check_changeable(leg, asked)
+    changed = asked.bound() != leg.bound()
+    if not (changed or unreadable or (repin and leg.following)):
+        return leg
+    sources = []
+    for index, (source, mine, wanted) in enumerate(zip(spec.sources, leg.sources, asked.sources, strict=True)):
+        turn = _Turn(lakehouse, source, mine, wanted, leg.cut_settings(index))
+        stands = turn.finish(state[index])
+        after = turn.next(stands, repin=repin, unreadable=unreadable)
+        changed = changed or after.start != stands or after.snapshot_id != mine.snapshot_id
+        sources.append(after)
+    if not changed or not any(source.active for source in sources):
+        return leg
+    return replace(asked, index=leg.index + 1, start_step=step, sources=tuple(sources))
+
+
+def check_changeable(leg: Leg, asked: Leg) -> None:
+    """Check that a new leg may bind what `asked` binds otherwise than `leg`.
+
+    Raises:
+        ResumeMismatch: it may not; names each such difference.
+    """
+    mine, theirs = leg.bound(), asked.bound()
+    fixed = [
+        name
+        for name in {**mine, **theirs}
+        if mine.get(name) != theirs.get(name) and name.rpartition(": ")[2] not in _CHANGEABLE
+    ]
+    if fixed:
+        lines = "\n".join(f"  {name}: committed {mine.get(name)!r}, asked for {theirs.get(name)!r}" for name in fixed)
+        raise ResumeMismatch(
+            f"a new leg may change {', '.join(_CHANGEABLE)}; of what leg {leg.index} binds it cannot change:\n{lines}\n"
+            "give the committed values again, or start a run under another name"
+        )
+
+
+class _Turn:
+    """One source between two legs."""
+
+    def __init__(
+        self, lakehouse: Lakehouse, source: SourceSpec, mine: LegSource, wanted: LegSource, settings: CutSettings
+    ) -> None:
+        self._lakehouse = lakehouse
+        self._source = source
+        self._mine = mine
+        self._wanted = wanted
+        self._settings = settings
+        self._table = lakehouse.load(source.table)
+        self._plans: dict[str, Plan] = {}
+        self._histories: dict[tuple[int, int], History] = {}
+
+    def finish(self, cursors: Sequence[Cursor]) -> SourceStart:
+        """Where the source stands at these cursors."""
+        return self._order(self._mine.start).finish_at(cursors)
+
+    def next(self, stands: SourceStart, *, repin: bool, unreadable: Sequence[Unreadable]) -> LegSource:
+        """The source in the next leg."""
+        following = self._mine.follow == "appends"
+        until = self._mine.snapshot_id
+        if following and repin:
+            until = snapshot_of(self._table, None).snapshot_id
+        elif not following:
+            until = self._wanted.snapshot_id
+            stands = self._with_passes(stands)
+        start = self._excluding(stands, until, unreadable)
+        after = replace(
+            self._wanted, plan_id=start.upcoming[-1][0] if start.upcoming else self._mine.plan_id, start=start
+        )
+        if until != self._mine.snapshot_id:
+            after = self._repinned(after, until)
+        rows = self._order(after.start).available()
+        return replace(after, active=not following or (rows is not None and bool(rows.min() > 0)))
+
+    def _with_passes(self, start: SourceStart) -> SourceStart:
+        """The source with as many passes to come as the spec asks for."""
+        left = self._wanted.passes - start.next_pass
+        if self._wanted.passes and left <= 0:
+            return replace(start, upcoming=())
+        return replace(start, upcoming=((self._mine.plan_id, left if self._wanted.passes else 0),))
+
+    def _repinned(self, after: LegSource, until: int) -> LegSource:
+        """The source with what the snapshot `until` brings."""
+        start = after.start
+        if self._mine.follow == "appends":
+            plans = self._appended(self._history(self._mine.snapshot_id, until))
+            start = replace(start, upcoming=(*start.upcoming, *((plan.row.plan_id, 1) for plan in plans)))
+        else:
+            plans = [make_plan(self._lakehouse, self._source.model_copy(update={"snapshot_id": until}))]
+            start = replace(start, upcoming=tuple((plans[0].row.plan_id, passes) for _, passes in start.upcoming))
+        schema_id = snapshot_of(self._table, until).schema_id
+        return replace(
+            after,
+            snapshot_id=until,
+            schema_id=after.schema_id if schema_id is None else schema_id,
+            plan_id=plans[-1].row.plan_id if plans else after.plan_id,
+            start=start,
+        )
+
+    def _appended(self, history: History) -> list[Plan]:
+        """Plans of the rows that came since, in order."""
+        plans = []
+        for portion in history.portions:
+            old = {path: history.old_rows(portion.snapshot_id, path) for path in portion.files}
+            try:
+                plan = make_plan(
+                    self._lakehouse,
+                    self._source.model_copy(update={"snapshot_id": portion.snapshot_id}),
+                    only=_is_of(portion),
+                    dead={path: rows for path, rows in old.items() if len(rows)},
+                )
+            except EmptyPlan:
+                continue  # all of it is deleted already, or left out by the filter
+            plans.append(plan)
+        return plans
+
+    def _excluding(self, start: SourceStart, until: int, unreadable: Sequence[Unreadable]) -> SourceStart:
+        """The source with rows passed over that are gone, excluded or unreadable."""
+        now = {plan_id: self._without(plan_id, until, unreadable) for plan_id in start.live_plan_ids}
+        if all(before == after for before, after in now.items()):
+            return start
+        before = self._order(start).open_rows()
+        start = replace(
+            start,
+            open=tuple(replace(cut, live_plan_id=now[cut.live_plan_id]) for cut in start.open),
+            upcoming=tuple((now[plan_id], passes) for plan_id, passes in start.upcoming),
+        )
+        removed = before - self._order(start).open_rows()
+        return replace(start, dealt=tuple((np.array(start.dealt) - removed).tolist()))
+
+    def _without(self, plan_id: str, until: int, unreadable: Sequence[Unreadable]) -> str:
+        """The plan that passes over what is to be passed over besides, by its id."""
+        plan = self._plan(plan_id)
+        made = exclude_rows(
+            self._lakehouse,
+            plan,
+            _merged([self._gone(plan, until), self._newly_excluded(plan), _of_unreadable(plan, unreadable)]),
+        )
+        self._plans[made.row.plan_id] = made
+        return made.row.plan_id
+
+    def _gone(self, plan: Plan, until: int) -> Dead:
+        """Rows of a plan that are not live in `until` any more; none of a file where that cannot be told."""
+        if until == self._mine.snapshot_id:
+            return {}
+        history = self._history(plan.row.snapshot_id, until)
+        gone = {path: history.gone(path) for path in plan.units.file_paths}
+        return _by_unit(plan, {path: rows for path, rows in gone.items() if rows is not None and len(rows)})
+
+    def _newly_excluded(self, plan: Plan) -> Dead:
+        """Rows of a plan that the spec's exclusions name, if they are others than those of the plan."""
+        if tuple(self._wanted.exclude) == self._mine.exclude:
+            return {}
+        paths = set(plan.units.file_paths)
+        groups = row_groups_of(
+            self._table,
+            plan.row.snapshot_id,
+            plan.row.row_filter,
+            only=lambda file: file.path in paths,
+            exclude=self._wanted.exclude,
+        )
+        dead = {(group.file_path, group.row_group): group.dead for group in groups}
+        return {unit: dead[place] for unit, place in enumerate(_places(plan)) if place in dead}
+
+    def _history(self, since: int, until: int) -> History:
+        if (since, until) not in self._histories:
+            self._histories[since, until] = changes(
+                self._table,
+                since,
+                until,
+                on_overwrite=self._source.on_overwrite,
+                identity_columns=self._source.identity_columns,
+            )
+        return self._histories[since, until]
+
+    def _order(self, start: SourceStart) -> SourceOrder:
+        units = {plan_id: self._plan(plan_id).units for plan_id in start.plan_ids}
+        return SourceOrder(start, units, self._settings)
+
+    def _plan(self, plan_id: str) -> Plan:
+        if plan_id not in self._plans:
+            self._plans[plan_id] = load_plan(self._lakehouse, plan_id, table=self._source.table)
+        return self._plans[plan_id]
+
+
+def without_unreadable(lakehouse: Lakehouse, plan: Plan, unreadable: Sequence[Unreadable]) -> Plan:
+    """The plan without these row groups; `plan` if it has none of them."""
+    return exclude_rows(lakehouse, plan, _of_unreadable(plan, unreadable))
+
+
+def _is_of(portion: Portion) -> Callable[[LiveFile], bool]:
+    return lambda file: file.path in portion.files
+
+
+def _places(plan: Plan) -> list[tuple[str, int]]:
+    """(data file, row group) of each unit."""
+    units = plan.units
+    return [
+        (units.file_paths[file], group)
+        for file, group in zip(units.file.tolist(), units.row_group.tolist(), strict=True)
+    ]
+
+
+def _by_unit(plan: Plan, rows: Mapping[str, Ints]) -> Dead:
+    """Positions in data files as offsets in units."""
+    units, dead = plan.units, {}
+    for unit, (path, _) in enumerate(_places(plan)):
+        if path in rows:
+            low, high = np.searchsorted(rows[path], [units.first_row[unit], units.first_row[unit] + units.rows[unit]])
+            if low < high:
+                dead[unit] = rows[path][low:high] - units.first_row[unit]
+    return dead
+
+
+def _of_unreadable(plan: Plan, unreadable: Sequence[Unreadable]) -> Dead:
+    named = {(each.path, each.row_group) for each in unreadable}
+    return {unit: np.arange(plan.units.rows[unit]) for unit, place in enumerate(_places(plan)) if place in named}
+
+
+def _merged(parts: Sequence[Dead]) -> Dead:
+    units = {unit for part in parts for unit in part}
+    return {
+        unit: np.unique(np.concatenate([part[unit] for part in parts if unit in part])).astype(np.int64)
+        for unit in units
+    }

@@ -1,0 +1,117 @@
+"""Which leg a job spec asks for: the first one of a run, the committed one again, or a new one on purpose."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from dlac_pipeline.plan.leg import Leg, LegSequences, LegSource
+from dlac_pipeline.plan.planner import Plan
+from dlac_pipeline.plan.source_order import SourceStart
+from dlac_pipeline.read.tokenizing import load_tokenizer
+from dlac_pipeline.read.transform import load_transform
+from dlac_pipeline.spec import JobSpec, SequenceSpec, SourceSpec
+
+
+def first_leg(spec: JobSpec, plans: Sequence[Plan]) -> Leg:
+    """The leg that a run starts with, given the plan of each source."""
+    key_groups = spec.order.key_groups
+    sources = [
+        LegSource(
+            **_bound_of(spec, source),
+            **_planned(plan),
+            start=SourceStart.fresh(key_groups, [(plan.row.plan_id, _passes(spec, source))]),
+        )
+        for source, plan in zip(spec.sources, plans, strict=True)
+    ]
+    return Leg(index=0, start_step=0, sources=tuple(sources), **_settings(spec))
+
+
+def asked_for(spec: JobSpec, leg: Leg, table_uuids: Mapping[str, str]) -> Leg:
+    """What the spec asks for where `leg` is committed: the same record if nothing that a leg binds would change.
+
+    A table counts by its uuid, whatever it is called now: `table_uuids` names that of each table of the spec.
+    """
+    known: list[LegSource | None] = [*leg.sources, *[None] * (len(spec.sources) - len(leg.sources))]
+    sources = []
+    for source, mine in zip(spec.sources, known, strict=False):
+        start = mine.start if mine else SourceStart.fresh(spec.order.key_groups, [])
+        snapshot = None if source.follow == "appends" else source.snapshot_id
+        planned: dict[str, Any] = {
+            "table_uuid": table_uuids[source.table],
+            "snapshot_id": snapshot or (mine.snapshot_id if mine else 0),
+            "schema_id": mine.schema_id if mine else 0,
+            "plan_id": mine.plan_id if mine else "",
+        }
+        active = mine.active if mine else True
+        sources.append(LegSource(**_bound_of(spec, source), **planned, active=active, start=start))
+    return replace(leg, sources=tuple(sources), **_settings(spec))
+
+
+def _bound_of(spec: JobSpec, source: SourceSpec) -> dict[str, Any]:
+    return {
+        "name": source.label,
+        "table": source.table,
+        "columns": tuple(source.columns),
+        "row_filter": source.row_filter,
+        "exclude": tuple(source.exclude),
+        "weight": source.weight,
+        "passes": _passes(spec, source),
+        "follow": source.follow,
+        "identity_columns": tuple(source.identity_columns),
+        "nullable": tuple(source.nullable),
+        "ragged": tuple(source.ragged),
+        "transform": load_transform(source.transform).digest if source.transform else "",
+        "on_reject": source.on_reject,
+    }
+
+
+def _passes(spec: JobSpec, source: SourceSpec) -> int:
+    return 1 if source.follow == "appends" else spec.passes_of(source)
+
+
+def _planned(plan: Plan) -> dict[str, Any]:
+    row = plan.row
+    return {
+        "table_uuid": row.table_uuid,
+        "snapshot_id": row.snapshot_id,
+        "schema_id": row.schema_id,
+        "plan_id": row.plan_id,
+    }
+
+
+def _settings(spec: JobSpec) -> dict[str, Any]:
+    order = spec.order
+    return {
+        "seed": order.seed,
+        "key_groups": order.key_groups,
+        "batch_size": order.batch_size,
+        "block_slices": order.block_slices,
+        "shuffle": order.shuffle,
+        "steps": order.steps,
+        "sequences": sequences_of(spec.sequences, spec.source),
+    }
+
+
+def sequences_of(spec: SequenceSpec, first: SourceSpec) -> LegSequences:
+    """How documents become sequences, with tokens by number and the tokenizer by its digest.
+
+    Raises:
+        TokenizerUnreadable: the tokenizer cannot be loaded, or lacks a token.
+    """
+    if not spec.length:
+        return LegSequences()
+    tokenizer = load_tokenizer(spec.tokenizer) if spec.tokenizer else None
+
+    def number(token: str, known: int | None) -> int | None:
+        return tokenizer.token_id(token) if token and tokenizer else known
+
+    return LegSequences(
+        length=spec.length,
+        column=spec.column or first.columns[0],
+        tokenizer=tokenizer.digest if tokenizer else "",
+        begin_id=number(spec.begin_token, spec.begin_id),
+        end_id=number(spec.end_token, spec.end_id),
+        pad_id=spec.pad_id,
+    )

@@ -1,0 +1,140 @@
+"""One key group's part of each batch: its slots are shared out among the sources by the schedule, and filled from streams."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from dlac_pipeline.plan.mixture import Mixture, Present
+from dlac_pipeline.plan.source_order import Cursor
+from dlac_pipeline.plan.units import Ints
+from dlac_pipeline.read.packing import BlockAdvance
+from dlac_pipeline.read.streams import Columns, Stream
+
+OpenStream = Callable[[int, Cursor], Stream]
+"""(source, cursor) -> that source's stream of this key group."""
+
+
+@dataclass(slots=True)
+class GroupBatch:
+    """A key group's part of one batch, as far as the rank works on it."""
+
+    pieces: list[tuple[Columns, Ints, Ints]] = field(default_factory=list)
+    """Columns, rows of them, and the slots that these fill, counted from the rank's first slot of this key group."""
+    samples: int = 0
+    """Slots of the whole key group that are filled."""
+    items: int = 0
+    """Tokens without padding in the pieces; where nothing is packed, the samples."""
+    source_of: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    """The source of each slot of the key group, -1 where it is empty."""
+    advances: list[tuple[int, BlockAdvance]] = field(default_factory=list)
+    """(source, what was moved)."""
+
+
+class GroupReader:
+    """Slots `low` .. `high`-1 of what one key group gives to each batch: all of it, unless ranks share the group."""
+
+    def __init__(
+        self,
+        mixture: Mixture,
+        active: Sequence[bool],
+        group: int,
+        slots: int,
+        *,
+        low: int,
+        high: int,
+        samples_before: int,
+        cursors: Sequence[Cursor],
+        open_stream: OpenStream,
+    ) -> None:
+        self._mixture = mixture
+        self._group = group
+        self._slots = slots
+        self._low, self._high = low, high
+        self._at = samples_before
+        self._open_stream = open_stream
+        self._cursors = list(cursors)
+        self._streams = {source: open_stream(source, cursor) for source, cursor in enumerate(cursors) if active[source]}
+        self._active = tuple(active)
+
+    @property
+    def width(self) -> int:
+        """Slots that the rank works on."""
+        return self._high - self._low
+
+    @property
+    def low(self) -> int:
+        """The first slot that the rank works on."""
+        return self._low
+
+    @property
+    def high(self) -> int:
+        """The slot behind the last one that the rank works on."""
+        return self._high
+
+    @property
+    def has_last_slot(self) -> bool:
+        """Whether this rank reports for the key group, if ranks share it."""
+        return self._high == self._slots
+
+    @property
+    def cursors(self) -> list[Cursor]:
+        """Where the key group stands in each source."""
+        return [
+            self._streams[source].cursor if source in self._streams else cursor
+            for source, cursor in enumerate(self._cursors)
+        ]
+
+    @property
+    def present(self) -> Present:
+        """The sources from which a sample can still come."""
+        return tuple(here and not self._streams[source].exhausted for source, here in enumerate(self._active))
+
+    def take(self) -> GroupBatch:
+        """The next batch's part; the cursors move over all slots of the key group."""
+        before, present = self.cursors, self.present
+        batch = GroupBatch(source_of=np.full(self._slots, -1, dtype=np.int64))
+        if self._fill(batch, 0, self._slots, present):
+            # A source ended inside the batch: again, slot by slot, as the schedule is from there on another one.
+            self._reopen(before)
+            batch = GroupBatch(source_of=np.full(self._slots, -1, dtype=np.int64))
+            slot = 0
+            while slot < self._slots and any(present := self.present):
+                self._fill(batch, slot, slot + 1, present)
+                slot += 1
+        self._at += self._slots
+        return batch
+
+    def _fill(self, batch: GroupBatch, start: int, stop: int, present: Present) -> bool:
+        """Fill slots start .. stop-1 while these sources are there; whether one of several ended before the last slot."""
+        if not any(present):
+            return False
+        sources = self._mixture.sources(self._group, self._at + start, self._at + stop, present)
+        broken = False
+        for source in [index for index, here in enumerate(present) if here]:
+            slots = np.flatnonzero(sources == source) + start
+            if len(slots):
+                count = self._take_from(batch, source, slots)
+                ended = count < len(slots) or (self._streams[source].exhausted and slots[-1] < stop - 1)
+                broken = broken or (ended and sum(present) > 1)
+        return broken
+
+    def _take_from(self, batch: GroupBatch, source: int, slots: Ints) -> int:
+        low, high = (int(np.searchsorted(slots, bound)) for bound in (self._low, self._high))
+        given = self._streams[source].take(len(slots), low, high)
+        batch.source_of[slots[: given.count]] = source
+        batch.samples += given.count
+        batch.items += given.items
+        batch.advances += [(source, advance) for advance in given.advances]
+        at = low
+        for columns, rows in given.pieces:
+            batch.pieces.append((columns, rows, slots[at : at + len(rows)] - self._low))
+            at += len(rows)
+        return given.count
+
+    def _reopen(self, cursors: Sequence[Cursor]) -> None:
+        for source, stream in self._streams.items():
+            stream.close()
+            self._streams[source] = self._open_stream(source, cursors[source])

@@ -1,0 +1,271 @@
+"""From a leg to a rank's reader: opens tables, transforms and tokenizers, and checks them against what the leg binds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from pyiceberg.schema import Schema
+from pyiceberg.table import Table
+
+from catalog.connect import Lakehouse
+from catalog.data_files import live_files
+from catalog.errors import ResumeMismatch, TableReplaced, UnsupportedColumn
+from dlac_pipeline.plan.leg import Leg, LegSequences, LegSource
+from dlac_pipeline.plan.order import LegOrder, ReaderState
+from dlac_pipeline.plan.planner import Plan, load_plan
+from dlac_pipeline.plan.source_order import Cursor, Stretch
+from dlac_pipeline.read.blocks import BlockDecoder, Prefetcher
+from dlac_pipeline.read.columns import Column, ColumnKind, kinds_of, to_column
+from dlac_pipeline.read.documents import Documents, Samples, documents_of, samples_of
+from dlac_pipeline.read.packing import Packer, Sampler
+from dlac_pipeline.read.reader import Exchange, RankReader, alone
+from dlac_pipeline.read.streams import BlockWalk, Columns, ItemStream, RowStream, SourceBlocks, Stream
+from dlac_pipeline.read.tokenizing import Tokenizer, load_tokenizer
+from dlac_pipeline.read.transform import Transform, load_transform
+from dlac_pipeline.spec import JobSpec, SourceSpec
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OpenSource:
+    """One source of a leg, ready to be decoded."""
+
+    leg: LegSource
+    decoder: BlockDecoder
+    kinds: Mapping[str, ColumnKind]
+    transform: Transform | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OpenLeg:
+    """A leg whose plans and tables are open; makes readers for any rank."""
+
+    leg: Leg
+    spec: JobSpec
+    order: LegOrder
+    sources: tuple[OpenSource, ...]
+    tokenizer: Tokenizer | None
+
+    def start_state(self) -> ReaderState:
+        """The reader state with which the leg begins."""
+        return [list(source.start.cursors) for source in self.leg.sources]
+
+    def reader(
+        self,
+        *,
+        rank: int,
+        world_size: int,
+        step: int | None = None,
+        state: ReaderState | None = None,
+        exchange: Exchange = alone,
+        budget_bytes: int | None = None,
+    ) -> RankReader:
+        """The reader of one rank, from behind `step` (unset: the leg's beginning); `state` is needed where it is not counted.
+
+        `budget_bytes` is that of the spec unless given.
+
+        Raises:
+            SpecInvalid: the number of ranks does not divide the batch size.
+        """
+        step = self.leg.start_step if step is None else step
+        if state is None:
+            state = self.start_state() if step == self.leg.start_step else self.order.reader_state(step)
+        read = self.spec.read
+        budget_bytes = read.budget_mb * 2**20 if budget_bytes is None else budget_bytes
+        prefetch = Prefetcher(threads=read.threads, budget_bytes=budget_bytes)
+        openers = [self._opener(index, prefetch) for index in range(len(self.sources))]
+        return RankReader(
+            self.order,
+            self._kinds(),
+            lambda source, group, cursor: openers[source](group, cursor),
+            prefetch,
+            rank=rank,
+            world_size=world_size,
+            step=step,
+            state=state,
+            exchange=exchange,
+            probe=self._probe,
+        )
+
+    def _kinds(self) -> dict[str, ColumnKind]:
+        """The columns that are known beforehand: not those that a transform makes."""
+        if not self.leg.sequences.length:
+            return {name: kind for source in self.sources for name, kind in source.kinds.items()}
+        items = {"tokens": np.int64, "document": np.int32, "position": np.int32}
+        return {name: ColumnKind(name=name, items=np.dtype(kind), listed=True) for name, kind in items.items()}
+
+    def _probe(self) -> Columns:
+        """Columns of some rows: for a rank that has none, what the others have."""
+        if self.leg.sequences.length:
+            nothing = np.zeros((0, self.leg.sequences.length), dtype=np.int64)
+            return {name: Column(nothing) for name in self._kinds()}
+        for index, source in enumerate(self.order.sources):
+            for group in range(self.leg.key_groups):
+                for stretch in source.stretches(group, 0, 1):
+                    opened = self.sources[index]
+                    table = opened.decoder.decode(stretch.cut.units, stretch.block)
+                    if not self.leg.streamed[index]:
+                        return _as_columns(opened)(stretch, table)
+                    return {name: Column(array) for name, array in _as_samples(opened)(stretch, table).columns.items()}
+        return {}
+
+    def _opener(self, index: int, prefetch: Prefetcher) -> Callable[[int, Cursor], Stream]:
+        source, order = self.sources[index], self.order.sources[index]
+        if not self.leg.streamed[index]:
+            blocks = SourceBlocks(index, order, source.decoder, prefetch, _as_columns(source))
+            return lambda group, cursor: RowStream(blocks.walk(group, cursor), cursor)
+        if self.leg.sequences.length:
+            return self._packed(SourceBlocks(index, order, source.decoder, prefetch, self._as_documents(source)))
+        samples = SourceBlocks(index, order, source.decoder, prefetch, _as_samples(source))
+        return _sampled(samples)
+
+    def _packed(self, blocks: SourceBlocks[Documents]) -> Callable[[int, Cursor], Stream]:
+        sequences, drain = self.leg.sequences, not self.leg.following
+
+        def opened(group: int, cursor: Cursor) -> Stream:
+            walk = blocks.walk(group, cursor)
+            line = _numbered(walk)
+            packer = Packer(line, length=sequences.length, start=cursor, drain=drain, pad_id=sequences.pad_id)
+            return ItemStream(walk, packer)
+
+        return opened
+
+    def _as_documents(self, source: OpenSource) -> Callable[[Stretch, pa.Table], Documents]:
+        sequences: LegSequences = self.leg.sequences
+
+        def prepare(stretch: Stretch, table: pa.Table) -> Documents:
+            live, positions = _live(stretch, table)
+            known = source.transform is not None or sequences.column in table.column_names
+            column = sequences.column if known else table.column_names[0]
+            return documents_of(
+                live,
+                positions,
+                column=column,
+                transform=source.transform,
+                tokenizer=self.tokenizer,
+                end_id=sequences.end_id,
+                begin_id=sequences.begin_id,
+                reject="quarantine" if source.leg.on_reject == "quarantine" else "fail",
+            )
+
+        return prepare
+
+
+def open_leg(lakehouse: Lakehouse, leg: Leg, spec: JobSpec) -> OpenLeg:
+    """Open a leg as the spec says where things are.
+
+    Raises:
+        TableReplaced, PinLost: a table is not the planned one, or its pin is gone.
+        ResumeMismatch: the transform or the tokenizer is not the one that is bound.
+        UnsupportedColumn, NoSuchColumn: a column cannot become a tensor.
+    """
+    plans: dict[str, Plan] = {}
+    sources = []
+    for source, mine in zip(spec.sources, leg.sources, strict=True):
+        plans |= {plan_id: load_plan(lakehouse, plan_id, table=source.table) for plan_id in mine.start.plan_ids}
+        sources.append(_open_source(lakehouse.load(source.table), source, mine, packed=bool(leg.sequences.length)))
+    _check_alike(sources)
+    tokenizer = load_tokenizer(spec.sequences.tokenizer) if leg.sequences.tokenizer else None
+    if tokenizer is not None and tokenizer.digest != leg.sequences.tokenizer:
+        raise _changed("tokenizer", spec.sequences.tokenizer)
+    order = leg.order({plan_id: plan.units for plan_id, plan in plans.items()})
+    return OpenLeg(leg=leg, spec=spec, order=order, sources=tuple(sources), tokenizer=tokenizer)
+
+
+def _open_source(table: Table, spec: SourceSpec, mine: LegSource, *, packed: bool) -> OpenSource:
+    if str(table.metadata.table_uuid) != mine.table_uuid:
+        raise TableReplaced(
+            f"expected table {spec.table!r} to be the planned one (uuid {mine.table_uuid}), found uuid "
+            f"{table.metadata.table_uuid}: it was dropped and created again; start a new run on the new table"
+        )
+    schema = table.schemas()[mine.schema_id]
+    transform = load_transform(spec.transform) if spec.transform else None
+    if (transform.digest if transform else "") != mine.transform:
+        raise _changed("transform", spec.transform)
+    kinds = {} if packed or transform else kinds_of(schema, mine.columns, mine.ragged, mine.nullable)
+    return OpenSource(leg=mine, decoder=_decoder(table, schema, mine), kinds=kinds, transform=transform)
+
+
+def _check_alike(sources: Sequence[OpenSource]) -> None:
+    """Check that what is read from all sources fits into one batch."""
+    known = [source for source in sources if source.kinds]
+    for source in known[1:]:
+        if dict(source.kinds) != dict(known[0].kinds):
+            raise UnsupportedColumn(
+                f"expected the same columns from all sources, found {list(known[0].kinds.values())!r} from "
+                f"{known[0].leg.name!r} and {list(source.kinds.values())!r} from {source.leg.name!r}: choose columns of one "
+                "name and type, or let a transform make them alike"
+            )
+
+
+def _changed(what: str, name: str) -> ResumeMismatch:
+    return ResumeMismatch(
+        f"expected the {what} with which the leg was planned, found another one at {name!r}: restore it, or start a run "
+        "under another name"
+    )
+
+
+def _decoder(table: Table, schema: Schema, mine: LegSource) -> BlockDecoder:
+    @cache
+    def values() -> Mapping[str, Mapping[int, Any]]:
+        return {file.path: file.partition_values for file in live_files(table, mine.snapshot_id)}
+
+    return BlockDecoder(
+        table.io,
+        schema,
+        mine.columns,
+        name_mapping=table.name_mapping(),
+        partition_values=lambda path: values().get(path, {}),
+    )
+
+
+def _as_columns(source: OpenSource) -> Callable[[Stretch, pa.Table], Columns]:
+    def prepare(stretch: Stretch, table: pa.Table) -> Columns:
+        origin = _origin(stretch)
+        return {name: to_column(table[name], kind, origin=origin) for name, kind in source.kinds.items()}
+
+    return prepare
+
+
+def _as_samples(source: OpenSource) -> Callable[[Stretch, pa.Table], Samples]:
+    def prepare(stretch: Stretch, table: pa.Table) -> Samples:
+        live, positions = _live(stretch, table)
+        return samples_of(
+            live,
+            positions,
+            transform=source.transform,
+            reject="quarantine" if source.leg.on_reject == "quarantine" else "fail",
+            origin=_origin(stretch),
+        )
+
+    return prepare
+
+
+def _sampled(blocks: SourceBlocks[Samples]) -> Callable[[int, Cursor], Stream]:
+    def opened(group: int, cursor: Cursor) -> Stream:
+        walk = blocks.walk(group, cursor)
+        return ItemStream(walk, Sampler(_numbered(walk), start=cursor))
+
+    return opened
+
+
+def _live(stretch: Stretch, table: pa.Table) -> tuple[pa.Table, np.typing.NDArray[np.int64]]:
+    """The rows of a stretch in reading order, and their positions in the block."""
+    block = stretch.block
+    return table.take(block.rows_of(stretch.start, stretch.stop)), block.positions_of(stretch.start, stretch.stop)
+
+
+def _origin(stretch: Stretch) -> str:
+    """The data files of a block, for messages."""
+    units = stretch.cut.units
+    paths = [units.file_paths[file] for file in dict.fromkeys(units.file[stretch.block.slices.unit].tolist())]
+    more = f" and {len(paths) - 3} more files" if len(paths) > 3 else ""
+    return ", ".join(repr(path) for path in paths[:3]) + more
+
+
+def _numbered(walk: BlockWalk[Any]) -> Any:
+    return ((stretch.pass_index, stretch.block.index, content) for stretch, content in walk)

@@ -1,0 +1,254 @@
+"""Samples of one key group from one source, from a cursor on: rows as they are, or what a transform and packing make of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
+
+import numpy as np
+import pyarrow as pa
+
+from catalog.errors import TransformFailed
+from dlac_pipeline.plan.source_order import Cursor, SourceOrder, Stretch
+from dlac_pipeline.plan.units import Ints
+from dlac_pipeline.read.blocks import BlockDecoder, Prefetcher, Wanted
+from dlac_pipeline.read.columns import Array, Column
+from dlac_pipeline.read.documents import Documents, Samples
+from dlac_pipeline.read.packing import BlockAdvance, Packed, Packer, Sampler, SampleRows, Taken, merge
+from dlac_pipeline.read.transform import RowRejected
+
+Columns = dict[str, Column]
+Piece = tuple[Columns, Ints]
+"""Columns, and the rows of them that are the samples."""
+Prepared = TypeVar("Prepared")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Given:
+    """What a stream gave: `count` samples were passed, of which `pieces` hold those that were asked for, in order."""
+
+    count: int
+    items: int
+    """Tokens without padding among the samples asked for; where nothing is packed, the samples."""
+    pieces: list[Piece]
+    advances: list[BlockAdvance] = field(default_factory=list)
+
+
+class Stream(Protocol):
+    """One key group's samples of one source."""
+
+    @property
+    def cursor(self) -> Cursor:
+        """Right behind the last sample taken."""
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether no sample can follow."""
+
+    def take(self, count: int, low: int, high: int) -> Given:
+        """Pass up to `count` samples, and give those from the `low`-th to before the `high`-th of them."""
+
+    def close(self) -> None:
+        """Let go of the blocks."""
+
+
+class SourceBlocks(Generic[Prepared]):
+    """The blocks of one source, decoded and prepared ahead for one rank."""
+
+    def __init__(
+        self,
+        source: int,
+        order: SourceOrder,
+        decoder: BlockDecoder,
+        prefetch: Prefetcher,
+        prepare: Callable[[Stretch, pa.Table], Prepared],
+    ) -> None:
+        self.order = order
+        self._source = source
+        self._decoder = decoder
+        self._prefetch = prefetch
+        self._prepare = prepare
+
+    def walk(self, group: int, cursor: Cursor) -> BlockWalk[Prepared]:
+        """The blocks of a key group from a cursor on."""
+        return BlockWalk(self, self._prefetch, group, cursor)
+
+    def wanted(self, group: int, stretch: Stretch) -> Wanted[Prepared]:
+        """What prepares the block of a stretch."""
+        units, block = stretch.cut.units, stretch.block
+
+        def prepare() -> Prepared:
+            try:
+                return self._prepare(stretch, self._decoder.decode(units, block))
+            except RowRejected as err:
+                unit, row = block.place_of(err.position)
+                path = units.file_paths[int(units.file[unit])]
+                raise TransformFailed(f"row {units.first_row[unit] + row} of {path!r}: {err}") from err
+
+        key = (self._source, stretch.pass_index, group, block.index)
+        return Wanted(key, self._decoder.bytes_of(units, block), prepare)
+
+
+class BlockWalk(Generic[Prepared]):
+    """Iterates over (stretch, prepared block); the next block is asked for as soon as one is given out."""
+
+    def __init__(self, blocks: SourceBlocks[Prepared], prefetch: Prefetcher, group: int, cursor: Cursor) -> None:
+        self._blocks = blocks
+        self._prefetch = prefetch
+        self._group = group
+        self._stretches = blocks.order.stretches(group, blocks.order.consumed_at(group, cursor))
+        self._current: Wanted[Prepared] | None = None
+        self._upcoming = next(self._stretches, None)
+        self._ask()
+
+    def __iter__(self) -> Iterator[tuple[Stretch, Prepared]]:
+        return self
+
+    def __next__(self) -> tuple[Stretch, Prepared]:
+        stretch = self._upcoming
+        self._release()
+        if stretch is None:
+            raise StopIteration
+        self._current = self._blocks.wanted(self._group, stretch)
+        prepared = self._prefetch.take(self._current)
+        self._upcoming = next(self._stretches, None)
+        self._ask()
+        return stretch, prepared
+
+    def close(self) -> None:
+        """Forget what is held and what was asked for."""
+        self._release()
+        if self._upcoming is not None:
+            self._prefetch.forget(self._blocks.wanted(self._group, self._upcoming).key)
+
+    @property
+    def ended(self) -> bool:
+        """Whether no block follows."""
+        return self._upcoming is None
+
+    def _ask(self) -> None:
+        if self._upcoming is not None:
+            self._prefetch.ask(self._blocks.wanted(self._group, self._upcoming))
+
+    def _release(self) -> None:
+        if self._current is not None:
+            self._prefetch.release(self._current.key)
+            self._current = None
+
+
+class RowStream:
+    """Live rows as samples."""
+
+    def __init__(self, walk: BlockWalk[Columns], cursor: Cursor) -> None:
+        self._walk = walk
+        self._stretch: Stretch | None = None
+        self._columns: Columns = {}
+        self._at = 0
+        self.cursor = cursor
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether no row can follow."""
+        return self._walk.ended and (self._stretch is None or self._at == self._stretch.stop)
+
+    def take(self, count: int, low: int, high: int) -> Given:
+        """Pass up to `count` rows, and give those from the `low`-th to before the `high`-th of them."""
+        done = 0
+        pieces: list[Piece] = []
+        advances: list[BlockAdvance] = []
+        while done < count and not self.exhausted:
+            stretch = self._entered()
+            stop = min(stretch.stop, self._at + count - done)
+            first, last = max(self._at, self._at + low - done), min(stop, self._at + high - done)
+            if first < last:
+                pieces.append((self._columns, stretch.block.rows_of(first, last)))
+            advances.append(self._advance(stretch, stop))
+            done += stop - self._at
+            self._at = stop
+        return Given(count=done, items=sum(len(rows) for _, rows in pieces), pieces=pieces, advances=advances)
+
+    def close(self) -> None:
+        """Let go of the blocks."""
+        self._columns = {}
+        self._walk.close()
+
+    def _entered(self) -> Stretch:
+        """The stretch that the next row lies in."""
+        if self._stretch is None or self._at == self._stretch.stop:
+            self._columns = {}
+            self._stretch, self._columns = next(self._walk)
+            self._at = self._stretch.start
+        return self._stretch
+
+    def _advance(self, stretch: Stretch, stop: int) -> BlockAdvance:
+        pass_index, block = stretch.pass_index, stretch.block
+        begin = self.cursor.position if self.cursor[:2] == (pass_index, block.index) else 0
+        self.cursor = Cursor(pass_index, block.index, block.position_after(stop))
+        return BlockAdvance(
+            pass_index=pass_index,
+            block=block.index,
+            position_start=begin,
+            position_end=self.cursor.position,
+            rows_consumed=stop - self._at,
+            filtered=_NOTHING,
+            quarantined=(),
+        )
+
+
+class ItemStream:
+    """Samples that a transform or packing makes of live rows."""
+
+    def __init__(self, walk: BlockWalk[Documents] | BlockWalk[Samples], line: Packer | Sampler) -> None:
+        self._walk = walk
+        self._line = line
+
+    @property
+    def cursor(self) -> Cursor:
+        """Right behind the last item taken."""
+        return self._line.cursor
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether no sample can follow."""
+        return self._line.exhausted
+
+    def take(self, count: int, low: int, high: int) -> Given:
+        """Pass up to `count` samples, and give those from the `low`-th to before the `high`-th of them."""
+        parts: list[Taken] = []
+        taken: Packed | SampleRows | None = None
+        if low:
+            parts.append(self._line.skip(low))
+        if low < high:
+            taken = self._line.take(high - low)
+            parts.append(taken)
+        if high < count:
+            parts.append(self._line.skip(count - high))
+        return Given(
+            count=sum(part.count for part in parts),
+            items=0 if taken is None else taken.items,
+            pieces=_pieces(taken),
+            advances=merge(advance for part in parts for advance in part.advances),
+        )
+
+    def close(self) -> None:
+        """Let go of the blocks."""
+        self._walk.close()
+
+
+_NOTHING = np.zeros(0, dtype=np.int64)
+
+
+def _pieces(taken: Packed | SampleRows | None) -> list[Piece]:
+    if taken is None or not taken.count:
+        return []
+    if isinstance(taken, Packed):
+        arrays: dict[str, Array] = {
+            "tokens": taken.tokens.astype(np.int64),
+            "document": taken.document,
+            "position": taken.position,
+        }
+    else:
+        arrays = taken.columns
+    columns = {name: Column(array) for name, array in arrays.items()}
+    return [(columns, np.arange(taken.count, dtype=np.int64))]
