@@ -15,39 +15,17 @@ from functools import cached_property
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
-import pyarrow as pa
-import pyarrow.parquet as pq
-from pyiceberg.manifest import ManifestContent, ManifestEntry, ManifestEntryStatus
 from pyiceberg.table import Table
-from pyiceberg.table.snapshots import Snapshot
 
-from catalog.data_files import LiveFile, live_files, snapshot_schema
-from catalog.deletes import NO_ROWS, Deletes
-from catalog.errors import AppendHistoryLost, DataFileUnreadable
-from catalog.rewrites import Keys, Mask, Rows, identity_keys, match
+from catalog.data_files import snapshot_schema
+from catalog.deletes import NO_ROWS
+from catalog.errors import AppendHistoryLost
+from catalog.history_steps import Ints, Place, Step, TableRows, name_of, steps_between
+from catalog.rewrites import Keys, Mask, identity_keys, match
 from catalog.snapshots import snapshot_of
 
-Ints = npt.NDArray[np.int64]
 OnOverwrite = Literal["stop", "read", "ignore"]
-Place = tuple[int, str]
-"""A data file as it is in one snapshot: snapshot id and path."""
 _NOTHING: frozenset[str] = frozenset()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Step:
-    """What one snapshot did, by its manifests: data files added and removed, each with its rows.
-
-    `parent` is None where it was expired; `operation` is "gap" for all that snapshots which are gone did together.
-    """
-
-    snapshot_id: int
-    parent: int | None
-    operation: str
-    added: Mapping[str, int]
-    removed: Mapping[str, int]
-    deletes_added: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,54 +46,6 @@ class _Held:
     origins: frozenset[str] = _NOTHING
     fresh: bool = False
     opaque: bool = False
-
-
-@dataclass
-class TableRows:
-    """Data files and live rows of a table's snapshots, each read once."""
-
-    table: Table
-    _files: dict[int, dict[str, LiveFile]] = field(default_factory=dict)
-    _deletes: dict[int, Deletes] = field(default_factory=dict)
-    _dead: dict[Place, Ints] = field(default_factory=dict)
-
-    def files(self, snapshot_id: int) -> dict[str, LiveFile]:
-        """The live data files of a snapshot by path."""
-        if snapshot_id not in self._files:
-            self._files[snapshot_id] = {file.path: file for file in live_files(self.table, snapshot_id)}
-        return self._files[snapshot_id]
-
-    def dead(self, place: Place) -> Ints:
-        """Sorted positions of the rows of a data file that are deleted in a snapshot."""
-        if place not in self._dead:
-            self._dead[place] = self._read_dead(place)
-        return self._dead[place]
-
-    def alive(self, place: Place) -> Mask:
-        """A mask over the positions of a data file: the rows that are live in a snapshot."""
-        found = np.ones(self.files(place[0])[place[1]].rows, dtype=np.bool_)
-        found[self.dead(place)] = False
-        return found
-
-    def rows(self, place: Place, chosen: Mask | None = None) -> Rows:
-        """Some rows of a file, or all that are live."""
-        snapshot_id, path = place
-        mask = self.alive(place) if chosen is None else chosen
-        return Rows(self.files(snapshot_id)[path], mask, f"snapshot {snapshot_id} of {_name(self.table)!r}")
-
-    def _read_dead(self, place: Place) -> Ints:
-        snapshot_id, path = place
-        file = self.files(snapshot_id)[path]
-        if not (file.positional or file.equality or file.vector):
-            return NO_ROWS
-        deletes = self._deletes.get(snapshot_id)
-        if deletes is None:
-            deletes = self._deletes[snapshot_id] = Deletes(self.table, snapshot_schema(self.table, snapshot_id))
-        try:
-            with self.table.io.new_input(path).open() as stream, pq.ParquetFile(stream) as parquet:
-                return deletes.dead_rows(file, parquet)
-        except (OSError, pa.ArrowException) as err:
-            raise DataFileUnreadable(f"expected data file {path!r}, found {err}: restore it") from err
 
 
 def changes(
@@ -139,121 +69,25 @@ def changes(
     """
     if table.snapshot_by_id(since) is None:
         raise AppendHistoryLost(
-            f"expected snapshot {since} of {_name(table)!r}, up to which was planned, found it expired: pin snapshots with a "
+            f"expected snapshot {since} of {name_of(table)!r}, up to which was planned, found it expired: pin snapshots with a "
             "tag; start a new run"
         )
     snapshot_of(table, until)
     rows = TableRows(table)
     walk = _Walk(rows, since, until, _keys(rows, since, until, identity_columns), on_overwrite)
-    for step in _steps(table, since, until):
+    for step in steps_between(table, since, until):
         walk.take(step)
     return walk.history()
 
 
-def _name(table: Table) -> str:
-    return ".".join(table.name())
-
-
 def _keys(rows: TableRows, since: int, until: int, identity_columns: Sequence[str]) -> Keys | None:
-    """By what rows can be told apart: row ids where all files have them, else identity columns, else nothing."""
+    """By what rows can be told apart: the declared identity columns, else row ids where all files have them, else nothing."""
     schema = snapshot_schema(rows.table, until)
-    declared = identity_keys(schema, identity_columns)
+    if identity_columns:
+        return identity_keys(schema, identity_columns)
     files = [*rows.files(since).values(), *rows.files(until).values()]
-    if rows.table.metadata.format_version >= 3 and all(file.first_row_id is not None for file in files):
-        return Keys(schema)
-    return declared if identity_columns else None
-
-
-def _steps(table: Table, since: int, until: int) -> list[Step]:
-    """The snapshots after `since` up to `until`, oldest first; a "gap" comes first where some of them are expired.
-
-    pyiceberg takes the parent from a snapshot whose parent expires: a missing parent may mean the table's first snapshot.
-    """
-    chain: list[Snapshot] = []
-    at: int | None = until
-    while at is not None and at != since:
-        snapshot = table.snapshot_by_id(at)
-        if snapshot is None:
-            break
-        chain.append(snapshot)
-        at = snapshot.parent_snapshot_id
-    steps = [_step(table, snapshot) for snapshot in reversed(chain)]
-    if at != since:
-        steps.insert(0, _gap(table, snapshot_of(table, since), chain[-1], steps[0]))
-    return steps
-
-
-def _entries(table: Table, snapshot: Snapshot, *, own: bool) -> list[tuple[ManifestContent, ManifestEntry]]:
-    """The entries of a snapshot's manifests: those that it wrote itself (deleted ones too), or all live ones."""
-    found: list[tuple[ManifestContent, ManifestEntry]] = []
-    try:
-        for manifest in snapshot.manifests(table.io):
-            if own and manifest.added_snapshot_id != snapshot.snapshot_id:
-                continue
-            entries = manifest.fetch_manifest_entry(table.io, discard_deleted=not own)
-            found.extend((manifest.content, entry) for entry in entries)
-    except OSError as err:
-        raise DataFileUnreadable(
-            f"expected the manifests of snapshot {snapshot.snapshot_id} of {_name(table)!r}, found {err}: restore them"
-        ) from err
-    return found
-
-
-def _step(table: Table, snapshot: Snapshot) -> Step:
-    own = snapshot.snapshot_id
-    files: dict[ManifestEntryStatus, dict[str, int]] = defaultdict(dict)
-    deletes_added = False
-    for content, entry in _entries(table, snapshot, own=True):
-        if entry.snapshot_id == own and content == ManifestContent.DATA:
-            files[entry.status][entry.data_file.file_path] = entry.data_file.record_count
-        elif entry.snapshot_id == own and entry.status == ManifestEntryStatus.ADDED:
-            deletes_added = True
-    parent = snapshot.parent_snapshot_id
-    return Step(
-        snapshot_id=own,
-        parent=parent if parent is not None and table.snapshot_by_id(parent) is not None else None,
-        operation="overwrite" if snapshot.summary is None else snapshot.summary.operation.value,
-        added=files[ManifestEntryStatus.ADDED],
-        removed=files[ManifestEntryStatus.DELETED],
-        deletes_added=deletes_added,
-    )
-
-
-def _gap(table: Table, since: Snapshot, first: Snapshot, step: Step) -> Step:
-    """What the expired snapshots between `since` and `first` did, as one step: `step` is what `first` did then."""
-    before: dict[str, tuple[int, int | None]] = {path: (rows, None) for path, rows in step.removed.items()}
-    deletes_added = False
-    for content, entry in _entries(table, first, own=False):
-        if entry.snapshot_id == first.snapshot_id:
-            continue
-        if content == ManifestContent.DATA:
-            before[entry.data_file.file_path] = (entry.data_file.record_count, entry.file_sequence_number)
-        else:
-            deletes_added |= (entry.sequence_number or 0) > (since.sequence_number or 0)
-    planned = {path: file.rows for path, file in TableRows(table).files(since.snapshot_id).items()}
-    older = [path for path, (_, number) in before.items() if path not in planned and _precedes(table, number, since)]
-    found = f"the older data file {older[0]!r} in it" if older else ""
-    found = found or ("that it is older" if _precedes(table, first.sequence_number, since) else "")
-    found = found or ("that nothing older is in it" if planned and not before else "")
-    if found:
-        raise AppendHistoryLost(
-            f"expected snapshot {first.snapshot_id} of {_name(table)!r} to descend from {since.snapshot_id}, up to which was "
-            f"planned, found {found}: the table was rolled back or replaced; start a new run"
-        )
-    return Step(
-        snapshot_id=first.snapshot_id,
-        parent=None,
-        operation="gap",
-        added={path: rows for path, (rows, _) in before.items() if path not in planned},
-        removed={path: rows for path, rows in planned.items() if path not in before},
-        deletes_added=deletes_added,
-    )
-
-
-def _precedes(table: Table, sequence_number: int | None, since: Snapshot) -> bool:
-    """Whether what has this sequence number is not younger than `since`; version 1 has no sequence numbers."""
-    known = table.metadata.format_version > 1 and sequence_number is not None and since.sequence_number is not None
-    return known and int(sequence_number or 0) <= int(since.sequence_number or 0)
+    has_ids = rows.table.metadata.format_version >= 3 and all(file.first_row_id is not None for file in files)
+    return Keys(schema) if has_ids else None
 
 
 class _Walk:
@@ -328,7 +162,7 @@ class _Walk:
 
     def _contradiction(self, step: Step, found: str) -> AppendHistoryLost:
         return AppendHistoryLost(
-            f"expected the manifests of {_name(self._rows.table)!r} to tell its history from {self._since} to {self._until}, "
+            f"expected the manifests of {name_of(self._rows.table)!r} to tell its history from {self._since} to {self._until}, "
             f"found in snapshot {step.snapshot_id} {found}: start a new run"
         )
 
@@ -349,7 +183,7 @@ class _Walk:
     def _take_gap(self, step: Step, removed: Mapping[str, _Held]) -> None:
         if self._keys is None and (removed or (step.deletes_added and self._on_overwrite != "read")):
             raise AppendHistoryLost(
-                f"expected all snapshots of {_name(self._rows.table)!r} from {self._since} to {self._until}, found some "
+                f"expected all snapshots of {name_of(self._rows.table)!r} from {self._since} to {self._until}, found some "
                 f"expired, during which {len(step.added)} data files were added and "
                 f"{f'{len(removed)} planned ones taken away' if removed else 'rows deleted'}: new rows cannot be told from old "
                 "ones; declare identity_columns, or start a new run"
@@ -407,7 +241,7 @@ class _Walk:
     def _parent(self, step: Step, why: str) -> int:
         if step.parent is None:
             raise AppendHistoryLost(
-                f"expected the snapshot of {_name(self._rows.table)!r} before {step.snapshot_id}, in which {why}, found it "
+                f"expected the snapshot of {name_of(self._rows.table)!r} before {step.snapshot_id}, in which {why}, found it "
                 "expired: declare identity_columns, or start a new run"
             )
         return step.parent
@@ -432,7 +266,7 @@ class _Walk:
 
     def _overwrite(self, step: Step, found: str) -> AppendHistoryLost:
         return AppendHistoryLost(
-            f"expected appends and deletes in {_name(self._rows.table)!r} since {self._since}, found an overwrite, snapshot "
+            f"expected appends and deletes in {name_of(self._rows.table)!r} since {self._since}, found an overwrite, snapshot "
             f"{step.snapshot_id} ({len(step.removed)} data files removed, {len(step.added)} added), {found}: set on_overwrite "
             "to 'read' or 'ignore', or declare identity_columns"
         )
@@ -556,7 +390,7 @@ class History:
         mixed = sum(int(np.count_nonzero(mask)) for place, mask in unknown.items() if place in self._mixed)
         if pure or mixed > self._merged_rows:
             raise AppendHistoryLost(
-                f"expected a rewrite of {_name(self._rows.table)!r} since snapshot {self.since} to keep what tells rows apart "
+                f"expected a rewrite of {name_of(self._rows.table)!r} since snapshot {self.since} to keep what tells rows apart "
                 f"({self.told_by}), found {pure + mixed} rows with values of their own where {self._merged_rows} at most came "
                 "since: declare identity_columns that a rewrite keeps, or start a new run"
             )

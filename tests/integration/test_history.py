@@ -29,7 +29,8 @@ from pyiceberg.typedef import Record
 from catalog.connect import LakehouseConfig, connect
 from catalog.data_files import live_files
 from catalog.errors import AppendHistoryLost, NoSuchColumn, NoSuchSnapshot, SpecInvalid
-from catalog.history import History, TableRows, changes
+from catalog.history import History, changes
+from catalog.history_steps import TableRows
 
 Keyed = Literal["appends", "identity_columns"]
 SCHEMA = pa.schema([("k", pa.int64()), ("name", pa.string()), ("v", pa.int64())])
