@@ -108,7 +108,7 @@ class FileColumns:
         for name in names:
             if name not in top_level:
                 raise NoSuchColumn(f"expected column {name!r} at the top level of the table, found {list(top_level)!r}")
-        in_file = _by_id(file_schema, create_mapping_from_schema(schema) if name_mapping is None else name_mapping)
+        in_file = _by_id(file_schema, schema, name_mapping)
         return cls([_column(top_level[name], in_file, partition_values) for name in names])
 
     def align(self, table: pa.Table, rows: int) -> pa.Table:
@@ -153,11 +153,13 @@ def field_ids(file_schema: pa.Schema) -> dict[int, pa.Field]:
     return {int(field.metadata[FIELD_ID]): field for field in file_schema if FIELD_ID in (field.metadata or {})}
 
 
-def _by_id(file_schema: pa.Schema, mapping: NameMapping) -> dict[int, _Found]:
+def _by_id(file_schema: pa.Schema, schema: Schema, mapping: NameMapping | None) -> dict[int, _Found]:
     """The file's top-level fields by field id, each with the mapping that gave it the id."""
     with_ids = field_ids(file_schema)
     if with_ids:
         return {field_id: (field, None) for field_id, field in with_ids.items()}
+    if mapping is None:
+        mapping = create_mapping_from_schema(schema)
     mapped = {name: entry for entry in mapping for name in entry.names if entry.field_id is not None}
     fields = ((mapped[field.name], field) for field in file_schema if field.name in mapped)
     return {entry.field_id: (field, entry) for entry, field in fields if entry.field_id is not None}

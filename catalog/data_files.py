@@ -68,6 +68,8 @@ from catalog.errors import DataFileUnreadable, NoSuchSnapshot, UnsupportedDelete
 PATH_FIELD_ID = 2147483546
 _FIRST_ROW_ID, _REFERENCED, _OFFSET, _SIZE = 16, 17, 18, 19  # places of the v3 fields in a DataFile record
 _THREADS = 4
+Partition = tuple[int, tuple[Any, ...]]
+"""Spec id and partition values."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -230,7 +232,8 @@ class _Pruning:
         self._metrics = _InclusiveMetricsEvaluator(schema, expression)
         self._holds = cache(self._manifest_evaluator)
         self._partition = cache(self._partition_evaluator)
-        self._residuals = cache(self._residual_evaluator)
+        self._evaluators = cache(self._residual_evaluator)
+        self._residuals: dict[Partition, BooleanExpression] = {}
 
     def may_hold(self, manifest: ManifestFile) -> bool:
         """Whether a data manifest may list a file with matching rows."""
@@ -241,15 +244,19 @@ class _Pruning:
         return self._partition(file.spec_id)(file.partition) and self._metrics.eval(file)
 
     def residual(self, file: DataFile) -> BooleanExpression:
-        """What a file's partition leaves open of the filter; all of it where a partition value is null.
+        """What a file's partition leaves open of the filter: one object for all files of a partition."""
+        key = _partition_of(file)
+        if key not in self._residuals:
+            self._residuals[key] = self._residual_of(file)
+        return self._residuals[key]
 
-        pyiceberg compares null partition values as Python does, not as SQL does.
-        """
+    def _residual_of(self, file: DataFile) -> BooleanExpression:
+        """All of the filter where a partition value is null: pyiceberg compares null as Python does, not as SQL does."""
         spec = self.specs[file.spec_id]
-        for place, part in enumerate(spec.fields):
-            if part.source_id in self._ids and file.partition[place] is None:
-                return self.expression
-        return self._residuals(file.spec_id).residual_for(file.partition)
+        values = [file.partition[place] for place, part in enumerate(spec.fields) if part.source_id in self._ids]
+        if not values or None in values:
+            return self.expression
+        return self._evaluators(file.spec_id).residual_for(file.partition)
 
     def _manifest_evaluator(self, spec_id: int) -> Callable[[ManifestFile], bool]:
         return manifest_evaluator(self.specs[spec_id], self._schema, self._projection(spec_id))
@@ -265,10 +272,6 @@ class _Pruning:
 
     def _projection(self, spec_id: int) -> BooleanExpression:
         return inclusive_projection(self._schema, self.specs[spec_id])(self.expression)
-
-
-Partition = tuple[int, tuple[Any, ...]]
-"""Spec id and partition values."""
 
 
 @dataclass

@@ -221,6 +221,7 @@ class _Planner:
         self._mapping = name_mapping_of(table)
         self._deletes = Deletes(table, schema)
         self._excluded = excluded
+        self._predicates: dict[int, _Predicate] = {}
 
     def row_groups(self, file: LiveFile) -> list[RowGroup]:
         """The row groups of a file, from one opening of it."""
@@ -237,7 +238,7 @@ class _Planner:
 
     def _of_parquet(self, file: LiveFile, parquet: pq.ParquetFile) -> list[RowGroup]:
         deleted = self._deletes.dead_rows(file, parquet)
-        wanted = self._in_file(file, parquet, _Predicate(self._schema, file.residual))
+        wanted = self._in_file(file, parquet, self._wanted(file.residual))
         excluded = self._in_file(file, parquet, self._excluded)
         first_row_id = None if _ROW_ID_FIELD in field_ids(parquet.schema_arrow) else file.first_row_id
         groups, first_row = [], 0
@@ -257,6 +258,10 @@ class _Planner:
             )
             first_row += footer.num_rows
         return groups
+
+    def _wanted(self, residual: BooleanExpression) -> _Predicate:
+        """One predicate for all files that share a residual, since preparing it costs more than asking it."""
+        return self._predicates.setdefault(id(residual), _Predicate(self._schema, residual))
 
     def _in_file(self, file: LiveFile, parquet: pq.ParquetFile, predicate: _Predicate) -> _InFile:
         columns = FileColumns.of(
