@@ -39,7 +39,7 @@ def asked_for(spec: JobSpec, leg: Leg, table_uuids: Mapping[str, str]) -> Leg:
         start = mine.start if mine else SourceStart.fresh(spec.order.key_groups, [])
         snapshot = None if source.follow == "appends" else source.snapshot_id
         planned: dict[str, Any] = {
-            "table_uuid": table_uuids[source.table],
+            "table_uuid": table_uuids.get(source.table, f"(no table {source.table})"),
             "snapshot_id": snapshot or (mine.snapshot_id if mine else 0),
             "schema_id": mine.schema_id if mine else 0,
             "plan_id": mine.plan_id if mine else "",

@@ -16,6 +16,7 @@ from blake3 import blake3
 from catalog.connect import Lakehouse
 from catalog.data_files import LiveFile
 from catalog.errors import EmptyPlan
+from catalog.pins import hold
 from catalog.plans import (
     SLICES_ARROW,
     WORK_UNITS_ARROW,
@@ -27,7 +28,7 @@ from catalog.plans import (
     write_slices,
 )
 from catalog.row_groups import RowGroup, row_groups_of
-from catalog.snapshots import check_pinned, pin, snapshot_of
+from catalog.snapshots import check_pinned, snapshot_of
 from dlac_pipeline.plan.cut import PassCut
 from dlac_pipeline.plan.units import Ints, UnitTable
 from dlac_pipeline.read.columns import check_columns
@@ -66,8 +67,9 @@ def make_plan(
     table = lakehouse.load(source.table)
     snapshot = snapshot_of(table, source.snapshot_id)
     schema_id = table.metadata.current_schema_id if snapshot.schema_id is None else snapshot.schema_id
-    check_columns(table.schemas()[schema_id], source.columns)
-    tag = pin(lakehouse, source.table, snapshot.snapshot_id) if source.pin == "tag" else ""
+    if not source.transform:
+        check_columns(table.schemas()[schema_id], source.columns, source.ragged, source.nullable)
+    tag = hold(lakehouse, source.table, snapshot.snapshot_id, source.pin)
     groups = row_groups_of(
         table, snapshot.snapshot_id, source.row_filter, progress=progress, only=only, exclude=source.exclude
     )

@@ -9,12 +9,13 @@ import json
 import secrets
 import socket
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from catalog.commits import Attempt, claim, quarantine
 from catalog.connect import Lakehouse
-from catalog.errors import CheckpointDamaged, LedgerError, NoRestorableCheckpoint
+from catalog.errors import CheckpointDamaged, LedgerError, NoRestorableCheckpoint, NoSuchTable, TableReplaced
 from catalog.ledger import HEAD_KINDS, Ledger, Row, RunState
 from catalog.plans import PlanRow, find_plan
 from dlac_pipeline.checkpoint.manifest import Manifest, folder_of, read_manifest, verify_files
@@ -114,7 +115,7 @@ def take_over(
         "host": socket.gethostname(),
         "launch_folder": launch_folder,
         "launched_by": launched_by,
-        "plan_ids": leg.plan_ids,
+        "plan_ids": [source.plan_id for source in leg.sources],
     }
     state = claim(ledger, spec.run, nonce=nonce, replaces=replaced, detail=detail)
     attempt = Attempt(run=spec.run, number=state.fence.attempt, nonce=nonce)
@@ -197,8 +198,16 @@ class _LegChooser:
 
         Raises:
             ResumeMismatch: something else, and no new leg was asked for.
+            TableReplaced: a table was dropped and created again.
         """
-        asked = asked_for(self._spec, leg, self._table_uuids())
+        uuids = self._table_uuids()
+        for mine in leg.sources:
+            if uuids.get(mine.table, mine.table_uuid) != mine.table_uuid:
+                raise TableReplaced(
+                    f"expected table {mine.table!r} to be the planned one (uuid {mine.table_uuid}), found uuid "
+                    f"{uuids[mine.table]}: it was dropped and created again; start a new run on the new table"
+                )
+        asked = asked_for(self._spec, leg, uuids)
         if self._wish.plan_ids and self._wish.plan_ids != tuple(source.plan_id for source in leg.sources):
             asked = replace(
                 asked,
@@ -236,9 +245,11 @@ class _LegChooser:
         return tuple(plan_ids) if fits else ()
 
     def _table_uuids(self) -> dict[str, str]:
-        return {
-            source.table: str(self._lakehouse.load(source.table).metadata.table_uuid) for source in self._spec.sources
-        }
+        found = {}
+        for source in self._spec.sources:
+            with suppress(NoSuchTable):  # said by name where the leg needs it
+                found[source.table] = str(self._lakehouse.load(source.table).metadata.table_uuid)
+        return found
 
 
 def _is_plan_of(source: SourceSpec, row: PlanRow) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pyarrow.parquet as pq
@@ -82,9 +83,9 @@ def test_a_recovery_before_the_first_checkpoint_keeps_the_plan_of_the_attempt_it
     first = take_over(arena.lakehouse, spec, nonce=new_nonce())
     arena.lakehouse.load("src.t").append(source_rows(200, 100))
     second = take_over(arena.lakehouse, spec, nonce=new_nonce(), replaces=first.attempt)
-    assert second.plan_id == first.plan_id
+    assert second.leg == first.leg
     afresh = take_over(arena.lakehouse, spec, nonce=new_nonce())
-    assert afresh.plan_id != first.plan_id
+    assert json.loads(afresh.leg)["sources"] != json.loads(first.leg)["sources"]
 
 
 def test_a_file_with_other_rows_than_planned_is_named(arena: Arena) -> None:
