@@ -16,7 +16,7 @@ from uuid import UUID
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from pyiceberg.io.pyarrow import pyarrow_to_schema, schema_to_pyarrow
+from pyiceberg.io.pyarrow import schema_to_pyarrow
 from pyiceberg.schema import Schema
 from pyiceberg.table import Table
 from pyiceberg.table.name_mapping import MappedField, NameMapping, create_mapping_from_schema
@@ -53,15 +53,15 @@ def arrow_type(iceberg_type: IcebergType) -> pa.DataType:
 
 @dataclass(frozen=True, slots=True)
 class _Column:
-    """Where one column of the table comes from: the file's column `in_file`, or a constant.
+    """Where one column of the table comes from: the file's column `in_file` of type `found`, or a constant.
 
-    `have` is its Iceberg type in the file, where there are fields below it.
+    `mapped` is the name mapping of the fields below it, if the file has no ids.
     """
 
     field: NestedField
     in_file: str | None = None
     found: pa.DataType | None = None
-    have: IcebergType | None = None
+    mapped: MappedField | None = None
     constant: Any = None
 
 
@@ -165,21 +165,6 @@ def _by_id(file_schema: pa.Schema, schema: Schema, mapping: NameMapping | None) 
     return {entry.field_id: (field, entry) for entry, field in fields if entry.field_id is not None}
 
 
-def _nested(field: pa.Field, mapped: MappedField | None) -> IcebergType | None:
-    """The Iceberg type that a field has in the file, if there are fields below it to be matched by id."""
-    if not _has_fields(field.type):
-        return None
-    mapping = None if mapped is None else NameMapping([mapped])
-    try:
-        found = pyarrow_to_schema(pa.schema([field]), name_mapping=mapping, downcast_ns_timestamp_to_us=True)
-    except (ValueError, TypeError) as err:
-        raise UnsupportedColumn(
-            f"expected column {field.name!r} of a data file to have Iceberg field ids or a name mapping throughout, "
-            f"found {field.type}: {err}; leave the column out or rewrite the table"
-        ) from err
-    return found.fields[0].field_type
-
-
 def _has_fields(arrow: pa.DataType) -> bool:
     return _has_fields(arrow.value_type) if _is_list(arrow) else pa.types.is_struct(arrow) or pa.types.is_map(arrow)
 
@@ -187,13 +172,12 @@ def _has_fields(arrow: pa.DataType) -> bool:
 def _column(field: NestedField, in_file: Mapping[int, _Found], partition_values: Mapping[int, Any]) -> _Column:
     if field.field_id in in_file:
         found, mapped = in_file[field.field_id]
-        have = _nested(found, mapped)
-        if have is None and not _fits(found.type, arrow_type(field.field_type)):
+        if not _has_fields(found.type) and not _fits(found.type, arrow_type(field.field_type)):
             raise UnsupportedColumn(
                 f"expected column {field.name!r} as {field.field_type} or a type that promotes to it, found {found.type} "
                 f"in the data file (its column {found.name!r}): rewrite the file"
             )
-        return _Column(field, in_file=found.name, found=found.type, have=have)
+        return _Column(field, in_file=found.name, found=found.type, mapped=mapped)
     constant = partition_values.get(field.field_id, field.initial_default)
     if constant is None and field.required and field.field_id not in partition_values:
         raise NoSuchColumn(
@@ -267,9 +251,9 @@ def _aligned(column: _Column, table: pa.Table, rows: int) -> Any:
         return _repeated(column.constant, wanted, rows)
     found = table[column.in_file]
     try:
-        if column.have is None:
+        if not _has_fields(column.found):
             return _cast(found, wanted)
-        chunks = [_projected(chunk, column.have, column.field.field_type) for chunk in found.chunks]
+        chunks = [_projected(chunk, column.found, column.field.field_type, column.mapped) for chunk in found.chunks]
         return pa.chunked_array(chunks, type=wanted)
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as err:
         raise UnsupportedColumn(
@@ -293,31 +277,50 @@ def _cast(array: Any, wanted: pa.DataType) -> Any:
     return array.cast(wanted, safe=not pa.types.is_timestamp(wanted))
 
 
-def _projected(array: Any, have: IcebergType, want: IcebergType) -> Any:
-    """A nested array with the fields of `want`, found by id among those of `have`; nulls stay nulls."""
-    if isinstance(have, StructType) and isinstance(want, StructType):
-        return _struct(array, have, want)
-    if isinstance(have, ListType) and isinstance(want, ListType):
+def _projected(array: Any, found: Any, want: IcebergType, mapped: MappedField | None) -> Any:
+    """A nested array of the file's type `found` with the fields of `want`, found by id; nulls stay nulls."""
+    if isinstance(want, StructType) and pa.types.is_struct(found):
+        return _struct(array, found, want, mapped)
+    if isinstance(want, ListType) and _is_list(found):
         array = array.cast(pa.list_(array.type.value_field))
-        values = _projected(array.values, have.element_type, want.element_type)
+        values = _projected(array.values, found.value_type, want.element_type, _mapped_below(mapped, want.element_id))
         return pa.ListArray.from_arrays(_offsets(array), values, type=arrow_type(want), mask=_nulls(array))
-    if isinstance(have, MapType) and isinstance(want, MapType):
-        keys = _projected(array.keys, have.key_type, want.key_type)
-        items = _projected(array.items, have.value_type, want.value_type)
+    if isinstance(want, MapType) and pa.types.is_map(found):
+        keys = _projected(array.keys, found.key_type, want.key_type, _mapped_below(mapped, want.key_id))
+        items = _projected(array.items, found.item_type, want.value_type, _mapped_below(mapped, want.value_id))
         return pa.MapArray.from_arrays(_offsets(array), keys, items, type=arrow_type(want), mask=_nulls(array))
+    if not _fits(found, arrow_type(want)):
+        raise pa.ArrowInvalid(f"{found} where {want} was expected")
     return _cast(array, arrow_type(want))
 
 
-def _struct(array: Any, have: StructType, want: StructType) -> Any:
-    places = {field.field_id: place for place, field in enumerate(have.fields)}
+def _struct(array: Any, found: Any, want: StructType, mapped: MappedField | None) -> Any:
+    places = {_id_below(child, mapped): place for place, child in enumerate(found)}
     children = []
     for field in want.fields:
         place = places.get(field.field_id)
         if place is None:
             children.append(_repeated(field.initial_default, arrow_type(field.field_type), len(array)))
         else:
-            children.append(_projected(array.field(place), have.fields[place].field_type, field.field_type))
+            below = _mapped_below(mapped, field.field_id)
+            children.append(_projected(array.field(place), found.field(place).type, field.field_type, below))
     return pa.StructArray.from_arrays(children, fields=list(arrow_type(want)), mask=_nulls(array))
+
+
+def _id_below(child: pa.Field, mapped: MappedField | None) -> int | None:
+    """The field id of a struct's field in the file: its own, or that which the mapping gives its name."""
+    if mapped is None:
+        own = (child.metadata or {}).get(FIELD_ID)
+        return None if own is None else int(own)
+    return next((entry.field_id for entry in mapped.fields if child.name in entry.names), None)
+
+
+def _mapped_below(mapped: MappedField | None, field_id: int) -> MappedField | None:
+    """The mapping of a field below: one that maps nothing where there is none."""
+    if mapped is None:
+        return None
+    nothing = mapped.model_copy(update={"fields": []})
+    return next((entry for entry in mapped.fields if entry.field_id == field_id), nothing)
 
 
 def _offsets(array: Any) -> Any:

@@ -1,0 +1,273 @@
+from __future__ import annotations
+
+import datetime as dt
+import io
+import uuid
+from decimal import Decimal
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pyiceberg.io.pyarrow import schema_to_pyarrow
+from pyiceberg.schema import Schema
+from pyiceberg.table.name_mapping import NameMapping
+from pyiceberg.types import (
+    BinaryType,
+    DateType,
+    DecimalType,
+    DoubleType,
+    FixedType,
+    FloatType,
+    IcebergType,
+    IntegerType,
+    ListType,
+    LongType,
+    MapType,
+    NestedField,
+    StringType,
+    StructType,
+    TimestampNanoType,
+    TimestampType,
+    TimestamptzType,
+    UUIDType,
+)
+
+from catalog.columns import FileColumns, arrow_type
+from catalog.errors import NoSuchColumn, UnsupportedColumn
+
+
+def optional(field_id: int, name: str, kind: IcebergType, **more: Any) -> NestedField:
+    """An optional field."""
+    return NestedField(field_id, name, kind, required=False, **more)
+
+
+def parquet(table: pa.Table, schema: Schema | None = None) -> pq.ParquetFile:
+    """The rows as a Parquet file, with the field ids of `schema` if there is one."""
+    stream = io.BytesIO()
+    pq.write_table(table if schema is None else table.cast(schema_to_pyarrow(schema)), stream, row_group_size=3)
+    return pq.ParquetFile(stream)
+
+
+def read(file: pq.ParquetFile, schema: Schema, *names: str, **options: Any) -> pa.Table:
+    """The named columns of all rows, as a reader reads them: nothing but `in_file`."""
+    columns = FileColumns.of(file.schema_arrow, schema, names or [field.name for field in schema.fields], **options)
+    return columns.align(file.read(columns=columns.in_file), file.metadata.num_rows)
+
+
+OLD = Schema(
+    optional(1, "a", IntegerType()),
+    optional(2, "b", StringType()),
+    optional(3, "c", FloatType()),
+    optional(4, "d", BinaryType()),
+)
+ROWS = pa.table(
+    {
+        "a": pa.array([1, None], pa.int32()),
+        "b": ["x", None],
+        "c": pa.array([0.5, None], pa.float32()),
+        "d": [b"\0", None],
+    }
+)
+
+
+def test_columns_are_found_by_field_id() -> None:
+    """Renamed, reordered, widened and dropped columns, and a new column under an old name, read as the schema says."""
+    new = Schema(
+        optional(3, "real", DoubleType()),
+        optional(2, "a", StringType()),
+        optional(1, "n", LongType()),
+        optional(5, "b", LongType()),
+    )
+    file = parquet(ROWS, OLD)
+    found = read(file, new)
+    assert found.to_pylist() == [{"real": 0.5, "a": "x", "n": 1, "b": None}, dict.fromkeys(["real", "a", "n", "b"])]
+    assert found.schema.types == [pa.float64(), pa.string(), pa.int64(), pa.int64()]
+    columns = FileColumns.of(file.schema_arrow, new, ["b", "n"])
+    assert (columns.in_file, columns.absent) == (["a"], ["b"])
+
+
+def test_a_file_without_ids_is_read_by_the_name_mapping_or_by_name() -> None:
+    """The mapping decides if there is one, an empty one too; without one the schema's names do."""
+    schema = Schema(optional(1, "a", LongType()), optional(2, "b", StringType()))
+    file = parquet(pa.table({"a": [1], "old_b": ["x"], "b": ["not this"]}))
+    mapping = NameMapping.model_validate(
+        [{"field-id": 1, "names": ["a"]}, {"field-id": 2, "names": ["older_b", "old_b"]}]
+    )
+    assert read(file, schema, name_mapping=mapping).to_pylist() == [{"a": 1, "b": "x"}]
+    assert read(file, schema, name_mapping=NameMapping([])).to_pylist() == [{"a": None, "b": None}]
+    assert read(file, schema).to_pylist() == [{"a": 1, "b": "not this"}]
+
+
+DEFAULTS: list[tuple[IcebergType, Any, Any]] = [
+    (LongType(), 7, 7),
+    (StringType(), "é", "é"),
+    (BinaryType(), b"\xff", b"\xff"),
+    (FixedType(2), b"ab", b"ab"),
+    (UUIDType(), uuid.UUID(int=5), uuid.UUID(int=5).bytes),
+    (DateType(), dt.date(2024, 2, 29), dt.date(2024, 2, 29)),
+    (TimestamptzType(), dt.datetime(2024, 1, 1, tzinfo=dt.UTC), dt.datetime(2024, 1, 1, tzinfo=dt.UTC)),
+    (DecimalType(9, 2), Decimal("1.50"), Decimal("1.50")),
+]
+
+
+@pytest.mark.parametrize(("kind", "default", "value"), DEFAULTS)
+def test_later_columns_are_their_initial_default(kind: IcebergType, default: Any, value: Any) -> None:
+    """Of any type, in the table's Arrow type, also when the column is required and nothing else is read."""
+    schema = Schema(*OLD.fields, NestedField(9, "later", kind, required=True, initial_default=default))
+    found = read(parquet(ROWS, OLD), schema, "later")
+    assert found["later"].to_pylist() == [value, value]
+    assert found["later"].type == arrow_type(kind)
+
+
+def test_partition_values_stand_for_columns_that_the_file_lacks() -> None:
+    """They come before the default, as Iceberg keeps them (days since 1970), null too; a column in the file wins."""
+    schema = Schema(*OLD.fields, optional(9, "day", DateType(), initial_default=dt.date(2000, 1, 1)))
+    file = parquet(ROWS, OLD)
+    for value, wanted in ((1, dt.date(1970, 1, 2)), (None, None)):
+        assert read(file, schema, "day", partition_values={9: value})["day"].to_pylist() == [wanted] * 2
+    assert read(file, schema, "a", partition_values={1: 99})["a"].to_pylist() == [1, None]
+
+
+def test_what_the_file_cannot_give_is_named() -> None:
+    """A required column without default, an unknown name, and a type that does not promote are refused with both sides."""
+    file = parquet(ROWS, OLD)
+    with pytest.raises(NoSuchColumn, match=r"required column 'must' \(field id 9\)"):
+        read(file, Schema(*OLD.fields, NestedField(9, "must", LongType(), required=True)))
+    with pytest.raises(NoSuchColumn, match=r"'nothing' .*found \['a', 'b', 'c', 'd'\]"):
+        read(file, OLD, "nothing")
+    for wrong in (optional(1, "a", StringType()), optional(2, "b", LongType()), optional(3, "c", IntegerType())):
+        with pytest.raises(UnsupportedColumn, match=f"'{wrong.name}' as {wrong.field_type} or .* found"):
+            read(file, Schema(wrong))
+    long = Schema(optional(1, "a", LongType()))
+    with pytest.raises(UnsupportedColumn, match="found int64"):
+        read(parquet(pa.table({"a": [1]}), long), Schema(optional(1, "a", IntegerType())))
+
+
+@pytest.mark.parametrize(
+    ("stored", "kind"),
+    [
+        (pa.array(["x", None]).dictionary_encode(), StringType()),
+        (pa.array(["x", None], pa.large_string()), StringType()),
+        (pa.array([b"x", None], pa.binary()), StringType()),
+        (pa.array([[1, 2], None], pa.list_(pa.int32(), 2)), ListType(2, LongType(), element_required=False)),
+        (pa.array([[1], None], pa.large_list(pa.int64())), ListType(2, LongType(), element_required=True)),
+        (pa.array([[["a"], None], None]), ListType(2, ListType(3, StringType()), element_required=False)),
+        (pa.array([1, None], pa.uint8()), IntegerType()),
+        (pa.array([Decimal("1.25"), None], pa.decimal128(5, 2)), DecimalType(20, 2)),
+        (pa.array([1, None], pa.timestamp("ms")), TimestampType()),
+        (pa.array([1_999, None], pa.timestamp("ns")), TimestampType()),
+        (pa.array([1, None], pa.timestamp("us")), TimestampNanoType()),
+        (pa.array([1, None], pa.timestamp("us", "UTC")), TimestamptzType()),
+        (pa.array([b"0123456789abcdef", None], pa.binary(16)), UUIDType()),
+        (pa.ExtensionArray.from_storage(pa.uuid(), pa.array([b"0123456789abcdef", None], pa.binary(16))), UUIDType()),
+    ],
+)
+def test_every_encoding_of_a_type_is_handed_on_in_one_arrow_type(stored: Any, kind: IcebergType) -> None:
+    """Whatever a writer chose (dictionaries, large or fixed lists, other units), the table's Arrow type comes out."""
+    found = read(parquet(pa.table({"v": stored})), Schema(optional(1, "v", kind)))["v"]
+    assert found.type == arrow_type(kind)
+    assert found.null_count == 1
+    assert len(found) == 2
+
+
+INNER_OLD = StructType(optional(11, "x", IntegerType()), optional(12, "gone", StringType()))
+INNER_NEW = StructType(optional(13, "new", StringType(), initial_default="d"), optional(11, "y", LongType()))
+NESTED_OLD = Schema(
+    optional(1, "one", INNER_OLD),
+    optional(2, "many", ListType(20, INNER_OLD, element_required=False)),
+    optional(3, "named", MapType(30, StringType(), 31, IntegerType(), value_required=False)),
+)
+OLD_INNER = pa.struct({"x": pa.int32(), "gone": pa.string()})
+STRUCTS = st.none() | st.fixed_dictionaries({"x": st.none() | st.integers(0, 9), "gone": st.none() | st.just("g")})
+
+
+def fresh(field_id: int, inner: StructType) -> StructType:
+    """The struct with ids of its own, as every struct in a schema has."""
+    return StructType(*(one.model_copy(update={"field_id": one.field_id + field_id}) for one in inner.fields))
+
+
+PAIRS = st.dictionaries(st.text(max_size=2), st.none() | st.integers(0, 9), max_size=2)
+
+
+@given(
+    one=st.lists(STRUCTS, min_size=1, max_size=7),
+    many=st.lists(st.none() | st.lists(STRUCTS, max_size=3), min_size=7, max_size=7),
+    named=st.lists(st.none() | PAIRS, min_size=7, max_size=7),
+)
+def test_fields_below_structs_lists_and_maps_are_found_by_id_too(
+    one: list[Any], many: list[Any], named: list[Any]
+) -> None:
+    """Renamed, widened, dropped and added fields inside nested columns; every null stays where it was."""
+    old = Schema(
+        optional(1, "one", fresh(100, INNER_OLD)),
+        optional(2, "many", ListType(20, fresh(200, INNER_OLD), element_required=False)),
+        NESTED_OLD.fields[2],
+    )
+    new = Schema(
+        optional(3, "map", MapType(30, StringType(), 31, LongType(), value_required=False)),
+        optional(2, "list", ListType(20, fresh(200, INNER_NEW), element_required=False)),
+        optional(1, "struct", fresh(100, INNER_NEW)),
+    )
+    rows = pa.table(
+        {
+            "one": pa.array(one, OLD_INNER),
+            "many": pa.array(many[: len(one)], pa.list_(OLD_INNER)),
+            "named": pa.array(
+                [n if n is None else list(n.items()) for n in named[: len(one)]], pa.map_(pa.string(), pa.int32())
+            ),
+        }
+    )
+    found = read(parquet(rows, old), new)
+    assert found.schema.types == [arrow_type(field.field_type) for field in new.fields]
+    assert found["struct"].to_pylist() == [projected(row) for row in one]
+    assert found["list"].to_pylist() == [
+        row if row is None else [projected(item) for item in row] for row in many[: len(one)]
+    ]
+    assert found["map"].to_pylist() == rows["named"].to_pylist()
+
+
+def projected(row: dict[str, Any] | None) -> dict[str, Any] | None:
+    """An old struct as the new type has it."""
+    return None if row is None else {"new": "d", "y": row["x"]}
+
+
+def test_nested_columns_without_ids_are_read_by_name() -> None:
+    """A struct of a file without ids gives its fields by name."""
+    schema = Schema(optional(1, "s", StructType(optional(2, "b", LongType()), optional(3, "c", LongType()))))
+    assert read(parquet(pa.table({"s": [{"a": 1, "b": 2}, None]})), schema)["s"].to_pylist() == [
+        {"b": 2, "c": None},
+        None,
+    ]
+
+
+def test_statistics_are_told_in_the_tables_types() -> None:
+    """Bounds of widened and renamed columns are the table's values; what is absent or nested has none."""
+    new = Schema(
+        optional(1, "n", LongType()),
+        optional(2, "text", StringType()),
+        optional(3, "real", DoubleType()),
+        optional(5, "ns", TimestampNanoType()),
+        optional(6, "list", ListType(7, LongType())),
+        optional(8, "absent", LongType()),
+    )
+    old = Schema(*OLD.fields[:3], optional(5, "ns", TimestampNanoType()), optional(6, "list", ListType(7, LongType())))
+    rows = pa.table(
+        {
+            "a": pa.array([3, None, 1], pa.int32()),
+            "b": ["x", "b", "c"],
+            "c": pa.array([1, float("nan"), 2], pa.float32()),
+            "ns": pa.array([1_000_000_007, 5, 5], pa.timestamp("ns")),
+            "list": [[1], [2], [3]],
+        }
+    )
+    file = parquet(rows, old)
+    columns = FileColumns.of(file.schema_arrow, new, ["n", "text", "real", "ns", "list", "absent"])
+    found = columns.bounds(file.metadata.row_group(0))
+    assert {name: one.nulls for name, one in found.items()} == {"n": 1, "text": 0, "real": 0, "ns": 0}
+    assert (found["n"].lower, found["n"].upper) == (pa.scalar(1, pa.int64()), pa.scalar(3, pa.int64()))
+    assert (found["text"].lower.as_py(), found["text"].upper.as_py()) == ("b", "x")
+    assert (found["real"].lower, found["real"].upper) == (pa.scalar(1.0), pa.scalar(2.0))
+    assert found["ns"].upper.value == 1_000_000_007
