@@ -60,7 +60,8 @@ def changes(
 
     `on_overwrite` says what an overwrite is to a run that follows the table: "stop" raises unless it can be proven that it
     only removed rows; "read" reads rows that it brought and leaves out those that it removed (without row ids and identity
-    columns its files are read whole: rows that it kept come again); "ignore" reads nothing of it and leaves nothing out.
+    columns its files are read whole: rows that it kept come again); "ignore" reads nothing of it and leaves nothing out, but
+    an overwrite that provably only removed rows is a delete. Rows that come back with a known identity are not new.
 
     Raises:
         NoSuchSnapshot: the table has no snapshot `until`.
@@ -247,15 +248,14 @@ class _Walk:
         return step.parent
 
     def _overwritten(self, step: Step, removed: Mapping[str, _Held]) -> None:
-        if self._on_overwrite == "ignore":
-            return self._ignored(step, removed)
-        if self._keys is None:
+        if self._keys is None and self._on_overwrite != "ignore":
             return self._overwritten_unmatched(step, removed)
-        if self._on_overwrite == "stop":
-            self._check_brings_nothing(step, removed)
         sources = {**removed, **(self._held if step.deletes_added else {})}
+        only_removes = self._on_overwrite != "read" and self._only_removes(step, removed)
+        if self._on_overwrite == "ignore" and (not only_removes or any(held.opaque for held in sources.values())):
+            return self._ignored(step, removed)
         self._merged_rows += sum(step.added.values())
-        fresh = self._on_overwrite == "read" or any(held.fresh for held in sources.values())
+        fresh = not only_removes or any(held.fresh for held in sources.values())
         return self._add(step, _Held(_origins(sources), fresh))
 
     def _overwritten_unmatched(self, step: Step, removed: Mapping[str, _Held]) -> None:
@@ -271,22 +271,26 @@ class _Walk:
             "to 'read' or 'ignore', or declare identity_columns"
         )
 
-    def _check_brings_nothing(self, step: Step, removed: Mapping[str, _Held]) -> None:
+    def _only_removes(self, step: Step, removed: Mapping[str, _Held]) -> bool:
         """Whether all rows that an overwrite wrote are rows that it took: then it only deleted, as pyiceberg does."""
         parent = step.parent
-        if parent is None and (step.deletes_added or removed.keys() - self._planned.keys()):
-            raise self._overwrite(step, "whose parent is expired")
-        taken = [self._rows.rows((self._since if parent is None else parent, path)) for path in removed]
-        if parent is not None and step.deletes_added:
-            for path in self._held.keys() & self._rows.files(parent).keys() & self._rows.files(step.snapshot_id).keys():
-                died = self._rows.alive((parent, path)) & ~self._rows.alive((step.snapshot_id, path))
-                taken.append(self._rows.rows((parent, path), died))
+        unknown = parent is None and (step.deletes_added or removed.keys() - self._planned.keys())
+        if self._keys is None or unknown:
+            if self._on_overwrite == "stop":
+                raise self._overwrite(step, "whose parent is expired")
+            return False
+        before = self._since if parent is None else parent
+        taken = [self._rows.rows((before, path)) for path in removed]
+        if step.deletes_added:
+            for path in self._held.keys() & self._rows.files(before).keys() & self._rows.files(step.snapshot_id).keys():
+                died = self._rows.alive((before, path)) & ~self._rows.alive((step.snapshot_id, path))
+                taken.append(self._rows.rows((before, path), died))
         written = [self._rows.rows((step.snapshot_id, path)) for path in step.added]
-        assert self._keys is not None
         _, known = match(self._rows.table, taken, written, self._keys)
         new_rows = sum(int(np.count_nonzero(one.chosen & ~mask)) for one, mask in zip(written, known, strict=True))
-        if new_rows:
+        if new_rows and self._on_overwrite == "stop":
             raise self._overwrite(step, f"which brings {new_rows} new rows")
+        return new_rows == 0
 
     def _ignored(self, step: Step, removed: Mapping[str, _Held]) -> None:
         """What an ignored overwrite took away still counts, as it was before; what it brought does not."""
@@ -335,6 +339,10 @@ class History:
 
         None where it cannot be told: rows moved to other files, some were deleted there, and nothing tells them apart. Then
         what was planned of `since` is finished first.
+
+        Raises:
+            SpecInvalid: the identity columns do not tell rows apart.
+            AppendHistoryLost: a rewrite did not keep what tells rows apart.
         """
         if path in self._unsure:
             return None
@@ -346,7 +354,7 @@ class History:
 
         Raises:
             SpecInvalid: the identity columns do not tell rows apart.
-            AppendHistoryLost: a rewrite did not keep the row ids.
+            AppendHistoryLost: a rewrite did not keep what tells rows apart.
         """
         found = self._matched[1].get((snapshot_id, path))
         return NO_ROWS if found is None else np.flatnonzero(found)

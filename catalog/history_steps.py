@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -23,6 +24,7 @@ from catalog.errors import AppendHistoryLost, DataFileUnreadable
 from catalog.rewrites import Mask, Rows
 from catalog.snapshots import snapshot_of
 
+_THREADS = 4
 Ints = npt.NDArray[np.int64]
 Place = tuple[int, str]
 """A data file as it is in one snapshot: snapshot id and path."""
@@ -109,7 +111,8 @@ def steps_between(table: Table, since: int, until: int) -> list[Step]:
             break
         chain.append(snapshot)
         at = snapshot.parent_snapshot_id
-    steps = [_step(table, snapshot) for snapshot in reversed(chain)]
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="steps") as pool:
+        steps = list(pool.map(lambda snapshot: _step(table, snapshot), reversed(chain)))
     if at != since:
         steps.insert(0, _gap(table, snapshot_of(table, since), chain[-1], steps[0]))
     return steps

@@ -253,8 +253,7 @@ def _uses(identifier: str, snapshot_id: int, plans: Sequence[Row], runs: Mapping
 
 
 def _pins_of(table: Table, name: str, plans: Sequence[Row], runs: Mapping[str, _RunRows]) -> list[Pin]:
-    pinned = any(tag.startswith(_PREFIX) for tag in table.refs())
-    held = _held_by_one(table) if pinned else {}
+    held = _held_by_one(table)
     found = []
     for tag, ref in table.refs().items():
         snapshot = table.snapshot_by_id(ref.snapshot_id)
@@ -279,7 +278,9 @@ def _pins_of(table: Table, name: str, plans: Sequence[Row], runs: Mapping[str, _
 
 
 def _held_by_one(table: Table) -> dict[str, dict[str, int]]:
-    """Branch or tag -> the data files (path -> bytes) that nothing else reaches; each manifest is read once."""
+    """Branch or tag -> the data files (path -> bytes) that nothing else reaches; nothing unless a pin has some of its own."""
+    if not any(name.startswith(_PREFIX) for name in table.refs()):
+        return {}
     manifests: dict[str, ManifestFile] = {}
     reached_by: dict[str, list[str]] = defaultdict(list)
     try:
@@ -289,6 +290,9 @@ def _held_by_one(table: Table) -> dict[str, dict[str, int]]:
                 if manifest.content == ManifestContent.DATA:
                     manifests[manifest.manifest_path] = manifest
                     reached_by[manifest.manifest_path].append(name)
+        alone = {names[0] for names in reached_by.values() if len(names) == 1}
+        if not any(name.startswith(_PREFIX) for name in alone):  # the usual case: nothing is held back yet
+            return {}
         only: dict[str, str | None] = {}
         sizes: dict[str, int] = {}
         for path, manifest in manifests.items():
