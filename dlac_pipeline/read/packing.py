@@ -145,7 +145,7 @@ class _Open(Generic[Content]):
     @property
     def done(self) -> bool:
         """Whether all of it is told."""
-        return self.cursor.offset == 0 and self.last < self.cursor.position
+        return self.last < self.cursor.position  # a row read in part is not behind the cursor
 
     def advance(self, items: int) -> BlockAdvance:
         """Take items of this block, at least one."""

@@ -212,9 +212,8 @@ class _Call:
             raise self._failed(f"to return {ROW!r} as integers", f"{column.type} with {column.null_count} nulls")
         row = column.to_numpy().astype(np.int64)
         if len(row) and (row[0] < 0 or row[-1] >= rows or (np.diff(row) < 0).any()):
-            raise self._failed(
-                f"to return {ROW!r} in non-decreasing order within 0..{rows - 1}", f"{row[:20].tolist()}..."
-            )
+            order = f"to return {ROW!r} in non-decreasing order within 0..{rows - 1}"
+            raise self._failed(order, repr(row[:20].tolist()))
         return output.drop_columns([ROW]), row
 
     def joined(self, parts: list[_Part]) -> _Part:
@@ -232,18 +231,13 @@ class _Call:
     def compare(self, whole: _Part, halves: list[_Part]) -> None:
         """Raise if halves give something else than the whole."""
         again = self.joined(halves)
-        if (
-            np.array_equal(whole.row, again.row)
-            and whole.rejected == again.rejected
-            and _same(whole.table, again.table)
-        ):
+        same_rows = np.array_equal(whole.row, again.row) and whole.rejected == again.rejected
+        if same_rows and _same(whole.table, again.table):
             return
         raise self._failed("to depend on each row alone", "other results for two halves of a batch than for the whole")
 
     def _failed(self, expected: str, found: str) -> TransformFailed:
-        return TransformFailed(
-            f"expected transform {self.transform.name!r} {expected}, found {found}: correct the function"
-        )
+        return TransformFailed(f"expected transform {self.transform.name!r} {expected}, found {found}: correct it")
 
 
 def _halves(batch: pa.RecordBatch, start: int, run: Callable[[pa.RecordBatch, int], _Part]) -> list[_Part]:

@@ -13,14 +13,14 @@ from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
-from tokenizers import models, pre_tokenizers
+from tokenizers import models, pre_tokenizers, processors
 
-from catalog.errors import SpecInvalid, TokenizerUnreadable
+from catalog.errors import TokenizerUnreadable
 from dlac_pipeline.ingest.tokenizer import END_OF_DOCUMENT, save_tokenizer, tokenizer_digest, train_tokenizer
 from dlac_pipeline.read import tokenizing
 from dlac_pipeline.read.documents import documents_of
 from dlac_pipeline.read.tokenizing import FastTokenizer, load_tokenizer
-from dlac_pipeline.read.transform import RowRejected
+from dlac_pipeline.read.transform import RowRejected, Transform
 
 TEXTS = ["to be or not to be", "", "what is it", f"{END_OF_DOCUMENT} spelled out", "é ü 🙂"]
 NOT_UTF8 = pa.Array.from_buffers(
@@ -78,6 +78,8 @@ def test_nothing_is_cut_off_padded_or_added(tmp_path: Path, path: Path) -> None:
     backend = Backend.from_file(str(path))
     backend.enable_truncation(2)
     backend.enable_padding(length=50)
+    frame = (END_OF_DOCUMENT, backend.token_to_id(END_OF_DOCUMENT))
+    backend.post_processor = processors.TemplateProcessing(single=f"{frame[0]} $A", special_tokens=[frame])
     backend.save(str(tmp_path / "cutting.json"))
     values, offsets = load_tokenizer(tmp_path / "cutting.json").encode(pa.array(TEXTS[:1]))
     assert values.tolist() == reference(path, TEXTS[0])
@@ -154,10 +156,11 @@ def test_texts_become_documents(path: Path) -> None:
     assert documents.rows.ends.tolist() == documents.ends.tolist() == np.cumsum([len(t) for t in expected]).tolist()
 
 
-def test_a_tokenizer_for_tokens_is_refused(path: Path) -> None:
-    """A tokenizer beside a column of tokens would be ignored."""
-    with pytest.raises(SpecInvalid, match="name no tokenizer"):
-        documents_of(pa.table({"t": [[1]]}), np.arange(1), column="t", tokenizer=load_tokenizer(path))
+def test_a_column_of_tokens_is_not_tokenized(path: Path) -> None:
+    """Lists are tokens already, beside whatever tokenizer."""
+    live = pa.table({"t": [[400, 2], [3]]})
+    documents = documents_of(live, np.arange(2), column="t", tokenizer=load_tokenizer(path))
+    assert documents.values.tolist() == [400, 2, 3]
 
 
 def test_a_text_that_is_no_text_is_a_rejected_row(path: Path) -> None:
@@ -170,6 +173,29 @@ def test_a_text_that_is_no_text_is_a_rejected_row(path: Path) -> None:
     assert documents.values.tolist() == [*reference(path, "ab"), *reference(path, "cd")]
     assert [position for position, _ in documents.rows.quarantined] == [5]
     assert documents.rows.positions.tolist() == [1, 8]
+
+
+def test_rows_rejected_by_transform_and_tokenizer_are_named_in_order(path: Path) -> None:
+    """The two lists become one, by position."""
+
+    def no_cd(batch: pa.RecordBatch) -> pa.RecordBatch:
+        if batch["keep"].to_pylist() != [True] * len(batch):
+            raise ValueError("not kept")
+        return batch
+
+    live = pa.table({"text": NOT_UTF8, "keep": [True, True, False]})
+    documents = documents_of(
+        live,
+        np.array([1, 5, 8]),
+        column="text",
+        transform=Transform("tests:no_cd", "digest", no_cd),
+        tokenizer=load_tokenizer(path),
+        reject="quarantine",
+    )
+    assert [(at, reason.split(":")[0]) for at, reason in documents.rows.quarantined] == [
+        (5, "UnicodeDecodeError"),
+        (8, "ValueError"),
+    ]
 
 
 def test_a_tokenizer_that_fails_for_all_texts_together_is_no_bad_row() -> None:
