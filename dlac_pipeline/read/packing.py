@@ -188,12 +188,13 @@ class _Line(Generic[Content]):
         self._blocks: Iterator[tuple[int, int, Content]] = iter(blocks)
         self._open: deque[_Open[Content]] = deque()
         self._first = True
+        self._error: Exception | None = None
         self._available = 0
         self.cursor = start
 
     def fill(self, items: int) -> int:
         """Enter blocks until so many items are there or the line has ended; how many there are."""
-        while self._available < items and (entered := next(self._blocks, None)) is not None:
+        while self._available < items and (entered := self._next()) is not None:
             block = self._enter(*entered)
             self._available += block.rows.items - block.taken
             self._open.append(block)
@@ -226,6 +227,15 @@ class _Line(Generic[Content]):
     def done(self) -> bool:
         """Whether nothing of the blocks entered is left to take or to tell."""
         return all(block.done for block in self._open)
+
+    def _next(self) -> tuple[int, int, Content] | None:
+        if self._error is not None:  # a generator that raised has ended: what is lost must not look like the line's end
+            raise self._error
+        try:
+            return next(self._blocks, None)
+        except Exception as err:
+            self._error = err
+            raise
 
     def _enter(self, pass_index: int, index: int, content: Content) -> _Open[Content]:
         first, self._first = self._first, False

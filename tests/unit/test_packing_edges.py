@@ -109,6 +109,20 @@ def test_advances_that_do_not_meet_are_not_merged() -> None:
         merge([one, three])
 
 
+def test_a_block_that_failed_is_not_the_end() -> None:
+    """A line whose next block could not be made raises again whenever it is asked for: it never looks exhausted."""
+
+    def failing() -> Iterator[tuple[int, int, Documents]]:
+        yield from blocks({0: {0: 4}})
+        raise OSError("gone")
+
+    packer = Packer(failing(), length=4)
+    for _ in range(2):
+        with pytest.raises(OSError, match="gone"):
+            packer.take(2)
+    assert packer.cursor == BEGINNING
+
+
 def test_a_sequence_has_a_token() -> None:
     """T = 0 is refused."""
     with pytest.raises(SpecInvalid, match="found length 0"):
