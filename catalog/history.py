@@ -25,6 +25,7 @@ from catalog.rewrites import Keys, Mask, identity_keys, match
 from catalog.snapshots import snapshot_of
 
 OnOverwrite = Literal["stop", "read", "ignore"]
+ToldBy = Literal["row_ids", "identity_columns", "appends"]
 _NOTHING: frozenset[str] = frozenset()
 
 
@@ -63,9 +64,12 @@ def changes(
     columns its files are read whole: rows that it kept come again); "ignore" reads nothing of it and leaves nothing out, but
     an overwrite that provably only removed rows is a delete. Rows that come back with a known identity are not new.
 
+    If `until` does not descend from `since`, or what came since cannot be told apart, then `History.portions` raises
+    `AppendHistoryLost`, and `History.gone` still answers for files that are where they were.
+
     Raises:
         NoSuchSnapshot: the table has no snapshot `until`.
-        AppendHistoryLost: `since` is gone, `until` does not descend from it, or what came since cannot be told apart.
+        AppendHistoryLost: `since` is expired.
         SpecInvalid, NoSuchColumn: the identity columns do not tell rows apart, or do not exist.
     """
     if table.snapshot_by_id(since) is None:
@@ -76,9 +80,12 @@ def changes(
     snapshot_of(table, until)
     rows = TableRows(table)
     walk = _Walk(rows, since, until, _keys(rows, since, until, identity_columns), on_overwrite)
-    for step in steps_between(table, since, until):
-        walk.take(step)
-    return walk.history()
+    try:
+        for step in steps_between(table, since, until):
+            walk.take(step)
+        return walk.history()
+    except AppendHistoryLost as err:
+        return walk.lost(err)
 
 
 def _keys(rows: TableRows, since: int, until: int, identity_columns: Sequence[str]) -> Keys | None:
@@ -146,11 +153,11 @@ class _Walk:
             since=self._since,
             until=self._until,
             steps=tuple(self._steps),
-            portions=tuple(
+            told_by=self._told_by,
+            _portions=tuple(
                 Portion(snapshot_id=snapshot_id, files=frozenset(self._portions[snapshot_id]))
                 for snapshot_id in sorted(self._portions, key=order.index)
             ),
-            told_by="appends" if self._keys is None else "identity_columns" if self._keys.columns else "row_ids",
             _rows=self._rows,
             _keys=self._keys,
             _places={path: frozenset(places) for path, places in self._places.items()},
@@ -160,6 +167,30 @@ class _Walk:
             _mixed=frozenset(self._mixed),
             _merged_rows=self._merged_rows,
         )
+
+    def lost(self, err: AppendHistoryLost) -> History:
+        """What can be said although the history is lost: what became of files that are still there."""
+        until = self._rows.files(self._until)
+        there = {path for path in self._planned if path in until}
+        if self._on_overwrite == "ignore":  # deletes may be those of an overwrite
+            there = {path for path in there if len(self._rows.dead((self._until, path))) == 0}
+        return History(
+            since=self._since,
+            until=self._until,
+            steps=tuple(self._steps),
+            told_by=self._told_by,
+            _portions=err,
+            _rows=self._rows,
+            _keys=None,
+            _places={path: frozenset({(self._until, path)}) for path in there},
+            _unsure=frozenset(self._planned.keys() - there),
+        )
+
+    @property
+    def _told_by(self) -> ToldBy:
+        if self._keys is None:
+            return "appends"
+        return "identity_columns" if self._keys.columns else "row_ids"
 
     def _contradiction(self, step: Step, found: str) -> AppendHistoryLost:
         return AppendHistoryLost(
@@ -312,22 +343,33 @@ def _origins(held: Mapping[str, _Held]) -> frozenset[str]:
 class History:
     """What happened to a table from snapshot `since` to snapshot `until`.
 
-    `portions` hold every row that came since and is live, once, in order; `told_by` says by what rows are told apart.
+    `told_by` says by what rows are told apart.
     """
 
     since: int
     until: int
     steps: tuple[Step, ...]
-    portions: tuple[Portion, ...]
-    told_by: Literal["row_ids", "identity_columns", "appends"]
+    told_by: ToldBy
+    _portions: tuple[Portion, ...] | AppendHistoryLost = field(repr=False)
     _rows: TableRows = field(repr=False)
     _keys: Keys | None = field(repr=False)
     _places: Mapping[str, frozenset[Place]] = field(repr=False)
     _unsure: frozenset[str] = field(repr=False)
-    _spared: tuple[tuple[int, int], ...] = field(repr=False)
-    _pure: frozenset[Place] = field(repr=False)
-    _mixed: frozenset[Place] = field(repr=False)
-    _merged_rows: int = field(repr=False)
+    _spared: tuple[tuple[int, int], ...] = field(default=(), repr=False)
+    _pure: frozenset[Place] = field(default=frozenset(), repr=False)
+    _mixed: frozenset[Place] = field(default=frozenset(), repr=False)
+    _merged_rows: int = field(default=0, repr=False)
+
+    @property
+    def portions(self) -> tuple[Portion, ...]:
+        """Where every row that came since and is live is read, once, in order.
+
+        Raises:
+            AppendHistoryLost: that cannot be told.
+        """
+        if isinstance(self._portions, AppendHistoryLost):
+            raise self._portions
+        return self._portions
 
     @property
     def to_pin(self) -> tuple[int, ...]:

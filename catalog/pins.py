@@ -159,8 +159,8 @@ def hold(lakehouse: Lakehouse, identifier: str, snapshot_id: int, how: Literal["
         PinLost: the tag does not stay.
         NoSuchSnapshot: there is no such snapshot.
     """
+    snapshot_of(lakehouse.load(identifier), snapshot_id)  # what cannot even be read is another failure
     if how == "none":
-        snapshot_of(lakehouse.load(identifier), snapshot_id)
         return ""
     try:
         return pin(lakehouse, identifier, snapshot_id)

@@ -95,7 +95,7 @@ class Lake:
             for task in table.scan().plan_files():
                 if task.file.file_path in gone:
                     producer.delete_data_file(task.file)
-            for rows in added:
+            for rows in (rows for rows in added if len(rows)):
                 for file in _dataframe_to_data_files(table.metadata, rows, table.io):
                     producer.append_data_file(file)
             _say(producer, operation)
@@ -137,7 +137,9 @@ class Lake:
     def changes(self, since: int, keyed: Keyed = "appends", **options: Any) -> History:
         """What happened since, up to now."""
         columns = ("k",) if keyed == "identity_columns" else ()
-        return changes(self.table, since, self.now, identity_columns=columns, **options)
+        history = changes(self.table, since, self.now, identity_columns=columns, **options)
+        assert history.portions is not None  # raises if they are lost
+        return history
 
     def new(self, history: History) -> list[int]:
         """The keys that a run reads of the portions, in order."""
@@ -505,6 +507,25 @@ def test_a_rollback_over_a_delete_is_noticed(lake: Lake) -> None:
         lake.changes(planned)
 
 
+def test_what_is_gone_is_told_after_history_is_lost(lake: Lake) -> None:
+    """If what came cannot be told any more, files that are where they were still say which of their rows are gone."""
+    lake.append(1, 2, 3)
+    since = lake.append(4, 5)
+    lake.table.manage_snapshots().create_tag(since, "pin").commit()
+    paths = {k: path for path in lake.paths() for k in lake.live(lake.now, path)["k"].to_pylist()}
+    between = [lake.append(6), lake.compact(paths[4])]
+    lake.delete_rows(2)
+    lake.expire(*between)
+    history = changes(lake.table, since, lake.now)
+    with pytest.raises(AppendHistoryLost):
+        assert history.portions
+    gone = history.gone(paths[1])
+    assert gone is not None
+    assert (gone.tolist(), history.gone(paths[4])) == ([1], None)
+    ignoring = changes(lake.table, since, lake.now, on_overwrite="ignore")
+    assert ignoring.gone(paths[1]) is None
+
+
 def test_unknown_snapshots(lake: Lake) -> None:
     """An expired start is a lost history; an unknown end is a wrong request."""
     since = lake.append(1)
@@ -600,8 +621,8 @@ class Story:
         """Change the table and the model alike."""
         known = sorted(self.keys)
         chosen = {known[(where * 7 + place) % len(known)] for place in range(count)} if known else set()
-        paths = self.lake.paths() if self.live else []
-        some = sorted({paths[(where + place) % len(paths)] for place in range(count)}) if paths else []
+        paths = sorted(self.lake.paths(), key=lambda path: read(path).to_pydict()["k"]) if self.live else []
+        some = list(dict.fromkeys(paths[(where + place) % len(paths)] for place in range(count))) if paths else []
         fresh = list(range(self.next, self.next + count))
         if what == "append":
             self.lake.append(*fresh)

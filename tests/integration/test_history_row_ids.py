@@ -91,6 +91,7 @@ class RewrittenTable(HandTable):
         """What happened since, told by row ids."""
         history = changes(self.table, since, self.snapshot_id)
         assert history.told_by == "row_ids"
+        assert history.portions is not None  # raises if they are lost
         return history
 
     def new(self, history: History) -> list[int]:
