@@ -10,8 +10,9 @@ import socket
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from dlac_pipeline.progress import Phase, Progress, read_progress
 from dlac_pipeline.rank import LAUNCH_VARIABLE, SUPERVISOR_VARIABLE
@@ -30,6 +31,8 @@ class Exit:
     kind: str = ""
     """Class of the error that the rank left behind, if it did."""
     message: str = ""
+    detail: dict[str, Any] = field(default_factory=dict)
+    """What the error says besides, for programs."""
 
     def __str__(self) -> str:
         if self.code < 0:

@@ -43,7 +43,7 @@ def main() -> None:
     try:
         runpy.run_path(script, run_name="__main__")
     except Exception as err:
-        _leave_reason(type(err).__name__, str(err))
+        _leave_reason(err)
         with suppress(OSError):  # the log may lie on the disk that is full
             traceback.print_exc()
             sys.stderr.flush()
@@ -54,11 +54,16 @@ def _reason_file() -> Path:
     return Path(os.environ[LAUNCH_VARIABLE]) / f"error-{int(os.environ['RANK']):05d}.json"
 
 
-def _leave_reason(kind: str, message: str) -> None:
-    """Overwrite the reserved blanks: the reason may be that the disk is full."""
-    reason = json.dumps({"kind": kind, "message": message[: _RESERVED_BYTES // 8]}, ensure_ascii=False)
+def _leave_reason(err: Exception) -> None:
+    """Overwrite the reserved blanks: the reason may be that the disk is full. Of a DLAC error its public class is named."""
+    public = [each for each in type(err).__mro__ if each.__module__ == DlacError.__module__]
+    reason = {
+        "kind": (public or [type(err)])[0].__name__,
+        "message": str(err)[: _RESERVED_BYTES // 8],
+        "detail": getattr(err, "detail", {}),
+    }
     with _reason_file().open("r+b") as stream:
-        stream.write(reason.encode(errors="replace"))
+        stream.write(json.dumps(reason, ensure_ascii=False).encode(errors="replace"))
 
 
 if __name__ == "__main__":

@@ -249,7 +249,12 @@ class CheckpointManager:
             {**named, "step": tracker.step, **self._advance_row(advance)} for advance in self._advances(tracker, votes)
         ]
         leg = {"kind": "leg", **named, "step": self._leg.start_step, "detail": self._leg.to_json()}
-        return [checkpoint, *([leg] if self._leg_is_new else []), *advances]
+        quarantines = [
+            {"kind": "quarantine", "leg": self._leg.index, "source": index, "detail": json.dumps(asdict(unit))}
+            for index, source in enumerate(self._leg.sources)
+            for unit in source.quarantined
+        ]
+        return [checkpoint, *([leg, *quarantines] if self._leg_is_new else []), *advances]
 
     def _advances(self, tracker: ReaderStateTracker, votes: list[dict[str, Any]]) -> list[Advance]:
         if not self._order.counted:

@@ -18,7 +18,7 @@ from catalog.history import History, Portion, changes
 from catalog.row_groups import row_groups_of
 from catalog.snapshots import snapshot_of
 from dlac_pipeline.plan.cut import CutSettings
-from dlac_pipeline.plan.leg import Leg, LegSource
+from dlac_pipeline.plan.leg import Leg, LegSource, QuarantinedUnit
 from dlac_pipeline.plan.order import ReaderState
 from dlac_pipeline.plan.planner import Plan, exclude_rows, load_plan, make_plan
 from dlac_pipeline.plan.source_order import Cursor, SourceOrder, SourceStart
@@ -130,7 +130,24 @@ class _Turn:
         if until != self._mine.snapshot_id:
             after = self._repinned(after, until)
         rows = self._order(after.start).available()
-        return replace(after, active=not following or (rows is not None and bool(rows.min() > 0)))
+        return replace(
+            after,
+            active=not following or (rows is not None and bool(rows.min() > 0)),
+            quarantined=self._quarantined(stands, unreadable),
+        )
+
+    def _quarantined(self, stands: SourceStart, unreadable: Sequence[Unreadable]) -> tuple[QuarantinedUnit, ...]:
+        """Those row groups of the source that are newly left out."""
+        found: dict[tuple[str, int], QuarantinedUnit] = {}
+        for plan in [self._plan(plan_id) for plan_id in stands.live_plan_ids]:
+            units = dict(zip(_places(plan), plan.units.live_rows.tolist(), strict=True))
+            for each in unreadable:
+                place = (each.path, each.row_group)
+                if units.get(place):
+                    found[place] = QuarantinedUnit(
+                        path=each.path, row_group=each.row_group, rows=units[place], reason=each.reason
+                    )
+        return tuple(found.values())
 
     def _with_passes(self, start: SourceStart) -> SourceStart:
         """The source with as many passes to come as the spec asks for."""
@@ -185,7 +202,9 @@ class _Turn:
             open=tuple(replace(cut, live_plan_id=now[cut.live_plan_id]) for cut in start.open),
             upcoming=tuple((now[plan_id], passes) for plan_id, passes in start.upcoming),
         )
-        removed = before - self._order(start).open_rows()
+        order = self._order(start)
+        removed = before - order.open_rows()
+        start = replace(start, cursors=tuple(_past_dead(order, group, c) for group, c in enumerate(start.cursors)))
         return replace(start, dealt=tuple((np.array(start.dealt) - removed).tolist()))
 
     def _without(self, plan_id: str, until: int, unreadable: Sequence[Unreadable]) -> str:
@@ -243,9 +262,24 @@ class _Turn:
         return self._plans[plan_id]
 
 
-def without_unreadable(lakehouse: Lakehouse, plan: Plan, unreadable: Sequence[Unreadable]) -> Plan:
-    """The plan without these row groups; `plan` if it has none of them."""
-    return exclude_rows(lakehouse, plan, _of_unreadable(plan, unreadable))
+def _past_dead(order: SourceOrder, group: int, cursor: Cursor) -> Cursor:
+    """The cursor, or if it stands inside a row that is passed over now, the one right behind that row."""
+    if not cursor.offset:
+        return cursor
+    block = order.cut_of(cursor.pass_index).block(group, cursor.block)
+    alive = block.live_until(cursor.position + 1) > block.live_until(cursor.position)
+    return cursor if alive else Cursor(cursor.pass_index, cursor.block, cursor.position + 1)
+
+
+def leaving_out(lakehouse: Lakehouse, spec: JobSpec, leg: Leg, unreadable: Sequence[Unreadable]) -> Leg:
+    """A run's first leg without these row groups; `leg` itself if it has none of them."""
+    if not unreadable:
+        return leg
+    sources = []
+    for index, (source, mine) in enumerate(zip(spec.sources, leg.sources, strict=True)):
+        turn = _Turn(lakehouse, source, mine, mine, leg.cut_settings(index))
+        sources.append(turn.next(mine.start, repin=False, unreadable=unreadable))
+    return replace(leg, sources=tuple(sources))
 
 
 def _is_of(portion: Portion) -> Callable[[LiveFile], bool]:

@@ -21,6 +21,16 @@ LEG_VERSION = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class QuarantinedUnit:
+    """A row group that is left out from a leg on, because it does not decode; `rows` of it were live."""
+
+    path: str
+    row_group: int
+    rows: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LegSource:
     """What a leg binds of one source, and where the source stands when the leg begins."""
 
@@ -47,6 +57,8 @@ class LegSource:
     on_reject: str = "fail"
     active: bool = True
     """Whether this leg reads from the source: not while it has nothing new."""
+    quarantined: tuple[QuarantinedUnit, ...] = ()
+    """Row groups that are left out from this leg on."""
     start: SourceStart
 
     def bound(self) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -15,11 +15,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pyiceberg.io import FileIO
 from pyiceberg.schema import Schema
+from pyiceberg.table import Table
 from pyiceberg.table.name_mapping import NameMapping
 
 from catalog.columns import FileColumns
+from catalog.data_files import live_files
 from catalog.errors import DataFileUnreadable
 from dlac_pipeline.plan.cut import Block
+from dlac_pipeline.plan.leg import LegSource
 from dlac_pipeline.plan.units import UnitTable
 
 PartitionValues = Callable[[str], Mapping[int, Any]]
@@ -29,12 +32,11 @@ _SHARED_UNITS = 4
 
 
 class UnitUnreadable(DataFileUnreadable):
-    """A row group is missing or does not decode; `path` and `row_group` say which one."""
+    """A row group is missing or does not decode; `detail` says which one, for who decides what becomes of it."""
 
     def __init__(self, path: str, row_group: int, message: str) -> None:
         super().__init__(message)
-        self.path = path
-        self.row_group = row_group
+        self.detail = {"path": path, "row_group": row_group}
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,12 +94,17 @@ class BlockDecoder:
         path, row_group = units.file_paths[int(units.file[unit])], int(units.row_group[unit])
         whole = int(units.rows[unit])
         if rows == whole:
-            return self._row_group(path, row_group, whole)
-        table: pa.Table = self._shared.get((path, row_group), lambda: self._row_group(path, row_group, whole))
+            return self.row_group(path, row_group, whole)
+        table: pa.Table = self._shared.get((path, row_group), lambda: self.row_group(path, row_group, whole))
         # A view would keep the whole decoded row group alive, once per key group that has a slice of it.
         return table.slice(first, rows) if 2 * rows > whole else table.take(np.arange(first, first + rows))
 
-    def _row_group(self, path: str, row_group: int, rows: int) -> pa.Table:
+    def row_group(self, path: str, row_group: int, rows: int) -> pa.Table:
+        """One row group, which was planned with `rows` rows.
+
+        Raises:
+            UnitUnreadable: it is missing or corrupt, or has another number of rows.
+        """
         try:
             opened = self._open(path)
             names = opened.columns.in_file
@@ -140,6 +147,22 @@ class BlockDecoder:
             name_mapping=self._name_mapping,
             partition_values=partition_values,
         )
+
+
+def open_decoder(table: Table, source: LegSource) -> BlockDecoder:
+    """The decoder of a source's blocks, as the leg binds columns and schema."""
+
+    @cache
+    def values() -> Mapping[str, Mapping[int, Any]]:
+        return {file.path: file.partition_values for file in live_files(table, source.snapshot_id)}
+
+    return BlockDecoder(
+        table.io,
+        table.schemas()[source.schema_id],
+        source.columns,
+        name_mapping=table.name_mapping(),
+        partition_values=lambda path: values().get(path, {}),
+    )
 
 
 class _Once:

@@ -290,8 +290,10 @@ def _dense(kind: ColumnKind, pieces: Sequence[Piece], slots: int, length: int) -
     for column, rows, at in pieces:
         if column.values.shape[1:] != shape:
             continue  # only nulls, of no length: zeros already
-        span = _span(at)
-        if span is None:
+        span, taken = _span(at), _span(rows)
+        if span is not None and taken is not None:
+            out[span] = column.values[taken]  # unlike np.take this converts while it copies
+        elif span is None:
             out[at] = column.values[rows]
         else:  # mode "clip" lets numpy write into `out` without a buffer between; rows are in range
             np.take(column.values, rows, axis=0, out=out[span], mode="clip")

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from pyiceberg.schema import Schema
 from pyiceberg.table import Table
 
 from catalog.connect import Lakehouse
-from catalog.data_files import live_files
 from catalog.errors import ResumeMismatch, TableReplaced, UnsupportedColumn
 from dlac_pipeline.plan.leg import Leg, LegSequences, LegSource
 from dlac_pipeline.plan.order import LegOrder, ReaderState
 from dlac_pipeline.plan.planner import Plan, load_plan
 from dlac_pipeline.plan.source_order import Cursor, Stretch
-from dlac_pipeline.read.blocks import BlockDecoder, Prefetcher
+from dlac_pipeline.read.blocks import BlockDecoder, Prefetcher, open_decoder
 from dlac_pipeline.read.columns import Column, ColumnKind, kinds_of, to_column
 from dlac_pipeline.read.documents import Documents, Samples, documents_of, samples_of
 from dlac_pipeline.read.packing import Packer, Sampler
@@ -187,7 +184,7 @@ def _open_source(table: Table, spec: SourceSpec, mine: LegSource, *, packed: boo
     if (transform.digest if transform else "") != mine.transform:
         raise _changed("transform", spec.transform)
     kinds = {} if packed or transform else kinds_of(schema, mine.columns, mine.ragged, mine.nullable)
-    return OpenSource(leg=mine, decoder=_decoder(table, schema, mine), kinds=kinds, transform=transform)
+    return OpenSource(leg=mine, decoder=open_decoder(table, mine), kinds=kinds, transform=transform)
 
 
 def _check_alike(sources: Sequence[OpenSource]) -> None:
@@ -206,20 +203,6 @@ def _changed(what: str, name: str) -> ResumeMismatch:
     return ResumeMismatch(
         f"expected the {what} with which the leg was planned, found another one at {name!r}: restore it, or start a run "
         "under another name"
-    )
-
-
-def _decoder(table: Table, schema: Schema, mine: LegSource) -> BlockDecoder:
-    @cache
-    def values() -> Mapping[str, Mapping[int, Any]]:
-        return {file.path: file.partition_values for file in live_files(table, mine.snapshot_id)}
-
-    return BlockDecoder(
-        table.io,
-        schema,
-        mine.columns,
-        name_mapping=table.name_mapping(),
-        partition_values=lambda path: values().get(path, {}),
     )
 
 

@@ -244,7 +244,7 @@ def _pieces(taken: Packed | SampleRows | None) -> list[Piece]:
         return []
     if isinstance(taken, Packed):
         arrays: dict[str, Array] = {
-            "tokens": taken.tokens.astype(np.int64),
+            "tokens": taken.tokens,
             "document": taken.document,
             "position": taken.position,
         }

@@ -19,7 +19,7 @@ from catalog.errors import CheckpointDamaged, LedgerError, NoRestorableCheckpoin
 from catalog.ledger import HEAD_KINDS, Ledger, Row, RunState
 from catalog.plans import PlanRow, find_plan
 from dlac_pipeline.checkpoint.manifest import Manifest, folder_of, read_manifest, verify_files
-from dlac_pipeline.plan.follow import Unreadable, next_leg, without_unreadable
+from dlac_pipeline.plan.follow import Unreadable, leaving_out, next_leg
 from dlac_pipeline.plan.leg import Leg
 from dlac_pipeline.plan.legs import asked_for, first_leg
 from dlac_pipeline.plan.planner import check_plan, load_plan, make_plan
@@ -227,12 +227,12 @@ class _LegChooser:
                 f"every checkpoint of run {self._spec.run!r} is quarantined: start a run under another name"
             )
         plan_ids = self._wish.plan_ids or (self._claimed_plans(rows) if self._recovering else ())
-        if plan_ids and not self._wish.unreadable:
-            return first_leg(self._spec, [load_plan(self._lakehouse, plan_id) for plan_id in plan_ids])
-        plans = [make_plan(self._lakehouse, source) for source in self._spec.sources]
-        return first_leg(
-            self._spec, [without_unreadable(self._lakehouse, plan, self._wish.unreadable) for plan in plans]
+        plans = (
+            [load_plan(self._lakehouse, plan_id) for plan_id in plan_ids]
+            if plan_ids
+            else [make_plan(self._lakehouse, source) for source in self._spec.sources]
         )
+        return leaving_out(self._lakehouse, self._spec, first_leg(self._spec, plans), self._wish.unreadable)
 
     def _claimed_plans(self, rows: list[Row]) -> tuple[str, ...]:
         """The plans for which the attempt to be recovered had claimed the run, if they are still what the spec asks for."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,8 @@ class Failure:
     """Last optimizer step that it finished."""
     kind: str = ""
     message: str = ""
+    detail: dict[str, Any] = field(default_factory=dict)
+    """What the error says besides, for programs."""
 
 
 def failure_of_attempt(rows: list[Row], attempt: int, *, noticed_by: str) -> Failure:

@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -22,6 +22,7 @@ from catalog.errors import (
     BadInput,
     CatalogUnreachable,
     CheckpointError,
+    DataFileUnreadable,
     DlacError,
     LedgerError,
     NoProgress,
@@ -38,6 +39,7 @@ from dlac_pipeline.plan.leg import Leg
 from dlac_pipeline.recover.coordinator import RESUME, ResumePoint, Wish, attempts_without_progress, new_nonce, take_over
 from dlac_pipeline.recover.incident import Failure, Incident, failure_of_attempt
 from dlac_pipeline.recover.run_lock import run_lock
+from dlac_pipeline.recover.unreadable import damaged_row_group
 from dlac_pipeline.spec import JobSpec
 
 Argument = TypeVar("Argument")
@@ -138,10 +140,27 @@ class Supervisor:
                 if isinstance(ending, str):
                     return Outcome(ending=ending, attempts=attempts, step=attempt.step)
                 replaces, failure = attempt.number, ending
-                fruitless = 0 if attempt.committed else fruitless + 1
+                fruitless = 0 if attempt.committed or self._left_out(lakehouse, ending, attempt.leg) else fruitless + 1
                 if fruitless >= spec.launch.attempts_without_progress:  # a commit can land and its event be lost
                     fruitless = min(fruitless, attempts_without_progress(Ledger(lakehouse).rows(spec.run)))
                 self._give_up_if_hopeless(ending, fruitless)
+
+    def _left_out(self, lakehouse: Lakehouse, failure: Failure, leg: Leg | None) -> bool:
+        """Whether the attempt died on a row group that the next one leaves out.
+
+        Raises:
+            DataFileUnreadable: it is damaged, and the policy is to stop.
+        """
+        if leg is None or "row_group" not in failure.detail:
+            return False
+        found = damaged_row_group(lakehouse, self._spec, leg, failure.detail["path"], failure.detail["row_group"])
+        if found is None:
+            return False
+        if found.policy == "fail":
+            raise DataFileUnreadable(failure.message)
+        self._wish = replace(self._wish, unreadable=(*self._wish.unreadable, found.unreadable))
+        self._on_event({"run": self._spec.run, "event": "quarantine", **asdict(found.unreadable)})
+        return True
 
     def _checked_target(self, lakehouse: Lakehouse) -> int | None:
         """The attempt that is replaced, fixed before waiting for anybody: who comes second steps aside, and fences nobody."""
@@ -199,6 +218,7 @@ class _Attempt:
         self._said_step_at = 0.0
         self._resumable_at = 0.0
         self.number = 0
+        self.leg: Leg | None = None
         self.step = 0
         self.committed = False
         self._ending: Ending = "left"
@@ -212,7 +232,7 @@ class _Attempt:
         try:
             point = self._take_over()
             self.number, self.step = point.attempt, point.step
-            leg = Leg.from_json(point.leg)
+            self.leg = leg = Leg.from_json(point.leg)
             live_rows = sum(get_plan(self._lakehouse, source.plan_id).live_rows for source in leg.sources)
             for message in leg.warnings(live_rows, self._spec.launch.world_size):
                 self._say({"event": "warning", "message": message})
@@ -294,6 +314,7 @@ class _Attempt:
             cause=str(cause),
             kind=cause.kind,
             message=cause.message,
+            detail=cause.detail,
             noticed_by="supervisor",
             failed_at=ranks.started_at if mine is None else mine.at,
             noticed_at=noticed_at,

@@ -1,0 +1,74 @@
+"""What an attempt died of when a row group did not decode: damage, for which there is a policy, or a store that is away."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from catalog.connect import Lakehouse
+from catalog.errors import DataFileUnreadable
+from dlac_pipeline.plan.follow import Unreadable
+from dlac_pipeline.plan.leg import Leg
+from dlac_pipeline.plan.planner import Plan, load_plan
+from dlac_pipeline.read.blocks import BlockDecoder, open_decoder
+from dlac_pipeline.spec import JobSpec
+
+_WITNESSES = 8
+"""Other data files of the plan that are tried: one that can be read shows that the store is there."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Damaged:
+    """A row group that is damaged, and what the job spec says about that."""
+
+    unreadable: Unreadable
+    policy: str
+
+
+def damaged_row_group(lakehouse: Lakehouse, spec: JobSpec, leg: Leg, path: str, row_group: int) -> Damaged | None:
+    """The row group of a leg on which an attempt died, if it is damaged: None if it decodes now, or nothing can be read."""
+    for source, mine in zip(spec.sources, leg.sources, strict=True):
+        for plan_id in mine.start.live_plan_ids:
+            plan = load_plan(lakehouse, plan_id, table=source.table)
+            unit = _unit_of(plan, path, row_group)
+            if unit is None:
+                continue
+            decoder = open_decoder(lakehouse.load(source.table), mine)
+            reason = _problem(decoder, plan, unit)
+            if reason is None or not _store_is_there(decoder, plan, path):
+                return None
+            return Damaged(
+                unreadable=Unreadable(path=path, row_group=row_group, reason=reason), policy=source.on_unreadable
+            )
+    return None
+
+
+def _unit_of(plan: Plan, path: str, row_group: int) -> int | None:
+    places = zip(plan.units.file.tolist(), plan.units.row_group.tolist(), strict=True)
+    return next(
+        (
+            unit
+            for unit, (file, group) in enumerate(places)
+            if (plan.units.file_paths[file], group) == (path, row_group)
+        ),
+        None,
+    )
+
+
+def _problem(decoder: BlockDecoder, plan: Plan, unit: int) -> str | None:
+    """Why a unit does not decode."""
+    units = plan.units
+    try:
+        decoder.row_group(units.file_paths[int(units.file[unit])], int(units.row_group[unit]), int(units.rows[unit]))
+    except DataFileUnreadable as err:
+        return str(err)
+    return None
+
+
+def _store_is_there(decoder: BlockDecoder, plan: Plan, path: str) -> bool:
+    """Whether another data file can be read; a plan of one file has no witness, and is believed."""
+    first_units = {
+        plan.units.file_paths[file]: unit for unit, file in reversed(list(enumerate(plan.units.file.tolist())))
+    }
+    first_units.pop(path, None)
+    others = list(first_units.values())[:_WITNESSES]
+    return not others or any(_problem(decoder, plan, unit) is None for unit in others)

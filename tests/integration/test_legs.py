@@ -1,0 +1,246 @@
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import pyarrow.parquet as pq
+import pytest
+from pyiceberg.expressions import LessThan
+from pyiceberg.io.pyarrow import _dataframe_to_data_files
+
+from catalog.errors import AppendHistoryLost, DataFileUnreadable, NoProgress, ResumeMismatch
+from dlac_pipeline.plan.leg import Leg
+from dlac_pipeline.plan.planner import make_plan
+from dlac_pipeline.spec import JobSpec
+from tests.conftest import source_rows
+
+if TYPE_CHECKING:
+    from tests.conftest import Arena, Steps
+
+SMALL = {"world_size": 1, "batch_size": 16, "key_groups": 4, "every_steps": 3, "passes": 1}
+FOLLOWING = {**SMALL, "follow": "appends"}
+
+
+def changed(spec: JobSpec, **launch: Any) -> JobSpec:
+    """The spec with a new leg allowed."""
+    return spec.model_copy(update={"launch": spec.launch.model_copy(update={"new_leg": True, **launch})})
+
+
+def flat(steps: Steps) -> list[int]:
+    """Row ids of all steps."""
+    return [row for ids in steps.values() for row in ids]
+
+
+def legs(arena: Arena, run: str) -> list[Leg]:
+    """The committed legs of a run."""
+    return [Leg.from_json(row["detail"]) for row in arena.rows(run, "leg")]
+
+
+def append(arena: Arena, start: int, count: int) -> None:
+    """Append rows start .. start+count-1."""
+    arena.lakehouse.load("src.t").append(source_rows(start, count))
+
+
+def rewrite(arena: Arena, *, but_first: int = 0) -> None:
+    """Rewrite all data files into one, in the order of the row ids, and leave some rows out."""
+    table = arena.lakehouse.load("src.t")
+    rows = table.scan().to_arrow().sort_by("row_id").slice(but_first)
+    with table.transaction() as transaction, transaction.update_snapshot().overwrite() as overwrite:
+        for task in table.scan().plan_files():
+            overwrite.delete_data_file(task.file)
+        for file in _dataframe_to_data_files(table.metadata, rows, table.io):
+            overwrite.append_data_file(file)
+
+
+def test_a_run_goes_on_to_what_was_appended(arena: Arena) -> None:
+    """Every launch reads what came since, each row once; the boundary lies inside a batch, and the tail waits."""
+    arena.table(appends=(100,), row_group_rows=20)
+    spec = arena.spec("r", **FOLLOWING)
+    first = arena.train(spec)
+    assert len(flat(first)) == 96  # six batches of 16; four rows wait
+    assert set(flat(first)) < set(range(100))
+    assert arena.train(spec) == {}
+    append(arena, 100, 50)
+    second = arena.train(spec)
+    assert min(second) == 7
+    assert len(flat(second)) == 48
+    append(arena, 150, 14)
+    third = arena.train(spec)
+    every = flat(first) + flat(second) + flat(third)
+    assert len(every) == 160
+    assert Counter(every).most_common(1)[0][1] == 1
+    assert any(row < 100 <= other for row in second[7] for other in second[7]), "old and new rows share a batch"
+    assert [leg.index for leg in legs(arena, "r")] == [0, 1, 2]
+
+
+def test_a_crash_between_appends_changes_nothing(arena: Arena) -> None:
+    """A run that dies after it re-pinned goes on as one that did not."""
+    arena.table(appends=(100,), row_group_rows=20)
+    for run in ("whole", "killed"):
+        arena.train(arena.spec(run, **FOLLOWING))
+    append(arena, 100, 120)
+    whole = arena.train(arena.spec("whole", **FOLLOWING))
+    spec = arena.spec("killed", **FOLLOWING)
+    arena.train(spec, until=8)  # before the new leg's first checkpoint
+    again = arena.train(spec, until=12)
+    assert min(again) == 7
+    rest = arena.train(spec)
+    assert {**again, **rest} == whole
+    assert [leg.index for leg in legs(arena, "killed")] == [0, 1]
+
+
+def test_rows_deleted_before_they_were_read_are_not_read(arena: Arena) -> None:
+    """With identity columns a copy-on-write delete is followed: unread rows that are gone are passed over, none comes twice."""
+    arena.table(appends=(100, 60), row_group_rows=20)
+    spec = arena.spec("r", **FOLLOWING, identity_columns=["row_id"])
+    first = arena.train(spec, until=5)  # 3 steps are committed
+    read = set(flat({step: ids for step, ids in first.items() if step <= 3}))
+    arena.lakehouse.load("src.t").delete(LessThan("row_id", 50))  # type: ignore[call-arg,arg-type]  # pydantic hides the real signature
+    append(arena, 160, 40)
+    rest = flat(arena.train(spec))
+    assert not set(rest) & read
+    assert min(rest) >= 50
+    wanted = set(range(50, 200)) - read
+    assert set(rest) <= wanted
+    assert len(rest) == len(set(rest)) >= len(wanted) - 16
+
+
+def test_a_compaction_brings_no_row_twice(arena: Arena) -> None:
+    """Rewritten files hold no new rows; rows appended before the rewrite and after it are read once."""
+    arena.table(appends=(60, 40), row_group_rows=20)
+    spec = arena.spec("r", **FOLLOWING, identity_columns=["row_id"])
+    first = flat(arena.train(spec))
+    append(arena, 100, 30)
+    rewrite(arena)
+    append(arena, 130, 30)
+    second = flat(arena.train(spec))
+    assert len(set(first + second)) == len(first + second) == 160
+    assert set(first + second) == set(range(160))
+
+
+def test_what_cannot_be_told_apart_stops(arena: Arena) -> None:
+    """An overwrite that may hold new rows, without row ids or identity columns: an error, and nothing is claimed."""
+    arena.table(appends=(100,), row_group_rows=20)
+    spec = arena.spec("r", **FOLLOWING)
+    arena.train(spec)
+    append(arena, 100, 50)
+    rewrite(arena, but_first=10)
+    before = arena.rows("r")
+    with pytest.raises(AppendHistoryLost):
+        arena.train(spec)
+    assert arena.rows("r") == before
+
+
+def test_batch_size_exclusions_and_passes_change_with_a_new_leg(arena: Arena) -> None:
+    """Each change is a leg; every row that is still wanted is read once per pass across all of them."""
+    arena.table(appends=(200, 100), row_group_rows=20)
+    settings = {**SMALL, "passes": 2}
+    first = arena.train(arena.spec("r", **settings), until=5)
+    wider = {**settings, "batch_size": 32}
+    with pytest.raises(ResumeMismatch, match=r"(?s)batch_size: committed 16, asked for 32.*--new-leg"):
+        arena.train(arena.spec("r", **wider))
+    second = arena.train(changed(arena.spec("r", **wider)), until=8)
+    assert [len(ids) for ids in second.values()] == [32] * 4
+    without = {**wider, "exclude": ["row_id >= 250"]}
+    third = arena.train(changed(arena.spec("r", **without)))
+    read = Counter(flat({s: ids for s, ids in first.items() if s <= 3}))
+    read += Counter(flat({s: ids for s, ids in second.items() if s <= 6}))
+    assert max(flat(third)) < 250
+    total = read + Counter(flat(third))
+    assert {row: total[row] for row in range(250)} == dict.fromkeys(range(250), 2)
+    assert [leg.batch_size for leg in legs(arena, "r")] == [16, 32, 32]
+    assert [leg.start_step for leg in legs(arena, "r")] == [0, 3, 6]
+
+
+def test_what_no_leg_may_change_is_refused_by_name(arena: Arena) -> None:
+    """Key groups, columns and the filter are the run's for ever."""
+    arena.table(appends=(100,), row_group_rows=20)
+    arena.train(arena.spec("r", **SMALL), until=5)
+    with pytest.raises(ResumeMismatch, match=r"cannot change:\n  key_groups: committed 4, asked for 8"):
+        arena.train(changed(arena.spec("r", **{**SMALL, "key_groups": 8})))
+
+
+def test_a_later_snapshot_is_read_from_the_next_pass_on(arena: Arena) -> None:
+    """Naming another snapshot ends the pass over the old one, and goes on with passes over the new one."""
+    arena.table(appends=(100,), row_group_rows=20)
+    settings = {**SMALL, "passes": 2}
+    first = arena.train(arena.spec("r", **settings), until=5)
+    append(arena, 100, 60)
+    later = arena.lakehouse.load("src.t").current_snapshot()
+    assert later is not None
+    rest = arena.train(changed(arena.spec("r", **settings, snapshot_id=later.snapshot_id)))
+    total = Counter(flat({s: ids for s, ids in first.items() if s <= 3})) + Counter(flat(rest))
+    assert total == Counter(range(100)) + Counter(range(160))
+
+
+def test_a_renamed_table_and_expired_snapshots_do_not_disturb_a_resume(arena: Arena) -> None:
+    """The pin keeps what is read, and the table counts by its uuid; the spec gives its new name."""
+    arena.table(appends=(100, 60), row_group_rows=20)
+    whole = arena.train(arena.spec("whole", **SMALL))
+    arena.train(arena.spec("r", **SMALL), until=5)
+    append(arena, 160, 50)
+    table = arena.lakehouse.load("src.t")
+    current = table.current_snapshot()
+    assert current is not None
+    for snapshot in table.snapshots():
+        if snapshot.snapshot_id != current.snapshot_id and all(
+            ref.snapshot_id != snapshot.snapshot_id for ref in table.refs().values()
+        ):
+            table.maintenance.expire_snapshots().by_id(snapshot.snapshot_id).commit()
+            table = arena.lakehouse.load("src.t")
+    arena.lakehouse.catalog.rename_table("src.t", "src.renamed")
+    rest = arena.train(arena.spec("r", **SMALL, table="src.renamed"))
+    assert rest == {step: ids for step, ids in whole.items() if step > 3}
+
+
+def damage(path: str, row_group: int) -> None:
+    """Overwrite the pages of a row group's first column."""
+    chunk = pq.ParquetFile(path).metadata.row_group(row_group).column(0)
+    start = chunk.dictionary_page_offset or chunk.data_page_offset
+    with open(path, "r+b") as stream:
+        stream.seek(start)
+        stream.write(b"\xff" * chunk.total_compressed_size)
+
+
+@pytest.mark.parametrize("policy", ["fail", "quarantine"])
+def test_a_damaged_row_group_stops_the_run_or_is_left_out(arena: Arena, policy: str) -> None:
+    """By policy; what is left out is named in the ledger with the reason, and every other row is read once."""
+    arena.table(appends=(100, 60), row_group_rows=20)
+    path = sorted(arena.lakehouse.load("src.t").inspect.files()["file_path"].to_pylist())[0]
+    damage(path.removeprefix("file://"), 1)
+    launch = arena.launch(arena.spec("r", **{**SMALL, "world_size": 2}, on_unreadable=policy))
+    code = launch.wait()
+    if policy == "fail":
+        assert code == DataFileUnreadable.exit_code
+        assert f"row group 1 of {path!r}" in launch.of("error")[0]["message"]
+        assert not arena.rows("r", "checkpoint")
+        return
+    assert code == 0, launch.stderr
+    read = Counter(flat(arena.journal("r")))
+    assert set(read.values()) == {1}
+    assert len(read) == 140
+    (row,) = arena.rows("r", "quarantine")
+    named = json.loads(row["detail"])
+    assert (named["path"], named["row_group"], named["rows"]) == (path, 1, 20)
+    assert "expected row group 1" in named["reason"]
+
+
+def test_a_warehouse_that_is_away_is_not_damage(arena: Arena) -> None:
+    """Where no data file can be read nothing is quarantined, whatever the policy: the run ends, and can go on later."""
+    arena.table(appends=(100, 60), row_group_rows=20)
+    spec = arena.spec("r", **{**SMALL, "world_size": 1}, on_unreadable="quarantine", attempts_without_progress=1)
+    paths = [
+        path.removeprefix("file://") for path in arena.lakehouse.load("src.t").inspect.files()["file_path"].to_pylist()
+    ]
+    launch_plan = make_plan(arena.lakehouse, spec.source)
+    for path in paths:
+        os.rename(path, path + ".away")
+    launch = arena.launch(spec, plan_ids=[launch_plan.row.plan_id])
+    assert launch.wait() == NoProgress.exit_code
+    assert not arena.rows("r", "quarantine")
+    for path in paths:
+        os.rename(path + ".away", path)
+    assert arena.launch(spec, plan_ids=[launch_plan.row.plan_id]).wait() == 0
+    assert sorted(flat(arena.journal("r"))) == list(range(160))
