@@ -208,16 +208,25 @@ def decode_vector(blob: bytes, vector: DeleteFile) -> Rows:
 
 def matching_rows(table: pa.Table, deleted: pa.Table) -> Rows:
     """Sorted positions of the rows of `table` that are among those of `deleted` (same columns); null equals null."""
-    if table.num_columns == 1:
-        found = pc.is_in(table.column(0), value_set=_combined([deleted.column(0)]))
-        return np.flatnonzero(found.to_numpy())
-    keys = np.zeros(len(table) + len(deleted), dtype=np.int64)
+    possible = np.ones(len(table), dtype=np.bool_)
+    for name in table.column_names:
+        possible &= pc.is_in(table[name], value_set=_combined([deleted[name]])).to_numpy()
+    rows = np.flatnonzero(possible)
+    if table.num_columns == 1 or not len(rows):
+        return rows
+    keys = _keys(table.take(pa.array(rows)), deleted)
+    return rows[np.isin(keys[: len(rows)], keys[len(rows) :])]
+
+
+def _keys(table: pa.Table, deleted: pa.Table) -> Rows:
+    """One number for each row of both tables, in this order: equal numbers for equal rows."""
+    keys: Rows = np.zeros(len(table) + len(deleted), dtype=np.int64)
     for name in table.column_names:
         encoded = _combined([table[name], deleted[name]]).dictionary_encode(null_encoding="encode")
         keys = keys * (len(encoded.dictionary) + 1) + encoded.indices.to_numpy()
         # Renumbered after every column, so that the next product cannot overflow.
         keys = np.unique(keys, return_inverse=True)[1].astype(np.int64)
-    return np.flatnonzero(np.isin(keys[: len(table)], keys[len(table) :]))
+    return keys
 
 
 def _combined(columns: Sequence[pa.ChunkedArray]) -> pa.Array:
