@@ -1,14 +1,12 @@
 """What happened to a table between two snapshots: which rows came since, and where to read them; which rows are gone.
 
 A run planned snapshot P (`since`) and goes on with N (`until`), which descends from P. The snapshots between are walked in
-order, each by what its manifests really did. Along the walk every data file is known by two things: of which files of P it
-may hold rows (`origins`), and whether it may hold rows that came since (`fresh`). Where one file holds both, rows are told
-apart by v3 row ids or by identity columns; without either, fresh files are read where they were last by themselves.
+order, each by what its manifests really did. Where a file of N holds rows of P beside others, they are told apart by v3 row ids
+or by identity columns; without either, rows that came are read in the last snapshot in which they were by themselves.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -21,32 +19,11 @@ from catalog.data_files import snapshot_schema
 from catalog.deletes import NO_ROWS
 from catalog.errors import AppendHistoryLost
 from catalog.history_steps import Ints, Place, Step, TableRows, name_of, steps_between
+from catalog.history_walk import Found, OnOverwrite, Portion, Walk
 from catalog.rewrites import Keys, Mask, identity_keys, match
 from catalog.snapshots import snapshot_of
 
-OnOverwrite = Literal["stop", "read", "ignore"]
-ToldBy = Literal["row_ids", "identity_columns", "appends"]
-_NOTHING: frozenset[str] = frozenset()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Portion:
-    """Data files that hold rows which came since, to be read as they are in one snapshot.
-
-    Rows that `History.old_rows` names are not new, and are passed over.
-    """
-
-    snapshot_id: int
-    files: frozenset[str]
-
-
-@dataclass(frozen=True, slots=True)
-class _Held:
-    """What a live data file may hold; `opaque`: rows that nobody shall read and that cannot be told from others."""
-
-    origins: frozenset[str] = _NOTHING
-    fresh: bool = False
-    opaque: bool = False
+__all__ = ["History", "OnOverwrite", "Portion", "changes"]
 
 
 def changes(
@@ -79,13 +56,15 @@ def changes(
         )
     snapshot_of(table, until)
     rows = TableRows(table)
-    walk = _Walk(rows, since, until, _keys(rows, since, until, identity_columns), on_overwrite)
+    keys = _keys(rows, since, until, identity_columns)
+    walk = Walk(rows, since, until, keys, on_overwrite)
     try:
         for step in steps_between(table, since, until):
             walk.take(step)
-        return walk.history()
+        found = walk.found()
     except AppendHistoryLost as err:
-        return walk.lost(err)
+        found = walk.lost(err)
+    return History(since=since, until=until, _found=found, _rows=rows, _keys=keys)
 
 
 def _keys(rows: TableRows, since: int, until: int, identity_columns: Sequence[str]) -> Keys | None:
@@ -98,267 +77,27 @@ def _keys(rows: TableRows, since: int, until: int, identity_columns: Sequence[st
     return Keys(schema) if has_ids else None
 
 
-class _Walk:
-    """The state of the table while the steps are taken, from `since` on."""
-
-    def __init__(self, rows: TableRows, since: int, until: int, keys: Keys | None, on_overwrite: OnOverwrite) -> None:
-        self._rows, self._since, self._until, self._keys = rows, since, until, keys
-        self._on_overwrite = on_overwrite
-        self._planned = rows.files(since)
-        self._held = {path: _Held(frozenset((path,))) for path in self._planned}
-        self._places: dict[str, set[Place]] = defaultdict(set)  # where rows of a planned file still count as live
-        self._portions: dict[int, set[str]] = defaultdict(set)
-        self._unsure: set[str] = set()
-        self._spared: list[tuple[int, int]] = []
-        self._pure: set[Place] = set()  # places of rewritten files that hold planned rows only
-        self._mixed: set[Place] = set()
-        self._merged_rows = 0
-        self._steps: list[Step] = []
-
-    def take(self, step: Step) -> None:
-        """Follow one step."""
-        self._steps.append(step)
-        lost = [path for path in step.removed if path not in self._held]
-        if lost:
-            raise self._contradiction(step, f"the removal of {lost[0]!r}, which was not there")
-        removed = {path: self._held.pop(path) for path in step.removed}
-        if not step.added:
-            self._dropped(removed)
-        elif step.operation == "gap":
-            self._take_gap(step, removed)
-        elif step.operation in ("replace", "delete"):
-            self._rewritten(step, removed)
-        elif removed or step.deletes_added:
-            self._overwritten(step, removed)
-        else:
-            self._add(step, _Held(fresh=True))
-
-    def history(self) -> History:
-        """What the walk found."""
-        if self._held.keys() != self._rows.files(self._until).keys():
-            different = sorted(self._held.keys() ^ self._rows.files(self._until).keys())
-            raise self._contradiction(
-                self._steps[-1], f"{different[0]!r} where it should not be, or not where it should"
-            )
-        for path, held in self._held.items():
-            place = (self._until, path)
-            if held.fresh:
-                self._portions[self._until].add(path)
-            if self._keys is not None or path in self._planned:
-                self._stays(place, held)
-            elif len(self._rows.dead(place)):
-                self._unsure |= held.origins
-        order = [self._since, *(step.snapshot_id for step in self._steps)]
-        return History(
-            since=self._since,
-            until=self._until,
-            steps=tuple(self._steps),
-            told_by=self._told_by,
-            _portions=tuple(
-                Portion(snapshot_id=snapshot_id, files=frozenset(self._portions[snapshot_id]))
-                for snapshot_id in sorted(self._portions, key=order.index)
-            ),
-            _rows=self._rows,
-            _keys=self._keys,
-            _places={path: frozenset(places) for path, places in self._places.items()},
-            _unsure=frozenset(self._unsure),
-            _spared=tuple(self._spared),
-            _pure=frozenset(self._pure),
-            _mixed=frozenset(self._mixed),
-            _merged_rows=self._merged_rows,
-        )
-
-    def lost(self, err: AppendHistoryLost) -> History:
-        """What can be said although the history is lost: what became of files that are still there."""
-        until = self._rows.files(self._until)
-        there = {path for path in self._planned if path in until}
-        if self._on_overwrite == "ignore":  # deletes may be those of an overwrite
-            there = {path for path in there if len(self._rows.dead((self._until, path))) == 0}
-        return History(
-            since=self._since,
-            until=self._until,
-            steps=tuple(self._steps),
-            told_by=self._told_by,
-            _portions=err,
-            _rows=self._rows,
-            _keys=None,
-            _places={path: frozenset({(self._until, path)}) for path in there},
-            _unsure=frozenset(self._planned.keys() - there),
-        )
-
-    @property
-    def _told_by(self) -> ToldBy:
-        if self._keys is None:
-            return "appends"
-        return "identity_columns" if self._keys.columns else "row_ids"
-
-    def _contradiction(self, step: Step, found: str) -> AppendHistoryLost:
-        return AppendHistoryLost(
-            f"expected the manifests of {name_of(self._rows.table)!r} to tell its history from {self._since} to {self._until}, "
-            f"found in snapshot {step.snapshot_id} {found}: start a new run"
-        )
-
-    def _add(self, step: Step, held: _Held) -> None:
-        self._held |= dict.fromkeys(step.added, held)
-
-    def _stays(self, place: Place, held: _Held) -> None:
-        """Rows of planned files count as live in this place."""
-        for origin in held.origins:
-            self._places[origin].add(place)
-        if held.origins and not held.opaque and place[1] not in self._planned:
-            (self._mixed if held.fresh else self._pure).add(place)
-
-    def _dropped(self, removed: Mapping[str, _Held]) -> None:
-        if self._keys is None:
-            self._unsure |= _origins({path: held for path, held in removed.items() if path not in self._planned})
-
-    def _take_gap(self, step: Step, removed: Mapping[str, _Held]) -> None:
-        if self._keys is None and (removed or (step.deletes_added and self._on_overwrite != "read")):
-            raise AppendHistoryLost(
-                f"expected all snapshots of {name_of(self._rows.table)!r} from {self._since} to {self._until}, found some "
-                f"expired, during which {len(step.added)} data files were added and "
-                f"{f'{len(removed)} planned ones taken away' if removed else 'rows deleted'}: new rows cannot be told from old "
-                "ones; declare identity_columns, or start a new run"
-            )
-        origins = frozenset(self._planned) if step.deletes_added else _origins(removed)
-        self._merged_rows += sum(step.added.values())
-        self._add(step, _Held(origins if self._keys else _NOTHING, fresh=True))
-
-    def _rewritten(self, step: Step, removed: Mapping[str, _Held]) -> None:
-        """Rows moved to other files ("replace"), or the rest of them was copied ("delete"): none came."""
-        before, after = sum(step.removed.values()), sum(step.added.values())
-        if after > before:
-            raise self._contradiction(step, f"a {step.operation!r} that makes {after} rows of {before}")
-        origins = _origins(removed)
-        if self._keys is None:
-            self._lose_track(step, removed, moved=step.operation == "replace")
-        if self._keys is None and origins:
-            self._read_before(step, removed)
-            self._add(step, _Held(origins, opaque=True))
-        elif any(held.opaque for held in removed.values()):  # what is merged with ignored rows counts as it was before
-            self._keep_before(step, removed)
-            self._add(step, _Held(opaque=True))
-        else:
-            self._merged_rows += sum(
-                step.removed[path] for path, held in removed.items() if origins and not held.origins
-            )
-            self._add(step, _Held(origins, any(held.fresh for held in removed.values())))
-
-    def _lose_track(self, step: Step, removed: Mapping[str, _Held], *, moved: bool) -> None:
-        """Without keys, rows of planned files are followed into other files as long as all of them are there."""
-        for path, held in removed.items():
-            nothing_lost = sum(step.removed.values()) == sum(step.added.values())
-            if moved and path in self._planned and (step.parent is not None or nothing_lost):
-                self._places[path].add((self._since if step.parent is None else step.parent, path))
-            elif not moved or step.parent is None or len(self._rows.dead((step.parent, path))):
-                self._unsure |= held.origins
-
-    def _read_before(self, step: Step, removed: Mapping[str, _Held]) -> None:
-        """Fresh files are read as they were right before the step that takes them away."""
-        for path in [path for path, held in removed.items() if held.fresh]:
-            place = (self._parent(step, f"data file {path!r}, which came since, is merged with others"), path)
-            self._portions[place[0]].add(path)
-            self._stays(place, removed[path])
-
-    def _keep_before(self, step: Step, removed: Mapping[str, _Held]) -> None:
-        """Fresh files are read as they were before the step, and planned rows count as live there."""
-        self._read_before(step, removed)
-        for path in [path for path, held in removed.items() if held.origins]:
-            place = (self._parent(step, f"data file {path!r} is merged with rows that are ignored"), path)
-            if self._keys is not None or path in self._planned:
-                self._stays(place, removed[path])
-            elif len(self._rows.dead(place)):
-                self._unsure |= removed[path].origins
-
-    def _parent(self, step: Step, why: str) -> int:
-        if step.parent is None:
-            raise AppendHistoryLost(
-                f"expected the snapshot of {name_of(self._rows.table)!r} before {step.snapshot_id}, in which {why}, found it "
-                "expired: declare identity_columns, or start a new run"
-            )
-        return step.parent
-
-    def _overwritten(self, step: Step, removed: Mapping[str, _Held]) -> None:
-        if self._keys is None and self._on_overwrite != "ignore":
-            return self._overwritten_unmatched(step, removed)
-        sources = {**removed, **(self._held if step.deletes_added else {})}
-        only_removes = self._on_overwrite != "read" and self._only_removes(step, removed)
-        if self._on_overwrite == "ignore" and (not only_removes or any(held.opaque for held in sources.values())):
-            return self._ignored(step, removed)
-        self._merged_rows += sum(step.added.values())
-        fresh = not only_removes or any(held.fresh for held in sources.values())
-        return self._add(step, _Held(_origins(sources), fresh))
-
-    def _overwritten_unmatched(self, step: Step, removed: Mapping[str, _Held]) -> None:
-        if self._on_overwrite == "stop":
-            raise self._overwrite(step, "and nothing to tell new rows from kept ones")
-        self._dropped(removed)
-        self._add(step, _Held(fresh=True))
-
-    def _overwrite(self, step: Step, found: str) -> AppendHistoryLost:
-        return AppendHistoryLost(
-            f"expected appends and deletes in {name_of(self._rows.table)!r} since {self._since}, found an overwrite, snapshot "
-            f"{step.snapshot_id} ({len(step.removed)} data files removed, {len(step.added)} added), {found}: set on_overwrite "
-            "to 'read' or 'ignore', or declare identity_columns"
-        )
-
-    def _only_removes(self, step: Step, removed: Mapping[str, _Held]) -> bool:
-        """Whether all rows that an overwrite wrote are rows that it took: then it only deleted, as pyiceberg does."""
-        parent = step.parent
-        unknown = parent is None and (step.deletes_added or removed.keys() - self._planned.keys())
-        if self._keys is None or unknown:
-            if self._on_overwrite == "stop":
-                raise self._overwrite(step, "whose parent is expired")
-            return False
-        before = self._since if parent is None else parent
-        taken = [self._rows.rows((before, path)) for path in removed]
-        if step.deletes_added:
-            for path in self._held.keys() & self._rows.files(before).keys() & self._rows.files(step.snapshot_id).keys():
-                died = self._rows.alive((before, path)) & ~self._rows.alive((step.snapshot_id, path))
-                taken.append(self._rows.rows((before, path), died))
-        written = [self._rows.rows((step.snapshot_id, path)) for path in step.added]
-        _, known = match(self._rows.table, taken, written, self._keys)
-        new_rows = sum(int(np.count_nonzero(one.chosen & ~mask)) for one, mask in zip(written, known, strict=True))
-        if new_rows and self._on_overwrite == "stop":
-            raise self._overwrite(step, f"which brings {new_rows} new rows")
-        return new_rows == 0
-
-    def _ignored(self, step: Step, removed: Mapping[str, _Held]) -> None:
-        """What an ignored overwrite took away still counts, as it was before; what it brought does not."""
-        self._keep_before(step, removed)
-        if step.deletes_added:
-            self._spared.append((self._parent(step, "rows are deleted that still count"), step.snapshot_id))
-            self._read_before(step, self._held)
-            for path in [path for path, held in self._held.items() if held.fresh]:
-                self._held[path] = _Held(opaque=True)
-        self._add(step, _Held(opaque=True))
-
-
-def _origins(held: Mapping[str, _Held]) -> frozenset[str]:
-    distinct = {one.origins for one in held.values()}
-    return frozenset().union(*distinct)
-
-
 @dataclass(frozen=True, kw_only=True)
 class History:
-    """What happened to a table from snapshot `since` to snapshot `until`.
-
-    `told_by` says by what rows are told apart.
-    """
+    """What happened to a table from snapshot `since` to snapshot `until`."""
 
     since: int
     until: int
-    steps: tuple[Step, ...]
-    told_by: ToldBy
-    _portions: tuple[Portion, ...] | AppendHistoryLost = field(repr=False)
+    _found: Found = field(repr=False)
     _rows: TableRows = field(repr=False)
     _keys: Keys | None = field(repr=False)
-    _places: Mapping[str, frozenset[Place]] = field(repr=False)
-    _unsure: frozenset[str] = field(repr=False)
-    _spared: tuple[tuple[int, int], ...] = field(default=(), repr=False)
-    _pure: frozenset[Place] = field(default=frozenset(), repr=False)
-    _mixed: frozenset[Place] = field(default=frozenset(), repr=False)
-    _merged_rows: int = field(default=0, repr=False)
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """What each snapshot did, as far as it was followed."""
+        return self._found.steps
+
+    @property
+    def told_by(self) -> Literal["row_ids", "identity_columns", "appends"]:
+        """By what rows are told apart."""
+        if self._keys is None:
+            return "appends"
+        return "identity_columns" if self._keys.columns else "row_ids"
 
     @property
     def portions(self) -> tuple[Portion, ...]:
@@ -367,9 +106,9 @@ class History:
         Raises:
             AppendHistoryLost: that cannot be told.
         """
-        if isinstance(self._portions, AppendHistoryLost):
-            raise self._portions
-        return self._portions
+        if isinstance(self._found.portions, AppendHistoryLost):
+            raise self._found.portions
+        return self._found.portions
 
     @property
     def to_pin(self) -> tuple[int, ...]:
@@ -386,10 +125,12 @@ class History:
             SpecInvalid: the identity columns do not tell rows apart.
             AppendHistoryLost: a rewrite did not keep what tells rows apart.
         """
-        if path in self._unsure:
+        if path in self._found.unsure:
             return None
-        live = self._rows.alive((self.since, path))
-        return np.flatnonzero(live & ~self._by_place(path) & ~self._matched[0].get(path, np.False_))
+        away = self._rows.alive((self.since, path)) & ~self._by_place(path)
+        if away.any() and path in self._moved:
+            away &= ~self._matched[0][path]
+        return np.flatnonzero(away)
 
     def old_rows(self, snapshot_id: int, path: str) -> Ints:
         """Sorted positions of the rows of a portion's file that were live in `since` already: those are not new.
@@ -398,13 +139,13 @@ class History:
             SpecInvalid: the identity columns do not tell rows apart.
             AppendHistoryLost: a rewrite did not keep what tells rows apart.
         """
-        found = self._matched[1].get((snapshot_id, path))
-        return NO_ROWS if found is None else np.flatnonzero(found)
+        place = (snapshot_id, path)
+        return np.flatnonzero(self._matched[1][place]) if place in self._new_places else NO_ROWS
 
     def _by_place(self, path: str) -> Mask:
         """The rows of a planned file that still are where they were."""
         found = np.zeros(self._rows.files(self.since)[path].rows, dtype=np.bool_)
-        for place in self._places.get(path, frozenset()):
+        for place in self._found.places.get(path, frozenset()):
             if place[1] == path:
                 found |= self._alive(place)
         return found
@@ -412,18 +153,27 @@ class History:
     def _alive(self, place: Place) -> Mask:
         """Rows that are live in a place, with those that only an ignored overwrite deleted."""
         found = self._rows.alive(place)
-        for before, after in self._spared:
+        for before, after in self._found.spared:
             if place[1] in self._rows.files(before) and place[1] in self._rows.files(after):
                 found |= self._rows.alive((before, place[1])) & ~self._rows.alive((after, place[1]))
         return found
 
     @cached_property
+    def _moved(self) -> frozenset[str]:
+        """The planned files whose rows may be in other files now."""
+        places = self._found.places.items()
+        return frozenset(path for path, found in places if any(place[1] != path for place in found))
+
+    @cached_property
+    def _new_places(self) -> frozenset[Place]:
+        """The other files in which they may be."""
+        return frozenset(place for path in self._moved for place in self._found.places[path] if place[1] != path)
+
+    @cached_property
     def _matched(self) -> tuple[dict[str, Mask], dict[Place, Mask]]:
         """The rows of planned files that live on in other files, and where they do, from one join."""
-        moved = [path for path, places in self._places.items() if any(place[1] != path for place in places)]
-        places = sorted({place for path in moved for place in self._places[path] if place[1] != path})
-        if self._keys is None or not moved:
-            return {}, {}
+        moved, places = sorted(self._moved), sorted(self._new_places)
+        assert self._keys is not None  # without, nothing is followed to other places
         old = [
             self._rows.rows((self.since, path), self._rows.alive((self.since, path)) & ~self._by_place(path))
             for path in moved
@@ -436,11 +186,12 @@ class History:
 
     def _check_kept(self, unknown: Mapping[Place, Mask]) -> None:
         """Rewritten files may hold no more rows that are new by their keys than came since."""
-        pure = sum(int(np.count_nonzero(mask)) for place, mask in unknown.items() if place in self._pure)
-        mixed = sum(int(np.count_nonzero(mask)) for place, mask in unknown.items() if place in self._mixed)
-        if pure or mixed > self._merged_rows:
+        pure = sum(int(np.count_nonzero(mask)) for place, mask in unknown.items() if place in self._found.pure)
+        mixed = sum(int(np.count_nonzero(mask)) for place, mask in unknown.items() if place in self._found.mixed)
+        most = self._found.merged_rows
+        if pure or mixed > most:
             raise AppendHistoryLost(
                 f"expected a rewrite of {name_of(self._rows.table)!r} since snapshot {self.since} to keep what tells rows apart "
-                f"({self.told_by}), found {pure + mixed} rows with values of their own where {self._merged_rows} at most came "
+                f"({self.told_by}), found {pure + mixed} rows with values of their own where {most} at most came "
                 "since: declare identity_columns that a rewrite keeps, or start a new run"
             )

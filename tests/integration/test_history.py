@@ -259,6 +259,16 @@ def test_a_compaction_brings_no_row_twice(lake: Lake, keyed: Keyed) -> None:
     assert (history.to_pin == (lake.now,)) == (keyed == "identity_columns")
 
 
+def test_a_compaction_of_planned_files_only_leaves_nothing_to_read(lake: Lake) -> None:
+    """Files that hold planned rows only are in no portion, and rows of files that did not move need no keys."""
+    lake.append(1, 1)
+    since = lake.append(2)
+    [moved] = [path for path in lake.paths() if len(read(path)) == 1]
+    lake.compact(moved)
+    history = lake.changes(since, "identity_columns")
+    assert (history.portions, lake.gone(history)) == ((), set())
+
+
 def test_files_compacted_among_themselves_are_read_now(lake: Lake) -> None:
     """Appended files that were merged with each other only need no snapshot in between, even if those are expired."""
     since = lake.append(1, 2)
