@@ -153,6 +153,11 @@ class Ledger:
         return RunState(run=run, table=state.table, fence=wanted.fence, finished=wanted.finished)
 
 
+def checkpoint_rows(rows: list[Row]) -> dict[str, Row]:
+    """Checkpoint id -> its checkpoint row."""
+    return {row["checkpoint_id"]: row for row in rows if row["kind"] == "checkpoint"}
+
+
 def fence_of_rows(rows: Sequence[Row]) -> Fence:
     """The fence that a run's rows imply: the last claim owns it, the greatest `seq` names the head."""
     if not rows:

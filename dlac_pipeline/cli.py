@@ -215,7 +215,7 @@ def main() -> None:
 
 
 def _supervise(job: JobSpec, *, takeover: bool, plan_ids: tuple[str, ...], repin: bool, wait_s: float) -> None:
-    from dlac_pipeline.recover.coordinator import Wish
+    from dlac_pipeline.recover.leg_choice import Wish
     from dlac_pipeline.recover.supervise import Supervisor
 
     with TrainingDisplay(_out, job.run) as display:

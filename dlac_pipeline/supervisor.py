@@ -17,7 +17,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from catalog.errors import DlacError, SpecInvalid, TrainingFailed
-from dlac_pipeline.recover.coordinator import Wish
+from dlac_pipeline.recover.leg_choice import Wish
 from dlac_pipeline.recover.supervise import Supervisor
 from dlac_pipeline.spec import JobSpec
 

@@ -46,7 +46,8 @@ from dlac_pipeline.rank import LAUNCH_VARIABLE
 from dlac_pipeline.read.batch import Batch
 from dlac_pipeline.read.open import open_leg
 from dlac_pipeline.read.reader import Counts
-from dlac_pipeline.recover.coordinator import ResumePoint, Wish, new_nonce, take_over
+from dlac_pipeline.recover.coordinator import ResumePoint, new_nonce, take_over
+from dlac_pipeline.recover.leg_choice import Wish
 from dlac_pipeline.recover.run_lock import run_lock
 from dlac_pipeline.spec import JobSpec, home_folder, parse_spec, read_spec
 from dlac_pipeline.track.tracker import ReaderStateTracker

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from dlac_pipeline.plan.units import Ints
-from dlac_pipeline.read.packing import BlockAdvance
+from dlac_pipeline.read.line import BlockAdvance
 
 Moved = tuple[int, int, BlockAdvance]
 """(source, key group, what a batch moved)."""

@@ -10,7 +10,7 @@ import numpy as np
 from dlac_pipeline.plan.mixture import Mixture, Present
 from dlac_pipeline.plan.source_order import Cursor
 from dlac_pipeline.plan.units import Ints
-from dlac_pipeline.read.packing import BlockAdvance
+from dlac_pipeline.read.line import BlockAdvance
 from dlac_pipeline.read.streams import Columns, Stream
 
 OpenStream = Callable[[int, Cursor], Stream]
@@ -53,6 +53,7 @@ class GroupReader:
         self._group = group
         self._slots = slots
         self._low, self._high = low, high
+        self._wanted = (low, high)
         self._at = samples_before
         self._open_stream = open_stream
         self._cursors = list(cursors)
@@ -92,8 +93,12 @@ class GroupReader:
         """The sources from which a sample can still come."""
         return tuple(here and not self._streams[source].exhausted for source, here in enumerate(self._active))
 
-    def take(self) -> GroupBatch:
-        """The next batch's part; the cursors move over all slots of the key group."""
+    def take(self, *, give: bool = True) -> GroupBatch:
+        """The next batch's part; the cursors move over all slots of the key group.
+
+        Without `give` they do no more than that: there are no pieces, nothing is laid out.
+        """
+        self._wanted = (self._low, self._high) if give else (0, 0)
         before, present = self.cursors, self.present
         batch = GroupBatch(source_of=np.full(self._slots, -1, dtype=np.int64))
         if self._fill(batch, 0, self._slots, present):
@@ -122,7 +127,7 @@ class GroupReader:
         return broken
 
     def _take_from(self, batch: GroupBatch, source: int, slots: Ints) -> int:
-        low, high = (int(np.searchsorted(slots, bound)) for bound in (self._low, self._high))
+        low, high = (int(np.searchsorted(slots, bound)) for bound in self._wanted)
         given = self._streams[source].take(len(slots), low, high)
         batch.source_of[slots[: given.count]] = source
         batch.samples += given.count

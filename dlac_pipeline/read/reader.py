@@ -119,6 +119,26 @@ class RankReader:
         """The batches of the remaining steps."""
         return self._counted() if self._order.counted else self._agreed()
 
+    def every(self, count: int, first: int = 0) -> Iterator[Batch]:
+        """The `first`-th (from 0) of the remaining batches, and every `count`-th from there on; the others are passed over.
+
+        For one of several processes that read for the same rank. Nothing is exchanged: `rows` and `tokens` of a streamed leg
+        are those on this rank, and its end is that of this rank's key groups.
+        """
+        between, last, counted = first, self._order.total_steps, self._order.counted
+        while last is None or self._step < last:
+            if between:
+                if not self._goes_on(self._pass_over()):
+                    return
+                between -= 1
+                continue
+            rows = self._order.valid_rows(self._step + 1) if counted else 0
+            batch, samples, items = self._read(rows, rows)
+            if not self._goes_on(samples):
+                return
+            yield batch if counted else replace(batch, rows=samples, tokens=items)
+            between = count - 1
+
     def close(self) -> None:
         """End the background threads."""
         self._prefetch.close()
@@ -147,6 +167,17 @@ class RankReader:
             return None
         batch, samples, items = self._read(0, 0)
         return _Upcoming(batch, self._exchange([samples, items]))
+
+    def _goes_on(self, samples: int) -> bool:
+        """Whether a batch of which this rank has so many samples is one of the leg, as far as this rank can tell."""
+        return self._order.counted or samples == self._slots or (samples > 0 and not self._order.settings.pending_tail)
+
+    def _pass_over(self) -> int:
+        """Pass over the next batch; its samples on this rank."""
+        self._step += 1
+        taken = [part.take(give=False) for part in self._parts]
+        mine = [each.source_of[part.low : part.high] for part, each in zip(self._parts, taken, strict=True)]
+        return sum(int((source >= 0).sum()) for source in mine)
 
     def _read(self, rows: int, tokens: int) -> tuple[Batch, int, int]:
         """The next batch, with its samples and items on this rank."""

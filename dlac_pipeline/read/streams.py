@@ -15,7 +15,8 @@ from dlac_pipeline.plan.units import Ints
 from dlac_pipeline.read.blocks import BlockDecoder, Prefetcher, Wanted
 from dlac_pipeline.read.columns import Array, Column
 from dlac_pipeline.read.documents import Documents, Samples
-from dlac_pipeline.read.packing import BlockAdvance, Packed, Packer, Sampler, SampleRows, Taken, merge
+from dlac_pipeline.read.line import BlockAdvance, merge
+from dlac_pipeline.read.packing import Packed, Packer, Sampler, SampleRows, Taken
 from dlac_pipeline.read.transform import RowRejected
 
 Columns = dict[str, Column]

@@ -7,9 +7,9 @@ from typing import Any
 
 from catalog.connect import Lakehouse
 from catalog.errors import NoSuchRun
-from catalog.ledger import HEAD_KINDS, Ledger
+from catalog.ledger import HEAD_KINDS, Ledger, checkpoint_rows
 from catalog.recoveries import recoveries_of
-from dlac_pipeline.recover.coordinator import attempts_without_progress, checkpoint_rows
+from dlac_pipeline.recover.coordinator import attempts_without_progress
 
 
 def run_status(lakehouse: Lakehouse, run: str) -> dict[str, Any]:

@@ -36,8 +36,9 @@ from catalog.plans import get_plan
 from dlac_pipeline.checkpoint.store import check_writable, storing
 from dlac_pipeline.launch import Exit, RankGroup
 from dlac_pipeline.plan.leg import Leg
-from dlac_pipeline.recover.coordinator import RESUME, ResumePoint, Wish, attempts_without_progress, new_nonce, take_over
+from dlac_pipeline.recover.coordinator import ResumePoint, attempts_without_progress, new_nonce, take_over
 from dlac_pipeline.recover.incident import Failure, Incident, failure_of_attempt
+from dlac_pipeline.recover.leg_choice import RESUME, Wish
 from dlac_pipeline.recover.run_lock import run_lock
 from dlac_pipeline.recover.unreadable import damaged_row_group
 from dlac_pipeline.spec import JobSpec

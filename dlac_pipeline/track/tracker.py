@@ -14,7 +14,7 @@ from catalog.errors import CursorMismatch
 from dlac_pipeline.plan.order import Advance
 from dlac_pipeline.plan.units import Ints
 from dlac_pipeline.read.batch import Batch
-from dlac_pipeline.read.packing import BlockAdvance, merge
+from dlac_pipeline.read.line import BlockAdvance, merge
 
 
 @dataclass(slots=True)

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from dlac_pipeline.plan.source_order import Cursor
 from dlac_pipeline.read.documents import Documents, Samples, source_rows
-from dlac_pipeline.read.packing import BEGINNING, BlockAdvance, Packed, Packer, Sampler, SampleRows, Taken, merge
+from dlac_pipeline.read.line import BlockAdvance, merge
+from dlac_pipeline.read.packing import BEGINNING, Packed, Packer, Sampler, SampleRows, Taken
 
 EXAMPLES = settings(max_examples=200, deadline=None)
 PAD = -1

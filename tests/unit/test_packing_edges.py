@@ -9,7 +9,8 @@ import pytest
 from catalog.errors import CursorMismatch, SpecInvalid
 from dlac_pipeline.plan.source_order import Cursor
 from dlac_pipeline.read.documents import Documents, documents_of, samples_of
-from dlac_pipeline.read.packing import BEGINNING, BlockAdvance, Packer, Sampler, merge
+from dlac_pipeline.read.line import BlockAdvance, merge
+from dlac_pipeline.read.packing import BEGINNING, Packer, Sampler
 from dlac_pipeline.read.transform import Transform
 
 REASON = "ValueError: bad"
