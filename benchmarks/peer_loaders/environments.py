@@ -1,0 +1,61 @@
+"""The optional environments of the loaders: made on demand with pip, beside the project's own.
+
+MosaicML Streaming has one of its own: it asks for numpy < 2.2 and transformers < 5, which the others cannot live with.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.peer_loaders.client import LoaderFailed
+
+_ROOT = Path(__file__).parents[2]
+_LIMIT_S = 1200.0
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """A folder with an interpreter, and what is installed into it; no requirements: the project's own."""
+
+    folder: str
+    requirements: str = ""
+
+
+OWN = Environment(".venv")
+SHARED = Environment(".venv-peers", "benchmarks/peers-requirements.txt")
+MOSAIC = Environment(".venv-peers-mosaic", "benchmarks/peer_loaders/mosaic-requirements.txt")
+
+
+def python_of(environment: Environment) -> Path:
+    """The environment's interpreter; the environment is made where it is absent or out of date (minutes).
+
+    Raises:
+        LoaderFailed: it cannot be installed; the message is pip's last line.
+    """
+    if not environment.requirements:
+        return Path(sys.executable)
+    folder, requirements = _ROOT / environment.folder, _ROOT / environment.requirements
+    python, stamp = folder / "bin" / "python", folder / ".ready"
+    wanted = hashlib.sha256(requirements.read_bytes()).hexdigest()
+    if stamp.exists() and stamp.read_text() == wanted:
+        return python
+    print(f"making {environment.folder} from {environment.requirements}: once, a few minutes", flush=True)
+    _run([sys.executable, "-m", "venv", str(folder)])
+    (folder / ".gitignore").write_text("*\n")
+    _run([str(python), "-m", "pip", "install", "--quiet", "--requirement", str(requirements)])
+    stamp.write_text(wanted)
+    return python
+
+
+def _run(command: list[str]) -> None:
+    try:
+        done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, timeout=_LIMIT_S, check=False)
+    except subprocess.TimeoutExpired as err:
+        raise LoaderFailed(f"cannot be installed: not done within {_LIMIT_S:g} s") from err
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()
+        raise LoaderFailed(f"cannot be installed: {lines[0] if lines else done.returncode}")

@@ -1,0 +1,34 @@
+"""Hugging Face datasets: an Iceberg table streamed through pyiceberg, else as `hf_parquet`."""
+
+from __future__ import annotations
+
+from pyiceberg.catalog import load_catalog
+
+from benchmarks.peer_loaders import hf_parquet
+from benchmarks.peer_loaders.protocol import KINDS, Job
+from benchmarks.peer_loaders.rows import COLUMNS
+from benchmarks.peer_loaders.stateful import StatefulLoader
+
+PACKAGES = ["datasets", "pyiceberg", "torchdata"]
+SHARED_STATE = False
+NOT_OFFERED: dict[str, str] = {}
+NOTES = [
+    "load_dataset('iceberg', streaming=True) on the table's current snapshot, else as hf_parquet",
+    "load_dataset asks for a folder with data files even here: it is given one data file, which it does not read",
+]
+
+
+def open_loader(job: Job, state: bytes | None) -> StatefulLoader:
+    """A loader over the table as it is now."""
+    catalog = load_catalog(**job.catalog)
+    dataset = hf_parquet.datasets.load_dataset(
+        "iceberg",
+        data_files=[job.files[0].removeprefix("file://")],
+        catalog=catalog,
+        table=job.table,
+        split="train",
+        streaming=True,
+        columns=COLUMNS,
+        filters=f"kind < {KINDS // 2}" if job.filtered else None,
+    )
+    return hf_parquet.opened(dataset, job, state)

@@ -1,0 +1,58 @@
+"""Hugging Face datasets: Parquet files streamed, split by node, below torchdata's StatefulDataLoader."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import numpy as np
+
+from benchmarks.peer_loaders.protocol import KINDS, Job
+from benchmarks.peer_loaders.rows import COLUMNS
+from benchmarks.peer_loaders.stateful import StatefulLoader
+
+datasets = importlib.import_module("datasets")
+distributed = importlib.import_module("datasets.distributed")
+
+PACKAGES = ["datasets", "torchdata", "pyarrow"]
+SHARED_STATE = False
+NOT_OFFERED: dict[str, str] = {}
+NOTES = [
+    "load_dataset(streaming=True), split_dataset_by_node, with_format('torch'), StatefulDataLoader",
+    "shuffle: buffer of 1,000 rows as by default, at most 1/32 of the table: a state saved when the buffer holds all that a "
+    "worker has left does not load (IndexError)",
+    "no change of world size is documented: rank r of the new world is given the state of rank r mod W",
+    "packing: batched map over 1,000 documents, the rest of each padded to a sequence (the documented recipe drops it)",
+]
+
+
+def open_loader(job: Job, state: bytes | None) -> StatefulLoader:
+    """A loader over the data files that the snapshot lists, in its order."""
+    filters = [("kind", "<", KINDS // 2)] if job.filtered else None
+    files = [file.removeprefix("file://") for file in job.files]
+    dataset = datasets.load_dataset(
+        "parquet", data_files=files, split="train", streaming=True, columns=COLUMNS, filters=filters
+    )
+    return opened(dataset, job, state)
+
+
+def opened(dataset: Any, job: Job, state: bytes | None) -> StatefulLoader:
+    """What comes behind `load_dataset`, whatever the rows lie in."""
+    if job.shuffle:
+        dataset = dataset.shuffle(seed=job.seed, buffer_size=min(1000, job.rows // 32))
+    if job.packed:
+        dataset = dataset.map(_Packer(job.sequence), batched=True, remove_columns=COLUMNS)
+    dataset = distributed.split_dataset_by_node(dataset, rank=job.rank, world_size=job.world_size).with_format("torch")
+    return StatefulLoader(dataset, job, state, batch_size=job.rank_batch, set_epoch=dataset.set_epoch)
+
+
+class _Packer:
+    """Concatenate the documents of a batch and split them to sequences."""
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+
+    def __call__(self, documents: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        tokens = np.concatenate([np.asarray(document, np.int32) for document in documents["tokens"]])
+        padding = np.full(-len(tokens) % self._length, -1, np.int32)
+        return {"tokens": list(np.concatenate([tokens, padding]).reshape(-1, self._length))}

@@ -1,0 +1,149 @@
+"""One loader's process: `python -m benchmarks.peer_loaders.host NAME`, one JSON command per line in, one answer out.
+
+It imports the loader's packages once and forks one process per rank and launch, so that a launch costs no import.
+
+    {"do": "describe"}                          -> {"versions": ..., "not_offered": ..., "shared_state": ..., "notes": ...}
+    {"do": "convert", "job": ..., "limit_s": s}  -> {"ranks": [{"exit": 0, "result": {"bytes": n, "seconds": s}}]}
+    {"do": "consume", "jobs": [...], "limit_s": s} -> {"ranks": [{"exit": 0 or -signal, "result": ..., "error": text}]}
+
+Ranks of a launch run at the same time, with the environment variables that torchrun sets. No process of a launch is left
+when it is answered: each rank leads a process group, which is killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import importlib.metadata
+import json
+import os
+import shutil
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from benchmarks.peer_loaders.consume import consume
+from benchmarks.peer_loaders.protocol import Job
+
+_GRACE_S = 5.0  # for the other ranks, when one has failed
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    """Answer commands until the standard input ends."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what a library prints is no answer
+    try:
+        module = importlib.import_module(f"benchmarks.peer_loaders.{sys.argv[1]}")
+    except Exception as err:
+        print(json.dumps({"failed": _said(err)}), file=answers)
+        return
+    print(json.dumps(_described(module)), file=answers)
+    for line in sys.stdin:
+        command = json.loads(line)
+        jobs = [Job(**job) for job in command["jobs"]]
+        act = _convert if command["do"] == "convert" else consume
+        print(json.dumps({"ranks": _launch(module, act, jobs, command["limit_s"])}), file=answers)
+
+
+def _described(module: ModuleType) -> dict[str, Any]:
+    return {
+        "versions": {name: importlib.metadata.version(name) for name in module.PACKAGES},
+        "not_offered": module.NOT_OFFERED,
+        "shared_state": module.SHARED_STATE,
+        "notes": module.NOTES,
+        "converts": hasattr(module, "convert"),
+    }
+
+
+def _convert(module: ModuleType, job: Job) -> dict[str, Any]:
+    begun = time.perf_counter()
+    shutil.rmtree(job.own_format, ignore_errors=True)
+    written = module.convert(job)
+    return {"bytes": written, "seconds": time.perf_counter() - begun}
+
+
+def _launch(
+    module: ModuleType, act: Callable[[ModuleType, Job], dict[str, Any]], jobs: list[Job], limit_s: float
+) -> list[dict[str, Any]]:
+    """Fork the ranks, wait for them, leave none behind."""
+    port = _free_port()
+    pids = [_fork(module, act, job, port) for job in jobs]
+    exits: dict[int, int] = {}
+    until = time.monotonic() + limit_s
+    failed_at = 0.0
+    while len(exits) < len(pids) and time.monotonic() < until:
+        for pid in pids:
+            if pid not in exits and (ended := os.waitpid(pid, os.WNOHANG))[0]:
+                exits[pid] = os.waitstatus_to_exitcode(ended[1])
+        if any(exits.values()) and not failed_at:
+            failed_at = time.monotonic()
+            until = min(until, failed_at + _GRACE_S)
+        time.sleep(0.002)
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+        if pid not in exits:
+            os.waitpid(pid, 0)
+    return [_outcome(job, exits.get(pid), limit_s) for pid, job in zip(pids, jobs, strict=True)]
+
+
+def _fork(module: ModuleType, act: Callable[[ModuleType, Job], dict[str, Any]], job: Job, port: int) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        os.setsid()
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        errors = os.open(f"{job.log}.err", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(errors, 1)
+        os.dup2(errors, 2)
+        os.environ |= {
+            "WORLD_SIZE": str(job.world_size),
+            "RANK": str(job.rank),
+            "GLOBAL_RANK": str(job.rank),
+            "LOCAL_RANK": str(job.rank),
+            "LOCAL_WORLD_SIZE": str(job.world_size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+        Path(f"{job.log}.json").write_text(json.dumps(act(module, job)))
+        code = 0
+    except BaseException as err:
+        traceback.print_exc()
+        Path(f"{job.log}.json").write_text(json.dumps({"error": _said(err)}))
+    finally:
+        os._exit(code)  # no clean-up of the host's own objects in a fork
+
+
+def _said(err: BaseException) -> str:
+    """The error in one line: torch hands on a worker's error with its whole traceback."""
+    lines = [line.strip() for line in str(err).splitlines() if line.strip()] or [""]
+    return lines[-1] if "Traceback" in str(err) else f"{type(err).__name__}: {lines[0]}"
+
+
+def _outcome(job: Job, code: int | None, limit_s: float) -> dict[str, Any]:
+    path = Path(f"{job.log}.json")
+    result = json.loads(path.read_text()) if path.exists() else {}
+    path.unlink(missing_ok=True)
+    if code is None:
+        return {"exit": None, "error": f"rank {job.rank} did not end within {limit_s:g} s or after another failed"}
+    return {"exit": code, "error": result.pop("error", None), "result": result}
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""What a loader is told and what it gives: `Job` in, a log of the rows that were consumed out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ids = NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """One rank of one launch. Paths are absolute; `batch_size` is global: a rank gets `batch_size // world_size`."""
+
+    home: str  # folder of the lakehouse
+    catalog: dict[str, str]  # pyiceberg properties of its catalog, and its name
+    table: str
+    files: list[str]  # data files of the table's current snapshot, in the order in which it lists them
+    own_format: str  # folder for the loader's own copy
+    rows: int
+    sequence: int  # tokens in a row, or in a packed sequence
+    batch_size: int
+    world_size: int
+    rank: int
+    workers: int  # threads or processes of a rank
+    seed: int
+    shuffle: bool
+    filtered: bool  # only rows whose `kind` is below `KINDS // 2`
+    packed: bool  # rows are documents of varying length: pack them to sequences
+    passes: int
+    log: str
+    load: str  # state to resume from; empty: from the beginning
+    save: str
+    save_at: list[int]  # steps at which the state is saved, counted from the run's first
+    stop_at: int  # step behind which the consumer leaves; 0: at the end
+    die_at: int  # step behind which the consumer kills itself with SIGKILL; 0: never
+
+    @property
+    def rank_batch(self) -> int:
+        """Samples that this rank gets in one step."""
+        return self.batch_size // self.world_size
+
+
+KINDS = 4
+
+
+class Loader(Protocol):
+    """A loader that was opened at some position."""
+
+    def batches(self, pass_number: int) -> Iterator[Any]:
+        """The batches of a pass, from the position at which the loader was opened, else from its beginning."""
+
+    def ids(self, batch: Any) -> Ids:
+        """Ids of the batch: row ids, or token ids when packing; negative ones are padding."""
+
+    def state(self) -> bytes:
+        """The state behind the batch that was handed out last."""
+
+    def close(self) -> None:
+        """Stop what runs in the background."""
+
+
+class Record(NamedTuple):
+    """One batch, as its consumer logged it."""
+
+    pass_number: int
+    step: int
+    ids: Ids
+
+
+def record_bytes(record: Record) -> bytes:
+    """A record, as it is appended to a log."""
+    head = np.array([record.pass_number, record.step, len(record.ids)], dtype=np.int64)
+    return head.tobytes() + np.ascontiguousarray(record.ids, dtype=np.int64).tobytes()
+
+
+def read_log(path: Path) -> list[Record]:
+    """All whole records of a log; a torn last one is left out."""
+    if not path.exists():
+        return []
+    values = np.frombuffer(path.read_bytes()[: path.stat().st_size // 8 * 8], dtype=np.int64)
+    records, at = [], 0
+    while at + 3 <= len(values) and at + 3 + values[at + 2] <= len(values):
+        pass_number, step, count = (int(value) for value in values[at : at + 3])
+        records.append(Record(pass_number, step, values[at + 3 : at + 3 + count]))
+        at += 3 + count
+    return records

@@ -1,0 +1,266 @@
+"""What is asked of a loader: the scenarios, run over its process; rows repeated and rows missing come out."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.peer_loaders import tables
+from benchmarks.peer_loaders.client import Host, LoaderFailed
+from benchmarks.peer_loaders.protocol import KINDS, Ids, Job, Record, read_log
+from benchmarks.peer_loaders.tables import Lake
+
+BATCH = 32  # samples in a global batch
+LIMIT_S = 90.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scenario:
+    """A run in several launches: `worlds[i]` ranks, saved and left at `saves[i]` of the expected steps."""
+
+    name: str
+    says: str
+    worlds: tuple[int, ...] = (2, 2)
+    saves: tuple[float, ...] = (0.4,)
+    change: str = ""  # to the table, behind the first launch
+    kill: bool = False
+    shuffle: bool = False
+    filtered: bool = False
+    packed: bool = False
+    uneven: bool = False
+    passes: int = 1
+
+
+SCENARIOS = [
+    Scenario(
+        name="tail", says="one pass, 4 ranks, rows not a multiple of the batch", worlds=(4,), saves=(), uneven=True
+    ),
+    Scenario(name="kill", says="SIGKILL with prefetch in flight, state saved every 7 steps", kill=True),
+    Scenario(name="resize_2_4", says="2 ranks, then 4", worlds=(2, 4)),
+    Scenario(name="resize_4_2_1", says="4 ranks, then 2, then 1", worlds=(4, 2, 1), saves=(0.3, 0.6)),
+    Scenario(name="resize_shuffle", says="2 ranks, then 4, shuffled", worlds=(2, 4), shuffle=True),
+    Scenario(name="append", says="rows appended between save and resume", change="append"),
+    Scenario(name="delete", says="rows deleted between save and resume", change="delete"),
+    Scenario(name="compact", says="files compacted between save and resume", change="compact"),
+    Scenario(name="twice", says="resumed twice", worlds=(2, 2, 2), saves=(0.3, 0.6)),
+    Scenario(name="second_pass", says="resumed in the second pass", saves=(1.4,), passes=2),
+    Scenario(name="shuffle", says="shuffle on", shuffle=True),
+    Scenario(name="filter", says="row filter on", filtered=True, worlds=(1, 1)),
+    Scenario(name="packing", says="documents packed to sequences", packed=True, worlds=(1, 1)),
+]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Size:
+    """How much data the scenarios take."""
+
+    files: int
+    groups: int  # row groups in a file
+    group_rows: int
+    sequence: int
+
+    @property
+    def rows(self) -> int:
+        """Rows in all."""
+        return self.files * self.groups * self.group_rows
+
+
+@dataclass(kw_only=True, slots=True)
+class Count:
+    """What became of the rows."""
+
+    repeated: int
+    missing: int
+    appended_read: int | None = None
+    uninterrupted: tuple[int, int] | None = None  # the same without resume, change or kill; only where there is a loss
+
+    @property
+    def exact(self) -> bool:
+        """Whether every row came once."""
+        return not self.repeated and not self.missing
+
+
+@dataclass(slots=True)
+class Bench:
+    """One loader's scenarios, each on a table of its own where it changes the table."""
+
+    host: Host
+    lake: Lake
+    size: Size
+    scratch: Path
+    copies: dict[str, str] = field(default_factory=dict)  # table -> folder of the loader's own copy
+    converted: list[dict[str, float]] = field(default_factory=list)
+    relaunched: list[str] = field(default_factory=list)  # launches that failed and were started once more
+    _whole: dict[Scenario, Count] = field(default_factory=dict)
+
+    def run(self, scenario: Scenario) -> Count:
+        """Every launch of a scenario, and the count of its surviving lineage.
+
+        Raises:
+            LoaderFailed: the loader does not get through it.
+        """
+        table = self.table(scenario)
+        records: list[Record] = []
+        for launch, world in enumerate(scenario.worlds):
+            if launch == 1 and scenario.change:
+                self._change(scenario.change, table)
+                self.copies.pop(table, None)
+            records += self._launch(scenario, table, launch, world)
+        return self._counted(scenario, records)
+
+    def uninterrupted(self, scenario: Scenario) -> Count:
+        """The same in one launch, on a table that stays as it is."""
+        whole = dataclasses.replace(
+            scenario, name="whole", says="", worlds=scenario.worlds[:1], saves=(), change="", kill=False
+        )
+        if whole not in self._whole:
+            self._whole[whole] = self.run(whole)
+        return self._whole[whole]
+
+    def _launch(self, scenario: Scenario, table: str, launch: int, world: int) -> list[Record]:
+        stop = round(scenario.saves[launch] * self.steps(scenario)) if launch < len(scenario.saves) else 0
+        jobs = [self.job(scenario, table, launch=launch, world=world, rank=rank, stop=stop) for rank in range(world)]
+        for job in jobs:
+            Path(job.log).unlink(missing_ok=True)
+        try:
+            self.host.consume(jobs, LIMIT_S)
+        except LoaderFailed as err:  # once more, as whatever supervises a training does
+            self.relaunched.append(f"{scenario.name}: {err}")
+            for job in jobs:
+                Path(job.log).unlink(missing_ok=True)
+            self.host.consume(jobs, LIMIT_S)
+        if not stop:
+            return [record for job in jobs for record in read_log(Path(job.log))]
+        kept = max(step for step in jobs[0].save_at if step <= (jobs[0].die_at or stop))
+        return [record for job in jobs for record in read_log(Path(job.log)) if record.step <= kept]
+
+    def job(self, scenario: Scenario, table: str, *, launch: int, world: int, rank: int, stop: int) -> Job:
+        """What rank `rank` of `world` is told in a launch that is left behind step `stop` (0: at its end)."""
+        folder = self.scratch / f"{self.host.name}-{scenario.name}"
+        folder.mkdir(exist_ok=True)
+        before = scenario.worlds[launch - 1] if launch else 0
+        source = 0 if self.host.about["shared_state"] or not before else rank % before
+        saves = list(range(7, stop + 1, 7)) if scenario.kill else [stop]
+        job = Job(
+            home=str(self.lake.home),
+            catalog=self.lake.catalog,
+            table=f"{tables.NAMESPACE}.{table}",
+            files=self.lake.files(table),
+            own_format="",
+            rows=self.size.rows,
+            sequence=self.size.sequence,
+            batch_size=BATCH,
+            world_size=world,
+            rank=rank,
+            workers=2,
+            seed=17,
+            shuffle=scenario.shuffle,
+            filtered=scenario.filtered,
+            packed=scenario.packed,
+            passes=scenario.passes,
+            log=str(folder / f"log-{launch}-{rank}"),
+            load=str(folder / f"state-{launch - 1}-{source}") if launch else "",
+            save=str(folder / f"state-{launch}-{rank}"),
+            save_at=saves if stop else [],
+            stop_at=0 if scenario.kill else stop,
+            die_at=stop if scenario.kill else 0,
+        )
+        return dataclasses.replace(job, own_format=self._copy(job, table))
+
+    def _copy(self, job: Job, table: str) -> str:
+        """The loader's own copy of the table, made where there is none."""
+        folder = self.scratch / f"{self.host.name}-copy-{table}"
+        if self.host.about["converts"] and table not in self.copies:
+            job = dataclasses.replace(job, own_format=str(folder), log=f"{folder}.log")
+            self.converted.append(self.host.convert(job, LIMIT_S))
+            self.copies[table] = str(folder)
+        return str(folder)
+
+    def steps(self, scenario: Scenario) -> int:
+        """Steps of one pass."""
+        if scenario.packed:
+            return int(self._starts[-1]) // (self.size.sequence * BATCH)
+        return self.size.rows // (2 if scenario.filtered else 1) // BATCH
+
+    @property
+    def _starts(self) -> Ids:
+        return tables.document_starts(self.size.rows, self.size.sequence)
+
+    def table(self, scenario: Scenario) -> str:
+        """The table of a scenario; those that are not changed are shared."""
+        name = scenario.change + self.host.name if scenario.change else "documents" if scenario.packed else "plain"
+        name = "uneven" if scenario.uneven else name
+        if self.lake.lakehouse.catalog.table_exists(f"{tables.NAMESPACE}.{name}"):
+            return name
+        in_file = self.size.groups * self.size.group_rows
+        bounds = [(file * in_file, (file + 1) * in_file) for file in range(self.size.files)]
+        if scenario.uneven:
+            bounds[-1] = (bounds[-1][0], bounds[-1][1] - 13)
+        if scenario.packed:
+            batches = [tables.documents(begin, end, self._starts) for begin, end in bounds]
+        else:
+            batches = [tables.sequences(begin, end, self.size.sequence) for begin, end in bounds]
+        self.lake.create(name, batches, self.size.group_rows)
+        return name
+
+    def _change(self, change: str, table: str) -> None:
+        rows = self.size.rows
+        if change == "append":
+            for begin in (rows, rows + rows // 8):  # two files, so that ranks still divide the number of files
+                self.lake.append(table, tables.sequences(begin, begin + rows // 8, self.size.sequence))
+        elif change == "delete":
+            self.lake.delete(table, *self._deleted)
+        else:
+            self.lake.compact(table)
+
+    @property
+    def _deleted(self) -> tuple[int, int]:
+        return self.size.rows // 2 + 8, self.size.rows // 2 + 8 + 8 * BATCH
+
+    def _counted(self, scenario: Scenario, records: list[Record]) -> Count:
+        rows = self.size.rows - (13 if scenario.uneven else 0)
+        expected = np.ones(rows, bool)
+        if scenario.filtered:
+            expected = np.arange(rows) * 7 % KINDS < KINDS // 2
+        if scenario.change == "delete":
+            expected[slice(*self._deleted)] = False  # a pinned run may still read them, another need not
+        total = Count(repeated=0, missing=0)
+        for number in range(scenario.passes):
+            ids = np.concatenate(
+                [record.ids for record in records if record.pass_number == number] or [np.empty(0, int)]
+            )
+            count = self._pass(scenario, ids[ids >= 0], expected)
+            total.repeated += count.repeated
+            total.missing += count.missing
+            total.appended_read = count.appended_read
+        return total
+
+    def _pass(self, scenario: Scenario, ids: Ids, expected: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> Count:
+        if scenario.packed:  # ids are those of tokens: a row is repeated, or missing, with any token of it
+            times = np.bincount(ids, minlength=int(self._starts[-1]))
+            most = np.maximum.reduceat(times, self._starts[:-1])
+            least = np.minimum.reduceat(times, self._starts[:-1])
+            return Count(repeated=int((most > 1).sum()), missing=int((least == 0).sum()))
+        times = np.bincount(ids, minlength=len(expected))
+        repeated = int(np.maximum(times - 1, 0).sum())
+        missing = int((expected & (times[: len(expected)] == 0)).sum())
+        appended = int((times[len(expected) :] > 0).sum()) if scenario.change == "append" else None
+        return Count(repeated=repeated, missing=missing, appended_read=appended)
+
+
+def outcome(bench: Bench, scenario: Scenario) -> Count | str:
+    """The count, or why there is none."""
+    reason = bench.host.about["not_offered"].get(scenario.name)
+    if reason:
+        return f"not offered: {reason}"
+    try:
+        count = bench.run(scenario)
+        if not count.exact and len(scenario.worlds) > 1:
+            whole = bench.uninterrupted(scenario)
+            count.uninterrupted = (whole.repeated, whole.missing)
+        return count
+    except LoaderFailed as err:
+        return f"failed: {err}"

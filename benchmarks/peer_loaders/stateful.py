@@ -1,0 +1,46 @@
+"""A torch dataset with a state below torchdata's `StatefulDataLoader`, as its documentation shows it."""
+
+from __future__ import annotations
+
+import importlib
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from benchmarks.peer_loaders.protocol import Ids, Job
+
+_stateful = importlib.import_module("torchdata.stateful_dataloader")
+
+
+class StatefulLoader:
+    """`batch_size=None`: the dataset itself gives whole batches."""
+
+    def __init__(
+        self, dataset: Any, job: Job, state: bytes | None, *, batch_size: int | None, set_epoch: Callable[[int], None]
+    ) -> None:
+        self._set_epoch = set_epoch
+        self._packed = job.packed
+        self._loader = _stateful.StatefulDataLoader(
+            dataset, batch_size=batch_size, num_workers=job.workers, prefetch_factor=4
+        )
+        if state is not None:
+            self._loader.load_state_dict(pickle.loads(state))
+
+    def batches(self, pass_number: int) -> Iterator[Any]:
+        """The batches of a pass."""
+        self._set_epoch(pass_number)
+        yield from self._loader
+
+    def ids(self, batch: Any) -> Ids:
+        """Token ids when packing, else row ids."""
+        return np.asarray(batch["tokens" if self._packed else "row_id"]).reshape(-1).astype(np.int64)
+
+    def state(self) -> bytes:
+        """All workers' states."""
+        return pickle.dumps(self._loader.state_dict())
+
+    def close(self) -> None:
+        """The workers go with the loader."""
+        del self._loader

@@ -1,0 +1,108 @@
+"""The rows that every loader reads: Iceberg tables of many row groups, and what happens to them between save and resume."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from pyiceberg.io.pyarrow import _dataframe_to_data_files
+from pyiceberg.table import Table
+from pyiceberg.table.snapshots import Operation, Summary
+
+from benchmarks.peer_loaders.protocol import KINDS, Ids
+from catalog.connect import LakehouseConfig, connect
+
+NAMESPACE = "bench"
+
+
+class Lake:
+    """A lakehouse in a folder, with the benchmark's tables."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        self.lakehouse = connect(LakehouseConfig().at_home(home))
+        self.lakehouse.create_namespace(NAMESPACE)
+
+    @property
+    def catalog(self) -> dict[str, str]:
+        """Properties with which any pyiceberg opens the catalog."""
+        config = self.lakehouse.config
+        return {"name": config.name, "type": "sql", "uri": config.uri, "warehouse": config.warehouse}
+
+    def table(self, name: str) -> Table:
+        """The table as it is now."""
+        return self.lakehouse.load(f"{NAMESPACE}.{name}")
+
+    def files(self, name: str) -> list[str]:
+        """Data files of the current snapshot, in the order in which a scan lists them."""
+        return [task.file.file_path for task in self.table(name).scan().plan_files()]
+
+    def create(self, name: str, batches: list[pa.Table], group_rows: int) -> None:
+        """A table with one data file per batch, in row groups of `group_rows`."""
+        properties = {"write.parquet.row-group-limit": str(group_rows)}
+        table = self.lakehouse.catalog.create_table(f"{NAMESPACE}.{name}", batches[0].schema, properties=properties)
+        with table.transaction() as transaction, transaction.update_snapshot().fast_append() as producer:
+            for batch in batches:
+                for file in _dataframe_to_data_files(table.metadata, batch, table.io):
+                    producer.append_data_file(file)
+
+    def append(self, name: str, rows: pa.Table) -> None:
+        """One more data file."""
+        self.table(name).append(rows)
+
+    def delete(self, name: str, begin: int, end: int) -> None:
+        """Delete the rows `begin` to `end` by copy on write."""
+        self.table(name).delete(f"row_id >= {begin} and row_id < {end}")
+
+    def compact(self, name: str) -> None:
+        """Merge all data files into two, the rows in their order: a `replace` snapshot."""
+        table = self.table(name)
+        rows = table.scan().to_arrow().sort_by("row_id")
+        half = rows.num_rows // 2
+        with table.transaction() as transaction:
+            producer = transaction.update_snapshot().overwrite()
+            for task in table.scan().plan_files():
+                producer.delete_data_file(task.file)
+            for part in (rows.slice(0, half), rows.slice(half)):
+                for file in _dataframe_to_data_files(table.metadata, part.combine_chunks(), table.io):
+                    producer.append_data_file(file)
+            _say_replace(producer)
+            producer.commit()
+
+
+def _say_replace(producer: Any) -> None:
+    """Have the snapshot under way call itself a rewrite: pyiceberg has no `replace` of its own."""
+    summarize = producer._summary
+
+    def summary(*args: Any, **options: Any) -> Summary:
+        return Summary(Operation.REPLACE, **summarize(*args, **options).additional_properties)
+
+    producer._summary = summary
+
+
+def sequences(begin: int, end: int, length: int) -> pa.Table:
+    """Rows `begin` to `end`, each with `length` tokens, the first of which is the row id."""
+    ids = np.arange(begin, end)
+    tokens = np.random.default_rng(begin).integers(0, 50_000, size=(len(ids), length), dtype=np.int32)
+    tokens[:, 0] = ids
+    return _table(ids, tokens.reshape(-1), np.arange(len(ids) + 1) * length)
+
+
+def documents(begin: int, end: int, starts: Ids) -> pa.Table:
+    """Rows `begin` to `end`, whose tokens number those of all documents, so that each is told from every other."""
+    tokens = np.arange(starts[begin], starts[end], dtype=np.int32)
+    return _table(np.arange(begin, end), tokens, starts[begin : end + 1] - starts[begin])
+
+
+def document_starts(rows: int, mean: int) -> Ids:
+    """The number of each document's first token, and of the one behind the last."""
+    lengths = np.random.default_rng(7).integers(mean // 8, 2 * mean, size=rows)
+    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+
+
+def _table(ids: Any, tokens: Any, offsets: Any) -> pa.Table:
+    lists = pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), pa.array(tokens))
+    kinds = pa.array((ids * 7 % KINDS).astype(np.int32))
+    return pa.table({"row_id": pa.array(ids.astype(np.int64)), "kind": kinds, "tokens": lists})

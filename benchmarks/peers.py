@@ -1,0 +1,218 @@
+"""DLAC beside what a user would pick instead: `python -m benchmarks.peers [--quick] [--only NAME,...]`.
+
+In one run, on the same rows: how many rows each loader repeats and loses when it is killed, resized, resumed twice, resumed
+in the second pass, and when the table changes meanwhile; rows per second with two workers, shuffle off and on; seconds from
+resume to the first batch at 1 %, 50 % and 99 % of a pass; bytes of state. All of it is computed from the row ids that the
+loader's consumer logged. A loader that cannot be installed, or cannot do something, says so in its cell.
+
+The loaders live in `benchmarks/peer_loaders`, each in its own process, in environments that are made on the first run
+(`.venv-peers`, `.venv-peers-mosaic`: a few minutes, about 4 GB).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.figures import Figure, report
+from benchmarks.peer_loaders import environments, timing
+from benchmarks.peer_loaders.client import Host, LoaderFailed
+from benchmarks.peer_loaders.scenarios import SCENARIOS, Bench, Count, Size, outcome
+from benchmarks.peer_loaders.tables import Lake
+from benchmarks.peer_loaders.timing import Resume, Speed
+
+OURS = "dlac"
+ENVIRONMENTS = {
+    OURS: environments.OWN,
+    "hf_parquet": environments.SHARED,
+    "hf_iceberg": environments.SHARED,
+    "torchdata": environments.SHARED,
+    "mosaic": environments.MOSAIC,
+    "litdata": environments.SHARED,
+    "grain": environments.SHARED,
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Effort:
+    """How much is measured."""
+
+    scenarios: Size
+    timing: Size
+    rounds: int
+    steps: int  # of 64 rows, in one timed run
+
+
+QUICK = Effort(
+    scenarios=Size(files=8, groups=8, group_rows=32, sequence=64),
+    timing=Size(files=8, groups=8, group_rows=128, sequence=256),
+    rounds=3,
+    steps=100,
+)
+FULL = Effort(
+    scenarios=Size(files=16, groups=16, group_rows=64, sequence=64),
+    timing=Size(files=16, groups=16, group_rows=256, sequence=512),
+    rounds=11,
+    steps=400,
+)
+
+
+@dataclass(kw_only=True, slots=True)
+class Measured:
+    """All that is known of one loader."""
+
+    failed: str = ""
+    about: dict[str, Any] = field(default_factory=dict)
+    counts: dict[str, Count | str] = field(default_factory=dict)
+    converted: dict[str, float] = field(default_factory=dict)
+    speed: dict[str, Speed] = field(default_factory=dict)
+    resume: Resume | str = ""
+
+
+def main() -> None:
+    """Measure, show, report."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--only", default=",".join(ENVIRONMENTS))
+    arguments = parser.parse_args()
+    names = arguments.only.split(",")
+    if unknown := set(names) - set(ENVIRONMENTS):
+        parser.error(f"expected some of {','.join(ENVIRONMENTS)}, found {','.join(sorted(unknown))}")
+    with tempfile.TemporaryDirectory(prefix="dlac-peers-", ignore_cleanup_errors=True) as scratch:
+        measured = measure(names, QUICK if arguments.quick else FULL, Path(scratch))
+    show(measured)
+    report("peers", figures(measured))
+
+
+def measure(names: list[str], effort: Effort, scratch: Path) -> dict[str, Measured]:
+    """Every loader through every scenario, then all of them in turn against the clock."""
+    measured = {name: Measured() for name in names}
+    lake, timed_lake = Lake(scratch / "lake"), Lake(scratch / "timed_lake")
+    timed: dict[str, Bench] = {}
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            folder = scratch / name
+            try:
+                host = Host(name, environments.python_of(ENVIRONMENTS[name]), folder / "empty")
+            except LoaderFailed as err:
+                measured[name].failed = str(err)
+                continue
+            stack.callback(host.close)
+            bench = Bench(host, lake, effort.scenarios, folder)
+            _scenarios(measured[name], bench)
+            measured[name].about = {**host.about, "launched twice": bench.relaunched}
+            timed[name] = Bench(host, timed_lake, effort.timing, folder / "timed")
+            timed[name].scratch.mkdir()
+        _times(measured, timed, effort)
+    return measured
+
+
+def _scenarios(measured: Measured, bench: Bench) -> None:
+    for scenario in SCENARIOS:
+        measured.counts[scenario.name] = outcome(bench, scenario)
+        print(json.dumps({bench.host.name: {scenario.name: _cell(measured.counts[scenario.name])}}), flush=True)
+
+
+def _times(measured: dict[str, Measured], timed: dict[str, Bench], effort: Effort) -> None:
+    for order, shuffle in (("plain", False), ("shuffled", True)):
+        found = timing.speeds(timed, shuffle=shuffle, rounds=effort.rounds, steps=effort.steps)
+        for name, speed in found.items():
+            measured[name].speed[order] = speed
+    for name, bench in timed.items():
+        measured[name].resume = timing.resume(bench, rounds=effort.rounds)
+        measured[name].converted = bench.converted[0] if bench.converted else {}
+
+
+def figures(measured: dict[str, Measured]) -> dict[str, Figure]:
+    """Every number, with the bars that DLAC must hold."""
+    found: dict[str, Figure] = {}
+    for name, one in measured.items():
+        bar = "<= 0" if name == OURS else None
+        for scenario, count in one.counts.items():
+            if isinstance(count, Count):
+                found[f"{name}.{scenario}.repeated"] = Figure(value=count.repeated, unit="rows", bar=bar)
+                found[f"{name}.{scenario}.missing"] = Figure(value=count.missing, unit="rows", bar=bar)
+        for order, speed in one.speed.items():
+            if not speed.failed:
+                found |= _speed(f"{name}.{order}", speed, measured.get(OURS, Measured()).speed.get(order))
+        if isinstance(one.resume, Resume):
+            for place, seconds in zip(("1pct", "50pct", "99pct"), one.resume.seconds, strict=True):
+                found[f"{name}.resume_{place}.first_batch"] = Figure(value=seconds, unit="s")
+            found[f"{name}.resume.state"] = Figure(value=one.resume.state_bytes, unit="bytes")
+        for unit, value in one.converted.items():
+            found[f"{name}.conversion.{unit}"] = Figure(value=value, unit="s" if unit == "seconds" else unit)
+    return found
+
+
+def _speed(tag: str, speed: Speed, ours: Speed | None) -> dict[str, Figure]:
+    found = {
+        f"{tag}.rate": Figure(value=speed.rate, unit="rows/s"),
+        f"{tag}.rate_over_itself_spread": Figure(value=speed.spread, unit="ratio"),
+    }
+    if ours is not None and ours is not speed and not ours.failed:
+        middle, spread = timing.ratio(ours, speed)
+        found[f"{tag}.dlac_over_it"] = Figure(value=middle, unit="ratio", bar=">= 1")
+        found[f"{tag}.dlac_over_it_spread"] = Figure(value=spread, unit="ratio")
+    return found
+
+
+def show(measured: dict[str, Measured]) -> None:
+    """The table to read, and the same as markdown."""
+    rows = [
+        (scenario.says, [_cell(one.counts.get(scenario.name, "")) for one in measured.values()])
+        for scenario in SCENARIOS
+    ]
+    rows += [(order, [_rate(one.speed.get(order)) for one in measured.values()]) for order in ("plain", "shuffled")]
+    rows += [("first batch after resume at 1 / 50 / 99 %", [_first(one.resume) for one in measured.values()])]
+    rows += [("state", [_state(one.resume) for one in measured.values()])]
+    rows += [("conversion", [_conversion(one.converted) for one in measured.values()])]
+    table = Table("repeated / missing rows", *measured)
+    for says, cells in rows:
+        table.add_row(says, *(cell or one.failed for cell, one in zip(cells, measured.values(), strict=True)))
+    Console(width=200).print(table)
+    print("| repeated / missing rows | " + " | ".join(measured) + " |\n|" + "---|" * (len(measured) + 1))
+    for says, cells in rows:
+        line = [cell or one.failed for cell, one in zip(cells, measured.values(), strict=True)]
+        print(f"| {says} | " + " | ".join(cell.replace("|", "/") for cell in line) + " |")
+    for name, one in measured.items():
+        print(json.dumps({name: {"failed": one.failed} if one.failed else one.about}))
+
+
+def _cell(count: Count | str) -> str:
+    if isinstance(count, str):
+        return count
+    text = f"{count.repeated} / {count.missing}"
+    if count.uninterrupted not in {None, (0, 0)}:
+        assert count.uninterrupted is not None
+        text += f" (uninterrupted: {count.uninterrupted[0]} / {count.uninterrupted[1]})"
+    return text
+
+
+def _rate(speed: Speed | None) -> str:
+    if speed is None:
+        return ""
+    return f"failed: {speed.failed}" if speed.failed else f"{speed.rate:,.0f} rows/s ± {100 * speed.spread:.0f} %"
+
+
+def _first(resume: Resume | str) -> str:
+    return resume if isinstance(resume, str) else " / ".join(f"{seconds:.2f}" for seconds in resume.seconds) + " s"
+
+
+def _state(resume: Resume | str) -> str:
+    return resume if isinstance(resume, str) else f"{resume.state_bytes:,} bytes"
+
+
+def _conversion(converted: dict[str, float]) -> str:
+    return f"{converted['seconds']:.1f} s, {converted['bytes'] / 1e6:.1f} MB" if converted else "reads the table"
+
+
+if __name__ == "__main__":
+    main()
