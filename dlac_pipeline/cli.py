@@ -7,6 +7,8 @@ import json
 import os
 import signal
 import sys
+from dataclasses import asdict
+from datetime import UTC, datetime
 from decimal import Decimal
 from importlib.metadata import version as version_of
 from pathlib import Path
@@ -14,6 +16,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.filesize import decimal
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
@@ -197,6 +200,51 @@ def sql(
     _out.print(table)
 
 
+@app.command()
+def pins(
+    name: Annotated[str | None, typer.Argument(help="A run or a table; unset: every pin.")] = None,
+    home: Home = None,
+    spec: SpecOption = None,
+    as_json: AsJson = False,
+) -> None:
+    """The tags that keep planned snapshots alive: their age, who needs them, and what only they hold back from expiry."""
+    from catalog.pins import pins_table
+
+    found = pins_table(_lakehouse(spec, home), name)
+    if as_json:
+        sys.stdout.write(json.dumps([asdict(pin) for pin in found], default=str) + "\n")
+        return
+    table = Table("table")
+    table.add_column("snapshot", no_wrap=True, min_width=19)
+    for name_of_column in ("made", "pinned", "needed by", "other runs", "files held", "bytes held"):
+        table.add_column(name_of_column)
+    for pin in found:
+        others = ", ".join(use.run for use in pin.uses if not use.needed)
+        pinned = "" if pin.pinned_at is None else _ago(pin.pinned_at)
+        facts = (pin.snapshot_id, _ago(pin.committed_at), pinned, ", ".join(pin.needed_by), others, pin.held_files)
+        table.add_row(*(Text(str(fact)) for fact in (pin.table, *facts)), Text(decimal(pin.held_bytes)))
+    _out.print(table)
+
+
+@app.command()
+def unpin(
+    table: Annotated[str, typer.Argument(help="The source table, as namespace.table.")],
+    snapshot_id: Annotated[int, typer.Argument(help="The pinned snapshot, as `dlac pins` shows it.")],
+    home: Home = None,
+    spec: SpecOption = None,
+    force: Annotated[
+        bool, typer.Option(help="Even if an unfinished run needs it; that run cannot resume then.")
+    ] = False,
+) -> None:
+    """Let go of a pinned snapshot: expiry may then remove what only this pin held back."""
+    from catalog.pins import unpin as let_go
+
+    removed = let_go(_lakehouse(spec, home), table, snapshot_id, force=force)
+    _out.print(
+        f"snapshot {snapshot_id} of {table} {'is not pinned any more' if removed else 'was not pinned'}", markup=False
+    )
+
+
 @app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def demo(context: typer.Context) -> None:
     """Run the main job on real input, in a checkout: plan, train, crash, recover, audit, report."""
@@ -279,6 +327,13 @@ def _show_facts(facts: dict[str, object], *, as_json: bool) -> None:
     for name, value in facts.items():
         table.add_row(name.replace("_", " "), Text(str(value)))
     _out.print(table)
+
+
+def _ago(moment: datetime) -> str:
+    """How long ago, in days, hours and minutes."""
+    seconds = int((datetime.now(UTC) - moment).total_seconds())
+    days, hours, minutes = seconds // 86_400, seconds % 86_400 // 3600, seconds % 3600 // 60
+    return f"{days} d {hours} h ago" if days else f"{hours} h {minutes} min ago"
 
 
 def _json_value(value: object) -> object:
