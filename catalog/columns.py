@@ -299,6 +299,11 @@ def _struct(array: Any, found: Any, want: StructType, mapped: MappedField | None
     children = []
     for field in want.fields:
         place = places.get(field.field_id)
+        if place is None and field.required and field.initial_default is None:
+            raise NoSuchColumn(
+                f"expected required field {field.name!r} (field id {field.field_id}) inside a column of a data file, found "
+                f"{found}: rewrite the table or leave the column out"
+            )
         if place is None:
             children.append(_repeated(field.initial_default, arrow_type(field.field_type), len(array)))
         else:

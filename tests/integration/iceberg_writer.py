@@ -103,7 +103,7 @@ class HandTable:
         pq.write_table(written, path, row_group_size=row_group_rows)
         found = self._statistics(path, schema) if statistics else {"record_count": len(rows), "split_offsets": None}
         file = self._file(path, DataFileContent.DATA, partition, **found, first_row_id=row_id)
-        self._commit([file], spec, sequence, schema)
+        self._commit([file], spec, sequence)
         self._note(file, spec, partition)
         return path
 
@@ -242,14 +242,13 @@ class HandTable:
             Written(path=file.file_path, sequence=self._last, content=file.content, partition=where, **more)
         )
 
-    def _commit(self, files: list[DataFile], spec: int, sequence: int | None, schema: Schema | None = None) -> None:
+    def _commit(self, files: list[DataFile], spec: int, sequence: int | None) -> None:
         self.sequence += 1
         self._last = self.sequence if sequence is None else sequence
         snapshot_id = 1000 + self.sequence
-        schema = schema or self.schemas[-1]
         kind = ManifestContent.DATA if files[0].content is DataFileContent.DATA else ManifestContent.DELETES
         output = IO.new_output(self._path("manifest.avro"))
-        with _Manifest(self.specs[spec], schema, output, snapshot_id, kind, self.version) as writer:
+        with _Manifest(self.specs[spec], self.schemas[-1], output, snapshot_id, kind, self.version) as writer:
             for file in files:
                 writer.add_entry(
                     ManifestEntry.from_args(

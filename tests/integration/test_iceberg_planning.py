@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+import pytest
+from pyiceberg.manifest import DataFileContent, FileFormat
+from pyiceberg.partitioning import PartitionField, PartitionSpec
+from pyiceberg.schema import Schema
+from pyiceberg.transforms import IdentityTransform
+from pyiceberg.types import LongType, NestedField, StringType
+
+from catalog.errors import DataFileUnreadable, UnsupportedDeletes
+from catalog.row_groups import row_groups_of
+from dlac_pipeline.plan.planner import make_plan
+from dlac_pipeline.spec import SourceSpec
+from tests.integration.iceberg_oracle import live_positions, oracle
+from tests.integration.iceberg_writer import HandTable
+
+if TYPE_CHECKING:
+    from tests.conftest import Arena
+
+SCHEMA = Schema(NestedField(1, "id", LongType(), required=False), NestedField(2, "lang", StringType(), required=False))
+BY_LANG = PartitionSpec(PartitionField(2, 1000, IdentityTransform(), "lang"), spec_id=0)
+
+
+def rows(count: int, lang: str = "en") -> pa.Table:
+    """Rows 0 .. count-1."""
+    return pa.table({"id": list(range(count)), "lang": [lang] * count})
+
+
+def test_a_table_with_deletes_is_planned_with_its_live_rows(arena: Arena) -> None:
+    """In a real catalog: positional and equality deletes become dead rows of the plan, beside those of the filter."""
+    hand = HandTable(arena.home / "t", [SCHEMA])
+    path = hand.append(rows(10))
+    hand.delete_positions({path: [0]})
+    hand.delete_equal(pa.table({"id": [3, 4]}))
+    arena.lakehouse.catalog.register_table("src.t", hand.write_metadata())
+    plan = make_plan(arena.lakehouse, SourceSpec(table="src.t", columns=["id"], row_filter="id < 9"))
+    assert (plan.row.units, plan.row.rows, plan.row.live_rows) == (3, 10, 6)
+
+
+@pytest.mark.parametrize("file_format", [FileFormat.AVRO, FileFormat.ORC])
+def test_files_that_are_not_parquet_are_named(tmp_path: Path, file_format: FileFormat) -> None:
+    """Data and delete files of other formats are refused with their path and format."""
+    for content, error in (
+        (DataFileContent.DATA, DataFileUnreadable),
+        (DataFileContent.EQUALITY_DELETES, UnsupportedDeletes),
+    ):
+        hand = HandTable(tmp_path / content.name, [SCHEMA])
+        hand._commit([hand._file("the.file", content, (), record_count=1, file_format=file_format)], 0, None)
+        with pytest.raises(error, match=rf"found {file_format.value} at 'the\.file'"):
+            row_groups_of(hand.table, hand.snapshot_id, "")
+
+
+def test_a_file_with_row_ids_of_its_own_has_no_first_row_id(tmp_path: Path) -> None:
+    """A compaction writes row ids into a column: they do not count on from a first one."""
+    hand = HandTable(tmp_path / "t", [SCHEMA], version=3)
+    with_ids = Schema(*SCHEMA.fields, NestedField(2147483540, "_row_id", LongType(), required=False))
+    hand.append(rows(2).append_column("_row_id", pa.array([7, 3])), schema=with_ids, statistics=False)
+    hand.append(rows(2))
+    assert [group.first_row_id for group in row_groups_of(hand.table, hand.snapshot_id, "")] == [None, 2]
+
+
+def test_a_dropped_partition_column_leaves_its_files_readable(tmp_path: Path) -> None:
+    """The specs of old files name columns that are gone: filters on others, and deletes per partition, still hold."""
+    hand = HandTable(tmp_path / "t", [SCHEMA], specs=[BY_LANG, PartitionSpec(spec_id=1)])
+    english, german = (hand.append(rows(4, lang), partition=(lang,)) for lang in ("en", "de"))
+    hand.delete_equal(pa.table({"id": [1]}), partition=("de",))
+    hand.schemas.append(Schema(SCHEMA.fields[0], schema_id=1))
+    hand.delete_equal(pa.table({"id": [2]}), spec=1)
+    assert live_positions(row_groups_of(hand.table, hand.snapshot_id, "")) == oracle(hand.files)
+    live = live_positions(row_groups_of(hand.table, hand.snapshot_id, "id > 0"))
+    assert live == {english: [1, 3], german: [3]}
+
+
+def test_a_partition_column_that_is_only_in_the_path_is_read_from_the_partition(tmp_path: Path) -> None:
+    """A file without its identity-partition column has its value from the partition, also for filters and deletes."""
+    hand = HandTable(tmp_path / "t", [SCHEMA], specs=[BY_LANG, PartitionSpec(spec_id=1)])
+    bare = Schema(SCHEMA.fields[0])
+    english, german = (
+        hand.append(rows(3).select(["id"]), schema=bare, partition=(lang,), statistics=False) for lang in ("en", "de")
+    )
+    hand.delete_equal(pa.table({"id": [1], "lang": ["de"]}), spec=1)
+    table, snapshot_id = hand.table, hand.snapshot_id
+    assert live_positions(row_groups_of(table, snapshot_id, "")) == {english: [0, 1, 2], german: [0, 2]}
+    assert live_positions(row_groups_of(table, snapshot_id, "lang = 'de'")) == {german: [0, 2]}
+    assert live_positions(row_groups_of(table, snapshot_id, "", exclude=["lang = 'en' AND id = 0"])) == {
+        english: [1, 2],
+        german: [0, 2],
+    }
