@@ -10,15 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dlac_pipeline.checkpoint.engines import TorchState
+    from dlac_pipeline.dataset import DlacDataset, open_dataset
     from dlac_pipeline.read.batch import Batch
     from dlac_pipeline.worker import TrainingRun, training_run
 
-__all__ = ["Batch", "TorchState", "TrainingRun", "training_run"]
+__all__ = ["Batch", "DlacDataset", "TorchState", "TrainingRun", "open_dataset", "training_run"]
 
 _HOMES = {
     "Batch": "dlac_pipeline.read.batch",
+    "DlacDataset": "dlac_pipeline.dataset",
     "TorchState": "dlac_pipeline.checkpoint.engines",
     "TrainingRun": "dlac_pipeline.worker",
+    "open_dataset": "dlac_pipeline.dataset",
     "training_run": "dlac_pipeline.worker",
 }
 
