@@ -79,6 +79,10 @@ class Arena:
                 params[name] = str(value)
         return parse_spec({"run": run, **sections, "params": params}, origin="the test").resolved(self.home)
 
+    def program(self, name: str) -> Path:
+        """One of the training scripts of the tests."""
+        return PROGRAMS / name
+
     def train(self, spec: JobSpec, *, until: int | None = None) -> Steps:
         """Train in this process, alone; `until` is the step in whose middle the process "dies"."""
         path = self.home / f"{spec.run}.yaml"

@@ -1,0 +1,57 @@
+"""A tiny model trained on packed documents of a mixture, with a journal of the tokens of every sequence.
+
+Every token of a document is its row's number, so the journal tells which rows were read, how far, and in which order.
+"""
+
+import json
+import os
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import dlac_pipeline as dlac
+
+
+def write_entry(run: dlac.TrainingRun, batch: dlac.Batch, loss: torch.Tensor) -> None:
+    """Append a finished step to this rank's journal: each sequence as its tokens without padding."""
+    tokens = [row[mask].tolist() for row, mask in zip(batch["tokens"], batch["document"] > 0, strict=True)]
+    entry = {
+        "run": run.spec.run,
+        "attempt": run.resume_point.attempt,
+        "step": batch.step,
+        "rank": run.rank,
+        "rows": [sequence for sequence, valid in zip(tokens, batch.valid.tolist(), strict=True) if valid],
+        "loss": loss.item(),
+    }
+    path = Path(run.spec.params["journal"]) / f"{run.spec.run}-{run.resume_point.nonce}-{run.rank}.jsonl"
+    with path.open("a") as stream:
+        stream.write(json.dumps(entry) + "\n")
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def main() -> None:
+    """Train to the end of the order."""
+    with dlac.training_run() as run:
+        model = torch.nn.Embedding(4096, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run.restore(dlac.TorchState(model=model, optimizer=optimizer))
+        for batch in run.batches():
+            loss = batch.token_mean((model(batch["tokens"] % 4096) ** 2).mean(-1))
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+            if run.world_size > 1:
+                for parameter in model.parameters():
+                    dist.all_reduce(parameter.grad)
+                    assert parameter.grad is not None
+                    parameter.grad /= run.world_size
+            optimizer.step()
+            time.sleep(float(run.spec.params.get("pause_s", "0")))
+            write_entry(run, batch, loss)
+            run.step_done(loss)
+
+
+if __name__ == "__main__":
+    main()
