@@ -6,7 +6,7 @@ DlacError
 │   ├── ResumeMismatch        resuming would change something that the leg binds
 │   ├── NoSuchTable, NoSuchSnapshot, NoSuchColumn, NoSuchRun
 │   ├── UnsupportedColumn     a column cannot become a tensor
-│   ├── UnsupportedDeletes    the snapshot carries delete files
+│   ├── UnsupportedDeletes    the snapshot carries delete files that cannot be applied
 │   ├── TableReplaced         the table was dropped and created again since the plan
 │   ├── EmptyPlan             a pass would have no live row
 │   ├── TransformFailed       the user's transform raised, rejected rows, or broke its contract
@@ -83,7 +83,7 @@ class UnsupportedColumn(BadInput):
 
 
 class UnsupportedDeletes(BadInput):
-    """The snapshot carries delete files, which this version does not read."""
+    """The snapshot carries delete files that cannot be applied: not Parquet, or on nested columns."""
 
 
 class TableReplaced(BadInput):

@@ -28,6 +28,10 @@ _KINDS = ("leg", "claim", "checkpoint", "quarantine", "retire", "finish")
 _PLAN_KEYS = frozenset({"plan_id", "live_plan_id", "base_plan_id", "plan_ids", "upcoming"})
 _REFUSED = (ForbiddenError, UnauthorizedError, AuthorizationExpiredError)
 _REFUSALS = ("readonly database", "read-only", "permission denied", "access denied", "access_denied", "not authorized")
+_UNTAGGED = (
+    "Without a tag every guarantee holds for as long as nobody expires the snapshot; once it is expired the run stops "
+    "with an error, and never goes on silently with other rows"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,14 +168,18 @@ def hold(lakehouse: Lakehouse, identifier: str, snapshot_id: int, how: Literal["
         return ""
     try:
         return pin(lakehouse, identifier, snapshot_id)
+    except NotImplementedError as err:
+        raise SpecInvalid(
+            f"expected to tag snapshot {snapshot_id} of {identifier!r}, found that pyiceberg cannot write this table's format "
+            f'({err}): set pin = "none" for this source. {_UNTAGGED}'
+        ) from err
     except (CatalogUnreachable, OSError) as err:
         if not _is_refusal(err):
             raise
         raise SpecInvalid(
             f"expected to tag snapshot {snapshot_id} of {identifier!r}, found that this source may only be read "
             f'({type(err.__cause__ or err).__name__}): set pin = "none" for this source, or have the right to tag it granted. '
-            "Without a tag every guarantee holds for as long as nobody expires the snapshot; once it is expired the run stops "
-            "with an error, and never goes on silently with other rows"
+            + _UNTAGGED
         ) from err
 
 

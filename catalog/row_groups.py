@@ -303,27 +303,3 @@ def _dead_rows(
     if not dead.all():
         dead |= excluded.is_true(index)
     return np.flatnonzero(dead) if dead.any() else NO_ROWS
-
-
-def file_columns(file_schema: pa.Schema, schema: Schema, names: tuple[str, ...]) -> dict[str, str]:
-    """Name in the file of each named top-level column, found by Iceberg field id where the file has ids.
-
-    Raises:
-        NoSuchColumn: the file has no such field (it was written before the column was added).
-    """
-    by_id = {}
-    for field in file_schema:
-        field_id = (field.metadata or {}).get(b"PARQUET:field_id")
-        if field_id is not None:
-            by_id[int(field_id)] = field.name
-    found = {}
-    for name in names:
-        wanted = schema.find_field(name)
-        in_file = by_id.get(wanted.field_id) if by_id else (name if name in file_schema.names else None)
-        if in_file is None:
-            raise NoSuchColumn(
-                f"expected column {name!r} (field id {wanted.field_id}) in a data file with columns {file_schema.names!r}: "
-                "the file is older than the column; choose other columns or rewrite the table"
-            )
-        found[name] = in_file
-    return found

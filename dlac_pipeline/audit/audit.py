@@ -38,19 +38,22 @@ class AuditReport:
     passes_entered: int
     passes_finished: int
     rows_live: int
-    """Live rows of one pass: of the plan that was entered last."""
+    """Live rows of one pass over each source: of the last one entered; of a followed table, of all that were entered."""
     rows_consumed: int
     rows_duplicated: int
-    """Consumed again in the same pass, once for each time."""
+    """Consumed again in the same pass, or in another one over a followed table; once for each time."""
     rows_missing: int
     """Behind a key group's cursor, and consumed by no checkpoint."""
     rows_pending: int
-    """Ahead of the cursors, in the passes that were entered; 0 when finished."""
+    """Ahead of the cursors, in the passes that were entered; partly read rows count."""
+    rows_filtered: int
+    """Left out by a transform, or without any item: read, and in no sample."""
     rows_quarantined: int
+    """Refused by a transform."""
     rows_excluded: int
-    """Rows of the planned row groups that are not live: deleted, or left out by the filter."""
+    """Rows of the planned row groups that are not live: deleted, left out by the filter, or excluded before they were read."""
     rows_partial: int
-    """Rows of which only the first tokens were read."""
+    """Rows of which only the first items were read."""
     rows_not_applied: int
     """Consumed by optimizer steps that the engine skipped."""
     problems: tuple[str, ...]
@@ -105,6 +108,7 @@ def _problems(connection: duckdb.DuckDBPyConnection, run: str) -> list[str]:
     rows = rows_of(
         connection,
         "SELECT problem FROM lineage_problems WHERE run = $1 UNION ALL "
+        "SELECT problem FROM leg_problems WHERE run = $1 UNION ALL "
         "SELECT problem FROM cut_problems WHERE run = $1 UNION ALL "
         "SELECT problem FROM advance_problems WHERE run = $1",
         [run],

@@ -37,7 +37,7 @@ FROM ancestors({checkpoint}) ORDER BY seq;
 
 -- 3c. The advances of these that cover the position.
 SELECT a.checkpoint_id, a.pass, a.key_group, a.block, a.position_start, r.position, a.position_end, a.applied
-FROM row_positions({file}, {row}) AS r JOIN consumption AS a USING (cut_id, key_group, block)
+FROM row_positions({file}, {row}) AS r JOIN consumption AS a USING (cut_id, plan_id, key_group, block)
 WHERE a.kind = 'advance' AND r.position >= a.position_start AND r.position < a.position_end
     AND a.checkpoint_id IN (SELECT checkpoint_id FROM ancestors({checkpoint}));
 
@@ -45,24 +45,16 @@ WHERE a.kind = 'advance' AND r.position >= a.position_start AND r.position < a.p
 SELECT consumed({file}, {row}, {checkpoint}) AS consumed;
 """
 _NO_EXAMPLE = "-- 3. Run {run} has no checkpoint yet: ask with SELECT consumed('<data file>', <row>, '<checkpoint>');\n"
-_LAST_ROW = """\
-WITH last AS (
-    SELECT a.* FROM advances AS a JOIN lineage AS l USING (run, checkpoint_id)
-    WHERE l.is_head
-    ORDER BY a.key_group, a.pass DESC, a.block DESC
-    LIMIT 1
-),
-placed AS (
-    SELECT *, (b.a * (last.position_end - 1) + b.c) % b.block_rows AS block_row
-    FROM last JOIN blocks AS b USING (cut_id, key_group, block)
-)
-SELECT u.file_path, u.first_row + s.first_row + p.block_row - s.base AS row, p.checkpoint_id
-FROM placed AS p
-JOIN slices AS s ON s.cut_id = p.cut_id AND s.key_group = p.key_group AND s.block = p.block
-    AND p.block_row >= s.base AND p.block_row < s.base + s.rows
-JOIN units AS u ON u.plan_id = s.plan_id AND u.unit = s.unit
+_LAST_ADVANCE = """\
+CREATE OR REPLACE TEMP VIEW last_advance AS
+SELECT a.* FROM advances AS a JOIN lineage AS l USING (run, checkpoint_id)
+WHERE l.is_head AND a.rows_consumed > 0
+ORDER BY a.source, a.key_group, a.pass DESC, a.block DESC, a.position_end DESC
+LIMIT 1
 """
-"""The last row that the head consumed of its first key group: a cursor stands right behind it."""
+_LAST_POSITION = "CREATE OR REPLACE TEMP VIEW last_position AS FROM consumed_at('last_advance') ORDER BY position DESC LIMIT 1"
+_LAST_ROW = "SELECT file_path, row, checkpoint_id FROM rows_at('last_position')"
+"""The last row that the head consumed of its first key group."""
 
 
 def explain_sql(lakehouse: Lakehouse, run: str) -> str:
@@ -73,6 +65,8 @@ def explain_sql(lakehouse: Lakehouse, run: str) -> str:
         UnsupportedDeletes: one of DLAC's tables carries delete files.
     """
     with open_run(lakehouse, run) as connection:
+        connection.execute(_LAST_ADVANCE)
+        connection.execute(_LAST_POSITION)
         found = rows_of(connection, _LAST_ROW)
     # Listed after the example was found, so that they hold it; the ledger first, because what it names was written before it.
     tables = [_table_view(lakehouse, name) for name in ("consumption", "slices", "plans", "work_units")]

@@ -6,12 +6,14 @@ it was opened.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from importlib.resources import files
 from typing import Any
 
 import duckdb
 import pyarrow as pa
+import pyarrow.compute as pc
 from pyiceberg.expressions import AlwaysTrue, BooleanExpression
 
 from catalog.connect import Lakehouse, among, equals, reachable
@@ -24,6 +26,7 @@ QUESTIONS = (
     "ancestors",
     "units",
     "blocks",
+    "cut_plans",
     "row_positions",
     "touched",
     "consumed",
@@ -33,23 +36,48 @@ QUESTIONS = (
 _AUDIT = (
     "said",
     "advances",
+    "cuts",
+    "legs",
+    "leg_sources",
+    "leg_cuts",
+    "live_plans",
+    "complete_sources",
     "dead_positions",
     "intervals",
     "duplicates",
     "gaps",
+    "passed_over",
+    "rows_at",
+    "consumed_at",
     "consumed_rows",
     "consumed_units",
     "coverage",
     "passes",
-    "legs",
     "shortfalls",
+    "repeats",
+    "sources",
     "totals",
     "cut_problems",
     "advance_problems",
+    "leg_problems",
     "lineage_problems",
 )
-_KEPT = ("lineage", "advances", "intervals", "shortfalls")
-"""Views that many others use, dearest last."""
+_PLAN_IDS = re.compile(r"\b[0-9a-f]{24}\b")
+"""The content ids in a leg's JSON."""
+_KEPT = (
+    "lineage",
+    "advances",
+    "cuts",
+    "legs",
+    "leg_sources",
+    "leg_cuts",
+    "live_plans",
+    "dead_positions",
+    "intervals",
+    "shortfalls",
+    "repeats",
+)
+"""Views that many others use, each after those that it uses."""
 
 
 def sql_script(name: str) -> str:
@@ -68,11 +96,7 @@ def open_audit(lakehouse: Lakehouse, *, run: str | None = None) -> duckdb.DuckDB
     consumption = _rows(lakehouse, "consumption", everything if run is None else equals("run", run))
     cuts = everything if run is None else among("cut_id", _distinct(consumption["cut_id"]))
     slices = _rows(lakehouse, "slices", cuts)
-    named = (
-        everything
-        if run is None
-        else among("plan_id", [*_distinct(consumption["plan_id"]), *_distinct(slices["plan_id"])])
-    )
+    named = everything if run is None else among("plan_id", _plans_of(consumption, slices))
     plans = _rows(lakehouse, "plans", named)
     units = _rows(
         lakehouse, "work_units", everything if run is None else among("write_id", _distinct(plans["write_id"]))
@@ -110,6 +134,13 @@ def _rows(lakehouse: Lakehouse, name: str, row_filter: BooleanExpression) -> Any
     table = lakehouse.own(name)
     with reachable(lakehouse.config.uri):
         return table.scan(row_filter=row_filter).to_arrow()
+
+
+def _plans_of(consumption: pa.Table, slices: pa.Table) -> list[str]:
+    """The plans that advances, slices and legs name."""
+    legs = consumption.filter(pc.equal(consumption["kind"], "leg"))["detail"].to_pylist()
+    named = (plan_id for detail in legs for plan_id in _PLAN_IDS.findall(detail or ""))
+    return sorted({*_distinct(consumption["plan_id"]), *_distinct(slices["plan_id"]), *named})
 
 
 def _distinct(values: pa.ChunkedArray) -> list[str]:

@@ -24,7 +24,7 @@ _LINES = (("#9db8d9", 5.0), ("#16335b", 1.2))
 _MARK, _AGAIN, _NOTHING = "#c8553d", "#c8553d", "#e4e4e4"
 _NAMED_FILES = 24
 _COVERAGE = """\
-SELECT file_path, row_group, sum(live_rows)::BIGINT AS live_rows, sum(rows_consumed)::BIGINT AS rows_consumed,
+SELECT file_path, row_group, sum(live_rows)::BIGINT AS live_rows, sum(rows_consumed + rows_passed)::BIGINT AS rows_consumed,
     sum(rows_repeated)::BIGINT AS rows_repeated
 FROM coverage
 WHERE run = ?

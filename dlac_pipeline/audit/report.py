@@ -24,7 +24,8 @@ REPORT_VERSION = 1
 _TOLD_STEPS = 20
 _PHASES = ("detect_s", "stop_s", "claim_s", "verify_s", "load_s", "first_step_s", "total_s")
 _UNCOVERED = (
-    "SELECT count(*) AS row_groups FROM coverage WHERE run = ? AND (rows_consumed <> live_rows OR rows_repeated > 0)"
+    "SELECT count(*) AS row_groups FROM coverage "
+    "WHERE run = ? AND (rows_consumed + rows_passed <> live_rows OR rows_repeated > 0)"
 )
 
 

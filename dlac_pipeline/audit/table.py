@@ -38,6 +38,7 @@ def _lines(report: AuditReport) -> list[tuple[str, str]]:
         ("rows pending", f"{report.rows_pending:,}"),
         ("rows partial", f"{report.rows_partial:,}"),
         ("rows not applied", f"{report.rows_not_applied:,}"),
+        ("rows filtered", f"{report.rows_filtered:,}"),
         ("rows quarantined", f"{report.rows_quarantined:,}"),
         ("rows excluded", f"{report.rows_excluded:,}"),
     ]

@@ -20,7 +20,7 @@ from catalog.snapshots import snapshot_of
 from dlac_pipeline.plan.cut import CutSettings
 from dlac_pipeline.plan.leg import Leg, LegSource, QuarantinedUnit
 from dlac_pipeline.plan.order import ReaderState
-from dlac_pipeline.plan.planner import Plan, exclude_rows, load_plan, make_plan
+from dlac_pipeline.plan.planner import Plan, exclude_rows, load_plan, make_plan, schema_id_of
 from dlac_pipeline.plan.source_order import Cursor, SourceOrder, SourceStart
 from dlac_pipeline.plan.units import Ints
 from dlac_pipeline.spec import JobSpec, SourceSpec
@@ -165,11 +165,10 @@ class _Turn:
         else:
             plans = [make_plan(self._lakehouse, self._source.model_copy(update={"snapshot_id": until}))]
             start = replace(start, upcoming=tuple((plans[0].row.plan_id, passes) for _, passes in start.upcoming))
-        schema_id = snapshot_of(self._table, until).schema_id
         return replace(
             after,
             snapshot_id=until,
-            schema_id=after.schema_id if schema_id is None else schema_id,
+            schema_id=schema_id_of(self._table, snapshot_of(self._table, until)),
             plan_id=plans[-1].row.plan_id if plans else after.plan_id,
             start=start,
         )
@@ -235,6 +234,7 @@ class _Turn:
             self._table,
             plan.row.snapshot_id,
             plan.row.row_filter,
+            schema=self._table.schemas()[plan.row.schema_id],
             only=lambda file: file.path in paths,
             exclude=self._wanted.exclude,
         )

@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 from blake3 import blake3
+from pyiceberg.table import Table
+from pyiceberg.table.snapshots import Snapshot
 
 from catalog.connect import Lakehouse
 from catalog.data_files import LiveFile
@@ -66,12 +68,19 @@ def make_plan(
     """
     table = lakehouse.load(source.table)
     snapshot = snapshot_of(table, source.snapshot_id)
-    schema_id = table.metadata.current_schema_id if snapshot.schema_id is None else snapshot.schema_id
+    schema_id = schema_id_of(table, snapshot)
+    schema = table.schemas()[schema_id]
     if not source.transform:
-        check_columns(table.schemas()[schema_id], source.columns, source.ragged, source.nullable)
+        check_columns(schema, source.columns, source.ragged, source.nullable)
     tag = hold(lakehouse, source.table, snapshot.snapshot_id, source.pin)
     groups = row_groups_of(
-        table, snapshot.snapshot_id, source.row_filter, progress=progress, only=only, exclude=source.exclude
+        table,
+        snapshot.snapshot_id,
+        source.row_filter,
+        schema=schema,
+        progress=progress,
+        only=only,
+        exclude=source.exclude,
     )
     if dead:
         groups = [_without(group, dead[group.file_path]) if group.file_path in dead else group for group in groups]
@@ -93,6 +102,14 @@ def make_plan(
         exclude=json.dumps(source.exclude),
         base_plan_id=None,
     )
+
+
+def schema_id_of(table: Table, snapshot: Snapshot) -> int:
+    """The schema as which a snapshot is read, as engines do: the current one reads as the table is now, older ones as it was."""
+    current = table.current_snapshot()
+    if snapshot.schema_id is None or (current is not None and current.snapshot_id == snapshot.snapshot_id):
+        return table.metadata.current_schema_id
+    return snapshot.schema_id
 
 
 def exclude_rows(lakehouse: Lakehouse, plan: Plan, dead: Mapping[int, Ints]) -> Plan:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any, Generic, TypeVar
@@ -18,7 +19,7 @@ from pyiceberg.schema import Schema
 from pyiceberg.table import Table
 from pyiceberg.table.name_mapping import NameMapping
 
-from catalog.columns import FileColumns
+from catalog.columns import FileColumns, name_mapping_of
 from catalog.data_files import live_files
 from catalog.errors import DataFileUnreadable
 from dlac_pipeline.plan.cut import Block
@@ -160,7 +161,7 @@ def open_decoder(table: Table, source: LegSource) -> BlockDecoder:
         table.io,
         table.schemas()[source.schema_id],
         source.columns,
-        name_mapping=table.name_mapping(),
+        name_mapping=name_mapping_of(table),
         partition_values=lambda path: values().get(path, {}),
     )
 
@@ -220,6 +221,12 @@ class Prefetcher:
         self._held: dict[BlockKey, int] = {}
         self.peak_bytes = 0
         """The most that was ahead and held at a time, as estimated."""
+        self.taken = 0
+        """Blocks that were taken."""
+        self.late = 0
+        """Blocks that were not ready when they were taken."""
+        self.waited_s = 0.0
+        """Seconds for which the reader waited for those."""
 
     def ask(self, wanted: Wanted[Any]) -> None:
         """Prepare a block ahead, as soon as the budget allows."""
@@ -233,7 +240,19 @@ class Prefetcher:
         future = self._pool.submit(wanted.prepare) if asked is None else asked[0]
         self._held[wanted.key] = wanted.size_bytes
         self._note_peak()
-        return future.result()
+        self.taken += 1
+        if future.done():
+            return future.result()
+        self.late += 1
+        started = time.perf_counter()
+        try:
+            return future.result()
+        finally:
+            self.waited_s += time.perf_counter() - started
+
+    def settle(self) -> None:
+        """Wait until everything that may be prepared ahead by now is prepared."""
+        wait([future for future, _ in self._ahead.values()])
 
     def release(self, key: BlockKey) -> None:
         """The block is not read any more."""

@@ -91,7 +91,7 @@ class RankReader:
         self._world_size = world_size
         self._step = step
         self._slots = batch_size // world_size
-        self._prefetch = prefetch
+        self.prefetch = prefetch
         self._exchange = exchange
         low, high = rank * self._slots, (rank + 1) * self._slots
         self.groups = range(low // per_group, -(-high // per_group))
@@ -141,7 +141,7 @@ class RankReader:
 
     def close(self) -> None:
         """End the background threads."""
-        self._prefetch.close()
+        self.prefetch.close()
 
     def _counted(self) -> Iterator[Batch]:
         last = self._order.total_steps

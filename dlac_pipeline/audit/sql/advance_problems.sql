@@ -1,87 +1,165 @@
--- Whether every advance fits its block and its counts fit the plan's dead rows, and every checkpoint's advances fit its steps.
--- One sentence per kind of problem and run; none where all is well.
+-- Whether every advance fits its block and its counts fit the plan's dead rows, every key group goes on where it stood, and
+-- every checkpoint's advances fit its steps. One sentence per kind of problem and run; none where all is well.
 CREATE OR REPLACE VIEW advance_problems AS
 WITH
 moved AS MATERIALIZED (FROM advances),
 counted AS (
-    SELECT DISTINCT run, cut_id, key_group, block, position_start, position_end, dead_rows
+    SELECT DISTINCT run, source, cut_id, plan_id, key_group, block, position_start, position_end AS read_to, dead_rows
     FROM intervals
     WHERE kind = 'advance'
 ),
 placed AS (
-    SELECT m.*, b.block_rows, b.plan_id AS block_plan_id, b.pass AS block_pass, d.dead_rows,
+    SELECT m.*, b.block_rows, b.pass AS block_pass, d.dead_rows, c.leg AS checkpoint_leg,
+        l.streamed, l.per_step, l.per_batch, l.active, coalesce(p.step, 0) + 1 AS next_step, c.step AS checkpoint_step,
+        coalesce(len(m.filtered), 0) AS filtered_named, coalesce(len(m.quarantined), 0) AS quarantined_named,
         format('cut {}, key group {}, block {}, checkpoint {}: ', m.cut_id, m.key_group, m.block, m.checkpoint_id) AS place
     FROM moved AS m
-    LEFT JOIN blocks AS b USING (cut_id, key_group, block)
-    LEFT JOIN counted AS d USING (run, cut_id, key_group, block, position_start, position_end)
+    JOIN lineage AS c USING (run, checkpoint_id)
+    LEFT JOIN lineage AS p ON p.run = c.run AND p.checkpoint_id = c.parent
+    LEFT JOIN legs AS l ON l.run = c.run AND l.leg = c.leg
+    LEFT JOIN (SELECT * EXCLUDE (plan_id) FROM blocks) AS b USING (cut_id, key_group, block)
+    LEFT JOIN counted AS d USING (run, source, cut_id, plan_id, key_group, block, position_start, read_to)
 ),
--- A key group's rows since the parent, in order, fall into steps of per_step rows each.
-stepped AS (
-    SELECT m.*, coalesce(p.step, 0) + 1 AS next_step, l.per_step,
-        coalesce(sum(m.rows_consumed) OVER (
-            PARTITION BY m.run, m.checkpoint_id, m.key_group
-            ORDER BY m.leg, m.pass, m.block, m.position_start, m.position_end
+-- A key group's rows of a source, in reading order.
+walked AS (
+    SELECT *,
+        lag((pass, block)) OVER walk IS NOT DISTINCT FROM (pass, block) AS goes_on,
+        lag(read_to) OVER walk AS stood, lag(token_end) OVER walk AS token_stood,
+        lag(last_step) OVER walk AS step_stood, lag(seq) OVER walk AS seq_stood,
+        coalesce(sum(rows_consumed) OVER (
+            PARTITION BY run, source, checkpoint_id, key_group
+            ORDER BY pass, block, position_start, coalesce(token_start, 0), position_end
             ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING
         ), 0)::BIGINT AS rows_before
-    FROM placed AS m
-    JOIN lineage AS c USING (run, checkpoint_id)
-    JOIN legs AS l ON l.run = c.run AND l.leg = c.leg
-    LEFT JOIN lineage AS p ON p.run = c.run AND p.checkpoint_id = c.parent
+    FROM placed
+    WINDOW walk AS (
+        PARTITION BY run, source, key_group
+        ORDER BY pass, block, position_start, coalesce(token_start, 0), position_end, seq
+    )
 ),
+-- With one source whose rows are the samples, rows fall into steps of per_step each. Otherwise steps only go forwards.
 in_steps AS (
     SELECT *,
         next_step + rows_before // per_step AS first_expected,
         next_step + (rows_before + coalesce(rows_consumed, 0) - 1) // per_step AS last_expected
-    FROM stepped
+    FROM walked
+),
+rejected AS (
+    SELECT run, place, unnest(list_concat(coalesce(filtered, []), coalesce(quarantined, []))) AS position, position_start, read_to
+    FROM placed
+),
+dead_rejected AS (
+    SELECT o.run, o.cut_id, o.key_group, o.block, o.checkpoint_id, o.position
+    FROM passed_over AS o
+    JOIN moved AS m USING (run, checkpoint_id, cut_id, key_group, block)
+    JOIN dead_positions AS d ON d.plan_id = m.plan_id AND d.cut_id = o.cut_id AND d.key_group = o.key_group
+        AND d.block = o.block AND d.position = o.position
+    WHERE o.position >= m.position_start AND o.position < m.read_to
+),
+-- An advance that was not applied is of skipped steps only: of its first and its last one, and perhaps of those between.
+undone AS (
+    SELECT run, checkpoint_id, unnest([first_step, last_step]) AS step FROM moved WHERE NOT applied
+),
+undone_at_most AS (
+    SELECT DISTINCT run, checkpoint_id, unnest(range(first_step, least(last_step, checkpoint_step) + 1)) AS step
+    FROM placed WHERE NOT applied
 ),
 skipped AS (
-    SELECT c.run, c.checkpoint_id, c.skipped_steps, l.per_batch,
-        coalesce(sum(m.rows_consumed) FILTER (NOT m.applied), 0)::BIGINT AS rows
+    SELECT c.run, c.checkpoint_id, c.skipped_steps, c.step,
+        coalesce((SELECT count(DISTINCT u.step) FROM undone AS u
+            WHERE u.run = c.run AND u.checkpoint_id = c.checkpoint_id), 0) AS at_least,
+        coalesce((SELECT count(*) FROM undone_at_most AS u
+            WHERE u.run = c.run AND u.checkpoint_id = c.checkpoint_id), 0) AS at_most,
+        coalesce((SELECT sum(m.rows_consumed) FROM moved AS m
+            WHERE m.run = c.run AND m.checkpoint_id = c.checkpoint_id AND NOT m.applied), 0)::BIGINT AS rows
     FROM lineage AS c
-    JOIN legs AS l USING (run, leg)
-    LEFT JOIN moved AS m ON m.run = c.run AND m.checkpoint_id = c.checkpoint_id
-    GROUP BY ALL
 ),
 found AS (
     SELECT run, 'block' AS kind, place || 'expected the block in the table slices, found none' AS problem
     FROM placed
     WHERE block_rows IS NULL
     UNION ALL
-    SELECT run, 'cut', place || format('expected plan {} and pass {}, found plan {} and pass {}',
-        block_plan_id, block_pass, plan_id, pass)
+    SELECT run, 'cut', place || format('expected pass {} of leg {}, found pass {} of leg {}',
+        block_pass, checkpoint_leg, pass, said(leg))
     FROM placed
-    WHERE block_plan_id <> plan_id OR block_pass <> pass
+    WHERE block_pass <> pass OR leg IS DISTINCT FROM checkpoint_leg
     UNION ALL
     SELECT run, 'positions', place || format('expected positions within 0 to {}, found {} to {}',
         block_rows, position_start, position_end)
     FROM placed
     WHERE position_start < 0 OR position_start >= position_end OR position_end > block_rows
     UNION ALL
-    SELECT run, 'rows', place || format('expected {} rows in positions {} to {}, found {} consumed, {} dead and {} quarantined',
-        position_end - position_start, position_start, position_end,
-        said(rows_consumed), said(rows_dead), said(rows_quarantined))
+    SELECT run, 'rows', place || format('expected {} rows in positions {} to {}, found {} consumed, {} dead, {} filtered and '
+        || '{} quarantined',
+        read_to - position_start, position_start, read_to,
+        said(rows_consumed), said(rows_dead), said(rows_filtered), said(rows_quarantined))
     FROM placed
-    WHERE rows_consumed + rows_dead + rows_quarantined IS DISTINCT FROM position_end - position_start
+    WHERE rows_consumed + rows_dead + coalesce(rows_filtered, 0) + rows_quarantined IS DISTINCT FROM read_to - position_start
+        OR rows_consumed < 0 OR rows_dead < 0
     UNION ALL
     SELECT run, 'dead', place || format('expected {} dead rows in positions {} to {}, found {}',
-        dead_rows, position_start, position_end, said(rows_dead))
+        dead_rows, position_start, read_to, said(rows_dead))
     FROM placed
     WHERE rows_dead IS DISTINCT FROM dead_rows
+    UNION ALL
+    SELECT run, 'rejected', place || format('expected {} filtered and {} quarantined positions to be named, found {} and {}',
+        said(rows_filtered), said(rows_quarantined), filtered_named, quarantined_named)
+    FROM placed
+    WHERE filtered_named <> coalesce(rows_filtered, 0) OR quarantined_named IS DISTINCT FROM rows_quarantined
+    UNION ALL
+    SELECT run, 'rejected', place || format('expected filtered and quarantined rows once and in positions {} to {}, found {}',
+        position_start, read_to, position)
+    FROM rejected
+    GROUP BY run, place, position_start, read_to, position
+    HAVING count(*) > 1 OR position < position_start OR position >= read_to
+    UNION ALL
+    SELECT run, 'rejected', format('cut {}, key group {}, block {}, checkpoint {}: ', cut_id, key_group, block, checkpoint_id)
+        || format('expected filtered and quarantined rows to be live, found position {} dead', position)
+    FROM dead_rejected
+    UNION ALL
+    SELECT run, 'counted', place || 'expected whole rows of a source whose rows are the samples, found rows filtered, '
+        || 'quarantined or read in part'
+    FROM placed
+    WHERE NOT streamed
+        AND (token_start IS NOT NULL OR token_end IS NOT NULL OR filtered_named > 0 OR quarantined_named > 0)
+    UNION ALL
+    -- A row that was read in part and excluded then is not finished.
+    SELECT w.run, 'goes on', w.place || format('expected to go on at position {}, token {}, found position {}, token {}',
+        CASE WHEN goes_on THEN stood ELSE 0 END, coalesce(CASE WHEN goes_on THEN token_stood END, 0),
+        position_start, coalesce(token_start, 0))
+    FROM walked AS w
+    WHERE (position_start <> CASE WHEN goes_on THEN stood ELSE 0 END
+            OR token_start IS DISTINCT FROM CASE WHEN goes_on THEN token_stood END)
+        AND NOT (goes_on AND position_start = stood AND token_start IS NULL AND EXISTS (
+            FROM dead_positions AS d WHERE d.plan_id = w.plan_id AND d.cut_id = w.cut_id AND d.key_group = w.key_group
+                AND d.block = w.block AND d.position = w.position_start))
+    UNION ALL
+    SELECT run, 'tokens', place || format('expected tokens before {} of the row at position {} to be read, found {} before them',
+        token_end, read_to, token_start)
+    FROM placed
+    WHERE token_end < 1 OR token_start < 1 OR (read_to = position_start AND token_start >= token_end)
     UNION ALL
     SELECT run, 'order', place || format('expected positions {} to {} in steps {} to {}, found them in steps {} to {}',
         position_start, position_end, first_expected, last_expected, said(first_step), said(last_step))
     FROM in_steps
-    WHERE first_step IS DISTINCT FROM first_expected OR last_step IS DISTINCT FROM last_expected
+    WHERE active = 1 AND NOT streamed
+        AND (first_step IS DISTINCT FROM first_expected OR last_step IS DISTINCT FROM last_expected)
+    UNION ALL
+    SELECT run, 'order', place || format('expected positions {} to {} in steps of {} to {}, none before step {}, found {} to {}',
+        position_start, position_end, next_step, checkpoint_step, coalesce(step_stood, 1), said(first_step), said(last_step))
+    FROM walked
+    WHERE NOT coalesce(first_step >= next_step AND last_step >= first_step AND last_step <= checkpoint_step
+        AND first_step >= coalesce(step_stood, 1) AND seq >= coalesce(seq_stood, seq), false)
     UNION ALL
     SELECT run, 'applied', format('checkpoint {}: ', checkpoint_id)
-        || format('expected rows of {} steps that were not applied, found {} rows in batches of {}',
-            said(skipped_steps), rows, per_batch)
+        || format('expected rows of {} steps that were not applied, found {} rows of {} to {} steps',
+            said(skipped_steps), rows, at_least, at_most)
     FROM skipped
-    WHERE skipped_steps IS DISTINCT FROM (rows + per_batch - 1) // per_batch
+    WHERE NOT coalesce(skipped_steps BETWEEN at_least AND at_most, false)
     UNION ALL
     SELECT run, 'steps', format('checkpoint {}, key group {}: ', checkpoint_id, key_group)
-        || format('expected {} rows of steps {} to {}, found {} of steps {} to {}', rows, first_step, last_step, rows_found,
-            said(first_step_found), said(last_step_found))
+        || format('expected {} rows of steps {} to {}, found {} of steps {} to {}', coalesce(rows::VARCHAR, 'some'),
+            first_step, last_step, rows_found, said(first_step_found), said(last_step_found))
     FROM shortfalls
     UNION ALL
     SELECT run, 'overlap', format('cut {}, key group {}, block {}: ', cut_id, key_group, block)
@@ -92,6 +170,10 @@ found AS (
     SELECT run, 'hole', format('cut {}, key group {}, block {}: ', cut_id, key_group, block)
         || format('expected positions {} to {} behind the cursor, found them in no advance', position_start, position_end)
     FROM gaps
+    UNION ALL
+    SELECT run, 'again', format('expected row {} of {} in one pass of a followed table, found it in passes {}',
+        row, file_path, passes)
+    FROM repeats
 )
 SELECT run, min(problem) || CASE WHEN count(*) > 1 THEN format(' (and {} more like it)', count(*) - 1) ELSE '' END AS problem
 FROM found

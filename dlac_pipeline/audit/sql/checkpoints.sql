@@ -2,6 +2,6 @@
 CREATE OR REPLACE VIEW checkpoints AS
 SELECT
     run, seq, attempt, checkpoint_id, parent, step, leg, committed_at, world_size, manifest_uri, model_digest,
-    applied_steps, skipped_steps, losses, plan_id
+    applied_steps, skipped_steps, losses
 FROM consumption
 WHERE kind = 'checkpoint';

@@ -1,24 +1,65 @@
--- One row per row group of each pass that a run has entered: its live rows, how many of them are consumed, and how often one
--- of them was consumed again.
+-- One row per row group of each pass that a run has entered: its live rows, how many of them are consumed, or passed over by
+-- the transform, and how often one of them was consumed again. Live are those that were consumed or passed over, and those
+-- that are still to be. Only blocks that are not read from end to end under the plan that was cut are spread out.
+CREATE OR REPLACE VIEW block_states AS
+WITH
+newest AS (
+    SELECT run, cut_id, arg_max(live_plan_id, leg) AS plan_id FROM live_plans GROUP BY run, cut_id
+)
+SELECT i.run, i.source, i.cut_id, i.pass, i.key_group, i.block,
+    bool_and(i.kind = 'advance' OR i.live_rows = 0) AND bool_and(i.plan_id = b.plan_id) AS is_whole,
+    any_value(coalesce(n.plan_id, b.plan_id)) AS plan_id
+FROM intervals AS i
+JOIN blocks AS b USING (cut_id, key_group, block)
+LEFT JOIN newest AS n ON n.run = i.run AND n.cut_id = i.cut_id
+GROUP BY i.run, i.source, i.cut_id, i.pass, i.key_group, i.block;
+
+CREATE OR REPLACE VIEW part_advances AS
+SELECT a.* FROM advances AS a JOIN block_states AS b USING (run, source, cut_id, key_group, block) WHERE NOT b.is_whole;
+
+CREATE OR REPLACE VIEW part_positions AS
+FROM consumed_at('part_advances');
+
 CREATE OR REPLACE VIEW coverage AS
 WITH
-entered AS (
-    SELECT DISTINCT run, cut_id FROM advances
+dead AS (
+    SELECT plan_id, cut_id, key_group, block, unit, count(*) AS rows FROM dead_positions GROUP BY ALL
+),
+sliced AS (
+    SELECT b.run, b.source, b.cut_id, b.pass, s.plan_id, s.unit, b.is_whole,
+        CASE WHEN b.is_whole THEN s.live_rows ELSE s.rows - coalesce(d.rows, 0) END AS live_rows
+    FROM block_states AS b
+    JOIN slices AS s USING (cut_id, key_group, block)
+    LEFT JOIN dead AS d ON d.plan_id = b.plan_id AND d.cut_id = s.cut_id AND d.key_group = s.key_group
+        AND d.block = s.block AND d.unit = s.unit
 ),
 planned AS (
-    SELECT e.run, e.cut_id, s.pass, u.file_path, u.row_group, sum(s.live_rows) AS live_rows
-    FROM entered AS e
-    JOIN slices AS s USING (cut_id)
-    JOIN units AS u USING (plan_id, unit)
+    SELECT s.run, s.source, s.cut_id, s.pass, u.file_path, u.row_group, sum(s.live_rows) AS live_rows,
+        coalesce(sum(s.live_rows) FILTER (s.is_whole), 0) AS whole_rows
+    FROM sliced AS s JOIN units AS u USING (plan_id, unit)
     GROUP BY ALL
 ),
-read AS (
-    SELECT run, cut_id, file_path, row_group, count(DISTINCT row) AS rows_consumed, count(*) AS times_consumed
-    FROM consumed_rows
+-- Rows that were consumed before they were excluded count as live.
+part AS (
+    SELECT p.run, p.cut_id, p.file_path, p.row_group, count(DISTINCT p.row) AS rows_consumed, count(*) AS times_consumed,
+        count(DISTINCT p.row) FILTER (d.position IS NOT NULL) AS rows_excluded_later
+    FROM rows_at('part_positions') AS p
+    JOIN block_states AS b USING (run, source, cut_id, key_group, block)
+    LEFT JOIN dead_positions AS d ON d.plan_id = b.plan_id AND d.cut_id = p.cut_id AND d.key_group = p.key_group
+        AND d.block = p.block AND d.position = p.position
+    GROUP BY ALL
+),
+passed AS (
+    SELECT p.run, p.cut_id, p.file_path, p.row_group, count(*) AS rows_passed, count_if(b.is_whole) AS of_whole
+    FROM rows_at('passed_over') AS p JOIN block_states AS b USING (run, source, cut_id, key_group, block)
     GROUP BY ALL
 )
 SELECT
-    p.run, p.cut_id, p.pass, p.file_path, p.row_group, p.live_rows::BIGINT AS live_rows,
-    coalesce(r.rows_consumed, 0) AS rows_consumed,
-    coalesce(r.times_consumed - r.rows_consumed, 0) AS rows_repeated
-FROM planned AS p LEFT JOIN read AS r USING (run, cut_id, file_path, row_group);
+    p.run, p.source, p.cut_id, p.pass, p.file_path, p.row_group,
+    (p.live_rows + coalesce(r.rows_excluded_later, 0))::BIGINT AS live_rows,
+    (p.whole_rows - coalesce(o.of_whole, 0) + coalesce(r.rows_consumed, 0))::BIGINT AS rows_consumed,
+    coalesce(r.times_consumed - r.rows_consumed, 0) AS rows_repeated,
+    coalesce(o.rows_passed, 0) AS rows_passed
+FROM planned AS p
+LEFT JOIN part AS r USING (run, cut_id, file_path, row_group)
+LEFT JOIN passed AS o USING (run, cut_id, file_path, row_group);

@@ -1,8 +1,9 @@
 -- Whether the slices of a cut hold every live row of its plan exactly once, and its blocks are permutations: from the tables
--- alone, without the code that made them. One sentence per kind of problem and cut; none where all is well.
+-- alone, without the code that made them; and whether plans under which it was read later differ by more dead rows only.
+-- One sentence per kind of problem and cut; none where all is well.
 CREATE OR REPLACE VIEW cut_problems AS
 WITH
-cuts AS MATERIALIZED (
+cut AS MATERIALIZED (
     SELECT DISTINCT cut_id, plan_id, pass FROM slices
 ),
 plan_counts AS (
@@ -36,7 +37,7 @@ laid_out AS (
 ),
 cut_units AS (
     SELECT c.cut_id, u.unit, u.file_path, u.row_group, u.live_rows, coalesce(sum(s.live_rows), 0) AS in_slices
-    FROM cuts AS c
+    FROM cut AS c
     JOIN units AS u USING (plan_id)
     LEFT JOIN slices AS s ON s.cut_id = c.cut_id AND s.unit = u.unit
     GROUP BY ALL
@@ -47,20 +48,58 @@ block_sums AS (
     FROM slices
     GROUP BY ALL
 ),
+-- Plans with exclusions: the same units as the plan that was cut, of which the dead rows are dead there, too.
+later AS (
+    SELECT DISTINCT c.cut_id, c.plan_id, r.plan_id AS live_plan_id
+    FROM cut AS c JOIN cut_plans AS r ON r.cut_id = c.cut_id AND r.plan_id <> c.plan_id
+),
+offsets AS (
+    SELECT plan_id, unit, unnest(range(span.first, span.first + span.rows)) AS unit_row
+    FROM spans
+    WHERE plan_id IN (SELECT unnest([plan_id, live_plan_id]) FROM later)
+),
+revived AS (
+    SELECT l.cut_id, l.live_plan_id, count(*) AS rows
+    FROM later AS l
+    JOIN offsets AS o USING (plan_id)
+    ANTI JOIN offsets AS n ON n.plan_id = l.live_plan_id AND n.unit = o.unit AND n.unit_row = o.unit_row
+    GROUP BY ALL
+),
+other_units AS (
+    SELECT l.cut_id, l.live_plan_id, count(*) AS units
+    FROM later AS l
+    JOIN units AS u USING (plan_id)
+    ANTI JOIN units AS n ON n.plan_id = l.live_plan_id
+        AND (n.unit, n.file_path, n.row_group, n.first_row, n.rows) = (u.unit, u.file_path, u.row_group, u.first_row, u.rows)
+    GROUP BY ALL
+),
 found AS (
+    SELECT l.cut_id, 'base' AS kind, format('expected plan {} to be plan {} with more dead rows, found one made from {}',
+        l.live_plan_id, l.plan_id, said(n.base_plan_id)) AS problem
+    FROM later AS l JOIN plans AS p USING (plan_id) LEFT JOIN plans AS n ON n.plan_id = l.live_plan_id
+    WHERE n.base_plan_id IS DISTINCT FROM coalesce(p.base_plan_id, p.plan_id)
+    UNION ALL
+    SELECT cut_id, 'base', format('expected the dead rows of the plan that was cut to be dead in plan {}, found {} live',
+        live_plan_id, rows)
+    FROM revived
+    UNION ALL
+    SELECT cut_id, 'base', format('expected the units of the plan that was cut in plan {}, found {} missing or changed',
+        live_plan_id, units)
+    FROM other_units
+    UNION ALL
     SELECT c.cut_id, 'plan' AS kind, 'expected plan ' || c.plan_id || ' once in the table plans, found it '
         || (SELECT count(*) FROM plans AS p WHERE p.plan_id = c.plan_id) || ' times' AS problem
-    FROM cuts AS c
+    FROM cut AS c
     WHERE (SELECT count(*) FROM plans AS p WHERE p.plan_id = c.plan_id) <> 1
     UNION ALL
     SELECT c.cut_id, 'counts', format('expected {} units with {} rows, {} of them live, in plan {}, found {}, {} and {}',
         p.units, p.rows, p.live_rows, p.plan_id, coalesce(n.units, 0), coalesce(n.rows, 0), coalesce(n.live_rows, 0))
-    FROM cuts AS c JOIN plans AS p USING (plan_id) LEFT JOIN plan_counts AS n USING (plan_id)
+    FROM cut AS c JOIN plans AS p USING (plan_id) LEFT JOIN plan_counts AS n USING (plan_id)
     WHERE (n.units, n.rows, n.live_rows) IS DISTINCT FROM (p.units, p.rows, p.live_rows)
     UNION ALL
     SELECT c.cut_id, 'dead rows', format('expected the dead rows of {} row group {} to be {} of its {} rows, found {}',
         u.file_path, u.row_group, u.rows - u.live_rows, u.rows, coalesce(d.rows, 0))
-    FROM cuts AS c JOIN units AS u USING (plan_id) LEFT JOIN dead_of_units AS d USING (plan_id, unit)
+    FROM cut AS c JOIN units AS u USING (plan_id) LEFT JOIN dead_of_units AS d USING (plan_id, unit)
     WHERE u.rows - u.live_rows <> coalesce(d.rows, 0) OR d.lowest < 0 OR d.highest > u.rows
     UNION ALL
     SELECT cut_id, 'live rows', format('expected {} live rows of {} row group {} in slices, found {}',
@@ -84,7 +123,7 @@ found AS (
     FROM slices AS s LEFT JOIN units AS u USING (plan_id, unit)
     WHERE u.unit IS NULL OR s.first_row < 0 OR s.rows < 1 OR s.first_row + s.rows > u.rows
     UNION ALL
-    SELECT s.cut_id, 'base', format('expected slice {} of key group {}, block {} at row {} of its block, found it at row {}',
+    SELECT s.cut_id, 'place', format('expected slice {} of key group {}, block {} at row {} of its block, found it at row {}',
         s.slice, s.key_group, s.block, s.rows_before::BIGINT, s.base)
     FROM laid_out AS s
     WHERE s.base <> s.rows_before

@@ -1,18 +1,27 @@
--- Where the dead rows (deleted, or left out by the filter) lie in their blocks, and how many lie up to there.
--- Only slices that have dead rows are spread out.
+-- Where the dead rows (deleted, left out by the filter, or excluded) lie in their blocks, and how many lie up to there:
+-- for each cut, and each plan under which it was read. Only slices that have dead rows are spread out.
 CREATE OR REPLACE VIEW dead_positions AS
-WITH spans AS (
+WITH
+read AS (
+    SELECT cut_id, plan_id FROM cut_plans
+    UNION
+    SELECT cut_id, live_plan_id FROM live_plans
+),
+spans AS (
     SELECT plan_id, unit, unnest(dead) AS span
     FROM units
     WHERE live_rows < rows
 ),
 clipped AS (
     SELECT
-        s.*,
+        s.*, r.plan_id AS live_plan_id,
         greatest(span.first, s.first_row) AS span_from,
         least(span.first + span.rows, s.first_row + s.rows) AS span_to
-    FROM slices AS s JOIN spans USING (plan_id, unit)
-    WHERE s.live_rows < s.rows
+    FROM read AS r
+    JOIN slices AS s USING (cut_id)
+    -- Both plans have the same units: exclusions only add dead rows.
+    JOIN spans ON spans.plan_id = r.plan_id AND spans.unit = s.unit
+    WHERE s.live_rows < s.rows OR r.plan_id <> s.plan_id
 ),
 dead_rows AS (
     SELECT *, base + unnest(range(span_from, span_to)) - first_row AS block_row
@@ -21,10 +30,10 @@ dead_rows AS (
 ),
 placed AS (
     SELECT
-        cut_id, key_group, block, unit,
+        live_plan_id AS plan_id, cut_id, key_group, block, unit,
         -- The inverse of the permutation. DuckDB's % keeps the sign: + block_rows keeps it positive.
         (a_inv * ((block_row - c + block_rows) % block_rows)) % block_rows AS position
     FROM dead_rows
 )
-SELECT *, row_number() OVER (PARTITION BY cut_id, key_group, block ORDER BY position) AS dead_upto
+SELECT *, row_number() OVER (PARTITION BY plan_id, cut_id, key_group, block ORDER BY position) AS dead_upto
 FROM placed;

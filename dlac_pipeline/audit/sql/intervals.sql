@@ -1,65 +1,84 @@
--- Every interval of positions that matters, with its live and dead rows, on the surviving lineages. Its kind is
---   advance   what a checkpoint consumed,
---   overlap   what was consumed before already (once more for each time),
---   hole      what was passed over though the key group went on, or the run is finished.
+-- Every interval of positions of the cuts that were entered, with what its rows are, on the surviving lineages. Its kind is
+--   advance   what a checkpoint was done with,
+--   overlap   what a checkpoint was done with before already (once more for each time),
+--   hole      what was passed over though the key group went on, or the source was read to its end,
+--   ahead     what is still to be read.
+-- live_rows are those that count: neither dead under plan_id, nor filtered, nor quarantined. A row that was read in part lies
+-- ahead.
 CREATE OR REPLACE VIEW intervals AS
 WITH
 moved AS MATERIALIZED (FROM advances),
-entered AS (
-    SELECT run, cut_id, min(leg) AS leg, min(pass) AS pass
-    FROM moved
-    GROUP BY run, cut_id
+-- A key group walks the blocks of a source in order of (pass, block), here one number.
+places AS (
+    SELECT run, source, key_group, pass * (1::BIGINT << 32) + block AS place, min(leg) AS leg FROM moved GROUP BY ALL
 ),
 cursors AS (
-    SELECT run, key_group, max({'leg': e.leg, 'pass': e.pass, 'block': m.block}) AS place
-    FROM moved AS m JOIN entered AS e USING (run, cut_id)
-    GROUP BY run, key_group
+    SELECT run, source, key_group, max(place) AS place FROM places GROUP BY ALL
 ),
-finished AS (
-    SELECT DISTINCT run FROM consumption WHERE kind = 'finish'
+entered AS (
+    SELECT c.run, c.source, c.pass, c.cut_id, b.plan_id, b.key_group, b.block, b.block_rows,
+        c.pass * (1::BIGINT << 32) + b.block AS place,
+        1 << 30 AS newest
+    FROM cuts AS c JOIN blocks AS b USING (cut_id)
 ),
--- Blocks that must be consumed to their end: all of them before the block in which the key group's cursor stands.
-behind AS (
-    SELECT e.run, b.cut_id, b.pass, b.key_group, b.block, b.block_rows
+-- A block must be consumed to its end if the key group went on behind it. What was dead there says the leg in which it did.
+left_in AS (
+    SELECT e.*, coalesce(n.leg, e.newest) AS leg,
+        coalesce(e.place < k.place, false) OR d.source IS NOT NULL AS behind
     FROM entered AS e
-    JOIN blocks AS b USING (cut_id)
-    LEFT JOIN cursors AS k ON k.run = e.run AND k.key_group = b.key_group
-    WHERE e.run IN (FROM finished) OR {'leg': e.leg, 'pass': e.pass, 'block': b.block} < k.place
+    LEFT JOIN cursors AS k ON k.run = e.run AND k.source = e.source AND k.key_group = e.key_group
+    LEFT JOIN complete_sources AS d ON d.run = e.run AND d.source = e.source
+    ASOF LEFT JOIN places AS n
+        ON n.run = e.run AND n.source = e.source AND n.key_group = e.key_group AND e.place < n.place
 ),
--- Each such block ends with an empty interval, so that what is missing at its end is a hole like any other.
+ends AS (
+    SELECT b.* EXCLUDE (plan_id), coalesce(p.live_plan_id, b.plan_id) AS plan_id
+    FROM left_in AS b ASOF LEFT JOIN live_plans AS p
+        ON p.run = b.run AND p.source = b.source AND p.pass = b.pass AND b.leg >= p.leg
+),
+-- Each block ends with an empty interval, so that what is not consumed at its end is an interval like any other.
 laid_out AS (
-    SELECT run, cut_id, pass, key_group, block, position_start, position_end, checkpoint_id, seq FROM moved
+    SELECT run, source, cut_id, pass, key_group, block, position_start, read_to AS position_end, checkpoint_id, seq, plan_id,
+        filtered, quarantined, true AS behind
+    FROM moved
     UNION ALL
-    SELECT run, cut_id, pass, key_group, block, block_rows, block_rows, NULL, NULL FROM behind
+    SELECT run, source, cut_id, pass, key_group, block, block_rows, block_rows, NULL, NULL, plan_id, NULL, NULL, behind
+    FROM ends
 ),
 seen AS (
     SELECT *, coalesce(max(position_end) OVER (
-        PARTITION BY run, cut_id, key_group, block
+        PARTITION BY run, source, cut_id, key_group, block
         ORDER BY position_start, position_end, seq NULLS LAST
         ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING
     ), 0) AS covered_to
     FROM laid_out
 ),
 found AS (
-    SELECT * EXCLUDE (seq, covered_to), 'advance' AS kind FROM seen WHERE checkpoint_id IS NOT NULL
+    SELECT * EXCLUDE (seq, covered_to, behind), 'advance' AS kind FROM seen WHERE checkpoint_id IS NOT NULL
     UNION ALL
-    SELECT * EXCLUDE (seq, covered_to) REPLACE (least(position_end, covered_to) AS position_end), 'overlap'
+    SELECT * EXCLUDE (seq, covered_to, behind) REPLACE (least(position_end, covered_to) AS position_end), 'overlap'
     FROM seen WHERE least(position_end, covered_to) > position_start
     UNION ALL
     SELECT
-        * EXCLUDE (seq, covered_to) REPLACE (covered_to AS position_start, position_start AS position_end), 'hole'
+        * EXCLUDE (seq, covered_to, behind)
+        REPLACE (covered_to AS position_start, position_start AS position_end, NULL AS filtered, NULL AS quarantined),
+        CASE WHEN behind THEN 'hole' ELSE 'ahead' END
     FROM seen WHERE covered_to < position_start
 ),
 dead AS MATERIALIZED (FROM dead_positions),
 counted AS (
-    SELECT f.*, coalesce(until.dead_upto, 0) - coalesce(before.dead_upto, 0) AS dead_rows
+    SELECT f.* EXCLUDE (filtered, quarantined),
+        coalesce(until.dead_upto, 0) - coalesce(before.dead_upto, 0) AS dead_rows,
+        coalesce(len(list_filter(f.filtered, lambda p: p >= f.position_start AND p < f.position_end)), 0) AS filtered_rows,
+        coalesce(len(list_filter(f.quarantined, lambda p: p >= f.position_start AND p < f.position_end)), 0)
+            AS quarantined_rows
     FROM found AS f
     ASOF LEFT JOIN dead AS before
-        ON before.cut_id = f.cut_id AND before.key_group = f.key_group AND before.block = f.block
-        AND f.position_start > before.position
+        ON before.plan_id = f.plan_id AND before.cut_id = f.cut_id AND before.key_group = f.key_group
+        AND before.block = f.block AND f.position_start > before.position
     ASOF LEFT JOIN dead AS until
-        ON until.cut_id = f.cut_id AND until.key_group = f.key_group AND until.block = f.block
-        AND f.position_end > until.position
+        ON until.plan_id = f.plan_id AND until.cut_id = f.cut_id AND until.key_group = f.key_group
+        AND until.block = f.block AND f.position_end > until.position
 )
-SELECT *, position_end - position_start - dead_rows AS live_rows
+SELECT *, position_end - position_start - dead_rows - filtered_rows - quarantined_rows AS live_rows
 FROM counted;

@@ -1,11 +1,30 @@
 -- One row per leg that a surviving lineage names, with the samples that a global batch takes from all key groups and from each.
+-- In a counted leg a sample is a row; of a streamed one (packing, transforms) only the advances say how many rows a sample took.
 CREATE OR REPLACE VIEW legs AS
+WITH named AS (
+    SELECT c.*, CASE WHEN json_valid(c.detail) THEN c.detail::JSON END AS leg_json
+    FROM consumption AS c JOIN lineage USING (run, checkpoint_id, leg)
+    WHERE c.kind = 'leg'
+),
+sources AS (
+    SELECT run, leg, seq, unnest(from_json(leg_json->'sources',
+        '[{"active": "BOOLEAN", "follow": "VARCHAR", "transform": "VARCHAR"}]')) AS source
+    FROM named
+),
+kinds AS (
+    SELECT run, leg, seq, count(*) AS sources, count_if(source.active) AS active,
+        count_if(source.follow = 'appends') > 0 AS following, count_if(source.transform <> '') > 0 AS transforms
+    FROM sources
+    GROUP BY run, leg, seq
+)
 SELECT
-    run, leg, count(*) AS rows,
-    any_value((detail->>'key_groups')::BIGINT) AS key_groups,
-    any_value((detail->>'passes')::BIGINT) AS passes,
-    any_value((detail->>'batch_size')::BIGINT) AS per_batch,
-    any_value((detail->>'batch_size')::BIGINT // (detail->>'key_groups')::BIGINT) AS per_step
-FROM consumption JOIN lineage USING (run, checkpoint_id, leg)
-WHERE kind = 'leg'
-GROUP BY run, leg;
+    n.run, n.leg, n.checkpoint_id, n.seq, n.step, count(*) OVER (PARTITION BY n.run, n.leg) AS rows,
+    (n.leg_json->>'index')::BIGINT AS index,
+    (n.leg_json->>'start_step')::BIGINT AS start_step,
+    (n.leg_json->>'steps')::BIGINT AS steps,
+    (n.leg_json->>'key_groups')::BIGINT AS key_groups,
+    (n.leg_json->>'batch_size')::BIGINT AS per_batch,
+    (n.leg_json->>'batch_size')::BIGINT // (n.leg_json->>'key_groups')::BIGINT AS per_step,
+    coalesce((n.leg_json->'sequences'->>'length')::BIGINT, 0) > 0 OR coalesce(k.transforms, false) AS streamed,
+    k.sources, k.active, k.following, n.leg_json
+FROM named AS n LEFT JOIN kinds AS k USING (run, leg, seq);

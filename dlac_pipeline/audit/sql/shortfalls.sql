@@ -1,14 +1,13 @@
 -- Every optimizer step takes the same number of samples from every key group. One row per key group from which a checkpoint of
--- a surviving lineage records other steps, or another number of rows, than those since its parent.
--- At the very end of a run key groups are exhausted: where the steps before the head and the rows of the head make up all live
--- rows of the passes that were entered, the last step may be short of samples.
+-- a surviving lineage records other steps than those since its parent or, where samples are rows, another number of them; of a
+-- streamed leg `rows` is NULL. A key group that has nothing more to read in its leg may be short at the leg's end.
 CREATE OR REPLACE VIEW shortfalls AS
 WITH
 moved AS MATERIALIZED (FROM advances),
 expected AS (
     SELECT
-        c.run, c.checkpoint_id, c.is_head, coalesce(p.step, 0) AS from_step, c.step, g.key_group,
-        s.per_step
+        c.run, c.leg, c.checkpoint_id, coalesce(p.step, 0) AS from_step, c.step, g.key_group,
+        CASE WHEN NOT s.streamed THEN s.per_step END AS per_step
     FROM lineage AS c
     JOIN legs AS s USING (run, leg)
     LEFT JOIN lineage AS p ON p.run = c.run AND p.checkpoint_id = c.parent
@@ -28,24 +27,60 @@ read AS (
 found AS (
     FROM steps JOIN read USING (run, checkpoint_id, key_group)
 ),
-live AS (
-    SELECT e.run, s.key_group, sum(s.live_rows) AS rows
-    FROM (SELECT DISTINCT run, cut_id FROM moved) AS e JOIN slices AS s USING (cut_id)
+-- What a leg has read to its end: sources of which no pass is left, key group by key group.
+bounds AS (
+    SELECT s.run, s.leg, s.source,
+        CASE WHEN s.active AND (s.passes = 0 OR s.follow = 'appends') THEN 1 << 30
+            ELSE (SELECT max(c.last_pass) FROM leg_cuts AS c
+                WHERE c.run = s.run AND c.leg = s.leg AND c.source = s.source) END AS last_pass
+    FROM leg_sources AS s
+    WHERE s.active
+),
+left_over AS (
+    -- Nobody has entered the last passes yet, of which the key group certainly has rows.
+    SELECT b.run, b.leg, NULL AS key_group
+    FROM bounds AS b
+    LEFT JOIN (SELECT run, source, max(pass) AS pass FROM cuts GROUP BY run, source) AS c USING (run, source)
+    WHERE b.last_pass = 1 << 30 OR EXISTS (
+        FROM leg_cuts AS l JOIN plans AS p ON p.plan_id = l.live_plan_id
+        WHERE l.run = b.run AND l.leg = b.leg AND l.source = b.source AND l.last_pass > coalesce(c.pass, -1)
+            AND p.base_plan_id IS NULL AND p.live_rows >= (SELECT max(key_groups) FROM legs WHERE legs.run = b.run)
+    )
+    UNION
+    SELECT b.run, b.leg, i.key_group
+    FROM bounds AS b JOIN intervals AS i
+        ON i.run = b.run AND i.source = b.source AND i.pass <= b.last_pass AND i.kind = 'ahead' AND i.live_rows > 0
+    UNION
+    SELECT b.run, b.leg, m.key_group
+    FROM bounds AS b JOIN moved AS m
+        ON m.run = b.run AND m.source = b.source AND m.pass <= b.last_pass AND m.leg > b.leg AND m.rows_consumed > 0
+),
+last_moved AS (
+    SELECT m.run, m.leg, m.key_group, max(c.step) AS step
+    FROM moved AS m JOIN lineage AS c USING (run, checkpoint_id)
     GROUP BY ALL
+),
+judged AS (
+    SELECT e.*, f.first_step, f.last_step, coalesce(f.rows, 0) AS rows, (e.step - e.from_step) * e.per_step AS rows_due,
+        e.step >= coalesce(m.step, 0) AND NOT EXISTS (
+            FROM left_over AS o
+            WHERE o.run = e.run AND o.leg = e.leg AND coalesce(o.key_group, e.key_group) = e.key_group
+        ) AS exhausted
+    FROM expected AS e
+    LEFT JOIN found AS f USING (run, checkpoint_id, key_group)
+    LEFT JOIN last_moved AS m ON m.run = e.run AND m.leg = e.leg AND m.key_group = e.key_group
 )
 SELECT
-    e.run, e.checkpoint_id, e.key_group, e.from_step + 1 AS first_step, e.step AS last_step,
-    f.first_step AS first_step_found, f.last_step AS last_step_found,
-    (e.step - e.from_step) * e.per_step AS rows, coalesce(f.rows, 0) AS rows_found
-FROM expected AS e
-LEFT JOIN found AS f USING (run, checkpoint_id, key_group)
-LEFT JOIN live AS x USING (run, key_group)
+    run, checkpoint_id, key_group, from_step + 1 AS first_step, step AS last_step,
+    first_step AS first_step_found, last_step AS last_step_found, rows_due AS rows, rows AS rows_found
+FROM judged
 WHERE NOT coalesce(
-    f.first_step = e.from_step + 1 AND f.last_step = e.step AND f.rows = (e.step - e.from_step) * e.per_step, false
+    first_step = from_step + 1 AND last_step = step AND coalesce(rows = rows_due, true), false
 )
 AND NOT (
-    e.is_head AND e.from_step * e.per_step + coalesce(f.rows, 0) >= x.rows
-    AND coalesce(f.rows, 0) BETWEEN (e.step - e.from_step - 1) * e.per_step AND (e.step - e.from_step) * e.per_step
-    AND coalesce(f.first_step, e.step) = e.from_step + 1
-    AND coalesce(f.last_step, e.step - 1) IN (e.step - 1, e.step)
+    exhausted
+    AND coalesce(first_step, from_step + 1) = from_step + 1
+    AND coalesce(last_step, from_step) BETWEEN from_step AND step
+    AND (per_step IS NULL
+        OR (rows <= rows_due AND coalesce(last_step, from_step) = from_step + (rows + per_step - 1) // per_step))
 );

@@ -19,16 +19,18 @@ healed AS (
 ),
 read AS (
     SELECT run,
-        arg_max(plan_id, {'leg': leg, 'pass': pass}) AS plan_id,
-        count(*) AS passes_entered,
-        count_if(rows_consumed = rows_live) AS passes_finished,
-        sum(rows_live)::BIGINT AS rows_entered,
+        sum(passes_entered)::BIGINT AS passes_entered,
+        sum(passes_finished)::BIGINT AS passes_finished,
+        sum(rows)::BIGINT AS rows,
+        sum(rows_live)::BIGINT AS rows_live,
+        sum(rows_pending + rows_missing)::BIGINT AS rows_left,
         sum(rows_consumed)::BIGINT AS rows_consumed,
         sum(rows_duplicated)::BIGINT AS rows_duplicated,
+        sum(rows_filtered)::BIGINT AS rows_filtered,
         sum(rows_quarantined)::BIGINT AS rows_quarantined,
         sum(rows_not_applied)::BIGINT AS rows_not_applied,
         sum(rows_partial)::BIGINT AS rows_partial
-    FROM passes
+    FROM sources
     GROUP BY run
 ),
 -- Rows are missing behind a cursor, or from the steps of a checkpoint; where a key group lacks both, these are the same rows.
@@ -50,18 +52,18 @@ SELECT
     coalesce(k.recoveries, 0) AS recoveries,
     coalesce(r.passes_entered, 0) AS passes_entered,
     coalesce(r.passes_finished, 0) AS passes_finished,
-    coalesce(p.live_rows, 0) AS rows_live,
+    coalesce(r.rows_live, 0) AS rows_live,
     coalesce(r.rows_consumed, 0) AS rows_consumed,
     coalesce(r.rows_duplicated, 0) AS rows_duplicated,
     coalesce(m.rows, 0) AS rows_missing,
-    greatest(0, coalesce(r.rows_entered - r.rows_consumed, 0) - coalesce(m.rows, 0)) AS rows_pending,
+    greatest(0, coalesce(r.rows_left, 0) - coalesce(m.rows, 0)) AS rows_pending,
+    coalesce(r.rows_filtered, 0) AS rows_filtered,
     coalesce(r.rows_quarantined, 0) AS rows_quarantined,
-    coalesce(p.rows - p.live_rows, 0) AS rows_excluded,
+    greatest(0, coalesce(r.rows - r.rows_live, 0)) AS rows_excluded,
     coalesce(r.rows_partial, 0) AS rows_partial,
     coalesce(r.rows_not_applied, 0) AS rows_not_applied
 FROM launched AS l
 LEFT JOIN heads AS h USING (run)
 LEFT JOIN healed AS k USING (run)
 LEFT JOIN read AS r USING (run)
-LEFT JOIN missing AS m USING (run)
-LEFT JOIN plans AS p ON p.plan_id = r.plan_id;
+LEFT JOIN missing AS m USING (run);
