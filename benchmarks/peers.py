@@ -138,8 +138,9 @@ def figures(measured: dict[str, Measured]) -> dict[str, Figure]:
         bar = "<= 0" if name == OURS else None
         for scenario, count in one.counts.items():
             if isinstance(count, Count):
-                found[f"{name}.{scenario}.repeated"] = Figure(value=count.repeated, unit="rows", bar=bar)
-                found[f"{name}.{scenario}.missing"] = Figure(value=count.missing, unit="rows", bar=bar)
+                tag = f"{name}.{scenario}" + (".without_workers" if count.with_workers else "")
+                found[f"{tag}.repeated"] = Figure(value=count.repeated, unit="rows", bar=bar)
+                found[f"{tag}.missing"] = Figure(value=count.missing, unit="rows", bar=bar)
         for order, speed in one.speed.items():
             if not speed.failed:
                 found |= _speed(f"{name}.{order}", speed, measured.get(OURS, Measured()).speed.get(order))
@@ -190,6 +191,8 @@ def _cell(count: Count | str) -> str:
     if isinstance(count, str):
         return count
     text = f"{count.repeated} / {count.missing}"
+    if count.with_workers:
+        text += f" without workers; with two: {count.with_workers}"
     if count.uninterrupted not in {None, (0, 0)}:
         assert count.uninterrupted is not None
         text += f" (uninterrupted: {count.uninterrupted[0]} / {count.uninterrupted[1]})"

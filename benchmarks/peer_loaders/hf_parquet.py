@@ -19,8 +19,7 @@ SHARED_STATE = False
 NOT_OFFERED: dict[str, str] = {}
 NOTES = [
     "load_dataset(streaming=True), split_dataset_by_node, with_format('torch'), StatefulDataLoader",
-    "shuffle: buffer of 1,000 rows as by default, at most 1/32 of the table: a state saved when the buffer holds all that a "
-    "worker has left does not load (IndexError)",
+    "shuffle: buffer of 1,000 rows as by default, at most 1/32 of the table",
     "no change of world size is documented: rank r of the new world is given the state of rank r mod W",
     "packing: batched map over 1,000 documents, the rest of each padded to a sequence (the documented recipe drops it)",
 ]

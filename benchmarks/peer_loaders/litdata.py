@@ -73,7 +73,7 @@ class _Loader:
             item_loader=_tokens(job.sequence) if job.packed else None,
         )
         self._loader = litdata.StreamingDataLoader(
-            dataset, batch_size=job.rank_batch, num_workers=job.workers, prefetch_factor=4
+            dataset, batch_size=job.rank_batch, num_workers=job.workers, prefetch_factor=job.prefetch
         )
         if state is not None:
             self._loader.load_state_dict(pickle.loads(state))

@@ -58,7 +58,7 @@ class _Loader:
             local=job.own_format, batch_size=job.rank_batch, shuffle=job.shuffle, shuffle_seed=job.seed
         )
         self._loader = streaming.StreamingDataLoader(
-            self._dataset, batch_size=job.rank_batch, num_workers=job.workers, prefetch_factor=4
+            self._dataset, batch_size=job.rank_batch, num_workers=job.workers, prefetch_factor=job.prefetch
         )
         if state is not None:
             self._loader.load_state_dict(json.loads(state))

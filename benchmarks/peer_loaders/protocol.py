@@ -45,6 +45,11 @@ class Job:
         """Samples that this rank gets in one step."""
         return self.batch_size // self.world_size
 
+    @property
+    def prefetch(self) -> int | None:
+        """Batches that each worker reads ahead, as torch's DataLoader takes it."""
+        return 4 if self.workers else None
+
 
 KINDS = 4
 

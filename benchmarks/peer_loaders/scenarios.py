@@ -75,6 +75,7 @@ class Count:
     repeated: int
     missing: int
     appended_read: int | None = None
+    with_workers: str = ""  # why it fails with workers: the count is that without
     uninterrupted: tuple[int, int] | None = None  # the same without resume, change or kill; only where there is a loss
 
     @property
@@ -91,6 +92,7 @@ class Bench:
     lake: Lake
     size: Size
     scratch: Path
+    workers: int = 2
     copies: dict[str, str] = field(default_factory=dict)  # table -> folder of the loader's own copy
     converted: list[dict[str, float]] = field(default_factory=list)
     relaunched: list[str] = field(default_factory=list)  # launches that failed and were started once more
@@ -155,7 +157,7 @@ class Bench:
             batch_size=BATCH,
             world_size=world,
             rank=rank,
-            workers=2,
+            workers=self.workers,
             seed=17,
             shuffle=scenario.shuffle,
             filtered=scenario.filtered,
@@ -191,8 +193,9 @@ class Bench:
 
     def table(self, scenario: Scenario) -> str:
         """The table of a scenario; those that are not changed are shared."""
-        name = scenario.change + self.host.name if scenario.change else "documents" if scenario.packed else "plain"
-        name = "uneven" if scenario.uneven else name
+        name = "uneven" if scenario.uneven else "documents" if scenario.packed else "plain"
+        if scenario.change:
+            name = f"{scenario.change}_{self.host.name}_{self.workers}"
         if self.lake.lakehouse.catalog.table_exists(f"{tables.NAMESPACE}.{name}"):
             return name
         in_file = self.size.groups * self.size.group_rows
@@ -252,15 +255,24 @@ class Bench:
 
 
 def outcome(bench: Bench, scenario: Scenario) -> Count | str:
-    """The count, or why there is none."""
+    """The count, or why there is none. What fails with workers is tried without."""
     reason = bench.host.about["not_offered"].get(scenario.name)
     if reason:
         return f"not offered: {reason}"
     try:
-        count = bench.run(scenario)
-        if not count.exact and len(scenario.worlds) > 1:
-            whole = bench.uninterrupted(scenario)
-            count.uninterrupted = (whole.repeated, whole.missing)
-        return count
+        return _count(bench, scenario)
     except LoaderFailed as err:
-        return f"failed: {err}"
+        failed = str(err)
+    try:
+        alone = dataclasses.replace(bench, workers=0)
+        return dataclasses.replace(_count(alone, scenario), with_workers=failed)
+    except LoaderFailed as err:
+        return f"failed: {failed}" + (f"; without workers: {err}" if str(err) != failed else "")
+
+
+def _count(bench: Bench, scenario: Scenario) -> Count:
+    count = bench.run(scenario)
+    if not count.exact and len(scenario.worlds) > 1:
+        whole = bench.uninterrupted(scenario)
+        count.uninterrupted = (whole.repeated, whole.missing)
+    return count

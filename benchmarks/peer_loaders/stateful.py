@@ -23,7 +23,7 @@ class StatefulLoader:
         self._set_epoch = set_epoch
         self._packed = job.packed
         self._loader = _stateful.StatefulDataLoader(
-            dataset, batch_size=batch_size, num_workers=job.workers, prefetch_factor=4
+            dataset, batch_size=batch_size, num_workers=job.workers, prefetch_factor=job.prefetch
         )
         if state is not None:
             self._loader.load_state_dict(pickle.loads(state))

@@ -80,9 +80,8 @@ class RowGroups(IterableDataset[dict[str, torch.Tensor]]):
 
     def _groups(self) -> Iterator[tuple[Any, Any]]:
         worker = get_worker_info()
-        assert worker is not None
-        share = self._job.rank * worker.num_workers + worker.id
-        units = self._units()[share :: self._job.world_size * worker.num_workers]
+        count, index = (worker.num_workers, worker.id) if worker else (1, 0)
+        units = self._units()[self._job.rank * count + index :: self._job.world_size * count]
         while self._at["unit"] < len(units):
             yield self._read(*units[self._at["unit"]])
             self._at |= {"unit": self._at["unit"] + 1, "row": 0}
