@@ -16,6 +16,7 @@ is computed from that log.
 
 DLAC's own loader goes through the same door, as `dlac`, in the project's environment: `open_loader` makes a `JobSpec`
 from `job` (home folder in `job.home`, table in `job.table`), and its `Loader` yields the batches of `DlacDataset`, gives
-`batch.tensors["row_id"]` as ids, and packs `state_dict()` into bytes. Import at the top of the module whatever the loader would import late: a launch is
-timed from `open_loader` on. `convert` is absent: it reads the table.
+`batch.tensors["row_id"]` as ids, and packs `state_dict()` into bytes. `convert` is absent: it reads the table.
+
+Import at the top of a module whatever the loader would import late: a launch is timed from `open_loader` on.
 """
