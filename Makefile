@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 DEMO_HOME := $(CURDIR)/demo-lakehouse
 
-.PHONY: setup demo test lint unit soak ui bench clean
+.PHONY: setup demo test lint unit soak ui bench peers clean
 
 setup: .venv/.ready
 
@@ -36,8 +36,11 @@ ui: setup  ## the Dagster UI on the demo's lakehouse
 	test -d $(DEMO_HOME)/dagster || { echo "expected the demo's lakehouse in $(DEMO_HOME), found none: run 'make demo' first"; exit 1; }
 	DAGSTER_HOME=$(DEMO_HOME)/dagster DLAC_HOME=$(DEMO_HOME) $(BIN)/dagster dev -w workspace.yaml
 
-bench: setup  ## every benchmark, each with a JSON object as its last line
-	for program in benchmarks/[a-z]*.py; do $(BIN)/python -m benchmarks.$$(basename $$program .py) || exit 1; done
+bench: setup  ## every benchmark but peers, each with a JSON object as its last line
+	for program in $(filter-out benchmarks/peers.py benchmarks/figures.py,$(wildcard benchmarks/[a-z]*.py)); do $(BIN)/python -m benchmarks.$$(basename $$program .py) || exit 1; done
+
+peers: setup  ## DLAC beside other loaders; makes .venv-peers and .venv-peers-mosaic on the first run
+	$(BIN)/python -m benchmarks.peers
 
 clean:
-	rm -rf .venv demo-lakehouse demo-report .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-peers .venv-peers-mosaic demo-lakehouse demo-report .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
