@@ -124,9 +124,7 @@ class _Turn:
             until = self._wanted.snapshot_id
             stands = self._with_passes(stands)
         start = self._excluding(stands, until, unreadable)
-        after = replace(
-            self._wanted, plan_id=start.upcoming[-1][0] if start.upcoming else self._mine.plan_id, start=start
-        )
+        after = replace(self._wanted, plan_id=self._planned_last(start, unreadable), start=start)
         if until != self._mine.snapshot_id:
             after = self._repinned(after, until)
         rows = self._order(after.start).available()
@@ -155,6 +153,15 @@ class _Turn:
         if self._wanted.passes and left <= 0:
             return replace(start, upcoming=())
         return replace(start, upcoming=((self._mine.plan_id, left if self._wanted.passes else 0),))
+
+    def _planned_last(self, start: SourceStart, unreadable: Sequence[Unreadable]) -> str:
+        """The plan over which a later leg may ask for more passes: with all exclusions, even if no pass is to come now."""
+        if start.upcoming:
+            return start.upcoming[-1][0]
+        excludes = tuple(self._wanted.exclude) != self._mine.exclude or unreadable
+        if self._mine.follow == "appends" or not excludes:
+            return self._mine.plan_id
+        return self._without(self._mine.plan_id, self._mine.snapshot_id, unreadable)
 
     def _repinned(self, after: LegSource, until: int) -> LegSource:
         """The source with what the snapshot `until` brings."""
