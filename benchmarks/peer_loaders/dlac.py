@@ -1,0 +1,70 @@
+"""DLAC's own dataset, iterated as it is: its background threads stand for the workers of the others."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from benchmarks.peer_loaders.protocol import KINDS, Ids, Job
+from dlac_pipeline.dataset import DlacDataset, open_dataset
+
+PACKAGES = ["torch", "pyarrow", "pyiceberg"]
+SHARED_STATE = True
+NOT_OFFERED: dict[str, str] = {}
+NOTES = ["open_dataset() on the Iceberg table, default order settings; `workers` are threads that decode ahead"]
+
+
+class DlacLoader:
+    """The dataset of one rank; passes follow each other in one iteration."""
+
+    def __init__(self, dataset: DlacDataset, job: Job) -> None:
+        self._dataset = dataset
+        self._job = job
+        self._batches = iter(dataset)
+
+    def batches(self, pass_number: int) -> Iterator[dict[str, Any]]:
+        """The batches up to the end of a pass; of several passes each is a whole number of batches here."""
+        last = (pass_number + 1) * (self._job.rows // self._job.batch_size) if self._job.passes > 1 else 0
+        for batch in self._batches:
+            yield batch
+            if self._dataset.step == last:
+                return
+
+    def ids(self, batch: dict[str, Any]) -> Ids:
+        """Row ids of the valid samples, or the tokens of the packed sequences with padding made negative."""
+        if self._job.packed:
+            tokens: Ids = np.where(batch["document"].numpy() > 0, batch["tokens"].numpy(), -1).reshape(-1)
+            return tokens
+        ids: Ids = batch["row_id"].numpy()[batch["dlac"]["valid"].numpy()]
+        return ids
+
+    def state(self) -> bytes:
+        """Behind the batch that was handed out last."""
+        return json.dumps(self._dataset.state_dict()).encode()
+
+    def close(self) -> None:
+        """End the background threads."""
+        self._batches.close()  # type: ignore[attr-defined]  # a generator
+
+
+def open_loader(job: Job, state: bytes | None) -> DlacLoader:
+    """A loader over the job's table."""
+    dataset = open_dataset(
+        home=job.home,
+        table=job.table,
+        columns=["tokens"] if job.packed else ["row_id", "tokens"],
+        row_filter=f"kind < {KINDS // 2}" if job.filtered else "",
+        batch_size=job.batch_size,
+        seed=job.seed,
+        shuffle=job.shuffle,
+        passes=job.passes,
+        length=job.sequence if job.packed else 0,
+        threads=max(1, job.workers),
+        rank=job.rank,
+        world_size=job.world_size,
+        state=None if state is None else json.loads(state),
+    )
+    return DlacLoader(dataset, job)
