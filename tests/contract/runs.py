@@ -1,0 +1,254 @@
+"""A run without model and ledger: a leg, where it stands, and global batches read by any number of ranks in this process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from itertools import count, islice
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from blake3 import blake3
+
+from catalog.connect import Lakehouse
+from dlac_pipeline.plan.follow import next_leg
+from dlac_pipeline.plan.leg import Leg
+from dlac_pipeline.plan.legs import asked_for, first_leg
+from dlac_pipeline.plan.order import LegOrder, ReaderState
+from dlac_pipeline.plan.planner import make_plan
+from dlac_pipeline.plan.source_order import Cursor
+from dlac_pipeline.read.batch import Batch
+from dlac_pipeline.read.open import OpenLeg, open_leg
+from dlac_pipeline.read.reader import Exchange
+from dlac_pipeline.spec import JobSpec
+from dlac_pipeline.track.tracker import ReaderStateTracker
+from tests.contract.tables import ids_in
+
+Tensors = dict[str, npt.NDArray[Any]]
+WITHIN_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class GlobalBatch:
+    """All ranks' slots of one step, in slot order; `key_groups` say which key group a slot belongs to."""
+
+    step: int
+    tensors: Tensors
+    valid: npt.NDArray[np.bool_]
+    source: npt.NDArray[np.int64]
+    rows: int
+    tokens: int
+    state: ReaderState
+    """Where all cursors stand after the step."""
+
+    @property
+    def digest(self) -> str:
+        """Of everything that a model could see of it."""
+        digest = blake3(f"{self.step} {self.rows} {self.tokens}".encode())
+        for name, array in sorted({**self.tensors, "valid": self.valid, "source": self.source}.items()):
+            digest.update(f"{name} {array.dtype} {array.shape}".encode() + np.ascontiguousarray(array).tobytes())
+        return digest.hexdigest(length=8)
+
+
+class Summing:
+    """Sums numbers over ranks that run in threads, call by call."""
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        self._changed = threading.Condition()
+        self._given: dict[int, list[Sequence[int]]] = {}
+        self._broken = False
+
+    def exchange(self) -> Exchange:
+        """What one rank sums with."""
+        calls = count()
+
+        def start(counts: Sequence[int]) -> _Sum:
+            call = next(calls)
+            with self._changed:
+                self._given.setdefault(call, []).append(counts)
+                self._changed.notify_all()
+            return _Sum(self, call)
+
+        return start
+
+    def break_off(self) -> None:
+        """Let nobody wait for a rank that failed."""
+        with self._changed:
+            self._broken = True
+            self._changed.notify_all()
+
+    def result(self, call: int) -> Sequence[int]:
+        """The sums of a call, when all ranks have made it."""
+        with self._changed:
+            done = self._changed.wait_for(
+                lambda: self._broken or len(self._given[call]) == self._world_size, timeout=WITHIN_S
+            )
+            if self._broken or not done:
+                raise BrokenPipeError(f"another rank failed or did not come to call {call}")
+            return [sum(each) for each in zip(*self._given[call], strict=True)]
+
+
+@dataclass(frozen=True)
+class _Sum:
+    of: Summing
+    call: int
+
+    def wait(self) -> Sequence[int]:
+        return self.of.result(self.call)
+
+
+@dataclass
+class Run:
+    """A run that is committed up to `step`; `batches` are those of the committed steps, over all legs."""
+
+    lakehouse: Lakehouse
+    spec: JobSpec
+    leg: Leg
+    opened: OpenLeg
+    state: ReaderState
+    step: int = 0
+    batches: list[GlobalBatch] = field(default_factory=list)
+    rows_consumed: int = 0
+    """As the advances say."""
+
+    @classmethod
+    def begin(cls, lakehouse: Lakehouse, spec: JobSpec) -> Run:
+        """Plan the sources and stand before the first step."""
+        leg = first_leg(spec, [make_plan(lakehouse, source) for source in spec.sources])
+        opened = open_leg(lakehouse, leg, spec)
+        return cls(lakehouse, spec, leg, opened, opened.start_state())
+
+    def turn(self, spec: JobSpec, *, repin: bool) -> bool:
+        """Go over to the next leg where the spec or the tables ask for one; whether they do."""
+        uuids = {
+            source.table: str(self.lakehouse.load(source.table).metadata.table_uuid) for source in self.spec.sources
+        }
+        asked = asked_for(spec, self.leg, uuids)
+        after = next_leg(self.lakehouse, spec, self.leg, asked, step=self.step, state=self.state, repin=repin)
+        turned = after is not self.leg
+        if turned:
+            self.spec, self.leg, self.opened = spec, after, open_leg(self.lakehouse, after, spec)
+            self.state = [list(source.start.cursors) for source in after.sources]
+        return turned
+
+    def follow(self, other: Run) -> None:
+        """Go over to the leg to which the other run, which stands where this one does, has gone."""
+        self.spec, self.leg, self.opened = other.spec, other.leg, other.opened
+        self.state = [list(source.start.cursors) for source in other.leg.sources]
+
+    def attempt(
+        self, *, world_size: int = 1, steps: int | None, commit: int | None = None, budget_bytes: int = 2**20
+    ) -> list[GlobalBatch]:
+        """Read up to `steps` batches as ranks do that begin behind the last committed step, and commit the first of them.
+
+        Readers are closed where they stand, with what they have read ahead.
+        """
+        leg, opened = Leg.from_json(self.leg.to_json()), self.opened
+        assert leg == self.leg
+        summing = Summing(world_size)
+
+        def rank(number: int) -> tuple[range, list[Batch]]:
+            order = leg.order(opened.order.sources[0].units)  # of its own: ranks share no memory
+            order.mixture = opened.order.mixture  # whose tables take long to make
+            reader = replace(opened, order=order).reader(
+                rank=number,
+                world_size=world_size,
+                step=self.step,
+                state=self.state,
+                exchange=summing.exchange(),
+                budget_bytes=budget_bytes,
+            )
+            with closing(reader):
+                try:
+                    return reader.groups, list(islice(reader, steps))
+                except BaseException:
+                    summing.break_off()
+                    raise
+
+        by_rank = _in_threads(rank, world_size)
+        read = [
+            _joined(parts, [groups for groups, _ in by_rank], leg.key_groups)
+            for parts in zip(*(batches for _, batches in by_rank), strict=True)
+        ]
+        if opened.order.counted:
+            for batch in read:
+                assert batch.state == opened.order.reader_state(batch.step)
+        self._commit(read[:commit], by_rank, opened.order)
+        return read
+
+    def _commit(self, committed: Sequence[GlobalBatch], by_rank: Any, order: LegOrder) -> None:
+        if not committed:
+            return
+        last = committed[-1]
+        for groups, batches in by_rank:
+            tracker = ReaderStateTracker(committed_step=self.step, groups=groups)
+            for batch in batches[: len(committed)]:
+                tracker.step_done(batch, applied=True)
+            self.rows_consumed += sum(advance.rows_consumed for advance in tracker.advances())
+        if order.counted:
+            self.rows_consumed += sum(
+                advance.rows_consumed
+                for group in range(order.settings.key_groups)
+                for advance in order.advances(group, self.step + 1, last.step, applied=True)
+            )
+        self.batches += committed
+        self.step, self.state = last.step, last.state
+
+
+def rows_left(order: LegOrder, source: int, cursors: Sequence[Cursor]) -> list[int]:
+    """The ids of the rows that a finite source has still to come behind these cursors."""
+    left: list[int] = []
+    mine = order.sources[source]
+    for group, cursor in enumerate(cursors):
+        for stretch in mine.stretches(group, mine.consumed_at(group, cursor)):
+            units = stretch.cut.units
+            for row in stretch.block.rows_of(stretch.start, stretch.stop).tolist():
+                index = int(np.searchsorted(stretch.block.base, row, side="right")) - 1
+                slices = stretch.block.slices
+                unit = int(slices.unit[index])
+                offset = int(slices.first[index] + row - stretch.block.base[index])
+                left.append(ids_in(units.file_paths[int(units.file[unit])])[int(units.first_row[unit]) + offset])
+    return left
+
+
+def _in_threads(rank: Callable[[int], Any], world_size: int) -> list[Any]:
+    with ThreadPoolExecutor(world_size) as pool:
+        futures = [pool.submit(rank, number) for number in range(world_size)]
+    failed = [err for err in (future.exception() for future in futures) if err is not None]
+    for err in sorted(failed, key=lambda err: isinstance(err, BrokenPipeError)):
+        raise err
+    return [future.result() for future in futures]
+
+
+def _joined(parts: Sequence[Batch], groups: Sequence[range], key_groups: int) -> GlobalBatch:
+    """The ranks' parts of a step as one; what they say of the whole must be alike."""
+    (step,) = {part.step for part in parts}
+    ((rows, tokens),) = {(part.rows, part.tokens) for part in parts}
+    by_group: dict[int, list[list[int]]] = {}
+    for mine, part in zip(groups, parts, strict=True):
+        for group, cursors in zip(mine, part.cursors.tolist(), strict=True):
+            assert by_group.setdefault(group, cursors) == cursors, "ranks that share a key group agree on its cursor"
+    sources = len(by_group[0])
+    state = [[Cursor(*by_group[group][source]) for group in range(key_groups)] for source in range(sources)]
+    return GlobalBatch(
+        step=step,
+        tensors={name: _end_to_end(name, parts) for name in parts[0].tensors},
+        valid=np.concatenate([part.valid.numpy() for part in parts]),
+        source=np.concatenate([part.source.numpy() for part in parts]),
+        rows=rows,
+        tokens=tokens,
+        state=state,
+    )
+
+
+def _end_to_end(name: str, parts: Sequence[Batch]) -> npt.NDArray[Any]:
+    arrays = [part.tensors[name].numpy() for part in parts]
+    if not name.endswith(".offsets"):
+        return np.concatenate(arrays)
+    shifts = np.cumsum([0, *(array[-1] for array in arrays)])
+    return np.concatenate([[0], *(array[1:] + shift for array, shift in zip(arrays, shifts, strict=False))])

@@ -1,0 +1,74 @@
+"""What examples of the contract found, by itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from catalog.connect import Lakehouse, LakehouseConfig, connect
+from dlac_pipeline.spec import JobSpec, parse_spec
+from tests.contract.contract import PER_ROW, Reading
+from tests.contract.readings import LISTS, PACKED
+from tests.contract.runs import Run
+from tests.contract.tables import SourceTable
+
+
+@pytest.fixture
+def lakehouse(tmp_path: Path) -> Lakehouse:
+    """An empty lakehouse."""
+    made = connect(LakehouseConfig().at_home(tmp_path / "home"))
+    made.create_namespace("src")
+    return made
+
+
+def spec_of(reading: Reading, order: dict[str, Any], **source: Any) -> JobSpec:
+    """A spec that reads src.t so."""
+    raw = {
+        "run": "r",
+        "source": {"table": "src.t", "columns": list(reading.columns), **reading.source, **source},
+        "order": {"key_groups": 2, "batch_size": 4, "seed": 1, **order},
+        "sequences": dict(reading.sequences),
+        "launch": {"script": "s.py"},
+    }
+    return parse_spec(raw, origin="the test")
+
+
+def table_of(lakehouse: Lakehouse, reading: Reading, *appends: int) -> SourceTable:
+    """The table src.t with these appends."""
+    table = SourceTable(lakehouse, "src.t", reading.rows)
+    for rows in appends:
+        table.append(rows)
+    return table
+
+
+def test_what_is_excluded_in_the_last_pass_is_not_read_in_passes_that_are_added(lakehouse: Lakehouse) -> None:
+    """Exclusions hold for passes that a leg after the next one asks for, too."""
+    table_of(lakehouse, LISTS, 20, 20)
+    run = Run.begin(lakehouse, spec_of(LISTS, {"passes": 1}))
+    run.attempt(steps=2)
+    excluding = {"exclude": ["row_id < 10"]}
+    assert run.turn(spec_of(LISTS, {"passes": 1}, **excluding), repin=False)
+    run.attempt(steps=2)
+    assert run.turn(spec_of(LISTS, {"passes": 2}, **excluding), repin=False)
+    run.attempt(steps=None)
+    behind = [row for batch in run.batches[2:] for row in batch.tensors["row_id"][batch.valid].tolist()]
+    assert min(behind) == 10
+    assert sum(row == 10 for row in behind) >= 1
+
+
+def test_a_row_that_is_gone_while_it_is_read_is_not_read_on(lakehouse: Lakehouse) -> None:
+    """The rest of a document that was packed in part, and deleted then, is passed over; what follows begins at its beginning."""
+    table = table_of(lakehouse, PACKED, 40)
+    spec = spec_of(PACKED, {}, follow="appends", identity_columns=["row_id"])
+    run = Run.begin(lakehouse, spec)
+    while not any(cursor.offset for cursor in run.state[0]):
+        assert run.attempt(steps=1)
+    read = run.batches[-1].tensors["tokens"]
+    split = {int(read[-1][-1]) // PER_ROW, int(read[1][-1]) // PER_ROW}
+    table.delete_positions(split)
+    assert run.turn(spec, repin=True)
+    behind = run.attempt(steps=None)
+    assert behind
+    assert not split & {int(token) // PER_ROW for batch in behind for token in batch.tensors["tokens"].reshape(-1)}

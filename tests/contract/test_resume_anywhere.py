@@ -1,0 +1,110 @@
+"""Every reader configuration holds the contract."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from itertools import count
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from catalog.connect import Lakehouse, LakehouseConfig, connect
+from tests.contract.contract import Contract, Reading
+from tests.contract.readings import (
+    LISTS,
+    NULLABLE,
+    PACKED,
+    SCALARS,
+    TEXTS,
+    tokenized,
+    transformed,
+    transformed_packed,
+)
+
+EXAMPLES, CAMPAIGN = 5, 150
+LEGS = 4
+KEYED = {"identity_columns": ["row_id"]}
+FOLLOWS = {"follow": "appends"}
+ANY_DELETE = ("delete_positions", "delete_equal")
+
+
+def filtered(reading: Reading) -> Reading:
+    """With a row filter, and rows deleted before and between the legs."""
+    source = {**reading.source, "row_filter": "kept = true"}
+    return replace(reading, source=source, keeps=lambda row: row % 3 != 0, deletes=ANY_DELETE)
+
+
+def followed(reading: Reading, *deletes: str, keyed: bool = False) -> Reading:
+    """Going on to what is appended."""
+    source = {**reading.source, **FOLLOWS, **(KEYED if keyed else {})}
+    return replace(reading, source=source, deletes=deletes or ANY_DELETE)
+
+
+def mixed(reading: Reading, *sources: dict[str, float]) -> Reading:
+    """Several sources with these fields."""
+    return replace(reading, mixture=sources)
+
+
+ENDLESS: dict[str, float] = {"passes": 0}
+READINGS: dict[str, Callable[[Path], Reading]] = {
+    "lists": lambda folder: LISTS,
+    "scalars": lambda folder: SCALARS,
+    "texts": lambda folder: TEXTS,
+    "nullable": lambda folder: NULLABLE,
+    "filter and deletes": lambda folder: filtered(LISTS),
+    "in table order": lambda folder: replace(filtered(LISTS), order={"shuffle": False}),
+    "packed": lambda folder: PACKED,
+    "packed with filter and deletes": lambda folder: filtered(PACKED),
+    "tokenized": tokenized,
+    "transformed": transformed,
+    "transformed and packed": transformed_packed,
+    "mixture": lambda folder: mixed(LISTS, {"weight": 0.7}, {"weight": 0.2, "passes": 2}, {"weight": 0.1}),
+    "mixture with an endless source": lambda folder: mixed(LISTS, {"weight": 0.5}, {"weight": 0.5, **ENDLESS}),
+    "endless mixture": lambda folder: replace(mixed(LISTS, ENDLESS, {"weight": 0.3, **ENDLESS}), order={"steps": 25}),
+    "packed mixture": lambda folder: mixed(PACKED, {"weight": 0.6}, {"weight": 0.4, "passes": 2}),
+    "transformed mixture": lambda folder: mixed(transformed(folder), {"weight": 0.6}, {"weight": 0.4, "passes": 2}),
+    "following": lambda folder: followed(LISTS),
+    "following by keys": lambda folder: followed(LISTS, "delete", "delete_positions", keyed=True),
+    "following, packed": lambda folder: followed(PACKED, "delete", "delete_positions", keyed=True),
+    "following, transformed": lambda folder: followed(transformed(folder)),
+    "following mixture": lambda folder: mixed(followed(LISTS, keyed=True), {"weight": 0.6}, {"weight": 0.4}),
+    "everything": lambda folder: mixed(filtered(followed(PACKED, keyed=True)), {"weight": 0.6}, {"weight": 0.4}),
+}
+
+
+@pytest.mark.parametrize("name", READINGS)
+def test_resume_anywhere(tmp_path: Path, name: str) -> None:
+    """Killed at any batch, with any number of ranks, over any history: the same batches, and each row once per pass."""
+    _hold(tmp_path, READINGS[name](tmp_path), EXAMPLES)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", READINGS)
+def test_resume_anywhere_campaign(tmp_path: Path, name: str) -> None:
+    """The same in many more examples."""
+    _hold(tmp_path, READINGS[name](tmp_path), CAMPAIGN)
+
+
+def _hold(folder: Path, reading: Reading, examples: int) -> None:
+    numbers = count()
+
+    # Examples take a second each: a failing one is reported as it was drawn, for it would take very long to shrink it.
+    @settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate])
+    @given(st.data())
+    def example(data: st.DataObject) -> None:
+        number = next(numbers)
+        Contract(_lakehouse(folder / f"home-{number // 8}"), reading, data, f"t{number}").run(legs=LEGS)
+
+    example()
+
+
+@cache
+def _lakehouse(home: Path) -> Lakehouse:
+    """A lakehouse for a few examples: plans are found more slowly the more of them there are."""
+    made = connect(LakehouseConfig().at_home(home))
+    made.create_namespace("src")
+    return made

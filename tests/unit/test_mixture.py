@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dlac_pipeline.plan.mixture import MAX_KEY_GROUPS, Mixture, Present
+
+EXAMPLES = settings(max_examples=40, deadline=None)
+PERIOD = MAX_KEY_GROUPS + 1
+WEIGHTS = st.lists(st.one_of(st.floats(0.01, 10), st.sampled_from([1e-4, 1e-3, 1.0, 1000.0])), min_size=1, max_size=8)
+GROUPS = st.one_of(st.integers(1, 64), st.sampled_from([1024, 4096, 28_657, MAX_KEY_GROUPS]))
+FEW = 10.0
+"""Samples by which any stretch of two periods may differ from a source's share: 6.8 is the most among thousands of weights,
+and weights are rounded to the places of a period."""
+
+
+def presents(sources: int) -> st.SearchStrategy[Present]:
+    """At least one of the sources is there."""
+    return st.lists(st.booleans(), min_size=sources, max_size=sources).filter(any).map(tuple)
+
+
+@EXAMPLES
+@given(WEIGHTS, GROUPS, st.data())
+def test_counts_are_those_of_the_schedule(weights: list[float], groups: int, data: st.DataObject) -> None:
+    """Counting a stretch is the same as walking it, near the beginning and far behind; an absent source gives nothing."""
+    mixture, present = Mixture(weights, groups), data.draw(presents(len(weights)))
+    group = data.draw(st.integers(0, groups - 1))
+    start = data.draw(st.one_of(st.integers(0, 3 * PERIOD), st.integers(0, 10**11)))
+    stop = start + data.draw(st.one_of(st.integers(0, 50), st.integers(0, 2 * PERIOD)))
+    sources = mixture.sources(group, start, stop, present)
+    counts = mixture.counts(group, start, stop, present)
+    assert counts.tolist() == np.bincount(sources, minlength=len(weights)).tolist()
+    assert all(here or not count for here, count in zip(present, counts.tolist(), strict=True))
+
+
+@EXAMPLES
+@given(WEIGHTS, GROUPS, st.data())
+def test_the_nth_sample_of_a_source_is_found(weights: list[float], groups: int, data: st.DataObject) -> None:
+    """Where the n-th sample of a source since a place lies: the stretch up to it holds n, and one sample less holds one less."""
+    mixture, present = Mixture(weights, groups), data.draw(presents(len(weights)))
+    group, start = data.draw(st.integers(0, groups - 1)), data.draw(st.integers(0, 10**6))
+    source = data.draw(st.sampled_from([index for index, here in enumerate(present) if here]))
+    if not mixture.counts(group, 0, PERIOD, present)[source]:
+        return  # a share below a place in the period gives nothing at all
+    count = data.draw(st.integers(1, 200))
+    stop = mixture.nth(group, start, source, count, present)
+    assert mixture.counts(group, start, stop, present)[source] == count
+    assert mixture.counts(group, start, stop - 1, present)[source] == count - 1
+    assert mixture.nth(group, start, source, 0, present) == start
+
+
+@EXAMPLES
+@given(WEIGHTS, st.data())
+def test_any_stretch_holds_every_source_in_its_share(weights: list[float], data: st.DataObject) -> None:
+    """Over all key groups, wherever a stretch begins and ends, each source is within a few samples of its weight."""
+    present = data.draw(presents(len(weights)))
+    sources = Mixture(weights, 1).sources(0, 0, 2 * PERIOD, present)
+    shares = np.where(present, weights, 0.0)
+    for source, share in enumerate(shares / shares.sum()):
+        ahead = np.cumsum(sources == source) - share * np.arange(1, 2 * PERIOD + 1)
+        assert ahead.max() - ahead.min() < FEW
+
+
+@EXAMPLES
+@given(WEIGHTS, st.integers(1, 64), st.integers(1, 40), st.data())
+def test_the_samples_of_all_groups_are_one_schedule(
+    weights: list[float], groups: int, samples: int, data: st.DataObject
+) -> None:
+    """Sample k of key group g is the (k*G + g)-th of the schedule, however it is asked for."""
+    mixture, present = Mixture(weights, groups), data.draw(presents(len(weights)))
+    start = data.draw(st.integers(0, 10**6))
+    together = np.stack([mixture.sources(group, start, start + samples, present) for group in range(groups)], axis=1)
+    whole = Mixture(weights, 1).sources(0, start * groups, (start + samples) * groups, present)
+    assert together.reshape(-1).tolist() == whole.tolist()
+    bounds = sorted(data.draw(st.sets(st.integers(0, samples), max_size=4)) | {0, samples})
+    parts = [mixture.sources(0, start + low, start + high, present) for low, high in pairwise(bounds)]
+    assert np.concatenate(parts).tolist() == together[:, 0].tolist()
+
+
+def test_a_source_alone_gives_all() -> None:
+    """While one source is there it gives every sample, whatever its weight."""
+    mixture, present = Mixture([1e-9, 1.0], 4), (True, False)
+    assert mixture.sources(3, 5, 9, present).tolist() == [0] * 4
+    assert mixture.counts(3, 5, 9, present).tolist() == [4, 0]
+    assert mixture.nth(3, 5, 0, 4, present) == 9
+
+
+@pytest.mark.parametrize(
+    ("weights", "groups", "message"),
+    [
+        ([], 1, "one or more weights"),
+        ([1.0, 0.0], 1, "above 0"),
+        ([1.0], 0, "key groups"),
+        ([1.0], PERIOD, "key groups"),
+    ],
+)
+def test_what_is_no_mixture_is_refused(weights: list[float], groups: int, message: str) -> None:
+    """No weights, a weight of nothing, or more key groups than the period has places."""
+    with pytest.raises(ValueError, match=message):
+        Mixture(weights, groups)
+
+
+def test_a_tiny_share_comes_in_its_time() -> None:
+    """A source of one sample in ten thousand comes, and no gap is much longer than that."""
+    sources = Mixture([0.9999, 0.0001], 1).sources(0, 0, 3 * PERIOD, (True, True))
+    gaps = np.diff(np.flatnonzero(sources))
+    assert gaps.min() > 2_000
+    assert gaps.max() < 30_000

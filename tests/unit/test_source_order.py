@@ -1,0 +1,355 @@
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dlac_pipeline.plan.cut import CutSettings, PassCut, deal
+from dlac_pipeline.plan.source_order import Cursor, OpenCut, SourceOrder, SourceStart, Stretch
+from dlac_pipeline.plan.units import UnitTable
+from tests.legs import units_of
+
+EXAMPLES = settings(max_examples=60, deadline=None)
+Place = tuple[int, int]
+"""(unit, row in the unit)."""
+
+
+def places_of(stretch: Stretch) -> list[Place]:
+    """The rows of one stretch, in reading order."""
+    block = stretch.block
+    rows = block.rows_of(stretch.start, stretch.stop)
+    at = np.searchsorted(block.base, rows, side="right") - 1
+    offsets = block.slices.first[at] + rows - block.base[at]
+    return [(int(unit), int(row)) for unit, row in zip(block.slices.unit[at], offsets, strict=True)]
+
+
+def rows_of(order: SourceOrder, group: int, start: int, stop: int | None = None) -> list[tuple[int, Place]]:
+    """(pass, row) of a key group's rows start .. stop-1 of the leg, in reading order."""
+    return [
+        (stretch.pass_index, place) for stretch in order.stretches(group, start, stop) for place in places_of(stretch)
+    ]
+
+
+def live_in(units: UnitTable) -> set[Place]:
+    """Every row that is not dead."""
+    return {(unit, row) for unit in range(len(units)) for row in units.live_offsets(unit).tolist()}
+
+
+def without(units: UnitTable, rows: set[Place]) -> UnitTable:
+    """The same units with these rows dead, too."""
+    dead = {unit: {*offsets.tolist()} for unit, offsets in units.dead.items()}
+    for unit, row in rows:
+        dead.setdefault(unit, set()).add(row)
+    return replace(units, dead={unit: np.array(sorted(offsets), dtype=np.int64) for unit, offsets in dead.items()})
+
+
+@st.composite
+def unit_tables(draw: st.DrawFn) -> UnitTable:
+    """A few units of few rows, perhaps a large one, dead rows anywhere, at least one live row."""
+    rows = draw(st.lists(st.integers(1, 7), min_size=1, max_size=12))
+    if draw(st.booleans()):
+        rows.insert(draw(st.integers(0, len(rows))), draw(st.integers(30, 90)))
+    dead = {
+        unit: sorted(draw(st.sets(st.integers(0, rows[unit] - 1), min_size=1)))
+        for unit in draw(st.sets(st.integers(0, len(rows) - 1), max_size=4))
+    }
+    return units_of(rows, {} if sum(rows) == sum(map(len, dead.values())) else dead)
+
+
+@st.composite
+def cut_settings(draw: st.DrawFn) -> CutSettings:
+    """How passes are cut."""
+    return CutSettings(
+        seed=draw(st.integers(0, 2**63 - 1)),
+        key_groups=draw(st.integers(1, 6)),
+        block_slices=draw(st.integers(1, 4)),
+        shuffle=draw(st.booleans()),
+        source=draw(st.integers(0, 3)),
+    )
+
+
+@st.composite
+def queues(draw: st.DrawFn, *, endless: bool = False) -> tuple[dict[str, UnitTable], list[tuple[str, int]]]:
+    """One to four plans and how many passes are made over each."""
+    plans = {f"p{index}": draw(unit_tables()) for index in range(draw(st.integers(1, 4)))}
+    upcoming = [(plan_id, draw(st.integers(1, 3))) for plan_id in plans]
+    if endless:
+        upcoming[-1] = (upcoming[-1][0], 0)
+    return plans, upcoming
+
+
+@dataclass
+class Model:
+    """What a source must do, written down again: who was dealt what, and what is left of it, row by row."""
+
+    settings: CutSettings
+    dealt: list[int]
+    upcoming: list[tuple[str, int]]
+    passes: int = 0
+    named: dict[int, OpenCut] = field(default_factory=dict)
+    lines: dict[int, list[list[Place]]] = field(default_factory=dict)
+    """Pass -> of each key group all rows that it was dealt, in reading order, however many of them are gone by now."""
+    at: list[tuple[int, int]] = field(default_factory=list)
+    """Of each key group the pass, and how many of its rows it is behind."""
+    read: list[tuple[int, int, Place]] = field(default_factory=list)
+    excluded: set[tuple[str, Place]] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.at = [(0, 0)] * self.settings.key_groups
+
+    def take(self, group: int, count: int | None, plans: dict[str, UnitTable]) -> list[tuple[int, Place]]:
+        """The next rows of a key group; all there are if `count` is None."""
+        taken: list[tuple[int, Place]] = []
+        pass_index, behind = self.at[group]
+        while count is None or len(taken) < count:
+            if pass_index == self.passes and not self._enter(plans):
+                break
+            line = self.lines[pass_index][group]
+            if behind == len(line):
+                pass_index, behind = pass_index + 1, 0
+                continue
+            place = line[behind]
+            behind += 1
+            if (self.named[pass_index].plan_id, place) not in self.excluded:
+                taken.append((pass_index, place))
+                self.at[group] = (pass_index, behind)
+        self.read += [(group, pass_index, place) for pass_index, place in taken]
+        return taken
+
+    def exclude(self, plan_id: str, rows: set[Place]) -> None:
+        """These rows of a plan are not read from now on; those not read yet count as never dealt."""
+        fresh = {(plan_id, place) for place in rows} - self.excluded
+        for pass_index, lines in self.lines.items():
+            for group, line in enumerate(lines):
+                left = line if self.at[group][0] < pass_index else line[self.at[group][1] :]
+                if self.at[group][0] <= pass_index and self.named[pass_index].plan_id == plan_id:
+                    self.dealt[group] -= sum((plan_id, place) in fresh for place in left)
+        self.excluded |= fresh
+
+    def _enter(self, plans: dict[str, UnitTable]) -> bool:
+        for queue, (plan_id, passes) in enumerate(self.upcoming):
+            if passes != -1:
+                self.upcoming[queue] = (plan_id, passes - 1 if passes > 1 else -1 if passes == 1 else 0)
+                self._cut(plan_id, plans)
+                return True
+        return False
+
+    def _cut(self, plan_id: str, plans: dict[str, UnitTable]) -> None:
+        gone = {place for other, place in self.excluded if other == plan_id}
+        units = without(plans[plan_id], gone)
+        cut = PassCut(units, self.settings, self.passes, np.array(self.dealt, dtype=np.int64))
+        self.named[self.passes] = OpenCut(
+            pass_index=self.passes,
+            plan_id=plan_id,
+            live_plan_id=plan_id,
+            dealt_before=tuple(self.dealt),
+            settings=self.settings,
+        )
+        self.lines[self.passes] = [
+            [
+                place
+                for index in range(cut.block_count(group))
+                for place in places_of(Stretch(cut, cut.block(group, index), 0, cut.block(group, index).live_rows))
+            ]
+            for group in range(self.settings.key_groups)
+        ]
+        self.dealt = [before + len(line) for before, line in zip(self.dealt, self.lines[self.passes], strict=True)]
+        self.passes += 1
+
+
+def fresh(upcoming: Sequence[tuple[str, int]], settings: CutSettings) -> SourceStart:
+    """A source of which nothing was read."""
+    return SourceStart.fresh(settings.key_groups, upcoming)
+
+
+def cursors_at(order: SourceOrder, consumed: Sequence[int]) -> list[Cursor]:
+    """The cursor of each key group behind so many rows."""
+    return [order.cursor(group, count) for group, count in enumerate(consumed)]
+
+
+def available(order: SourceOrder) -> list[int]:
+    """Rows of each key group; the source ends."""
+    rows = order.available()
+    assert rows is not None
+    return [int(count) for count in rows]
+
+
+def split_row(order: SourceOrder, group: int, consumed: int) -> Cursor:
+    """The cursor of a key group that is behind some items of its next row, as packing leaves it."""
+    (stretch,) = order.stretches(group, consumed, consumed + 1)
+    position = int(stretch.block.positions_of(stretch.start, stretch.stop)[0])
+    return Cursor(stretch.pass_index, stretch.block.index, position, 5)
+
+
+@EXAMPLES
+@given(queues(), cut_settings())
+def test_each_live_row_once_per_pass(
+    queue: tuple[dict[str, UnitTable], list[tuple[str, int]]], settings: CutSettings
+) -> None:
+    """Plan after plan, pass after pass, all key groups together read every live row once, and pass numbers go on."""
+    plans, upcoming = queue
+    order = SourceOrder(fresh(upcoming, settings), plans, settings)
+    read = [row for group in range(settings.key_groups) for row in rows_of(order, group, 0)]
+    numbered = [plan_id for plan_id, passes in upcoming for _ in range(passes)]
+    expected = [(index, place) for index, plan_id in enumerate(numbered) for place in live_in(plans[plan_id])]
+    assert Counter(read) == Counter(expected)
+    assert sum(available(order)) == len(expected)
+
+
+@EXAMPLES
+@given(queues(), cut_settings(), st.data())
+def test_a_cursor_says_how_much_was_consumed(
+    queue: tuple[dict[str, UnitTable], list[tuple[str, int]]], settings: CutSettings, data: st.DataObject
+) -> None:
+    """Also in a leg that begins in the middle of open cuts, and within a row that was read in part; cursors only grow."""
+    plans, upcoming = queue
+    order = SourceOrder(fresh(upcoming, settings), plans, settings)
+    consumed = [data.draw(st.integers(0, rows)) for rows in available(order)]
+    for start in (order.start, order.finish_at(cursors_at(order, consumed))):
+        again = SourceOrder(start, plans, settings)
+        for group, rows in enumerate(available(SourceOrder(start, plans, settings))):
+            cursors = [again.cursor(group, count) for count in range(rows + 1)]
+            assert cursors == sorted(cursors)
+            assert len(set(cursors)) == len(cursors)
+            fresh_order = SourceOrder(start, plans, settings)
+            assert [fresh_order.consumed_at(group, cursor) for cursor in cursors] == list(range(rows + 1))
+            for count in range(rows):
+                assert fresh_order.consumed_at(group, split_row(again, group, count)) == count
+
+
+@EXAMPLES
+@given(queues(endless=True), cut_settings(), st.data())
+def test_any_sequence_of_legs_reads_what_one_leg_reads(
+    queue: tuple[dict[str, UnitTable], list[tuple[str, int]]], settings: CutSettings, data: st.DataObject
+) -> None:
+    """However unevenly key groups get on, ending a leg and beginning the next changes neither rows nor cuts."""
+    plans, upcoming = queue
+    whole = SourceOrder(fresh(upcoming, settings), plans, settings)
+    start, done = whole.start, [0] * settings.key_groups
+    for _ in range(data.draw(st.integers(1, 5))):
+        order = SourceOrder(start, plans, settings)
+        cursors = []
+        for group in range(settings.key_groups):
+            count = data.draw(st.integers(0, 60))
+            assert rows_of(order, group, 0, count) == rows_of(whole, group, done[group], done[group] + count)
+            done[group] += count
+            split = data.draw(st.booleans())
+            cursors.append(split_row(order, group, count) if split else order.cursor(group, count))
+            assert cursors[-1] == (split_row(whole, group, done[group]) if split else whole.cursor(group, done[group]))
+        start = order.finish_at(cursors)
+        for opened in start.open:
+            assert opened == whole.open_cut_of(opened.pass_index)
+        lowest = min(cursor.pass_index for cursor in cursors)
+        assert all(lowest <= opened.pass_index < start.next_pass for opened in start.open)
+
+
+@EXAMPLES
+@given(queues(), cut_settings(), st.data())
+def test_legs_with_exclusions_and_appends(
+    queue: tuple[dict[str, UnitTable], list[tuple[str, int]]], settings: CutSettings, data: st.DataObject
+) -> None:
+    """Rows excluded between legs are passed over and nothing is cut again; appended plans follow; key groups stay level."""
+    plans, upcoming = queue
+    model = Model(settings, [0] * settings.key_groups, list(upcoming))
+    start = fresh(upcoming, settings)
+    live: dict[str, str] = {plan_id: plan_id for plan_id in plans}
+    everything = dict(plans)
+    for leg in range(data.draw(st.integers(1, 4)) + 1):
+        order = SourceOrder(start, everything, settings)
+        rows = available(SourceOrder(start, everything, settings))
+        consumed = [data.draw(st.integers(0, count)) for count in rows]
+        for group, count in enumerate(consumed):
+            assert rows_of(order, group, 0, count) == model.take(group, count, plans)
+        start = order.finish_at(cursors_at(order, consumed))
+        assert list(start.dealt) == model.dealt
+        assert start.next_pass == model.passes
+        for opened in start.open:
+            named = model.named[opened.pass_index]
+            assert (opened.dealt_before, opened.settings) == (named.dealt_before, named.settings)
+        if data.draw(st.booleans()):
+            start = _excluding(start, model, plans, live, everything, data, settings)
+        if data.draw(st.booleans()):
+            appended = f"a{leg}"
+            plans[appended] = everything[appended] = data.draw(unit_tables())
+            live[appended] = appended
+            passes = data.draw(st.integers(1, 2))
+            start = replace(start, upcoming=(*start.upcoming, (appended, passes)))
+            model.upcoming.append((appended, passes))
+    order = SourceOrder(start, everything, settings)
+    for group in range(settings.key_groups):
+        assert rows_of(order, group, 0) == model.take(group, None, plans)
+    _check_read(model, plans)
+
+
+def _excluding(
+    start: SourceStart,
+    model: Model,
+    plans: dict[str, UnitTable],
+    live: dict[str, str],
+    everything: dict[str, UnitTable],
+    data: Any,
+    settings: CutSettings,
+) -> SourceStart:
+    """The start of a leg that leaves rows of some plan out, as `follow` makes it."""
+    plan_id = data.draw(st.sampled_from(sorted(plans)))
+    known = {place for other, place in model.excluded if other == plan_id}
+    left = sorted(live_in(plans[plan_id]) - known)
+    rows = data.draw(st.sets(st.sampled_from(left), max_size=len(left) - 1)) if len(left) > 1 else set()
+    before = SourceOrder(start, everything, settings).open_rows()
+    model.exclude(plan_id, rows)
+    now = f"{plan_id} without {len(known | rows)} in leg {len(everything)}"
+    everything[now] = without(plans[plan_id], known | rows)
+    old, live[plan_id] = live[plan_id], now
+    start = replace(
+        start,
+        open=tuple(replace(cut, live_plan_id=now) if cut.live_plan_id == old else cut for cut in start.open),
+        upcoming=tuple((now if each == old else each, passes) for each, passes in start.upcoming),
+    )
+    removed = before - SourceOrder(start, everything, settings).open_rows()
+    assert (removed >= 0).all()
+    return replace(start, dealt=tuple((np.array(start.dealt) - removed).tolist()))
+
+
+def _check_read(model: Model, plans: dict[str, UnitTable]) -> None:
+    """Each live row was read once per pass; but rows that were excluded before their turn."""
+    read = Counter((pass_index, place) for _, pass_index, place in model.read)
+    for pass_index, named in model.named.items():
+        rows = live_in(plans[named.plan_id])
+        gone = {place for plan_id, place in model.excluded if plan_id == named.plan_id}
+        mine = {place for number, place in read if number == pass_index}
+        assert rows - gone <= mine <= rows
+    assert all(times == 1 for times in read.values())
+
+
+@EXAMPLES
+@given(queues(), cut_settings())
+def test_key_groups_stay_level(
+    queue: tuple[dict[str, UnitTable], list[tuple[str, int]]], settings: CutSettings
+) -> None:
+    """After every pass of any number of plans no key group was dealt more than one row more than another."""
+    plans, upcoming = queue
+    order = SourceOrder(fresh(upcoming, settings), plans, settings)
+    order.available()
+    dealt = np.zeros(settings.key_groups, dtype=np.int64)
+    for pass_index in range(sum(passes for _, passes in upcoming)):
+        opened = order.open_cut_of(pass_index)
+        assert list(opened.dealt_before) == dealt.tolist()
+        dealt = dealt + order.cut_of(pass_index).dealt
+        assert dealt.max() - dealt.min() <= 1
+
+
+@EXAMPLES
+@given(st.integers(0, 500), st.lists(st.integers(0, 60), min_size=1, max_size=8))
+def test_uneven_groups_are_levelled(rows: int, dealt: list[int]) -> None:
+    """Who was dealt less before gets more: a group that gets anything ends at most one row above every other."""
+    before = np.array(dealt, dtype=np.int64)
+    given_now = deal(rows, before)
+    assert given_now.min() >= 0
+    assert given_now.sum() == rows
+    after = before + given_now
+    assert not (given_now > 0).any() or after[given_now > 0].max() - after.min() <= 1
