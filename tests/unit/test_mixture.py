@@ -44,8 +44,6 @@ def test_the_nth_sample_of_a_source_is_found(weights: list[float], groups: int, 
     mixture, present = Mixture(weights, groups), data.draw(presents(len(weights)))
     group, start = data.draw(st.integers(0, groups - 1)), data.draw(st.integers(0, 10**6))
     source = data.draw(st.sampled_from([index for index, here in enumerate(present) if here]))
-    if not mixture.counts(group, 0, PERIOD, present)[source]:
-        return  # a share below a place in the period gives nothing at all
     count = data.draw(st.integers(1, 200))
     stop = mixture.nth(group, start, source, count, present)
     assert mixture.counts(group, start, stop, present)[source] == count
@@ -87,6 +85,12 @@ def test_a_source_alone_gives_all() -> None:
     assert mixture.sources(3, 5, 9, present).tolist() == [0] * 4
     assert mixture.counts(3, 5, 9, present).tolist() == [4, 0]
     assert mixture.nth(3, 5, 0, 4, present) == 9
+
+
+def test_the_tiniest_share_comes_once_in_a_period() -> None:
+    """A weight below a place in the period is rounded up: a source that is there always comes, and no other is lost."""
+    counts = Mixture([1.0, 1e-9, 1e-9, 1e6], 3).counts(1, 0, PERIOD, (True, True, False, True))
+    assert counts.tolist() == [1, 1, 0, PERIOD - 2]
 
 
 @pytest.mark.parametrize(
