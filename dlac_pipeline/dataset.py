@@ -42,7 +42,7 @@ from dlac_pipeline.plan.planner import make_plan
 from dlac_pipeline.plan.source_order import Cursor
 from dlac_pipeline.read.batch import Batch
 from dlac_pipeline.read.open import OpenLeg, open_leg
-from dlac_pipeline.read.reader import Counts, RankReader, alone
+from dlac_pipeline.read.reader import Counts, Exchange, RankReader, alone
 from dlac_pipeline.spec import (
     JobSpec,
     OrderSpec,
@@ -254,14 +254,18 @@ class DlacDataset(IterableDataset[DictBatch]):
         return {**self.__dict__, "_opened": None, "_group": None}
 
     def _ahead(self, batches: Iterator[DictBatch], last: DictBatch | None) -> tuple[DictBatch, Counts]:
-        batch = next(batches, None)
-        if batch is None:
-            if last is None:
-                raise TrainingFailed(
-                    f"expected a batch for every rank, found none on rank {self.rank}: use fewer ranks or key groups"
-                )
-            batch = _emptied(last)
+        batch = next(batches, None) or (self._nothing() if last is None else _emptied(last))
         return batch, self._sum([batch[ABOUT]["rows"], batch[ABOUT]["tokens"]])
+
+    def _nothing(self) -> DictBatch:
+        """An empty batch, where this rank had ended before the position; without tensors where all ranks have."""
+        reader = self._reader(exchange=lambda counts: alone([1, 1]))
+        batch: DictBatch
+        try:
+            batch = next((_as_dict(each) for each in reader), {ABOUT: {}})
+        finally:
+            reader.close()
+        return {**batch, ABOUT: {**batch[ABOUT], "rows": 0, "tokens": 0}}
 
     def _sum(self, counts: Sequence[int]) -> Counts:
         numbers = torch.tensor(counts, dtype=torch.int64)
@@ -281,7 +285,10 @@ class DlacDataset(IterableDataset[DictBatch]):
                 "its workers had read ahead; iterate dataset.loader() instead"
             )
         self._begun_in = os.getpid()
-        reader = self._reader(budget_shares=1 if worker is None else worker.num_workers)
+        reader = self._reader(
+            exchange=self._sum if self.ends_apart and worker is None else alone,
+            budget_shares=1 if worker is None else worker.num_workers,
+        )
         try:
             for batch in self._turns(reader):
                 if iteration != self._iteration:
@@ -306,7 +313,7 @@ class DlacDataset(IterableDataset[DictBatch]):
         batches = reader.every(workers, turn)
         return (replace(batch, world_size=1) for batch in batches) if self._streamed else batches
 
-    def _reader(self, *, budget_shares: int) -> RankReader:
+    def _reader(self, *, exchange: Exchange, budget_shares: int = 1) -> RankReader:
         opened = self._open()
         state: ReaderState | None = None
         if self._streamed:
@@ -319,7 +326,7 @@ class DlacDataset(IterableDataset[DictBatch]):
             world_size=self.world_size,
             step=self._step,
             state=state,
-            exchange=self._sum if self.ends_apart and get_worker_info() is None else alone,
+            exchange=exchange,
             budget_bytes=self.spec.read.budget_mb * 2**20 // budget_shares,
         )
 
