@@ -15,7 +15,7 @@ from catalog.connect import Lakehouse
 from catalog.errors import NoSuchRun
 from catalog.ledger import Ledger
 from dlac_pipeline.audit.data_files import file_problems
-from dlac_pipeline.audit.lakehouse_sql import keep_views, open_audit, rows_of
+from dlac_pipeline.audit.lakehouse_sql import open_audit, rows_of
 
 _NO_VALUE = "expected a value in every column of the ledger that the audit reads, found a row without one"
 """Said where a sentence cannot be made, because it would have to name a NULL."""
@@ -100,7 +100,6 @@ def open_run(lakehouse: Lakehouse, run: str) -> duckdb.DuckDBPyConnection:
         raise NoSuchRun(
             f"expected rows of run {run!r} in the ledger, found none; it knows the runs {Ledger(lakehouse).runs()!r}"
         )
-    keep_views(connection)
     return connection
 
 

@@ -64,20 +64,10 @@ _AUDIT = (
 )
 _PLAN_IDS = re.compile(r"\b[0-9a-f]{24}\b")
 """The content ids in a leg's JSON."""
-_KEPT = (
-    "lineage",
-    "advances",
-    "cuts",
-    "legs",
-    "leg_sources",
-    "leg_cuts",
-    "live_plans",
-    "dead_positions",
-    "intervals",
-    "shortfalls",
-    "repeats",
-)
-"""Views that many others use, each after those that it uses."""
+_KEPT = ("lineage", "advances", "cuts", "legs", "leg_sources", "leg_cuts", "live_plans")
+"""Views that many others use; computed once, or each of those would compute them anew."""
+_KEPT_OF_ONE_RUN = ("dead_positions", "intervals", "shortfalls", "repeats")
+"""Further such views, too dear where nobody may ask for them."""
 
 
 def sql_script(name: str) -> str:
@@ -112,15 +102,12 @@ def open_audit(lakehouse: Lakehouse, *, run: str | None = None) -> duckdb.DuckDB
     connection = duckdb.connect()
     for name, rows in tables.items():
         connection.register(name, rows)
+    kept = _KEPT if run is None else (*_KEPT, *_KEPT_OF_ONE_RUN)
     for name in (*QUESTIONS, *_AUDIT):
         connection.execute(sql_script(name))
+        if name in kept:
+            connection.execute(f"CREATE TEMP TABLE {name} AS FROM main.{name}")  # a temporary table hides the view
     return connection
-
-
-def keep_views(connection: duckdb.DuckDBPyConnection) -> None:
-    """Compute the views that many others use once, for a connection that will be asked many things."""
-    for name in _KEPT:
-        connection.execute(f"CREATE TEMP TABLE {name} AS FROM main.{name}")  # a temporary table hides the view
 
 
 def rows_of(connection: duckdb.DuckDBPyConnection, query: str, parameters: Iterable[Any] = ()) -> list[dict[str, Any]]:

@@ -22,7 +22,8 @@ from dlac_pipeline.audit.lakehouse_sql import open_audit, rows_of
 from dlac_pipeline.audit.plots import coverage_png, loss_curve_png
 from dlac_pipeline.audit.report import write_report
 from dlac_pipeline.audit.table import audit_table
-from tests.integration.conftest import ROWS, Lake, changed, is_advance, rows_named, until_step, without
+from tests.integration.audit_runs import changed, is_advance, rows_named, until_step, without
+from tests.integration.conftest import ROWS, Lake
 
 
 @pytest.mark.parametrize("run", ["reference", "faulty"])
@@ -124,7 +125,7 @@ def test_a_rewound_run_has_consumed_only_what_survives(lake: Lake) -> None:
     assert (report.exact, report.step, report.checkpoints, report.checkpoints_abandoned) == (True, 16, 2, 2)
     assert report.rows_consumed == 16 * 32
     with open_audit(lake.lakehouse, run=name) as connection:
-        lake.row_ids(connection)
+        lake.row_ids(connection, "t")
         counted = rows_of(
             connection,
             "SELECT c.step, count_if(consumed(s.file, s.file_row, c.checkpoint_id)) AS n "
@@ -143,7 +144,7 @@ def test_a_partly_read_row_is_touched_and_not_consumed(lake: Lake) -> None:
     )
     assert audit_run(lake.lakehouse, name).rows_partial == 1
     with open_audit(lake.lakehouse, run=name) as connection:
-        lake.row_ids(connection)
+        lake.row_ids(connection, "t")
         [found] = rows_of(
             connection,
             "SELECT count_if(touched(file, file_row, checkpoint_id)) AS touched, "
@@ -176,7 +177,7 @@ def test_the_explanation_runs_in_a_plain_duckdb(lake: Lake, run: str) -> None:
     script = explain_sql(lake.lakehouse, run)
     with duckdb.connect() as connection:
         assert connection.execute(script).fetchall() == [(True,)]
-        lake.row_ids(connection)
+        lake.row_ids(connection, "t")
         counted = rows_of(
             connection,
             "SELECT count_if(consumed(file, file_row, checkpoint_id)) AS n FROM source_rows, lineage "

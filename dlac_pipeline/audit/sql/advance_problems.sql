@@ -123,16 +123,16 @@ found AS (
     WHERE NOT streamed
         AND (token_start IS NOT NULL OR token_end IS NOT NULL OR filtered_named > 0 OR quarantined_named > 0)
     UNION ALL
-    -- A row that was read in part and excluded then is not finished.
+    -- A row that was read in part and excluded then is not finished, but left behind.
     SELECT w.run, 'goes on', w.place || format('expected to go on at position {}, token {}, found position {}, token {}',
         CASE WHEN goes_on THEN stood ELSE 0 END, coalesce(CASE WHEN goes_on THEN token_stood END, 0),
         position_start, coalesce(token_start, 0))
     FROM walked AS w
     WHERE (position_start <> CASE WHEN goes_on THEN stood ELSE 0 END
             OR token_start IS DISTINCT FROM CASE WHEN goes_on THEN token_stood END)
-        AND NOT (goes_on AND position_start = stood AND token_start IS NULL AND EXISTS (
+        AND NOT (goes_on AND token_stood > 0 AND position_start = stood + 1 AND token_start IS NULL AND EXISTS (
             FROM dead_positions AS d WHERE d.plan_id = w.plan_id AND d.cut_id = w.cut_id AND d.key_group = w.key_group
-                AND d.block = w.block AND d.position = w.position_start))
+                AND d.block = w.block AND d.position = w.stood))
     UNION ALL
     SELECT run, 'tokens', place || format('expected tokens before {} of the row at position {} to be read, found {} before them',
         token_end, read_to, token_start)
@@ -156,6 +156,13 @@ found AS (
             said(skipped_steps), rows, at_least, at_most)
     FROM skipped
     WHERE NOT coalesce(skipped_steps BETWEEN at_least AND at_most, false)
+    UNION ALL
+    SELECT run, 'applied', format('checkpoint {}: expected step {} to be applied or not, found rows of both', checkpoint_id, step)
+    FROM (
+        SELECT run, checkpoint_id, step FROM undone
+        INTERSECT
+        SELECT run, checkpoint_id, unnest([first_step, last_step]) FROM moved WHERE applied
+    )
     UNION ALL
     SELECT run, 'steps', format('checkpoint {}, key group {}: ', checkpoint_id, key_group)
         || format('expected {} rows of steps {} to {}, found {} of steps {} to {}', coalesce(rows::VARCHAR, 'some'),

@@ -9,16 +9,15 @@ entered AS (
     FROM advances
     GROUP BY ALL
 ),
--- A row is partly read where the last advance of a block ends inside it.
-last AS (
-    SELECT run, source, pass, cut_id, arg_max_null(
-        token_end, {'start': position_start, 'token': coalesce(token_start, 0), 'end': position_end}
-    ) IS NOT NULL AS partial
+-- A row is partly read where an advance ends inside it and no other goes on with it.
+split AS (
+    SELECT run, source, pass, cut_id, token_end IS NOT NULL AND lead(token_start) OVER (
+        PARTITION BY run, source, key_group ORDER BY pass, block, position_start, coalesce(token_start, 0), position_end
+    ) IS NULL AS partial
     FROM advances
-    GROUP BY run, source, pass, cut_id, key_group, block
 ),
 partial AS (
-    SELECT run, source, pass, cut_id, count_if(partial) AS rows_partial FROM last GROUP BY ALL
+    SELECT run, source, pass, cut_id, count_if(partial) AS rows_partial FROM split GROUP BY ALL
 ),
 sized AS (
     SELECT cut_id, any_value(plan_id) AS plan_id FROM slices GROUP BY cut_id

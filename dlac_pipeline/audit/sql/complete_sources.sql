@@ -1,0 +1,10 @@
+-- The sources that a finished run has read to their end: a run ends with the last of its finite sources, unless it was
+-- cut short at a step that the leg names.
+CREATE OR REPLACE VIEW complete_sources AS
+SELECT s.run, s.source, s.name, s.passes
+FROM lineage AS c
+JOIN legs AS l USING (run, leg)
+JOIN leg_sources AS s ON s.run = l.run AND s.leg = l.leg AND s.seq = l.seq
+WHERE c.is_head AND s.active AND s.passes > 0 AND s.follow <> 'appends'
+    AND (l.steps IS NULL OR c.step < l.steps)
+    AND c.run IN (SELECT run FROM consumption WHERE kind = 'finish');

@@ -1,0 +1,129 @@
+-- Whether the legs of a run follow each other, and its advances are of the cuts and plans that its legs name. One sentence per
+-- kind of problem and run; none where all is well.
+CREATE OR REPLACE VIEW leg_problems AS
+WITH
+chain AS MATERIALIZED (FROM lineage),
+named AS (
+    SELECT c.run, c.leg, min(c.seq) AS first_seq, coalesce(any_value(l.rows), 0) AS rows
+    FROM chain AS c LEFT JOIN legs AS l USING (run, leg)
+    GROUP BY c.run, c.leg
+),
+begun AS (
+    SELECT l.*, c.seq AS checkpoint_seq, coalesce(p.step, 0) AS parent_step, n.first_seq
+    FROM legs AS l
+    JOIN chain AS c ON c.run = l.run AND c.checkpoint_id = l.checkpoint_id
+    JOIN named AS n ON n.run = l.run AND n.leg = l.leg
+    LEFT JOIN chain AS p ON p.run = c.run AND p.checkpoint_id = c.parent
+),
+turned AS (
+    SELECT run, seq, leg, step, lag(leg) OVER (PARTITION BY run ORDER BY seq) AS leg_before FROM chain
+),
+cursors AS (
+    SELECT run, leg, source, seq, unnest(range(len(cursors))) AS key_group, unnest(cursors) AS cursor FROM leg_sources
+),
+stands AS (
+    SELECT c.*, coalesce(arg_max(
+        [a.pass, a.block, a.read_to, coalesce(a.token_end, 0)],
+        {'pass': a.pass, 'block': a.block, 'position': a.read_to, 'token': coalesce(a.token_end, 0)}
+    ) FILTER (a.run IS NOT NULL), [0, 0, 0, 0]) AS stood
+    FROM cursors AS c LEFT JOIN advances AS a
+        ON a.run = c.run AND a.source = c.source AND a.key_group = c.key_group AND a.seq < c.seq
+    GROUP BY ALL
+),
+read AS (
+    SELECT DISTINCT run, leg, source, pass, cut_id, plan_id FROM advances
+),
+bound AS (
+    SELECT r.*, p.plan_id AS plan_cut, p.live_plan_id, s.plan_id AS plan_of_slices
+    FROM read AS r
+    LEFT JOIN live_plans AS p USING (run, leg, source, pass, cut_id)
+    LEFT JOIN (SELECT DISTINCT cut_id, plan_id FROM slices) AS s USING (cut_id)
+),
+-- A pass of which a leg names a plan without live rows is entered by nobody.
+passed AS (
+    SELECT run, source, unnest(range(max(pass) + 1)) AS pass FROM cuts GROUP BY run, source
+),
+skipped AS (
+    SELECT p.run, p.source, p.pass
+    FROM passed AS p ANTI JOIN cuts USING (run, source, pass)
+    WHERE NOT EXISTS (
+        FROM leg_cuts AS l JOIN plans ON plans.plan_id = l.live_plan_id
+        WHERE l.run = p.run AND l.source = p.source AND p.pass BETWEEN l.first_pass AND coalesce(l.last_pass, p.pass)
+            AND plans.live_rows = 0
+    )
+),
+queued AS (
+    SELECT run, leg, source, name, passes, next_pass,
+        next_pass + list_sum(list_transform(upcoming, lambda item: item[2]::BIGINT)) AS passes_named
+    FROM leg_sources
+    WHERE follow <> 'appends' AND passes > 0
+),
+ends AS (
+    SELECT l.*, c.step AS head_step
+    FROM legs AS l JOIN chain AS c ON c.run = l.run AND c.leg = l.leg AND c.is_head
+    WHERE l.run IN (SELECT run FROM consumption WHERE kind = 'finish')
+),
+found AS (
+    SELECT run, 'row' AS kind, format('expected one row of leg {} on the surviving lineage, found {}', leg, rows) AS problem
+    FROM named
+    WHERE rows <> 1
+    UNION ALL
+    SELECT run, 'turn', format('expected leg {} or {} at step {}, found leg {}', leg_before, leg_before + 1, step, leg)
+    FROM turned
+    WHERE leg NOT BETWEEN coalesce(leg_before, leg) AND coalesce(leg_before + 1, leg)
+    UNION ALL
+    SELECT run, 'begin', format('expected leg {} to begin with step {}, that of the checkpoint before its first, found leg {} '
+        || 'from step {}, in its checkpoint with seq {}', leg, parent_step, said(index), said(start_step), checkpoint_seq)
+    FROM begun
+    WHERE index IS DISTINCT FROM leg OR start_step IS DISTINCT FROM parent_step OR step IS DISTINCT FROM start_step
+        OR checkpoint_seq <> first_seq
+    UNION ALL
+    SELECT run, 'settings', format('expected legs that can be read, with key groups that divide the batch, found {} key groups '
+        || 'and batches of {} in leg {}', said(key_groups), said(per_batch), leg)
+    FROM legs
+    WHERE NOT coalesce(per_step > 0 AND per_step * key_groups = per_batch AND sources > 0, false)
+    UNION ALL
+    SELECT run, 'key groups', format('expected as many key groups in all legs, found {} to {}', min(key_groups), max(key_groups))
+    FROM legs
+    GROUP BY run
+    HAVING min(key_groups) <> max(key_groups)
+    UNION ALL
+    SELECT run, 'cursor', format('expected source {}, key group {} at {} where leg {} begins, found {}',
+        source, key_group, stood, leg, said(cursor))
+    FROM stands
+    -- A row that was read in part and is excluded now is left behind.
+    WHERE cursor IS DISTINCT FROM stood
+        AND NOT coalesce(stood[4] > 0 AND cursor = [stood[1], stood[2], stood[3] + 1, 0], false)
+    UNION ALL
+    SELECT run, 'plan', format('cut {}: expected plan {}, cut from {}, in pass {} of source {} in leg {}, found {}, cut from {}',
+        cut_id, said(live_plan_id), said(plan_cut), pass, source, leg, said(plan_id), said(plan_of_slices))
+    FROM bound
+    WHERE plan_id IS DISTINCT FROM live_plan_id
+        OR (plan_of_slices IS NOT NULL AND plan_of_slices IS DISTINCT FROM plan_cut)
+    UNION ALL
+    SELECT run, 'double cut', format('expected one cut of pass {} of source {}, found {}', pass, source, count(*))
+    FROM cuts
+    GROUP BY run, source, pass
+    HAVING count(*) > 1
+    UNION ALL
+    SELECT run, 'passes', format('expected all passes of source {} up to the last one, found none of pass {}', source, pass)
+    FROM skipped
+    UNION ALL
+    SELECT run, 'queue', format('expected {} passes over {} in leg {}, found {} before it and {} to come',
+        passes, name, leg, next_pass, passes_named - next_pass)
+    FROM queued
+    WHERE coalesce(passes_named, next_pass) <> greatest(passes, next_pass)
+    UNION ALL
+    SELECT s.run, 'finish', format('expected the run to finish after {} passes of {}, found {}', s.passes, s.name,
+        coalesce(c.passes, 0))
+    FROM complete_sources AS s
+    LEFT JOIN (SELECT run, source, max(pass) + 1 AS passes FROM cuts GROUP BY run, source) AS c USING (run, source)
+    WHERE coalesce(c.passes, 0) < s.passes
+    UNION ALL
+    SELECT run, 'steps', format('expected the run to finish at step {}, found step {}', said(steps), head_step)
+    FROM ends
+    WHERE head_step > steps OR (run NOT IN (SELECT run FROM complete_sources) AND head_step IS DISTINCT FROM steps)
+)
+SELECT run, min(problem) || CASE WHEN count(*) > 1 THEN format(' (and {} more like it)', count(*) - 1) ELSE '' END AS problem
+FROM found
+GROUP BY run, kind;

@@ -1,0 +1,18 @@
+-- One row per source of each leg, by its number: what the leg binds of it, and where it stood when the leg began.
+-- passes counts over the whole run; 0 is again and again. upcoming are the plans to be cut next, [plan, passes over it].
+CREATE OR REPLACE VIEW leg_sources AS
+WITH numbered AS (
+    SELECT run, leg, seq, streamed, unnest(range(sources)) AS source, leg_json FROM legs
+),
+taken AS (
+    SELECT *, json_extract(leg_json, format('$.sources[{}]', source)) AS bound FROM numbered
+)
+SELECT
+    run, leg, seq, source::INTEGER AS source, bound->>'name' AS name, (bound->>'passes')::BIGINT AS passes,
+    bound->>'follow' AS follow, (bound->>'active')::BOOLEAN AS active,
+    (leg_json->'sequences'->>'length')::BIGINT > 0 OR bound->>'transform' <> '' AS streamed,
+    (bound->'start'->>'next_pass')::BIGINT AS next_pass,
+    from_json(bound->'start'->'open', '[{"pass_index": "BIGINT", "plan_id": "VARCHAR", "live_plan_id": "VARCHAR"}]') AS open,
+    from_json(bound->'start'->'upcoming', '[["VARCHAR"]]') AS upcoming,
+    from_json(bound->'start'->'cursors', '[["BIGINT"]]') AS cursors
+FROM taken;

@@ -1,0 +1,14 @@
+-- One row per position that an advance passed over because the transform left its row out (filtered), or refused it
+-- (quarantined, and why).
+CREATE OR REPLACE VIEW passed_over AS
+WITH named AS (
+    SELECT run, checkpoint_id, source, cut_id, pass, key_group, block, unnest(filtered) AS position, 'filtered' AS kind,
+        NULL AS detail
+    FROM advances
+    UNION ALL
+    SELECT run, checkpoint_id, source, cut_id, pass, key_group, block, unnest(quarantined), 'quarantined', detail
+    FROM advances
+)
+SELECT * EXCLUDE (detail), CASE WHEN json_valid(detail)
+    THEN json_extract_string(detail, format('$.quarantined."{}"', position)) END AS reason
+FROM named;
