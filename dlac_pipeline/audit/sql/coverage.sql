@@ -1,14 +1,15 @@
 -- One row per row group of each pass that a run has entered: its live rows, how many of them are consumed, or passed over by
 -- the transform, and how often one of them was consumed again. Live are those that were consumed or passed over, and those
--- that are still to be. Only blocks that are not read from end to end under the plan that was cut are spread out.
+-- that are still to be. Only blocks that are not read from end to end under one plan are spread out.
 CREATE OR REPLACE VIEW block_states AS
 WITH
 newest AS (
     SELECT run, cut_id, arg_max(live_plan_id, leg) AS plan_id FROM live_plans GROUP BY run, cut_id
 )
 SELECT i.run, i.source, i.cut_id, i.pass, i.key_group, i.block,
-    bool_and(i.kind = 'advance' OR i.live_rows = 0) AND bool_and(i.plan_id = b.plan_id) AS is_whole,
-    any_value(coalesce(n.plan_id, b.plan_id)) AS plan_id
+    bool_and(i.kind = 'advance' OR i.live_rows = 0) AND min(i.plan_id) = max(i.plan_id) AS is_whole,
+    -- The plan that says which of the block's rows are live: that under which it was read, or the newest.
+    CASE WHEN is_whole THEN min(i.plan_id) ELSE any_value(coalesce(n.plan_id, b.plan_id)) END AS plan_id
 FROM intervals AS i
 JOIN blocks AS b USING (cut_id, key_group, block)
 LEFT JOIN newest AS n ON n.run = i.run AND n.cut_id = i.cut_id
@@ -27,7 +28,7 @@ dead AS (
 ),
 sliced AS (
     SELECT b.run, b.source, b.cut_id, b.pass, s.plan_id, s.unit, b.is_whole,
-        CASE WHEN b.is_whole THEN s.live_rows ELSE s.rows - coalesce(d.rows, 0) END AS live_rows
+        s.rows - coalesce(d.rows, 0) AS live_rows
     FROM block_states AS b
     JOIN slices AS s USING (cut_id, key_group, block)
     LEFT JOIN dead AS d ON d.plan_id = b.plan_id AND d.cut_id = s.cut_id AND d.key_group = s.key_group
