@@ -1,0 +1,126 @@
+"""Ranks that read one dataset together: real processes, a real process group."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from itertools import chain
+from pathlib import Path
+from secrets import token_hex
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+
+from catalog.connect import Lakehouse, LakehouseConfig, connect
+from dlac_pipeline.dataset import open_dataset
+
+ROOT = Path(__file__).parents[2]
+SETTINGS: dict[str, Any] = {"table": "src.t", "columns": ["tokens"], "length": 16, "batch_size": 8, "key_groups": 2}
+PROGRAM = """
+import json, sys
+import torch.distributed as dist
+from dlac_pipeline.dataset import open_dataset
+
+folder, workers, settings = sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3])
+rank, world_size, store = int(sys.argv[4]), int(sys.argv[5]), sys.argv[6]
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+dataset = open_dataset(home=folder, **settings)
+steps, state = [], None
+for batch in dataset.loader(num_workers=workers):
+    about = batch["dlac"]
+    steps.append([about["step"], batch["tokens"].tolist(), about["valid"].tolist(), about["rows"], about["tokens"]])
+    if about["step"] == 9:
+        state = dataset.gathered_state()
+    dist.barrier()
+saying = {"steps": steps, "state": state, "place": [dataset.rank, dataset.world_size], "end": dataset.gathered_state()}
+with open(f"{folder}/rank-{dist.get_rank()}.json", "w") as stream:
+    json.dump(saying, stream)
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture
+def lakehouse(tmp_path: Path) -> Lakehouse:
+    """120 documents of very different length: key groups have different numbers of sequences."""
+    found = connect(LakehouseConfig().at_home(tmp_path))
+    found.create_namespace("src")
+    lengths = np.random.default_rng(1).geometric(0.04, 120).tolist()
+    documents = pa.array([[1 + row] * length for row, length in enumerate(lengths)], pa.list_(pa.int32()))
+    rows = pa.table({"tokens": documents})
+    found.catalog.create_table("src.t", rows.schema, properties={"write.parquet.row-group-limit": "20"})
+    found.load("src.t").append(rows)
+    return found
+
+
+def run(folder: Path, world_size: int, workers: int, **settings: Any) -> list[dict[str, Any]]:
+    """What each rank says behind the last batch."""
+    ranks, store = [], f"{folder}/{token_hex(4)}"
+    for rank in range(world_size):
+        env = {**os.environ, "PYTHONPATH": str(ROOT)}
+        said = [str(folder), str(workers), json.dumps({**SETTINGS, **settings}), str(rank), str(world_size), store]
+        command = [sys.executable, "-c", PROGRAM, *said]
+        ranks.append(subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True))
+    errors = [rank.communicate(timeout=200)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0] * world_size, errors
+    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(world_size)]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_ranks_read_a_streamed_dataset_together(lakehouse: Lakehouse, tmp_path: Path, workers: int) -> None:
+    """Every rank has as many batches, empty ones at the end; their parts, counts and states are those of one rank."""
+    said = run(tmp_path, 2, workers)
+    alone = open_dataset(lakehouse=lakehouse, **SETTINGS)
+    states = {0: alone.state_dict()}
+    batches = []
+    for batch in alone:
+        batches.append(batch)
+        states[batch["dlac"]["step"]] = alone.state_dict()
+    assert [each["place"] for each in said] == [[0, 2], [1, 2]]
+    assert [len(each["steps"]) for each in said] == [len(batches)] * 2
+    assert not all(any(each["steps"][-1][2]) for each in said)
+    for index, batch in enumerate(batches):
+        parts = [each["steps"][index] for each in said]
+        assert {part[0] for part in parts} == {index + 1}
+        assert list(chain(*(part[1] for part in parts))) == batch["tokens"].tolist()
+        assert list(chain(*(part[2] for part in parts))) == batch["dlac"]["valid"].tolist()
+        assert {(part[3], part[4]) for part in parts} == {(batch["dlac"]["rows"], batch["dlac"]["tokens"])}
+    assert said[0]["state"] == said[1]["state"] == states[9]
+    assert said[0]["end"] == said[1]["end"]
+    assert list(open_dataset(lakehouse=lakehouse, state=said[0]["end"], **SETTINGS)) == []
+
+
+def test_a_rank_that_has_ended_goes_on_with_empty_batches(lakehouse: Lakehouse, tmp_path: Path) -> None:
+    """Resumed one batch before the end, where some ranks have no sample left, and then behind the end, with workers."""
+    alone = open_dataset(lakehouse=lakehouse, **SETTINGS)
+    states = [alone.state_dict() for _ in alone]
+    said = run(tmp_path, 2, 1, state=states[-2])
+    assert [len(each["steps"]) for each in said] == [1] * 2
+    assert not all(any(each["steps"][0][2]) for each in said)
+    assert [each["steps"] for each in run(tmp_path, 2, 1, state=states[-1])] == [[]] * 2
+
+
+def test_what_rank_0_cannot_plan_ends_all_ranks(tmp_path: Path) -> None:
+    """A table that is not there: rank 0 says so, and the others do not wait for ever."""
+    connect(LakehouseConfig().at_home(tmp_path))
+    with pytest.raises(AssertionError, match=r"rank 0 could not plan the dataset: .* table named 'src.t'"):
+        run(tmp_path, 2, 0)
+
+
+def test_counted_ranks_need_no_messages(lakehouse: Lakehouse) -> None:
+    """Every rank of a counted dataset knows the end by itself, here without a process group."""
+    settings: dict[str, Any] = {"columns": ["tokens"], "ragged": ["tokens"], "length": 0}
+    parts = [
+        [
+            batch["dlac"]
+            for batch in open_dataset(lakehouse=lakehouse, **{**SETTINGS, **settings}, rank=rank, world_size=4)
+        ]
+        for rank in range(4)
+    ]
+    assert [len(part) for part in parts] == [15] * 4
+    valid = torch.stack([about["valid"] for part in parts for about in part])
+    assert int(valid.sum()) == 120

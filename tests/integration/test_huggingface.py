@@ -1,0 +1,256 @@
+"""A Hugging Face Trainer and an Accelerate loop over the dataset: resumed exactly, killed or not."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from itertools import islice
+from pathlib import Path
+from secrets import token_hex
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+
+from catalog.connect import Lakehouse, LakehouseConfig, connect
+from catalog.errors import ResumeMismatch, SpecInvalid, TrainingFailed
+from dlac_pipeline.dataset import STATE_FILE, DlacDataset, last_checkpoint, open_dataset, trainer_callback
+
+transformers: Any = pytest.importorskip("transformers")
+accelerate: Any = pytest.importorskip("accelerate")
+
+KINDS: dict[str, dict[str, Any]] = {
+    "rows": {"columns": ["row_id"], "passes": 2},
+    "packed": {"columns": ["tokens"], "length": 16},
+}
+PROGRAM = """
+import sys, runpy
+sys.path.insert(0, {root!r})
+test = runpy.run_path({here!r})
+test["train"]({home!r}, {kind!r}, pause_s={pause_s})
+"""
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """A folder with a lakehouse: 240 rows with documents of 1 to 30 tokens, in four files; each document's token is its row."""
+    lakehouse = connect(LakehouseConfig().at_home(tmp_path))
+    lakehouse.create_namespace("src")
+    append(lakehouse, 240)
+    return tmp_path
+
+
+def append(lakehouse: Lakehouse, count: int, start: int = 0) -> None:
+    """Append rows."""
+    lengths = np.random.default_rng(start).integers(1, 30, count).tolist()
+    documents = pa.array([[start + row] * length for row, length in enumerate(lengths)], pa.list_(pa.int32()))
+    rows = pa.table({"row_id": range(start, start + count), "tokens": documents})
+    properties = {"write.parquet.row-group-limit": "30"}
+    lakehouse.catalog.create_table_if_not_exists("src.t", rows.schema, properties=properties)
+    lakehouse.load("src.t").append(rows)
+
+
+def opened(home: Path, kind: str = "rows", **more: Any) -> DlacDataset:
+    """The dataset of a test."""
+    settings = {"table": "src.t", "batch_size": 8, "key_groups": 4, **KINDS[kind], **more}
+    return open_dataset(home=home, **settings)
+
+
+class Tiny(torch.nn.Module):
+    """A model that keeps a journal of what it was trained on."""
+
+    def __init__(self, journal: Path, pause_s: float = 0.0) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+        self.journal, self.pause_s = journal, pause_s
+        self.step = 0
+        self.name = token_hex(4)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The loss; one line for the journal."""
+        time.sleep(self.pause_s)
+        with self.journal.open("a") as stream:
+            stream.write(json.dumps([self.name, self.step, x.tolist()]) + "\n")
+        return {"loss": self.layer(x.float().reshape(-1, 1) / 1000).square().mean()}
+
+
+def inputs(batch: dict[str, Any]) -> dict[str, Any]:
+    """What the model takes: the rows, or the tokens."""
+    return {"x": batch["row_id"] if "row_id" in batch else batch["tokens"]}
+
+
+def trainer_of(home: Path, dataset: DlacDataset, pause_s: float = 0.0, **arguments: Any) -> Any:
+    """A Trainer that reads through the dataset's own loader."""
+
+    class Exact(transformers.Trainer):  # type: ignore[misc]  # found at run time only
+        def get_train_dataloader(self) -> Any:
+            return dataset.loader(inputs=inputs, num_workers=self.args.dataloader_num_workers)
+
+        def training_step(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+            self.model.step = self.state.global_step
+            return super().training_step(model, *args, **kwargs)
+
+    defaults: dict[str, Any] = {
+        "output_dir": str(home / "out"),
+        "ignore_data_skip": True,
+        "num_train_epochs": 1,
+        "save_steps": 5,
+        "use_cpu": True,
+        "report_to": [],
+        "disable_tqdm": True,
+        "logging_strategy": "no",
+        "remove_unused_columns": False,
+    }
+    if dataset.leg.streamed[0]:
+        defaults["max_steps"] = 10_000
+    args = transformers.TrainingArguments(**{**defaults, **arguments})
+    model = Tiny(home / "journal.jsonl", pause_s)
+    return Exact(model=model, args=args, train_dataset=dataset, callbacks=[trainer_callback(dataset)])
+
+
+def train(home: str | Path, kind: str, **arguments: Any) -> int:
+    """What a training script does, the first time and every other; returns the last step."""
+    home = Path(home)
+    checkpoint = last_checkpoint(home / "out")
+    dataset = opened(home, kind, state=checkpoint)
+    result = trainer_of(home, dataset, dataloader_num_workers=2, **arguments).train(resume_from_checkpoint=checkpoint)
+    return int(result.global_step)
+
+
+def journal(home: Path) -> list[tuple[str, int, Any]]:
+    """(model, Trainer's step, what was trained on), in order of time; a line that was cut short left out."""
+    lines = (home / "journal.jsonl").read_text().splitlines(keepends=True)
+    return [tuple(json.loads(line)) for line in lines if line.endswith("\n")]
+
+
+def consumed(home: Path) -> list[Any]:
+    """What the surviving training was trained on, by step: a later model replaces what an earlier one did from its step on."""
+    steps: dict[int, list[Any]] = {}
+    last = None
+    for model, step, rows in journal(home):
+        if model != last:
+            steps = {known: each for known, each in steps.items() if known < step}
+        steps.setdefault(step, []).append(rows)
+        last = model
+    assert sorted(steps) == list(range(len(steps)))
+    return [rows for step in sorted(steps) for rows in steps[step]]
+
+
+def expected(home: Path, kind: str) -> list[Any]:
+    """The batches, read without a Trainer."""
+    return [inputs(batch)["x"].tolist() for batch in opened(home, kind)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_killed_trainer_resumes_exactly(home: Path, kind: str) -> None:
+    """SIGKILL twice, with batches read ahead in two workers; rows appended meanwhile: every pinned row once a pass."""
+    whole = expected(home, kind)
+    code = PROGRAM.format(root=str(Path(__file__).parents[2]), here=__file__, home=str(home), kind=kind, pause_s=0.03)
+    for checkpoints in (1, 3):
+        process = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+        while len(list((home / "out").glob(f"checkpoint-*/{STATE_FILE}"))) < checkpoints:
+            assert process.poll() is None
+            time.sleep(0.01)
+        time.sleep(0.07)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        append(connect(LakehouseConfig().at_home(home)), 10, start=1000 * checkpoints)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(Path(__file__).parents[2]))
+        assert train(home, kind) == len(whole)
+    assert len({model for model, _, _ in journal(home)}) == 3
+    assert len(journal(home)) > len(whole)
+    assert consumed(home) == whole
+
+
+def test_a_checkpoint_without_a_state_is_not_complete(home: Path) -> None:
+    """The Trainer's newest checkpoint does not count when it was killed before the state was written."""
+    dataset = opened(home)
+    trainer_of(home, dataset, max_steps=12).train()
+    assert last_checkpoint(home / "out") == str(home / "out" / "checkpoint-12")
+    (home / "out" / "checkpoint-12" / STATE_FILE).unlink()
+    assert last_checkpoint(home / "out") == str(home / "out" / "checkpoint-10")
+    with pytest.raises(SpecInvalid, match=r"found .*No such file"):
+        trainer_of(home, opened(home)).train(resume_from_checkpoint=str(home / "out" / "checkpoint-12"))
+    assert train(home, "rows") == 60
+    assert consumed(home) == expected(home, "rows")
+    assert last_checkpoint(home / "nowhere") is None
+
+
+def test_accumulated_gradients_are_resumed_exactly(home: Path) -> None:
+    """With gradient_accumulation_steps of 3 every optimizer step takes three batches, before and behind a resume."""
+    trainer_of(home, opened(home), gradient_accumulation_steps=3, max_steps=9).train()
+    assert opened(home, state=last_checkpoint(home / "out")).step == 27
+    assert train(home, "rows", gradient_accumulation_steps=3) == 20
+    assert consumed(home) == expected(home, "rows")
+
+
+def test_arguments_that_would_not_be_exact_are_refused(home: Path) -> None:
+    """Each is named, with what to set instead."""
+    wrong: dict[str, dict[str, Any]] = {
+        "ignore_data_skip=True": {"ignore_data_skip": False},
+        "save_total_limit of 2": {"save_total_limit": 1},
+        "num_train_epochs=1": {"num_train_epochs": 3},
+        "gradient_accumulation_steps divides": {"gradient_accumulation_steps": 7},
+    }
+    for message, arguments in wrong.items():
+        with pytest.raises(SpecInvalid, match=message):
+            trainer_of(home, opened(home), **arguments).train()
+
+
+def test_a_trainer_that_was_given_more_than_it_trained_on_does_not_save(home: Path) -> None:
+    """A batch that somebody else took from the dataset is noticed at the next checkpoint."""
+    dataset = opened(home)
+    trainer = trainer_of(home, dataset)
+
+    class Greedy(transformers.TrainerCallback):  # type: ignore[misc]  # found at run time only
+        def on_epoch_begin(self, *args: Any, **kwargs: Any) -> None:
+            next(iter(dataset))
+
+    trainer.add_callback(Greedy())
+    with pytest.raises(TrainingFailed, match=r"batches up to step 6.*found that it is at 5"):
+        trainer.train()
+
+
+def test_a_dataset_on_another_snapshot_is_refused(home: Path) -> None:
+    """Resuming with a dataset that was opened without the checkpoint's state, after an append: the message says how to."""
+    trainer_of(home, opened(home), max_steps=5).train()
+    append(connect(LakehouseConfig().at_home(home)), 10, start=1000)
+    with pytest.raises(ResumeMismatch, match="state=last_checkpoint"):
+        trainer_of(home, opened(home)).train(resume_from_checkpoint=last_checkpoint(home / "out"))
+
+
+def test_accelerate_leaves_the_loader_as_it_is(home: Path) -> None:
+    """Prepared with model and optimizer, saved and loaded with Accelerate's own state: exact."""
+    accelerator = accelerate.Accelerator(cpu=True)
+    dataset, model = opened(home, "packed"), torch.nn.Linear(16, 1)
+    loader = dataset.loader(num_workers=2)
+    model, prepared = accelerator.prepare(model, loader)
+    assert prepared is loader
+    accelerator.register_for_checkpointing(dataset)
+    for _ in islice(prepared, 6):
+        pass
+    accelerator.save_state(str(home / "accelerate"))
+    rest = [batch["tokens"].tolist() for batch in prepared]
+    accelerator.load_state(str(home / "accelerate"))
+    assert [batch["tokens"].tolist() for batch in prepared] == rest == expected(home, "packed")[6:]
+
+
+def test_a_loader_that_accelerate_reads_ahead_of_is_observed(home: Path) -> None:
+    """A plain DataLoader that Accelerate prepared is one batch ahead; `observe` behind each step keeps the position exact."""
+    accelerator = accelerate.Accelerator(cpu=True)
+    dataset = opened(home)
+    loader = accelerator.prepare(torch.utils.data.DataLoader(dataset, batch_size=None))
+    for batch in islice(loader, 4):
+        assert dataset.step == batch["dlac"]["step"] + 1
+        dataset.observe(batch)
+    assert dataset.step == 4
+    assert [inputs(batch)["x"].tolist() for batch in opened(home, state=dataset.state_dict())] == expected(
+        home, "rows"
+    )[4:]
