@@ -58,6 +58,7 @@ def next_leg(
     Raises:
         ResumeMismatch: the spec asks for a change that no leg allows.
         AppendHistoryLost: what was appended cannot be told apart any more.
+        EmptyPlan: the exclusions leave nothing of a source that is read again and again.
     """
     check_changeable(leg, asked)
     changed = asked.bound() != leg.bound()
@@ -70,8 +71,8 @@ def next_leg(
         after = turn.next(stands, repin=repin, unreadable=unreadable)
         changed = changed or after.start != stands or after.snapshot_id != mine.snapshot_id
         sources.append(after)
-    if not changed or not any(source.active for source in sources):
-        return leg
+    if not changed:
+        return leg  # else a new one even if no source has enough for a batch: the old one would read rows that are gone
     return replace(asked, index=leg.index + 1, start_step=step, sources=tuple(sources))
 
 
@@ -208,6 +209,12 @@ class _Turn:
             open=tuple(replace(cut, live_plan_id=now[cut.live_plan_id]) for cut in start.open),
             upcoming=tuple((now[plan_id], passes) for plan_id, passes in start.upcoming),
         )
+        for plan_id, passes in start.upcoming:
+            if passes == 0 and not self._plan(plan_id).units.live_rows.any():
+                raise EmptyPlan(
+                    f"expected live rows in {self._source.table!r}, which is read again and again (passes = 0), found that the "
+                    "exclusions leave none: exclude fewer rows, or give the source a number of passes"
+                )
         order = self._order(start)
         removed = before - order.open_rows()
         start = replace(start, cursors=tuple(_past_dead(order, group, c) for group, c in enumerate(start.cursors)))

@@ -113,6 +113,8 @@ class LegOrder:
     @cached_property
     def total_steps(self) -> int | None:
         """The step with which the leg ends; None if only reading tells."""
+        if not any(self.active):
+            return self.settings.start_step
         limit = self.settings.steps
         reads = [source for source, here in zip(self.sources, self.active, strict=True) if here]
         if not self.counted or all(source.endless for source in reads):

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from catalog.connect import Lakehouse, LakehouseConfig, connect
+from catalog.errors import EmptyPlan
 from dlac_pipeline.spec import JobSpec, parse_spec
 from tests.contract.contract import PER_ROW, Reading
 from tests.contract.readings import LISTS, PACKED
-from tests.contract.runs import Run
+from tests.contract.runs import GlobalBatch, Run
 from tests.contract.tables import SourceTable
 
 
@@ -72,3 +74,34 @@ def test_a_row_that_is_gone_while_it_is_read_is_not_read_on(lakehouse: Lakehouse
     behind = run.attempt(steps=None)
     assert behind
     assert not split & {int(token) // PER_ROW for batch in behind for token in batch.tensors["tokens"].reshape(-1)}
+
+
+def test_rows_that_are_gone_are_not_read_where_too_few_are_left(lakehouse: Lakehouse) -> None:
+    """Deletes that leave no key group enough for a batch end the leg at once; what is left comes with the next append."""
+    table = table_of(lakehouse, LISTS, 40)
+    spec = spec_of(LISTS, {}, follow="appends", identity_columns=["row_id"])
+    run = Run.begin(lakehouse, spec)
+    run.attempt(steps=2)
+    left = sorted(table.live - ids_of(run.batches))
+    table.delete_positions(left[:-1])
+    assert run.turn(spec, repin=True)
+    assert not run.attempt(steps=None, world_size=2)
+    table.append(30)
+    assert run.turn(spec, repin=True)
+    behind = ids_of(run.attempt(steps=None))
+    assert behind <= {left[-1], *range(40, 70)}
+    assert len(behind) == 28
+
+
+def test_an_endless_source_of_which_nothing_is_left_is_refused(lakehouse: Lakehouse) -> None:
+    """Exclusions that leave no row of a source that is read again and again stop the run, which would never find a row."""
+    table_of(lakehouse, LISTS, 20)
+    run = Run.begin(lakehouse, spec_of(LISTS, {"steps": 50}, passes=0))
+    run.attempt(steps=2)
+    with pytest.raises(EmptyPlan, match="read again and again"):
+        run.turn(spec_of(LISTS, {"steps": 50}, passes=0, exclude=["row_id >= 0"]), repin=False)
+
+
+def ids_of(batches: Sequence[GlobalBatch]) -> set[int]:
+    """The row ids in these batches."""
+    return {row for batch in batches for row in batch.tensors["row_id"][batch.valid].tolist()}
