@@ -1,0 +1,51 @@
+"""A `DataLoader` that tells its dataset what the consumer is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from dlac_pipeline.dataset.batches import ABOUT, DictBatch
+from dlac_pipeline.dataset.dataset import DlacDataset
+
+
+class DlacLoader(DataLoader[DictBatch]):
+    """A `DataLoader` of whole batches that tells its dataset what the consumer is given.
+
+    Iterating it again goes on where the consumer stands, with new workers. Accelerate's `prepare` leaves it as it is: ranks are
+    shared out already, and nothing may be read ahead of the consumer; moving batches to a device is left to the caller.
+    """
+
+    _is_accelerate_prepared = True
+
+    def __init__(
+        self, dataset: DlacDataset, inputs: Callable[[DictBatch], Any] | None, options: Mapping[str, Any]
+    ) -> None:
+        # Where ranks end apart, empty batches are made here: what is made of them cannot be made in a worker.
+        self._late = inputs if dataset.ends_apart else None
+        early = None if dataset.ends_apart else inputs
+        self._source, self._unwraps = dataset, early is not None
+        super().__init__(dataset, batch_size=None, collate_fn=_Inputs(early), **options)
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # DataLoader names its own private iterator
+        self._iterator = None  # persistent workers of an iteration that was left have read ahead
+        batches: Iterator[DictBatch] = super().__iter__()
+        if self.num_workers and self._source.ends_apart:
+            batches = self._source.agreed(batches)
+        for batch in batches:
+            self._source.observe(batch)
+            given = batch["inputs"] if self._unwraps else batch
+            yield given if self._late is None else self._late(given)
+
+
+@dataclass(frozen=True, slots=True)
+class _Inputs:
+    """What a loader collates with: the batch itself, or what the user's function makes of it beside what it is."""
+
+    make: Callable[[DictBatch], Any] | None
+
+    def __call__(self, batch: Any) -> DictBatch:
+        return batch if self.make is None else {"inputs": self.make(batch), ABOUT: batch[ABOUT]}
