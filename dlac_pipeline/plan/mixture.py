@@ -90,7 +90,8 @@ class Mixture:
         shares = np.where(present, self._weights, 0.0)
         edges = np.round(np.cumsum(shares) / shares.sum() * _PERIOD).astype(np.int64)
         widths = np.diff(edges, prepend=0)
-        widths[(widths == 0) & np.array(present)] = 1  # or a source with a tiny weight never came, and a run never ended
+        # Or a source with a tiny weight never came, and a run never ended.
+        widths[(widths == 0) & np.array(present)] = 1
         widths[widths.argmax()] -= widths.sum() - _PERIOD
         edges = np.cumsum(widths)
         return np.searchsorted(edges, np.arange(_PERIOD), side="right").astype(np.int64)
