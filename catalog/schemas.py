@@ -72,7 +72,6 @@ WORK_UNITS = Schema(
         ("live_rows", LongType()),
         ("bytes", LongType()),
         ("dead", ListType(100, _DEAD_RANGE, element_required=False)),
-        ("first_row_id", LongType()),
     )
 )
 

@@ -56,6 +56,7 @@ _AUDIT = (
     "shortfalls",
     "repeats",
     "sources",
+    "quarantined_units",
     "totals",
     "cut_problems",
     "advance_problems",

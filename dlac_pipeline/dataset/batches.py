@@ -24,6 +24,11 @@ def as_batch(batch: DictBatch) -> Batch:
 
 
 def as_dict(batch: Batch) -> DictBatch:
+    """A batch as a dict: its tensors by column, and what else there is to say of it.
+
+    Raises:
+        SpecInvalid: a column has the name that says it.
+    """
     if ABOUT in batch.tensors:
         raise SpecInvalid(f"expected columns of other names than {ABOUT!r}, found it: let a transform rename it")
     names = ("step", "valid", "source", "rows", "tokens", "world_size")

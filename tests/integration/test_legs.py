@@ -11,6 +11,7 @@ from pyiceberg.expressions import LessThan
 from pyiceberg.io.pyarrow import _dataframe_to_data_files
 
 from catalog.errors import AppendHistoryLost, DataFileUnreadable, NoProgress, ResumeMismatch
+from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.plan.leg import Leg
 from dlac_pipeline.plan.planner import make_plan
 from dlac_pipeline.spec import JobSpec
@@ -225,6 +226,9 @@ def test_a_damaged_row_group_stops_the_run_or_is_left_out(arena: Arena, policy: 
     named = json.loads(row["detail"])
     assert (named["path"], named["row_group"], named["rows"]) == (path, 1, 20)
     assert "expected row group 1" in named["reason"]
+    report = audit_run(arena.lakehouse, "r")
+    assert report.exact, report.problems
+    assert (report.rows_consumed, report.rows_quarantined, report.rows_excluded) == (140, 20, 0)
 
 
 def test_a_warehouse_that_is_away_is_not_damage(arena: Arena) -> None:

@@ -33,6 +33,10 @@ read AS (
     FROM sources
     GROUP BY run
 ),
+-- Rows of row groups that do not decode are not live any more; what is left out because of damage is told as that.
+damaged AS (
+    SELECT run, sum(rows)::BIGINT AS rows FROM quarantined_units GROUP BY run
+),
 -- Rows are missing behind a cursor, or from the steps of a checkpoint; where a key group lacks both, these are the same rows.
 holes AS (
     SELECT run, key_group, sum(rows) AS rows FROM gaps GROUP BY ALL
@@ -58,12 +62,13 @@ SELECT
     coalesce(m.rows, 0) AS rows_missing,
     greatest(0, coalesce(r.rows_left, 0) - coalesce(m.rows, 0)) AS rows_pending,
     coalesce(r.rows_filtered, 0) AS rows_filtered,
-    coalesce(r.rows_quarantined, 0) AS rows_quarantined,
-    greatest(0, coalesce(r.rows - r.rows_live, 0)) AS rows_excluded,
+    coalesce(r.rows_quarantined, 0) + coalesce(d.rows, 0) AS rows_quarantined,
+    greatest(0, coalesce(r.rows - r.rows_live, 0) - coalesce(d.rows, 0)) AS rows_excluded,
     coalesce(r.rows_partial, 0) AS rows_partial,
     coalesce(r.rows_not_applied, 0) AS rows_not_applied
 FROM launched AS l
 LEFT JOIN heads AS h USING (run)
 LEFT JOIN healed AS k USING (run)
 LEFT JOIN read AS r USING (run)
-LEFT JOIN missing AS m USING (run);
+LEFT JOIN missing AS m USING (run)
+LEFT JOIN damaged AS d USING (run);
