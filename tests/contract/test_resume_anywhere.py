@@ -25,7 +25,7 @@ from tests.contract.readings import (
     transformed_packed,
 )
 
-EXAMPLES, CAMPAIGN = 3, 60
+EXAMPLES, CAMPAIGN = 2, 60
 LEGS = 4
 KEYED = {"identity_columns": ["row_id"]}
 FOLLOWS = {"follow": "appends"}
