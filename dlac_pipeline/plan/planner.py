@@ -179,35 +179,40 @@ def record_cut(lakehouse: Lakehouse, plan_id: str, cut: PassCut) -> str:
 
 def slices_arrow(cut_id: str, plan_id: str, cut: PassCut) -> pa.Table:
     """All slices of a pass, with the schema of `slices`."""
-    parts = []
-    for group in range(cut.settings.key_groups):
-        for index in range(cut.block_count(group)):
-            block = cut.block(group, index)
-            count = len(block.slices.unit)
-            constant = {
-                "cut_id": cut_id,
-                "plan_id": plan_id,
-                "pass": cut.pass_index,
-                "key_group": group,
-                "block": index,
-                "block_rows": block.rows,
-                "block_live_rows": block.live_rows,
-                "a": block.affine.a,
-                "a_inv": block.affine.a_inv,
-                "c": block.affine.c,
-            }
-            columns = {
-                "slice": np.arange(count),
-                "unit": block.slices.unit,
-                "first_row": block.slices.first,
-                "rows": block.slices.rows,
-                "live_rows": block.slices.live,
-                "base": block.base,
-            }
-            arrays = {name: pa.repeat(value, count) for name, value in constant.items()}
-            arrays |= {name: pa.array(values) for name, values in columns.items()}
-            parts.append(pa.table(arrays).select(SLICES_ARROW.names).cast(SLICES_ARROW))
-    return pa.concat_tables(parts).combine_chunks() if parts else SLICES_ARROW.empty_table()
+    blocks = [
+        (group, cut.block(group, index))
+        for group in range(cut.settings.key_groups)
+        for index in range(cut.block_count(group))
+    ]
+    if not blocks:
+        return SLICES_ARROW.empty_table()
+    counts = np.array([len(block.slices.unit) for _, block in blocks], dtype=np.int64)
+    per_block = {
+        "key_group": [group for group, _ in blocks],
+        "block": [block.index for _, block in blocks],
+        "block_rows": [block.rows for _, block in blocks],
+        "block_live_rows": [block.live_rows for _, block in blocks],
+        "a": [block.affine.a for _, block in blocks],
+        "a_inv": [block.affine.a_inv for _, block in blocks],
+        "c": [block.affine.c for _, block in blocks],
+    }
+    per_slice = {
+        "unit": [block.slices.unit for _, block in blocks],
+        "first_row": [block.slices.first for _, block in blocks],
+        "rows": [block.slices.rows for _, block in blocks],
+        "live_rows": [block.slices.live for _, block in blocks],
+        "base": [block.base for _, block in blocks],
+    }
+    total = int(counts.sum())
+    arrays: dict[str, Any] = {
+        "cut_id": pa.repeat(cut_id, total),
+        "plan_id": pa.repeat(plan_id, total),
+        "pass": pa.repeat(cut.pass_index, total),
+        "slice": np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts),
+    }
+    arrays |= {name: np.repeat(np.array(values, dtype=np.int64), counts) for name, values in per_block.items()}
+    arrays |= {name: np.concatenate(values) for name, values in per_slice.items()}
+    return pa.table(arrays).select(SLICES_ARROW.names).cast(SLICES_ARROW)
 
 
 def _written(lakehouse: Lakehouse, groups: list[RowGroup], **facts: Any) -> Plan:
@@ -247,21 +252,20 @@ def _digest(groups: list[RowGroup]) -> str:
 
 
 def _units_arrow(groups: list[RowGroup], write_id: str) -> pa.Table:
-    rows = [
-        {
-            "write_id": write_id,
-            "unit": index,
-            "file_path": group.file_path,
-            "row_group": group.row_group,
-            "first_row": group.first_row,
-            "rows": group.rows,
-            "live_rows": group.rows - len(group.dead),
-            "bytes": group.bytes,
-            "dead": _ranges(group.dead),
-        }
-        for index, group in enumerate(groups)
-    ]
-    return pa.Table.from_pylist(rows, schema=WORK_UNITS_ARROW)
+    count = len(groups)
+    files = [group.file_path for group in groups]
+    numbers = {
+        "unit": np.arange(count, dtype=np.int64),
+        "row_group": np.fromiter((group.row_group for group in groups), np.int64, count),
+        "first_row": np.fromiter((group.first_row for group in groups), np.int64, count),
+        "rows": np.fromiter((group.rows for group in groups), np.int64, count),
+        "live_rows": np.fromiter((group.rows - len(group.dead) for group in groups), np.int64, count),
+        "bytes": np.fromiter((group.bytes for group in groups), np.int64, count),
+    }
+    dead = pa.array([_ranges(group.dead) for group in groups], type=WORK_UNITS_ARROW.field("dead").type)
+    columns = {"write_id": pa.repeat(write_id, count), "file_path": files, "dead": dead, **numbers}
+    unknown = {field.name: pa.nulls(count, field.type) for field in WORK_UNITS_ARROW}
+    return pa.table({**unknown, **columns}).select(WORK_UNITS_ARROW.names).cast(WORK_UNITS_ARROW)
 
 
 def _ranges(offsets: Ints) -> list[dict[str, int]]:
