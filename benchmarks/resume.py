@@ -160,6 +160,12 @@ class _Stream:
         self._count.bytes += len(found)
         return found
 
+    def read_buffer(self, size: int | None = None) -> Any:
+        """What Arrow calls where there is one."""
+        found = self._stream.read_buffer(size)
+        self._count.bytes += len(found)
+        return found
+
 
 def _bytes_of(home: Path, kind: Kind) -> int:
     """The column's bytes in all data files."""

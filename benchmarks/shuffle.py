@@ -5,8 +5,8 @@ batches of 512), beside a full random permutation and MosaicML Streaming's py1e 
 shuffled, split at the canonical nodes' boundaries, and each sample is shifted by up to half the block size; here with one node,
 as many canonical nodes as it takes by default, and its default block size of 4,000,000 / canonical nodes, at least 2^18).
 
-- source mixing: root mean square deviation of a batch's share of each source from the table's share, in units of what
-  drawing with replacement gives; 1 is a random permutation
+- source mixing: root mean square deviation of a batch's share of each source from the table's share; beside it the same with
+  each source in units of what drawing with replacement gives, in which the smallest sources weigh as much as the largest
 - neighbours in a batch: table distance of rows that follow each other within a batch, as a share of the table (median; a
   random permutation has 0.29), and how many lie within one row group of each other
 - passes: share of the pairs of rows that are in one batch in one pass and again in the next
@@ -112,8 +112,7 @@ def permutation(case: Case, pass_index: int) -> Ints:
 
 def py1e(case: Case, pass_index: int) -> Ints:
     """Streaming's py1e: units are its shards."""
-    shared, random = np.random.default_rng(9176), np.random.default_rng(9176 + pass_index)
-    del shared
+    random = np.random.default_rng(9176 + pass_index)
     total = int(case.rows.sum())
     first = np.cumsum(case.rows) - case.rows
     spans = [(int(start), int(start + size)) for start, size in zip(first, case.rows, strict=True)]
@@ -158,10 +157,11 @@ def _shifted(spans: list[tuple[int, int]], random: np.random.Generator) -> Ints:
 
 def _measure(case: Case, passes: int) -> dict[str, Figure]:
     orders: dict[str, Callable[[Case, int], Ints]] = {"dlac": dlac, "permutation": permutation, "py1e": py1e}
-    deviation, distance, near, overlap = {}, {}, {}, {}
+    deviation, scaled, distance, near, overlap = {}, {}, {}, {}, {}
     for name, order in orders.items():
         lines = [_batches(order(case, index), case.batch_size) for index in range(passes)]
-        deviation[name] = float(np.mean([_deviation(line, case) for line in lines]))
+        deviations = np.array([_deviation(line, case) for line in lines]).mean(axis=0)
+        deviation[name], scaled[name] = float(deviations[0]), float(deviations[1])
         distance[name] = (
             float(np.median(np.concatenate([_steps(line).reshape(-1) for line in lines]))) / case.rows.sum()
         )
@@ -169,16 +169,17 @@ def _measure(case: Case, passes: int) -> dict[str, Figure]:
         overlap[name] = float(np.mean([_overlap(one, two) for one, two in itertools.pairwise(lines)]))
     ratio = deviation["dlac"] / deviation["permutation"]
     print(json.dumps({"case": case.name, "units": len(case.rows), "rows": int(case.rows.sum()), "deviation": deviation,
-                      "distance": distance, "near": near, "overlap": overlap}), flush=True)  # fmt: skip
+                      "scaled": scaled, "distance": distance, "near": near, "overlap": overlap}), flush=True)  # fmt: skip
     figures = {
-        f"{case.name}_mixing_over_permutation": Figure(value=ratio, unit="ratio", bar="<= 1.1" if case.bar else None)
+        f"{case.name}_mixing_over_permutation": Figure(value=ratio, unit="ratio", bar="<= 1.1" if case.bar else None),
+        f"{case.name}_mixing_each_source_alike": Figure(value=scaled["dlac"] / scaled["permutation"], unit="ratio"),
     }
     if case.bar:
         figures["mixing_py1e_over_permutation"] = Figure(
             value=deviation["py1e"] / deviation["permutation"], unit="ratio"
         )
         for name in orders:
-            figures[f"{name}_mixing_deviation"] = Figure(value=deviation[name], unit="of drawing with replacement")
+            figures[f"{name}_mixing_deviation"] = Figure(value=deviation[name], unit="of a batch")
             figures[f"{name}_median_neighbour_distance"] = Figure(value=distance[name], unit="share of the table")
             figures[f"{name}_neighbours_within_a_unit"] = Figure(value=100 * near[name], unit="%")
             figures[f"{name}_pairs_together_again"] = Figure(value=100 * overlap[name], unit="%")
@@ -207,13 +208,15 @@ def _sources(case: Case) -> Ints:
     return ends
 
 
-def _deviation(batches: Ints, case: Case) -> float:
+def _deviation(batches: Ints, case: Case) -> tuple[float, float]:
+    """Root mean square deviation of the shares, and of the shares in units of drawing with replacement."""
     ends = _sources(case)
     share = np.diff(ends, prepend=0) / ends[-1]
     source = np.searchsorted(ends, batches, side="right")
     found = np.stack([(source == each).mean(axis=1) for each in range(len(ends))], axis=1)
-    expected = share * (1 - share) / batches.shape[1]
-    return float(np.sqrt(((found - share) ** 2 / expected).mean()))
+    drawn = share * (1 - share) / batches.shape[1]
+    squares = (found - share) ** 2
+    return float(np.sqrt(squares.mean())), float(np.sqrt((squares / drawn).mean()))
 
 
 def _steps(batches: Ints) -> Ints:

@@ -13,11 +13,8 @@ import torch.distributed as dist
 import dlac_pipeline as dlac
 from catalog.connect import connect
 from dlac_pipeline.plan.leg import Leg
-from dlac_pipeline.plan.order import LegOrder
-from dlac_pipeline.plan.planner import load_plan
 from dlac_pipeline.read.batch import Batch
-from dlac_pipeline.read.blocks import BlockDecoder
-from dlac_pipeline.read.reader import RankReader
+from dlac_pipeline.read.open import open_leg
 
 _WIDTH, _VOCABULARY = 128, 512
 
@@ -45,7 +42,7 @@ def main() -> None:
         model = Model()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         run.restore(dlac.TorchState(model=model, optimizer=optimizer))
-        order, decoder = _parts_of_reader(run)
+        opened = open_leg(connect(run.spec.lakehouse), Leg.from_json(run.resume_point.leg), run.spec)
 
         def train(batch: Batch) -> torch.Tensor:
             loss = batch.mean(model(batch["tokens"].long()))
@@ -59,7 +56,7 @@ def main() -> None:
             return loss
 
         def plain(step: int) -> float:
-            reader = RankReader(order, decoder, rank=run.rank, world_size=run.world_size, step=step)
+            reader = opened.reader(rank=run.rank, world_size=run.world_size, step=step)
             started = time.perf_counter()
             for batch, _ in zip(reader, range(steps), strict=False):
                 train(batch).item()
@@ -86,16 +83,6 @@ def main() -> None:
             run.step_done(train(batch))
         if run.rank == 0:
             Path(run.spec.params["out"]).write_text(json.dumps(measured))
-
-
-def _parts_of_reader(run: dlac.TrainingRun) -> tuple[LegOrder, BlockDecoder]:
-    """What a reader of the run's plan is made of, beside the run's own."""
-    lakehouse = connect(run.spec.lakehouse)
-    plan = load_plan(lakehouse, run.resume_point.plan_id)
-    leg = Leg.from_json(run.resume_point.leg)
-    table = lakehouse.load(leg.source_table)
-    decoder = BlockDecoder(table.io, table.schemas()[leg.schema_id], plan.units, leg.columns)
-    return LegOrder(plan.units, leg.order_settings, leg.passes), decoder
 
 
 def _tracked(
