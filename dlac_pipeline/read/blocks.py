@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -25,11 +25,15 @@ from catalog.errors import DataFileUnreadable
 from dlac_pipeline.plan.cut import Block
 from dlac_pipeline.plan.leg import LegSource
 from dlac_pipeline.plan.units import UnitTable
+from dlac_pipeline.read.memory import Buffers, Bytes
 
 PartitionValues = Callable[[str], Mapping[int, Any]]
 """Data file path -> its identity partition values by source field id."""
-_SHARED_UNITS = 4
-"""Row groups kept decoded because several key groups have slices of them."""
+_SHARED_BYTES = 2**26
+"""Of row groups that are kept decoded because several key groups have slices of them; the last one is always kept."""
+
+_LIST_ITEMS = 2**31
+"""More do not fit the offsets of a list array."""
 
 
 class UnitUnreadable(DataFileUnreadable):
@@ -67,7 +71,8 @@ class BlockDecoder:
         self._partition_values = partition_values
         self._row_bytes: float | None = None
         self._open = lru_cache(maxsize=1024)(self._footer)
-        self._shared = _Once(_SHARED_UNITS)
+        self._shared = _Once(_SHARED_BYTES)
+        self._buffers = Buffers()
 
     def bytes_of(self, units: UnitTable, block: Block) -> int:
         """Estimate of the decoded size of a block: from the last rows decoded, before there are any from the footers."""
@@ -83,11 +88,11 @@ class BlockDecoder:
             UnitUnreadable: a file is missing or corrupt; names it and the row group.
         """
         slices = block.slices
-        parts = [
+        parts = (
             self._slice(units, int(unit), int(first), int(rows))
             for unit, first, rows in zip(slices.unit, slices.first, slices.rows, strict=True)
-        ]
-        table = parts[0] if len(parts) == 1 else pa.concat_tables(parts)
+        )
+        table = next(parts) if len(slices.unit) == 1 else end_to_end(parts, block.rows, self._buffers)
         self._row_bytes = table.nbytes / max(1, table.num_rows)
         return table
 
@@ -167,30 +172,117 @@ def open_decoder(table: Table, source: LegSource) -> BlockDecoder:
 
 
 class _Once:
-    """The results of the last few calls by key; a call that is under way in another thread is waited for."""
+    """The tables that the last few calls gave, by key; a call that is under way in another thread is waited for."""
 
-    def __init__(self, size: int) -> None:
-        self._size = size
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
         self._lock = threading.Lock()
-        self._made: OrderedDict[Any, Future[Any]] = OrderedDict()
+        self._made: OrderedDict[Any, Future[pa.Table]] = OrderedDict()
+        self._bytes: dict[Any, int] = {}
 
-    def get(self, key: Any, make: Callable[[], Any]) -> Any:
+    @property
+    def nbytes(self) -> int:
+        """What is kept."""
+        return sum(list(self._bytes.values()))
+
+    def get(self, key: Any, make: Callable[[], pa.Table]) -> pa.Table:
+        """What `make` gives, or gave."""
         with self._lock:
             future = self._made.get(key)
             mine = future is None
             if future is None:
                 future = self._made[key] = Future()
             self._made.move_to_end(key)
-            while len(self._made) > self._size:
-                self._made.popitem(last=False)
         if mine:
             try:
-                future.set_result(make())
+                table = make()
             except BaseException as err:
                 with self._lock:
                     self._made.pop(key, None)
                 future.set_exception(err)
+                return future.result()
+            future.set_result(table)
+            self._keep(key, table.nbytes)
         return future.result()
+
+    def _keep(self, key: Any, nbytes: int) -> None:
+        with self._lock:
+            self._bytes[key] = nbytes
+            for oldest in [each for each in self._made if each in self._bytes and each != key]:
+                if sum(self._bytes.values()) <= self._limit_bytes:
+                    return
+                del self._made[oldest], self._bytes[oldest]
+
+
+def end_to_end(parts: Iterable[pa.Table], rows: int, buffers: Buffers) -> pa.Table:
+    """Tables of one schema and so many rows together as one, each let go of before the next one is made where types allow.
+
+    Columns of fixed width, and lists of one length of them, are copied into one leased array: rows are then gathered from one
+    place, and what a part was decoded into is used again, while it is in the processor's cache, for the next one.
+    """
+    columns: dict[str, _Joined] = {}
+    for part in parts:
+        for name in part.column_names:
+            columns.setdefault(name, _Joined(rows, buffers)).add(part[name])
+    return pa.table({name: column.joined() for name, column in columns.items()})
+
+
+class _Joined:
+    """One column, part by part."""
+
+    def __init__(self, rows: int, buffers: Buffers) -> None:
+        self._rows = rows
+        self._buffers = buffers
+        self._at = 0
+        self._row_bytes = 0
+        self._type: pa.DataType | None = None
+        self._content: Bytes = np.zeros(0, dtype=np.uint8)
+        self._chunks: list[pa.Array] = []
+
+    def add(self, column: pa.ChunkedArray) -> None:
+        for chunk in column.chunks:
+            flat = None if self._chunks or not len(chunk) else _flat(chunk)
+            if flat is not None and not self._at:
+                self._type, self._row_bytes = chunk.type, len(flat) // len(chunk)
+                self._content = self._buffers.lease(self._rows * self._row_bytes)
+            if flat is None or len(flat) != self._row_bytes * len(chunk):
+                self._chunks = [*self._copied(), chunk]
+                continue
+            self._content[self._at * self._row_bytes :][: len(flat)] = flat
+            self._at += len(chunk)
+
+    def joined(self) -> pa.ChunkedArray:
+        return pa.chunked_array(self._chunks or self._copied())
+
+    def _copied(self) -> list[pa.Array]:
+        """What lies in `content` as an Arrow array of its type, or what was added before it could not be copied."""
+        if not self._at:
+            return self._chunks
+        rows, kind = self._at, self._type
+        self._at = 0
+        if not isinstance(kind, pa.ListType):
+            return [pa.Array.from_buffers(kind, rows, [None, pa.py_buffer(self._content)])]
+        length = self._row_bytes * 8 // kind.value_type.bit_width
+        values = pa.Array.from_buffers(kind.value_type, rows * length, [None, pa.py_buffer(self._content)])
+        offsets = pa.array(np.arange(rows + 1, dtype=np.int64) * length, type=pa.int32())
+        return [pa.ListArray.from_arrays(offsets, values, type=kind)]
+
+
+def _flat(array: Any) -> Bytes | None:
+    """The bytes of an array, as many for each row; None where they cannot be laid end to end just so."""
+    rows = len(array)
+    if isinstance(array.type, pa.ListType):
+        lengths = np.diff(array.offsets.to_numpy())
+        if array.null_count or not lengths[0] or (lengths != lengths[0]).any() or lengths[0] * rows >= _LIST_ITEMS:
+            return None
+        array = array.flatten()
+    kind = array.type
+    fixed = pa.types.is_primitive(kind) or pa.types.is_fixed_size_binary(kind)
+    if array.null_count or not fixed or kind.bit_width % 8:
+        return None
+    width = kind.bit_width // 8
+    content = np.frombuffer(array.buffers()[1], dtype=np.uint8)
+    return content[array.offset * width : (array.offset + len(array)) * width]
 
 
 Prepared = TypeVar("Prepared")

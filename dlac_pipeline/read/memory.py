@@ -1,0 +1,67 @@
+"""Memory that is used again: large arrays whose pages stay with the process until their owner is done with reading.
+
+Fresh pages are dear: the kernel clears each, and in a virtual machine the host may have to find it first; that can take as long
+as decoding what is written to it. What is leased here comes back by itself once nothing refers to it any more.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import weakref
+
+import numpy as np
+import numpy.typing as npt
+
+_STEP_BYTES = 2**20
+_SMALLEST_BYTES = 2**20
+"""Smaller arrays are left to the allocator, which keeps them by itself."""
+_SPARE = 1.25
+"""A returned array is leased again for what needs at least this part of it, the other way round."""
+Bytes = npt.NDArray[np.uint8]
+
+
+class Buffers:
+    """Leases arrays; what is leased and kept is never more than was leased at a time."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # an array may come back in the middle of a lease, by the garbage collector
+        self._free: list[Bytes] = []
+        self._leased_bytes = 0
+        self.peak_bytes = 0
+        """The most that was leased at a time."""
+
+    def lease(self, nbytes: int) -> Bytes:
+        """An array of this size, uint8, with undefined content; ours again when neither it nor a view of it exists."""
+        if nbytes < _SMALLEST_BYTES:
+            return np.empty(nbytes, dtype=np.uint8)
+        size = -(-nbytes // _STEP_BYTES) * _STEP_BYTES
+        with self._lock:
+            whole = self._found(size)
+            self._leased_bytes += len(whole)
+            self.peak_bytes = max(self.peak_bytes, self._leased_bytes)
+        # Views of numpy arrays refer to the array at the bottom: what comes back must not be one, or it would come too early.
+        handle = (ctypes.c_ubyte * len(whole)).from_buffer(whole.data)
+        weakref.finalize(handle, self._back, whole).atexit = False
+        return np.frombuffer(memoryview(handle).cast("B"), dtype=np.uint8)[:nbytes]
+
+    def _found(self, size: int) -> Bytes:
+        fitting = [each for each in self._free if size <= len(each) <= _SPARE * size]
+        if fitting:
+            chosen = min(fitting, key=len)
+            self._free = [each for each in self._free if each is not chosen]
+            return chosen
+        self._trim(size)
+        return np.empty(size, dtype=np.uint8)
+
+    def _back(self, whole: Bytes) -> None:
+        with self._lock:
+            self._leased_bytes -= len(whole)
+            self._free.append(whole)
+            self._trim(0)
+
+    def _trim(self, wanted: int) -> None:
+        """Let go of what would make more than was ever leased at a time, the longest unused first."""
+        limit = max(self.peak_bytes, self._leased_bytes + wanted)
+        while self._free and self._leased_bytes + wanted + sum(map(len, self._free)) > limit:
+            del self._free[0]
