@@ -20,8 +20,8 @@ from tests.conftest import source_rows
 if TYPE_CHECKING:
     from tests.conftest import Arena, Steps
 
-SMALL = {"world_size": 1, "batch_size": 16, "key_groups": 4, "every_steps": 3, "passes": 1}
-FOLLOWING = {**SMALL, "follow": "appends"}
+SMALL: dict[str, Any] = {"world_size": 1, "batch_size": 16, "key_groups": 4, "every_steps": 3, "passes": 1}
+FOLLOWING: dict[str, Any] = {**SMALL, "follow": "appends"}
 
 
 def changed(spec: JobSpec, **launch: Any) -> JobSpec:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -13,7 +13,7 @@ from dlac_pipeline.audit.audit import audit_run
 if TYPE_CHECKING:
     from tests.conftest import Arena
 
-SMALL = {"world_size": 1, "batch_size": 16, "key_groups": 4, "every_steps": 3, "passes": 2}
+SMALL: dict[str, Any] = {"world_size": 1, "batch_size": 16, "key_groups": 4, "every_steps": 3, "passes": 2}
 TRANSFORM = '''
 import pyarrow as pa
 import pyarrow.compute as pc
