@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
-import numpy.typing as npt
 
 from dlac_pipeline.plan.affine import Affine, choose
 from dlac_pipeline.plan.keys import derive_key, shuffled
@@ -130,8 +129,8 @@ class PassCut:
         self.dealt_before = dealt_before
         self.live_units = units if live_units is None else live_units
         live = units.live_rows
-        line = _line(len(units), settings, pass_index)
-        self._line = line[live[line] > 0]
+        alive = np.flatnonzero(live > 0)
+        self._line = alive[_line(live[alive], settings, pass_index)]
         self._live = live[self._line]
         self._line_end = np.cumsum(self._live)
         self.dealt = deal(int(live.sum()), dealt_before)
@@ -219,32 +218,27 @@ class PassCut:
         return np.sort(affine.positions_of(np.concatenate(live)))
 
 
-def _line(units: int, settings: CutSettings, pass_index: int) -> Ints:
-    """The units in the order in which they are laid end to end, int64 [units].
+def _line(live: Ints, settings: CutSettings, pass_index: int) -> Ints:
+    """The units with these live rows (int64 [units], all above 0) in the order in which they are laid end to end.
 
-    Units lie in table order; they are divided into as many strata as slices are read at a time (G*S), and every round of
-    blocks takes one unit of each stratum, drawn without replacement. So whatever a table is sorted by, all of it is mixed
-    in every batch, and better than by drawing units from one urn.
+    Units lie in table order. They are divided into as many strata of equal rows as slices are read at a time (G*S); each
+    stratum is bound to one of the S lanes of a key group for the pass, and its units, shuffled, are spread evenly over the
+    group's segment. So at any time the slices being read come one from each stratum: whatever a table is sorted by, all of it is
+    mixed in every batch, more evenly than by drawing units from one urn, and however the segments are cut.
     """
-    if not settings.shuffle:
-        return np.arange(units, dtype=np.int64)
+    units = np.arange(len(live), dtype=np.int64)
+    if not settings.shuffle or not len(live):
+        return units
     key = derive_key(settings.seed, _UNITS, settings.source, pass_index)
     strata = settings.key_groups * settings.block_slices
-    rounds = -(-units // strata)
-    stratum = np.arange(units, dtype=np.int64) * strata // max(1, units)
-    rank = _rank_within(stratum, shuffled(units, derive_key(key, 1)))
-    short = np.bincount(stratum, minlength=strata) < rounds
-    left_out = shuffled(strata, derive_key(key, 2)) % np.uint64(max(1, rounds))
-    round_of = rank + (short[stratum] & (rank >= left_out.astype(np.int64)[stratum]))
-    cell = _rank_within(round_of, shuffled(units, derive_key(key, 3)))
-    return np.lexsort((cell // settings.key_groups, round_of, cell % settings.key_groups)).astype(np.int64)
-
-
-def _rank_within(classes: Ints, values: npt.NDArray[np.uint64]) -> Ints:
-    """The rank of each entry among those of its class, in order of `values`, int64, same shape."""
-    by_class = np.lexsort((values, classes))
-    sizes = np.bincount(classes)
-    starts = np.repeat(np.cumsum(sizes) - sizes, sizes)
-    rank = np.empty(len(classes), dtype=np.int64)
-    rank[by_class] = np.arange(len(classes)) - starts
-    return rank
+    middle = np.cumsum(live) - (live + 1) // 2
+    lane_of = np.argsort(shuffled(strata, derive_key(key, 1)), kind="stable")
+    lane = lane_of[middle * strata // int(live.sum())]
+    by_lane = np.lexsort((shuffled(len(live), derive_key(key, 2)), lane))
+    rows, lane = live[by_lane], lane[by_lane]
+    lane_rows = np.zeros(strata, dtype=np.int64)
+    np.add.at(lane_rows, lane, rows)
+    before = np.cumsum(rows) - rows - (np.cumsum(lane_rows) - lane_rows)[lane]
+    share = (before + rows / 2) / lane_rows[lane]
+    group, place = lane % settings.key_groups, lane // settings.key_groups
+    return units[by_lane[np.lexsort((place, share, group))]]
