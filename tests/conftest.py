@@ -22,6 +22,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
+from hypothesis import HealthCheck, settings
 from pydantic import BaseModel
 from pyiceberg.table import Table
 
@@ -30,6 +31,8 @@ from catalog.connect import Lakehouse, LakehouseConfig, connect
 from catalog.ledger import Ledger, Row
 from dlac_pipeline.spec import CheckpointSpec, JobSpec, LaunchSpec, OrderSpec, SourceSpec, parse_spec
 
+settings.register_profile("noisy machines", suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("noisy machines")
 PROGRAMS = Path(__file__).parent / "programs"
 RECORDED_SQL = Path(__file__).with_name("recorded.sql").read_text()
 Steps = dict[int, list[int]]

@@ -51,7 +51,7 @@ def events_of(dagster: LocalDagster, run_id: str, kind: dg.DagsterEventType) -> 
         return [entry.dagster_event for entry in instance.all_logs(run_id, of_type=kind)]
 
 
-@pytest.mark.parametrize("victim", ["dagster run", "supervisor"])
+@pytest.mark.parametrize("victim", ["dagster run", pytest.param("supervisor", marks=pytest.mark.soak)])
 def test_a_killed_process_above_the_ranks_is_recovered_through_the_sensor(
     campaign: Arena, dagster: LocalDagster, victim: str
 ) -> None:

@@ -38,7 +38,7 @@ def test_a_script_that_always_fails_ends_without_progress(campaign: Arena) -> No
     ("changes", "code", "kind"),
     [
         ({"table": "src.nothing"}, 64, "NoSuchTable"),
-        ({"columns": ["row_id", "name"]}, 64, "UnsupportedColumn"),
+        ({"columns": ["row_id", "even"], "ragged": ["even"]}, 64, "UnsupportedColumn"),
         ({"store": "/proc/version/store"}, 74, "StoreUnavailable"),
     ],
 )

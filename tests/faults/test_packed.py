@@ -76,13 +76,13 @@ def test_every_token_once_per_pass(packed: Arena) -> None:
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.soak), pytest.param(2, marks=pytest.mark.soak)])
 def test_a_killed_rank_and_other_numbers_of_ranks_change_nothing(packed: Arena, seed: int) -> None:
-    """2 ranks, one killed; then 4, stopped; then 1; then 8, which share key groups: the same sequences in the same batches."""
+    """2 ranks, one killed; in the campaign 4, stopped, and 1; then 8, which share key groups: the same batches."""
     run = f"packed-{seed}"
     launch = packed.launch(spec(packed, run, pause_s=0.02))
     launch.wait_for("checkpoint", 1 + seed)
     os.kill(launch.ranks()[seed % 2].pid, signal.SIGKILL)
     launch.wait_for("checkpoint", 3 + seed)
-    for world_size in (4, 1):
+    for world_size in (4, 1) if seed else ():
         os.kill(launch.process.pid, signal.SIGTERM)
         assert launch.wait() == 0, launch.stderr
         assert launch.of("ended")[0]["ending"] == "stopped"
@@ -95,4 +95,4 @@ def test_a_killed_rank_and_other_numbers_of_ranks_change_nothing(packed: Arena, 
     assert last.of("ended")[0]["ending"] == "finished"
     assert packed.journal(run) == packed.journal("packed-whole")
     assert packed.losses(run) == pytest.approx(packed.losses("packed-whole"), rel=1e-5)
-    assert {row["world_size"] for row in packed.lineage(run)} == {1, 2, 4, 8}
+    assert {row["world_size"] for row in packed.lineage(run)} == ({1, 2, 4, 8} if seed else {2, 8})

@@ -275,7 +275,7 @@ OPERATIONS = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(operations=OPERATIONS, data=st.data())
 def test_any_history_of_appends_and_deletes_reads_as_duckdb_reads_it(
     tmp_path_factory: pytest.TempPathFactory, operations: list[tuple[str, list[int | None], int]], data: st.DataObject

@@ -152,7 +152,7 @@ def internal(value: Any) -> Any:
     return (value - dt.date(1970, 1, 1)).days if isinstance(value, dt.date) else value
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(sql=SQL, appended=st.lists(st.tuples(NUMBERS, st.integers(0, 4), st.booleans()), min_size=1, max_size=3))
 def test_any_filter_keeps_the_rows_that_duckdb_keeps(
     tmp_path_factory: pytest.TempPathFactory, sql: str, appended: list[tuple[list[int | None], int, bool]]

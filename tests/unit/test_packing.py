@@ -12,7 +12,7 @@ from dlac_pipeline.read.documents import Documents, Samples, source_rows
 from dlac_pipeline.read.line import BlockAdvance, merge
 from dlac_pipeline.read.packing import BEGINNING, Packed, Packer, Sampler, SampleRows, Taken
 
-EXAMPLES = settings(max_examples=200, deadline=None)
+EXAMPLES = settings(max_examples=80, deadline=None)
 PAD = -1
 REASON = "ValueError: bad"
 

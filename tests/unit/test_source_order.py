@@ -14,7 +14,7 @@ from dlac_pipeline.plan.source_order import Cursor, OpenCut, SourceOrder, Source
 from dlac_pipeline.plan.units import UnitTable
 from tests.legs import units_of
 
-EXAMPLES = settings(max_examples=60, deadline=None)
+EXAMPLES = settings(max_examples=20, deadline=None)
 Place = tuple[int, int]
 """(unit, row in the unit)."""
 
