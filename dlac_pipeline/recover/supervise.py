@@ -18,6 +18,7 @@ import tenacity
 
 from catalog import errors
 from catalog.connect import Lakehouse, connect
+from catalog.durable_io import write_durably
 from catalog.errors import (
     BadInput,
     CatalogUnreachable,
@@ -239,7 +240,7 @@ class _Attempt:
                 self._say({"event": "warning", "message": message})
             self._say({"event": "attempt", "attempt": point.attempt, "step": point.step, "pids": ranks.pids})
             with storing(self._folder):
-                _write_whole(self._folder / "resume.json", point.to_json())
+                write_durably(self._folder / "resume.json", point.to_json().encode())
             self._resumable_at = time.time()
             return self._watch(ranks)
         finally:
@@ -394,9 +395,3 @@ def _first_cause(failures: list[Exit]) -> Exit:
         if isinstance(kind, type) and issubclass(kind, DlacError):
             return failure
     return next((failure for failure in failures if failure.code < 0), failures[0])
-
-
-def _write_whole(path: Path, text: str) -> None:
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(text)
-    temporary.rename(path)

@@ -130,7 +130,7 @@ def test_a_row_twice_in_a_followed_table_is_duplicated(workshop: Workshop) -> No
 
 
 @pytest.mark.parametrize("kind", ["mixed", "packed", "excluded"])
-@pytest.mark.parametrize("step", [4, 16, 32])
+@pytest.mark.parametrize("step", [16, *(pytest.param(step, marks=pytest.mark.soak) for step in (4, 32))])
 def test_what_was_committed_at_any_checkpoint_is_exact(workshop: Workshop, kind: str, step: int) -> None:
     """An unfinished run is exact by itself, in its first leg and behind it: rows ahead of the cursors are pending."""
     report = workshop.audit_forged(partial(until_step, step=step), of=trained(workshop, kind))

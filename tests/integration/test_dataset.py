@@ -149,7 +149,9 @@ def test_the_state_is_the_same_whichever_way_it_was_read(lake: Lake, kind: str) 
         assert own.state_dict() == plain_loader.state_dict() == torchdata.state_dict() == state
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [kind if kind in ("rows", "packed") else pytest.param(kind, marks=pytest.mark.soak) for kind in KINDS]
+)
 def test_resuming_gives_what_was_not_consumed(lake: Lake, kind: str) -> None:
     """From any state, in the first pass or a later one, the rest follows; resuming twice gives the same."""
     whole = lake.whole(kind)

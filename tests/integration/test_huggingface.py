@@ -147,7 +147,9 @@ def expected(home: Path, kind: str) -> list[Any]:
     return [inputs(batch)["x"].tolist() for batch in opened(home, kind)]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [kind if kind == "packed" else pytest.param(kind, marks=pytest.mark.soak) for kind in KINDS]
+)
 def test_a_killed_trainer_resumes_exactly(home: Path, kind: str) -> None:
     """SIGKILL twice, with batches read ahead in two workers; rows appended meanwhile: every pinned row once a pass."""
     whole = expected(home, kind)
