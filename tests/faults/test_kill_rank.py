@@ -11,7 +11,7 @@ import pytest
 if TYPE_CHECKING:
     from tests.conftest import Arena
 
-QUICK, ALL = 2, 20
+QUICK, ALL = 1, 20
 SEEDS = [pytest.param(seed, marks=[] if seed < QUICK else [pytest.mark.soak]) for seed in range(ALL)]
 
 

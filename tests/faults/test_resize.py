@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from tests.conftest import Arena
 
 
+@pytest.mark.soak
 def test_another_number_of_ranks_continues_the_same_run(campaign: Arena) -> None:
     """From 2 ranks to 1 to 4: the global batches are those of an undisturbed run, the losses differ by rounding only."""
     undisturbed = campaign.launch(campaign.spec("not-resized", noise=0, world_size=1))

@@ -690,7 +690,7 @@ def shelf(tmp_path_factory: pytest.TempPathFactory) -> Lake:
     return Lake(tmp_path_factory.mktemp("shelf") / "home")
 
 
-SLOW = settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+SLOW = settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 
 
 def new_story(shelf: Lake) -> Story:
