@@ -19,9 +19,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
@@ -44,8 +43,8 @@ from dlac_pipeline.plan.source_order import Cursor
 from dlac_pipeline.progress import Phase, ProgressWriter
 from dlac_pipeline.rank import LAUNCH_VARIABLE
 from dlac_pipeline.read.batch import Batch
+from dlac_pipeline.read.exchange import summing_over
 from dlac_pipeline.read.open import open_leg
-from dlac_pipeline.read.reader import Counts
 from dlac_pipeline.recover.coordinator import ResumePoint, new_nonce, take_over
 from dlac_pipeline.recover.leg_choice import Wish
 from dlac_pipeline.recover.run_lock import run_lock
@@ -211,13 +210,6 @@ class TrainingRun:
         """Whether the run is over where its leg is: one that goes on to what is appended ends at `order.steps` only."""
         return not self._leg.following or (self._leg.steps is not None and self.step >= self._leg.steps)
 
-    def _sum_over_ranks(self, counts: Sequence[int]) -> Counts:
-        """Start to sum numbers of the batch that is read ahead; nobody waits for it until that batch is handed out."""
-        numbers = torch.tensor(counts, dtype=torch.int64)
-        if self._batches_group is None:
-            return _Summed(numbers, None)
-        return _Summed(numbers, dist.all_reduce(numbers, group=self._batches_group, async_op=True))
-
     def _heard(self, beat: Beat) -> None:
         self.stopped = self.stopped or beat.stop
         self._tracker.losses += beat.losses
@@ -273,7 +265,11 @@ class TrainingRun:
         if not point.leg_is_new:
             _check_restored(self._order, point.step, state)
         self._reader = opened.reader(
-            rank=self.rank, world_size=self.world_size, step=point.step, state=state, exchange=self._sum_over_ranks
+            rank=self.rank,
+            world_size=self.world_size,
+            step=point.step,
+            state=state,
+            exchange=summing_over(self._batches_group),
         )
         self._tracker = ReaderStateTracker(committed_step=point.step, groups=self._reader.groups)
         self._attempt = Attempt(run=self.spec.run, number=point.attempt, nonce=point.nonce)
@@ -287,19 +283,6 @@ class TrainingRun:
             tree=self._tree,
             lakehouse=lakehouse,
         )
-
-
-@dataclass(frozen=True, slots=True)
-class _Summed:
-    """Numbers that are being summed over all ranks."""
-
-    numbers: torch.Tensor
-    work: dist.Work | None
-
-    def wait(self) -> Sequence[int]:
-        if self.work is not None:
-            self.work.wait()
-        return [int(number) for number in self.numbers.tolist()]
 
 
 def _job_spec(folder: Path | None, spec: str | Path | None) -> JobSpec:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 from torch.utils.data import IterableDataset, get_worker_info
 
@@ -29,6 +28,7 @@ from dlac_pipeline.plan.leg import Leg
 from dlac_pipeline.plan.order import ReaderState
 from dlac_pipeline.plan.source_order import Cursor
 from dlac_pipeline.read.batch import Batch
+from dlac_pipeline.read.exchange import summing_over
 from dlac_pipeline.read.open import OpenLeg, open_leg
 from dlac_pipeline.read.reader import Counts, Exchange, RankReader, alone
 from dlac_pipeline.spec import (
@@ -183,7 +183,7 @@ class DlacDataset(IterableDataset[DictBatch]):
 
     def _ahead(self, batches: Iterator[DictBatch], last: DictBatch | None) -> tuple[DictBatch, Counts]:
         batch = next(batches, None) or (self._nothing() if last is None else emptied(last))
-        return batch, self._sum([batch[ABOUT]["rows"], batch[ABOUT]["tokens"]])
+        return batch, summing_over(self._group)([batch[ABOUT]["rows"], batch[ABOUT]["tokens"]])
 
     def _nothing(self) -> DictBatch:
         """An empty batch, where this rank had ended before the position; without tensors where all ranks have."""
@@ -194,10 +194,6 @@ class DlacDataset(IterableDataset[DictBatch]):
         finally:
             reader.close()
         return {**batch, ABOUT: {**batch[ABOUT], "rows": 0, "tokens": 0}}
-
-    def _sum(self, counts: Sequence[int]) -> Counts:
-        numbers = torch.tensor(counts, dtype=torch.int64)
-        return _Summed(numbers, dist.all_reduce(numbers, group=self._group, async_op=True))
 
     def _open(self) -> OpenLeg:
         """The leg, opened by this process: a forked worker shares no connection with its parent."""
@@ -214,7 +210,7 @@ class DlacDataset(IterableDataset[DictBatch]):
             )
         self._begun_in = os.getpid()
         reader = self._reader(
-            exchange=self._sum if self.ends_apart and worker is None else alone,
+            exchange=summing_over(self._group) if self.ends_apart and worker is None else alone,
             budget_shares=1 if worker is None else worker.num_workers,
         )
         try:
@@ -257,15 +253,3 @@ class DlacDataset(IterableDataset[DictBatch]):
             exchange=exchange,
             budget_bytes=self.spec.read.budget_mb * 2**20 // budget_shares,
         )
-
-
-@dataclass(frozen=True, slots=True)
-class _Summed:
-    """Numbers that are being summed over all ranks."""
-
-    numbers: torch.Tensor
-    work: Any
-
-    def wait(self) -> Sequence[int]:
-        self.work.wait()
-        return [int(number) for number in self.numbers.tolist()]

@@ -146,10 +146,6 @@ class LegOrder:
             for index, source in enumerate(self.sources)
         ]
 
-    def present_at(self, group: int, slots: int) -> Present:
-        """The sources that are still there for a key group behind its first `slots` samples; counted sources only."""
-        return self._phase(group, slots).present
-
     def advances(self, group: int, first_step: int, last_step: int, *, applied: bool) -> Iterator[Advance]:
         """What the steps first_step..last_step moved in `group`, one entry per (source, pass, block); counted sources only."""
         before, after = (self._consumed_of(group, self.samples(step)) for step in (first_step - 1, last_step))
