@@ -1,4 +1,4 @@
-"""What the audit's tests share: two trained runs, and ways to tamper with what they left."""
+"""What the audit's tests share: two trained runs, and ways to tamper with what they left; and the PyTorch dataset's tables."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from dlac_pipeline.audit.lakehouse_sql import open_audit
 from dlac_pipeline.recover.supervise import Event, Supervisor
 from dlac_pipeline.spec import JobSpec, parse_spec
 from tests.integration.audit_runs import Forgery, Workshop
+from tests.integration.datasets import Datasets
 
 PROGRAM = Path(__file__).parents[1] / "programs" / "train_tiny.py"
 ROWS = 1000
@@ -98,3 +99,9 @@ def audit(lake: Lake) -> Iterator[duckdb.DuckDBPyConnection]:
     with open_audit(lake.lakehouse) as connection:
         lake.row_ids(connection, "t")
         yield connection
+
+
+@pytest.fixture(scope="session")
+def datasets(tmp_path_factory: pytest.TempPathFactory) -> Datasets:
+    """The tables that datasets are opened over; a test that changes a table makes one of its own."""
+    return Datasets(tmp_path_factory.mktemp("datasets") / "home")

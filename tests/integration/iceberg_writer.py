@@ -42,14 +42,10 @@ from pyiceberg.table import StaticTable
 from pyiceberg.typedef import Record
 from pyroaring import BitMap64
 
+from tests.snapshots import position_rows
+
 Version = Literal[2, 3]
 IO = PyArrowFileIO()
-POSITIONS = pa.schema(
-    [
-        pa.field("file_path", pa.string(), nullable=False, metadata={"PARQUET:field_id": "2147483546"}),
-        pa.field("pos", pa.int64(), nullable=False, metadata={"PARQUET:field_id": "2147483545"}),
-    ]
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,10 +114,9 @@ class HandTable:
         referenced: bool = False,
     ) -> str:
         """Commit a positional delete file; with `bounds` or `referenced` its metadata name the data files."""
-        paths = [path for path in sorted(deletes) for _ in deletes[path]]
-        rows = [position for path in sorted(deletes) for position in sorted(deletes[path])]
+        rows = position_rows(deletes)
         path = self._path("positions.parquet")
-        pq.write_table(pa.Table.from_arrays([pa.array(paths, pa.string()), pa.array(rows)], schema=POSITIONS), path)
+        pq.write_table(rows, path)
         more: dict[str, Any] = {"record_count": len(rows)}
         if bounds:
             more |= {
@@ -242,7 +237,9 @@ class HandTable:
             Written(path=file.file_path, sequence=self._last, content=file.content, partition=where, **more)
         )
 
-    def _commit(self, files: list[DataFile], spec: int, sequence: int | None) -> None:
+    def _commit(
+        self, files: list[DataFile], spec: int, sequence: int | None, removed: Sequence[ManifestEntry] = ()
+    ) -> None:
         self.sequence += 1
         self._last = self.sequence if sequence is None else sequence
         snapshot_id = 1000 + self.sequence
@@ -258,6 +255,8 @@ class HandTable:
                         data_file=file,
                     )
                 )
+            for entry in removed:
+                writer.delete(entry)
         manifest = ManifestFile(*writer.to_manifest_file()._data, None)
         manifest.sequence_number = self.sequence
         manifest.min_sequence_number = min(self._last, self.sequence)

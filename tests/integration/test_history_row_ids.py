@@ -6,14 +6,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from pyiceberg.io.pyarrow import schema_to_pyarrow
-from pyiceberg.manifest import DataFileContent, ManifestContent, ManifestEntry, ManifestEntryStatus, ManifestFile
+from pyiceberg.manifest import DataFile, DataFileContent, ManifestEntry
 from pyiceberg.schema import Schema
 from pyiceberg.types import LongType, NestedField
 
 from catalog.errors import AppendHistoryLost
 from catalog.history import History, changes
-from catalog.history_steps import TableRows
-from tests.integration.iceberg_writer import IO, HandTable, _Manifest
+from tests.integration.history_lake import new_keys
+from tests.integration.iceberg_writer import IO, HandTable
 
 K = NestedField(1, "k", LongType(), required=False)
 SCHEMA = Schema(K)
@@ -29,36 +29,13 @@ class RewrittenTable(HandTable):
 
     def rewrite(self, removed: list[str], rows: dict[int, int | None], *, kept: bool, operation: str) -> str:
         """Replace files by one with these rows (key -> row id, None for a new row); ids are written if they are `kept`."""
-        number = len(self.snapshots)
-        path = str(self.root / f"{number:03}-rewritten.parquet")
+        path = self._path("rewritten.parquet")
         columns = {"k": pa.array(list(rows), pa.int64())}
         if kept:
             columns["_row_id"] = pa.array(list(rows.values()), pa.int64())
         arrow = schema_to_pyarrow(WITH_IDS if kept else SCHEMA)
         pq.write_table(pa.table(columns).cast(arrow), path)
-        more = {"record_count": len(rows), "split_offsets": None}
-        file = self._file(path, DataFileContent.DATA, (), **more, first_row_id=None)
-        self.sequence += 1
-        snapshot_id = 1000 + self.sequence
-        taken = self._take(removed)
-        output = IO.new_output(str(self.root / f"{number:03}-manifest.avro"))
-        with _Manifest(self.specs[0], SCHEMA, output, snapshot_id, ManifestContent.DATA, self.version) as writer:
-            for status, one, sequence in [
-                (ManifestEntryStatus.ADDED, file, None),
-                *((ManifestEntryStatus.DELETED, entry.data_file, entry.sequence_number) for entry in taken),
-            ]:
-                writer.add_entry(
-                    ManifestEntry.from_args(
-                        status=status,
-                        snapshot_id=snapshot_id,
-                        sequence_number=sequence,
-                        file_sequence_number=sequence,
-                        data_file=one,
-                    )
-                )
-        manifest = ManifestFile(*writer.to_manifest_file()._data, None)
-        manifest.sequence_number = manifest.min_sequence_number = self.sequence
-        self._add(manifest, snapshot_id)
+        self._commit([self._data_file(path, len(rows))], 0, None, self._take(removed))
         self.snapshots[-1]["summary"] = {"operation": operation}
         return path
 
@@ -70,15 +47,9 @@ class RewrittenTable(HandTable):
             gone = [entry for entry in entries if entry.data_file.file_path in removed]
             taken += [
                 ManifestEntry.from_args(
-                    status=ManifestEntryStatus.DELETED,
                     sequence_number=entry.sequence_number,
-                    data_file=self._file(
-                        entry.data_file.file_path,
-                        DataFileContent.DATA,
-                        (),
-                        record_count=entry.data_file.record_count,
-                        split_offsets=None,
-                    ),
+                    file_sequence_number=entry.sequence_number,
+                    data_file=self._data_file(entry.data_file.file_path, entry.data_file.record_count),
                 )
                 for entry in gone
             ]
@@ -86,6 +57,9 @@ class RewrittenTable(HandTable):
                 left.append(manifest)
         self.manifests[:] = left
         return taken
+
+    def _data_file(self, path: str, rows: int) -> DataFile:
+        return self._file(path, DataFileContent.DATA, (), record_count=rows, split_offsets=None)
 
     def changes(self, since: int) -> History:
         """What happened since, told by row ids."""
@@ -96,13 +70,7 @@ class RewrittenTable(HandTable):
 
     def new(self, history: History) -> list[int]:
         """The keys of the portions."""
-        found: list[int] = []
-        for portion in history.portions:
-            for path in sorted(portion.files):
-                rows = TableRows(self.table).alive((portion.snapshot_id, path))
-                rows[history.old_rows(portion.snapshot_id, path)] = False
-                found += pq.read_table(path)["k"].filter(pa.array(rows)).to_pylist()
-        return found
+        return new_keys(self.table, history)
 
 
 @pytest.fixture

@@ -1,0 +1,158 @@
+"""Loaders over the PyTorch dataset: any number of workers gives the same batches, and the position is that of the consumer."""
+
+from __future__ import annotations
+
+import re
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from catalog.errors import DataFileUnreadable, SpecInvalid
+from tests.integration.datasets import KINDS, Datasets, seen
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:This DataLoader will create"),
+    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_number_of_workers_gives_the_same_batches(datasets: Datasets, kind: str) -> None:
+    """Order, content, cursors and counts are those of reading without workers, in a plain DataLoader and in the dataset's own."""
+    whole = datasets.whole(kind)
+    assert [batch["dlac"]["step"] for batch in whole] == list(range(1, len(whole) + 1))
+    for workers in (0, 1, 3) if kind in ("rows", "packed") else (2,):
+        assert seen(DataLoader(datasets.open(kind), batch_size=None, num_workers=workers)) == whole
+    options: dict[str, Any] = {"num_workers": 2, "prefetch_factor": 3, "persistent_workers": True}
+    assert seen(datasets.open(kind).loader(**options)) == whole
+
+
+def test_the_position_is_the_last_batch_that_was_handed_out(datasets: Datasets) -> None:
+    """Before the first batch it is the beginning; a batch counts once it is handed out, and nothing counts that is read ahead."""
+    for workers in (0, 2):
+        dataset = datasets.open()
+        loader = iter(dataset.loader(num_workers=workers))
+        assert dataset.step == dataset.state_dict()["step"] == 0
+        for step in (1, 2, 3):
+            batch = next(loader)
+            assert batch["dlac"]["step"] == dataset.step == dataset.state_dict()["step"] == step
+
+
+def test_a_consumer_that_reads_ahead_says_what_it_is_done_with(datasets: Datasets) -> None:
+    """`observe` puts the position behind the batch whose step is done, though the next one was handed out already."""
+    for workers in (0, 2):
+        dataset = datasets.open("packed")
+        loader = iter(DataLoader(dataset, batch_size=None, num_workers=workers))
+        batches = [next(loader) for _ in range(4)]
+        dataset.observe(batches[2])
+        assert dataset.step == 3
+        assert seen(datasets.open("packed", state=dataset.state_dict())) == datasets.whole("packed")[3:]
+
+
+def test_iterating_again_goes_on_where_the_consumer_stands(datasets: Datasets) -> None:
+    """A loop that was left is gone on with, persistent workers or not; behind the last pass nothing follows."""
+    whole = datasets.whole("packed")
+    every: tuple[dict[str, Any], ...] = (
+        {"num_workers": 0},
+        {"num_workers": 2},
+        {"num_workers": 2, "persistent_workers": True},
+    )
+    for options in every:
+        dataset = datasets.open("packed")
+        loader = dataset.loader(**options)
+        found = seen(islice(loader, 5)) + seen(islice(loader, 1)) + seen(loader)
+        assert found == whole
+        assert seen(loader) == []
+    dataset = datasets.open("packed")
+    assert seen(islice(dataset, 3)) + seen(dataset) == whole
+
+
+def test_what_would_lose_or_repeat_batches_is_refused(datasets: Datasets) -> None:
+    """Two iterations at a time, and persistent workers that had read ahead of a loop that was left."""
+    dataset = datasets.open()
+    first = iter(dataset)
+    next(first)
+    iter(dataset)
+    with pytest.raises(SpecInvalid, match="one iteration of a dataset at a time"):
+        next(first)
+    loader = DataLoader(datasets.open(), batch_size=None, num_workers=1, persistent_workers=True)
+    next(iter(loader))
+    with pytest.raises(SpecInvalid, match="its workers had read ahead"):
+        next(iter(loader))
+
+
+def test_inputs_are_made_in_the_workers_and_handed_out_alone(datasets: Datasets) -> None:
+    """With `inputs` the loader gives what the function makes of a batch; the position is known all the same."""
+    whole = [batch["tokens"] for batch in datasets.whole("packed")[:6]]
+    for workers in (0, 2):
+        dataset = datasets.open("packed")
+        given = list(islice(dataset.loader(inputs=causal, num_workers=workers), 6))
+        assert all(set(each) == {"input_ids", "labels", "worker"} for each in given)
+        assert [each["input_ids"].tolist() for each in given] == whole
+        assert given[0]["worker"] == (workers > 0)
+        assert dataset.step == 6
+
+
+def causal(batch: dict[str, Any]) -> dict[str, Any]:
+    """What a causal language model takes."""
+    tokens = batch["tokens"]
+    labels = tokens.masked_fill(batch["document"] == 0, -100)
+    return {"input_ids": tokens, "labels": labels, "worker": torch.utils.data.get_worker_info() is not None}
+
+
+def test_pinning_reaches_every_tensor(datasets: Datasets, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What DataLoader's pin_memory does to a batch leaves no tensor of it out, and the rest as it was."""
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self, *args: self + 1000)
+    batch = next(iter(datasets.open("packed")))
+    pinning: Any = torch.utils.data._utils.pin_memory
+    pinned = pinning.pin_memory(batch)
+    for name in ("tokens", "document", "position"):
+        assert torch.equal(pinned[name], batch[name] + 1000)
+    for name in ("source", "cursors"):
+        assert torch.equal(pinned["dlac"][name], batch["dlac"][name] + 1000)
+    assert pinned["dlac"]["step"] == 1
+
+
+def test_spawned_workers_get_it_pickled(datasets: Datasets) -> None:
+    """Neither open files nor a position of its own stand in the way of pickling; a spawned worker opens the leg itself."""
+    dataset = datasets.open("packed")
+    next(iter(dataset))
+    loader = dataset.loader(num_workers=1, multiprocessing_context="spawn", inputs=causal)
+    assert next(iter(loader))["input_ids"].tolist() == datasets.whole("packed")[1]["tokens"]
+
+
+def test_a_counted_dataset_has_a_length(datasets: Datasets) -> None:
+    """It is that of all passes, wherever the dataset stands; a streamed one has none."""
+    dataset = datasets.open()
+    next(iter(dataset))
+    assert len(dataset) == len(dataset.loader()) == len(datasets.whole("rows")) == 75
+    with pytest.raises(TypeError, match="known by reading it only"):
+        len(datasets.open("packed"))
+
+
+def test_errors_of_workers_are_raised_where_the_batches_are_read(tmp_path: Path) -> None:
+    """A data file that is gone ends the loop with the file's name, whether a worker or this process reads it."""
+    datasets = Datasets(tmp_path / "home")
+    first, second = datasets.open(), datasets.open()
+    for path in (datasets.home / "warehouse").glob("src/a/data/*.parquet"):
+        path.unlink()
+    with pytest.raises(DataFileUnreadable, match="restore the file"):
+        list(first)
+    with pytest.raises(DataFileUnreadable, match="restore the file"):
+        list(second.loader(num_workers=1))
+
+
+def test_a_corrupt_data_file_of_a_worker_is_named_where_the_batches_are_read(tmp_path: Path) -> None:
+    """A row group that does not decode in a worker is the same error in the consumer, with the file's name."""
+    datasets = Datasets(tmp_path / "home")
+    dataset = datasets.open()
+    (path,) = (datasets.home / "warehouse").glob("src/a/data/*.parquet")
+    with path.open("r+b") as stream:
+        stream.seek(4)  # the first page of the first row group, behind the magic number
+        stream.write(b"\xff" * 64)
+    with pytest.raises(DataFileUnreadable, match=f"expected row group 0 of .*{re.escape(path.name)}"):
+        list(dataset.loader(num_workers=1))

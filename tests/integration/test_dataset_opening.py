@@ -1,0 +1,76 @@
+"""Opening the PyTorch dataset: from settings or a job spec, on any rank."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from catalog.errors import SpecInvalid
+from dlac_pipeline.dataset import as_batch, open_dataset
+from tests.integration.datasets import Datasets, seen
+
+
+def test_settings_are_checked(datasets: Datasets, tmp_path: Path) -> None:
+    """Unknown settings, a spec beside settings, ranks that do not fit, and sources that are followed."""
+    path = tmp_path / "job.yaml"
+    wrong: list[tuple[str, Callable[[], Any]]] = [
+        ("expected settings of .*'batch_size'.*, found 'batchsize'", lambda: datasets.open(batchsize=8)),
+        ("batch_size 8 is not a multiple of key_groups 3", lambda: datasets.open(key_groups=3)),
+        ("found both: \\['table'\\]", lambda: open_dataset(path, table="src.a")),
+        ("found rank 2 of 2", lambda: datasets.open(rank=2, world_size=2)),
+        ("found rank 0 of 3", lambda: datasets.open(rank=0, world_size=3)),
+        ('found "appends"', lambda: datasets.open(follow="appends")),
+        ("of other names than 'dlac'", lambda: next(iter(datasets.open(transform="named")))),
+    ]
+    for message, call in wrong:
+        with pytest.raises(SpecInvalid, match=message):
+            call()
+
+
+def test_a_job_spec_opens_the_same_dataset(datasets: Datasets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A path, a parsed spec and single settings; lakehouse, home folder, rank and world size may come from anywhere."""
+    path = tmp_path / "job.json.yaml"
+    job = {
+        "run": "r",
+        "source": {"table": "src.a", "columns": ["row_id"]},
+        "order": {"batch_size": 8, "key_groups": 4, "passes": 2},
+        "launch": {"script": "train.py"},
+    }
+    path.write_text(json.dumps(job))
+    monkeypatch.setenv("DLAC_HOME", str(datasets.home))
+    by_path = open_dataset(path)
+    assert seen(by_path) == datasets.whole("rows")
+    settings: dict[str, Any] = {"table": "src.a", "columns": ["row_id"], "batch_size": 8, "key_groups": 4, "passes": 2}
+    monkeypatch.delenv("DLAC_HOME")
+    for where in (datasets.lakehouse, datasets.lakehouse.config):
+        assert seen(open_dataset(lakehouse=where, **settings)) == datasets.whole("rows")
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    dataset = open_dataset(by_path.spec)
+    assert (dataset.rank, dataset.world_size, dataset.key_groups) == (1, 4, range(1, 2))
+    assert next(iter(dataset))["row_id"].tolist() == datasets.whole("rows")[0]["row_id"][2:4]
+
+
+def test_a_rank_alone_counts_for_itself(datasets: Datasets) -> None:
+    """Without a process group a streamed batch's mean is that of the rank's own samples; a counted one's the global share."""
+    batch = as_batch(next(iter(datasets.open("packed", rank=1, world_size=2))))
+    assert (batch.rows, batch.world_size, batch["tokens"].shape) == (4, 1, (4, 16))
+    assert batch.mean(torch.ones(4)) == 1
+    batch = as_batch(next(iter(datasets.open("rows", rank=1, world_size=2))))
+    assert (batch.rows, batch.world_size) == (8, 2)
+    assert batch.mean(torch.ones(4)) == 1
+
+
+def test_importing_it_needs_neither_deepspeed_nor_dagster() -> None:
+    """In a fresh interpreter; transformers and torchdata are not imported either."""
+    heavy = {"deepspeed", "dagster", "transformers", "accelerate", "torchdata"}
+    code = f"import sys, dlac_pipeline; dlac_pipeline.open_dataset; print(sorted({heavy!r} & set(sys.modules)))"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert said.stdout.strip() == "[]"

@@ -1,0 +1,194 @@
+"""The state of the PyTorch dataset: whichever way it was read it is the same, and the rest follows from it."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.utils.data import DataLoader
+
+from catalog.errors import DlacError, FormatTooNew, ResumeMismatch, SpecInvalid
+from dlac_pipeline.dataset import DlacDataset, merge_states
+from tests.integration.datasets import KINDS, Datasets, rows_of, seen
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:This DataLoader will create"),
+    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),
+]
+
+
+def stateful(dataset: DlacDataset, workers: int) -> Any:
+    """A StatefulDataLoader over a dataset."""
+    torchdata: Any = pytest.importorskip("torchdata.stateful_dataloader")
+    return torchdata.StatefulDataLoader(dataset, batch_size=None, num_workers=workers)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_state_is_the_same_whichever_way_it_was_read(datasets: Datasets, kind: str) -> None:
+    """Behind 7 batches read directly, by loaders with workers, and by a StatefulDataLoader it is the same few bytes of JSON."""
+    direct = datasets.open(kind)
+    for _ in islice(direct, 7):
+        pass
+    state = direct.state_dict()
+    assert len(json.dumps(state)) < 4096
+    for workers in (0, 3):
+        own, plain_loader, torchdata = datasets.open(kind), datasets.open(kind), datasets.open(kind)
+        for _ in islice(own.loader(num_workers=workers), 7):
+            pass
+        for dataset, loader in (
+            (plain_loader, DataLoader(plain_loader, batch_size=None, num_workers=workers)),
+            (torchdata, stateful(torchdata, workers)),
+        ):
+            for batch in islice(loader, 7):
+                dataset.observe(batch)
+        assert own.state_dict() == plain_loader.state_dict() == torchdata.state_dict() == state
+
+
+@pytest.mark.parametrize(
+    "kind", [kind if kind in ("rows", "packed") else pytest.param(kind, marks=pytest.mark.soak) for kind in KINDS]
+)
+def test_resuming_gives_what_was_not_consumed(datasets: Datasets, kind: str) -> None:
+    """From any state, in the first pass or a later one, the rest follows; resuming twice gives the same."""
+    whole = datasets.whole(kind)
+    for cut in (0, 5, len(whole) // 2 + 1, len(whole) - 1, len(whole)):
+        dataset = datasets.open(kind)
+        for _ in islice(dataset.loader(num_workers=2), cut):
+            pass
+        state = json.loads(json.dumps(dataset.state_dict()))
+        assert state["step"] == cut
+        kept = copy.deepcopy(state)
+        again = datasets.open(kind, state=state)
+        assert seen(again) == whole[cut:]
+        again.load_state_dict(state)
+        assert seen(again.loader(num_workers=3)) == whole[cut:]
+        assert state == kept
+        assert seen(again) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "workers"),
+    [
+        ("rows", 3),
+        ("packed", 1),
+        *(pytest.param(*case, marks=pytest.mark.soak) for case in (("rows", 0), ("packed", 2), ("mixed", 3))),
+    ],
+)
+def test_a_stateful_data_loader_resumes_by_its_own_state(datasets: Datasets, kind: str, workers: int) -> None:
+    """What each worker had read ahead is read again, and its turns go on where they were, however often it is resumed."""
+    whole = datasets.whole(kind)
+    for cuts in ((0,), (2, 1, 3), (5, 4), (len(whole) - 1,), (len(whole),)):
+        state, found = None, []
+        for cut in cuts:
+            loader = stateful(datasets.open(kind), workers)
+            if state is not None:
+                loader.load_state_dict(state)
+            found += seen(islice(loader, cut))
+            state = loader.state_dict()
+        loader = stateful(datasets.open(kind), workers)
+        loader.load_state_dict(state)
+        assert found + seen(loader) == whole
+
+
+def test_a_stateful_data_loader_keeps_its_number_of_workers(datasets: Datasets) -> None:
+    """The state of one of two workers is refused where there are none; the dataset's own state fits anywhere."""
+    loader = stateful(datasets.open(), 2)
+    next(iter(loader))
+    worker = loader.state_dict()["_snapshot"]["_worker_snapshots"]["worker_0"]["dataset_state"]
+    assert worker["worker"] == {"base": 0, "of": 2}
+    with pytest.raises(ResumeMismatch, match="one of 2 workers into such a worker, found none"):
+        datasets.open(state=worker)
+
+
+def ranks(datasets: Datasets, kind: str, world_size: int, steps: int, state: Any = None) -> tuple[list[Any], list[Any]]:
+    """The next `steps` global batches' samples as `world_size` ranks read them, each alone, and the ranks' states behind them."""
+    name = "row_id" if kind in ("rows", "filtered", "transformed") else "tokens"
+    parts, states = [], []
+    for rank in range(world_size):
+        dataset = datasets.open(kind, rank=rank, world_size=world_size, state=state)
+        parts.append([batch[name].tolist() for batch in islice(dataset, steps)])
+        states.append(dataset.state_dict())
+    return [list(chain(*each)) for each in zip(*parts, strict=True)], states
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "sizes", [(4, 8, 2), *(pytest.param(sizes, marks=pytest.mark.soak) for sizes in ((1, 2, 4), (8, 1)))]
+)
+def test_a_state_loads_at_another_world_size(datasets: Datasets, kind: str, sizes: tuple[int, ...]) -> None:
+    """Counted states load as they are, streamed ones merged; the global batches stay the same, also of shared key groups."""
+    (expected, _), state, found = ranks(datasets, kind, 1, 12), None, []
+    for world_size in sizes:
+        part, states = ranks(datasets, kind, world_size, 4, state)
+        state = merge_states(states) if kind not in ("rows", "filtered") else states[-1]
+        found += part
+    assert found == expected[: len(found)]
+    assert state == merge_states([state or {}])
+
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "table_uuid": {"table": "src.b"},
+    "seed": {"seed": 5},
+    "batch_size": {"batch_size": 16},
+    "key_groups": {"key_groups": 8},
+    "columns": {"columns": ["tokens"]},
+    "row_filter": {"row_filter": "row_id > 3"},
+    "passes": {"passes": 3},
+    "shuffle": {"shuffle": False},
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_state_of_something_else_is_refused(datasets: Datasets, name: str) -> None:
+    """A state of another table or other settings does not load; the message names what differs, with both values."""
+    state = datasets.open().state_dict()
+    for load in (
+        lambda: datasets.open(**CHANGES[name], state=state),
+        lambda: datasets.open(**CHANGES[name]).load_state_dict(state),
+    ):
+        with pytest.raises(ResumeMismatch, match=f"  {name}: saved .*, asked for "):
+            load()
+
+
+def test_a_state_that_is_damaged_or_partial_is_refused(datasets: Datasets) -> None:
+    """An altered leg, a newer version, another rank's cursors, and parts that do not belong together."""
+    state = datasets.open().state_dict()
+    wrong: list[tuple[type[DlacError], str, Callable[[], Any]]] = [
+        (FormatTooNew, "version 2", lambda: datasets.open(state={**state, "format_version": 2})),
+        (ResumeMismatch, "altered", lambda: datasets.open(state={**state, "leg": {**state["leg"], "digest": "0"}})),
+        (SpecInvalid, "found .*No such file", lambda: datasets.open(state=datasets.home / "none.json")),
+        (ResumeMismatch, "one step and leg", lambda: merge_states([state, {**state, "step": 3}])),
+    ]
+    parts = [datasets.open("packed", rank=rank, world_size=4).state_dict() for rank in range(4)]
+    other = {**parts[0], "cursors": {"0": [[0, 0, 1, 0]]}}
+    wrong += [
+        (ResumeMismatch, r"key groups \[2\]", lambda: datasets.open("packed", rank=2, world_size=4, state=parts[1])),
+        (ResumeMismatch, r"none with key groups \['1', '3'\]", lambda: merge_states([parts[0], parts[2]])),
+        (ResumeMismatch, "one cursor of key group 0", lambda: merge_states([parts[0], other])),
+    ]
+    for error, message, call in wrong:
+        with pytest.raises(error, match=message):
+            call()
+
+
+def test_a_state_holds_its_snapshot(tmp_path: Path) -> None:
+    """After appends, deletes and an overwrite the rest of the planned snapshot follows; naming another snapshot is refused."""
+    datasets = Datasets(tmp_path / "home")
+    whole, dataset = datasets.whole("packed"), datasets.open("packed")
+    for _ in islice(dataset.loader(num_workers=2), 9):
+        pass
+    state = dataset.state_dict()
+    datasets.append("src.a", rows_of(100, 300))
+    datasets.lakehouse.load("src.a").delete("row_id < 250")
+    assert seen(datasets.open("packed", state=state)) == whole[9:]
+    changed = datasets.open("packed")
+    assert len(seen(changed)) != len(whole)
+    changed.load_state_dict(state)
+    assert seen(changed.loader(num_workers=1)) == whole[9:]
+    snapshot = datasets.lakehouse.load("src.a").metadata.current_snapshot_id
+    with pytest.raises(ResumeMismatch, match=f"  snapshot_id: saved .*, asked for {snapshot}"):
+        datasets.open("packed", snapshot_id=snapshot, state=state)
