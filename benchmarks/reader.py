@@ -5,8 +5,9 @@ table's order and shuffled. The other side decodes the same column of the same r
 away; of text it also tokenizes, and lays the tokens out as [n, T]. Both sides go round a table that is in the page cache,
 in alternation: raw, DLAC, raw; the two raw ones against each other are the noise (A/A). A DLAC window begins and ends with
 as much decoded ahead, so that it holds the work for its own batches, no more and no less. Seconds of CPU are stated beside,
-as they depend less on what else the machine does. Peak memory is that of a process of its own, over what it had before it
-opened the reader.
+as they depend less on what else the machine does. The bars are for one decoding thread on each side, so that on two cores
+the thread that takes the batches has one for itself, as it has in training; with two (`busy`) it has none. Arrow's allocator
+is set as in a rank, for both. Peak memory is that of a process of its own, over what it had before it opened the reader.
 """
 
 from __future__ import annotations
@@ -41,13 +42,13 @@ from dlac_pipeline.ingest.tokenizer import save_tokenizer, train_tokenizer
 from dlac_pipeline.plan.legs import first_leg
 from dlac_pipeline.plan.planner import make_plan
 from dlac_pipeline.read.batch import Batch
+from dlac_pipeline.read.memory import ALLOCATOR_SETTINGS
 from dlac_pipeline.read.open import open_leg
 from dlac_pipeline.read.reader import RankReader
 from dlac_pipeline.spec import JobSpec, parse_spec
 
 T = 512
 """Tokens of a sequence."""
-_THREADS = 2
 _VOCABULARY = 50_257
 _MEMORY = Path(__file__).parent / "programs" / "reader_memory.py"
 Tokens = npt.NDArray[np.int32]
@@ -80,6 +81,10 @@ def kinds(*, quick: bool) -> list[Kind]:
 
 def main() -> None:
     """Measure every kind, and report."""
+    if not ALLOCATOR_SETTINGS.items() <= os.environ.items():  # read when the library is loaded
+        os.execve(
+            sys.executable, [sys.executable, "-m", "benchmarks.reader", *sys.argv[1:]], os.environ | ALLOCATOR_SETTINGS
+        )
     parser = argparse.ArgumentParser()
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--only", default="")
@@ -92,7 +97,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory(prefix="dlac-reader-") as home:
             build(Path(home), kind)
             for shuffle in (False, True):
-                figures |= _compare(Path(home), kind, shuffle=shuffle, pairs=arguments.pairs)
+                for threads in (1, 2):
+                    figures |= _compare(Path(home), kind, shuffle=shuffle, threads=threads, pairs=arguments.pairs)
                 figures |= _memory(Path(home), kind, shuffle=shuffle)
     figures["load_average_1min"] = Figure(value=os.getloadavg()[0], unit="processes")
     report("reader", figures)
@@ -153,7 +159,7 @@ def _texts(home: Path, kind: Kind) -> Iterator[pa.Table]:
 # Sides
 
 
-def job(home: Path, kind: Kind, *, shuffle: bool) -> JobSpec:
+def job(home: Path, kind: Kind, *, shuffle: bool, threads: int = 2) -> JobSpec:
     """The job of one rank that goes round the table; nothing but reading is done with it."""
     slices = kind.block_slices if shuffle else 1
     order = {"batch_size": kind.batch_size, "key_groups": kind.key_groups, "block_slices": slices, "shuffle": shuffle}
@@ -164,16 +170,16 @@ def job(home: Path, kind: Kind, *, shuffle: bool) -> JobSpec:
             "source": {"table": f"bench.{kind.name}", "columns": ["tokens"]},
             "order": {**order, "passes": 1000},
             "sequences": text if kind.name == "text" else {},
-            "read": {"threads": _THREADS},
+            "read": {"threads": threads},
             "launch": {"script": "none.py"},
         },
         origin="the benchmark",
     ).resolved(home)
 
 
-def open_reader(home: Path, kind: Kind, *, shuffle: bool) -> RankReader:
+def open_reader(home: Path, kind: Kind, *, shuffle: bool, threads: int = 2) -> RankReader:
     """The reader of the only rank."""
-    spec = job(home, kind, shuffle=shuffle)
+    spec = job(home, kind, shuffle=shuffle, threads=threads)
     lakehouse = Lake(home).lakehouse
     leg = first_leg(spec, [make_plan(lakehouse, spec.source)])
     return open_leg(lakehouse, leg, spec).reader(rank=0, world_size=1)
@@ -220,10 +226,10 @@ def _tokens_of(batch: Batch) -> int:
 class Raw:
     """Row groups of the table's files, decoded in threads and thrown away."""
 
-    def __init__(self, files: list[str], tokenizer: Tokenizer | None) -> None:
+    def __init__(self, files: list[str], tokenizer: Tokenizer | None, threads: int) -> None:
         groups = [(file, group) for file in files for group in range(pq.read_metadata(file).num_row_groups)]
         self._groups = itertools.cycle(groups)
-        self._pool = ThreadPoolExecutor(_THREADS)
+        self._pool = ThreadPoolExecutor(threads)
         self._local = threading.local()
         self._tokenizer = tokenizer
 
@@ -235,7 +241,7 @@ class Raw:
     def _decode(self, file: str, group: int) -> int:
         opened: dict[str, pq.ParquetFile] = self._local.__dict__
         if file not in opened:
-            opened[file] = pq.ParquetFile(file, pre_buffer=True)
+            opened[file] = pq.ParquetFile(file)
         column = opened[file].read_row_group(group, columns=["tokens"], use_threads=False)["tokens"].chunk(0)
         if self._tokenizer is not None:
             return _laid_out(self._tokenizer, column)
@@ -269,19 +275,19 @@ def _rate(window: Callable[[int], int], groups: int) -> _Rate:
     return _Rate(tokens / (time.perf_counter() - wall), tokens / (time.process_time() - cpu))
 
 
-def _compare(home: Path, kind: Kind, *, shuffle: bool, pairs: int) -> dict[str, Figure]:
+def _compare(home: Path, kind: Kind, *, shuffle: bool, threads: int, pairs: int) -> dict[str, Figure]:
     tokenizer = Tokenizer.from_file(str(home / "tokenizer.json")) if kind.name == "text" else None
-    raw = Raw(Lake(home).files(kind.name), tokenizer)
+    raw = Raw(Lake(home).files(kind.name), tokenizer, threads)
     # One block of every key group: then all of them are as far in their blocks as they were before.
     window = kind.key_groups * (kind.block_slices if shuffle else 1)
     if not shuffle:
         window = max(window, kind.groups // 2)
     rates: list[tuple[_Rate, _Rate, _Rate]] = []
-    with closing(open_reader(home, kind, shuffle=shuffle)) as reader:
+    with closing(open_reader(home, kind, shuffle=shuffle, threads=threads)) as reader:
         ours = Dlac(reader, kind)
         ours.warm_up(window)
         raw.window(kind.groups)  # the page cache
-        waited_s, started = reader.prefetch.waited_s, time.perf_counter()
+        waited_s = reader.prefetch.waited_s
         inside = 0.0
         for _ in range(pairs):
             first = _rate(raw.window, window)
@@ -290,14 +296,13 @@ def _compare(home: Path, kind: Kind, *, shuffle: bool, pairs: int) -> dict[str, 
             inside += time.perf_counter() - begun
             rates.append((first, mine, _rate(raw.window, window)))
         waited = (reader.prefetch.waited_s - waited_s) / inside
-        taken, late = reader.prefetch.taken, reader.prefetch.late
-        estimated = reader.prefetch.peak_bytes
-    print(json.dumps({"kind": kind.name, "shuffle": shuffle, "window_groups": window, "loadavg": os.getloadavg(),
-                      "seconds": time.perf_counter() - started,
-                      "ratios": [round(mine.wall / first.wall, 3) for first, mine, _ in rates]}), flush=True)  # fmt: skip
-    tag = f"{kind.name}_{'shuffled' if shuffle else 'in_order'}"
+        counted = reader.prefetch.peak_bytes
+    ratios = [round(mine.wall / first.wall, 3) for first, mine, _ in rates]
+    print(json.dumps({"kind": kind.name, "shuffle": shuffle, "threads": threads, "window_groups": window,
+                      "loadavg": os.getloadavg(), "ratios": ratios}), flush=True)  # fmt: skip
+    tag = f"{kind.name}_{'shuffled' if shuffle else 'in_order'}{'_busy' if threads > 1 else ''}"
     same = np.array([again.wall / first.wall for first, _, again in rates])
-    bar = kind.bars[shuffle] if kind.bars else None
+    bar = kind.bars[shuffle] if kind.bars and threads == 1 else None
     return {
         f"{tag}_over_raw": Figure(
             value=_median(2 * m.wall / (f.wall + a.wall) for f, m, a in rates), unit="ratio", bar=bar
@@ -307,8 +312,7 @@ def _compare(home: Path, kind: Kind, *, shuffle: bool, pairs: int) -> dict[str, 
         f"{tag}_mtokens_per_s": Figure(value=_median(m.wall / 1e6 for _, m, _ in rates), unit="million tokens/s"),
         f"{tag}_raw_mtokens_per_s": Figure(value=_median(f.wall / 1e6 for f, _, _ in rates), unit="million tokens/s"),
         f"{tag}_waiting_share": Figure(value=100 * waited, unit="% of the reader's time"),
-        f"{tag}_late_blocks": Figure(value=100 * late / max(1, taken), unit="% of blocks"),
-        f"{tag}_estimated_peak_mb": Figure(value=estimated / 2**20, unit="MiB"),
+        f"{tag}_counted_peak_mb": Figure(value=counted / 2**20, unit="MiB"),
     }
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 from uuid import UUID
 
@@ -51,7 +52,7 @@ def arrow_type(iceberg_type: IcebergType) -> pa.DataType:
     return schema_to_pyarrow(iceberg_type, include_field_ids=False) if plain is None else plain
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Column:
     """Where one column of the table comes from: the file's column `in_file` of type `found`, or a constant.
 
@@ -63,6 +64,11 @@ class _Column:
     found: pa.DataType | None = None
     mapped: MappedField | None = None
     constant: Any = None
+
+    @cached_property
+    def wanted(self) -> Any:
+        """The Arrow type of the table's column."""
+        return arrow_type(self.field.field_type)
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +252,7 @@ def _extremes(statistics: pq.Statistics, column: _Column) -> tuple[Any, Any]:
 
 
 def _aligned(column: _Column, table: pa.Table, rows: int) -> Any:
-    wanted = arrow_type(column.field.field_type)
+    wanted = column.wanted
     if column.in_file is None:
         return _repeated(column.constant, wanted, rows)
     found = table[column.in_file]

@@ -16,6 +16,7 @@ from typing import Any
 
 from dlac_pipeline.progress import Phase, Progress, read_progress
 from dlac_pipeline.rank import LAUNCH_VARIABLE, SUPERVISOR_VARIABLE
+from dlac_pipeline.read.memory import ALLOCATOR_SETTINGS
 from dlac_pipeline.spec import JobSpec
 
 _TAIL_LINES = 20
@@ -108,6 +109,7 @@ class RankGroup:
 
     def _start(self, spec: JobSpec, rank: int, port: int) -> subprocess.Popen[bytes]:
         environment = {
+            **ALLOCATOR_SETTINGS,
             **os.environ,
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
             **spec.launch.env,

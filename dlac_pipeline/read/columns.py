@@ -1,4 +1,4 @@
-"""From Arrow columns to tensor columns: which types can become tensors, how Arrow buffers become arrays, arrays a batch.
+"""From Arrow columns to tensor columns: which types can become tensors, and how Arrow buffers become arrays.
 
 What tensors a column yields is known from the schema and from what the source declares, never from the data:
 
@@ -254,93 +254,6 @@ def _lists(array: Any, kind: ColumnKind, valid: npt.NDArray[np.bool_] | None, or
     spread = np.zeros((len(array), dense.shape[1]), dtype=items.dtype)
     spread[valid] = dense
     return Column(spread, None, valid)
-
-
-Piece = tuple[Column, Rows, Rows]
-"""Rows of a column, and the slots of the batch that they go to, one slot per row."""
-
-
-def assemble(kind: ColumnKind, pieces: Sequence[Piece], slots: int, *, length: int = 0) -> dict[str, Array]:
-    """The tensors of one column of a batch of `slots` samples, as fresh arrays; slots without a row are zeros or empty.
-
-    `length` is that of the lists of a batch without rows.
-
-    Raises:
-        UnsupportedColumn: the pieces hold lists of different lengths.
-    """
-    pieces = [piece for piece in pieces if len(piece[1])]
-    found = _ragged(kind, pieces, slots) if kind.ragged else {kind.name: _dense(kind, pieces, slots, length)}
-    if kind.nullable:
-        valid = np.zeros(slots, dtype=np.bool_)
-        for column, rows, at in pieces:
-            valid[at] = True if column.valid is None else column.valid[rows]
-        found[f"{kind.name}.valid"] = valid
-    return found
-
-
-def _dense(kind: ColumnKind, pieces: Sequence[Piece], slots: int, length: int) -> Array:
-    shapes = {column.values.shape[1:] for column, _, _ in pieces if not _all_null(column)}
-    if len(shapes) > 1:
-        raise UnsupportedColumn(
-            f"expected lists of one length in column {kind.name!r}, found lengths {sorted(shape[0] for shape in shapes)!r} in "
-            f'one batch: pack them with [sequences], or declare them ragged = ["{kind.name}"]'
-        )
-    shape = next(iter(shapes), _shape_without_rows(kind, length))
-    out = np.zeros((slots, *shape), dtype=kind.items)
-    for column, rows, at in pieces:
-        if column.values.shape[1:] != shape:
-            continue  # only nulls, of no length: zeros already
-        span, taken = _span(at), _span(rows)
-        if span is not None and taken is not None:
-            out[span] = column.values[taken]  # unlike np.take this converts while it copies
-        elif span is None:
-            out[at] = column.values[rows]
-        else:  # mode "clip" lets numpy write into `out` without a buffer between; rows are in range
-            np.take(column.values, rows, axis=0, out=out[span], mode="clip")
-    return out
-
-
-def _shape_without_rows(kind: ColumnKind, length: int) -> tuple[int, ...]:
-    if kind.listed:
-        return (length,)
-    return () if kind.width is None else (kind.width,)
-
-
-def _all_null(column: Column) -> bool:
-    return column.valid is not None and not column.valid.any()
-
-
-def _span(indices: Rows) -> slice | None:
-    """The slice that the indices are, if they are one."""
-    start = int(indices[0])
-    consecutive = int(indices[-1]) - start + 1 == len(indices) and bool((np.diff(indices) == 1).all())
-    return slice(start, start + len(indices)) if consecutive else None
-
-
-def _ragged(kind: ColumnKind, pieces: Sequence[Piece], slots: int) -> dict[str, Array]:
-    lengths = np.zeros(slots, dtype=np.int64)
-    for column, rows, at in pieces:
-        lengths[at] = (column.offsets[1:] - column.offsets[:-1])[rows] if column.offsets is not None else 0
-    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    values = np.empty(int(offsets[-1]), dtype=kind.items)
-    if len(values):
-        taken = pa.concat_arrays([_taken(column, rows) for column, rows, _ in pieces])
-        order = np.concatenate([at for _, _, at in pieces])
-        if (np.diff(order) < 0).any():
-            taken = taken.take(pa.array(np.argsort(order)))
-        ends = np.frombuffer(taken.buffers()[1], dtype=np.int64)[taken.offset : taken.offset + len(taken) + 1]
-        values[:] = np.frombuffer(taken.buffers()[2], dtype=np.uint8)[ends[0] : ends[-1]].view(kind.items)
-    return {kind.name: values, f"{kind.name}.offsets": offsets}
-
-
-def _taken(column: Column, rows: Rows) -> pa.LargeBinaryArray:
-    """Rows of a ragged column as byte strings, which Arrow copies row by row without Python."""
-    assert column.offsets is not None
-    offsets = pa.py_buffer(np.ascontiguousarray(column.offsets * column.values.itemsize))
-    values = pa.py_buffer(np.ascontiguousarray(column.values).view(np.uint8))
-    array = pa.LargeBinaryArray.from_buffers(pa.large_binary(), column.rows, [None, offsets, values])
-    span = _span(rows)
-    return array.take(pa.array(rows)) if span is None else array[span]
 
 
 def to_numpy(column: pa.ChunkedArray, *, name: str, origin: str) -> Array:

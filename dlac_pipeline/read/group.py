@@ -11,7 +11,7 @@ from dlac_pipeline.plan.mixture import Mixture, Present
 from dlac_pipeline.plan.source_order import Cursor
 from dlac_pipeline.plan.units import Ints
 from dlac_pipeline.read.line import BlockAdvance
-from dlac_pipeline.read.streams import Columns, Stream
+from dlac_pipeline.read.streams import Columns, RowStream, Stream
 
 OpenStream = Callable[[int, Cursor], Stream]
 """(source, cursor) -> that source's stream of this key group."""
@@ -31,6 +31,18 @@ class GroupBatch:
     """The source of each slot of the key group, -1 where it is empty."""
     advances: list[tuple[int, BlockAdvance]] = field(default_factory=list)
     """(source, what was moved)."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRun:
+    """A key group's part of several batches, all of it filled."""
+
+    pieces: list[tuple[Columns, Ints, Ints | None]]
+    """Columns, rows of them, and their places: batch * width + slot; None: they fill all places, in order."""
+    source_of: Ints
+    """The source of each slot that the rank works on, int64 [batches, width]."""
+    cursors: Ints
+    """Where the key group stands behind each batch, int64 [batches, sources, 4]."""
 
 
 class GroupReader:
@@ -112,6 +124,48 @@ class GroupReader:
         self._at += self._slots
         return batch
 
+    def at_hand(self, limit: int) -> int:
+        """How many batches, up to `limit`, the blocks being read are sure to fill."""
+        here = [index for index, active in enumerate(self._active) if active]
+        left = {source: _rows_at_hand(self._streams[source]) for source in here}
+        if len(here) == 1:
+            return min(limit, left[here[0]] // self._slots)
+        if limit and any(left.values()):
+            schedule = self._schedule(limit)
+            for source in here:
+                until = (schedule == source).sum(axis=1).cumsum()
+                limit = min(limit, int(until.searchsorted(left[source], side="right")))
+        return limit if any(left.values()) else 0
+
+    def run(self, batches: int) -> GroupRun:
+        """The part of the next batches, as many as are at hand."""
+        schedule = self._schedule(batches)
+        cursors = np.empty((batches, len(self._cursors), 4), dtype=np.int64)
+        cursors[:] = np.array(self.cursors)
+        pieces: list[tuple[Columns, Ints, Ints | None]] = []
+        whole = self.width == self._slots
+        for source, stream in self._streams.items():
+            mine = schedule == source
+            until = mine.sum(axis=1).cumsum()
+            if not until[-1]:
+                continue
+            assert isinstance(stream, RowStream)
+            run = stream.run(until)
+            cursors[:, source] = run.cursors
+            rows, places = run.rows, None
+            if not whole or len(rows) < schedule.size:
+                batch, slot = np.nonzero(mine)
+                inside = (slot >= self._low) & (slot < self._high)
+                rows, places = rows[inside], (batch * self.width + slot - self._low)[inside]
+            pieces.append((run.columns, rows, places))
+        self._at += schedule.size
+        return GroupRun(pieces, schedule[:, self._low : self._high], cursors)
+
+    def _schedule(self, batches: int) -> Ints:
+        """The source of each slot of the next batches, int64 [batches, slots]."""
+        stop = self._at + batches * self._slots
+        return self._mixture.sources(self._group, self._at, stop, self.present).reshape(batches, self._slots)
+
     def _fill(self, batch: GroupBatch, start: int, stop: int, present: Present) -> bool:
         """Fill slots start .. stop-1 while these sources are there; whether one of several ended before the last slot."""
         if not any(present):
@@ -143,3 +197,7 @@ class GroupReader:
         for source, stream in self._streams.items():
             stream.close()
             self._streams[source] = self._open_stream(source, cursors[source])
+
+
+def _rows_at_hand(stream: Stream) -> int:
+    return stream.at_hand if isinstance(stream, RowStream) else 0

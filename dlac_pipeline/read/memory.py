@@ -19,6 +19,8 @@ _SMALLEST_BYTES = 2**20
 _SPARE = 1.25
 """A returned array is leased again for what needs at least this part of it, the other way round."""
 Bytes = npt.NDArray[np.uint8]
+ALLOCATOR_SETTINGS = {"MIMALLOC_PURGE_DELAY": "-1", "MIMALLOC_ALLOW_LARGE_OS_PAGES": "1"}
+"""Environment in which Arrow's allocator does the same for what is decoded: it keeps freed pages, in large ones."""
 
 
 class Buffers:
@@ -46,9 +48,9 @@ class Buffers:
         return np.frombuffer(memoryview(handle).cast("B"), dtype=np.uint8)[:nbytes]
 
     def _found(self, size: int) -> Bytes:
-        fitting = [each for each in self._free if size <= len(each) <= _SPARE * size]
+        fitting = [each for each in reversed(self._free) if size <= len(each) <= _SPARE * size]
         if fitting:
-            chosen = min(fitting, key=len)
+            chosen = min(fitting, key=len)  # of several the one used last: what lies in a cache is of it
             self._free = [each for each in self._free if each is not chosen]
             return chosen
         self._trim(size)

@@ -16,12 +16,13 @@ from dlac_pipeline.plan.leg import Leg, LegSequences, LegSource
 from dlac_pipeline.plan.order import LegOrder, ReaderState
 from dlac_pipeline.plan.planner import Plan, load_plan
 from dlac_pipeline.plan.source_order import Cursor, Stretch
-from dlac_pipeline.read.blocks import BlockDecoder, Prefetcher, open_decoder
+from dlac_pipeline.read.blocks import BlockDecoder, open_decoder
 from dlac_pipeline.read.columns import Column, ColumnKind, kinds_of, to_column
 from dlac_pipeline.read.documents import Documents, Samples, documents_of, samples_of
 from dlac_pipeline.read.packing import Packer, Sampler
+from dlac_pipeline.read.prefetch import Prefetcher
 from dlac_pipeline.read.reader import Exchange, RankReader, alone
-from dlac_pipeline.read.streams import BlockWalk, Columns, ItemStream, RowStream, SourceBlocks, Stream
+from dlac_pipeline.read.streams import BlockWalk, Columns, ItemStream, RowStream, SourceBlocks, Stream, size_of_columns
 from dlac_pipeline.read.tokenizing import Tokenizer, load_tokenizer
 from dlac_pipeline.read.transform import Transform, load_transform
 from dlac_pipeline.spec import JobSpec, SourceSpec
@@ -73,7 +74,11 @@ class OpenLeg:
             state = self.start_state() if step == self.leg.start_step else self.order.reader_state(step)
         read = self.spec.read
         budget_bytes = read.budget_mb * 2**20 if budget_bytes is None else budget_bytes
-        prefetch = Prefetcher(threads=read.threads, budget_bytes=budget_bytes)
+        prefetch = Prefetcher(
+            threads=read.threads,
+            budget_bytes=budget_bytes,
+            beside_bytes=lambda: sum(source.decoder.shared_bytes for source in self.sources),
+        )
         openers = [self._opener(index, prefetch) for index in range(len(self.sources))]
         return RankReader(
             self.order,
@@ -113,11 +118,13 @@ class OpenLeg:
     def _opener(self, index: int, prefetch: Prefetcher) -> Callable[[int, Cursor], Stream]:
         source, order = self.sources[index], self.order.sources[index]
         if not self.leg.streamed[index]:
-            blocks = SourceBlocks(index, order, source.decoder, prefetch, _as_columns(source))
+            blocks = SourceBlocks(index, order, source.decoder, prefetch, _as_columns(source), size_of_columns)
             return lambda group, cursor: RowStream(blocks.walk(group, cursor), cursor)
         if self.leg.sequences.length:
-            return self._packed(SourceBlocks(index, order, source.decoder, prefetch, self._as_documents(source)))
-        samples = SourceBlocks(index, order, source.decoder, prefetch, _as_samples(source))
+            return self._packed(
+                SourceBlocks(index, order, source.decoder, prefetch, self._as_documents(source), _nbytes)
+            )
+        samples = SourceBlocks(index, order, source.decoder, prefetch, _as_samples(source), _nbytes)
         return _sampled(samples)
 
     def _packed(self, blocks: SourceBlocks[Documents]) -> Callable[[int, Cursor], Stream]:
@@ -239,6 +246,10 @@ def _sampled(blocks: SourceBlocks[Samples]) -> Callable[[int, Cursor], Stream]:
         return ItemStream(walk, Sampler(_numbered(walk), start=cursor))
 
     return opened
+
+
+def _nbytes(prepared: Documents | Samples) -> int:
+    return prepared.nbytes
 
 
 def _live(stretch: Stretch, table: pa.Table) -> tuple[pa.Table, np.typing.NDArray[np.int64]]:

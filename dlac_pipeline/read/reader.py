@@ -9,6 +9,7 @@ Resume requires an unchanged leg; the number of ranks may change.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,12 +21,16 @@ import torch
 from catalog.errors import SpecInvalid
 from dlac_pipeline.plan.order import LegOrder, ReaderState
 from dlac_pipeline.plan.source_order import Cursor
+from dlac_pipeline.read.assemble import assemble, assemble_run
 from dlac_pipeline.read.batch import Batch
-from dlac_pipeline.read.blocks import Prefetcher
-from dlac_pipeline.read.columns import Array, ColumnKind, assemble
+from dlac_pipeline.read.columns import Array, ColumnKind
 from dlac_pipeline.read.group import GroupBatch, GroupReader
+from dlac_pipeline.read.memory import Buffers
+from dlac_pipeline.read.prefetch import Prefetcher
 from dlac_pipeline.read.streams import Columns, Stream
 
+_RUN_BYTES = 2**24
+"""Of batches that are gathered together, in one array per column; large enough for the kernel to back it with large pages."""
 OpenStream = Callable[[int, int, Cursor], Stream]
 """(source, key group, cursor) -> stream."""
 
@@ -87,6 +92,8 @@ class RankReader:
         self._order = order
         self._kinds = dict(kinds)
         self._lengths: dict[str, int] = {}
+        self._ready: deque[Batch] = deque()
+        self._buffers = Buffers()
         self._probe = probe
         self._world_size = world_size
         self._step = step
@@ -145,9 +152,60 @@ class RankReader:
 
     def _counted(self) -> Iterator[Batch]:
         last = self._order.total_steps
-        while last is None or self._step < last:
+        while self._ready or last is None or self._step < last:
+            if not self._ready:
+                self._ready.extend(self._run(self._at_hand(last)))
+            if self._ready:
+                yield self._ready.popleft()
+                continue
             rows = self._order.valid_rows(self._step + 1)
             yield self._read(rows, rows)[0]
+
+    def _at_hand(self, last: int | None) -> int:
+        """How many batches can be gathered together: none waits for a block, all of them are full, on every rank."""
+        kinds = self._kinds.values()
+        if not self._lengths or any(kind.ragged for kind in kinds):
+            return 0
+        row_bytes = sum(
+            kind.items.itemsize * max(1, kind.width or 0, self._lengths.get(kind.name, 0)) for kind in kinds
+        )
+        limit = max(1, _RUN_BYTES // (row_bytes * self._slots))
+        limit = limit if last is None else min(limit, last - self._step)
+        for part in self._parts:
+            if not (limit := part.at_hand(limit)):
+                return 0
+        return limit if self._order.valid_rows(self._step + limit) == self._order.settings.batch_size else 0
+
+    def _run(self, count: int) -> Iterator[Batch]:
+        """The next batches, gathered together: what Python costs per key group is shared by all of them."""
+        if not count:
+            return
+        runs = [part.run(count) for part in self._parts]
+        starts = np.cumsum([0, *(part.width for part in self._parts)])
+        tensors: dict[str, torch.Tensor] = {}
+        for name, kind in self._kinds.items():
+            pieces = [
+                (columns[name], rows, places, slice(int(start), int(start) + part.width))
+                for start, part, run in zip(starts, self._parts, runs, strict=False)
+                for columns, rows, places in run.pieces
+            ]
+            arrays = assemble_run(kind, pieces, count, self._slots, self._buffers, length=self._lengths.get(name, 0))
+            tensors |= {tensor: torch.from_numpy(array) for tensor, array in arrays.items()}
+        source = torch.from_numpy(np.concatenate([run.source_of for run in runs], axis=1))
+        cursors = np.stack([run.cursors for run in runs], axis=1)
+        valid, rows = torch.ones_like(source, dtype=torch.bool), self._order.settings.batch_size
+        for index in range(count):
+            self._step += 1
+            yield Batch(
+                step=self._step,
+                tensors={name: tensor[index] for name, tensor in tensors.items()},
+                valid=valid[index],
+                source=source[index],
+                rows=rows,
+                tokens=rows,
+                world_size=self._world_size,
+                cursors=cursors[index],
+            )
 
     def _agreed(self) -> Iterator[Batch]:
         """One batch ahead, for what the others have of it is known only when all have read it."""

@@ -10,13 +10,15 @@ import numpy as np
 import pyarrow as pa
 
 from catalog.errors import TransformFailed
+from dlac_pipeline.plan.cut import Block
 from dlac_pipeline.plan.source_order import Cursor, SourceOrder, Stretch
-from dlac_pipeline.plan.units import Ints
-from dlac_pipeline.read.blocks import BlockDecoder, Prefetcher, Wanted
+from dlac_pipeline.plan.units import Ints, UnitTable
+from dlac_pipeline.read.blocks import BlockDecoder
 from dlac_pipeline.read.columns import Array, Column
 from dlac_pipeline.read.documents import Documents, Samples
 from dlac_pipeline.read.line import BlockAdvance, merge
 from dlac_pipeline.read.packing import Packed, Packer, Sampler, SampleRows, Taken
+from dlac_pipeline.read.prefetch import Prefetcher, Wanted
 from dlac_pipeline.read.transform import RowRejected
 
 Columns = dict[str, Column]
@@ -64,12 +66,15 @@ class SourceBlocks(Generic[Prepared]):
         decoder: BlockDecoder,
         prefetch: Prefetcher,
         prepare: Callable[[Stretch, pa.Table], Prepared],
+        size_of: Callable[[Prepared], int],
     ) -> None:
         self.order = order
+        self._row_bytes: float | None = None
         self._source = source
         self._decoder = decoder
         self._prefetch = prefetch
         self._prepare = prepare
+        self._size_of = size_of
 
     def walk(self, group: int, cursor: Cursor) -> BlockWalk[Prepared]:
         """The blocks of a key group from a cursor on."""
@@ -87,8 +92,27 @@ class SourceBlocks(Generic[Prepared]):
                 path = units.file_paths[int(units.file[unit])]
                 raise TransformFailed(f"row {units.first_row[unit] + row} of {path!r}: {err}") from err
 
+        def size_of(prepared: Prepared) -> int:
+            size = self._size_of(prepared)
+            self._row_bytes = size / max(1, block.rows)
+            return size
+
+        encoded = _encoded_bytes(units, block)
+        size = int(encoded.sum()) if self._row_bytes is None else int(block.rows * self._row_bytes)
         key = (self._source, stretch.pass_index, group, block.index)
-        return Wanted(key, self._decoder.bytes_of(units, block), prepare)
+        return Wanted(key, size, int(encoded.max(initial=0)), prepare, size_of)
+
+
+def size_of_columns(columns: Columns) -> int:
+    """Their bytes."""
+    return sum(column.nbytes for column in columns.values())
+
+
+def _encoded_bytes(units: UnitTable, block: Block) -> Ints:
+    """What the footers say of the size of each of a block's slices, uncompressed."""
+    slices = block.slices
+    size: Ints = units.bytes[slices.unit] * slices.rows // np.maximum(1, units.rows[slices.unit])
+    return size
 
 
 class BlockWalk(Generic[Prepared]):
@@ -138,6 +162,15 @@ class BlockWalk(Generic[Prepared]):
             self._current = None
 
 
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Rows of one block for several batches, and the cursor behind each batch, int64 [batches, 4]."""
+
+    columns: Columns
+    rows: Ints
+    cursors: Ints
+
+
 class RowStream:
     """Live rows as samples."""
 
@@ -168,6 +201,25 @@ class RowStream:
             done += stop - self._at
             self._at = stop
         return Given(count=done, items=sum(len(rows) for _, rows in pieces), pieces=pieces, advances=advances)
+
+    @property
+    def at_hand(self) -> int:
+        """Rows of the block being read that are left, but for its last one: taking them does not lead out of it."""
+        return 0 if self._stretch is None else max(0, self._stretch.stop - self._at - 1)
+
+    def run(self, until: Ints) -> Run:
+        """The next until[-1] rows, which are at hand; `until` counts those behind each of several batches."""
+        stretch, start = self._stretch, self._at
+        assert stretch is not None
+        self._at = start + int(until[-1])
+        cursors = np.empty((len(until), 4), dtype=np.int64)
+        cursors[:] = (stretch.pass_index, stretch.block.index, 0, 0)
+        ends, positions = start + until, stretch.block.live_positions
+        cursors[:, 2] = ends if positions is None else positions[ends - 1] + 1
+        cursors[until == 0] = self.cursor
+        if until[-1]:
+            self.cursor = Cursor(*cursors[-1].tolist())
+        return Run(self._columns, stretch.block.rows_of(start, self._at), cursors)
 
     def close(self) -> None:
         """Let go of the blocks."""

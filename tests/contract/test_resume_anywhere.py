@@ -25,6 +25,7 @@ from tests.contract.readings import (
     transformed_packed,
 )
 
+pytestmark = pytest.mark.filterwarnings("ignore:expected the .* blocks being read to fit")
 EXAMPLES, CAMPAIGN = 2, 60
 LEGS = 4
 KEYED = {"identity_columns": ["row_id"]}

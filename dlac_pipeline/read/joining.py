@@ -1,0 +1,85 @@
+"""Tables laid end to end into one: columns are copied into one leased array each, where their types allow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from dlac_pipeline.read.memory import Buffers, Bytes
+
+_LIST_ITEMS = 2**31
+"""More do not fit the offsets of a list array."""
+
+
+def end_to_end(parts: Iterable[pa.Table], rows: int, buffers: Buffers) -> pa.Table:
+    """Tables of one schema and so many rows together as one, each let go of before the next one is made where types allow.
+
+    Columns of fixed width, and lists of one length of them, are copied into one leased array: rows are then gathered from one
+    place, and what a part was decoded into is used again, while it is in the processor's cache, for the next one.
+    """
+    columns: dict[str, _Joined] = {}
+    for part in parts:
+        for name in part.column_names:
+            columns.setdefault(name, _Joined(rows, buffers)).add(part[name])
+    return pa.table({name: column.joined() for name, column in columns.items()})
+
+
+class _Joined:
+    """One column, part by part."""
+
+    def __init__(self, rows: int, buffers: Buffers) -> None:
+        self._rows = rows
+        self._buffers = buffers
+        self._at = 0
+        self._row_bytes = 0
+        self._type: pa.DataType | None = None
+        self._content: Bytes = np.zeros(0, dtype=np.uint8)
+        self._chunks: list[pa.Array] = []
+
+    def add(self, column: pa.ChunkedArray) -> None:
+        for chunk in column.chunks:
+            flat = None if self._chunks or not len(chunk) else _flat(chunk)
+            if flat is not None and not self._at:
+                self._type, self._row_bytes = chunk.type, len(flat) // len(chunk)
+                self._content = self._buffers.lease(self._rows * self._row_bytes)
+            if flat is None or len(flat) != self._row_bytes * len(chunk):
+                self._chunks = [*self._copied(), chunk]
+                continue
+            self._content[self._at * self._row_bytes :][: len(flat)] = flat
+            self._at += len(chunk)
+
+    def joined(self) -> pa.ChunkedArray:
+        return pa.chunked_array(self._chunks or self._copied())
+
+    def _copied(self) -> list[pa.Array]:
+        """What lies in `content` as an Arrow array of its type, or what was added before it could not be copied."""
+        if not self._at:
+            return self._chunks
+        rows, kind = self._at, self._type
+        self._at = 0
+        if not isinstance(kind, pa.ListType):
+            return [pa.Array.from_buffers(kind, rows, [None, pa.py_buffer(self._content)])]
+        length = self._row_bytes * 8 // kind.value_type.bit_width
+        values = pa.Array.from_buffers(kind.value_type, rows * length, [None, pa.py_buffer(self._content)])
+        offsets = pa.array(np.arange(rows + 1, dtype=np.int64) * length, type=pa.int32())
+        return [pa.ListArray.from_arrays(offsets, values, type=kind)]
+
+
+def _flat(array: Any) -> Bytes | None:
+    """The bytes of an array, as many for each row; None where they cannot be laid end to end just so."""
+    rows = len(array)
+    if isinstance(array.type, pa.ListType):
+        lengths = np.diff(array.offsets.to_numpy())
+        if array.null_count or not lengths[0] or (lengths != lengths[0]).any() or lengths[0] * rows >= _LIST_ITEMS:
+            return None
+        array = array.flatten()
+    kind = array.type
+    fixed = pa.types.is_primitive(kind) or pa.types.is_fixed_size_binary(kind)
+    if array.null_count or not fixed or kind.bit_width % 8:
+        return None
+    width = kind.bit_width // 8
+    content = np.frombuffer(array.buffers()[1], dtype=np.uint8)
+    return content[array.offset * width : (array.offset + len(array)) * width]

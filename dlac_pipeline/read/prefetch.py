@@ -1,0 +1,146 @@
+"""Blocks are prepared in background threads, ahead of need, within a byte budget."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+Prepared = TypeVar("Prepared")
+BlockKey = tuple[int, int, int, int]
+"""(source, pass, key group, block)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted(Generic[Prepared]):
+    """A block that will be needed: its estimated size, what it takes besides while it is prepared, and what prepares it."""
+
+    key: BlockKey
+    size_bytes: int
+    scratch_bytes: int
+    prepare: Callable[[], Prepared]
+    size_of: Callable[[Prepared], int]
+    """The size in bytes of what was prepared."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A block that is being prepared, or is."""
+
+    wanted: Wanted[Any]
+    future: Future[Any]
+
+    @property
+    def size_bytes(self) -> int:
+        """Known where it is prepared, until then estimated."""
+        done = self.future.done() and not self.future.cancelled() and self.future.exception() is None
+        return self.wanted.size_of(self.future.result()) if done else self.wanted.size_bytes
+
+
+class Prefetcher:
+    """Prepares blocks ahead in background threads; what is ahead and what is being read stay within the budget together.
+
+    A block that is needed now is always prepared; one that is asked for ahead waits until there is room. `beside_bytes` says what
+    else counts towards the budget at the time.
+    """
+
+    def __init__(self, *, threads: int, budget_bytes: int, beside_bytes: Callable[[], int] = lambda: 0) -> None:
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="decode")
+        self._threads = threads
+        self._budget_bytes = budget_bytes
+        self._beside_bytes = beside_bytes
+        self._waiting: OrderedDict[BlockKey, Wanted[Any]] = OrderedDict()
+        self._ahead: dict[BlockKey, _Asked] = {}
+        self._held: dict[BlockKey, int] = {}
+        self._warned = False
+        self.peak_bytes = 0
+        """The most that counted towards the budget at a time."""
+        self.taken = 0
+        """Blocks that were taken."""
+        self.late = 0
+        """Blocks that were not ready when they were taken."""
+        self.waited_s = 0.0
+        """Seconds for which the reader waited for those."""
+
+    def ask(self, wanted: Wanted[Any]) -> None:
+        """Prepare a block ahead, as soon as the budget allows."""
+        self._waiting[wanted.key] = wanted
+        self._start_waiting()
+
+    def take(self, wanted: Wanted[Prepared]) -> Prepared:
+        """The prepared block, which counts as held until it is released."""
+        self._waiting.pop(wanted.key, None)
+        asked = self._ahead.pop(wanted.key, None) or self._begun(wanted)
+        self.taken += 1
+        self._held[wanted.key] = wanted.size_bytes
+        prepared: Prepared = asked.future.result() if asked.future.done() else self._waited_for(asked.future)
+        self._held[wanted.key] = wanted.size_of(prepared)
+        self._check_held()
+        return prepared
+
+    def settle(self) -> None:
+        """Wait until everything that may be prepared ahead by now is prepared."""
+        wait([asked.future for asked in self._ahead.values()])
+
+    def release(self, key: BlockKey) -> None:
+        """The block is not read any more."""
+        self._held.pop(key, None)
+        self._start_waiting()
+
+    def forget(self, key: BlockKey) -> None:
+        """The block is neither read nor needed any more."""
+        self._waiting.pop(key, None)
+        self._ahead.pop(key, None)
+        self.release(key)
+
+    def close(self) -> None:
+        """Drop what was asked for and end the threads."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._ahead.clear()
+        self._waiting.clear()
+
+    def _begun(self, wanted: Wanted[Any]) -> _Asked:
+        return _Asked(wanted, self._pool.submit(wanted.prepare))
+
+    def _waited_for(self, future: Future[Prepared]) -> Prepared:
+        self.late += 1
+        started = time.perf_counter()
+        try:
+            return future.result()
+        finally:
+            self.waited_s += time.perf_counter() - started
+
+    def _start_waiting(self) -> None:
+        used = self._used()
+        for wanted in list(self._waiting.values()):
+            if used + wanted.size_bytes > self._budget_bytes:
+                return
+            del self._waiting[wanted.key]
+            self._ahead[wanted.key] = self._begun(wanted)
+            used += wanted.size_bytes
+            self.peak_bytes = max(self.peak_bytes, used)
+
+    def _used(self) -> int:
+        """Bytes that count towards the budget."""
+        ahead = sum(asked.size_bytes for asked in self._ahead.values())
+        scratch = max(
+            (asked.wanted.scratch_bytes for asked in self._ahead.values() if not asked.future.done()), default=0
+        )
+        used = sum(self._held.values()) + ahead + self._threads * scratch + self._beside_bytes()
+        self.peak_bytes = max(self.peak_bytes, used)
+        return used
+
+    def _check_held(self) -> None:
+        held = sum(self._held.values())
+        if held > self._budget_bytes and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"expected the {len(self._held)} blocks being read to fit into {self._budget_bytes / 2**20:.0f} MB, found "
+                f"{held / 2**20:.0f} MB: nothing is decoded ahead; raise read.budget_mb, or lower order.block_slices or "
+                "order.key_groups",
+                stacklevel=2,
+            )

@@ -1,0 +1,121 @@
+"""What is decoded ahead stays within the budget, as it turns out and not only as it was estimated."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from dlac_pipeline.read.prefetch import Prefetcher, Wanted
+
+MB = 2**20
+
+
+@pytest.fixture
+def prefetch() -> Iterator[Prefetcher]:
+    """Two threads, 10 MB."""
+    made = Prefetcher(threads=2, budget_bytes=10 * MB)
+    yield made
+    made.close()
+
+
+def wanted(
+    block: int,
+    *,
+    estimate: int = MB,
+    size: int = MB,
+    scratch: int = 0,
+    begun: list[int] | None = None,
+    after: Any = None,
+) -> Wanted[int]:
+    """A block that turns out to take `size` bytes; it is noted in `begun`, and waits for `after`, when it is prepared."""
+
+    def prepare() -> int:
+        if begun is not None:
+            begun.append(block)
+        assert after is None or after.wait(30)
+        return size
+
+    return Wanted((0, 0, 0, block), estimate, scratch, prepare, int)
+
+
+def test_blocks_are_prepared_ahead_as_long_as_they_fit(prefetch: Prefetcher) -> None:
+    """Ten blocks of 1 MB fit; the next one is begun when one was read."""
+    begun: list[int] = []
+    blocks = [wanted(block, begun=begun) for block in range(12)]
+    for block in blocks:
+        prefetch.ask(block)
+    prefetch.settle()
+    assert sorted(begun) == list(range(10))
+    prefetch.take(blocks[0])
+    prefetch.release(blocks[0].key)
+    prefetch.settle()
+    assert sorted(begun) == list(range(11))
+
+
+def test_a_block_counts_with_the_size_that_it_turns_out_to_have(prefetch: Prefetcher) -> None:
+    """What was estimated as 1 MB and takes 8 leaves room for 2."""
+    prefetch.ask(wanted(0, size=8 * MB))
+    prefetch.settle()
+    for block in range(1, 5):
+        prefetch.ask(wanted(block))
+    prefetch.settle()
+    assert prefetch.peak_bytes == 10 * MB
+    held = prefetch.take(wanted(0, size=8 * MB))
+    assert held == 8 * MB
+    assert prefetch.late == 0
+
+
+def test_what_preparing_takes_besides_counts_while_it_lasts(prefetch: Prefetcher) -> None:
+    """Scratch is room that nothing else is given until the block is prepared."""
+    begun: list[int] = []
+    go_on = threading.Event()
+    prefetch.ask(wanted(0, scratch=4 * MB, begun=begun, after=go_on))
+    prefetch.ask(wanted(1, estimate=2 * MB, begun=begun))  # 1 + 2 * 4 of 10 are taken: one scratch per thread
+    time.sleep(0.05)
+    assert begun == [0]
+    go_on.set()
+    prefetch.settle()
+    prefetch.release(wanted(9).key)
+    prefetch.settle()
+    assert begun == [0, 1]
+
+
+def test_what_others_keep_counts_too() -> None:
+    """With 3 of 4 MB taken by others, one block fits."""
+    prefetch = Prefetcher(threads=1, budget_bytes=4 * MB, beside_bytes=lambda: 3 * MB)
+    try:
+        begun: list[int] = []
+        for block in range(2):
+            prefetch.ask(wanted(block, begun=begun))
+        prefetch.settle()
+        assert begun == [0]
+    finally:
+        prefetch.close()
+
+
+def test_blocks_being_read_that_do_not_fit_are_said_once(prefetch: Prefetcher) -> None:
+    """Blocks that are needed are prepared all the same, with one warning that says what to do."""
+    prefetch.take(wanted(0, size=6 * MB))
+    with pytest.warns(
+        UserWarning, match="the 2 blocks being read to fit into 10 MB, found 12 MB.*raise read.budget_mb"
+    ):
+        prefetch.take(wanted(1, size=6 * MB))
+    prefetch.take(wanted(2, size=6 * MB))
+
+
+def test_a_block_that_cannot_be_prepared_raises_where_it_is_taken(prefetch: Prefetcher) -> None:
+    """Neither asking for it nor for another one raises."""
+    def fail() -> int:
+        raise OSError("away")
+
+    block = replace(wanted(0), prepare=fail)
+    prefetch.ask(block)
+    prefetch.settle()
+    prefetch.ask(wanted(1))
+    with pytest.raises(OSError, match="away"):
+        prefetch.take(block)
