@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
 import pyarrow as pa
@@ -125,8 +126,9 @@ class BlockDecoder:
 
     def _read(self, path: str, metadata: pq.FileMetaData, row_group: int, names: list[str]) -> pa.Table:
         with self._io.new_input(path).open() as stream:
-            # pre_buffer reads the column chunks in few coalesced ranges, which matters on object stores.
-            file = pq.ParquetFile(stream, metadata=metadata, pre_buffer=True)
+            # From an object store all column chunks are read in few coalesced ranges, by other threads; a disk needs no others.
+            remote = urlsplit(path).scheme not in ("", "file")
+            file = pq.ParquetFile(stream, metadata=metadata, pre_buffer=remote)
             return file.read_row_group(row_group, columns=names, use_threads=False)
 
     def _footer(self, path: str) -> _Opened:

@@ -110,6 +110,7 @@ def test_blocks_being_read_that_do_not_fit_are_said_once(prefetch: Prefetcher) -
 
 def test_a_block_that_cannot_be_prepared_raises_where_it_is_taken(prefetch: Prefetcher) -> None:
     """Neither asking for it nor for another one raises."""
+
     def fail() -> int:
         raise OSError("away")
 
