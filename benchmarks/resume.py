@@ -1,9 +1,11 @@
 """Time from resuming to the first batch: `python -m benchmarks.resume [--quick]`.
 
-A table of 1,000 row groups (4 MB decoded each; --quick: 0.5 MB), resumed at 1 %, 50 % and 99 % of a pass, in turn, with the
-lakehouse opened anew each time: default settings shuffled, and in the table's order with 8 key groups. Beside it, at 99 %, what
+A table of 1,000 row groups (8 MB decoded each; --quick: 0.5 MB), resumed at 1 %, 50 % and 99 % of a pass, in turn, with the
+lakehouse opened anew each time: default settings shuffled, and in the table's order with 4 key groups. Beside it, at 99 %, what
 replaying from the beginning takes: the same reader, read through from the first step. Row groups and bytes that are read until
-the first batch are counted where the files are opened; a reader has one block of every key group under its cursors.
+the first batch are counted where the files are opened; a reader has one block of every key group under its cursors. These must
+be decoded, so that shuffled at default settings (16 key groups, 4 row groups each) no more than 1 - 64 / 990 of replaying can be
+saved: the bar there is 1.3 times that share.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
@@ -41,8 +44,8 @@ _POSITIONS = (0.01, 0.5, 0.99)
 def main() -> None:
     """Measure both ways of reading, and report."""
     quick = "--quick" in sys.argv[1:]
-    shuffled = Kind(name="list", groups=1000, group_rows=256 if quick else 2048)
-    in_order = Kind(name="list", groups=1000, group_rows=shuffled.group_rows, key_groups=8)
+    shuffled = Kind(name="list", groups=1000, group_rows=256 if quick else 4096)
+    in_order = Kind(name="list", groups=1000, group_rows=shuffled.group_rows, key_groups=4)
     figures: dict[str, Figure] = {}
     with tempfile.TemporaryDirectory(prefix="dlac-resume-") as home:
         build(Path(home), shuffled)
@@ -70,13 +73,14 @@ def _measure(home: Path, kind: Kind, *, shuffle: bool, rounds: int) -> dict[str,
     )
     tag = "shuffled" if shuffle else "in_order"
     under = kind.key_groups * (kind.block_slices if shuffle else 1)
+    least = 100 * (1 - 1.3 * under / (_POSITIONS[-1] * kind.groups)) if shuffle else 99
     return {
         f"{tag}_first_batch_at_1_percent_s": Figure(value=medians[0], unit="s"),
         f"{tag}_first_batch_at_50_percent_s": Figure(value=medians[1], unit="s"),
         f"{tag}_first_batch_at_99_percent_s": Figure(value=medians[2], unit="s"),
         f"{tag}_99_over_1_percent": Figure(value=medians[2] / medians[0], unit="ratio", bar="<= 1.3"),
         f"{tag}_replay_to_99_percent_s": Figure(value=replay_s, unit="s"),
-        f"{tag}_less_than_replay": Figure(value=100 * (1 - medians[2] / replay_s), unit="%", bar=">= 99"),
+        f"{tag}_less_than_replay": Figure(value=100 * (1 - medians[2] / replay_s), unit="%", bar=f">= {least:.1f}"),
         # Besides the units under the cursors up to one more per key group: where a unit is cut between key groups.
         f"{tag}_row_groups_until_first_batch": Figure(
             value=len(counted.groups), unit="row groups", bar=f"<= {under + kind.key_groups}"
@@ -101,7 +105,7 @@ def _first_batch_s(home: Path, kind: Kind, leg: Leg, step: int, *, shuffle: bool
 def _replay_s(home: Path, kind: Kind, leg: Leg, step: int, *, shuffle: bool) -> float:
     started = time.perf_counter()
     with closing(_opened(home, kind, leg, shuffle=shuffle).reader(rank=0, world_size=1)) as reader:
-        *_, last = itertools.islice(reader, step + 1)
+        last = deque(itertools.islice(reader, step + 1), maxlen=1).pop()
         assert last.step == step + 1
         return time.perf_counter() - started
 
