@@ -14,13 +14,13 @@ from datetime import UTC, datetime
 from typing import Any
 
 import pyarrow as pa
-import tenacity
 from pyiceberg.expressions import And
 from pyiceberg.io.pyarrow import schema_to_pyarrow
 from pyiceberg.table import Table
 
 from catalog.connect import Lakehouse, among, equals, reachable
 from catalog.errors import CatalogUnreachable, CommitConflict, CommitOutcomeUnknown, LakehouseError
+from catalog.retrying import retrying
 from catalog.schemas import CONSUMPTION, FORMAT_VERSION
 
 Row = dict[str, Any]
@@ -111,17 +111,12 @@ class Ledger:
             CommitOutcomeUnknown: the catalog stayed away past the deadline.
             LakehouseError: the warehouse cannot be written.
         """
-        tries = tenacity.Retrying(
-            retry=tenacity.retry_if_exception_type((CommitConflict, CatalogUnreachable)),
-            wait=tenacity.wait_random_exponential(multiplier=0.05, max=5.0),
-            stop=tenacity.stop_after_delay(self._deadline_s),
-        )
         try:
-            return tries(self._try_append, run, decide)
-        except tenacity.RetryError as err:
+            return retrying(self._deadline_s)(self._try_append, run, decide)
+        except (CommitConflict, CatalogUnreachable) as err:
             raise CommitOutcomeUnknown(
                 f"an append to the ledger of run {run!r} was repeated for {self._deadline_s:.0f} s without an answer: "
-                f"{err.last_attempt.exception()}; whether it landed is decided by the next recovery, from the rows"
+                f"{err}; whether it landed is decided by the next recovery, from the rows"
             ) from err
 
     def _scan(

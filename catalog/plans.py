@@ -12,12 +12,12 @@ from datetime import datetime
 from typing import Any
 
 import pyarrow as pa
-import tenacity
 from pyiceberg.expressions import BooleanExpression
 from pyiceberg.io.pyarrow import schema_to_pyarrow
 
 from catalog.connect import Lakehouse, equals, reachable
-from catalog.errors import CatalogUnreachable, CommitConflict, FormatTooNew, LakehouseError, SpecInvalid
+from catalog.errors import FormatTooNew, LakehouseError, SpecInvalid
+from catalog.retrying import retrying
 from catalog.schemas import FORMAT_VERSION, PLANS, SLICES, WORK_UNITS
 
 WORK_UNITS_ARROW = schema_to_pyarrow(WORK_UNITS, include_field_ids=False)
@@ -123,12 +123,7 @@ def append_own(lakehouse: Lakehouse, name: str, rows: pa.Table, *, unless: Calla
         with reachable(lakehouse.config.uri):
             table.append(rows)
 
-    tenacity.Retrying(
-        retry=tenacity.retry_if_exception_type((CommitConflict, CatalogUnreachable)),
-        wait=tenacity.wait_random_exponential(multiplier=0.05, max=2.0),
-        stop=tenacity.stop_after_delay(60.0),
-        reraise=True,
-    )(once)
+    retrying()(once)
 
 
 def _any(lakehouse: Lakehouse, name: str, row_filter: BooleanExpression) -> bool:

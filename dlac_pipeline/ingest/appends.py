@@ -10,14 +10,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import tenacity
 from pyiceberg.exceptions import TableAlreadyExistsError
 from pyiceberg.io.pyarrow import schema_to_pyarrow
 from pyiceberg.schema import Schema
 from pyiceberg.table import Table
 
 from catalog.connect import Lakehouse, reachable
-from catalog.errors import CatalogUnreachable, CommitConflict, LakehouseError, SpecInvalid
+from catalog.errors import LakehouseError, SpecInvalid
+from catalog.retrying import retrying
 
 BEGUN_PROPERTY = "dlac.ingest.begun"
 """Digest of what the table is being filled with; set by the first append."""
@@ -89,12 +89,7 @@ def append_batchwise(
     """
     if not 1 <= appends <= content.rows:
         raise SpecInvalid(f"expected between 1 and {content.rows} appends for {content.rows} rows, found {appends!r}")
-    tries = tenacity.Retrying(
-        retry=tenacity.retry_if_exception_type((CommitConflict, CatalogUnreachable)),
-        wait=tenacity.wait_random_exponential(multiplier=0.05, max=2.0),
-        stop=tenacity.stop_after_delay(60.0),
-        reraise=True,
-    )
+    tries = retrying()
     create_source_table(lakehouse, identifier, content.schema, content.table_properties)
     done_appends = done_rows = 0
     while span := tries(_append_next, lakehouse, identifier, content, appends):

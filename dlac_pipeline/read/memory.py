@@ -33,6 +33,12 @@ class Buffers:
         self.peak_bytes = 0
         """The most that was leased at a time."""
 
+    @property
+    def nbytes(self) -> int:
+        """What is leased and kept."""
+        with self._lock:
+            return self._leased_bytes + sum(map(len, self._free))
+
     def lease(self, nbytes: int) -> Bytes:
         """An array of this size, uint8, with undefined content; ours again when neither it nor a view of it exists."""
         if nbytes < _SMALLEST_BYTES:

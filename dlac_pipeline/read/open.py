@@ -19,6 +19,7 @@ from dlac_pipeline.plan.source_order import Cursor, Stretch
 from dlac_pipeline.read.blocks import BlockDecoder, open_decoder
 from dlac_pipeline.read.columns import Column, ColumnKind, kinds_of, to_column
 from dlac_pipeline.read.documents import Documents, Samples, documents_of, samples_of
+from dlac_pipeline.read.memory import Buffers
 from dlac_pipeline.read.packing import Packer, Sampler
 from dlac_pipeline.read.prefetch import Prefetcher
 from dlac_pipeline.read.reader import Exchange, RankReader, alone
@@ -74,10 +75,11 @@ class OpenLeg:
             state = self.start_state() if step == self.leg.start_step else self.order.reader_state(step)
         read = self.spec.read
         budget_bytes = read.budget_mb * 2**20 if budget_bytes is None else budget_bytes
+        batches = Buffers()
         prefetch = Prefetcher(
             threads=read.threads,
             budget_bytes=budget_bytes,
-            beside_bytes=lambda: sum(source.decoder.shared_bytes for source in self.sources),
+            beside_bytes=lambda: batches.nbytes + sum(source.decoder.shared_bytes for source in self.sources),
         )
         openers = [self._opener(index, prefetch) for index in range(len(self.sources))]
         return RankReader(
@@ -85,6 +87,7 @@ class OpenLeg:
             self._kinds(),
             lambda source, group, cursor: openers[source](group, cursor),
             prefetch,
+            batches,
             rank=rank,
             world_size=world_size,
             step=step,

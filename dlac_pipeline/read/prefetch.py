@@ -17,11 +17,12 @@ BlockKey = tuple[int, int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Wanted(Generic[Prepared]):
-    """A block that will be needed: its estimated size, what it takes besides while it is prepared, and what prepares it."""
+    """A block that will be needed: its estimated size, and what prepares it."""
 
     key: BlockKey
     size_bytes: int
     scratch_bytes: int
+    """What a thread takes besides to prepare it, which the allocator keeps."""
     prepare: Callable[[], Prepared]
     size_of: Callable[[Prepared], int]
     """The size in bytes of what was prepared."""
@@ -56,6 +57,7 @@ class Prefetcher:
         self._waiting: OrderedDict[BlockKey, Wanted[Any]] = OrderedDict()
         self._ahead: dict[BlockKey, _Asked] = {}
         self._held: dict[BlockKey, int] = {}
+        self._scratch_bytes = 0
         self._warned = False
         self.peak_bytes = 0
         """The most that counted towards the budget at a time."""
@@ -68,6 +70,7 @@ class Prefetcher:
 
     def ask(self, wanted: Wanted[Any]) -> None:
         """Prepare a block ahead, as soon as the budget allows."""
+        self._scratch_bytes = max(self._scratch_bytes, wanted.scratch_bytes)
         self._waiting[wanted.key] = wanted
         self._start_waiting()
 
@@ -126,11 +129,8 @@ class Prefetcher:
 
     def _used(self) -> int:
         """Bytes that count towards the budget."""
-        ahead = sum(asked.size_bytes for asked in self._ahead.values())
-        scratch = max(
-            (asked.wanted.scratch_bytes for asked in self._ahead.values() if not asked.future.done()), default=0
-        )
-        used = sum(self._held.values()) + ahead + self._threads * scratch + self._beside_bytes()
+        blocks = sum(self._held.values()) + sum(asked.size_bytes for asked in self._ahead.values())
+        used = blocks + self._threads * self._scratch_bytes + self._beside_bytes()
         self.peak_bytes = max(self.peak_bytes, used)
         return used
 

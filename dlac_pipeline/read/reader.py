@@ -76,6 +76,7 @@ class RankReader:
         kinds: Mapping[str, ColumnKind],
         open_stream: OpenStream,
         prefetch: Prefetcher,
+        buffers: Buffers,
         *,
         rank: int,
         world_size: int,
@@ -93,7 +94,7 @@ class RankReader:
         self._kinds = dict(kinds)
         self._lengths: dict[str, int] = {}
         self._ready: deque[Batch] = deque()
-        self._buffers = Buffers()
+        self._buffers = buffers
         self._probe = probe
         self._world_size = world_size
         self._step = step

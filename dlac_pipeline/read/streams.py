@@ -25,6 +25,8 @@ Columns = dict[str, Column]
 Piece = tuple[Columns, Ints]
 """Columns, and the rows of them that are the samples."""
 Prepared = TypeVar("Prepared")
+_SCRATCH = 4
+"""A row group takes up to so many times its size while it is decoded: as read, decompressed, decoded, in growing buffers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,7 +102,7 @@ class SourceBlocks(Generic[Prepared]):
         encoded = _encoded_bytes(units, block)
         size = int(encoded.sum()) if self._row_bytes is None else int(block.rows * self._row_bytes)
         key = (self._source, stretch.pass_index, group, block.index)
-        return Wanted(key, size, int(encoded.max(initial=0)), prepare, size_of)
+        return Wanted(key, size, _SCRATCH * int(encoded.max(initial=0)), prepare, size_of)
 
 
 def size_of_columns(columns: Columns) -> int:
