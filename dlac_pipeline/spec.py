@@ -162,6 +162,10 @@ class CheckpointSpec(_Section):
 
     store: str = Field(default="", description="Folder of the checkpoints; empty: checkpoints/ in the home folder.")
     every_steps: int = Field(default=100, description="Optimizer steps between checkpoints.", ge=1)
+    mode: Literal["synchronous", "asynchronous"] = Field(
+        default="synchronous",
+        description="Whether training waits until a checkpoint is committed, or only while the state is copied to memory.",
+    )
 
 
 class LaunchSpec(_Section):

@@ -89,6 +89,8 @@ class TrainingRun:
         self._batches_group = None if group is None else dist.new_group(backend="gloo")
         """Apart from the other messages: a batch is read ahead while these are under way."""
         self._tree = RankTree(self.rank, self.world_size, group)
+        behind = None if group is None else dist.new_group(backend="gloo")
+        self._behind = RankTree(self.rank, self.world_size, behind)
         self._pulse = Pulse(self.world_size, group)
         self._stop_asked = threading.Event()
         self._handlers = _on_signals(self._stop_asked)
@@ -170,7 +172,7 @@ class TrainingRun:
         `loss` is this rank's `batch.mean(...)`; `applied` defaults to what the engine says.
 
         Raises:
-            CheckpointError, LedgerError: a checkpoint could not be taken; on all ranks alike.
+            CheckpointError, LedgerError: a checkpoint, or the last one that was under way, could not be taken.
         """
         engine, batch = self._engine, self._batch
         if engine is None or batch is None:
@@ -182,8 +184,9 @@ class TrainingRun:
         if beat is not None:
             self._heard(beat)
         self._progress.write(batch.step, Phase.TRAINING, loss_step=self._loss_step, loss=self._loss)
+        self._report(self._manager.done())
         if batch.step % self.spec.checkpoint.every_steps == 0 or self.stopped:
-            self._checkpoint(engine)
+            self._checkpoint(engine, wait=self.stopped or self.spec.checkpoint.mode == "synchronous")
 
     def close(self) -> None:
         """End threads, restore signal handlers, leave the process group."""
@@ -196,8 +199,9 @@ class TrainingRun:
 
     def _end(self) -> None:
         assert self._engine is not None
+        self._report(self._manager.settle())
         if self._tracker.step > self._tracker.committed_step:
-            self._checkpoint(self._engine)
+            self._checkpoint(self._engine, wait=True)
         finished = not self.stopped and self._run_ends()
         if finished and self.rank == 0:
             finish(Ledger(self._lakehouse), self._attempt, step=self._tracker.step)
@@ -215,13 +219,20 @@ class TrainingRun:
         self._tracker.losses += beat.losses
         self._loss_step, self._loss = beat.step, beat.losses[-1]
 
-    def _checkpoint(self, engine: Engine) -> None:
+    def _checkpoint(self, engine: Engine, *, wait: bool) -> None:
         for beat in self._pulse.flush():
             self._heard(beat)
         self._progress.write(self.step, Phase.CHECKPOINT, loss_step=self._loss_step, loss=self._loss)
-        saved = self._manager.save(engine, self._tracker)
-        self._event(_checkpoint_event(saved, self._loss))
+        if wait:
+            self._report(self._manager.settle())
+            self._report(self._manager.save(engine, self._tracker))
+        else:
+            self._report(self._manager.begin(engine, self._tracker))
         self._progress.write(self.step, Phase.TRAINING, loss_step=self._loss_step, loss=self._loss)
+
+    def _report(self, committed: Committed | None) -> None:
+        if committed is not None:
+            self._event(_checkpoint_event(committed))
 
     def _event(self, event: dict[str, object]) -> None:
         """Tell the supervisor something, once for all ranks."""
@@ -276,11 +287,12 @@ class TrainingRun:
         self._manager = CheckpointManager(
             attempt=self._attempt,
             store=self.spec.checkpoint.store,
-            order=self._order,
+            order=opened.order_apart(),
             leg=leg,
             leg_is_new=point.leg_is_new,
             lineage=Lineage(parent=point.checkpoint_id, rows_since=point.rows_since or []),
             tree=self._tree,
+            behind=self._behind,
             lakehouse=lakehouse,
         )
 
@@ -320,15 +332,16 @@ def _check_restored(order: LegOrder, step: int, found: ReaderState) -> None:
                 )
 
 
-def _checkpoint_event(saved: Committed, loss: float) -> dict[str, object]:
+def _checkpoint_event(saved: Committed) -> dict[str, object]:
     return {
         "event": "checkpoint",
         "checkpoint_id": saved.checkpoint_id,
         "step": saved.step,
-        "loss": loss,
+        "loss": saved.loss,
         "rows": saved.rows,
         "bytes": saved.bytes,
-        "duration_s": saved.duration_s,
+        "duration_s": saved.phases["total"],
+        "phases": saved.phases,
     }
 
 

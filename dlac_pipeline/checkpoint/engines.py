@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from catalog.errors import CheckpointDamaged, WorldSizeUnsupported
+from dlac_pipeline.checkpoint.writing import Write
 
 
 class Engine(Protocol):
@@ -21,11 +22,11 @@ class Engine(Protocol):
 
     name: str
 
-    def save(self, folder: Path) -> list[Path]:
-        """Write this rank's part into `folder` (which exists); returns the files it wrote. Collective.
+    def save(self, folder: Path, write: Write) -> None:
+        """Hand over this rank's part, file by file in `folder`. Collective.
 
         Raises:
-            OSError: the store is full or away; no rank may be left waiting for this one.
+            OSError, RuntimeError: from `write`; no rank may be left waiting for this one.
         """
 
     def load(self, folder: Path, *, saved_world_size: int) -> None:
@@ -59,13 +60,10 @@ class TorchState:
     def __init__(self, **parts: Any) -> None:
         self._parts = parts
 
-    def save(self, folder: Path) -> list[Path]:
-        """Rank 0 writes one file."""
-        if dist.is_initialized() and dist.get_rank() != 0:
-            return []
-        path = folder / self._FILE
-        torch.save({name: part.state_dict() for name, part in self._parts.items()}, path)
-        return [path]
+    def save(self, folder: Path, write: Write) -> None:
+        """Rank 0 saves one file."""
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            write(folder / self._FILE, {name: part.state_dict() for name, part in self._parts.items()})
 
     def load(self, folder: Path, *, saved_world_size: int) -> None:
         """Every rank reads it, tensors and plain values only."""
@@ -87,9 +85,9 @@ class DeepSpeedState:
     def __init__(self, engine: Any) -> None:
         self._engine = engine
 
-    def save(self, folder: Path) -> list[Path]:
+    def save(self, folder: Path, write: Write) -> None:
         """DeepSpeed's files, without its `latest` pointer, which is written before other ranks' shards are durable."""
-        recorder = _recorder_over(self._engine.checkpoint_engine)
+        recorder = _recorder_over(self._engine.checkpoint_engine, write)
         original, self._engine.checkpoint_engine = self._engine.checkpoint_engine, recorder
         self._engine._copy_recovery_script = _copy_nothing  # it writes past the recorder, and raises before the barrier
         try:
@@ -99,7 +97,6 @@ class DeepSpeedState:
             del self._engine._copy_recovery_script
         if recorder.failure is not None:
             raise recorder.failure
-        return list(recorder.written)
 
     def load(self, folder: Path, *, saved_world_size: int) -> None:
         """The shards of this rank; another number of ranks needs a conversion."""
@@ -147,8 +144,8 @@ def failed_write(err: OSError | RuntimeError) -> OSError:
     raise err
 
 
-def _recorder_over(inner: Any) -> Any:
-    """A DeepSpeed checkpoint engine that writes through `inner`, and notes what was written and what failed.
+def _recorder_over(inner: Any, write: Write) -> Any:
+    """A DeepSpeed checkpoint engine that hands over what is saved, loads through `inner`, and notes what failed.
 
     A failure is kept, not raised: DeepSpeed's save ends in a barrier that the other ranks wait at; the vote says no later.
     """
@@ -157,7 +154,6 @@ def _recorder_over(inner: Any) -> Any:
     class Recorder(CheckpointEngine):  # type: ignore[misc]  # deepspeed has no types
         def __init__(self) -> None:
             self.name = "dlac"
-            self.written: list[Path] = []
             self.failure: OSError | None = None
 
         def create(self, info: Any) -> None:
@@ -171,8 +167,7 @@ def _recorder_over(inner: Any) -> Any:
 
         def save(self, state_dict: Any, path: str) -> None:
             try:
-                torch.save(state_dict, path)
-                self.written.append(Path(path))
+                write(Path(path), state_dict)
             except (OSError, RuntimeError) as err:
                 self.failure = failed_write(err)
 

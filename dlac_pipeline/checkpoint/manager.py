@@ -1,13 +1,20 @@
-"""Checkpoint Manager, synchronous mode: stage, vote, manifest, commit, decision (design.md section 6).
+"""Checkpoint Manager: stage, vote, manifest, commit, decision (design.md section 6), at once or behind training.
 
 A checkpoint exists when, and only when, its rows are in the ledger. Until then its folder means nothing to anybody.
+
+Synchronous: training waits for all of it. Asynchronous: training waits while the state is copied; the rest happens in a thread,
+over a tree of its own, one checkpoint at a time. What is consumed after the copied step belongs to the next checkpoint.
 """
 
 from __future__ import annotations
 
 import json
+import threading
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -23,11 +30,12 @@ from catalog.ledger import Ledger
 from dlac_pipeline.checkpoint.engines import Engine, failed_write
 from dlac_pipeline.checkpoint.manifest import FileEntry, Manifest
 from dlac_pipeline.checkpoint.rng import save_rng
+from dlac_pipeline.checkpoint.rows import RowMaker, Vote
 from dlac_pipeline.checkpoint.store import MANIFEST, file_digest, stage_folder, storing, sync_file
 from dlac_pipeline.checkpoint.tree import RankTree
+from dlac_pipeline.checkpoint.writing import Copies, CopyMemory, Direct, Writer
 from dlac_pipeline.plan.leg import Leg
-from dlac_pipeline.plan.order import Advance, LegOrder
-from dlac_pipeline.plan.planner import record_cut
+from dlac_pipeline.plan.order import LegOrder
 from dlac_pipeline.track.tracker import ReaderStateTracker
 
 _LIBRARIES = ("torch", "deepspeed", "numpy", "pyarrow", "pyiceberg")
@@ -42,7 +50,11 @@ class Committed:
     rows: int
     """Rows applied or skipped since the parent."""
     bytes: int
-    duration_s: float
+    loss: float | None
+    """Of its step, where it was known."""
+    phases: dict[str, float]
+    """Seconds of each phase: copy (asynchronous only), write, digest and vote, of the slowest rank; commit; stall: what training
+    waited on this rank; total."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,8 +65,37 @@ class Lineage:
     rows_since: list[dict[str, Any]]
 
 
+class _Phases(dict[str, float]):
+    """Seconds by phase."""
+
+    @contextmanager
+    def of(self, name: str) -> Iterator[None]:
+        """Count the time spent inside to a phase."""
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            self[name] = self.get(name, 0.0) + time.monotonic() - started
+
+
+@dataclass(kw_only=True, slots=True)
+class _Staged:
+    """One rank's part of a checkpoint, handed to its writer."""
+
+    folder: Path
+    engine: str
+    writer: Writer
+    taken: ReaderStateTracker
+    failure: tuple[str, str] | None
+    started: float
+    phases: _Phases = field(default_factory=_Phases)
+
+
 class CheckpointManager:
-    """One rank's part in taking checkpoints; every method is collective."""
+    """One rank's part in taking checkpoints; `save`, `begin` and `settle` are collective.
+
+    `behind` is a tree for commits behind training, apart from every other message.
+    """
 
     def __init__(
         self,
@@ -66,6 +107,7 @@ class CheckpointManager:
         leg_is_new: bool,
         lineage: Lineage,
         tree: RankTree,
+        behind: RankTree,
         lakehouse: Lakehouse,
     ) -> None:
         self._attempt = attempt
@@ -75,9 +117,11 @@ class CheckpointManager:
         self._leg_is_new = leg_is_new
         self._lineage = lineage
         self._tree = tree
-        self._lakehouse = lakehouse
+        self._behind = behind
         self._ledger = Ledger(lakehouse)
-        self._cuts: dict[tuple[int, int], str] = {}
+        self._maker = RowMaker(lakehouse, leg, order)
+        self._memory = CopyMemory()
+        self._pending: Future[Committed] | None = None
 
     @property
     def head(self) -> str | None:
@@ -92,95 +136,181 @@ class CheckpointManager:
             CursorMismatch: a reader stood elsewhere than the order says; nothing was committed.
             Fenced, HeadMoved, CommitOutcomeUnknown: from the ledger, on all ranks.
         """
+        if self._pending is not None:
+            raise CheckpointError("expected settle() before save(), found a checkpoint under way")
         started = time.monotonic()
+        phases = _Phases()
+        with phases.of("write"):
+            staged = self._stage(engine, tracker, Direct(), started, phases)
+        committed = self._complete(staged, self._tree)
+        committed.phases["stall"] = committed.phases["total"]
+        return committed
+
+    def begin(self, engine: Engine, tracker: ReaderStateTracker) -> Committed | None:
+        """Copy the state after `tracker.step`, and commit it behind training; gives the one before, if it was under way.
+
+        Raises:
+            CheckpointError, LedgerError: as `save`, of the checkpoint before.
+        """
+        started = time.monotonic()
+        before = self.settle()
+        phases = _Phases()
+        with phases.of("copy"):
+            staged = self._stage(engine, tracker, Copies(self._memory), started, phases)
+        phases["stall"] = time.monotonic() - started
+        pending: Future[Committed] = Future()
+        self._pending = pending
+
+        def complete() -> None:
+            try:
+                pending.set_result(self._complete(staged, self._behind))
+            except BaseException as err:
+                pending.set_exception(err)
+
+        # A daemon: a process that fails otherwise does not wait for it, as the other ranks may be gone.
+        threading.Thread(target=complete, name="checkpoint", daemon=True).start()
+        return before
+
+    def done(self) -> Committed | None:
+        """The checkpoint that was under way, once, if it is committed by now.
+
+        Raises:
+            CheckpointError, LedgerError: it failed; the one before is untouched.
+        """
+        return self.settle() if self._pending is not None and self._pending.done() else None
+
+    def settle(self) -> Committed | None:
+        """Wait for the checkpoint under way, if there is one; it is given once.
+
+        Raises:
+            CheckpointError, LedgerError: it failed; the one before is untouched.
+        """
+        pending, self._pending = self._pending, None
+        return None if pending is None else pending.result()
+
+    def _stage(
+        self, engine: Engine, tracker: ReaderStateTracker, writer: Writer, started: float, phases: _Phases
+    ) -> _Staged:
+        """Hand this rank's state to the writer; a rank that cannot, votes no."""
         folder = stage_folder(
             self._store, self._attempt.run, attempt=self._attempt.number, step=tracker.step, nonce=self._attempt.nonce
         )
-        votes = self._tree.gather(msgpack.packb(self._vote(engine, tracker, folder)))
-        said = None
-        if votes is not None:
-            said = msgpack.packb(self._decide([msgpack.unpackb(vote) for vote in votes], engine, tracker, folder))
-        decision = msgpack.unpackb(self._tree.broadcast(said))
-        if decision["error"] is not None:
-            kind, message = decision["error"]
-            raise getattr(errors, kind, CheckpointError)(message)
-        tracker.committed()
-        self._leg_is_new = False
-        self._lineage = Lineage(parent=decision["checkpoint_id"], rows_since=[])
-        return Committed(
-            checkpoint_id=decision["checkpoint_id"],
-            step=tracker.step,
-            rows=decision["rows"],
-            bytes=decision["bytes"],
-            duration_s=time.monotonic() - started,
-        )
-
-    def _vote(self, engine: Engine, tracker: ReaderStateTracker, folder: Path) -> dict[str, Any]:
-        """Stage this rank's part; a rank that cannot, votes no."""
         failure = None
-        files: list[FileEntry] = []
         try:
             with storing(folder):
                 folder.mkdir(parents=True, exist_ok=True)
         except DlacError as err:
             failure = _named(err)
-        try:
-            with storing(folder):
-                written = [*engine.save(folder), save_rng(folder, self._tree.rank)]
-                for path in written:
-                    sync_file(path)
-                    entry = FileEntry(
-                        path=str(path.relative_to(folder)), bytes=path.stat().st_size, digest=file_digest(path)
-                    )
-                    files.append(entry)
+        try:  # even without a folder: the engine's save is collective
+            with _saving(folder):
+                engine.save(folder, writer.write)
+                save_rng(folder, self._tree.rank, writer.write)
         except DlacError as err:
             failure = failure or _named(err)
-        except RuntimeError as err:
-            failure = failure or (
-                "StoreUnavailable",
-                f"expected to save into {str(folder)!r}, found {failed_write(err)}",
-            )
-        cursors = [] if tracker.cursors is None else tracker.cursors.tolist()
+        return _Staged(
+            folder=folder,
+            engine=engine.name,
+            writer=writer,
+            taken=tracker.take(),
+            failure=failure,
+            started=started,
+            phases=phases,
+        )
+
+    def _complete(self, staged: _Staged, tree: RankTree) -> Committed:
+        """Write, vote, and hear the decision."""
+        vote = self._vote(staged)
+        with staged.phases.of("vote"):
+            votes = tree.gather(msgpack.packb(vote))
+        said = None
+        if votes is not None:
+            said = msgpack.packb(self._decide([msgpack.unpackb(each) for each in votes], staged))
+        decision = msgpack.unpackb(tree.broadcast(said))
+        if decision["error"] is not None:
+            kind, message = decision["error"]
+            raise getattr(errors, kind, CheckpointError)(message)
+        self._leg_is_new = False
+        self._lineage = Lineage(parent=decision["checkpoint_id"], rows_since=[])
+        losses = staged.taken.losses
+        return Committed(
+            checkpoint_id=decision["checkpoint_id"],
+            step=staged.taken.step,
+            rows=decision["rows"],
+            bytes=decision["bytes"],
+            loss=losses[-1] if losses else None,
+            phases={**staged.phases, **decision["phases"], "total": time.monotonic() - staged.started},
+        )
+
+    def _vote(self, staged: _Staged) -> Vote:
+        files: list[FileEntry] = []
+        failure = staged.failure
+        if failure is None:
+            try:
+                files = self._written(staged)
+            except DlacError as err:
+                failure = _named(err)
+            except Exception as err:  # every other rank waits for a vote
+                failure = "CheckpointError", f"rank {self._tree.rank} failed with {type(err).__name__}: {err}"
+        taken = staged.taken
         return {
             "failure": failure,
             "files": [asdict(entry) for entry in files],
-            "step": tracker.step,
-            "groups": list(tracker.groups),
-            "cursors": cursors,
-            "advances": [asdict(advance) for advance in tracker.advances()],
+            "phases": staged.phases,
+            "step": taken.step,
+            "groups": list(taken.groups),
+            "cursors": [] if taken.cursors is None else taken.cursors.tolist(),
+            "advances": [asdict(advance) for advance in taken.advances()],
         }
 
-    def _decide(
-        self, votes: list[dict[str, Any]], engine: Engine, tracker: ReaderStateTracker, folder: Path
-    ) -> dict[str, Any]:
+    def _written(self, staged: _Staged) -> list[FileEntry]:
+        """This rank's files, durable."""
+        folder, found = staged.folder, []
+        with _saving(folder):
+            with staged.phases.of("write"):
+                paths = staged.writer.finish()
+                for path in paths:
+                    sync_file(path)
+            with staged.phases.of("digest"):
+                for path in paths:
+                    name, size = str(path.relative_to(folder)), path.stat().st_size
+                    found.append(FileEntry(path=name, bytes=size, digest=file_digest(path)))
+        return found
+
+    def _decide(self, votes: list[Vote], staged: _Staged) -> dict[str, Any]:
         """At the coordinator: commit, or say why not. Whatever happens is told to all ranks."""
         try:
-            return self._commit(votes, engine, tracker, folder)
+            return self._commit(votes, staged)
         except DlacError as err:
             return {"error": _named(err)}
         except Exception as err:  # every other rank waits for an answer
             return {"error": ("CheckpointError", f"the coordinator failed with {type(err).__name__}: {err}")}
 
-    def _commit(
-        self, votes: list[dict[str, Any]], engine: Engine, tracker: ReaderStateTracker, folder: Path
-    ) -> dict[str, Any]:
+    def _commit(self, votes: list[Vote], staged: _Staged) -> dict[str, Any]:
         for vote in votes:
             if vote["failure"] is not None:
                 kind, message = vote["failure"]
                 raise getattr(errors, kind, CheckpointError)(message)
-        state = self._checked_reader_state(votes, tracker.step)
+        taken, folder, parent = staged.taken, staged.folder, self._lineage.parent
+        state = self._checked_reader_state(votes, taken.step)
         files = [FileEntry(**entry) for vote in votes for entry in vote["files"]]
-        checkpoint_id = f"{self._attempt.run}-{tracker.step:09d}-{self._attempt.nonce}"
-        rows = self._rows(tracker, checkpoint_id, votes)
+        checkpoint_id = f"{self._attempt.run}-{taken.step:09d}-{self._attempt.nonce}"
+        rows = self._maker.rows(
+            taken,
+            votes,
+            leg_is_new=self._leg_is_new,
+            checkpoint_id=checkpoint_id,
+            parent=parent,
+            world_size=self._tree.world_size,
+        )
         manifest = Manifest(
             ledger_uuid=self._ledger.table_uuid,
             run=self._attempt.run,
             attempt=self._attempt.number,
             checkpoint_id=checkpoint_id,
-            parent=self._lineage.parent,
-            step=tracker.step,
+            parent=parent,
+            step=taken.step,
             world_size=self._tree.world_size,
-            engine=engine.name,
+            engine=staged.engine,
             leg=self._leg.index,
             reader_state=state,
             files=files,
@@ -191,22 +321,26 @@ class CheckpointManager:
             for ancestor in (folder.parent, folder.parent.parent, folder.parent.parent.parent):
                 fsync_directory(ancestor)  # the names of the folders themselves
             digest = manifest.write(folder)
+        size = sum(entry.bytes for entry in files)
+        names = {name for vote in votes for name in vote["phases"]}
+        phases = {name: max(vote["phases"].get(name, 0.0) for vote in votes) for name in names}
         rows[0] |= {
             "manifest_uri": (folder / MANIFEST).resolve().as_uri(),
             "manifest_digest": digest,
             "model_digest": manifest.model_digest,
+            "detail": json.dumps({"bytes": size, "phases": phases}),
         }
-        commit_checkpoint(
-            self._ledger, self._attempt, checkpoint_id=checkpoint_id, parent=self._lineage.parent, rows=rows
-        )
+        started = time.monotonic()
+        commit_checkpoint(self._ledger, self._attempt, checkpoint_id=checkpoint_id, parent=parent, rows=rows)
         return {
             "error": None,
             "checkpoint_id": checkpoint_id,
             "rows": sum(row.get("rows_consumed", 0) for row in rows),
-            "bytes": sum(entry.bytes for entry in files),
+            "bytes": size,
+            "phases": {**phases, "commit": time.monotonic() - started},
         }
 
-    def _checked_reader_state(self, votes: list[dict[str, Any]], step: int) -> list[list[list[int]]]:
+    def _checked_reader_state(self, votes: list[Vote], step: int) -> list[list[list[int]]]:
         """The cursors that the readers reported, by source and key group.
 
         Where the steps say where every cursor stands, each is compared with that; ranks that share a key group must agree.
@@ -229,84 +363,15 @@ class CheckpointManager:
         groups = range(self._order.settings.key_groups)
         return [[reported[group][source] for group in groups] for source in range(len(self._order.sources))]
 
-    def _rows(
-        self, tracker: ReaderStateTracker, checkpoint_id: str, votes: list[dict[str, Any]]
-    ) -> list[dict[str, Any]]:
-        """The checkpoint's row, its advances, and the leg when it is new."""
-        skipped = len(tracker.skipped)
-        named = {"checkpoint_id": checkpoint_id, "leg": self._leg.index}
-        checkpoint = {
-            "kind": "checkpoint",
-            **named,
-            "parent": self._lineage.parent,
-            "step": tracker.step,
-            "world_size": self._tree.world_size,
-            "applied_steps": tracker.step - tracker.committed_step - skipped,
-            "skipped_steps": skipped,
-            "losses": list(tracker.losses),
-        }
-        advances = [
-            {**named, "step": tracker.step, **self._advance_row(advance)} for advance in self._advances(tracker, votes)
-        ]
-        leg = {"kind": "leg", **named, "step": self._leg.start_step, "detail": self._leg.to_json()}
-        quarantines = [
-            {"kind": "quarantine", "leg": self._leg.index, "source": index, "detail": json.dumps(asdict(unit))}
-            for index, source in enumerate(self._leg.sources)
-            for unit in source.quarantined
-        ]
-        return [checkpoint, *([leg, *quarantines] if self._leg_is_new else []), *advances]
 
-    def _advances(self, tracker: ReaderStateTracker, votes: list[dict[str, Any]]) -> list[Advance]:
-        if not self._order.counted:
-            found = [Advance(**_tuples(advance)) for vote in votes for advance in vote["advances"]]
-            return sorted(found, key=lambda each: (each.source, each.group))
-        return [
-            advance
-            for first, last, applied in tracker.stretches()
-            for group in range(self._order.settings.key_groups)
-            for advance in self._order.advances(group, first, last, applied=applied)
-        ]
-
-    def _advance_row(self, advance: Advance) -> dict[str, Any]:
-        cut = self._order.sources[advance.source].open_cut_of(advance.pass_index)
-        reasons = dict(advance.quarantined)
-        return {
-            "kind": "advance",
-            "plan_id": cut.live_plan_id,
-            "cut_id": self._cut_id(advance.source, advance.pass_index),
-            "pass": advance.pass_index,
-            "key_group": advance.group,
-            "source": advance.source,
-            "block": advance.block,
-            "position_start": advance.position_start,
-            "position_end": advance.position_end,
-            "first_step": advance.first_step,
-            "last_step": advance.last_step,
-            "rows_consumed": advance.rows_consumed,
-            "rows_dead": advance.rows_dead,
-            "rows_filtered": len(advance.filtered),
-            "rows_quarantined": len(reasons),
-            "token_start": advance.token_start,
-            "token_end": advance.token_end,
-            "filtered": list(advance.filtered) or None,
-            "quarantined": list(reasons) or None,
-            "detail": json.dumps({"quarantined": reasons}) if reasons else None,
-            "applied": advance.applied,
-        }
-
-    def _cut_id(self, source: int, pass_index: int) -> str:
-        """The id of a pass's cut, whose slices are written before anything names them."""
-        if (source, pass_index) not in self._cuts:
-            order = self._order.sources[source]
-            plan_id = order.open_cut_of(pass_index).plan_id
-            self._cuts[source, pass_index] = record_cut(self._lakehouse, plan_id, order.cut_of(pass_index))
-        return self._cuts[source, pass_index]
-
-
-def _tuples(advance: dict[str, Any]) -> dict[str, Any]:
-    """An advance as it was before it travelled."""
-    quarantined = tuple((position, reason) for position, reason in advance["quarantined"])
-    return {**advance, "filtered": tuple(advance["filtered"]), "quarantined": quarantined}
+@contextmanager
+def _saving(folder: Path) -> Iterator[None]:
+    """Turn failures to write, torch's own among them, into `StoreUnavailable`."""
+    with storing(folder):
+        try:
+            yield
+        except RuntimeError as err:
+            raise failed_write(err) from err
 
 
 def _named(err: DlacError) -> tuple[str, str]:

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from dlac_pipeline.checkpoint.writing import Write
 from dlac_pipeline.plan.keys import derive_key
 
 
@@ -16,7 +17,7 @@ def rng_file(folder: Path, rank: int) -> Path:
     return folder / f"rng-{rank:05d}.pt"
 
 
-def save_rng(folder: Path, rank: int) -> Path:
+def save_rng(folder: Path, rank: int, write: Write) -> None:
     """Save Python's, NumPy's and PyTorch's generators of this rank."""
     version, internal, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
@@ -32,9 +33,7 @@ def save_rng(folder: Path, rank: int) -> Path:
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
     }
-    path = rng_file(folder, rank)
-    torch.save(state, path)
-    return path
+    write(rng_file(folder, rank), state)
 
 
 def load_rng(folder: Path, rank: int) -> None:

@@ -16,6 +16,7 @@ from dlac_pipeline.plan.leg import Leg, LegSequences, LegSource
 from dlac_pipeline.plan.order import LegOrder, ReaderState
 from dlac_pipeline.plan.planner import Plan, load_plan
 from dlac_pipeline.plan.source_order import Cursor, Stretch
+from dlac_pipeline.plan.units import UnitTable
 from dlac_pipeline.read.blocks import BlockDecoder, open_decoder
 from dlac_pipeline.read.columns import Column, ColumnKind, kinds_of, to_column
 from dlac_pipeline.read.documents import Documents, Samples, documents_of, samples_of
@@ -46,8 +47,14 @@ class OpenLeg:
     leg: Leg
     spec: JobSpec
     order: LegOrder
+    units: Mapping[str, UnitTable]
+    """By plan id."""
     sources: tuple[OpenSource, ...]
     tokenizer: Tokenizer | None
+
+    def order_apart(self) -> LegOrder:
+        """The same order again, for another thread: an order works out its cuts when they are asked for."""
+        return self.leg.order(self.units)
 
     def start_state(self) -> ReaderState:
         """The reader state with which the leg begins."""
@@ -181,8 +188,8 @@ def open_leg(lakehouse: Lakehouse, leg: Leg, spec: JobSpec) -> OpenLeg:
     tokenizer = load_tokenizer(spec.sequences.tokenizer) if leg.sequences.tokenizer else None
     if tokenizer is not None and tokenizer.digest != leg.sequences.tokenizer:
         raise _changed("tokenizer", spec.sequences.tokenizer)
-    order = leg.order({plan_id: plan.units for plan_id, plan in plans.items()})
-    return OpenLeg(leg=leg, spec=spec, order=order, sources=tuple(sources), tokenizer=tokenizer)
+    units = {plan_id: plan.units for plan_id, plan in plans.items()}
+    return OpenLeg(leg=leg, spec=spec, order=leg.order(units), units=units, sources=tuple(sources), tokenizer=tokenizer)
 
 
 def _open_source(table: Table, spec: SourceSpec, mine: LegSource, *, packed: bool) -> OpenSource:

@@ -1,4 +1,4 @@
-"""Reader State Tracker: what each finished optimizer step consumed, since the last committed checkpoint.
+"""Reader State Tracker: what each finished optimizer step consumed, since the last checkpoint.
 
 It advances when an optimizer step is done, never when a batch is handed out: prefetched rows are not consumed. Where the
 steps alone say what was consumed it keeps a reference and a flag per step, and the ledger's rows are worked out from the
@@ -7,6 +7,7 @@ order when a checkpoint is taken; of streamed sources it keeps what the readers 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -29,7 +30,7 @@ class _Moved:
 
 @dataclass(slots=True)
 class ReaderStateTracker:
-    """One rank's record of finished steps; `committed_step` is the step of the last committed checkpoint."""
+    """One rank's record of finished steps; `committed_step` is the step of the last checkpoint that was taken."""
 
     committed_step: int
     groups: range
@@ -38,7 +39,7 @@ class ReaderStateTracker:
     cursors: Ints | None = None
     """Cursors after `step`, int64 [groups, sources, 4]; None before the first step of an attempt."""
     losses: list[float] = field(default_factory=list)
-    """Global loss of each step since the last committed checkpoint, filled as they become known."""
+    """Global loss of each step since the last checkpoint, filled as they become known."""
     skipped: list[int] = field(default_factory=list)
     """Steps since then that the engine did not apply."""
     _moved: dict[tuple[int, int], list[_Moved]] = field(default_factory=dict)
@@ -65,7 +66,7 @@ class ReaderStateTracker:
             self._add(self._moved.setdefault((source, group), []), batch.step, applied, advance)
 
     def stretches(self) -> Iterator[tuple[int, int, bool]]:
-        """(first step, last step, applied) of each run of steps alike, since the last committed checkpoint."""
+        """(first step, last step, applied) of each run of steps alike, since the last checkpoint."""
         start = self.committed_step + 1
         for skipped in [*self.skipped, self.step + 1]:
             if start < skipped:
@@ -75,17 +76,17 @@ class ReaderStateTracker:
             start = skipped + 1
 
     def advances(self) -> Iterator[Advance]:
-        """What streamed sources moved since the last committed checkpoint."""
+        """What streamed sources moved since the last checkpoint."""
         for (source, group), moves in self._moved.items():
             for moved in moves:
                 yield _advance(source, group, moved)
 
-    def committed(self) -> None:
-        """Forget what the checkpoint at `step` has recorded."""
+    def take(self) -> ReaderStateTracker:
+        """What was recorded since the last checkpoint was taken; from here on it is recorded for the next one."""
+        taken = copy.copy(self)
         self.committed_step = self.step
-        self.losses.clear()
-        self.skipped.clear()
-        self._moved.clear()
+        self.losses, self.skipped, self._moved = [], [], {}
+        return taken
 
     def _add(self, moves: list[_Moved], step: int, applied: bool, advance: BlockAdvance) -> None:
         last = moves[-1] if moves else None

@@ -1,11 +1,12 @@
 """train_tiny, whose coordinator kills or stops itself around one commit of the run's first attempt.
 
-$SABOTAGE is WHAT@STEP: kill-before-commit, kill-after-commit or stop-before-commit (between reading the fence and
-committing) at the checkpoint of that step.
+$SABOTAGE is WHAT@STEP: kill-before-commit, kill-after-commit, sleep-before-commit or stop-before-commit (between reading
+the fence and committing) at the checkpoint of that step.
 """
 
 import os
 import signal
+import time
 from typing import Any
 
 import train_tiny  # type: ignore[import-not-found]  # the rank puts this folder on the path
@@ -27,6 +28,8 @@ def sabotaged_commit(ledger: Ledger, attempt: Attempt, *, checkpoint_id: str, **
     due = attempt.number == 1 and f"-{int(step):09d}-" in checkpoint_id
     if due and sabotage == "kill-before-commit":
         os.kill(os.getpid(), signal.SIGKILL)
+    if due and sabotage == "sleep-before-commit":
+        time.sleep(2)
     _armed = due and sabotage == "stop-before-commit"
     state = _commit(ledger, attempt, checkpoint_id=checkpoint_id, **rest)
     if due and sabotage == "kill-after-commit":

@@ -43,7 +43,7 @@ def test_a_commit_is_where_the_next_stretch_begins() -> None:
     tracker.step_done(batch(1), applied=True)
     tracker.step_done(batch(2), applied=False)
     tracker.losses.append(0.5)
-    tracker.committed()
+    tracker.take()
     assert (list(tracker.stretches()), tracker.losses, tracker.skipped) == ([], [], [])
     tracker.step_done(batch(3), applied=True)
     assert list(tracker.stretches()) == [(3, 3, True)]

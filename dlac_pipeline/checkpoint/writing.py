@@ -1,0 +1,137 @@
+"""What an engine hands over to be saved: written at once, or copied now and written behind training."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+
+class Write(Protocol):
+    """Takes one file of a checkpoint: where it is to lie, and what is to be in it."""
+
+    def __call__(self, path: Path, state: Any) -> None:
+        """Write or copy `state`, which may change afterwards.
+
+        Raises:
+            OSError, RuntimeError: it cannot be written.
+        """
+
+
+class Writer(Protocol):
+    """What becomes of the states of one checkpoint."""
+
+    @property
+    def write(self) -> Write:
+        """To be called for every file."""
+
+    def finish(self) -> list[Path]:
+        """Everything is in its file now; the files.
+
+        Raises:
+            OSError, RuntimeError: something cannot be written.
+        """
+
+
+class Direct:
+    """Writes at once."""
+
+    def __init__(self) -> None:
+        self._paths: list[Path] = []
+
+    def write(self, path: Path, state: Any) -> None:
+        """Write it."""
+        torch.save(state, path)
+        self._paths.append(path)
+
+    def finish(self) -> list[Path]:
+        """The files, which are written."""
+        return self._paths
+
+
+class CopyMemory:
+    """Host memory for copies, used again by the next checkpoint: fresh pages would cost as much as copying."""
+
+    def __init__(self) -> None:
+        self._free: defaultdict[tuple[int, bool], list[torch.UntypedStorage]] = defaultdict(list)
+
+    def copy_of(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
+        """The bytes of a storage on any device, in host memory."""
+        pinned = storage.device.type == "cuda"
+        free = self._free[storage.nbytes(), pinned]
+        if free:
+            mine = free.pop()
+        else:
+            fresh = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pinned)
+            mine = fresh.untyped_storage()
+        _bytes(mine).copy_(_bytes(storage))  # as a tensor, so that large ones are copied by all threads
+        return mine
+
+    def give_back(self, storages: list[torch.UntypedStorage]) -> None:
+        """Nothing refers to these any more."""
+        for storage in storages:
+            self._free[storage.nbytes(), storage.is_pinned()].append(storage)
+
+
+class Copies:
+    """Copies every state, tensors with the storages that they share; `finish` writes the copies, in any thread."""
+
+    def __init__(self, memory: CopyMemory) -> None:
+        self._memory = memory
+        self._states: list[tuple[Path, Any]] = []
+        self._storages: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        self.bytes = 0
+        """Of the copies."""
+
+    @property
+    def storages(self) -> list[torch.UntypedStorage]:
+        """The memory of the copies that are not written yet."""
+        return [mine for _, mine in self._storages.values()]
+
+    def write(self, path: Path, state: Any) -> None:
+        """Copy it."""
+        self._states.append((path, self._copy_of(state)))
+
+    def finish(self) -> list[Path]:
+        """Write the copies, and let the memory be used again."""
+        for path, state in self._states:
+            torch.save(state, path)
+        paths = [path for path, _ in self._states]
+        self._states.clear()
+        self._memory.give_back(self.storages)
+        self._storages.clear()
+        return paths
+
+    def _copy_of(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value)
+        if isinstance(value, dict):
+            made = copy.copy(value)  # keeps its type, and what a state_dict carries beside its items
+            made.update({key: self._copy_of(each) for key, each in value.items()})
+            return made
+        if type(value) in (list, tuple):
+            return type(value)(self._copy_of(each) for each in value)
+        return copy.deepcopy(value)
+
+    def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        if (
+            tensor.layout != torch.strided
+            or tensor.is_quantized
+            or type(tensor) not in (torch.Tensor, torch.nn.Parameter)
+        ):
+            return copy.deepcopy(tensor.detach())
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self._storages:
+            # The storage itself is kept too: while it lives, no other one can be at its address.
+            self._storages[storage.data_ptr()] = storage, self._memory.copy_of(storage)
+            self.bytes += storage.nbytes()
+        _, mine = self._storages[storage.data_ptr()]
+        made = torch.empty(0, dtype=tensor.dtype).set_(mine, tensor.storage_offset(), tensor.size(), tensor.stride())
+        return torch.nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else made
+
+
+def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -1,0 +1,112 @@
+"""Checkpoints that are committed behind training hold what the copied step had, whatever is killed, and when."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.conftest import Arena, Launch
+
+MODE = {"mode": "asynchronous"}
+STEPS = [10, 20, 30, 40, 50, 60, 63]
+
+
+def check_finished(campaign: Arena, run: str, launch: Launch) -> None:
+    """The run ended well, every checkpoint is there once, and rows and losses are the undisturbed run's."""
+    assert launch.wait() == 0, launch.stderr
+    assert [row["step"] for row in campaign.lineage(run)] == STEPS
+    assert len(campaign.rows(run, "checkpoint")) == len(STEPS)
+    reference, journal = campaign.journal("reference"), campaign.journal(run)
+    assert {step: journal[step] for step in range(1, 63)} == {step: reference[step] for step in range(1, 63)}
+    assert sorted(row for rows in journal.values() for row in rows) == list(range(2000))
+    assert campaign.losses(run)[:62] == campaign.losses("reference")[:62]
+
+
+def test_behind_training_everything_is_as_it_is_synchronously(campaign: Arena) -> None:
+    """All checkpoints, rows and losses; the events and the ledger say what each phase took."""
+    run = "asynchronous"
+    launch = campaign.launch(campaign.spec(run, passes=1, **MODE))
+    check_finished(campaign, run, launch)
+    said = launch.of("checkpoint")
+    assert [event["step"] for event in said] == STEPS
+    assert [event["loss"] for event in said][:6] == [campaign.losses("reference")[step - 1] for step in STEPS[:6]]
+    phases = said[0]["phases"]
+    assert phases["stall"] < phases["total"]
+    assert {"copy", "write", "digest", "vote", "commit"} <= phases.keys()
+    (first,) = (row for row in campaign.rows(run, "checkpoint") if row["step"] == 10)
+    assert '"copy"' in first["detail"]
+
+
+@pytest.mark.parametrize(("moment", "resumed_at"), [("after", 20), ("before", 10)])
+def test_a_coordinator_killed_around_a_commit(campaign: Arena, moment: str, resumed_at: int) -> None:
+    """The old head or the new one, as in synchronous mode, though training had gone on."""
+    run = f"asynchronous-killed-{moment}"
+    spec = campaign.spec(
+        run, "train_sabotaged.py", env={"SABOTAGE": f"kill-{moment}-commit@20"}, passes=1, pause_s=0.02, **MODE
+    )
+    launch = campaign.launch(spec)
+    check_finished(campaign, run, launch)
+    first, second = launch.of("attempt")
+    assert (first["step"], second["step"]) == (0, resumed_at)
+
+
+def test_a_stalled_commit_holds_the_next_checkpoint_back(campaign: Arena) -> None:
+    """One checkpoint is in flight: training waits at the next one instead of piling copies up, and loses nothing."""
+    run = "asynchronous-slow"
+    spec = campaign.spec(run, "train_sabotaged.py", env={"SABOTAGE": "sleep-before-commit@20"}, passes=1, **MODE)
+    launch = campaign.launch(spec)
+    check_finished(campaign, run, launch)
+    stalls = {event["step"]: event["phases"]["stall"] for event in launch.of("checkpoint")}
+    assert stalls[30] > 1.0  # of the 2 s that the commit before slept
+    assert len(launch.of("attempt")) == 1
+
+
+def test_a_full_store_ends_the_run_behind_its_last_checkpoint(campaign: Arena, small_disk: Path) -> None:
+    """The failure behind training is raised at a later step; with more room the run goes on where it was."""
+    spec = campaign.spec("asynchronous-full", store=str(small_disk), **MODE)
+    launch = campaign.launch(spec)
+    assert launch.wait() == 74, launch.events[-3:]
+    (error,) = launch.of("error")
+    assert error["kind"] == "StoreUnavailable"
+    committed = campaign.lineage("asynchronous-full")[-1]
+    assert committed["step"] == launch.of("checkpoint")[-1]["step"] >= 10
+
+    subprocess.run(["mount", "-o", "remount,size=10m", small_disk], check=True)
+    again = campaign.launch(spec)
+    assert again.wait() == 0, again.stderr
+    assert again.of("attempt")[0]["step"] == committed["step"]
+    assert campaign.journal("asynchronous-full") == campaign.journal("reference")
+    assert campaign.losses("asynchronous-full") == campaign.losses("reference")
+
+
+def test_asked_to_stop_a_run_leaves_behind_a_checkpoint_of_its_last_step(campaign: Arena) -> None:
+    """SIGTERM with a checkpoint under way: that one is committed, then one of the step at which the run stops."""
+    run = "asynchronous-stopped"
+    launch = campaign.launch(campaign.spec(run, passes=1, pause_s=0.05, **MODE))
+    launch.wait_for("checkpoint")
+    os.kill(launch.process.pid, signal.SIGTERM)
+    launch.wait()
+    last = campaign.lineage(run)[-1]
+    assert last["step"] == max(entry["step"] for entry in campaign.entries(run))
+    again = campaign.launch(campaign.spec(run, passes=1, **MODE))
+    assert again.wait() == 0, again.stderr
+    assert sorted(row for rows in campaign.journal(run).values() for row in rows) == list(range(2000))
+    assert campaign.losses(run)[:62] == campaign.losses("reference")[:62]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("after_entries", range(12, 60, 4))
+def test_a_rank_killed_at_any_time(campaign: Arena, after_entries: int) -> None:
+    """Killed while training, copying, writing, voting or committing: head is old or new, and the run ends exact."""
+    run = f"asynchronous-any-{after_entries}"
+    launch = campaign.launch(campaign.spec(run, passes=1, every_steps=10, **MODE))
+    while len(campaign.entries(run)) < after_entries:
+        assert launch.process.poll() is None
+    os.kill(launch.ranks()[after_entries // 4 % 2].pid, signal.SIGKILL)
+    check_finished(campaign, run, launch)

@@ -1,0 +1,103 @@
+"""A copied state is the state as it was: values, what shares memory, and everything beside tensors."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dlac_pipeline.checkpoint.writing import Copies, CopyMemory, Direct, Writer
+
+
+def saved(writer: Writer, folder: Path, state: Any) -> Any:
+    """What lies in the file of a state."""
+    writer.write(folder / "state.pt", state)
+    (path,) = writer.finish()
+    return torch.load(path, weights_only=False)
+
+
+def test_what_changes_after_the_copy_is_not_in_it(tmp_path: Path) -> None:
+    """Tensors updated in place, items replaced, lists grown: the file has what was there when it was handed over."""
+    state: dict[str, Any] = {
+        "weight": torch.arange(6.0).reshape(2, 3),
+        "steps": [1, 2],
+        "nested": {"lr": 0.1, "rows": torch.ones(3)},
+    }
+    copies = Copies(CopyMemory())
+    copies.write(tmp_path / "state.pt", state)
+    state["weight"].add_(100)
+    state["steps"].append(3)
+    state["nested"]["rows"].zero_()
+    state["nested"]["lr"] = 9.9
+    (path,) = copies.finish()
+    found = torch.load(path, weights_only=True)
+    assert torch.equal(found["weight"], torch.arange(6.0).reshape(2, 3))
+    assert found["steps"] == [1, 2]
+    assert found["nested"]["lr"] == 0.1
+    assert torch.equal(found["nested"]["rows"], torch.ones(3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.uint8])
+def test_a_model_and_its_optimizer_come_back_as_when_written_at_once(tmp_path: Path, dtype: torch.dtype) -> None:
+    """The same file content, for whatever state_dict() gives."""
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(4, 8)).sum().backward()
+    optimizer.step()
+    extra = torch.ones(5, dtype=dtype)
+    state: dict[str, Any] = {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "extra": extra,
+        "none": None,
+    }
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    first, second = saved(Direct(), tmp_path / "a", state), saved(Copies(CopyMemory()), tmp_path / "b", state)
+    assert str(first) == str(second)
+    assert first["extra"].dtype == second["extra"].dtype == dtype
+    assert isinstance(second["model"], OrderedDict)
+    assert vars(second["model"]) == vars(state["model"])  # its _metadata
+
+
+def test_views_of_one_memory_stay_views_of_one(tmp_path: Path) -> None:
+    """Two views of a flat buffer, and a tensor named twice, are copied once and stay together."""
+    flat = torch.arange(10.0)
+    state = {"head": flat[:4], "tail": flat[6:].view(2, 2), "transposed": flat.view(2, 5).t(), "again": flat}
+    copies = Copies(CopyMemory())
+    copies.write(tmp_path / "state.pt", state)
+    assert copies.bytes == 40
+    (path,) = copies.finish()
+    found = torch.load(path)
+    assert torch.equal(found["transposed"], flat.view(2, 5).t())
+    assert torch.equal(found["tail"], torch.tensor([[6.0, 7.0], [8.0, 9.0]]))
+    assert len({found[name].untyped_storage().data_ptr() for name in state}) == 1
+
+
+def test_the_memory_of_a_copy_is_used_by_the_next(tmp_path: Path) -> None:
+    """The second checkpoint of the same state takes no memory anew, and has its own values."""
+    memory, weight = CopyMemory(), torch.zeros(1000)
+    addresses = []
+    for step in range(3):
+        weight.fill_(step)
+        copies = Copies(memory)
+        copies.write(tmp_path / f"{step}.pt", {"weight": weight})
+        (copied,) = copies.storages
+        addresses.append(copied.data_ptr())
+        copies.finish()
+    assert len(set(addresses)) == 1
+    assert [torch.load(tmp_path / f"{step}.pt")["weight"][0].item() for step in range(3)] == [0, 1, 2]
+
+
+def test_parameters_and_plain_objects_keep_what_they_are(tmp_path: Path) -> None:
+    """A Parameter stays one; numbers, strings, empty tensors and tuples come back alike."""
+    state = {"p": torch.nn.Parameter(torch.ones(2)), "t": (1, "two", torch.zeros(0)), "big": 2**70}
+    found = saved(Copies(CopyMemory()), tmp_path, state)
+    assert isinstance(found["p"], torch.nn.Parameter)
+    assert found["p"].requires_grad
+    assert found["t"][:2] == (1, "two")
+    assert found["t"][2].shape == (0,)
+    assert found["big"] == 2**70
