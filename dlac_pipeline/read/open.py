@@ -85,7 +85,7 @@ class OpenLeg:
         batches = Buffers()
         prefetch = Prefetcher(
             threads=read.threads,
-            budget_bytes=budget_bytes,
+            budget_bytes=budget_bytes * 15 // 16,  # the rest is for what cannot be counted, as what allocators round up
             beside_bytes=lambda: batches.nbytes + sum(source.decoder.shared_bytes for source in self.sources),
         )
         openers = [self._opener(index, prefetch) for index in range(len(self.sources))]
