@@ -24,7 +24,7 @@ from catalog.retrying import retrying
 from catalog.schemas import CONSUMPTION, FORMAT_VERSION
 
 Row = dict[str, Any]
-HEAD_KINDS = ("checkpoint", "claim", "leg", "quarantine", "finish")
+HEAD_KINDS = ("checkpoint", "claim", "leg", "quarantine", "retire", "finish")
 """Every kind but `advance`: what says where a run is, without what it consumed."""
 _ARROW = schema_to_pyarrow(CONSUMPTION, include_field_ids=False)
 

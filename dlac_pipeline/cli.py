@@ -143,6 +143,43 @@ def status(run: RunName, home: Home = None, spec: SpecOption = None, as_json: As
 
 
 @app.command()
+def checkpoints(run: RunName, home: Home = None, spec: SpecOption = None, as_json: AsJson = False) -> None:
+    """The checkpoints of a run: step, age, size, and whether they are kept, retired or damaged."""
+    from dlac_pipeline.checkpoint.listing import list_checkpoints
+
+    listed = list_checkpoints(_lakehouse(spec, home), run)
+    if as_json:
+        sys.stdout.write(json.dumps([asdict(each) for each in listed], default=str) + "\n")
+        return
+    table = Table("step", "checkpoint", "committed", "size", "attempt", "state")
+    for each in listed:
+        size = "" if each.bytes is None else decimal(each.bytes)
+        facts = (each.step, each.checkpoint_id, _ago(each.committed_at), size, each.attempt, each.state)
+        table.add_row(*(Text(str(fact)) for fact in facts))
+    _out.print(table)
+
+
+@app.command()
+def verify(
+    run: RunName,
+    home: Home = None,
+    spec: SpecOption = None,
+    step: Annotated[
+        int | None, typer.Option(help="Only the checkpoint of this step; unset: every one that is kept.")
+    ] = None,
+) -> None:
+    """Read the files of a run's checkpoints again and compare their digests; exit status 0 only if all hold."""
+    from dlac_pipeline.checkpoint.listing import verify_checkpoints
+
+    damaged = False
+    for verdict in verify_checkpoints(_lakehouse(spec, home), run, step):
+        damaged = damaged or verdict.problem is not None
+        _out.print(f"step {verdict.checkpoint.step}: {verdict.problem or 'whole'}", markup=False, soft_wrap=True)
+    if damaged:
+        raise typer.Exit(1)
+
+
+@app.command()
 def audit(
     run: RunName,
     home: Home = None,

@@ -166,6 +166,15 @@ class CheckpointSpec(_Section):
         default="synchronous",
         description="Whether training waits until a checkpoint is committed, or only while the state is copied to memory.",
     )
+    keep_last: int = Field(
+        default=0,
+        description="Newest checkpoints that are kept, 2 or more to have one to fall back on; 0: all. Older ones are retired.",
+        ge=0,
+    )
+    keep_every_steps: int = Field(
+        default=0, description="Checkpoints at multiples of this are kept besides; 0: none.", ge=0
+    )
+    keep_steps: list[int] = Field(default_factory=list, description="Steps whose checkpoints are kept besides.")
 
 
 class LaunchSpec(_Section):

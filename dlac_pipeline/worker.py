@@ -286,7 +286,7 @@ class TrainingRun:
         self._attempt = Attempt(run=self.spec.run, number=point.attempt, nonce=point.nonce)
         self._manager = CheckpointManager(
             attempt=self._attempt,
-            store=self.spec.checkpoint.store,
+            settings=self.spec.checkpoint,
             order=opened.order_apart(),
             leg=leg,
             leg_is_new=point.leg_is_new,

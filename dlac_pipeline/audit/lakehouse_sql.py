@@ -62,6 +62,7 @@ _AUDIT = (
     "advance_problems",
     "leg_problems",
     "lineage_problems",
+    "checkpoint_costs",
 )
 _PLAN_IDS = re.compile(r"\b[0-9a-f]{24}\b")
 """The content ids in a leg's JSON."""

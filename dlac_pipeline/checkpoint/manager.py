@@ -26,9 +26,10 @@ from catalog.commits import Attempt, commit_checkpoint
 from catalog.connect import Lakehouse
 from catalog.durable_io import fsync_directory
 from catalog.errors import CheckpointError, CursorMismatch, DlacError
-from catalog.ledger import Ledger
+from catalog.ledger import HEAD_KINDS, Ledger
 from dlac_pipeline.checkpoint.engines import Engine, failed_write
 from dlac_pipeline.checkpoint.manifest import FileEntry, Manifest
+from dlac_pipeline.checkpoint.retention import Retention
 from dlac_pipeline.checkpoint.rng import save_rng
 from dlac_pipeline.checkpoint.rows import RowMaker, Vote
 from dlac_pipeline.checkpoint.store import MANIFEST, file_digest, stage_folder, storing, sync_file
@@ -36,6 +37,7 @@ from dlac_pipeline.checkpoint.tree import RankTree
 from dlac_pipeline.checkpoint.writing import Copies, CopyMemory, Direct, Writer
 from dlac_pipeline.plan.leg import Leg
 from dlac_pipeline.plan.order import LegOrder
+from dlac_pipeline.spec import CheckpointSpec
 from dlac_pipeline.track.tracker import ReaderStateTracker
 
 _LIBRARIES = ("torch", "deepspeed", "numpy", "pyarrow", "pyiceberg")
@@ -101,7 +103,6 @@ class CheckpointManager:
         self,
         *,
         attempt: Attempt,
-        store: str,
         order: LegOrder,
         leg: Leg,
         leg_is_new: bool,
@@ -109,9 +110,10 @@ class CheckpointManager:
         tree: RankTree,
         behind: RankTree,
         lakehouse: Lakehouse,
+        settings: CheckpointSpec,
     ) -> None:
         self._attempt = attempt
-        self._store = store
+        self._settings = settings
         self._order = order
         self._leg = leg
         self._leg_is_new = leg_is_new
@@ -120,6 +122,7 @@ class CheckpointManager:
         self._behind = behind
         self._ledger = Ledger(lakehouse)
         self._maker = RowMaker(lakehouse, leg, order)
+        self._retention: Retention | None = None
         self._memory = CopyMemory()
         self._pending: Future[Committed] | None = None
 
@@ -193,7 +196,11 @@ class CheckpointManager:
     ) -> _Staged:
         """Hand this rank's state to the writer; a rank that cannot, votes no."""
         folder = stage_folder(
-            self._store, self._attempt.run, attempt=self._attempt.number, step=tracker.step, nonce=self._attempt.nonce
+            self._settings.store,
+            self._attempt.run,
+            attempt=self._attempt.number,
+            step=tracker.step,
+            nonce=self._attempt.nonce,
         )
         failure = None
         try:
@@ -302,6 +309,9 @@ class CheckpointManager:
             parent=parent,
             world_size=self._tree.world_size,
         )
+        retention = self._retention = self._retention or self._retaining()
+        retired = retention.due(checkpoint_id, taken.step, parent)
+        rows += [{"kind": "retire", "checkpoint_id": each} for each in retired]
         manifest = Manifest(
             ledger_uuid=self._ledger.table_uuid,
             run=self._attempt.run,
@@ -332,6 +342,7 @@ class CheckpointManager:
         }
         started = time.monotonic()
         commit_checkpoint(self._ledger, self._attempt, checkpoint_id=checkpoint_id, parent=parent, rows=rows)
+        retention.committed(rows[0], retired)
         return {
             "error": None,
             "checkpoint_id": checkpoint_id,
@@ -339,6 +350,11 @@ class CheckpointManager:
             "bytes": size,
             "phases": {**phases, "commit": time.monotonic() - started},
         }
+
+    def _retaining(self) -> Retention:
+        """From the rows of the attempts before: this one has committed nothing yet."""
+        rows = self._ledger.rows(self._attempt.run, kinds=HEAD_KINDS)
+        return Retention(self._settings, self._attempt.run, self._attempt.number, rows)
 
     def _checked_reader_state(self, votes: list[Vote], step: int) -> list[list[list[int]]]:
         """The cursors that the readers reported, by source and key group.

@@ -20,6 +20,11 @@ def stage_folder(store: str, run: str, *, attempt: int, step: int, nonce: str) -
     return Path(store) / run / f"attempt-{attempt:04d}" / f"step-{step:09d}-{nonce}"
 
 
+def attempt_of(folder: Path) -> int:
+    """The attempt that staged the checkpoint in `folder`."""
+    return int(folder.parent.name.removeprefix("attempt-"))
+
+
 @contextmanager
 def storing(folder: Path) -> Iterator[None]:
     """Turn the failures of a store that is full, read-only or away into `StoreUnavailable`."""

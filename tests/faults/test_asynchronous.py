@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from dlac_pipeline.audit.lakehouse_sql import open_audit
+
 if TYPE_CHECKING:
     from tests.conftest import Arena, Launch
 
@@ -39,8 +41,11 @@ def test_behind_training_everything_is_as_it_is_synchronously(campaign: Arena) -
     phases = said[0]["phases"]
     assert phases["stall"] < phases["total"]
     assert {"copy", "write", "digest", "vote", "commit"} <= phases.keys()
-    (first,) = (row for row in campaign.rows(run, "checkpoint") if row["step"] == 10)
-    assert '"copy"' in first["detail"]
+    with open_audit(campaign.lakehouse) as audit:
+        costs = audit.execute(
+            f"SELECT step, bytes, stall_s < write_s + digest_s + 10 FROM checkpoint_costs WHERE run = '{run}'"
+        )
+        assert sorted(costs.fetchall()) == [(event["step"], event["bytes"], True) for event in said]
 
 
 @pytest.mark.parametrize(("moment", "resumed_at"), [("after", 20), ("before", 10)])

@@ -1,0 +1,103 @@
+"""What a checkpoint costs a model of ~100M parameters on the CPU: `python -m benchmarks.checkpoint [--quick]`.
+
+One rank. Per step, in turn and with nothing beside: DLAC's checkpoint, and what is done without it: `torch.save` or DeepSpeed's
+`save_checkpoint`, each followed by an fsync of its files; and PyTorch's `torch.distributed.checkpoint.async_save`.
+The stall is what `step_done` waits: for a copy of the state. Medians; the first step, which takes fresh memory on every side, is
+left out. The state changes between checkpoints as in training.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from benchmarks.figures import Figure, report
+from catalog.connect import LakehouseConfig, connect
+from dlac_pipeline.recover.supervise import Supervisor
+from dlac_pipeline.spec import parse_spec
+
+_SCRIPT = Path(__file__).parent / "programs" / "checkpoint_rank.py"
+Measured = list[dict[str, float]]
+
+
+def main() -> None:
+    """Measure the engines and modes, and report."""
+    rounds = 4 if "--quick" in sys.argv[1:] else 9
+    figures: dict[str, Figure] = {}
+    for engine, mode in (("torch", "asynchronous"), ("deepspeed", "asynchronous"), ("deepspeed", "synchronous")):
+        with tempfile.TemporaryDirectory(prefix="dlac-checkpoint-") as home:
+            measured = _measure(Path(home), engine, mode, rounds)
+        print(json.dumps({"engine": engine, "mode": mode, "measured": measured}), flush=True)
+        figures |= _figures(engine, mode, measured)
+    figures["load_average_1min"] = Figure(value=os.getloadavg()[0], unit="processes")
+    report("checkpoint", figures)
+
+
+def _measure(home: Path, engine: str, mode: str, rounds: int) -> Measured:
+    lakehouse = connect(LakehouseConfig().at_home(home))
+    lakehouse.create_namespace("src")
+    table = pa.table({"row_id": pa.array(np.arange(8 * (rounds + 1)))})
+    lakehouse.catalog.create_table("src.rows", table.schema).append(table)
+    (home / "scratch").mkdir()
+    out = home / "measured.json"
+    spec = parse_spec(
+        {
+            "run": "checkpoint",
+            "source": {"table": "src.rows", "columns": ["row_id"]},
+            "order": {"batch_size": 8, "key_groups": 1},
+            "checkpoint": {"every_steps": 1, "mode": mode, "keep_last": 1},
+            "launch": {"script": str(_SCRIPT), "env": {"OMP_NUM_THREADS": "2", "DS_ACCELERATOR": "cpu"}},
+            "params": {"engine": engine, "scratch": str(home / "scratch"), "out": str(out)},
+        },
+        origin="the benchmark",
+    ).resolved(home)
+    events: list[dict[str, Any]] = []
+    Supervisor(spec, on_event=events.append).run()
+    said = {event["step"]: event for event in events if event["event"] == "checkpoint"}
+    found: Measured = json.loads(out.read_text())
+    return [{**one, "bytes": said[step]["bytes"], **said[step]["phases"]} for step, one in enumerate(found, start=1)]
+
+
+def _figures(engine: str, mode: str, measured: Measured) -> dict[str, Figure]:
+    rounds = measured[1:]
+    tag = f"{engine}_{mode}"
+    found = {
+        f"{tag}_plain_save_s": _seconds(one["plain_s"] for one in rounds),
+        f"{tag}_total_s": _seconds(one["total"] for one in rounds),
+        f"{tag}_write_s": _seconds(one["write"] for one in rounds),
+        f"{tag}_digest_s": _seconds(one["digest"] for one in rounds),
+        f"{tag}_commit_s": _seconds(one["commit"] for one in rounds),
+        f"{tag}_bytes": Figure(value=rounds[-1]["bytes"], unit="bytes"),
+        f"{tag}_extra_bytes": Figure(
+            value=100 * (rounds[-1]["bytes"] / rounds[-1]["plain_bytes"] - 1), unit="%", bar="<= 0.1"
+        ),
+        "parameters": Figure(value=rounds[-1]["parameters"], unit="parameters"),
+    }
+    if mode == "synchronous":
+        over = statistics.median(one["step_done_s"] / one["plain_s"] for one in rounds)
+        return found | {f"{tag}_over_plain": Figure(value=over, unit="ratio", bar="<= 1.1")}
+    stall = statistics.median(one["step_done_s"] / one["plain_s"] for one in rounds)
+    found[f"{tag}_stall_s"] = _seconds(one["step_done_s"] for one in rounds)
+    found[f"{tag}_stall_share"] = Figure(value=100 * stall, unit="% of the plain save", bar="<= 15")
+    if engine == "torch":
+        found["torch_distributed_async_save_stall_s"] = _seconds(one["dcp_stall_s"] for one in rounds)
+        over = statistics.median(one["step_done_s"] / one["dcp_stall_s"] for one in rounds)
+        found[f"{tag}_stall_over_torch_distributed"] = Figure(value=over, unit="ratio", bar="<= 1")
+    return found
+
+
+def _seconds(values: Iterator[float]) -> Figure:
+    return Figure(value=statistics.median(values), unit="s")
+
+
+if __name__ == "__main__":
+    main()

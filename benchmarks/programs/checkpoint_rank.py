@@ -1,0 +1,123 @@
+"""The rank of benchmarks/checkpoint.py: DLAC's checkpoints of a model of ~100M parameters, in turn with what others do.
+
+Between two checkpoints the state changes a little, as in training; nothing else runs while one of the others is measured.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict_saver import async_save
+
+import dlac_pipeline as dlac
+from dlac_pipeline.checkpoint.store import sync_file
+
+_WIDTH, _LAYERS, _VOCABULARY = 768, 8, 32_768
+
+
+def model() -> torch.nn.Module:
+    """About 100 million parameters."""
+    layer = torch.nn.TransformerEncoderLayer(_WIDTH, 12, 4 * _WIDTH, dropout=0.0, batch_first=True)
+    return torch.nn.Sequential(
+        torch.nn.Embedding(_VOCABULARY, _WIDTH),
+        torch.nn.TransformerEncoder(layer, _LAYERS),
+        torch.nn.Linear(_WIDTH, _WIDTH * 4),
+    )
+
+
+def main() -> None:
+    """One checkpoint of each kind per step; what each took goes into a file."""
+    with dlac.training_run() as run:
+        params = run.spec.params
+        scratch = Path(params["scratch"])
+        measured: list[dict[str, float]] = []
+        network = model()
+        optimizer = torch.optim.AdamW(network.parameters(), lr=1e-4)
+        for parameter in network.parameters():
+            parameter.grad = torch.full_like(parameter, 1e-3)
+        optimizer.step()
+        parts = {"model": network, "optimizer": optimizer}
+        engine: Any = dlac.TorchState(**parts)
+        deepspeed_engine = None
+        if params["engine"] == "deepspeed":
+            engine = deepspeed_engine = _deepspeed(network, optimizer)
+        elif not dist.is_initialized():
+            dist.init_process_group("gloo", init_method=f"file://{scratch}/store", rank=0, world_size=1)
+        run.restore(engine)
+        for batch in run.batches():
+            optimizer.step()
+            started = time.perf_counter()
+            run.step_done(0.0)
+            here = {"step_done_s": time.perf_counter() - started}
+            while f"-{batch.step:09d}-" not in (run.head or ""):
+                time.sleep(0.01)
+                run._report(run._manager.done())
+            here["parameters"] = sum(parameter.numel() for parameter in network.parameters())
+            if deepspeed_engine is not None:
+                here["plain_s"] = _timed(lambda: _deepspeed_save(deepspeed_engine, scratch))
+            else:
+                here["plain_s"] = _timed(lambda: _torch_save(parts, scratch))
+                here |= _dcp(parts, scratch)
+            here["plain_bytes"] = _bytes(scratch / "plain")
+            measured.append(here)
+            Path(params["out"]).write_text(json.dumps(measured))
+
+
+def _deepspeed(network: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    import deepspeed
+
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 0}}
+    engine, *_ = deepspeed.initialize(model=network, optimizer=optimizer, config=config)
+    return engine
+
+
+def _timed(save: Any) -> float:
+    started = time.perf_counter()
+    save()
+    return time.perf_counter() - started
+
+
+def _torch_save(parts: dict[str, Any], scratch: Path) -> None:
+    shutil.rmtree(scratch / "plain", ignore_errors=True)
+    (scratch / "plain").mkdir()
+    path = scratch / "plain" / "state.pt"
+    torch.save({name: part.state_dict() for name, part in parts.items()}, path)
+    sync_file(path)
+
+
+def _deepspeed_save(engine: Any, scratch: Path) -> None:
+    shutil.rmtree(scratch / "plain", ignore_errors=True)
+    engine.save_checkpoint(str(scratch / "plain"), tag="plain")
+    for path in (scratch / "plain").rglob("*"):
+        if path.is_file():
+            sync_file(path)
+
+
+def _dcp(parts: dict[str, Any], scratch: Path) -> dict[str, float]:
+    """Stall and whole time of PyTorch's asynchronous distributed checkpoint."""
+    folder = scratch / "dcp"
+    shutil.rmtree(folder, ignore_errors=True)
+    state = {name: part.state_dict() for name, part in parts.items()}
+    started = time.perf_counter()
+    future = async_save(state, checkpoint_id=str(folder))
+    stall = time.perf_counter() - started
+    assert isinstance(future, Future)
+    future.result()
+    return {"dcp_stall_s": stall, "dcp_s": time.perf_counter() - started}
+
+
+def _bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    main()

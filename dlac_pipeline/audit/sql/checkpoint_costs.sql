@@ -1,0 +1,12 @@
+-- What each checkpoint cost: bytes, and seconds of its slowest rank. Training waited for stall_s, where it is asynchronous.
+CREATE OR REPLACE VIEW checkpoint_costs AS
+SELECT
+    run, seq, checkpoint_id, step, committed_at,
+    (detail ->> '$.bytes')::BIGINT AS bytes,
+    (detail ->> '$.phases.stall')::DOUBLE AS stall_s,
+    (detail ->> '$.phases.copy')::DOUBLE AS copy_s,
+    (detail ->> '$.phases.write')::DOUBLE AS write_s,
+    (detail ->> '$.phases.digest')::DOUBLE AS digest_s,
+    (detail ->> '$.phases.vote')::DOUBLE AS vote_s
+FROM consumption
+WHERE kind = 'checkpoint' AND detail IS NOT NULL;

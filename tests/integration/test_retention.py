@@ -1,0 +1,141 @@
+"""Old checkpoints are retired by the commit of a new one, and only what is retired is ever removed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from catalog.errors import NoSuchRun
+from catalog.ledger import Row
+from dlac_pipeline.checkpoint.listing import list_checkpoints, verify_checkpoints
+from dlac_pipeline.checkpoint.manifest import folder_of
+from dlac_pipeline.checkpoint.retention import Retention
+from dlac_pipeline.spec import CheckpointSpec
+from tests.conftest import Arena, wait_until
+from tests.integration.test_cli import dlac
+
+STEPS = [10, 20, 30, 40, 50, 60, 63]
+
+
+def folders(arena: Arena, run: str) -> dict[int, Path]:
+    """The folders of a run's checkpoints that are there, by step."""
+    found = {row["step"]: folder_of(row["manifest_uri"]) for row in arena.rows(run, "checkpoint")}
+    return {step: folder for step, folder in found.items() if folder.exists()}
+
+
+def retired(arena: Arena, run: str) -> list[int]:
+    """Steps of the checkpoints that are retired."""
+    steps = {row["checkpoint_id"]: row["step"] for row in arena.rows(run, "checkpoint")}
+    return [steps[row["checkpoint_id"]] for row in arena.rows(run, "retire")]
+
+
+@pytest.mark.parametrize(
+    ("settings", "kept"),
+    [
+        ({}, STEPS),
+        ({"keep_last": 2}, [60, 63]),
+        ({"keep_last": 1, "keep_every_steps": 20}, [20, 40, 60, 63]),
+        ({"keep_last": 2, "keep_steps": [10, 30]}, [10, 30, 60, 63]),
+        ({"keep_last": 99}, STEPS),
+    ],
+)
+def test_what_is_kept_is_there_and_the_rest_is_gone(arena: Arena, settings: dict[str, Any], kept: list[int]) -> None:
+    """Newest, milestones and named steps stay; every other checkpoint has one retire row, and no folder."""
+    arena.table()
+    arena.train(arena.spec("r", world_size=1, passes=1, **settings))
+    wait_until(lambda: sorted(folders(arena, "r")) == kept, what="the removal of the retired")
+    assert sorted(retired(arena, "r")) == [step for step in STEPS if step not in kept]
+    states = {each.step: each.state for each in list_checkpoints(arena.lakehouse, "r")}
+    assert states == {step: "head" if step == 63 else "kept" if step in kept else "retired" for step in STEPS}
+    assert all(verdict.problem is None for verdict in verify_checkpoints(arena.lakehouse, "r"))
+
+
+def test_a_retired_checkpoint_is_never_resumed_from(arena: Arena) -> None:
+    """With the head damaged the run falls back to what is kept, though the folder of a retired one were still there."""
+    arena.table()
+    spec = arena.spec("r", world_size=1, passes=1, keep_last=2)
+    arena.train(spec, until=35)
+    wait_until(lambda: sorted(folders(arena, "r")) == [20, 30], what="the removal of the retired")
+    (folders(arena, "r")[30] / "torch-state.pt").unlink()
+    arena.train(spec, until=27)
+    assert arena.lineage("r")[-1]["step"] == 20
+    states = {each.step: each.state for each in list_checkpoints(arena.lakehouse, "r")}
+    assert states == {10: "retired", 20: "head", 30: "damaged"}
+
+
+def test_an_interrupted_removal_goes_on_with_what_nobody_committed(arena: Arena) -> None:
+    """Folders of retired checkpoints, and what a killed attempt had staged, go behind the next attempt's first checkpoint."""
+    arena.table()
+    spec = arena.spec("r", world_size=1, passes=1, keep_last=1)
+    arena.train(spec, until=25)
+    wait_until(lambda: sorted(folders(arena, "r")) == [20], what="the removal of the retired")
+    (row,) = (row for row in arena.rows("r", "checkpoint") if row["step"] == 10)
+    half_removed = folder_of(row["manifest_uri"])
+    half_removed.mkdir()
+    (half_removed / "left.pt").write_text("half removed")
+    staged = half_removed.parent / "step-000000030-0a0b0c0d"
+    shutil.copytree(folders(arena, "r")[20], staged)  # staged in attempt 1, never committed
+    stranger = half_removed.parent.parent / "notes.txt"
+    stranger.write_text("not a checkpoint")
+    arena.train(spec, until=27)
+    assert staged.exists()  # nothing is removed before a checkpoint is committed
+    assert half_removed.exists()
+    arena.train(spec, until=35)
+    wait_until(lambda: not staged.exists() and not half_removed.exists(), what="the removal of what was left over")
+    assert sorted(folders(arena, "r")) == [30]
+    assert stranger.exists()
+
+
+def test_checkpoints_that_are_no_ancestors_are_retired_with_the_rest(tmp_path: Path) -> None:
+    """Behind a fallback the abandoned ones go as well; a quarantined one is left for whoever looks into it."""
+
+    def row(name: str, step: int, parent: str | None, **more: Any) -> Row:
+        uri = (tmp_path / name / "manifest.json").as_uri()
+        return {
+            "kind": "checkpoint",
+            "checkpoint_id": name,
+            "step": step,
+            "parent": parent,
+            "manifest_uri": uri,
+            **more,
+        }
+
+    rows = [row("a", 10, None), row("b", 20, "a"), row("c", 30, "b"), row("d", 40, "c")]
+    rows.append({"kind": "quarantine", "checkpoint_id": "d"})
+    rows.append({"kind": "quarantine", "checkpoint_id": None})  # of a row group
+    retention = Retention(CheckpointSpec(store=str(tmp_path), keep_last=2), "r", 2, rows)
+    assert retention.due("e", 30, "b") == ["a", "c"]
+
+
+def test_the_command_line_lists_and_verifies(arena: Arena) -> None:
+    """`dlac checkpoints` says what is there; `dlac verify` names the file that is not what was committed."""
+    arena.table(appends=(500,))
+    arena.train(arena.spec("r", world_size=1, passes=1, every_steps=5, keep_last=2))
+    listed = json.loads(dlac("checkpoints", "r", "--json", home=arena.home).stdout)
+    assert [(each["step"], each["state"]) for each in listed] == [
+        (5, "retired"),
+        (10, "retired"),
+        (15, "kept"),
+        (16, "head"),
+    ]
+    assert all(each["bytes"] > 1000 for each in listed)
+    shown = dlac("checkpoints", "r", home=arena.home)
+    assert shown.returncode == 0
+    assert "retired" in shown.stdout
+    whole = dlac("verify", "r", home=arena.home)
+    assert (whole.returncode, whole.stdout.splitlines()) == (0, ["step 16: whole", "step 15: whole"])
+    file = Path(listed[-1]["folder"]) / "torch-state.pt"
+    content = bytearray(file.read_bytes())
+    content[100] ^= 1  # a single flipped bit
+    file.write_bytes(content)
+    damaged = dlac("verify", "r", home=arena.home)
+    assert damaged.returncode == 1
+    assert f"step 16: expected {str(file)!r} to have digest" in damaged.stdout
+    assert "step 15: whole" in damaged.stdout
+    assert dlac("verify", "r", "--step", "15", home=arena.home).returncode == 0
+    with pytest.raises(NoSuchRun, match="at step 5, found"):
+        list(verify_checkpoints(arena.lakehouse, "r", 5))
