@@ -69,7 +69,7 @@ def _show(context: dg.AssetExecutionContext, event: dict[str, Any]) -> None:
     if event["event"] == "checkpoint":
         metadata = {
             name: event[name] for name in ("run", "step", "loss", "rows", "checkpoint_id", "bytes", "duration_s")
-        }
+        } | {f"{phase}_s": seconds for phase, seconds in event["phases"].items()}
         context.log_event(dg.AssetObservation(asset_key=context.asset_key, metadata=metadata))
     elif event["event"] == "step":
         context.log.debug(f"step {event['step']}: loss {event['loss']:.4f}")
