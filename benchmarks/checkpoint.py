@@ -3,7 +3,7 @@
 One rank. Per step, in turn and with nothing beside: DLAC's checkpoint, and what is done without it: `torch.save` or DeepSpeed's
 `save_checkpoint`, each followed by an fsync of its files; and PyTorch's `torch.distributed.checkpoint.async_save`.
 The stall is what `step_done` waits: for a copy of the state. Medians; the first step, which takes fresh memory on every side, is
-left out. The state changes between checkpoints as in training.
+left out. The state changes between checkpoints as in training. Both sides take turns in being the first of a step.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Measured = list[dict[str, float]]
 
 def main() -> None:
     """Measure the engines and modes, and report."""
-    rounds = 4 if "--quick" in sys.argv[1:] else 9
+    rounds = 4 if "--quick" in sys.argv[1:] else 12
     figures: dict[str, Figure] = {}
     for engine, mode in (("torch", "asynchronous"), ("deepspeed", "asynchronous"), ("deepspeed", "synchronous")):
         with tempfile.TemporaryDirectory(prefix="dlac-checkpoint-") as home:
