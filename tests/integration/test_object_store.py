@@ -1,0 +1,148 @@
+"""A lakehouse on an S3 server: source tables, DLAC's own tables, and the ledger's commits."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.fs as pafs
+import pytest
+import torch
+import yaml
+
+import dlac_pipeline as dlac
+from catalog.connect import LakehouseConfig, connect
+from dlac_pipeline.audit.audit import audit_run
+from dlac_pipeline.plan.legs import first_leg
+from dlac_pipeline.plan.planner import make_plan
+from dlac_pipeline.read.open import open_leg
+from dlac_pipeline.spec import JobSpec, parse_spec
+from tests.conftest import wait_until
+
+ROWS, GROUP_ROWS = 2000, 100
+
+
+@dataclass
+class ObjectStore:
+    """A server process that speaks S3 over HTTP, and the requests that it answered."""
+
+    port: int
+    log: Path
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        return f"http://127.0.0.1:{self.port}"
+
+    def requests(self, method: str, part: str) -> int:
+        """Requests of a method whose path has `part` in it."""
+        lines = self.log.read_text().splitlines()
+        return sum(f"{method} /" in line and part in line for line in lines)
+
+    def lakehouse(self, home: Path) -> LakehouseConfig:
+        """A lakehouse whose warehouse it holds."""
+        properties = {
+            "endpoint": self.url,
+            "access-key-id": "key",
+            "secret-access-key": "secret",
+            "region": "us-east-1",
+        }
+        named = {f"s3.{name}": value for name, value in properties.items()}
+        return LakehouseConfig(warehouse="s3://lake/warehouse", properties=named).at_home(home)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[ObjectStore]:
+    """A running server with an empty bucket."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    made = ObjectStore(port, tmp_path / "requests.log")
+    with made.log.open("wb") as log:
+        command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+        server = subprocess.Popen(command, stdout=log, stderr=log)
+    try:
+        wait_until(lambda: f"Running on {made.url}" in made.log.read_text(), what="the S3 server")
+        bucket = pafs.S3FileSystem(
+            access_key="key",
+            secret_key="secret",
+            endpoint_override=made.url,
+            region="us-east-1",
+            allow_bucket_creation=True,
+        )
+        bucket.create_dir("lake")
+        yield made
+    finally:
+        server.kill()
+        server.wait()
+
+
+def job(store: ObjectStore, home: Path) -> JobSpec:
+    """A run over a table in the store."""
+    home.mkdir(exist_ok=True)
+    config = store.lakehouse(home)
+    lakehouse = connect(config)
+    lakehouse.create_namespace("src")
+    ids = np.arange(ROWS)
+    lists = pa.FixedSizeListArray.from_arrays(pa.array(np.repeat(ids, 8).astype(np.int32)), 8)
+    rows = pa.table({"row_id": pa.array(ids), "x": lists.cast(pa.list_(pa.int32()))})
+    properties = {"write.parquet.row-group-limit": str(GROUP_ROWS)}
+    lakehouse.catalog.create_table("src.t", rows.schema, properties=properties).append(rows)
+    return parse_spec(
+        {
+            "run": "remote",
+            "lakehouse": config.model_dump(),
+            "source": {"table": "src.t", "columns": ["row_id", "x"]},
+            "order": {"batch_size": 32, "key_groups": 4, "passes": 1, "seed": 1},
+            "checkpoint": {"every_steps": 20},
+            "launch": {"script": "unused.py"},
+        },
+        origin="the test",
+    ).resolved(home)
+
+
+def test_a_row_group_is_read_in_one_range(store: ObjectStore, tmp_path: Path) -> None:
+    """Both columns of a row group come in one ranged request; the footer and the opened file add two."""
+    spec = job(store, tmp_path / "home")
+    lakehouse = connect(spec.lakehouse)
+    leg = first_leg(spec, [make_plan(lakehouse, spec.source)])
+    reader = open_leg(lakehouse, leg, spec).reader(rank=0, world_size=1)
+    before = store.requests("GET", "/src/t/data/")
+    seen = [row for batch in reader for row in batch["row_id"][batch.valid].tolist()]
+    reader.close()
+    assert sorted(seen) == list(range(ROWS))
+    assert store.requests("GET", "/src/t/data/") - before <= ROWS // GROUP_ROWS + 2
+
+
+def test_a_run_is_killed_resumed_and_audited(
+    store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ledger commits, recovery and audit work as on a disk; the checkpoints lie in a local folder."""
+    spec = job(store, tmp_path / "home")
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump(spec.model_dump()))
+    monkeypatch.setenv("DLAC_HOME", str(tmp_path / "home"))
+
+    def train(until: int | None) -> list[int]:
+        seen: list[int] = []
+        with dlac.training_run(path) as run:
+            run.restore(dlac.TorchState(model=torch.nn.Linear(1, 1)))
+            for batch in run.batches():
+                if batch.step == until:
+                    break
+                seen += batch["row_id"][batch.valid].tolist()
+                run.step_done(0.0)
+        return seen
+
+    first = train(until=30)
+    second = train(until=None)
+    assert sorted(first[: 20 * 32] + second) == list(range(ROWS))
+    report = audit_run(connect(spec.lakehouse), "remote")
+    assert report.exact
+    assert store.requests("PUT", "/dlac/consumption/") > 4
