@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import random
+from functools import partial
+
 import tenacity
 
 from catalog.errors import CatalogUnreachable, CommitConflict
+
+_random = random.Random()
+"""Apart from the training's own generator, which a checkpoint restores."""
 
 
 def retrying(deadline_s: float = 60.0) -> tenacity.Retrying:
     """Repeats what lost a race, or got no answer, at random growing intervals; raises the last error past the deadline."""
     return tenacity.Retrying(
         retry=tenacity.retry_if_exception_type((CommitConflict, CatalogUnreachable)),
-        wait=tenacity.wait_random_exponential(multiplier=0.05, max=min(5.0, deadline_s / 12)),
+        wait=partial(_pause_s, longest_s=min(5.0, deadline_s / 12)),
         stop=tenacity.stop_after_delay(deadline_s),
         reraise=True,
     )
+
+
+def _pause_s(state: tenacity.RetryCallState, *, longest_s: float) -> float:
+    return _random.uniform(0, min(longest_s, 0.05 * 2.0**state.attempt_number))

@@ -68,6 +68,7 @@ def training_run(spec: str | Path | None = None, *, takeover: bool = False) -> I
         run = TrainingRun(folder, _job_spec(folder, spec), takeover=takeover, held=held)
         try:
             yield run
+            run.settle()
         finally:
             run.close()
 
@@ -188,6 +189,14 @@ class TrainingRun:
         if batch.step % self.spec.checkpoint.every_steps == 0 or self.stopped:
             self._checkpoint(engine, wait=self.stopped or self.spec.checkpoint.mode == "synchronous")
 
+    def settle(self) -> None:
+        """Wait for the checkpoint that is under way behind training, if there is one.
+
+        Raises:
+            CheckpointError, LedgerError: it failed; the one before is untouched.
+        """
+        self._report(self._manager.settle())
+
     def close(self) -> None:
         """End threads, restore signal handlers, leave the process group."""
         self._reader.close()
@@ -199,7 +208,7 @@ class TrainingRun:
 
     def _end(self) -> None:
         assert self._engine is not None
-        self._report(self._manager.settle())
+        self.settle()
         if self._tracker.step > self._tracker.committed_step:
             self._checkpoint(self._engine, wait=True)
         finished = not self.stopped and self._run_ends()
@@ -224,7 +233,7 @@ class TrainingRun:
             self._heard(beat)
         self._progress.write(self.step, Phase.CHECKPOINT, loss_step=self._loss_step, loss=self._loss)
         if wait:
-            self._report(self._manager.settle())
+            self.settle()
             self._report(self._manager.save(engine, self._tracker))
         else:
             self._report(self._manager.begin(engine, self._tracker))

@@ -66,6 +66,8 @@ def main() -> None:
             while f"-{batch.step:09d}-" not in (run.head or ""):
                 time.sleep(0.01)
                 run._report(run._manager.done())
+            while len(list(Path(run.spec.checkpoint.store).glob("*/attempt-*/step-*"))) > 1:
+                time.sleep(0.01)  # retention is done with the one before
             here |= {} if batch.step % 2 else plain()
             measured.append(here)
             Path(params["out"]).write_text(json.dumps(measured))

@@ -139,7 +139,7 @@ def failed_write(err: OSError | RuntimeError) -> OSError:
     """
     if isinstance(err, OSError):
         return err
-    if "unexpected pos" in str(err) or "PytorchStreamWriter" in str(err):
+    if any(sign in str(err) for sign in ("unexpected pos", "PytorchStreamWriter", "Parent directory")):
         return OSError(str(err))
     raise err
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from catalog.connect import Lakehouse
 from catalog.errors import CheckpointDamaged, NoSuchRun, StoreUnavailable
-from catalog.ledger import HEAD_KINDS, Ledger, Row, checkpoint_rows
+from catalog.ledger import HEAD_KINDS, Ledger, Row, checkpoint_rows, fence_of_rows
 from dlac_pipeline.checkpoint.manifest import folder_of, read_manifest, verify_files
 
 
@@ -18,6 +18,7 @@ from dlac_pipeline.checkpoint.manifest import folder_of, read_manifest, verify_f
 class ListedCheckpoint:
     """One checkpoint."""
 
+    run: str
     checkpoint_id: str
     step: int
     attempt: int
@@ -49,7 +50,7 @@ def list_checkpoints(lakehouse: Lakehouse, run: str) -> list[ListedCheckpoint]:
     rows = ledger.rows(run, kinds=HEAD_KINDS)
     if not rows:
         raise NoSuchRun(f"expected a run named {run!r} in the ledger, found only {ledger.runs()!r}")
-    head = ledger.state(run).fence.head
+    head = fence_of_rows(rows).head  # of these rows: the run may go on meanwhile
     states = {row["checkpoint_id"]: _OUT[row["kind"]] for row in rows if row["kind"] in _OUT}
     checkpoints = checkpoint_rows(rows)
     lineage, each = set(), head
@@ -76,7 +77,14 @@ def verify_checkpoints(lakehouse: Lakehouse, run: str, step: int | None = None) 
             f"expected a checkpoint of run {run!r}{'' if step is None else f' at step {step}'}, found {there!r}"
         )
     for each in chosen:
-        yield Verdict(each, _problem_of(each))
+        problem = _problem_of(each)
+        if problem is None or not _retired_meanwhile(lakehouse, each):
+            yield Verdict(each, problem)
+
+
+def _retired_meanwhile(lakehouse: Lakehouse, checkpoint: ListedCheckpoint) -> bool:
+    listed = list_checkpoints(lakehouse, checkpoint.run)
+    return any(one.checkpoint_id == checkpoint.checkpoint_id and one.state == "retired" for one in listed)
 
 
 _OUT = {"retire": "retired", "quarantine": "damaged"}
@@ -84,6 +92,7 @@ _OUT = {"retire": "retired", "quarantine": "damaged"}
 
 def _listed(row: Row, state: str) -> ListedCheckpoint:
     return ListedCheckpoint(
+        run=row["run"],
         checkpoint_id=row["checkpoint_id"],
         step=row["step"],
         attempt=row["attempt"],

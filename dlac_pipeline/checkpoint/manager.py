@@ -55,8 +55,8 @@ class Committed:
     loss: float | None
     """Of its step, where it was known."""
     phases: dict[str, float]
-    """Seconds of each phase: copy (asynchronous only), write, digest and vote, of the slowest rank; commit; stall: what training
-    waited on this rank; total."""
+    """Seconds of each phase: copy (asynchronous only), write and digest, of the slowest rank; vote and commit; stall: what
+    training waited; total."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,6 +125,7 @@ class CheckpointManager:
         self._retention: Retention | None = None
         self._memory = CopyMemory()
         self._pending: Future[Committed] | None = None
+        self._failure: Exception | None = None
 
     @property
     def head(self) -> str | None:
@@ -139,13 +140,12 @@ class CheckpointManager:
             CursorMismatch: a reader stood elsewhere than the order says; nothing was committed.
             Fenced, HeadMoved, CommitOutcomeUnknown: from the ledger, on all ranks.
         """
-        if self._pending is not None:
-            raise CheckpointError("expected settle() before save(), found a checkpoint under way")
+        self.settle()
         started = time.monotonic()
         phases = _Phases()
         with phases.of("write"):
             staged = self._stage(engine, tracker, Direct(), started, phases)
-        committed = self._complete(staged, self._tree)
+        committed = self._noting(staged, self._tree)
         committed.phases["stall"] = committed.phases["total"]
         return committed
 
@@ -166,7 +166,7 @@ class CheckpointManager:
 
         def complete() -> None:
             try:
-                pending.set_result(self._complete(staged, self._behind))
+                pending.set_result(self._noting(staged, self._behind))
             except BaseException as err:
                 pending.set_exception(err)
 
@@ -180,7 +180,7 @@ class CheckpointManager:
         Raises:
             CheckpointError, LedgerError: it failed; the one before is untouched.
         """
-        return self.settle() if self._pending is not None and self._pending.done() else None
+        return self.settle() if self._pending is None or self._pending.done() else None
 
     def settle(self) -> Committed | None:
         """Wait for the checkpoint under way, if there is one; it is given once.
@@ -188,6 +188,8 @@ class CheckpointManager:
         Raises:
             CheckpointError, LedgerError: it failed; the one before is untouched.
         """
+        if self._failure is not None:
+            raise self._failure
         pending, self._pending = self._pending, None
         return None if pending is None else pending.result()
 
@@ -214,6 +216,7 @@ class CheckpointManager:
                 save_rng(folder, self._tree.rank, writer.write)
         except DlacError as err:
             failure = failure or _named(err)
+        writer.handed_over()
         return _Staged(
             folder=folder,
             engine=engine.name,
@@ -223,6 +226,14 @@ class CheckpointManager:
             started=started,
             phases=phases,
         )
+
+    def _noting(self, staged: _Staged, tree: RankTree) -> Committed:
+        """Complete it; a failure is final: the tracker has gone on, and a later checkpoint would leave out what this one had."""
+        try:
+            return self._complete(staged, tree)
+        except Exception as err:
+            self._failure = err
+            raise
 
     def _complete(self, staged: _Staged, tree: RankTree) -> Committed:
         """Write, vote, and hear the decision."""
@@ -334,6 +345,7 @@ class CheckpointManager:
         size = sum(entry.bytes for entry in files)
         names = {name for vote in votes for name in vote["phases"]}
         phases = {name: max(vote["phases"].get(name, 0.0) for vote in votes) for name in names}
+        phases["vote"] = staged.phases["vote"]  # what the coordinator waited for all of them
         rows[0] |= {
             "manifest_uri": (folder / MANIFEST).resolve().as_uri(),
             "manifest_digest": digest,
@@ -354,7 +366,7 @@ class CheckpointManager:
     def _retaining(self) -> Retention:
         """From the rows of the attempts before: this one has committed nothing yet."""
         rows = self._ledger.rows(self._attempt.run, kinds=HEAD_KINDS)
-        return Retention(self._settings, self._attempt.run, self._attempt.number, rows)
+        return Retention(self._settings, self._attempt.run, self._attempt.number, rows, self._ledger.table_uuid)
 
     def _checked_reader_state(self, votes: list[Vote], step: int) -> list[list[list[int]]]:
         """The cursors that the readers reported, by source and key group.

@@ -7,15 +7,16 @@ attempts that were replaced had staged and never committed: no row names it, and
 
 from __future__ import annotations
 
+import json
 import logging
 import shutil
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from catalog.ledger import Row, checkpoint_rows
 from dlac_pipeline.checkpoint.manifest import folder_of
-from dlac_pipeline.checkpoint.store import attempt_of
+from dlac_pipeline.checkpoint.store import MANIFEST, attempt_of
 from dlac_pipeline.spec import CheckpointSpec
 
 _log = logging.getLogger(__name__)
@@ -25,10 +26,13 @@ _OUT = ("retire", "quarantine")
 class Retention:
     """At the coordinator of one attempt; `rows` are the run's when the attempt began."""
 
-    def __init__(self, settings: CheckpointSpec, run: str, attempt: int, rows: Sequence[Row]) -> None:
+    def __init__(
+        self, settings: CheckpointSpec, run: str, attempt: int, rows: Sequence[Row], ledger_uuid: str = ""
+    ) -> None:
         self._settings = settings
         self._folder = Path(settings.store) / run
         self._attempt = attempt
+        self._ledger_uuid = ledger_uuid
         self._rows = [row for row in rows if row["kind"] in ("checkpoint", *_OUT)]
         self._swept = False
 
@@ -52,38 +56,49 @@ class Retention:
         gone = [{"kind": "retire", "checkpoint_id": each} for each in retired]
         self._rows += [checkpoint, *gone]
         found = checkpoint_rows(self._rows)
-        if self._swept:
-            folders = [folder_of(found[row["checkpoint_id"]]["manifest_uri"]) for row in gone]
-        else:
-            folders, self._swept = self._left_over(), True
-        if folders:
-            threading.Thread(target=_remove, args=(folders,), name="retention", daemon=True).start()
+        folders = [folder_of(found[row["checkpoint_id"]]["manifest_uri"]) for row in gone]
+        sweep, self._swept = not self._swept, True
+        if folders or sweep:
+            # Not a daemon: what the last checkpoint of a run retires has no next attempt to remove it.
+            threading.Thread(target=self._remove, args=(folders, sweep), name="retention").start()
 
     def _is_milestone(self, step: int) -> bool:
         every = self._settings.keep_every_steps
         return step in self._settings.keep_steps or (every > 0 and step % every == 0)
 
-    def _left_over(self) -> list[Path]:
-        """Folders of retired checkpoints, and those of earlier attempts that no checkpoint has."""
-        out = {row["checkpoint_id"] for row in self._rows if row["kind"] == "retire"}
-        named = {folder_of(row["manifest_uri"]): row for row in checkpoint_rows(self._rows).values()}
-        found = []
-        for folder in sorted(self._folder.glob("attempt-*/step-*")):
-            row = named.get(folder.resolve())
-            if (row is None and attempt_of(folder) < self._attempt) or (
-                row is not None and row["checkpoint_id"] in out
-            ):
-                found.append(folder)
-        return found
-
-
-def _remove(folders: list[Path]) -> None:
-    for folder in folders:
+    def _remove(self, folders: list[Path], sweep: bool) -> None:
+        """Remove these folders and, once per attempt, what was left over; whatever fails is for the next attempt."""
         try:
-            shutil.rmtree(folder)
-        except FileNotFoundError:
-            continue
-        except OSError as err:
+            for folder in [*folders, *(self._left_over() if sweep else ())]:
+                if folder.exists():
+                    shutil.rmtree(folder)
+        except Exception as err:  # the checkpoint is committed: nothing of this may fail it
             _log.warning(
-                "expected to remove %s, which no run needs, found %s; the next attempt tries again", folder, err
+                "expected to remove checkpoints that no run needs, found %s; the next attempt tries again", err
             )
+
+    def _left_over(self) -> Iterator[Path]:
+        """Folders of retired checkpoints, and those of earlier attempts that no checkpoint has.
+
+        They are told by their names, which no other launch can have used, wherever the store is mounted today.
+        """
+        out = {row["checkpoint_id"] for row in self._rows if row["kind"] == "retire"}
+        rows = checkpoint_rows(self._rows).values()
+        named = {_name(folder_of(row["manifest_uri"])): row["checkpoint_id"] for row in rows}
+        for folder in sorted(self._folder.glob("attempt-*/step-*")):
+            checkpoint_id, attempt = named.get(_name(folder)), attempt_of(folder)
+            unnamed = checkpoint_id is None and attempt is not None and attempt < self._attempt
+            if checkpoint_id in out or (unnamed and not self._is_foreign(folder)):
+                yield folder
+
+    def _is_foreign(self, folder: Path) -> bool:
+        """Whether another ledger's run of this name has it."""
+        try:
+            found = json.loads((folder / MANIFEST).read_bytes())["ledger_uuid"]
+        except FileNotFoundError:
+            return False  # never complete, so never committed by anybody
+        return bool(found != self._ledger_uuid)
+
+
+def _name(folder: Path) -> tuple[str, str]:
+    return folder.parent.name, folder.name

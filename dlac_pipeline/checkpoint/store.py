@@ -20,9 +20,10 @@ def stage_folder(store: str, run: str, *, attempt: int, step: int, nonce: str) -
     return Path(store) / run / f"attempt-{attempt:04d}" / f"step-{step:09d}-{nonce}"
 
 
-def attempt_of(folder: Path) -> int:
-    """The attempt that staged the checkpoint in `folder`."""
-    return int(folder.parent.name.removeprefix("attempt-"))
+def attempt_of(folder: Path) -> int | None:
+    """The attempt that staged the checkpoint in `folder`; None for a folder that is not named as one is."""
+    number = folder.parent.name.removeprefix("attempt-")
+    return int(number) if number.isdigit() else None
 
 
 @contextmanager

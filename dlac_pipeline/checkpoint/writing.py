@@ -28,6 +28,9 @@ class Writer(Protocol):
     def write(self) -> Write:
         """To be called for every file."""
 
+    def handed_over(self) -> None:
+        """Every state of the checkpoint was given to `write`."""
+
     def finish(self) -> list[Path]:
         """Everything is in its file now; the files.
 
@@ -47,6 +50,9 @@ class Direct:
         torch.save(state, path)
         self._paths.append(path)
 
+    def handed_over(self) -> None:
+        """Nothing is kept."""
+
     def finish(self) -> list[Path]:
         """The files, which are written."""
         return self._paths
@@ -57,6 +63,11 @@ class CopyMemory:
 
     def __init__(self) -> None:
         self._free: defaultdict[tuple[int, bool], list[torch.UntypedStorage]] = defaultdict(list)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Of memory that no copy is in."""
+        return sum(nbytes * len(storages) for (nbytes, _), storages in self._free.items())
 
     def copy_of(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
         """The bytes of a storage on any device, in host memory."""
@@ -71,7 +82,8 @@ class CopyMemory:
         return mine
 
     def give_back(self, storages: list[torch.UntypedStorage]) -> None:
-        """Nothing refers to these any more."""
+        """Nothing refers to these any more; what the last checkpoint did not use is let go of."""
+        self._free.clear()
         for storage in storages:
             self._free[storage.nbytes(), storage.is_pinned()].append(storage)
 
@@ -82,18 +94,24 @@ class Copies:
     def __init__(self, memory: CopyMemory) -> None:
         self._memory = memory
         self._states: list[tuple[Path, Any]] = []
-        self._storages: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        self._storages: dict[tuple[int, int], torch.UntypedStorage] = {}
+        self._originals: list[torch.UntypedStorage] = []
+        """Kept while states are handed over: as long as they live, nothing else can be at their addresses."""
         self.bytes = 0
         """Of the copies."""
 
     @property
     def storages(self) -> list[torch.UntypedStorage]:
         """The memory of the copies that are not written yet."""
-        return [mine for _, mine in self._storages.values()]
+        return list(self._storages.values())
 
     def write(self, path: Path, state: Any) -> None:
         """Copy it."""
         self._states.append((path, self._copy_of(state)))
+
+    def handed_over(self) -> None:
+        """The states themselves are not needed any more."""
+        self._originals.clear()
 
     def finish(self) -> list[Path]:
         """Write the copies, and let the memory be used again."""
@@ -114,21 +132,21 @@ class Copies:
             return made
         if type(value) in (list, tuple):
             return type(value)(self._copy_of(each) for each in value)
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*(self._copy_of(each) for each in value))
         return copy.deepcopy(value)
 
     def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        if (
-            tensor.layout != torch.strided
-            or tensor.is_quantized
-            or type(tensor) not in (torch.Tensor, torch.nn.Parameter)
-        ):
+        plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
+        if not plain or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
             return copy.deepcopy(tensor.detach())
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self._storages:
-            # The storage itself is kept too: while it lives, no other one can be at its address.
-            self._storages[storage.data_ptr()] = storage, self._memory.copy_of(storage)
+        key = storage.data_ptr(), storage.nbytes()
+        if key not in self._storages:
+            self._originals.append(storage)
+            self._storages[key] = self._memory.copy_of(storage)
             self.bytes += storage.nbytes()
-        _, mine = self._storages[storage.data_ptr()]
+        mine = self._storages[key]
         made = torch.empty(0, dtype=tensor.dtype).set_(mine, tensor.storage_offset(), tensor.size(), tensor.stride())
         return torch.nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else made
 

@@ -130,12 +130,13 @@ class GroupReader:
         left = {source: _rows_at_hand(self._streams[source]) for source in here}
         if len(here) == 1:
             return min(limit, left[here[0]] // self._slots)
-        if limit and any(left.values()):
+        limit = min(limit, sum(left.values()) // self._slots)
+        if limit:
             schedule = self._schedule(limit)
             for source in here:
                 until = (schedule == source).sum(axis=1).cumsum()
                 limit = min(limit, int(until.searchsorted(left[source], side="right")))
-        return limit if any(left.values()) else 0
+        return limit
 
     def run(self, batches: int) -> GroupRun:
         """The part of the next batches, as many as are at hand."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,15 +115,26 @@ class OpenLeg:
         if self.leg.sequences.length:
             nothing = np.zeros((0, self.leg.sequences.length), dtype=np.int64)
             return {name: Column(nothing) for name in self._kinds()}
+        for index, stretch in self._first_pass():
+            opened = self.sources[index]
+            table = opened.decoder.decode(stretch.cut.units, stretch.block)
+            if not self.leg.streamed[index]:
+                return _as_columns(opened)(stretch, table)
+            found = _as_samples(opened)(stretch, table).columns
+            if found:  # a transform may make nothing of all rows of a block
+                return {name: Column(array) for name, array in found.items()}
+        return {}
+
+    def _first_pass(self) -> Iterator[tuple[int, Stretch]]:
+        """(source, stretch) of everything in the first pass of each source, from the leg's beginning."""
         for index, source in enumerate(self.order.sources):
             for group in range(self.leg.key_groups):
-                for stretch in source.stretches(group, 0, 1):
-                    opened = self.sources[index]
-                    table = opened.decoder.decode(stretch.cut.units, stretch.block)
-                    if not self.leg.streamed[index]:
-                        return _as_columns(opened)(stretch, table)
-                    return {name: Column(array) for name, array in _as_samples(opened)(stretch, table).columns.items()}
-        return {}
+                first: int | None = None
+                for stretch in source.stretches(group, 0):
+                    first = stretch.pass_index if first is None else first
+                    if stretch.pass_index != first:
+                        break
+                    yield index, stretch
 
     def _opener(self, index: int, prefetch: Prefetcher) -> Callable[[int, Cursor], Stream]:
         source, order = self.sources[index], self.order.sources[index]

@@ -121,6 +121,8 @@ class Prefetcher:
         used = self._used()
         for wanted in list(self._waiting.values()):
             if used + wanted.size_bytes > self._budget_bytes:
+                if not self._ahead:
+                    self._warn(f"found that what is read and decoded takes {used / 2**20:.0f} MB")
                 return
             del self._waiting[wanted.key]
             self._ahead[wanted.key] = self._begun(wanted)
@@ -136,11 +138,14 @@ class Prefetcher:
 
     def _check_held(self) -> None:
         held = sum(self._held.values())
-        if held > self._budget_bytes and not self._warned:
+        if held > self._budget_bytes:
+            self._warn(f"found that the {len(self._held)} blocks being read take {held / 2**20:.0f} MB")
+
+    def _warn(self, found: str) -> None:
+        if not self._warned:
             self._warned = True
             warnings.warn(
-                f"expected the {len(self._held)} blocks being read to fit into {self._budget_bytes / 2**20:.0f} MB, found "
-                f"{held / 2**20:.0f} MB: nothing is decoded ahead; raise read.budget_mb, or lower order.block_slices or "
-                "order.key_groups",
-                stacklevel=2,
+                f"expected what is being read to leave room in {self._budget_bytes / 2**20:.0f} MB, {found}: nothing is decoded "
+                "ahead; raise read.budget_mb, lower order.block_slices or order.key_groups, or write smaller row groups",
+                stacklevel=3,
             )

@@ -102,7 +102,8 @@ class SourceBlocks(Generic[Prepared]):
         encoded = _encoded_bytes(units, block)
         size = int(encoded.sum()) if self._row_bytes is None else int(block.rows * self._row_bytes)
         key = (self._source, stretch.pass_index, group, block.index)
-        return Wanted(key, size, _SCRATCH * int(encoded.max(initial=0)), prepare, size_of)
+        whole = int(units.bytes[block.slices.unit].max(initial=0))  # of a slice, too, all of the row group is decoded
+        return Wanted(key, size, _SCRATCH * whole, prepare, size_of)
 
 
 def size_of_columns(columns: Columns) -> int:

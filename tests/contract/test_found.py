@@ -12,7 +12,7 @@ from catalog.connect import Lakehouse, LakehouseConfig, connect
 from catalog.errors import EmptyPlan
 from dlac_pipeline.spec import JobSpec, parse_spec
 from tests.contract.contract import PER_ROW, Reading
-from tests.contract.readings import LISTS, PACKED
+from tests.contract.readings import LISTS, PACKED, transformed
 from tests.contract.runs import GlobalBatch, Run
 from tests.contract.tables import SourceTable
 
@@ -105,3 +105,13 @@ def test_an_endless_source_of_which_nothing_is_left_is_refused(lakehouse: Lakeho
 def ids_of(batches: Sequence[GlobalBatch]) -> set[int]:
     """The row ids in these batches."""
     return {row for batch in batches for row in batch.tensors["row_id"][batch.valid].tolist()}
+
+
+def test_a_rank_without_samples_has_the_columns_of_the_others(lakehouse: Lakehouse, tmp_path: Path) -> None:
+    """Also where the transform makes nothing of the rows that are looked at first: of row 0, and key group 0 has no other."""
+    reading = transformed(tmp_path)
+    table_of(lakehouse, reading, 1, 1)
+    run = Run.begin(lakehouse, spec_of(reading, {"batch_size": 2, "shuffle": False}))
+    together, apart = run.attempt(steps=None, commit=0), run.attempt(world_size=2, steps=None, commit=0)
+    assert [batch.valid.tolist() for batch in together] == [[False, True]]
+    assert [batch.digest for batch in together] == [batch.digest for batch in apart]

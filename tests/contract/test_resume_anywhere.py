@@ -25,7 +25,7 @@ from tests.contract.readings import (
     transformed_packed,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:expected the .* blocks being read to fit")
+pytestmark = pytest.mark.filterwarnings("ignore:expected what is being read to leave room")
 EXAMPLES, CAMPAIGN = 2, 60
 LEGS = 4
 KEYED = {"identity_columns": ["row_id"]}

@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from catalog.errors import NoSuchRun
+from catalog.errors import NoSuchRun, StoreUnavailable
 from catalog.ledger import Row
+from dlac_pipeline import TorchState, training_run
+from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.checkpoint.listing import list_checkpoints, verify_checkpoints
 from dlac_pipeline.checkpoint.manifest import folder_of
 from dlac_pipeline.checkpoint.retention import Retention
@@ -81,6 +84,11 @@ def test_an_interrupted_removal_goes_on_with_what_nobody_committed(arena: Arena)
     shutil.copytree(folders(arena, "r")[20], staged)  # staged in attempt 1, never committed
     stranger = half_removed.parent.parent / "notes.txt"
     stranger.write_text("not a checkpoint")
+    saved_by_hand = half_removed.parent.parent / "attempt-0001.bak" / "step-000000020-by-hand"
+    saved_by_hand.mkdir(parents=True)
+    foreign = half_removed.parent / "step-000000040-deadbeef"
+    foreign.mkdir()
+    (foreign / "manifest.json").write_text(json.dumps({"ledger_uuid": "that of another lakehouse"}))
     arena.train(spec, until=27)
     assert staged.exists()  # nothing is removed before a checkpoint is committed
     assert half_removed.exists()
@@ -88,6 +96,51 @@ def test_an_interrupted_removal_goes_on_with_what_nobody_committed(arena: Arena)
     wait_until(lambda: not staged.exists() and not half_removed.exists(), what="the removal of what was left over")
     assert sorted(folders(arena, "r")) == [30]
     assert stranger.exists()
+    assert saved_by_hand.exists()
+    assert foreign.exists()
+
+
+def test_a_store_that_was_moved_keeps_its_checkpoints(arena: Arena) -> None:
+    """The store lies elsewhere now, behind a link: what was committed under the old path is not taken for left over."""
+    arena.table()
+    spec = arena.spec("r", world_size=1, passes=1)
+    arena.train(spec, until=25)
+    store = Path(spec.checkpoint.store)
+    store.rename(store.with_name("elsewhere"))
+    store.symlink_to(store.with_name("elsewhere"))
+    arena.train(spec)
+    assert sorted(folders(arena, "r")) == STEPS
+    assert all(verdict.problem is None for verdict in verify_checkpoints(arena.lakehouse, "r"))
+
+
+def test_a_failed_checkpoint_is_the_attempt_s_last(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script that catches the failure and trains on commits nothing more: a later checkpoint would lack rows."""
+    arena.table()
+    spec = arena.spec("r", world_size=1, passes=1)
+    path = arena.home / "r.json.yaml"
+    path.write_text(spec.model_dump_json())
+    monkeypatch.setenv("DLAC_HOME", str(arena.home))
+    run_folder = Path(spec.checkpoint.store) / "r"
+    failures = 0
+    with pytest.raises(StoreUnavailable), training_run(path) as run:  # the run ends of it all the same
+        run.restore(TorchState(model=torch.nn.Linear(4, 1)))
+        for batch in run.batches():
+            if batch.step == 15:
+                kept = run_folder.rename(run_folder.with_name("aside"))
+                run_folder.write_text("in the way")
+            if batch.step == 25:
+                run_folder.unlink()
+                kept.rename(run_folder)
+            try:
+                run.step_done(0.0)
+            except StoreUnavailable:
+                failures += 1
+            if batch.step == 35:
+                break
+    assert failures >= 2  # steps 20 and 30, though there was room again
+    assert [row["step"] for row in arena.rows("r", "checkpoint")] == [10]
+    arena.train(spec)
+    assert audit_run(arena.lakehouse, "r").exact
 
 
 def test_checkpoints_that_are_no_ancestors_are_retired_with_the_rest(tmp_path: Path) -> None:

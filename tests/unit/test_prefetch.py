@@ -91,7 +91,7 @@ def test_blocks_being_read_that_do_not_fit_are_said_once(prefetch: Prefetcher) -
     """Blocks that are needed are prepared all the same, with one warning that says what to do."""
     prefetch.take(wanted(0, size=6 * MB))
     with pytest.warns(
-        UserWarning, match="the 2 blocks being read to fit into 10 MB, found 12 MB.*raise read.budget_mb"
+        UserWarning, match="leave room in 10 MB, found that the 2 blocks being read take 12 MB: .*raise read.budget_mb"
     ):
         prefetch.take(wanted(1, size=6 * MB))
     prefetch.take(wanted(2, size=6 * MB))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 
@@ -101,3 +102,42 @@ def test_parameters_and_plain_objects_keep_what_they_are(tmp_path: Path) -> None
     assert found["t"][:2] == (1, "two")
     assert found["t"][2].shape == (0,)
     assert found["big"] == 2**70
+
+
+def test_memory_that_is_named_with_several_sizes_is_copied_whole(tmp_path: Path) -> None:
+    """Two tensors that begin at one address, the shorter one first: neither lacks anything."""
+    numbers = np.arange(100.0)
+    state = {"short": torch.from_numpy(numbers[:10]), "long": torch.from_numpy(numbers)}
+    found = saved(Copies(CopyMemory()), tmp_path, state)
+    assert torch.equal(found["short"], torch.arange(10.0, dtype=torch.float64))
+    assert torch.equal(found["long"], torch.arange(100.0, dtype=torch.float64))
+
+
+def test_views_that_are_conjugated_lazily_keep_their_values(tmp_path: Path) -> None:
+    """conj() only sets a bit; what is saved is what the tensor says."""
+    waves = torch.tensor([1 + 2j, 3 - 4j])
+    found = saved(Copies(CopyMemory()), tmp_path, {"conj": waves.conj(), "imag": waves.conj().imag})
+    assert torch.equal(found["conj"], torch.tensor([1 - 2j, 3 + 4j]))
+    assert torch.equal(found["imag"], torch.tensor([-2.0, 4.0]))
+
+
+class Pair(NamedTuple):
+    """What optimizers like to keep."""
+
+    first: torch.Tensor
+    second: int
+
+
+def test_named_tuples_and_memory_of_other_sizes(tmp_path: Path) -> None:
+    """A named tuple is copied by its fields; memory that the next checkpoint does not need is let go of."""
+    memory = CopyMemory()
+    for size in (1000, 2000, 3000):
+        copies = Copies(memory)
+        pair = Pair(torch.full((size,), 7.0), 3)
+        copies.write(tmp_path / "pair.pt", pair)
+        copies.handed_over()
+        pair.first.zero_()
+        (path,) = copies.finish()
+        found = torch.load(path, weights_only=False)
+        assert (found.first.mean().item(), found.second) == (7.0, 3)
+        assert memory.kept_bytes == 4 * size
