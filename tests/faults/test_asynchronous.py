@@ -45,7 +45,10 @@ def test_behind_training_everything_is_as_it_is_synchronously(campaign: Arena) -
         costs = audit.execute(
             f"SELECT step, bytes, stall_s < write_s + digest_s + 10 FROM checkpoint_costs WHERE run = '{run}'"
         )
-        assert sorted(costs.fetchall()) == [(event["step"], event["bytes"], True) for event in said]
+        assert sorted(costs.fetchall()) == [
+            (event["step"], event["bytes"], True if event["step"] < 63 else None)
+            for event in said  # the last one is waited for
+        ]
 
 
 @pytest.mark.parametrize(("moment", "resumed_at"), [("after", 20), ("before", 10)])

@@ -1,4 +1,4 @@
--- What each checkpoint cost: bytes, and seconds of its slowest rank. Training waited for stall_s, where it is asynchronous.
+-- What each checkpoint cost: bytes, and seconds of its slowest rank. Training waited for stall_s; NULL: for all of it.
 CREATE OR REPLACE VIEW checkpoint_costs AS
 SELECT
     run, seq, checkpoint_id, step, committed_at,
