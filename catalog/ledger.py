@@ -19,7 +19,7 @@ from pyiceberg.io.pyarrow import schema_to_pyarrow
 from pyiceberg.table import Table
 
 from catalog.connect import Lakehouse, among, equals, reachable
-from catalog.errors import CatalogUnreachable, CommitConflict, CommitOutcomeUnknown, LakehouseError
+from catalog.errors import CatalogUnreachable, CommitConflict, CommitOutcomeUnknown, LakehouseError, NoSuchRun
 from catalog.retrying import retrying
 from catalog.schemas import CONSUMPTION, FORMAT_VERSION
 
@@ -95,6 +95,17 @@ class Ledger:
         """All rows of a run in order of `seq`, restricted to `kinds` when given."""
         found = self._scan(self.lakehouse.own("consumption"), run, kinds=kinds)
         return sorted(found, key=lambda row: int(row["seq"]))
+
+    def head_rows(self, run: str) -> list[Row]:
+        """The rows that say where a run is, in order of `seq`.
+
+        Raises:
+            NoSuchRun: there are none.
+        """
+        rows = self.rows(run, kinds=HEAD_KINDS)
+        if not rows:
+            raise NoSuchRun(f"expected a run named {run!r} in the ledger, found only {self.runs()!r}")
+        return rows
 
     def runs(self) -> list[str]:
         """Names of all runs in the ledger, sorted."""

@@ -335,9 +335,7 @@ def _last_spec(lakehouse: Lakehouse, run: str) -> JobSpec:
     """The spec with which a run was launched last, from its launch folder."""
     from dlac_pipeline.recover.coordinator import launch_folder_of
 
-    rows = Ledger(lakehouse).rows(run, kinds=("claim",))
-    if not rows:
-        raise NoSuchRun(f"expected a run named {run!r} in the ledger, found only {Ledger(lakehouse).runs()!r}")
+    rows = Ledger(lakehouse).head_rows(run)
     folder = launch_folder_of(rows, rows[-1]["attempt"])
     path = Path(folder) / "spec.json"
     if not folder or not path.is_file():

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from catalog.connect import Lakehouse
 from catalog.errors import CheckpointDamaged, NoSuchRun, StoreUnavailable
-from catalog.ledger import HEAD_KINDS, Ledger, Row, checkpoint_rows, fence_of_rows
+from catalog.ledger import Ledger, Row, checkpoint_rows, fence_of_rows
 from dlac_pipeline.checkpoint.manifest import folder_of, read_manifest, verify_files
 
 
@@ -46,10 +46,7 @@ def list_checkpoints(lakehouse: Lakehouse, run: str) -> list[ListedCheckpoint]:
     Raises:
         NoSuchRun: the ledger has no row of it.
     """
-    ledger = Ledger(lakehouse)
-    rows = ledger.rows(run, kinds=HEAD_KINDS)
-    if not rows:
-        raise NoSuchRun(f"expected a run named {run!r} in the ledger, found only {ledger.runs()!r}")
+    rows = Ledger(lakehouse).head_rows(run)
     head = fence_of_rows(rows).head  # of these rows: the run may go on meanwhile
     states = {row["checkpoint_id"]: _OUT[row["kind"]] for row in rows if row["kind"] in _OUT}
     checkpoints = checkpoint_rows(rows)

@@ -29,6 +29,7 @@ from catalog.errors import CheckpointError, CursorMismatch, DlacError
 from catalog.ledger import HEAD_KINDS, Ledger
 from dlac_pipeline.checkpoint.engines import Engine, failed_write
 from dlac_pipeline.checkpoint.manifest import FileEntry, Manifest
+from dlac_pipeline.checkpoint.phases import Phases
 from dlac_pipeline.checkpoint.retention import Retention
 from dlac_pipeline.checkpoint.rng import save_rng
 from dlac_pipeline.checkpoint.rows import RowMaker, Vote
@@ -67,19 +68,6 @@ class Lineage:
     rows_since: list[dict[str, Any]]
 
 
-class _Phases(dict[str, float]):
-    """Seconds by phase."""
-
-    @contextmanager
-    def of(self, name: str) -> Iterator[None]:
-        """Count the time spent inside to a phase."""
-        started = time.monotonic()
-        try:
-            yield
-        finally:
-            self[name] = self.get(name, 0.0) + time.monotonic() - started
-
-
 @dataclass(kw_only=True, slots=True)
 class _Staged:
     """One rank's part of a checkpoint, handed to its writer."""
@@ -90,7 +78,7 @@ class _Staged:
     taken: ReaderStateTracker
     failure: tuple[str, str] | None
     started: float
-    phases: _Phases = field(default_factory=_Phases)
+    phases: Phases = field(default_factory=Phases)
 
 
 class CheckpointManager:
@@ -142,7 +130,7 @@ class CheckpointManager:
         """
         self.settle()
         started = time.monotonic()
-        phases = _Phases()
+        phases = Phases()
         with phases.of("write"):
             staged = self._stage(engine, tracker, Direct(), started, phases)
         committed = self._noting(staged, self._tree)
@@ -157,7 +145,7 @@ class CheckpointManager:
         """
         started = time.monotonic()
         before = self.settle()
-        phases = _Phases()
+        phases = Phases()
         with phases.of("copy"):
             staged = self._stage(engine, tracker, Copies(self._memory), started, phases)
         phases["stall"] = time.monotonic() - started
@@ -194,7 +182,7 @@ class CheckpointManager:
         return None if pending is None else pending.result()
 
     def _stage(
-        self, engine: Engine, tracker: ReaderStateTracker, writer: Writer, started: float, phases: _Phases
+        self, engine: Engine, tracker: ReaderStateTracker, writer: Writer, started: float, phases: Phases
     ) -> _Staged:
         """Hand this rank's state to the writer; a rank that cannot, votes no."""
         folder = stage_folder(

@@ -6,8 +6,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from catalog.connect import Lakehouse
-from catalog.errors import NoSuchRun
-from catalog.ledger import HEAD_KINDS, Ledger, checkpoint_rows
+from catalog.ledger import Ledger, checkpoint_rows
 from catalog.recoveries import recoveries_of
 from dlac_pipeline.recover.coordinator import attempts_without_progress
 
@@ -19,9 +18,7 @@ def run_status(lakehouse: Lakehouse, run: str) -> dict[str, Any]:
         NoSuchRun: the ledger has no row of it.
     """
     ledger = Ledger(lakehouse)
-    rows = ledger.rows(run, kinds=HEAD_KINDS)
-    if not rows:
-        raise NoSuchRun(f"expected a run named {run!r} in the ledger, found only {ledger.runs()!r}")
+    rows = ledger.head_rows(run)
     state = ledger.state(run)
     head = checkpoint_rows(rows).get(state.fence.head or "")
     losses = [] if head is None else head["losses"] or []

@@ -1,0 +1,20 @@
+"""What each phase of something takes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class Phases(dict[str, float]):
+    """Seconds by phase."""
+
+    @contextmanager
+    def of(self, name: str) -> Iterator[None]:
+        """Count the time spent inside to a phase."""
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            self[name] = self.get(name, 0.0) + time.monotonic() - started
