@@ -119,8 +119,11 @@ class GroupReader:
             batch = GroupBatch(source_of=np.full(self._slots, -1, dtype=np.int64))
             slot = 0
             while slot < self._slots and any(present := self.present):
+                filled = batch.samples
                 self._fill(batch, slot, slot + 1, present)
-                slot += 1
+                slot += (
+                    batch.samples - filled
+                )  # a source that ended without a sample is not present now: again, without it
         self._at += self._slots
         return batch
 

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from catalog.connect import Lakehouse, LakehouseConfig, connect
 from catalog.errors import EmptyPlan
 from dlac_pipeline.spec import JobSpec, parse_spec
 from tests.contract.contract import PER_ROW, Reading
-from tests.contract.readings import LISTS, PACKED, transformed
+from tests.contract.readings import LISTS, PACKED, packed_slot, tokens_of, transformed
 from tests.contract.runs import GlobalBatch, Run
 from tests.contract.tables import SourceTable
 
@@ -115,3 +116,21 @@ def test_a_rank_without_samples_has_the_columns_of_the_others(lakehouse: Lakehou
     together, apart = run.attempt(steps=None, commit=0), run.attempt(world_size=2, steps=None, commit=0)
     assert [batch.valid.tolist() for batch in together] == [[False, True]]
     assert [batch.digest for batch in together] == [batch.digest for batch in apart]
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 4])
+def test_a_source_that_ends_without_a_sample_leaves_its_slots_to_the_others(
+    lakehouse: Lakehouse, batch_size: int
+) -> None:
+    """What follows in a source may be rows without tokens, which only reading tells: the batch is filled, and the run goes on."""
+    table_of(lakehouse, PACKED, 1)  # row 0, which has no tokens
+    SourceTable(lakehouse, "src.u", PACKED.rows).append(40)
+    order = {"passes": 1, "batch_size": batch_size, "key_groups": 1}
+    spec = spec_of(PACKED, order)
+    other = spec.source.model_copy(update={"table": "src.u", "weight": 0.4})
+    run = Run.begin(lakehouse, spec.model_copy(update={"mixture": [other]}))
+    found: list[int] = []
+    for batch in run.attempt(steps=None):
+        for slot in np.flatnonzero(batch.valid).tolist():
+            found += packed_slot(batch.tensors, slot)
+    assert sorted(found) == sorted(token for row in range(40) for token in tokens_of(row))
