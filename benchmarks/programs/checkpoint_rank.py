@@ -63,9 +63,7 @@ def main() -> None:
             started = time.perf_counter()
             run.step_done(0.0)
             here["step_done_s"] = time.perf_counter() - started
-            while f"-{batch.step:09d}-" not in (run.head or ""):
-                time.sleep(0.01)
-                run._report(run._manager.done())
+            run.settle()
             while len(list(Path(run.spec.checkpoint.store).glob("*/attempt-*/step-*"))) > 1:
                 time.sleep(0.01)  # retention is done with the one before
             here |= {} if batch.step % 2 else plain()

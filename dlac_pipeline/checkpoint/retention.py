@@ -26,9 +26,7 @@ _OUT = ("retire", "quarantine")
 class Retention:
     """At the coordinator of one attempt; `rows` are the run's when the attempt began."""
 
-    def __init__(
-        self, settings: CheckpointSpec, run: str, attempt: int, rows: Sequence[Row], ledger_uuid: str = ""
-    ) -> None:
+    def __init__(self, settings: CheckpointSpec, run: str, attempt: int, rows: Sequence[Row], ledger_uuid: str) -> None:
         self._settings = settings
         self._folder = Path(settings.store) / run
         self._attempt = attempt

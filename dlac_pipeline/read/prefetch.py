@@ -61,12 +61,8 @@ class Prefetcher:
         self._warned = False
         self.peak_bytes = 0
         """The most that counted towards the budget at a time."""
-        self.taken = 0
-        """Blocks that were taken."""
-        self.late = 0
-        """Blocks that were not ready when they were taken."""
         self.waited_s = 0.0
-        """Seconds for which the reader waited for those."""
+        """Seconds for which the reader waited for blocks that were not ready."""
 
     def ask(self, wanted: Wanted[Any]) -> None:
         """Prepare a block ahead, as soon as the budget allows."""
@@ -78,7 +74,6 @@ class Prefetcher:
         """The prepared block, which counts as held until it is released."""
         self._waiting.pop(wanted.key, None)
         asked = self._ahead.pop(wanted.key, None) or self._begun(wanted)
-        self.taken += 1
         self._held[wanted.key] = wanted.size_bytes
         prepared: Prepared = asked.future.result() if asked.future.done() else self._waited_for(asked.future)
         self._held[wanted.key] = wanted.size_of(prepared)
@@ -110,7 +105,6 @@ class Prefetcher:
         return _Asked(wanted, self._pool.submit(wanted.prepare))
 
     def _waited_for(self, future: Future[Prepared]) -> Prepared:
-        self.late += 1
         started = time.perf_counter()
         try:
             return future.result()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -73,24 +71,6 @@ def test_a_stalled_commit_holds_the_next_checkpoint_back(campaign: Arena) -> Non
     stalls = {event["step"]: event["phases"]["stall"] for event in launch.of("checkpoint")}
     assert stalls[30] > 1.0  # of the 2 s that the commit before slept
     assert len(launch.of("attempt")) == 1
-
-
-def test_a_full_store_ends_the_run_behind_its_last_checkpoint(campaign: Arena, small_disk: Path) -> None:
-    """The failure behind training is raised at a later step; with more room the run goes on where it was."""
-    spec = campaign.spec("asynchronous-full", store=str(small_disk), **MODE)
-    launch = campaign.launch(spec)
-    assert launch.wait() == 74, launch.events[-3:]
-    (error,) = launch.of("error")
-    assert error["kind"] == "StoreUnavailable"
-    committed = campaign.lineage("asynchronous-full")[-1]
-    assert committed["step"] == launch.of("checkpoint")[-1]["step"] >= 10
-
-    subprocess.run(["mount", "-o", "remount,size=10m", small_disk], check=True)
-    again = campaign.launch(spec)
-    assert again.wait() == 0, again.stderr
-    assert again.of("attempt")[0]["step"] == committed["step"]
-    assert campaign.journal("asynchronous-full") == campaign.journal("reference")
-    assert campaign.losses("asynchronous-full") == campaign.losses("reference")
 
 
 def test_asked_to_stop_a_run_leaves_behind_a_checkpoint_of_its_last_step(campaign: Arena) -> None:

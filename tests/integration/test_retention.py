@@ -166,7 +166,7 @@ def test_checkpoints_that_are_no_ancestors_are_retired_with_the_rest(tmp_path: P
     rows = [row("a", 10, None), row("b", 20, "a"), row("c", 30, "b"), row("d", 40, "c")]
     rows.append({"kind": "quarantine", "checkpoint_id": "d"})
     rows.append({"kind": "quarantine", "checkpoint_id": None})  # of a row group
-    retention = Retention(CheckpointSpec(store=str(tmp_path), keep_last=2), "r", 2, rows)
+    retention = Retention(CheckpointSpec(store=str(tmp_path), keep_last=2), "r", 2, rows, "ledger")
     assert retention.due("e", 30, "b") == ["a", "c"]
 
 

@@ -62,7 +62,7 @@ def test_a_block_counts_with_the_size_that_it_turns_out_to_have(prefetch: Prefet
     assert prefetch.peak_bytes == 10 * MB
     held = prefetch.take(wanted(0, size=8 * MB))
     assert held == 8 * MB
-    assert prefetch.late == 0
+    assert prefetch.waited_s == 0
 
 
 def test_what_preparing_takes_besides_counts(prefetch: Prefetcher) -> None:
