@@ -160,7 +160,27 @@ class ReadSpec(_Section):
 class CheckpointSpec(_Section):
     """When and where checkpoints are taken."""
 
-    store: str = Field(default="", description="Folder of the checkpoints; empty: checkpoints/ in the home folder.")
+    store: str = Field(
+        default="",
+        description="Folder of the checkpoints, or an address such as s3://bucket/path; empty: checkpoints/ in the home folder.",
+    )
+    store_properties: dict[str, str] = Field(
+        default_factory=dict,
+        description="pyiceberg properties of the store, such as s3.endpoint, besides those of the lakehouse.",
+    )
+    store_deadline_s: float = Field(
+        default=120.0, description="Seconds for which a request that the store fails is tried again.", ge=0
+    )
+    local: str = Field(
+        default="",
+        description="Local folder in which checkpoints are made before they are copied to the store, and ranks keep their logs; "
+        "empty: the store if that is a folder, else checkpoints/ in the home folder.",
+    )
+    local_keep: int = Field(
+        default=2,
+        description="Newest checkpoints whose copies in `local` are kept, for a quick restart, where the store is another place.",
+        ge=1,
+    )
     every_steps: int = Field(default=100, description="Optimizer steps between checkpoints.", ge=1)
     mode: Literal["synchronous", "asynchronous"] = Field(
         default="synchronous",
@@ -262,11 +282,15 @@ class JobSpec(_Section):
 
     def resolved(self, home: Path) -> JobSpec:
         """This spec with the embedded lakehouse and store of `home` where none is named."""
-        store = str(Path(self.checkpoint.store or home / "checkpoints").resolve())
+        made_in = self.checkpoint.local or (str(home / "checkpoints") if "://" in self.checkpoint.store else "")
+        store = self.checkpoint.store or made_in or str(home / "checkpoints")
+        if "://" not in store:
+            store = str(Path(store).resolve())
+        places = {"store": store, "local": str(Path(made_in or store).resolve())}
         return self.model_copy(
             update={
                 "lakehouse": self.lakehouse.at_home(home),
-                "checkpoint": self.checkpoint.model_copy(update={"store": store}),
+                "checkpoint": self.checkpoint.model_copy(update=places),
             }
         )
 
