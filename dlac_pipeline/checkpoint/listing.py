@@ -122,8 +122,7 @@ def _has_copy(row: Row, claim: dict[str, str]) -> bool:
     if not made_in or claim["host"] != socket.gethostname():
         return False
     copy = Path(made_in) / row["run"] / name_of(row["manifest_uri"]) / MANIFEST
-    in_store: str = row["manifest_uri"]
-    return copy.is_file() and copy.resolve().as_uri() != in_store
+    return bool(copy.is_file() and copy.resolve().as_uri() != row["manifest_uri"])
 
 
 def _problem_of(checkpoint: ListedCheckpoint, files: StoreFiles) -> str | None:
