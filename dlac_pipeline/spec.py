@@ -178,7 +178,8 @@ class CheckpointSpec(_Section):
     )
     local_keep: int = Field(
         default=2,
-        description="Newest checkpoints whose copies in `local` are kept, for a quick restart, where the store is another place.",
+        description="Newest checkpoints whose copies in `local` are kept, for a quick restart, where the store is another place; "
+        "no more than keep_last.",
         ge=1,
     )
     every_steps: int = Field(default=100, description="Optimizer steps between checkpoints.", ge=1)
