@@ -149,7 +149,7 @@ def test_every_machine_has_a_verified_copy(arena: Arena, spec: JobSpec) -> None:
 
     def launch(**params: str) -> str:
         params |= {"machines": str(machines), "journal": str(arena.home / "journal")}
-        path.write_text(yaml.safe_dump(spec.model_dump() | {"params": params}))
+        path.write_text(yaml.safe_dump(raw | {"params": params}))
         command = [str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc-per-node", "2"]
         program = str(arena.program("train_on_machines.py"))
         done = subprocess.run([*command, program, str(path)], check=False, capture_output=True, text=True, timeout=120)
@@ -164,4 +164,3 @@ def test_every_machine_has_a_verified_copy(arena: Arena, spec: JobSpec) -> None:
     assert steps(far) == [5, 10, 15]
     assert audit_run(arena.lakehouse, "r1").exact
     assert [row["attempt"] for row in arena.lineage("r1")] == [1, 2, 2]
-    (machines / "1").rename(arena.home / "gone")
