@@ -1,4 +1,4 @@
-"""What may be appended to a run's ledger, and when: claim, checkpoint, quarantine, finish (design.md sections 6.4 and 7)."""
+"""What may be appended to a run's ledger, and when: claim, checkpoint, quarantine, name, finish (design.md sections 6.4, 7)."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from catalog.errors import Fenced, HeadMoved, RunFinished, SteppedAside
-from catalog.ledger import Append, Fence, Ledger, Row, RunState
+from catalog.errors import Fenced, HeadMoved, NoSuchRun, RowsBetween, RunFinished, SpecInvalid, SteppedAside
+from catalog.ledger import HEAD_KINDS, Append, Fence, Ledger, Row, RunState, checkpoint_rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,11 +46,20 @@ def claim(ledger: Ledger, run: str, *, nonce: str, replaces: int, detail: dict[s
 
 
 def commit_checkpoint(
-    ledger: Ledger, attempt: Attempt, *, checkpoint_id: str, parent: str | None, rows: Sequence[Row]
+    ledger: Ledger,
+    attempt: Attempt,
+    *,
+    checkpoint_id: str,
+    parent: str | None,
+    rows: Sequence[Row],
+    seq: int | None = None,
 ) -> RunState:
     """Append a checkpoint's rows and make it the head; exactly once, however often the commit is repeated.
 
+    `seq` is the run's last that `rows` were made from; None where they depend on no others.
+
     Raises:
+        RowsBetween: the run has rows behind `seq`: make the rows again, with these in mind.
         Fenced: a newer attempt owns the run.
         HeadMoved: the head is neither `parent` nor this checkpoint.
     """
@@ -64,6 +73,8 @@ def commit_checkpoint(
             raise HeadMoved(
                 f"expected {parent!r} to be the head of run {attempt.run!r} under attempt {attempt.number}, found {fence.head!r}"
             )
+        if seq is not None and fence.seq != seq:
+            raise RowsBetween(f"expected {seq} to be the last seq of run {attempt.run!r}, found {fence.seq}")
         return Append(rows=rows, fence=replace(fence, seq=fence.seq + 1, head=checkpoint_id))
 
     return ledger.append(attempt.run, decide)
@@ -105,6 +116,80 @@ def finish(ledger: Ledger, attempt: Attempt, *, step: int) -> RunState:
         )
 
     return ledger.append(attempt.run, decide)
+
+
+def name_checkpoint(ledger: Ledger, run: str, name: str, *, step: int | None = None) -> str:
+    """Give the checkpoint of a step, or the head, a name; retention keeps it as long as it has one. Gives its id.
+
+    Raises:
+        NoSuchRun: there is no such run, or no restorable checkpoint of that step.
+        SpecInvalid: another checkpoint of the run has the name.
+    """
+    named = ""
+
+    def decide(state: RunState) -> Append | None:
+        nonlocal named
+        rows = ledger.rows_at(state, kinds=HEAD_KINDS)
+        out = {row["checkpoint_id"] for row in rows if row["kind"] in ("retire", "quarantine")}
+        there = {each: row["step"] for each, row in checkpoint_rows(rows).items() if each not in out}
+        wanted = [each for each in there if (each == state.fence.head if step is None else there[each] == step)]
+        if not wanted:
+            raise NoSuchRun(
+                f"expected a checkpoint of run {run!r}{'' if step is None else f' at step {step}'} that is kept, "
+                f"found those of steps {sorted(there.values())!r}"
+            )
+        named = wanted[-1]  # the newest, where a run came by the step twice
+        holder = names_of(rows).get(name)
+        if holder == named:
+            return None
+        if holder is not None:
+            raise SpecInvalid(
+                f"expected {name!r} to name no checkpoint of run {run!r}, found it names {holder!r}: choose another, or "
+                "take it away with `dlac unname`"
+            )
+        return _said_of_name(state, name, named)
+
+    ledger.append(run, decide)
+    return named
+
+
+def unname_checkpoint(ledger: Ledger, run: str, name: str) -> str:
+    """Take a name away; gives the id of the checkpoint that had it.
+
+    Raises:
+        NoSuchRun: no checkpoint of such a run has the name.
+    """
+    held = ""
+
+    def decide(state: RunState) -> Append | None:
+        nonlocal held
+        names = names_of(ledger.rows_at(state, kinds=("name",)))
+        if name not in names:
+            if held:
+                return None  # an earlier try has landed
+            raise NoSuchRun(f"expected a checkpoint of run {run!r} named {name!r}, found the names {sorted(names)!r}")
+        held = names[name]
+        return _said_of_name(state, name, None)
+
+    ledger.append(run, decide)
+    return held
+
+
+def names_of(rows: Sequence[Row]) -> dict[str, str]:
+    """Name -> id of the checkpoint that has it, from rows in order of `seq`."""
+    names: dict[str, str] = {}
+    for row in rows:
+        if row["kind"] == "name":
+            name = json.loads(row["detail"])["name"]
+            names.pop(name, None)
+            if row["checkpoint_id"] is not None:
+                names[name] = row["checkpoint_id"]
+    return names
+
+
+def _said_of_name(state: RunState, name: str, checkpoint_id: str | None) -> Append:
+    row = {"kind": "name", "checkpoint_id": checkpoint_id, "detail": json.dumps({"name": name})}
+    return Append(rows=[row], fence=replace(state.fence, seq=state.fence.seq + 1), finished=state.finished)
 
 
 def check_mine(state: RunState, attempt: Attempt) -> None:

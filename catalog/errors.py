@@ -167,6 +167,10 @@ class HeadMoved(LedgerError):
     """The head is neither my parent nor me, under my own attempt: a bug or a hand in the ledger."""
 
 
+class RowsBetween(LedgerError):
+    """Somebody, such as an operator who named a checkpoint, appended rows to the run that a commit has not seen."""
+
+
 class CommitConflict(LedgerError):
     """`main` of a table moved between the read and the commit; the commit did not land."""
 

@@ -24,8 +24,10 @@ from catalog.retrying import retrying
 from catalog.schemas import CONSUMPTION, FORMAT_VERSION
 
 Row = dict[str, Any]
-HEAD_KINDS = ("checkpoint", "claim", "leg", "quarantine", "retire", "finish")
+HEAD_KINDS = ("checkpoint", "claim", "leg", "quarantine", "retire", "name", "finish")
 """Every kind but `advance`: what says where a run is, without what it consumed."""
+DEADLINE_S = 180.0
+"""How long an append waits for a catalog that is away."""
 _ARROW = schema_to_pyarrow(CONSUMPTION, include_field_ids=False)
 
 
@@ -69,7 +71,7 @@ Decide = Callable[[RunState], Append | None]
 class Ledger:
     """The `consumption` table of one lakehouse."""
 
-    def __init__(self, lakehouse: Lakehouse, *, deadline_s: float = 180.0) -> None:
+    def __init__(self, lakehouse: Lakehouse, *, deadline_s: float = DEADLINE_S) -> None:
         self.lakehouse = lakehouse
         self._deadline_s = deadline_s
 
@@ -93,8 +95,11 @@ class Ledger:
 
     def rows(self, run: str, *, kinds: Sequence[str] = ()) -> list[Row]:
         """All rows of a run in order of `seq`, restricted to `kinds` when given."""
-        found = self._scan(self.lakehouse.own("consumption"), run, kinds=kinds)
-        return sorted(found, key=lambda row: int(row["seq"]))
+        return self._sorted(self.lakehouse.own("consumption"), run, kinds)
+
+    def rows_at(self, state: RunState, *, kinds: Sequence[str] = ()) -> list[Row]:
+        """The rows that the run had at one read, as `rows` gives them."""
+        return self._sorted(state.table, state.run, kinds)
 
     def head_rows(self, run: str) -> list[Row]:
         """The rows that say where a run is, in order of `seq`.
@@ -129,6 +134,9 @@ class Ledger:
                 f"an append to the ledger of run {run!r} was repeated for {self._deadline_s:.0f} s without an answer: "
                 f"{err}; whether it landed is decided by the next recovery, from the rows"
             ) from err
+
+    def _sorted(self, table: Table, run: str, kinds: Sequence[str]) -> list[Row]:
+        return sorted(self._scan(table, run, kinds=kinds), key=lambda row: int(row["seq"]))
 
     def _scan(
         self, table: Table, run: str, *, columns: tuple[str, ...] = ("*",), kinds: Sequence[str] = ()

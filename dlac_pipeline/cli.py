@@ -151,13 +151,51 @@ def checkpoints(run: RunName, home: Home = None, spec: SpecOption = None, as_jso
     if as_json:
         sys.stdout.write(json.dumps([asdict(each) for each in listed], default=str) + "\n")
         return
-    table = Table("step", "checkpoint", "committed", "size", "attempt", "tiers", "state")
+    table = Table("step", "checkpoint", "committed", "size", "attempt", "tiers", "state", "names")
     for each in listed:
         size = "" if each.bytes is None else decimal(each.bytes)
         tiers = " ".join(each.tiers)
-        facts = (each.step, each.checkpoint_id, _ago(each.committed_at), size, each.attempt, tiers, each.state)
+        facts = (
+            each.step,
+            each.checkpoint_id,
+            _ago(each.committed_at),
+            size,
+            each.attempt,
+            tiers,
+            each.state,
+            " ".join(each.names),
+        )
         table.add_row(*(Text(str(fact)) for fact in facts))
     _out.print(table)
+
+
+@app.command()
+def name(
+    run: RunName,
+    name: Annotated[str, typer.Argument(help="The name.")],
+    step: Annotated[int | None, typer.Option(help="The step of the checkpoint; unset: the head.")] = None,
+    home: Home = None,
+    spec: SpecOption = None,
+) -> None:
+    """Name a checkpoint: retention keeps it until the name is taken away, whatever the job spec says."""
+    from catalog.commits import name_checkpoint
+
+    checkpoint_id = name_checkpoint(Ledger(_lakehouse(spec, home)), run, name, step=step)
+    _out.print(f"checkpoint {checkpoint_id} is named {name}", markup=False)
+
+
+@app.command()
+def unname(
+    run: RunName,
+    name: Annotated[str, typer.Argument(help="The name.")],
+    home: Home = None,
+    spec: SpecOption = None,
+) -> None:
+    """Take the name of a checkpoint away: retention treats it as any other then."""
+    from catalog.commits import unname_checkpoint
+
+    checkpoint_id = unname_checkpoint(Ledger(_lakehouse(spec, home)), run, name)
+    _out.print(f"checkpoint {checkpoint_id} is not named {name} any more", markup=False)
 
 
 @app.command()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
@@ -12,8 +13,9 @@ from catalog import errors
 from catalog.commits import Attempt, commit_checkpoint
 from catalog.connect import Lakehouse
 from catalog.durable_io import fsync_directory, write_durably
-from catalog.errors import CheckpointError, DlacError
-from catalog.ledger import HEAD_KINDS, Ledger
+from catalog.errors import CheckpointError, DlacError, RowsBetween
+from catalog.ledger import DEADLINE_S, HEAD_KINDS, Ledger, Row
+from catalog.retrying import retrying
 from dlac_pipeline.checkpoint.cursors import agreed_reader_state
 from dlac_pipeline.checkpoint.manifest import FileEntry, Manifest, content_digest
 from dlac_pipeline.checkpoint.retention import Retention
@@ -73,11 +75,13 @@ class Committer:
         self._settings = settings
         self._tiers = tiers
         self._retention: Retention | None = None
+        self._seq = 0
+        """The run's last that is known here."""
 
     def decide(self, votes: list[Vote], prepared: Prepared) -> Decision:
         """Commit, or say why not. Whatever happens is told to all ranks."""
         try:
-            decision = self._commit(votes, prepared)
+            decision = self._commit_whatever_comes_between(votes, prepared)
         except DlacError as err:
             return {"error": named(err)}
         except Exception as err:  # every other rank waits for an answer
@@ -86,12 +90,24 @@ class Committer:
         self._lineage = Lineage(parent=decision["checkpoint_id"], rows_since=[])
         return decision
 
+    def _commit_whatever_comes_between(self, votes: list[Vote], prepared: Prepared) -> Decision:
+        """Commit with the run's rows as they are; a catalog that is away is waited for, as by the ledger itself."""
+        waiting = retrying(DEADLINE_S)
+        waiting(self._begin)
+        while True:
+            try:
+                decision: Decision = waiting(self._commit, votes, prepared)
+            except RowsBetween:  # the manifest, which nothing names yet, is written again
+                waiting(self._see)
+            else:
+                return decision
+
     def _commit(self, votes: list[Vote], prepared: Prepared) -> Decision:
         for vote in votes:
             if vote["failure"] is not None:
                 raise failure_named(vote["failure"])
         taken, parent = prepared.taken, self._lineage.parent
-        state = agreed_reader_state(self._order, votes, taken.step)
+        reader_state = agreed_reader_state(self._order, votes, taken.step)
         checkpoint_id = f"{self._attempt.run}-{taken.step:09d}-{self._attempt.nonce}"
         rows = self._maker.rows(
             taken,
@@ -101,7 +117,8 @@ class Committer:
             parent=parent,
             world_size=len(votes),
         )
-        retention = self._retention = self._retention or self._retaining()
+        retention = self._retention
+        assert retention is not None, "made before the first commit"
         retired = retention.due(checkpoint_id, taken.step, parent)
         rows += [{"kind": "retire", "checkpoint_id": each} for each in retired]
         manifest = Manifest(
@@ -114,7 +131,7 @@ class Committer:
             world_size=len(votes),
             engine=prepared.engine,
             leg=self._leg.index,
-            reader_state=state,
+            reader_state=reader_state,
             files=[FileEntry(**entry) for vote in votes for entry in vote["files"]],
             libraries={name: version(name) for name in _LIBRARIES},
             ledger_rows=[*self._lineage.rows_since, *rows],
@@ -130,7 +147,10 @@ class Committer:
             "detail": json.dumps({"bytes": size, "phases": phases}),
         }
         started = time.monotonic()
-        commit_checkpoint(self._ledger, self._attempt, checkpoint_id=checkpoint_id, parent=parent, rows=rows)
+        state = commit_checkpoint(
+            self._ledger, self._attempt, checkpoint_id=checkpoint_id, parent=parent, rows=rows, seq=self._seq
+        )
+        self._seq = state.fence.seq
         retention.committed(rows[0], retired)
         return {
             "error": None,
@@ -151,10 +171,32 @@ class Committer:
             self._tiers.files.write(self._tiers.manifest_uri(name), content)
         return content_digest(content)
 
-    def _retaining(self) -> Retention:
-        """From the rows of the attempts before: this one has committed nothing yet."""
-        rows = self._ledger.rows(self._attempt.run, kinds=HEAD_KINDS)
-        return Retention(self._settings, self._tiers, self._attempt.number, rows, self._ledger.table_uuid)
+    def _begin(self) -> None:
+        """Before the first commit: what the run's rows are."""
+        if self._retention is None:
+            rows = self._ledger.rows(self._attempt.run, kinds=HEAD_KINDS)
+            self._seq = max(int(row["seq"]) for row in rows)
+            self._retention = Retention(
+                self._settings, self._tiers, self._attempt.number, rows, self._ledger.table_uuid
+            )
+
+    def _see(self) -> None:
+        """Rows that others appended since the last commit: they are kept in mind, and repeated by the next manifest."""
+        rows = [row for row in self._ledger.rows(self._attempt.run) if int(row["seq"]) > self._seq]
+        self._seq = max((int(row["seq"]) for row in rows), default=self._seq)
+        assert self._retention is not None, "made before the first commit"
+        self._retention.saw(rows)
+        since = [*self._lineage.rows_since, *repeatable(rows)]
+        self._lineage = Lineage(parent=self._lineage.parent, rows_since=since)
+
+
+_DECIDED = ("manifest_uri", "manifest_digest", "model_digest", "committed_at", "format_version", "run")
+"""Columns of ledger rows that only their commit decides; manifests leave them out."""
+
+
+def repeatable(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Committed rows as a manifest repeats them."""
+    return [{name: value for name, value in row.items() if value is not None and name not in _DECIDED} for row in rows]
 
 
 def named(err: DlacError) -> tuple[str, str]:

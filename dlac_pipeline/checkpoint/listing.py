@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
+from catalog.commits import names_of
 from catalog.connect import Lakehouse
 from catalog.errors import CheckpointDamaged, NoSuchRun, StoreUnavailable
 from catalog.ledger import Ledger, Row, checkpoint_rows, fence_of_rows
@@ -30,6 +31,8 @@ class ListedCheckpoint:
     """None for checkpoints of versions that did not write it down."""
     state: str
     """head; kept; left (not an ancestor of the head); retired; damaged (quarantined)."""
+    names: list[str]
+    """Given by `dlac name`: it is kept as long as it has one."""
     tiers: list[str]
     """Where its files are: store; local: a copy on this machine."""
     folder: str
@@ -57,13 +60,16 @@ def list_checkpoints(lakehouse: Lakehouse, run: str) -> list[ListedCheckpoint]:
     states = {row["checkpoint_id"]: _OUT[row["kind"]] for row in rows if row["kind"] in _OUT}
     claims = {row["attempt"]: json.loads(row["detail"]) for row in rows if row["kind"] == "claim"}
     checkpoints = checkpoint_rows(rows)
-    lineage, each = set(), head
-    while each is not None:
-        lineage.add(each)
-        each = checkpoints[each]["parent"]
+    lineage, ancestor = set(), head
+    while ancestor is not None:
+        lineage.add(ancestor)
+        ancestor = checkpoints[ancestor]["parent"]
+    named: dict[str, list[str]] = {}
+    for name, checkpoint_id in names_of(rows).items():
+        named.setdefault(checkpoint_id, []).append(name)
     return [
-        _listed(row, claims[row["attempt"]], states.get(name) or _where(name, head, lineage))
-        for name, row in checkpoints.items()
+        _listed(row, claims[row["attempt"]], named.get(each, []), states.get(each) or _where(each, head, lineage))
+        for each, row in checkpoints.items()
     ]
 
 
@@ -96,7 +102,7 @@ def _retired_meanwhile(lakehouse: Lakehouse, checkpoint: ListedCheckpoint) -> bo
 _OUT = {"retire": "retired", "quarantine": "damaged"}
 
 
-def _listed(row: Row, claim: dict[str, str], state: str) -> ListedCheckpoint:
+def _listed(row: Row, claim: dict[str, str], names: list[str], state: str) -> ListedCheckpoint:
     return ListedCheckpoint(
         run=row["run"],
         checkpoint_id=row["checkpoint_id"],
@@ -105,6 +111,7 @@ def _listed(row: Row, claim: dict[str, str], state: str) -> ListedCheckpoint:
         committed_at=row["committed_at"],
         bytes=json.loads(row["detail"])["bytes"] if row["detail"] else None,
         state=state,
+        names=names,
         tiers=[] if state == "retired" else ["local", "store"] if _has_copy(row, claim) else ["store"],
         folder=folder_uri(row["manifest_uri"]),
         manifest_uri=row["manifest_uri"],

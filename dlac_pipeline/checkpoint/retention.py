@@ -13,6 +13,7 @@ import re
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 
+from catalog.commits import names_of
 from catalog.ledger import Row, checkpoint_rows
 from dlac_pipeline.checkpoint.files import below
 from dlac_pipeline.checkpoint.store import MANIFEST, Tiers, attempt_of, folder_uri, name_of
@@ -33,8 +34,13 @@ class Retention:
         self._tiers = tiers
         self._attempt = attempt
         self._ledger_uuid = ledger_uuid
-        self._rows = [row for row in rows if row["kind"] in ("checkpoint", *_OUT)]
+        self._rows: list[Row] = []
         self._swept = False
+        self.saw(rows)
+
+    def saw(self, rows: Sequence[Row]) -> None:
+        """Rows that others have appended to the run."""
+        self._rows += [row for row in rows if row["kind"] in ("checkpoint", "name", *_OUT)]
 
     def due(self, checkpoint_id: str, step: int, parent: str | None) -> list[str]:
         """What is to be retired when this checkpoint becomes the head: all that is not kept, oldest first."""
@@ -49,6 +55,7 @@ class Retention:
             if parent not in out and (len(kept) < keep_last or self._is_milestone(row["step"])):
                 kept.add(parent)
             parent = row["parent"]
+        kept |= set(names_of(self._rows).values())
         return [each for each in checkpoints if each not in kept | out]
 
     def committed(self, checkpoint: Row, retired: Iterable[str]) -> None:

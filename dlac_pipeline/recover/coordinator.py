@@ -16,14 +16,12 @@ from catalog.commits import Attempt, claim, quarantine
 from catalog.connect import Lakehouse
 from catalog.errors import CheckpointDamaged, NoRestorableCheckpoint
 from catalog.ledger import HEAD_KINDS, Ledger, Row, checkpoint_rows
+from dlac_pipeline.checkpoint.committing import repeatable
 from dlac_pipeline.checkpoint.restore import Restored, restore
 from dlac_pipeline.checkpoint.store import Tiers, tiers_of
 from dlac_pipeline.plan.leg import Leg
 from dlac_pipeline.recover.leg_choice import RESUME, LegChooser, Wish, leg_of
 from dlac_pipeline.spec import JobSpec
-
-_UNREPEATED = ("manifest_uri", "manifest_digest", "model_digest", "committed_at", "format_version", "run")
-"""Columns of ledger rows that only their commit decides; manifests leave them out."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -193,11 +191,7 @@ def _resume_point(
 
 
 def _since(rows: list[Row], seq: int) -> list[dict[str, Any]]:
-    return [
-        {name: value for name, value in row.items() if value is not None and name not in _UNREPEATED}
-        for row in rows
-        if int(row["seq"]) > seq
-    ]
+    return repeatable([row for row in rows if int(row["seq"]) > seq])
 
 
 def launch_folder_of(rows: list[Row], attempt: int) -> str:

@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from catalog.errors import NoSuchRun, StoreUnavailable
-from catalog.ledger import Row
+from catalog.commits import name_checkpoint, unname_checkpoint
+from catalog.errors import NoSuchRun, RunFinished, SpecInvalid, StoreUnavailable
+from catalog.ledger import Ledger, Row
 from dlac_pipeline import TorchState, training_run
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.checkpoint.files import StoreFiles, path_at
 from dlac_pipeline.checkpoint.listing import list_checkpoints, verify_checkpoints
+from dlac_pipeline.checkpoint.manifest import read_manifest
 from dlac_pipeline.checkpoint.retention import Retention
 from dlac_pipeline.checkpoint.store import Tiers, folder_of
 from dlac_pipeline.spec import CheckpointSpec
@@ -200,3 +202,52 @@ def test_the_command_line_lists_and_verifies(arena: Arena) -> None:
     assert dlac("verify", "r", "--step", "15", home=arena.home).returncode == 0
     with pytest.raises(NoSuchRun, match="at step 5, found"):
         list(verify_checkpoints(arena.lakehouse, "r", 5))
+
+
+def test_a_named_checkpoint_is_kept_until_its_name_is_taken_away(arena: Arena) -> None:
+    """Also one that is named while the run is on: the commit that would have retired it makes its rows again."""
+    arena.table()
+    spec = arena.spec("r", world_size=1, passes=1, keep_last=1)
+    ledger = Ledger(arena.lakehouse)
+    arena.train(spec, until=15)
+    name_checkpoint(ledger, "r", "release-1")
+    path = arena.home / "r.yaml"
+    with training_run(path) as run:
+        run.restore(TorchState(model=torch.nn.Linear(4, 1)))
+        for batch in run.batches():
+            run.step_done(0.0)
+            if batch.step == 30:
+                name_checkpoint(ledger, "r", "release-2")
+            if batch.step == 40:
+                row = arena.lineage("r")[-1]
+                manifest = read_manifest(row["manifest_uri"], row["manifest_digest"], StoreFiles())
+                repeated = [each["checkpoint_id"] for each in manifest.ledger_rows if each["kind"] == "name"]
+                unname_checkpoint(ledger, "r", "release-1")
+    wait_until(lambda: sorted(folders(arena, "r")) == [30, 63], what="the removal of the retired")
+    names = {each.step: (each.names, each.state) for each in list_checkpoints(arena.lakehouse, "r")}
+    assert names[30] == (["release-2"], "kept")
+    assert names[10] == ([], "retired")
+    assert audit_run(arena.lakehouse, "r").exact
+    seqs = [row["seq"] for row in arena.rows("r")]
+    assert sorted(set(seqs)) == list(range(1, max(seqs) + 1))
+    assert repeated == [row["checkpoint_id"] for row in arena.lineage("r") if row["step"] == 30]
+
+
+def test_names_are_refused_where_they_would_mislead(arena: Arena) -> None:
+    """A retired checkpoint, a step without one, a name that is taken, and one that nothing has."""
+    arena.table()
+    arena.train(arena.spec("r", world_size=1, passes=1, keep_last=2))
+    ledger = Ledger(arena.lakehouse)
+    with pytest.raises(NoSuchRun, match=r"at step 20 that is kept, found those of steps \[60, 63\]"):
+        name_checkpoint(ledger, "r", "early", step=20)
+    named = dlac("name", "r", "best", "--step", "60", home=arena.home)
+    assert "is named best" in named.stdout
+    assert name_checkpoint(ledger, "r", "best", step=60) in named.stdout  # again: nothing to do
+    with pytest.raises(SpecInvalid, match="'best' to name no checkpoint"):
+        name_checkpoint(ledger, "r", "best")
+    assert dlac("unname", "r", "best", home=arena.home).returncode == 0
+    with pytest.raises(NoSuchRun, match=r"named 'best', found the names \[\]"):
+        unname_checkpoint(ledger, "r", "best")
+    with pytest.raises(RunFinished):
+        arena.train(arena.spec("r", world_size=1, passes=1, keep_last=2))
+    assert audit_run(arena.lakehouse, "r").exact
