@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal
 
@@ -91,7 +91,7 @@ class Lakehouse:
         """
         with reachable(self.config.uri):
             try:
-                return self.catalog.load_table(identifier)
+                return self._load(identifier)
             except NoSuchTableError as err:
                 raise NoSuchTable(
                     f"expected a table named {identifier!r} in the catalog at {self.config.uri!r}, found none; "
@@ -101,6 +101,12 @@ class Lakehouse:
                 raise LakehouseError(
                     f"expected the metadata of table {identifier!r} in the warehouse, found {err}: is it mounted?"
                 ) from err
+
+    def _load(self, identifier: str) -> Table:
+        for _ in range(5):
+            with suppress(FileNotFoundError):  # others committed so often meanwhile that these metadata are removed
+                return self.catalog.load_table(identifier)
+        return self.catalog.load_table(identifier)
 
     def own(self, name: str) -> Table:
         """DLAC's own table `name`, one of `schemas.TABLES`, as it is now.

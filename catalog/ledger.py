@@ -20,7 +20,8 @@ from pyiceberg.table import Table
 
 from catalog.connect import Lakehouse, among, equals, reachable
 from catalog.errors import CatalogUnreachable, CommitConflict, CommitOutcomeUnknown, LakehouseError, NoSuchRun
-from catalog.retrying import retrying
+from catalog.expiry import expire_in
+from catalog.retrying import overtaken, rereading, retrying
 from catalog.schemas import CONSUMPTION, FORMAT_VERSION
 
 Row = dict[str, Any]
@@ -80,6 +81,9 @@ class Ledger:
 
     def state(self, run: str) -> RunState:
         """The run's fence as it is now; rebuilt from rows where the cached property is absent."""
+        return rereading()(self._state, run)
+
+    def _state(self, run: str) -> RunState:
         table = self.lakehouse.own("consumption")
         cached = table.properties.get(_property(run))
         if cached is not None:
@@ -93,7 +97,7 @@ class Ledger:
 
     def rows(self, run: str, *, kinds: Sequence[str] = ()) -> list[Row]:
         """All rows of a run in order of `seq`, restricted to `kinds` when given."""
-        found = self._scan(self.lakehouse.own("consumption"), run, kinds=kinds)
+        found = rereading()(lambda: self._scan(self.lakehouse.own("consumption"), run, kinds=kinds))
         return sorted(found, key=lambda row: int(row["seq"]))
 
     def head_rows(self, run: str) -> list[Row]:
@@ -109,9 +113,11 @@ class Ledger:
 
     def runs(self) -> list[str]:
         """Names of all runs in the ledger, sorted."""
-        table = self.lakehouse.own("consumption")
         with reachable(self.lakehouse.config.uri):
-            return sorted(set(table.scan(selected_fields=("run",)).to_arrow()["run"].to_pylist()))
+            found = rereading()(
+                lambda: self.lakehouse.own("consumption").scan(selected_fields=("run",)).to_arrow()["run"]
+            )
+        return sorted(set(found.to_pylist()))
 
     def append(self, run: str, decide: Decide) -> RunState:
         """Read, let `decide` say what to append, commit; repeat on conflict or doubt. Returns the last read.
@@ -145,13 +151,14 @@ class Ledger:
             return state
         arrow = pa.Table.from_pylist([_complete(row, run, wanted.fence) for row in wanted.rows], schema=_ARROW)
         try:
-            with reachable(self.lakehouse.config.uri), state.table.transaction() as transaction:
+            with reachable(self.lakehouse.config.uri), overtaken(), state.table.transaction() as transaction:
                 transaction.append(arrow, snapshot_properties={"dlac.run": run, "dlac.seq": str(wanted.fence.seq)})
                 if wanted.finished:
                     if _property(run) in state.table.properties:
                         transaction.remove_properties(_property(run))
                 else:
                     transaction.set_properties({_property(run): _cached(wanted.fence)})
+                expire_in(transaction)
         except OSError as err:
             raise LakehouseError(
                 f"expected to write to the warehouse of the ledger, found {err}: free or mount it"
