@@ -1,10 +1,10 @@
 """What a ledger commit costs as the ledger grows: `python -m benchmarks.commit [--quick]`.
 
-Four runs commit in turn to one ledger, a checkpoint row and 64 advances each, through the commit of a real checkpoint; after every
-500 commits `dlac upkeep` runs. Ledgers grown to 50 commits (twice: that is how much the same differs from itself), 1,000 and 5,000
-are then measured side by side, one commit of each in turn, 50 before and 50 behind the mark: what else the machine does slows all
-of them. CPU seconds stand beside the wall's. On the other side, in the same run: ledgers without upkeep, which means that appends
-do not expire snapshots. `--quick` grows to 200 commits only, and measures fewer.
+Four runs commit in turn to one ledger, a checkpoint row and 64 advances each, through the commit of a real checkpoint; after
+every 500 commits `dlac upkeep` runs. Ledgers grown to 50 commits (twice: so much the same differs from itself), 1,000 and 5,000
+are then measured side by side, one commit of each in turn, 50 before and 50 behind the mark: what else the machine does slows
+all of them. CPU seconds stand beside the wall's. On the other side, in the same run: ledgers without upkeep, which means that
+appends do not expire snapshots. `--quick` grows to 200 commits only, and measures fewer.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _with_upkeep(folder: Path, marks: Sequence[int], half: int) -> dict[str, Fig
     grown[f"{marks[0]}_again"] = _Growth(folder / "again", marks[0] - half)
     _side_by_side(grown, 2 * half)
     base = grown[f"{marks[0]}"]
-    figures = {}
+    figures: dict[str, Figure] = {}
     for name, growth in grown.items():
         figures |= growth.figures(f"at_{name}")
         if growth is not base:

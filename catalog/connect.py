@@ -19,7 +19,7 @@ from pyiceberg.exceptions import (
 )
 from pyiceberg.expressions import BooleanExpression, EqualTo, In
 from pyiceberg.table import Table
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 
 from catalog.errors import CatalogUnreachable, FormatTooNew, LakehouseError, NoSuchTable, SpecInvalid
 from catalog.guarded import GUARDED
@@ -135,12 +135,9 @@ class Lakehouse:
                         continue
 
     def create_namespace(self, namespace: str) -> None:
-        """Create `namespace` unless it exists."""
-        with reachable(self.config.uri):
-            try:
-                self.catalog.create_namespace_if_not_exists(namespace)
-            except NamespaceAlreadyExistsError:
-                return
+        """Create `namespace` unless it exists; safe to race."""
+        with reachable(self.config.uri), suppress(NamespaceAlreadyExistsError, IntegrityError):  # pyiceberg's own race
+            self.catalog.create_namespace_if_not_exists(namespace)
 
 
 def connect(config: LakehouseConfig) -> Lakehouse:

@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
 from pyiceberg.expressions import And
@@ -25,6 +25,7 @@ from catalog.retrying import overtaken, rereading, retrying
 from catalog.schemas import CONSUMPTION, FORMAT_VERSION
 
 Row = dict[str, Any]
+T = TypeVar("T")
 HEAD_KINDS = ("checkpoint", "claim", "leg", "quarantine", "retire", "finish")
 """Every kind but `advance`: what says where a run is, without what it consumed."""
 _ARROW = schema_to_pyarrow(CONSUMPTION, include_field_ids=False)
@@ -135,6 +136,14 @@ class Ledger:
                 f"an append to the ledger of run {run!r} was repeated for {self._deadline_s:.0f} s without an answer: "
                 f"{err}; whether it landed is decided by the next recovery, from the rows"
             ) from err
+
+    def patiently(self, work: Callable[[], T]) -> T:
+        """Repeat what leads up to an append for as long as the append itself is repeated while the catalog is away.
+
+        Raises:
+            CatalogUnreachable: it stayed away past the deadline.
+        """
+        return retrying(self._deadline_s)(work)
 
     def _scan(
         self, table: Table, run: str, *, columns: tuple[str, ...] = ("*",), kinds: Sequence[str] = ()

@@ -300,19 +300,21 @@ class CheckpointManager:
         state = self._checked_reader_state(votes, taken.step)
         files = [FileEntry(**entry) for vote in votes for entry in vote["files"]]
         checkpoint_id = f"{self._attempt.run}-{taken.step:09d}-{self._attempt.nonce}"
-        rows = self._maker.rows(
-            taken,
-            votes,
-            leg_is_new=self._leg_is_new,
-            checkpoint_id=checkpoint_id,
-            parent=parent,
-            world_size=self._tree.world_size,
+        rows = self._ledger.patiently(
+            lambda: self._maker.rows(
+                taken,
+                votes,
+                leg_is_new=self._leg_is_new,
+                checkpoint_id=checkpoint_id,
+                parent=parent,
+                world_size=self._tree.world_size,
+            )
         )
-        retention = self._retention = self._retention or self._retaining()
+        retention = self._retention = self._retention or self._ledger.patiently(self._retaining)
         retired = retention.due(checkpoint_id, taken.step, parent)
         rows += [{"kind": "retire", "checkpoint_id": each} for each in retired]
         manifest = Manifest(
-            ledger_uuid=self._ledger.table_uuid,
+            ledger_uuid=self._ledger.patiently(lambda: self._ledger.table_uuid),
             run=self._attempt.run,
             attempt=self._attempt.number,
             checkpoint_id=checkpoint_id,
