@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal
 
@@ -19,7 +19,7 @@ from pyiceberg.exceptions import (
 )
 from pyiceberg.expressions import BooleanExpression, EqualTo, In
 from pyiceberg.table import Table
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 
 from catalog.errors import CatalogUnreachable, FormatTooNew, LakehouseError, NoSuchTable, SpecInvalid
 from catalog.guarded import GUARDED
@@ -91,7 +91,7 @@ class Lakehouse:
         """
         with reachable(self.config.uri):
             try:
-                return self.catalog.load_table(identifier)
+                return self._load(identifier)
             except NoSuchTableError as err:
                 raise NoSuchTable(
                     f"expected a table named {identifier!r} in the catalog at {self.config.uri!r}, found none; "
@@ -101,6 +101,12 @@ class Lakehouse:
                 raise LakehouseError(
                     f"expected the metadata of table {identifier!r} in the warehouse, found {err}: is it mounted?"
                 ) from err
+
+    def _load(self, identifier: str) -> Table:
+        for _ in range(5):
+            with suppress(FileNotFoundError):  # others committed so often meanwhile that these metadata are removed
+                return self.catalog.load_table(identifier)
+        return self.catalog.load_table(identifier)
 
     def own(self, name: str) -> Table:
         """DLAC's own table `name`, one of `schemas.TABLES`, as it is now.
@@ -129,12 +135,9 @@ class Lakehouse:
                         continue
 
     def create_namespace(self, namespace: str) -> None:
-        """Create `namespace` unless it exists."""
-        with reachable(self.config.uri):
-            try:
-                self.catalog.create_namespace_if_not_exists(namespace)
-            except NamespaceAlreadyExistsError:
-                return
+        """Create `namespace` unless it exists; safe to race."""
+        with reachable(self.config.uri), suppress(NamespaceAlreadyExistsError, IntegrityError):  # pyiceberg's own race
+            self.catalog.create_namespace_if_not_exists(namespace)
 
 
 def connect(config: LakehouseConfig) -> Lakehouse:

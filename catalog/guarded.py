@@ -3,7 +3,11 @@
 pyiceberg deletes a commit's manifests when `commit_table` raises `CommitFailedException`. If the answer of a landed commit
 was lost and its request is sent again, the replay fails in exactly that way, and the manifests deleted are those of the
 landed snapshot. The guard looks whether this commit's snapshot is in the table: if so, it succeeded; if not, it raises
-our own `CommitConflict`, on which pyiceberg deletes nothing. Left-over files are upkeep's business.
+our own `CommitConflict`, on which pyiceberg deletes nothing. Left-over files are upkeep's business. (A landed snapshot may
+have been expired by the time of the look, behind many others: so whoever repeats a commit decides from the rows.)
+
+Nor does an expiry take what it must not: pyiceberg drops a tag that was made since the expiry was decided, with its snapshot,
+and fails on a snapshot that is gone already. Under the guard, both are conflicts.
 """
 
 from __future__ import annotations
@@ -15,13 +19,21 @@ from pyiceberg.catalog.rest import RestCatalog
 from pyiceberg.catalog.sql import SqlCatalog
 from pyiceberg.exceptions import CommitFailedException
 from pyiceberg.table import CommitTableResponse
-from pyiceberg.table.update import AddSnapshotUpdate, TableRequirement, TableUpdate
+from pyiceberg.table.update import (
+    AddSnapshotUpdate,
+    RemoveSnapshotsUpdate,
+    SetSnapshotRefUpdate,
+    TableRequirement,
+    TableUpdate,
+)
 
 from catalog.errors import CommitConflict
 
 if TYPE_CHECKING:
     from pyiceberg.catalog import Catalog
-    from pyiceberg.table import Table
+    from pyiceberg.table import StagedTable, Table
+    from pyiceberg.table.metadata import TableMetadata
+    from pyiceberg.typedef import Identifier
 
 
 class GuardedSqlCatalog(SqlCatalog):
@@ -35,7 +47,25 @@ class GuardedSqlCatalog(SqlCatalog):
             response: CommitTableResponse = super().commit_table(table, requirements, updates)
         except CommitFailedException as err:
             return _landed_or_conflict(self, table, updates, err)
+        except (
+            FileNotFoundError
+        ) as err:  # so many others committed that the metadata just looked up was replaced and removed
+            raise CommitConflict(
+                f"a commit to {'.'.join(table.name())!r} was overtaken, and did not land: {err}"
+            ) from err
         return response
+
+    def _update_and_stage_table(
+        self,
+        current_table: Table | None,
+        table_identifier: Identifier,
+        requirements: tuple[TableRequirement, ...],
+        updates: tuple[TableUpdate, ...],
+    ) -> StagedTable:
+        """Look at what is expired on the very metadata that the commit replaces."""
+        if current_table is not None:
+            _check_expiry(current_table.metadata, updates)
+        return super()._update_and_stage_table(current_table, table_identifier, requirements, updates)
 
 
 class GuardedRestCatalog(RestCatalog):
@@ -65,3 +95,14 @@ def _landed_or_conflict(
         return CommitTableResponse.model_validate(landed)
     name = ".".join(table.name())
     raise CommitConflict(f"a commit to {name!r} was refused, and did not land: {err}") from err
+
+
+def _check_expiry(metadata: TableMetadata, updates: tuple[TableUpdate, ...]) -> None:
+    moved = {update.ref_name for update in updates if isinstance(update, SetSnapshotRefUpdate)}
+    named = {ref.snapshot_id for name, ref in metadata.refs.items() if name not in moved}
+    known = {snapshot.snapshot_id for snapshot in metadata.snapshots} - named
+    for update in updates:
+        if isinstance(update, RemoveSnapshotsUpdate) and not known.issuperset(update.snapshot_ids):
+            raise CommitConflict(
+                "snapshots that were to be expired are gone, or have been named by a tag: nothing landed"
+            )

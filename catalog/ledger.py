@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
 from pyiceberg.expressions import And
@@ -20,14 +20,14 @@ from pyiceberg.table import Table
 
 from catalog.connect import Lakehouse, among, equals, reachable
 from catalog.errors import CatalogUnreachable, CommitConflict, CommitOutcomeUnknown, LakehouseError, NoSuchRun
-from catalog.retrying import retrying
+from catalog.expiry import expire_in
+from catalog.retrying import overtaken, rereading, retrying
 from catalog.schemas import CONSUMPTION, FORMAT_VERSION
 
 Row = dict[str, Any]
+T = TypeVar("T")
 HEAD_KINDS = ("checkpoint", "claim", "leg", "quarantine", "retire", "name", "finish")
 """Every kind but `advance`: what says where a run is, without what it consumed."""
-DEADLINE_S = 180.0
-"""How long an append waits for a catalog that is away."""
 _ARROW = schema_to_pyarrow(CONSUMPTION, include_field_ids=False)
 
 
@@ -71,7 +71,7 @@ Decide = Callable[[RunState], Append | None]
 class Ledger:
     """The `consumption` table of one lakehouse."""
 
-    def __init__(self, lakehouse: Lakehouse, *, deadline_s: float = DEADLINE_S) -> None:
+    def __init__(self, lakehouse: Lakehouse, *, deadline_s: float = 180.0) -> None:
         self.lakehouse = lakehouse
         self._deadline_s = deadline_s
 
@@ -82,6 +82,9 @@ class Ledger:
 
     def state(self, run: str) -> RunState:
         """The run's fence as it is now; rebuilt from rows where the cached property is absent."""
+        return rereading()(self._state, run)
+
+    def _state(self, run: str) -> RunState:
         table = self.lakehouse.own("consumption")
         cached = table.properties.get(_property(run))
         if cached is not None:
@@ -95,11 +98,12 @@ class Ledger:
 
     def rows(self, run: str, *, kinds: Sequence[str] = ()) -> list[Row]:
         """All rows of a run in order of `seq`, restricted to `kinds` when given."""
-        return self._sorted(self.lakehouse.own("consumption"), run, kinds)
+        return rereading()(lambda: self._sorted(self.lakehouse.own("consumption"), run, kinds))
 
     def rows_at(self, state: RunState, *, kinds: Sequence[str] = ()) -> list[Row]:
         """The rows that the run had at one read, as `rows` gives them."""
-        return self._sorted(state.table, state.run, kinds)
+        with overtaken():
+            return self._sorted(state.table, state.run, kinds)
 
     def head_rows(self, run: str) -> list[Row]:
         """The rows that say where a run is, in order of `seq`.
@@ -114,9 +118,11 @@ class Ledger:
 
     def runs(self) -> list[str]:
         """Names of all runs in the ledger, sorted."""
-        table = self.lakehouse.own("consumption")
         with reachable(self.lakehouse.config.uri):
-            return sorted(set(table.scan(selected_fields=("run",)).to_arrow()["run"].to_pylist()))
+            found = rereading()(
+                lambda: self.lakehouse.own("consumption").scan(selected_fields=("run",)).to_arrow()["run"]
+            )
+        return sorted(set(found.to_pylist()))
 
     def append(self, run: str, decide: Decide) -> RunState:
         """Read, let `decide` say what to append, commit; repeat on conflict or doubt. Returns the last read.
@@ -134,6 +140,14 @@ class Ledger:
                 f"an append to the ledger of run {run!r} was repeated for {self._deadline_s:.0f} s without an answer: "
                 f"{err}; whether it landed is decided by the next recovery, from the rows"
             ) from err
+
+    def patiently(self, work: Callable[[], T]) -> T:
+        """Repeat what leads up to an append for as long as the append itself is repeated while the catalog is away.
+
+        Raises:
+            CatalogUnreachable: it stayed away past the deadline.
+        """
+        return retrying(self._deadline_s)(work)
 
     def _sorted(self, table: Table, run: str, kinds: Sequence[str]) -> list[Row]:
         return sorted(self._scan(table, run, kinds=kinds), key=lambda row: int(row["seq"]))
@@ -153,13 +167,14 @@ class Ledger:
             return state
         arrow = pa.Table.from_pylist([_complete(row, run, wanted.fence) for row in wanted.rows], schema=_ARROW)
         try:
-            with reachable(self.lakehouse.config.uri), state.table.transaction() as transaction:
+            with reachable(self.lakehouse.config.uri), overtaken(), state.table.transaction() as transaction:
                 transaction.append(arrow, snapshot_properties={"dlac.run": run, "dlac.seq": str(wanted.fence.seq)})
                 if wanted.finished:
                     if _property(run) in state.table.properties:
                         transaction.remove_properties(_property(run))
                 else:
                     transaction.set_properties({_property(run): _cached(wanted.fence)})
+                expire_in(transaction)
         except OSError as err:
             raise LakehouseError(
                 f"expected to write to the warehouse of the ledger, found {err}: free or mount it"

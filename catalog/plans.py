@@ -17,7 +17,8 @@ from pyiceberg.io.pyarrow import schema_to_pyarrow
 
 from catalog.connect import Lakehouse, equals, reachable
 from catalog.errors import FormatTooNew, LakehouseError, SpecInvalid
-from catalog.retrying import retrying
+from catalog.expiry import expire_in
+from catalog.retrying import overtaken, rereading, retrying
 from catalog.schemas import FORMAT_VERSION, PLANS, SLICES, WORK_UNITS
 
 WORK_UNITS_ARROW = schema_to_pyarrow(WORK_UNITS, include_field_ids=False)
@@ -120,8 +121,9 @@ def append_own(lakehouse: Lakehouse, name: str, rows: pa.Table, *, unless: Calla
         table = lakehouse.own(name)  # loaded before the look: what lands after it makes this append fail
         if unless():
             return
-        with reachable(lakehouse.config.uri):
-            table.append(rows)
+        with reachable(lakehouse.config.uri), overtaken(), table.transaction() as transaction:
+            transaction.append(rows)
+            expire_in(transaction)
 
     retrying()(once)
 
@@ -131,6 +133,5 @@ def _any(lakehouse: Lakehouse, name: str, row_filter: BooleanExpression) -> bool
 
 
 def _rows(lakehouse: Lakehouse, name: str, row_filter: BooleanExpression, *, limit: int | None = None) -> Any:
-    table = lakehouse.own(name)
     with reachable(lakehouse.config.uri):
-        return table.scan(row_filter=row_filter, limit=limit).to_arrow()
+        return rereading()(lambda: lakehouse.own(name).scan(row_filter=row_filter, limit=limit).to_arrow())

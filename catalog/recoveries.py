@@ -10,6 +10,7 @@ from pyiceberg.io.pyarrow import schema_to_pyarrow
 
 from catalog.connect import Lakehouse, equals, reachable
 from catalog.plans import append_own
+from catalog.retrying import rereading
 from catalog.schemas import FORMAT_VERSION, RECOVERIES
 
 _ARROW = schema_to_pyarrow(RECOVERIES, include_field_ids=False)
@@ -55,7 +56,7 @@ def write_recovery(lakehouse: Lakehouse, recovery: Recovery) -> None:
 
 def recoveries_of(lakehouse: Lakehouse, run: str) -> list[Recovery]:
     """All recoveries of a run in order of `seq`."""
-    table = lakehouse.own("recoveries")
     with reachable(lakehouse.config.uri):
-        rows = table.scan(row_filter=equals("run", run)).to_arrow().to_pylist()
+        found = rereading()(lambda: lakehouse.own("recoveries").scan(row_filter=equals("run", run)).to_arrow())
+    rows = found.to_pylist()
     return [Recovery(**row) for row in sorted(rows, key=lambda row: int(row["seq"]))]

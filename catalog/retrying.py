@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import tenacity
@@ -25,6 +27,22 @@ def retrying(
         stop=tenacity.stop_after_delay(deadline_s),
         reraise=True,
     )
+
+
+def rereading() -> tenacity.Retrying:
+    """Repeats a read of a table whose files upkeep removed between the look at its metadata and their reading."""
+    return tenacity.Retrying(
+        retry=tenacity.retry_if_exception_type(FileNotFoundError), stop=tenacity.stop_after_attempt(5), reraise=True
+    )
+
+
+@contextmanager
+def overtaken() -> Iterator[None]:
+    """Turn a file that upkeep removed while a commit was built into a `CommitConflict`: the table has long moved on."""
+    try:
+        yield
+    except FileNotFoundError as err:
+        raise CommitConflict(f"a commit was overtaken by others and by upkeep, and did not land: {err}") from err
 
 
 def _pause_s(state: tenacity.RetryCallState, *, longest_s: float) -> float:

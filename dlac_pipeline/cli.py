@@ -323,6 +323,28 @@ def unpin(
     )
 
 
+@app.command()
+def upkeep(
+    home: Home = None,
+    spec: SpecOption = None,
+    keep: Annotated[int, typer.Option(min=1, help="Snapshots to keep of each of DLAC's own tables.")] = 20,
+    as_json: AsJson = False,
+) -> None:
+    """Put DLAC's own tables in order: merge small files, expire snapshots, remove unneeded files; safe while runs train."""
+    from catalog.upkeep import upkeep as put_in_order
+
+    done = put_in_order(_lakehouse(spec, home), keep=keep)
+    if as_json:
+        sys.stdout.write(json.dumps([asdict(each) for each in done]) + "\n")
+        return
+    table = Table("table", "files merged", "into", "snapshots expired", "files removed", "bytes removed", "left")
+    for each in done:
+        facts = (each.table, each.merged_files, each.into_files, each.expired_snapshots, each.removed_files)
+        left = "busy: for the next time" if each.busy else ""
+        table.add_row(*(Text(str(fact)) for fact in facts), Text(decimal(each.removed_bytes)), Text(left))
+    _out.print(table)
+
+
 @app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def demo(context: typer.Context) -> None:
     """Run the main job on real input, in a checkout: plan, train, crash, recover, audit, report."""

@@ -14,8 +14,7 @@ from catalog.commits import Attempt, commit_checkpoint
 from catalog.connect import Lakehouse
 from catalog.durable_io import fsync_directory, write_durably
 from catalog.errors import CheckpointError, DlacError, RowsBetween
-from catalog.ledger import DEADLINE_S, HEAD_KINDS, Ledger, Row
-from catalog.retrying import retrying
+from catalog.ledger import HEAD_KINDS, Ledger, Row
 from dlac_pipeline.checkpoint.cursors import agreed_reader_state
 from dlac_pipeline.checkpoint.manifest import FileEntry, Manifest, content_digest
 from dlac_pipeline.checkpoint.retention import Retention
@@ -92,15 +91,13 @@ class Committer:
 
     def _commit_whatever_comes_between(self, votes: list[Vote], prepared: Prepared) -> Decision:
         """Commit with the run's rows as they are; a catalog that is away is waited for, as by the ledger itself."""
-        waiting = retrying(DEADLINE_S)
-        waiting(self._begin)
+        patiently = self._ledger.patiently
+        patiently(self._begin)
         while True:
             try:
-                decision: Decision = waiting(self._commit, votes, prepared)
+                return patiently(lambda: self._commit(votes, prepared))
             except RowsBetween:  # the manifest, which nothing names yet, is written again
-                waiting(self._see)
-            else:
-                return decision
+                patiently(self._see)
 
     def _commit(self, votes: list[Vote], prepared: Prepared) -> Decision:
         for vote in votes:

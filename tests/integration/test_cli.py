@@ -49,6 +49,11 @@ def test_a_run_is_planned_trained_looked_at_and_audited_from_the_command_line(ar
     script = dlac("audit", "by-hand", "--explain", home=arena.home).stdout
     with duckdb.connect() as plain:
         assert plain.execute(script).fetchall()
+    done = {each["table"]: each for each in json.loads(dlac("upkeep", "--keep", "1", "--json", home=arena.home).stdout)}
+    assert done["consumption"]["expired_snapshots"] > 0
+    assert done["consumption"]["removed_files"] > 0
+    assert "consumption" in dlac("upkeep", home=arena.home).stdout
+    assert dlac("audit", "by-hand", home=arena.home).returncode == 0
     again = dlac("train", str(spec), home=arena.home)
     assert again.returncode == 82
     assert "RunFinished" in again.stderr

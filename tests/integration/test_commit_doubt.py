@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,7 +13,9 @@ from sqlalchemy.exc import OperationalError
 from catalog.commits import Attempt, claim, commit_checkpoint
 from catalog.connect import Lakehouse, connect
 from catalog.errors import CommitConflict, CommitOutcomeUnknown, Fenced
-from catalog.ledger import Append, Ledger, RunState
+from catalog.ledger import Append, Fence, Ledger, RunState
+from catalog.recoveries import Recovery, recoveries_of, write_recovery
+from catalog.upkeep import upkeep
 
 if TYPE_CHECKING:
     from tests.conftest import Arena
@@ -92,6 +95,64 @@ def test_a_commit_in_doubt_is_recorded_once(
     (row,) = ledger.rows(RUN, kinds=["checkpoint"])
     assert (row["checkpoint_id"], row["seq"]) == ("a", 2)
     check_readable(ledger.lakehouse)
+
+
+def test_a_commit_whose_snapshot_has_been_expired_before_anybody_looked(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The commit lands, so many others follow that its snapshot is gone, then it is called failed: the rows tell."""
+    other = Ledger(connect(ledger.lakehouse.config))
+
+    def landed_long_ago(commit: Commit, request: Any) -> CommitTableResponse:
+        response = commit(*request)
+        claim(other, "another", nonce="x", replaces=0, detail={})
+        upkeep(other.lakehouse, keep=1)
+        with pytest.raises(CommitFailedException):
+            commit(*request)
+        assert other.lakehouse.own("consumption").snapshot_by_id(snapshot_of(response)) is None
+        raise CommitFailedException("the answer of a replay")
+
+    once(monkeypatch, landed_long_ago)
+    assert checkpoint(ledger, "a").fence == Fence(attempt=1, nonce="n1", seq=2, head="a")
+    assert len(ledger.rows(RUN, kinds=["checkpoint"])) == 1
+    claim(ledger, "a third", nonce="y", replaces=0, detail={})
+    table = ledger.lakehouse.own("consumption")
+    for snapshot in table.snapshots():
+        table.scan(snapshot_id=snapshot.snapshot_id).to_arrow()
+
+
+def snapshot_of(response: CommitTableResponse) -> int:
+    """The snapshot that a commit made current."""
+    snapshot_id = response.metadata.current_snapshot_id
+    assert snapshot_id is not None
+    return snapshot_id
+
+
+@pytest.mark.parametrize("fault", [replayed, landed_but_refused, landed_but_unanswered, lost_before_landing])
+def test_a_recovery_in_doubt_is_written_once(
+    arena: Arena, monkeypatch: pytest.MonkeyPatch, fault: Callable[[Commit, Any], CommitTableResponse]
+) -> None:
+    """What is appended beside the ledger is looked for before it is appended again."""
+    durations: dict[str, Any] = dict.fromkeys(
+        ("detect_s", "stop_s", "claim_s", "verify_s", "load_s", "first_step_s", "total_s"), 0.0
+    )
+    recovery = Recovery(
+        run=RUN,
+        seq=3,
+        attempt=2,
+        replaced_attempt=1,
+        cause="SIGKILL",
+        noticed_by="supervisor",
+        failed_at=datetime(2026, 1, 1, tzinfo=UTC),
+        resumed_from=None,
+        resumed_step=0,
+        rows_replayed=0,
+        outcome="resumed",
+        **durations,
+    )
+    once(monkeypatch, fault)
+    write_recovery(arena.lakehouse, recovery)
+    assert recoveries_of(arena.lakehouse, RUN) == [recovery]
 
 
 def test_without_the_guard_a_replay_destroys_the_table(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ import yaml
 
 import dlac_pipeline as dlac
 from catalog.connect import connect
+from catalog.upkeep import upkeep
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.plan.legs import first_leg
 from dlac_pipeline.plan.planner import make_plan
@@ -93,3 +94,7 @@ def test_a_run_is_killed_resumed_and_audited(
     report = audit_run(connect(spec.lakehouse), "remote")
     assert report.exact
     assert store.requests("PUT", "/dlac/consumption/") > 4
+    done = {each.table: each for each in upkeep(connect(spec.lakehouse), keep=1)}
+    assert done["consumption"].removed_files > 3
+    assert store.requests("DELETE", "/dlac/consumption/") >= done["consumption"].removed_files
+    assert audit_run(connect(spec.lakehouse), "remote").exact

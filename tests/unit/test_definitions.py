@@ -9,15 +9,16 @@ from dlac_pipeline.spec import JobSpec
 from jobs.definitions import defs
 
 
-def test_the_code_location_holds_exactly_these_assets_checks_jobs_and_sensors() -> None:
+def test_the_code_location_holds_exactly_these_assets_checks_jobs_sensors_and_schedules() -> None:
     """Renaming or dropping a definition breaks schedules and links of users, and must be meant."""
     repository = defs.get_repository_def()
     assets = {key.to_user_string() for key in repository.asset_graph.get_all_asset_keys()}
     assert assets == {"corpus", "tokens", "pinned_snapshot", "work_plan", "model_checkpoint"}
     checks = {key.name for key in repository.asset_graph.asset_check_keys}
     assert checks == {"no_duplicate_rows", "no_missing_rows", "consumption_exact"}
-    assert set(repository.job_names) - {"__ASSET_JOB"} == {"ingest_job", "train_job", "recover_job"}
+    assert set(repository.job_names) - {"__ASSET_JOB"} == {"ingest_job", "train_job", "recover_job", "upkeep_job"}
     assert {sensor.name for sensor in repository.sensor_defs} == {"recovery_sensor"}
+    assert {schedule.name for schedule in repository.schedule_defs} == {"upkeep_schedule"}
 
 
 def test_every_asset_says_what_a_row_or_a_version_of_it_is() -> None:
@@ -46,3 +47,10 @@ def test_the_launchpad_knows_every_field_of_the_job_spec_with_its_description() 
                 pairs.append((field.annotation, nested))
             seen += 1
     assert seen > len(JobSpec.model_fields)
+
+
+def test_upkeep_waits_for_somebody_to_turn_it_on() -> None:
+    """Loading the code location starts no upkeep by itself."""
+    schedule = defs.get_repository_def().get_schedule_def("upkeep_schedule")
+    assert schedule.default_status == dg.DefaultScheduleStatus.STOPPED
+    assert schedule.job_name == "upkeep_job"

@@ -1,0 +1,168 @@
+"""What a ledger commit costs as the ledger grows: `python -m benchmarks.commit [--quick]`.
+
+Four runs commit in turn to one ledger, a checkpoint row and 64 advances each, through the commit of a real checkpoint; after
+every 500 commits `dlac upkeep` runs. Ledgers grown to 50 commits (twice: so much the same differs from itself), 1,000 and 5,000
+are then measured side by side, one commit of each in turn, 50 before and 50 behind the mark: what else the machine does slows
+all of them. CPU seconds stand beside the wall's. On the other side, in the same run: ledgers without upkeep, which means that
+appends do not expire snapshots. `--quick` grows to 200 commits only, and measures fewer.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+import catalog.ledger
+from benchmarks.figures import Figure, report
+from catalog.commits import Attempt, claim, commit_checkpoint
+from catalog.connect import LakehouseConfig, connect
+from catalog.expiry import expire_in
+from catalog.ledger import HEAD_KINDS, Ledger
+from catalog.upkeep import upkeep
+
+_RUNS, _ADVANCES, _UPKEEP_EVERY = 4, 64, 500
+
+
+def main() -> None:
+    """Measure with upkeep and without, and report."""
+    quick = "--quick" in sys.argv[1:]
+    marks, half, without = ((50, 200), 20, (40, 100)) if quick else ((50, 1_000, 5_000), 50, (50, 300))
+    with tempfile.TemporaryDirectory() as folder:
+        figures = _with_upkeep(Path(folder), marks, half) | _without(Path(folder), without, half // 2)
+    figures["load_average_1min"] = Figure(value=os.getloadavg()[0], unit="processes")
+    report("commit", figures)
+
+
+def _with_upkeep(folder: Path, marks: Sequence[int], half: int) -> dict[str, Figure]:
+    grown = {f"{mark}": _Growth(folder / f"{mark}", mark - half) for mark in marks}
+    grown[f"{marks[0]}_again"] = _Growth(folder / "again", marks[0] - half)
+    _side_by_side(grown, 2 * half)
+    base = grown[f"{marks[0]}"]
+    figures: dict[str, Figure] = {}
+    for name, growth in grown.items():
+        figures |= growth.figures(f"at_{name}")
+        if growth is not base:
+            bar = "<= 1.5" if name == f"{marks[-1]}" else None
+            figures[f"p50_at_{name}_over_{marks[0]}"] = Figure(value=growth.p50 / base.p50, unit="ratio", bar=bar)
+            cpu = median(growth.cpu_s) / median(base.cpu_s)
+            figures[f"cpu_p50_at_{name}_over_{marks[0]}"] = Figure(value=cpu, unit="ratio")
+    return figures | grown[f"{marks[-1]}"].put_in_order(f"at_{marks[-1]}")
+
+
+def _without(folder: Path, marks: Sequence[int], half: int) -> dict[str, Figure]:
+    setattr(catalog.ledger, "expire_in", lambda _: None)  # noqa: B010  # mypy knows no other way to replace an import
+    try:
+        grown = {f"{mark}": _Growth(folder / f"without-{mark}", mark - half, upkeep_every=0) for mark in marks}
+        _side_by_side(grown, 2 * half)
+    finally:
+        setattr(catalog.ledger, "expire_in", expire_in)  # noqa: B010  # as above
+    first, last = grown.values()
+    ratio = Figure(value=last.p50 / first.p50, unit="ratio")
+    figures = {f"without_upkeep_p50_at_{marks[1]}_over_{marks[0]}": ratio}
+    for name, growth in grown.items():
+        figures |= growth.figures(f"without_upkeep_at_{name}")
+    return figures
+
+
+def _side_by_side(grown: dict[str, _Growth], commits: int) -> None:
+    for _ in range(commits):
+        for growth in grown.values():
+            growth.measure()
+    print(json.dumps({"measured": list(grown), "commits_each": commits, "loadavg": os.getloadavg()}), flush=True)
+
+
+@dataclass
+class _Growth:
+    """A ledger of its own that has taken `commits` commits."""
+
+    home: Path
+    commits: int
+    upkeep_every: int = _UPKEEP_EVERY
+    wall_s: list[float] = field(default_factory=list)
+    cpu_s: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.ledger = Ledger(connect(LakehouseConfig().at_home(self.home)))
+        self._attempts = [Attempt(run=f"run-{number}", number=1, nonce="n") for number in range(_RUNS)]
+        self._parents: dict[str, str | None] = {}
+        for attempt in self._attempts:
+            claim(self.ledger, attempt.run, nonce="n", replaces=0, detail={})
+        self._step, started = 0, time.monotonic()
+        for done in range(1, self.commits + 1):
+            self._commit()
+            if self.upkeep_every and done % self.upkeep_every == 0:
+                upkeep(self.ledger.lakehouse)
+        took_s = time.monotonic() - started
+        print(json.dumps({"grown": self.home.name, "commits": self.commits, "seconds": round(took_s, 1)}), flush=True)
+
+    @property
+    def p50(self) -> float:
+        """Median seconds of the measured commits."""
+        return median(self.wall_s)
+
+    def measure(self) -> None:
+        """One more commit, timed."""
+        started, cpu = time.monotonic(), time.process_time()
+        self._commit()
+        self.wall_s.append(time.monotonic() - started)
+        self.cpu_s.append(time.process_time() - cpu)
+
+    def figures(self, suffix: str) -> dict[str, Figure]:
+        """p50 and p99 of the measured commits."""
+        return {
+            f"p50_{suffix}": Figure(value=1e3 * self.p50, unit="ms"),
+            f"p99_{suffix}": Figure(value=1e3 * quantiles(self.wall_s, n=100, method="inclusive")[98], unit="ms"),
+            f"cpu_p50_{suffix}": Figure(value=1e3 * median(self.cpu_s), unit="ms"),
+        }
+
+    def put_in_order(self, suffix: str) -> dict[str, Figure]:
+        """What a last upkeep does, and how much longer a recovery's read of the ledger takes without it."""
+        before, started = self._read_s(), time.monotonic()
+        done = {each.table: each for each in upkeep(self.ledger.lakehouse)}["consumption"]
+        return {
+            f"upkeep_{suffix}": Figure(value=time.monotonic() - started, unit="s"),
+            f"merged_files_{suffix}": Figure(value=done.merged_files, unit="files"),
+            f"removed_files_{suffix}": Figure(value=done.removed_files, unit="files"),
+            f"head_rows_before_upkeep_{suffix}": Figure(value=1e3 * before, unit="ms"),
+            f"head_rows_behind_upkeep_{suffix}": Figure(value=1e3 * self._read_s(), unit="ms"),
+        }
+
+    def _read_s(self) -> float:
+        taken = []
+        for _ in range(5):
+            started = time.monotonic()
+            self.ledger.rows("run-0", kinds=HEAD_KINDS)
+            taken.append(time.monotonic() - started)
+        return median(taken)
+
+    def _commit(self) -> None:
+        self._step += 1
+        attempt = self._attempts[self._step % _RUNS]
+        name, parent = f"{attempt.run}-{self._step:09d}", self._parents.get(attempt.run)
+        rows: list[dict[str, Any]] = [
+            {"kind": "checkpoint", "checkpoint_id": name, "parent": parent, "losses": [0.5] * 10}
+        ]
+        rows += [
+            {
+                "kind": "advance",
+                "checkpoint_id": name,
+                "key_group": group,
+                "position_end": self._step,
+                "rows_consumed": 8,
+            }
+            for group in range(_ADVANCES)
+        ]
+        commit_checkpoint(self.ledger, attempt, checkpoint_id=name, parent=parent, rows=rows)
+        self._parents[attempt.run] = name
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""Snapshots of DLAC's own tables that nobody needs are expired by the appends themselves, so that no commit grows slower.
+
+pyiceberg copies a table's metadata some twenty times per commit, and every retained snapshot is part of it. So each append
+also expires, in its own transaction, what it pushes out of the newest `KEEP_SNAPSHOTS`: nothing to schedule, nothing that
+could be half done. What a branch or a tag names stays. Expiry deletes no file: that is for catalog/orphans.py.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+
+from pyiceberg.table import Transaction
+from pyiceberg.table.update.snapshot import ExpireSnapshots
+
+from catalog.connect import Lakehouse, reachable
+from catalog.retrying import retrying
+
+KEEP_SNAPSHOTS = 20
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+def expire(lakehouse: Lakehouse, name: str, *, keep: int = KEEP_SNAPSHOTS) -> int:
+    """Expire all snapshots of DLAC's own table `name` but the newest `keep`, and those that are named; returns how many.
+
+    Raises:
+        CatalogUnreachable: the catalog stayed away for a minute.
+        CommitConflict: others committed all the time.
+    """
+
+    def once() -> int:
+        table = lakehouse.own(name)
+        before = len(table.metadata.snapshots)
+        with reachable(lakehouse.config.uri), table.transaction() as transaction:
+            expire_in(transaction, keep=keep)
+        return before - len(table.metadata.snapshots)
+
+    return retrying()(once)
+
+
+def expire_in(transaction: Transaction, *, keep: int = KEEP_SNAPSHOTS) -> None:
+    """Have `transaction` expire all snapshots but the newest `keep`, and those that a branch or a tag names."""
+    metadata = transaction.table_metadata  # a copy each time it is asked for
+    named = {ref.snapshot_id for ref in metadata.refs.values()}
+    newest_first = sorted(metadata.snapshots, key=lambda each: each.sequence_number or 0, reverse=True)
+    if {each.snapshot_id for each in newest_first[keep:]} <= named:
+        return
+    # The public way that does not copy the metadata once per snapshot; it leaves alone what is named. Writers' clocks differ:
+    # what claims to be newer than something kept goes another time.
+    oldest_kept_ms = min(each.timestamp_ms for each in newest_first[:keep])
+    ExpireSnapshots(transaction).older_than(_EPOCH + timedelta(milliseconds=oldest_kept_ms)).commit()

@@ -1,0 +1,46 @@
+"""The job that puts DLAC's own tables in order, and its schedule, which whoever runs a lakehouse turns on."""
+
+from dataclasses import asdict
+
+import dagster as dg
+from pydantic import Field
+
+from assets.resources import LakehouseResource
+from catalog.expiry import KEEP_SNAPSHOTS
+from catalog.upkeep import upkeep
+
+
+class UpkeepConfig(dg.Config):
+    """What upkeep leaves."""
+
+    keep_snapshots: int = Field(
+        default=KEEP_SNAPSHOTS, ge=1, description="Snapshots to keep of each of DLAC's own tables."
+    )
+
+
+@dg.op(description="Merges small files, expires snapshots and removes files that nothing names, in DLAC's own tables.")
+def own_tables_in_order(
+    context: dg.OpExecutionContext, config: UpkeepConfig, lakehouse: LakehouseResource
+) -> dg.Output[None]:
+    """A table of what was done, one row per table of DLAC's."""
+    done = upkeep(lakehouse.lakehouse(), keep=config.keep_snapshots)
+    for each in done:
+        if each.busy:
+            context.log.warning(f"table {each.table} was too busy to be put in order; the next upkeep goes on")
+    records = [dg.TableRecord(asdict(each)) for each in done]
+    return dg.Output(None, metadata={"done": dg.MetadataValue.table(records)})
+
+
+@dg.job(description="Puts DLAC's own tables in order, beside whatever trains. Source tables are never touched.")
+def upkeep_job() -> None:
+    """The one op."""
+    own_tables_in_order()
+
+
+upkeep_schedule = dg.ScheduleDefinition(
+    name="upkeep_schedule",
+    job=upkeep_job,
+    cron_schedule="17 3 * * *",
+    default_status=dg.DefaultScheduleStatus.STOPPED,
+    description="Nightly upkeep of the lakehouse. Off until somebody turns it on.",
+)

@@ -1,0 +1,216 @@
+"""Several processes at one ledger, at the worst moments: what must hold is read from the rows."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sqlite3
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import pytest
+import torch
+import yaml
+
+import catalog.retrying
+import dlac_pipeline as dlac
+from catalog.commits import Attempt, claim, commit_checkpoint
+from catalog.connect import Lakehouse, LakehouseConfig, connect
+from catalog.ledger import Ledger, Row, fence_of_rows
+from catalog.upkeep import upkeep
+from tests.conftest import wait_until
+
+if TYPE_CHECKING:
+    from tests.conftest import Arena, Launch
+
+PROGRAM = Path(__file__).parents[1] / "programs" / "ledger_process.py"
+Start = Callable[..., "Process"]
+
+
+class Process:
+    """A process of `ledger_process.py`."""
+
+    def __init__(self, role: str, **request: Any) -> None:
+        command = [sys.executable, str(PROGRAM), role, json.dumps(request)]
+        root = str(PROGRAM.parents[2])
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=root, env={"PYTHONPATH": root}
+        )
+
+    def end(self, status: int = 0) -> list[dict[str, Any]]:
+        """Wait for its end; returns what it said."""
+        said, errors = self.process.communicate(timeout=240)
+        assert self.process.returncode == status, errors + said[-1000:]
+        return [json.loads(line) for line in said.splitlines()]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Starts processes; what is left of them is killed."""
+    started: list[Process] = []
+
+    def begin(role: str, **request: Any) -> Process:
+        started.append(Process(role, **request))
+        return started[-1]
+
+    yield begin
+    for each in started:
+        each.process.kill()
+        each.process.communicate()
+
+
+def check_ledger(lakehouse: Lakehouse) -> dict[str, list[Row]]:
+    """What holds of every run, whatever happened: read from rows alone, and compared with the cached fence."""
+    ledger = Ledger(lakehouse)
+    found = {run: ledger.rows(run) for run in ledger.runs()}
+    for run, rows in found.items():
+        appends: dict[int, list[Row]] = defaultdict(list)
+        for row in rows:
+            appends[row["seq"]].append(row)
+        assert list(appends) == list(range(1, len(appends) + 1)), f"{run}: seq grows by one, without a gap"
+        head, attempt, successors = None, 0, set()
+        for seq, each in appends.items():
+            assert len({(row["attempt"], row["nonce"], row["head_after"]) for row in each}) == 1, f"{run}: append {seq}"
+            assert each[0]["attempt"] >= attempt, f"{run}: a stale attempt appended {seq}"
+            assert (each[0]["attempt"] > attempt) == (each[0]["kind"] == "claim"), f"{run}: append {seq}"
+            attempt = each[0]["attempt"]
+            checkpoints = [row for row in each if row["kind"] == "checkpoint"]
+            assert len(checkpoints) <= 1
+            for row in checkpoints:
+                assert row["parent"] == head, f"{run}: the chain of heads is broken at {seq}"
+                assert (row["parent"], attempt) not in successors, f"{run}: two successors of {row['parent']}"
+                successors.add((row["parent"], attempt))
+                head = row["checkpoint_id"]
+            assert each[0]["head_after"] == head, f"{run}: append {seq} moves the head without a reason"
+        assert ledger.state(run).fence == fence_of_rows(rows)
+    table = lakehouse.own("consumption")
+    for snapshot in table.snapshots():
+        table.scan(snapshot_id=snapshot.snapshot_id).to_arrow()
+    return found
+
+
+def test_runs_commit_while_upkeep_never_stops(tmp_path: Path, start: Start) -> None:
+    """Three runs and endless upkeep at one ledger: everything that was answered is there, once, in order, and whole."""
+    home, stop = str(tmp_path / "home"), tmp_path / "stop"
+    lakehouse = connect(LakehouseConfig().at_home(tmp_path / "home"))
+    keeper = start("upkeep", home=home, stop=str(stop))
+    committers = {run: start("commit", home=home, run=run, commits=20, finishes=run == "a") for run in "abc"}
+    said = {run: process.end() for run, process in committers.items()}
+    stop.touch()
+    kept = keeper.end()
+    assert sum(each["removed"] for each in kept) > 0
+    upkeep(lakehouse, keep=2)
+    found = check_ledger(lakehouse)
+    assert found.keys() == set("abc")
+    for run, lines in said.items():
+        answered = [line["committed"] for line in lines if "committed" in line]
+        assert [row["checkpoint_id"] for row in found[run] if row["kind"] == "checkpoint"] == answered
+        advances = [(row["checkpoint_id"], row["key_group"]) for row in found[run] if row["kind"] == "advance"]
+        assert advances == [(name, group) for name in answered for group in range(2)]
+    assert len(list(lakehouse.own("consumption").scan().plan_files())) == 3
+
+
+def test_the_first_commits_of_several_runs_race_to_make_the_tables(tmp_path: Path, start: Start) -> None:
+    """In an empty lakehouse all processes end up at the same ledger, and none loses its rows; again and again."""
+    times, runs = 8, ("a", "b", "c")
+    for each in range(times):
+        (tmp_path / f"{each}").mkdir()
+    racers = [start("first", home=str(tmp_path), run=run, times=times, processes=len(runs)) for run in runs]
+    tables = [[line["table"] for line in racer.end() if "table" in line] for racer in racers]
+    assert tables[0] == tables[1] == tables[2]
+    for each in range(times):
+        found = check_ledger(connect(LakehouseConfig().at_home(tmp_path / f"{each}" / "home")))
+        assert {run: len(rows) for run, rows in found.items()} == dict.fromkeys(runs, 4)
+
+
+@pytest.mark.parametrize("meanwhile", ["a claim", "a claim, many commits and upkeep"])
+def test_a_delayed_commit_arrives_behind_a_claim(tmp_path: Path, start: Start, meanwhile: str) -> None:
+    """The commit was built and stood still while a recovery claimed the run: it is refused, and leaves nothing."""
+    lakehouse = connect(LakehouseConfig().at_home(tmp_path / "home"))
+    ledger = Ledger(lakehouse)
+    claim(ledger, "r", nonce="n1", replaces=0, detail={})
+    rows = [{"kind": "checkpoint", "checkpoint_id": "r-1-n1", "parent": None}]
+    commit_checkpoint(ledger, Attempt(run="r", number=1, nonce="n1"), checkpoint_id="r-1-n1", parent=None, rows=rows)
+    late = start("delayed", home=str(tmp_path / "home"), run="r", nonce="n1")
+    process = psutil.Process(late.process.pid)
+    wait_until(lambda: process.status() == psutil.STATUS_STOPPED, what="the commit to stand still")
+    claim(ledger, "r", nonce="n2", replaces=1, detail={})
+    if meanwhile != "a claim":
+        start("commit", home=str(tmp_path / "home"), run="other", commits=25).end()
+        upkeep(lakehouse, keep=1)
+    before = ledger.rows("r")
+    process.send_signal(signal.SIGCONT)
+    (said,) = late.end(status=80)
+    assert said["error"] == "Fenced"
+    assert "owned by attempt 2" in said["message"]
+    assert ledger.rows("r") == before
+    check_ledger(lakehouse)
+
+
+def stopped_in_commit(launch: Launch) -> None:
+    """Wait until the coordinator of the first attempt stands between reading the fence and committing; stop the rest."""
+    coordinator = psutil.Process(launch.wait_for("attempt")["pids"][0])
+    wait_until(lambda: coordinator.status() == psutil.STATUS_STOPPED, what="the coordinator to stop itself")
+    launch.signal_all(signal.SIGSTOP)
+
+
+def test_a_zombie_whose_commit_retires_checkpoints_deletes_nothing(campaign: Arena) -> None:
+    """Its commit would retire what the new attempt resumed from and kept: it is refused, and every file stays."""
+    run = "zombie-retires"
+    spec = campaign.spec(run, "train_sabotaged.py", env={"SABOTAGE": "stop-before-commit@30"}, passes=1, keep_last=2)
+    old = campaign.launch(spec)
+    stopped_in_commit(old)
+    keeping = spec.model_copy(update={"checkpoint": spec.checkpoint.model_copy(update={"keep_last": 0})})
+    new = campaign.launch(keeping, takeover=True)
+    assert new.wait() == 0, new.stderr
+    before, rows = files_of(campaign, run), campaign.rows(run)
+    old.signal_all(signal.SIGCONT)
+    assert old.wait() == 80, old.events[-3:]
+    assert campaign.rows(run) == rows
+    assert not [row for row in rows if row["kind"] == "retire"]
+    assert files_of(campaign, run) == before
+    assert [row["step"] for row in campaign.lineage(run)] == [10, 20, 30, 40, 50, 60, 63]
+
+
+def files_of(campaign: Arena, run: str) -> dict[str, int]:
+    """The files of a run's checkpoints, with their sizes."""
+    folder = campaign.home / "checkpoints" / run
+    return {str(path): path.stat().st_size for path in folder.rglob("attempt-*/**/*") if path.is_file()}
+
+
+def test_a_catalog_that_is_away_costs_no_checkpoint(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The catalog refuses everybody while a checkpoint wants to commit, the attempt's first and a later one: both land, once."""
+    arena.table(appends=(300, 300))
+    database = arena.home / "catalog.db"
+    impatient = arena.lakehouse.config.model_copy(update={"uri": f"sqlite:///{database}?timeout=0.1"})
+    spec = arena.spec("r", world_size=1, passes=1).model_copy(update={"lakehouse": impatient})
+    path = arena.home / "r.yaml"
+    path.write_text(yaml.safe_dump(spec.model_dump()))
+    locker = sqlite3.connect(database, isolation_level=None, timeout=60)
+    pause = catalog.retrying._pause_s
+    refused: list[str] = []
+
+    def pausing(state: Any, **limits: float) -> float:
+        refused.append(str(state.outcome.exception()))
+        if len(refused) % 3 == 0:
+            locker.execute("ROLLBACK")
+        return pause(state, **limits)
+
+    monkeypatch.setattr(catalog.retrying, "_pause_s", pausing)
+    with closing(locker), dlac.training_run(path) as run:
+        run.restore(dlac.TorchState(model=torch.nn.Linear(1, 1)))
+        for batch in run.batches():
+            if batch.step in (10, 19):
+                locker.execute("BEGIN EXCLUSIVE")
+            run.step_done(0.0)
+    assert len(refused) == 6
+    assert all("database is locked" in each for each in refused)
+    assert [row["step"] for row in arena.rows("r", "checkpoint")] == [10, 19]
+    assert sorted(row for rows in arena.recorded("r").values() for row in rows) == list(range(600))
+    check_ledger(arena.lakehouse)

@@ -1,0 +1,99 @@
+"""A process at a ledger, without the training: `ledger_process.py ROLE JSON`; it says what it has done in JSON lines.
+
+`commit`: claims a run and commits checkpoints. `first`: the same, in one empty lakehouse after another, all processes at once.
+`upkeep`: upkeep without a pause, until a file named stop is there. `delayed`: a commit that stops itself (SIGSTOP) when it
+has been built, before it is sent.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pyiceberg.catalog.sql import SqlCatalog
+from pyiceberg.table import CommitTableResponse
+
+from catalog.commits import Attempt, claim, commit_checkpoint, finish
+from catalog.connect import LakehouseConfig, connect
+from catalog.errors import DlacError
+from catalog.ledger import Ledger, Row
+from catalog.upkeep import upkeep
+
+
+def say(**facts: Any) -> None:
+    """One line to whoever started this."""
+    print(json.dumps(facts), flush=True)
+
+
+def commit(home: str, run: str, commits: int, finishes: bool = False) -> None:
+    """Claim, and commit so many checkpoints of two advances each."""
+    ledger = Ledger(connect(LakehouseConfig().at_home(Path(home))))
+    number = claim(ledger, run, nonce=run, replaces=0, detail={}).fence.attempt
+    attempt = Attempt(run=run, number=number, nonce=run)
+    parent = None
+    for step in range(1, commits + 1):
+        parent = checkpoint(ledger, attempt, step, parent)
+        say(committed=parent)
+    if finishes:
+        finish(ledger, attempt, step=commits)
+    say(run=run, table=ledger.table_uuid)
+
+
+def checkpoint(ledger: Ledger, attempt: Attempt, step: int, parent: str | None) -> str:
+    """Commit one checkpoint; returns its id."""
+    name = f"{attempt.run}-{step}-{attempt.nonce}"
+    rows: list[Row] = [
+        {"kind": "checkpoint", "checkpoint_id": name, "parent": parent, "step": step},
+        *({"kind": "advance", "checkpoint_id": name, "key_group": group} for group in range(2)),
+    ]
+    commit_checkpoint(ledger, attempt, checkpoint_id=name, parent=parent, rows=rows)
+    return name
+
+
+def first(home: str, run: str, times: int, processes: int) -> None:
+    """Wait for all processes at each empty lakehouse, then make its tables and commit to them."""
+    for each in range(times):
+        place = Path(home) / f"{each}"
+        (place / f"ready-{run}").touch()
+        deadline = time.monotonic() + 120
+        while len(list(place.glob("ready-*"))) < processes and time.monotonic() < deadline:
+            time.sleep(0.001)
+        commit(str(place / "home"), run, 1)
+
+
+def keep_up(home: str, stop: str) -> None:
+    """Upkeep, again and again."""
+    while not Path(stop).exists():
+        done = upkeep(connect(LakehouseConfig().at_home(Path(home))), keep=2)
+        say(merged=sum(each.merged_files for each in done), removed=sum(each.removed_files for each in done))
+
+
+def delayed(home: str, run: str, nonce: str) -> None:
+    """As attempt 1, commit the second checkpoint; stop before it is sent."""
+    ledger = Ledger(connect(LakehouseConfig().at_home(Path(home))))
+    attempt = Attempt(run=run, number=1, nonce=nonce)
+    real = SqlCatalog.commit_table
+
+    def commit_table(self: SqlCatalog, *request: Any) -> CommitTableResponse:
+        setattr(SqlCatalog, "commit_table", real)  # noqa: B010  # only once
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return real(self, *request)
+
+    setattr(SqlCatalog, "commit_table", commit_table)  # noqa: B010  # a program, not a library
+    say(committed=checkpoint(ledger, attempt, 2, f"{run}-1-{nonce}"))
+
+
+ROLES: dict[str, Callable[..., None]] = {"commit": commit, "first": first, "upkeep": keep_up, "delayed": delayed}
+
+if __name__ == "__main__":
+    try:
+        ROLES[sys.argv[1]](**json.loads(sys.argv[2]))
+    except DlacError as err:
+        say(error=type(err).__name__, message=str(err))
+        sys.exit(err.exit_code)
