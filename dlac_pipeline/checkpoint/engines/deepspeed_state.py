@@ -1,79 +1,16 @@
-"""Engine adapters: how model, optimizer and schedule get into a checkpoint's folder and back.
-
-An adapter saves what its rank owns and says which files it wrote; that they are durable, complete and committed is not its
-business. It is only ever handed a folder whose digests hold.
-"""
+"""DeepSpeed engines, through their own save path."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from catalog.errors import CheckpointDamaged, WorldSizeUnsupported
+from dlac_pipeline.checkpoint.engines.engine import failed_write
 from dlac_pipeline.checkpoint.writing import Write
-
-
-class Engine(Protocol):
-    """What the Checkpoint Manager asks of a training engine."""
-
-    name: str
-
-    def save(self, folder: Path, write: Write) -> None:
-        """Hand over this rank's part, file by file in `folder`. Collective.
-
-        Raises:
-            OSError, RuntimeError: from `write`; no rank may be left waiting for this one.
-        """
-
-    def load(self, folder: Path, *, saved_world_size: int) -> None:
-        """Load this rank's part from `folder`. Collective.
-
-        Raises:
-            WorldSizeUnsupported: the state of `saved_world_size` ranks cannot be loaded by these.
-        """
-
-    def step_applied(self) -> bool:
-        """Whether the engine applied the last optimizer step (false on an fp16 overflow)."""
-
-
-def adapt(engine: Any) -> Engine:
-    """The adapter for what a training script holds: a DeepSpeed engine, or an adapter such as `TorchState`."""
-    if type(engine).__module__.startswith("deepspeed."):
-        return DeepSpeedState(engine)
-    adapter: Engine = engine
-    return adapter
-
-
-class TorchState:
-    """Replicated PyTorch state (plain, or DistributedDataParallel): rank 0 saves it, every rank loads it.
-
-    Give it anything with `state_dict` and `load_state_dict`: `TorchState(model=model, optimizer=optimizer)`.
-    """
-
-    name = "torch"
-    _FILE = "torch-state.pt"
-
-    def __init__(self, **parts: Any) -> None:
-        self._parts = parts
-
-    def save(self, folder: Path, write: Write) -> None:
-        """Rank 0 saves one file."""
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            write(folder / self._FILE, {name: part.state_dict() for name, part in self._parts.items()})
-
-    def load(self, folder: Path, *, saved_world_size: int) -> None:
-        """Every rank reads it, tensors and plain values only."""
-        state = torch.load(folder / self._FILE, map_location="cpu", weights_only=True)
-        for name, part in self._parts.items():
-            part.load_state_dict(state[name])
-
-    def step_applied(self) -> bool:
-        """Plain PyTorch applies every step."""
-        return True
 
 
 class DeepSpeedState:
@@ -129,19 +66,6 @@ def skip_shared_memory_op() -> None:
     ops = sys.modules.get("deepspeed.ops")
     if ops is not None:
         ops.__compatible_ops__["deepspeed_shm_comm"] = False
-
-
-def failed_write(err: OSError | RuntimeError) -> OSError:
-    """The failure to write that `err` stands for: torch.save reports a full disk as a RuntimeError of its zip writer.
-
-    Raises:
-        RuntimeError: `err` itself, when it is about something else.
-    """
-    if isinstance(err, OSError):
-        return err
-    if any(sign in str(err) for sign in ("unexpected pos", "PytorchStreamWriter", "Parent directory")):
-        return OSError(str(err))
-    raise err
 
 
 def _recorder_over(inner: Any, write: Write) -> Any:
