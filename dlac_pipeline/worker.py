@@ -31,6 +31,7 @@ from catalog.commits import Attempt, finish
 from catalog.connect import Lakehouse, connect
 from catalog.errors import CursorMismatch, DlacError, ResumeMismatch, SpecInvalid, TrainingFailed
 from catalog.ledger import Ledger
+from dlac_pipeline.checkpoint.conversion import load_state
 from dlac_pipeline.checkpoint.engines import Engine, adapt, skip_shared_memory_op
 from dlac_pipeline.checkpoint.manager import CheckpointManager, Committed, Lineage
 from dlac_pipeline.checkpoint.pulse import Beat, Pulse
@@ -126,7 +127,8 @@ class TrainingRun:
 
         Raises:
             ResumeMismatch: the checkpoint was saved by another kind of engine.
-            WorldSizeUnsupported: the saved state cannot be loaded by this number of ranks.
+            WorldSizeUnsupported: the saved state cannot be converted to this number of ranks.
+            CheckpointUnsafe: there is more in the checkpoint than tensors and plain values.
         """
         self._progress.write(self.step, Phase.LOADING)
         self._engine = adapt(engine)
@@ -140,7 +142,7 @@ class TrainingRun:
                 f"{self._engine.name!r}: resume with the script that the run was started with"
             )
         folder = Path(point.folder)
-        self._engine.load(folder, saved_world_size=point.world_size)
+        load_state(self._engine, folder, saved_world_size=point.world_size, tree=self._tree)
         if point.world_size == self.world_size and rng_file(folder, self.rank).exists():
             load_rng(folder, self.rank)
         else:

@@ -6,6 +6,7 @@ Format version 1. Promise: later versions read it.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -108,8 +109,13 @@ def verify_files(manifest: Manifest, folder: Path) -> None:
         CheckpointDamaged: names the first file that is missing, truncated or altered.
         StoreUnavailable: a file cannot be read for another reason.
     """
+    verify_entries(manifest.files, folder)
+
+
+def verify_entries(entries: Iterable[FileEntry], folder: Path) -> None:
+    """As `verify_files`, of these files."""
     with ThreadPoolExecutor(4, thread_name_prefix="verify") as pool:
-        for _ in pool.map(lambda entry: _verify(entry, folder), manifest.files):
+        for _ in pool.map(lambda entry: _verify(entry, folder), entries):
             pass
 
 

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from catalog.ledger import Row, checkpoint_rows
+from dlac_pipeline.checkpoint.conversion import discard_conversion
 from dlac_pipeline.checkpoint.manifest import folder_of
 from dlac_pipeline.checkpoint.store import MANIFEST, attempt_of
 from dlac_pipeline.spec import CheckpointSpec
@@ -68,6 +69,7 @@ class Retention:
         """Remove these folders and, once per attempt, what was left over; whatever fails is for the next attempt."""
         try:
             for folder in [*folders, *(self._left_over() if sweep else ())]:
+                discard_conversion(folder)
                 if folder.exists():
                     shutil.rmtree(folder)
         except Exception as err:  # the checkpoint is committed: nothing of this may fail it

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from catalog.errors import CheckpointDamaged, WorldSizeUnsupported
-from dlac_pipeline.checkpoint.engines.engine import failed_write
+from dlac_pipeline.checkpoint.engines.engine import Convert, failed_write
+from dlac_pipeline.checkpoint.engines.safe_load import only_tensors
+from dlac_pipeline.checkpoint.engines.universal import INFO, load_rest, loading_universal, safe_classes, to_universal
 from dlac_pipeline.checkpoint.writing import Write
 
 
@@ -24,30 +27,56 @@ class DeepSpeedState:
 
     def save(self, folder: Path, write: Write) -> None:
         """DeepSpeed's files, without its `latest` pointer, which is written before other ranks' shards are durable."""
-        recorder = _recorder_over(self._engine.checkpoint_engine, write)
+        recorder = _recorder(write)
         original, self._engine.checkpoint_engine = self._engine.checkpoint_engine, recorder
         self._engine._copy_recovery_script = _copy_nothing  # it writes past the recorder, and raises before the barrier
         try:
-            self._engine.save_checkpoint(str(folder), tag=self._TAG, client_state={}, save_latest=False)
+            self._engine.save_checkpoint(
+                str(folder), tag=self._TAG, client_state=self._client_state(), save_latest=False
+            )
         finally:
             self._engine.checkpoint_engine = original
             del self._engine._copy_recovery_script
         if recorder.failure is not None:
             raise recorder.failure
 
+    def _client_state(self) -> dict[str, Any]:
+        """What makes the checkpoint convertible, where DeepSpeed does not say it itself."""
+        own = self._engine.has_moe_layers or hasattr(self._engine.module, "universal_checkpoint_info")
+        return {} if own else INFO
+
     def load(self, folder: Path, *, saved_world_size: int) -> None:
-        """The shards of this rank; another number of ranks needs a conversion."""
-        world_size = dist.get_world_size()
-        if saved_world_size != world_size and self._engine.zero_optimization():
-            raise WorldSizeUnsupported(
-                f"expected {saved_world_size} ranks, as when this ZeRO checkpoint was saved, found {world_size}: "
-                f"resume with world_size = {saved_world_size}"
-            )
-        path, _ = self._engine.load_checkpoint(str(folder), tag=self._TAG)
+        """The shards of this rank, or its part of a converted checkpoint; tensors and a few known classes only."""
+        converted = self.conversion(saved_world_size) is not None
+        with only_tensors(folder, safe_classes()), loading_universal(self._engine) if converted else nullcontext():
+            path, _ = self._engine.load_checkpoint(str(folder), tag=self._TAG)
         if path is None:
             raise CheckpointDamaged(
                 f"expected a DeepSpeed checkpoint in {str(folder)!r}, DeepSpeed found none that it can load"
             )
+        if converted:
+            load_rest(self._engine, folder / self._TAG)
+
+    def conversion(self, saved_world_size: int) -> Convert | None:
+        """To a Universal Checkpoint, where ranks keep different shards.
+
+        Raises:
+            WorldSizeUnsupported: frozen parameters at ZeRO 3, which DeepSpeed shards and does not convert.
+        """
+        engine = self._engine
+        if saved_world_size == dist.get_world_size() or not engine.save_zero_checkpoint:
+            return None
+        if engine.zero_optimization_partition_weights() and not all(
+            p.requires_grad for p in engine.module.parameters()
+        ):
+            raise WorldSizeUnsupported(
+                f"expected {saved_world_size} ranks, as when this ZeRO 3 checkpoint with frozen parameters was saved, found "
+                f"{dist.get_world_size()}: resume with world_size = {saved_world_size}"
+            )
+        return self._convert
+
+    def _convert(self, source: Path, target: Path) -> None:
+        to_universal(source / self._TAG, target / self._TAG)
 
     def step_applied(self) -> bool:
         """False when DeepSpeed skipped the step because of an overflow."""
@@ -68,8 +97,8 @@ def skip_shared_memory_op() -> None:
         ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
-def _recorder_over(inner: Any, write: Write) -> Any:
-    """A DeepSpeed checkpoint engine that hands over what is saved, loads through `inner`, and notes what failed.
+def _recorder(write: Write) -> Any:
+    """A DeepSpeed checkpoint engine that hands over what is saved, and notes what failed.
 
     A failure is kept, not raised: DeepSpeed's save ends in a barrier that the other ranks wait at; the vote says no later.
     """
@@ -96,7 +125,7 @@ def _recorder_over(inner: Any, write: Write) -> Any:
                 self.failure = failed_write(err)
 
         def load(self, path: str, map_location: Any = None) -> Any:
-            return inner.load(path, map_location=map_location)
+            raise NotImplementedError("expected DeepSpeed to save only")
 
         def commit(self, info: Any) -> bool:
             return True

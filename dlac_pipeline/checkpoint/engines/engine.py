@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
 from dlac_pipeline.checkpoint.writing import Write
+
+Convert = Callable[[Path, Path], None]
+"""Reads a checkpoint's folder and writes what these ranks can load into an empty one; called at one rank only."""
 
 
 class Engine(Protocol):
@@ -21,10 +25,18 @@ class Engine(Protocol):
         """
 
     def load(self, folder: Path, *, saved_world_size: int) -> None:
-        """Load this rank's part from `folder`. Collective.
+        """Load this rank's part from `folder`, the checkpoint's or that of its conversion. Collective.
 
         Raises:
-            WorldSizeUnsupported: the state of `saved_world_size` ranks cannot be loaded by these.
+            CheckpointDamaged: there is no such state in the folder.
+            CheckpointUnsafe: there is more in a file than tensors and plain values.
+        """
+
+    def conversion(self, saved_world_size: int) -> Convert | None:
+        """What makes a checkpoint of so many ranks loadable by these; None: `load` takes it as it is.
+
+        Raises:
+            WorldSizeUnsupported: nothing does.
         """
 
     def step_applied(self) -> bool:

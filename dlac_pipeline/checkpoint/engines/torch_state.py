@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
+from dlac_pipeline.checkpoint.engines.engine import Convert
+from dlac_pipeline.checkpoint.engines.safe_load import load_tensors
 from dlac_pipeline.checkpoint.writing import Write
 
 
@@ -30,9 +31,13 @@ class TorchState:
 
     def load(self, folder: Path, *, saved_world_size: int) -> None:
         """Every rank reads it, tensors and plain values only."""
-        state = torch.load(folder / self._FILE, map_location="cpu", weights_only=True)
+        state = load_tensors(folder / self._FILE)
         for name, part in self._parts.items():
             part.load_state_dict(state[name])
+
+    def conversion(self, saved_world_size: int) -> Convert | None:
+        """Replicated state suits any number of ranks."""
+        return None
 
     def step_applied(self) -> bool:
         """Plain PyTorch applies every step."""
