@@ -2,8 +2,8 @@
 
 In: a checkpoint's folder whose digests hold, and the engine's way to convert it. Out: `<run>/converted/<checkpoint>/`, with a
 record of its files that is written last. It is made under a name that nobody else has, and renamed when it is whole: killed
-anywhere, it is made again; of two at the same time, one waits and uses what the other made. No ledger row names it: it can always be made again, and goes
-with its checkpoint.
+anywhere, it is made again; of two at the same time, one waits and uses what the other made. No ledger row names it: it can
+always be made again, and goes with its checkpoint.
 """
 
 from __future__ import annotations

@@ -155,7 +155,7 @@ class Trained:
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
         whole = StateDictOptions(full_state_dict=True)
-        model: dict[str, Any]
+        model: Any
         model, optimizer = get_state_dict(self.wrapped, self.optimizer, options=whole)
         states: Any = optimizer["state"]
         tensors = {name: value.clone() for name, value in model.items()}
