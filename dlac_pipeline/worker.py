@@ -31,6 +31,7 @@ from catalog.commits import Attempt, finish
 from catalog.connect import Lakehouse, connect
 from catalog.errors import CursorMismatch, DlacError, ResumeMismatch, SpecInvalid, TrainingFailed
 from catalog.ledger import Ledger
+from dlac_pipeline.checkpoint.config import config_digest
 from dlac_pipeline.checkpoint.conversion import load_state
 from dlac_pipeline.checkpoint.engines import Engine, adapt, skip_shared_memory_op
 from dlac_pipeline.checkpoint.manager import CheckpointManager, Committed, Lineage
@@ -298,6 +299,7 @@ class TrainingRun:
         self._manager = CheckpointManager(
             attempt=self._attempt,
             settings=self.spec.checkpoint,
+            config_digest=config_digest(self.spec),
             order=opened.order_apart(),
             leg=leg,
             leg_is_new=point.leg_is_new,

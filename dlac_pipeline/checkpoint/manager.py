@@ -99,9 +99,11 @@ class CheckpointManager:
         behind: RankTree,
         lakehouse: Lakehouse,
         settings: CheckpointSpec,
+        config_digest: str = "",
     ) -> None:
         self._attempt = attempt
         self._settings = settings
+        self._config_digest = config_digest
         self._order = order
         self._leg = leg
         self._leg_is_new = leg_is_new
@@ -323,6 +325,7 @@ class CheckpointManager:
             leg=self._leg.index,
             reader_state=state,
             files=files,
+            config_digest=self._config_digest,
             libraries={name: version(name) for name in _LIBRARIES},
             ledger_rows=[*self._lineage.rows_since, *rows],
         )

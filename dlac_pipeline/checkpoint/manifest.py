@@ -50,6 +50,8 @@ class Manifest:
     libraries: dict[str, str]
     ledger_rows: list[dict[str, Any]]
     """The run's ledger rows since the parent's checkpoint, and this one's; without what only the commit decides."""
+    config_digest: str = ""
+    """Of what the model is trained with (`config.config_digest`); empty in manifests of before there was one."""
     format_version: int = FORMAT_VERSION
 
     @property

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._pytree import tree_map_only
 
-from catalog.errors import CheckpointUnsafe
-from dlac_pipeline import TorchState
+from catalog.errors import CheckpointError, CheckpointUnsafe, FormatTooNew
+from dlac_pipeline import DistributedState, TorchState
+from dlac_pipeline.checkpoint.engines import Engine
 from dlac_pipeline.checkpoint.rng import load_rng, rng_file
-from dlac_pipeline.checkpoint.writing import Direct
-from tests.engine_ranks import Saved, assert_same, save
+from dlac_pipeline.checkpoint.writing import Copies, CopyMemory, Direct
+from tests.engine_ranks import STEPS, Saved, assert_same, save
 
 ZERO = [
     ("zero0", "fp32"),
@@ -116,6 +118,94 @@ def test_code_in_a_deepspeed_file_is_refused_by_every_rank(tmp_path: Path, engin
     assert not (tmp_path / "was-run").exists()
     torch.load(path, weights_only=False)
     assert (tmp_path / "was-run").exists()  # it would have
+
+
+@pytest.mark.parametrize(
+    "engine", ["fsdp2", *(pytest.param(each, marks=pytest.mark.soak) for each in ("ddp", "zero1", "zero2", "zero3"))]
+)
+def test_a_rank_that_cannot_write_leaves_no_other_waiting(tmp_path: Path, engine: str) -> None:
+    """The save raises there, returns elsewhere, and all ranks train on together: it is the vote that says no."""
+    saved = save(tmp_path, 2, engine=engine, full_rank=1)
+    assert not any("00001" in path.name or "rank_1" in path.name for path in saved.folder.rglob("*"))
+    assert len(saved.state["losses"]) == STEPS + 2
+
+
+class Parts:
+    """A model that was trained a while, alone, with everything that a script may have beside it."""
+
+    def __init__(self) -> None:
+        self.model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 50)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=2)
+
+    def train(self, steps: int) -> None:
+        """A few steps."""
+        for _ in range(steps):
+            self.optimizer.zero_grad()
+            self.scaler.scale(self.model(torch.randn(8, 4)).square().mean()).backward()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self.scheduler.step()
+
+    def states(self) -> list[Any]:
+        """All there is, to compare."""
+        parts = (self.model, self.optimizer, self.scheduler, self.scaler)
+        return [tree_map_only(torch.Tensor, torch.Tensor.tolist, dict(part.state_dict())) for part in parts]
+
+    def engine(self, kind: str) -> Engine:
+        """Its adapter."""
+        rest = {"scheduler": self.scheduler, "scaler": self.scaler}
+        if kind == "torch":
+            return TorchState(model=self.model, optimizer=self.optimizer, **rest)
+        return DistributedState(model=self.model, optimizer=self.optimizer, **rest)
+
+
+@pytest.mark.parametrize("kind", ["torch", "dcp"])
+def test_what_changes_right_after_the_copy_is_not_in_the_checkpoint(tmp_path: Path, kind: str) -> None:
+    """Parameters, optimizer, schedule and loss scale come back as they were when the save returned (pytorch#144657)."""
+    parts = Parts()
+    parts.train(3)
+    expected, copies = parts.states(), Copies(CopyMemory())
+    parts.engine(kind).save(tmp_path, copies.write)
+    copies.handed_over()
+    parts.train(3)
+    assert parts.states() != expected
+    copies.finish()
+    again = Parts()
+    again.engine(kind).load(tmp_path, saved_world_size=1)
+    assert again.states() == expected
+    assert again.scaler.get_scale() == 32.0
+
+
+def test_a_newer_format_of_shards_is_refused(tmp_path: Path) -> None:
+    """By its version, which is in the index."""
+    parts = Parts()
+    parts.engine("dcp").save(tmp_path, Direct().write)
+    index = torch.load(tmp_path / "shards-index.pt", weights_only=True)
+    torch.save({**index, "format_version": 2}, tmp_path / "shards-index.pt")
+    with pytest.raises(FormatTooNew, match="version 2"):
+        parts.engine("dcp").load(tmp_path, saved_world_size=1)
+
+
+def test_another_model_is_refused_by_name(tmp_path: Path) -> None:
+    """A parameter that the checkpoint lacks is named."""
+    Parts().engine("dcp").save(tmp_path, Direct().write)
+    with pytest.raises(CheckpointError, match="head"):
+        DistributedState(model=torch.nn.ModuleDict({"head": torch.nn.Linear(2, 2)})).load(tmp_path, saved_world_size=1)
+
+
+@pytest.mark.parametrize("name", ["shards-index.pt", "shards-00000.pt", "torch-state.pt"])
+def test_code_in_a_file_of_shards_is_refused(tmp_path: Path, name: str) -> None:
+    """Index, shards, and what is beside them."""
+    Parts().engine("dcp").save(tmp_path, Direct().write)
+    path = tmp_path / name
+    parts = torch.load(path, weights_only=True)
+    extra = Touch(tmp_path / "was-run")
+    torch.save([*parts, extra] if isinstance(parts, list) else {**parts, "extra": extra}, path)
+    with pytest.raises(CheckpointUnsafe, match=name):
+        Parts().engine("dcp").load(tmp_path, saved_world_size=1)
+    assert not (tmp_path / "was-run").exists()
 
 
 def test_code_in_a_file_of_pytorch_state_is_refused(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ $REQUEST is JSON: engine (zero0 ... zero3, fsdp2, ddp, torch), precision (fp32, 
 """
 
 import copy
+import errno
 import json
 import os
 from pathlib import Path
@@ -164,6 +165,11 @@ class Trained:
         return {"tensors": tensors, "groups": copy.deepcopy(optimizer["param_groups"])}
 
 
+def fail_to_write(path: Path, state: Any) -> None:
+    """As on a full disk."""
+    raise OSError(errno.ENOSPC, "no space left on device", str(path))
+
+
 def main() -> None:
     """Save or load, and dump."""
     request = json.loads(os.environ["REQUEST"])
@@ -180,7 +186,11 @@ def main() -> None:
     if request["do"] == "save":
         folder.mkdir(parents=True, exist_ok=True)
         writer = Direct() if request.get("writer", "direct") == "direct" else Copies(CopyMemory())
-        trained.engine.save(folder, writer.write)
+        full = dist.get_rank() == request.get("full_rank")
+        try:
+            trained.engine.save(folder, fail_to_write if full else writer.write)
+        except OSError:
+            assert full  # only the rank that could not write says so
         writer.handed_over()
         losses += [trained.step(number) for number in range(99, 101)]  # nothing of these is in the checkpoint
         writer.finish()
