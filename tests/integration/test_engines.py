@@ -98,11 +98,15 @@ def test_every_pytorch_state_is_loaded_by_any_number_of_ranks(
 
 
 @pytest.mark.soak
-def test_frozen_parameters_at_zero_3_are_refused(tmp_path: Path) -> None:
-    """DeepSpeed would leave them as they were initialized: every rank says so instead, and the same number still loads."""
-    saved = save(tmp_path, 2, engine="zero3", frozen=True)
+@pytest.mark.parametrize(
+    "what",
+    [{"engine": "zero3", "frozen": True}, {"engine": "zero1", "momentum": True}, {"engine": "zero3", "momentum": True}],
+)
+def test_what_deepspeed_cannot_convert_is_refused_by_every_rank(tmp_path: Path, what: dict[str, Any]) -> None:
+    """Frozen parameters at ZeRO 3, optimizers without Adam's moments: named, and the same number of ranks still loads."""
+    saved = save(tmp_path, 2, **what)
     refused = saved.load(4)
-    assert all("WorldSizeUnsupported" in said for said in refused.said)
+    assert all("WorldSizeUnsupported" in said for said in refused.said), refused.said
     check_resizes(saved, 2)
 
 

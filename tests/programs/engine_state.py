@@ -1,6 +1,7 @@
 """One rank that trains a tiny model under an engine, and saves or loads it through its adapter, without a run around it.
 
-$REQUEST is JSON: engine (zero0 ... zero3, fsdp2, ddp, torch), precision (fp32, bf16, fp16), folder, and what to do: save after
+$REQUEST is JSON: engine (zero0 ... zero3, fsdp2, ddp, torch), precision (fp32, bf16, fp16), whether a layer is frozen and the
+optimizer is SGD with momentum, folder, and what to do: save after
 `steps` steps with writer `direct` or `copies`, or load what `saved_world_size` ranks saved. Rank 0 writes the whole state to
 `dump`: parameters, optimizer, parameter groups, buffers, schedule and loss scale.
 """
@@ -57,6 +58,7 @@ class Trained:
 
     def __init__(self, request: dict[str, Any]) -> None:
         self.kind, self.precision = request["engine"], request.get("precision", "fp32")
+        self.momentum = request.get("momentum", False)
         self.model = Tiny(request.get("frozen", False))
         self.stage = int(self.kind[4:]) if self.kind.startswith("zero") else None
         self.engine: Engine = self._deepspeed() if self.stage is not None else self._torch()
@@ -68,6 +70,7 @@ class Trained:
         config: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": SAMPLES // dist.get_world_size(),
             "zero_optimization": {"stage": self.stage},
+            "zero_allow_untested_optimizer": True,
             "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 20, "warmup_max_lr": 0.01}},
         }
         if self.precision != "fp32":
@@ -75,7 +78,9 @@ class Trained:
         if self.precision == "fp16":
             config["fp16"]["initial_scale_power"] = 8
             config["fp16"]["loss_scale_window"] = 2
-        optimizer = torch.optim.AdamW(self.model.groups(), lr=0.01)
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.model.groups(), lr=0.01)
+        if self.momentum:
+            optimizer = torch.optim.SGD(self.model.groups(), lr=0.01, momentum=0.9)
         self.deepspeed, _, _, self.scheduler = deepspeed.initialize(
             model=self.model, optimizer=optimizer, config=config
         )
@@ -138,7 +143,7 @@ class Trained:
         for name, parameter in self.model.named_parameters():
             if self.stage and parameter.requires_grad:
                 tensors[name] = safe_get_full_fp32_param(parameter).clone()
-                for key in ("exp_avg", "exp_avg_sq"):
+                for key in ("momentum_buffer",) if self.momentum else ("exp_avg", "exp_avg_sq"):
                     tensors[f"{name}.{key}"] = safe_get_full_optimizer_state(parameter, key).clone()
         groups = [
             {key: value for key, value in group.items() if key != "params"}
