@@ -28,6 +28,7 @@ DlacError
 ├── CheckpointError
 │   ├── StoreUnavailable      the checkpoint store is not writable, full or away
 │   ├── CheckpointDamaged     a file is missing, truncated or altered
+│   ├── CheckpointUnsafe      a file has more in it than tensors and plain values
 │   ├── NoRestorableCheckpoint
 │   ├── CursorMismatch        a restored or reported cursor differs from the order
 │   └── WorldSizeUnsupported  the saved state cannot be loaded by this number of ranks
@@ -195,6 +196,10 @@ class StoreUnavailable(CheckpointError):
 
 class CheckpointDamaged(CheckpointError):
     """A checkpoint's file is missing, truncated or altered."""
+
+
+class CheckpointUnsafe(CheckpointError):
+    """A checkpoint's file has something in it that loading would run as code."""
 
 
 class NoRestorableCheckpoint(CheckpointError):

@@ -1,7 +1,7 @@
 """Data-lake-aware checkpointing: the library that a training script uses.
 
-`training_run` and `TorchState` come with PyTorch; they are imported when first asked for, so that commands which do not
-train start without it.
+`training_run`, `TorchState` and `DistributedState` come with PyTorch; they are imported when first asked for, so that
+commands which do not train start without it.
 """
 
 from __future__ import annotations
@@ -9,15 +9,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dlac_pipeline.checkpoint.engines import TorchState
+    from dlac_pipeline.checkpoint.engines import DistributedState, TorchState
     from dlac_pipeline.dataset import DlacDataset, open_dataset
     from dlac_pipeline.read.batch import Batch
     from dlac_pipeline.worker import TrainingRun, training_run
 
-__all__ = ["Batch", "DlacDataset", "TorchState", "TrainingRun", "open_dataset", "training_run"]
+__all__ = ["Batch", "DistributedState", "DlacDataset", "TorchState", "TrainingRun", "open_dataset", "training_run"]
 
 _HOMES = {
     "Batch": "dlac_pipeline.read.batch",
+    "DistributedState": "dlac_pipeline.checkpoint.engines",
     "DlacDataset": "dlac_pipeline.dataset",
     "TorchState": "dlac_pipeline.checkpoint.engines",
     "TrainingRun": "dlac_pipeline.worker",

@@ -32,6 +32,8 @@ from catalog.connect import Lakehouse, connect
 from catalog.errors import CursorMismatch, DlacError, ResumeMismatch, SpecInvalid, TrainingFailed
 from catalog.ledger import Ledger
 from dlac_pipeline.checkpoint.committing import Committer, Lineage
+from dlac_pipeline.checkpoint.config import config_digest
+from dlac_pipeline.checkpoint.conversion import load_state
 from dlac_pipeline.checkpoint.copies import LocalCopies
 from dlac_pipeline.checkpoint.engines import Engine, adapt, skip_shared_memory_op
 from dlac_pipeline.checkpoint.manager import CheckpointManager, Committed
@@ -131,7 +133,8 @@ class TrainingRun:
 
         Raises:
             ResumeMismatch: the checkpoint was saved by another kind of engine.
-            WorldSizeUnsupported: the saved state cannot be loaded by this number of ranks.
+            WorldSizeUnsupported: the saved state cannot be converted to this number of ranks.
+            CheckpointUnsafe: there is more in the checkpoint than tensors and plain values.
             StoreUnavailable, CheckpointDamaged: its files could not be brought to one of several machines.
         """
         self._progress.write(self.step, Phase.LOADING)
@@ -146,7 +149,13 @@ class TrainingRun:
                 f"{self._engine.name!r}: resume with the script that the run was started with"
             )
         folder = folder_here(point, self._tiers, self._tree, restores=self._first_of_machine)
-        self._engine.load(folder, saved_world_size=point.world_size)
+        load_state(
+            self._engine,
+            folder,
+            saved_world_size=point.world_size,
+            tree=self._tree,
+            converts=self._first_of_machine,
+        )
         if point.world_size == self.world_size and rng_file(folder, self.rank).exists():
             load_rng(folder, self.rank)
         else:
@@ -302,6 +311,7 @@ class TrainingRun:
         committer = Committer(
             attempt=self._attempt,
             settings=self.spec.checkpoint,
+            config_digest=config_digest(self.spec),
             order=opened.order_apart(),
             leg=leg,
             leg_is_new=point.leg_is_new,

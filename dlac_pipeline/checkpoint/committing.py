@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
-from catalog import errors
 from catalog.commits import Attempt, commit_checkpoint
 from catalog.connect import Lakehouse
 from catalog.durable_io import fsync_directory, write_durably
-from catalog.errors import CheckpointError, DlacError, RowsBetween
+from catalog.errors import RowsBetween
 from catalog.ledger import HEAD_KINDS, Ledger, Row
 from dlac_pipeline.checkpoint.cursors import agreed_reader_state
+from dlac_pipeline.checkpoint.failures import failure_named, named
 from dlac_pipeline.checkpoint.manifest import FileEntry, Manifest, content_digest
 from dlac_pipeline.checkpoint.retention import Retention
 from dlac_pipeline.checkpoint.rows import RowMaker, Vote
@@ -62,6 +62,7 @@ class Committer:
         lineage: Lineage,
         lakehouse: Lakehouse,
         settings: CheckpointSpec,
+        config_digest: str,
         tiers: Tiers,
     ) -> None:
         self._attempt = attempt
@@ -72,6 +73,7 @@ class Committer:
         self._ledger = Ledger(lakehouse)
         self._maker = RowMaker(lakehouse, leg, order)
         self._settings = settings
+        self._config_digest = config_digest
         self._tiers = tiers
         self._retention: Retention | None = None
         self._seq = 0
@@ -81,10 +83,8 @@ class Committer:
         """Commit, or say why not. Whatever happens is told to all ranks."""
         try:
             decision = self._commit_whatever_comes_between(votes, prepared)
-        except DlacError as err:
-            return {"error": named(err)}
         except Exception as err:  # every other rank waits for an answer
-            return {"error": ("CheckpointError", f"the coordinator failed with {type(err).__name__}: {err}")}
+            return {"error": named(err, doing="the coordinator's commit")}
         self._leg_is_new = False
         self._lineage = Lineage(parent=decision["checkpoint_id"], rows_since=[])
         return decision
@@ -130,6 +130,7 @@ class Committer:
             leg=self._leg.index,
             reader_state=reader_state,
             files=[FileEntry(**entry) for vote in votes for entry in vote["files"]],
+            config_digest=self._config_digest,
             libraries={name: version(name) for name in _LIBRARIES},
             ledger_rows=[*self._lineage.rows_since, *rows],
         )
@@ -194,15 +195,3 @@ _DECIDED = ("manifest_uri", "manifest_digest", "model_digest", "committed_at", "
 def repeatable(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Committed rows as a manifest repeats them."""
     return [{name: value for name, value in row.items() if value is not None and name not in _DECIDED} for row in rows]
-
-
-def named(err: DlacError) -> tuple[str, str]:
-    """A failure, to be told to other ranks."""
-    return type(err).__name__, str(err)
-
-
-def failure_named(said: tuple[str, str]) -> DlacError:
-    """The failure that was told."""
-    kind, message = said
-    found: DlacError = getattr(errors, kind, CheckpointError)(message)
-    return found

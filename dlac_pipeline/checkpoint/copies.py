@@ -7,6 +7,7 @@ import shutil
 from collections import deque
 from pathlib import Path
 
+from dlac_pipeline.checkpoint.conversion import discard_conversion
 from dlac_pipeline.checkpoint.store import Tiers
 
 _log = logging.getLogger(__name__)
@@ -38,6 +39,7 @@ class LocalCopies:
 
 def _removed(folder: Path) -> None:
     try:
+        discard_conversion(folder)
         shutil.rmtree(folder)
     except OSError as err:
         _log.warning("expected to remove the local copy %s, found %s; the next checkpoint tries again", folder, err)

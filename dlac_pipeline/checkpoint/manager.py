@@ -21,9 +21,10 @@ import msgpack
 
 from catalog.commits import Attempt
 from catalog.errors import DlacError
-from dlac_pipeline.checkpoint.committing import Committer, Prepared, failure_named, named
+from dlac_pipeline.checkpoint.committing import Committer, Prepared
 from dlac_pipeline.checkpoint.copies import LocalCopies
 from dlac_pipeline.checkpoint.engines import Engine, failed_write
+from dlac_pipeline.checkpoint.failures import failure_named, named
 from dlac_pipeline.checkpoint.manifest import FileEntry
 from dlac_pipeline.checkpoint.phases import Phases
 from dlac_pipeline.checkpoint.rng import save_rng
@@ -178,13 +179,13 @@ class CheckpointManager:
             with storing(folder):
                 folder.mkdir(parents=True, exist_ok=True)
         except DlacError as err:
-            failure = named(err)
+            failure = named(err, doing="staging")
         try:  # even without a folder: the engine's save is collective
             with _saving(folder):
                 engine.save(folder, writer.write)
                 save_rng(folder, self._tree.rank, writer.write)
         except DlacError as err:
-            failure = failure or named(err)
+            failure = failure or named(err, doing="saving")
         writer.handed_over()
         return _Staged(
             name=name,
@@ -237,10 +238,8 @@ class CheckpointManager:
         try:
             if failure is None:
                 entries = self._written(staged)
-        except DlacError as err:
-            failure = named(err)
         except Exception as err:  # every other rank waits for a vote
-            failure = "CheckpointError", f"rank {self._tree.rank} failed with {type(err).__name__}: {err}"
+            failure = named(err, doing=f"the writing of rank {self._tree.rank}")
         finally:
             staged.sealer.close()
         taken = staged.taken

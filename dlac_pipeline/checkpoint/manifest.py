@@ -6,6 +6,7 @@ Format version 1. Promise: later versions read it.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -48,6 +49,8 @@ class Manifest:
     libraries: dict[str, str]
     ledger_rows: list[dict[str, Any]]
     """The run's ledger rows since the parent's checkpoint, and this one's; without what only the commit decides."""
+    config_digest: str = ""
+    """Of what the model is trained with (`config.config_digest`); empty in manifests of before there was one."""
     format_version: int = FORMAT_VERSION
 
     @property
@@ -132,8 +135,13 @@ def verify_files(manifest: Manifest, folder: str, files: StoreFiles) -> None:
         CheckpointDamaged: names the first file that is missing, truncated or altered.
         StoreUnavailable: a file cannot be read for another reason.
     """
+    verify_entries(manifest.files, folder, files)
+
+
+def verify_entries(entries: Iterable[FileEntry], folder: str, files: StoreFiles) -> None:
+    """As `verify_files`, of these files."""
     with ThreadPoolExecutor(4, thread_name_prefix="verify") as pool:
-        for _ in pool.map(lambda entry: verify_file(entry, below(folder, entry.path), files), manifest.files):
+        for _ in pool.map(lambda entry: verify_file(entry, below(folder, entry.path), files), entries):
             pass
 
 

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from catalog.commits import names_of
 from catalog.ledger import Row, checkpoint_rows
+from dlac_pipeline.checkpoint.conversion import discard_conversion
 from dlac_pipeline.checkpoint.files import below
 from dlac_pipeline.checkpoint.store import MANIFEST, Tiers, attempt_of, folder_uri, name_of
 from dlac_pipeline.spec import CheckpointSpec
@@ -77,6 +78,7 @@ class Retention:
         """Remove these folders and, once per attempt, what was left over; whatever fails is for the next attempt."""
         try:
             for folder in [*folders, *(self._left_over() if sweep else ())]:
+                discard_conversion(self._tiers.folder("/".join(folder.split("/")[-2:])))
                 self._tiers.files.remove(folder)
         except Exception as err:  # the checkpoint is committed: nothing of this may fail it
             _log.warning(

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from dlac_pipeline.checkpoint.engines.safe_load import load_tensors
 from dlac_pipeline.checkpoint.writing import Write
 from dlac_pipeline.plan.keys import derive_key
 
@@ -37,8 +38,12 @@ def save_rng(folder: Path, rank: int, write: Write) -> None:
 
 
 def load_rng(folder: Path, rank: int) -> None:
-    """Restore what `save_rng` saved."""
-    state = torch.load(rng_file(folder, rank), weights_only=True)
+    """Restore what `save_rng` saved.
+
+    Raises:
+        CheckpointUnsafe: there is more in it than tensors and plain values.
+    """
+    state = load_tensors(rng_file(folder, rank))
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     name, keys, position, has_gauss, cached = state["numpy"]

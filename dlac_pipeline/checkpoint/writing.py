@@ -40,10 +40,14 @@ class Writer(Protocol):
         """
 
 
+def _untold(path: Path) -> None:
+    """Nobody waits for the file."""
+
+
 class Direct:
     """Writes at once; `written` is told of every file."""
 
-    def __init__(self, written: Callable[[Path], None]) -> None:
+    def __init__(self, written: Callable[[Path], None] = _untold) -> None:
         self._written = written
 
     def write(self, path: Path, state: Any) -> None:
@@ -94,7 +98,7 @@ class Copies:
     `written` is told of every file.
     """
 
-    def __init__(self, memory: CopyMemory, written: Callable[[Path], None]) -> None:
+    def __init__(self, memory: CopyMemory, written: Callable[[Path], None] = _untold) -> None:
         self._memory = memory
         self._written = written
         self._states: list[tuple[Path, Any]] = []

@@ -5,10 +5,7 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 
-import msgpack
-
-from catalog.errors import DlacError
-from dlac_pipeline.checkpoint.committing import failure_named, named
+from dlac_pipeline.checkpoint.failures import failing_together
 from dlac_pipeline.checkpoint.restore import restore
 from dlac_pipeline.checkpoint.store import Tiers, name_of
 from dlac_pipeline.checkpoint.tree import RankTree
@@ -24,17 +21,9 @@ def folder_here(point: ResumePoint, tiers: Tiers, tree: RankTree, *, restores: b
         StoreUnavailable, CheckpointDamaged: some machine has no whole copy, and gets none; on all ranks.
     """
     assert point.folder is not None, "there is a checkpoint to resume from"
-    folder, failure = Path(point.folder), None
-    if tiers.store is not None and point.host != socket.gethostname():
-        folder = tiers.folder(name_of(point.manifest_uri))
-        if restores:
-            try:
-                restore({"manifest_uri": point.manifest_uri, "manifest_digest": point.manifest_digest}, tiers)
-            except DlacError as err:
-                failure = named(err)
-    votes = tree.gather(msgpack.packb(failure))
-    failures = [] if votes is None else [each for each in map(msgpack.unpackb, votes) if each is not None]
-    said = msgpack.unpackb(tree.broadcast(None if votes is None else msgpack.packb(failures[:1])))
-    if said:
-        raise failure_named(said[0])
+    elsewhere = tiers.store is not None and point.host != socket.gethostname()
+    folder = tiers.folder(name_of(point.manifest_uri)) if elsewhere else Path(point.folder)
+    with failing_together(tree, doing=f"fetching the checkpoint {point.checkpoint_id!r}"):
+        if elsewhere and restores:
+            restore({"manifest_uri": point.manifest_uri, "manifest_digest": point.manifest_digest}, tiers)
     return folder

@@ -30,6 +30,43 @@ def test_another_number_of_ranks_continues_the_same_run(campaign: Arena) -> None
     assert campaign.losses(run) == pytest.approx(campaign.losses("not-resized"), rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("engine", "world_sizes"),
+    [
+        ("zero1", (2, 1)),
+        *(
+            pytest.param(engine, world_sizes, marks=pytest.mark.soak)
+            for engine in ("zero1", "zero2", "zero3", "dcp")
+            for world_sizes in ((2, 1, 2), (2, 4), (1, 2))
+        ),
+    ],
+)
+def test_sharded_state_continues_in_another_number_of_ranks(
+    campaign: Arena, engine: str, world_sizes: tuple[int, ...]
+) -> None:
+    """Stopped and resumed with more or fewer ranks: the same rows, and losses that differ by rounding only."""
+    program = "train_fsdp2.py" if engine == "dcp" else "train_deepspeed.py"
+    settings = {"stage": engine[-1], "dropout": 0, "passes": 1, "steps": 40, "env": {"DS_ACCELERATOR": "cpu"}}
+    whole = f"{engine}-not-resized-{world_sizes[0]}"
+    if campaign.head(whole) is None:
+        undisturbed = campaign.launch(campaign.spec(whole, program, world_size=world_sizes[0], **settings))
+        assert undisturbed.wait() == 0, undisturbed.stderr
+    run = f"{engine}-{'-'.join(map(str, world_sizes))}"
+    for world_size in world_sizes[:-1]:
+        launch = campaign.launch(campaign.spec(run, program, pause_s=0.05, world_size=world_size, **settings))
+        launch.wait_for("checkpoint")
+        os.kill(launch.process.pid, signal.SIGTERM)
+        assert launch.wait() == 0, launch.stderr
+        assert launch.of("ended")[0]["ending"] == "stopped"
+    last = campaign.launch(campaign.spec(run, program, world_size=world_sizes[-1], **settings))
+    assert last.wait() == 0, last.stderr
+
+    assert {row["world_size"] for row in campaign.lineage(run)} == set(world_sizes)
+    reference = campaign.journal("reference")
+    assert campaign.journal(run) == {step: reference[step] for step in range(1, 41)}
+    assert campaign.losses(run) == pytest.approx(campaign.losses(whole), rel=1e-5)
+
+
 @pytest.mark.soak
 def test_a_frozen_rank_is_noticed(campaign: Arena) -> None:
     """A rank that gives no sign of life is ended with its attempt, and the run finishes exact."""

@@ -16,7 +16,7 @@ def classes() -> dict[str, type[errors.DlacError]]:
 
 def test_the_public_surface_is_pinned() -> None:
     """What users import is these names, sorted, and each is there; a change here is a change for users."""
-    names = ["Batch", "DlacDataset", "TorchState", "TrainingRun", "open_dataset", "training_run"]
+    names = ["Batch", "DistributedState", "DlacDataset", "TorchState", "TrainingRun", "open_dataset", "training_run"]
     assert dlac_pipeline.__all__ == names
     assert all(getattr(dlac_pipeline, name).__name__ == name for name in dlac_pipeline.__all__)
     assert not hasattr(dlac_pipeline, "no_such_name")

@@ -30,10 +30,6 @@ def copying(memory: CopyMemory | None = None) -> Callable[[Callable[[Path], None
     return partial(Copies, memory or CopyMemory())
 
 
-def untold(path: Path) -> None:
-    """Nobody wants to know."""
-
-
 def test_what_changes_after_the_copy_is_not_in_it(tmp_path: Path) -> None:
     """Tensors updated in place, items replaced, lists grown: the file has what was there when it was handed over."""
     state: dict[str, Any] = {
@@ -41,7 +37,7 @@ def test_what_changes_after_the_copy_is_not_in_it(tmp_path: Path) -> None:
         "steps": [1, 2],
         "nested": {"lr": 0.1, "rows": torch.ones(3)},
     }
-    copies = Copies(CopyMemory(), untold)
+    copies = Copies(CopyMemory())
     copies.write(tmp_path / "state.pt", state)
     state["weight"].add_(100)
     state["steps"].append(3)
@@ -82,7 +78,7 @@ def test_views_of_one_memory_stay_views_of_one(tmp_path: Path) -> None:
     """Two views of a flat buffer, and a tensor named twice, are copied once and stay together."""
     flat = torch.arange(10.0)
     state = {"head": flat[:4], "tail": flat[6:].view(2, 2), "transposed": flat.view(2, 5).t(), "again": flat}
-    copies = Copies(CopyMemory(), untold)
+    copies = Copies(CopyMemory())
     copies.write(tmp_path / "state.pt", state)
     assert copies.bytes == 40
     copies.finish()
@@ -98,7 +94,7 @@ def test_the_memory_of_a_copy_is_used_by_the_next(tmp_path: Path) -> None:
     addresses = []
     for step in range(3):
         weight.fill_(step)
-        copies = Copies(memory, untold)
+        copies = Copies(memory)
         copies.write(tmp_path / f"{step}.pt", {"weight": weight})
         (copied,) = copies.storages
         addresses.append(copied.data_ptr())
@@ -146,7 +142,7 @@ def test_named_tuples_and_memory_of_other_sizes(tmp_path: Path) -> None:
     """A named tuple is copied by its fields; memory that the next checkpoint does not need is let go of."""
     memory = CopyMemory()
     for size in (1000, 2000, 3000):
-        copies = Copies(memory, untold)
+        copies = Copies(memory)
         pair = Pair(torch.full((size,), 7.0), 3)
         copies.write(tmp_path / "pair.pt", pair)
         copies.handed_over()

@@ -1,0 +1,30 @@
+"""What a model was trained with, as one digest: two checkpoints with the same one differ by data and steps alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from blake3 import blake3
+
+from dlac_pipeline.spec import JobSpec
+
+_TRAINING = {"source", "mixture", "sequences", "order", "params"}
+"""Sections that say what is trained. Where the lakehouse and the store are, how many ranks there are and how they are watched
+changes no model."""
+
+
+def config_digest(spec: JobSpec) -> str:
+    """BLAKE3 of the spec's training sections, and of the script with its arguments, as hex."""
+    config = spec.model_dump(mode="json", include=_TRAINING)
+    config["script"] = _digest_of(Path(spec.launch.script))
+    config["args"] = spec.launch.args
+    return blake3(json.dumps(config, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def _digest_of(script: Path) -> str | None:
+    """None for a script that is not there, as when another launcher was given another one."""
+    try:
+        return blake3(script.read_bytes()).hexdigest()
+    except OSError:
+        return None

@@ -1,0 +1,133 @@
+"""DeepSpeed engines, through their own save path."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from catalog.errors import CheckpointDamaged, WorldSizeUnsupported
+from dlac_pipeline.checkpoint.engines.engine import Convert, failed_write
+from dlac_pipeline.checkpoint.engines.safe_load import only_tensors
+from dlac_pipeline.checkpoint.engines.universal import INFO, load_rest, loading_universal, safe_classes, to_universal
+from dlac_pipeline.checkpoint.writing import Write
+
+
+class DeepSpeedState:
+    """A DeepSpeed engine (ZeRO 0-3): every rank saves its own shards through DeepSpeed's save path."""
+
+    name = "deepspeed"
+    _TAG = "deepspeed"
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def save(self, folder: Path, write: Write) -> None:
+        """DeepSpeed's files, without its `latest` pointer, which is written before other ranks' shards are durable."""
+        recorder = _recorder(write)
+        original, self._engine.checkpoint_engine = self._engine.checkpoint_engine, recorder
+        self._engine._copy_recovery_script = _copy_nothing  # it writes past the recorder, and raises before the barrier
+        try:
+            self._engine.save_checkpoint(
+                str(folder), tag=self._TAG, client_state=self._client_state(), save_latest=False
+            )
+        finally:
+            self._engine.checkpoint_engine = original
+            del self._engine._copy_recovery_script
+        if recorder.failure is not None:
+            raise recorder.failure
+
+    def _client_state(self) -> dict[str, Any]:
+        """What makes the checkpoint convertible, where DeepSpeed does not say it itself."""
+        own = self._engine.has_moe_layers or hasattr(self._engine.module, "universal_checkpoint_info")
+        return {} if own else INFO
+
+    def load(self, folder: Path, *, saved_world_size: int) -> None:
+        """The shards of this rank, or its part of a converted checkpoint; tensors and a few known classes only."""
+        converted = self.conversion(saved_world_size) is not None
+        with only_tensors(folder, safe_classes()), loading_universal(self._engine) if converted else nullcontext():
+            path, _ = self._engine.load_checkpoint(str(folder), tag=self._TAG)
+        if path is None:
+            raise CheckpointDamaged(
+                f"expected a DeepSpeed checkpoint in {str(folder)!r}, DeepSpeed found none that it can load"
+            )
+        if converted:
+            load_rest(self._engine, folder / self._TAG)
+
+    def conversion(self, saved_world_size: int) -> Convert | None:
+        """To a Universal Checkpoint, where ranks keep different shards.
+
+        Raises:
+            WorldSizeUnsupported: frozen parameters at ZeRO 3, which DeepSpeed shards and does not convert.
+        """
+        engine = self._engine
+        if saved_world_size == dist.get_world_size() or not engine.save_zero_checkpoint:
+            return None
+        if engine.zero_optimization_partition_weights() and not all(
+            p.requires_grad for p in engine.module.parameters()
+        ):
+            raise WorldSizeUnsupported(
+                f"expected {saved_world_size} ranks, as when this ZeRO 3 checkpoint with frozen parameters was saved, found "
+                f"{dist.get_world_size()}: resume with world_size = {saved_world_size}"
+            )
+        return self._convert
+
+    def _convert(self, source: Path, target: Path) -> None:
+        to_universal(source / self._TAG, target / self._TAG)
+
+    def step_applied(self) -> bool:
+        """False when DeepSpeed skipped the step because of an overflow."""
+        return bool(self._engine.was_step_applied())
+
+
+def _copy_nothing(*_: Any) -> None:
+    """In place of DeepSpeed's copy of its own conversion script into every checkpoint."""
+
+
+def skip_shared_memory_op() -> None:
+    """Keep DeepSpeed, if the script imported it, from compiling its shared-memory all-reduce at the first start on a CPU.
+
+    The build takes half a minute, a stale lock of a killed build hangs every later start, and only inference uses the op.
+    """
+    ops = sys.modules.get("deepspeed.ops")
+    if ops is not None:
+        ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def _recorder(write: Write) -> Any:
+    """A DeepSpeed checkpoint engine that hands over what is saved, and notes what failed.
+
+    A failure is kept, not raised: DeepSpeed's save ends in a barrier that the other ranks wait at; the vote says no later.
+    """
+    from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
+
+    class Recorder(CheckpointEngine):  # type: ignore[misc]  # deepspeed has no types
+        def __init__(self) -> None:
+            self.name = "dlac"
+            self.failure: OSError | None = None
+
+        def create(self, info: Any) -> None:
+            """Nothing: the folder is there."""
+
+        def makedirs(self, path: str, exist_ok: bool = False) -> None:
+            try:
+                Path(path).mkdir(parents=True, exist_ok=exist_ok)
+            except OSError as err:
+                self.failure = err
+
+        def save(self, state_dict: Any, path: str) -> None:
+            try:
+                write(Path(path), state_dict)
+            except (OSError, RuntimeError) as err:
+                self.failure = failed_write(err)
+
+        def load(self, path: str, map_location: Any = None) -> Any:
+            raise NotImplementedError("expected DeepSpeed to save only")
+
+        def commit(self, info: Any) -> bool:
+            return True
+
+    return Recorder()

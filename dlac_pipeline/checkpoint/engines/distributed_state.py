@@ -1,0 +1,93 @@
+"""PyTorch state that ranks share out among them (FSDP2, DTensor) or repeat (DDP)."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from catalog.errors import CheckpointError, DlacError
+from dlac_pipeline.checkpoint.engines.engine import Convert
+from dlac_pipeline.checkpoint.engines.shards import PlainLoadPlanner, PlainSavePlanner, ShardReader, ShardWriter
+from dlac_pipeline.checkpoint.engines.torch_state import TorchState
+from dlac_pipeline.checkpoint.writing import Write
+
+
+class DistributedState:
+    """A model under FSDP2 (`fully_shard`), DDP, or neither: every rank saves what it has, replicas once, any number loads it.
+
+    `DistributedState(model=model, optimizer=optimizer, scheduler=scheduler)`: other parts are alike on all ranks, as in
+    `TorchState`.
+    """
+
+    name = "dcp"
+
+    def __init__(self, *, model: Module, optimizer: Optimizer | Sequence[Optimizer] = (), **parts: Any) -> None:
+        self._model = model
+        self._optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+        self._rest = TorchState(**parts)
+
+    def save(self, folder: Path, write: Write) -> None:
+        """Every rank's parts and an index."""
+        writer = ShardWriter(folder, write)
+        with _together(folder) as alone:
+            save(self._state(), storage_writer=writer, planner=PlainSavePlanner(), no_dist=alone)
+        self._rest.save(folder, write)
+        if writer.failure is not None:
+            raise writer.failure
+
+    def load(self, folder: Path, *, saved_world_size: int) -> None:
+        """The parts that this rank has now, whichever ranks had them; tensors and plain values only."""
+        state = self._state()
+        reader = ShardReader(folder)
+        with _together(folder) as alone:
+            load(state, storage_reader=reader, planner=PlainLoadPlanner(), no_dist=alone)
+        set_state_dict(
+            self._model,
+            self._optimizers,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+        )
+        self._rest.load(folder, saved_world_size=saved_world_size)
+
+    def conversion(self, saved_world_size: int) -> Convert | None:
+        """None: parts are put together anew when they are loaded."""
+        return None
+
+    def step_applied(self) -> bool:
+        """PyTorch applies every step, unless the script says otherwise to `step_done`."""
+        return True
+
+    def _state(self) -> dict[str, Any]:
+        """This rank's view, by names that do not depend on the number of ranks; tensors are those in use."""
+        model, optimizer = get_state_dict(self._model, self._optimizers)
+        return {"model": model, "optimizer": optimizer}
+
+
+@contextmanager
+def _together(folder: Path) -> Iterator[bool]:
+    """What fails at any rank fails at all; gives whether there is only one."""
+    alone = not dist.is_initialized()
+    try:
+        with warnings.catch_warnings():
+            if alone:
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            yield alone
+    except CheckpointException as err:
+        rank, (cause, _) = min(err.failures.items())
+        if isinstance(cause, DlacError):
+            raise cause from err
+        raise CheckpointError(
+            f"expected the state of all ranks in {str(folder)!r} to be saved or loaded, rank {rank} found "
+            f"{type(cause).__name__}: {cause}"
+        ) from err

@@ -1,0 +1,56 @@
+"""What the Checkpoint Manager asks of a training engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from dlac_pipeline.checkpoint.writing import Write
+
+Convert = Callable[[Path, Path], None]
+"""Reads a checkpoint's folder and writes what these ranks can load into an empty one; called at one rank only."""
+
+
+class Engine(Protocol):
+    """What the Checkpoint Manager asks of a training engine."""
+
+    name: str
+
+    def save(self, folder: Path, write: Write) -> None:
+        """Hand over this rank's part, file by file in `folder`. Collective.
+
+        Raises:
+            OSError, RuntimeError: from `write`; no rank may be left waiting for this one.
+        """
+
+    def load(self, folder: Path, *, saved_world_size: int) -> None:
+        """Load this rank's part from `folder`, the checkpoint's or that of its conversion. Collective.
+
+        Raises:
+            CheckpointDamaged: there is no such state in the folder.
+            CheckpointUnsafe: there is more in a file than tensors and plain values.
+        """
+
+    def conversion(self, saved_world_size: int) -> Convert | None:
+        """What makes a checkpoint of so many ranks loadable by these; None: `load` takes it as it is.
+
+        Raises:
+            WorldSizeUnsupported: nothing does.
+        """
+
+    def step_applied(self) -> bool:
+        """Whether the engine applied the last optimizer step (false on an fp16 overflow)."""
+
+
+def failed_write(err: OSError | RuntimeError) -> OSError:
+    """The failure to write that `err` stands for: torch.save reports a full disk as a RuntimeError of its zip writer.
+
+    Raises:
+        RuntimeError: `err` itself, when it is about something else.
+    """
+    if isinstance(err, OSError):
+        return err
+    if any(sign in str(err) for sign in ("unexpected pos", "PytorchStreamWriter", "Parent directory")):
+        return OSError(str(err))
+    raise err

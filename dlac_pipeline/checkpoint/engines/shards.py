@@ -1,0 +1,219 @@
+"""How torch.distributed.checkpoint (DCP) writes and reads a checkpoint's folder.
+
+DCP plans which rank saves which part of which tensor, and which parts of them any other number of ranks loads; that is all
+it is used for. Its own files name their parts in a pickle, which runs what it is told to: here every rank's parts are a list
+in one file, and an index beside them says in plain values what is where.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed._shard._utils import narrow_tensor_by_index
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from catalog.errors import FormatTooNew
+from dlac_pipeline.checkpoint.engines.engine import failed_write
+from dlac_pipeline.checkpoint.engines.safe_load import load_tensors
+from dlac_pipeline.checkpoint.writing import Write
+
+_FORMAT_VERSION = 1
+_INDEX = "shards-index.pt"
+
+
+class ShardWriter(StorageWriter):
+    """Hands every rank's parts, and at the coordinator the index, to `write`.
+
+    A failure is kept, not raised: DCP would go on without this rank's answer, and the vote says no later.
+    """
+
+    def __init__(self, folder: Path, write: Write) -> None:
+        self.failure: OSError | None = None
+        self._folder = folder
+        self._write = write
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """This rank's parts: one file."""
+        items: list[Any] = [planner.resolve_data(item) for item in plan.items]
+        if items:
+            self._hand_over(self._rank_file, items)
+        return _done(
+            [
+                WriteResult(index=item.index, size_in_bytes=0, storage_data=[self._rank_file, position])
+                for position, item in enumerate(plan.items)
+            ]
+        )
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """The index."""
+        places = [result for rank in results for result in rank]
+        tensors = {
+            name: _tensor_entry(entry)
+            for name, entry in metadata.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
+        index = {
+            "format_version": _FORMAT_VERSION,
+            "tensors": tensors,
+            "values": [name for name in metadata.state_dict_metadata if name not in tensors],
+            "places": [[one.index.fqn, _plain(one.index.offset), *one.storage_data] for one in places],
+            "paths": {name: list(path) for name, path in metadata.planner_data.items()},
+        }
+        self._hand_over(_INDEX, index)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Which rank this is."""
+        self._rank_file = f"shards-{kwargs['rank']:05d}.pt"
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        """One is made for every checkpoint."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """As it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """As they are."""
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        """DCP never chooses this writer by a path."""
+        return False
+
+    def _hand_over(self, name: str, state: Any) -> None:
+        try:
+            self._write(self._folder / name, state)
+        except (OSError, RuntimeError) as err:
+            self.failure = failed_write(err)
+
+
+class ShardReader(StorageReader):
+    """Reads what `ShardWriter` wrote: any number of ranks, each the parts that it needs."""
+
+    def __init__(self, folder: Path) -> None:
+        """Read the index.
+
+        Raises:
+            FormatTooNew: a newer DLAC wrote it.
+            CheckpointUnsafe: there is more in it than plain values.
+        """
+        self._folder = folder
+        self._index = load_tensors(folder / _INDEX)
+        if self._index["format_version"] > _FORMAT_VERSION:
+            raise FormatTooNew(
+                f"the shards in {str(folder)!r} have format version {self._index['format_version']}, this DLAC reads up to "
+                f"{_FORMAT_VERSION}"
+            )
+        self._places = {
+            MetadataIndex(name, offset): (file, position) for name, offset, file, position in self._index["places"]
+        }
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """What DCP plans with."""
+        described = {name: _tensor_metadata(entry) for name, entry in self._index["tensors"].items()}
+        values = {name: BytesStorageMetadata() for name in self._index["values"]}
+        paths = {name: tuple(path) for name, path in self._index["paths"].items()}
+        return Metadata(state_dict_metadata={**described, **values}, planner_data=paths)
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Copy the parts into the tensors that are there."""
+        by_file: defaultdict[str, list[tuple[int, ReadItem]]] = defaultdict(list)
+        for item in plan.items:
+            file, position = self._places[item.storage_index]
+            by_file[file].append((position, item))
+        for file, wanted in by_file.items():
+            parts = load_tensors(self._folder / file, mmap=True)
+            for position, item in wanted:
+                if item.type == LoadItemType.BYTE_IO:
+                    planner.load_bytes(item, parts[position])
+                    continue
+                target = planner.resolve_tensor(item).detach()
+                target.copy_(narrow_tensor_by_index(parts[position], item.storage_offsets, item.lengths))
+                planner.commit_tensor(item, target)
+        return _done(None)
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Nothing: the index is read."""
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        """One is made for every load."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """As it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """As they are."""
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        """DCP never chooses this reader by a path."""
+        return False
+
+
+class PlainSavePlanner(DefaultSavePlanner):
+    """Leaves values that are no tensors as they are."""
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        """What is handed over."""
+        return object if write_item.type == WriteItemType.BYTE_IO else super().transform_object(write_item, object)
+
+
+class PlainLoadPlanner(DefaultLoadPlanner):
+    """Takes values that are no tensors as they are."""
+
+    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
+        """Put it where it belongs."""
+        set_element(self.original_state_dict, self.mappings[read_item.dest_index.fqn], value)
+
+
+def _done(value: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(value)
+    return future
+
+
+def _plain(size: torch.Size | None) -> list[int] | None:
+    return None if size is None else list(size)
+
+
+def _tensor_entry(entry: TensorStorageMetadata) -> dict[str, Any]:
+    chunks = [[list(chunk.offsets), list(chunk.sizes)] for chunk in entry.chunks]
+    return {"dtype": entry.properties.dtype, "size": list(entry.size), "chunks": chunks}
+
+
+def _tensor_metadata(entry: dict[str, Any]) -> TensorStorageMetadata:
+    return TensorStorageMetadata(
+        properties=TensorProperties(dtype=entry["dtype"]),
+        size=torch.Size(entry["size"]),
+        chunks=[
+            ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
+            for offsets, sizes in entry["chunks"]
+        ],
+    )

@@ -1,0 +1,44 @@
+"""Replicated PyTorch state."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from dlac_pipeline.checkpoint.engines.engine import Convert
+from dlac_pipeline.checkpoint.engines.safe_load import load_tensors
+from dlac_pipeline.checkpoint.writing import Write
+
+
+class TorchState:
+    """Replicated PyTorch state (plain, or DistributedDataParallel): rank 0 saves it, every rank loads it.
+
+    Give it anything with `state_dict` and `load_state_dict`: `TorchState(model=model, optimizer=optimizer)`.
+    """
+
+    name = "torch"
+    _FILE = "torch-state.pt"
+
+    def __init__(self, **parts: Any) -> None:
+        self._parts = parts
+
+    def save(self, folder: Path, write: Write) -> None:
+        """Rank 0 saves one file."""
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            write(folder / self._FILE, {name: part.state_dict() for name, part in self._parts.items()})
+
+    def load(self, folder: Path, *, saved_world_size: int) -> None:
+        """Every rank reads it, tensors and plain values only."""
+        state = load_tensors(folder / self._FILE)
+        for name, part in self._parts.items():
+            part.load_state_dict(state[name])
+
+    def conversion(self, saved_world_size: int) -> Convert | None:
+        """Replicated state suits any number of ranks."""
+        return None
+
+    def step_applied(self) -> bool:
+        """Plain PyTorch applies every step."""
+        return True

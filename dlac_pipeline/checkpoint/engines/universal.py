@@ -1,0 +1,89 @@
+"""DeepSpeed Universal Checkpoint: a ZeRO checkpoint taken apart by parameter, for another number of ranks.
+
+DeepSpeed's own conversion and load do most of it. What they leave out is done here: buffers and frozen parameters, and at
+ZeRO 3 the settings of parameter groups behind the first.
+"""
+
+from __future__ import annotations
+
+import io
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+from catalog.errors import WorldSizeUnsupported
+from dlac_pipeline.checkpoint.engines.safe_load import load_tensors, only_tensors
+
+INFO = {"universal_checkpoint_info": {"universal_checkpoint_version": 0.2}}
+"""What a checkpoint must say of itself to be converted."""
+
+
+def safe_classes() -> list[Any]:
+    """The classes that DeepSpeed's files have in them, none of which does anything when it is made."""
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    return [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
+
+
+def to_universal(source: Path, target: Path) -> None:
+    """Convert DeepSpeed's folder `source`, in this process, so that it ends with it.
+
+    Raises:
+        OSError, RuntimeError: a file cannot be read or written.
+        CheckpointUnsafe: a file has more in it than tensors and plain values.
+        WorldSizeUnsupported: DeepSpeed does not know how to convert this.
+    """
+    from deepspeed.checkpoint import ds_to_universal
+
+    asked = Namespace(
+        input_folder=str(source),
+        output_folder=str(target),
+        num_extract_workers=1,  # more would fork a process that has threads
+        num_merge_workers=1,
+        keep_temp_folder=False,
+        strict=True,
+        inject_missing_state=False,
+    )
+    with only_tensors(source, safe_classes()), redirect_stdout(io.StringIO()):
+        try:
+            ds_to_universal.main(asked)
+        except (AssertionError, KeyError, IndexError, ValueError, NotImplementedError) as err:
+            raise WorldSizeUnsupported(
+                f"expected a DeepSpeed checkpoint in {str(source)!r} that can be converted to another number of ranks, "
+                f"DeepSpeed found {type(err).__name__}: {err}; resume with the number of ranks that saved it"
+            ) from err
+
+
+@contextmanager
+def loading_universal(engine: Any) -> Iterator[None]:
+    """While inside, `engine.load_checkpoint` takes converted checkpoints."""
+    before, engine._config.load_universal_checkpoint = engine._config.load_universal_checkpoint, True
+    try:
+        yield
+    finally:
+        engine._config.load_universal_checkpoint = before
+
+
+def load_rest(engine: Any, folder: Path) -> None:
+    """What DeepSpeed's load of a converted checkpoint leaves as it was."""
+    with loading_universal(engine):
+        names = engine._get_all_ckpt_names(str(folder.parent), folder.name)
+    state = load_tensors(Path(names[engine.checkpoint_mp_rank]), safe_classes(), mmap=True)
+    wanted = set(state["buffer_names"])
+    if not engine.zero_optimization_partition_weights():
+        trained = {name for name, parameter in engine.module.named_parameters() if parameter.requires_grad}
+        wanted |= state["module"].keys() - trained
+    engine.module.load_state_dict({name: state["module"][name] for name in wanted}, strict=False)
+    if engine.zero_optimization_partition_weights():
+        _load_groups(engine, folder / "zero" / "optimizer_state.pt")
+
+
+def _load_groups(engine: Any, path: Path) -> None:
+    """DeepSpeed gives every parameter group the settings of the first."""
+    saved = load_tensors(path, safe_classes(), mmap=True)["optimizer_state_dict"]["param_groups"]
+    for group, settings in zip(engine.optimizer.param_groups, saved, strict=True):
+        group.update({name: value for name, value in settings.items() if name != "params"})

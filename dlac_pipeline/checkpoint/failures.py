@@ -1,0 +1,48 @@
+"""Failures of one rank, told to all: none may be left waiting for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import msgpack
+
+from catalog import errors
+from catalog.errors import CheckpointError, DlacError
+from dlac_pipeline.checkpoint.tree import RankTree
+
+Named = tuple[str, str]
+"""Class of an error of ours, and its message."""
+
+
+def named(err: Exception, *, doing: str) -> Named:
+    """A failure, to be told; `doing` says what somebody else's error ended."""
+    if isinstance(err, DlacError):
+        return type(err).__name__, str(err)
+    return CheckpointError.__name__, f"{doing} failed with {type(err).__name__}: {err}"
+
+
+def failure_named(said: Named) -> DlacError:
+    """The failure that was told."""
+    kind, message = said
+    found: DlacError = getattr(errors, kind, CheckpointError)(message)
+    return found
+
+
+@contextmanager
+def failing_together(tree: RankTree, *, doing: str) -> Iterator[None]:
+    """What fails inside at any rank fails at all, once all are through; collective.
+
+    Raises:
+        DlacError: that of the lowest rank that failed.
+    """
+    failure: Named | None = None
+    try:
+        yield
+    except Exception as err:
+        failure = named(err, doing=doing)
+    votes = tree.gather(msgpack.packb(failure))
+    failures = [] if votes is None else [each for each in map(msgpack.unpackb, votes) if each is not None]
+    said = msgpack.unpackb(tree.broadcast(None if votes is None else msgpack.packb(failures[:1])))
+    if said:
+        raise failure_named(said[0])

@@ -1,0 +1,105 @@
+"""Ranks of tests/programs/engine_state.py: they train, save and load a tiny model under an engine, without a run around it."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PROGRAM = Path(__file__).parent / "programs" / "engine_state.py"
+STEPS = 3
+"""Before the checkpoint."""
+
+
+@dataclass
+class Ended:
+    """How the ranks ended, and what rank 0 wrote."""
+
+    codes: list[int]
+    said: list[str]
+    """Standard error, by rank."""
+    state: dict[str, Any] = field(default_factory=dict)
+
+
+def run_ranks(count: int, dump: Path, **request: Any) -> Ended:
+    """Run the program with `count` ranks to its end."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    common = {
+        "REQUEST": json.dumps({"dump": str(dump), **request}, default=str),
+        "WORLD_SIZE": str(count),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(PROGRAM.parents[2]),
+    }
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(PROGRAM)],
+            env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(count)
+    ]
+    try:
+        said = [rank.communicate(timeout=240)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    ended = Ended(codes=[rank.returncode for rank in ranks], said=said)
+    if not any(ended.codes):
+        ended.state = torch.load(dump, weights_only=False)
+    return ended
+
+
+@dataclass
+class Saved:
+    """A checkpoint of an engine, and the state that it was taken of."""
+
+    folder: Path
+    world_size: int
+    request: dict[str, Any]
+    state: dict[str, Any]
+
+    def load(self, world_size: int, *, steps: int = 0) -> Ended:
+        """Load it into so many ranks, which then train `steps` steps."""
+        dump = self.folder.parent / f"loaded-{world_size}.pt"
+        return run_ranks(
+            world_size,
+            dump,
+            do="load",
+            folder=self.folder,
+            saved_world_size=self.world_size,
+            after=STEPS,
+            steps=steps,
+            **self.request,
+        )
+
+
+def save(home: Path, world_size: int, *, writer: str = "direct", **request: Any) -> Saved:
+    """Train `STEPS` steps, save, and train on."""
+    folder = home / "attempt-0001" / "step-000000003-abcd"
+    ended = run_ranks(world_size, home / "saved.pt", do="save", folder=folder, steps=STEPS, writer=writer, **request)
+    assert not any(ended.codes), ended.said
+    return Saved(folder, world_size, request, ended.state)
+
+
+def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Everything but the losses, bit for bit."""
+    assert found.keys() == expected.keys()
+    assert found["tensors"].keys() == expected["tensors"].keys()
+    for name, tensor in expected["tensors"].items():
+        if isinstance(tensor, torch.Tensor):
+            assert torch.equal(found["tensors"][name], tensor), name
+    for name in expected.keys() - {"tensors", "losses"}:
+        assert str(found[name]) == str(expected[name]), name

@@ -1,0 +1,128 @@
+"""A conversion is made once and whole, is verified before it is used, and goes with its checkpoint."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from catalog.errors import StoreUnavailable
+from dlac_pipeline.checkpoint.conversion import converted
+from dlac_pipeline.checkpoint.store import folder_of
+from tests.conftest import Arena, wait_until
+
+KILLED = """
+import sys, time
+from pathlib import Path
+from dlac_pipeline.checkpoint.conversion import converted
+def convert(source, target):
+    (target / "part").write_bytes(b"half")
+    time.sleep(600)
+converted(Path(sys.argv[1]), convert)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A checkpoint's folder."""
+    made = tmp_path / "run" / "attempt-0001" / "step-000000010-abcd"
+    made.mkdir(parents=True)
+    (made / "state").write_bytes(b"all")
+    return made
+
+
+def copying(calls: list[Path], *, pause_s: float = 0.0) -> Callable[[Path, Path], None]:
+    """A conversion that copies, and notes that it was asked to."""
+
+    def convert(source: Path, target: Path) -> None:
+        calls.append(target)
+        time.sleep(pause_s)
+        shutil.copytree(source, target / "deep")
+
+    return convert
+
+
+def kept(folder: Path) -> list[str]:
+    """What lies where conversions do."""
+    return sorted(path.name for path in (folder.parent.parent / "converted").iterdir() if path.is_dir())
+
+
+def test_it_is_made_once(folder: Path) -> None:
+    """The second time what is there is used."""
+    calls: list[Path] = []
+    first, second = (converted(folder, copying(calls)) for _ in range(2))
+    assert first == second == folder.parent.parent / "converted" / folder.name
+    assert len(calls) == 1
+    assert (first / "deep" / "state").read_bytes() == b"all"
+
+
+@pytest.mark.parametrize("damage", ["altered", "truncated", "missing", "unrecorded"])
+def test_a_damaged_one_is_made_again(folder: Path, damage: str) -> None:
+    """Altered, truncated, missing, or without its record: it is never used."""
+    calls: list[Path] = []
+    path = converted(folder, copying(calls)) / "deep" / "state"
+    if damage == "unrecorded":
+        (path.parents[1] / "conversion.json").unlink()
+    elif damage == "missing":
+        path.unlink()
+    else:
+        path.write_bytes(b"ALL" if damage == "altered" else b"")
+    assert converted(folder, copying(calls)) == path.parents[1]
+    assert path.read_bytes() == b"all"
+    assert len(calls) == 2
+
+
+def test_killed_in_the_middle_it_is_made_again(folder: Path) -> None:
+    """What a killed process left is not taken for a conversion, and is removed by the next."""
+    process = subprocess.Popen([sys.executable, "-c", KILLED, str(folder)])
+    unfinished = folder.parent.parent / "converted"
+    wait_until(lambda: any(unfinished.glob("*/part")), what="half a conversion")
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    (left,) = kept(folder)
+    assert left.startswith(".")
+    assert (converted(folder, copying([])) / "deep" / "state").read_bytes() == b"all"
+    assert kept(folder) == [folder.name]
+
+
+def test_of_two_at_the_same_time_one_waits(folder: Path) -> None:
+    """One makes it, both use it, and nothing else is left."""
+    calls: list[Path] = []
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(lambda _: converted(folder, copying(calls, pause_s=0.3)), range(2))
+    assert first == second
+    assert len(calls) == 1
+    assert kept(folder) == [folder.name]
+
+
+def test_a_failure_leaves_nothing(folder: Path) -> None:
+    """A conversion that cannot be written says so, and leaves no part."""
+
+    def full(source: Path, target: Path) -> None:
+        (target / "part").write_bytes(b"half")
+        raise OSError("no space left")
+
+    with pytest.raises(StoreUnavailable, match="no space left"):
+        converted(folder, full)
+    assert kept(folder) == []
+
+
+def test_it_goes_with_its_checkpoint(arena: Arena) -> None:
+    """Retired, a checkpoint takes its conversions with it; those of kept ones stay."""
+    arena.table()
+    arena.train(arena.spec("r", world_size=1, passes=1), until=35)
+    folders = {row["step"]: folder_of(row["manifest_uri"]) for row in arena.rows("r", "checkpoint")}
+    for each in folders.values():
+        converted(each, copying([]))
+    (folders[10].parent.parent / "converted" / f".{folders[10].name}-dead").mkdir()
+    arena.train(arena.spec("r", world_size=1, passes=1, keep_last=1, keep_steps=[30]))
+    wait_until(lambda: kept(folders[30]) == [folders[30].name], what="the removal of conversions")
+    assert not folders[10].exists()

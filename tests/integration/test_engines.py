@@ -1,0 +1,225 @@
+"""Engines in real processes: what a checkpoint holds comes back, in any number of ranks, and nothing in it is run."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._pytree import tree_map_only
+
+from catalog.errors import CheckpointError, CheckpointUnsafe, FormatTooNew
+from dlac_pipeline import DistributedState, TorchState
+from dlac_pipeline.checkpoint.engines import Engine
+from dlac_pipeline.checkpoint.rng import load_rng, rng_file
+from dlac_pipeline.checkpoint.writing import Copies, CopyMemory, Direct
+from tests.engine_ranks import STEPS, Saved, assert_same, save
+
+ZERO = [
+    ("zero0", "fp32"),
+    ("zero0", "bf16"),
+    ("zero0", "fp16"),
+    ("zero1", "fp32"),
+    ("zero1", "bf16"),
+    ("zero1", "fp16"),
+    ("zero2", "fp32"),
+    ("zero2", "bf16"),
+    ("zero3", "fp32"),
+    ("zero3", "bf16"),
+    ("zero3", "fp16"),
+]
+
+
+class Touch:
+    """Loading this runs a command."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (f"touch {self._path}",)
+
+
+def check_resizes(saved: Saved, *world_sizes: int) -> None:
+    """Loaded by so many ranks it is the state that was saved, and training goes on as it would have."""
+    for world_size in world_sizes:
+        loaded = saved.load(world_size)
+        assert not any(loaded.codes), loaded.said
+        assert_same(loaded.state, saved.state)
+
+
+def test_fsdp2_is_loaded_by_fewer_ranks(tmp_path: Path) -> None:
+    """Copied while training goes on, from 2 ranks to 1: parameters, optimizer, groups, buffers and schedule, bit for bit."""
+    saved = save(tmp_path, 2, engine="fsdp2", writer="copies")
+    assert sorted(path.name for path in saved.folder.iterdir()) == [
+        "shards-00000.pt",
+        "shards-00001.pt",
+        "shards-index.pt",
+        "torch-state.pt",
+    ]
+    check_resizes(saved, 1)
+
+
+def test_zero_1_is_converted_for_fewer_ranks_once(tmp_path: Path) -> None:
+    """From 2 ranks to 1, a frozen layer and buffers included; the second load uses the conversion that is there."""
+    saved = save(tmp_path, 2, engine="zero1", writer="copies", frozen=True)
+    check_resizes(saved, 1)
+    made = tmp_path / "converted" / saved.folder.name
+    record = (made / "conversion.json").stat()
+    check_resizes(saved, 1)
+    assert (made / "conversion.json").stat().st_ino == record.st_ino
+    assert [path.name for path in (tmp_path / "converted").iterdir() if path.is_dir()] == [saved.folder.name]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("engine", "precision"), ZERO)
+@pytest.mark.parametrize("writer", ["direct", "copies"])
+def test_every_deepspeed_state_is_loaded_by_any_number_of_ranks(
+    tmp_path: Path, engine: str, precision: str, writer: str
+) -> None:
+    """2 -> 2, 1, 4 ranks: parameters, optimizer, groups, buffers, schedule, steps and loss scale, bit for bit."""
+    saved = save(tmp_path, 2, engine=engine, precision=precision, writer=writer)
+    if precision == "fp16":
+        assert saved.state["loss_scale"] != {"scale": 2**8, "at": 0}
+    check_resizes(saved, 2, 1, 4)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("engine", ["fsdp2", "ddp"])
+@pytest.mark.parametrize("writer", ["direct", "copies"])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_every_pytorch_state_is_loaded_by_any_number_of_ranks(
+    tmp_path: Path, engine: str, writer: str, world_size: int
+) -> None:
+    """From and to 1, 2 and 4 ranks, of which some own no row of a layer."""
+    check_resizes(save(tmp_path, world_size, engine=engine, writer=writer), 1, 2, 4)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    "what",
+    [{"engine": "zero3", "frozen": True}, {"engine": "zero1", "momentum": True}, {"engine": "zero3", "momentum": True}],
+)
+def test_what_deepspeed_cannot_convert_is_refused_by_every_rank(tmp_path: Path, what: dict[str, Any]) -> None:
+    """Frozen parameters at ZeRO 3, optimizers without Adam's moments: named, and the same number of ranks still loads."""
+    saved = save(tmp_path, 2, **what)
+    refused = saved.load(4)
+    assert all("WorldSizeUnsupported" in said for said in refused.said), refused.said
+    check_resizes(saved, 2)
+
+
+@pytest.mark.parametrize(("engine", "world_size"), [("zero1", 2), pytest.param("zero1", 1, marks=pytest.mark.soak)])
+def test_code_in_a_deepspeed_file_is_refused_by_every_rank(tmp_path: Path, engine: str, world_size: int) -> None:
+    """A file that would run a command when it is loaded as DeepSpeed loads it, or converts it: named, and not run."""
+    saved = save(tmp_path, 2, engine=engine)
+    path = saved.folder / "deepspeed" / "mp_rank_00_model_states.pt"
+    state = torch.load(path, weights_only=True)
+    torch.save({**state, "extra": Touch(tmp_path / "was-run")}, path)
+    refused = saved.load(world_size)
+    assert all("CheckpointUnsafe" in said for said in refused.said), refused.said
+    assert not (tmp_path / "was-run").exists()
+    torch.load(path, weights_only=False)
+    assert (tmp_path / "was-run").exists()  # it would have
+
+
+@pytest.mark.parametrize(
+    "engine", ["fsdp2", *(pytest.param(each, marks=pytest.mark.soak) for each in ("ddp", "zero1", "zero2", "zero3"))]
+)
+def test_a_rank_that_cannot_write_leaves_no_other_waiting(tmp_path: Path, engine: str) -> None:
+    """The save raises there, returns elsewhere, and all ranks train on together: it is the vote that says no."""
+    saved = save(tmp_path, 2, engine=engine, full_rank=1)
+    assert not any("00001" in path.name or "rank_1" in path.name for path in saved.folder.rglob("*"))
+    assert len(saved.state["losses"]) == STEPS + 2
+
+
+class Parts:
+    """A model that was trained a while, alone, with everything that a script may have beside it."""
+
+    def __init__(self) -> None:
+        self.model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 50)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=2)
+
+    def train(self, steps: int) -> None:
+        """A few steps."""
+        for _ in range(steps):
+            self.optimizer.zero_grad()
+            self.scaler.scale(self.model(torch.randn(8, 4)).square().mean()).backward()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self.scheduler.step()
+
+    def states(self) -> list[Any]:
+        """All there is, to compare."""
+        parts = (self.model, self.optimizer, self.scheduler, self.scaler)
+        return [tree_map_only(torch.Tensor, torch.Tensor.tolist, dict(part.state_dict())) for part in parts]
+
+    def engine(self, kind: str) -> Engine:
+        """Its adapter."""
+        rest = {"scheduler": self.scheduler, "scaler": self.scaler}
+        if kind == "torch":
+            return TorchState(model=self.model, optimizer=self.optimizer, **rest)
+        return DistributedState(model=self.model, optimizer=self.optimizer, **rest)
+
+
+@pytest.mark.parametrize("kind", ["torch", "dcp"])
+def test_what_changes_right_after_the_copy_is_not_in_the_checkpoint(tmp_path: Path, kind: str) -> None:
+    """Parameters, optimizer, schedule and loss scale come back as they were when the save returned (pytorch#144657)."""
+    parts = Parts()
+    parts.train(3)
+    expected, copies = parts.states(), Copies(CopyMemory())
+    parts.engine(kind).save(tmp_path, copies.write)
+    copies.handed_over()
+    parts.train(3)
+    assert parts.states() != expected
+    copies.finish()
+    again = Parts()
+    again.engine(kind).load(tmp_path, saved_world_size=1)
+    assert again.states() == expected
+    assert again.scaler.get_scale() == 32.0
+
+
+def test_a_newer_format_of_shards_is_refused(tmp_path: Path) -> None:
+    """By its version, which is in the index."""
+    parts = Parts()
+    parts.engine("dcp").save(tmp_path, Direct().write)
+    index = torch.load(tmp_path / "shards-index.pt", weights_only=True)
+    torch.save({**index, "format_version": 2}, tmp_path / "shards-index.pt")
+    with pytest.raises(FormatTooNew, match="version 2"):
+        parts.engine("dcp").load(tmp_path, saved_world_size=1)
+
+
+def test_another_model_is_refused_by_name(tmp_path: Path) -> None:
+    """A parameter that the checkpoint lacks is named."""
+    Parts().engine("dcp").save(tmp_path, Direct().write)
+    with pytest.raises(CheckpointError, match="head"):
+        DistributedState(model=torch.nn.ModuleDict({"head": torch.nn.Linear(2, 2)})).load(tmp_path, saved_world_size=1)
+
+
+@pytest.mark.parametrize("name", ["shards-index.pt", "shards-00000.pt", "torch-state.pt"])
+def test_code_in_a_file_of_shards_is_refused(tmp_path: Path, name: str) -> None:
+    """Index, shards, and what is beside them."""
+    Parts().engine("dcp").save(tmp_path, Direct().write)
+    path = tmp_path / name
+    parts = torch.load(path, weights_only=True)
+    extra = Touch(tmp_path / "was-run")
+    torch.save([*parts, extra] if isinstance(parts, list) else {**parts, "extra": extra}, path)
+    with pytest.raises(CheckpointUnsafe, match=name):
+        Parts().engine("dcp").load(tmp_path, saved_world_size=1)
+    assert not (tmp_path / "was-run").exists()
+
+
+def test_code_in_a_file_of_pytorch_state_is_refused(tmp_path: Path) -> None:
+    """Also where random number generators are kept."""
+    state = TorchState(model=torch.nn.Linear(2, 2))
+    state.save(tmp_path, Direct().write)
+    for path in (tmp_path / "torch-state.pt", rng_file(tmp_path, 0)):
+        torch.save({"model": Touch(tmp_path / "was-run")}, path)
+    with pytest.raises(CheckpointUnsafe, match="torch-state"):
+        state.load(tmp_path, saved_world_size=1)
+    with pytest.raises(CheckpointUnsafe, match="rng-00000"):
+        load_rng(tmp_path, 0)
+    assert not (tmp_path / "was-run").exists()

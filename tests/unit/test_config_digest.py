@@ -1,0 +1,90 @@
+"""The digest of a run's configuration follows what is trained, and nothing else; manifests without one are still read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dlac_pipeline.checkpoint.config import config_digest
+from dlac_pipeline.checkpoint.manifest import Manifest, parse_manifest
+from dlac_pipeline.spec import JobSpec, parse_spec
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    """A training script."""
+    path = tmp_path / "train.py"
+    path.write_text("print(1)\n")
+    return path
+
+
+def spec(script: Path, **sections: dict[str, Any]) -> JobSpec:
+    """A job spec with more in some sections."""
+    raw: dict[str, Any] = {
+        "run": "r",
+        "source": {"table": "src.t", "columns": ["x"]},
+        "order": {"batch_size": 32},
+        "launch": {"script": str(script)},
+    }
+    return parse_spec({**raw, **{name: {**raw.get(name, {}), **more} for name, more in sections.items()}}, origin="it")
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"source": {"row_filter": "x > 1"}},
+        {"order": {"seed": 1}},
+        {"sequences": {"length": 64}},
+        {"params": {"lr": "0.1"}},
+        {"launch": {"args": ["--lr=0.1"]}},
+    ],
+)
+def test_what_is_trained_is_in_it(script: Path, sections: dict[str, Any]) -> None:
+    """Data, order, sequences, params and arguments."""
+    assert config_digest(spec(script, **sections)) != config_digest(spec(script))
+
+
+def test_the_script_counts_by_its_content(script: Path, tmp_path: Path) -> None:
+    """The same file elsewhere is the same; another content is another."""
+    before = config_digest(spec(script))
+    copy = tmp_path / "copy.py"
+    copy.write_text(script.read_text())
+    assert config_digest(spec(copy)) == before
+    script.write_text("print(2)\n")
+    assert config_digest(spec(script)) != before
+
+
+@pytest.mark.parametrize(
+    "sections", [{"checkpoint": {"every_steps": 7}}, {"launch": {"world_size": 4}}, {"read": {"threads": 9}}]
+)
+def test_how_it_is_run_is_not_in_it(script: Path, sections: dict[str, Any]) -> None:
+    """Checkpoints, ranks and reading threads."""
+    assert config_digest(spec(script, **sections)) == config_digest(spec(script))
+
+
+def test_a_manifest_of_before_has_none() -> None:
+    """A manifest that was written without the field is read, with an empty digest."""
+    manifest = Manifest(
+        ledger_uuid="u",
+        run="r",
+        attempt=1,
+        checkpoint_id="c",
+        parent=None,
+        step=1,
+        world_size=1,
+        engine="torch",
+        leg=0,
+        reader_state=[],
+        files=[],
+        libraries={},
+        ledger_rows=[],
+        config_digest="d",
+    )
+    content = manifest.to_bytes()
+    assert parse_manifest(content, origin="here") == manifest
+    raw = json.loads(content)
+    del raw["config_digest"]
+    assert parse_manifest(json.dumps(raw).encode(), origin="here").config_digest == ""
