@@ -337,12 +337,15 @@ def upkeep(
     if as_json:
         sys.stdout.write(json.dumps([asdict(each) for each in done]) + "\n")
         return
-    table = Table("table", "files merged", "into", "snapshots expired", "files removed", "bytes removed", "left")
+    table = Table("table", "files merged", "into", "snapshots expired", "files removed", "bytes removed")
+    table.columns[0].no_wrap = True
     for each in done:
-        facts = (each.table, each.merged_files, each.into_files, each.expired_snapshots, each.removed_files)
-        left = "busy: for the next time" if each.busy else ""
-        table.add_row(*(Text(str(fact)) for fact in facts), Text(decimal(each.removed_bytes)), Text(left))
+        name = f"{each.table} (busy)" if each.busy else each.table
+        facts = (name, each.merged_files, each.into_files, each.expired_snapshots, each.removed_files)
+        table.add_row(*(Text(str(fact)) for fact in facts), Text(decimal(each.removed_bytes)))
     _out.print(table)
+    if any(each.busy for each in done):
+        _out.print("busy: others committed so often that something was left for the next time", soft_wrap=True)
 
 
 @app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
