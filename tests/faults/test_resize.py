@@ -30,6 +30,7 @@ def test_another_number_of_ranks_continues_the_same_run(campaign: Arena) -> None
     assert campaign.losses(run) == pytest.approx(campaign.losses("not-resized"), rel=1e-5)
 
 
+@pytest.mark.timeout(900)  # up to four launches
 @pytest.mark.parametrize(
     ("engine", "world_sizes"),
     [

@@ -17,6 +17,8 @@ from dlac_pipeline.checkpoint.rng import load_rng, rng_file
 from dlac_pipeline.checkpoint.writing import Copies, CopyMemory, Direct
 from tests.engine_ranks import STEPS, Saved, assert_same, save
 
+pytestmark = pytest.mark.timeout(900)  # several starts of several processes each
+
 ZERO = [
     ("zero0", "fp32"),
     ("zero0", "bf16"),
