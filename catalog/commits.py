@@ -1,4 +1,6 @@
-"""What may be appended to a run's ledger, and when: claim, checkpoint, quarantine, name, finish (design.md sections 6.4, 7)."""
+"""What may be appended to a run's ledger, and when: claim, checkpoint, quarantine, name, export, finish
+(design.md sections 6.4 and 7).
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from catalog.errors import Fenced, HeadMoved, NoSuchRun, RowsBetween, RunFinished, SpecInvalid, SteppedAside
-from catalog.ledger import HEAD_KINDS, Append, Fence, Ledger, Row, RunState, checkpoint_rows
+from catalog.ledger import HEAD_KINDS, Append, Fence, Ledger, Row, RunState, restorable
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,15 +132,7 @@ def name_checkpoint(ledger: Ledger, run: str, name: str, *, step: int | None = N
     def decide(state: RunState) -> Append | None:
         nonlocal named
         rows = ledger.rows_at(state, kinds=HEAD_KINDS)
-        out = {row["checkpoint_id"] for row in rows if row["kind"] in ("retire", "quarantine")}
-        there = {each: row["step"] for each, row in checkpoint_rows(rows).items() if each not in out}
-        wanted = [each for each in there if (each == state.fence.head if step is None else there[each] == step)]
-        if not wanted:
-            raise NoSuchRun(
-                f"expected a checkpoint of run {run!r}{'' if step is None else f' at step {step}'} that is kept, "
-                f"found those of steps {sorted(there.values())!r}"
-            )
-        named = wanted[-1]  # the newest, where a run came by the step twice
+        named = restorable(run, rows, state.fence.head, step)["checkpoint_id"]
         holder = names_of(rows).get(name)
         if holder == named:
             return None
@@ -151,6 +145,19 @@ def name_checkpoint(ledger: Ledger, run: str, name: str, *, step: int | None = N
 
     ledger.append(run, decide)
     return named
+
+
+def record_export(ledger: Ledger, run: str, checkpoint_id: str, said: dict[str, Any]) -> None:
+    """Record a file that was made of a checkpoint; `said` has its digest. Once, however often it is made."""
+
+    def decide(state: RunState) -> Append | None:
+        known = (json.loads(row["detail"])["digest"] for row in ledger.rows_at(state, kinds=("export",)))
+        if said["digest"] in known:
+            return None
+        row = {"kind": "export", "checkpoint_id": checkpoint_id, "detail": json.dumps(said)}
+        return _beside(state, row)
+
+    ledger.append(run, decide)
 
 
 def unname_checkpoint(ledger: Ledger, run: str, name: str) -> str:
@@ -189,6 +196,11 @@ def names_of(rows: Sequence[Row]) -> dict[str, str]:
 
 def _said_of_name(state: RunState, name: str, checkpoint_id: str | None) -> Append:
     row = {"kind": "name", "checkpoint_id": checkpoint_id, "detail": json.dumps({"name": name})}
+    return _beside(state, row)
+
+
+def _beside(state: RunState, row: Row) -> Append:
+    """One row that leaves owner and head as they are; whoever owns the run goes on behind it."""
     return Append(rows=[row], fence=replace(state.fence, seq=state.fence.seq + 1), finished=state.finished)
 
 

@@ -26,7 +26,7 @@ from catalog.schemas import CONSUMPTION, FORMAT_VERSION
 
 Row = dict[str, Any]
 T = TypeVar("T")
-HEAD_KINDS = ("checkpoint", "claim", "leg", "quarantine", "retire", "name", "finish")
+HEAD_KINDS = ("checkpoint", "claim", "leg", "quarantine", "retire", "name", "export", "finish")
 """Every kind but `advance`: what says where a run is, without what it consumed."""
 _ARROW = schema_to_pyarrow(CONSUMPTION, include_field_ids=False)
 
@@ -116,6 +116,25 @@ class Ledger:
             raise NoSuchRun(f"expected a run named {run!r} in the ledger, found only {self.runs()!r}")
         return rows
 
+    def restorable(self, run: str, step: int | None = None) -> Row:
+        """The row of the checkpoint of a step, or of the head.
+
+        Raises:
+            NoSuchRun: there is no such run, or no such checkpoint that is neither retired nor damaged.
+        """
+        rows = self.head_rows(run)
+        return restorable(run, rows, fence_of_rows(rows).head, step)
+
+    def export(self, digest: str) -> Row | None:
+        """The row of the exported file with this digest, in whichever run."""
+        rows = rereading()(lambda: self._exports(self.lakehouse.own("consumption")))
+        return next((row for row in rows if json.loads(row["detail"])["digest"] == digest), None)
+
+    def _exports(self, table: Table) -> list[Row]:
+        with reachable(self.lakehouse.config.uri):
+            rows: list[Row] = table.scan(row_filter=equals("kind", "export")).to_arrow().to_pylist()
+        return rows
+
     def runs(self) -> list[str]:
         """Names of all runs in the ledger, sorted."""
         with reachable(self.lakehouse.config.uri):
@@ -185,6 +204,19 @@ class Ledger:
 def checkpoint_rows(rows: list[Row]) -> dict[str, Row]:
     """Checkpoint id -> its checkpoint row."""
     return {row["checkpoint_id"]: row for row in rows if row["kind"] == "checkpoint"}
+
+
+def restorable(run: str, rows: list[Row], head: str | None, step: int | None) -> Row:
+    """Of these rows that of the head, or of the newest checkpoint of a step; raises as `Ledger.restorable`."""
+    out = {row["checkpoint_id"] for row in rows if row["kind"] in ("retire", "quarantine")}
+    there = {name: row for name, row in checkpoint_rows(rows).items() if name not in out}
+    wanted = [row for name, row in there.items() if (name == head if step is None else row["step"] == step)]
+    if not wanted:
+        raise NoSuchRun(
+            f"expected a checkpoint of run {run!r}{'' if step is None else f' at step {step}'} that is kept, found "
+            f"those of steps {sorted(row['step'] for row in there.values())!r}"
+        )
+    return wanted[-1]  # the newest, where a run came by the step twice
 
 
 def fence_of_rows(rows: Sequence[Row]) -> Fence:

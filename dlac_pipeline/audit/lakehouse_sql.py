@@ -63,6 +63,7 @@ _AUDIT = (
     "leg_problems",
     "lineage_problems",
     "checkpoint_costs",
+    "exports",
 )
 _PLAN_IDS = re.compile(r"\b[0-9a-f]{24}\b")
 """The content ids in a leg's JSON."""

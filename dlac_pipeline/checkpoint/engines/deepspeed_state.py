@@ -20,7 +20,8 @@ class DeepSpeedState:
     """A DeepSpeed engine (ZeRO 0-3): every rank saves its own shards through DeepSpeed's save path."""
 
     name = "deepspeed"
-    _TAG = "deepspeed"
+    TAG = "deepspeed"
+    """Of the folder in a checkpoint's that DeepSpeed's files lie in."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -32,7 +33,7 @@ class DeepSpeedState:
         self._engine._copy_recovery_script = _copy_nothing  # it writes past the recorder, and raises before the barrier
         try:
             self._engine.save_checkpoint(
-                str(folder), tag=self._TAG, client_state=self._client_state(), save_latest=False
+                str(folder), tag=self.TAG, client_state=self._client_state(), save_latest=False
             )
         finally:
             self._engine.checkpoint_engine = original
@@ -49,13 +50,13 @@ class DeepSpeedState:
         """The shards of this rank, or its part of a converted checkpoint; tensors and a few known classes only."""
         converted = self.conversion(saved_world_size) is not None
         with only_tensors(folder, safe_classes()), loading_universal(self._engine) if converted else nullcontext():
-            path, _ = self._engine.load_checkpoint(str(folder), tag=self._TAG)
+            path, _ = self._engine.load_checkpoint(str(folder), tag=self.TAG)
         if path is None:
             raise CheckpointDamaged(
                 f"expected a DeepSpeed checkpoint in {str(folder)!r}, DeepSpeed found none that it can load"
             )
         if converted:
-            load_rest(self._engine, folder / self._TAG)
+            load_rest(self._engine, folder / self.TAG)
 
     def conversion(self, saved_world_size: int) -> Convert | None:
         """To a Universal Checkpoint, where ranks keep different shards.
@@ -76,7 +77,7 @@ class DeepSpeedState:
         return self._convert
 
     def _convert(self, source: Path, target: Path) -> None:
-        to_universal(source / self._TAG, target / self._TAG)
+        to_universal(source / self.TAG, target / self.TAG)
 
     def step_applied(self) -> bool:
         """False when DeepSpeed skipped the step because of an overflow."""

@@ -123,21 +123,21 @@ class ShardReader(StorageReader):
             CheckpointUnsafe: there is more in it than plain values.
         """
         self._folder = folder
-        self._index = load_tensors(folder / _INDEX)
-        if self._index["format_version"] > _FORMAT_VERSION:
+        self.index = load_tensors(folder / _INDEX)
+        if self.index["format_version"] > _FORMAT_VERSION:
             raise FormatTooNew(
-                f"the shards in {str(folder)!r} have format version {self._index['format_version']}, this DLAC reads up to "
+                f"the shards in {str(folder)!r} have format version {self.index['format_version']}, this DLAC reads up to "
                 f"{_FORMAT_VERSION}"
             )
         self._places = {
-            MetadataIndex(name, offset): (file, position) for name, offset, file, position in self._index["places"]
+            MetadataIndex(name, offset): (file, position) for name, offset, file, position in self.index["places"]
         }
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """What DCP plans with."""
-        described = {name: _tensor_metadata(entry) for name, entry in self._index["tensors"].items()}
-        values = {name: BytesStorageMetadata() for name in self._index["values"]}
-        paths = {name: tuple(path) for name, path in self._index["paths"].items()}
+        described = {name: _tensor_metadata(entry) for name, entry in self.index["tensors"].items()}
+        values = {name: BytesStorageMetadata() for name in self.index["values"]}
+        paths = {name: tuple(path) for name, path in self.index["paths"].items()}
         return Metadata(state_dict_metadata={**described, **values}, planner_data=paths)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -191,6 +191,23 @@ class PlainLoadPlanner(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: Any) -> None:
         """Put it where it belongs."""
         set_element(self.original_state_dict, self.mappings[read_item.dest_index.fqn], value)
+
+
+def whole_tensors(folder: Path, part: str) -> dict[str, torch.Tensor]:
+    """The tensors of one part, put together from all ranks' shards, by the names that they have in it."""
+    index = ShardReader(folder).index
+    paths = {name: path for name, path in index["paths"].items() if path[0] == part and name in index["tensors"]}
+    made = {name: torch.empty(index["tensors"][name]["size"], dtype=index["tensors"][name]["dtype"]) for name in paths}
+    by_file: defaultdict[str, list[tuple[str, list[int], int]]] = defaultdict(list)
+    for name, offset, file, position in index["places"]:
+        if name in made:
+            by_file[file].append((name, offset or [0] * made[name].dim(), position))
+    for file, wanted in by_file.items():
+        parts = load_tensors(folder / file, mmap=True)
+        for name, offset, position in wanted:
+            shard = parts[position]
+            narrow_tensor_by_index(made[name], offset, list(shard.shape)).copy_(shard)
+    return {".".join(map(str, paths[name][1:])): tensor for name, tensor in made.items()}
 
 
 def _done(value: Any) -> Future[Any]:

@@ -31,9 +31,15 @@ class TorchState:
 
     def load(self, folder: Path, *, saved_world_size: int) -> None:
         """Every rank reads it, tensors and plain values only."""
-        state = load_tensors(folder / self._FILE)
+        state = self.parts_in(folder)
         for name, part in self._parts.items():
             part.load_state_dict(state[name])
+
+    @classmethod
+    def parts_in(cls, folder: Path) -> dict[str, Any]:
+        """What was saved in `folder`, by part."""
+        found: dict[str, Any] = load_tensors(folder / cls._FILE)
+        return found
 
     def conversion(self, saved_world_size: int) -> Convert | None:
         """Replicated state suits any number of ranks."""

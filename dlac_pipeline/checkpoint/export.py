@@ -1,0 +1,104 @@
+"""From a checkpoint to a file of weights for deployment, and back: the file's digest says which checkpoint it was, and so what
+it has seen.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors.torch import save_file
+
+from catalog.commits import record_export
+from catalog.connect import Lakehouse
+from catalog.durable_io import fsync_directory
+from catalog.errors import NoSuchRun
+from catalog.ledger import Ledger, checkpoint_rows
+from dlac_pipeline.checkpoint.engines.weights import weights_of
+from dlac_pipeline.checkpoint.files import file_digest, sync_file
+from dlac_pipeline.checkpoint.restore import restore
+from dlac_pipeline.checkpoint.store import Tiers, storing
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exported:
+    """A file of weights, known to the ledger."""
+
+    path: Path
+    digest: str
+    """BLAKE3 of the file."""
+    bytes: int
+    tensors: int
+    checkpoint_id: str
+    step: int
+
+
+def export_weights(
+    lakehouse: Lakehouse, tiers: Tiers, path: Path, *, step: int | None = None, part: str = "model"
+) -> Exported:
+    """Write the weights of a step's checkpoint, or of the head, as safetensors, and the file's digest to the ledger.
+
+    Raises:
+        NoSuchRun: there is no such run, or no restorable checkpoint of that step.
+        CheckpointDamaged: its files are not what was committed; nothing was written.
+        StoreUnavailable: the file cannot be written.
+    """
+    ledger = Ledger(lakehouse)
+    row = ledger.restorable(tiers.run, step)
+    found = restore(row, tiers)
+    manifest = found.manifest
+    weights = weights_of(manifest.engine, found.folder, part=part)
+    about = {
+        "format": "pt",
+        "dlac.run": manifest.run,
+        "dlac.checkpoint_id": manifest.checkpoint_id,
+        "dlac.step": str(manifest.step),
+        "dlac.model_digest": manifest.model_digest,
+        "dlac.ledger_uuid": manifest.ledger_uuid,
+    }
+    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    with storing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Tensors that share memory are written out each: whoever loads them need not know.
+        save_file({name: tensor.clone() for name, tensor in sorted(weights.items())}, temporary, about)
+        sync_file(temporary)
+        digest, size = file_digest(temporary), temporary.stat().st_size
+    # The ledger first: a file that is there is known.
+    said = {"digest": digest, "bytes": size, "file": path.name, "part": part}
+    record_export(ledger, manifest.run, manifest.checkpoint_id, said)
+    with storing(path):
+        temporary.rename(path)
+        fsync_directory(path.parent)
+    return Exported(
+        path=path,
+        digest=digest,
+        bytes=size,
+        tensors=len(weights),
+        checkpoint_id=manifest.checkpoint_id,
+        step=manifest.step,
+    )
+
+
+def checkpoint_of_file(lakehouse: Lakehouse, path: Path) -> dict[str, object]:
+    """Which checkpoint a file of weights was exported from, by its content alone.
+
+    Raises:
+        NoSuchRun: none that this lakehouse knows.
+    """
+    digest = file_digest(path)
+    row = Ledger(lakehouse).export(digest)
+    if row is None:
+        raise NoSuchRun(
+            f"expected {str(path)!r} to be an export that this lakehouse knows, found none with its digest {digest}"
+        )
+    rows = Ledger(lakehouse).head_rows(row["run"])
+    checkpoint = checkpoint_rows(rows)[row["checkpoint_id"]]
+    return {
+        "digest": digest,
+        "run": row["run"],
+        "checkpoint_id": row["checkpoint_id"],
+        "step": checkpoint["step"],
+        "model_digest": checkpoint["model_digest"],
+        "exported_at": row["committed_at"],
+    }
