@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from dlac_pipeline.checkpoint import manager, manifest, writing
+from dlac_pipeline.checkpoint import committing, manager, sealing, writing
 from dlac_pipeline.checkpoint.tree import RankTree
 
 PHASE, STEP = os.environ["KILL"].split("@")
@@ -36,12 +36,12 @@ def replace(home: Any, name: str, made: Callable[[Any], Any]) -> None:
 def noting(real: Any) -> Any:
     """Learn which checkpoint is being staged."""
 
-    def stage_folder(*args: Any, attempt: int, step: int, **rest: Any) -> Any:
+    def stage_name(*args: Any, attempt: int, step: int, **rest: Any) -> Any:
         global _due  # noqa: PLW0603 - a program, not a library
         _due = attempt == 1 and step == int(STEP)
         return real(*args, attempt=attempt, step=step, **rest)
 
-    return stage_folder
+    return stage_name
 
 
 def before(real: Any) -> Any:
@@ -102,7 +102,7 @@ class _TorchOfWriting:
 
 def sabotage() -> None:
     """Arrange for this rank's death, if it is the one."""
-    replace(manager, "stage_folder", noting)
+    replace(manager, "stage_name", noting)
     last = int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
     coordinator = os.environ["RANK"] == "0"
     if last and PHASE == "copy":
@@ -110,15 +110,15 @@ def sabotage() -> None:
     if last and PHASE == "write":
         replace(writing, "torch", lambda _: _TorchOfWriting())
     if last and PHASE == "digest":
-        replace(manager, "file_digest", before)
+        replace(sealing, "file_digest", before)
     if last and PHASE == "vote":
         replace(RankTree, "gather", before)
     if coordinator and PHASE == "manifest":
-        replace(manifest, "write_durably", unnamed)
+        replace(committing, "write_durably", unnamed)
     if coordinator and PHASE == "before-commit":
-        replace(manager, "commit_checkpoint", before)
+        replace(committing, "commit_checkpoint", before)
     if coordinator and PHASE == "after-commit":
-        replace(manager, "commit_checkpoint", after)
+        replace(committing, "commit_checkpoint", after)
 
 
 def main() -> None:
