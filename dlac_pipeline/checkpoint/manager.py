@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -58,6 +58,8 @@ class Committed:
     phases: dict[str, float]
     """Seconds of each phase: copy (asynchronous only), write and digest, of the slowest rank; vote and commit; stall: what
     training waited; total."""
+    note: Mapping[str, Any]
+    """What was to be written beside it: why it was taken."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,6 +80,7 @@ class _Staged:
     taken: ReaderStateTracker
     failure: tuple[str, str] | None
     started: float
+    note: Mapping[str, Any]
     phases: Phases = field(default_factory=Phases)
 
 
@@ -116,12 +119,19 @@ class CheckpointManager:
         self._failure: Exception | None = None
 
     @property
+    def under_way(self) -> bool:
+        """Whether a checkpoint is being committed behind training."""
+        return self._pending is not None and not self._pending.done()
+
+    @property
     def head(self) -> str | None:
         """The last checkpoint that this attempt committed, or resumed from."""
         return self._lineage.parent
 
-    def save(self, engine: Engine, tracker: ReaderStateTracker) -> Committed:
+    def save(self, engine: Engine, tracker: ReaderStateTracker, note: Mapping[str, Any]) -> Committed:
         """Take a checkpoint of the state after `tracker.step`, and commit it with what was consumed since the last.
+
+        The coordinator's `note` goes into the detail of the checkpoint's row.
 
         Raises:
             StoreUnavailable: a rank could not save; nothing was committed.
@@ -132,12 +142,12 @@ class CheckpointManager:
         started = time.monotonic()
         phases = Phases()
         with phases.of("write"):
-            staged = self._stage(engine, tracker, Direct(), started, phases)
+            staged = self._stage(engine, tracker, Direct(), started, phases, note)
         committed = self._noting(staged, self._tree)
         committed.phases["stall"] = committed.phases["total"]
         return committed
 
-    def begin(self, engine: Engine, tracker: ReaderStateTracker) -> Committed | None:
+    def begin(self, engine: Engine, tracker: ReaderStateTracker, note: Mapping[str, Any]) -> Committed | None:
         """Copy the state after `tracker.step`, and commit it behind training; gives the one before, if it was under way.
 
         Raises:
@@ -147,7 +157,7 @@ class CheckpointManager:
         before = self.settle()
         phases = Phases()
         with phases.of("copy"):
-            staged = self._stage(engine, tracker, Copies(self._memory), started, phases)
+            staged = self._stage(engine, tracker, Copies(self._memory), started, phases, note)
         phases["stall"] = time.monotonic() - started
         pending: Future[Committed] = Future()
         self._pending = pending
@@ -182,7 +192,13 @@ class CheckpointManager:
         return None if pending is None else pending.result()
 
     def _stage(
-        self, engine: Engine, tracker: ReaderStateTracker, writer: Writer, started: float, phases: Phases
+        self,
+        engine: Engine,
+        tracker: ReaderStateTracker,
+        writer: Writer,
+        started: float,
+        phases: Phases,
+        note: Mapping[str, Any],
     ) -> _Staged:
         """Hand this rank's state to the writer; a rank that cannot, votes no."""
         folder = stage_folder(
@@ -212,6 +228,7 @@ class CheckpointManager:
             taken=tracker.take(),
             failure=failure,
             started=started,
+            note=note,
             phases=phases,
         )
 
@@ -245,6 +262,7 @@ class CheckpointManager:
             bytes=decision["bytes"],
             loss=losses[-1] if losses else None,
             phases={**staged.phases, **decision["phases"], "total": time.monotonic() - staged.started},
+            note=staged.note,
         )
 
     def _vote(self, staged: _Staged) -> Vote:
@@ -338,7 +356,7 @@ class CheckpointManager:
             "manifest_uri": (folder / MANIFEST).resolve().as_uri(),
             "manifest_digest": digest,
             "model_digest": manifest.model_digest,
-            "detail": json.dumps({"bytes": size, "phases": phases}),
+            "detail": json.dumps({"bytes": size, "phases": phases, **staged.note}),
         }
         started = time.monotonic()
         commit_checkpoint(self._ledger, self._attempt, checkpoint_id=checkpoint_id, parent=parent, rows=rows)
