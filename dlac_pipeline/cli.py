@@ -172,9 +172,16 @@ def verify(
     from dlac_pipeline.checkpoint.listing import verify_checkpoints
 
     damaged = False
-    for verdict in verify_checkpoints(_lakehouse(spec, home), run, step):
-        damaged = damaged or verdict.problem is not None
-        _out.print(f"step {verdict.checkpoint.step}: {verdict.problem or 'whole'}", markup=False, soft_wrap=True)
+    with _bar() as bar:
+        task = bar.add_task("reading checkpoints", total=None)
+        for verdict in verify_checkpoints(
+            _lakehouse(spec, home),
+            run,
+            step,
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        ):
+            damaged = damaged or verdict.problem is not None
+            _out.print(f"step {verdict.checkpoint.step}: {verdict.problem or 'whole'}", markup=False, soft_wrap=True)
     if damaged:
         raise typer.Exit(1)
 

@@ -197,7 +197,8 @@ class _Pace:
 
 def _said(failures: Failures, mtbf_s: float) -> str:
     if failures.count:
-        return f"{failures.count} failures in {failures.trained_s / 3600:.2g} h of training"
+        named = "1 failure" if failures.count == 1 else f"{failures.count} failures"
+        return f"{named} in {failures.trained_s / 3600:.2g} h of training"
     return f"no failure yet, taken as one in {mtbf_s / 3600:.2g} h"
 
 

@@ -1,5 +1,6 @@
 """train_tiny's model under DeepSpeed (ZeRO 1)."""
 
+import os
 import time
 from typing import Any
 
@@ -19,7 +20,7 @@ CONFIG: dict[str, Any] = {
 
 def main() -> None:
     """Train to the end of the order."""
-    with dlac.training_run() as run:
+    with dlac.training_run(os.environ.get("JOB_SPEC")) as run:  # named under other launchers than DLAC's
         model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.1), torch.nn.Linear(8, 1))
         engine, *_ = deepspeed.initialize(model=model, config=CONFIG)
         run.restore(engine)

@@ -34,7 +34,7 @@ def write_entry(run: dlac.TrainingRun, batch: dlac.Batch, loss: torch.Tensor) ->
 
 def main() -> None:
     """Train to the end of the order."""
-    with dlac.training_run() as run:
+    with dlac.training_run(os.environ.get("JOB_SPEC")) as run:  # named under other launchers than DLAC's
         params = run.spec.params
         model = torch.nn.Linear(4, 1)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
