@@ -22,7 +22,7 @@ import pyarrow as pa
 from benchmarks.figures import Figure, report
 from catalog.connect import LakehouseConfig, connect
 from catalog.ledger import Ledger
-from dlac_pipeline.checkpoint.manifest import folder_of
+from dlac_pipeline.checkpoint.store import folder_of
 from dlac_pipeline.recover.supervise import Supervisor
 from dlac_pipeline.spec import parse_spec
 

@@ -1,4 +1,4 @@
-"""The one policy by which commits are repeated: until they are decided, or the catalog stayed away for too long."""
+"""The one policy by which commits and storage requests are repeated: until they are answered, or for too long."""
 
 from __future__ import annotations
 
@@ -13,10 +13,14 @@ _random = random.Random()
 """Apart from the training's own generator, which a checkpoint restores."""
 
 
-def retrying(deadline_s: float = 60.0) -> tenacity.Retrying:
+def retrying(
+    deadline_s: float = 60.0,
+    *,
+    of: type[Exception] | tuple[type[Exception], ...] = (CommitConflict, CatalogUnreachable),
+) -> tenacity.Retrying:
     """Repeats what lost a race, or got no answer, at random growing intervals; raises the last error past the deadline."""
     return tenacity.Retrying(
-        retry=tenacity.retry_if_exception_type((CommitConflict, CatalogUnreachable)),
+        retry=tenacity.retry_if_exception_type(of),
         wait=partial(_pause_s, longest_s=min(5.0, deadline_s / 12)),
         stop=tenacity.stop_after_delay(deadline_s),
         reraise=True,

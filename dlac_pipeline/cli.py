@@ -151,10 +151,11 @@ def checkpoints(run: RunName, home: Home = None, spec: SpecOption = None, as_jso
     if as_json:
         sys.stdout.write(json.dumps([asdict(each) for each in listed], default=str) + "\n")
         return
-    table = Table("step", "checkpoint", "committed", "size", "attempt", "state")
+    table = Table("step", "checkpoint", "committed", "size", "attempt", "tiers", "state")
     for each in listed:
         size = "" if each.bytes is None else decimal(each.bytes)
-        facts = (each.step, each.checkpoint_id, _ago(each.committed_at), size, each.attempt, each.state)
+        tiers = " ".join(each.tiers)
+        facts = (each.step, each.checkpoint_id, _ago(each.committed_at), size, each.attempt, tiers, each.state)
         table.add_row(*(Text(str(fact)) for fact in facts))
     _out.print(table)
 
@@ -170,14 +171,17 @@ def verify(
 ) -> None:
     """Read the files of a run's checkpoints again and compare their digests; exit status 0 only if all hold."""
     from dlac_pipeline.checkpoint.listing import verify_checkpoints
+    from dlac_pipeline.checkpoint.store import tiers_of
 
     damaged = False
+    files = None if spec is None else tiers_of(_resolved(spec, home)).files
     with _bar() as bar:
         task = bar.add_task("reading checkpoints", total=None)
         for verdict in verify_checkpoints(
             _lakehouse(spec, home),
             run,
             step,
+            files=files,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         ):
             damaged = damaged or verdict.problem is not None
@@ -347,7 +351,7 @@ def _last_spec(lakehouse: Lakehouse, run: str) -> JobSpec:
     path = Path(folder) / "spec.json"
     if not folder or not path.is_file():
         raise NoSuchRun(f"expected the job spec of run {run!r} at {str(path)!r}, found none: name it with --spec")
-    return parse_spec(json.loads(path.read_text()), origin=repr(str(path)))
+    return parse_spec(json.loads(path.read_text()), origin=repr(str(path))).resolved(home_folder())
 
 
 def _bar() -> Progress:

@@ -54,6 +54,7 @@ class Notices:
         self._deadline: float | None = None
         self._closed = threading.Event()
         self._heard, self._told = socket.socketpair()
+        self._handlers: dict[int, signal._HANDLER] = {}
         self._listen()
         self._launchers = _launchers() if launched else []
         threading.Thread(target=self._watch, name="notices", daemon=True).start()
@@ -86,7 +87,6 @@ class Notices:
         self._handlers = {}
 
     def _listen(self) -> None:
-        self._handlers: dict[int, signal._HANDLER] = {}
         self._told.setblocking(False)
         if threading.current_thread() is not threading.main_thread():
             return

@@ -158,7 +158,27 @@ class ReadSpec(_Section):
 class CheckpointSpec(_Section):
     """When and where checkpoints are taken."""
 
-    store: str = Field(default="", description="Folder of the checkpoints; empty: checkpoints/ in the home folder.")
+    store: str = Field(
+        default="",
+        description="Folder of the checkpoints, or an address such as s3://bucket/path; empty: checkpoints/ in the home folder.",
+    )
+    store_properties: dict[str, str] = Field(
+        default_factory=dict,
+        description="pyiceberg properties of the store, such as s3.endpoint, besides those of the lakehouse.",
+    )
+    store_deadline_s: float = Field(
+        default=120.0, description="Seconds for which a request that the store fails is tried again.", ge=0
+    )
+    local: str = Field(
+        default="",
+        description="Local folder in which checkpoints are made before they are copied to the store, and ranks keep their logs; "
+        "empty: the store if that is a folder, else checkpoints/ in the home folder.",
+    )
+    local_keep: int = Field(
+        default=2,
+        description="Newest checkpoints whose copies in `local` are kept, for a quick restart, where the store is another place.",
+        ge=1,
+    )
     interval: Literal["fixed", "auto"] = Field(
         default="fixed",
         description='"fixed": every_steps and every_s say when; "auto": the optimum of what checkpoints cost and how often '
@@ -177,14 +197,11 @@ class CheckpointSpec(_Section):
     )
     recovery_point_s: float = Field(
         default=0.0,
-        description='For "auto": seconds of work that a failure may cost at the most, where checkpoints are fast enough; '
-        "0: no bound.",
+        description='For "auto": seconds of work that a failure may cost, where checkpoints are fast enough; 0: no bound.',
         ge=0,
     )
     mtbf_s: float = Field(
-        default=86_400.0,
-        description='For "auto": mean time between failures to expect of a run that has not failed yet.',
-        gt=0,
+        default=86_400.0, description='For "auto": mean time between failures, until this run has failed.', gt=0
     )
     mode: Literal["synchronous", "asynchronous"] = Field(
         default="synchronous",
@@ -240,22 +257,18 @@ class LaunchSpec(_Section):
     )
     deadline_s: float = Field(
         default=0.0,
-        description="Seconds from a termination notice (SIGTERM, SIGUSR1, or from termination_url) until the ranks are gone, "
-        "behind an emergency checkpoint if that can be made in time; 0: grace_s.",
+        description="Seconds from a notice (SIGTERM, SIGUSR1, termination_url) until the ranks are gone, behind an emergency "
+        "checkpoint if there is time for one; 0: grace_s.",
         ge=0,
     )
     termination_url: str = Field(
         default="",
-        description="Asked every few seconds whether this machine is about to be taken away: 200 is a notice, 404 is none; "
-        "empty: nothing is asked.",
+        description="Asked every few seconds whether this machine goes away: 200 is a notice, 404 is none; empty: not asked.",
         pattern=r"^(https?://.+)?$",
     )
-    termination_headers: dict[str, str] = Field(
-        default_factory=dict, description="Headers of those requests, such as a token."
-    )
+    termination_headers: dict[str, str] = Field(default_factory=dict, description="Headers of those requests: a token.")
     termination_match: str = Field(
-        default="",
-        description="For a URL that always answers 200: the text that a notice has in it; empty: every 200 is a notice.",
+        default="", description="Text that a notice has in it, where the URL always answers 200; empty: any 200 is one."
     )
     hang_timeout_s: float = Field(
         default=600.0,
@@ -331,11 +344,15 @@ class JobSpec(_Section):
 
     def resolved(self, home: Path) -> JobSpec:
         """This spec with the embedded lakehouse and store of `home` where none is named."""
-        store = str(Path(self.checkpoint.store or home / "checkpoints").resolve())
+        made_in = self.checkpoint.local or (str(home / "checkpoints") if "://" in self.checkpoint.store else "")
+        store = self.checkpoint.store or made_in or str(home / "checkpoints")
+        if "://" not in store:
+            store = str(Path(store).resolve())
+        places = {"store": store, "local": str(Path(made_in or store).resolve())}
         return self.model_copy(
             update={
                 "lakehouse": self.lakehouse.at_home(home),
-                "checkpoint": self.checkpoint.model_copy(update={"store": store}),
+                "checkpoint": self.checkpoint.model_copy(update=places),
             }
         )
 

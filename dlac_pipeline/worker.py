@@ -28,11 +28,13 @@ from catalog.commits import Attempt, finish
 from catalog.connect import Lakehouse, connect
 from catalog.errors import CursorMismatch, DlacError, ResumeMismatch, SpecInvalid, TrainingFailed
 from catalog.ledger import Ledger
+from dlac_pipeline.checkpoint.committing import Committer, Lineage
+from dlac_pipeline.checkpoint.copies import LocalCopies
 from dlac_pipeline.checkpoint.engines import Engine, adapt, skip_shared_memory_op
-from dlac_pipeline.checkpoint.manager import CheckpointManager, Committed, Lineage
+from dlac_pipeline.checkpoint.manager import CheckpointManager, Committed
 from dlac_pipeline.checkpoint.pulse import Beat, Pulse
 from dlac_pipeline.checkpoint.rng import load_rng, rng_file, seed_rng
-from dlac_pipeline.checkpoint.store import check_writable
+from dlac_pipeline.checkpoint.store import name_of, tiers_of
 from dlac_pipeline.checkpoint.tree import RankTree
 from dlac_pipeline.plan.leg import Leg
 from dlac_pipeline.plan.order import LegOrder, ReaderState
@@ -44,6 +46,7 @@ from dlac_pipeline.read.exchange import summing_over
 from dlac_pipeline.read.open import open_leg
 from dlac_pipeline.recover.coordinator import ResumePoint, new_nonce, take_over
 from dlac_pipeline.recover.leg_choice import Wish
+from dlac_pipeline.recover.machine import folder_here
 from dlac_pipeline.recover.run_lock import run_lock
 from dlac_pipeline.spec import JobSpec, home_folder, parse_spec, read_spec
 from dlac_pipeline.track.tracker import ReaderStateTracker
@@ -80,6 +83,8 @@ class TrainingRun:
         self.rank = int(os.environ.get("RANK", "0"))
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
         self._events = EventWriter(folder, self.rank)
+        self._first_of_machine = int(os.environ.get("LOCAL_RANK", self.rank)) == 0
+        self._tiers = tiers_of(spec)
         self._progress = ProgressWriter(folder, self.rank)
         self._progress.write(0, Phase.STARTING)
         seed_rng(spec.order.seed, 0, 0)  # alike on all ranks until `restore`, so that models are initialized alike
@@ -129,6 +134,7 @@ class TrainingRun:
         Raises:
             ResumeMismatch: the checkpoint was saved by another kind of engine.
             WorldSizeUnsupported: the saved state cannot be loaded by this number of ranks.
+            StoreUnavailable, CheckpointDamaged: its files could not be brought to one of several machines.
         """
         self._progress.write(self.step, Phase.LOADING)
         self._engine = adapt(engine)
@@ -141,7 +147,7 @@ class TrainingRun:
                 f"expected the engine {point.engine!r} that saved checkpoint {point.checkpoint_id!r}, found "
                 f"{self._engine.name!r}: resume with the script that the run was started with"
             )
-        folder = Path(point.folder)
+        folder = folder_here(point, self._tiers, self._tree, restores=self._first_of_machine)
         self._engine.load(folder, saved_world_size=point.world_size)
         if point.world_size == self.world_size and rng_file(folder, self.rank).exists():
             load_rng(folder, self.rank)
@@ -268,10 +274,10 @@ class TrainingRun:
         """Without a supervisor rank 0 takes the run over, and holds its lock."""
         said = None
         if self.rank == 0:
-            store, name = self.spec.checkpoint.store, self.spec.run
+            local = self.spec.checkpoint.local
             try:
-                check_writable(store, name)
-                held.enter_context(run_lock(store, name, wait_s=0.0, takeover=takeover))
+                self._tiers.check_writable()
+                held.enter_context(run_lock(local, self.spec.run, wait_s=0.0, takeover=takeover))
                 said = take_over(self._lakehouse, self.spec, nonce=new_nonce(), wish=Wish(repin=True)).to_json()
             except DlacError as err:
                 self._tree.broadcast(json.dumps({"error": str(err)}).encode())
@@ -300,16 +306,30 @@ class TrainingRun:
         )
         self._tracker = ReaderStateTracker(committed_step=point.step, groups=self._reader.groups)
         self._attempt = Attempt(run=self.spec.run, number=point.attempt, nonce=point.nonce)
-        self._manager = CheckpointManager(
+        committer = Committer(
             attempt=self._attempt,
             settings=self.spec.checkpoint,
             order=opened.order_apart(),
             leg=leg,
             leg_is_new=point.leg_is_new,
             lineage=Lineage(parent=point.checkpoint_id, rows_since=point.rows_since or []),
+            lakehouse=lakehouse,
+            tiers=self._tiers,
+        )
+        copies = LocalCopies(
+            self._tiers,
+            keep=self.spec.checkpoint.local_keep,
+            evicts=self._first_of_machine,
+            resumed_from=None if point.checkpoint_id is None else name_of(point.manifest_uri),
+        )
+        self._manager = CheckpointManager(
+            attempt=self._attempt,
+            head=point.checkpoint_id,
+            committer=committer,
             tree=self._tree,
             behind=self._behind,
-            lakehouse=lakehouse,
+            tiers=self._tiers,
+            copies=copies,
         )
 
 

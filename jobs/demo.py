@@ -104,7 +104,7 @@ class Demo:
         return bool(report["ok"])
 
     def _faulty(self, progress: Progress) -> None:
-        live = LiveRun(self._spec.checkpoint.store, FAULTY)
+        live = LiveRun(self._spec.checkpoint.local, FAULTY)
         steps = self._steps_of_reference()
         faults = [
             Fault("rank 1 is killed in the middle of a step", int(steps * KILL_RANK_AT), lambda: live.kill_rank(1)),
@@ -136,7 +136,7 @@ class Demo:
         self, progress: Progress, title: str, job: str, config: dict[str, Any], run: str | None, faults: list[Fault]
     ) -> dg.DagsterRun:
         started = time.monotonic()
-        live = None if run is None else LiveRun(self._spec.checkpoint.store, run)
+        live = None if run is None else LiveRun(self._spec.checkpoint.local, run)
         stage = Stage(progress, progress.add_task(title, total=None), live, faults)
         ended = self._dagster.wait(self._dagster.launch(job, config), while_waiting=stage.tick)
         stage.tick()

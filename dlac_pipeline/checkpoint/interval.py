@@ -78,7 +78,7 @@ class Cost:
         said = [phases for row in rows if row["kind"] == "checkpoint" if (phases := _detail(row).get("phases"))]
         if not said:
             return None
-        total_s = sum(seconds for name, seconds in said[-1].items() if name != "stall")
+        total_s = sum(said[-1].get(name, 0.0) for name in ("copy", "write", "seal", "vote"))
         return cls(lost_s=said[-1].get("stall", total_s), total_s=total_s)
 
 

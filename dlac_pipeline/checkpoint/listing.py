@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
@@ -11,7 +12,9 @@ from pathlib import Path
 from catalog.connect import Lakehouse
 from catalog.errors import CheckpointDamaged, NoSuchRun, StoreUnavailable
 from catalog.ledger import Ledger, Row, checkpoint_rows, fence_of_rows
-from dlac_pipeline.checkpoint.manifest import folder_of, read_manifest, verify_files
+from dlac_pipeline.checkpoint.files import StoreFiles
+from dlac_pipeline.checkpoint.manifest import read_manifest, verify_files
+from dlac_pipeline.checkpoint.store import MANIFEST, folder_uri, name_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,7 +30,10 @@ class ListedCheckpoint:
     """None for checkpoints of versions that did not write it down."""
     state: str
     """head; kept; left (not an ancestor of the head); retired; damaged (quarantined)."""
-    folder: Path
+    tiers: list[str]
+    """Where its files are: store; local: a copy on this machine."""
+    folder: str
+    """Address in the store."""
     manifest_uri: str
     manifest_digest: str
 
@@ -49,13 +55,14 @@ def list_checkpoints(lakehouse: Lakehouse, run: str) -> list[ListedCheckpoint]:
     rows = Ledger(lakehouse).head_rows(run)
     head = fence_of_rows(rows).head  # of these rows: the run may go on meanwhile
     states = {row["checkpoint_id"]: _OUT[row["kind"]] for row in rows if row["kind"] in _OUT}
+    claims = {row["attempt"]: json.loads(row["detail"]) for row in rows if row["kind"] == "claim"}
     checkpoints = checkpoint_rows(rows)
     lineage, each = set(), head
     while each is not None:
         lineage.add(each)
         each = checkpoints[each]["parent"]
     return [
-        _listed(row, states.get(name) or ("head" if name == head else "kept" if name in lineage else "left"))
+        _listed(row, claims[row["attempt"]], states.get(name) or _where(name, head, lineage))
         for name, row in checkpoints.items()
     ]
 
@@ -65,9 +72,10 @@ def verify_checkpoints(
     run: str,
     step: int | None = None,
     *,
+    files: StoreFiles | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Iterator[Verdict]:
-    """Re-read what can still be restored, the newest first; of one step only, if that is given.
+    """Re-read what can still be restored from the store, the newest first; of one step only, if that is given.
 
     `progress` is told how many of how many checkpoints are done.
 
@@ -83,7 +91,7 @@ def verify_checkpoints(
         )
     for done, each in enumerate(chosen):
         progress(done, len(chosen))
-        problem = _problem_of(each)
+        problem = _problem_of(each, files or StoreFiles(lakehouse.config.properties))
         if problem is None or not _retired_meanwhile(lakehouse, each):
             yield Verdict(each, problem)
 
@@ -96,7 +104,7 @@ def _retired_meanwhile(lakehouse: Lakehouse, checkpoint: ListedCheckpoint) -> bo
 _OUT = {"retire": "retired", "quarantine": "damaged"}
 
 
-def _listed(row: Row, state: str) -> ListedCheckpoint:
+def _listed(row: Row, claim: dict[str, str], state: str) -> ListedCheckpoint:
     return ListedCheckpoint(
         run=row["run"],
         checkpoint_id=row["checkpoint_id"],
@@ -105,16 +113,30 @@ def _listed(row: Row, state: str) -> ListedCheckpoint:
         committed_at=row["committed_at"],
         bytes=json.loads(row["detail"])["bytes"] if row["detail"] else None,
         state=state,
-        folder=folder_of(row["manifest_uri"]),
+        tiers=[] if state == "retired" else ["local", "store"] if _has_copy(row, claim) else ["store"],
+        folder=folder_uri(row["manifest_uri"]),
         manifest_uri=row["manifest_uri"],
         manifest_digest=row["manifest_digest"],
     )
 
 
-def _problem_of(checkpoint: ListedCheckpoint) -> str | None:
+def _where(checkpoint_id: str, head: str | None, lineage: set[str]) -> str:
+    return "head" if checkpoint_id == head else "kept" if checkpoint_id in lineage else "left"
+
+
+def _has_copy(row: Row, claim: dict[str, str]) -> bool:
+    """Whether the copy that was made before the store's is still here."""
+    made_in = claim.get("local", "")
+    if not made_in or claim["host"] != socket.gethostname():
+        return False
+    copy = Path(made_in) / row["run"] / name_of(row["manifest_uri"]) / MANIFEST
+    return bool(copy.is_file() and copy.resolve().as_uri() != row["manifest_uri"])
+
+
+def _problem_of(checkpoint: ListedCheckpoint, files: StoreFiles) -> str | None:
     try:
-        manifest = read_manifest(checkpoint.manifest_uri, checkpoint.manifest_digest)
-        verify_files(manifest, checkpoint.folder)
+        manifest = read_manifest(checkpoint.manifest_uri, checkpoint.manifest_digest, files)
+        verify_files(manifest, checkpoint.folder, files)
     except (CheckpointDamaged, StoreUnavailable) as err:
         return str(err)
     return None

@@ -1,6 +1,6 @@
-"""Checkpoint Manager: stage, vote, manifest, commit, decision (design.md section 6), at once or behind training.
+"""Checkpoint Manager: stage, seal, vote, manifest, commit, decision (design.md section 6), at once or behind training.
 
-A checkpoint exists when, and only when, its rows are in the ledger. Until then its folder means nothing to anybody.
+A checkpoint exists when, and only when, its rows are in the ledger. Until then its files mean nothing to anybody.
 
 Synchronous: training waits for all of it. Asynchronous: training waits while the state is copied; the rest happens in a thread,
 over a tree of its own, one checkpoint at a time. What is consumed after the copied step belongs to the next checkpoint.
@@ -8,40 +8,32 @@ over a tree of its own, one checkpoint at a time. What is consumed after the cop
 
 from __future__ import annotations
 
-import json
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
-from importlib.metadata import version
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgpack
 
-from catalog import errors
-from catalog.commits import Attempt, commit_checkpoint
-from catalog.connect import Lakehouse
-from catalog.durable_io import fsync_directory
-from catalog.errors import CheckpointError, CursorMismatch, DlacError
-from catalog.ledger import HEAD_KINDS, Ledger
+from catalog.commits import Attempt
+from catalog.errors import DlacError
+from dlac_pipeline.checkpoint.committing import Committer, Prepared, failure_named, named
+from dlac_pipeline.checkpoint.copies import LocalCopies
 from dlac_pipeline.checkpoint.engines import Engine, failed_write
-from dlac_pipeline.checkpoint.manifest import FileEntry, Manifest
+from dlac_pipeline.checkpoint.manifest import FileEntry
 from dlac_pipeline.checkpoint.phases import Phases
-from dlac_pipeline.checkpoint.retention import Retention
 from dlac_pipeline.checkpoint.rng import save_rng
-from dlac_pipeline.checkpoint.rows import RowMaker, Vote
-from dlac_pipeline.checkpoint.store import MANIFEST, file_digest, stage_folder, storing, sync_file
+from dlac_pipeline.checkpoint.rows import Vote
+from dlac_pipeline.checkpoint.sealing import Sealer
+from dlac_pipeline.checkpoint.store import Tiers, stage_name, storing
 from dlac_pipeline.checkpoint.tree import RankTree
 from dlac_pipeline.checkpoint.writing import Copies, CopyMemory, Direct, Writer
-from dlac_pipeline.plan.leg import Leg
-from dlac_pipeline.plan.order import LegOrder
-from dlac_pipeline.spec import CheckpointSpec
 from dlac_pipeline.track.tracker import ReaderStateTracker
-
-_LIBRARIES = ("torch", "deepspeed", "numpy", "pyarrow", "pyiceberg")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,64 +48,52 @@ class Committed:
     loss: float | None
     """Of its step, where it was known."""
     phases: dict[str, float]
-    """Seconds of each phase: copy (asynchronous only), write and digest, of the slowest rank; vote and commit; stall: what
-    training waited; total."""
+    """Seconds of each phase, of the slowest rank: copy (asynchronous only), write, seal (what sealing took longer than
+    writing), in it the threads' sync or upload, and digest; vote and commit; stall: what training waited; total."""
     note: Mapping[str, Any]
     """What was to be written beside it: why it was taken."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Lineage:
-    """Where this attempt's next checkpoint hangs: its parent, and the ledger rows since then."""
-
-    parent: str | None
-    rows_since: list[dict[str, Any]]
 
 
 @dataclass(kw_only=True, slots=True)
 class _Staged:
     """One rank's part of a checkpoint, handed to its writer."""
 
+    name: str
     folder: Path
     engine: str
     writer: Writer
+    sealer: Sealer
     taken: ReaderStateTracker
     failure: tuple[str, str] | None
     started: float
     note: Mapping[str, Any]
-    phases: Phases = field(default_factory=Phases)
+    phases: Phases
 
 
 class CheckpointManager:
     """One rank's part in taking checkpoints; `save`, `begin` and `settle` are collective.
 
-    `behind` is a tree for commits behind training, apart from every other message.
+    `behind` is a tree for commits behind training, apart from every other message; `committer` works at the coordinator.
     """
 
     def __init__(
         self,
         *,
         attempt: Attempt,
-        order: LegOrder,
-        leg: Leg,
-        leg_is_new: bool,
-        lineage: Lineage,
+        head: str | None,
+        committer: Committer,
         tree: RankTree,
         behind: RankTree,
-        lakehouse: Lakehouse,
-        settings: CheckpointSpec,
+        tiers: Tiers,
+        copies: LocalCopies,
     ) -> None:
         self._attempt = attempt
-        self._settings = settings
-        self._order = order
-        self._leg = leg
-        self._leg_is_new = leg_is_new
-        self._lineage = lineage
+        self._head = head
+        self._committer = committer
         self._tree = tree
         self._behind = behind
-        self._ledger = Ledger(lakehouse)
-        self._maker = RowMaker(lakehouse, leg, order)
-        self._retention: Retention | None = None
+        self._tiers = tiers
+        self._copies = copies
         self._memory = CopyMemory()
         self._pending: Future[Committed] | None = None
         self._failure: Exception | None = None
@@ -126,7 +106,7 @@ class CheckpointManager:
     @property
     def head(self) -> str | None:
         """The last checkpoint that this attempt committed, or resumed from."""
-        return self._lineage.parent
+        return self._head
 
     def save(self, engine: Engine, tracker: ReaderStateTracker, note: Mapping[str, Any]) -> Committed:
         """Take a checkpoint of the state after `tracker.step`, and commit it with what was consumed since the last.
@@ -142,7 +122,7 @@ class CheckpointManager:
         started = time.monotonic()
         phases = Phases()
         with phases.of("write"):
-            staged = self._stage(engine, tracker, Direct(), started, phases, note)
+            staged = self._stage(engine, tracker, Direct, started, phases, note)
         committed = self._noting(staged, self._tree)
         committed.phases["stall"] = committed.phases["total"]
         return committed
@@ -157,7 +137,7 @@ class CheckpointManager:
         before = self.settle()
         phases = Phases()
         with phases.of("copy"):
-            staged = self._stage(engine, tracker, Copies(self._memory), started, phases, note)
+            staged = self._stage(engine, tracker, partial(Copies, self._memory), started, phases, note)
         phases["stall"] = time.monotonic() - started
         pending: Future[Committed] = Future()
         self._pending = pending
@@ -195,36 +175,35 @@ class CheckpointManager:
         self,
         engine: Engine,
         tracker: ReaderStateTracker,
-        writer: Writer,
+        make_writer: Callable[[Callable[[Path], None]], Writer],
         started: float,
         phases: Phases,
         note: Mapping[str, Any],
     ) -> _Staged:
         """Hand this rank's state to the writer; a rank that cannot, votes no."""
-        folder = stage_folder(
-            self._settings.store,
-            self._attempt.run,
-            attempt=self._attempt.number,
-            step=tracker.step,
-            nonce=self._attempt.nonce,
-        )
+        name = stage_name(attempt=self._attempt.number, step=tracker.step, nonce=self._attempt.nonce)
+        folder = self._tiers.folder(name)
+        sealer = Sealer(folder, self._tiers.files, self._tiers.copy_of(name))
+        writer = make_writer(sealer.seal)
         failure = None
         try:
             with storing(folder):
                 folder.mkdir(parents=True, exist_ok=True)
         except DlacError as err:
-            failure = _named(err)
+            failure = named(err)
         try:  # even without a folder: the engine's save is collective
             with _saving(folder):
                 engine.save(folder, writer.write)
                 save_rng(folder, self._tree.rank, writer.write)
         except DlacError as err:
-            failure = failure or _named(err)
+            failure = failure or named(err)
         writer.handed_over()
         return _Staged(
+            name=name,
             folder=folder,
             engine=engine.name,
             writer=writer,
+            sealer=sealer,
             taken=tracker.take(),
             failure=failure,
             started=started,
@@ -247,13 +226,16 @@ class CheckpointManager:
             votes = tree.gather(msgpack.packb(vote))
         said = None
         if votes is not None:
-            said = msgpack.packb(self._decide([msgpack.unpackb(each) for each in votes], staged))
+            waited_s = staged.phases["vote"]
+            prepared = Prepared(
+                name=staged.name, engine=staged.engine, taken=staged.taken, waited_s=waited_s, note=staged.note
+            )
+            said = msgpack.packb(self._committer.decide([msgpack.unpackb(each) for each in votes], prepared))
         decision = msgpack.unpackb(tree.broadcast(said))
         if decision["error"] is not None:
-            kind, message = decision["error"]
-            raise getattr(errors, kind, CheckpointError)(message)
-        self._leg_is_new = False
-        self._lineage = Lineage(parent=decision["checkpoint_id"], rows_since=[])
+            raise failure_named(decision["error"])
+        self._head = decision["checkpoint_id"]
+        self._copies.committed(staged.name)
         losses = staged.taken.losses
         return Committed(
             checkpoint_id=decision["checkpoint_id"],
@@ -266,19 +248,21 @@ class CheckpointManager:
         )
 
     def _vote(self, staged: _Staged) -> Vote:
-        files: list[FileEntry] = []
+        entries: list[FileEntry] = []
         failure = staged.failure
-        if failure is None:
-            try:
-                files = self._written(staged)
-            except DlacError as err:
-                failure = _named(err)
-            except Exception as err:  # every other rank waits for a vote
-                failure = "CheckpointError", f"rank {self._tree.rank} failed with {type(err).__name__}: {err}"
+        try:
+            if failure is None:
+                entries = self._written(staged)
+        except DlacError as err:
+            failure = named(err)
+        except Exception as err:  # every other rank waits for a vote
+            failure = "CheckpointError", f"rank {self._tree.rank} failed with {type(err).__name__}: {err}"
+        finally:
+            staged.sealer.close()
         taken = staged.taken
         return {
             "failure": failure,
-            "files": [asdict(entry) for entry in files],
+            "files": [asdict(entry) for entry in entries],
             "phases": staged.phases,
             "step": taken.step,
             "groups": list(taken.groups),
@@ -288,114 +272,13 @@ class CheckpointManager:
 
     def _written(self, staged: _Staged) -> list[FileEntry]:
         """This rank's files, durable."""
-        folder, found = staged.folder, []
-        with _saving(folder):
+        with _saving(staged.folder):
             with staged.phases.of("write"):
-                paths = staged.writer.finish()
-                for path in paths:
-                    sync_file(path)
-            with staged.phases.of("digest"):
-                for path in paths:
-                    name, size = str(path.relative_to(folder)), path.stat().st_size
-                    found.append(FileEntry(path=name, bytes=size, digest=file_digest(path)))
-        return found
-
-    def _decide(self, votes: list[Vote], staged: _Staged) -> dict[str, Any]:
-        """At the coordinator: commit, or say why not. Whatever happens is told to all ranks."""
-        try:
-            return self._commit(votes, staged)
-        except DlacError as err:
-            return {"error": _named(err)}
-        except Exception as err:  # every other rank waits for an answer
-            return {"error": ("CheckpointError", f"the coordinator failed with {type(err).__name__}: {err}")}
-
-    def _commit(self, votes: list[Vote], staged: _Staged) -> dict[str, Any]:
-        for vote in votes:
-            if vote["failure"] is not None:
-                kind, message = vote["failure"]
-                raise getattr(errors, kind, CheckpointError)(message)
-        taken, folder, parent = staged.taken, staged.folder, self._lineage.parent
-        state = self._checked_reader_state(votes, taken.step)
-        files = [FileEntry(**entry) for vote in votes for entry in vote["files"]]
-        checkpoint_id = f"{self._attempt.run}-{taken.step:09d}-{self._attempt.nonce}"
-        rows = self._maker.rows(
-            taken,
-            votes,
-            leg_is_new=self._leg_is_new,
-            checkpoint_id=checkpoint_id,
-            parent=parent,
-            world_size=self._tree.world_size,
-        )
-        retention = self._retention = self._retention or self._retaining()
-        retired = retention.due(checkpoint_id, taken.step, parent)
-        rows += [{"kind": "retire", "checkpoint_id": each} for each in retired]
-        manifest = Manifest(
-            ledger_uuid=self._ledger.table_uuid,
-            run=self._attempt.run,
-            attempt=self._attempt.number,
-            checkpoint_id=checkpoint_id,
-            parent=parent,
-            step=taken.step,
-            world_size=self._tree.world_size,
-            engine=staged.engine,
-            leg=self._leg.index,
-            reader_state=state,
-            files=files,
-            libraries={name: version(name) for name in _LIBRARIES},
-            ledger_rows=[*self._lineage.rows_since, *rows],
-        )
-        with storing(folder):
-            for ancestor in (folder.parent, folder.parent.parent, folder.parent.parent.parent):
-                fsync_directory(ancestor)  # the names of the folders themselves
-            digest = manifest.write(folder)
-        size = sum(entry.bytes for entry in files)
-        names = {name for vote in votes for name in vote["phases"]}
-        phases = {name: max(vote["phases"].get(name, 0.0) for vote in votes) for name in names}
-        phases["vote"] = staged.phases["vote"]  # what the coordinator waited for all of them
-        rows[0] |= {
-            "manifest_uri": (folder / MANIFEST).resolve().as_uri(),
-            "manifest_digest": digest,
-            "model_digest": manifest.model_digest,
-            "detail": json.dumps({"bytes": size, "phases": phases, **staged.note}),
-        }
-        started = time.monotonic()
-        commit_checkpoint(self._ledger, self._attempt, checkpoint_id=checkpoint_id, parent=parent, rows=rows)
-        retention.committed(rows[0], retired)
-        return {
-            "error": None,
-            "checkpoint_id": checkpoint_id,
-            "rows": sum(row.get("rows_consumed", 0) for row in rows),
-            "bytes": size,
-            "phases": {**phases, "commit": time.monotonic() - started},
-        }
-
-    def _retaining(self) -> Retention:
-        """From the rows of the attempts before: this one has committed nothing yet."""
-        rows = self._ledger.rows(self._attempt.run, kinds=HEAD_KINDS)
-        return Retention(self._settings, self._attempt.run, self._attempt.number, rows, self._ledger.table_uuid)
-
-    def _checked_reader_state(self, votes: list[Vote], step: int) -> list[list[list[int]]]:
-        """The cursors that the readers reported, by source and key group.
-
-        Where the steps say where every cursor stands, each is compared with that; ranks that share a key group must agree.
-        """
-        counted = self._order.counted
-        state = [[list(c) for c in cursors] for cursors in self._order.reader_state(step)] if counted else None
-        reported: dict[int, list[list[int]]] = {}
-        for rank, vote in enumerate(votes):
-            if vote["step"] != step:
-                raise CursorMismatch(f"expected rank {rank} at step {step}, found step {vote['step']}")
-            for group, cursors in zip(vote["groups"], vote["cursors"], strict=bool(vote["cursors"])):
-                expected = reported.setdefault(group, cursors) if state is None else [each[group] for each in state]
-                if cursors != expected:
-                    raise CursorMismatch(
-                        f"expected the cursors of key group {group} at {expected} after step {step}, rank {rank} "
-                        f"reported {cursors}: the reader and the order disagree; nothing was committed"
-                    )
-        if state is not None:
-            return state
-        groups = range(self._order.settings.key_groups)
-        return [[reported[group][source] for group in groups] for source in range(len(self._order.sources))]
+                staged.writer.finish()
+            with staged.phases.of("seal"):
+                entries = staged.sealer.finish()
+        staged.phases.update(staged.sealer.phases)
+        return entries
 
 
 @contextmanager
@@ -406,7 +289,3 @@ def _saving(folder: Path) -> Iterator[None]:
             yield
         except RuntimeError as err:
             raise failed_write(err) from err
-
-
-def _named(err: DlacError) -> tuple[str, str]:
-    return type(err).__name__, str(err)

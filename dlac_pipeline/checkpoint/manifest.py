@@ -10,14 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlparse
 
 from blake3 import blake3
 
-from catalog.durable_io import write_durably
 from catalog.errors import CheckpointDamaged, FormatTooNew, StoreUnavailable
 from catalog.schemas import FORMAT_VERSION
-from dlac_pipeline.checkpoint.store import MANIFEST, file_digest
+from dlac_pipeline.checkpoint.files import StoreFiles, below, is_local
+from dlac_pipeline.checkpoint.store import MANIFEST
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,19 +56,17 @@ class Manifest:
         listing = sorted((entry.path, entry.digest) for entry in self.files)
         return blake3(json.dumps(listing).encode()).hexdigest()
 
-    def write(self, folder: Path) -> str:
-        """Write the manifest into `folder`, last of all its files; returns its digest."""
-        content = json.dumps(asdict(self), sort_keys=True, default=str, separators=(",", ":")).encode()
-        write_durably(folder / MANIFEST, content)
-        return blake3(content).hexdigest()
+    def to_bytes(self) -> bytes:
+        """The manifest as it is stored."""
+        return json.dumps(asdict(self), sort_keys=True, default=str, separators=(",", ":")).encode()
 
 
-def folder_of(manifest_uri: str) -> Path:
-    """The folder that a manifest's `file://` address lies in."""
-    return Path(unquote(urlparse(manifest_uri).path)).parent
+def content_digest(content: bytes) -> str:
+    """The digest by which the ledger names a manifest."""
+    return blake3(content).hexdigest()
 
 
-def read_manifest(manifest_uri: str, digest: str) -> Manifest:
+def read_manifest(manifest_uri: str, digest: str, files: StoreFiles | None = None) -> Manifest:
     """The manifest at this address.
 
     Raises:
@@ -77,52 +74,77 @@ def read_manifest(manifest_uri: str, digest: str) -> Manifest:
         StoreUnavailable: the store it lies in is not there at all.
         FormatTooNew: a newer DLAC wrote it.
     """
-    folder = folder_of(manifest_uri)
-    try:
-        content = (folder / MANIFEST).read_bytes()
-    except FileNotFoundError as err:
-        attempt = folder.parent  # a file or a checkpoint gets lost; a whole attempt is away when the store is
-        if not attempt.is_dir():
-            raise StoreUnavailable(
-                f"expected the folder {str(attempt)!r} in the checkpoint store, found nothing: mount the store"
-            ) from err
-        raise CheckpointDamaged(f"expected a manifest at {manifest_uri!r}, found none") from err
-    except OSError as err:
-        raise StoreUnavailable(f"expected to read {manifest_uri!r}, found {err}") from err
-    if blake3(content).hexdigest() != digest:
+    return parse_manifest(manifest_content(manifest_uri, digest, files or StoreFiles()), origin=manifest_uri)
+
+
+def manifest_content(manifest_uri: str, digest: str, files: StoreFiles, *, copy: Path | None = None) -> bytes:
+    """What lies at this address, or the same from the folder `copy`; raises as `read_manifest`."""
+    content = None if copy is None else _content_of_copy(copy, digest)
+    if content is None:
+        content = _content(manifest_uri, files)
+    if content_digest(content) != digest:
         raise CheckpointDamaged(
             f"expected the manifest {manifest_uri!r} to have digest {digest}, found another content"
         )
+    return content
+
+
+def parse_manifest(content: bytes, *, origin: str) -> Manifest:
+    """A manifest as it was stored.
+
+    Raises:
+        FormatTooNew: a newer DLAC wrote it.
+    """
     raw = json.loads(content)
     if raw["format_version"] > FORMAT_VERSION:
         raise FormatTooNew(
-            f"manifest {manifest_uri!r} has format version {raw['format_version']}, this DLAC reads up to {FORMAT_VERSION}"
+            f"manifest {origin!r} has format version {raw['format_version']}, this DLAC reads up to {FORMAT_VERSION}"
         )
     return Manifest(**{**raw, "files": [FileEntry(**entry) for entry in raw["files"]]})
 
 
-def verify_files(manifest: Manifest, folder: Path) -> None:
-    """Re-read every file and compare size and digest.
+def _content_of_copy(folder: Path, digest: str) -> bytes | None:
+    try:
+        content = (folder / MANIFEST).read_bytes()
+    except OSError:
+        return None
+    return content if content_digest(content) == digest else None
+
+
+def _content(manifest_uri: str, files: StoreFiles) -> bytes:
+    try:
+        return files.read(manifest_uri)
+    except FileNotFoundError as err:
+        # A file or a checkpoint gets lost; what lies above is away when the store is.
+        attempt = manifest_uri.rsplit("/", 2)[0]
+        above = attempt if is_local(manifest_uri) else attempt.rsplit("/", 1)[0]  # objects leave no empty folder behind
+        if not files.children(above):
+            raise StoreUnavailable(
+                f"expected checkpoints at {above!r} in the checkpoint store, found nothing: mount the store"
+            ) from err
+        raise CheckpointDamaged(f"expected a manifest at {manifest_uri!r}, found none") from err
+
+
+def verify_files(manifest: Manifest, folder: str, files: StoreFiles | None = None) -> None:
+    """Re-read every file in the folder at this address, and compare size and digest.
 
     Raises:
         CheckpointDamaged: names the first file that is missing, truncated or altered.
         StoreUnavailable: a file cannot be read for another reason.
     """
+    files = files or StoreFiles()
     with ThreadPoolExecutor(4, thread_name_prefix="verify") as pool:
-        for _ in pool.map(lambda entry: _verify(entry, folder), manifest.files):
+        for _ in pool.map(lambda entry: verify_file(entry, below(folder, entry.path), files), manifest.files):
             pass
 
 
-def _verify(entry: FileEntry, folder: Path) -> None:
-    path = folder / entry.path
+def verify_file(entry: FileEntry, address: str, files: StoreFiles) -> None:
+    """Compare one file with its entry; raises as `verify_files`."""
     try:
-        size = path.stat().st_size
-        digest = file_digest(path) if size == entry.bytes else ""
+        size, digest = files.digest(address)
     except FileNotFoundError as err:
-        raise CheckpointDamaged(f"expected the file {str(path)!r} of a committed checkpoint, found none") from err
-    except OSError as err:
-        raise StoreUnavailable(f"expected to read {str(path)!r}, found {err}") from err
+        raise CheckpointDamaged(f"expected the file {address!r} of a committed checkpoint, found none") from err
     if size != entry.bytes:
-        raise CheckpointDamaged(f"expected {entry.bytes} bytes in {str(path)!r}, found {size}")
+        raise CheckpointDamaged(f"expected {entry.bytes} bytes in {address!r}, found {size}")
     if digest != entry.digest:
-        raise CheckpointDamaged(f"expected {str(path)!r} to have digest {entry.digest}, found {digest}")
+        raise CheckpointDamaged(f"expected {address!r} to have digest {entry.digest}, found {digest}")

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 
 class Phases(dict[str, float]):
-    """Seconds by phase."""
+    """Seconds by phase, of all threads that were in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._adding = threading.Lock()
 
     @contextmanager
     def of(self, name: str) -> Iterator[None]:
@@ -17,4 +22,5 @@ class Phases(dict[str, float]):
         try:
             yield
         finally:
-            self[name] = self.get(name, 0.0) + time.monotonic() - started
+            with self._adding:
+                self[name] = self.get(name, 0.0) + time.monotonic() - started

@@ -9,26 +9,28 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
+import re
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 
 from catalog.ledger import Row, checkpoint_rows
-from dlac_pipeline.checkpoint.manifest import folder_of
-from dlac_pipeline.checkpoint.store import MANIFEST, attempt_of
+from dlac_pipeline.checkpoint.files import below
+from dlac_pipeline.checkpoint.store import MANIFEST, Tiers, attempt_of, folder_uri, name_of
 from dlac_pipeline.spec import CheckpointSpec
 
 _log = logging.getLogger(__name__)
 _OUT = ("retire", "quarantine")
+_STAGED = re.compile(r"/step-\d+-\w+$")
 
 
 class Retention:
     """At the coordinator of one attempt; `rows` are the run's when the attempt began."""
 
-    def __init__(self, settings: CheckpointSpec, run: str, attempt: int, rows: Sequence[Row], ledger_uuid: str) -> None:
+    def __init__(
+        self, settings: CheckpointSpec, tiers: Tiers, attempt: int, rows: Sequence[Row], ledger_uuid: str
+    ) -> None:
         self._settings = settings
-        self._folder = Path(settings.store) / run
+        self._tiers = tiers
         self._attempt = attempt
         self._ledger_uuid = ledger_uuid
         self._rows = [row for row in rows if row["kind"] in ("checkpoint", *_OUT)]
@@ -55,7 +57,7 @@ class Retention:
         gone = [{"kind": "retire", "checkpoint_id": each} for each in retired]
         self._rows += [checkpoint, *gone]
         found = checkpoint_rows(self._rows)
-        folders = [folder_of(found[row["checkpoint_id"]]["manifest_uri"]) for row in gone]
+        folders = [folder_uri(found[row["checkpoint_id"]]["manifest_uri"]) for row in gone]
         sweep, self._swept = not self._swept, True
         if folders or sweep:
             # Not a daemon: what the last checkpoint of a run retires has no next attempt to remove it.
@@ -66,39 +68,35 @@ class Retention:
         every = self._settings.keep_every_steps
         return step in self._settings.keep_steps or (every > 0 and step // every > before // every)
 
-    def _remove(self, folders: list[Path], sweep: bool) -> None:
+    def _remove(self, folders: list[str], sweep: bool) -> None:
         """Remove these folders and, once per attempt, what was left over; whatever fails is for the next attempt."""
         try:
             for folder in [*folders, *(self._left_over() if sweep else ())]:
-                if folder.exists():
-                    shutil.rmtree(folder)
+                self._tiers.files.remove(folder)
         except Exception as err:  # the checkpoint is committed: nothing of this may fail it
             _log.warning(
                 "expected to remove checkpoints that no run needs, found %s; the next attempt tries again", err
             )
 
-    def _left_over(self) -> Iterator[Path]:
+    def _left_over(self) -> Iterator[str]:
         """Folders of retired checkpoints, and those of earlier attempts that no checkpoint has.
 
         They are told by their names, which no other launch can have used, wherever the store is mounted today.
         """
         out = {row["checkpoint_id"] for row in self._rows if row["kind"] == "retire"}
-        rows = checkpoint_rows(self._rows).values()
-        named = {_name(folder_of(row["manifest_uri"])): row["checkpoint_id"] for row in rows}
-        for folder in sorted(self._folder.glob("attempt-*/step-*")):
-            checkpoint_id, attempt = named.get(_name(folder)), attempt_of(folder)
+        named = {name_of(row["manifest_uri"]): row["checkpoint_id"] for row in checkpoint_rows(self._rows).values()}
+        files, run = self._tiers.files, self._tiers.durable_run()
+        attempts = [name for name in files.children(run) if attempt_of(name) is not None]
+        for name in [f"{each}/{step}" for each in attempts for step in files.children(below(run, each))]:
+            checkpoint_id, attempt = named.get(name), attempt_of(name)
             unnamed = checkpoint_id is None and attempt is not None and attempt < self._attempt
-            if checkpoint_id in out or (unnamed and not self._is_foreign(folder)):
-                yield folder
+            if checkpoint_id in out or (unnamed and _STAGED.search(name) and not self._is_foreign(below(run, name))):
+                yield below(run, name)
 
-    def _is_foreign(self, folder: Path) -> bool:
+    def _is_foreign(self, folder: str) -> bool:
         """Whether another ledger's run of this name has it."""
         try:
-            found = json.loads((folder / MANIFEST).read_bytes())["ledger_uuid"]
+            found = json.loads(self._tiers.files.read(below(folder, MANIFEST)))["ledger_uuid"]
         except FileNotFoundError:
             return False  # never complete, so never committed by anybody
         return bool(found != self._ledger_uuid)
-
-
-def _name(folder: Path) -> tuple[str, str]:
-    return folder.parent.name, folder.name

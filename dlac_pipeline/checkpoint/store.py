@@ -1,34 +1,108 @@
-"""The checkpoint store: a local folder in which nothing is ever overwritten and what is written is durable."""
+"""Where a run's checkpoints lie: made in a local folder, copied to the store; in both under the same names.
+
+Where the store is that local folder there is one copy of everything. Otherwise a checkpoint exists through its copy in the
+store alone, and the one in the local folder spares a restart on the same machine the way. Nothing is ever overwritten.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
-from blake3 import blake3
-
-from catalog.durable_io import fsync_directory, write_durably
+from catalog.durable_io import write_durably
 from catalog.errors import StoreUnavailable
+from dlac_pipeline.checkpoint.files import StoreFiles, below, is_local, path_at
+from dlac_pipeline.spec import JobSpec
 
 MANIFEST = "manifest.json"
 
 
-def stage_folder(store: str, run: str, *, attempt: int, step: int, nonce: str) -> Path:
-    """The folder of one checkpoint: nobody can have used it, the nonce being this launch's own."""
-    return Path(store) / run / f"attempt-{attempt:04d}" / f"step-{step:09d}-{nonce}"
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tiers:
+    """The places of one run's checkpoints; `run` names its folder in each."""
+
+    run: str
+    local: Path
+    """Folder in which checkpoints are made."""
+    store: str | None
+    """Address of the durable copies; None where `local` is the store."""
+    files: StoreFiles
+
+    def folder(self, name: str) -> Path:
+        """Where the checkpoint `name` is made."""
+        return self.local / self.run / name
+
+    def copy_of(self, name: str) -> str | None:
+        """Address of its copy in the store, if that is another place."""
+        return None if self.store is None else below(self.store, self.run, name)
+
+    def manifest_uri(self, name: str) -> str:
+        """Address of its manifest in the store."""
+        copy = self.copy_of(name)
+        return (self.folder(name) / MANIFEST).resolve().as_uri() if copy is None else below(copy, MANIFEST)
+
+    def durable_run(self) -> str:
+        """Address of the run's folder in the store."""
+        return str(self.local / self.run) if self.store is None else below(self.store, self.run)
+
+    def check_writable(self) -> None:
+        """Prove that the run's folders can be written.
+
+        Raises:
+            StoreUnavailable: one cannot.
+        """
+        folder = self.local / self.run
+        with storing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            probe = folder / f".probe-{os.getpid()}"
+            write_durably(probe, b"dlac")
+            probe.unlink()
+        if self.store is not None:
+            self.files.write(below(self.durable_run(), ".dlac"), b"Checkpoints of a DLAC run; see its ledger.\n")
 
 
-def attempt_of(folder: Path) -> int | None:
-    """The attempt that staged the checkpoint in `folder`; None for a folder that is not named as one is."""
-    number = folder.parent.name.removeprefix("attempt-")
+def tiers_of(spec: JobSpec) -> Tiers:
+    """Where the checkpoints of a resolved spec lie."""
+    settings = spec.checkpoint
+    files = StoreFiles({**spec.lakehouse.properties, **settings.store_properties}, deadline_s=settings.store_deadline_s)
+    one_place = is_local(settings.store) and path_at(settings.store).resolve() == Path(settings.local).resolve()
+    return Tiers(
+        run=spec.run, local=Path(settings.local), store=None if one_place else _address(settings.store), files=files
+    )
+
+
+def stage_name(*, attempt: int, step: int, nonce: str) -> str:
+    """The name of one checkpoint in its run's folder: nobody can have used it, the nonce being this launch's own."""
+    return f"attempt-{attempt:04d}/step-{step:09d}-{nonce}"
+
+
+def attempt_of(name: str) -> int | None:
+    """The attempt that staged the checkpoint `name`; None for what is not named as one is."""
+    number = name.split("/", maxsplit=1)[0].removeprefix("attempt-")
     return int(number) if number.isdigit() else None
+
+
+def folder_uri(manifest_uri: str) -> str:
+    """The address of the folder that a manifest lies in."""
+    return manifest_uri.rsplit("/", 1)[0]
+
+
+def folder_of(manifest_uri: str) -> Path:
+    """The folder that a manifest's `file://` address lies in."""
+    return path_at(folder_uri(manifest_uri))
+
+
+def name_of(manifest_uri: str) -> str:
+    """The name, in its run's folder, of the checkpoint that a manifest is of."""
+    return "/".join(folder_uri(manifest_uri).split("/")[-2:])
 
 
 @contextmanager
 def storing(folder: Path) -> Iterator[None]:
-    """Turn the failures of a store that is full, read-only or away into `StoreUnavailable`."""
+    """Turn the failures of a folder that is full, read-only or away into `StoreUnavailable`."""
     try:
         yield
     except OSError as err:
@@ -38,30 +112,5 @@ def storing(folder: Path) -> Iterator[None]:
         ) from err
 
 
-def check_writable(store: str, run: str) -> None:
-    """Prove that the run's folder of the store can be written.
-
-    Raises:
-        StoreUnavailable: it cannot.
-    """
-    folder = Path(store) / run
-    with storing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".probe-{os.getpid()}"
-        write_durably(probe, b"dlac")
-        probe.unlink()
-
-
-def sync_file(path: Path) -> None:
-    """Make a written file and its name durable."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    fsync_directory(path.parent)
-
-
-def file_digest(path: Path) -> str:
-    """BLAKE3 of a file's content, as hex; uses all cores for large files."""
-    return blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest()
+def _address(store: str) -> str:
+    return path_at(store).resolve().as_uri() if is_local(store) else store.rstrip("/")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -31,8 +32,8 @@ class Writer(Protocol):
     def handed_over(self) -> None:
         """Every state of the checkpoint was given to `write`."""
 
-    def finish(self) -> list[Path]:
-        """Everything is in its file now; the files.
+    def finish(self) -> None:
+        """Everything is in its file now.
 
         Raises:
             OSError, RuntimeError: something cannot be written.
@@ -40,22 +41,21 @@ class Writer(Protocol):
 
 
 class Direct:
-    """Writes at once."""
+    """Writes at once; `written` is told of every file."""
 
-    def __init__(self) -> None:
-        self._paths: list[Path] = []
+    def __init__(self, written: Callable[[Path], None]) -> None:
+        self._written = written
 
     def write(self, path: Path, state: Any) -> None:
         """Write it."""
         torch.save(state, path)
-        self._paths.append(path)
+        self._written(path)
 
     def handed_over(self) -> None:
         """Nothing is kept."""
 
-    def finish(self) -> list[Path]:
-        """The files, which are written."""
-        return self._paths
+    def finish(self) -> None:
+        """Everything is written."""
 
 
 class CopyMemory:
@@ -89,10 +89,14 @@ class CopyMemory:
 
 
 class Copies:
-    """Copies every state, tensors with the storages that they share; `finish` writes the copies, in any thread."""
+    """Copies every state, tensors with the storages that they share; `finish` writes the copies, in any thread.
 
-    def __init__(self, memory: CopyMemory) -> None:
+    `written` is told of every file.
+    """
+
+    def __init__(self, memory: CopyMemory, written: Callable[[Path], None]) -> None:
         self._memory = memory
+        self._written = written
         self._states: list[tuple[Path, Any]] = []
         self._storages: dict[tuple[int, int], torch.UntypedStorage] = {}
         self._originals: list[torch.UntypedStorage] = []
@@ -113,15 +117,14 @@ class Copies:
         """The states themselves are not needed any more."""
         self._originals.clear()
 
-    def finish(self) -> list[Path]:
+    def finish(self) -> None:
         """Write the copies, and let the memory be used again."""
         for path, state in self._states:
             torch.save(state, path)
-        paths = [path for path, _ in self._states]
+            self._written(path)
         self._states.clear()
         self._memory.give_back(self.storages)
         self._storages.clear()
-        return paths
 
     def _copy_of(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):

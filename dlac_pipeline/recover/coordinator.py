@@ -16,7 +16,8 @@ from catalog.commits import Attempt, claim, quarantine
 from catalog.connect import Lakehouse
 from catalog.errors import CheckpointDamaged, NoRestorableCheckpoint
 from catalog.ledger import HEAD_KINDS, Ledger, Row, checkpoint_rows
-from dlac_pipeline.checkpoint.manifest import Manifest, folder_of, read_manifest, verify_files
+from dlac_pipeline.checkpoint.restore import Restored, restore
+from dlac_pipeline.checkpoint.store import Tiers, tiers_of
 from dlac_pipeline.plan.leg import Leg
 from dlac_pipeline.recover.leg_choice import RESUME, LegChooser, Wish, leg_of
 from dlac_pipeline.spec import JobSpec
@@ -38,6 +39,12 @@ class ResumePoint:
     step: int = 0
     checkpoint_id: str | None = None
     folder: str | None = None
+    """Its verified files on `host`."""
+    host: str = ""
+    manifest_uri: str = ""
+    manifest_digest: str = ""
+    fetched: list[str] | None = None
+    """Files that came from the store, because the copy on `host` lacked them or had them otherwise."""
     world_size: int = 0
     engine: str = ""
     reader_state: list[list[list[int]]] | None = None
@@ -92,6 +99,7 @@ def take_over(
     replaced = current if replaces is None else replaces
     detail = {
         "host": socket.gethostname(),
+        "local": spec.checkpoint.local,
         "launch_folder": launch_folder,
         "launched_by": launched_by,
         "plan_ids": [source.plan_id for source in leg.sources],
@@ -102,7 +110,8 @@ def take_over(
     rows = ledger.rows(spec.run, kinds=HEAD_KINDS)
     if state.fence.head != before.fence.head:  # the attempt that was replaced committed in between
         chooser.check(leg_of(rows, state.fence.head or ""))
-    manifest, damaged = _newest_whole(rows, state.fence.head)
+    found, damaged = _newest_whole(rows, state.fence.head, tiers_of(spec))
+    manifest = None if found is None else found.manifest
     if damaged:
         head_after = None if manifest is None else manifest.checkpoint_id
         state = quarantine(ledger, attempt, damaged=damaged, head_after=head_after)
@@ -119,14 +128,14 @@ def take_over(
         replaced,
         leg,
         rows,
-        manifest,
+        found,
         quarantined=list(damaged),
         claim_s=claimed - started,
         verify_s=time.monotonic() - claimed,
     )
 
 
-def _newest_whole(rows: list[Row], head: str | None) -> tuple[Manifest | None, dict[str, str]]:
+def _newest_whole(rows: list[Row], head: str | None, tiers: Tiers) -> tuple[Restored | None, dict[str, str]]:
     """The nearest ancestor-or-self of the head whose digests hold, and the damaged ones before it (id -> reason)."""
     checkpoints = checkpoint_rows(rows)
     out = {row["checkpoint_id"] for row in rows if row["kind"] in ("quarantine", "retire")}
@@ -135,9 +144,7 @@ def _newest_whole(rows: list[Row], head: str | None) -> tuple[Manifest | None, d
         row = checkpoints[head]
         if head not in out:
             try:
-                manifest = read_manifest(row["manifest_uri"], row["manifest_digest"])
-                verify_files(manifest, folder_of(row["manifest_uri"]))
-                return manifest, damaged
+                return restore(row, tiers), damaged
             except CheckpointDamaged as err:
                 damaged[head] = str(err)
         head = row["parent"]
@@ -149,12 +156,13 @@ def _resume_point(
     replaced: int,
     leg: Leg,
     rows: list[Row],
-    manifest: Manifest | None,
+    found: Restored | None,
     *,
     quarantined: list[str],
     claim_s: float,
     verify_s: float,
 ) -> ResumePoint:
+    manifest = None if found is None else found.manifest
     base = ResumePoint(
         attempt=attempt.number,
         nonce=attempt.nonce,
@@ -165,14 +173,18 @@ def _resume_point(
         claim_s=claim_s,
         verify_s=verify_s,
     )
-    if manifest is None:
+    if found is None or manifest is None:
         return replace(base, rows_since=_since(rows, 0))
     row = checkpoint_rows(rows)[manifest.checkpoint_id]
     return replace(
         base,
         step=manifest.step,
         checkpoint_id=manifest.checkpoint_id,
-        folder=str(folder_of(row["manifest_uri"])),
+        folder=str(found.folder),
+        host=socket.gethostname(),
+        manifest_uri=row["manifest_uri"],
+        manifest_digest=row["manifest_digest"],
+        fetched=found.fetched,
         world_size=manifest.world_size,
         engine=manifest.engine,
         reader_state=manifest.reader_state,

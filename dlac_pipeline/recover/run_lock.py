@@ -1,4 +1,4 @@
-"""One launch of a run at a time on one store: a lock that the kernel releases when its holder dies, however it dies.
+"""One launch of a run at a time on one local folder: a lock that the kernel releases when its holder dies, however it dies.
 
 It is a courtesy that refuses a second launch early and clearly. Safety does not rest on it: the fence does that.
 """
@@ -20,7 +20,7 @@ _POLL_S = 0.1
 
 @contextmanager
 def run_lock(
-    store: str, run: str, *, wait_s: float, takeover: bool, may_replace: Callable[[], None] = lambda: None
+    local: str, run: str, *, wait_s: float, takeover: bool, may_replace: Callable[[], None] = lambda: None
 ) -> Iterator[None]:
     """Hold the run's lock; wait `wait_s` for another holder to leave, then take over without it, or refuse.
 
@@ -29,7 +29,7 @@ def run_lock(
     Raises:
         RunBusy: another launch holds it, and `takeover` was not asked for.
     """
-    path = Path(store) / run / "launch.lock"
+    path = Path(local) / run / "launch.lock"
     with storing(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = _acquire(path, wait_s)

@@ -35,7 +35,7 @@ from catalog.errors import (
 )
 from catalog.ledger import Ledger
 from catalog.plans import get_plan
-from dlac_pipeline.checkpoint.store import check_writable, storing
+from dlac_pipeline.checkpoint.store import storing, tiers_of
 from dlac_pipeline.launch import Exit, RankGroup
 from dlac_pipeline.plan.leg import Leg
 from dlac_pipeline.recover.coordinator import ResumePoint, attempts_without_progress, new_nonce, take_over
@@ -116,11 +116,11 @@ class Supervisor:
             raise SpecInvalid(
                 f"expected a training script at launch.script = {spec.launch.script!r}, found no such file"
             )
-        check_writable(spec.checkpoint.store, spec.run)
+        tiers_of(spec).check_writable()
         lakehouse = self._patiently(connect, spec.lakehouse)
         replaces = self._checked_target(lakehouse)
         with run_lock(
-            spec.checkpoint.store,
+            spec.checkpoint.local,
             spec.run,
             wait_s=self._wait_s,
             takeover=self._takeover,
@@ -217,7 +217,7 @@ class _Attempt:
         self._replaces = replaces
         self._failure = failure
         self._nonce = new_nonce()
-        self._folder = Path(self._spec.checkpoint.store) / self._spec.run / f"launch-{self._nonce}"
+        self._folder = Path(self._spec.checkpoint.local) / self._spec.run / f"launch-{self._nonce}"
         self._events_read = 0
         self._incident: Incident | None = None
         self._said_step_at = 0.0

@@ -14,9 +14,10 @@ from catalog.errors import NoSuchRun, StoreUnavailable
 from catalog.ledger import Row
 from dlac_pipeline import TorchState, training_run
 from dlac_pipeline.audit.audit import audit_run
+from dlac_pipeline.checkpoint.files import StoreFiles, path_at
 from dlac_pipeline.checkpoint.listing import list_checkpoints, verify_checkpoints
-from dlac_pipeline.checkpoint.manifest import folder_of
 from dlac_pipeline.checkpoint.retention import Retention
+from dlac_pipeline.checkpoint.store import Tiers, folder_of
 from dlac_pipeline.spec import CheckpointSpec
 from tests.conftest import Arena, wait_until
 from tests.integration.test_cli import dlac
@@ -166,7 +167,8 @@ def test_checkpoints_that_are_no_ancestors_are_retired_with_the_rest(tmp_path: P
     rows = [row("a", 10, None), row("b", 20, "a"), row("c", 30, "b"), row("d", 40, "c")]
     rows.append({"kind": "quarantine", "checkpoint_id": "d"})
     rows.append({"kind": "quarantine", "checkpoint_id": None})  # of a row group
-    retention = Retention(CheckpointSpec(store=str(tmp_path), keep_last=2), "r", 2, rows, "ledger")
+    tiers = Tiers(run="r", local=tmp_path, store=None, files=StoreFiles())
+    retention = Retention(CheckpointSpec(keep_last=2), tiers, 2, rows, "ledger")
     assert retention.due("e", 30, "b") == ["a", "c"]
 
 
@@ -187,13 +189,13 @@ def test_the_command_line_lists_and_verifies(arena: Arena) -> None:
     assert "retired" in shown.stdout
     whole = dlac("verify", "r", home=arena.home)
     assert (whole.returncode, whole.stdout.splitlines()) == (0, ["step 16: whole", "step 15: whole"])
-    file = Path(listed[-1]["folder"]) / "torch-state.pt"
+    file = path_at(listed[-1]["folder"]) / "torch-state.pt"
     content = bytearray(file.read_bytes())
     content[100] ^= 1  # a single flipped bit
     file.write_bytes(content)
     damaged = dlac("verify", "r", home=arena.home)
     assert damaged.returncode == 1
-    assert f"step 16: expected {str(file)!r} to have digest" in damaged.stdout
+    assert f"step 16: expected {file.as_uri()!r} to have digest" in damaged.stdout
     assert "step 15: whole" in damaged.stdout
     assert dlac("verify", "r", "--step", "15", home=arena.home).returncode == 0
     with pytest.raises(NoSuchRun, match="at step 5, found"):

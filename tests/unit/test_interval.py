@@ -32,7 +32,6 @@ def row(kind: str, attempt: int, at_s: float, **detail: Any) -> dict[str, Any]:
 
 def recovery(replaced: int, failed_at_s: float) -> Recovery:
     """A recovery from an attempt that was last seen alive then."""
-    durations = ("detect_s", "stop_s", "claim_s", "verify_s", "load_s", "first_step_s", "total_s")
     return Recovery(
         run="r",
         seq=replaced,
@@ -45,7 +44,13 @@ def recovery(replaced: int, failed_at_s: float) -> Recovery:
         resumed_step=0,
         rows_replayed=0,
         outcome="resumed",
-        **dict.fromkeys(durations, 0.0),
+        detect_s=0.0,
+        stop_s=0.0,
+        claim_s=0.0,
+        verify_s=0.0,
+        load_s=0.0,
+        first_step_s=0.0,
+        total_s=0.0,
     )
 
 
@@ -112,7 +117,13 @@ def test_an_attempt_that_left_as_told_did_not_fail() -> None:
 def test_what_a_checkpoint_cost_is_read_from_its_row() -> None:
     """Training waited for the stall; of a synchronous checkpoint for all of it. Rows of older versions say nothing."""
     assert Cost.of_rows([row("checkpoint", 1, 0)]) is None
-    behind = row("checkpoint", 1, 1, bytes=1, phases={"stall": 0.5, "copy": 0.5, "write": 2.0, "vote": 0.5})
+    behind = row(
+        "checkpoint",
+        1,
+        1,
+        bytes=1,
+        phases={"stall": 0.5, "copy": 0.5, "write": 1.0, "seal": 1.0, "sync": 9.0, "vote": 0.5},
+    )
     assert Cost.of_rows([behind]) == Cost(lost_s=0.5, total_s=3.0)
     waited = row("checkpoint", 1, 2, bytes=1, phases={"write": 2.0, "vote": 0.5})
     assert Cost.of_rows([behind, waited]) == Cost(lost_s=2.5, total_s=2.5)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,11 +15,23 @@ import torch
 from dlac_pipeline.checkpoint.writing import Copies, CopyMemory, Direct, Writer
 
 
-def saved(writer: Writer, folder: Path, state: Any) -> Any:
+def saved(make_writer: Callable[[Callable[[Path], None]], Writer], folder: Path, state: Any) -> Any:
     """What lies in the file of a state."""
+    written: list[Path] = []
+    writer = make_writer(written.append)
     writer.write(folder / "state.pt", state)
-    (path,) = writer.finish()
+    writer.finish()
+    (path,) = written
     return torch.load(path, weights_only=False)
+
+
+def copying(memory: CopyMemory | None = None) -> Callable[[Callable[[Path], None]], Copies]:
+    """What makes a writer of copies."""
+    return partial(Copies, memory or CopyMemory())
+
+
+def untold(path: Path) -> None:
+    """Nobody wants to know."""
 
 
 def test_what_changes_after_the_copy_is_not_in_it(tmp_path: Path) -> None:
@@ -27,14 +41,14 @@ def test_what_changes_after_the_copy_is_not_in_it(tmp_path: Path) -> None:
         "steps": [1, 2],
         "nested": {"lr": 0.1, "rows": torch.ones(3)},
     }
-    copies = Copies(CopyMemory())
+    copies = Copies(CopyMemory(), untold)
     copies.write(tmp_path / "state.pt", state)
     state["weight"].add_(100)
     state["steps"].append(3)
     state["nested"]["rows"].zero_()
     state["nested"]["lr"] = 9.9
-    (path,) = copies.finish()
-    found = torch.load(path, weights_only=True)
+    copies.finish()
+    found = torch.load(tmp_path / "state.pt", weights_only=True)
     assert torch.equal(found["weight"], torch.arange(6.0).reshape(2, 3))
     assert found["steps"] == [1, 2]
     assert found["nested"]["lr"] == 0.1
@@ -57,7 +71,7 @@ def test_a_model_and_its_optimizer_come_back_as_when_written_at_once(tmp_path: P
     }
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
-    first, second = saved(Direct(), tmp_path / "a", state), saved(Copies(CopyMemory()), tmp_path / "b", state)
+    first, second = saved(Direct, tmp_path / "a", state), saved(copying(), tmp_path / "b", state)
     assert str(first) == str(second)
     assert first["extra"].dtype == second["extra"].dtype == dtype
     assert isinstance(second["model"], OrderedDict)
@@ -68,11 +82,11 @@ def test_views_of_one_memory_stay_views_of_one(tmp_path: Path) -> None:
     """Two views of a flat buffer, and a tensor named twice, are copied once and stay together."""
     flat = torch.arange(10.0)
     state = {"head": flat[:4], "tail": flat[6:].view(2, 2), "transposed": flat.view(2, 5).t(), "again": flat}
-    copies = Copies(CopyMemory())
+    copies = Copies(CopyMemory(), untold)
     copies.write(tmp_path / "state.pt", state)
     assert copies.bytes == 40
-    (path,) = copies.finish()
-    found = torch.load(path)
+    copies.finish()
+    found = torch.load(tmp_path / "state.pt")
     assert torch.equal(found["transposed"], flat.view(2, 5).t())
     assert torch.equal(found["tail"], torch.tensor([[6.0, 7.0], [8.0, 9.0]]))
     assert len({found[name].untyped_storage().data_ptr() for name in state}) == 1
@@ -84,7 +98,7 @@ def test_the_memory_of_a_copy_is_used_by_the_next(tmp_path: Path) -> None:
     addresses = []
     for step in range(3):
         weight.fill_(step)
-        copies = Copies(memory)
+        copies = Copies(memory, untold)
         copies.write(tmp_path / f"{step}.pt", {"weight": weight})
         (copied,) = copies.storages
         addresses.append(copied.data_ptr())
@@ -96,7 +110,7 @@ def test_the_memory_of_a_copy_is_used_by_the_next(tmp_path: Path) -> None:
 def test_parameters_and_plain_objects_keep_what_they_are(tmp_path: Path) -> None:
     """A Parameter stays one; numbers, strings, empty tensors and tuples come back alike."""
     state = {"p": torch.nn.Parameter(torch.ones(2)), "t": (1, "two", torch.zeros(0)), "big": 2**70}
-    found = saved(Copies(CopyMemory()), tmp_path, state)
+    found = saved(copying(), tmp_path, state)
     assert isinstance(found["p"], torch.nn.Parameter)
     assert found["p"].requires_grad
     assert found["t"][:2] == (1, "two")
@@ -108,7 +122,7 @@ def test_memory_that_is_named_with_several_sizes_is_copied_whole(tmp_path: Path)
     """Two tensors that begin at one address, the shorter one first: neither lacks anything."""
     numbers = np.arange(100.0)
     state = {"short": torch.from_numpy(numbers[:10]), "long": torch.from_numpy(numbers)}
-    found = saved(Copies(CopyMemory()), tmp_path, state)
+    found = saved(copying(), tmp_path, state)
     assert torch.equal(found["short"], torch.arange(10.0, dtype=torch.float64))
     assert torch.equal(found["long"], torch.arange(100.0, dtype=torch.float64))
 
@@ -116,7 +130,7 @@ def test_memory_that_is_named_with_several_sizes_is_copied_whole(tmp_path: Path)
 def test_views_that_are_conjugated_lazily_keep_their_values(tmp_path: Path) -> None:
     """conj() only sets a bit; what is saved is what the tensor says."""
     waves = torch.tensor([1 + 2j, 3 - 4j])
-    found = saved(Copies(CopyMemory()), tmp_path, {"conj": waves.conj(), "imag": waves.conj().imag})
+    found = saved(copying(), tmp_path, {"conj": waves.conj(), "imag": waves.conj().imag})
     assert torch.equal(found["conj"], torch.tensor([1 - 2j, 3 + 4j]))
     assert torch.equal(found["imag"], torch.tensor([-2.0, 4.0]))
 
@@ -132,12 +146,12 @@ def test_named_tuples_and_memory_of_other_sizes(tmp_path: Path) -> None:
     """A named tuple is copied by its fields; memory that the next checkpoint does not need is let go of."""
     memory = CopyMemory()
     for size in (1000, 2000, 3000):
-        copies = Copies(memory)
+        copies = Copies(memory, untold)
         pair = Pair(torch.full((size,), 7.0), 3)
         copies.write(tmp_path / "pair.pt", pair)
         copies.handed_over()
         pair.first.zero_()
-        (path,) = copies.finish()
-        found = torch.load(path, weights_only=False)
+        copies.finish()
+        found = torch.load(tmp_path / "pair.pt", weights_only=False)
         assert (found.first.mean().item(), found.second) == (7.0, 3)
         assert memory.kept_bytes == 4 * size

@@ -1,0 +1,172 @@
+"""The coordinator's part of a checkpoint: from all ranks' votes to the manifest and the ledger's commit, or why there is none."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+from catalog import errors
+from catalog.commits import Attempt, commit_checkpoint
+from catalog.connect import Lakehouse
+from catalog.durable_io import fsync_directory, write_durably
+from catalog.errors import CheckpointError, DlacError
+from catalog.ledger import HEAD_KINDS, Ledger
+from dlac_pipeline.checkpoint.cursors import agreed_reader_state
+from dlac_pipeline.checkpoint.manifest import FileEntry, Manifest, content_digest
+from dlac_pipeline.checkpoint.retention import Retention
+from dlac_pipeline.checkpoint.rows import RowMaker, Vote
+from dlac_pipeline.checkpoint.store import MANIFEST, Tiers, storing
+from dlac_pipeline.plan.leg import Leg
+from dlac_pipeline.plan.order import LegOrder
+from dlac_pipeline.spec import CheckpointSpec
+from dlac_pipeline.track.tracker import ReaderStateTracker
+
+_LIBRARIES = ("torch", "deepspeed", "numpy", "pyarrow", "pyiceberg")
+Decision = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lineage:
+    """Where this attempt's next checkpoint hangs: its parent, and the ledger rows since then."""
+
+    parent: str | None
+    rows_since: list[dict[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prepared:
+    """What was staged, as the coordinator knows it."""
+
+    name: str
+    """Of the checkpoint, in its run's folder."""
+    engine: str
+    taken: ReaderStateTracker
+    waited_s: float
+    """For the votes of all ranks."""
+    note: Mapping[str, Any]
+    """What its row says besides."""
+
+
+class Committer:
+    """Commits the checkpoints of one attempt, one after the other; `order` is nobody else's."""
+
+    def __init__(
+        self,
+        *,
+        attempt: Attempt,
+        order: LegOrder,
+        leg: Leg,
+        leg_is_new: bool,
+        lineage: Lineage,
+        lakehouse: Lakehouse,
+        settings: CheckpointSpec,
+        tiers: Tiers,
+    ) -> None:
+        self._attempt = attempt
+        self._order = order
+        self._leg = leg
+        self._leg_is_new = leg_is_new
+        self._lineage = lineage
+        self._ledger = Ledger(lakehouse)
+        self._maker = RowMaker(lakehouse, leg, order)
+        self._settings = settings
+        self._tiers = tiers
+        self._retention: Retention | None = None
+
+    def decide(self, votes: list[Vote], prepared: Prepared) -> Decision:
+        """Commit, or say why not. Whatever happens is told to all ranks."""
+        try:
+            decision = self._commit(votes, prepared)
+        except DlacError as err:
+            return {"error": named(err)}
+        except Exception as err:  # every other rank waits for an answer
+            return {"error": ("CheckpointError", f"the coordinator failed with {type(err).__name__}: {err}")}
+        self._leg_is_new = False
+        self._lineage = Lineage(parent=decision["checkpoint_id"], rows_since=[])
+        return decision
+
+    def _commit(self, votes: list[Vote], prepared: Prepared) -> Decision:
+        for vote in votes:
+            if vote["failure"] is not None:
+                raise failure_named(vote["failure"])
+        taken, parent = prepared.taken, self._lineage.parent
+        state = agreed_reader_state(self._order, votes, taken.step)
+        checkpoint_id = f"{self._attempt.run}-{taken.step:09d}-{self._attempt.nonce}"
+        rows = self._maker.rows(
+            taken,
+            votes,
+            leg_is_new=self._leg_is_new,
+            checkpoint_id=checkpoint_id,
+            parent=parent,
+            world_size=len(votes),
+        )
+        retention = self._retention = self._retention or self._retaining()
+        retired = retention.due(checkpoint_id, taken.step, parent)
+        rows += [{"kind": "retire", "checkpoint_id": each} for each in retired]
+        manifest = Manifest(
+            ledger_uuid=self._ledger.table_uuid,
+            run=self._attempt.run,
+            attempt=self._attempt.number,
+            checkpoint_id=checkpoint_id,
+            parent=parent,
+            step=taken.step,
+            world_size=len(votes),
+            engine=prepared.engine,
+            leg=self._leg.index,
+            reader_state=state,
+            files=[FileEntry(**entry) for vote in votes for entry in vote["files"]],
+            libraries={name: version(name) for name in _LIBRARIES},
+            ledger_rows=[*self._lineage.rows_since, *rows],
+        )
+        size = sum(entry.bytes for entry in manifest.files)
+        names = {name for vote in votes for name in vote["phases"]}
+        phases = {name: max(vote["phases"].get(name, 0.0) for vote in votes) for name in names}
+        phases["vote"] = prepared.waited_s
+        rows[0] |= {
+            "manifest_uri": self._tiers.manifest_uri(prepared.name),
+            "manifest_digest": self._write(manifest, prepared.name),
+            "model_digest": manifest.model_digest,
+            "detail": json.dumps({"bytes": size, "phases": phases, **prepared.note}),
+        }
+        started = time.monotonic()
+        commit_checkpoint(self._ledger, self._attempt, checkpoint_id=checkpoint_id, parent=parent, rows=rows)
+        retention.committed(rows[0], retired)
+        return {
+            "error": None,
+            "checkpoint_id": checkpoint_id,
+            "rows": sum(row.get("rows_consumed", 0) for row in rows),
+            "bytes": size,
+            "phases": {**phases, "commit": time.monotonic() - started},
+        }
+
+    def _write(self, manifest: Manifest, name: str) -> str:
+        """Write the manifest, last of all files and in the store last of all places; returns its digest."""
+        folder, content = self._tiers.folder(name), manifest.to_bytes()
+        with storing(folder):
+            for ancestor in (folder.parent, folder.parent.parent, folder.parent.parent.parent):
+                fsync_directory(ancestor)  # the names of the folders themselves
+            write_durably(folder / MANIFEST, content)
+        if self._tiers.store is not None:
+            self._tiers.files.write(self._tiers.manifest_uri(name), content)
+        return content_digest(content)
+
+    def _retaining(self) -> Retention:
+        """From the rows of the attempts before: this one has committed nothing yet."""
+        rows = self._ledger.rows(self._attempt.run, kinds=HEAD_KINDS)
+        return Retention(self._settings, self._tiers, self._attempt.number, rows, self._ledger.table_uuid)
+
+
+def named(err: DlacError) -> tuple[str, str]:
+    """A failure, to be told to other ranks."""
+    return type(err).__name__, str(err)
+
+
+def failure_named(said: tuple[str, str]) -> DlacError:
+    """The failure that was told."""
+    kind, message = said
+    found: DlacError = getattr(errors, kind, CheckpointError)(message)
+    return found

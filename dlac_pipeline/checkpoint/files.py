@@ -1,0 +1,268 @@
+"""Files of the checkpoint store at their addresses: on a mounted disk, or in an object store.
+
+Addresses are `file://` ones and what pyarrow's file systems serve (s3, gs, abfs, hdfs), with pyiceberg's properties
+(`s3.endpoint`, ...). What fails in passing is tried again, at growing random intervals, until a deadline.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Protocol, TypeVar
+from urllib.parse import unquote, urlparse
+
+import pyarrow.fs as pafs
+from blake3 import blake3
+from pyiceberg.io.pyarrow import PyArrowFileIO
+
+from catalog.durable_io import fsync_directory, write_durably
+from catalog.errors import SpecInvalid, StoreUnavailable
+from catalog.retrying import retrying
+
+_CHUNK_BYTES = 8 << 20
+_FINAL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR})
+"""Failures that waiting does not mend."""
+_REFUSED = (
+    "ACCESS_DENIED",
+    "NO_SUCH_BUCKET",
+    "INVALID_ACCESS_KEY_ID",
+    "SIGNATURE_DOES_NOT_MATCH",
+    "Bucket does not exist",
+)
+"""What object stores say of such failures, in messages without a number."""
+
+_log = logging.getLogger(__name__)
+Result = TypeVar("Result")
+
+
+class _Transient(Exception):
+    """A failure that may pass."""
+
+    def __init__(self, cause: OSError) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
+
+
+class _Backend(Protocol):
+    def put(self, source: Path, path: str) -> None: ...
+    def write(self, path: str, content: bytes) -> None: ...
+    def read(self, path: str) -> bytes: ...
+    def fetch(self, path: str, target: Path) -> None: ...
+    def digest(self, path: str) -> tuple[int, str]: ...
+    def children(self, path: str) -> list[str]: ...
+    def remove(self, path: str) -> None: ...
+
+
+def is_local(address: str) -> bool:
+    """Whether `address` is a path of this machine, or a `file://` address."""
+    return urlparse(address).scheme in ("", "file")
+
+
+def path_at(address: str) -> Path:
+    """The path of a local address."""
+    return Path(unquote(urlparse(address).path)) if "://" in address else Path(address)
+
+
+def below(address: str, *names: str) -> str:
+    """The address of something below `address`."""
+    return "/".join([address.rstrip("/"), *names])
+
+
+class StoreFiles:
+    """All access to files of a store; safe to use from several threads."""
+
+    def __init__(self, properties: Mapping[str, str] | None = None, *, deadline_s: float = 60.0) -> None:
+        """`deadline_s`: how long something that fails is tried again."""
+        self._remote = PyArrowFileIO(dict(properties or {}))
+        self._deadline_s = deadline_s
+
+    def put(self, source: Path, address: str) -> None:
+        """Copy a local file to `address`, durably; there is nothing yet.
+
+        Raises:
+            StoreUnavailable: the store is full, refuses, or stayed away past the deadline. So do all methods.
+        """
+        self._tried(lambda backend, path: backend.put(source, path), address, "write to")
+
+    def write(self, address: str, content: bytes) -> None:
+        """Make a small file durable: whole, or not at all."""
+        self._tried(lambda backend, path: backend.write(path, content), address, "write to")
+
+    def read(self, address: str) -> bytes:
+        """All of a small file.
+
+        Raises:
+            FileNotFoundError: there is none.
+        """
+        return self._tried(lambda backend, path: backend.read(path), address, "read")
+
+    def fetch(self, address: str, target: Path) -> None:
+        """Copy a file into a local one.
+
+        Raises:
+            FileNotFoundError: there is none.
+        """
+        self._tried(lambda backend, path: backend.fetch(path, target), address, "read")
+
+    def digest(self, address: str) -> tuple[int, str]:
+        """Bytes and BLAKE3 digest of a file's content.
+
+        Raises:
+            FileNotFoundError: there is none.
+        """
+        return self._tried(lambda backend, path: backend.digest(path), address, "read")
+
+    def children(self, address: str) -> list[str]:
+        """Names of files and folders in a folder, sorted; none if there is no such folder."""
+        return self._tried(lambda backend, path: backend.children(path), address, "list")
+
+    def remove(self, address: str) -> None:
+        """Remove a folder with all in it, if it is there."""
+        self._tried(lambda backend, path: backend.remove(path), address, "remove from")
+
+    def _tried(self, call: Callable[[_Backend, str], Result], address: str, doing: str) -> Result:
+        def attempt() -> Result:
+            try:
+                return call(*self._at(address))
+            except FileNotFoundError:
+                raise
+            except OSError as err:
+                if _is_final(err):
+                    raise
+                _log.warning("the checkpoint store failed to %s %s (%s); trying again", doing, address, err)
+                raise _Transient(err) from err
+
+        try:
+            return retrying(self._deadline_s, of=_Transient)(attempt)
+        except _Transient as err:
+            raise _unavailable(address, doing, err.cause, f", for {self._deadline_s:.0f} s") from err
+        except FileNotFoundError:
+            raise
+        except OSError as err:
+            raise _unavailable(address, doing, err, "") from err
+
+    def _at(self, address: str) -> tuple[_Backend, str]:
+        if is_local(address):
+            return _LOCAL, str(path_at(address))
+        scheme, netloc, path = PyArrowFileIO.parse_location(address)
+        try:
+            return _Remote(self._remote.fs_by_scheme(scheme, netloc)), path
+        except ValueError as err:
+            raise SpecInvalid(
+                f"expected a folder, or an address such as s3://bucket/path, for checkpoints, found {address!r}: {err}"
+            ) from err
+
+
+def file_digest(path: Path) -> str:
+    """BLAKE3 of a local file's content, as hex; uses all cores for large files."""
+    return blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest()
+
+
+def sync_file(path: Path) -> None:
+    """Make a written file's content durable; its name becomes so with its folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class _Local:
+    """A mounted disk."""
+
+    def put(self, source: Path, path: str) -> None:
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = target.with_name(f"{target.name}.tmp-{os.getpid()}")
+        shutil.copyfile(source, temporary)
+        sync_file(temporary)
+        temporary.rename(target)
+        for folder in (target.parent, *list(target.parents)[1:4]):  # the folders may be new themselves
+            fsync_directory(folder)
+
+    def write(self, path: str, content: bytes) -> None:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        write_durably(Path(path), content)
+
+    def read(self, path: str) -> bytes:
+        return Path(path).read_bytes()
+
+    def fetch(self, path: str, target: Path) -> None:
+        shutil.copyfile(path, target)
+
+    def digest(self, path: str) -> tuple[int, str]:
+        return Path(path).stat().st_size, file_digest(Path(path))
+
+    def children(self, path: str) -> list[str]:
+        folder = Path(path)
+        return sorted(each.name for each in folder.iterdir()) if folder.is_dir() else []
+
+    def remove(self, path: str) -> None:
+        if Path(path).exists():
+            shutil.rmtree(path)
+
+
+_LOCAL = _Local()
+
+
+class _Remote:
+    """A file system of pyarrow; its objects appear whole when they are closed."""
+
+    def __init__(self, files: pafs.FileSystem) -> None:
+        self._files = files
+
+    def put(self, source: Path, path: str) -> None:
+        with source.open("rb") as stream, self._files.open_output_stream(path) as target:
+            while chunk := stream.read(_CHUNK_BYTES):
+                target.write(chunk)
+        size, stored = source.stat().st_size, self._files.get_file_info(path).size
+        if stored != size:
+            raise OSError(f"{stored} of {size} bytes arrived")
+
+    def write(self, path: str, content: bytes) -> None:
+        with self._files.open_output_stream(path) as target:
+            target.write(content)
+
+    def read(self, path: str) -> bytes:
+        with self._files.open_input_stream(path) as stream:
+            return bytes(stream.read())
+
+    def fetch(self, path: str, target: Path) -> None:
+        with target.open("wb") as into:
+            for chunk in self._chunks(path):
+                into.write(chunk)
+
+    def digest(self, path: str) -> tuple[int, str]:
+        size, hasher = 0, blake3(max_threads=blake3.AUTO)
+        for chunk in self._chunks(path):
+            size += len(chunk)
+            hasher.update(chunk)
+        return size, hasher.hexdigest()
+
+    def children(self, path: str) -> list[str]:
+        selector = pafs.FileSelector(path, allow_not_found=True)
+        return sorted(found.base_name for found in self._files.get_file_info(selector))
+
+    def remove(self, path: str) -> None:
+        if self._files.get_file_info(path).type != pafs.FileType.NotFound:
+            self._files.delete_dir(path)
+
+    def _chunks(self, path: str) -> Iterator[bytes]:
+        with self._files.open_input_stream(path) as stream:
+            while chunk := stream.read(_CHUNK_BYTES):
+                yield chunk
+
+
+def _is_final(err: OSError) -> bool:
+    return err.errno in _FINAL or any(said in str(err) for said in _REFUSED)
+
+
+def _unavailable(address: str, doing: str, err: OSError, how_long: str) -> StoreUnavailable:
+    return StoreUnavailable(
+        f"expected to {doing} the checkpoint store at {address!r}, found {type(err).__name__}{how_long}: {err}; "
+        "free, mount or reach it: the last committed checkpoint is untouched"
+    )

@@ -1,0 +1,81 @@
+"""From a committed checkpoint to a local folder whose every digest holds: the local copy, mended from the store."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from catalog.durable_io import write_durably
+from catalog.errors import CheckpointDamaged, StoreUnavailable
+from catalog.ledger import Row
+from dlac_pipeline.checkpoint.files import StoreFiles, below
+from dlac_pipeline.checkpoint.manifest import (
+    FileEntry,
+    Manifest,
+    manifest_content,
+    parse_manifest,
+    read_manifest,
+    verify_file,
+    verify_files,
+)
+from dlac_pipeline.checkpoint.store import MANIFEST, Tiers, folder_of, folder_uri, name_of, storing
+
+_THREADS = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Restored:
+    """A checkpoint that can be loaded."""
+
+    manifest: Manifest
+    folder: Path
+    fetched: list[str]
+    """Files that came from the store, because the local copy lacked them or had them otherwise."""
+
+
+def restore(row: Row, tiers: Tiers) -> Restored:
+    """The verified folder of the checkpoint that a ledger row names; safe to be killed, and to be done again.
+
+    Raises:
+        CheckpointDamaged: names what is missing or altered in the store.
+        StoreUnavailable: the store cannot be reached, or the local folder cannot be written.
+    """
+    uri, digest = row["manifest_uri"], row["manifest_digest"]
+    if tiers.store is None:
+        manifest = read_manifest(uri, digest, tiers.files)
+        verify_files(manifest, folder_uri(uri), tiers.files)
+        return Restored(manifest=manifest, folder=folder_of(uri), fetched=[])
+    folder = tiers.folder(name_of(uri))
+    content = manifest_content(uri, digest, tiers.files, copy=folder)
+    manifest = parse_manifest(content, origin=uri)
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="restore") as pool:
+        came = pool.map(lambda entry: _have(entry, folder, folder_uri(uri), tiers.files), manifest.files)
+        fetched = [entry.path for entry, fresh in zip(manifest.files, came, strict=True) if fresh]
+    with storing(folder):
+        write_durably(folder / MANIFEST, content)
+    return Restored(manifest=manifest, folder=folder, fetched=fetched)
+
+
+def _have(entry: FileEntry, folder: Path, store: str, files: StoreFiles) -> bool:
+    """Make sure of one file of the local copy; whether it had to come from the store."""
+    path, local = folder / entry.path, StoreFiles(deadline_s=0.0)
+    try:
+        verify_file(entry, str(path), local)
+    except (CheckpointDamaged, StoreUnavailable):
+        with storing(folder):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+            address = below(store, entry.path)
+            try:
+                files.fetch(address, temporary)
+            except FileNotFoundError as err:
+                raise CheckpointDamaged(f"expected the file {address!r} of a committed checkpoint, found none") from err
+            try:
+                verify_file(entry, str(temporary), local)
+            except CheckpointDamaged as err:
+                raise CheckpointDamaged(str(err).replace(str(temporary), address)) from err
+            temporary.rename(path)
+        return True
+    return False
