@@ -21,6 +21,8 @@ MOST_OVERHEAD = 0.1
 """Share of the time that checkpoints may take at the most, whatever the failure rate."""
 _FIRST_S = 60.0
 """Until the first checkpoint of a run, whose cost nobody knows yet."""
+_LEFT_WELL = ("end", *NOTICES)
+"""Reasons of last checkpoints."""
 _NEWS = 0.1
 """Relative change of the interval that is worth an event."""
 
@@ -46,7 +48,7 @@ class Failures:
 
     @classmethod
     def of_rows(cls, rows: Sequence[Row], recoveries: Sequence[Recovery]) -> Failures:
-        """Of the attempts before the last claim; one that left behind a checkpoint as asked to did not fail."""
+        """Of the attempts before the last claim; one that left behind a checkpoint, at its end or as told to, did not fail."""
         seen_alive = {each.replaced_attempt: each.failed_at for each in recoveries}
         claims = [row for row in rows if row["kind"] == "claim"][:-1]
         count, trained_s = 0, 0.0
@@ -55,7 +57,7 @@ class Failures:
             taken = [row for row in rows if row["kind"] == "checkpoint" and row["attempt"] == attempt]
             ended = max([began, *(row["committed_at"] for row in taken), seen_alive.get(attempt, began)])
             trained_s += (ended - began).total_seconds()
-            count += not (taken and _detail(taken[-1]).get("reason") in NOTICES)
+            count += not (taken and _detail(taken[-1]).get("reason") in _LEFT_WELL)
         return cls(count=count, trained_s=trained_s)
 
     def mtbf_s(self, prior_s: float) -> float:

@@ -97,8 +97,8 @@ def test_the_interval_keeps_its_bounds_and_says_which(
     assert why in choice.why
 
 
-def test_an_attempt_that_left_as_told_did_not_fail() -> None:
-    """Failures are attempts that were replaced, but for those whose last checkpoint a notice asked for; the current one runs."""
+def test_an_attempt_that_left_well_did_not_fail() -> None:
+    """Failures are attempts that were replaced, but for those that had caught up or were told to leave; the current one runs."""
     rows = [
         row("claim", 1, 0),
         row("checkpoint", 1, 100, reason="steps"),
@@ -106,6 +106,8 @@ def test_an_attempt_that_left_as_told_did_not_fail() -> None:
         row("checkpoint", 2, 300, reason="SIGTERM"),
         row("claim", 3, 400),
         row("claim", 4, 500),
+        row("checkpoint", 4, 500, reason="end"),
+        row("claim", 5, 600),
     ]
     found = Failures.of_rows(rows, [recovery(1, 150.0), recovery(3, 450.0)])
     assert found == Failures(count=2, trained_s=150.0 + 100.0 + 50.0)
