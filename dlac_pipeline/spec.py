@@ -176,7 +176,8 @@ class CheckpointSpec(_Section):
     )
     local_keep: int = Field(
         default=2,
-        description="Newest checkpoints whose copies in `local` are kept, for a quick restart, where the store is another place.",
+        description="Newest checkpoints whose copies in `local` are kept, for a quick restart, where the store is another place; "
+        "no more than keep_last.",
         ge=1,
     )
     interval: Literal["fixed", "auto"] = Field(

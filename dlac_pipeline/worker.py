@@ -318,7 +318,9 @@ class TrainingRun:
         )
         copies = LocalCopies(
             self._tiers,
-            keep=self.spec.checkpoint.local_keep,
+            keep=min(
+                self.spec.checkpoint.local_keep, self.spec.checkpoint.keep_last or self.spec.checkpoint.local_keep
+            ),
             evicts=self._first_of_machine,
             resumed_from=None if point.checkpoint_id is None else name_of(point.manifest_uri),
         )

@@ -125,7 +125,11 @@ class StoreFiles:
         self._tried(lambda backend, path: backend.remove(path), address, "remove from")
 
     def _tried(self, call: Callable[[_Backend, str], Result], address: str, doing: str) -> Result:
+        tries = 0
+
         def attempt() -> Result:
+            nonlocal tries
+            tries += 1
             try:
                 return call(*self._at(address))
             except FileNotFoundError:
@@ -133,7 +137,9 @@ class StoreFiles:
             except OSError as err:
                 if _is_final(err):
                     raise
-                _log.warning("the checkpoint store failed to %s %s (%s); trying again", doing, address, err)
+                if tries == 1 and self._deadline_s > 0:
+                    said = "expected to %s the checkpoint store at %s, found %s; trying again for %.0f s"
+                    _log.warning(said, doing, address, err, self._deadline_s)
                 raise _Transient(err) from err
 
         try:

@@ -66,19 +66,19 @@ def content_digest(content: bytes) -> str:
     return blake3(content).hexdigest()
 
 
-def read_manifest(manifest_uri: str, digest: str, files: StoreFiles | None = None) -> Manifest:
-    """The manifest at this address.
+def read_manifest(manifest_uri: str, digest: str, files: StoreFiles, *, copy: Path | None = None) -> Manifest:
+    """The manifest at this address, or the same from the folder `copy`.
 
     Raises:
         CheckpointDamaged: it is missing or is not what was committed.
         StoreUnavailable: the store it lies in is not there at all.
         FormatTooNew: a newer DLAC wrote it.
     """
-    return parse_manifest(manifest_content(manifest_uri, digest, files or StoreFiles()), origin=manifest_uri)
+    return parse_manifest(manifest_content(manifest_uri, digest, files, copy=copy), origin=manifest_uri)
 
 
 def manifest_content(manifest_uri: str, digest: str, files: StoreFiles, *, copy: Path | None = None) -> bytes:
-    """What lies at this address, or the same from the folder `copy`; raises as `read_manifest`."""
+    """The manifest as it lies there; raises as `read_manifest`."""
     content = None if copy is None else _content_of_copy(copy, digest)
     if content is None:
         content = _content(manifest_uri, files)
@@ -125,14 +125,13 @@ def _content(manifest_uri: str, files: StoreFiles) -> bytes:
         raise CheckpointDamaged(f"expected a manifest at {manifest_uri!r}, found none") from err
 
 
-def verify_files(manifest: Manifest, folder: str, files: StoreFiles | None = None) -> None:
+def verify_files(manifest: Manifest, folder: str, files: StoreFiles) -> None:
     """Re-read every file in the folder at this address, and compare size and digest.
 
     Raises:
         CheckpointDamaged: names the first file that is missing, truncated or altered.
         StoreUnavailable: a file cannot be read for another reason.
     """
-    files = files or StoreFiles()
     with ThreadPoolExecutor(4, thread_name_prefix="verify") as pool:
         for _ in pool.map(lambda entry: verify_file(entry, below(folder, entry.path), files), manifest.files):
             pass

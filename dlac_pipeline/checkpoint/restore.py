@@ -35,6 +35,12 @@ class Restored:
     """Files that came from the store, because the local copy lacked them or had them otherwise."""
 
 
+def manifest_of(row: Row, tiers: Tiers) -> Manifest:
+    """The manifest that a ledger row names, from this machine's copy if that is whole; raises as `restore`."""
+    uri = row["manifest_uri"]
+    return read_manifest(uri, row["manifest_digest"], tiers.files, copy=tiers.folder(name_of(uri)))
+
+
 def restore(row: Row, tiers: Tiers) -> Restored:
     """The verified folder of the checkpoint that a ledger row names; safe to be killed, and to be done again.
 

@@ -9,7 +9,9 @@ from dataclasses import dataclass, replace
 from catalog.errors import CheckpointDamaged, LedgerError, NoRestorableCheckpoint, NoSuchTable, TableReplaced
 from catalog.ledger import HEAD_KINDS, Ledger, Row, RunState, checkpoint_rows
 from catalog.plans import PlanRow, find_plan
-from dlac_pipeline.checkpoint.manifest import Manifest, read_manifest
+from dlac_pipeline.checkpoint.manifest import Manifest
+from dlac_pipeline.checkpoint.restore import manifest_of
+from dlac_pipeline.checkpoint.store import tiers_of
 from dlac_pipeline.plan.follow import Unreadable, leaving_out, next_leg
 from dlac_pipeline.plan.leg import Leg
 from dlac_pipeline.plan.legs import asked_for, first_leg
@@ -51,7 +53,7 @@ class LegChooser:
         if head is None:
             return self.at(rows, None)
         try:
-            manifest = read_manifest(head["manifest_uri"], head["manifest_digest"])
+            manifest = manifest_of(head, tiers_of(self._spec))
         except CheckpointDamaged:  # found again and dealt with under the claim
             return leg_of(rows, head["checkpoint_id"])
         return self.at(rows, manifest)

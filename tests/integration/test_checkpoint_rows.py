@@ -10,6 +10,7 @@ from catalog.commits import claim
 from catalog.connect import connect
 from catalog.ledger import Ledger
 from dlac_pipeline.checkpoint.engines import TorchState
+from dlac_pipeline.checkpoint.files import StoreFiles
 from dlac_pipeline.checkpoint.manifest import read_manifest
 from dlac_pipeline.spec import JobSpec
 
@@ -72,7 +73,9 @@ def test_a_manifest_repeats_the_rows_since_its_parent(arena: Arena, spec: JobSpe
         return tuple(row.get(name) for name in ("kind", "key_group", "pass", "block", "position_start", "position_end"))
 
     ledger = [row for row in arena.rows("r1") if row["kind"] != "finish"]
-    manifests = [read_manifest(row["manifest_uri"], row["manifest_digest"]) for row in arena.lineage("r1")]
+    manifests = [
+        read_manifest(row["manifest_uri"], row["manifest_digest"], StoreFiles()) for row in arena.lineage("r1")
+    ]
     repeated = [row for manifest in manifests for row in manifest.ledger_rows]
     assert sorted(map(repr, map(key, repeated))) == sorted(map(repr, map(key, ledger)))
     assert {manifest.ledger_uuid for manifest in manifests} == {Ledger(arena.lakehouse).table_uuid}

@@ -2,85 +2,32 @@
 
 from __future__ import annotations
 
-import socket
-import subprocess
-import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.fs as pafs
 import pytest
 import torch
 import yaml
 
 import dlac_pipeline as dlac
-from catalog.connect import LakehouseConfig, connect
+from catalog.connect import connect
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.plan.legs import first_leg
 from dlac_pipeline.plan.planner import make_plan
 from dlac_pipeline.read.open import open_leg
 from dlac_pipeline.spec import JobSpec, parse_spec
-from tests.conftest import wait_until
+from tests.object_store import ObjectStore, object_store
 
 ROWS, GROUP_ROWS = 2000, 100
-
-
-@dataclass
-class ObjectStore:
-    """A server process that speaks S3 over HTTP, and the requests that it answered."""
-
-    port: int
-    log: Path
-
-    @property
-    def url(self) -> str:
-        """Where it listens."""
-        return f"http://127.0.0.1:{self.port}"
-
-    def requests(self, method: str, part: str) -> int:
-        """Requests of a method whose path has `part` in it."""
-        lines = self.log.read_text().splitlines()
-        return sum(f"{method} /" in line and part in line for line in lines)
-
-    def lakehouse(self, home: Path) -> LakehouseConfig:
-        """A lakehouse whose warehouse it holds."""
-        properties = {
-            "endpoint": self.url,
-            "access-key-id": "key",
-            "secret-access-key": "secret",
-            "region": "us-east-1",
-        }
-        named = {f"s3.{name}": value for name, value in properties.items()}
-        return LakehouseConfig(warehouse="s3://lake/warehouse", properties=named).at_home(home)
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[ObjectStore]:
     """A running server with an empty bucket."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    made = ObjectStore(port, tmp_path / "requests.log")
-    with made.log.open("wb") as log:
-        command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-        server = subprocess.Popen(command, stdout=log, stderr=log)
-    try:
-        wait_until(lambda: f"Running on {made.url}" in made.log.read_text(), what="the S3 server")
-        bucket = pafs.S3FileSystem(
-            access_key="key",
-            secret_key="secret",
-            endpoint_override=made.url,
-            region="us-east-1",
-            allow_bucket_creation=True,
-        )
-        bucket.create_dir("lake")
-        yield made
-    finally:
-        server.kill()
-        server.wait()
+    with object_store(tmp_path) as running:
+        yield running
 
 
 def job(store: ObjectStore, home: Path) -> JobSpec:

@@ -19,6 +19,7 @@ from catalog.errors import (
     TrainingFailed,
 )
 from catalog.ledger import Row
+from dlac_pipeline.checkpoint.files import StoreFiles
 from dlac_pipeline.checkpoint.manifest import content_digest, read_manifest, verify_files
 from dlac_pipeline.checkpoint.store import MANIFEST, folder_of
 from dlac_pipeline.spec import JobSpec
@@ -79,10 +80,12 @@ def test_damage_is_detected_and_named(arena: Arena, spec: JobSpec, how: str) -> 
     arena.train(spec, until=8)
     row = newest(arena)
     folder = folder_of(row["manifest_uri"])
-    verify_files(read_manifest(row["manifest_uri"], row["manifest_digest"]), str(folder))
+    verify_files(read_manifest(row["manifest_uri"], row["manifest_digest"], StoreFiles()), str(folder), StoreFiles())
     path = damage(row, how)
     with pytest.raises(CheckpointDamaged) as caught:
-        verify_files(read_manifest(row["manifest_uri"], row["manifest_digest"]), str(folder))
+        verify_files(
+            read_manifest(row["manifest_uri"], row["manifest_digest"], StoreFiles()), str(folder), StoreFiles()
+        )
     named = [path.name] if how != "swapped" else [found.name for found in files(row)]
     assert any(name in str(caught.value) for name in named)
 
@@ -189,13 +192,13 @@ def test_a_manifest_of_a_newer_format_is_refused(arena: Arena, spec: JobSpec) ->
     """A manifest that a newer version committed is neither guessed at nor taken for damage."""
     arena.train(spec, until=8)
     row = newest(arena)
-    manifest = read_manifest(row["manifest_uri"], row["manifest_digest"])
+    manifest = read_manifest(row["manifest_uri"], row["manifest_digest"], StoreFiles())
     folder = folder_of(row["manifest_uri"])
     raw = json.loads((folder / "manifest.json").read_text())
     newer = type(manifest)(**{**raw, "files": manifest.files, "format_version": 99})
     (folder / MANIFEST).write_bytes(newer.to_bytes())
     with pytest.raises(FormatTooNew, match="format version 99"):
-        read_manifest(row["manifest_uri"], content_digest(newer.to_bytes()))
+        read_manifest(row["manifest_uri"], content_digest(newer.to_bytes()), StoreFiles())
 
 
 @pytest.mark.parametrize("store", ["a regular file", "below a regular file"])

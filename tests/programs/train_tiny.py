@@ -32,29 +32,36 @@ def write_entry(run: dlac.TrainingRun, batch: dlac.Batch, loss: torch.Tensor) ->
         os.fsync(stream.fileno())
 
 
-def main() -> None:
+def train(run: dlac.TrainingRun) -> None:
     """Train to the end of the order."""
-    with dlac.training_run(os.environ.get("JOB_SPEC")) as run:  # named under other launchers than DLAC's
-        params = run.spec.params
-        model = torch.nn.Linear(4, 1)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        run.restore(dlac.TorchState(model=model, optimizer=optimizer))
-        noise = float(params.get("noise", "0.01"))
-        for batch in run.batches():
-            features = batch["x"].to(torch.float32)
-            residual = model(features).squeeze(-1) - features.sum(-1)
-            loss = batch.mean(residual**2 + noise * torch.rand(len(features)))
-            optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-            if run.world_size > 1:
-                for parameter in model.parameters():
-                    dist.all_reduce(parameter.grad)
-                    assert parameter.grad is not None
-                    parameter.grad /= run.world_size
-            time.sleep(float(params.get("pause_s", "0")))
-            optimizer.step()
-            write_entry(run, batch, loss)
-            run.step_done(loss)
+    params = run.spec.params
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    run.restore(dlac.TorchState(model=model, optimizer=optimizer))
+    noise = float(params.get("noise", "0.01"))
+    for batch in run.batches():
+        if batch.step == int(params.get("dies_at", "0")):
+            os._exit(1)
+        features = batch["x"].to(torch.float32)
+        residual = model(features).squeeze(-1) - features.sum(-1)
+        loss = batch.mean(residual**2 + noise * torch.rand(len(features)))
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        if run.world_size > 1:
+            for parameter in model.parameters():
+                dist.all_reduce(parameter.grad)
+                assert parameter.grad is not None
+                parameter.grad /= run.world_size
+        time.sleep(float(params.get("pause_s", "0")))
+        optimizer.step()
+        write_entry(run, batch, loss)
+        run.step_done(loss)
+
+
+def main() -> None:
+    """Train the run that the launch folder tells of, or that $JOB_SPEC describes under other launchers than DLAC's."""
+    with dlac.training_run(os.environ.get("JOB_SPEC")) as run:
+        train(run)
 
 
 if __name__ == "__main__":

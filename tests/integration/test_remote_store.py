@@ -1,0 +1,180 @@
+"""Checkpoints in an object store: committed, fetched, retired and removed there, and a network that fails."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow.fs as pafs
+import pytest
+import torch
+import yaml
+
+import dlac_pipeline as dlac
+from catalog.errors import StoreUnavailable
+from catalog.ledger import Ledger
+from dlac_pipeline.audit.audit import audit_run
+from dlac_pipeline.checkpoint.listing import list_checkpoints, verify_checkpoints
+from dlac_pipeline.checkpoint.restore import restore
+from dlac_pipeline.checkpoint.store import tiers_of
+from dlac_pipeline.spec import JobSpec
+from tests.conftest import Arena, wait_until
+from tests.integration.test_cli import dlac as dlac_command
+from tests.object_store import Network, ObjectStore, object_store
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[ObjectStore]:
+    """A running server with an empty bucket."""
+    with object_store(tmp_path) as running:
+        yield running
+
+
+@pytest.fixture
+def network(store: ObjectStore) -> Iterator[Network]:
+    """What lies between training and the server."""
+    made = Network(store.port)
+    yield made
+    made.close()
+
+
+def remote(
+    arena: Arena,
+    store: ObjectStore,
+    url: str | None = None,
+    *,
+    address: str = "s3://lake/checkpoints/",
+    **changes: Any,
+) -> JobSpec:
+    """A run of 15 steps with a checkpoint every 5 in the bucket; its tables lie in a local folder."""
+    arena.table(appends=(70, 50), row_group_rows=20)
+    places = {"store": address, "store_properties": store.properties(url)}
+    settings: dict[str, Any] = {"world_size": 1, "batch_size": 16, "key_groups": 4, "every_steps": 5}
+    return arena.spec("r1", **{**settings, **places, **changes})
+
+
+def objects(store: ObjectStore) -> set[str]:
+    """Steps and names of the objects of the run's checkpoints."""
+    selector = pafs.FileSelector("lake/checkpoints/r1", recursive=True, allow_not_found=True)
+    found = [info for info in store.files.get_file_info(selector) if info.is_file and "attempt-" in info.path]
+    return {f"{int(info.path.split('/')[-2].split('-')[1])}/{info.base_name}" for info in found}
+
+
+def test_a_run_goes_on_where_only_the_store_is_left(arena: Arena, store: ObjectStore) -> None:
+    """Killed, and its machine lost: files come from the bucket, digests hold, and the audit finds every row once."""
+    spec = remote(arena, store)
+    arena.train(spec, until=8)
+    names = {"manifest.json", "torch-state.pt", "rng-00000.pt"}
+    assert objects(store) == {f"5/{name}" for name in names}
+    shutil.rmtree(spec.checkpoint.local)
+    assert min(arena.train(spec)) == 6
+    assert audit_run(arena.lakehouse, "r1").exact
+    listed = list_checkpoints(arena.lakehouse, "r1")
+    assert [each.tiers for each in listed] == [["store"], ["local", "store"], ["local", "store"]]
+    verdicts = list(verify_checkpoints(arena.lakehouse, "r1", files=tiers_of(spec).files))
+    assert [(verdict.checkpoint.step, verdict.problem) for verdict in verdicts] == [(15, None), (10, None), (5, None)]
+
+
+def test_damage_in_the_bucket_is_found(arena: Arena, store: ObjectStore) -> None:
+    """An object that was altered, and one that is gone, are named with their addresses, on the command line too."""
+    spec = remote(arena, store)
+    arena.train(spec, until=13)
+    selector = pafs.FileSelector("lake/checkpoints/r1", recursive=True)
+    paths = [info.path for info in store.files.get_file_info(selector) if info.base_name == "torch-state.pt"]
+    first, second = sorted(paths)
+    with store.files.open_output_stream(first) as stream:
+        stream.write(b"something else")
+    store.files.delete_file(second)
+    path = arena.home / "r1.yaml"
+    done = dlac_command("verify", "r1", "--spec", str(path), home=arena.home)
+    assert done.returncode == 1
+    assert f"bytes in 's3://{first}', found 14" in done.stdout
+    assert f"'s3://{second}' of a committed checkpoint, found none" in done.stdout
+
+
+def test_what_is_retired_or_left_over_leaves_the_bucket(arena: Arena, store: ObjectStore) -> None:
+    """Objects of retired checkpoints go, and what an attempt that was replaced had copied and never committed."""
+    spec = remote(arena, store, keep_last=1)
+    arena.train(spec, until=8)
+    with store.files.open_output_stream("lake/checkpoints/r1/attempt-0001/step-000000099-0a0b0c0d/rng.pt") as stream:
+        stream.write(b"staged, never committed")
+    arena.train(spec)
+    wait_until(lambda: {name.split("/")[0] for name in objects(store)} == {"15"}, what="the removal")
+    assert audit_run(arena.lakehouse, "r1").exact
+
+
+def train(arena: Arena, spec: JobSpec, at: dict[int, Any]) -> None:
+    """Train in this process; `at` some steps something happens."""
+    path = arena.home / "r1.yaml"
+    path.write_text(yaml.safe_dump(spec.model_dump()))
+    arena.monkeypatch.setenv("DLAC_HOME", str(arena.home))
+    with dlac.training_run(path) as run:
+        run.restore(dlac.TorchState(model=torch.nn.Linear(4, 1)))
+        for batch in run.batches():
+            if batch.step in at:
+                at[batch.step]()
+            run.step_done(0.0)
+
+
+@pytest.mark.parametrize("mode", ["synchronous", "asynchronous"])
+def test_a_network_that_is_cut_is_waited_for(arena: Arena, store: ObjectStore, network: Network, mode: str) -> None:
+    """Cut in the middle of a run and mended after a while: the checkpoint that was due is committed then."""
+    spec = remote(arena, store, network.url, mode=mode)
+
+    def cut() -> None:
+        network.cut()
+        threading.Timer(3.0, network.mend).start()
+
+    train(arena, spec, at={9: cut})
+    assert [row["step"] for row in arena.lineage("r1")] == [5, 10, 15]
+    assert audit_run(arena.lakehouse, "r1").exact
+    assert Ledger(arena.lakehouse).state("r1").fence.attempt == 1
+
+
+@pytest.mark.parametrize("mode", ["synchronous", "asynchronous"])
+def test_a_dead_store_ends_the_run_behind_its_last_checkpoint(
+    arena: Arena, store: ObjectStore, network: Network, mode: str
+) -> None:
+    """Past the deadline the run ends with one status that names the address; once the store is back it goes on exactly."""
+    spec = remote(arena, store, network.url, mode=mode, store_deadline_s=2.0)
+
+    def cut() -> None:
+        wait_until(lambda: arena.head("r1") is not None, what="the first commit")
+        network.cut()
+
+    with pytest.raises(
+        StoreUnavailable, match="write to the checkpoint store at 's3://lake/checkpoints/r1/attempt-0001"
+    ):
+        train(arena, spec, at={9: cut})
+    assert [row["step"] for row in arena.lineage("r1")] == [5]
+    with pytest.raises(StoreUnavailable, match="s3://lake/checkpoints/r1/"):
+        train(arena, spec, at={})
+    network.mend()
+    train(arena, spec, at={})
+    assert [row["step"] for row in arena.lineage("r1")] == [5, 10, 15]
+    assert audit_run(arena.lakehouse, "r1").exact
+    assert json.loads(arena.rows("r1", "checkpoint")[-1]["detail"])["phases"]["upload"] > 0
+
+
+def test_a_bucket_that_is_not_there_is_named_at_once(arena: Arena, store: ObjectStore) -> None:
+    """A wrong address is not waited for, and nothing is claimed."""
+    spec = remote(arena, store, address="s3://elsewhere/checkpoints", store_deadline_s=3600.0)
+    with pytest.raises(StoreUnavailable, match="s3://elsewhere/checkpoints/r1"):
+        arena.train(spec)
+    assert arena.rows("r1") == []
+
+
+def test_a_store_that_is_away_is_not_damage(arena: Arena, store: ObjectStore) -> None:
+    """An empty bucket in place of the store, with no local copy, quarantines nothing."""
+    spec = remote(arena, store)
+    arena.train(spec, until=8)
+    shutil.rmtree(spec.checkpoint.local)
+    (row,) = arena.lineage("r1")
+    store.files.delete_dir_contents("lake")
+    with pytest.raises(StoreUnavailable, match="mount the store"):
+        restore(row, tiers_of(spec))
+    assert arena.rows("r1", "quarantine") == []

@@ -1,0 +1,166 @@
+"""A checkpoint's copies: made on this machine, durable in the store, mended from there, and one is enough to go on."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from catalog.errors import CheckpointDamaged, StoreUnavailable
+from dlac_pipeline.audit.audit import audit_run
+from dlac_pipeline.checkpoint.listing import list_checkpoints, verify_checkpoints
+from dlac_pipeline.checkpoint.restore import restore
+from dlac_pipeline.checkpoint.store import tiers_of
+from dlac_pipeline.spec import JobSpec
+from tests.conftest import Arena, wait_until
+from tests.integration.test_cli import dlac
+
+
+@pytest.fixture
+def spec(arena: Arena) -> JobSpec:
+    """A run of 15 steps with a checkpoint every 5, made in one folder and copied to another."""
+    arena.table(appends=(70, 50), row_group_rows=20)
+    places = {"store": str(arena.home / "far"), "local": str(arena.home / "near")}
+    return arena.spec("r1", world_size=1, batch_size=16, key_groups=4, every_steps=5, **places)
+
+
+def steps(folder: Path) -> list[int]:
+    """Steps of the checkpoints of which a folder has a manifest."""
+    return sorted(int(path.parent.name.split("-")[1]) for path in folder.glob("r1/attempt-*/step-*/manifest.json"))
+
+
+def flip(path: Path) -> None:
+    """Flip a bit in the middle of a file."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def file_of(folder: Path, step: int, name: str = "torch-state.pt") -> Path:
+    """A file of a step's checkpoint."""
+    (path,) = folder.glob(f"r1/attempt-*/step-{step:09d}-*/{name}")
+    return path
+
+
+def test_the_store_has_all_and_the_local_folder_the_newest(arena: Arena, spec: JobSpec) -> None:
+    """Copies of the newest two stay here; `dlac checkpoints` says which; logs and locks lie here alone."""
+    arena.train(spec)
+    near, far = arena.home / "near", arena.home / "far"
+    assert steps(far) == [5, 10, 15]
+    assert steps(near) == [10, 15]
+    assert file_of(near, 15).read_bytes() == file_of(far, 15).read_bytes()
+    assert [(each.step, each.tiers) for each in list_checkpoints(arena.lakehouse, "r1")] == [
+        (5, ["store"]),
+        (10, ["local", "store"]),
+        (15, ["local", "store"]),
+    ]
+    assert all(row["manifest_uri"].startswith(far.as_uri()) for row in arena.lineage("r1"))
+    assert {path.name for path in (far / "r1").iterdir()} == {".dlac", "attempt-0001"}
+    assert not list(arena.home.rglob("*.tmp-*"))
+    listed = json.loads(dlac("checkpoints", "r1", "--json", home=arena.home).stdout)
+    assert [each["tiers"] for each in listed] == [["store"], ["local", "store"], ["local", "store"]]
+
+
+@pytest.mark.parametrize("lost", ["a bit", "a file", "the manifest", "everything", "the folder itself"])
+def test_what_the_local_copy_lacks_comes_from_the_store(arena: Arena, spec: JobSpec, lost: str) -> None:
+    """Whatever is lost here, only that is fetched, nothing is quarantined, and the run goes on exactly."""
+    arena.train(spec, until=8)
+    near = arena.home / "near"
+    folder = file_of(near, 5).parent
+    names = {path.name for path in folder.iterdir()}
+    if lost == "a bit":
+        flip(file_of(near, 5))
+    elif lost == "a file":
+        file_of(near, 5).unlink()
+    elif lost == "the manifest":
+        (folder / "manifest.json").unlink()
+    elif lost == "everything":
+        shutil.rmtree(near)
+    else:
+        shutil.rmtree(folder)
+    (row,) = arena.lineage("r1")
+    found = restore(row, tiers_of(spec))
+    wanted = {"a bit": {"torch-state.pt"}, "a file": {"torch-state.pt"}, "the manifest": set()}
+    assert set(found.fetched) == wanted.get(lost, names - {"manifest.json"})
+    assert restore(row, tiers_of(spec)).fetched == []
+    assert {path.name for path in folder.iterdir()} == names
+    assert min(arena.train(spec)) == 6
+    assert audit_run(arena.lakehouse, "r1").exact
+    assert arena.rows("r1", "quarantine") == []
+
+
+def test_a_whole_local_copy_needs_no_store(arena: Arena, spec: JobSpec) -> None:
+    """With the store's copy damaged, a restart here loads its own; `dlac verify` names what is damaged."""
+    arena.train(spec, until=8)
+    damaged = file_of(arena.home / "far", 5)
+    flip(damaged)
+    (row,) = arena.lineage("r1")
+    assert restore(row, tiers_of(spec)).fetched == []
+    (verdict,) = verify_checkpoints(arena.lakehouse, "r1")
+    assert verdict.problem is not None
+    assert damaged.as_uri() in verdict.problem
+    shutil.rmtree(arena.home / "near")
+    with pytest.raises(CheckpointDamaged, match=damaged.as_uri()):
+        restore(row, tiers_of(spec))
+
+
+def test_with_both_copies_damaged_the_parent_is_resumed(arena: Arena, spec: JobSpec) -> None:
+    """A checkpoint that is whole nowhere is quarantined, and the one before it, fetched from the store, goes on."""
+    arena.train(spec, until=13)
+    flip(file_of(arena.home / "far", 10))
+    shutil.rmtree(arena.home / "near")
+    assert min(arena.train(spec)) == 6
+    (row,) = arena.rows("r1", "quarantine")
+    assert "torch-state.pt" in json.loads(row["detail"])["reason"]
+    assert audit_run(arena.lakehouse, "r1").exact
+
+
+def test_a_store_that_is_full_fails_the_checkpoint_at_once(arena: Arena, spec: JobSpec) -> None:
+    """What waiting does not mend is not waited for: a store below a regular file; nothing is committed."""
+    arena.train(spec, until=8)
+    far = arena.home / "far"
+    far.rename(arena.home / "aside")
+    far.touch()
+    with pytest.raises(StoreUnavailable, match=f"write to the checkpoint store at .*{far.name}"):
+        arena.train(spec)
+    far.unlink()
+    (arena.home / "aside").rename(far)
+    assert min(arena.train(spec)) == 6
+
+
+def test_retired_checkpoints_leave_both_places(arena: Arena, spec: JobSpec) -> None:
+    """What is retired in the store has no copy here either, however many may be kept."""
+    kept = spec.model_copy(update={"checkpoint": spec.checkpoint.model_copy(update={"keep_last": 1, "local_keep": 3})})
+    arena.train(kept)
+    wait_until(lambda: steps(arena.home / "far") == [15], what="the removal of the retired")
+    assert steps(arena.home / "near") == [15]
+
+
+def test_every_machine_has_a_verified_copy(arena: Arena, spec: JobSpec) -> None:
+    """Two ranks on machines with folders of their own: each makes its part there; resumed, the second has all from the store."""
+    machines, far = arena.home / "machines", arena.home / "far"
+    path, raw = arena.home / "r1.yaml", spec.model_dump()
+    raw["checkpoint"]["local_keep"] = 3
+
+    def launch(**params: str) -> str:
+        params |= {"machines": str(machines), "journal": str(arena.home / "journal")}
+        path.write_text(yaml.safe_dump(raw | {"params": params}))
+        command = [str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc-per-node", "2"]
+        program = str(arena.program("train_on_machines.py"))
+        done = subprocess.run([*command, program, str(path)], check=False, capture_output=True, text=True, timeout=120)
+        return "" if done.returncode == 0 else done.stderr
+
+    assert "exitcode: 1" in " ".join(launch(dies_at="8").split())
+    names = {"manifest.json", "torch-state.pt", "rng-00000.pt", "rng-00001.pt"}
+    assert {path.name for path in far.glob("r1/attempt-*/step-*/*")} == names
+    assert {path.name for path in machines.glob("1/r1/attempt-*/step-*/*")} == {"rng-00001.pt"}
+    assert launch() == ""
+    assert {path.name for path in machines.glob("1/r1/attempt-0001/step-*/*")} == names
+    assert steps(far) == [5, 10, 15]
+    assert audit_run(arena.lakehouse, "r1").exact
+    assert [row["attempt"] for row in arena.lineage("r1")] == [1, 2, 2]

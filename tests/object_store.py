@@ -1,0 +1,132 @@
+"""A server process that speaks S3 over HTTP, and a network in front of it that can be cut."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow.fs as pafs
+
+from catalog.connect import LakehouseConfig
+from tests.conftest import wait_until
+
+
+@dataclass
+class ObjectStore:
+    """The server, and the requests that it answered."""
+
+    port: int
+    log: Path
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def files(self) -> pafs.S3FileSystem:
+        """Its buckets."""
+        return pafs.S3FileSystem(
+            access_key="key",
+            secret_key="secret",
+            endpoint_override=self.url,
+            region="us-east-1",
+            allow_bucket_creation=True,
+        )
+
+    def requests(self, method: str, part: str) -> int:
+        """Requests of a method whose path has `part` in it."""
+        lines = self.log.read_text().splitlines()
+        return sum(f"{method} /" in line and part in line for line in lines)
+
+    def properties(self, url: str | None = None) -> dict[str, str]:
+        """How pyiceberg reaches it, or `url`, which leads there."""
+        named = {
+            "endpoint": url or self.url,
+            "access-key-id": "key",
+            "secret-access-key": "secret",
+            "region": "us-east-1",
+        }
+        return {f"s3.{name}": value for name, value in named.items()}
+
+    def lakehouse(self, home: Path) -> LakehouseConfig:
+        """A lakehouse whose warehouse it holds."""
+        return LakehouseConfig(warehouse="s3://lake/warehouse", properties=self.properties()).at_home(home)
+
+
+@contextmanager
+def object_store(folder: Path) -> Iterator[ObjectStore]:
+    """A running server with an empty bucket."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    made = ObjectStore(port, folder / "requests.log")
+    with made.log.open("wb") as log:
+        command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+        server = subprocess.Popen(command, stdout=log, stderr=log)
+    try:
+        wait_until(lambda: f"Running on {made.url}" in made.log.read_text(), what="the S3 server")
+        made.files.create_dir("lake")
+        yield made
+    finally:
+        server.kill()
+        server.wait()
+
+
+class Network:
+    """Forwards connections to a port; while it is cut, it ends the ones that there are and refuses new ones."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._cut = threading.Event()
+        self._open: list[socket.socket] = []
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def cut(self) -> None:
+        """Nothing comes through."""
+        self._cut.set()
+        for end in self._open:
+            _end(end)
+
+    def mend(self) -> None:
+        """Connections come through again."""
+        self._cut.clear()
+
+    def close(self) -> None:
+        """End everything."""
+        self.cut()
+        self._listener.close()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                near, _ = self._listener.accept()
+                if self._cut.is_set():
+                    _end(near)
+                    continue
+                far = socket.create_connection(("127.0.0.1", self._port))
+                self._open += [near, far]
+                for source, target in ((near, far), (far, near)):
+                    threading.Thread(target=_forward, args=(source, target), daemon=True).start()
+
+
+def _forward(source: socket.socket, target: socket.socket) -> None:
+    with suppress(OSError):
+        while content := source.recv(1 << 16):
+            target.sendall(content)
+    _end(source)
+    _end(target)
+
+
+def _end(connection: socket.socket) -> None:
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+    connection.close()
