@@ -32,8 +32,9 @@ def test_every_so_many_seconds(campaign: Arena) -> None:
     launch = campaign.launch(campaign.spec(run, every_s=1.0, keep_last=1, keep_every_steps=20, **CLOCK))
     assert launch.wait() == 0, launch.stderr
     said = launch.of("checkpoint")
-    assert [event["reason"] for event in said] == ["seconds"] * (len(said) - 1) + ["end"]
     assert len(said) >= 3
+    assert {event["reason"] for event in said[:-1]} == {"seconds"}
+    assert said[-1]["reason"] in ("seconds", "end")  # it may be time at the last step
     steps = [event["step"] for event in said]
     retired = {row["checkpoint_id"] for row in campaign.rows(run, "retire")}
     kept = [event["step"] for event in said if event["checkpoint_id"] not in retired]
@@ -55,9 +56,9 @@ def test_the_optimum_is_told_and_takes_failures_into_account(campaign: Arena) ->
     after_the_kill = [event["why"] for event in launch.of("interval") if event["attempt"] == 2]
     assert "1 failure in" in after_the_kill[0]
     details = [json.loads(row["detail"]) for row in campaign.lineage(run)]
-    assert {each["reason"] for each in details} == {"auto", "end"}
+    assert {each["reason"] for each in details[:-1]} == {"auto"}
     status = run_status(campaign.lakehouse, run)
-    assert status["checkpoint_reason"] == "end"
+    assert status["checkpoint_reason"] == details[-1]["reason"] in ("auto", "end")
     assert (status["checkpoint_interval_s"], status["checkpoint_interval_why"]) == (
         round(details[-1]["interval_s"], 1),
         details[-1]["why"],
