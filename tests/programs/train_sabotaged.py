@@ -14,7 +14,7 @@ import train_tiny  # type: ignore[import-not-found]  # the rank puts this folder
 import catalog.commits
 from catalog.commits import Attempt
 from catalog.ledger import Ledger, RunState
-from dlac_pipeline.checkpoint import manager
+from dlac_pipeline.checkpoint import committing
 
 _commit = catalog.commits.commit_checkpoint
 _check_mine = catalog.commits.check_mine
@@ -47,6 +47,6 @@ def sabotaged_check(state: RunState, attempt: Attempt) -> None:
 
 
 if __name__ == "__main__":
-    manager.commit_checkpoint = sabotaged_commit  # type: ignore[attr-defined]  # replaced where it is used
+    committing.commit_checkpoint = sabotaged_commit  # type: ignore[attr-defined]  # replaced where it is used
     catalog.commits.check_mine = sabotaged_check
     train_tiny.main()

@@ -8,7 +8,7 @@ import train_tiny  # type: ignore[import-not-found]  # the rank puts this folder
 
 from catalog.commits import Attempt, commit_checkpoint
 from catalog.ledger import Ledger, RunState
-from dlac_pipeline.checkpoint import manager
+from dlac_pipeline.checkpoint import committing
 
 _sleeps_s = [float(each) for each in os.environ["COMMIT_SLEEPS_S"].split(",")]
 
@@ -21,5 +21,5 @@ def slow_commit(ledger: Ledger, attempt: Attempt, **rest: Any) -> RunState:
 
 
 if __name__ == "__main__":
-    manager.commit_checkpoint = slow_commit  # type: ignore[attr-defined]  # replaced where it is used
+    committing.commit_checkpoint = slow_commit  # type: ignore[attr-defined]  # replaced where it is used
     train_tiny.main()
