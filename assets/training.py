@@ -65,11 +65,15 @@ def model_checkpoint(
 
 
 def _show(context: dg.AssetExecutionContext, event: dict[str, Any]) -> None:
-    """An observation per committed checkpoint, a log line per other event."""
+    """An observation per committed checkpoint, chosen interval and preemption, a log line per other event."""
     if event["event"] == "checkpoint":
         metadata = {
-            name: event[name] for name in ("run", "step", "loss", "rows", "checkpoint_id", "bytes", "duration_s")
+            name: event[name]
+            for name in ("run", "step", "loss", "rows", "checkpoint_id", "bytes", "reason", "duration_s")
         } | {f"{phase}_s": seconds for phase, seconds in event["phases"].items()}
+        context.log_event(dg.AssetObservation(asset_key=context.asset_key, metadata=metadata))
+    elif event["event"] in ("interval", "preempted"):
+        metadata = {name: value for name, value in event.items() if name not in ("event", "at")}
         context.log_event(dg.AssetObservation(asset_key=context.asset_key, metadata=metadata))
     elif event["event"] == "step":
         context.log.debug(f"step {event['step']}: loss {event['loss']:.4f}")

@@ -33,7 +33,8 @@ DlacError
 │   ├── CursorMismatch        a restored or reported cursor differs from the order
 │   └── WorldSizeUnsupported  the saved state cannot be loaded by this number of ranks
 └── TrainingFailed            the ranks died
-    └── NoProgress            several attempts in a row committed nothing
+    ├── NoProgress            several attempts in a row committed nothing
+    └── Preempted             the ranks left at their deadline without a checkpoint
 """
 
 from __future__ import annotations
@@ -228,3 +229,9 @@ class NoProgress(TrainingFailed):
 
     exit_code = 85
     transient = False
+
+
+class Preempted(TrainingFailed):
+    """The deadline of a termination notice passed before a checkpoint of it was committed; the one before is the head."""
+
+    exit_code = 86

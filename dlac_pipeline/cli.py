@@ -213,9 +213,17 @@ def verify(
 
     damaged = False
     files = None if spec is None else tiers_of(_resolved(spec, home)).files
-    for verdict in verify_checkpoints(_lakehouse(spec, home), run, step, files=files):
-        damaged = damaged or verdict.problem is not None
-        _out.print(f"step {verdict.checkpoint.step}: {verdict.problem or 'whole'}", markup=False, soft_wrap=True)
+    with _bar() as bar:
+        task = bar.add_task("reading checkpoints", total=None)
+        for verdict in verify_checkpoints(
+            _lakehouse(spec, home),
+            run,
+            step,
+            files=files,
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        ):
+            damaged = damaged or verdict.problem is not None
+            _out.print(f"step {verdict.checkpoint.step}: {verdict.problem or 'whole'}", markup=False, soft_wrap=True)
     if damaged:
         raise typer.Exit(1)
 

@@ -1,10 +1,12 @@
-"""Signs of life of a rank: one small record in a file that is rewritten in place at every step, in microseconds."""
+"""Signs of life of a rank: one small record in a file that is rewritten in place at every step, in microseconds; events."""
 
 from __future__ import annotations
 
+import json
 import os
 import struct
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -52,6 +54,19 @@ class ProgressWriter:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
+
+
+class EventWriter:
+    """Tells the supervisor what happened, once for all ranks; without a launch folder there is nobody to tell."""
+
+    def __init__(self, folder: Path | None, rank: int) -> None:
+        self._path = None if folder is None or rank != 0 else folder / "events.jsonl"
+
+    def write(self, event: Mapping[str, object]) -> None:
+        """Append one event."""
+        if self._path is not None:
+            with self._path.open("a") as stream:
+                stream.write(json.dumps({**event, "at": time.time()}) + "\n")
 
 
 def progress_file(folder: Path, rank: int) -> Path:

@@ -43,7 +43,7 @@ def main() -> None:
     try:
         runpy.run_path(script, run_name="__main__")
     except Exception as err:
-        _leave_reason(err)
+        leave_reason(err)
         with suppress(OSError):  # the log may lie on the disk that is full
             traceback.print_exc()
             sys.stderr.flush()
@@ -54,7 +54,7 @@ def _reason_file() -> Path:
     return Path(os.environ[LAUNCH_VARIABLE]) / f"error-{int(os.environ['RANK']):05d}.json"
 
 
-def _leave_reason(err: Exception) -> None:
+def leave_reason(err: Exception) -> None:
     """Overwrite the reserved blanks: the reason may be that the disk is full. Of a DLAC error its public class is named."""
     public = [each for each in type(err).__mro__ if each.__module__ == DlacError.__module__]
     reason = {

@@ -5,18 +5,16 @@ from __future__ import annotations
 import os
 import re
 import tomllib
-import typing
-from collections.abc import Callable, Sequence
-from difflib import get_close_matches
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
-from pydantic_core import ErrorDetails
 
 from catalog.connect import LakehouseConfig
 from catalog.errors import SpecInvalid
+from dlac_pipeline.spec_problems import problem_said
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
@@ -182,7 +180,30 @@ class CheckpointSpec(_Section):
         "no more than keep_last.",
         ge=1,
     )
-    every_steps: int = Field(default=100, description="Optimizer steps between checkpoints.", ge=1)
+    interval: Literal["fixed", "auto"] = Field(
+        default="fixed",
+        description='"fixed": every_steps and every_s say when; "auto": the optimum of what checkpoints cost and how often '
+        "this run failed, within recovery_point_s.",
+    )
+    every_steps: int | None = Field(
+        default=None,
+        description="Checkpoints are taken at multiples of this many optimizer steps; unset: 100, or none where every_s or "
+        '"auto" say when.',
+        ge=1,
+    )
+    every_s: float = Field(
+        default=0.0,
+        description="Seconds of training between checkpoints; 0: only steps count. With every_steps: whichever comes first.",
+        ge=0,
+    )
+    recovery_point_s: float = Field(
+        default=0.0,
+        description='For "auto": seconds of work that a failure may cost, where checkpoints are fast enough; 0: no bound.',
+        ge=0,
+    )
+    mtbf_s: float = Field(
+        default=86_400.0, description='For "auto": mean time between failures, until this run has failed.', gt=0
+    )
     mode: Literal["synchronous", "asynchronous"] = Field(
         default="synchronous",
         description="Whether training waits until a checkpoint is committed, or only while the state is copied to memory.",
@@ -193,9 +214,30 @@ class CheckpointSpec(_Section):
         ge=0,
     )
     keep_every_steps: int = Field(
-        default=0, description="Checkpoints at multiples of this are kept besides; 0: none.", ge=0
+        default=0,
+        description="Of every so many steps the first checkpoint is kept besides, at a multiple or behind it; 0: none.",
+        ge=0,
     )
     keep_steps: list[int] = Field(default_factory=list, description="Steps whose checkpoints are kept besides.")
+
+    @model_validator(mode="after")
+    def _one_way(self) -> CheckpointSpec:
+        said = [name for name in ("every_steps", "every_s") if getattr(self, name)]
+        if self.interval == "auto" and said:
+            raise ValueError(f'expected interval = "auto", or {said[0]}, found both: leave one out')
+        if self.interval == "fixed" and self.recovery_point_s:
+            raise ValueError(
+                f'expected recovery_point_s with interval = "auto" only, found {self.recovery_point_s!r} beside '
+                '"fixed": set every_s, or interval = "auto"'
+            )
+        return self
+
+    @property
+    def steps_between(self) -> int | None:
+        """Optimizer steps at whose multiples checkpoints are taken; None: steps do not count."""
+        if self.every_steps is None and self.interval == "fixed" and not self.every_s:
+            return 100
+        return self.every_steps
 
 
 class LaunchSpec(_Section):
@@ -214,6 +256,21 @@ class LaunchSpec(_Section):
         gt=0,
         le=25,  # a supervisor whose orchestrator died is gone within 30 s
     )
+    deadline_s: float = Field(
+        default=0.0,
+        description="Seconds from a notice (SIGTERM, SIGUSR1, termination_url) until the ranks are gone, behind an emergency "
+        "checkpoint if there is time for one; 0: grace_s.",
+        ge=0,
+    )
+    termination_url: str = Field(
+        default="",
+        description="Asked every few seconds whether this machine goes away: 200 is a notice, 404 is none; empty: not asked.",
+        pattern=r"^(https?://.+)?$",
+    )
+    termination_headers: dict[str, str] = Field(default_factory=dict, description="Headers of those requests: a token.")
+    termination_match: str = Field(
+        default="", description="Text that a notice has in it, where the URL always answers 200; empty: any 200 is one."
+    )
     hang_timeout_s: float = Field(
         default=600.0,
         description="Seconds without progress of a rank after which the attempt is ended and relaunched.",
@@ -227,6 +284,11 @@ class LaunchSpec(_Section):
     attempts_without_progress: int = Field(
         default=3, description="Attempts in a row that commit nothing before the run stops with NoProgress.", ge=1
     )
+
+    @property
+    def leave_s(self) -> float:
+        """Seconds from a notice until the ranks are gone."""
+        return self.deadline_s or self.grace_s
 
 
 class JobSpec(_Section):
@@ -311,40 +373,10 @@ def parse_spec(raw: dict[str, Any], *, origin: str) -> JobSpec:
         return JobSpec.model_validate(raw)
     except ValidationError as err:
         lines = [
-            f"  {'.'.join(str(part) for part in problem['loc']) or 'spec'}: {_said(problem)}"
+            f"  {'.'.join(str(part) for part in problem['loc']) or 'spec'}: {problem_said(problem, JobSpec)}"
             for problem in err.errors()
         ]
         raise SpecInvalid(f"{origin} is not a valid job spec:\n" + "\n".join(lines)) from err
-
-
-def _said(problem: ErrorDetails) -> str:
-    """What was expected and what was found; of sections and lists their type only."""
-    value = problem["input"]
-    found = type(value).__name__ if isinstance(value, dict | list) else repr(value)
-    if problem["type"] == "value_error":  # a validator above, which names what it found
-        return str(problem["ctx"]["error"])
-    if problem["type"] == "missing":
-        return problem["msg"]
-    if problem["type"] == "extra_forbidden":
-        return f"{_instead(problem['loc'])} (found {found})"
-    return f"{problem['msg']} (found {found})"
-
-
-def _instead(path: Sequence[str | int]) -> str:
-    """What the unknown field at `path` was probably meant to be."""
-    section: type[BaseModel] = JobSpec
-    for part in path[:-1]:
-        if isinstance(part, int):
-            continue
-        annotation = section.model_fields[str(part)].annotation
-        if typing.get_origin(annotation) is list:
-            (annotation,) = typing.get_args(annotation)
-        assert isinstance(annotation, type)
-        assert issubclass(annotation, BaseModel)
-        section = annotation
-    known = list(section.model_fields)
-    close = get_close_matches(str(path[-1]), known, n=1)
-    return f"unknown field, did you mean {close[0]!r}?" if close else f"unknown field, expected one of {known!r}"
 
 
 def read_spec(path: Path) -> JobSpec:

@@ -63,6 +63,8 @@ _LINES = {
     "checkpoint": "checkpoint [green]{checkpoint_id}[/] step {step}, {rows} rows, {bytes} bytes in {duration_s:.2f} s",
     "failure": "[red]failure[/] of attempt {attempt} at step {step}: {cause}\n[dim]{log}[/]",
     "finished": "finished at step {step}",
+    "interval": "[dim]a checkpoint every {interval_s:.1f} s of training: {why}[/]",
+    "preempted": "[yellow]preempted:[/] {message}",
     "stopped": "stopped behind step {step}",
     "caught_up": "caught up behind step {step}; goes on with what is appended",
 }

@@ -16,13 +16,10 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import FrameType
 
 import torch
 import torch.distributed as dist
@@ -44,7 +41,7 @@ from dlac_pipeline.checkpoint.tree import RankTree
 from dlac_pipeline.plan.leg import Leg
 from dlac_pipeline.plan.order import LegOrder, ReaderState
 from dlac_pipeline.plan.source_order import Cursor
-from dlac_pipeline.progress import Phase, ProgressWriter
+from dlac_pipeline.progress import EventWriter, Phase, ProgressWriter
 from dlac_pipeline.rank import LAUNCH_VARIABLE
 from dlac_pipeline.read.batch import Batch
 from dlac_pipeline.read.exchange import summing_over
@@ -55,6 +52,7 @@ from dlac_pipeline.recover.machine import folder_here
 from dlac_pipeline.recover.run_lock import run_lock
 from dlac_pipeline.spec import JobSpec, home_folder, parse_spec, read_spec
 from dlac_pipeline.track.tracker import ReaderStateTracker
+from dlac_pipeline.when import When
 
 
 @contextmanager
@@ -86,9 +84,9 @@ class TrainingRun:
         self.spec = spec
         self.rank = int(os.environ.get("RANK", "0"))
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        self._events = EventWriter(folder, self.rank)
         self._first_of_machine = int(os.environ.get("LOCAL_RANK", self.rank)) == 0
         self._tiers = tiers_of(spec)
-        self._folder = folder
         self._progress = ProgressWriter(folder, self.rank)
         self._progress.write(0, Phase.STARTING)
         seed_rng(spec.order.seed, 0, 0)  # alike on all ranks until `restore`, so that models are initialized alike
@@ -100,16 +98,20 @@ class TrainingRun:
         behind = None if group is None else dist.new_group(backend="gloo")
         self._behind = RankTree(self.rank, self.world_size, behind)
         self._pulse = Pulse(self.world_size, group)
-        self._stop_asked = threading.Event()
-        self._handlers = _on_signals(self._stop_asked)
+        self._when = When(spec, self.rank, folder, self._events)
+        held.callback(self._when.close)  # last: a peer that is gone must not keep this rank beyond its deadline
         self._lakehouse = connect(spec.lakehouse)
         self.resume_point = _await_resume_point(folder) if folder is not None else self._claim(takeover, held)
         self._open_reader(self._lakehouse)
+        self._when.resumed(self.resume_point, self._lakehouse)
         self._engine: Engine | None = None
         self._batch: Batch | None = None
         self._loss_step, self._loss = 0, 0.0
-        self.stopped = False
-        """Whether the run was asked to stop, and stopped behind a checkpoint."""
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the run was asked to stop, and stops here: behind a checkpoint, if there was time for one."""
+        return self._when.leaving is not None
 
     @property
     def step(self) -> int:
@@ -172,7 +174,8 @@ class TrainingRun:
                 "expected run.restore(engine) before run.batches(): without it nothing can be checkpointed"
             )
         self._progress.write(self.step, Phase.TRAINING)
-        self._event({"event": "training", "step": self.step, "total_steps": self.total_steps})
+        self._events.write({"event": "training", "step": self.step, "total_steps": self.total_steps})
+        self._when.training()
         for batch in self._reader:
             self._batch = batch
             yield batch
@@ -196,13 +199,15 @@ class TrainingRun:
         self._batch = None
         self._tracker.step_done(batch, applied=engine.step_applied() if applied is None else applied)
         said = loss.item() if isinstance(loss, torch.Tensor) else loss
-        beat = self._pulse.step_done(batch.step, loss=said, stop=self._stop_asked.is_set())
+        says = self._when.step_done(batch.step, behind=self._manager.under_way)
+        beat = self._pulse.step_done(batch.step, loss=said, says=says)
         if beat is not None:
             self._heard(beat)
         self._progress.write(batch.step, Phase.TRAINING, loss_step=self._loss_step, loss=self._loss)
         self._report(self._manager.done())
-        if batch.step % self.spec.checkpoint.every_steps == 0 or self.stopped:
-            self._checkpoint(engine, wait=self.stopped or self.spec.checkpoint.mode == "synchronous")
+        reason = self._when.reason()
+        if reason is not None:
+            self._checkpoint(engine, reason, wait=self.stopped or self.spec.checkpoint.mode == "synchronous")
 
     def settle(self) -> None:
         """Wait for the checkpoint that is under way behind training, if there is one.
@@ -213,10 +218,8 @@ class TrainingRun:
         self._report(self._manager.settle())
 
     def close(self) -> None:
-        """End threads, restore signal handlers, leave the process group."""
+        """End threads, leave the process group."""
         self._reader.close()
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
         self._progress.close()
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -224,14 +227,16 @@ class TrainingRun:
     def _end(self) -> None:
         assert self._engine is not None
         self.settle()
-        if self._tracker.step > self._tracker.committed_step:
-            self._checkpoint(self._engine, wait=True)
+        if self._tracker.step > self._tracker.committed_step and not self.stopped:
+            self._checkpoint(self._engine, "end", wait=True)
         finished = not self.stopped and self._run_ends()
         if finished and self.rank == 0:
             finish(Ledger(self._lakehouse), self._attempt, step=self._tracker.step)
         self._tree.broadcast(b"done" if self.rank == 0 else None)
+        if self.stopped:
+            self._when.left()
         ending = "finished" if finished else "stopped" if self.stopped else "caught_up"
-        self._event({"event": ending, "step": self._tracker.step})
+        self._events.write({"event": ending, "step": self._tracker.step})
         self._progress.write(self._tracker.step, Phase.DONE)
 
     def _run_ends(self) -> bool:
@@ -239,30 +244,32 @@ class TrainingRun:
         return not self._leg.following or (self._leg.steps is not None and self.step >= self._leg.steps)
 
     def _heard(self, beat: Beat) -> None:
-        self.stopped = self.stopped or beat.stop
         self._tracker.losses += beat.losses
         self._loss_step, self._loss = beat.step, beat.losses[-1]
+        self._when.heard(beat)
 
-    def _checkpoint(self, engine: Engine, *, wait: bool) -> None:
+    def _checkpoint(self, engine: Engine, reason: str, *, wait: bool) -> None:
         for beat in self._pulse.flush():
             self._heard(beat)
+        if self.stopped:  # perhaps said in the beats that were still under way
+            told = self._when.reason()
+            if told is None:
+                return
+            reason, wait = told, True
         self._progress.write(self.step, Phase.CHECKPOINT, loss_step=self._loss_step, loss=self._loss)
+        note = self._when.note(reason)
         if wait:
             self.settle()
-            self._report(self._manager.save(engine, self._tracker))
+            self._report(self._manager.save(engine, self._tracker, note))
         else:
-            self._report(self._manager.begin(engine, self._tracker))
+            self._report(self._manager.begin(engine, self._tracker, note))
+        self._when.taken()
         self._progress.write(self.step, Phase.TRAINING, loss_step=self._loss_step, loss=self._loss)
 
     def _report(self, committed: Committed | None) -> None:
         if committed is not None:
-            self._event(_checkpoint_event(committed))
-
-    def _event(self, event: dict[str, object]) -> None:
-        """Tell the supervisor something, once for all ranks."""
-        if self._folder is not None and self.rank == 0:
-            with (self._folder / "events.jsonl").open("a") as stream:
-                stream.write(json.dumps({**event, "at": time.time()}) + "\n")
+            self._events.write(_checkpoint_event(committed))
+            self._when.committed(committed)
 
     def _join(self) -> dist.ProcessGroup | None:
         if self.world_size == 1:
@@ -381,17 +388,7 @@ def _checkpoint_event(saved: Committed) -> dict[str, object]:
         "loss": saved.loss,
         "rows": saved.rows,
         "bytes": saved.bytes,
+        "reason": saved.note["reason"],
         "duration_s": saved.phases["total"],
         "phases": saved.phases,
     }
-
-
-def _on_signals(asked: threading.Event) -> dict[int, signal._HANDLER]:
-    """Let SIGTERM and SIGUSR1 ask for a checkpoint and an orderly end; returns the handlers that were there."""
-
-    def handler(number: int, frame: FrameType | None) -> None:
-        asked.set()
-
-    if threading.current_thread() is not threading.main_thread():
-        return {}
-    return {number: signal.signal(number, handler) for number in (signal.SIGTERM, signal.SIGUSR1)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
@@ -47,6 +47,8 @@ class Prepared:
     taken: ReaderStateTracker
     waited_s: float
     """For the votes of all ranks."""
+    note: Mapping[str, Any]
+    """What its row says besides."""
 
 
 class Committer:
@@ -142,7 +144,7 @@ class Committer:
             "manifest_uri": self._tiers.manifest_uri(prepared.name),
             "manifest_digest": self._write(manifest, prepared.name),
             "model_digest": manifest.model_digest,
-            "detail": json.dumps({"bytes": size, "phases": phases}),
+            "detail": json.dumps({"bytes": size, "phases": phases, **prepared.note}),
         }
         started = time.monotonic()
         state = commit_checkpoint(

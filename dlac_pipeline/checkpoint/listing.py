@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -74,9 +74,16 @@ def list_checkpoints(lakehouse: Lakehouse, run: str) -> list[ListedCheckpoint]:
 
 
 def verify_checkpoints(
-    lakehouse: Lakehouse, run: str, step: int | None = None, *, files: StoreFiles | None = None
+    lakehouse: Lakehouse,
+    run: str,
+    step: int | None = None,
+    *,
+    files: StoreFiles | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Iterator[Verdict]:
     """Re-read what can still be restored from the store, the newest first; of one step only, if that is given.
+
+    `progress` is told how many of how many checkpoints are done.
 
     Raises:
         NoSuchRun: the ledger has no row of the run, or no such checkpoint that is kept.
@@ -88,7 +95,8 @@ def verify_checkpoints(
         raise NoSuchRun(
             f"expected a checkpoint of run {run!r}{'' if step is None else f' at step {step}'}, found {there!r}"
         )
-    for each in chosen:
+    for done, each in enumerate(chosen):
+        progress(done, len(chosen))
         problem = _problem_of(each, files or StoreFiles(lakehouse.config.properties))
         if problem is None or not _retired_meanwhile(lakehouse, each):
             yield Verdict(each, problem)

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgpack
 
@@ -50,6 +51,8 @@ class Committed:
     phases: dict[str, float]
     """Seconds of each phase, of the slowest rank: copy (asynchronous only), write, seal (what sealing took longer than
     writing), in it the threads' sync or upload, and digest; vote and commit; stall: what training waited; total."""
+    note: Mapping[str, Any]
+    """What was to be written beside it: why it was taken."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -64,6 +67,7 @@ class _Staged:
     taken: ReaderStateTracker
     failure: tuple[str, str] | None
     started: float
+    note: Mapping[str, Any]
     phases: Phases
 
 
@@ -96,12 +100,19 @@ class CheckpointManager:
         self._failure: Exception | None = None
 
     @property
+    def under_way(self) -> bool:
+        """Whether a checkpoint is being committed behind training."""
+        return self._pending is not None and not self._pending.done()
+
+    @property
     def head(self) -> str | None:
         """The last checkpoint that this attempt committed, or resumed from."""
         return self._head
 
-    def save(self, engine: Engine, tracker: ReaderStateTracker) -> Committed:
+    def save(self, engine: Engine, tracker: ReaderStateTracker, note: Mapping[str, Any]) -> Committed:
         """Take a checkpoint of the state after `tracker.step`, and commit it with what was consumed since the last.
+
+        The coordinator's `note` goes into the detail of the checkpoint's row.
 
         Raises:
             StoreUnavailable: a rank could not save; nothing was committed.
@@ -112,12 +123,12 @@ class CheckpointManager:
         started = time.monotonic()
         phases = Phases()
         with phases.of("write"):
-            staged = self._stage(engine, tracker, Direct, started, phases)
+            staged = self._stage(engine, tracker, Direct, started, phases, note)
         committed = self._noting(staged, self._tree)
         committed.phases["stall"] = committed.phases["total"]
         return committed
 
-    def begin(self, engine: Engine, tracker: ReaderStateTracker) -> Committed | None:
+    def begin(self, engine: Engine, tracker: ReaderStateTracker, note: Mapping[str, Any]) -> Committed | None:
         """Copy the state after `tracker.step`, and commit it behind training; gives the one before, if it was under way.
 
         Raises:
@@ -127,7 +138,7 @@ class CheckpointManager:
         before = self.settle()
         phases = Phases()
         with phases.of("copy"):
-            staged = self._stage(engine, tracker, partial(Copies, self._memory), started, phases)
+            staged = self._stage(engine, tracker, partial(Copies, self._memory), started, phases, note)
         phases["stall"] = time.monotonic() - started
         pending: Future[Committed] = Future()
         self._pending = pending
@@ -168,6 +179,7 @@ class CheckpointManager:
         make_writer: Callable[[Callable[[Path], None]], Writer],
         started: float,
         phases: Phases,
+        note: Mapping[str, Any],
     ) -> _Staged:
         """Hand this rank's state to the writer; a rank that cannot, votes no."""
         name = stage_name(attempt=self._attempt.number, step=tracker.step, nonce=self._attempt.nonce)
@@ -196,6 +208,7 @@ class CheckpointManager:
             taken=tracker.take(),
             failure=failure,
             started=started,
+            note=note,
             phases=phases,
         )
 
@@ -215,7 +228,9 @@ class CheckpointManager:
         said = None
         if votes is not None:
             waited_s = staged.phases["vote"]
-            prepared = Prepared(name=staged.name, engine=staged.engine, taken=staged.taken, waited_s=waited_s)
+            prepared = Prepared(
+                name=staged.name, engine=staged.engine, taken=staged.taken, waited_s=waited_s, note=staged.note
+            )
             said = msgpack.packb(self._committer.decide([msgpack.unpackb(each) for each in votes], prepared))
         decision = msgpack.unpackb(tree.broadcast(said))
         if decision["error"] is not None:
@@ -230,6 +245,7 @@ class CheckpointManager:
             bytes=decision["bytes"],
             loss=losses[-1] if losses else None,
             phases={**staged.phases, **decision["phases"], "total": time.monotonic() - staged.started},
+            note=staged.note,
         )
 
     def _vote(self, staged: _Staged) -> Vote:

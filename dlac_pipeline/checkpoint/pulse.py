@@ -1,4 +1,4 @@
-"""The ranks' pulse: one small asynchronous all-reduce about every two seconds carries stop requests and losses to all.
+"""The ranks' pulse: one small asynchronous all-reduce about every two seconds carries losses, notices and rank 0's wishes to all.
 
 It adds no barrier: a beat that is sent when step n is done is looked at when step n+1 is done, and has long arrived. Every
 rank sees the same beat at the same step, so all stop, and checkpoint, at the same optimizer-step boundary. How many steps
@@ -17,7 +17,22 @@ from catalog.errors import CursorMismatch
 
 BEAT_EVERY_S = 2.0
 MAX_STEPS = 64
-"""Steps in one beat at the most: bounds how late a stop request of fast steps is heard."""
+"""Steps in one beat at the most: bounds how late a notice during fast steps is heard."""
+NOTICES = ("SIGTERM", "SIGUSR1", "termination_url", "launcher")
+"""Why a run is to stop: a signal, what the URL said, or the end of the launcher that started the ranks."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Says:
+    """What one rank says besides its losses."""
+
+    notice: str | None = None
+    """One of NOTICES, if the rank was asked to stop."""
+    notice_age_s: float = 0.0
+    due: bool = False
+    """Rank 0: a checkpoint is due."""
+    needed_s: float = 0.0
+    """Rank 0: how long a checkpoint takes that begins now, until it is committed; 0: nobody knows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +43,14 @@ class Beat:
     """The last step that the beat covers."""
     losses: list[float]
     """Mean over the ranks of each covered step's loss, the last one that of `step`."""
-    stop: bool
-    """Whether any rank was asked to stop."""
+    notice: str | None = None
+    """Why the run is to stop, if any rank was asked to; the first of NOTICES."""
+    notice_age_s: float = 0.0
+    """Mean over the ranks that were asked."""
+    due: bool = False
+    """Whether rank 0 finds a checkpoint due."""
+    needed_s: float = 0.0
+    """What rank 0 expects a checkpoint to take until it is committed."""
 
 
 class Pulse:
@@ -40,15 +61,15 @@ class Pulse:
         self._group = group
         self._steps_per_beat = 1
         self._losses: list[float] = []
-        self._stop = False
+        self._says = Says()
         self._step = 0
         self._sent_at: float | None = None
         self._pending: tuple[int, int, torch.Tensor, dist.Work | None] | None = None
 
-    def step_done(self, step: int, *, loss: float, stop: bool) -> Beat | None:
+    def step_done(self, step: int, *, loss: float, says: Says) -> Beat | None:
         """Note a finished step, and send a beat when it is time; returns the one that has arrived meanwhile."""
         beat = self._receive()
-        self._step, self._stop = step, stop
+        self._step, self._says = step, says
         self._losses.append(loss)
         if len(self._losses) >= self._steps_per_beat:
             self._send()
@@ -67,7 +88,10 @@ class Pulse:
         elapsed_s = BEAT_EVERY_S if self._sent_at is None else now - self._sent_at
         self._sent_at = now
         padding = [0.0] * (MAX_STEPS - len(self._losses))
-        said = torch.tensor([float(self._stop), self._step, elapsed_s, *self._losses, *padding], dtype=torch.float64)
+        says = self._says
+        notices = [float(says.notice == each) for each in NOTICES]
+        numbers = [self._step, elapsed_s, says.notice_age_s, float(says.due), says.needed_s, *notices]
+        said = torch.tensor([*numbers, *self._losses, *padding], dtype=torch.float64)
         work = dist.all_reduce(said, group=self._group, async_op=True) if self._world_size > 1 else None
         self._pending = (self._step, len(self._losses), said, work)
         self._losses = []
@@ -84,7 +108,8 @@ class Pulse:
         self._pending = None
         if work is not None:
             work.wait()
-        stop, steps, elapsed_s, *losses = said.tolist()
+        steps, elapsed_s, ages_s, due, needed_s, *rest = said.tolist()
+        notices, losses = rest[: len(NOTICES)], rest[len(NOTICES) :]
         if steps != step * self._world_size:
             raise CursorMismatch(
                 f"expected all {self._world_size} ranks at step {step}, found steps that sum to {steps:.0f}: "
@@ -92,4 +117,11 @@ class Pulse:
             )
         step_s = max(elapsed_s / self._world_size / count, 1e-6)
         self._steps_per_beat = max(1, min(MAX_STEPS, int(BEAT_EVERY_S / step_s)))
-        return Beat(step, [loss / self._world_size for loss in losses[:count]], stop > 0)
+        return Beat(
+            step,
+            [loss / self._world_size for loss in losses[:count]],
+            notice=next((name for name, ranks in zip(NOTICES, notices, strict=True) if ranks), None),
+            notice_age_s=ages_s / max(1.0, sum(notices)),
+            due=due > 0,
+            needed_s=needed_s,
+        )

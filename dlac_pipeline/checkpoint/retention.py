@@ -53,7 +53,8 @@ class Retention:
         kept = {checkpoint_id}
         while parent is not None:
             row = checkpoints[parent]
-            if parent not in out and (len(kept) < keep_last or self._is_milestone(row["step"])):
+            before = checkpoints.get(row["parent"], {"step": 0})["step"]
+            if parent not in out and (len(kept) < keep_last or self._is_milestone(row["step"], before)):
                 kept.add(parent)
             parent = row["parent"]
         kept |= set(names_of(self._rows).values())
@@ -70,9 +71,10 @@ class Retention:
             # Not a daemon: what the last checkpoint of a run retires has no next attempt to remove it.
             threading.Thread(target=self._remove, args=(folders, sweep), name="retention").start()
 
-    def _is_milestone(self, step: int) -> bool:
+    def _is_milestone(self, step: int, before: int) -> bool:
+        """Whether it is kept for ever; `before` is its parent's step: between them may lie the multiple that it stands for."""
         every = self._settings.keep_every_steps
-        return step in self._settings.keep_steps or (every > 0 and step % every == 0)
+        return step in self._settings.keep_steps or (every > 0 and step // every > before // every)
 
     def _remove(self, folders: list[str], sweep: bool) -> None:
         """Remove these folders and, once per attempt, what was left over; whatever fails is for the next attempt."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from datetime import UTC, datetime
 from typing import Any
 
@@ -21,6 +22,7 @@ def run_status(lakehouse: Lakehouse, run: str) -> dict[str, Any]:
     rows = ledger.head_rows(run)
     state = ledger.state(run)
     head = checkpoint_rows(rows).get(state.fence.head or "")
+    said = {} if head is None or not head["detail"] else json.loads(head["detail"])
     losses = [] if head is None else head["losses"] or []
     return {
         "run": run,
@@ -29,6 +31,9 @@ def run_status(lakehouse: Lakehouse, run: str) -> dict[str, Any]:
         "loss": losses[-1] if losses else None,
         "head_checkpoint": state.fence.head,
         "head_age_s": None if head is None else round((datetime.now(UTC) - head["committed_at"]).total_seconds(), 1),
+        "checkpoint_reason": said.get("reason"),
+        "checkpoint_interval_s": None if "interval_s" not in said else round(said["interval_s"], 1),
+        "checkpoint_interval_why": said.get("why"),
         "checkpoints": len(checkpoint_rows(rows)),
         "attempt": state.fence.attempt,
         "attempts_without_progress": 0 if state.finished else attempts_without_progress(rows),

@@ -27,6 +27,7 @@ from catalog.errors import (
     DlacError,
     LedgerError,
     NoProgress,
+    Preempted,
     RunFinished,
     SpecInvalid,
     SteppedAside,
@@ -54,8 +55,10 @@ HANG = "Hang"
 """Kind of the failure of a rank that gives no sign of life."""
 _PATIENCE_S = 180.0
 """How long a recovery waits for a catalog that is away."""
-_TERMINAL = (BadInput, LedgerError, CheckpointError)
-"""Errors of a rank that another attempt would meet again."""
+_LEAVE_MARGIN_S = 2.0
+"""What ranks get on top of their deadline: they keep it themselves, and say what was lost."""
+_TERMINAL = (BadInput, LedgerError, CheckpointError, Preempted)
+"""Errors of a rank that another attempt would meet again, here and now."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -193,7 +196,7 @@ class Supervisor:
             raise kind(failure.message)
         if self._stop.is_set():
             raise TrainingFailed(
-                f"the ranks did not leave within {self._spec.launch.grace_s:.0f} s when asked: {failure.cause}"
+                f"the ranks did not leave within {self._spec.launch.leave_s:.0f} s when asked: {failure.cause}"
             )
         if fruitless >= self._spec.launch.attempts_without_progress:
             raise NoProgress(
@@ -293,7 +296,7 @@ class _Attempt:
             hung = self._hung(ranks, now)
             if hung is not None:
                 return self._failed(ranks, hung)
-            if asked_at is not None and now > asked_at + self._spec.launch.grace_s:
+            if asked_at is not None and now > asked_at + self._spec.launch.leave_s + _LEAVE_MARGIN_S:
                 return self._failed(ranks, Exit(rank=0, code=1, message="still running after the grace period"))
             time.sleep(_POLL_S)
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
 import subprocess
 import sys
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 
@@ -163,3 +166,25 @@ def test_help_explains_every_command() -> None:
     shown = subprocess.run([str(DLAC), "--help"], capture_output=True, text=True, check=True).stdout
     for command in ("plan", "train", "recover", "status", "audit", "sql", "demo"):
         assert f" {command} " in shown
+
+
+def test_a_bar_shows_where_a_person_waits_and_nowhere_else(arena: Arena) -> None:
+    """`dlac verify` draws a bar on a terminal; a program that reads its standard error finds nothing there."""
+    arena.table(appends=(300,))
+    arena.train(arena.spec("r", world_size=1, passes=1, every_steps=5))
+    quiet = dlac("verify", "r", home=arena.home)
+    assert (quiet.returncode, quiet.stderr.strip()) == (0, "")
+    mine, terminal = pty.openpty()
+    command = [str(DLAC), "verify", "r", "--home", str(arena.home)]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=terminal, env={**os.environ, "TERM": "xterm"}
+    ) as shown:
+        os.close(terminal)
+        said = b""
+        with suppress(OSError):  # the end of a terminal
+            while more := os.read(mine, 4096):
+                said += more
+        assert shown.stdout is not None
+        assert shown.stdout.read().decode() == quiet.stdout
+    os.close(mine)
+    assert b"reading checkpoints" in said

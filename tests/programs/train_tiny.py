@@ -58,6 +58,11 @@ def train(run: dlac.TrainingRun) -> None:
         run.step_done(loss)
 
 
+def main() -> None:
+    """Train the run that the launch folder tells of, or that $JOB_SPEC describes under other launchers than DLAC's."""
+    with dlac.training_run(os.environ.get("JOB_SPEC")) as run:
+        train(run)
+
+
 if __name__ == "__main__":
-    with dlac.training_run() as started:
-        train(started)
+    main()

@@ -1,4 +1,4 @@
-"""Stop requests and losses reach every rank at the same step, however fast the steps are."""
+"""Notices, wishes and losses reach every rank at the same step, however fast the steps are."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ import pytest
 import torch.distributed as dist
 
 from catalog.errors import CursorMismatch
-from dlac_pipeline.checkpoint.pulse import MAX_STEPS, Beat, Pulse
+from dlac_pipeline.checkpoint.pulse import MAX_STEPS, Beat, Pulse, Says
+
+QUIET = Says()
 
 
 def beats_of(pulse: Pulse, steps: int, *, stop_at: int = 0) -> list[tuple[int, Beat]]:
     """(step at which it was heard, beat) of a pulse whose loss is the step's number."""
     heard = []
     for step in range(1, steps + 1):
-        beat = pulse.step_done(step, loss=float(step), stop=0 < stop_at <= step)
+        says = Says(notice="SIGTERM", notice_age_s=1.5) if 0 < stop_at <= step else QUIET
+        beat = pulse.step_done(step, loss=float(step), says=says)
         if beat is not None:
             heard.append((step, beat))
     return heard + [(steps, beat) for beat in pulse.flush()]
@@ -26,20 +29,29 @@ def test_every_loss_is_heard_once_and_in_order() -> None:
     assert all(beat.step == beat.losses[-1] for _, beat in heard)
 
 
-def test_fast_steps_share_a_beat_and_a_stop_request_is_still_heard_soon() -> None:
-    """Steps of microseconds are told of in beats of at most MAX_STEPS; a stop is heard one step behind its beat."""
+def test_fast_steps_share_a_beat_and_a_notice_is_still_heard_soon() -> None:
+    """Steps of microseconds are told of in beats of at most MAX_STEPS; a notice is heard one step behind its beat."""
     heard = beats_of(Pulse(1, None), 100, stop_at=50)
     assert max(len(beat.losses) for _, beat in heard) == MAX_STEPS
-    first = next(step for step, beat in heard if beat.stop)
+    first, beat = next((step, beat) for step, beat in heard if beat.notice)
     assert 50 < first <= 50 + MAX_STEPS + 1
+    assert (beat.notice, beat.notice_age_s) == ("SIGTERM", 1.5)
+
+
+def test_what_rank_0_wishes_is_in_the_beat_of_its_step() -> None:
+    """That a checkpoint is due, and how long it takes, is heard with the losses, and gone with the next beat."""
+    pulse = Pulse(1, None)
+    pulse.step_done(1, loss=0.5, says=Says(due=True, needed_s=2.5))
+    assert pulse.step_done(2, loss=0.5, says=QUIET) == Beat(1, [0.5], due=True, needed_s=2.5)
+    assert pulse.flush() == [Beat(2, [0.5])]
 
 
 def test_a_beat_is_heard_one_step_later_and_a_flush_waits_for_the_rest() -> None:
     """The first step's beat arrives with the second step; a flush leaves nothing unsaid."""
     pulse = Pulse(1, None)
-    assert pulse.step_done(1, loss=0.5, stop=False) is None
-    assert pulse.step_done(2, loss=0.25, stop=False) == Beat(1, [0.5], False)
-    assert pulse.flush() == [Beat(2, [0.25], False)]
+    assert pulse.step_done(1, loss=0.5, says=QUIET) is None
+    assert pulse.step_done(2, loss=0.25, says=QUIET) == Beat(1, [0.5])
+    assert pulse.flush() == [Beat(2, [0.25])]
     assert pulse.flush() == []
 
 
@@ -47,10 +59,10 @@ def test_ranks_at_different_steps_are_found_out(monkeypatch: pytest.MonkeyPatch)
     """A rank that left out a batch would train on other rows than the ledger says: an error, not a silence."""
 
     def other_rank_is_one_step_behind(said: object, **_: object) -> None:
-        said[1] += 4  # type: ignore[index]  # the tensor of the beat
+        said[0] += 4  # type: ignore[index]  # the tensor of the beat
 
     monkeypatch.setattr(dist, "all_reduce", other_rank_is_one_step_behind)
     pulse = Pulse(2, None)
-    pulse.step_done(5, loss=0.0, stop=False)
+    pulse.step_done(5, loss=0.0, says=QUIET)
     with pytest.raises(CursorMismatch, match="expected all 2 ranks at step 5"):
         pulse.flush()

@@ -41,6 +41,16 @@ def changed(section: str, **values: Any) -> dict[str, Any]:
         (changed("source", columns=[]), r"source\.columns: .*\[\]"),
         (changed("source", columns=["x", "x"]), r"source\.columns: .*\['x', 'x'\]"),
         (changed("checkpoint", every_steps="often"), r"checkpoint\.every_steps: .*'often'"),
+        (
+            changed("checkpoint", interval="auto", every_s=30),
+            r'checkpoint: expected interval = "auto", or every_s, found both',
+        ),
+        (
+            changed("checkpoint", recovery_point_s=60),
+            r"checkpoint: expected recovery_point_s with interval = \"auto\" only",
+        ),
+        (changed("checkpoint", every_steps=0), r"checkpoint\.every_steps: .*found 0"),
+        (changed("launch", termination_url="metadata/gone"), r"launch\.termination_url: .*'metadata/gone'"),
         (changed("lakehouse", type="hive"), r"lakehouse\.type: .*'hive'"),
         ({"run": "r1"}, r"(?s)source: .*order: .*launch: "),
     ],
@@ -71,6 +81,17 @@ def test_every_field_is_described() -> None:
             assert field.description, f"{model.__name__}.{name}"
             if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
                 pending.append(field.annotation)
+
+
+@pytest.mark.parametrize(
+    ("said", "steps"),
+    [({}, 100), ({"every_steps": 7}, 7), ({"every_s": 30}, None), ({"every_s": 30, "every_steps": 7}, 7)],
+)
+def test_seconds_replace_steps_unless_both_are_said(said: dict[str, Any], steps: int | None) -> None:
+    """A spec that names a time alone has no checkpoints at multiples of steps; one that goes through JSON says the same."""
+    spec = parse_spec(changed("checkpoint", **said), origin="here")
+    assert spec.checkpoint.steps_between == steps
+    assert JobSpec.model_validate_json(spec.model_dump_json()) == spec
 
 
 @pytest.mark.parametrize(

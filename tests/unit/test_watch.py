@@ -25,6 +25,14 @@ def shown(event: dict[str, Any]) -> str:
             {"event": "failure", "attempt": 1, "step": 4, "cause": "KeyError: '[/a]'", "log": "/logs/[red]\\"},
             "failure of attempt 1 at step 4: KeyError: '[/a]'\n/logs/[red]\\\n",
         ),
+        (
+            {"event": "interval", "step": 4, "interval_s": 31.25, "why": "[/a] 1 failure"},
+            "a checkpoint every 31.2 s of training: [/a] 1 failure\n",
+        ),
+        (
+            {"event": "preempted", "step": 4, "message": "told to leave (SIGTERM), within 5 s"},
+            "preempted: told to leave (SIGTERM), within 5 s\n",
+        ),
         ({"event": "warning", "message": "[/a] :x: [bold]"}, "warning [/a] :x: [bold]\n"),
         (
             {"event": "recovered", "total_s": 1.25, "resumed_from": "[/a]", "rows_replayed": 3},

@@ -1,0 +1,209 @@
+"""When the next checkpoint is due: after a fixed time, or after the optimum of what checkpoints cost and failures lose.
+
+In: what checkpoints have cost, and how often the run failed. Out: an interval, why it is that, and whether it has passed.
+Only rank 0 asks; the others hear its answer in the pulse.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from catalog.ledger import Row
+from catalog.recoveries import Recovery
+from dlac_pipeline.checkpoint.pulse import BEAT_EVERY_S, NOTICES
+from dlac_pipeline.spec import CheckpointSpec
+
+MOST_OVERHEAD = 0.1
+"""Share of the time that checkpoints may take at the most, whatever the failure rate."""
+_FIRST_S = 60.0
+"""Until the first checkpoint of a run, whose cost nobody knows yet."""
+_LEFT_WELL = ("end", *NOTICES)
+"""Reasons of last checkpoints."""
+_NEWS = 0.1
+"""Relative change of the interval that is worth an event."""
+
+
+def daly_interval_s(cost_s: float, mtbf_s: float) -> float:
+    """Seconds of work between checkpoints that lose the least, of checkpoints that cost `cost_s`.
+
+    Source: J. T. Daly, A higher order estimate of the optimum checkpoint interval for restart dumps, Future Generation
+    Computer Systems 22 (2006), equation 37; its first term is Young's (1974) sqrt(2 cost mtbf).
+    """
+    if cost_s >= 2 * mtbf_s:
+        return mtbf_s
+    ratio = cost_s / (2 * mtbf_s)
+    return math.sqrt(2 * cost_s * mtbf_s) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - cost_s
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failures:
+    """How often a run failed in how much time of training."""
+
+    count: int = 0
+    trained_s: float = 0.0
+
+    @classmethod
+    def of_rows(cls, rows: Sequence[Row], recoveries: Sequence[Recovery]) -> Failures:
+        """Of the attempts before the last claim; one that left behind a checkpoint, at its end or as told to, did not fail."""
+        seen_alive = {each.replaced_attempt: each.failed_at for each in recoveries}
+        claims = [row for row in rows if row["kind"] == "claim"][:-1]
+        count, trained_s = 0, 0.0
+        for claim in claims:
+            attempt, began = claim["attempt"], claim["committed_at"]
+            taken = [row for row in rows if row["kind"] == "checkpoint" and row["attempt"] == attempt]
+            ended = max([began, *(row["committed_at"] for row in taken), seen_alive.get(attempt, began)])
+            trained_s += (ended - began).total_seconds()
+            count += not (taken and _detail(taken[-1]).get("reason") in _LEFT_WELL)
+        return cls(count=count, trained_s=trained_s)
+
+    def mtbf_s(self, prior_s: float) -> float:
+        """Mean time between failures; before the first the prior, or the time without one if that is longer."""
+        return self.trained_s / self.count if self.count and self.trained_s else max(prior_s, self.trained_s)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cost:
+    """What a checkpoint costs, in seconds."""
+
+    lost_s: float
+    """Training time that it takes away: what training waits, and what it is slower meanwhile."""
+    total_s: float
+    """Until it is committed."""
+
+    @classmethod
+    def of_rows(cls, rows: Sequence[Row]) -> Cost | None:
+        """What the last checkpoint says of itself, short of the commit; None without one."""
+        said = [phases for row in rows if row["kind"] == "checkpoint" if (phases := _detail(row).get("phases"))]
+        if not said:
+            return None
+        total_s = sum(said[-1].get(name, 0.0) for name in ("copy", "write", "seal", "vote"))
+        return cls(lost_s=said[-1].get("stall", total_s), total_s=total_s)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """An interval, and why it is that."""
+
+    interval_s: float
+    why: str
+
+
+def choose(settings: CheckpointSpec, cost: Cost | None, failures: Failures) -> Choice:
+    """The interval between checkpoints, in seconds of training, that `settings` ask for."""
+    if settings.interval == "fixed":
+        return Choice(interval_s=settings.every_s or math.inf, why="as the spec says")
+    wished_s = settings.recovery_point_s
+    if cost is None:
+        return Choice(interval_s=min(_FIRST_S, wished_s or _FIRST_S), why="the first one shows what they cost")
+    mtbf_s = failures.mtbf_s(settings.mtbf_s)
+    optimum_s = daly_interval_s(cost.lost_s, mtbf_s)
+    why = f"optimum for checkpoints that cost {cost.lost_s:.2g} s, {_said(failures, mtbf_s)}"
+    at_least_s, floor = max(
+        (cost.lost_s * (1 / MOST_OVERHEAD - 1), f"so that they take {MOST_OVERHEAD:.0%} of the time at the most"),
+        (cost.total_s, "as long as one takes"),
+        (BEAT_EVERY_S, "as often as ranks agree"),
+    )
+    at_most_s = wished_s - cost.total_s - BEAT_EVERY_S if wished_s else math.inf
+    if at_least_s <= optimum_s <= at_most_s:
+        return Choice(interval_s=optimum_s, why=why)
+    if optimum_s < at_least_s <= at_most_s:
+        return Choice(interval_s=at_least_s, why=f"{floor}; {why} is {optimum_s:.2g} s")
+    if at_least_s <= at_most_s:
+        return Choice(interval_s=at_most_s, why=f"wished recovery point of {wished_s:g} s; {why} is {optimum_s:.0f} s")
+    return Choice(
+        interval_s=at_least_s,
+        why=f"the wished recovery point of {wished_s:g} s cannot be held by checkpoints that take {cost.total_s:.2g} s "
+        f"and cost {cost.lost_s:.2g} s",
+    )
+
+
+class Interval:
+    """Rank 0's clock between checkpoints; moments are monotonic seconds."""
+
+    def __init__(self, settings: CheckpointSpec, now: float, *, cost: Cost | None, failures: Failures) -> None:
+        self._settings = settings
+        self._began = self._since = self._stepped = now
+        self._cost = cost
+        self._before = failures
+        self._took_s = 0.0
+        self._idle, self._busy = _Pace(), _Pace()
+        self._told_s = 0.0
+        self.choice = choose(settings, cost, failures)
+
+    def is_due(self, now: float) -> bool:
+        """Whether the interval has passed."""
+        return now - self._since >= self.choice.interval_s
+
+    def needed_s(self, now: float, *, behind: bool) -> float:
+        """How long a checkpoint takes that begins now, as the last one did; `behind`: one is under way, and comes first."""
+        left_s = max(0.0, self._since + self._took_s - now) if behind else 0.0
+        return left_s + self._took_s
+
+    def note(self) -> dict[str, Any]:
+        """The choice, for the row of a checkpoint."""
+        choice = self.choice
+        return {"interval_s": choice.interval_s, "why": choice.why} if math.isfinite(choice.interval_s) else {}
+
+    def step_done(self, now: float, *, behind: bool) -> None:
+        """A step is done; `behind`: a checkpoint is being committed behind it, which may slow it down."""
+        (self._busy if behind else self._idle).add(now - self._stepped)
+        self._stepped = now
+
+    def taken(self, now: float) -> None:
+        """A checkpoint was taken, or handed over to be committed behind training."""
+        self._since = self._stepped = now
+
+    def committed(self, now: float, phases: Mapping[str, float]) -> None:
+        """Learn what a checkpoint cost, and choose again."""
+        self._took_s = phases["total"]
+        lost_s = phases["stall"] + self._busy.slower_than(self._idle)
+        self._busy = _Pace()
+        last = self._cost
+        self._cost = Cost(
+            lost_s=lost_s if last is None else (lost_s + last.lost_s) / 2,  # one slow disk does not make a rule
+            total_s=phases["total"],
+        )
+        failures = Failures(count=self._before.count, trained_s=self._before.trained_s + now - self._began)
+        self.choice = choose(self._settings, self._cost, failures)
+
+    def news(self) -> Choice | None:
+        """The choice, if nobody was told of one like it."""
+        choice = self.choice
+        if self._settings.interval == "fixed" or abs(choice.interval_s - self._told_s) <= _NEWS * self._told_s:
+            return None
+        self._told_s = choice.interval_s
+        return choice
+
+
+@dataclass(slots=True)
+class _Pace:
+    """Steps and the seconds that they took."""
+
+    steps: int = 0
+    seconds: float = 0.0
+
+    def add(self, seconds: float) -> None:
+        self.steps += 1
+        self.seconds += seconds
+
+    def slower_than(self, other: _Pace) -> float:
+        """Seconds that these steps took longer than as many of the others; 0 where there is nothing to compare with."""
+        if not self.steps or not other.steps:
+            return 0.0
+        return max(0.0, self.seconds - self.steps * other.seconds / other.steps)
+
+
+def _said(failures: Failures, mtbf_s: float) -> str:
+    if failures.count:
+        named = "1 failure" if failures.count == 1 else f"{failures.count} failures"
+        return f"{named} in {failures.trained_s / 3600:.2g} h of training"
+    return f"no failure yet, taken as one in {mtbf_s / 3600:.2g} h"
+
+
+def _detail(row: Row) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(row["detail"] or "{}")
+    return found

@@ -1,0 +1,187 @@
+"""Why and by when a rank is to leave: signals, a termination URL, the end of its launcher; and a watchdog for the deadline.
+
+A thread hears signals even while the main thread waits in a collective or for a disk, and ends the process when the
+deadline passes: a rank that is stuck must not outlive the time that its machine has left.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from types import FrameType
+
+import psutil
+import requests
+
+from catalog.errors import Preempted
+from dlac_pipeline.spec import LaunchSpec
+
+_log = logging.getLogger(__name__)
+_LOOK_EVERY_S = 0.5
+_ASK_EVERY_S = 2.0
+_ANSWER_WITHIN_S = (1.0, 2.0)
+"""Seconds to connect, and to answer; an address of the machine itself answers in milliseconds."""
+_LAST_WORDS_S = 1.0
+_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """The first notice that a rank got."""
+
+    name: str
+    """One of pulse.NOTICES."""
+    at: float
+    """Monotonic seconds."""
+
+
+class Notices:
+    """What tells one rank to leave; `on_deadline` is called, and the process ended, unless it is closed in time."""
+
+    def __init__(self, launch: LaunchSpec, *, local_rank: int, launched: bool, on_deadline: Callable[[], None]) -> None:
+        """`launched`: by a launcher that is no supervisor, whose end is a notice."""
+        self._launch = launch
+        self._on_deadline = on_deadline
+        self._first: Notice | None = None
+        self._deadline: float | None = None
+        self._closed = threading.Event()
+        self._heard, self._told = socket.socketpair()
+        self._handlers: dict[int, signal._HANDLER] = {}
+        self._listen()
+        self._launchers = _launchers() if launched else []
+        threading.Thread(target=self._watch, name="notices", daemon=True).start()
+        if launch.termination_url and local_rank == 0:
+            threading.Thread(target=self._ask, name="termination-url", daemon=True).start()
+
+    @property
+    def first(self) -> Notice | None:
+        """The first notice, if there was one."""
+        return self._first
+
+    def leave_by(self, deadline: float) -> None:
+        """The process is ended at `deadline`, in monotonic seconds, or at the one that it has if that is earlier."""
+        self._deadline = deadline if self._deadline is None else min(deadline, self._deadline)
+        self._wake()
+
+    def close(self) -> None:
+        """Restore the signal handlers; the deadline counts no more."""
+        self._closed.set()
+        self.restore()
+        self._wake()
+
+    def restore(self) -> None:
+        """Signals are whose they were before; also in a process that was forked off, which would speak for this one."""
+        _OPEN.discard(self)
+        if self._handlers:
+            signal.set_wakeup_fd(self._wakeup_before)
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        self._handlers = {}
+
+    def _listen(self) -> None:
+        self._told.setblocking(False)
+        if threading.current_thread() is not threading.main_thread():
+            return
+        self._wakeup_before = signal.set_wakeup_fd(self._told.fileno(), warn_on_full_buffer=False)
+        self._handlers = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
+        _OPEN.add(self)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._note(signal.Signals(number).name)
+
+    def _note(self, name: str) -> None:
+        if self._first is None:
+            self._first = Notice(name, time.monotonic())
+            self.leave_by(self._first.at + self._launch.leave_s)
+
+    def _wake(self) -> None:
+        with suppress(OSError):
+            self._told.send(b"\0")
+
+    def _watch(self) -> None:
+        """Hear signals at once, look for the launcher now and then, and keep the deadline."""
+        while not self._closed.is_set():
+            left_s = _LOOK_EVERY_S if self._deadline is None else self._deadline - time.monotonic()
+            if left_s <= 0:
+                self._end()
+            self._heard.settimeout(max(0.001, min(left_s, _LOOK_EVERY_S)))
+            with suppress(TimeoutError):
+                for number in self._heard.recv(64):
+                    # The main thread may be stuck in a collective. Who has put a handler of their own there is left to it.
+                    if number in _SIGNALS and signal.getsignal(number) == self._on_signal:
+                        self._note(signal.Signals(number).name)
+            if not all(map(_is_alive, self._launchers)):
+                self._note("launcher")
+        self._heard.close()
+        self._told.close()
+
+    def _end(self) -> None:
+        last_words = threading.Thread(target=self._on_deadline, daemon=True)
+        last_words.start()
+        last_words.join(_LAST_WORDS_S)  # the disk that they go to may be what everything waits for
+        os._exit(Preempted.exit_code)
+
+    def _ask(self) -> None:
+        """Ask the URL until it says that the machine goes away; what else it says is said once, and no reason to stop."""
+        said = False
+        with requests.Session() as session:
+            session.trust_env = False  # an address of this machine: no proxy, and nobody's password
+            while not self._closed.is_set() and self._first is None:
+                problem = self._answer(session)
+                if problem and not said:
+                    said = True
+                    _log.warning(
+                        "expected 200 or 404 from launch.termination_url, found %s; it is asked again", problem
+                    )
+                self._closed.wait(_ASK_EVERY_S)
+
+    def _answer(self, session: requests.Session) -> str:
+        """Ask once; what was wrong, if something was."""
+        url, headers = self._launch.termination_url, self._launch.termination_headers
+        try:
+            answer = session.get(url, headers=headers, timeout=_ANSWER_WITHIN_S)
+        except requests.RequestException as err:
+            return f"{type(err).__name__}: {err}"
+        if answer.status_code == 200 and self._launch.termination_match in answer.text:
+            self._note("termination_url")
+        return "" if answer.status_code in (200, 404) else f"{answer.status_code}"
+
+
+def _launchers() -> list[psutil.Process]:
+    """The process that started this one; DeepSpeed's has another before it, which is the one that people end."""
+    parent = psutil.Process().parent()
+    if parent is None:
+        return []
+    found = [parent]
+    with suppress(psutil.Error):
+        above = parent.parent()
+        if above is not None and "deepspeed.launcher.launch" in parent.cmdline() and above.pid > 1:
+            found.append(above)
+    return found
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    """Whether it runs; one that has ended and that nobody has asked about does not."""
+    with suppress(psutil.Error):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+_OPEN: weakref.WeakSet[Notices] = weakref.WeakSet()
+"""Those that listen in this process."""
+
+
+def _restore_all() -> None:
+    for each in list(_OPEN):
+        each.restore()
+
+
+os.register_at_fork(after_in_child=_restore_all)

@@ -1,0 +1,58 @@
+"""What becomes of a run that is told to leave: whether an emergency checkpoint fits in the time left, and what was lost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from dlac_pipeline.checkpoint.pulse import Beat
+
+
+def fits(beat: Beat, leave_s: float) -> bool:
+    """Whether a checkpoint can be committed in what is left of `leave_s`; alike on all ranks, as they heard the same beat.
+
+    Without a checkpoint to go by it is tried: the watchdog ends what takes too long.
+    """
+    return beat.notice_age_s + beat.needed_s <= leave_s
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Preemption:
+    """How a run left."""
+
+    notice: str
+    deadline_s: float
+    step: int
+    """The last finished step."""
+    head: str | None
+    head_step: int
+    batch_size: int
+
+    @property
+    def lost_steps(self) -> int:
+        """Steps that the next attempt does again."""
+        return self.step - self.head_step
+
+    def event(self) -> dict[str, Any]:
+        """For whoever watches."""
+        return {
+            "event": "preempted",
+            "notice": self.notice,
+            "deadline_s": self.deadline_s,
+            "step": self.step,
+            "committed": self.lost_steps == 0,
+            "lost_steps": self.lost_steps,
+            "lost_rows": self.lost_steps * self.batch_size,
+            "message": self.message(),
+        }
+
+    def message(self) -> str:
+        """For the log."""
+        told = f"told to leave ({self.notice}), within {self.deadline_s:g} s"
+        head = "the start" if self.head is None else f"checkpoint {self.head!r} of step {self.head_step}"
+        if not self.lost_steps:
+            return f"{told}: {head} is committed, nothing is lost"
+        return (
+            f"{told}: no time for a checkpoint of step {self.step}; {head} stays the head, and {self.lost_steps} steps "
+            f"({self.lost_steps * self.batch_size} rows) are to be done again"
+        )

@@ -1,0 +1,141 @@
+"""Under torchrun and the `deepspeed` launcher nobody supervises: the ranks themselves leave in time, behind a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+import pytest
+import yaml
+
+from tests.conftest import PROGRAMS, wait_until
+from tests.faults.test_preemption import check_gone, metadata_server
+
+if TYPE_CHECKING:
+    from tests.conftest import Arena
+
+BIN = Path(sys.executable).parent
+SCRIPTS = {"torchrun": "train_tiny.py", "deepspeed": "train_deepspeed.py"}
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A launcher that trains a run, and its ranks."""
+
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def ranks(self) -> list[psutil.Process]:
+        """Its ranks, however far below it."""
+        found = []
+        for one in psutil.Process(self.process.pid).children(recursive=True):
+            with suppress(psutil.Error):
+                if "RANK" in one.environ() and any("tests/programs" in word for word in one.cmdline()[:3]):
+                    found.append(one)
+        return sorted(found, key=lambda one: one.pid)
+
+
+@contextmanager
+def launched(campaign: Arena, launcher: str, run: str, **changes: object) -> Iterator[Launched]:
+    """Two ranks of a run under a launcher; nothing of it is left behind."""
+    spec = campaign.spec(run, SCRIPTS[launcher], passes=1, **changes)
+    job = campaign.home / f"{run}.yaml"
+    job.write_text(yaml.safe_dump(spec.model_dump()))
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    options = {
+        "torchrun": ["--nproc-per-node=2", f"--master-port={port}"],
+        "deepspeed": ["--num_gpus=2", f"--master_port={port}"],
+    }
+    environment = {**os.environ, "JOB_SPEC": str(job), "DLAC_HOME": str(campaign.home), "OMP_NUM_THREADS": "1"}
+    log = campaign.home / f"{run}.log"
+    with log.open("ab") as stream:
+        process = subprocess.Popen(
+            [str(BIN / launcher), *options[launcher], str(PROGRAMS / SCRIPTS[launcher])],
+            env={**environment, "DS_ACCELERATOR": "cpu", "PATH": f"{BIN}:{os.environ['PATH']}"},
+            stdout=stream,
+            stderr=stream,
+            start_new_session=True,
+        )
+    try:
+        yield Launched(process, log)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def wait_for_ranks(campaign: Arena, under: Launched, run: str) -> list[psutil.Process]:
+    """Wait until the run has committed a checkpoint; its ranks then."""
+
+    def committed() -> bool:
+        assert under.process.poll() is None, under.log.read_text()[-3000:]
+        return len(campaign.entries(run)) >= 24 and bool(campaign.rows(run, "checkpoint"))
+
+    wait_until(committed, what="a checkpoint")
+    ranks = under.ranks()
+    assert len(ranks) == 2
+    return ranks
+
+
+def check_left_and_finish(campaign: Arena, launcher: str, run: str, notice: str) -> None:
+    """The head is the last finished step, as the notice asked for; the same launcher finishes the run exactly."""
+    head = campaign.lineage(run)[-1]
+    assert json.loads(head["detail"])["reason"] == notice
+    assert head["step"] == max(entry["step"] for entry in campaign.entries(run)) < 63
+    with launched(campaign, launcher, run) as again:
+        assert again.process.wait(timeout=200) == 0, again.log.read_text()[-3000:]
+    journal = campaign.journal(run)
+    assert sorted(row for rows in journal.values() for row in rows) == list(range(2000))
+    assert campaign.rows(run, "finish")
+
+
+@pytest.mark.parametrize(
+    ("launcher", "to", "number", "notice"),
+    [
+        pytest.param("torchrun", "launcher", signal.SIGTERM, "SIGTERM"),
+        pytest.param("torchrun", "rank", signal.SIGUSR1, "SIGUSR1", marks=pytest.mark.soak),
+        pytest.param("torchrun", "launcher", signal.SIGKILL, "launcher", marks=pytest.mark.soak),
+        pytest.param("deepspeed", "rank", signal.SIGTERM, "SIGTERM"),
+        pytest.param("deepspeed", "launcher", signal.SIGTERM, "launcher", marks=pytest.mark.soak),
+    ],
+)
+def test_a_signal_leads_to_an_emergency_checkpoint(
+    campaign: Arena, launcher: str, to: str, number: signal.Signals, notice: str
+) -> None:
+    """Whoever is signalled, and whether or not it passes the signal on: a checkpoint of the last step, and no process is left."""
+    run = f"{launcher}-{to}-{number.name}"
+    with launched(campaign, launcher, run, pause_s=0.2) as under:
+        ranks = wait_for_ranks(campaign, under, run)
+        os.kill(under.process.pid if to == "launcher" else ranks[1].pid, number)
+        check_gone(ranks)
+        under.process.wait(timeout=60)
+        assert f"told to leave ({notice})" in under.log.read_text()
+    check_left_and_finish(campaign, launcher, run, notice)
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", pytest.param("deepspeed", marks=pytest.mark.soak)])
+def test_a_termination_url_leads_to_an_emergency_checkpoint(campaign: Arena, launcher: str) -> None:
+    """One rank of the machine hears of it, all leave behind a checkpoint, and the launcher ends well."""
+    run = f"{launcher}-url"
+    with (
+        metadata_server() as (url, gone, _),
+        launched(campaign, launcher, run, pause_s=0.2, termination_url=url) as under,
+    ):
+        ranks = wait_for_ranks(campaign, under, run)
+        gone.set()
+        check_gone(ranks)
+        assert under.process.wait(timeout=60) == 0, under.log.read_text()[-3000:]
+        assert "told to leave (termination_url)" in under.log.read_text()
+    check_left_and_finish(campaign, launcher, run, "termination_url")

@@ -1,0 +1,185 @@
+"""Told to leave, a run takes an emergency checkpoint if there is time, and is gone by its deadline in any case."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import pytest
+
+from tests.conftest import wait_until
+
+if TYPE_CHECKING:
+    from tests.conftest import Arena, Launch
+
+TRAINING: dict[str, Any] = {"passes": 1, "pause_s": 0.1}
+
+
+@contextmanager
+def metadata_server() -> Iterator[tuple[str, threading.Event, list[str]]]:
+    """A machine's metadata endpoint: its URL, the event that makes it a notice, and the tokens that it was asked with."""
+    gone, tokens = threading.Event(), []
+
+    class Endpoint(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            tokens.append(str(self.headers["X-Token"]))
+            self.send_response(200 if gone.is_set() else 404)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """Nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Endpoint) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/terminate", gone, tokens
+        server.shutdown()
+
+
+def wait_for_step(campaign: Arena, run: str, step: int) -> None:
+    """Wait until some rank has finished a step."""
+    wait_until(lambda: max((e["step"] for e in campaign.entries(run)), default=0) >= step, what=f"step {step}")
+
+
+def check_gone(ranks: list[psutil.Process]) -> None:
+    """No process is left."""
+    _, alive = psutil.wait_procs(ranks, timeout=30)
+    assert [rank for rank in alive if rank.status() != psutil.STATUS_ZOMBIE] == []
+
+
+def finish_exactly(campaign: Arena, run: str) -> Launch:
+    """The next launch goes on behind the head, and the journal of both has every row once."""
+    again = campaign.launch(campaign.spec(run, passes=1))
+    assert again.wait() == 0, again.stderr
+    reference, journal = campaign.journal("reference"), campaign.journal(run)
+    assert {step: journal[step] for step in range(1, 63)} == {step: reference[step] for step in range(1, 63)}
+    assert sorted(row for rows in journal.values() for row in rows) == list(range(2000))
+    return again
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_a_signal_to_one_rank_is_heard_by_all(campaign: Arena, number: signal.Signals) -> None:
+    """Both ranks leave behind one checkpoint of the same step; the supervisor does not launch again."""
+    run = f"told-by-{number.name}"
+    launch = campaign.launch(campaign.spec(run, **TRAINING))
+    launch.wait_for("checkpoint")
+    ranks = launch.ranks()
+    os.kill(ranks[1].pid, number)
+    assert launch.wait() == 0, launch.stderr
+    check_gone(ranks)
+    (told,) = launch.of("preempted")
+    assert (told["notice"], told["committed"], told["lost_steps"], told["lost_rows"]) == (number.name, True, 0, 0)
+    assert told["deadline_s"] == 20.0
+    assert launch.of("ended")[0]["ending"] == "stopped"
+    assert launch.of("checkpoint")[-1]["reason"] == number.name
+    assert campaign.lineage(run)[-1]["step"] == told["step"] < 63
+    again = finish_exactly(campaign, run)
+    assert again.of("attempt")[0]["step"] == told["step"]
+
+
+def test_a_termination_url_is_asked_with_its_headers(campaign: Arena) -> None:
+    """Nothing happens while it answers 404; once it answers 200 the run leaves behind a checkpoint."""
+    run = "told-by-url"
+    with metadata_server() as (url, gone, tokens):
+        spec = campaign.spec(run, termination_url=url, termination_headers={"X-Token": "abc"}, **TRAINING)
+        launch = campaign.launch(spec)
+        launch.wait_for("checkpoint", 2)
+        assert tokens
+        gone.set()
+        assert launch.wait() == 0, launch.stderr
+    assert set(tokens) == {"abc"}
+    (told,) = launch.of("preempted")
+    assert (told["notice"], told["committed"]) == ("termination_url", True)
+    assert campaign.lineage(run)[-1]["step"] == told["step"]
+    finish_exactly(campaign, run)
+
+
+def test_a_url_that_does_not_answer_is_said_once_and_nothing_else(campaign: Arena) -> None:
+    """A run on a machine without such an endpoint trains to its end, with one line in the log of rank 0."""
+    run = "nobody-answers"
+    launch = campaign.launch(campaign.spec(run, termination_url="http://127.0.0.1:9/gone", **TRAINING))
+    launch.wait_for("attempt")
+    assert launch.wait() == 0, launch.stderr
+    (folder,) = (campaign.home / "checkpoints" / run).glob("launch-*")
+    logs = [(folder / f"rank-0000{rank}.log").read_text() for rank in range(2)]
+    assert [log.count("expected 200 or 404 from launch.termination_url") for log in logs] == [1, 0]
+
+
+def test_no_time_for_a_checkpoint_by_what_the_last_one_took(campaign: Arena) -> None:
+    """Commits take 3 s and the deadline is 2: the ranks leave at once, the head stays, and the log says what is lost."""
+    run = "no-time"
+    spec = campaign.spec(run, "train_slow_commit.py", deadline_s=2.0, env={"COMMIT_SLEEPS_S": "3"}, **TRAINING)
+    launch = campaign.launch(spec)
+    launch.wait_for("checkpoint")
+    wait_for_step(campaign, run, 13)
+    ranks = launch.ranks()
+    os.kill(launch.process.pid, signal.SIGTERM)
+    launch.wait()
+    check_gone(ranks)
+    told = launch.of("preempted")[-1]
+    assert not told["committed"]
+    head = campaign.lineage(run)[-1]
+    assert head["step"] == 10
+    assert told["lost_steps"] == told["step"] - 10 > 0
+    assert told["lost_rows"] == told["lost_steps"] * 32
+    log = "".join(path.read_text() for path in (campaign.home / "checkpoints" / run).glob("launch-*/rank-*.log"))
+    assert f"checkpoint {head['checkpoint_id']!r} of step 10 stays the head, and {told['lost_steps']} steps" in log
+    assert finish_exactly(campaign, run).of("attempt")[0]["step"] == 10
+
+
+def test_a_checkpoint_that_takes_too_long_is_left_at_the_deadline(campaign: Arena) -> None:
+    """The emergency checkpoint hangs before its commit: all ranks are gone by the deadline, and the head is the one before."""
+    run = "too-long"
+    spec = campaign.spec(run, "train_slow_commit.py", deadline_s=4.0, env={"COMMIT_SLEEPS_S": "0,600"}, **TRAINING)
+    launch = campaign.launch(spec)
+    launch.wait_for("checkpoint")
+    ranks = launch.ranks()
+    asked_at = time.monotonic()
+    os.kill(ranks[0].pid, signal.SIGUSR1)
+    assert launch.wait() == 86, launch.stderr
+    assert time.monotonic() - asked_at < 60  # not the 600 s of the commit
+    check_gone(ranks)
+    (error,) = launch.of("error")
+    assert error["kind"] == "Preempted"
+    assert "of step 10 stays the head" in error["message"]
+    assert [event["committed"] for event in launch.of("preempted")] == [False]
+    assert campaign.lineage(run)[-1]["step"] == 10
+    assert len(launch.of("attempt")) == 1
+    finish_exactly(campaign, run)
+
+
+def test_a_rank_that_waits_for_a_stopped_one_is_gone_by_the_deadline(campaign: Arena) -> None:
+    """One rank is frozen, the other waits for it in a collective, where no Python handler runs: its watchdog ends it."""
+    run = "frozen"
+    launch = campaign.launch(campaign.spec(run, deadline_s=3.0, **TRAINING))
+    launch.wait_for("checkpoint")
+    ranks = launch.ranks()
+    os.kill(ranks[1].pid, signal.SIGSTOP)
+    time.sleep(1.0)
+    os.kill(ranks[0].pid, signal.SIGTERM)
+    assert launch.wait() == 86, launch.stderr
+    check_gone(ranks)
+    assert launch.of("preempted")[0]["notice"] == "SIGTERM"
+    finish_exactly(campaign, run)
+
+
+def test_a_checkpoint_under_way_is_waited_for_where_another_one_would_not_fit(campaign: Arena) -> None:
+    """Behind training commits take 6 s and the deadline is 9: the one under way becomes the head, and no other is begun."""
+    run = "under-way"
+    changes = {"mode": "asynchronous", "deadline_s": 9.0, "env": {"COMMIT_SLEEPS_S": "6"}}
+    launch = campaign.launch(campaign.spec(run, "train_slow_commit.py", every_steps=20, **changes, **TRAINING))
+    launch.wait_for("checkpoint")
+    wait_for_step(campaign, run, 42)
+    os.kill(launch.process.pid, signal.SIGTERM)
+    launch.wait()
+    assert [row["step"] for row in campaign.lineage(run)] == [20, 40]
+    told = launch.of("preempted")[-1]
+    assert told["lost_steps"] == told["step"] - 40 > 0
+    assert finish_exactly(campaign, run).of("attempt")[0]["step"] == 40

@@ -1,0 +1,25 @@
+"""train_tiny, whose first attempt sleeps before its commits: $COMMIT_SLEEPS_S one after the other, the last one ever after."""
+
+import os
+import time
+from typing import Any
+
+import train_tiny  # type: ignore[import-not-found]  # the rank puts this folder on the path
+
+from catalog.commits import Attempt, commit_checkpoint
+from catalog.ledger import Ledger, RunState
+from dlac_pipeline.checkpoint import committing
+
+_sleeps_s = [float(each) for each in os.environ["COMMIT_SLEEPS_S"].split(",")]
+
+
+def slow_commit(ledger: Ledger, attempt: Attempt, **rest: Any) -> RunState:
+    """The real commit, after a sleep."""
+    if attempt.number == 1:
+        time.sleep(_sleeps_s.pop(0) if len(_sleeps_s) > 1 else _sleeps_s[0])
+    return commit_checkpoint(ledger, attempt, **rest)
+
+
+if __name__ == "__main__":
+    committing.commit_checkpoint = slow_commit  # type: ignore[attr-defined]  # replaced where it is used
+    train_tiny.main()

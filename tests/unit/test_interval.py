@@ -1,0 +1,174 @@
+"""How long to wait between checkpoints: the optimum, its bounds, and what a run's history says of failures."""
+
+from __future__ import annotations
+
+import json
+import math
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from catalog.recoveries import Recovery
+from dlac_pipeline.checkpoint.interval import Cost, Failures, Interval, choose, daly_interval_s
+from dlac_pipeline.spec import CheckpointSpec
+
+START = datetime(2026, 1, 1, tzinfo=UTC)
+DAY_S = 86_400.0
+
+
+def settings(**changes: Any) -> CheckpointSpec:
+    """Settings of an automatic interval."""
+    return CheckpointSpec(**{"interval": "auto", **changes})
+
+
+def row(kind: str, attempt: int, at_s: float, **detail: Any) -> dict[str, Any]:
+    """A ledger row that was committed `at_s` seconds after the start."""
+    at = START + timedelta(seconds=at_s)
+    return {"kind": kind, "attempt": attempt, "committed_at": at, "detail": json.dumps(detail) if detail else None}
+
+
+def recovery(replaced: int, failed_at_s: float) -> Recovery:
+    """A recovery from an attempt that was last seen alive then."""
+    return Recovery(
+        run="r",
+        seq=replaced,
+        attempt=replaced + 1,
+        replaced_attempt=replaced,
+        cause="",
+        noticed_by="supervisor",
+        failed_at=START + timedelta(seconds=failed_at_s),
+        resumed_from=None,
+        resumed_step=0,
+        rows_replayed=0,
+        outcome="resumed",
+        detect_s=0.0,
+        stop_s=0.0,
+        claim_s=0.0,
+        verify_s=0.0,
+        load_s=0.0,
+        first_step_s=0.0,
+        total_s=0.0,
+    )
+
+
+def lost_share(interval_s: float, cost_s: float, mtbf_s: float) -> float:
+    """Expected time over useful time, of exponential failures without restart time (Daly 2006, equation 20)."""
+    return mtbf_s * (math.exp((interval_s + cost_s) / mtbf_s) - 1) / interval_s
+
+
+@given(st.floats(0.01, 600.0), st.floats(3600.0, 30 * DAY_S))
+def test_no_other_interval_loses_noticeably_less(cost_s: float, mtbf_s: float) -> None:
+    """The formula's interval is within 0.2 % of the best that a search of the exact expectation finds."""
+    found = lost_share(daly_interval_s(cost_s, mtbf_s), cost_s, mtbf_s)
+    grid = [math.sqrt(2 * cost_s * mtbf_s) * 1.05**exponent for exponent in range(-40, 41)]
+    assert found <= min(lost_share(each, cost_s, mtbf_s) for each in grid) * 1.002
+
+
+def test_the_first_term_is_youngs() -> None:
+    """Where a checkpoint costs next to nothing beside the time between failures, the interval is sqrt(2 C M) - C."""
+    assert daly_interval_s(1.0, DAY_S) == pytest.approx(math.sqrt(2 * DAY_S) - 1, rel=0.002)
+    assert daly_interval_s(7200.0, 3600.0) == 3600.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "cost", "interval_s", "why"),
+    [
+        ({}, None, 60.0, "first one shows"),
+        ({"recovery_point_s": 30.0}, None, 30.0, "first one shows"),
+        ({}, Cost(lost_s=1.0, total_s=1.0), 415.0, "optimum for checkpoints that cost 1 s, no failure yet"),
+        ({"recovery_point_s": 103.0}, Cost(lost_s=1.0, total_s=1.0), 100.0, "wished recovery point of 103 s"),
+        ({"recovery_point_s": 20.0}, Cost(lost_s=5.0, total_s=5.0), 45.0, "cannot be held"),
+        ({"mtbf_s": 60.0}, Cost(lost_s=5.0, total_s=5.0), 45.0, "10% of the time at the most"),
+        ({"mtbf_s": 60.0}, Cost(lost_s=0.1, total_s=30.0), 30.0, "as long as one takes"),
+        ({"mtbf_s": 60.0}, Cost(lost_s=0.001, total_s=0.01), 2.0, "as often as ranks agree"),
+        ({"interval": "fixed", "every_s": 30.0}, Cost(lost_s=1.0, total_s=1.0), 30.0, "spec"),
+        ({"interval": "fixed"}, None, math.inf, "spec"),
+    ],
+)
+def test_the_interval_keeps_its_bounds_and_says_which(
+    changes: dict[str, Any], cost: Cost | None, interval_s: float, why: str
+) -> None:
+    """The optimum, unless the recovery point, the overhead or the duration of a checkpoint bounds it."""
+    choice = choose(settings(**changes), cost, Failures())
+    assert choice.interval_s == pytest.approx(interval_s, rel=0.005)
+    assert why in choice.why
+
+
+def test_an_attempt_that_left_well_did_not_fail() -> None:
+    """Failures are attempts that were replaced, but for those that had caught up or were told to leave; the current one runs."""
+    rows = [
+        row("claim", 1, 0),
+        row("checkpoint", 1, 100, reason="steps"),
+        row("claim", 2, 200),
+        row("checkpoint", 2, 300, reason="SIGTERM"),
+        row("claim", 3, 400),
+        row("claim", 4, 500),
+        row("checkpoint", 4, 500, reason="end"),
+        row("claim", 5, 600),
+    ]
+    found = Failures.of_rows(rows, [recovery(1, 150.0), recovery(3, 450.0)])
+    assert found == Failures(count=2, trained_s=150.0 + 100.0 + 50.0)
+    assert found.mtbf_s(DAY_S) == 150.0
+    assert Failures().mtbf_s(DAY_S) == DAY_S
+    assert Failures(trained_s=3 * DAY_S).mtbf_s(DAY_S) == 3 * DAY_S
+
+
+def test_what_a_checkpoint_cost_is_read_from_its_row() -> None:
+    """Training waited for the stall; of a synchronous checkpoint for all of it. Rows of older versions say nothing."""
+    assert Cost.of_rows([row("checkpoint", 1, 0)]) is None
+    behind = row(
+        "checkpoint",
+        1,
+        1,
+        bytes=1,
+        phases={"stall": 0.5, "copy": 0.5, "write": 1.0, "seal": 1.0, "sync": 9.0, "vote": 0.5},
+    )
+    assert Cost.of_rows([behind]) == Cost(lost_s=0.5, total_s=3.0)
+    waited = row("checkpoint", 1, 2, bytes=1, phases={"write": 2.0, "vote": 0.5})
+    assert Cost.of_rows([behind, waited]) == Cost(lost_s=2.5, total_s=2.5)
+
+
+def test_slower_steps_behind_a_checkpoint_are_part_of_its_cost() -> None:
+    """Ten steps of 1.5 s behind a checkpoint, of 1 s otherwise, add 5 s to a stall of half a second."""
+    interval = Interval(settings(), 0.0, cost=None, failures=Failures())
+    now = 0.0
+    for _ in range(10):
+        now += 1.0
+        interval.step_done(now, behind=False)
+    interval.taken(now)
+    for _ in range(10):
+        now += 1.5
+        interval.step_done(now, behind=True)
+    interval.committed(now, {"stall": 0.5, "total": 15.0})
+    assert interval.choice.interval_s == pytest.approx(daly_interval_s(5.5, DAY_S), rel=0.001)
+    assert interval.needed_s(now, behind=False) == 15.0
+    assert interval.needed_s(now, behind=True) == 15.0
+    interval.taken(now)
+    assert interval.needed_s(now + 5.0, behind=True) == 25.0
+
+
+def test_an_interval_is_due_once_it_has_passed_and_again_after_the_next() -> None:
+    """The clock begins anew with every checkpoint that is taken, whatever it was taken for."""
+    interval = Interval(CheckpointSpec(every_s=30.0), 0.0, cost=None, failures=Failures())
+    assert [interval.is_due(now) for now in (0.0, 29.9, 30.0, 31.0)] == [False, False, True, True]
+    interval.taken(31.0)
+    assert [interval.is_due(now) for now in (31.0, 60.9, 61.0)] == [False, False, True]
+    assert interval.news() is None
+    assert interval.note()["interval_s"] == 30.0
+
+
+def test_an_interval_that_hardly_changes_is_no_news() -> None:
+    """The choice is told when it is new, and when it differs from what was told by more than a tenth."""
+    interval = Interval(settings(), 0.0, cost=None, failures=Failures())
+    assert interval.news() is not None
+    assert interval.news() is None
+    interval.committed(60.0, {"stall": 1.0, "total": 1.0})
+    told = interval.news()
+    assert told is not None
+    interval.committed(120.0, {"stall": 1.1, "total": 1.1})
+    assert interval.news() is None
+    interval.committed(180.0, {"stall": 4.0, "total": 4.0})
+    assert interval.news() is not None

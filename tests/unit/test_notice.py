@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+FORKS = """
+import multiprocessing, signal, time
+from dlac_pipeline.notice import Notices
+from dlac_pipeline.spec import LaunchSpec
+
+notices = Notices(LaunchSpec(script="x"), local_rank=0, launched=False, on_deadline=lambda: None)
+child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(120,))
+child.start()
+time.sleep(0.5)
+child.terminate()
+child.join(60)
+time.sleep(1.0)
+print(child.exitcode, notices.first)
+signal.raise_signal(signal.SIGUSR1)
+print(notices.first.name)
+notices.close()
+print(signal.getsignal(signal.SIGTERM) == signal.SIG_DFL)
+"""
+
+TOO_LATE = """
+import os, time
+from dlac_pipeline.notice import Notices
+from dlac_pipeline.spec import LaunchSpec
+
+launch = LaunchSpec(script="x", deadline_s=0.5)
+notices = Notices(launch, local_rank=0, launched=False, on_deadline=lambda: (print("too late", flush=True), time.sleep(600)))
+os.kill(os.getpid(), 10)
+time.sleep(600)
+"""
+
+
+def run(program: str) -> subprocess.CompletedProcess[str]:
+    """A program in a process of its own."""
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=250)
+
+
+def test_a_signal_to_a_forked_child_is_the_childs() -> None:
+    """A worker of a data loader that is terminated dies of it, and the rank that forked it was told nothing."""
+    ended = run(FORKS)
+    assert ended.stdout.splitlines() == ["-15 None", "SIGUSR1", "True"], ended.stderr
+
+
+def test_a_process_is_gone_at_its_deadline_even_if_its_last_words_hang() -> None:
+    """The watchdog says what is to be said, in a thread that it does not wait for longer than a second."""
+    ended = run(TOO_LATE)
+    assert (ended.returncode, ended.stdout) == (86, "too late\n"), ended.stderr
