@@ -4,6 +4,7 @@ it has seen.
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,6 +63,7 @@ def export_weights(
         path.parent.mkdir(parents=True, exist_ok=True)
         # Tensors that share memory are written out each: whoever loads them need not know.
         save_file({name: tensor.clone() for name, tensor in sorted(weights.items())}, temporary, about)
+        _order_header(temporary)
         sync_file(temporary)
         digest, size = file_digest(temporary), temporary.stat().st_size
     # The ledger first: a file that is there is known.
@@ -78,6 +80,16 @@ def export_weights(
         checkpoint_id=manifest.checkpoint_id,
         step=manifest.step,
     )
+
+
+def _order_header(path: Path) -> None:
+    """The library writes its header in an order of chance: with it in order, the same weights make the same file."""
+    with path.open("r+b") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        header = json.loads(stream.read(length))
+        content = json.dumps(header, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+        stream.seek(8)
+        stream.write(content.ljust(length))
 
 
 def checkpoint_of_file(lakehouse: Lakehouse, path: Path) -> dict[str, object]:

@@ -1,0 +1,1 @@
+"""The subcommands of `dlac`, by what they are about."""

@@ -1,0 +1,149 @@
+"""The checkpoints of a run: list, name, verify, export."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.filesize import decimal
+from rich.table import Table
+from rich.text import Text
+
+from catalog.ledger import Ledger
+from dlac_pipeline.commands.shared import (
+    OUT,
+    AsJson,
+    Home,
+    RunName,
+    SpecOption,
+    ago,
+    lakehouse_of,
+    last_spec,
+    resolved,
+    show_facts,
+    steps_bar,
+)
+
+app = typer.Typer()
+
+
+@app.command()
+def checkpoints(run: RunName, home: Home = None, spec: SpecOption = None, as_json: AsJson = False) -> None:
+    """The checkpoints of a run: step, age, size, and whether they are kept, retired or damaged."""
+    from dlac_pipeline.checkpoint.listing import list_checkpoints
+
+    listed = list_checkpoints(lakehouse_of(spec, home), run)
+    if as_json:
+        sys.stdout.write(json.dumps([asdict(each) for each in listed], default=str) + "\n")
+        return
+    table = Table("step", "checkpoint", "committed", "size", "attempt", "tiers", "state", "names")
+    for each in listed:
+        size = "" if each.bytes is None else decimal(each.bytes)
+        tiers = " ".join(each.tiers)
+        facts = (
+            each.step,
+            each.checkpoint_id,
+            ago(each.committed_at),
+            size,
+            each.attempt,
+            tiers,
+            each.state,
+            " ".join(each.names),
+        )
+        table.add_row(*(Text(str(fact)) for fact in facts))
+    OUT.print(table)
+
+
+@app.command()
+def name(
+    run: RunName,
+    name: Annotated[str, typer.Argument(help="The name.")],
+    step: Annotated[int | None, typer.Option(help="The step of the checkpoint; unset: the head.")] = None,
+    home: Home = None,
+    spec: SpecOption = None,
+) -> None:
+    """Name a checkpoint: retention keeps it until the name is taken away, whatever the job spec says."""
+    from catalog.commits import name_checkpoint
+
+    checkpoint_id = name_checkpoint(Ledger(lakehouse_of(spec, home)), run, name, step=step)
+    OUT.print(f"checkpoint {checkpoint_id} is named {name}", markup=False)
+
+
+@app.command()
+def unname(
+    run: RunName,
+    name: Annotated[str, typer.Argument(help="The name.")],
+    home: Home = None,
+    spec: SpecOption = None,
+) -> None:
+    """Take the name of a checkpoint away: retention treats it as any other then."""
+    from catalog.commits import unname_checkpoint
+
+    checkpoint_id = unname_checkpoint(Ledger(lakehouse_of(spec, home)), run, name)
+    OUT.print(f"checkpoint {checkpoint_id} is not named {name} any more", markup=False)
+
+
+@app.command()
+def verify(
+    run: RunName,
+    home: Home = None,
+    spec: SpecOption = None,
+    step: Annotated[
+        int | None, typer.Option(help="Only the checkpoint of this step; unset: every one that is kept.")
+    ] = None,
+) -> None:
+    """Read the files of a run's checkpoints again and compare their digests; exit status 0 only if all hold."""
+    from dlac_pipeline.checkpoint.listing import verify_checkpoints
+    from dlac_pipeline.checkpoint.store import tiers_of
+
+    damaged = False
+    files = None if spec is None else tiers_of(resolved(spec, home)).files
+    with steps_bar() as bar:
+        task = bar.add_task("reading checkpoints", total=None)
+        for verdict in verify_checkpoints(
+            lakehouse_of(spec, home),
+            run,
+            step,
+            files=files,
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        ):
+            damaged = damaged or verdict.problem is not None
+            OUT.print(f"step {verdict.checkpoint.step}: {verdict.problem or 'whole'}", markup=False, soft_wrap=True)
+    if damaged:
+        raise typer.Exit(1)
+
+
+@app.command()
+def export(
+    run: RunName,
+    out: Annotated[Path, typer.Argument(help="The file to write, such as weights.safetensors.")],
+    step: Annotated[int | None, typer.Option(help="The step of the checkpoint; unset: the head.")] = None,
+    part: Annotated[str, typer.Option(help="The part that has the weights, as the script names it.")] = "model",
+    home: Home = None,
+    spec: SpecOption = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write a checkpoint's weights as safetensors; by the file's digest `dlac whose` finds out what it has seen."""
+    from dlac_pipeline.checkpoint.export import export_weights
+    from dlac_pipeline.checkpoint.store import tiers_of
+
+    lakehouse = lakehouse_of(spec, home)
+    job = last_spec(lakehouse, run) if spec is None else resolved(spec, home).model_copy(update={"run": run})
+    show_facts(asdict(export_weights(lakehouse, tiers_of(job), out, step=step, part=part)), as_json=as_json)
+
+
+@app.command()
+def whose(
+    file: Annotated[Path, typer.Argument(help="A file that `dlac export` wrote, wherever it was copied.", exists=True)],
+    home: Home = None,
+    spec: SpecOption = None,
+    as_json: AsJson = False,
+) -> None:
+    """Which checkpoint a file of weights is of, by its digest: what that has seen, `dlac sql` tells."""
+    from dlac_pipeline.checkpoint.export import checkpoint_of_file
+
+    show_facts(checkpoint_of_file(lakehouse_of(spec, home), file), as_json=as_json)

@@ -1,0 +1,120 @@
+"""Runs: plan, train, recover, and where they are."""
+
+from __future__ import annotations
+
+import signal
+from typing import Annotated
+
+import typer
+
+from catalog.connect import connect
+from catalog.plans import PlanRow
+from dlac_pipeline.commands.shared import (
+    OUT,
+    AsJson,
+    Home,
+    RunName,
+    SpecFile,
+    SpecOption,
+    lakehouse_of,
+    last_spec,
+    resolved,
+    show_facts,
+    steps_bar,
+)
+from dlac_pipeline.spec import JobSpec
+from dlac_pipeline.watch import TrainingDisplay
+
+app = typer.Typer()
+
+
+@app.command()
+def plan(spec: SpecFile, home: Home = None, as_json: AsJson = False) -> None:
+    """Pin the snapshot of the source table and write its work units down."""
+    from dlac_pipeline.plan.planner import make_plan
+
+    job = resolved(spec, home)
+    lakehouse = connect(job.lakehouse)
+    rows = []
+    with steps_bar() as bar:
+        for source in job.sources:
+            task = bar.add_task(f"reading footers of {source.label}", total=None)
+            made = make_plan(
+                lakehouse,
+                source,
+                progress=lambda done, total, task=task: bar.update(task, completed=done, total=total),  # type: ignore[misc]  # a default binds the loop's value
+            )
+            rows.append(made.row)
+    for row in rows:
+        show_facts(_facts_of_plan(row), as_json=as_json)
+
+
+def _facts_of_plan(row: PlanRow) -> dict[str, object]:
+    return {
+        "plan_id": row.plan_id,
+        "table": row.source_table,
+        "snapshot_id": row.snapshot_id,
+        "tag": row.tag,
+        "work_units": row.units,
+        "rows": row.rows,
+        "live_rows": row.live_rows,
+        "bytes": row.bytes,
+    }
+
+
+@app.command()
+def train(
+    spec: SpecFile,
+    home: Home = None,
+    takeover: Annotated[
+        bool, typer.Option(help="Fence off a launch that is still alive, instead of being refused.")
+    ] = False,
+    plan_id: Annotated[
+        list[str] | None,
+        typer.Option(help="Train this plan, or one for each source; unset: plan the sources as the spec says."),
+    ] = None,
+    new_leg: Annotated[
+        bool,
+        typer.Option(help="Allow the spec to change weights, exclusions, batch size, passes or snapshot from here on."),
+    ] = False,
+) -> None:
+    """Train a run to its end; resumes it where its last committed checkpoint is. Ctrl-C stops it behind a checkpoint."""
+    job = resolved(spec, home)
+    if new_leg:
+        job = job.model_copy(update={"launch": job.launch.model_copy(update={"new_leg": True})})
+    _supervise(job, takeover=takeover, plan_ids=tuple(plan_id or ()), repin=True, wait_s=0.0)
+
+
+@app.command()
+def recover(
+    run: RunName,
+    home: Home = None,
+    spec: SpecOption = None,
+    wait_s: Annotated[float, typer.Option(help="Seconds to let a launch that is still alive leave by itself.")] = 30.0,
+) -> None:
+    """Resume a run by its name, from the committed ledger; fences off whatever may still be alive of it."""
+    job = resolved(spec, home) if spec is not None else last_spec(lakehouse_of(None, home), run)
+    _supervise(job, takeover=True, plan_ids=(), repin=False, wait_s=wait_s)
+
+
+@app.command()
+def status(run: RunName, home: Home = None, spec: SpecOption = None, as_json: AsJson = False) -> None:
+    """Where a run is: step, loss, last checkpoint, attempt."""
+    from dlac_pipeline.recover.status import run_status
+
+    show_facts(run_status(lakehouse_of(spec, home), run), as_json=as_json)
+
+
+def _supervise(job: JobSpec, *, takeover: bool, plan_ids: tuple[str, ...], repin: bool, wait_s: float) -> None:
+    from dlac_pipeline.recover.leg_choice import Wish
+    from dlac_pipeline.recover.supervise import Supervisor
+
+    with TrainingDisplay(OUT, job.run) as display:
+        wish = Wish(plan_ids=plan_ids, repin=repin)
+        supervisor = Supervisor(job, on_event=display.show, wish=wish, takeover=takeover, wait_s=wait_s)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: supervisor.stop())
+        outcome = supervisor.run()
+    OUT.print(
+        f"run {job.run!r} {outcome.ending} at step {outcome.step} after {outcome.attempts} attempt(s)", markup=False
+    )

@@ -1,0 +1,95 @@
+"""What subcommands share: their options, where the lakehouse is, and how facts are shown."""
+
+from __future__ import annotations
+
+import json
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from catalog.connect import Lakehouse, LakehouseConfig, connect
+from catalog.errors import NoSuchRun, SpecInvalid
+from catalog.ledger import Ledger
+from dlac_pipeline.spec import JobSpec, home_folder, parse_spec, read_spec
+
+OUT, ERR = Console(), Console(stderr=True)
+
+Home = Annotated[
+    Path | None,
+    typer.Option(
+        "--home", help="Folder of the embedded lakehouse and store.", envvar="DLAC_HOME", show_default=".dlac"
+    ),
+]
+SpecFile = Annotated[Path, typer.Argument(help="Job spec, a .toml or .yaml file.")]
+SpecOption = Annotated[
+    Path | None, typer.Option("--spec", help="Job spec that names the lakehouse, when it is not the embedded one.")
+]
+RunName = Annotated[str, typer.Argument(help="Name of the training run.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, for programs.")]
+
+
+def resolved(spec: Path, home: Path | None) -> JobSpec:
+    """The job spec in a file, with the embedded lakehouse of `home` where it names none."""
+    return read_spec(spec).resolved(home or home_folder())
+
+
+def lakehouse_of(spec: Path | None, home: Path | None) -> Lakehouse:
+    """The lakehouse to look at; the embedded one must exist, for looking creates nothing."""
+    home = home or home_folder()
+    embedded = LakehouseConfig().at_home(home)
+    config = embedded if spec is None else resolved(spec, home).lakehouse
+    if config.uri == embedded.uri and not (home / "catalog.db").is_file():
+        raise SpecInvalid(
+            f"expected a lakehouse in the home folder {str(home.resolve())!r}, found no catalog.db there: "
+            "name its home with --home or DLAC_HOME"
+        )
+    return connect(config)
+
+
+def last_spec(lakehouse: Lakehouse, run: str) -> JobSpec:
+    """The spec with which a run was launched last, from its launch folder."""
+    from dlac_pipeline.recover.coordinator import launch_folder_of
+
+    rows = Ledger(lakehouse).head_rows(run)
+    folder = launch_folder_of(rows, rows[-1]["attempt"])
+    path = Path(folder) / "spec.json"
+    if not folder or not path.is_file():
+        raise NoSuchRun(f"expected the job spec of run {run!r} at {str(path)!r}, found none: name it with --spec")
+    return parse_spec(json.loads(path.read_text()), origin=repr(str(path))).resolved(home_folder())
+
+
+def steps_bar() -> Progress:
+    """A progress bar of so many of so many."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    return Progress(*columns, console=ERR, transient=True)
+
+
+def show_facts(facts: dict[str, object], *, as_json: bool) -> None:
+    """A table of two columns, or a JSON object."""
+    if as_json:
+        sys.stdout.write(json.dumps(facts, default=str) + "\n")
+        return
+    table = Table(show_header=False)
+    for name, value in facts.items():
+        table.add_row(name.replace("_", " "), Text(str(value)))
+    OUT.print(table)
+
+
+def ago(moment: datetime) -> str:
+    """How long ago, in days, hours and minutes."""
+    seconds = int((datetime.now(UTC) - moment).total_seconds())
+    days, hours, minutes = seconds // 86_400, seconds % 86_400 // 3600, seconds % 3600 // 60
+    return f"{days} d {hours} h ago" if days else f"{hours} h {minutes} min ago"

@@ -1,0 +1,117 @@
+"""Weights for deployment: what a checkpoint's model has, in one file, and from the file back to what it has seen."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from catalog.errors import CheckpointDamaged, CheckpointError, NoSuchRun
+from dlac_pipeline.audit.audit import audit_run
+from dlac_pipeline.audit.lakehouse_sql import open_audit
+from dlac_pipeline.checkpoint.engines.weights import weights_of
+from dlac_pipeline.checkpoint.export import checkpoint_of_file, export_weights
+from dlac_pipeline.checkpoint.store import folder_of, tiers_of
+from tests.conftest import Arena
+from tests.integration.test_cli import dlac
+
+
+def test_the_file_has_the_weights_and_leads_back(arena: Arena) -> None:
+    """Bit for bit those of the checkpoint; a copy under another name is known by its digest, also once the run is over."""
+    arena.table()
+    spec = arena.spec("r", world_size=1, passes=1)
+    arena.train(spec, until=35)
+    first = export_weights(arena.lakehouse, tiers_of(spec), arena.home / "early.safetensors", step=10)
+    arena.train(spec)
+    last = export_weights(arena.lakehouse, tiers_of(spec), arena.home / "out" / "model.safetensors")
+    rows = {row["step"]: row for row in arena.lineage("r")}
+    assert (first.step, last.step) == (10, 63)
+    saved = torch.load(folder_of(rows[10]["manifest_uri"]) / "torch-state.pt", weights_only=True)["model"]
+    found = load_file(first.path)
+    assert found.keys() == saved.keys()
+    assert all(torch.equal(found[name], saved[name]) for name in saved)
+    with safe_open(last.path, "pt") as opened:
+        assert opened.metadata()["dlac.model_digest"] == rows[63]["model_digest"]
+    deployed = arena.home / "deployed.bin"
+    shutil.copy(last.path, deployed)
+    assert checkpoint_of_file(arena.lakehouse, deployed)["checkpoint_id"] == rows[63]["checkpoint_id"]
+    with open_audit(arena.lakehouse) as connection:
+        seen = connection.execute(
+            "SELECT step, file_digest FROM exports JOIN checkpoints USING (run, checkpoint_id, step) ORDER BY step"
+        ).fetchall()
+    assert seen == [(10, first.digest), (63, last.digest)]
+    assert audit_run(arena.lakehouse, "r").exact
+    with deployed.open("ab") as stream:
+        stream.write(b"x")
+    with pytest.raises(NoSuchRun, match=r"deployed.bin.*found none with its digest"):
+        checkpoint_of_file(arena.lakehouse, deployed)
+
+
+def test_the_same_weights_make_the_same_file_once(arena: Arena) -> None:
+    """Exported again, the file has the same digest and the ledger no second row; a run that is on commits behind it."""
+    arena.table()
+    spec = arena.spec("r", world_size=1, passes=1)
+    arena.train(spec, until=15)
+    made = [export_weights(arena.lakehouse, tiers_of(spec), arena.home / name) for name in ("a", "b")]
+    assert made[0].digest == made[1].digest
+    assert len(arena.rows("r", "export")) == 1
+    arena.train(spec)
+    assert [row["step"] for row in arena.lineage("r")] == [10, 20, 30, 40, 50, 60, 63]
+    assert audit_run(arena.lakehouse, "r").exact
+
+
+def test_what_cannot_be_exported_is_refused(arena: Arena) -> None:
+    """Another part, a step without a checkpoint, and damaged files; nothing is written."""
+    arena.table()
+    spec = arena.spec("r", world_size=1, passes=1)
+    arena.train(spec, until=15)
+    tiers, out = tiers_of(spec), arena.home / "weights"
+    with pytest.raises(CheckpointError, match=r"named 'student' in the checkpoint, found \['model'\]"):
+        export_weights(arena.lakehouse, tiers, out, part="student")
+    with pytest.raises(NoSuchRun, match=r"at step 20 that is kept, found those of steps \[10\]"):
+        export_weights(arena.lakehouse, tiers, out, step=20)
+    (row,) = arena.lineage("r")
+    (folder_of(row["manifest_uri"]) / "torch-state.pt").unlink()
+    with pytest.raises(CheckpointDamaged):
+        export_weights(arena.lakehouse, tiers, out)
+    assert not list(arena.home.glob("weights*"))
+    assert arena.rows("r", "export") == []
+
+
+def test_shards_become_whole(tmp_path: Path) -> None:
+    """A checkpoint of `DistributedState` gives the tensors that the model has."""
+    from dlac_pipeline.checkpoint.engines import DistributedState
+    from dlac_pipeline.checkpoint.writing import Direct
+
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(5, 4)).sum().backward()
+    optimizer.step()
+    DistributedState(model=model, optimizer=optimizer).save(tmp_path, Direct().write)
+    found = weights_of("dcp", tmp_path)
+    state = model.state_dict()
+    assert found.keys() == state.keys()
+    assert all(torch.equal(found[name], state[name]) for name in state)
+
+
+def test_the_command_line_exports_and_asks(arena: Arena) -> None:
+    """`dlac export` needs no spec for a run that `dlac train` launched; `dlac whose` names the checkpoint."""
+    arena.table(appends=(500,))
+    assert arena.launch(arena.spec("r", world_size=2, passes=1)).wait() == 0
+    out = arena.home / "weights.safetensors"
+    made = dlac("export", "r", str(out), "--json", home=arena.home)
+    assert made.returncode == 0, made.stderr
+    said = json.loads(made.stdout)
+    asked = json.loads(dlac("whose", str(out), "--json", home=arena.home).stdout)
+    assert (asked["checkpoint_id"], asked["digest"]) == (said["checkpoint_id"], said["digest"])
+    assert asked["checkpoint_id"] == arena.head("r")
+    stranger = arena.home / "stranger"
+    stranger.write_bytes(b"not an export")
+    refused = dlac("whose", str(stranger), home=arena.home)
+    assert refused.returncode != 0
+    assert "NoSuchRun" in refused.stderr
