@@ -56,6 +56,8 @@ class AuditReport:
     """Rows of which only the first items were read."""
     rows_not_applied: int
     """Consumed by optimizer steps that the engine skipped."""
+    adopted_from: str | None
+    """Where the first checkpoint came from, if others wrote it: what that has seen is unknown."""
     problems: tuple[str, ...]
     """What else is not as it must be: what was expected, and what was found."""
 

@@ -24,8 +24,10 @@ def audit_table(report: AuditReport) -> Table:
 
 def _lines(report: AuditReport) -> list[tuple[str, str]]:
     state = "finished" if report.finished else "unfinished"
+    before = [] if report.adopted_from is None else [("seen before", f"unknown: adopted from {report.adopted_from}")]
     return [
         ("head checkpoint", report.head_checkpoint or "none"),
+        *before,
         ("step", f"{report.step:,} ({state})"),
         ("attempts", f"{report.attempts:,}"),
         ("recoveries", f"{report.recoveries:,}"),

@@ -50,7 +50,7 @@ class Failures:
     def of_rows(cls, rows: Sequence[Row], recoveries: Sequence[Recovery]) -> Failures:
         """Of the attempts before the last claim; one that left behind a checkpoint, at its end or as told to, did not fail."""
         seen_alive = {each.replaced_attempt: each.failed_at for each in recoveries}
-        claims = [row for row in rows if row["kind"] == "claim"][:-1]
+        claims = [row for row in rows if row["kind"] == "claim" and "adopts" not in _detail(row)][:-1]
         count, trained_s = 0, 0.0
         for claim in claims:
             attempt, began = claim["attempt"], claim["committed_at"]

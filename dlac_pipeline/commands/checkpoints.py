@@ -13,12 +13,14 @@ from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
+from catalog.connect import connect
 from catalog.ledger import Ledger
 from dlac_pipeline.commands.shared import (
     OUT,
     AsJson,
     Home,
     RunName,
+    SpecFile,
     SpecOption,
     ago,
     lakehouse_of,
@@ -115,6 +117,31 @@ def verify(
             OUT.print(f"step {verdict.checkpoint.step}: {verdict.problem or 'whole'}", markup=False, soft_wrap=True)
     if damaged:
         raise typer.Exit(1)
+
+
+@app.command()
+def adopt(
+    spec: SpecFile,
+    folder: Annotated[
+        Path,
+        typer.Argument(
+            help="The checkpoint: DeepSpeed's folder, or that of torch.distributed.checkpoint.", exists=True
+        ),
+    ],
+    tag: Annotated[str | None, typer.Option(help="DeepSpeed's tag; unset: what its file `latest` says.")] = None,
+    home: Home = None,
+) -> None:
+    """Begin the spec's run from a checkpoint that others wrote; what that has seen stays unknown.
+
+    DCP's own index is a pickle, which runs what it is told to: adopt only what you trust.
+    """
+    from dlac_pipeline.checkpoint.foreign import foreign_checkpoint
+    from dlac_pipeline.recover.adopt import adopt as adopt_checkpoint
+
+    job = resolved(spec, home)
+    found = foreign_checkpoint(folder, tag=tag)
+    checkpoint_id = adopt_checkpoint(connect(job.lakehouse), job, found)
+    OUT.print(f"run {job.run} begins with checkpoint {checkpoint_id}, adopted from {found.origin}", markup=False)
 
 
 @app.command()

@@ -76,11 +76,12 @@ def take_over(
     wish: Wish = RESUME,
     launch_folder: str = "",
     launched_by: str = "",
+    adopts: str = "",
 ) -> ResumePoint:
     """Claim the run for `nonce` and say where it resumes.
 
     `replaces` is the attempt seen to have failed; unset, it is the one that is current now. `launched_by` names the
-    orchestrator's run, so that a sensor can tell whose attempt is current.
+    orchestrator's run, so that a sensor can tell whose attempt is current; `adopts` says what a claim is for that trains nothing.
 
     Raises:
         SteppedAside, RunFinished: from the claim.
@@ -102,6 +103,8 @@ def take_over(
         "launched_by": launched_by,
         "plan_ids": [source.plan_id for source in leg.sources],
     }
+    if adopts:
+        detail["adopts"] = adopts
     state = claim(ledger, spec.run, nonce=nonce, replaces=replaced, detail=detail)
     attempt = Attempt(run=spec.run, number=state.fence.attempt, nonce=nonce)
     claimed = time.monotonic()
@@ -202,6 +205,11 @@ def launch_folder_of(rows: list[Row], attempt: int) -> str:
 def launcher_of(rows: list[Row], attempt: int) -> str:
     """The orchestrator's run that launched an attempt; empty if it was started by hand."""
     return _claim_detail(rows, attempt, "launched_by")
+
+
+def adopts_only(rows: list[Row], attempt: int) -> bool:
+    """Whether an attempt was there to adopt a checkpoint, and trained nothing."""
+    return bool(_claim_detail(rows, attempt, "adopts"))
 
 
 def _claim_detail(rows: list[Row], attempt: int, name: str) -> str:

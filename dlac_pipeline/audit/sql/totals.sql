@@ -10,7 +10,8 @@ launched AS (
     GROUP BY run
 ),
 heads AS (
-    SELECT run, count(*) AS checkpoints, arg_max(checkpoint_id, seq) AS head_checkpoint, arg_max(step, seq) AS step
+    SELECT run, count(*) AS checkpoints, arg_max(checkpoint_id, seq) AS head_checkpoint, arg_max(step, seq) AS step,
+        any_value(adopted) AS adopted_from
     FROM lineage
     GROUP BY run
 ),
@@ -65,7 +66,8 @@ SELECT
     coalesce(r.rows_quarantined, 0) + coalesce(d.rows, 0) AS rows_quarantined,
     greatest(0, coalesce(r.rows - r.rows_live, 0) - coalesce(d.rows, 0)) AS rows_excluded,
     coalesce(r.rows_partial, 0) AS rows_partial,
-    coalesce(r.rows_not_applied, 0) AS rows_not_applied
+    coalesce(r.rows_not_applied, 0) AS rows_not_applied,
+    h.adopted_from
 FROM launched AS l
 LEFT JOIN heads AS h USING (run)
 LEFT JOIN healed AS k USING (run)

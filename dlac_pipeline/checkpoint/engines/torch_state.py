@@ -27,13 +27,18 @@ class TorchState:
     def save(self, folder: Path, write: Write) -> None:
         """Rank 0 saves one file."""
         if not dist.is_initialized() or dist.get_rank() == 0:
-            write(folder / self._FILE, {name: part.state_dict() for name, part in self._parts.items()})
+            self.write_parts(folder, write, {name: part.state_dict() for name, part in self._parts.items()})
 
     def load(self, folder: Path, *, saved_world_size: int) -> None:
         """Every rank reads it, tensors and plain values only."""
         state = self.parts_in(folder)
         for name, part in self._parts.items():
             part.load_state_dict(state[name])
+
+    @classmethod
+    def write_parts(cls, folder: Path, write: Write, states: dict[str, Any]) -> None:
+        """Hand over what `parts_in` gives."""
+        write(folder / cls._FILE, states)
 
     @classmethod
     def parts_in(cls, folder: Path) -> dict[str, Any]:

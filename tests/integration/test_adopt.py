@@ -1,0 +1,151 @@
+"""A run that begins from a checkpoint that others wrote: its state is loaded, its history is said to be unknown."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict_saver import save
+
+import dlac_pipeline as dlac
+from catalog.errors import CheckpointUnsafe, SpecInvalid
+from dlac_pipeline.audit.audit import audit_run
+from dlac_pipeline.audit.lakehouse_sql import open_audit
+from dlac_pipeline.checkpoint.foreign import foreign_checkpoint
+from dlac_pipeline.recover.adopt import adopt
+from dlac_pipeline.spec import JobSpec
+from tests.conftest import Arena
+from tests.integration.test_cli import dlac as dlac_command
+
+SAVE_DEEPSPEED = """
+import sys
+import deepspeed, torch
+torch.manual_seed(7)
+deepspeed.init_distributed("gloo")
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.1), torch.nn.Linear(8, 1))
+config = {"train_micro_batch_size_per_gpu": 16, "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}}}
+config["zero_optimization"] = {"stage": 1}
+engine, *_ = deepspeed.initialize(model=model, config=config)
+for _ in range(3):
+    engine.backward(engine(torch.ones(16, 4)).sum())
+    engine.step()
+engine.save_checkpoint(sys.argv[1], tag="mine")
+torch.distributed.destroy_process_group()
+"""
+
+
+def trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """A model and an optimizer that were somewhere else before."""
+    torch.manual_seed(7)
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for _ in range(3):
+        model(torch.ones(5, 4)).sum().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def dcp_folder(folder: Path) -> dict[str, torch.Tensor]:
+    """Save a trained model with torch.distributed.checkpoint; gives its weights."""
+    model, optimizer = trained()
+    weights, state = get_state_dict(model, optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        save({"model": weights, "optimizer": state}, checkpoint_id=folder, no_dist=True)
+    return model.state_dict()
+
+
+def begin(arena: Arena, spec: JobSpec) -> dict[str, torch.Tensor]:
+    """Start the run in this process, and train it to its end; gives the weights that it started with."""
+    path = arena.home / "r.yaml"
+    path.write_text(yaml.safe_dump(spec.model_dump()))
+    arena.monkeypatch.setenv("DLAC_HOME", str(arena.home))
+    with dlac.training_run(path) as run:
+        model = torch.nn.Linear(4, 1)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        run.restore(dlac.DistributedState(model=model, optimizer=optimizer))
+        start = {name: value.clone() for name, value in model.state_dict().items()}
+        assert optimizer.state_dict()["state"][0]["step"] == 3
+        for _ in run.batches():
+            run.step_done(0.0)
+    return start
+
+
+def test_a_dcp_checkpoint_begins_a_run(arena: Arena) -> None:
+    """Weights and optimizer are the foreign ones; all rows are consumed behind it; the ledger says where it came from."""
+    arena.table()
+    spec = arena.spec("r", world_size=1, passes=1)
+    weights = dcp_folder(arena.home / "foreign")
+    checkpoint_id = adopt(arena.lakehouse, spec, foreign_checkpoint(arena.home / "foreign"))
+    assert arena.head("r") == checkpoint_id
+    start = begin(arena, spec)
+    assert all(torch.equal(start[name], weights[name]) for name in weights)
+    assert audit_run(arena.lakehouse, "r").exact
+    assert [row["step"] for row in arena.lineage("r")] == [0, 10, 20, 30, 40, 50, 60, 63]
+    with open_audit(arena.lakehouse) as connection:
+        said = connection.execute("SELECT step, adopted FROM lineage WHERE adopted IS NOT NULL").fetchall()
+    assert said == [(0, str(arena.home / "foreign"))]
+    shown = dlac_command("audit", "r", home=arena.home)
+    assert "unknown: adopted from" in shown.stdout
+    assert arena.lakehouse.own("recoveries").scan().to_arrow().num_rows == 0
+
+
+def test_a_deepspeed_checkpoint_begins_a_run(arena: Arena) -> None:
+    """Both ranks' shards of ZeRO 1 are loaded by `dlac train`; adopting is one command."""
+    arena.table(appends=(320,))
+    spec = arena.spec("r", program="train_deepspeed.py", passes=1)
+    path = arena.home / "job.yaml"
+    path.write_text(yaml.safe_dump(spec.model_dump()))
+    foreign = arena.home / "foreign"
+    program = arena.home / "save.py"
+    program.write_text(SAVE_DEEPSPEED)
+    torchrun = [str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc-per-node", "2"]
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    subprocess.run([*torchrun, str(program), str(foreign)], env=environment, check=True, timeout=240)
+    adopted = dlac_command("adopt", str(path), str(foreign), home=arena.home)
+    assert adopted.returncode == 0, adopted.stderr
+    launch = arena.launch(spec)
+    assert launch.wait() == 0, launch.stderr
+    assert launch.of("recovered") == []
+    assert launch.of("attempt")[0]["step"] == 0
+    root, *_, head = arena.lineage("r")
+    assert (root["step"], root["world_size"], root["parent"]) == (0, 2, None)
+    assert json.loads(root["detail"])["adopted"] == str(foreign / "mine")
+    assert head["step"] == 10
+    assert audit_run(arena.lakehouse, "r").exact
+    again = dlac_command("adopt", str(path), str(foreign), home=arena.home)
+    assert again.returncode != 0
+    assert "choose another name" in again.stderr
+
+
+def test_what_is_no_checkpoint_is_refused(arena: Arena) -> None:
+    """An empty folder, a missing tag, and one with code in it; no run begins."""
+    arena.table()
+    folder = arena.home / "foreign"
+    (folder / "mine").mkdir(parents=True)
+    with pytest.raises(SpecInvalid, match=r"<tag>/\*model_states.pt.*found \['mine'\]"):
+        foreign_checkpoint(folder)
+    touched = folder / "touched"
+    torch.save({"module": _Touch(touched)}, folder / "mine" / "mp_rank_00_model_states.pt")
+    with pytest.raises(CheckpointUnsafe):
+        foreign_checkpoint(folder, tag="mine")
+    assert not touched.exists()
+    assert arena.rows("r") == []
+
+
+class _Touch:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Path.touch, (self._path,)
