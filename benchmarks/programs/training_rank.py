@@ -1,0 +1,50 @@
+"""The rank of benchmarks/training.py: trains a transformer, and says how long it took from behind its second step."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import torch
+
+import dlac_pipeline as dlac
+
+_WARM_STEPS = 2
+
+
+def main() -> None:
+    """Train to the end; what is under way behind training counts."""
+    with dlac.training_run() as run:
+        params = run.spec.params
+        width, layers, tokens = int(params["width"]), int(params["layers"]), int(params["tokens"])
+        layer = torch.nn.TransformerEncoderLayer(width, 12, 4 * width, dropout=0.0, batch_first=True)
+        head = torch.nn.Linear(width, int(params["vocabulary"]))
+        body = torch.nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+        embedding = torch.nn.Embedding(int(params["vocabulary"]), width)
+        model = torch.nn.Sequential(embedding, body, head)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        run.restore(dlac.TorchState(model=model, optimizer=optimizer))
+        started = 0.0
+        steps: list[float] = []
+        for batch in run.batches():
+            if batch.step == _WARM_STEPS + 1:
+                started = time.perf_counter()
+            began = time.perf_counter()
+            rows = batch["row_id"][:, None] * 31 + torch.arange(tokens)
+            logits = model(rows % int(params["vocabulary"]))
+            loss = logits.float().logsumexp(-1).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            run.step_done(loss.detach())
+            steps.append(time.perf_counter() - began)
+            if batch.step == int(params["steps"]):
+                run.settle()
+                found = {"trained_s": time.perf_counter() - started, "steps_s": steps}
+                found["parameters"] = sum(parameter.numel() for parameter in model.parameters())
+                Path(params["out"]).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
