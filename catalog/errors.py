@@ -23,6 +23,7 @@ DlacError
 │   ├── RunFinished
 │   ├── SteppedAside          another recovery claimed the run first
 │   ├── HeadMoved             the head is not my parent under my own attempt
+│   ├── RowsBetween           rows were appended to the run since those that a commit was made from
 │   ├── CommitConflict        `main` moved under a commit (retried by the commit loop)
 │   └── CommitOutcomeUnknown  the catalog stayed away past the deadline
 ├── CheckpointError

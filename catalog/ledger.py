@@ -28,6 +28,8 @@ Row = dict[str, Any]
 T = TypeVar("T")
 HEAD_KINDS = ("checkpoint", "claim", "leg", "quarantine", "retire", "name", "export", "finish")
 """Every kind but `advance`: what says where a run is, without what it consumed."""
+_DECIDED = ("manifest_uri", "manifest_digest", "model_digest", "committed_at", "format_version", "run")
+"""Columns of ledger rows that only their commit decides; manifests leave them out."""
 _ARROW = schema_to_pyarrow(CONSUMPTION, include_field_ids=False)
 
 
@@ -217,6 +219,11 @@ def restorable(run: str, rows: list[Row], head: str | None, step: int | None) ->
             f"those of steps {sorted(row['step'] for row in there.values())!r}"
         )
     return wanted[-1]  # the newest, where a run came by the step twice
+
+
+def repeatable(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Committed rows as a manifest repeats them."""
+    return [{name: value for name, value in row.items() if value is not None and name not in _DECIDED} for row in rows]
 
 
 def fence_of_rows(rows: Sequence[Row]) -> Fence:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
@@ -13,7 +13,7 @@ from catalog.commits import Attempt, commit_checkpoint
 from catalog.connect import Lakehouse
 from catalog.durable_io import fsync_directory, write_durably
 from catalog.errors import RowsBetween
-from catalog.ledger import HEAD_KINDS, Ledger, Row
+from catalog.ledger import HEAD_KINDS, Ledger, repeatable
 from dlac_pipeline.checkpoint.cursors import agreed_reader_state
 from dlac_pipeline.checkpoint.failures import failure_named, named
 from dlac_pipeline.checkpoint.manifest import FileEntry, Manifest, content_digest
@@ -188,12 +188,3 @@ class Committer:
         self._retention.saw(rows)
         since = [*self._lineage.rows_since, *repeatable(rows)]
         self._lineage = Lineage(parent=self._lineage.parent, rows_since=since)
-
-
-_DECIDED = ("manifest_uri", "manifest_digest", "model_digest", "committed_at", "format_version", "run")
-"""Columns of ledger rows that only their commit decides; manifests leave them out."""
-
-
-def repeatable(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Committed rows as a manifest repeats them."""
-    return [{name: value for name, value in row.items() if value is not None and name not in _DECIDED} for row in rows]

@@ -15,8 +15,7 @@ from typing import Any
 from catalog.commits import Attempt, claim, quarantine
 from catalog.connect import Lakehouse
 from catalog.errors import CheckpointDamaged, NoRestorableCheckpoint
-from catalog.ledger import HEAD_KINDS, Ledger, Row, checkpoint_rows
-from dlac_pipeline.checkpoint.committing import repeatable
+from catalog.ledger import HEAD_KINDS, Ledger, Row, checkpoint_rows, repeatable
 from dlac_pipeline.checkpoint.restore import Restored, restore
 from dlac_pipeline.checkpoint.store import Tiers, tiers_of
 from dlac_pipeline.plan.leg import Leg

@@ -21,6 +21,7 @@ import yaml
 import catalog.retrying
 import dlac_pipeline as dlac
 from catalog.commits import Attempt, claim, commit_checkpoint
+from catalog.compaction import MIN_FILES
 from catalog.connect import Lakehouse, LakehouseConfig, connect
 from catalog.ledger import Ledger, Row, fence_of_rows
 from catalog.upkeep import upkeep
@@ -113,7 +114,7 @@ def test_runs_commit_while_upkeep_never_stops(tmp_path: Path, start: Start) -> N
         assert [row["checkpoint_id"] for row in found[run] if row["kind"] == "checkpoint"] == answered
         advances = [(row["checkpoint_id"], row["key_group"]) for row in found[run] if row["kind"] == "advance"]
         assert advances == [(name, group) for name in answered for group in range(2)]
-    assert len(list(lakehouse.own("consumption").scan().plan_files())) == 3
+    assert len(list(lakehouse.own("consumption").scan().plan_files())) < 3 * MIN_FILES
 
 
 def test_the_first_commits_of_several_runs_race_to_make_the_tables(tmp_path: Path, start: Start) -> None:
