@@ -125,7 +125,8 @@ def test_a_signal_leads_to_an_emergency_checkpoint(
     check_left_and_finish(campaign, launcher, run, notice)
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", pytest.param("deepspeed", marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
 def test_a_termination_url_leads_to_an_emergency_checkpoint(campaign: Arena, launcher: str) -> None:
     """One rank of the machine hears of it, all leave behind a checkpoint, and the launcher ends well."""
     run = f"{launcher}-url"

@@ -64,7 +64,7 @@ def finish_exactly(campaign: Arena, run: str) -> Launch:
     return again
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGUSR1, marks=pytest.mark.soak), signal.SIGTERM])
 def test_a_signal_to_one_rank_is_heard_by_all(campaign: Arena, number: signal.Signals) -> None:
     """Both ranks leave behind one checkpoint of the same step; the supervisor does not launch again."""
     run = f"told-by-{number.name}"
@@ -101,6 +101,7 @@ def test_a_termination_url_is_asked_with_its_headers(campaign: Arena) -> None:
     finish_exactly(campaign, run)
 
 
+@pytest.mark.soak
 def test_a_url_that_does_not_answer_is_said_once_and_nothing_else(campaign: Arena) -> None:
     """A run on a machine without such an endpoint trains to its end, with one line in the log of rank 0."""
     run = "nobody-answers"
@@ -170,6 +171,7 @@ def test_a_rank_that_waits_for_a_stopped_one_is_gone_by_the_deadline(campaign: A
     finish_exactly(campaign, run)
 
 
+@pytest.mark.soak
 def test_a_checkpoint_under_way_is_waited_for_where_another_one_would_not_fit(campaign: Arena) -> None:
     """Behind training commits take 6 s and the deadline is 9: the one under way becomes the head, and no other is begun."""
     run = "under-way"

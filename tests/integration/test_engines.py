@@ -64,6 +64,7 @@ def test_fsdp2_is_loaded_by_fewer_ranks(tmp_path: Path) -> None:
     check_resizes(saved, 1)
 
 
+@pytest.mark.soak
 def test_zero_1_is_converted_for_fewer_ranks_once(tmp_path: Path) -> None:
     """From 2 ranks to 1, a frozen layer and buffers included; the second load uses the conversion that is there."""
     saved = save(tmp_path, 2, engine="zero1", writer="copies", frozen=True)

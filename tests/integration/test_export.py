@@ -101,8 +101,8 @@ def test_shards_become_whole(tmp_path: Path) -> None:
 
 def test_the_command_line_exports_and_asks(arena: Arena) -> None:
     """`dlac export` needs no spec for a run that `dlac train` launched; `dlac whose` names the checkpoint."""
-    arena.table(appends=(500,))
-    assert arena.launch(arena.spec("r", world_size=2, passes=1)).wait() == 0
+    arena.table(appends=(320,))
+    assert arena.launch(arena.spec("r", world_size=1, passes=1)).wait() == 0
     out = arena.home / "weights.safetensors"
     made = dlac("export", "r", str(out), "--json", home=arena.home)
     assert made.returncode == 0, made.stderr
