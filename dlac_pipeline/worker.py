@@ -19,6 +19,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -53,6 +54,9 @@ from dlac_pipeline.recover.run_lock import run_lock
 from dlac_pipeline.spec import JobSpec, home_folder, parse_spec, read_spec
 from dlac_pipeline.track.tracker import ReaderStateTracker
 from dlac_pipeline.when import When
+
+_PATIENCE_S = 86_400.0
+"""How long ranks wait for each other: one may convert or fetch a large checkpoint. Who hangs, the supervisor ends."""
 
 
 @contextmanager
@@ -91,11 +95,12 @@ class TrainingRun:
         self._progress.write(0, Phase.STARTING)
         seed_rng(spec.order.seed, 0, 0)  # alike on all ranks until `restore`, so that models are initialized alike
         skip_shared_memory_op()
+        self._patience = timedelta(seconds=max(_PATIENCE_S, spec.launch.hang_timeout_s))
         group = self._join()
-        self._batches_group = None if group is None else dist.new_group(backend="gloo")
+        self._batches_group = None if group is None else dist.new_group(backend="gloo", timeout=self._patience)
         """Apart from the other messages: a batch is read ahead while these are under way."""
         self._tree = RankTree(self.rank, self.world_size, group)
-        behind = None if group is None else dist.new_group(backend="gloo")
+        behind = None if group is None else dist.new_group(backend="gloo", timeout=self._patience)
         self._behind = RankTree(self.rank, self.world_size, behind)
         self._pulse = Pulse(self.world_size, group)
         self._when = When(spec, self.rank, folder, self._events)
@@ -276,7 +281,7 @@ class TrainingRun:
             return None
         if not dist.is_initialized():
             dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
-        group: dist.ProcessGroup = dist.new_group(backend="gloo")
+        group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=self._patience)
         return group
 
     def _claim(self, takeover: bool, held: ExitStack) -> ResumePoint:

@@ -13,7 +13,7 @@ from catalog.commits import Attempt, commit_checkpoint
 from catalog.connect import Lakehouse
 from catalog.durable_io import fsync_directory, write_durably
 from catalog.errors import RowsBetween
-from catalog.ledger import HEAD_KINDS, Ledger, repeatable
+from catalog.ledger import HEAD_KINDS, Ledger, checkpoint_rows, repeatable
 from dlac_pipeline.checkpoint.cursors import agreed_reader_state
 from dlac_pipeline.checkpoint.failures import failure_named, named
 from dlac_pipeline.checkpoint.manifest import FileEntry, Manifest, content_digest
@@ -147,10 +147,10 @@ class Committer:
             "detail": json.dumps({"bytes": size, "phases": phases, **prepared.note}),
         }
         started = time.monotonic()
-        state = commit_checkpoint(
+        commit_checkpoint(
             self._ledger, self._attempt, checkpoint_id=checkpoint_id, parent=parent, rows=rows, seq=self._seq
         )
-        self._seq = state.fence.seq
+        self._seq += 1  # not what was read last: an answer may come late, behind rows that were not seen
         retention.committed(rows[0], retired)
         return {
             "error": None,
@@ -176,9 +176,10 @@ class Committer:
         if self._retention is None:
             rows = self._ledger.rows(self._attempt.run, kinds=HEAD_KINDS)
             self._seq = max(int(row["seq"]) for row in rows)
-            self._retention = Retention(
-                self._settings, self._tiers, self._attempt.number, rows, self._ledger.table_uuid
-            )
+            self._retention = Retention(self._settings, self._tiers, self._attempt.number, rows)
+            parent = checkpoint_rows(rows).get(self._lineage.parent or "", {"seq": 0})
+            since = [row for row in rows if int(row["seq"]) > int(parent["seq"])]
+            self._lineage = Lineage(parent=self._lineage.parent, rows_since=repeatable(since))
 
     def _see(self) -> None:
         """Rows that others appended since the last commit: they are kept in mind, and repeated by the next manifest."""

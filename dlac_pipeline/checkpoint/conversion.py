@@ -18,7 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from catalog.durable_io import fsync_directory, write_durably
-from catalog.errors import CheckpointDamaged
+from catalog.errors import CheckpointDamaged, StoreUnavailable
 from dlac_pipeline.checkpoint.engines.engine import Convert, Engine
 from dlac_pipeline.checkpoint.failures import failing_together
 from dlac_pipeline.checkpoint.files import StoreFiles, file_digest, sync_file
@@ -117,7 +117,7 @@ def _holds(target: Path) -> bool:
         if record["format_version"] != _FORMAT_VERSION:
             return False
         verify_entries([FileEntry(**entry) for entry in record["files"]], str(target), StoreFiles(deadline_s=0.0))
-    except (FileNotFoundError, ValueError, CheckpointDamaged):
+    except (OSError, ValueError, KeyError, TypeError, CheckpointDamaged, StoreUnavailable):  # it can be made again
         return False
     return True
 

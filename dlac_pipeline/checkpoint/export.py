@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from safetensors.torch import save_file
 
@@ -16,8 +17,9 @@ from catalog.connect import Lakehouse
 from catalog.durable_io import fsync_directory
 from catalog.errors import NoSuchRun
 from catalog.ledger import Ledger, checkpoint_rows
-from dlac_pipeline.checkpoint.engines.weights import weights_of
+from dlac_pipeline.checkpoint.engines.weights import Weights, weights_of
 from dlac_pipeline.checkpoint.files import file_digest, sync_file
+from dlac_pipeline.checkpoint.manifest import Manifest
 from dlac_pipeline.checkpoint.restore import restore
 from dlac_pipeline.checkpoint.store import Tiers, storing
 
@@ -47,9 +49,14 @@ def export_weights(
     """
     ledger = Ledger(lakehouse)
     row = ledger.restorable(tiers.run, step)
-    found = restore(row, tiers)
-    manifest = found.manifest
-    weights = weights_of(manifest.engine, found.folder, part=part)
+    with TemporaryDirectory(prefix="dlac-export-") as own:  # the run's local copies come and go
+        found = restore(row, replace(tiers, local=Path(own)) if tiers.store is not None else tiers)
+        manifest = found.manifest
+        weights = weights_of(manifest.engine, found.folder, part=part)
+        return _written(ledger, manifest, weights, path, part)
+
+
+def _written(ledger: Ledger, manifest: Manifest, weights: Weights, path: Path, part: str) -> Exported:
     about = {
         "format": "pt",
         "dlac.run": manifest.run,
@@ -59,19 +66,22 @@ def export_weights(
         "dlac.ledger_uuid": manifest.ledger_uuid,
     }
     temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    with storing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # Tensors that share memory are written out each: whoever loads them need not know.
-        save_file({name: tensor.clone() for name, tensor in sorted(weights.items())}, temporary, about)
-        _order_header(temporary)
-        sync_file(temporary)
-        digest, size = file_digest(temporary), temporary.stat().st_size
-    # The ledger first: a file that is there is known.
-    said = {"digest": digest, "bytes": size, "file": path.name, "part": part}
-    record_export(ledger, manifest.run, manifest.checkpoint_id, said)
-    with storing(path):
-        temporary.rename(path)
-        fsync_directory(path.parent)
+    try:
+        with storing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            # Tensors that share memory are written out each: whoever loads them need not know.
+            save_file({name: tensor.clone() for name, tensor in sorted(weights.items())}, temporary, about)
+            _order_header(temporary)
+            sync_file(temporary)
+            digest, size = file_digest(temporary), temporary.stat().st_size
+        # The ledger first: a file that is there is known.
+        said = {"digest": digest, "bytes": size, "file": path.name, "part": part}
+        record_export(ledger, manifest.run, manifest.checkpoint_id, said)
+        with storing(path):
+            temporary.rename(path)
+            fsync_directory(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
     return Exported(
         path=path,
         digest=digest,

@@ -80,6 +80,10 @@ class StoreFiles:
         self._remote = PyArrowFileIO(dict(properties or {}))
         self._deadline_s = deadline_s
 
+    def hurried(self) -> StoreFiles:
+        """The same, for what need not be done now: tried again for a few seconds only."""
+        return StoreFiles(self._remote.properties, deadline_s=min(5.0, self._deadline_s))
+
     def put(self, source: Path, address: str) -> None:
         """Copy a local file to `address`, durably; there is nothing yet.
 

@@ -59,7 +59,7 @@ def foreign_checkpoint(folder: Path, *, tag: str | None = None) -> Foreign:
         )
     for path in files:
         load_tensors(path, safe_classes(), mmap=True)
-    ranks = [int(found[1]) for path in files if (found := _RANK.match(path.name))]
+    ranks = [int(found[1]) for path in files if (found := _RANK.search(path.name))]
     return Foreign(
         origin=tagged,
         engine=DeepSpeedState.name,

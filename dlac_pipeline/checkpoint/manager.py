@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -24,13 +23,13 @@ from catalog.commits import Attempt
 from catalog.errors import DlacError
 from dlac_pipeline.checkpoint.committing import Committer, Prepared
 from dlac_pipeline.checkpoint.copies import LocalCopies
-from dlac_pipeline.checkpoint.engines import Engine, failed_write
+from dlac_pipeline.checkpoint.engines import Engine
 from dlac_pipeline.checkpoint.failures import failure_named, named
 from dlac_pipeline.checkpoint.manifest import FileEntry
 from dlac_pipeline.checkpoint.phases import Phases
 from dlac_pipeline.checkpoint.rng import save_rng
 from dlac_pipeline.checkpoint.rows import Vote
-from dlac_pipeline.checkpoint.sealing import Sealer
+from dlac_pipeline.checkpoint.sealing import Sealer, saving
 from dlac_pipeline.checkpoint.store import Tiers, stage_name, storing
 from dlac_pipeline.checkpoint.tree import RankTree
 from dlac_pipeline.checkpoint.writing import Copies, CopyMemory, Direct, Writer
@@ -193,7 +192,7 @@ class CheckpointManager:
         except DlacError as err:
             failure = named(err, doing="staging")
         try:  # even without a folder: the engine's save is collective
-            with _saving(folder):
+            with saving(folder):
                 engine.save(folder, writer.write)
                 save_rng(folder, self._tree.rank, writer.write)
         except DlacError as err:
@@ -271,20 +270,10 @@ class CheckpointManager:
 
     def _written(self, staged: _Staged) -> list[FileEntry]:
         """This rank's files, durable."""
-        with _saving(staged.folder):
+        with saving(staged.folder):
             with staged.phases.of("write"):
                 staged.writer.finish()
             with staged.phases.of("seal"):
                 entries = staged.sealer.finish()
         staged.phases.update(staged.sealer.phases)
         return entries
-
-
-@contextmanager
-def _saving(folder: Path) -> Iterator[None]:
-    """Turn failures to write, torch's own among them, into `StoreUnavailable`."""
-    with storing(folder):
-        try:
-            yield
-        except RuntimeError as err:
-            raise failed_write(err) from err

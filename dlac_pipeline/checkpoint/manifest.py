@@ -16,8 +16,8 @@ from blake3 import blake3
 
 from catalog.errors import CheckpointDamaged, FormatTooNew, StoreUnavailable
 from catalog.schemas import FORMAT_VERSION
-from dlac_pipeline.checkpoint.files import StoreFiles, below, is_local
-from dlac_pipeline.checkpoint.store import MANIFEST
+from dlac_pipeline.checkpoint.files import StoreFiles, below, is_local, path_at
+from dlac_pipeline.checkpoint.store import MANIFEST, attempt_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,14 +118,25 @@ def _content(manifest_uri: str, files: StoreFiles) -> bytes:
     try:
         return files.read(manifest_uri)
     except FileNotFoundError as err:
-        # A file or a checkpoint gets lost; what lies above is away when the store is.
-        attempt = manifest_uri.rsplit("/", 2)[0]
-        above = attempt if is_local(manifest_uri) else attempt.rsplit("/", 1)[0]  # objects leave no empty folder behind
-        if not files.children(above):
-            raise StoreUnavailable(
-                f"expected checkpoints at {above!r} in the checkpoint store, found nothing: mount the store"
-            ) from err
+        check_there(manifest_uri, files)
         raise CheckpointDamaged(f"expected a manifest at {manifest_uri!r}, found none") from err
+
+
+def check_there(manifest_uri: str, files: StoreFiles) -> None:
+    """Tell a store that is away from one that lost something: what lies above a checkpoint is there, or the store is not.
+
+    Raises:
+        StoreUnavailable: it is not.
+    """
+    attempt = manifest_uri.rsplit("/", 2)[0]
+    if is_local(manifest_uri):
+        there = path_at(attempt).is_dir()
+    else:  # objects leave no empty folder behind
+        there = any(attempt_of(name) is not None for name in files.children(attempt.rsplit("/", 1)[0]))
+    if not there:
+        raise StoreUnavailable(
+            f"expected checkpoints at {attempt!r} in the checkpoint store, found nothing: mount the store"
+        )
 
 
 def verify_files(manifest: Manifest, folder: str, files: StoreFiles) -> None:

@@ -14,6 +14,7 @@ from dlac_pipeline.checkpoint.files import StoreFiles, below
 from dlac_pipeline.checkpoint.manifest import (
     FileEntry,
     Manifest,
+    check_there,
     manifest_content,
     parse_manifest,
     read_manifest,
@@ -57,14 +58,14 @@ def restore(row: Row, tiers: Tiers) -> Restored:
     content = manifest_content(uri, digest, tiers.files, copy=folder)
     manifest = parse_manifest(content, origin=uri)
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="restore") as pool:
-        came = pool.map(lambda entry: _have(entry, folder, folder_uri(uri), tiers.files), manifest.files)
+        came = pool.map(lambda entry: _have(entry, folder, uri, tiers.files), manifest.files)
         fetched = [entry.path for entry, fresh in zip(manifest.files, came, strict=True) if fresh]
     with storing(folder):
         write_durably(folder / MANIFEST, content)
     return Restored(manifest=manifest, folder=folder, fetched=fetched)
 
 
-def _have(entry: FileEntry, folder: Path, store: str, files: StoreFiles) -> bool:
+def _have(entry: FileEntry, folder: Path, manifest_uri: str, files: StoreFiles) -> bool:
     """Make sure of one file of the local copy; whether it had to come from the store."""
     path, local = folder / entry.path, StoreFiles(deadline_s=0.0)
     try:
@@ -73,10 +74,11 @@ def _have(entry: FileEntry, folder: Path, store: str, files: StoreFiles) -> bool
         with storing(folder):
             path.parent.mkdir(parents=True, exist_ok=True)
             temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-            address = below(store, entry.path)
+            address = below(folder_uri(manifest_uri), entry.path)
             try:
                 files.fetch(address, temporary)
             except FileNotFoundError as err:
+                check_there(manifest_uri, files)
                 raise CheckpointDamaged(f"expected the file {address!r} of a committed checkpoint, found none") from err
             try:
                 verify_file(entry, str(temporary), local)

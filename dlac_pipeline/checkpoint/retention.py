@@ -7,9 +7,9 @@ attempts that were replaced had staged and never committed: no row names it, and
 
 from __future__ import annotations
 
-import json
 import logging
 import re
+import shutil
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -17,24 +17,23 @@ from catalog.commits import names_of
 from catalog.ledger import Row, checkpoint_rows
 from dlac_pipeline.checkpoint.conversion import discard_conversion
 from dlac_pipeline.checkpoint.files import below
-from dlac_pipeline.checkpoint.store import MANIFEST, Tiers, attempt_of, folder_uri, name_of
+from dlac_pipeline.checkpoint.store import Tiers, attempt_of, folder_uri, name_of
 from dlac_pipeline.spec import CheckpointSpec
 
 _log = logging.getLogger(__name__)
 _OUT = ("retire", "quarantine")
-_STAGED = re.compile(r"/step-\d+-\w+$")
+_STAGED = re.compile(r"/step-\d+-(\w+)$")
 
 
 class Retention:
     """At the coordinator of one attempt; `rows` are the run's when the attempt began."""
 
-    def __init__(
-        self, settings: CheckpointSpec, tiers: Tiers, attempt: int, rows: Sequence[Row], ledger_uuid: str
-    ) -> None:
+    def __init__(self, settings: CheckpointSpec, tiers: Tiers, attempt: int, rows: Sequence[Row]) -> None:
         self._settings = settings
         self._tiers = tiers
+        self._files = tiers.files.hurried()  # the end of the process waits for a removal
         self._attempt = attempt
-        self._ledger_uuid = ledger_uuid
+        self._nonces = {row["nonce"] for row in rows if row["kind"] == "claim"}
         self._rows: list[Row] = []
         self._swept = False
         self.saw(rows)
@@ -80,8 +79,10 @@ class Retention:
         """Remove these folders and, once per attempt, what was left over; whatever fails is for the next attempt."""
         try:
             for folder in [*folders, *(self._left_over() if sweep else ())]:
-                discard_conversion(self._tiers.folder("/".join(folder.split("/")[-2:])))
-                self._tiers.files.remove(folder)
+                local = self._tiers.folder("/".join(folder.split("/")[-2:]))
+                discard_conversion(local)
+                self._files.remove(folder)
+                shutil.rmtree(local, ignore_errors=True)
         except Exception as err:  # the checkpoint is committed: nothing of this may fail it
             _log.warning(
                 "expected to remove checkpoints that no run needs, found %s; the next attempt tries again", err
@@ -94,18 +95,11 @@ class Retention:
         """
         out = {row["checkpoint_id"] for row in self._rows if row["kind"] == "retire"}
         named = {name_of(row["manifest_uri"]): row["checkpoint_id"] for row in checkpoint_rows(self._rows).values()}
-        files, run = self._tiers.files, self._tiers.durable_run()
+        files, run = self._files, self._tiers.durable_run()
         attempts = [name for name in files.children(run) if attempt_of(name) is not None]
         for name in [f"{each}/{step}" for each in attempts for step in files.children(below(run, each))]:
-            checkpoint_id, attempt = named.get(name), attempt_of(name)
+            checkpoint_id, attempt, staged = named.get(name), attempt_of(name), _STAGED.search(name)
+            mine = staged is not None and staged[1] in self._nonces  # not of a run of this name in another lakehouse
             unnamed = checkpoint_id is None and attempt is not None and attempt < self._attempt
-            if checkpoint_id in out or (unnamed and _STAGED.search(name) and not self._is_foreign(below(run, name))):
+            if checkpoint_id in out or (unnamed and mine):
                 yield below(run, name)
-
-    def _is_foreign(self, folder: str) -> bool:
-        """Whether another ledger's run of this name has it."""
-        try:
-            found = json.loads(self._tiers.files.read(below(folder, MANIFEST)))["ledger_uuid"]
-        except FileNotFoundError:
-            return False  # never complete, so never committed by anybody
-        return bool(found != self._ledger_uuid)

@@ -6,13 +6,17 @@ before the store needs no fsync: it is used only where its digests hold.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 from catalog.durable_io import fsync_directory
+from dlac_pipeline.checkpoint.engines import failed_write
 from dlac_pipeline.checkpoint.files import StoreFiles, below, file_digest, sync_file
 from dlac_pipeline.checkpoint.manifest import FileEntry
 from dlac_pipeline.checkpoint.phases import Phases
+from dlac_pipeline.checkpoint.store import storing
 
 _THREADS = 4
 
@@ -66,3 +70,13 @@ class Sealer:
         with self.phases.of("digest"):
             digest = file_digest(path)
         return FileEntry(path=str(path.relative_to(self._folder)), bytes=path.stat().st_size, digest=digest)
+
+
+@contextmanager
+def saving(folder: Path) -> Iterator[None]:
+    """Turn failures to write, torch's own among them, into `StoreUnavailable`."""
+    with storing(folder):
+        try:
+            yield
+        except RuntimeError as err:
+            raise failed_write(err) from err

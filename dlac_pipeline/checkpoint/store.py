@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from catalog.durable_io import write_durably
-from catalog.errors import StoreUnavailable
+from catalog.errors import SpecInvalid, StoreUnavailable
 from dlac_pipeline.checkpoint.files import StoreFiles, below, is_local, path_at
 from dlac_pipeline.spec import JobSpec
 
@@ -113,4 +113,8 @@ def storing(folder: Path) -> Iterator[None]:
 
 
 def _address(store: str) -> str:
-    return path_at(store).resolve().as_uri() if is_local(store) else store.rstrip("/")
+    if is_local(store):
+        return path_at(store).resolve().as_uri()
+    if set(store) & set("?#"):
+        raise SpecInvalid(f"expected an address of the checkpoint store without '?' and '#', found {store!r}")
+    return store.rstrip("/")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -14,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from catalog.connect import connect
+from catalog.errors import NoSuchRun
 from catalog.ledger import Ledger
 from dlac_pipeline.commands.shared import (
     OUT,
@@ -103,7 +105,9 @@ def verify(
     from dlac_pipeline.checkpoint.store import tiers_of
 
     damaged = False
-    files = None if spec is None else tiers_of(resolved(spec, home)).files
+    lakehouse, files = lakehouse_of(spec, home), None
+    with suppress(NoSuchRun):  # launched from another machine: what the lakehouse says has to do
+        files = tiers_of(last_spec(lakehouse, run) if spec is None else resolved(spec, home)).files
     with steps_bar() as bar:
         task = bar.add_task("reading checkpoints", total=None)
         for verdict in verify_checkpoints(

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from tests.conftest import Arena
 
 
-@pytest.mark.parametrize("mode", ["synchronous", "asynchronous"])
+@pytest.mark.parametrize("mode", [pytest.param("synchronous", marks=pytest.mark.soak), "asynchronous"])
 def test_a_full_store_ends_the_run_and_loses_nothing(campaign: Arena, small_disk: Path, mode: str) -> None:
     """The run ends of `StoreUnavailable` behind its last committed checkpoint; with more room it finishes, exact."""
     run = f"disk-full-{mode}"

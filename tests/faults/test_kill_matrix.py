@@ -20,7 +20,7 @@ CELLS = [
     for phase in PHASES
     if phase != "copy" or mode == "asynchronous"
 ]
-ALWAYS = [("dcp", "asynchronous", "copy"), ("zero3", "synchronous", "manifest")]
+ALWAYS = [("dcp", "asynchronous", "copy")]
 STEPS = [10, 20, 30]
 
 

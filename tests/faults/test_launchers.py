@@ -107,7 +107,7 @@ def check_left_and_finish(campaign: Arena, launcher: str, run: str, notice: str)
         pytest.param("torchrun", "launcher", signal.SIGTERM, "SIGTERM"),
         pytest.param("torchrun", "rank", signal.SIGUSR1, "SIGUSR1", marks=pytest.mark.soak),
         pytest.param("torchrun", "launcher", signal.SIGKILL, "launcher", marks=pytest.mark.soak),
-        pytest.param("deepspeed", "rank", signal.SIGTERM, "SIGTERM"),
+        pytest.param("deepspeed", "rank", signal.SIGTERM, "SIGTERM", marks=pytest.mark.soak),
         pytest.param("deepspeed", "launcher", signal.SIGTERM, "launcher", marks=pytest.mark.soak),
     ],
 )

@@ -84,6 +84,7 @@ def test_a_signal_to_one_rank_is_heard_by_all(campaign: Arena, number: signal.Si
     assert again.of("attempt")[0]["step"] == told["step"]
 
 
+@pytest.mark.soak
 def test_a_termination_url_is_asked_with_its_headers(campaign: Arena) -> None:
     """Nothing happens while it answers 404; once it answers 200 the run leaves behind a checkpoint."""
     run = "told-by-url"
@@ -113,6 +114,7 @@ def test_a_url_that_does_not_answer_is_said_once_and_nothing_else(campaign: Aren
     assert [log.count("expected 200 or 404 from launch.termination_url") for log in logs] == [1, 0]
 
 
+@pytest.mark.soak
 def test_no_time_for_a_checkpoint_by_what_the_last_one_took(campaign: Arena) -> None:
     """Commits take 3 s and the deadline is 2: the ranks leave at once, the head stays, and the log says what is lost."""
     run = "no-time"
@@ -135,6 +137,7 @@ def test_no_time_for_a_checkpoint_by_what_the_last_one_took(campaign: Arena) -> 
     assert finish_exactly(campaign, run).of("attempt")[0]["step"] == 10
 
 
+@pytest.mark.soak
 def test_a_checkpoint_that_takes_too_long_is_left_at_the_deadline(campaign: Arena) -> None:
     """The emergency checkpoint hangs before its commit: all ranks are gone by the deadline, and the head is the one before."""
     run = "too-long"

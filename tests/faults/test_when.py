@@ -7,6 +7,8 @@ import os
 import signal
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.audit.lakehouse_sql import open_audit
 from dlac_pipeline.recover.status import run_status
@@ -26,6 +28,7 @@ def check_exact(campaign: Arena, run: str) -> None:
     assert audit_run(campaign.lakehouse, run).exact
 
 
+@pytest.mark.soak
 def test_every_so_many_seconds(campaign: Arena) -> None:
     """Two ranks checkpoint at the same steps because a time has passed; the last of so many steps is kept for ever."""
     run = "timed"

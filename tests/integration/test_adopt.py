@@ -28,6 +28,8 @@ from tests.integration.test_cli import dlac as dlac_command
 SAVE_DEEPSPEED = """
 import sys
 import deepspeed, torch
+from dlac_pipeline.checkpoint.engines import skip_shared_memory_op
+skip_shared_memory_op()
 torch.manual_seed(7)
 deepspeed.init_distributed("gloo")
 model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.1), torch.nn.Linear(8, 1))
@@ -139,6 +141,16 @@ def test_what_is_no_checkpoint_is_refused(arena: Arena) -> None:
         foreign_checkpoint(folder, tag="mine")
     assert not touched.exists()
     assert arena.rows("r") == []
+
+
+def test_the_ranks_of_a_bf16_checkpoint_are_counted(arena: Arena) -> None:
+    """DeepSpeed names the shards of its bf16 optimizer otherwise."""
+    folder = arena.home / "foreign"
+    folder.mkdir()
+    torch.save({"module": {}}, folder / "mp_rank_00_model_states.pt")
+    for rank in range(4):
+        torch.save({}, folder / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+    assert foreign_checkpoint(folder).world_size == 4
 
 
 class _Touch:

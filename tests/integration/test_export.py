@@ -100,11 +100,12 @@ def test_shards_become_whole(tmp_path: Path) -> None:
 
 
 def test_the_command_line_exports_and_asks(arena: Arena) -> None:
-    """`dlac export` needs no spec for a run that `dlac train` launched; `dlac whose` names the checkpoint."""
+    """`dlac export` writes, `dlac whose` names the checkpoint; a file that nobody exported is refused."""
     arena.table(appends=(320,))
-    assert arena.launch(arena.spec("r", world_size=1, passes=1)).wait() == 0
+    spec = arena.spec("r", world_size=1, passes=1)
+    arena.train(spec)
     out = arena.home / "weights.safetensors"
-    made = dlac("export", "r", str(out), "--json", home=arena.home)
+    made = dlac("export", "r", str(out), "--json", "--spec", str(arena.home / "r.yaml"), home=arena.home)
     assert made.returncode == 0, made.stderr
     said = json.loads(made.stdout)
     asked = json.loads(dlac("whose", str(out), "--json", home=arena.home).stdout)

@@ -100,7 +100,8 @@ def test_what_is_retired_or_left_over_leaves_the_bucket(arena: Arena, store: Obj
     """Objects of retired checkpoints go, and what an attempt that was replaced had copied and never committed."""
     spec = remote(arena, store, keep_last=1)
     arena.train(spec, until=8)
-    with store.files.open_output_stream("lake/checkpoints/r1/attempt-0001/step-000000099-0a0b0c0d/rng.pt") as stream:
+    nonce = arena.rows("r1", "claim")[0]["nonce"]
+    with store.files.open_output_stream(f"lake/checkpoints/r1/attempt-0001/step-000000099-{nonce}/rng.pt") as stream:
         stream.write(b"staged, never committed")
     arena.train(spec)
     wait_until(lambda: {name.split("/")[0] for name in objects(store)} == {"15"}, what="the removal")
@@ -177,4 +178,14 @@ def test_a_store_that_is_away_is_not_damage(arena: Arena, store: ObjectStore) ->
     store.files.delete_dir_contents("lake")
     with pytest.raises(StoreUnavailable, match="mount the store"):
         restore(row, tiers_of(spec))
+    with pytest.raises(StoreUnavailable, match="mount the store"):  # also where a launch has proved that it can write
+        arena.train(spec)
     assert arena.rows("r1", "quarantine") == []
+
+
+def test_dlac_verify_finds_the_store_of_a_run_that_was_launched_here(arena: Arena, store: ObjectStore) -> None:
+    """Endpoint and credentials stand in the spec that the run was launched with, not in the lakehouse."""
+    spec = remote(arena, store)
+    assert arena.launch(spec).wait() == 0
+    done = dlac_command("verify", "r1", home=arena.home)
+    assert (done.returncode, done.stdout.splitlines()[0]) == (0, "step 15: whole"), done.stdout

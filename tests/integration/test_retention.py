@@ -83,7 +83,8 @@ def test_an_interrupted_removal_goes_on_with_what_nobody_committed(arena: Arena)
     half_removed = folder_of(row["manifest_uri"])
     half_removed.mkdir()
     (half_removed / "left.pt").write_text("half removed")
-    staged = half_removed.parent / "step-000000030-0a0b0c0d"
+    nonce = half_removed.name.rsplit("-", 1)[1]
+    staged = half_removed.parent / f"step-000000030-{nonce}"
     shutil.copytree(folders(arena, "r")[20], staged)  # staged in attempt 1, never committed
     stranger = half_removed.parent.parent / "notes.txt"
     stranger.write_text("not a checkpoint")
@@ -91,7 +92,7 @@ def test_an_interrupted_removal_goes_on_with_what_nobody_committed(arena: Arena)
     saved_by_hand.mkdir(parents=True)
     foreign = half_removed.parent / "step-000000040-deadbeef"
     foreign.mkdir()
-    (foreign / "manifest.json").write_text(json.dumps({"ledger_uuid": "that of another lakehouse"}))
+    (foreign / "rng-00000.pt").write_text("being staged by a run of this name in another lakehouse")
     arena.train(spec, until=27)
     assert staged.exists()  # nothing is removed before a checkpoint is committed
     assert half_removed.exists()
@@ -170,7 +171,7 @@ def test_checkpoints_that_are_no_ancestors_are_retired_with_the_rest(tmp_path: P
     rows.append({"kind": "quarantine", "checkpoint_id": "d"})
     rows.append({"kind": "quarantine", "checkpoint_id": None})  # of a row group
     tiers = Tiers(run="r", local=tmp_path, store=None, files=StoreFiles())
-    retention = Retention(CheckpointSpec(keep_last=2), tiers, 2, rows, "ledger")
+    retention = Retention(CheckpointSpec(keep_last=2), tiers, 2, rows)
     assert retention.due("e", 30, "b") == ["a", "c"]
 
 

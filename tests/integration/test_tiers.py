@@ -164,3 +164,29 @@ def test_every_machine_has_a_verified_copy(arena: Arena, spec: JobSpec) -> None:
     assert steps(far) == [5, 10, 15]
     assert audit_run(arena.lakehouse, "r1").exact
     assert [row["attempt"] for row in arena.lineage("r1")] == [1, 2, 2]
+
+
+def test_a_store_that_is_new_takes_nothing_from_the_old_one(arena: Arena, spec: JobSpec) -> None:
+    """A run whose checkpoints lay in the folder that is only the local one now keeps them: the store has no copies of these."""
+    near = arena.home / "near"
+    alone = spec.checkpoint.model_copy(update={"store": str(near), "local": str(near)})
+    arena.train(spec.model_copy(update={"checkpoint": alone}), until=8)
+    fewer = spec.checkpoint.model_copy(update={"local_keep": 1})
+    arena.train(spec.model_copy(update={"checkpoint": fewer}))
+    assert steps(near) == [5, 15]
+    assert steps(arena.home / "far") == [10, 15]
+    assert all(verdict.problem is None for verdict in verify_checkpoints(arena.lakehouse, "r1"))
+
+
+def test_a_store_that_is_away_is_not_damage(arena: Arena, spec: JobSpec) -> None:
+    """A local copy that lacks a file, and a store that is not mounted: nothing is quarantined."""
+    arena.train(spec, until=8)
+    file_of(arena.home / "near", 5).unlink()
+    far = arena.home / "far"
+    far.rename(arena.home / "elsewhere")
+    with pytest.raises(StoreUnavailable, match="mount the store"):
+        arena.train(spec)
+    assert arena.rows("r1", "quarantine") == []
+    shutil.rmtree(far)
+    (arena.home / "elsewhere").rename(far)
+    assert min(arena.train(spec)) == 6
