@@ -4,10 +4,13 @@ import os
 import signal
 from typing import TYPE_CHECKING
 
+import pytest
+
 if TYPE_CHECKING:
     from tests.conftest import Arena
 
 
+@pytest.mark.soak
 def test_zero_1_resumes_bit_for_bit(campaign: Arena) -> None:
     """Two DeepSpeed ranks, one killed behind a checkpoint: the steps done twice have the same rows and the same losses."""
     run = "deepspeed"

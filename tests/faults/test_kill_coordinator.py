@@ -8,7 +8,8 @@ if TYPE_CHECKING:
     from tests.conftest import Arena
 
 
-@pytest.mark.parametrize(("moment", "resumed_at"), [("after", 20), pytest.param("before", 10, marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize(("moment", "resumed_at"), [("after", 20), ("before", 10)])
 def test_a_coordinator_killed_around_a_commit(campaign: Arena, moment: str, resumed_at: int) -> None:
     """Between staging and commit the old head stays, between commit and answer the new one does; nothing in between."""
     run = f"coordinator-killed-{moment}"

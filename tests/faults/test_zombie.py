@@ -4,6 +4,7 @@ import signal
 from typing import TYPE_CHECKING, Any
 
 import psutil
+import pytest
 
 if TYPE_CHECKING:
     from tests.conftest import Arena, Launch
@@ -30,6 +31,7 @@ def rows_of_attempt(campaign: Arena, run: str, attempt: int) -> list[dict[str, A
     return [row for row in campaign.rows(run) if row["attempt"] == attempt]
 
 
+@pytest.mark.soak
 def test_a_frozen_attempt_awakens_during_a_takeover(campaign: Arena) -> None:
     """A second launch is refused unless it takes over; the old attempt, awakened, is fenced and leaves the ledger alone."""
     run = "zombie-mid-step"

@@ -100,6 +100,7 @@ def test_a_dcp_checkpoint_begins_a_run(arena: Arena) -> None:
     assert arena.lakehouse.own("recoveries").scan().to_arrow().num_rows == 0
 
 
+@pytest.mark.soak
 def test_a_deepspeed_checkpoint_begins_a_run(arena: Arena) -> None:
     """Both ranks' shards of ZeRO 1 are loaded by `dlac train`; adopting is one command."""
     arena.table(appends=(320,))
