@@ -29,7 +29,7 @@ from catalog.commits import Attempt, finish
 from catalog.connect import Lakehouse, connect
 from catalog.errors import CursorMismatch, DlacError, ResumeMismatch, SpecInvalid, TrainingFailed
 from catalog.ledger import Ledger
-from dlac_pipeline.checkpoint.committing import Committer, Lineage
+from dlac_pipeline.checkpoint.committing import Committer
 from dlac_pipeline.checkpoint.config import config_digest
 from dlac_pipeline.checkpoint.conversion import load_state
 from dlac_pipeline.checkpoint.copies import LocalCopies
@@ -327,7 +327,7 @@ class TrainingRun:
             order=opened.order_apart(),
             leg=leg,
             leg_is_new=point.leg_is_new,
-            lineage=Lineage(parent=point.checkpoint_id, rows_since=point.rows_since or []),
+            parent=point.checkpoint_id,
             lakehouse=lakehouse,
             tiers=self._tiers,
         )

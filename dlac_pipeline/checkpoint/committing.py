@@ -30,14 +30,6 @@ Decision = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Lineage:
-    """Where this attempt's next checkpoint hangs: its parent, and the ledger rows since then."""
-
-    parent: str | None
-    rows_since: list[dict[str, Any]]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Prepared:
     """What was staged, as the coordinator knows it."""
 
@@ -61,7 +53,7 @@ class Committer:
         order: LegOrder,
         leg: Leg,
         leg_is_new: bool,
-        lineage: Lineage,
+        parent: str | None,
         lakehouse: Lakehouse,
         settings: CheckpointSpec,
         config_digest: str,
@@ -71,7 +63,9 @@ class Committer:
         self._order = order
         self._leg = leg
         self._leg_is_new = leg_is_new
-        self._lineage = lineage
+        self._parent = parent
+        self._rows_since: list[dict[str, Any]] = []
+        """The run's ledger rows behind the parent's."""
         self._ledger = Ledger(lakehouse)
         self._maker = RowMaker(lakehouse, leg, order)
         self._settings = settings
@@ -88,7 +82,7 @@ class Committer:
         except Exception as err:  # every other rank waits for an answer
             return {"error": named(err, doing="the coordinator's commit")}
         self._leg_is_new = False
-        self._lineage = Lineage(parent=decision["checkpoint_id"], rows_since=[])
+        self._parent, self._rows_since = decision["checkpoint_id"], []
         return decision
 
     def _commit_whatever_comes_between(self, votes: list[Vote], prepared: Prepared) -> Decision:
@@ -105,7 +99,7 @@ class Committer:
         for vote in votes:
             if vote["failure"] is not None:
                 raise failure_named(vote["failure"])
-        taken, parent = prepared.taken, self._lineage.parent
+        taken, parent = prepared.taken, self._parent
         reader_state = agreed_reader_state(self._order, votes, taken.step)
         checkpoint_id = f"{self._attempt.run}-{taken.step:09d}-{self._attempt.nonce}"
         rows = self._maker.rows(
@@ -134,7 +128,7 @@ class Committer:
             files=[FileEntry(**entry) for vote in votes for entry in vote["files"]],
             config_digest=self._config_digest,
             libraries={name: version(name) for name in _LIBRARIES},
-            ledger_rows=[*self._lineage.rows_since, *rows],
+            ledger_rows=[*self._rows_since, *rows],
         )
         size = sum(entry.bytes for entry in manifest.files)
         names = {name for vote in votes for name in vote["phases"]}
@@ -177,9 +171,8 @@ class Committer:
             rows = self._ledger.rows(self._attempt.run, kinds=HEAD_KINDS)
             self._seq = max(int(row["seq"]) for row in rows)
             self._retention = Retention(self._settings, self._tiers, self._attempt.number, rows)
-            parent = checkpoint_rows(rows).get(self._lineage.parent or "", {"seq": 0})
-            since = [row for row in rows if int(row["seq"]) > int(parent["seq"])]
-            self._lineage = Lineage(parent=self._lineage.parent, rows_since=repeatable(since))
+            parent = checkpoint_rows(rows).get(self._parent or "", {"seq": 0})
+            self._rows_since = repeatable([row for row in rows if int(row["seq"]) > int(parent["seq"])])
 
     def _see(self) -> None:
         """Rows that others appended since the last commit: they are kept in mind, and repeated by the next manifest."""
@@ -187,5 +180,4 @@ class Committer:
         self._seq = max((int(row["seq"]) for row in rows), default=self._seq)
         assert self._retention is not None, "made before the first commit"
         self._retention.saw(rows)
-        since = [*self._lineage.rows_since, *repeatable(rows)]
-        self._lineage = Lineage(parent=self._lineage.parent, rows_since=since)
+        self._rows_since += repeatable(rows)

@@ -9,7 +9,7 @@ from catalog.commits import Attempt
 from catalog.connect import Lakehouse
 from catalog.errors import SpecInvalid
 from catalog.ledger import Ledger, checkpoint_rows
-from dlac_pipeline.checkpoint.committing import Committer, Lineage, Prepared
+from dlac_pipeline.checkpoint.committing import Committer, Prepared
 from dlac_pipeline.checkpoint.config import config_digest
 from dlac_pipeline.checkpoint.failures import failure_named
 from dlac_pipeline.checkpoint.foreign import Foreign
@@ -51,7 +51,7 @@ def adopt(lakehouse: Lakehouse, spec: JobSpec, foreign: Foreign) -> str:
             order=opened.order,
             leg=leg,
             leg_is_new=True,
-            lineage=Lineage(parent=None, rows_since=point.rows_since or []),
+            parent=None,
             lakehouse=lakehouse,
             tiers=tiers,
         )

@@ -10,12 +10,11 @@ import secrets
 import socket
 import time
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 from catalog.commits import Attempt, claim, quarantine
 from catalog.connect import Lakehouse
 from catalog.errors import CheckpointDamaged, NoRestorableCheckpoint
-from catalog.ledger import HEAD_KINDS, Ledger, Row, checkpoint_rows, repeatable
+from catalog.ledger import HEAD_KINDS, Ledger, Row, checkpoint_rows
 from dlac_pipeline.checkpoint.restore import Restored, restore
 from dlac_pipeline.checkpoint.store import Tiers, tiers_of
 from dlac_pipeline.plan.leg import Leg
@@ -40,13 +39,10 @@ class ResumePoint:
     host: str = ""
     manifest_uri: str = ""
     manifest_digest: str = ""
-    fetched: list[str] | None = None
-    """Files that came from the store, because the copy on `host` lacked them or had them otherwise."""
     world_size: int = 0
     engine: str = ""
     reader_state: list[list[list[int]]] | None = None
     """Cursor of each source and key group: [pass, block, position, offset]."""
-    rows_since: list[dict[str, Any]] | None = None
     quarantined: list[str] | None = None
     claim_s: float = 0.0
     verify_s: float = 0.0
@@ -174,7 +170,7 @@ def _resume_point(
         verify_s=verify_s,
     )
     if found is None or manifest is None:
-        return replace(base, rows_since=_since(rows, 0))
+        return base
     row = checkpoint_rows(rows)[manifest.checkpoint_id]
     return replace(
         base,
@@ -184,16 +180,10 @@ def _resume_point(
         host=socket.gethostname(),
         manifest_uri=row["manifest_uri"],
         manifest_digest=row["manifest_digest"],
-        fetched=found.fetched,
         world_size=manifest.world_size,
         engine=manifest.engine,
         reader_state=manifest.reader_state,
-        rows_since=_since(rows, int(row["seq"])),
     )
-
-
-def _since(rows: list[Row], seq: int) -> list[dict[str, Any]]:
-    return repeatable([row for row in rows if int(row["seq"]) > seq])
 
 
 def launch_folder_of(rows: list[Row], attempt: int) -> str:
