@@ -1,11 +1,11 @@
-"""What may be appended to a run's ledger, and when: claim, checkpoint, quarantine, name, export, finish
-(design.md sections 6.4 and 7).
+"""What may be appended to a run's ledger, and when: claim, checkpoint, quarantine, name, export, verify,
+finish (design.md sections 6.4 and 7).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -155,7 +155,25 @@ def record_export(ledger: Ledger, run: str, checkpoint_id: str, said: dict[str, 
         if said["digest"] in known:
             return None
         row = {"kind": "export", "checkpoint_id": checkpoint_id, "detail": json.dumps(said)}
-        return _beside(state, row)
+        return _beside(state, [row])
+
+    ledger.append(run, decide)
+
+
+def record_verified(ledger: Ledger, run: str, problems: Mapping[str, str | None], *, verification: str) -> None:
+    """Record whose digests were compared, and what was wrong: id of a checkpoint -> problem, None for a whole one.
+
+    `verification` is the caller's own id of it: after a lost answer it is not recorded twice.
+    """
+
+    def decide(state: RunState) -> Append | None:
+        rows = ledger.rows_at(state, kinds=("verify",))
+        if any(json.loads(row["detail"])["verification"] == verification for row in rows):
+            return None
+        said = {each: {"verification": verification, "problem": problem} for each, problem in problems.items()}
+        return _beside(
+            state, [{"kind": "verify", "checkpoint_id": each, "detail": json.dumps(said[each])} for each in said]
+        )
 
     ledger.append(run, decide)
 
@@ -196,12 +214,12 @@ def names_of(rows: Sequence[Row]) -> dict[str, str]:
 
 def _said_of_name(state: RunState, name: str, checkpoint_id: str | None) -> Append:
     row = {"kind": "name", "checkpoint_id": checkpoint_id, "detail": json.dumps({"name": name})}
-    return _beside(state, row)
+    return _beside(state, [row])
 
 
-def _beside(state: RunState, row: Row) -> Append:
-    """One row that leaves owner and head as they are; whoever owns the run goes on behind it."""
-    return Append(rows=[row], fence=replace(state.fence, seq=state.fence.seq + 1), finished=state.finished)
+def _beside(state: RunState, rows: Sequence[Row]) -> Append:
+    """Rows that leave owner and head as they are; whoever owns the run goes on behind them."""
+    return Append(rows=rows, fence=replace(state.fence, seq=state.fence.seq + 1), finished=state.finished)
 
 
 def check_mine(state: RunState, attempt: Attempt) -> None:

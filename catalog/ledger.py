@@ -26,7 +26,7 @@ from catalog.schemas import CONSUMPTION, FORMAT_VERSION
 
 Row = dict[str, Any]
 T = TypeVar("T")
-HEAD_KINDS = ("checkpoint", "claim", "leg", "quarantine", "retire", "name", "export", "finish")
+HEAD_KINDS = ("checkpoint", "claim", "leg", "quarantine", "retire", "name", "export", "verify", "finish")
 """Every kind but `advance`: what says where a run is, without what it consumed."""
 _DECIDED = ("manifest_uri", "manifest_digest", "model_digest", "committed_at", "format_version", "run")
 """Columns of ledger rows that only their commit decides; manifests leave them out."""

@@ -64,6 +64,7 @@ _AUDIT = (
     "lineage_problems",
     "checkpoint_costs",
     "exports",
+    "verifications",
 )
 _PLAN_IDS = re.compile(r"\b[0-9a-f]{24}\b")
 """The content ids in a leg's JSON."""

@@ -31,6 +31,8 @@ class ListedCheckpoint:
     """None for checkpoints of versions that did not write it down."""
     state: str
     """head; kept; left (not an ancestor of the head); retired; damaged (quarantined)."""
+    verified_at: datetime | None
+    """When all its digests held last, read again by `dlac verify` or for a resume; None: not since it was written."""
     names: list[str]
     """Given by `dlac name`: it is kept as long as it has one."""
     tiers: list[str]
@@ -64,11 +66,18 @@ def list_checkpoints(lakehouse: Lakehouse, run: str) -> list[ListedCheckpoint]:
     while ancestor is not None:
         lineage.add(ancestor)
         ancestor = checkpoints[ancestor]["parent"]
+    verified = _verified(rows)
     named: dict[str, list[str]] = {}
     for name, checkpoint_id in names_of(rows).items():
         named.setdefault(checkpoint_id, []).append(name)
     return [
-        _listed(row, claims[row["attempt"]], named.get(each, []), states.get(each) or _where(each, head, lineage))
+        _listed(
+            row,
+            claims[row["attempt"]],
+            verified.get(each),
+            named.get(each, []),
+            states.get(each) or _where(each, head, lineage),
+        )
         for each, row in checkpoints.items()
     ]
 
@@ -110,7 +119,25 @@ def _retired_meanwhile(lakehouse: Lakehouse, checkpoint: ListedCheckpoint) -> bo
 _OUT = {"retire": "retired", "quarantine": "damaged"}
 
 
-def _listed(row: Row, claim: dict[str, str], names: list[str], state: str) -> ListedCheckpoint:
+def _verified(rows: list[Row]) -> dict[str, datetime]:
+    """Id -> when its digests held last. An attempt that went on from a checkpoint had compared them behind its claim."""
+    found: dict[str, datetime] = {}
+    claimed: dict[int, datetime] = {}
+    for row in rows:  # in order of seq
+        if row["kind"] == "claim":
+            claimed[row["attempt"]] = row["committed_at"]
+        elif row["kind"] == "checkpoint":
+            since, parent = claimed.pop(row["attempt"], None), row["parent"]  # the first one behind the claim
+            if since is not None and parent is not None:
+                found[parent] = max(since, found.get(parent, since))
+        elif row["kind"] == "verify" and json.loads(row["detail"])["problem"] is None:
+            found[row["checkpoint_id"]] = row["committed_at"]
+    return found
+
+
+def _listed(
+    row: Row, claim: dict[str, str], verified_at: datetime | None, names: list[str], state: str
+) -> ListedCheckpoint:
     return ListedCheckpoint(
         run=row["run"],
         checkpoint_id=row["checkpoint_id"],
@@ -119,6 +146,7 @@ def _listed(row: Row, claim: dict[str, str], names: list[str], state: str) -> Li
         committed_at=row["committed_at"],
         bytes=json.loads(row["detail"])["bytes"] if row["detail"] else None,
         state=state,
+        verified_at=verified_at,
         names=names,
         tiers=[] if state == "retired" else ["local", "store"] if _has_copy(row, claim) else ["store"],
         folder=folder_uri(row["manifest_uri"]),

@@ -29,10 +29,10 @@ from dlac_pipeline.checkpoint.manifest import FileEntry
 from dlac_pipeline.checkpoint.phases import Phases
 from dlac_pipeline.checkpoint.rng import save_rng
 from dlac_pipeline.checkpoint.rows import Vote
-from dlac_pipeline.checkpoint.sealing import Sealer, saving
+from dlac_pipeline.checkpoint.sealing import Sealer
 from dlac_pipeline.checkpoint.store import Tiers, stage_name, storing
 from dlac_pipeline.checkpoint.tree import RankTree
-from dlac_pipeline.checkpoint.writing import Copies, CopyMemory, Direct, Writer
+from dlac_pipeline.checkpoint.writing import Copies, CopyMemory, Direct, Save, Writer
 from dlac_pipeline.track.tracker import ReaderStateTracker
 
 
@@ -48,8 +48,8 @@ class Committed:
     loss: float | None
     """Of its step, where it was known."""
     phases: dict[str, float]
-    """Seconds of each phase, of the slowest rank: copy (asynchronous only), write, seal (what sealing took longer than
-    writing), in it the threads' sync or upload, and digest; vote and commit; stall: what training waited; total."""
+    """Seconds of each phase, of the slowest rank: copy (asynchronous only), write, in it digest, seal (what sealing took longer
+    than writing), the threads' sync or upload; vote and commit; stall: what training waited; total."""
     note: Mapping[str, Any]
     """What was to be written beside it: why it was taken."""
 
@@ -122,7 +122,7 @@ class CheckpointManager:
         started = time.monotonic()
         phases = Phases()
         with phases.of("write"):
-            staged = self._stage(engine, tracker, Direct, started, phases, note)
+            staged = self._stage(engine, tracker, Direct, started, phases, note, behind=False)
         committed = self._noting(staged, self._tree)
         committed.phases["stall"] = committed.phases["total"]
         return committed
@@ -137,7 +137,7 @@ class CheckpointManager:
         before = self.settle()
         phases = Phases()
         with phases.of("copy"):
-            staged = self._stage(engine, tracker, partial(Copies, self._memory), started, phases, note)
+            staged = self._stage(engine, tracker, partial(Copies, self._memory), started, phases, note, behind=True)
         phases["stall"] = time.monotonic() - started
         pending: Future[Committed] = Future()
         self._pending = pending
@@ -175,16 +175,18 @@ class CheckpointManager:
         self,
         engine: Engine,
         tracker: ReaderStateTracker,
-        make_writer: Callable[[Callable[[Path], None]], Writer],
+        make_writer: Callable[[Save], Writer],
         started: float,
         phases: Phases,
         note: Mapping[str, Any],
+        *,
+        behind: bool,
     ) -> _Staged:
         """Hand this rank's state to the writer; a rank that cannot, votes no."""
         name = stage_name(attempt=self._attempt.number, step=tracker.step, nonce=self._attempt.nonce)
         folder = self._tiers.folder(name)
-        sealer = Sealer(folder, self._tiers.files, self._tiers.copy_of(name))
-        writer = make_writer(sealer.seal)
+        sealer = Sealer(folder, self._tiers.files, self._tiers.copy_of(name), behind=behind)
+        writer = make_writer(sealer.save)
         failure = None
         try:
             with storing(folder):
@@ -192,7 +194,7 @@ class CheckpointManager:
         except DlacError as err:
             failure = named(err, doing="staging")
         try:  # even without a folder: the engine's save is collective
-            with saving(folder):
+            with storing(folder):
                 engine.save(folder, writer.write)
                 save_rng(folder, self._tree.rank, writer.write)
         except DlacError as err:
@@ -270,7 +272,7 @@ class CheckpointManager:
 
     def _written(self, staged: _Staged) -> list[FileEntry]:
         """This rank's files, durable."""
-        with saving(staged.folder):
+        with storing(staged.folder):
             with staged.phases.of("write"):
                 staged.writer.finish()
             with staged.phases.of("seal"):

@@ -22,5 +22,9 @@ class Phases(dict[str, float]):
         try:
             yield
         finally:
-            with self._adding:
-                self[name] = self.get(name, 0.0) + time.monotonic() - started
+            self.add(name, time.monotonic() - started)
+
+    def add(self, name: str, seconds: float) -> None:
+        """Count these to a phase."""
+        with self._adding:
+            self[name] = self.get(name, 0.0) + seconds

@@ -1,43 +1,58 @@
-"""From files that an engine wrote to entries of the manifest: durable in the store, and digested.
+"""From an engine's states to entries of the manifest: written, digested, and durable in the store.
 
-Files are sealed by threads while the engine writes the next ones: digests cost little beside the disk. A copy that lies
-before the store needs no fsync: it is used only where its digests hold.
+Files are made durable by threads while the next ones are written. A copy that lies before the store needs no fsync: it is used
+only where its digests hold.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import sys
+import threading
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from catalog.durable_io import fsync_directory
-from dlac_pipeline.checkpoint.engines import failed_write
-from dlac_pipeline.checkpoint.files import StoreFiles, below, file_digest, sync_file
+from dlac_pipeline.checkpoint.files import StoreFiles, below, sync_file
 from dlac_pipeline.checkpoint.manifest import FileEntry
 from dlac_pipeline.checkpoint.phases import Phases
-from dlac_pipeline.checkpoint.store import storing
+from dlac_pipeline.checkpoint.streamed import write_state
 
 _THREADS = 4
 
 
 class Sealer:
-    """The files of one rank in a checkpoint's `folder`; `store` is the address of its copy, None for a folder in the store."""
+    """The files of one rank in a checkpoint's `folder`; `store` is the address of its copy, None for a folder in the store.
 
-    def __init__(self, folder: Path, files: StoreFiles, store: str | None) -> None:
+    `behind`: training goes on meanwhile, and writing gives way to it.
+    """
+
+    def __init__(self, folder: Path, files: StoreFiles, store: str | None, *, behind: bool = False) -> None:
         self._folder = folder
         self._files = files
         self._store = store
+        # Writing only: threads that others start, as pyarrow does for reading, would inherit the priority for good.
+        self._behind = ThreadPoolExecutor(1, "writing", initializer=_give_way) if behind else None
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="sealing")
-        self._sealed: list[tuple[Future[None], Future[FileEntry]]] = []
+        self._sealed: list[tuple[Future[None], FileEntry]] = []
         self.phases = Phases()
-        """Seconds of threads: sync, digest, upload."""
+        """Seconds: digest, in writing; of threads: sync, upload."""
 
-    def seal(self, path: Path) -> None:
-        """`path` is written: begin to seal it."""
+    def save(self, state: Any, path: Path) -> None:
+        """Write `state` to `path`, and begin to make it durable.
+
+        Raises:
+            OSError: it cannot be written.
+        """
         store = self._store
+        write = partial(write_state, state, path, direct=store is None)
+        written = write() if self._behind is None else self._behind.submit(write).result()
+        self.phases.add("digest", written.digest_s)
         durable = self._pool.submit(self._sync, path) if store is None else self._pool.submit(self._upload, path, store)
-        self._sealed.append((durable, self._pool.submit(self._digested, path)))
+        name = str(path.relative_to(self._folder))
+        self._sealed.append((durable, FileEntry(path=name, bytes=written.bytes, digest=written.digest)))
 
     def finish(self) -> list[FileEntry]:
         """The entries of all files, which are durable now.
@@ -49,13 +64,15 @@ class Sealer:
         try:
             for durable, _ in self._sealed:
                 durable.result()
-            return [entry.result() for _, entry in self._sealed]
+            return [entry for _, entry in self._sealed]
         finally:
             self.close()
 
     def close(self) -> None:
         """End the threads; what is not sealed by now never is."""
         self._pool.shutdown(wait=True, cancel_futures=True)
+        if self._behind is not None:
+            self._behind.shutdown()
 
     def _sync(self, path: Path) -> None:
         with self.phases.of("sync"):
@@ -66,17 +83,8 @@ class Sealer:
         with self.phases.of("upload"):
             self._files.put(path, below(store, str(path.relative_to(self._folder))))
 
-    def _digested(self, path: Path) -> FileEntry:
-        with self.phases.of("digest"):
-            digest = file_digest(path)
-        return FileEntry(path=str(path.relative_to(self._folder)), bytes=path.stat().st_size, digest=digest)
 
-
-@contextmanager
-def saving(folder: Path) -> Iterator[None]:
-    """Turn failures to write, torch's own among them, into `StoreUnavailable`."""
-    with storing(folder):
-        try:
-            yield
-        except RuntimeError as err:
-            raise failed_write(err) from err
+def _give_way() -> None:
+    """Let the processor's other threads go first."""
+    if sys.platform == "linux":  # elsewhere this would be the whole process
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), int(os.environ.get("DLAC_NICE", "10")))

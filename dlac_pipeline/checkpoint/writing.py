@@ -10,6 +10,8 @@ from typing import Any, Protocol
 
 import torch
 
+from dlac_pipeline.checkpoint.streamed import write_state
+
 
 class Write(Protocol):
     """Takes one file of a checkpoint: where it is to lie, and what is to be in it."""
@@ -18,7 +20,7 @@ class Write(Protocol):
         """Write or copy `state`, which may change afterwards.
 
         Raises:
-            OSError, RuntimeError: it cannot be written.
+            OSError: it cannot be written.
         """
 
 
@@ -36,24 +38,23 @@ class Writer(Protocol):
         """Everything is in its file now.
 
         Raises:
-            OSError, RuntimeError: something cannot be written.
+            OSError: something cannot be written.
         """
 
 
-def _untold(path: Path) -> None:
-    """Nobody waits for the file."""
+Save = Callable[[Any, Path], object]
+"""Writes a state to a file, in any thread."""
 
 
 class Direct:
-    """Writes at once; `written` is told of every file."""
+    """Writes at once, with `save`."""
 
-    def __init__(self, written: Callable[[Path], None] = _untold) -> None:
-        self._written = written
+    def __init__(self, save: Save = write_state) -> None:
+        self._save = save
 
     def write(self, path: Path, state: Any) -> None:
         """Write it."""
-        torch.save(state, path)
-        self._written(path)
+        self._save(state, path)
 
     def handed_over(self) -> None:
         """Nothing is kept."""
@@ -93,14 +94,11 @@ class CopyMemory:
 
 
 class Copies:
-    """Copies every state, tensors with the storages that they share; `finish` writes the copies, in any thread.
+    """Copies every state, tensors with the storages that they share; `finish` writes the copies with `save`, in any thread."""
 
-    `written` is told of every file.
-    """
-
-    def __init__(self, memory: CopyMemory, written: Callable[[Path], None] = _untold) -> None:
+    def __init__(self, memory: CopyMemory, save: Save = write_state) -> None:
         self._memory = memory
-        self._written = written
+        self._save = save
         self._states: list[tuple[Path, Any]] = []
         self._storages: dict[tuple[int, int], torch.UntypedStorage] = {}
         self._originals: list[torch.UntypedStorage] = []
@@ -124,8 +122,7 @@ class Copies:
     def finish(self) -> None:
         """Write the copies, and let the memory be used again."""
         for path, state in self._states:
-            torch.save(state, path)
-            self._written(path)
+            self._save(state, path)
         self._states.clear()
         self._memory.give_back(self.storages)
         self._storages.clear()

@@ -7,6 +7,7 @@ import sys
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
+from secrets import token_hex
 from typing import Annotated
 
 import typer
@@ -44,7 +45,7 @@ def checkpoints(run: RunName, home: Home = None, spec: SpecOption = None, as_jso
     if as_json:
         sys.stdout.write(json.dumps([asdict(each) for each in listed], default=str) + "\n")
         return
-    table = Table("step", "checkpoint", "committed", "size", "attempt", "tiers", "state", "names")
+    table = Table("step", "checkpoint", "committed", "size", "attempt", "tiers", "verified", "state", "names")
     for each in listed:
         size = "" if each.bytes is None else decimal(each.bytes)
         tiers = " ".join(each.tiers)
@@ -55,6 +56,7 @@ def checkpoints(run: RunName, home: Home = None, spec: SpecOption = None, as_jso
             size,
             each.attempt,
             tiers,
+            "" if each.verified_at is None else ago(each.verified_at),
             each.state,
             " ".join(each.names),
         )
@@ -100,26 +102,31 @@ def verify(
         int | None, typer.Option(help="Only the checkpoint of this step; unset: every one that is kept.")
     ] = None,
 ) -> None:
-    """Read the files of a run's checkpoints again and compare their digests; exit status 0 only if all hold."""
+    """Read the files of a run's checkpoints again and compare their digests; exit status 0 only if all hold.
+
+    What was found goes into the ledger; `dlac checkpoints` says when each was whole last.
+    """
+    from catalog.commits import record_verified
     from dlac_pipeline.checkpoint.listing import verify_checkpoints
     from dlac_pipeline.checkpoint.store import tiers_of
 
-    damaged = False
+    problems: dict[str, str | None] = {}
     lakehouse, files = lakehouse_of(spec, home), None
     with suppress(NoSuchRun):  # launched from another machine: what the lakehouse says has to do
         files = tiers_of(last_spec(lakehouse, run) if spec is None else resolved(spec, home)).files
     with steps_bar() as bar:
         task = bar.add_task("reading checkpoints", total=None)
         for verdict in verify_checkpoints(
-            lakehouse_of(spec, home),
+            lakehouse,
             run,
             step,
             files=files,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         ):
-            damaged = damaged or verdict.problem is not None
+            problems[verdict.checkpoint.checkpoint_id] = verdict.problem
             OUT.print(f"step {verdict.checkpoint.step}: {verdict.problem or 'whole'}", markup=False, soft_wrap=True)
-    if damaged:
+    record_verified(Ledger(lakehouse), run, problems, verification=token_hex(8))
+    if any(problems.values()):
         raise typer.Exit(1)
 
 

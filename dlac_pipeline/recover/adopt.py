@@ -14,8 +14,8 @@ from dlac_pipeline.checkpoint.config import config_digest
 from dlac_pipeline.checkpoint.failures import failure_named
 from dlac_pipeline.checkpoint.foreign import Foreign
 from dlac_pipeline.checkpoint.rows import Vote
-from dlac_pipeline.checkpoint.sealing import Sealer, saving
-from dlac_pipeline.checkpoint.store import stage_name, tiers_of
+from dlac_pipeline.checkpoint.sealing import Sealer
+from dlac_pipeline.checkpoint.store import stage_name, storing, tiers_of
 from dlac_pipeline.checkpoint.writing import Direct
 from dlac_pipeline.plan.leg import Leg
 from dlac_pipeline.read.open import open_leg
@@ -59,10 +59,10 @@ def adopt(lakehouse: Lakehouse, spec: JobSpec, foreign: Foreign) -> str:
         folder = tiers.folder(name)
         sealer = Sealer(folder, tiers.files, tiers.copy_of(name))
         try:
-            with saving(folder), warnings.catch_warnings():
+            with storing(folder), warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
                 folder.mkdir(parents=True)
-                foreign.copy(folder, Direct(sealer.seal).write)
+                foreign.copy(folder, Direct(sealer.save).write)
                 files = [asdict(entry) for entry in sealer.finish()]
         finally:
             sealer.close()

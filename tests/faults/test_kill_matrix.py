@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from tests.conftest import Arena
 
 ENGINES = ["zero0", "zero1", "zero2", "zero3", "dcp"]
-PHASES = ["copy", "write", "digest", "vote", "manifest", "before-commit", "after-commit"]
+PHASES = ["copy", "write", "sync", "vote", "manifest", "before-commit", "after-commit"]
 CELLS = [
     (engine, mode, phase)
     for engine in ENGINES

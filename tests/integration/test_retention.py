@@ -15,6 +15,7 @@ from catalog.errors import NoSuchRun, RunFinished, SpecInvalid, StoreUnavailable
 from catalog.ledger import Ledger, Row
 from dlac_pipeline import TorchState, training_run
 from dlac_pipeline.audit.audit import audit_run
+from dlac_pipeline.audit.lakehouse_sql import open_audit
 from dlac_pipeline.checkpoint.files import StoreFiles, path_at
 from dlac_pipeline.checkpoint.listing import list_checkpoints, verify_checkpoints
 from dlac_pipeline.checkpoint.manifest import read_manifest
@@ -187,6 +188,7 @@ def test_the_command_line_lists_and_verifies(arena: Arena) -> None:
         (16, "head"),
     ]
     assert all(each["bytes"] > 1000 for each in listed)
+    assert [each["verified_at"] for each in listed] == [None] * 4
     shown = dlac("checkpoints", "r", home=arena.home)
     assert shown.returncode == 0
     assert "retired" in shown.stdout
@@ -201,6 +203,12 @@ def test_the_command_line_lists_and_verifies(arena: Arena) -> None:
     assert f"step 16: expected {file.as_uri()!r} to have digest" in damaged.stdout
     assert "step 15: whole" in damaged.stdout
     assert dlac("verify", "r", "--step", "15", home=arena.home).returncode == 0
+    first, *_, last = arena.rows("r", "verify")
+    verified = [each.verified_at for each in list_checkpoints(arena.lakehouse, "r")]
+    assert verified == [None, None, last["committed_at"], first["committed_at"]]
+    with open_audit(arena.lakehouse) as connection:
+        said = connection.sql("SELECT step, problem IS NULL FROM verifications ORDER BY verified_at, step").fetchall()
+    assert said == [(15, True), (16, True), (15, True), (16, False), (15, True)]
     with pytest.raises(NoSuchRun, match="at step 5, found"):
         list(verify_checkpoints(arena.lakehouse, "r", 5))
 

@@ -1,7 +1,7 @@
 """train_deepspeed or train_fsdp2, of which one rank kills itself in one phase of one checkpoint of the run's first attempt.
 
-$KILL is PHASE@STEP. copy, write, digest and vote kill the last rank: behind the copy of its first file, when half of a file
-is written, before the first digest, before its vote is sent. manifest, before-commit and after-commit kill the coordinator:
+$KILL is PHASE@STEP. copy, write, sync and vote kill the last rank: behind the copy of its first file, when half of a file
+is written, before the first file is durable, before its vote is sent. manifest, before-commit, after-commit kill the coordinator:
 when the manifest has its bytes but not its name, and around the ledger's commit. $ENGINE is dcp or zero,
 of which param `stage` says the stage.
 """
@@ -11,8 +11,6 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
-
-import torch
 
 from dlac_pipeline.checkpoint import committing, manager, sealing, writing
 from dlac_pipeline.checkpoint.tree import RankTree
@@ -70,13 +68,14 @@ def after(real: Any) -> Any:
 def halfway(real: Any) -> Any:
     """Die with half of a file written."""
 
-    def save(state: Any, path: Path) -> None:
-        real(state, path)
+    def write_state(state: Any, path: Path, **rest: Any) -> Any:
+        written = real(state, path, **rest)
         if _due:
             os.truncate(path, path.stat().st_size // 2)
             die()
+        return written
 
-    return save
+    return write_state
 
 
 def unnamed(real: Any) -> Any:
@@ -91,15 +90,6 @@ def unnamed(real: Any) -> Any:
     return write_durably
 
 
-class _TorchOfWriting:
-    """torch, as the module that writes sees it."""
-
-    save = staticmethod(halfway(torch.save))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
-
-
 def sabotage() -> None:
     """Arrange for this rank's death, if it is the one."""
     replace(manager, "stage_name", noting)
@@ -108,9 +98,9 @@ def sabotage() -> None:
     if last and PHASE == "copy":
         replace(writing.Copies, "write", after)
     if last and PHASE == "write":
-        replace(writing, "torch", lambda _: _TorchOfWriting())
-    if last and PHASE == "digest":
-        replace(sealing, "file_digest", before)
+        replace(sealing, "write_state", halfway)
+    if last and PHASE == "sync":
+        replace(sealing, "sync_file", before)
     if last and PHASE == "vote":
         replace(RankTree, "gather", before)
     if coordinator and PHASE == "manifest":

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,19 +13,16 @@ import torch
 from dlac_pipeline.checkpoint.writing import Copies, CopyMemory, Direct, Writer
 
 
-def saved(make_writer: Callable[[Callable[[Path], None]], Writer], folder: Path, state: Any) -> Any:
+def saved(writer: Writer, folder: Path, state: Any) -> Any:
     """What lies in the file of a state."""
-    written: list[Path] = []
-    writer = make_writer(written.append)
     writer.write(folder / "state.pt", state)
     writer.finish()
-    (path,) = written
-    return torch.load(path, weights_only=False)
+    return torch.load(folder / "state.pt", weights_only=False)
 
 
-def copying(memory: CopyMemory | None = None) -> Callable[[Callable[[Path], None]], Copies]:
-    """What makes a writer of copies."""
-    return partial(Copies, memory or CopyMemory())
+def copying() -> Copies:
+    """A writer of copies."""
+    return Copies(CopyMemory())
 
 
 def test_what_changes_after_the_copy_is_not_in_it(tmp_path: Path) -> None:
@@ -67,7 +62,7 @@ def test_a_model_and_its_optimizer_come_back_as_when_written_at_once(tmp_path: P
     }
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
-    first, second = saved(Direct, tmp_path / "a", state), saved(copying(), tmp_path / "b", state)
+    first, second = saved(Direct(), tmp_path / "a", state), saved(copying(), tmp_path / "b", state)
     assert str(first) == str(second)
     assert first["extra"].dtype == second["extra"].dtype == dtype
     assert isinstance(second["model"], OrderedDict)
@@ -144,10 +139,10 @@ def test_named_tuples_and_memory_of_other_sizes(tmp_path: Path) -> None:
     for size in (1000, 2000, 3000):
         copies = Copies(memory)
         pair = Pair(torch.full((size,), 7.0), 3)
-        copies.write(tmp_path / "pair.pt", pair)
+        copies.write(tmp_path / f"{size}.pt", pair)
         copies.handed_over()
         pair.first.zero_()
         copies.finish()
-        found = torch.load(tmp_path / "pair.pt", weights_only=False)
+        found = torch.load(tmp_path / f"{size}.pt", weights_only=False)
         assert (found.first.mean().item(), found.second) == (7.0, 3)
         assert memory.kept_bytes == 4 * size

@@ -10,10 +10,10 @@ from typing import Any
 
 from dlac_pipeline.checkpoint.engines.deepspeed_state import DeepSpeedState, skip_shared_memory_op
 from dlac_pipeline.checkpoint.engines.distributed_state import DistributedState
-from dlac_pipeline.checkpoint.engines.engine import Engine, failed_write
+from dlac_pipeline.checkpoint.engines.engine import Engine
 from dlac_pipeline.checkpoint.engines.torch_state import TorchState
 
-__all__ = ["DistributedState", "Engine", "TorchState", "adapt", "failed_write", "skip_shared_memory_op"]
+__all__ = ["DistributedState", "Engine", "TorchState", "adapt", "skip_shared_memory_op"]
 
 
 def adapt(engine: Any) -> Engine:

@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from catalog.errors import CheckpointDamaged, WorldSizeUnsupported
-from dlac_pipeline.checkpoint.engines.engine import Convert, failed_write
+from dlac_pipeline.checkpoint.engines.engine import Convert
 from dlac_pipeline.checkpoint.engines.safe_load import only_tensors
 from dlac_pipeline.checkpoint.engines.universal import INFO, load_rest, loading_universal, safe_classes, to_universal
 from dlac_pipeline.checkpoint.writing import Write
@@ -122,8 +122,8 @@ def _recorder(write: Write) -> Any:
         def save(self, state_dict: Any, path: str) -> None:
             try:
                 write(Path(path), state_dict)
-            except (OSError, RuntimeError) as err:
-                self.failure = failed_write(err)
+            except OSError as err:
+                self.failure = err
 
         def load(self, path: str, map_location: Any = None) -> Any:
             raise NotImplementedError("expected DeepSpeed to save only")

@@ -21,7 +21,7 @@ class Engine(Protocol):
         """Hand over this rank's part, file by file in `folder`. Collective.
 
         Raises:
-            OSError, RuntimeError: from `write`; no rank may be left waiting for this one.
+            OSError: from `write`; no rank may be left waiting for this one.
         """
 
     def load(self, folder: Path, *, saved_world_size: int) -> None:
@@ -41,16 +41,3 @@ class Engine(Protocol):
 
     def step_applied(self) -> bool:
         """Whether the engine applied the last optimizer step (false on an fp16 overflow)."""
-
-
-def failed_write(err: OSError | RuntimeError) -> OSError:
-    """The failure to write that `err` stands for: torch.save reports a full disk as a RuntimeError of its zip writer.
-
-    Raises:
-        RuntimeError: `err` itself, when it is about something else.
-    """
-    if isinstance(err, OSError):
-        return err
-    if any(sign in str(err) for sign in ("unexpected pos", "PytorchStreamWriter", "Parent directory")):
-        return OSError(str(err))
-    raise err

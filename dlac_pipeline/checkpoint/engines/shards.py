@@ -37,7 +37,6 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from catalog.errors import FormatTooNew
-from dlac_pipeline.checkpoint.engines.engine import failed_write
 from dlac_pipeline.checkpoint.engines.safe_load import load_tensors
 from dlac_pipeline.checkpoint.writing import Write
 
@@ -108,8 +107,8 @@ class ShardWriter(StorageWriter):
     def _hand_over(self, name: str, state: Any) -> None:
         try:
             self._write(self._folder / name, state)
-        except (OSError, RuntimeError) as err:
-            self.failure = failed_write(err)
+        except OSError as err:
+            self.failure = err
 
 
 class ShardReader(StorageReader):
