@@ -204,6 +204,10 @@ class CheckpointSpec(_Section):
     mtbf_s: float = Field(
         default=86_400.0, description='For "auto": mean time between failures, until this run has failed.', gt=0
     )
+    engine: Literal["auto", "torch", "dcp", "deepspeed"] = Field(
+        default="auto",
+        description='Which adapter saves and loads the state; "auto": the one for what the script restores.',
+    )
     mode: Literal["synchronous", "asynchronous"] = Field(
         default="synchronous",
         description="Whether training waits until a checkpoint is committed, or only while the state is copied to memory.",

@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -133,19 +134,21 @@ class TrainingRun:
         """Id of the last committed checkpoint."""
         return self._manager.head
 
-    def restore(self, engine: object) -> None:
+    def restore(self, engine: object = None, **parts: Any) -> None:
         """Name the engine whose state is checkpointed, and load the resume point into it, if there is one.
 
-        Takes a DeepSpeed engine, or an adapter such as `TorchState(model=model, optimizer=optimizer)`.
+        Takes a DeepSpeed engine, an adapter such as `TorchState(model=model, optimizer=optimizer)`, or such parts alone, for
+        which the job spec's `checkpoint.engine` names the adapter ("auto": by whether the model is sharded).
 
         Raises:
+            SpecInvalid: the job spec names another engine.
             ResumeMismatch: the checkpoint was saved by another kind of engine.
             WorldSizeUnsupported: the saved state cannot be converted to this number of ranks.
             CheckpointUnsafe: there is more in the checkpoint than tensors and plain values.
             StoreUnavailable, CheckpointDamaged: its files could not be brought to one of several machines.
         """
         self._progress.write(self.step, Phase.LOADING)
-        self._engine = adapt(engine)
+        self._engine = adapt(engine, self.spec.checkpoint.engine, **parts)
         point = self.resume_point
         if point.folder is None:
             seed_rng(self.spec.order.seed, 0, self.rank)

@@ -8,6 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch.distributed.tensor import DTensor
+from torch.nn import Module
+
+from catalog.errors import SpecInvalid
 from dlac_pipeline.checkpoint.engines.deepspeed_state import DeepSpeedState, skip_shared_memory_op
 from dlac_pipeline.checkpoint.engines.distributed_state import DistributedState
 from dlac_pipeline.checkpoint.engines.engine import Engine
@@ -16,9 +20,36 @@ from dlac_pipeline.checkpoint.engines.torch_state import TorchState
 __all__ = ["DistributedState", "Engine", "TorchState", "adapt", "skip_shared_memory_op"]
 
 
-def adapt(engine: Any) -> Engine:
-    """The adapter for what a training script holds: a DeepSpeed engine, or an adapter such as `TorchState`."""
-    if type(engine).__module__.startswith("deepspeed."):
-        return DeepSpeedState(engine)
-    adapter: Engine = engine
+def adapt(engine: Any, wanted: str = "auto", **parts: Any) -> Engine:
+    """The adapter for what a training script holds: a DeepSpeed engine, an adapter, or parts for which `wanted` names one.
+
+    Raises:
+        SpecInvalid: the script holds something else than the job spec's `checkpoint.engine`.
+    """
+    if engine is not None and parts:
+        raise SpecInvalid(
+            f"expected run.restore(engine) or run.restore(model=..., optimizer=...), found both: {type(engine).__name__} "
+            f"and {sorted(parts)!r}: put all parts into one"
+        )
+    if engine is None:
+        return _made_for(parts, wanted)
+    adapter: Engine = DeepSpeedState(engine) if type(engine).__module__.startswith("deepspeed.") else engine
+    if wanted not in ("auto", adapter.name):
+        raise SpecInvalid(
+            f"expected the engine that the job spec names, checkpoint.engine = {wanted!r}, found that the script restores "
+            f'{adapter.name!r}: change one of them, or leave checkpoint.engine at "auto"'
+        )
     return adapter
+
+
+def _made_for(parts: dict[str, Any], wanted: str) -> Engine:
+    model = parts.get("model")
+    if wanted == "deepspeed" or not parts:
+        raise SpecInvalid(
+            f"expected a DeepSpeed engine in run.restore(engine), or parts such as model=model and optimizer=optimizer, "
+            f"found {sorted(parts)!r}, with checkpoint.engine = {wanted!r}"
+        )
+    sharded = isinstance(model, Module) and any(isinstance(each, DTensor) for each in model.parameters())
+    if wanted == "dcp" or (wanted == "auto" and sharded):
+        return DistributedState(**parts)
+    return TorchState(**parts)
