@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import signal
 import socket
@@ -34,6 +35,8 @@ class Exit:
     message: str = ""
     detail: dict[str, Any] = field(default_factory=dict)
     """What the error says besides, for programs."""
+    at: float = math.inf
+    """When it left its reason behind, in seconds since the epoch."""
 
     def __str__(self) -> str:
         if self.code < 0:
@@ -63,8 +66,12 @@ class RankGroup:
         return [read_progress(self.folder, rank) for rank in range(self.world_size)]
 
     def failures(self) -> list[Exit]:
-        """Ranks that ended badly. One that died without a reason after all its work, while Python shut down, did not."""
-        return [exit_ for exit_ in self._exits() if exit_.code != 0 and (exit_.kind or not self._was_done(exit_.rank))]
+        """Ranks that ended badly. One that died without a reason after all its work, while Python shut down, did not.
+
+        Once there is one, also those that are still on their way out, with their reasons: theirs may be the cause.
+        """
+        ended = [exit_ for exit_ in self._exits() if exit_.code != 0 and (exit_.kind or not self._was_done(exit_.rank))]
+        return ended and [*ended, *self._leaving()]
 
     def all_exited(self) -> bool:
         """Whether no rank is running."""
@@ -92,10 +99,21 @@ class RankGroup:
         for rank, process in enumerate(self._processes):
             code = process.poll()
             if code is not None:
-                left = self.folder / f"error-{rank:05d}.json"
-                reason = json.loads(text) if left.exists() and (text := left.read_text().strip()) else {}
-                found.append(Exit(rank=rank, code=code, **reason))
+                found.append(Exit(rank=rank, code=code, **self._reason(rank)))
         return found
+
+    def _leaving(self) -> list[Exit]:
+        running = [rank for rank, process in enumerate(self._processes) if process.poll() is None]
+        return [Exit(rank=rank, code=1, **reason) for rank in running if (reason := self._reason(rank))]
+
+    def _reason(self, rank: int) -> dict[str, Any]:
+        """What the rank has left behind of why it fails; nothing, if nothing, or only half of it."""
+        left = self.folder / f"error-{rank:05d}.json"
+        try:
+            reason: dict[str, Any] = json.loads(left.read_bytes())
+        except (FileNotFoundError, ValueError):
+            return {}
+        return reason
 
     def _was_done(self, rank: int) -> bool:
         progress = read_progress(self.folder, rank)

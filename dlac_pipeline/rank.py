@@ -11,6 +11,7 @@ import os
 import runpy
 import signal
 import sys
+import time
 import traceback
 from contextlib import suppress
 from pathlib import Path
@@ -55,15 +56,19 @@ def _reason_file() -> Path:
 
 
 def leave_reason(err: Exception) -> None:
-    """Overwrite the reserved blanks: the reason may be that the disk is full. Of a DLAC error its public class is named."""
+    """Overwrite the reserved blanks, or an earlier reason: this one may be that the disk is full.
+
+    Of a DLAC error its public class is named.
+    """
     public = [each for each in type(err).__mro__ if each.__module__ == DlacError.__module__]
     reason = {
         "kind": (public or [type(err)])[0].__name__,
         "message": str(err)[: _RESERVED_BYTES // 8],
         "detail": getattr(err, "detail", {}),
+        "at": time.time(),
     }
     with _reason_file().open("r+b") as stream:
-        stream.write(json.dumps(reason, ensure_ascii=False).encode(errors="replace"))
+        stream.write(json.dumps(reason, ensure_ascii=False).encode(errors="replace").ljust(_RESERVED_BYTES))
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ from dlac_pipeline.plan.leg import Leg
 from dlac_pipeline.plan.order import LegOrder, ReaderState
 from dlac_pipeline.plan.source_order import Cursor
 from dlac_pipeline.progress import EventWriter, Phase, ProgressWriter
-from dlac_pipeline.rank import LAUNCH_VARIABLE
+from dlac_pipeline.rank import LAUNCH_VARIABLE, leave_reason
 from dlac_pipeline.read.batch import Batch
 from dlac_pipeline.read.exchange import summing_over
 from dlac_pipeline.read.open import open_leg
@@ -77,6 +77,12 @@ def training_run(spec: str | Path | None = None, *, takeover: bool = False) -> I
         try:
             yield run
             run.settle()
+        except Exception as err:
+            if (
+                folder is not None
+            ):  # before the connections close: other ranks fail of that at once, and are not the cause
+                leave_reason(err)
+            raise
         finally:
             run.close()
 

@@ -391,8 +391,9 @@ def _check_current(lakehouse: Lakehouse, run: str, attempt: int | None) -> None:
 def _first_cause(failures: list[Exit]) -> Exit:
     """The failure that explains the others: a named error that ends the run, a signal, else the first.
 
-    When one rank dies the others follow with errors of their broken connections.
+    When one rank dies the others follow with errors of their broken connections, and may be gone before it is.
     """
+    failures = sorted(failures, key=lambda failure: failure.at)
     for failure in failures:
         kind = getattr(errors, failure.kind, None)
         if isinstance(kind, type) and issubclass(kind, DlacError):
