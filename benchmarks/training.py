@@ -34,7 +34,10 @@ Measured = dict[str, Any]
 def main() -> None:
     """Train, and report."""
     quick = "--quick" in sys.argv[1:]
-    params, block, pairs = (_QUICK, 10, 4) if quick else (_FULL, 34, 11)
+    params, block_s, pairs = (_QUICK, 3.0, 4) if quick else (_FULL, 30.0, 11)
+    with tempfile.TemporaryDirectory(prefix="dlac-training-") as home:
+        tried = _train(Path(home), params, block=4, pairs=1)["stamps_s"]
+    block = round(block_s / statistics.median(after - before for before, after in pairwise(tried)))
     with tempfile.TemporaryDirectory(prefix="dlac-training-") as home:
         found = _train(Path(home), params, block, pairs)
     blocks = [after - before for before, after in pairwise(found["stamps_s"][block - 1 :: block])]

@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dlac_pipeline.checkpoint.engines import DistributedState, TorchState
+    from dlac_pipeline.checkpoint.engines import TorchState
+    from dlac_pipeline.checkpoint.engines.distributed_state import DistributedState
     from dlac_pipeline.dataset import DlacDataset, open_dataset
     from dlac_pipeline.read.batch import Batch
     from dlac_pipeline.worker import TrainingRun, training_run
@@ -18,7 +19,7 @@ __all__ = ["Batch", "DistributedState", "DlacDataset", "TorchState", "TrainingRu
 
 _HOMES = {
     "Batch": "dlac_pipeline.read.batch",
-    "DistributedState": "dlac_pipeline.checkpoint.engines",
+    "DistributedState": "dlac_pipeline.checkpoint.engines.distributed_state",
     "DlacDataset": "dlac_pipeline.dataset",
     "TorchState": "dlac_pipeline.checkpoint.engines",
     "TrainingRun": "dlac_pipeline.worker",

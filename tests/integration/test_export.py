@@ -85,7 +85,7 @@ def test_what_cannot_be_exported_is_refused(arena: Arena) -> None:
 
 def test_shards_become_whole(tmp_path: Path) -> None:
     """A checkpoint of `DistributedState` gives the tensors that the model has."""
-    from dlac_pipeline.checkpoint.engines import DistributedState
+    from dlac_pipeline.checkpoint.engines.distributed_state import DistributedState
     from dlac_pipeline.checkpoint.writing import Direct
 
     model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3))

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from catalog.errors import SpecInvalid
-from dlac_pipeline.checkpoint.engines import DistributedState, TorchState, adapt
+from dlac_pipeline.checkpoint.engines import TorchState, adapt
+from dlac_pipeline.checkpoint.engines.distributed_state import DistributedState
 
 
 def parts() -> dict[str, object]:

@@ -6,18 +6,17 @@ business. It is only ever handed a folder whose digests hold.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
-from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
 from catalog.errors import SpecInvalid
 from dlac_pipeline.checkpoint.engines.deepspeed_state import DeepSpeedState, skip_shared_memory_op
-from dlac_pipeline.checkpoint.engines.distributed_state import DistributedState
 from dlac_pipeline.checkpoint.engines.engine import Engine
 from dlac_pipeline.checkpoint.engines.torch_state import TorchState
 
-__all__ = ["DistributedState", "Engine", "TorchState", "adapt", "skip_shared_memory_op"]
+__all__ = ["Engine", "TorchState", "adapt", "skip_shared_memory_op"]
 
 
 def adapt(engine: Any, wanted: str = "auto", **parts: Any) -> Engine:
@@ -49,7 +48,16 @@ def _made_for(parts: dict[str, Any], wanted: str) -> Engine:
             f"expected a DeepSpeed engine in run.restore(engine), or parts such as model=model and optimizer=optimizer, "
             f"found {sorted(parts)!r}, with checkpoint.engine = {wanted!r}"
         )
-    sharded = isinstance(model, Module) and any(isinstance(each, DTensor) for each in model.parameters())
-    if wanted == "dcp" or (wanted == "auto" and sharded):
+    if wanted == "dcp" or (wanted == "auto" and isinstance(model, Module) and _is_sharded(model)):
+        from dlac_pipeline.checkpoint.engines.distributed_state import DistributedState  # imports DCP: a second
+
         return DistributedState(**parts)
     return TorchState(**parts)
+
+
+def _is_sharded(model: Module) -> bool:
+    if "torch.distributed.tensor" not in sys.modules:
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return any(isinstance(each, DTensor) for each in model.parameters())
