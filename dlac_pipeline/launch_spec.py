@@ -51,6 +51,24 @@ class LaunchSpec(BaseModel):
     attempts_without_progress: int = Field(
         default=3, description="Attempts in a row that commit nothing before the run stops with NoProgress.", ge=1
     )
+    deaths_at_same_rows: int = Field(
+        default=3,
+        description="Attempts in a row that die in the same step, with its batch in hand, before the rows of that batch are "
+        "quarantined and the run goes on without them; 0: never.",
+        ge=0,
+    )
+    straggler_factor: float = Field(
+        default=2.0,
+        description="A rank is told as a straggler when its own time in a phase is so many times the median of the other ranks'; "
+        "0: never.",
+        ge=0,
+    )
+    straggler_s: float = Field(
+        default=1.0, description="And when it is slower than that median by at least so many seconds (per step).", ge=0
+    )
+    straggler_steps: int = Field(
+        default=5, description="Steps in a row over which reading and computing are compared.", ge=1
+    )
 
     @property
     def leave_s(self) -> float:

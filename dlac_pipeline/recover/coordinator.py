@@ -46,6 +46,8 @@ class ResumePoint:
     quarantined: list[str] | None = None
     claim_s: float = 0.0
     verify_s: float = 0.0
+    rehearses_until: int = 0
+    """The step with which a rehearsal ends, which commits nothing; 0: this is none."""
 
     def to_json(self) -> str:
         """This resume point, for the ranks."""
