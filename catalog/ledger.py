@@ -127,6 +127,21 @@ class Ledger:
         rows = self.head_rows(run)
         return restorable(run, rows, fence_of_rows(rows).head, step)
 
+    def consumed_by(self, run: str, checkpoints: Sequence[str]) -> dict[str, int]:
+        """Checkpoint id -> rows that it consumed since its parent, of these checkpoints."""
+        if not checkpoints:
+            return {}
+        wanted = And(And(equals("run", run), equals("kind", "advance")), among("checkpoint_id", checkpoints))
+        names = ("checkpoint_id", "rows_consumed")
+        with reachable(self.lakehouse.config.uri):
+            found = rereading()(
+                lambda: self.lakehouse.own("consumption").scan(row_filter=wanted, selected_fields=names).to_arrow()
+            )
+        totals = dict.fromkeys(checkpoints, 0)
+        for row in found.to_pylist():
+            totals[row["checkpoint_id"]] += row["rows_consumed"]
+        return totals
+
     def export(self, digest: str) -> Row | None:
         """The row of the exported file with this digest, in whichever run."""
         rows = rereading()(lambda: self._exports(self.lakehouse.own("consumption")))

@@ -14,7 +14,7 @@ from pathlib import Path
 
 _FIRST = struct.Struct("<qqdqd")
 """What every version writes; what came later is behind it."""
-_RECORD = struct.Struct(_FIRST.format + "qqqqqqqd")
+_RECORD = struct.Struct(_FIRST.format + "qqqqqqqqd")
 
 
 class Phase(IntEnum):
@@ -40,6 +40,7 @@ class Spent:
     """From a batch to its `mean`: the forward part of a step."""
     checkpoint_us: int = 0
     """Writing its part of checkpoints."""
+    checkpoint_bytes: int = 0
     loading_us: int = 0
     convert_us: int = 0
     """Until a checkpoint was converted to this number of ranks."""

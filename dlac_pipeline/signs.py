@@ -28,6 +28,7 @@ class Signs:
         self._began = self._since = self._forward_s = 0.0
         self._in_hand, self._rows_in_hand, self._rows = -1, 0, 0
         self._reading_s = self._computing_s = self._loading_s = self._convert_s = self._checkpoint_s = 0.0
+        self._checkpoint_bytes = 0
         self._descriptor: int | None = None
         if folder is not None:
             self._descriptor = os.open(in_hand_file(folder, rank), os.O_WRONLY | os.O_CREAT, 0o644)
@@ -74,10 +75,9 @@ class Signs:
         self._in_hand, self._rows_in_hand, self._step = -1, 0, step
         self._write()
 
-    def checkpoint(self, *, own_s: float) -> None:
-        """The rank goes on training behind a checkpoint; `own_s` is what its part of all of them took until now."""
-        self._checkpoint_s = own_s
-        self.doing(Phase.TRAINING, self._step)
+    def checkpoints(self, *, own_s: float, own_bytes: int) -> None:
+        """What this rank's part of all checkpoints took, and was, until now."""
+        self._checkpoint_s, self._checkpoint_bytes = own_s, own_bytes
 
     def close(self) -> None:
         """Close the files."""
@@ -105,6 +105,7 @@ class Signs:
             reading_us=int(self._reading_s * 1e6),
             computing_us=int(self._computing_s * 1e6),
             checkpoint_us=int(self._checkpoint_s * 1e6),
+            checkpoint_bytes=self._checkpoint_bytes,
             loading_us=int(self._loading_s * 1e6),
             convert_us=int(self._convert_s * 1e6),
             began=self._began,

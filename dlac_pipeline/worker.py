@@ -290,12 +290,13 @@ class TrainingRun:
         else:
             self._report(self._manager.begin(engine, self._tracker, note))
         self._when.taken()
-        self._signs.checkpoint(own_s=self._manager.own_s)
+        self._signs.doing(Phase.TRAINING, self.step)
 
     def _report(self, committed: Committed | None) -> None:
         if committed is not None:
             self._events.write(committed.event())
             self._when.committed(committed)
+            self._signs.checkpoints(own_s=self._manager.own_s, own_bytes=self._manager.own_bytes)
 
     def _join(self) -> dist.ProcessGroup | None:
         if self.world_size == 1:

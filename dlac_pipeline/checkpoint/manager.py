@@ -113,6 +113,7 @@ class CheckpointManager:
         self._failure: Exception | None = None
         self.own_s = 0.0
         """Seconds that this rank's part of all checkpoints took, votes and commits left out."""
+        self.own_bytes = 0
 
     @property
     def under_way(self) -> bool:
@@ -295,4 +296,5 @@ class CheckpointManager:
             with staged.phases.of("seal"):
                 entries = staged.sealer.finish()
         staged.phases.update(staged.sealer.phases)
+        self.own_bytes += sum(entry.bytes for entry in entries)
         return entries

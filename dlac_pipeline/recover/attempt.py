@@ -25,9 +25,11 @@ from catalog.plans import get_plan
 from dlac_pipeline.checkpoint.store import storing
 from dlac_pipeline.launch import Exit, RankGroup
 from dlac_pipeline.plan.leg import Leg
+from dlac_pipeline.progress import Phase
 from dlac_pipeline.recover.coordinator import ResumePoint, new_nonce, take_over
-from dlac_pipeline.recover.incident import Failure, Incident, failure_of_attempt
+from dlac_pipeline.recover.incident import Failure, Incident, RecoveryOutcome, failure_of_attempt
 from dlac_pipeline.recover.leg_choice import Wish
+from dlac_pipeline.recover.stragglers import Stragglers
 from dlac_pipeline.spec import JobSpec
 
 Event = dict[str, Any]
@@ -53,6 +55,10 @@ class Launcher:
     """Set when the run was asked to stop."""
     noticed_by: str
     """Who saw the attempt fail that the first one replaces."""
+    noticed_at: float
+    """When that was, in seconds since the epoch."""
+    launched_at: float
+    """When this supervisor was started."""
     launched_by: str
     """The orchestrator's run."""
 
@@ -79,15 +85,22 @@ class SupervisedAttempt:
         self._failure = failure
         self._nonce = new_nonce()
         self._folder = Path(self._spec.checkpoint.local) / self._spec.run / f"launch-{self._nonce}"
+        self._stragglers = Stragglers(self._spec.launch)
         self._events_read = 0
         self._incident: Incident | None = None
         self._said_step_at = 0.0
         self._resumable_at = 0.0
+        self._started_at = time.time()
         self.number = 0
         self.leg: Leg | None = None
         self.step = 0
         self.committed = False
         self._ending: Ending = "left"
+
+    @property
+    def folder(self) -> Path:
+        """The launch folder."""
+        return self._folder
 
     def run(self) -> Ending | Failure:
         """The whole attempt. No rank is left when it returns or raises."""
@@ -125,7 +138,14 @@ class SupervisedAttempt:
         failure = self._failure
         if failure is None and point.replaces > 0:
             rows = Ledger(self._lakehouse).rows(self._spec.run, kinds=("claim",))
-            failure = failure_of_attempt(rows, point.replaces, noticed_by=self._launcher.noticed_by)
+            failure = failure_of_attempt(
+                rows,
+                point.replaces,
+                noticed_by=self._launcher.noticed_by,
+                noticed_at=self._launcher.noticed_at,
+                launched_at=self._launcher.launched_at,
+                stopped_at=self._started_at,
+            )
         if failure is not None:
             self._incident = Incident(self._spec, point, failure)
         return point
@@ -156,12 +176,15 @@ class SupervisedAttempt:
 
     def _hung(self, ranks: RankGroup, now: float) -> Exit | None:
         """The rank that has been silent longest, if that is too long; what the supervisor itself took does not count."""
-        seen = [0.0 if progress is None else progress.at for progress in ranks.progress()]
+        signs = ranks.progress()
+        seen = [0.0 if progress is None else progress.at for progress in signs]
         rank = min(range(len(seen)), key=seen.__getitem__)
+        last = signs[rank]
         silent_s = now - max(seen[rank], self._resumable_at)
         if silent_s <= self._spec.launch.hang_timeout_s:
             return None
-        return Exit(rank=rank, code=1, kind=HANG, message=f"no sign of life for {silent_s:.0f} s")
+        doing = Phase.STARTING.name.lower() if last is None else last.doing
+        return Exit(rank=rank, code=1, kind=HANG, message=f"no sign of life for {silent_s:.0f} s, last while {doing}")
 
     def _failed(self, ranks: RankGroup, cause: Exit) -> Failure:
         noticed_at = time.time()
@@ -177,11 +200,19 @@ class SupervisedAttempt:
             noticed_by="supervisor",
             failed_at=ranks.started_at if mine is None else mine.at,
             noticed_at=noticed_at,
+            launched_at=noticed_at,
             stopped_at=time.time(),
             last_step=last_step,
+            began=min((found.spent.began for found in progress), default=0.0),
+            rows=sum(found.spent.rows for found in progress),
+            in_hand=0 if mine is None else max(0, mine.spent.in_hand),
+            doing=Phase.STARTING.name.lower() if mine is None else mine.doing,
         )
-        told = {"cause": failure.cause, "step": last_step, **ranks.last_words(cause.rank)}
+        told = {"cause": failure.cause, "step": last_step, "phase": failure.doing, **ranks.last_words(cause.rank)}
         self._say({"event": "failure", **told})
+        if self._incident is not None:  # the recovery from the failure before has failed itself
+            self._report(self._incident, "failed again")
+            self._incident = None
         return failure
 
     def _follow_progress(self, ranks: RankGroup) -> None:
@@ -191,17 +222,19 @@ class SupervisedAttempt:
         known = [found for found in progress if found is not None]
         self.step = max(self.step, min(found.step for found in known))
         if self._incident is not None and self._incident.observe(known):
-            self._report(self._incident)
+            self._report(self._incident, "resumed")
             self._incident = None
+        for straggler in self._stragglers.observe(known):
+            self._say(straggler.event())
         first = known[0]
         if first.loss_step and time.time() - self._said_step_at >= _STEP_EVENT_EVERY_S:
             self._said_step_at = time.time()
             self._say({"event": "step", "step": first.step, "loss_step": first.loss_step, "loss": first.loss})
 
-    def _report(self, incident: Incident) -> None:
+    def _report(self, incident: Incident, outcome: RecoveryOutcome) -> None:
         """Write the recovery down; a run that has recovered does not die of its report."""
         try:
-            self._say(incident.report(self._lakehouse))
+            self._say(incident.report(self._lakehouse, outcome))
         except DlacError as err:
             self._say({"event": "warning", "message": f"the recovery could not be recorded: {err}"})
 

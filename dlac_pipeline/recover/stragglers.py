@@ -16,6 +16,8 @@ from dlac_pipeline.progress import Progress
 
 _PER_STEP = {"reading": "reading_us", "computing": "computing_us"}
 _EACH_TIME = {"checkpoint": "checkpoint_us", "loading": "loading_us"}
+_ALIKE = 2
+"""Parts of checkpoints are compared with those that are no smaller than this one divided by so much."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,13 +93,22 @@ class Stragglers:
             if all(here > there for here, there in zip(now, before, strict=True)):
                 self._seen[phase] = now
                 own_s = {rank: (here - before[rank]) / 1e6 for rank, here in enumerate(now)}
-                found += self._slow(phase, own_s, progress)
+                sizes = [each.spent.checkpoint_bytes if phase == "checkpoint" else 0 for each in progress]
+                found += self._slow(phase, own_s, progress, sizes)
         return found
 
-    def _slow(self, phase: str, own_s: Mapping[int, float], progress: Sequence[Progress]) -> list[Straggler]:
+    def _slow(
+        self, phase: str, own_s: Mapping[int, float], progress: Sequence[Progress], sizes: Sequence[int] = ()
+    ) -> list[Straggler]:
+        """Those slower than the others; than those that had as much to do, where `sizes` says how much that was."""
         found = []
         for rank, mine in own_s.items():
-            others = median(seconds for other, seconds in own_s.items() if other != rank)
+            peers = [
+                seconds
+                for other, seconds in own_s.items()
+                if other != rank and (not sizes or sizes[other] * _ALIKE >= sizes[rank])
+            ]
+            others = median(peers) if peers else mine
             slow = mine > self._factor * others and mine - others >= self._at_least_s
             if slow and (rank, phase) not in self._told:
                 step = progress[rank].step

@@ -6,6 +6,7 @@ In: a job spec. Out: events for whoever watches, a row in `recoveries` per recov
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from catalog.errors import (
     BadInput,
     CheckpointError,
     DataFileUnreadable,
+    DlacError,
     LedgerError,
     NoProgress,
     Preempted,
@@ -31,9 +33,10 @@ from dlac_pipeline.checkpoint.store import tiers_of
 from dlac_pipeline.plan.leg import Leg
 from dlac_pipeline.recover.attempt import HANG, Ending, Event, Launcher, SupervisedAttempt, waiting_for_catalog
 from dlac_pipeline.recover.coordinator import attempts_without_progress
-from dlac_pipeline.recover.incident import Failure
+from dlac_pipeline.recover.incident import Failure, gave_up
 from dlac_pipeline.recover.leg_choice import RESUME, Wish
 from dlac_pipeline.recover.run_lock import run_lock
+from dlac_pipeline.recover.same_rows import Deaths, rows_in_hand
 from dlac_pipeline.recover.unreadable import damaged_row_group
 from dlac_pipeline.spec import JobSpec
 
@@ -67,9 +70,12 @@ class Supervisor:
         takeover: bool = False,
         wait_s: float = 0.0,
         noticed_by: str = "operator",
+        noticed_at: float | None = None,
         launched_by: str = "",
     ) -> None:
-        """`spec` is resolved; `replaces` names the failed attempt of a recovery, `noticed_by` who saw it fail."""
+        """`spec` is resolved; `replaces` names the failed attempt of a recovery, `noticed_by` who saw it fail, and when."""
+        self._launched_at = time.time()
+        self._noticed_at = self._launched_at if noticed_at is None else min(noticed_at, self._launched_at)
         self._launched_by = launched_by
         self._spec = spec
         self._on_event = on_event
@@ -107,6 +113,8 @@ class Supervisor:
             on_event=self._on_event,
             stop=self._stop,
             noticed_by=self._noticed_by,
+            noticed_at=self._noticed_at,
+            launched_at=self._launched_at,
             launched_by=self._launched_by,
         )
         with run_lock(
@@ -117,6 +125,7 @@ class Supervisor:
             may_replace=lambda: _check_current(lakehouse, spec.run, replaces),
         ):
             fruitless, attempts = 0, 0
+            deaths = Deaths(spec.launch.deaths_at_same_rows)
             failure: Failure | None = None
             ending: Ending | Failure
             while True:
@@ -135,10 +144,19 @@ class Supervisor:
                 if isinstance(ending, str):
                     return Outcome(ending=ending, attempts=attempts, step=attempt.step)
                 replaces, failure = attempt.number, ending
-                fruitless = 0 if attempt.committed or self._left_out(lakehouse, ending, attempt.leg) else fruitless + 1
+                fruitless = 0 if attempt.committed else fruitless + 1
+                self._raise_if_final(ending)
+                if self._left_out(lakehouse, ending, attempt.leg):
+                    fruitless = 0
+                elif deaths.died(ending, committed=attempt.committed):
+                    self._quarantine(lakehouse, ending, attempt)
+                    fruitless = 0
                 if fruitless >= spec.launch.attempts_without_progress:  # a commit can land and its event be lost
                     fruitless = min(fruitless, attempts_without_progress(Ledger(lakehouse).rows(spec.run)))
-                self._give_up_if_hopeless(ending, fruitless)
+                if fruitless >= spec.launch.attempts_without_progress and not (
+                    deaths.undecided and deaths.count >= fruitless
+                ):
+                    self._give_up(lakehouse, ending, fruitless, attempt.number)
 
     def _left_out(self, lakehouse: Lakehouse, failure: Failure, leg: Leg | None) -> bool:
         """Whether the attempt died on a row group that the next one leaves out.
@@ -174,7 +192,19 @@ class Supervisor:
         """Call what needs the catalog; a recovery waits for a catalog that is away."""
         return waiting_for_catalog(recovering=self._replaces is not None)(call, argument)
 
-    def _give_up_if_hopeless(self, failure: Failure, fruitless: int) -> None:
+    def _quarantine(self, lakehouse: Lakehouse, failure: Failure, attempt: SupervisedAttempt) -> None:
+        """Have the next attempt leave out the rows that the last ones had in hand when they died."""
+        assert attempt.leg is not None, "it has trained"
+        step = failure.in_hand
+        times = self._spec.launch.deaths_at_same_rows
+        reason = f"{times} attempts in a row died in step {step} with these rows in hand; the last one: {failure.cause}"
+        rows = rows_in_hand(lakehouse, self._spec, attempt.leg, step=step, folder=attempt.folder, reason=reason)
+        self._wish = replace(self._wish, unreadable=(*self._wish.unreadable, *rows))
+        told = {"row_groups": len(rows), "rows": sum(len(each.positions) for each in rows), "reason": reason}
+        self._on_event({"run": self._spec.run, "event": "quarantine", "step": step, **told})
+
+    def _raise_if_final(self, failure: Failure) -> None:
+        """Raise what a rank died of if another attempt would meet it again, or if none is wanted."""
         kind = getattr(errors, failure.kind, None)
         if isinstance(kind, type) and issubclass(kind, _TERMINAL):
             raise kind(failure.message)
@@ -182,11 +212,16 @@ class Supervisor:
             raise TrainingFailed(
                 f"the ranks did not leave within {self._spec.launch.leave_s:.0f} s when asked: {failure.cause}"
             )
-        if fruitless >= self._spec.launch.attempts_without_progress:
-            raise NoProgress(
-                f"{fruitless} attempts in a row of run {self._spec.run!r} committed nothing; the last one: {failure.cause}; "
-                "read its logs, mend the cause, then train again"
-            )
+
+    def _give_up(self, lakehouse: Lakehouse, failure: Failure, fruitless: int, attempt: int) -> None:
+        try:
+            gave_up(lakehouse, self._spec.run, attempt, failure)
+        except DlacError as err:
+            self._on_event({"run": self._spec.run, "event": "warning", "message": f"giving up was not recorded: {err}"})
+        raise NoProgress(
+            f"{fruitless} attempts in a row of run {self._spec.run!r} committed nothing; the last one: {failure.cause}; "
+            "read its logs, mend the cause, then train again"
+        )
 
 
 def _check_current(lakehouse: Lakehouse, run: str, attempt: int | None) -> None:
