@@ -159,7 +159,7 @@ class SupervisedAttempt:
             if asked_at is not None and any(failure.code == -signal.SIGTERM for failure in failures):
                 return "stopped"  # asked while it was starting, before it could listen; nothing is lost
             if failures:
-                return self._failed(ranks, _first_cause(failures))
+                return self._failed(ranks, first_cause(failures))
             if ranks.all_exited():
                 self._forward_events()
                 return self._ending
@@ -167,24 +167,12 @@ class SupervisedAttempt:
             if self._launcher.stop.is_set() and asked_at is None:
                 asked_at = now
                 ranks.ask_to_stop()
-            hung = self._hung(ranks, now)
+            hung = silent_rank(ranks, self._resumable_at, self._spec.launch.hang_timeout_s)
             if hung is not None:
                 return self._failed(ranks, hung)
             if asked_at is not None and now > asked_at + self._spec.launch.leave_s + _LEAVE_MARGIN_S:
                 return self._failed(ranks, Exit(rank=0, code=1, message="still running after the grace period"))
             time.sleep(_POLL_S)
-
-    def _hung(self, ranks: RankGroup, now: float) -> Exit | None:
-        """The rank that has been silent longest, if that is too long; what the supervisor itself took does not count."""
-        signs = ranks.progress()
-        seen = [0.0 if progress is None else progress.at for progress in signs]
-        rank = min(range(len(seen)), key=seen.__getitem__)
-        last = signs[rank]
-        silent_s = now - max(seen[rank], self._resumable_at)
-        if silent_s <= self._spec.launch.hang_timeout_s:
-            return None
-        doing = Phase.STARTING.name.lower() if last is None else last.doing
-        return Exit(rank=rank, code=1, kind=HANG, message=f"no sign of life for {silent_s:.0f} s, last while {doing}")
 
     def _failed(self, ranks: RankGroup, cause: Exit) -> Failure:
         noticed_at = time.time()
@@ -261,7 +249,20 @@ class SupervisedAttempt:
         self._launcher.on_event({"run": self._spec.run, "attempt": self.number, **event})
 
 
-def _first_cause(failures: list[Exit]) -> Exit:
+def silent_rank(ranks: RankGroup, since: float, timeout_s: float) -> Exit | None:
+    """The rank that has been silent longest, if that is too long; what came before `since` does not count."""
+    signs = ranks.progress()
+    seen = [0.0 if progress is None else progress.at for progress in signs]
+    rank = min(range(len(seen)), key=seen.__getitem__)
+    last = signs[rank]
+    silent_s = time.time() - max(seen[rank], since)
+    if silent_s <= timeout_s:
+        return None
+    doing = Phase.STARTING.name.lower() if last is None else last.doing
+    return Exit(rank=rank, code=1, kind=HANG, message=f"no sign of life for {silent_s:.0f} s, last while {doing}")
+
+
+def first_cause(failures: list[Exit]) -> Exit:
     """The failure that explains the others: a named error that ends the run, a signal, else the first.
 
     When one rank dies the others follow with errors of their broken connections.

@@ -15,7 +15,9 @@ import dlac_pipeline as dlac
 
 
 def write_entry(run: dlac.TrainingRun, batch: dlac.Batch, loss: torch.Tensor) -> None:
-    """Append a finished step to this rank's journal."""
+    """Append a finished step to this rank's journal; a rehearsal leaves none."""
+    if "DLAC_REHEARSAL" in os.environ:
+        return
     point = run.resume_point
     entry = {
         "run": run.spec.run,
