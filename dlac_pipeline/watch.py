@@ -19,7 +19,6 @@ from rich.table import Table
 from rich.text import Text
 
 from catalog.connect import Lakehouse
-from dlac_pipeline.recover.live_status import LiveStatus
 
 
 def watch_run(lakehouse: Lakehouse, run: str, console: Console, *, every_s: float, as_json: bool) -> None:
@@ -28,6 +27,8 @@ def watch_run(lakehouse: Lakehouse, run: str, console: Console, *, every_s: floa
     Raises:
         NoSuchRun: the ledger has no row of it.
     """
+    from dlac_pipeline.recover.live_status import LiveStatus
+
     status = LiveStatus(lakehouse, run)
     with suppress(KeyboardInterrupt):
         if as_json or not console.is_terminal:
