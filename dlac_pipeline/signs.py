@@ -52,14 +52,14 @@ class Signs:
         self._since, self._waits.seconds = time.monotonic(), 0.0
         self._write()
 
-    def handed(self, batch: Batch) -> Batch:
-        """The batch is there, and in hand until its step is done."""
+    def handed(self, batch: Batch, *, counted: bool) -> Batch:
+        """The batch is there, and in hand until its step is done; `counted`: its samples are rows."""
         now = time.monotonic()
         self._reading_s += max(0.0, now - self._since - self._waits.seconds)
         self._since, self._forward_s = now, 0.0
         self._in_hand = batch.step
         moved = sum(advance.rows_consumed for _, _, advance in batch.moved)
-        self._rows_in_hand = moved if batch.moved else int(batch.valid.sum())
+        self._rows_in_hand = int(batch.valid.sum()) if counted else moved
         self._say_moved(batch)
         self._write()
         return replace(batch, on_mean=self._forward_done)

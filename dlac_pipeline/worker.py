@@ -263,7 +263,7 @@ class TrainingRun:
             batch = next(reader, None)
             if batch is None:
                 return
-            yield self._signs.handed(batch)
+            yield self._signs.handed(batch, counted=self._order.counted)
 
     def _run_ends(self) -> bool:
         """Whether the run is over where its leg is: one that goes on to what is appended ends at `order.steps` only."""
