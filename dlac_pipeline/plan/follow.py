@@ -337,7 +337,8 @@ def _offsets_of(plan: Plan, unit: int, unreadable: Unreadable) -> Ints:
     """The rows of a unit that are left out, counted in the unit."""
     if not unreadable.positions:
         return np.arange(plan.units.rows[unit], dtype=np.int64)
-    return np.array(unreadable.positions, dtype=np.int64) - plan.units.first_row[unit]
+    positions: Ints = np.array(unreadable.positions, dtype=np.int64)
+    return positions - int(plan.units.first_row[unit])
 
 
 def _live_rows_of(plan: Plan, unit: int, unreadable: Unreadable) -> int:

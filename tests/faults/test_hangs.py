@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,7 @@ HANG_S = 10.0
 
 def test_a_deadlocked_collective_is_found_and_recovered_from(campaign: Arena) -> None:
     """One rank waits for a message, the other for its gradients, both alive: ended, named, and trained again from the ledger."""
-    settings = {"deadlock_at": 13, "hang_timeout_s": HANG_S, "steps": 20}
+    settings: dict[str, Any] = {"deadlock_at": 13, "hang_timeout_s": HANG_S, "steps": 20}
     launch = campaign.launch(campaign.spec("deadlocked", **settings))
     assert launch.wait() == 0, launch.stderr
     (failure,) = launch.of("failure")
@@ -83,7 +84,7 @@ def test_a_reader_that_waits_for_a_dead_store_is_found(arena: Arena, store: Obje
 
 def test_a_slow_rank_is_named_with_its_phase(campaign: Arena) -> None:
     """Its forward parts take longer; the other rank's steps are as long, as it waits, and is not named."""
-    settings = {"straggler_steps": 3, "straggler_s": 0.1, "steps": 12, "slow_rank": 1, "slow_s": 0.2}
+    settings: dict[str, Any] = {"straggler_steps": 3, "straggler_s": 0.1, "steps": 12, "slow_rank": 1, "slow_s": 0.2}
     launch = campaign.launch(campaign.spec("uneven", **settings))
     assert launch.wait() == 0, launch.stderr
     told = [(event["rank"], event["phase"]) for event in launch.of("straggler")]

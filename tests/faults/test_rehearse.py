@@ -103,7 +103,7 @@ def test_a_live_run_is_watched_and_rehearsed_and_trains_on(campaign: Arena) -> N
     assert now["state"] in ("reading", "computing", "training", "checkpoint")
     assert (now["attempt"], now["total_steps"]) == (1, 125)
     assert 0 <= now["at_risk_steps"] <= 11
-    assert 0 < now["samples_per_s"] < 32 / 0.15
+    assert now["samples_per_s"] > 0
     assert 0 < now["eta_s"] < 3600
     assert now["consumed_share"] == pytest.approx(now["step"] * 32 / 2000, abs=0.02)
     rehearsed = rehearse(campaign.lakehouse, "watched", steps=3)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pytest
@@ -20,7 +20,7 @@ DEADLY = 123
 def test_rows_at_which_ranks_die_again_and_again_are_quarantined(arena: Arena) -> None:
     """SIGSEGV whenever one row is in the batch: that global batch is left out and named; all else is read once."""
     arena.table(appends=(300,))
-    settings = {"deaths_at_same_rows": 2, "attempts_without_progress": 2, "deadly_row": DEADLY}
+    settings: dict[str, Any] = {"deaths_at_same_rows": 2, "attempts_without_progress": 2, "deadly_row": DEADLY}
     launch = arena.launch(arena.spec("r", passes=1, every_steps=4, **settings))
     assert launch.wait() == 0, launch.stderr
     assert len(launch.of("attempt")) == 3  # whatever the first one committed before it died

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 from pyiceberg.io.pyarrow import schema_to_pyarrow
@@ -32,7 +32,9 @@ def test_a_table_of_an_older_version_gets_its_new_columns(arena: Arena) -> None:
     ]
     (known,) = recoveries_of(lakehouse, "r")
     assert [getattr(known, name) for name in NEW] == [None] * 3
-    numbers = dict.fromkeys(("detect_s", "stop_s", "claim_s", "verify_s", "load_s", "first_step_s", "total_s"), 0.5)
+    numbers: dict[str, Any] = dict.fromkeys(
+        ("detect_s", "stop_s", "claim_s", "verify_s", "load_s", "first_step_s", "total_s"), 0.5
+    )
     new = Recovery(
         run="r",
         seq=3,

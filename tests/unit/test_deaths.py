@@ -13,7 +13,7 @@ from dlac_pipeline.recover.same_rows import Deaths
 
 def death(step: int, **said: Any) -> Failure:
     """An attempt that died with the batch of a step in hand."""
-    moments: dict[str, float] = dict.fromkeys(("failed_at", "noticed_at", "launched_at", "stopped_at"), 0.0)
+    moments: dict[str, Any] = dict.fromkeys(("failed_at", "noticed_at", "launched_at", "stopped_at"), 0.0)
     return Failure(cause="rank 0 died", noticed_by="supervisor", last_step=step - 1, in_hand=step, **moments, **said)
 
 
