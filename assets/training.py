@@ -29,6 +29,9 @@ class LaunchConfig(dg.Config):
     )
     wait_s: float = Field(default=0.0, description="Seconds to wait for another launch to leave.")
     noticed_by: str = Field(default="operator", description="Who noticed the failure.")
+    noticed_at: float | None = Field(
+        default=None, description="When, in seconds since the epoch; unset: when the launch begins."
+    )
 
 
 @dg.asset(
@@ -53,6 +56,7 @@ def model_checkpoint(
         takeover=config.takeover,
         wait_s=config.wait_s,
         noticed_by=config.noticed_by,
+        noticed_at=config.noticed_at,
         launched_by=context.run_id,
     )
     last: dict[str, Any] = {}

@@ -18,10 +18,11 @@ from pyiceberg.exceptions import (
     TableAlreadyExistsError,
 )
 from pyiceberg.expressions import BooleanExpression, EqualTo, In
+from pyiceberg.schema import Schema
 from pyiceberg.table import Table
 from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 
-from catalog.errors import CatalogUnreachable, FormatTooNew, LakehouseError, NoSuchTable, SpecInvalid
+from catalog.errors import CatalogUnreachable, CommitConflict, FormatTooNew, LakehouseError, NoSuchTable, SpecInvalid
 from catalog.guarded import GUARDED
 from catalog.schemas import FORMAT_VERSION, FORMAT_VERSION_PROPERTY, TABLES
 
@@ -123,16 +124,28 @@ class Lakehouse:
         return table
 
     def create_own_tables(self) -> None:
-        """Create those of DLAC's tables that do not exist; safe to race."""
+        """Create those of DLAC's tables that do not exist, and give older ones the columns that came since; safe to race."""
         with reachable(self.config.uri):
             self.create_namespace(self.config.namespace)
             for name, (schema, spec) in TABLES.items():
                 identifier = f"{self.config.namespace}.{name}"
-                if not self.catalog.table_exists(identifier):
-                    try:
+                try:
+                    self._evolve(identifier, schema)
+                except NoSuchTableError:
+                    with suppress(TableAlreadyExistsError):
                         self.catalog.create_table(identifier, schema, partition_spec=spec, properties=_TABLE_PROPERTIES)
-                    except TableAlreadyExistsError:
-                        continue
+
+    def _evolve(self, identifier: str, schema: Schema) -> None:
+        """Add the columns that a table of an older version lacks; columns are only ever added, as optional ones."""
+        while True:
+            table = self._load(identifier)
+            known = {field.name for field in table.schema().fields}
+            missing = [field for field in schema.fields if field.name not in known]
+            if not missing:
+                return
+            with suppress(CommitConflict), table.update_schema() as update:  # who loses the race looks again
+                for field in missing:
+                    update.add_column(field.name, field.field_type)
 
     def create_namespace(self, namespace: str) -> None:
         """Create `namespace` unless it exists; safe to race."""

@@ -10,6 +10,7 @@ DlacError
 │   ├── TableReplaced         the table was dropped and created again since the plan
 │   ├── EmptyPlan             a pass would have no live row
 │   ├── TransformFailed       the user's transform raised, rejected rows, or broke its contract
+│   ├── NothingToRehearse     no kept checkpoint has a committed successor
 │   ├── TokenizerUnreadable   a tokenizer cannot be loaded, or lacks a token
 │   └── FormatTooNew          written by a newer DLAC
 ├── LakehouseError            the lakehouse did not do its part
@@ -103,6 +104,10 @@ class TransformFailed(BadInput):
 
 class TokenizerUnreadable(BadInput):
     """A tokenizer cannot be loaded, or lacks a token that was asked for."""
+
+
+class NothingToRehearse(BadInput):
+    """No checkpoint is kept that has a committed successor, whose losses could be compared."""
 
 
 class FormatTooNew(BadInput):

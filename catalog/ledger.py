@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from typing import Any, TypeVar
 
 import pyarrow as pa
-from pyiceberg.expressions import And
+from pyiceberg.expressions import And, BooleanExpression
 from pyiceberg.io.pyarrow import schema_to_pyarrow
 from pyiceberg.table import Table
 
@@ -126,6 +126,31 @@ class Ledger:
         """
         rows = self.head_rows(run)
         return restorable(run, rows, fence_of_rows(rows).head, step)
+
+    def consumed_by(self, run: str, checkpoints: Sequence[str]) -> dict[str, int]:
+        """Checkpoint id -> rows that it consumed since its parent, of these checkpoints."""
+        if not checkpoints:
+            return {}
+        totals = dict.fromkeys(checkpoints, 0)
+        for row in self.advances(run, ("checkpoint_id", "rows_consumed"), checkpoints):
+            totals[row["checkpoint_id"]] += row["rows_consumed"]
+        return totals
+
+    def advances(self, run: str, columns: Sequence[str], checkpoints: Sequence[str] = ()) -> list[Row]:
+        """These columns of a run's advances; of those of some checkpoints, if named."""
+        wanted: BooleanExpression = And(equals("run", run), equals("kind", "advance"))
+        if checkpoints:
+            wanted = And(wanted, among("checkpoint_id", checkpoints))
+        with reachable(self.lakehouse.config.uri):
+            found: list[Row] = rereading()(
+                lambda: (
+                    self.lakehouse.own("consumption")
+                    .scan(row_filter=wanted, selected_fields=tuple(columns))
+                    .to_arrow()
+                    .to_pylist()
+                )
+            )
+        return found
 
     def export(self, digest: str) -> Row | None:
         """The row of the exported file with this digest, in whichever run."""

@@ -1,4 +1,4 @@
-"""The `recoveries` table: one row per recovery, with its phases."""
+"""The `recoveries` table: one row per recovery, with its phases, and one where a run was given up."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 
 import pyarrow as pa
+from pyiceberg.expressions import AlwaysTrue
 from pyiceberg.io.pyarrow import schema_to_pyarrow
 
 from catalog.connect import Lakehouse, equals, reachable
@@ -24,6 +25,7 @@ class Recovery:
     seq: int
     """The `seq` of the claim that began it."""
     attempt: int
+    """The attempt that recovered; of a run that was given up the one that failed last."""
     replaced_attempt: int
     cause: str
     noticed_by: str
@@ -32,6 +34,7 @@ class Recovery:
     resumed_from: str | None
     resumed_step: int
     rows_replayed: int
+    """Rows that were read again: of steps that a rank had finished, and of checkpoints that are left behind."""
     detect_s: float
     """From the last sign of life to the notice."""
     stop_s: float
@@ -42,21 +45,30 @@ class Recovery:
     first_step_s: float
     total_s: float
     outcome: str
+    """resumed; failed again: before its first step; gave up: no attempt followed."""
     format_version: int = FORMAT_VERSION
+    schedule_s: float | None = 0.0
+    """From a sensor's notice to the new launch; 0 where the supervisor itself recovers. None in rows of older versions."""
+    convert_s: float | None = 0.0
+    """Until the state was converted to another number of ranks, before the load."""
+    work_lost_s: float | None = 0.0
+    """Training of the failed attempt that is not in any checkpoint."""
 
 
 def write_recovery(lakehouse: Lakehouse, recovery: Recovery) -> None:
     """Append one recovery, once."""
 
     def written() -> bool:
-        return any(found.attempt == recovery.attempt for found in recoveries_of(lakehouse, recovery.run))
+        known = recoveries_of(lakehouse, recovery.run)
+        return any((found.attempt, found.outcome) == (recovery.attempt, recovery.outcome) for found in known)
 
     append_own(lakehouse, "recoveries", pa.Table.from_pylist([asdict(recovery)], schema=_ARROW), unless=written)
 
 
-def recoveries_of(lakehouse: Lakehouse, run: str) -> list[Recovery]:
-    """All recoveries of a run in order of `seq`."""
+def recoveries_of(lakehouse: Lakehouse, run: str | None = None) -> list[Recovery]:
+    """All recoveries of a run, or of every run, in order of `seq`."""
+    wanted = AlwaysTrue() if run is None else equals("run", run)
     with reachable(lakehouse.config.uri):
-        found = rereading()(lambda: lakehouse.own("recoveries").scan(row_filter=equals("run", run)).to_arrow())
+        found = rereading()(lambda: lakehouse.own("recoveries").scan(row_filter=wanted).to_arrow())
     rows = found.to_pylist()
-    return [Recovery(**row) for row in sorted(rows, key=lambda row: int(row["seq"]))]
+    return [Recovery(**row) for row in sorted(rows, key=lambda row: (row["run"], int(row["seq"]), row["failed_at"]))]

@@ -162,6 +162,9 @@ RECOVERIES = Schema(
         ("total_s", DoubleType()),
         ("outcome", StringType()),
         ("format_version", IntegerType()),
+        ("schedule_s", DoubleType()),
+        ("convert_s", DoubleType()),
+        ("work_lost_s", DoubleType()),
         required=frozenset({"run"}),
     )
 )

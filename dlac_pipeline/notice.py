@@ -22,7 +22,7 @@ import psutil
 import requests
 
 from catalog.errors import Preempted
-from dlac_pipeline.spec import LaunchSpec
+from dlac_pipeline.launch_spec import LaunchSpec
 
 _log = logging.getLogger(__name__)
 _LOOK_EVERY_S = 0.5

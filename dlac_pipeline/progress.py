@@ -9,9 +9,12 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
+from operator import attrgetter
 from pathlib import Path
 
-_RECORD = struct.Struct("<qqdqd")
+_FIRST = struct.Struct("<qqdqd")
+"""What every version writes; what came later is behind it."""
+_RECORD = struct.Struct(_FIRST.format + "qqqqqqqqd")
 
 
 class Phase(IntEnum):
@@ -24,6 +27,32 @@ class Phase(IntEnum):
     DONE = 4
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spent:
+    """What one rank has done since its attempt began; times are its own, without what it waited for others in a collective."""
+
+    in_hand: int = -1
+    """Step whose batch it has, and has not finished; 0: it asks for one, -1: neither, or not known."""
+    rows: int = 0
+    """Rows that it worked on in finished steps."""
+    reading_us: int = 0
+    computing_us: int = 0
+    """From a batch to its `mean`: the forward part of a step."""
+    checkpoint_us: int = 0
+    """Writing its part of checkpoints."""
+    checkpoint_bytes: int = 0
+    loading_us: int = 0
+    convert_us: int = 0
+    """Until a checkpoint was converted to this number of ranks."""
+    began: float = 0.0
+    """When it began to train, in seconds since the epoch; 0: not yet."""
+
+
+_NOTHING = Spent()
+_SPENT = tuple(Spent.__dataclass_fields__)
+_SAID = attrgetter(*_SPENT)
+
+
 @dataclass(frozen=True, slots=True)
 class Progress:
     """The last sign of life of one rank; `at` is in seconds since the epoch."""
@@ -34,6 +63,14 @@ class Progress:
     loss_step: int
     """Step whose loss is `loss`; 0 before the first."""
     loss: float
+    spent: Spent = _NOTHING
+
+    @property
+    def doing(self) -> str:
+        """What the rank was doing, in a word."""
+        if self.phase != Phase.TRAINING or self.spent.in_hand < 0:
+            return self.phase.name.lower()
+        return "computing" if self.spent.in_hand else "reading"
 
 
 class ProgressWriter:
@@ -44,10 +81,13 @@ class ProgressWriter:
         if folder is not None:
             self._descriptor = os.open(progress_file(folder, rank), os.O_WRONLY | os.O_CREAT, 0o644)
 
-    def write(self, step: int, phase: Phase, *, loss_step: int = 0, loss: float = 0.0) -> None:
+    def write(
+        self, step: int, phase: Phase, *, loss_step: int = 0, loss: float = 0.0, spent: Spent | None = None
+    ) -> None:
         """Replace the record."""
         if self._descriptor is not None:
-            os.pwrite(self._descriptor, _RECORD.pack(step, phase, time.time(), loss_step, loss), 0)
+            said = _SAID(spent or _NOTHING)
+            os.pwrite(self._descriptor, _RECORD.pack(step, phase, time.time(), loss_step, loss, *said), 0)
 
     def close(self) -> None:
         """Close the file."""
@@ -74,13 +114,21 @@ def progress_file(folder: Path, rank: int) -> Path:
     return folder / f"progress-{rank:05d}"
 
 
+def in_hand_file(folder: Path, rank: int) -> Path:
+    """Where a rank says what the batch in its hand moves, if the steps alone do not say it."""
+    return folder / f"in-hand-{rank:05d}"
+
+
 def read_progress(folder: Path, rank: int) -> Progress | None:
     """The rank's last record, if it wrote one."""
     try:
         raw = progress_file(folder, rank).read_bytes()
     except FileNotFoundError:
         return None
-    if len(raw) < _RECORD.size:
+    if len(raw) < _FIRST.size:
         return None
-    step, phase, at, loss_step, loss = _RECORD.unpack(raw[: _RECORD.size])
-    return Progress(step, Phase(phase), at, loss_step, loss)
+    if len(raw) < _RECORD.size:  # of an older version
+        step, phase, at, loss_step, loss = _FIRST.unpack(raw[: _FIRST.size])
+        return Progress(step, Phase(phase), at, loss_step, loss)
+    step, phase, at, loss_step, loss, *spent = _RECORD.unpack(raw[: _RECORD.size])
+    return Progress(step, Phase(phase), at, loss_step, loss, Spent(**dict(zip(_SPENT, spent, strict=True))))

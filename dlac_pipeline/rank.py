@@ -22,6 +22,8 @@ LAUNCH_VARIABLE = "DLAC_LAUNCH"
 """Names the launch folder; set by the launcher for every rank."""
 SUPERVISOR_VARIABLE = "DLAC_SUPERVISOR_PID"
 """Names the process that a rank must not outlive."""
+REHEARSAL_VARIABLE = "DLAC_REHEARSAL"
+"""Set to 1 for the ranks of a rehearsal, for scripts with side effects."""
 _PR_SET_PDEATHSIG = 1
 _RESERVED_BYTES = 16 * 1024
 

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from catalog.connect import LakehouseConfig
 from catalog.errors import SpecInvalid
+from dlac_pipeline.launch_spec import LaunchSpec
 from dlac_pipeline.spec_problems import problem_said
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -242,57 +243,6 @@ class CheckpointSpec(_Section):
         if self.every_steps is None and self.interval == "fixed" and not self.every_s:
             return 100
         return self.every_steps
-
-
-class LaunchSpec(_Section):
-    """How the ranks are started and watched."""
-
-    script: str = Field(
-        description="The training script, run by every rank; relative to the spec's file. From Dagster, relative to the "
-        "folder in which Dagster was started: better absolute."
-    )
-    args: list[str] = Field(default_factory=list, description="Arguments of the script.")
-    world_size: int = Field(default=1, description="Number of ranks; divides the batch size.", ge=1)
-    env: dict[str, str] = Field(default_factory=dict, description="Environment variables set for the ranks.")
-    grace_s: float = Field(
-        default=20.0,
-        description="Seconds that ranks get to checkpoint and leave when asked to stop.",
-        gt=0,
-        le=25,  # a supervisor whose orchestrator died is gone within 30 s
-    )
-    deadline_s: float = Field(
-        default=0.0,
-        description="Seconds from a notice (SIGTERM, SIGUSR1, termination_url) until the ranks are gone, behind an emergency "
-        "checkpoint if there is time for one; 0: grace_s.",
-        ge=0,
-    )
-    termination_url: str = Field(
-        default="",
-        description="Asked every few seconds whether this machine goes away: 200 is a notice, 404 is none; empty: not asked.",
-        pattern=r"^(https?://.+)?$",
-    )
-    termination_headers: dict[str, str] = Field(default_factory=dict, description="Headers of those requests: a token.")
-    termination_match: str = Field(
-        default="", description="Text that a notice has in it, where the URL always answers 200; empty: any 200 is one."
-    )
-    hang_timeout_s: float = Field(
-        default=600.0,
-        description="Seconds without progress of a rank after which the attempt is ended and relaunched.",
-        gt=0,
-    )
-    new_leg: bool = Field(
-        default=False,
-        description="Whether resuming may begin a new leg where this spec changes weights, exclusions, batch size, passes, "
-        "snapshot or shuffle; false: such a change is refused.",
-    )
-    attempts_without_progress: int = Field(
-        default=3, description="Attempts in a row that commit nothing before the run stops with NoProgress.", ge=1
-    )
-
-    @property
-    def leave_s(self) -> float:
-        """Seconds from a notice until the ranks are gone."""
-        return self.deadline_s or self.grace_s
 
 
 class JobSpec(_Section):

@@ -38,6 +38,8 @@ class Request(BaseModel):
     takeover: bool = False
     wait_s: float = 0.0
     noticed_by: str = "operator"
+    noticed_at: float | None = None
+    """When the failure was noticed, in seconds since the epoch; unset: when this supervisor was started."""
     launched_by: str = ""
 
 
@@ -56,6 +58,7 @@ def main() -> int:
         takeover=request.takeover,
         wait_s=request.wait_s,
         noticed_by=request.noticed_by,
+        noticed_at=request.noticed_at,
         launched_by=request.launched_by,
     )
     for number in (signal.SIGTERM, signal.SIGINT):

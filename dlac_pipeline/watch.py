@@ -1,13 +1,66 @@
-"""What a person sees in the terminal while a run trains: a progress bar, and a line per checkpoint, failure, recovery."""
+"""What a person sees in the terminal of a run that trains: of one's own a progress bar, and a line per checkpoint, failure,
+recovery; of any other, facts that are looked up each second.
+"""
 
 from __future__ import annotations
 
+import json
+import time
+from contextlib import suppress
+from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
 from rich.console import Console
+from rich.live import Live
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from catalog.connect import Lakehouse
+
+
+def watch_run(lakehouse: Lakehouse, run: str, console: Console, *, every_s: float, as_json: bool) -> None:
+    """Show where a run is, again and again, until it has ended or Ctrl-C: as a table, or as lines of JSON for programs.
+
+    Raises:
+        NoSuchRun: the ledger has no row of it.
+    """
+    from dlac_pipeline.recover.live_status import LiveStatus
+
+    status = LiveStatus(lakehouse, run)
+    with suppress(KeyboardInterrupt):
+        if as_json or not console.is_terminal:
+            while True:
+                console.file.write(json.dumps(status.look(), default=str) + "\n")
+                console.file.flush()
+                if status.finished:
+                    return
+                time.sleep(every_s)
+        with Live(_table(status.look()), console=console, auto_refresh=False) as live:
+            while not status.finished:
+                time.sleep(every_s)
+                live.update(_table(status.look()), refresh=True)
+
+
+def _table(facts: dict[str, Any]) -> Table:
+    """Facts for people: times in hours and minutes, shares in percent."""
+    table = Table(show_header=False)
+    for name, value in facts.items():
+        if value is not None:
+            table.add_row(name.removesuffix("_s").replace("_", " "), Text(_said(name, value)))
+    return table
+
+
+def _said(name: str, value: Any) -> str:
+    if name.endswith("_per_s"):
+        return f"{value:,.0f}/s"
+    if name.endswith("_s"):
+        return str(timedelta(seconds=round(value)))
+    if name == "consumed_share":
+        return f"{value:.1%} of the pass"
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 class TrainingDisplay:
@@ -49,6 +102,8 @@ class TrainingDisplay:
             self._print(_LINES[kind], event)
         elif kind == "warning":
             self._print("[yellow]warning[/] {message}", event)
+        elif kind == "quarantine":
+            self._print("[yellow]quarantined:[/] {reason}", event)
         elif kind == "recovered":
             self._print(_RECOVERED, {**event, "resumed_from": event["resumed_from"] or "the start"})
 
@@ -65,6 +120,7 @@ _LINES = {
     "finished": "finished at step {step}",
     "interval": "[dim]a checkpoint every {interval_s:.1f} s of training: {why}[/]",
     "preempted": "[yellow]preempted:[/] {message}",
+    "straggler": "[yellow]straggler:[/] {message}",
     "stopped": "stopped behind step {step}",
     "caught_up": "caught up behind step {step}; goes on with what is appended",
 }

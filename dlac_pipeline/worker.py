@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
@@ -28,7 +27,7 @@ import torch.distributed as dist
 
 from catalog.commits import Attempt, finish
 from catalog.connect import Lakehouse, connect
-from catalog.errors import CursorMismatch, DlacError, ResumeMismatch, SpecInvalid, TrainingFailed
+from catalog.errors import DlacError, ResumeMismatch, TrainingFailed
 from catalog.ledger import Ledger
 from dlac_pipeline.checkpoint.committing import Committer
 from dlac_pipeline.checkpoint.config import config_digest
@@ -41,18 +40,19 @@ from dlac_pipeline.checkpoint.rng import load_rng, rng_file, seed_rng
 from dlac_pipeline.checkpoint.store import name_of, tiers_of
 from dlac_pipeline.checkpoint.tree import RankTree
 from dlac_pipeline.plan.leg import Leg
-from dlac_pipeline.plan.order import LegOrder, ReaderState
 from dlac_pipeline.plan.source_order import Cursor
-from dlac_pipeline.progress import EventWriter, Phase, ProgressWriter
+from dlac_pipeline.progress import EventWriter, Phase
 from dlac_pipeline.rank import LAUNCH_VARIABLE, leave_reason
 from dlac_pipeline.read.batch import Batch
-from dlac_pipeline.read.exchange import summing_over
+from dlac_pipeline.read.exchange import Waits, summing_over
 from dlac_pipeline.read.open import open_leg
 from dlac_pipeline.recover.coordinator import ResumePoint, new_nonce, take_over
 from dlac_pipeline.recover.leg_choice import Wish
 from dlac_pipeline.recover.machine import folder_here
 from dlac_pipeline.recover.run_lock import run_lock
-from dlac_pipeline.spec import JobSpec, home_folder, parse_spec, read_spec
+from dlac_pipeline.signs import Signs
+from dlac_pipeline.spec import JobSpec
+from dlac_pipeline.told import await_resume_point, check_restored, job_spec
 from dlac_pipeline.track.tracker import ReaderStateTracker
 from dlac_pipeline.when import When
 
@@ -73,7 +73,7 @@ def training_run(spec: str | Path | None = None, *, takeover: bool = False) -> I
     """
     folder = Path(os.environ[LAUNCH_VARIABLE]) if LAUNCH_VARIABLE in os.environ else None
     with ExitStack() as held:
-        run = TrainingRun(folder, _job_spec(folder, spec), takeover=takeover, held=held)
+        run = TrainingRun(folder, job_spec(folder, spec), takeover=takeover, held=held)
         try:
             yield run
             run.settle()
@@ -98,8 +98,8 @@ class TrainingRun:
         self._events = EventWriter(folder, self.rank)
         self._first_of_machine = int(os.environ.get("LOCAL_RANK", self.rank)) == 0
         self._tiers = tiers_of(spec)
-        self._progress = ProgressWriter(folder, self.rank)
-        self._progress.write(0, Phase.STARTING)
+        self._waits = Waits()
+        self._signs = Signs(folder, self.rank, self._waits)
         seed_rng(spec.order.seed, 0, 0)  # alike on all ranks until `restore`, so that models are initialized alike
         skip_shared_memory_op()
         self._patience = timedelta(seconds=max(_PATIENCE_S, spec.launch.hang_timeout_s))
@@ -113,12 +113,11 @@ class TrainingRun:
         self._when = When(spec, self.rank, folder, self._events)
         held.callback(self._when.close)  # last: a peer that is gone must not keep this rank beyond its deadline
         self._lakehouse = connect(spec.lakehouse)
-        self.resume_point = _await_resume_point(folder) if folder is not None else self._claim(takeover, held)
+        self.resume_point = await_resume_point(folder) if folder is not None else self._claim(takeover, held)
         self._open_reader(self._lakehouse)
         self._when.resumed(self.resume_point, self._lakehouse)
         self._engine: Engine | None = None
         self._batch: Batch | None = None
-        self._loss_step, self._loss = 0, 0.0
 
     @property
     def stopped(self) -> bool:
@@ -153,7 +152,7 @@ class TrainingRun:
             CheckpointUnsafe: there is more in the checkpoint than tensors and plain values.
             StoreUnavailable, CheckpointDamaged: its files could not be brought to one of several machines.
         """
-        self._progress.write(self.step, Phase.LOADING)
+        self._signs.doing(Phase.LOADING, self.step)
         self._engine = adapt(engine, self.spec.checkpoint.engine, **parts)
         point = self.resume_point
         if point.folder is None:
@@ -165,13 +164,14 @@ class TrainingRun:
                 f"{self._engine.name!r}: resume with the script that the run was started with"
             )
         folder = folder_here(point, self._tiers, self._tree, restores=self._first_of_machine)
-        load_state(
+        convert_s, load_s = load_state(
             self._engine,
             folder,
             saved_world_size=point.world_size,
             tree=self._tree,
             converts=self._first_of_machine,
         )
+        self._signs.loaded(convert_s=convert_s, load_s=load_s)
         if point.world_size == self.world_size and rng_file(folder, self.rank).exists():
             load_rng(folder, self.rank)
         else:
@@ -187,17 +187,20 @@ class TrainingRun:
             raise TrainingFailed(
                 "expected run.restore(engine) before run.batches(): without it nothing can be checkpointed"
             )
-        self._progress.write(self.step, Phase.TRAINING)
+        self._signs.doing(Phase.TRAINING, self.step)
         self._events.write({"event": "training", "step": self.step, "total_steps": self.total_steps})
         self._when.training()
-        for batch in self._reader:
+        for batch in self._handed():
             self._batch = batch
             yield batch
             if self._batch is not None:
                 raise TrainingFailed(f"expected run.step_done(loss) for step {batch.step} before the next batch")
-            if self.stopped:
+            if self.stopped or batch.step == self.resume_point.rehearses_until:
                 break
-        self._end()
+        if self.resume_point.rehearses_until:
+            self._rehearsed()
+        else:
+            self._end()
 
     def step_done(self, loss: torch.Tensor | float, *, applied: bool | None = None) -> None:
         """Record that the optimizer step of the last batch is done; takes a checkpoint when one is due.
@@ -217,9 +220,9 @@ class TrainingRun:
         beat = self._pulse.step_done(batch.step, loss=said, says=says)
         if beat is not None:
             self._heard(beat)
-        self._progress.write(batch.step, Phase.TRAINING, loss_step=self._loss_step, loss=self._loss)
+        self._signs.step_done(batch.step)
         self._report(self._manager.done())
-        reason = self._when.reason()
+        reason = None if self.resume_point.rehearses_until else self._when.reason()
         if reason is not None:
             self._checkpoint(engine, reason, wait=self.stopped or self.spec.checkpoint.mode == "synchronous")
 
@@ -234,7 +237,7 @@ class TrainingRun:
     def close(self) -> None:
         """End threads, leave the process group."""
         self._reader.close()
-        self._progress.close()
+        self._signs.close()
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -251,7 +254,25 @@ class TrainingRun:
             self._when.left()
         ending = "finished" if finished else "stopped" if self.stopped else "caught_up"
         self._events.write({"event": ending, "step": self._tracker.step})
-        self._progress.write(self._tracker.step, Phase.DONE)
+        self._signs.doing(Phase.DONE, self._tracker.step)
+
+    def _rehearsed(self) -> None:
+        """The end of a rehearsal: its losses are told, nothing is committed."""
+        for beat in self._pulse.flush():
+            self._heard(beat)
+        told = {"losses": self._tracker.losses, "skipped": self._tracker.skipped}
+        self._events.write({"event": "rehearsed", "step": self._tracker.step, **told})
+        self._signs.doing(Phase.DONE, self._tracker.step)
+
+    def _handed(self) -> Iterator[Batch]:
+        """The reader's batches, with a sign of life before and behind each."""
+        reader = iter(self._reader)
+        while True:
+            self._signs.reading()
+            batch = next(reader, None)
+            if batch is None:
+                return
+            yield self._signs.handed(batch, counted=self._order.counted)
 
     def _run_ends(self) -> bool:
         """Whether the run is over where its leg is: one that goes on to what is appended ends at `order.steps` only."""
@@ -259,7 +280,7 @@ class TrainingRun:
 
     def _heard(self, beat: Beat) -> None:
         self._tracker.losses += beat.losses
-        self._loss_step, self._loss = beat.step, beat.losses[-1]
+        self._signs.heard(beat.step, beat.losses[-1])
         self._when.heard(beat)
 
     def _checkpoint(self, engine: Engine, reason: str, *, wait: bool) -> None:
@@ -270,7 +291,7 @@ class TrainingRun:
             if told is None:
                 return
             reason, wait = told, True
-        self._progress.write(self.step, Phase.CHECKPOINT, loss_step=self._loss_step, loss=self._loss)
+        self._signs.doing(Phase.CHECKPOINT, self.step)
         note = self._when.note(reason)
         if wait:
             self.settle()
@@ -278,12 +299,13 @@ class TrainingRun:
         else:
             self._report(self._manager.begin(engine, self._tracker, note))
         self._when.taken()
-        self._progress.write(self.step, Phase.TRAINING, loss_step=self._loss_step, loss=self._loss)
+        self._signs.doing(Phase.TRAINING, self.step)
 
     def _report(self, committed: Committed | None) -> None:
         if committed is not None:
-            self._events.write(_checkpoint_event(committed))
+            self._events.write(committed.event())
             self._when.committed(committed)
+            self._signs.checkpoints(own_s=self._manager.own_s, own_bytes=self._manager.own_bytes)
 
     def _join(self) -> dist.ProcessGroup | None:
         if self.world_size == 1:
@@ -319,13 +341,13 @@ class TrainingRun:
             opened.start_state() if point.leg_is_new else [[Cursor(*c) for c in cs] for cs in point.reader_state or []]
         )
         if not point.leg_is_new:
-            _check_restored(self._order, point.step, state)
+            check_restored(self._order, point.step, state)
         self._reader = opened.reader(
             rank=self.rank,
             world_size=self.world_size,
             step=point.step,
             state=state,
-            exchange=summing_over(self._batches_group),
+            exchange=summing_over(self._batches_group, self._waits),
         )
         self._tracker = ReaderStateTracker(committed_step=point.step, groups=self._reader.groups)
         self._attempt = Attempt(run=self.spec.run, number=point.attempt, nonce=point.nonce)
@@ -357,52 +379,3 @@ class TrainingRun:
             tiers=self._tiers,
             copies=copies,
         )
-
-
-def _job_spec(folder: Path | None, spec: str | Path | None) -> JobSpec:
-    if folder is not None:
-        return parse_spec(json.loads((folder / "spec.json").read_text()), origin="the launch folder's spec")
-    if spec is None:
-        raise SpecInvalid(
-            'expected a launch by `dlac train`, or training_run("job.toml") under another launcher; found neither'
-        )
-    read = read_spec(Path(spec)).resolved(home_folder())
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    return JobSpec.model_validate(
-        {**read.model_dump(), "launch": {**read.launch.model_dump(), "world_size": world_size}}
-    )
-
-
-def _await_resume_point(folder: Path) -> ResumePoint:
-    """Wait for the supervisor, as long as it lives: it may have a large checkpoint to verify."""
-    path = folder / "resume.json"
-    while not path.exists():
-        time.sleep(0.02)
-    return ResumePoint.from_json(path.read_text())
-
-
-def _check_restored(order: LegOrder, step: int, found: ReaderState) -> None:
-    """Check that restored cursors are where the order says; of streamed sources only the checkpoint's digest vouches for them."""
-    if not order.counted:
-        return
-    for source, (expected, cursors) in enumerate(zip(order.reader_state(step), found, strict=True)):
-        for group, (cursor, restored) in enumerate(zip(expected, cursors, strict=True)):
-            if cursor != restored:
-                raise CursorMismatch(
-                    f"expected the cursor of key group {group} in source {source} at {cursor} after step {step}, the "
-                    f"checkpoint holds {restored}: the plan or the order changed since it was taken"
-                )
-
-
-def _checkpoint_event(saved: Committed) -> dict[str, object]:
-    return {
-        "event": "checkpoint",
-        "checkpoint_id": saved.checkpoint_id,
-        "step": saved.step,
-        "loss": saved.loss,
-        "rows": saved.rows,
-        "bytes": saved.bytes,
-        "reason": saved.note["reason"],
-        "duration_s": saved.phases["total"],
-        "phases": saved.phases,
-    }

@@ -1,5 +1,6 @@
 """Global recovery: when the Dagster run of a training run dies, a sensor requests the recovery job."""
 
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -59,7 +60,7 @@ def recovery_sensor(context: dg.RunFailureSensorContext) -> dg.RunRequest | dg.S
         return dg.SkipReason(
             f"NoProgress: {fruitless} recoveries in a row of {spec.run} committed nothing; mend the cause"
         )
-    launch |= {"wait_s": WAIT_FOR_OLD_LAUNCH_S, "noticed_by": "recovery_sensor"}
+    launch |= {"wait_s": WAIT_FOR_OLD_LAUNCH_S, "noticed_by": "recovery_sensor", "noticed_at": time.time()}
     return dg.RunRequest(
         run_key=dead.run_id,
         run_config={"resources": dead.run_config["resources"], "ops": {"model_checkpoint": {"config": launch}}},

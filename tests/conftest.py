@@ -29,7 +29,8 @@ from pyiceberg.table import Table
 import dlac_pipeline as dlac
 from catalog.connect import Lakehouse, LakehouseConfig, connect
 from catalog.ledger import Ledger, Row
-from dlac_pipeline.spec import CheckpointSpec, JobSpec, LaunchSpec, OrderSpec, SourceSpec, parse_spec
+from dlac_pipeline.launch_spec import LaunchSpec
+from dlac_pipeline.spec import CheckpointSpec, JobSpec, OrderSpec, SourceSpec, parse_spec
 
 settings.register_profile("noisy machines", suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("noisy machines")

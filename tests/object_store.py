@@ -80,11 +80,16 @@ def object_store(folder: Path) -> Iterator[ObjectStore]:
 
 
 class Network:
-    """Forwards connections to a port; while it is cut, it ends the ones that there are and refuses new ones."""
+    """Forwards connections to a port; while it is cut, it ends the ones that there are and refuses new ones.
+
+    While it is stalled, all connections stay, and nothing moves on them.
+    """
 
     def __init__(self, port: int) -> None:
         self._port = port
         self._cut = threading.Event()
+        self._moves = threading.Event()
+        self._moves.set()
         self._open: list[socket.socket] = []
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
@@ -96,9 +101,14 @@ class Network:
         for end in self._open:
             _end(end)
 
+    def stall(self) -> None:
+        """Connections are accepted and kept, and nothing comes through."""
+        self._moves.clear()
+
     def mend(self) -> None:
         """Connections come through again."""
         self._cut.clear()
+        self._moves.set()
 
     def close(self) -> None:
         """End everything."""
@@ -115,12 +125,13 @@ class Network:
                 far = socket.create_connection(("127.0.0.1", self._port))
                 self._open += [near, far]
                 for source, target in ((near, far), (far, near)):
-                    threading.Thread(target=_forward, args=(source, target), daemon=True).start()
+                    threading.Thread(target=_forward, args=(source, target, self._moves), daemon=True).start()
 
 
-def _forward(source: socket.socket, target: socket.socket) -> None:
+def _forward(source: socket.socket, target: socket.socket, moves: threading.Event) -> None:
     with suppress(OSError):
         while content := source.recv(1 << 16):
+            moves.wait()
             target.sendall(content)
     _end(source)
     _end(target)

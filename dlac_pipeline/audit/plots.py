@@ -119,7 +119,7 @@ def _coverage_of(rows: list[dict[str, Any]], files: list[str]) -> Any:
 
 
 def _mark_recoveries(axes: Axes, curve: LossCurve) -> None:
-    for number, recovery in enumerate(curve.recoveries):
+    for number, recovery in enumerate(each for each in curve.recoveries if each["outcome"] == "resumed"):
         label = "recovery" if number == 0 else None
         axes.axvline(recovery["resumed_step"], color=_MARK, linestyle="--", linewidth=1.2, label=label)
         axes.annotate(

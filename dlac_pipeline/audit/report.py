@@ -22,7 +22,8 @@ from dlac_pipeline.audit.plots import draw_coverage, draw_losses
 
 REPORT_VERSION = 1
 _TOLD_STEPS = 20
-_PHASES = ("detect_s", "stop_s", "claim_s", "verify_s", "load_s", "first_step_s", "total_s")
+_PHASES = tuple(f"{phase}_s" for phase in ("detect", "stop", "schedule", "claim", "verify", "convert", "load"))
+_PHASES += ("first_step_s", "total_s")
 _UNCOVERED = (
     "SELECT count(*) AS row_groups FROM coverage "
     "WHERE run = ? AND (rows_consumed + rows_passed <> live_rows OR rows_repeated > 0)"
@@ -151,7 +152,7 @@ def _recoveries_table(recoveries: Sequence[Mapping[str, Any]]) -> str:
             recovery["noticed_by"],
             str(recovery["resumed_step"]),
             f"{recovery['rows_replayed']:,}",
-            *(f"{recovery[phase]:.2f}" for phase in _PHASES),
+            *("" if recovery[phase] is None else f"{recovery[phase]:.2f}" for phase in _PHASES),
             recovery["outcome"],
         )
         for recovery in recoveries

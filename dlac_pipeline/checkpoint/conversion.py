@@ -12,6 +12,7 @@ import fcntl
 import json
 import secrets
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -31,23 +32,29 @@ _LOCK = ".lock"
 _FORMAT_VERSION = 1
 
 
-def load_state(engine: Engine, folder: Path, *, saved_world_size: int, tree: RankTree, converts: bool) -> None:
+def load_state(
+    engine: Engine, folder: Path, *, saved_world_size: int, tree: RankTree, converts: bool
+) -> tuple[float, float]:
     """Load the checkpoint in `folder`, which `saved_world_size` ranks saved, converted if these ranks need it. Collective.
 
-    `converts` for one rank of every machine.
+    `converts` for one rank of every machine. Gives the seconds until it was converted, and those of the load.
 
     Raises:
         WorldSizeUnsupported: it cannot be converted.
         StoreUnavailable: there is no room for the conversion.
         CheckpointDamaged, CheckpointUnsafe: from the engine.
     """
+    started = time.monotonic()
     convert = engine.conversion(saved_world_size)
     if convert is not None:
         with failing_together(tree, doing=f"converting the checkpoint in {str(folder)!r}"):
             if converts:
                 converted(folder, convert)
         folder = _folder_of(folder)
+    convert_s = time.monotonic() - started if convert is not None else 0.0
+    started = time.monotonic()
     engine.load(folder, saved_world_size=saved_world_size)
+    return convert_s, time.monotonic() - started
 
 
 def converted(folder: Path, convert: Convert) -> Path:

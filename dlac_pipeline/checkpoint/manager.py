@@ -53,6 +53,20 @@ class Committed:
     note: Mapping[str, Any]
     """What was to be written beside it: why it was taken."""
 
+    def event(self) -> dict[str, object]:
+        """For whoever watches."""
+        return {
+            "event": "checkpoint",
+            "checkpoint_id": self.checkpoint_id,
+            "step": self.step,
+            "loss": self.loss,
+            "rows": self.rows,
+            "bytes": self.bytes,
+            "reason": self.note["reason"],
+            "duration_s": self.phases["total"],
+            "phases": self.phases,
+        }
+
 
 @dataclass(kw_only=True, slots=True)
 class _Staged:
@@ -97,6 +111,9 @@ class CheckpointManager:
         self._memory = CopyMemory()
         self._pending: Future[Committed] | None = None
         self._failure: Exception | None = None
+        self.own_s = 0.0
+        """Seconds that this rank's part of all checkpoints took, votes and commits left out."""
+        self.own_bytes = 0
 
     @property
     def under_way(self) -> bool:
@@ -259,6 +276,7 @@ class CheckpointManager:
             failure = named(err, doing=f"the writing of rank {self._tree.rank}")
         finally:
             staged.sealer.close()
+            self.own_s += sum(staged.phases.get(name, 0.0) for name in ("copy", "write", "seal"))
         taken = staged.taken
         return {
             "failure": failure,
@@ -278,4 +296,5 @@ class CheckpointManager:
             with staged.phases.of("seal"):
                 entries = staged.sealer.finish()
         staged.phases.update(staged.sealer.phases)
+        self.own_bytes += sum(entry.bytes for entry in entries)
         return entries

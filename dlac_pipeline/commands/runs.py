@@ -23,7 +23,7 @@ from dlac_pipeline.commands.shared import (
     steps_bar,
 )
 from dlac_pipeline.spec import JobSpec
-from dlac_pipeline.watch import TrainingDisplay
+from dlac_pipeline.watch import TrainingDisplay, watch_run
 
 app = typer.Typer()
 
@@ -98,10 +98,25 @@ def recover(
 
 
 @app.command()
-def status(run: RunName, home: Home = None, spec: SpecOption = None, as_json: AsJson = False) -> None:
+def status(
+    run: RunName,
+    home: Home = None,
+    spec: SpecOption = None,
+    as_json: AsJson = False,
+    watch: Annotated[
+        bool,
+        typer.Option(
+            "--watch", help="Look again each second, until the run ends or Ctrl-C; not in a terminal: a JSON line each."
+        ),
+    ] = False,
+    every_s: Annotated[float, typer.Option(help="Seconds between two looks of --watch.", min=0.1)] = 1.0,
+) -> None:
     """Where a run is: step, loss, last checkpoint, attempt."""
     from dlac_pipeline.recover.status import run_status
 
+    if watch:
+        watch_run(lakehouse_of(spec, home), run, OUT, every_s=every_s, as_json=as_json)
+        return
     show_facts(run_status(lakehouse_of(spec, home), run), as_json=as_json)
 
 

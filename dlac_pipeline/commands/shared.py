@@ -15,9 +15,9 @@ from rich.table import Table
 from rich.text import Text
 
 from catalog.connect import Lakehouse, LakehouseConfig, connect
-from catalog.errors import NoSuchRun, SpecInvalid
+from catalog.errors import SpecInvalid
 from catalog.ledger import Ledger
-from dlac_pipeline.spec import JobSpec, home_folder, parse_spec, read_spec
+from dlac_pipeline.spec import JobSpec, home_folder, read_spec
 
 OUT, ERR = Console(), Console(stderr=True)
 
@@ -55,14 +55,10 @@ def lakehouse_of(spec: Path | None, home: Path | None) -> Lakehouse:
 
 def last_spec(lakehouse: Lakehouse, run: str) -> JobSpec:
     """The spec with which a run was launched last, from its launch folder."""
-    from dlac_pipeline.recover.coordinator import launch_folder_of
+    from dlac_pipeline.recover.coordinator import spec_of_attempt
 
     rows = Ledger(lakehouse).head_rows(run)
-    folder = launch_folder_of(rows, rows[-1]["attempt"])
-    path = Path(folder) / "spec.json"
-    if not folder or not path.is_file():
-        raise NoSuchRun(f"expected the job spec of run {run!r} at {str(path)!r}, found none: name it with --spec")
-    return parse_spec(json.loads(path.read_text()), origin=repr(str(path))).resolved(home_folder())
+    return spec_of_attempt(rows, run, rows[-1]["attempt"])
 
 
 def steps_bar() -> Progress:

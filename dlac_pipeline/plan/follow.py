@@ -33,11 +33,13 @@ Dead = dict[int, Ints]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unreadable:
-    """A row group that is to be left out, because it is missing or does not decode."""
+    """A row group that is to be left out, because it is missing or does not decode, or rows of it that kill the ranks."""
 
     path: str
     row_group: int
     reason: str
+    positions: tuple[int, ...] = ()
+    """Of the rows, in the data file; empty: the whole row group."""
 
 
 def next_leg(
@@ -136,15 +138,20 @@ class _Turn:
         )
 
     def _quarantined(self, stands: SourceStart, unreadable: Sequence[Unreadable]) -> tuple[QuarantinedUnit, ...]:
-        """Those row groups of the source that are newly left out."""
-        found: dict[tuple[str, int], QuarantinedUnit] = {}
+        """What of the source is newly left out."""
+        found: dict[Unreadable, QuarantinedUnit] = {}
         for plan in [self._plan(plan_id) for plan_id in stands.live_plan_ids]:
-            units = dict(zip(_places(plan), plan.units.live_rows.tolist(), strict=True))
+            units = {place: unit for unit, place in enumerate(_places(plan))}
             for each in unreadable:
-                place = (each.path, each.row_group)
-                if units.get(place):
-                    found[place] = QuarantinedUnit(
-                        path=each.path, row_group=each.row_group, rows=units[place], reason=each.reason
+                unit = units.get((each.path, each.row_group))
+                rows = 0 if unit is None else _live_rows_of(plan, unit, each)
+                if rows:
+                    found[each] = QuarantinedUnit(
+                        path=each.path,
+                        row_group=each.row_group,
+                        rows=rows,
+                        reason=each.reason,
+                        positions=each.positions,
                     )
         return tuple(found.values())
 
@@ -321,8 +328,21 @@ def _by_unit(plan: Plan, rows: Mapping[str, Ints]) -> Dead:
 
 
 def _of_unreadable(plan: Plan, unreadable: Sequence[Unreadable]) -> Dead:
-    named = {(each.path, each.row_group) for each in unreadable}
-    return {unit: np.arange(plan.units.rows[unit]) for unit, place in enumerate(_places(plan)) if place in named}
+    units = {place: unit for unit, place in enumerate(_places(plan))}
+    named = [(units.get((each.path, each.row_group)), each) for each in unreadable]
+    return _merged([{unit: _offsets_of(plan, unit, each)} for unit, each in named if unit is not None])
+
+
+def _offsets_of(plan: Plan, unit: int, unreadable: Unreadable) -> Ints:
+    """The rows of a unit that are left out, counted in the unit."""
+    if not unreadable.positions:
+        return np.arange(plan.units.rows[unit], dtype=np.int64)
+    positions: Ints = np.array(unreadable.positions, dtype=np.int64)
+    return positions - int(plan.units.first_row[unit])
+
+
+def _live_rows_of(plan: Plan, unit: int, unreadable: Unreadable) -> int:
+    return int(np.isin(_offsets_of(plan, unit, unreadable), plan.units.live_offsets(unit)).sum())
 
 
 def _merged(parts: Sequence[Dead]) -> Dead:

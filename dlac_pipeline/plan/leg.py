@@ -22,12 +22,14 @@ LEG_VERSION = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QuarantinedUnit:
-    """A row group that is left out from a leg on, because it does not decode; `rows` of it were live."""
+    """A row group, or rows of it, left out from a leg on: it does not decode, or they kill the ranks. `rows` of it were live."""
 
     path: str
     row_group: int
     rows: int
     reason: str
+    positions: tuple[int, ...] = ()
+    """Of the rows, in the data file; empty: the whole row group."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 
@@ -11,6 +12,10 @@ from dlac_pipeline.read.line import BlockAdvance
 
 Moved = tuple[int, int, BlockAdvance]
 """(source, key group, what a batch moved)."""
+
+
+def _nothing() -> None:
+    """Nobody wants to know."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +39,8 @@ class Batch:
     """Where this rank's key groups stand after the batch, int64 [key groups, sources, 4]: pass, block, position, offset."""
     moved: tuple[Moved, ...] = ()
     """What the batch moved, where the steps alone do not say it."""
+    on_mean: Callable[[], None] = field(default=_nothing, repr=False)
+    """Called when the loss is asked for: the forward part of the step is done."""
 
     def __getitem__(self, column: str) -> torch.Tensor:
         """The tensor of one column."""
@@ -45,10 +52,12 @@ class Batch:
         Averaging over ranks, as data-parallel engines do with gradients, then gives the mean over the valid samples of the
         global batch, whatever the number of ranks and however many slots are empty.
         """
+        self.on_mean()
         share = torch.where(self.valid, per_sample, torch.zeros_like(per_sample)).sum()
         return share * (self.world_size / self.rows)
 
     def token_mean(self, per_token: torch.Tensor) -> torch.Tensor:
         """As `mean`, of `per_token` [B/W, T] over the tokens of a packed global batch; padding does not count."""
+        self.on_mean()
         share = torch.where(self.tensors["document"] > 0, per_token, torch.zeros_like(per_token)).sum()
         return share * (self.world_size / self.tokens)

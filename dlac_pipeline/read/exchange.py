@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -11,23 +12,33 @@ import torch.distributed as dist
 from dlac_pipeline.read.reader import Counts, Exchange
 
 
+@dataclass(slots=True)
+class Waits:
+    """What was waited for other ranks, until whoever reads it begins anew."""
+
+    seconds: float = 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class _Summed:
     numbers: torch.Tensor
     work: dist.Work | None
+    waits: Waits = field(default_factory=Waits)
 
     def wait(self) -> Sequence[int]:
         if self.work is not None:
+            since = time.monotonic()
             self.work.wait()
+            self.waits.seconds += time.monotonic() - since
         return [int(number) for number in self.numbers.tolist()]
 
 
-def summing_over(group: dist.ProcessGroup | None) -> Exchange:
-    """Sums over the ranks of a gloo group that nothing else uses; over this rank alone without one."""
+def summing_over(group: dist.ProcessGroup | None, waits: Waits | None = None) -> Exchange:
+    """Sums over the ranks of a gloo group that nothing else uses; over this rank alone without one. `waits` counts waiting."""
 
     def start(counts: Sequence[int]) -> Counts:
         numbers = torch.tensor(counts, dtype=torch.int64)
         work = None if group is None else dist.all_reduce(numbers, group=group, async_op=True)
-        return _Summed(numbers, work)
+        return _Summed(numbers, work, waits or Waits())
 
     return start

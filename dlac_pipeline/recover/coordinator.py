@@ -10,16 +10,17 @@ import secrets
 import socket
 import time
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 from catalog.commits import Attempt, claim, quarantine
 from catalog.connect import Lakehouse
-from catalog.errors import CheckpointDamaged, NoRestorableCheckpoint
+from catalog.errors import CheckpointDamaged, NoRestorableCheckpoint, NoSuchRun
 from catalog.ledger import HEAD_KINDS, Ledger, Row, checkpoint_rows
 from dlac_pipeline.checkpoint.restore import Restored, restore
 from dlac_pipeline.checkpoint.store import Tiers, tiers_of
 from dlac_pipeline.plan.leg import Leg
 from dlac_pipeline.recover.leg_choice import RESUME, LegChooser, Wish, leg_of
-from dlac_pipeline.spec import JobSpec
+from dlac_pipeline.spec import JobSpec, home_folder, parse_spec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,6 +47,8 @@ class ResumePoint:
     quarantined: list[str] | None = None
     claim_s: float = 0.0
     verify_s: float = 0.0
+    rehearses_until: int = 0
+    """The step with which a rehearsal ends, which commits nothing; 0: this is none."""
 
     def to_json(self) -> str:
         """This resume point, for the ranks."""
@@ -189,6 +192,19 @@ def _resume_point(
 def launch_folder_of(rows: list[Row], attempt: int) -> str:
     """The launch folder that an attempt's claim names; empty if it has none."""
     return _claim_detail(rows, attempt, "launch_folder")
+
+
+def spec_of_attempt(rows: list[Row], run: str, attempt: int) -> JobSpec:
+    """The job spec with which an attempt was launched, from its launch folder.
+
+    Raises:
+        NoSuchRun: it is not on this machine.
+    """
+    folder = launch_folder_of(rows, attempt)
+    path = Path(folder) / "spec.json"
+    if not folder or not path.is_file():
+        raise NoSuchRun(f"expected the job spec of run {run!r} at {str(path)!r}, found none: name it with --spec")
+    return parse_spec(json.loads(path.read_text()), origin=repr(str(path))).resolved(home_folder())
 
 
 def launcher_of(rows: list[Row], attempt: int) -> str:

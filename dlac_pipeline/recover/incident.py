@@ -1,19 +1,25 @@
-"""One incident: what failed, and the phases of the recovery from it, until the first new optimizer step is done."""
+"""One incident: what failed, and the phases of the recovery from it, until the first new optimizer step is done.
+
+A recovery that fails before that leaves its row as well, and so does a run that is given up.
+"""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from catalog.connect import Lakehouse
-from catalog.ledger import Ledger, Row
+from catalog.ledger import HEAD_KINDS, Ledger, Row, checkpoint_rows
 from catalog.recoveries import Recovery, write_recovery
 from dlac_pipeline.progress import Phase, Progress, read_progress
 from dlac_pipeline.recover.coordinator import ResumePoint, adopts_only, launch_folder_of
 from dlac_pipeline.spec import JobSpec
+
+RecoveryOutcome = Literal["resumed", "failed again", "gave up"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,37 +31,54 @@ class Failure:
     failed_at: float
     """Last sign of life of what failed."""
     noticed_at: float
+    launched_at: float
+    """When the launch that recovers was begun: the notice itself, where no sensor came between."""
     stopped_at: float
     """When none of its processes was left."""
     last_step: int
     """Last optimizer step that it finished."""
+    began: float = 0.0
+    """When it began to train; 0: it did not."""
+    rows: int = 0
+    """Rows that it worked on in finished steps."""
+    in_hand: int = 0
+    """Step whose batch the rank that failed had in hand; 0: none."""
+    doing: str = ""
+    """What that rank was doing."""
     kind: str = ""
     message: str = ""
     detail: dict[str, Any] = field(default_factory=dict)
     """What the error says besides, for programs."""
 
 
-def failure_of_attempt(rows: list[Row], attempt: int, *, noticed_by: str) -> Failure | None:
+def failure_of_attempt(
+    rows: list[Row], attempt: int, *, noticed_by: str, noticed_at: float, launched_at: float, stopped_at: float
+) -> Failure | None:
     """What can be told of an attempt whose supervisor is gone, from the launch folder that its claim names.
 
     None for one that only adopted a checkpoint.
     """
     if adopts_only(rows, attempt):
         return None
-    folder = launch_folder_of(rows, attempt)
-    found: list[Progress] = []
-    if folder:
-        ranks = range(len(list(Path(folder).glob("progress-*"))))
-        found = [progress for rank in ranks if (progress := read_progress(Path(folder), rank)) is not None]
-    now = time.time()
+    found = _signs_of_life(launch_folder_of(rows, attempt))
     return Failure(
         cause=f"attempt {attempt} ended without finishing",
         noticed_by=noticed_by,
-        failed_at=max((progress.at for progress in found), default=now),
-        noticed_at=now,
-        stopped_at=now,
+        failed_at=min(noticed_at, max((progress.at for progress in found), default=noticed_at)),
+        noticed_at=noticed_at,
+        launched_at=launched_at,
+        stopped_at=stopped_at,
         last_step=max((progress.step for progress in found), default=0),
+        began=min((progress.spent.began for progress in found), default=0.0),
+        rows=sum(progress.spent.rows for progress in found),
     )
+
+
+def _signs_of_life(folder: str) -> list[Progress]:
+    if not folder:
+        return []
+    ranks = range(len(list(Path(folder).glob("progress-*"))))
+    return [progress for rank in ranks if (progress := read_progress(Path(folder), rank)) is not None]
 
 
 class Incident:
@@ -68,11 +91,13 @@ class Incident:
         self._resumable_at = time.time()
         self._loaded_at: float | None = None
         self._stepped_at: float | None = None
+        self._convert_s = 0.0
 
     def observe(self, progress: list[Progress]) -> bool:
         """Note the phases that the ranks have reached; true once all have finished a step, or all their work."""
         now = time.time()
         past_loading = all(found.phase >= Phase.TRAINING for found in progress)
+        self._convert_s = max(found.spent.convert_us for found in progress) / 1e6
         if self._loaded_at is None and past_loading:
             self._loaded_at = now
         stepped = all(found.step > self._point.step or found.phase == Phase.DONE for found in progress)
@@ -80,13 +105,14 @@ class Incident:
             self._stepped_at = now
         return self._stepped_at is not None
 
-    def report(self, lakehouse: Lakehouse) -> dict[str, Any]:
+    def report(self, lakehouse: Lakehouse, outcome: RecoveryOutcome = "resumed") -> dict[str, Any]:
         """Write the row of `recoveries`; returns it as an event."""
         point, failure = self._point, self._failure
-        loaded = self._loaded_at or time.time()
-        stepped = self._stepped_at or time.time()
-        rows = Ledger(lakehouse).rows(self._spec.run, kinds=("claim",))
-        seq = next(int(row["seq"]) for row in rows if row["nonce"] == point.nonce)
+        ended = self._stepped_at or time.time()
+        loaded = self._loaded_at or ended
+        ledger = Ledger(lakehouse)
+        rows = ledger.rows(self._spec.run, kinds=HEAD_KINDS)
+        seq = next(int(row["seq"]) for row in rows if row["kind"] == "claim" and row["nonce"] == point.nonce)
         recovery = Recovery(
             run=self._spec.run,
             seq=seq,
@@ -97,16 +123,83 @@ class Incident:
             failed_at=datetime.fromtimestamp(failure.failed_at, UTC),
             resumed_from=point.checkpoint_id,
             resumed_step=point.step,
-            rows_replayed=max(0, failure.last_step - point.step) * self._spec.order.batch_size,
+            rows_replayed=rows_replayed(ledger, rows, point, failure, before_seq=seq),
             detect_s=failure.noticed_at - failure.failed_at,
-            stop_s=failure.stopped_at - failure.noticed_at,
+            stop_s=failure.stopped_at - failure.launched_at,
             claim_s=point.claim_s,
             verify_s=point.verify_s,
-            load_s=loaded - self._resumable_at,
-            first_step_s=stepped - loaded,
-            total_s=stepped - failure.failed_at,
-            outcome="resumed",
+            load_s=max(0.0, loaded - self._resumable_at - self._convert_s),
+            first_step_s=ended - loaded,
+            total_s=ended - failure.failed_at,
+            outcome=outcome,
+            schedule_s=failure.launched_at - failure.noticed_at,
+            convert_s=self._convert_s,
+            work_lost_s=_work_lost_s(rows, point, failure),
         )
         write_recovery(lakehouse, recovery)
         row = asdict(recovery)
-        return {"event": "recovered", **row, "failed_at": recovery.failed_at.isoformat()}
+        event = "recovered" if outcome == "resumed" else "recovery_failed"
+        return {"event": event, **row, "failed_at": recovery.failed_at.isoformat()}
+
+
+def rows_replayed(ledger: Ledger, rows: Sequence[Row], point: ResumePoint, failure: Failure, *, before_seq: int) -> int:
+    """Rows that are read again, as they count: those of finished steps that no kept checkpoint has.
+
+    What the failed attempt had worked on, less what it committed, and what was committed and is now left behind.
+    """
+    checkpoints = checkpoint_rows(list(rows))
+    heads = [row for row in rows if int(row["seq"]) < before_seq]
+    left = _lineage(checkpoints, heads[-1]["head_after"] if heads else None)
+    kept = set(_lineage(checkpoints, point.checkpoint_id))
+    abandoned = [each for each in left if each not in kept]
+    mine = [name for name, row in checkpoints.items() if row["attempt"] == point.replaces]
+    counted = ledger.consumed_by(rows[0]["run"], [*mine, *(each for each in abandoned if each not in mine)])
+    worked_on = max(0, failure.rows - sum(counted[each] for each in mine))
+    return worked_on + sum(counted[each] for each in abandoned)
+
+
+def _lineage(checkpoints: dict[str, Row], head: str | None) -> list[str]:
+    chain = []
+    while head is not None:
+        chain.append(head)
+        head = checkpoints[head]["parent"]
+    return chain
+
+
+def _work_lost_s(rows: Sequence[Row], point: ResumePoint, failure: Failure) -> float:
+    """Seconds that the failed attempt trained since its last checkpoint that is kept, or since it began."""
+    if not failure.began:
+        return 0.0
+    row = checkpoint_rows(list(rows)).get(point.checkpoint_id or "")
+    since = failure.began
+    if row is not None and row["attempt"] == point.replaces:
+        since = max(since, row["committed_at"].timestamp())
+    return max(0.0, failure.failed_at - since)
+
+
+def gave_up(lakehouse: Lakehouse, run: str, attempt: int, failure: Failure) -> None:
+    """Write down that no attempt follows the one that failed last."""
+    rows = Ledger(lakehouse).rows(run, kinds=HEAD_KINDS)
+    claim = next(row for row in rows if row["kind"] == "claim" and row["attempt"] == attempt)
+    head = checkpoint_rows(rows).get(rows[-1]["head_after"] or "")
+    recovery = Recovery(
+        run=run,
+        seq=int(claim["seq"]),
+        attempt=attempt,
+        replaced_attempt=attempt,
+        cause=failure.cause,
+        noticed_by=failure.noticed_by,
+        failed_at=datetime.fromtimestamp(failure.failed_at, UTC),
+        resumed_from=None if head is None else head["checkpoint_id"],
+        resumed_step=0 if head is None else int(head["step"]),
+        rows_replayed=0,
+        detect_s=failure.noticed_at - failure.failed_at,
+        stop_s=failure.stopped_at - failure.launched_at,
+        claim_s=0.0,
+        verify_s=0.0,
+        load_s=0.0,
+        first_step_s=0.0,
+        total_s=failure.stopped_at - failure.failed_at,
+        outcome="gave up",
+    )
+    write_recovery(lakehouse, recovery)

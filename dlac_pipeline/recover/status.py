@@ -37,5 +37,5 @@ def run_status(lakehouse: Lakehouse, run: str) -> dict[str, Any]:
         "checkpoints": len(checkpoint_rows(rows)),
         "attempt": state.fence.attempt,
         "attempts_without_progress": 0 if state.finished else attempts_without_progress(rows),
-        "recoveries": len(recoveries_of(lakehouse, run)),
+        "recoveries": sum(each.outcome == "resumed" for each in recoveries_of(lakehouse, run)),
     }

@@ -6,6 +6,7 @@ import pytest
 
 from catalog.commits import claim
 from catalog.ledger import Ledger
+from catalog.recoveries import recoveries_of
 
 if TYPE_CHECKING:
     from tests.conftest import Arena
@@ -25,13 +26,15 @@ def test_two_recoveries_of_one_attempt(campaign: Arena) -> None:
 
 
 def test_a_script_that_always_fails_ends_without_progress(campaign: Arena) -> None:
-    """Three attempts that commit nothing end in one status that repeats what the script died of."""
-    launch = campaign.launch(campaign.spec("hopeless", "always_fails.py", world_size=1))
+    """Three attempts that commit nothing end in one status that repeats what the script died of; incidents say all three."""
+    launch = campaign.launch(campaign.spec("hopeless", "always_fails.py", world_size=1, deaths_at_same_rows=0))
     assert launch.wait() == 85
     (error,) = launch.of("error")
     assert error["kind"] == "NoProgress"
     assert "ZeroDivisionError: no way past step 1" in error["message"]
     assert [row["attempt"] for row in campaign.rows("hopeless")] == [1, 2, 3]
+    outcomes = [(each.attempt, each.outcome) for each in recoveries_of(campaign.lakehouse, "hopeless")]
+    assert sorted(outcomes) == [(2, "failed again"), (3, "failed again"), (3, "gave up")]
 
 
 def test_the_cause_is_told_although_its_rank_is_the_last_to_leave(campaign: Arena) -> None:

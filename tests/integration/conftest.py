@@ -16,7 +16,8 @@ import pytest
 
 from catalog.ledger import Ledger
 from dlac_pipeline.audit.lakehouse_sql import open_audit
-from dlac_pipeline.recover.supervise import Event, Supervisor
+from dlac_pipeline.recover.attempt import Event
+from dlac_pipeline.recover.supervise import Supervisor
 from dlac_pipeline.spec import JobSpec, parse_spec
 from tests.integration.audit_runs import Forgery, Workshop
 from tests.integration.datasets import Datasets

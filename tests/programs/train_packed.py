@@ -5,6 +5,7 @@ Every token of a document is its row's number, so the journal tells which rows w
 
 import json
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -39,6 +40,8 @@ def main() -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         run.restore(dlac.TorchState(model=model, optimizer=optimizer))
         for batch in run.batches():
+            if int(run.spec.params.get("deadly_token", "-1")) in batch["tokens"][batch["document"] > 0].tolist():
+                os.kill(os.getpid(), signal.SIGSEGV)
             loss = batch.token_mean((model(batch["tokens"] % 4096) ** 2).mean(-1))
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped

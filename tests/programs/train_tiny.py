@@ -1,10 +1,14 @@
 """A tiny model trained on a table of (row_id, x): plain PyTorch, gradients averaged by hand, and a journal of its own.
 
+Params let it misbehave: `dies_at` a step, `deadly_row`: die of SIGSEGV where that is in the batch, `deadlock_at` a step,
+`slow_rank` by `slow_s` seconds in each forward part. $NOISE_SEED adds noise to the loss that no saved generator knows.
+
 The journal holds the row ids that were in the tensors of each finished step: evidence that is not DLAC's.
 """
 
 import json
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -15,7 +19,9 @@ import dlac_pipeline as dlac
 
 
 def write_entry(run: dlac.TrainingRun, batch: dlac.Batch, loss: torch.Tensor) -> None:
-    """Append a finished step to this rank's journal."""
+    """Append a finished step to this rank's journal; a rehearsal leaves none."""
+    if "DLAC_REHEARSAL" in os.environ:
+        return
     point = run.resume_point
     entry = {
         "run": run.spec.run,
@@ -42,9 +48,18 @@ def train(run: dlac.TrainingRun) -> None:
     for batch in run.batches():
         if batch.step == int(params.get("dies_at", "0")):
             os._exit(1)
+        if int(params.get("deadly_row", "-1")) in batch["row_id"][batch.valid].tolist():
+            os.kill(os.getpid(), signal.SIGSEGV)
+        if run.rank == int(params.get("slow_rank", "-1")):
+            time.sleep(float(params["slow_s"]))
+        if batch.step == int(params.get("deadlock_at", "0")) and run.resume_point.attempt == 1 and run.rank == 1:
+            dist.recv(torch.zeros(1), src=0)  # which waits for this rank's gradients
         features = batch["x"].to(torch.float32)
         residual = model(features).squeeze(-1) - features.sum(-1)
         loss = batch.mean(residual**2 + noise * torch.rand(len(features)))
+        if "NOISE_SEED" in os.environ:
+            generator = torch.Generator().manual_seed(int(os.environ["NOISE_SEED"]) + batch.step)
+            loss = loss + torch.rand((), generator=generator)
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         if run.world_size > 1:

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import struct
 from pathlib import Path
 
-from dlac_pipeline.progress import Phase, ProgressWriter, progress_file, read_progress
+import pytest
+
+from dlac_pipeline.progress import Phase, ProgressWriter, Spent, progress_file, read_progress
 
 
 def test_the_last_sign_of_life_is_read_back(tmp_path: Path) -> None:
@@ -28,3 +31,23 @@ def test_without_a_launch_folder_nothing_is_written() -> None:
     writer = ProgressWriter(None, 0)
     writer.write(1, Phase.TRAINING)
     writer.close()
+
+
+@pytest.mark.parametrize(("in_hand", "doing"), [(8, "computing"), (0, "reading"), (-1, "training")])
+def test_what_a_rank_spent_and_does_is_read_back(tmp_path: Path, in_hand: int, doing: str) -> None:
+    """Every number, and from them what it is doing while it trains."""
+    writer = ProgressWriter(tmp_path, 0)
+    spent = Spent(in_hand=in_hand, rows=224, reading_us=1, computing_us=2, checkpoint_us=3, loading_us=4, began=1.5)
+    writer.write(7, Phase.TRAINING, spent=spent)
+    writer.close()
+    found = read_progress(tmp_path, 0)
+    assert found is not None
+    assert (found.spent, found.doing) == (spent, doing)
+
+
+def test_a_record_of_an_older_version_is_read(tmp_path: Path) -> None:
+    """What it does not say is not known."""
+    progress_file(tmp_path, 0).write_bytes(struct.pack("<qqdqd", 7, Phase.TRAINING, 1.0, 6, 0.25))
+    found = read_progress(tmp_path, 0)
+    assert found is not None
+    assert (found.step, found.loss, found.spent, found.doing) == (7, 0.25, Spent(), "training")

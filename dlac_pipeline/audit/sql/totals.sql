@@ -16,7 +16,7 @@ heads AS (
     GROUP BY run
 ),
 healed AS (
-    SELECT run, count(*) AS recoveries FROM recoveries GROUP BY run
+    SELECT run, count(*) AS recoveries FROM recoveries WHERE outcome = 'resumed' GROUP BY run
 ),
 read AS (
     SELECT run,

@@ -1,0 +1,97 @@
+"""What went wrong, what became of it, and whether a run could be resumed: incidents, rehearsals."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from dlac_pipeline.commands.shared import OUT, AsJson, Home, RunName, SpecOption, lakehouse_of, resolved
+
+app = typer.Typer()
+_PHASES = ("detect", "stop", "schedule", "claim", "verify", "convert", "load", "first_step", "total")
+
+
+@app.command()
+def rehearse(
+    run: RunName,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Steps to do again; unset: all up to the next checkpoint, at most 20.")
+    ] = None,
+    sandbox: Annotated[
+        Path | None,
+        typer.Option(help="Folder for the sandbox, which holds a copy of the checkpoint; unset: temporary."),
+    ] = None,
+    home: Home = None,
+    spec: SpecOption = None,
+    as_json: AsJson = False,
+) -> None:
+    """Restore a checkpoint in a sandbox, do the steps behind it again, and compare the losses; exit status 0 only if identical.
+
+    Production is only read. The script finds DLAC_REHEARSAL=1 in its environment.
+    """
+    from dlac_pipeline.recover.rehearse import rehearse as do_again
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the sandbox is removed on the way out
+    job = None if spec is None else resolved(spec, home).model_copy(update={"run": run})
+    done = do_again(lakehouse_of(spec, home), run, spec=job, steps=steps, sandbox_folder=sandbox)
+    if as_json:
+        sys.stdout.write(json.dumps(done.to_json()) + "\n")
+    else:
+        table = Table("step", "recorded", "replayed", "")
+        for each in done.steps:
+            said = "no loss recorded" if not each.compared else "identical" if each.identical else "differs"
+            skipped = ", skipped" if each.recorded_skipped or each.replayed_skipped else ""
+            table.add_row(str(each.step), repr(each.recorded), repr(each.replayed), said + skipped)
+        OUT.print(table)
+        OUT.print(done.summary(), markup=False, soft_wrap=True)
+    if not done.identical:
+        raise typer.Exit(1)
+
+
+@app.command()
+def incidents(
+    run: Annotated[str | None, typer.Argument(help="Name of the training run; unset: every run.")] = None,
+    home: Home = None,
+    spec: SpecOption = None,
+    as_json: AsJson = False,
+) -> None:
+    """Every recovery: what failed, how it was noticed, the seconds of each phase, rows replayed, work lost, what became of it."""
+    from catalog.ledger import Ledger
+    from catalog.recoveries import recoveries_of
+
+    lakehouse = lakehouse_of(spec, home)
+    if run is not None:
+        Ledger(lakehouse).head_rows(run)  # says so if there is no such run
+    found = recoveries_of(lakehouse, run)
+    if as_json:
+        sys.stdout.write(json.dumps([asdict(each) for each in found], default=str) + "\n")
+        return
+    columns = ("failed at", "attempt", "cause", "noticed by", "resumed at step", "rows replayed", "work lost")
+    table = Table(*(() if run else ("run",)), *columns, *(name.replace("_", " ") for name in _PHASES), "outcome")
+    for each in found:
+        facts = [
+            each.failed_at.strftime("%Y-%m-%d %H:%M:%S"),
+            each.replaced_attempt,
+            each.cause,
+            each.noticed_by,
+            each.resumed_step,
+            each.rows_replayed,
+            _seconds(each.work_lost_s),
+            *(_seconds(getattr(each, f"{name}_s")) for name in _PHASES),
+            each.outcome,
+        ]
+        table.add_row(*(Text(str(fact)) for fact in ([] if run else [each.run]) + facts))
+    OUT.print(table)
+
+
+def _seconds(value: float | None) -> str:
+    """For a table; older rows do not say all of it."""
+    return "" if value is None else f"{value:.2f}"

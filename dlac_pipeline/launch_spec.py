@@ -1,0 +1,76 @@
+"""The launch section of a job spec: how the ranks are started, watched and recovered."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class LaunchSpec(BaseModel):
+    """How the ranks are started and watched."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    script: str = Field(
+        description="The training script, run by every rank; relative to the spec's file. From Dagster, relative to the "
+        "folder in which Dagster was started: better absolute."
+    )
+    args: list[str] = Field(default_factory=list, description="Arguments of the script.")
+    world_size: int = Field(default=1, description="Number of ranks; divides the batch size.", ge=1)
+    env: dict[str, str] = Field(default_factory=dict, description="Environment variables set for the ranks.")
+    grace_s: float = Field(
+        default=20.0,
+        description="Seconds that ranks get to checkpoint and leave when asked to stop.",
+        gt=0,
+        le=25,  # a supervisor whose orchestrator died is gone within 30 s
+    )
+    deadline_s: float = Field(
+        default=0.0,
+        description="Seconds from a notice (SIGTERM, SIGUSR1, termination_url) until the ranks are gone, behind an emergency "
+        "checkpoint if there is time for one; 0: grace_s.",
+        ge=0,
+    )
+    termination_url: str = Field(
+        default="",
+        description="Asked every few seconds whether this machine goes away: 200 is a notice, 404 is none; empty: not asked.",
+        pattern=r"^(https?://.+)?$",
+    )
+    termination_headers: dict[str, str] = Field(default_factory=dict, description="Headers of those requests: a token.")
+    termination_match: str = Field(
+        default="", description="Text that a notice has in it, where the URL always answers 200; empty: any 200 is one."
+    )
+    hang_timeout_s: float = Field(
+        default=600.0,
+        description="Seconds without progress of a rank after which the attempt is ended and relaunched.",
+        gt=0,
+    )
+    new_leg: bool = Field(
+        default=False,
+        description="Whether resuming may begin a new leg where this spec changes weights, exclusions, batch size, passes, "
+        "snapshot or shuffle; false: such a change is refused.",
+    )
+    attempts_without_progress: int = Field(
+        default=3, description="Attempts in a row that commit nothing before the run stops with NoProgress.", ge=1
+    )
+    deaths_at_same_rows: int = Field(
+        default=3,
+        description="Attempts in a row that die in the same step, with its batch in hand, before the rows of that batch are "
+        "quarantined and the run goes on without them; 0: never.",
+        ge=0,
+    )
+    straggler_factor: float = Field(
+        default=2.0,
+        description="A rank is told as a straggler when its own time in a phase is so many times the median of the other ranks'; "
+        "0: never.",
+        ge=0,
+    )
+    straggler_s: float = Field(
+        default=1.0, description="And when it is slower than that median by at least so many seconds (per step).", ge=0
+    )
+    straggler_steps: int = Field(
+        default=5, description="Steps in a row over which reading and computing are compared.", ge=1
+    )
+
+    @property
+    def leave_s(self) -> float:
+        """Seconds from a notice until the ranks are gone."""
+        return self.deadline_s or self.grace_s

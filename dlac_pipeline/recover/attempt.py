@@ -1,0 +1,274 @@
+"""One launch of a run under its supervisor: from spawning the ranks and claiming the run to the end of the last process.
+
+In: a job spec, and what failed before. Out: events, how the attempt ended, and a row in `recoveries` when it recovered.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import tenacity
+
+from catalog import errors
+from catalog.connect import Lakehouse
+from catalog.durable_io import write_durably
+from catalog.errors import CatalogUnreachable, DlacError
+from catalog.ledger import Ledger
+from catalog.plans import get_plan
+from dlac_pipeline.checkpoint.store import storing
+from dlac_pipeline.launch import Exit, RankGroup
+from dlac_pipeline.plan.leg import Leg
+from dlac_pipeline.progress import Phase
+from dlac_pipeline.recover.coordinator import ResumePoint, new_nonce, take_over
+from dlac_pipeline.recover.incident import Failure, Incident, RecoveryOutcome, failure_of_attempt
+from dlac_pipeline.recover.leg_choice import Wish
+from dlac_pipeline.recover.stragglers import Stragglers
+from dlac_pipeline.spec import JobSpec
+
+Event = dict[str, Any]
+Ending = Literal["finished", "caught_up", "stopped", "left"]
+HANG = "Hang"
+"""Kind of the failure of a rank that gives no sign of life."""
+_PATIENCE_S = 180.0
+"""How long a recovery waits for a catalog that is away."""
+_POLL_S = 0.05
+_STEP_EVENT_EVERY_S = 0.5
+_LEAVE_MARGIN_S = 2.0
+"""What ranks get on top of their deadline: they keep it themselves, and say what was lost."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launcher:
+    """What all attempts of one supervisor have in common."""
+
+    spec: JobSpec
+    lakehouse: Lakehouse
+    on_event: Callable[[Event], None]
+    stop: threading.Event
+    """Set when the run was asked to stop."""
+    noticed_by: str
+    """Who saw the attempt fail that the first one replaces."""
+    noticed_at: float
+    """When that was, in seconds since the epoch."""
+    launched_at: float
+    """When this supervisor was started."""
+    launched_by: str
+    """The orchestrator's run."""
+
+
+def waiting_for_catalog(*, recovering: bool) -> tenacity.Retrying:
+    """Repeats what needs the catalog; a recovery waits for a catalog that is away."""
+    return tenacity.Retrying(
+        retry=tenacity.retry_if_exception_type(CatalogUnreachable),
+        wait=tenacity.wait_random_exponential(multiplier=0.2, max=5.0),
+        stop=tenacity.stop_after_delay(_PATIENCE_S if recovering else 0.0),
+        reraise=True,
+    )
+
+
+class SupervisedAttempt:
+    """One attempt; `replaces` and `failure` name the one before it, and what that died of."""
+
+    def __init__(self, launcher: Launcher, *, wish: Wish, replaces: int | None, failure: Failure | None) -> None:
+        self._launcher = launcher
+        self._spec = launcher.spec
+        self._lakehouse = launcher.lakehouse
+        self._wish = wish
+        self._replaces = replaces
+        self._failure = failure
+        self._nonce = new_nonce()
+        self._folder = Path(self._spec.checkpoint.local) / self._spec.run / f"launch-{self._nonce}"
+        self._stragglers = Stragglers(self._spec.launch)
+        self._events_read = 0
+        self._incident: Incident | None = None
+        self._said_step_at = 0.0
+        self._resumable_at = 0.0
+        self._started_at = time.time()
+        self.number = 0
+        self.leg: Leg | None = None
+        self.step = 0
+        self.committed = False
+        self._ending: Ending = "left"
+
+    @property
+    def folder(self) -> Path:
+        """The launch folder."""
+        return self._folder
+
+    def run(self) -> Ending | Failure:
+        """The whole attempt. No rank is left when it returns or raises."""
+        with storing(self._folder):
+            self._folder.mkdir(parents=True)
+            (self._folder / "spec.json").write_text(self._spec.model_dump_json())
+        ranks = RankGroup(self._spec, self._folder)  # they import their libraries while the run is claimed
+        try:
+            point = self._take_over()
+            self.number, self.step = point.attempt, point.step
+            self.leg = leg = Leg.from_json(point.leg)
+            live_rows = sum(get_plan(self._lakehouse, source.plan_id).live_rows for source in leg.sources)
+            for message in leg.warnings(live_rows, self._spec.launch.world_size):
+                self._say({"event": "warning", "message": message})
+            self._say({"event": "attempt", "attempt": point.attempt, "step": point.step, "pids": ranks.pids})
+            with storing(self._folder):
+                write_durably(self._folder / "resume.json", point.to_json().encode())
+            self._resumable_at = time.time()
+            return self._watch(ranks)
+        finally:
+            ranks.end()
+            self._forward_events()
+
+    def _take_over(self) -> ResumePoint:
+        point: ResumePoint = waiting_for_catalog(recovering=self._replaces is not None)(
+            take_over,
+            self._lakehouse,
+            self._spec,
+            nonce=self._nonce,
+            replaces=self._replaces,
+            wish=self._wish,
+            launch_folder=str(self._folder),
+            launched_by=self._launcher.launched_by,
+        )
+        failure = self._failure
+        if failure is None and point.replaces > 0:
+            rows = Ledger(self._lakehouse).rows(self._spec.run, kinds=("claim",))
+            failure = failure_of_attempt(
+                rows,
+                point.replaces,
+                noticed_by=self._launcher.noticed_by,
+                noticed_at=self._launcher.noticed_at,
+                launched_at=self._launcher.launched_at,
+                stopped_at=self._started_at,
+            )
+        if failure is not None:
+            self._incident = Incident(self._spec, point, failure)
+        return point
+
+    def _watch(self, ranks: RankGroup) -> Ending | Failure:
+        asked_at: float | None = None
+        while True:
+            self._forward_events()
+            self._follow_progress(ranks)
+            failures = ranks.failures()
+            if asked_at is not None and any(failure.code == -signal.SIGTERM for failure in failures):
+                return "stopped"  # asked while it was starting, before it could listen; nothing is lost
+            if failures:
+                return self._failed(ranks, first_cause(failures))
+            if ranks.all_exited():
+                self._forward_events()
+                return self._ending
+            now = time.time()
+            if self._launcher.stop.is_set() and asked_at is None:
+                asked_at = now
+                ranks.ask_to_stop()
+            hung = silent_rank(ranks, self._resumable_at, self._spec.launch.hang_timeout_s)
+            if hung is not None:
+                return self._failed(ranks, hung)
+            if asked_at is not None and now > asked_at + self._spec.launch.leave_s + _LEAVE_MARGIN_S:
+                return self._failed(ranks, Exit(rank=0, code=1, message="still running after the grace period"))
+            time.sleep(_POLL_S)
+
+    def _failed(self, ranks: RankGroup, cause: Exit) -> Failure:
+        noticed_at = time.time()
+        progress = [found for found in ranks.progress() if found is not None]
+        last_step = max((found.step for found in progress), default=self.step)
+        mine = ranks.progress()[cause.rank]
+        ranks.end()
+        failure = Failure(
+            cause=str(cause),
+            kind=cause.kind,
+            message=cause.message,
+            detail=cause.detail,
+            noticed_by="supervisor",
+            failed_at=ranks.started_at if mine is None else mine.at,
+            noticed_at=noticed_at,
+            launched_at=noticed_at,
+            stopped_at=time.time(),
+            last_step=last_step,
+            began=min((found.spent.began for found in progress), default=0.0),
+            rows=sum(found.spent.rows for found in progress),
+            in_hand=0 if mine is None else max(0, mine.spent.in_hand),
+            doing=Phase.STARTING.name.lower() if mine is None else mine.doing,
+        )
+        told = {"cause": failure.cause, "step": last_step, "phase": failure.doing, **ranks.last_words(cause.rank)}
+        self._say({"event": "failure", **told})
+        if self._incident is not None:  # the recovery from the failure before has failed itself
+            self._report(self._incident, "failed again")
+            self._incident = None
+        return failure
+
+    def _follow_progress(self, ranks: RankGroup) -> None:
+        progress = ranks.progress()
+        if any(found is None for found in progress):
+            return
+        known = [found for found in progress if found is not None]
+        self.step = max(self.step, min(found.step for found in known))
+        if self._incident is not None and self._incident.observe(known):
+            self._report(self._incident, "resumed")
+            self._incident = None
+        for straggler in self._stragglers.observe(known):
+            self._say(straggler.event())
+        first = known[0]
+        if first.loss_step and time.time() - self._said_step_at >= _STEP_EVENT_EVERY_S:
+            self._said_step_at = time.time()
+            self._say({"event": "step", "step": first.step, "loss_step": first.loss_step, "loss": first.loss})
+
+    def _report(self, incident: Incident, outcome: RecoveryOutcome) -> None:
+        """Write the recovery down; a run that has recovered does not die of its report."""
+        try:
+            self._say(incident.report(self._lakehouse, outcome))
+        except DlacError as err:
+            self._say({"event": "warning", "message": f"the recovery could not be recorded: {err}"})
+
+    def _forward_events(self) -> None:
+        for event in self._new_events():
+            if event["event"] == "checkpoint":
+                self.committed = True
+            if event["event"] in ("finished", "stopped", "caught_up"):
+                self._ending = event["event"]
+            self._say(event)
+
+    def _new_events(self) -> Iterator[Event]:
+        path = self._folder / "events.jsonl"
+        if path.exists():
+            with path.open() as stream:
+                stream.seek(self._events_read)
+                for line in stream:
+                    if not line.endswith("\n"):
+                        break
+                    self._events_read += len(line.encode())
+                    yield json.loads(line)
+
+    def _say(self, event: Event) -> None:
+        self._launcher.on_event({"run": self._spec.run, "attempt": self.number, **event})
+
+
+def silent_rank(ranks: RankGroup, since: float, timeout_s: float) -> Exit | None:
+    """The rank that has been silent longest, if that is too long; what came before `since` does not count."""
+    signs = ranks.progress()
+    seen = [0.0 if progress is None else progress.at for progress in signs]
+    rank = min(range(len(seen)), key=seen.__getitem__)
+    last = signs[rank]
+    silent_s = time.time() - max(seen[rank], since)
+    if silent_s <= timeout_s:
+        return None
+    doing = Phase.STARTING.name.lower() if last is None else last.doing
+    return Exit(rank=rank, code=1, kind=HANG, message=f"no sign of life for {silent_s:.0f} s, last while {doing}")
+
+
+def first_cause(failures: list[Exit]) -> Exit:
+    """The failure that explains the others: a named error that ends the run, a signal, else the first.
+
+    When one rank dies the others follow with errors of their broken connections.
+    """
+    for failure in failures:
+        kind = getattr(errors, failure.kind, None)
+        if isinstance(kind, type) and issubclass(kind, DlacError):
+            return failure
+    return next((failure for failure in failures if failure.code < 0), failures[0])

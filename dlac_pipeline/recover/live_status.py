@@ -1,0 +1,180 @@
+"""Where a run is right now: what the ledger says, and the signs of life that its ranks leave in the launch folder.
+
+The ledger is asked for rows only when it has new ones; the launch folder is on the machine where the run was launched, and
+without it what is known is what was committed.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from catalog.connect import Lakehouse
+from catalog.errors import CatalogUnreachable
+from catalog.ledger import Fence, Ledger, Row, checkpoint_rows
+from catalog.plans import find_plan
+from dlac_pipeline.plan.leg import Leg
+from dlac_pipeline.progress import Progress, read_progress
+from dlac_pipeline.recover.coordinator import attempts_without_progress, launch_folder_of
+from dlac_pipeline.recover.leg_choice import leg_of
+
+_RATE_OVER_S = 15.0
+"""Steps per second are those of this long."""
+
+
+class LiveStatus:
+    """One run, looked at again and again."""
+
+    def __init__(self, lakehouse: Lakehouse, run: str) -> None:
+        """Raises `NoSuchRun` if the ledger has no row of it."""
+        self._ledger = Ledger(lakehouse)
+        self._run = run
+        self._rows: list[Row] = self._ledger.head_rows(run)
+        self._fence, self._finished = Fence(), False
+        self._advances: list[Row] = []
+        self._live_rows: dict[str, int] = {}
+        self._steps: deque[tuple[float, int]] = deque()
+        self._problem: str | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run is over."""
+        return self._finished
+
+    def look(self) -> dict[str, Any]:
+        """Facts by name, as they are now; seconds where a name says so."""
+        self._ask_ledger()
+        now = time.time()
+        head = checkpoint_rows(self._rows).get(self._fence.head or "")
+        head_step = 0 if head is None else int(head["step"])
+        ranks = [] if self._finished else self._signs_of_life()
+        step = max(head_step, min((each.step for each in ranks), default=0))
+        steps_per_s = self._rate(ranks, now)
+        began = min((each.spent.began for each in ranks if each.spent.began), default=None)
+        age_s = None if head is None else (datetime.now(UTC) - head["committed_at"]).total_seconds()
+        trained_s = None if began is None else now - began
+        leg = None if head is None else leg_of(self._rows, head["checkpoint_id"])
+        total = self._total_steps()
+        return {
+            "run": self._run,
+            "state": "finished" if self._finished else _doing(ranks),
+            "step": step,
+            "total_steps": total,
+            "loss": self._loss(head, ranks),
+            **self._speed(leg, steps_per_s),
+            "consumed_share": self._consumed_share(ranks),
+            "checkpoint_age_s": None if age_s is None else round(age_s, 1),
+            "at_risk_steps": step - head_step,
+            "at_risk_s": _at_risk_s(age_s, trained_s) if ranks else 0.0,
+            "attempt": self._fence.attempt,
+            "attempts_without_progress": 0 if self._finished else attempts_without_progress(self._rows),
+            "eta_s": None if not total or not steps_per_s else round(max(0, total - step) / steps_per_s, 1),
+            "last_sign_s": round(now - max(each.at for each in ranks), 1) if ranks else None,
+            "problem": self._problem,
+        }
+
+    def _ask_ledger(self) -> None:
+        """What is new in it; a catalog that is away is said, and asked again next time."""
+        try:
+            state = self._ledger.state(self._run)
+            if state.fence != self._fence or state.finished != self._finished:
+                self._rows = self._ledger.head_rows(self._run)
+                self._advances = self._ledger.advances(
+                    self._run, ("checkpoint_id", "attempt", "source", "pass", "plan_id", "rows_consumed")
+                )
+                self._fence, self._finished = state.fence, state.finished
+            self._problem = None
+        except CatalogUnreachable as err:
+            self._problem = str(err)
+
+    def _folder(self) -> Path | None:
+        folder = launch_folder_of(self._rows, self._fence.attempt)
+        return Path(folder) if folder else None
+
+    def _signs_of_life(self) -> list[Progress]:
+        folder = self._folder()
+        if folder is None:
+            return []
+        ranks = range(len(list(folder.glob("progress-*"))))
+        return [found for rank in ranks if (found := read_progress(folder, rank)) is not None]
+
+    def _total_steps(self) -> int | None:
+        """As the ranks said when they began to train."""
+        folder = self._folder()
+        path = None if folder is None else folder / "events.jsonl"
+        if path is None or not path.exists():
+            return None
+        lines = path.read_text().splitlines(keepends=True)
+        said = [json.loads(line) for line in lines if line.endswith("\n") and '"training"' in line]
+        return next((event["total_steps"] for event in reversed(said) if event["event"] == "training"), None)
+
+    def _rate(self, ranks: list[Progress], now: float) -> float | None:
+        """Steps per second."""
+        if not ranks:
+            self._steps.clear()
+            return None
+        step = min(each.step for each in ranks)
+        if self._steps and step < self._steps[-1][1]:  # another attempt
+            self._steps.clear()
+        self._steps.append((now, step))
+        while len(self._steps) > 2 and now - self._steps[0][0] > _RATE_OVER_S:
+            self._steps.popleft()
+        (since, first), (until, last) = self._steps[0], self._steps[-1]
+        return (last - first) / (until - since) if until > since else None
+
+    def _speed(self, leg: Leg | None, steps_per_s: float | None) -> dict[str, float | None]:
+        samples = None if leg is None or steps_per_s is None else round(steps_per_s * leg.batch_size, 1)
+        tokens = None if leg is None or samples is None or not leg.sequences.length else samples * leg.sequences.length
+        return {"samples_per_s": samples, "tokens_per_s": tokens}
+
+    def _loss(self, head: Row | None, ranks: list[Progress]) -> float | None:
+        if ranks and ranks[0].loss_step:
+            return ranks[0].loss
+        losses = [] if head is None else head["losses"] or []
+        return losses[-1] if losses else None
+
+    def _consumed_share(self, ranks: list[Progress]) -> float | None:
+        """Of the live rows of the passes that the sources are in: what is committed, and what the ranks did since."""
+        lineage = self._lineage()
+        mine = [row for row in self._advances if row["checkpoint_id"] in lineage]
+        if not mine:
+            return None
+        last = {source: max(row["pass"] for row in mine if row["source"] == source) for source in _sources(mine)}
+        current = [row for row in mine if row["pass"] == last[row["source"]]]
+        plans = {(row["source"], row["plan_id"]) for row in current}
+        live = sum(max(self._live_rows_of(plan) for each, plan in plans if each == source) for source in last)
+        committed = sum(row["rows_consumed"] for row in self._advances if row["attempt"] == self._fence.attempt)
+        in_flight = max(0, sum(each.spent.rows for each in ranks) - committed)
+        done = sum(row["rows_consumed"] for row in current) + in_flight
+        return round(min(1.0, done / live), 4) if live else None
+
+    def _live_rows_of(self, plan_id: str) -> int:
+        if plan_id not in self._live_rows:
+            plan = find_plan(self._ledger.lakehouse, plan_id)
+            self._live_rows[plan_id] = 0 if plan is None else plan.live_rows
+        return self._live_rows[plan_id]
+
+    def _lineage(self) -> set[str]:
+        checkpoints, head, found = checkpoint_rows(self._rows), self._fence.head, set()
+        while head is not None:
+            found.add(head)
+            head = checkpoints[head]["parent"]
+        return found
+
+
+def _sources(rows: list[Row]) -> set[int]:
+    return {int(row["source"]) for row in rows}
+
+
+def _doing(ranks: list[Progress]) -> str:
+    """What the rank does that is furthest behind; nothing is known without signs of life."""
+    return min(ranks, key=lambda each: (each.step, each.at)).doing if ranks else "open"
+
+
+def _at_risk_s(age_s: float | None, trained_s: float | None) -> float:
+    """Seconds of training since the last checkpoint, or since the attempt began."""
+    return round(min((each for each in (age_s, trained_s) if each is not None), default=0.0), 1)

@@ -1,0 +1,55 @@
+"""A temporary folder that is gone afterwards; one whose owner was killed is removed by whoever makes the next.
+
+Its owner holds a lock in it, which the kernel releases however the owner ends.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+PREFIX = "dlac-rehearsal-"
+_LOCK = "owner.lock"
+
+
+@contextmanager
+def sandbox(parent: Path | None = None) -> Iterator[Path]:
+    """A new folder below `parent`, or below the system's folder for temporary files."""
+    parent = parent or Path(tempfile.gettempdir())
+    parent.mkdir(parents=True, exist_ok=True)
+    remove_left_overs(parent)
+    folder, lock = _made(parent)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def remove_left_overs(parent: Path) -> None:
+    """Remove the folders in `parent` whose owner is gone; those of other users are theirs."""
+    for folder in parent.glob(f"{PREFIX}*"):
+        with suppress(OSError):
+            descriptor = os.open(folder / _LOCK, os.O_RDWR)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder)
+            finally:
+                os.close(descriptor)
+
+
+def _made(parent: Path) -> tuple[Path, int]:
+    """A folder and the lock in it; made again if another swept it away before it was locked."""
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+        lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        with suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.stat(folder / _LOCK), os.fstat(lock)):
+                return folder, lock
+        os.close(lock)

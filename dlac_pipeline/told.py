@@ -1,0 +1,57 @@
+"""What a rank is told when it starts: its job spec and its resume point, whose cursors it checks."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+from catalog.errors import CursorMismatch, SpecInvalid
+from dlac_pipeline.plan.order import LegOrder, ReaderState
+from dlac_pipeline.recover.coordinator import ResumePoint
+from dlac_pipeline.spec import JobSpec, home_folder, parse_spec, read_spec
+
+
+def job_spec(folder: Path | None, spec: str | Path | None) -> JobSpec:
+    """The job spec of this rank: the supervisor's, in its launch folder, or the one that the script names.
+
+    Raises:
+        SpecInvalid: neither is there.
+    """
+    if folder is not None:
+        return parse_spec(json.loads((folder / "spec.json").read_text()), origin="the launch folder's spec")
+    if spec is None:
+        raise SpecInvalid(
+            'expected a launch by `dlac train`, or training_run("job.toml") under another launcher; found neither'
+        )
+    read = read_spec(Path(spec)).resolved(home_folder())
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    return JobSpec.model_validate(
+        {**read.model_dump(), "launch": {**read.launch.model_dump(), "world_size": world_size}}
+    )
+
+
+def await_resume_point(folder: Path) -> ResumePoint:
+    """Wait for the supervisor, as long as it lives: it may have a large checkpoint to verify."""
+    path = folder / "resume.json"
+    while not path.exists():
+        time.sleep(0.02)
+    return ResumePoint.from_json(path.read_text())
+
+
+def check_restored(order: LegOrder, step: int, found: ReaderState) -> None:
+    """Check that restored cursors are where the order says; of streamed sources only the checkpoint's digest vouches for them.
+
+    Raises:
+        CursorMismatch: one is not.
+    """
+    if not order.counted:
+        return
+    for source, (expected, cursors) in enumerate(zip(order.reader_state(step), found, strict=True)):
+        for group, (cursor, restored) in enumerate(zip(expected, cursors, strict=True)):
+            if cursor != restored:
+                raise CursorMismatch(
+                    f"expected the cursor of key group {group} in source {source} at {cursor} after step {step}, the "
+                    f"checkpoint holds {restored}: the plan or the order changed since it was taken"
+                )

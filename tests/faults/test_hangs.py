@@ -1,0 +1,93 @@
+"""Ranks that live and do nothing, or little: found by their progress, and named with the phase."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from catalog.connect import connect
+from dlac_pipeline.spec import parse_spec
+from tests.conftest import PROGRAMS, Arena, source_rows, wait_until
+from tests.object_store import Network, ObjectStore, object_store
+
+HANG_S = 10.0
+"""Starting a rank takes several seconds on a busy machine, and is no hang."""
+
+
+def test_a_deadlocked_collective_is_found_and_recovered_from(campaign: Arena) -> None:
+    """One rank waits for a message, the other for its gradients, both alive: ended, named, and trained again from the ledger."""
+    settings: dict[str, Any] = {"deadlock_at": 13, "hang_timeout_s": HANG_S, "steps": 20}
+    launch = campaign.launch(campaign.spec("deadlocked", **settings))
+    assert launch.wait() == 0, launch.stderr
+    (failure,) = launch.of("failure")
+    assert (failure["phase"], failure["step"]) == ("computing", 12)
+    assert "no sign of life for" in failure["cause"]
+    assert "last while computing" in failure["cause"]
+    (recovered,) = launch.of("recovered")
+    assert (recovered["resumed_step"], recovered["rows_replayed"]) == (10, 64)
+    assert recovered["detect_s"] >= HANG_S
+    assert campaign.losses("deadlocked") == campaign.losses("reference")[:20]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[ObjectStore]:
+    """A running server with an empty bucket."""
+    with object_store(tmp_path) as running:
+        yield running
+
+
+@pytest.fixture
+def network(store: ObjectStore) -> Iterator[Network]:
+    """What lies between training and the server."""
+    made = Network(store.port)
+    yield made
+    made.close()
+
+
+def test_a_reader_that_waits_for_a_dead_store_is_found(arena: Arena, store: ObjectStore, network: Network) -> None:
+    """The store's connections stay and nothing comes: the phase is reading; once the store answers the run goes on."""
+    direct = store.lakehouse(arena.home)
+    config = direct.model_copy(update={"uri": f"sqlite:///{arena.home}/remote.db"})
+    lakehouse = connect(config)
+    lakehouse.create_namespace("src")
+    rows = source_rows(0, 100_000)
+    properties = {"write.parquet.row-group-limit": "1000"}
+    lakehouse.catalog.create_table("src.t", rows.schema, properties=properties).append(rows)
+    through = {**store.properties(network.url), "s3.request-timeout": "120", "s3.connect-timeout": "120"}
+    spec = parse_spec(
+        {
+            "run": "starved",
+            "lakehouse": config.model_copy(update={"properties": through}).model_dump(),
+            "source": {"table": "src.t", "columns": ["row_id", "x"]},
+            "order": {"batch_size": 256, "key_groups": 4, "block_slices": 1, "seed": 1, "steps": 150},
+            "read": {"threads": 1, "budget_mb": 1},
+            "checkpoint": {"every_steps": 1000},
+            "launch": {"script": str(PROGRAMS / "train_tiny.py"), "hang_timeout_s": HANG_S},
+            "params": {"journal": str(arena.home / "journal"), "pause_s": "0.02"},
+        },
+        origin="the test",
+    ).resolved(arena.home)
+    launch = arena.launch(spec)
+    launch.wait_for("step")
+    network.stall()
+    failure = launch.wait_for("failure")
+    network.mend()
+    assert failure["phase"] == "reading", failure
+    assert "last while reading" in failure["cause"]
+    wait_until(lambda: bool(launch.of("recovered")), what="the recovery")
+    assert launch.wait() == 0, launch.stderr
+    assert launch.of("ended")[0]["ending"] == "finished"
+
+
+def test_a_slow_rank_is_named_with_its_phase(campaign: Arena) -> None:
+    """Its forward parts take longer; the other rank's steps are as long, as it waits, and is not named."""
+    settings: dict[str, Any] = {"straggler_steps": 3, "straggler_s": 0.1, "steps": 12, "slow_rank": 1, "slow_s": 0.2}
+    launch = campaign.launch(campaign.spec("uneven", **settings))
+    assert launch.wait() == 0, launch.stderr
+    told = [(event["rank"], event["phase"]) for event in launch.of("straggler")]
+    assert told == [(1, "computing")]
+    (event,) = launch.of("straggler")
+    assert event["own_s"] > 0.2 > 2 * event["median_s"]

@@ -1,0 +1,36 @@
+"""What `recoveries` and `dlac incidents` say of real failures: phases, rows replayed, and what became of it."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+
+from catalog.recoveries import recoveries_of
+from tests.integration.test_cli import dlac
+
+if TYPE_CHECKING:
+    from tests.conftest import Arena
+
+
+def test_rows_replayed_are_counted_not_estimated(arena: Arena) -> None:
+    """Killed in the commit behind a short last batch: 32 + 12 rows are read again, not two batches; phases make up the total."""
+    arena.table(appends=(300,))
+    sabotage = {"env": {"SABOTAGE": "kill-before-commit@10"}}
+    launch = arena.launch(arena.spec("r", "train_sabotaged.py", passes=1, every_steps=4, **sabotage))
+    assert launch.wait() == 0, launch.stderr
+    (found,) = json.loads(dlac("incidents", "r", "--json", home=arena.home).stdout)
+    assert (found["attempt"], found["replaced_attempt"], found["resumed_step"]) == (2, 1, 8)
+    assert (found["rows_replayed"], found["outcome"], found["noticed_by"]) == (44, "resumed", "supervisor")
+    assert "killed by SIGKILL" in found["cause"]
+    assert (found["schedule_s"], found["convert_s"]) == (0.0, 0.0)
+    assert 0 < found["work_lost_s"] < 60
+    phases = ("detect", "stop", "schedule", "claim", "verify", "convert", "load", "first_step")
+    assert sum(found[f"{phase}_s"] for phase in phases) == pytest.approx(found["total_s"], abs=1.0)
+    shown = dlac("incidents", home=arena.home)
+    assert shown.returncode == 0, shown.stderr
+    assert "first" in shown.stdout
+    assert dlac("incidents", "nobody", home=arena.home).returncode == 64
+    assert launch.of("failure")[0]["phase"] == "checkpoint"
+    assert [each.outcome for each in recoveries_of(arena.lakehouse, "r")] == ["resumed"]

@@ -1,0 +1,124 @@
+"""Rehearsals of runs that real ranks trained: identical, different, impossible; and what production looks like afterwards."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from catalog.errors import CheckpointDamaged, NothingToRehearse
+from dlac_pipeline.checkpoint.store import folder_of
+from dlac_pipeline.recover.live_status import LiveStatus
+from dlac_pipeline.recover.rehearse import rehearse
+from dlac_pipeline.recover.sandbox import PREFIX
+from tests.conftest import wait_until
+from tests.integration.test_cli import dlac
+
+if TYPE_CHECKING:
+    from tests.conftest import Arena
+
+Seen = tuple[object, dict[str, tuple[int, int]], set[str]]
+
+
+def production(arena: Arena, run: str) -> Seen:
+    """The ledger's snapshot, the run's files with size and time of change, and the sandboxes."""
+    folder = arena.home / "checkpoints" / run
+    files = {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in folder.rglob("*") if path.is_file()}
+    snapshot = arena.lakehouse.own("consumption").current_snapshot()
+    sandboxes = {path.name for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*")}
+    return (None if snapshot is None else snapshot.snapshot_id, files, sandboxes)
+
+
+def test_a_rehearsal_is_bit_identical_and_leaves_nothing_behind(campaign: Arena) -> None:
+    """`dlac rehearse`: every loss behind the last checkpoint with a successor; ledger, files and journal stay as they were."""
+    before, entries = production(campaign, "reference"), len(campaign.entries("reference"))
+    done = dlac("rehearse", "reference", "--json", home=campaign.home)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    parent, head = campaign.lineage("reference")[-2:]
+    assert (told["checkpoint_id"], told["successor"]) == (parent["checkpoint_id"], head["checkpoint_id"])
+    assert (told["world_size"], told["identical"], told["config_changed"]) == (2, True, False)
+    assert [step["step"] for step in told["steps"]] == list(range(parent["step"] + 1, head["step"] + 1))
+    assert [step["replayed"] for step in told["steps"]] == head["losses"]
+    assert production(campaign, "reference") == before
+    assert len(campaign.entries("reference")) == entries
+
+
+def test_another_environment_is_found_out_step_by_step(campaign: Arena) -> None:
+    """Noise whose seed no checkpoint saves: all steps differ, the first is named with both losses; no more than asked for."""
+    spec = campaign.spec("reference")
+    tampered = spec.launch.model_copy(update={"env": {"NOISE_SEED": "1"}})
+    order = spec.order.model_copy(update={"batch_size": 64, "seed": 9})  # a newer spec's order counts for nothing
+    changed = spec.model_copy(update={"launch": tampered, "order": order})
+    before = production(campaign, "reference")
+    found = rehearse(campaign.lakehouse, "reference", spec=changed, steps=2)
+    assert not found.identical
+    assert [step.step for step in found.differing] == [found.step + 1, found.step + 2]
+    first = found.differing[0]
+    assert first.recorded == campaign.lineage("reference")[-1]["losses"][0]
+    assert first.difference is not None
+    assert 0 < first.difference < 1
+    assert f"first in step {found.step + 1}: expected {first.recorded!r}, found {first.replayed!r}" in found.summary()
+    assert found.config_changed
+    assert production(campaign, "reference") == before
+
+
+def test_a_damaged_checkpoint_is_named_and_not_touched(campaign: Arena) -> None:
+    """One flipped byte: the error says which file; it is not quarantined, that is a recovery's business."""
+    folder = folder_of(campaign.lineage("reference")[-2]["manifest_uri"])
+    victim = max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    content = victim.read_bytes()
+    try:
+        victim.write_bytes(bytes([content[0] ^ 1]) + content[1:])
+        before = production(campaign, "reference")
+        with pytest.raises(CheckpointDamaged, match=victim.name):
+            rehearse(campaign.lakehouse, "reference")
+        assert production(campaign, "reference") == before
+    finally:
+        victim.write_bytes(content)
+
+
+def test_what_to_keep_is_said_where_nothing_can_be_rehearsed(arena: Arena) -> None:
+    """Where only the head is kept there is no checkpoint whose successor is known."""
+    arena.table(appends=(160,))
+    spec = arena.spec("r", world_size=1, passes=1, every_steps=2, keep_last=1)
+    arena.train(spec)
+    with pytest.raises(NothingToRehearse, match="keep_last = 2"):
+        rehearse(arena.lakehouse, "r", spec=spec)
+
+
+def test_a_live_run_is_watched_and_rehearsed_and_trains_on(campaign: Arena) -> None:
+    """Beside a run that trains: the facts move, the rehearsal is identical, and the run's batches are the undisturbed run's."""
+    launch = campaign.launch(campaign.spec("watched", pause_s=0.15))
+    launch.wait_for("checkpoint", 2)
+    status = LiveStatus(campaign.lakehouse, "watched")
+    first = status.look()
+    wait_until(lambda: status.look()["step"] > first["step"] + 1, what="another step")
+    now = status.look()
+    assert now["state"] in ("reading", "computing", "training", "checkpoint")
+    assert (now["attempt"], now["total_steps"]) == (1, 125)
+    assert 0 <= now["at_risk_steps"] <= 11
+    assert now["samples_per_s"] > 0
+    assert 0 < now["eta_s"] < 3600
+    assert now["consumed_share"] == pytest.approx(now["step"] * 32 / 2000, abs=0.02)
+    rehearsed = rehearse(campaign.lakehouse, "watched", steps=3)
+    assert rehearsed.identical, rehearsed.summary()
+    os.kill(launch.process.pid, signal.SIGTERM)
+    assert launch.wait() == 0, launch.stderr
+    assert len(launch.of("attempt")) == 1
+    reference = campaign.journal("reference")
+    assert campaign.journal("watched") == {step: reference[step] for step in campaign.journal("watched")}
+
+
+def test_watching_a_finished_run_ends_with_one_line(campaign: Arena) -> None:
+    """`dlac status --watch` into a pipe: one JSON object per look, and no further look at what is over."""
+    done = dlac("status", "reference", "--watch", home=campaign.home)
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stdout.splitlines()
+    facts = json.loads(line)
+    assert (facts["state"], facts["step"], facts["at_risk_steps"], facts["consumed_share"]) == ("finished", 125, 0, 1.0)

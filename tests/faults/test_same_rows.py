@@ -1,0 +1,86 @@
+"""Rows that kill the rank that has them in hand: left out after as many deaths as the setting says, visibly."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pytest
+
+from dlac_pipeline.audit.audit import audit_run
+from dlac_pipeline.spec import parse_spec
+
+if TYPE_CHECKING:
+    from tests.conftest import Arena
+
+DEADLY = 123
+
+
+def test_rows_at_which_ranks_die_again_and_again_are_quarantined(arena: Arena) -> None:
+    """SIGSEGV whenever one row is in the batch: that global batch is left out and named; all else is read once."""
+    arena.table(appends=(300,))
+    settings: dict[str, Any] = {"deaths_at_same_rows": 2, "attempts_without_progress": 2, "deadly_row": DEADLY}
+    launch = arena.launch(arena.spec("r", passes=1, every_steps=4, **settings))
+    assert launch.wait() == 0, launch.stderr
+    assert len(launch.of("attempt")) == 3  # whatever the first one committed before it died
+    assert all("SIGSEGV" in failure["cause"] for failure in launch.of("failure"))
+    (event,) = launch.of("quarantine")
+    read = [row for rows in arena.journal("r").values() for row in rows]
+    assert len(read) == len(set(read)) == 300 - event["rows"]
+    assert DEADLY not in read
+    assert 1 <= event["rows"] <= 32
+    named = [json.loads(row["detail"]) for row in arena.rows("r", "quarantine")]
+    assert sum(len(each["positions"]) for each in named) == sum(each["rows"] for each in named) == event["rows"]
+    assert all("died in step" in each["reason"] for each in named)
+    report = audit_run(arena.lakehouse, "r")
+    assert report.exact, report.problems
+    assert (report.rows_consumed, report.rows_quarantined, report.rows_excluded) == (
+        300 - event["rows"],
+        event["rows"],
+        0,
+    )
+
+
+@pytest.mark.soak
+def test_a_script_that_fails_whatever_the_rows_ends_without_progress(campaign: Arena) -> None:
+    """The rows of its step are left out once, which does not help; then it gives up, and the ledger has no quarantine."""
+    launch = campaign.launch(campaign.spec("hopeless-whatever", "always_fails.py", world_size=1))
+    assert launch.wait() == 85
+    assert len(launch.of("quarantine")) == 1
+    assert [row["attempt"] for row in campaign.rows("hopeless-whatever")] == [1, 2, 3, 4, 5, 6]
+    assert not campaign.rows("hopeless-whatever", "quarantine")
+
+
+@pytest.mark.soak
+def test_packed_documents_that_kill_are_quarantined(arena: Arena) -> None:
+    """A row of tokens that are packed into sequences: the rows of the batch are those that the ranks told of it."""
+    rows = arena.lakehouse.catalog.create_table
+    tokens = pa.table({"tokens": pa.array([[row] * (5 + row % 40) for row in range(400)], pa.list_(pa.int32()))})
+    rows("src.docs", tokens.schema, properties={"write.parquet.row-group-limit": "25"}).append(tokens)
+    spec = parse_spec(
+        {
+            "run": "r",
+            "source": {"table": "src.docs", "columns": ["tokens"]},
+            "sequences": {"length": 32},
+            "order": {"batch_size": 8, "key_groups": 4, "seed": 5},
+            "checkpoint": {"every_steps": 7},
+            "launch": {
+                "script": str(arena.program("train_packed.py")),
+                "world_size": 2,
+                "deaths_at_same_rows": 2,
+                "attempts_without_progress": 2,
+            },
+            "params": {"journal": str(arena.home / "journal"), "deadly_token": str(DEADLY)},
+        },
+        origin="the test",
+    ).resolved(arena.home)
+    launch = arena.launch(spec)
+    assert launch.wait() == 0, launch.stderr
+    (event,) = launch.of("quarantine")
+    trained = {token for each in arena.journal("r").values() for sequence in each for token in sequence}  # type: ignore[attr-defined]  # here a "row" is a sequence
+    assert DEADLY not in trained
+    report = audit_run(arena.lakehouse, "r")
+    assert report.exact, report.problems
+    assert 0 < report.rows_quarantined <= event["rows"]
+    assert report.rows_consumed + report.rows_quarantined == 400

@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dlac_pipeline.recover.sandbox import PREFIX, sandbox
+
+OWNER = """
+import sys, time
+from pathlib import Path
+from dlac_pipeline.recover.sandbox import sandbox
+with sandbox(Path(sys.argv[1])) as folder:
+    (folder / "checkpoint").write_text("large")
+    print(folder, flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_sandbox_is_gone_afterwards_whatever_happened(tmp_path: Path) -> None:
+    """Also when what was done in it raised."""
+    with pytest.raises(FileNotFoundError), sandbox(tmp_path / "new") as folder:
+        (folder / "nowhere" / "file").touch()
+    assert not list((tmp_path / "new").iterdir())
+
+
+def test_the_next_one_removes_what_a_killed_owner_left_and_nothing_else(tmp_path: Path) -> None:
+    """The folder of an owner that lives stays, and so does what is no sandbox."""
+    (tmp_path / "other").mkdir()
+    with subprocess.Popen([sys.executable, "-c", OWNER, str(tmp_path)], stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        left = Path(owner.stdout.readline().strip())
+        with sandbox(tmp_path):
+            assert (left / "checkpoint").exists()
+        owner.kill()
+        owner.wait()
+    assert (left / "checkpoint").exists()
+    with sandbox(tmp_path) as mine:
+        assert sorted(os.listdir(tmp_path)) == sorted(["other", mine.name])
+        assert mine.name.startswith(PREFIX)
