@@ -11,9 +11,10 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from dlac_pipeline.progress import Phase, Progress, read_progress
 from dlac_pipeline.rank import LAUNCH_VARIABLE, SUPERVISOR_VARIABLE
@@ -45,21 +46,101 @@ class Exit:
         return f"rank {self.rank} died{reason}"
 
 
-class RankGroup:
-    """The processes of one attempt; started on creation."""
+class RankProcess(Protocol):
+    """A started rank."""
 
-    def __init__(self, spec: JobSpec, folder: Path) -> None:
+    @property
+    def pid(self) -> int:
+        """Its process id; waits until it has one."""
+
+    def poll(self) -> int | None:
+        """Its exit status; negative: the signal that killed it; None: it runs."""
+
+    def wait(self) -> int:
+        """The exit status, when it has ended."""
+
+    def signal(self, number: signal.Signals) -> None:
+        """Signal its process group, if it has one by now; if not, it never starts."""
+
+
+class Spawned:
+    """A rank that is a new Python."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+        self.pid = process.pid
+        self.poll = process.poll
+        self.wait = process.wait
+
+    def signal(self, number: signal.Signals) -> None:
+        """Signal its process group."""
+        signal_group(self.pid, number)
+
+
+def signal_group(pid: int, number: signal.Signals) -> None:
+    """Signal a process group, if there is one."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, number)
+
+
+Starter = Callable[[JobSpec, dict[str, str], Path], RankProcess]
+"""Starts a rank in a process group of its own: what differs in its environment, and the file of its output."""
+
+
+def environment_of(spec: JobSpec) -> dict[str, str]:
+    """The environment that the ranks of a job have in common."""
+    threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    return {**ALLOCATOR_SETTINGS, **os.environ, **threads, **spec.launch.env, SUPERVISOR_VARIABLE: str(os.getpid())}
+
+
+def spawn_rank(spec: JobSpec, place: dict[str, str], log: Path) -> RankProcess:
+    """A new Python."""
+    command = [sys.executable, "-m", "dlac_pipeline.rank", spec.launch.script, *spec.launch.args]
+    environment = environment_of(spec) | place
+    with log.open("ab") as stream:
+        return Spawned(
+            subprocess.Popen(
+                command, env=environment, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream, process_group=0
+            )
+        )
+
+
+class RankGroup:
+    """The processes of one attempt; started on creation, by `starter` if there is one: a new Python each without it."""
+
+    def __init__(self, spec: JobSpec, folder: Path, starter: Starter = spawn_rank) -> None:
         self.folder = folder
         self.world_size = spec.launch.world_size
         self.started_at = time.time()
         port = _free_port()
-        self._processes = [self._start(spec, rank, port) for rank in range(self.world_size)]
-        self._undertaker = _start_undertaker(self.pids)
+        self._processes = [
+            starter(spec, self._place(rank, port), _log_file(folder, rank)) for rank in range(self.world_size)
+        ]
+        self._undertaker = _start_undertaker()
+        self._pids: list[int] = []
 
     @property
     def pids(self) -> list[int]:
-        """Process ids by rank."""
-        return [process.pid for process in self._processes]
+        """Process ids by rank; waits until all have started."""
+        if not self._pids:
+            self._pids = [process.pid for process in self._processes]
+            assert self._undertaker.stdin is not None
+            with contextlib.suppress(BrokenPipeError):
+                self._undertaker.stdin.write(" ".join(map(str, self._pids)).encode() + b"\n")
+                self._undertaker.stdin.flush()
+        return self._pids
+
+    def _place(self, rank: int, port: int) -> dict[str, str]:
+        """The environment in which the ranks differ, from each other and from other attempts."""
+        return {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_WORLD_SIZE": str(self.world_size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            LAUNCH_VARIABLE: str(self.folder),
+        }
 
     def progress(self) -> list[Progress | None]:
         """Last sign of life of each rank."""
@@ -92,7 +173,7 @@ class RankGroup:
         for process in self._processes:
             process.wait()
         if self._undertaker.poll() is None:
-            self._undertaker.communicate(b"done\n")
+            self._undertaker.communicate(b"done\n" if self._pids else b"\ndone\n")
 
     def _exits(self) -> list[Exit]:
         found = []
@@ -121,37 +202,15 @@ class RankGroup:
 
     def _signal(self, number: signal.Signals) -> None:
         for process in self._processes:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                if process.poll() is None or number == signal.SIGKILL:
-                    os.killpg(process.pid, number)
-
-    def _start(self, spec: JobSpec, rank: int, port: int) -> subprocess.Popen[bytes]:
-        environment = {
-            **ALLOCATOR_SETTINGS,
-            **os.environ,
-            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-            **spec.launch.env,
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(self.world_size),
-            "LOCAL_WORLD_SIZE": str(self.world_size),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            LAUNCH_VARIABLE: str(self.folder),
-            SUPERVISOR_VARIABLE: str(os.getpid()),
-        }
-        command = [sys.executable, "-m", "dlac_pipeline.rank", spec.launch.script, *spec.launch.args]
-        with _log_file(self.folder, rank).open("ab") as log:
-            return subprocess.Popen(
-                command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, process_group=0
-            )
+            if process.poll() is None or number == signal.SIGKILL:
+                process.signal(number)
 
 
 _UNDERTAKER = """
 import os, signal, sys
 pids = sys.stdin.readline().split()
 if not sys.stdin.readline():
-    for pid in pids:
+    for pid in filter(int, pids):
         try:
             os.killpg(int(pid), signal.SIGKILL)
         except ProcessLookupError:
@@ -159,18 +218,13 @@ if not sys.stdin.readline():
 """
 
 
-def _start_undertaker(pids: list[int]) -> subprocess.Popen[bytes]:
+def _start_undertaker() -> subprocess.Popen[bytes]:
     """A small process that kills the ranks' process groups when the supervisor dies without saying that it is done.
 
-    The kernel kills the ranks themselves then; what they have started, in their process groups, has nobody else.
+    It is told of them in a line. The kernel kills the ranks themselves then; what they have started, in their process groups,
+    has nobody else.
     """
-    undertaker = subprocess.Popen(
-        [sys.executable, "-S", "-E", "-c", _UNDERTAKER], stdin=subprocess.PIPE, process_group=0
-    )
-    assert undertaker.stdin is not None
-    undertaker.stdin.write(" ".join(map(str, pids)).encode() + b"\n")
-    undertaker.stdin.flush()
-    return undertaker
+    return subprocess.Popen([sys.executable, "-S", "-E", "-c", _UNDERTAKER], stdin=subprocess.PIPE, process_group=0)
 
 
 def _log_file(folder: Path, rank: int) -> Path:

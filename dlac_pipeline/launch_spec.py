@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import BaseModel, ConfigDict, Field
 
 
@@ -16,6 +18,11 @@ class LaunchSpec(BaseModel):
     )
     args: list[str] = Field(default_factory=list, description="Arguments of the script.")
     world_size: int = Field(default=1, description="Number of ranks; divides the batch size.", ge=1)
+    start: Literal["fork", "spawn"] = Field(
+        default="fork",
+        description='"fork": ranks are forked from a process that has imported their libraries, so that a relaunch starts at '
+        'once; "spawn": each rank is a new Python.',
+    )
     env: dict[str, str] = Field(default_factory=dict, description="Environment variables set for the ranks.")
     grace_s: float = Field(
         default=20.0,

@@ -47,7 +47,7 @@ def write_state(state: Any, path: Path, *, direct: bool = True) -> Written:
     """
     file = _StreamedFile(path, direct=direct)
     try:
-        with torch_config.patch("save.compute_crc32", False):
+        with torch_config.patch("save.compute_crc32", False):  # type: ignore[attr-defined]  # made at import
             torch.save(state, file)  # type: ignore[arg-type]  # it asks for write and flush only
         return file.finish()
     finally:

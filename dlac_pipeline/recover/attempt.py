@@ -23,7 +23,7 @@ from catalog.errors import CatalogUnreachable, DlacError
 from catalog.ledger import Ledger
 from catalog.plans import get_plan
 from dlac_pipeline.checkpoint.store import storing
-from dlac_pipeline.launch import Exit, RankGroup
+from dlac_pipeline.launch import Exit, RankGroup, Starter
 from dlac_pipeline.plan.leg import Leg
 from dlac_pipeline.progress import Phase
 from dlac_pipeline.recover.coordinator import ResumePoint, new_nonce, take_over
@@ -50,6 +50,8 @@ class Launcher:
 
     spec: JobSpec
     lakehouse: Lakehouse
+    starter: Starter
+    """Starts the ranks."""
     on_event: Callable[[Event], None]
     stop: threading.Event
     """Set when the run was asked to stop."""
@@ -107,7 +109,9 @@ class SupervisedAttempt:
         with storing(self._folder):
             self._folder.mkdir(parents=True)
             (self._folder / "spec.json").write_text(self._spec.model_dump_json())
-        ranks = RankGroup(self._spec, self._folder)  # they import their libraries while the run is claimed
+        ranks = RankGroup(
+            self._spec, self._folder, self._launcher.starter
+        )  # they import their libraries while the run is claimed
         try:
             point = self._take_over()
             self.number, self.step = point.attempt, point.step
@@ -115,9 +119,9 @@ class SupervisedAttempt:
             live_rows = sum(get_plan(self._lakehouse, source.plan_id).live_rows for source in leg.sources)
             for message in leg.warnings(live_rows, self._spec.launch.world_size):
                 self._say({"event": "warning", "message": message})
-            self._say({"event": "attempt", "attempt": point.attempt, "step": point.step, "pids": ranks.pids})
             with storing(self._folder):
                 write_durably(self._folder / "resume.json", point.to_json().encode())
+            self._say({"event": "attempt", "attempt": point.attempt, "step": point.step, "pids": ranks.pids})
             self._resumable_at = time.time()
             return self._watch(ranks)
         finally:
@@ -265,8 +269,9 @@ def silent_rank(ranks: RankGroup, since: float, timeout_s: float) -> Exit | None
 def first_cause(failures: list[Exit]) -> Exit:
     """The failure that explains the others: a named error that ends the run, a signal, else the first.
 
-    When one rank dies the others follow with errors of their broken connections.
+    When one rank dies the others follow with errors of their broken connections, and may be gone before it is.
     """
+    failures = sorted(failures, key=lambda failure: failure.at)
     for failure in failures:
         kind = getattr(errors, failure.kind, None)
         if isinstance(kind, type) and issubclass(kind, DlacError):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TypeVar
@@ -30,6 +31,7 @@ from catalog.errors import (
 from catalog.ledger import Ledger
 from catalog.plans import get_plan
 from dlac_pipeline.checkpoint.store import tiers_of
+from dlac_pipeline.fork_server import RankStarter
 from dlac_pipeline.plan.leg import Leg
 from dlac_pipeline.recover.attempt import HANG, Ending, Event, Launcher, SupervisedAttempt, waiting_for_catalog
 from dlac_pipeline.recover.coordinator import attempts_without_progress
@@ -107,9 +109,11 @@ class Supervisor:
         tiers_of(spec).check_writable()
         lakehouse = self._patiently(connect, spec.lakehouse)
         replaces = self._checked_target(lakehouse)
+        starter = RankStarter()
         launcher = Launcher(
             spec=spec,
             lakehouse=lakehouse,
+            starter=starter,
             on_event=self._on_event,
             stop=self._stop,
             noticed_by=self._noticed_by,
@@ -117,13 +121,14 @@ class Supervisor:
             launched_at=self._launched_at,
             launched_by=self._launched_by,
         )
-        with run_lock(
+        lock = run_lock(
             spec.checkpoint.local,
             spec.run,
             wait_s=self._wait_s,
             takeover=self._takeover,
             may_replace=lambda: _check_current(lakehouse, spec.run, replaces),
-        ):
+        )
+        with lock, closing(starter):
             fruitless, attempts = 0, 0
             deaths = Deaths(spec.launch.deaths_at_same_rows)
             failure: Failure | None = None

@@ -39,7 +39,9 @@ def test_a_script_that_always_fails_ends_without_progress(campaign: Arena) -> No
 
 def test_the_cause_is_told_although_its_rank_is_the_last_to_leave(campaign: Arena) -> None:
     """The rank whose connection broke is gone first; the failure names the rank that failed, and of what."""
-    launch = campaign.launch(campaign.spec("slow-to-leave", "fails_slowly.py", attempts_without_progress=1))
+    launch = campaign.launch(
+        campaign.spec("slow-to-leave", "fails_slowly.py", attempts_without_progress=1, deaths_at_same_rows=0)
+    )
     assert launch.wait() == 85
     (failure,) = launch.of("failure")
     assert failure["cause"] == "rank 1 died of ValueError: the label of this row is no number"

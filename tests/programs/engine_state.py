@@ -101,7 +101,7 @@ class Trained:
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
         if self.kind == "torch":
             return TorchState(model=wrapped, optimizer=self.optimizer, scheduler=self.scheduler)
-        from dlac_pipeline.checkpoint.engines import DistributedState
+        from dlac_pipeline.checkpoint.engines.distributed_state import DistributedState
 
         return DistributedState(model=wrapped, optimizer=self.optimizer, scheduler=self.scheduler)
 

@@ -22,12 +22,13 @@ _LARGE = 5 << 20
 @pytest.mark.parametrize("numbers", [0, 1, 1000, _LARGE, _LARGE + 1])
 def test_what_is_written_is_what_was_digested(tmp_path: Path, direct: bool, numbers: int) -> None:
     """Size and digest are the file's, past the page cache and through it, and the state comes back."""
-    state = {"weight": torch.randn(numbers), "lr": 0.1}
+    weight = torch.randn(numbers)
+    state = {"weight": weight, "lr": 0.1}
     written = write_state(state, tmp_path / "state.pt", direct=direct)
     content = (tmp_path / "state.pt").read_bytes()
     assert (written.bytes, written.digest) == (len(content), blake3(content).hexdigest())
     found = torch.load(tmp_path / "state.pt")
-    assert torch.equal(found["weight"], state["weight"])
+    assert torch.equal(found["weight"], weight)
     assert found["lr"] == 0.1
 
 
