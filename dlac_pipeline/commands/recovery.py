@@ -73,19 +73,17 @@ def incidents(
     if as_json:
         sys.stdout.write(json.dumps([asdict(each) for each in found], default=str) + "\n")
         return
-    columns = ("failed at", "what failed", "noticed by", "seconds of phases", "rows replayed", "work lost", "outcome")
-    table = Table(*(() if run else ("run",)), *columns)
+    table = Table("failed", "cause", show_lines=True)
+    table.add_column("phases, in seconds", no_wrap=True)
+    table.add_column("lost")
+    table.add_column("outcome")
     for each in found:
-        facts = [
-            each.failed_at.strftime("%m-%d %H:%M:%S"),
-            f"attempt {each.replaced_attempt}: {each.cause}",
-            each.noticed_by,
-            _phases(each),
-            f"{each.rows_replayed:,}",
-            "" if each.work_lost_s is None else f"{each.work_lost_s:.1f} s",
-            each.outcome if each.outcome == "gave up" else f"{each.outcome} at step {each.resumed_step}",
-        ]
-        table.add_row(*(Text(fact) for fact in ([] if run else [each.run]) + facts))
+        failed = f"{each.run}\nattempt {each.replaced_attempt}\n{each.failed_at:%Y-%m-%d\n%H:%M:%S}"
+        cause = f"{each.cause}\nnoticed by {each.noticed_by}"
+        work = "" if each.work_lost_s is None else f"\n{each.work_lost_s:.1f} s of training"
+        lost = f"{each.rows_replayed:,} rows replayed{work}"
+        outcome = each.outcome if each.outcome == "gave up" else f"{each.outcome} at step {each.resumed_step}"
+        table.add_row(*(Text(fact) for fact in (failed, cause, _phases(each), lost, outcome)))
     OUT.print(table)
 
 
