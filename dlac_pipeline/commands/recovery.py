@@ -13,6 +13,8 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from catalog.ledger import Ledger
+from catalog.recoveries import Recovery, recoveries_of
 from dlac_pipeline.commands.shared import OUT, AsJson, Home, RunName, SpecOption, lakehouse_of, resolved
 
 app = typer.Typer()
@@ -64,9 +66,6 @@ def incidents(
     as_json: AsJson = False,
 ) -> None:
     """Every recovery: what failed, how it was noticed, the seconds of each phase, rows replayed, work lost, what became of it."""
-    from catalog.ledger import Ledger
-    from catalog.recoveries import recoveries_of
-
     lakehouse = lakehouse_of(spec, home)
     if run is not None:
         Ledger(lakehouse).head_rows(run)  # says so if there is no such run
@@ -74,24 +73,21 @@ def incidents(
     if as_json:
         sys.stdout.write(json.dumps([asdict(each) for each in found], default=str) + "\n")
         return
-    columns = ("failed at", "attempt", "cause", "noticed by", "resumed at step", "rows replayed", "work lost")
-    table = Table(*(() if run else ("run",)), *columns, *(name.replace("_", " ") for name in _PHASES), "outcome")
+    table = Table("failed", "cause", show_lines=True)
+    table.add_column("phases, in seconds", no_wrap=True)
+    table.add_column("lost")
+    table.add_column("outcome")
     for each in found:
-        facts = [
-            each.failed_at.strftime("%Y-%m-%d %H:%M:%S"),
-            each.replaced_attempt,
-            each.cause,
-            each.noticed_by,
-            each.resumed_step,
-            each.rows_replayed,
-            _seconds(each.work_lost_s),
-            *(_seconds(getattr(each, f"{name}_s")) for name in _PHASES),
-            each.outcome,
-        ]
-        table.add_row(*(Text(str(fact)) for fact in ([] if run else [each.run]) + facts))
+        failed = f"{each.run}\nattempt {each.replaced_attempt}\n{each.failed_at:%Y-%m-%d\n%H:%M:%S}"
+        cause = f"{each.cause}\nnoticed by {each.noticed_by}"
+        work = "" if each.work_lost_s is None else f"\n{each.work_lost_s:.1f} s of training"
+        lost = f"{each.rows_replayed:,} rows replayed{work}"
+        outcome = each.outcome if each.outcome == "gave up" else f"{each.outcome} at step {each.resumed_step}"
+        table.add_row(*(Text(fact) for fact in (failed, cause, _phases(each), lost, outcome)))
     OUT.print(table)
 
 
-def _seconds(value: float | None) -> str:
-    """For a table; older rows do not say all of it."""
-    return "" if value is None else f"{value:.2f}"
+def _phases(recovery: Recovery) -> str:
+    """Those that took time, in order; older rows do not say all of them."""
+    seconds = {name.replace("_", " "): getattr(recovery, f"{name}_s") for name in _PHASES}
+    return "\n".join(f"{name} {value:.2f}" for name, value in seconds.items() if value)

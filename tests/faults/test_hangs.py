@@ -13,8 +13,8 @@ from dlac_pipeline.spec import parse_spec
 from tests.conftest import PROGRAMS, Arena, source_rows, wait_until
 from tests.object_store import Network, ObjectStore, object_store
 
-HANG_S = 10.0
-"""Starting a rank takes several seconds on a busy machine, and is no hang."""
+HANG_S = 25.0
+"""Starting a rank takes that long on a very busy machine, and is no hang."""
 
 
 def test_a_deadlocked_collective_is_found_and_recovered_from(campaign: Arena) -> None:
@@ -47,6 +47,7 @@ def network(store: ObjectStore) -> Iterator[Network]:
     made.close()
 
 
+@pytest.mark.soak
 def test_a_reader_that_waits_for_a_dead_store_is_found(arena: Arena, store: ObjectStore, network: Network) -> None:
     """The store's connections stay and nothing comes: the phase is reading; once the store answers the run goes on."""
     direct = store.lakehouse(arena.home)
