@@ -16,7 +16,7 @@ from rich.text import Text
 
 from catalog.connect import Lakehouse, LakehouseConfig, connect
 from catalog.errors import NoSuchRun, SpecInvalid
-from catalog.ledger import Ledger
+from catalog.ledger import Ledger, trains_nothing
 from dlac_pipeline.spec import JobSpec, home_folder, parse_spec, read_spec
 
 OUT, ERR = Console(), Console(stderr=True)
@@ -54,11 +54,12 @@ def lakehouse_of(spec: Path | None, home: Path | None) -> Lakehouse:
 
 
 def last_spec(lakehouse: Lakehouse, run: str) -> JobSpec:
-    """The spec with which a run was launched last, from its launch folder."""
+    """The spec with which a run was launched last, from its launch folder; rewinds launch nothing."""
     from dlac_pipeline.recover.coordinator import launch_folder_of
 
     rows = Ledger(lakehouse).head_rows(run)
-    folder = launch_folder_of(rows, rows[-1]["attempt"])
+    launches = [row["attempt"] for row in rows if row["kind"] == "claim" and not trains_nothing(row)]
+    folder = launch_folder_of(rows, launches[-1]) if launches else ""
     path = Path(folder) / "spec.json"
     if not folder or not path.is_file():
         raise NoSuchRun(f"expected the job spec of run {run!r} at {str(path)!r}, found none: name it with --spec")

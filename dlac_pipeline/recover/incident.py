@@ -12,7 +12,7 @@ from catalog.connect import Lakehouse
 from catalog.ledger import Ledger, Row
 from catalog.recoveries import Recovery, write_recovery
 from dlac_pipeline.progress import Phase, Progress, read_progress
-from dlac_pipeline.recover.coordinator import ResumePoint, adopts_only, launch_folder_of
+from dlac_pipeline.recover.coordinator import ResumePoint, idle, launch_folder_of
 from dlac_pipeline.spec import JobSpec
 
 
@@ -38,9 +38,9 @@ class Failure:
 def failure_of_attempt(rows: list[Row], attempt: int, *, noticed_by: str) -> Failure | None:
     """What can be told of an attempt whose supervisor is gone, from the launch folder that its claim names.
 
-    None for one that only adopted a checkpoint.
+    None for one that only adopted, rewound or forked.
     """
-    if adopts_only(rows, attempt):
+    if idle(rows, attempt):
         return None
     folder = launch_folder_of(rows, attempt)
     found: list[Progress] = []
