@@ -7,12 +7,13 @@ import dagster as dg
 from assets.failures import told_to_dagster
 from assets.resources import JobResource
 from assets.sources import tokens
-from catalog.ledger import Ledger
+from catalog.ledger import HEAD_KINDS, Ledger, fence_of_rows
 from catalog.pins import hold
 from catalog.plans import get_plan
 from catalog.snapshots import snapshot_of
 from dlac_pipeline.plan.leg import Leg
 from dlac_pipeline.plan.planner import make_plan
+from dlac_pipeline.recover.leg_choice import leg_of
 
 
 @dg.asset(
@@ -79,8 +80,9 @@ def work_plan(context: dg.AssetExecutionContext, job: JobResource) -> dg.Materia
 
 
 def _last_leg(ledger: Ledger, run: str) -> Leg | None:
-    legs = ledger.rows(run, kinds=("leg",))
-    return Leg.from_json(legs[-1]["detail"]) if legs else None
+    rows = ledger.rows(run, kinds=HEAD_KINDS)
+    head = fence_of_rows(rows).head
+    return leg_of(rows, head) if head is not None else None
 
 
 def metadata_of_this_run(context: dg.AssetExecutionContext, key: dg.AssetKey) -> dict[str, Any]:

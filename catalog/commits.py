@@ -120,8 +120,10 @@ def finish(ledger: Ledger, attempt: Attempt, *, step: int) -> RunState:
     return ledger.append(attempt.run, decide)
 
 
-def name_checkpoint(ledger: Ledger, run: str, name: str, *, step: int | None = None) -> str:
-    """Give the checkpoint of a step, or the head, a name; retention keeps it as long as it has one. Gives its id.
+def name_checkpoint(
+    ledger: Ledger, run: str, name: str, *, step: int | None = None, checkpoint_id: str | None = None
+) -> str:
+    """Give the checkpoint of a step or with an id, or the head, a name; retention keeps it as long as it has one. Gives its id.
 
     Raises:
         NoSuchRun: there is no such run, or no restorable checkpoint of that step.
@@ -132,7 +134,7 @@ def name_checkpoint(ledger: Ledger, run: str, name: str, *, step: int | None = N
     def decide(state: RunState) -> Append | None:
         nonlocal named
         rows = ledger.rows_at(state, kinds=HEAD_KINDS)
-        named = restorable(run, rows, state.fence.head, step)["checkpoint_id"]
+        named = restorable(run, rows, step, checkpoint_id=checkpoint_id)["checkpoint_id"]
         holder = names_of(rows).get(name)
         if holder == named:
             return None
@@ -155,7 +157,7 @@ def record_export(ledger: Ledger, run: str, checkpoint_id: str, said: dict[str, 
         if said["digest"] in known:
             return None
         row = {"kind": "export", "checkpoint_id": checkpoint_id, "detail": json.dumps(said)}
-        return _beside(state, [row])
+        return beside(state, [row])
 
     ledger.append(run, decide)
 
@@ -171,7 +173,7 @@ def record_verified(ledger: Ledger, run: str, problems: Mapping[str, str | None]
         if any(json.loads(row["detail"])["verification"] == verification for row in rows):
             return None
         said = {each: {"verification": verification, "problem": problem} for each, problem in problems.items()}
-        return _beside(
+        return beside(
             state, [{"kind": "verify", "checkpoint_id": each, "detail": json.dumps(said[each])} for each in said]
         )
 
@@ -214,10 +216,10 @@ def names_of(rows: Sequence[Row]) -> dict[str, str]:
 
 def _said_of_name(state: RunState, name: str, checkpoint_id: str | None) -> Append:
     row = {"kind": "name", "checkpoint_id": checkpoint_id, "detail": json.dumps({"name": name})}
-    return _beside(state, [row])
+    return beside(state, [row])
 
 
-def _beside(state: RunState, rows: Sequence[Row]) -> Append:
+def beside(state: RunState, rows: Sequence[Row]) -> Append:
     """Rows that leave owner and head as they are; whoever owns the run goes on behind them."""
     return Append(rows=rows, fence=replace(state.fence, seq=state.fence.seq + 1), finished=state.finished)
 

@@ -26,8 +26,22 @@ from catalog.schemas import CONSUMPTION, FORMAT_VERSION
 
 Row = dict[str, Any]
 T = TypeVar("T")
-HEAD_KINDS = ("checkpoint", "claim", "leg", "quarantine", "retire", "name", "export", "verify", "finish")
+HEAD_KINDS = (
+    "checkpoint",
+    "claim",
+    "leg",
+    "quarantine",
+    "retire",
+    "name",
+    "export",
+    "verify",
+    "rewind",
+    "fork",
+    "finish",
+)
 """Every kind but `advance`: what says where a run is, without what it consumed."""
+_IDLE = ("adopts", "rewinds", "forks")
+"""What the claim of an attempt says that trains nothing, and is there for something else."""
 _DECIDED = ("manifest_uri", "manifest_digest", "model_digest", "committed_at", "format_version", "run")
 """Columns of ledger rows that only their commit decides; manifests leave them out."""
 _ARROW = schema_to_pyarrow(CONSUMPTION, include_field_ids=False)
@@ -94,9 +108,7 @@ class Ledger:
             fence = Fence(attempt=attempt, nonce=nonce, seq=seq, head=head)
             return RunState(run=run, table=table, fence=fence, finished=False)
         rows = self._scan(table, run, columns=("seq", "kind", "attempt", "nonce", "head_after"))
-        return RunState(
-            run=run, table=table, fence=fence_of_rows(rows), finished=any(row["kind"] == "finish" for row in rows)
-        )
+        return RunState(run=run, table=table, fence=fence_of_rows(rows), finished=finished_of_rows(rows))
 
     def rows(self, run: str, *, kinds: Sequence[str] = ()) -> list[Row]:
         """All rows of a run in order of `seq`, restricted to `kinds` when given."""
@@ -118,14 +130,13 @@ class Ledger:
             raise NoSuchRun(f"expected a run named {run!r} in the ledger, found only {self.runs()!r}")
         return rows
 
-    def restorable(self, run: str, step: int | None = None) -> Row:
-        """The row of the checkpoint of a step, or of the head.
+    def restorable(self, run: str, step: int | None = None, *, checkpoint_id: str | None = None) -> Row:
+        """The row of the checkpoint of a step or with an id, or of the head.
 
         Raises:
             NoSuchRun: there is no such run, or no such checkpoint that is neither retired nor damaged.
         """
-        rows = self.head_rows(run)
-        return restorable(run, rows, fence_of_rows(rows).head, step)
+        return restorable(run, self.head_rows(run), step, checkpoint_id=checkpoint_id)
 
     def consumed_by(self, run: str, checkpoints: Sequence[str]) -> dict[str, int]:
         """Checkpoint id -> rows that it consumed since its parent, of these checkpoints."""
@@ -228,22 +239,44 @@ class Ledger:
         return RunState(run=run, table=state.table, fence=wanted.fence, finished=wanted.finished)
 
 
-def checkpoint_rows(rows: list[Row]) -> dict[str, Row]:
+def checkpoint_rows(rows: Sequence[Row]) -> dict[str, Row]:
     """Checkpoint id -> its checkpoint row."""
     return {row["checkpoint_id"]: row for row in rows if row["kind"] == "checkpoint"}
 
 
-def restorable(run: str, rows: list[Row], head: str | None, step: int | None) -> Row:
-    """Of these rows that of the head, or of the newest checkpoint of a step; raises as `Ledger.restorable`."""
+def lineage_of(rows: Sequence[Row], checkpoint_id: str | None) -> list[str]:
+    """A checkpoint and its ancestors that these rows have, the newest first."""
+    checkpoints = checkpoint_rows(rows)
+    found: list[str] = []
+    while checkpoint_id is not None and checkpoint_id in checkpoints:
+        found.append(checkpoint_id)
+        checkpoint_id = checkpoints[checkpoint_id]["parent"]
+    return found
+
+
+def restorable_rows(rows: Sequence[Row]) -> dict[str, Row]:
+    """Checkpoint id -> its row, of those that are neither retired nor damaged."""
     out = {row["checkpoint_id"] for row in rows if row["kind"] in ("retire", "quarantine")}
-    there = {name: row for name, row in checkpoint_rows(rows).items() if name not in out}
-    wanted = [row for name, row in there.items() if (name == head if step is None else row["step"] == step)]
+    return {name: row for name, row in checkpoint_rows(rows).items() if name not in out}
+
+
+def restorable(run: str, rows: Sequence[Row], step: int | None, *, checkpoint_id: str | None = None) -> Row:
+    """Of these rows that of the head, or of the checkpoint of a step or with an id; raises as `Ledger.restorable`.
+
+    Where a run came by the step twice, it is the one on the surviving lineage, else the newest.
+    """
+    there, head = restorable_rows(rows), fence_of_rows(rows).head
+    named = head if step is None and checkpoint_id is None else checkpoint_id
+    wanted = [name for name, row in there.items() if (name == named if step is None else row["step"] == step)]
     if not wanted:
+        asked = f" {checkpoint_id!r}" if checkpoint_id is not None else "" if step is None else f" at step {step}"
+        listed = sorted(row["step"] for row in there.values()) if checkpoint_id is None else sorted(there)
         raise NoSuchRun(
-            f"expected a checkpoint of run {run!r}{'' if step is None else f' at step {step}'} that is kept, found "
-            f"those of steps {sorted(row['step'] for row in there.values())!r}"
+            f"expected a checkpoint of run {run!r}{asked} that is kept, found "
+            + (f"those of steps {listed!r}" if checkpoint_id is None else f"{listed!r}")
         )
-    return wanted[-1]  # the newest, where a run came by the step twice
+    surviving = set(lineage_of(rows, head))
+    return there[max(wanted, key=lambda name: (name in surviving, int(there[name]["seq"])))]
 
 
 def repeatable(rows: Sequence[Row]) -> list[dict[str, Any]]:
@@ -259,6 +292,21 @@ def fence_of_rows(rows: Sequence[Row]) -> Fence:
     claims = [row for row in rows if row["kind"] == "claim"]
     claim = max(claims, key=lambda row: int(row["seq"]), default=last)
     return Fence(attempt=claim["attempt"], nonce=claim["nonce"], seq=last["seq"], head=last["head_after"])
+
+
+def finished_of_rows(rows: Sequence[Row]) -> bool:
+    """Whether a run's rows say that it is finished, and no later rewind opened it again."""
+    last = max((row for row in rows if row["kind"] in ("finish", "rewind")), key=_seq, default=None)
+    return last is not None and last["kind"] == "finish"
+
+
+def trains_nothing(claim: Row) -> bool:
+    """Whether the attempt of a claim only adopts, rewinds or forks: it neither makes progress nor fails."""
+    return any(name in json.loads(claim["detail"] or "{}") for name in _IDLE)
+
+
+def _seq(row: Row) -> int:
+    return int(row["seq"])
 
 
 def _property(run: str) -> str:

@@ -1,6 +1,6 @@
 """The pins of source tables: what they are, which runs need them, what they hold back; taking one, letting one go.
 
-A pin is a tag `dlac-pin-<snapshot id>`. Which runs need it is read from the ledger: the legs of unfinished runs name plans,
+A pin is a tag `dlac-pin-<snapshot id>`. Which runs need it is read from the ledger: the legs that may be read name plans,
 and a plan names its snapshot.
 """
 
@@ -17,14 +17,15 @@ from pyiceberg.exceptions import AuthorizationExpiredError, ForbiddenError, Unau
 from pyiceberg.manifest import ManifestContent, ManifestFile
 from pyiceberg.table import Table
 
+from catalog.branches import left_by_rewinds
 from catalog.connect import Lakehouse, among, reachable
 from catalog.errors import CatalogUnreachable, CommitConflict, DataFileUnreadable, NoSuchTable, PinLost, SpecInvalid
-from catalog.ledger import Row
+from catalog.ledger import Row, checkpoint_rows, fence_of_rows, finished_of_rows, lineage_of, restorable_rows
 from catalog.snapshots import pin, snapshot_of, tag_of
 
 _PREFIX = tag_of(0).removesuffix("0")
 _TRIES = 5
-_KINDS = ("leg", "claim", "checkpoint", "quarantine", "retire", "finish")
+_KINDS = ("leg", "claim", "checkpoint", "quarantine", "retire", "rewind", "finish")
 _PLAN_KEYS = frozenset({"plan_id", "live_plan_id", "base_plan_id", "plan_ids", "upcoming"})
 _REFUSED = (ForbiddenError, UnauthorizedError, AuthorizationExpiredError)
 _REFUSALS = ("readonly database", "read-only", "permission denied", "access denied", "access_denied", "not authorized")
@@ -36,7 +37,7 @@ _UNTAGGED = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PinUse:
-    """A run that planned a pinned snapshot; `needed`: it is not finished and may still read, or step back to, such a leg."""
+    """A run that planned a pinned snapshot; `needed`: it may still read such a leg, or somebody may go back to it."""
 
     run: str
     finished: bool
@@ -61,7 +62,7 @@ class Pin:
 
     @property
     def needed_by(self) -> tuple[str, ...]:
-        """The unfinished runs that need it."""
+        """The runs that need it."""
         return tuple(use.run for use in self.uses if use.needed)
 
 
@@ -74,7 +75,7 @@ class _RunRows:
     @property
     def finished(self) -> bool:
         """Whether the run takes no more attempts."""
-        return any(row["kind"] == "finish" for row in self.rows)
+        return finished_of_rows(self.rows)
 
     @property
     def used(self) -> frozenset[str]:
@@ -83,15 +84,20 @@ class _RunRows:
 
     @property
     def needed(self) -> frozenset[str]:
-        """Those of the legs of checkpoints that may be restored, of the last leg, and of the last claim."""
+        """Those of the legs of checkpoints that may be restored, of the last leg, and of the last claim.
+
+        A finished run needs those only to which somebody may go back, because a rewind left them behind.
+        """
+        there = set(restorable_rows(self.rows))
         if self.finished:
-            return frozenset()
-        out = {row["checkpoint_id"] for row in self.rows if row["kind"] in ("quarantine", "retire")}
-        checkpoints = [row for row in self.rows if row["kind"] == "checkpoint" and row["checkpoint_id"] not in out]
-        indices = {row["leg"] for row in checkpoints}
+            there &= left_by_rewinds(self.rows) - set(lineage_of(self.rows, fence_of_rows(self.rows).head))
+        checkpoints = checkpoint_rows(self.rows)
+        indices = {checkpoints[each]["leg"] for each in there}
         legs = [row for row in self.rows if row["kind"] == "leg"]
         claims = [row for row in self.rows if row["kind"] == "claim"]
-        needed = [*(row for row in legs if row["leg"] in indices), *legs[-1:], *claims[-1:]]
+        needed = [row for row in legs if row["leg"] in indices]
+        if not self.finished:
+            needed += [*legs[-1:], *claims[-1:]]
         return frozenset(_named(row["detail"] for row in needed))
 
 
@@ -131,7 +137,7 @@ def unpin(lakehouse: Lakehouse, identifier: str, snapshot_id: int, *, force: boo
     """Remove the pin of a snapshot; False if there was none. Expiry may then take away what only it held.
 
     Raises:
-        SpecInvalid: an unfinished run needs it, and `force` is not set.
+        SpecInvalid: a run needs it, and `force` is not set.
         PinLost: the tag names another snapshot, or does not go away.
     """
     tag = tag_of(snapshot_id)
@@ -194,8 +200,8 @@ def _check_free(lakehouse: Lakehouse, identifier: str, snapshot_id: int) -> None
     needed = [use.run for use in uses if use.needed]
     if needed:
         raise SpecInvalid(
-            f"expected no unfinished run to need snapshot {snapshot_id} of {identifier!r}, found {needed!r}: let them finish "
-            "first; with force they stop with PinLost as soon as the snapshot is expired"
+            f"expected no run to need snapshot {snapshot_id} of {identifier!r}, found {needed!r}: let them finish first, and "
+            "retire what rewinds have left; with force they stop with PinLost as soon as the snapshot is expired"
         )
 
 
@@ -208,7 +214,7 @@ def _plans(lakehouse: Lakehouse) -> list[Row]:
 
 
 def _runs(lakehouse: Lakehouse) -> dict[str, _RunRows]:
-    names = ("run", "seq", "kind", "checkpoint_id", "leg", "detail")
+    names = ("run", "seq", "kind", "attempt", "nonce", "checkpoint_id", "parent", "head_after", "leg", "detail")
     table = lakehouse.own("consumption")
     with reachable(lakehouse.config.uri):
         rows: list[Row] = table.scan(row_filter=among("kind", _KINDS), selected_fields=names).to_arrow().to_pylist()

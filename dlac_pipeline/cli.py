@@ -12,7 +12,7 @@ import typer
 from rich.text import Text
 
 from catalog.errors import BadInput, DlacError
-from dlac_pipeline.commands import checkpoints, lakehouse, recovery, runs
+from dlac_pipeline.commands import branches, checkpoints, lakehouse, recovery, runs
 from dlac_pipeline.commands.shared import ERR, OUT
 
 app = typer.Typer(
@@ -21,7 +21,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-for _part in (runs, recovery, checkpoints, lakehouse):
+for _part in (runs, recovery, checkpoints, branches, lakehouse):
     app.add_typer(_part.app)
 
 

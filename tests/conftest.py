@@ -122,18 +122,18 @@ class Arena:
         """The run's head."""
         return Ledger(self.lakehouse).state(run).fence.head
 
-    def lineage(self, run: str) -> list[Row]:
-        """The surviving checkpoints, oldest first."""
+    def lineage(self, run: str, head: str | None = None) -> list[Row]:
+        """The surviving checkpoints, oldest first; or those of another head."""
         checkpoints = {row["checkpoint_id"]: row for row in self.rows(run, "checkpoint")}
-        chain, head = [], self.head(run)
+        chain, head = [], head or self.head(run)
         while head is not None:
             chain.append(checkpoints[head])
             head = checkpoints[head]["parent"]
         return chain[::-1]
 
-    def losses(self, run: str) -> list[float]:
-        """The loss of every step on the surviving lineage."""
-        return [loss for row in self.lineage(run) for loss in row["losses"]]
+    def losses(self, run: str, head: str | None = None) -> list[float]:
+        """The loss of every step on the surviving lineage, or that of another head."""
+        return [loss for row in self.lineage(run, head) for loss in row["losses"]]
 
     def entries(self, run: str) -> list[dict[str, Any]]:
         """What the training function itself wrote: attempt, step, rank, rows, loss; lines that were cut short left out."""
@@ -142,9 +142,9 @@ class Arena:
         found = [json.loads(line) for line in lines if line.endswith("\n")]
         return [entry for entry in found if entry["run"] == run]
 
-    def recorded(self, run: str) -> Steps:
+    def recorded(self, run: str, head: str | None = None) -> Steps:
         """Row ids that the ledger's advances name, by the step of each surviving checkpoint; worked out in SQL alone."""
-        lineage = {row["checkpoint_id"] for row in self.lineage(run)}
+        lineage = {row["checkpoint_id"] for row in self.lineage(run, head)}
         advances = [row for row in self.rows(run, "advance") if row["checkpoint_id"] in lineage]
         names = ("step", "plan_id", "cut_id", "key_group", "block", "position_start", "position_end")
         tables = {name: self.lakehouse.own(name).scan().to_arrow() for name in ("plans", "work_units", "slices")}
@@ -164,14 +164,14 @@ class Arena:
                 steps.setdefault(step, []).append(row_id)
         return steps
 
-    def journal(self, run: str) -> Steps:
-        """What the training function itself wrote for every step on the surviving lineage."""
+    def journal(self, run: str, head: str | None = None) -> Steps:
+        """What the training function itself wrote for every step on the surviving lineage, or that of another head."""
         written: dict[tuple[int, int], dict[int, list[int]]] = {}
         for entry in self.entries(run):
             written.setdefault((entry["attempt"], entry["step"]), {})[entry["rank"]] = entry["rows"]
         steps: Steps = {}
         last = 0
-        for row in self.lineage(run):
+        for row in self.lineage(run, head):
             for step in range(last + 1, row["step"] + 1):
                 ranks = written[row["attempt"], step]
                 assert sorted(ranks) == list(range(row["world_size"])), f"step {step}: ranks {sorted(ranks)} wrote"

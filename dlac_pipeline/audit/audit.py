@@ -11,6 +11,7 @@ from typing import Any
 
 import duckdb
 
+from catalog.branches import checkpoint_of, last_seq_as_head
 from catalog.connect import Lakehouse
 from catalog.errors import NoSuchRun
 from catalog.ledger import Ledger
@@ -23,7 +24,7 @@ _NO_VALUE = "expected a value in every column of the ledger that the audit reads
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AuditReport:
-    """What became of the rows of one run, on its surviving lineage; rows are counted once per pass."""
+    """What became of the rows of one run, on the lineage that was audited; rows are counted once per pass."""
 
     run: str
     head_checkpoint: str | None
@@ -31,7 +32,7 @@ class AuditReport:
     finished: bool
     attempts: int
     checkpoints: int
-    """On the surviving lineage."""
+    """On the lineage."""
     checkpoints_abandoned: int
     """Committed, and left behind by a rewind or a quarantine."""
     recoveries: int
@@ -58,6 +59,8 @@ class AuditReport:
     """Consumed by optimizer steps that the engine skipped."""
     adopted_from: str | None
     """Where the first checkpoint came from, if others wrote it: what that has seen is unknown."""
+    forked_from: str | None
+    """Id of the checkpoint of another run that the first one is a copy of: what that has seen, this run has seen."""
     problems: tuple[str, ...]
     """What else is not as it must be: what was expected, and what was found."""
 
@@ -71,14 +74,15 @@ class AuditReport:
         return {**asdict(self), "problems": list(self.problems), "exact": self.exact}
 
 
-def audit_run(lakehouse: Lakehouse, run: str) -> AuditReport:
-    """Audit a run, finished or not.
+def audit_run(lakehouse: Lakehouse, run: str, checkpoint: str | None = None) -> AuditReport:
+    """Audit a run, finished or not; with an id or a step, as it was when that checkpoint was its head last.
 
     Raises:
-        NoSuchRun: the ledger has no row of it.
+        NoSuchRun: the ledger has no row of it, or no such checkpoint.
+        SpecInvalid: the run came by the step more than once.
         CatalogUnreachable: the catalog does not answer.
     """
-    with open_run(lakehouse, run) as connection:
+    with open_run(lakehouse, run, checkpoint) as connection:
         return audit_open_run(lakehouse, connection, run)
 
 
@@ -89,14 +93,19 @@ def audit_open_run(lakehouse: Lakehouse, connection: duckdb.DuckDBPyConnection, 
     return AuditReport(**totals, problems=tuple(problems))
 
 
-def open_run(lakehouse: Lakehouse, run: str) -> duckdb.DuckDBPyConnection:
-    """As `open_audit` for one run, for many questions.
+def open_run(lakehouse: Lakehouse, run: str, checkpoint: str | None = None) -> duckdb.DuckDBPyConnection:
+    """As `open_audit` for one run, for many questions; with an id or a step, as it was when that checkpoint was its head last.
 
     Raises:
-        NoSuchRun: the ledger has no row of it.
+        NoSuchRun: the ledger has no row of it, or no such checkpoint.
+        SpecInvalid: the run came by the step more than once.
         CatalogUnreachable: the catalog does not answer.
     """
-    connection = open_audit(lakehouse, run=run)
+    until_seq = None
+    if checkpoint is not None:
+        rows = Ledger(lakehouse).head_rows(run)
+        until_seq = last_seq_as_head(rows, checkpoint_of(run, rows, checkpoint)["checkpoint_id"])
+    connection = open_audit(lakehouse, run=run, until_seq=until_seq)
     if not connection.execute("SELECT count(*) FROM consumption").fetchall()[0][0]:
         connection.close()
         raise NoSuchRun(

@@ -28,12 +28,12 @@ _QUESTIONS = """\
 
 """
 _EXAMPLE = """\
--- 3. An example: row {row} of a data file, and the head of run {run}.
+-- 3. An example: row {row} of a data file, and a head of run {run}.
 -- 3a. Where the row lies in the passes over its file: work unit, slice, block, and by the inverse permutation its position.
 FROM row_positions({file}, {row});
 
--- 3b. The checkpoint and its ancestors: what they consumed is in its model.
-FROM ancestors({checkpoint}) ORDER BY seq;
+-- 3b. The checkpoint and its ancestors, in runs that it was forked from, too: what they consumed is in its model.
+FROM ancestors({checkpoint}) ORDER BY run, seq;
 
 -- 3c. The advances of these that cover the position.
 SELECT a.checkpoint_id, a.pass, a.key_group, a.block, a.position_start, r.position, a.position_end, a.applied
@@ -59,14 +59,16 @@ _LAST_ROW = "SELECT file_path, row, checkpoint_id FROM rows_at('last_position')"
 """The last row that the head consumed of its first key group."""
 
 
-def explain_sql(lakehouse: Lakehouse, run: str) -> str:
+def explain_sql(lakehouse: Lakehouse, run: str, checkpoint: str | None = None) -> str:
     """A self-contained DuckDB script that answers whether a row was consumed by a checkpoint, with an example from `run`.
 
+    The example is that of its head, or of `checkpoint`, an id or a step.
+
     Raises:
-        NoSuchRun: the ledger has no row of it.
+        NoSuchRun: the ledger has no row of it, or no such checkpoint.
         UnsupportedDeletes: one of DLAC's tables carries delete files.
     """
-    with open_run(lakehouse, run) as connection:
+    with open_run(lakehouse, run, checkpoint) as connection:
         connection.execute(_LAST_ADVANCE)
         connection.execute(_LAST_POSITION)
         found = rows_of(connection, _LAST_ROW)

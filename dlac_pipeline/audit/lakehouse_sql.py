@@ -14,14 +14,14 @@ from typing import Any
 import duckdb
 import pyarrow as pa
 import pyarrow.compute as pc
-from pyiceberg.expressions import AlwaysTrue, BooleanExpression
+from pyiceberg.expressions import AlwaysTrue, And, BooleanExpression
 
-from catalog.connect import Lakehouse, among, equals, reachable
+from catalog.connect import Lakehouse, among, at_most, equals, reachable
 
 QUESTIONS = (
     "bare_path",
     "checkpoints",
-    "branches",
+    "branch_checkpoints",
     "lineage",
     "ancestors",
     "units",
@@ -35,6 +35,7 @@ QUESTIONS = (
 
 _AUDIT = (
     "said",
+    "finishes",
     "advances",
     "cuts",
     "legs",
@@ -65,6 +66,8 @@ _AUDIT = (
     "checkpoint_costs",
     "exports",
     "verifications",
+    "rewinds",
+    "branches",
 )
 _PLAN_IDS = re.compile(r"\b[0-9a-f]{24}\b")
 """The content ids in a leg's JSON."""
@@ -79,15 +82,20 @@ def sql_script(name: str) -> str:
     return (files(__package__) / "sql" / f"{name}.sql").read_text()
 
 
-def open_audit(lakehouse: Lakehouse, *, run: str | None = None) -> duckdb.DuckDBPyConnection:
+def open_audit(
+    lakehouse: Lakehouse, *, run: str | None = None, until_seq: int | None = None
+) -> duckdb.DuckDBPyConnection:
     """A connection in which the lakehouse's tables, views and macros can be queried; only those rows that `run` needs, if named.
+
+    `until_seq`, with a run: its ledger as it was with that `seq`.
 
     Raises:
         CatalogUnreachable: the catalog does not answer.
     """
     everything = AlwaysTrue()
     # The consumption comes first: what it names was written before it.
-    consumption = _rows(lakehouse, "consumption", everything if run is None else equals("run", run))
+    mine = everything if run is None else _until(run, until_seq)
+    consumption = _rows(lakehouse, "consumption", mine)
     cuts = everything if run is None else among("cut_id", _distinct(consumption["cut_id"]))
     slices = _rows(lakehouse, "slices", cuts)
     named = everything if run is None else among("plan_id", _plans_of(consumption, slices))
@@ -95,7 +103,7 @@ def open_audit(lakehouse: Lakehouse, *, run: str | None = None) -> duckdb.DuckDB
     units = _rows(
         lakehouse, "work_units", everything if run is None else among("write_id", _distinct(plans["write_id"]))
     )
-    recoveries = _rows(lakehouse, "recoveries", everything if run is None else equals("run", run))
+    recoveries = _rows(lakehouse, "recoveries", mine)
     tables = {
         "consumption": consumption,
         "slices": slices,
@@ -125,6 +133,10 @@ def _rows(lakehouse: Lakehouse, name: str, row_filter: BooleanExpression) -> Any
     table = lakehouse.own(name)
     with reachable(lakehouse.config.uri):
         return table.scan(row_filter=row_filter).to_arrow()
+
+
+def _until(run: str, seq: int | None) -> BooleanExpression:
+    return equals("run", run) if seq is None else And(equals("run", run), at_most("seq", seq))
 
 
 def _plans_of(consumption: pa.Table, slices: pa.Table) -> list[str]:

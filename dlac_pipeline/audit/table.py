@@ -25,6 +25,8 @@ def audit_table(report: AuditReport) -> Table:
 def _lines(report: AuditReport) -> list[tuple[str, str]]:
     state = "finished" if report.finished else "unfinished"
     before = [] if report.adopted_from is None else [("seen before", f"unknown: adopted from {report.adopted_from}")]
+    if report.forked_from is not None:
+        before = [("seen before", f"what its parent {report.forked_from} has seen")]
     return [
         ("head checkpoint", report.head_checkpoint or "none"),
         *before,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
@@ -41,6 +41,8 @@ class Prepared:
     """For the votes of all ranks."""
     note: Mapping[str, Any]
     """What its row says besides."""
+    rows: Sequence[Mapping[str, Any]] = ()
+    """Further rows of its append, of this checkpoint."""
 
 
 class Committer:
@@ -114,6 +116,7 @@ class Committer:
         assert retention is not None, "made before the first commit"
         retired = retention.due(checkpoint_id, taken.step, parent)
         rows += [{"kind": "retire", "checkpoint_id": each} for each in retired]
+        rows += [{**row, "checkpoint_id": checkpoint_id} for row in prepared.rows]
         manifest = Manifest(
             ledger_uuid=self._ledger.table_uuid,
             run=self._attempt.run,

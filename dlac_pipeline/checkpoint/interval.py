@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from catalog.ledger import Row
+from catalog.ledger import Row, trains_nothing
 from catalog.recoveries import Recovery
 from dlac_pipeline.checkpoint.pulse import BEAT_EVERY_S, NOTICES
 from dlac_pipeline.spec import CheckpointSpec
@@ -48,16 +48,21 @@ class Failures:
 
     @classmethod
     def of_rows(cls, rows: Sequence[Row], recoveries: Sequence[Recovery]) -> Failures:
-        """Of the attempts before the last claim; one that left behind a checkpoint, at its end or as told to, did not fail."""
+        """Of the attempts before the last claim.
+
+        One that left behind a checkpoint, at its end or as told to, did not fail, nor did one that a rewind ended.
+        """
         seen_alive = {each.replaced_attempt: each.failed_at for each in recoveries}
-        claims = [row for row in rows if row["kind"] == "claim" and "adopts" not in _detail(row)][:-1]
+        claims = [row for row in rows if row["kind"] == "claim" and not trains_nothing(row)][:-1]
+        rewound = {_detail(row)["replaces"] for row in rows if row["kind"] == "claim" and "rewinds" in _detail(row)}
         count, trained_s = 0, 0.0
         for claim in claims:
             attempt, began = claim["attempt"], claim["committed_at"]
             taken = [row for row in rows if row["kind"] == "checkpoint" and row["attempt"] == attempt]
             ended = max([began, *(row["committed_at"] for row in taken), seen_alive.get(attempt, began)])
             trained_s += (ended - began).total_seconds()
-            count += not (taken and _detail(taken[-1]).get("reason") in _LEFT_WELL)
+            left_well = bool(taken) and _detail(taken[-1]).get("reason") in _LEFT_WELL
+            count += not (left_well or attempt in rewound)
         return cls(count=count, trained_s=trained_s)
 
     def mtbf_s(self, prior_s: float) -> float:

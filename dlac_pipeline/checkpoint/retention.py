@@ -13,8 +13,9 @@ import shutil
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 
+from catalog.branches import left_by_rewinds
 from catalog.commits import names_of
-from catalog.ledger import Row, checkpoint_rows
+from catalog.ledger import Row, checkpoint_rows, lineage_of
 from dlac_pipeline.checkpoint.conversion import discard_conversion
 from dlac_pipeline.checkpoint.files import below
 from dlac_pipeline.checkpoint.store import Tiers, attempt_of, folder_uri, name_of
@@ -40,23 +41,27 @@ class Retention:
 
     def saw(self, rows: Sequence[Row]) -> None:
         """Rows that others have appended to the run."""
-        self._rows += [row for row in rows if row["kind"] in ("checkpoint", "name", *_OUT)]
+        self._rows += [row for row in rows if row["kind"] in ("checkpoint", "name", "rewind", *_OUT)]
 
     def due(self, checkpoint_id: str, step: int, parent: str | None) -> list[str]:
-        """What is to be retired when this checkpoint becomes the head: all that is not kept, oldest first."""
+        """What is to be retired when this checkpoint becomes the head: all that is not kept, oldest first.
+
+        What a rewind left behind stays: only its operator knows for how long somebody may want to go back to it.
+        """
         keep_last = self._settings.keep_last
         if not keep_last:
             return []
         checkpoints = checkpoint_rows(self._rows)
         out = {row["checkpoint_id"] for row in self._rows if row["kind"] in _OUT}
         kept = {checkpoint_id}
+        left = left_by_rewinds(self._rows) - set(lineage_of(self._rows, parent))
         while parent is not None:
             row = checkpoints[parent]
             before = checkpoints.get(row["parent"], {"step": 0})["step"]
             if parent not in out and (len(kept) < keep_last or self._is_milestone(row["step"], before)):
                 kept.add(parent)
             parent = row["parent"]
-        kept |= set(names_of(self._rows).values())
+        kept |= left | set(names_of(self._rows).values())
         return [each for each in checkpoints if each not in kept | out]
 
     def committed(self, checkpoint: Row, retired: Iterable[str]) -> None:
@@ -69,6 +74,10 @@ class Retention:
         if folders or sweep:
             # Not a daemon: what the last checkpoint of a run retires has no next attempt to remove it.
             threading.Thread(target=self._remove, args=(folders, sweep), name="retention").start()
+
+    def sweep(self) -> None:
+        """Remove what is left of retired checkpoints, now."""
+        self._remove([], sweep=True)
 
     def _is_milestone(self, step: int, before: int) -> bool:
         """Whether it is kept for ever; `before` is its parent's step: between them may lie the multiple that it stands for."""

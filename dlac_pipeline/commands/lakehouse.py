@@ -34,17 +34,26 @@ def audit(
     spec: SpecOption = None,
     as_json: AsJson = False,
     explain: Annotated[bool, typer.Option(help="Print SQL that answers without DLAC, in a plain DuckDB.")] = False,
+    checkpoint: Annotated[
+        str | None,
+        typer.Option(
+            help="Id or step of a checkpoint: audit the run as it was when this was its head; unset: as it is now."
+        ),
+    ] = None,
 ) -> None:
-    """Prove from the tables what the run has consumed; exit status 0 only if it is exact."""
+    """Prove from the tables what the run has consumed; exit status 0 only if it is exact.
+
+    The surviving lineage is audited, or that of any other head: a branch that a rewind has left.
+    """
     from dlac_pipeline.audit.audit import audit_run
     from dlac_pipeline.audit.explain import explain_sql
     from dlac_pipeline.audit.table import audit_table
 
     lakehouse = lakehouse_of(spec, home)
     if explain:
-        sys.stdout.write(explain_sql(lakehouse, run))
+        sys.stdout.write(explain_sql(lakehouse, run, checkpoint))
         return
-    report = audit_run(lakehouse, run)
+    report = audit_run(lakehouse, run, checkpoint)
     if as_json:
         sys.stdout.write(json.dumps(report.to_json(), default=str) + "\n")
     else:
@@ -118,7 +127,7 @@ def unpin(
     home: Home = None,
     spec: SpecOption = None,
     force: Annotated[
-        bool, typer.Option(help="Even if an unfinished run needs it; that run cannot resume then.")
+        bool, typer.Option(help="Even if a run needs it; that run cannot resume, or be rewound, then.")
     ] = False,
 ) -> None:
     """Let go of a pinned snapshot: expiry may then remove what only this pin held back."""

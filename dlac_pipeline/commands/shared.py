@@ -16,7 +16,7 @@ from rich.text import Text
 
 from catalog.connect import Lakehouse, LakehouseConfig, connect
 from catalog.errors import SpecInvalid
-from catalog.ledger import Ledger
+from catalog.ledger import Ledger, trains_nothing
 from dlac_pipeline.spec import JobSpec, home_folder, read_spec
 
 OUT, ERR = Console(), Console(stderr=True)
@@ -54,11 +54,12 @@ def lakehouse_of(spec: Path | None, home: Path | None) -> Lakehouse:
 
 
 def last_spec(lakehouse: Lakehouse, run: str) -> JobSpec:
-    """The spec with which a run was launched last, from its launch folder."""
+    """The spec with which a run was launched last, from its launch folder; rewinds launch nothing."""
     from dlac_pipeline.recover.coordinator import spec_of_attempt
 
     rows = Ledger(lakehouse).head_rows(run)
-    return spec_of_attempt(rows, run, rows[-1]["attempt"])
+    launches = [row["attempt"] for row in rows if row["kind"] == "claim" and not trains_nothing(row)]
+    return spec_of_attempt(rows, run, launches[-1] if launches else 0)
 
 
 def steps_bar() -> Progress:

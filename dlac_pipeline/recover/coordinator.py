@@ -9,13 +9,16 @@ import json
 import secrets
 import socket
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 from catalog.commits import Attempt, claim, quarantine
 from catalog.connect import Lakehouse
 from catalog.errors import CheckpointDamaged, NoRestorableCheckpoint, NoSuchRun
-from catalog.ledger import HEAD_KINDS, Ledger, Row, checkpoint_rows
+from catalog.ledger import HEAD_KINDS, Ledger, Row, checkpoint_rows, trains_nothing
 from dlac_pipeline.checkpoint.restore import Restored, restore
 from dlac_pipeline.checkpoint.store import Tiers, tiers_of
 from dlac_pipeline.plan.leg import Leg
@@ -74,12 +77,12 @@ def take_over(
     wish: Wish = RESUME,
     launch_folder: str = "",
     launched_by: str = "",
-    adopts: str = "",
+    instead: Mapping[str, Any] = MappingProxyType({}),
 ) -> ResumePoint:
     """Claim the run for `nonce` and say where it resumes.
 
     `replaces` is the attempt seen to have failed; unset, it is the one that is current now. `launched_by` names the
-    orchestrator's run, so that a sensor can tell whose attempt is current; `adopts` says what a claim is for that trains nothing.
+    orchestrator's run, so that a sensor can tell whose attempt is current; `instead` says what an idle attempt is for.
 
     Raises:
         SteppedAside, RunFinished: from the claim.
@@ -100,15 +103,14 @@ def take_over(
         "launch_folder": launch_folder,
         "launched_by": launched_by,
         "plan_ids": [source.plan_id for source in leg.sources],
+        **instead,
     }
-    if adopts:
-        detail["adopts"] = adopts
     state = claim(ledger, spec.run, nonce=nonce, replaces=replaced, detail=detail)
     attempt = Attempt(run=spec.run, number=state.fence.attempt, nonce=nonce)
     claimed = time.monotonic()
     rows = ledger.rows(spec.run, kinds=HEAD_KINDS)
     if state.fence.head != before.fence.head:  # the attempt that was replaced committed in between
-        chooser.check(leg_of(rows, state.fence.head or ""))
+        chooser.check(leg_of(rows, state.fence.head or ""), rows)
     found, damaged = _newest_whole(rows, state.fence.head, tiers_of(spec))
     manifest = None if found is None else found.manifest
     if damaged:
@@ -208,13 +210,14 @@ def spec_of_attempt(rows: list[Row], run: str, attempt: int) -> JobSpec:
 
 
 def launcher_of(rows: list[Row], attempt: int) -> str:
-    """The orchestrator's run that launched an attempt; empty if it was started by hand."""
-    return _claim_detail(rows, attempt, "launched_by")
+    """The orchestrator's run that launched an attempt, or the last before it that trains; empty if it was started by hand."""
+    launches = [row["attempt"] for row in rows if row["kind"] == "claim" and not trains_nothing(row)]
+    return _claim_detail(rows, max((each for each in launches if each <= attempt), default=0), "launched_by")
 
 
-def adopts_only(rows: list[Row], attempt: int) -> bool:
-    """Whether an attempt was there to adopt a checkpoint, and trained nothing."""
-    return bool(_claim_detail(rows, attempt, "adopts"))
+def idle(rows: list[Row], attempt: int) -> bool:
+    """Whether an attempt was there to adopt, to rewind or to fork, and trained nothing."""
+    return any(trains_nothing(row) for row in rows if row["kind"] == "claim" and row["attempt"] == attempt)
 
 
 def _claim_detail(rows: list[Row], attempt: int, name: str) -> str:
@@ -223,6 +226,6 @@ def _claim_detail(rows: list[Row], attempt: int, name: str) -> str:
 
 
 def attempts_without_progress(rows: list[Row]) -> int:
-    """Claims since the last committed checkpoint, or since the beginning."""
-    last = max((int(row["seq"]) for row in rows if row["kind"] == "checkpoint"), default=0)
-    return sum(1 for row in rows if row["kind"] == "claim" and int(row["seq"]) > last)
+    """Claims since the last committed checkpoint or the last rewind, or since the beginning; of attempts that train."""
+    last = max((int(row["seq"]) for row in rows if row["kind"] in ("checkpoint", "rewind")), default=0)
+    return sum(1 for row in rows if row["kind"] == "claim" and int(row["seq"]) > last and not trains_nothing(row))

@@ -16,7 +16,7 @@ from catalog.connect import Lakehouse
 from catalog.ledger import HEAD_KINDS, Ledger, Row, checkpoint_rows
 from catalog.recoveries import Recovery, write_recovery
 from dlac_pipeline.progress import Phase, Progress, read_progress
-from dlac_pipeline.recover.coordinator import ResumePoint, adopts_only, launch_folder_of
+from dlac_pipeline.recover.coordinator import ResumePoint, idle, launch_folder_of
 from dlac_pipeline.spec import JobSpec
 
 RecoveryOutcome = Literal["resumed", "failed again", "gave up"]
@@ -56,9 +56,9 @@ def failure_of_attempt(
 ) -> Failure | None:
     """What can be told of an attempt whose supervisor is gone, from the launch folder that its claim names.
 
-    None for one that only adopted a checkpoint.
+    None for one that only adopted, rewound or forked.
     """
-    if adopts_only(rows, attempt):
+    if idle(rows, attempt):
         return None
     found = _signs_of_life(launch_folder_of(rows, attempt))
     return Failure(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from catalog.branches import Exclusion, exclusions_in_force
 from catalog.errors import CheckpointDamaged, LedgerError, NoRestorableCheckpoint, NoSuchTable, TableReplaced
 from catalog.ledger import HEAD_KINDS, Ledger, Row, RunState, checkpoint_rows
 from catalog.plans import PlanRow, find_plan
@@ -67,13 +69,13 @@ class LegChooser:
         if manifest is None:
             return self._first(rows)
         leg = leg_of(rows, manifest.checkpoint_id)
-        asked = self.check(leg)
+        asked = self.check(leg, rows)
         for source, mine in zip(self._spec.sources, leg.sources, strict=True):
             for plan_id in mine.start.plan_ids:
                 check_plan(self._lakehouse, plan_id, table=source.table)
         return next_leg(
             self._lakehouse,
-            self._spec,
+            excluding(self._spec, exclusions_in_force(rows)),
             leg,
             asked,
             step=manifest.step,
@@ -82,8 +84,8 @@ class LegChooser:
             unreadable=self._wish.unreadable,
         )
 
-    def check(self, leg: Leg) -> Leg:
-        """What the spec asks for where `leg` is committed.
+    def check(self, leg: Leg, rows: Sequence[Row]) -> Leg:
+        """What the spec and the run's rewinds ask for where `leg` is committed; what rewinds exclude needs no new_leg.
 
         Raises:
             ResumeMismatch: something else, and no new leg was asked for.
@@ -96,7 +98,8 @@ class LegChooser:
                     f"expected table {mine.table!r} to be the planned one (uuid {mine.table_uuid}), found uuid "
                     f"{uuids[mine.table]}: it was dropped and created again; start a new run on the new table"
                 )
-        asked = asked_for(self._spec, leg, uuids)
+        excluded = exclusions_in_force(rows)
+        asked = asked_for(excluding(self._spec, excluded), leg, uuids)
         if self._wish.plan_ids and self._wish.plan_ids != tuple(source.plan_id for source in leg.sources):
             asked = replace(
                 asked,
@@ -106,7 +109,7 @@ class LegChooser:
                 ),
             )
         if not self._spec.launch.new_leg:
-            leg.check_same(asked)
+            _leg_excluding(leg, excluded).check_same(asked)
         return asked
 
     def _first(self, rows: list[Row]) -> Leg:
@@ -139,6 +142,27 @@ class LegChooser:
             with suppress(NoSuchTable):  # said by name where the leg needs it
                 found[source.table] = str(self._lakehouse.load(source.table).metadata.table_uuid)
         return found
+
+
+def excluding(spec: JobSpec, exclusions: Sequence[Exclusion]) -> JobSpec:
+    """The spec with the exclusions of rewinds behind its own; those that it has already come once."""
+    sources = [
+        source.model_copy(update={"exclude": list(_with(source.exclude, index, exclusions))})
+        for index, source in enumerate(spec.sources)
+    ]
+    return spec.model_copy(update={"source": sources[0], "mixture": sources[1:]})
+
+
+def _leg_excluding(leg: Leg, exclusions: Sequence[Exclusion]) -> Leg:
+    sources = [
+        replace(source, exclude=_with(source.exclude, index, exclusions)) for index, source in enumerate(leg.sources)
+    ]
+    return replace(leg, sources=tuple(sources))
+
+
+def _with(known: Sequence[str], source: int, exclusions: Sequence[Exclusion]) -> tuple[str, ...]:
+    more = dict.fromkeys(each.where for each in exclusions if each.source == source)
+    return (*known, *(where for where in more if where not in known))
 
 
 def _is_plan_of(source: SourceSpec, row: PlanRow) -> bool:

@@ -6,6 +6,7 @@ import json
 from datetime import UTC, datetime
 from typing import Any
 
+from catalog.branches import exclusions_in_force
 from catalog.connect import Lakehouse
 from catalog.ledger import Ledger, checkpoint_rows
 from catalog.recoveries import recoveries_of
@@ -37,5 +38,6 @@ def run_status(lakehouse: Lakehouse, run: str) -> dict[str, Any]:
         "checkpoints": len(checkpoint_rows(rows)),
         "attempt": state.fence.attempt,
         "attempts_without_progress": 0 if state.finished else attempts_without_progress(rows),
+        "excluded_by_rewinds": [each.where for each in exclusions_in_force(rows)],
         "recoveries": sum(each.outcome == "resumed" for each in recoveries_of(lakehouse, run)),
     }

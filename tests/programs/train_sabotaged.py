@@ -1,4 +1,4 @@
-"""train_tiny, whose coordinator kills or stops itself around one commit of the run's first attempt.
+"""train_tiny, whose coordinator kills or stops itself around one commit of the run's first attempt, or of $SABOTAGED_ATTEMPT.
 
 $SABOTAGE is WHAT@STEP: kill-before-commit, kill-after-commit, sleep-before-commit or stop-before-commit (between reading
 the fence and committing) at the checkpoint of that step.
@@ -25,7 +25,7 @@ def sabotaged_commit(ledger: Ledger, attempt: Attempt, *, checkpoint_id: str, **
     """The real commit, with what `sabotage` asks for."""
     global _armed  # noqa: PLW0603 - a program, not a library
     sabotage, step = os.environ["SABOTAGE"].split("@")
-    due = attempt.number == 1 and f"-{int(step):09d}-" in checkpoint_id
+    due = attempt.number == int(os.environ.get("SABOTAGED_ATTEMPT", "1")) and f"-{int(step):09d}-" in checkpoint_id
     if due and sabotage == "kill-before-commit":
         os.kill(os.getpid(), signal.SIGKILL)
     if due and sabotage == "sleep-before-commit":

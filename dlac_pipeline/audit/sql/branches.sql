@@ -1,16 +1,59 @@
--- Each checkpoint with its branch: a branch is a sequence of checkpoints, in order of seq, of which each is the parent of the
--- next, and branch_parent is the checkpoint that it grew from. Thus a walk to the root takes one step per rewind, not one
--- per checkpoint.
+-- The branches of each run: sequences of checkpoints that grew from one another without a step back. One grew from grew_from
+-- (at from_step; NULL: from the beginning; of another run, if it was forked), begun by `start`, `adoption`, `fork`, `rewind`
+-- or `quarantine`, and reached head_checkpoint. `surviving`: that is on the run's surviving lineage; else its checkpoints up
+-- to step survives_to are (NULL: none). The last branch has no checkpoint yet while nothing was committed behind a rewind.
 CREATE OR REPLACE VIEW branches AS
-WITH linked AS (
-    SELECT
-        run, checkpoint_id, parent, seq,
-        parent IS NOT DISTINCT FROM lag(checkpoint_id) OVER (PARTITION BY run ORDER BY seq) AS follows
-    FROM checkpoints
+WITH
+members AS (
+    SELECT b.run, b.branch, b.branch_parent, b.parent_run, c.checkpoint_id, c.step, c.seq, c.adopted, c.forked_step,
+        l.checkpoint_id IS NOT NULL AS survives
+    FROM branch_checkpoints AS b
+    JOIN checkpoints AS c ON c.run = b.run AND c.checkpoint_id = b.checkpoint_id AND c.seq = b.seq
+    LEFT JOIN lineage AS l ON l.run = c.run AND l.checkpoint_id = c.checkpoint_id AND l.seq = c.seq
 ),
-numbered AS (
-    SELECT *, sum(CASE WHEN follows THEN 0 ELSE 1 END) OVER (PARTITION BY run ORDER BY seq) AS branch
-    FROM linked
+grown AS (
+    SELECT run, branch, any_value(branch_parent) AS grew_from, any_value(parent_run) AS parent_run,
+        any_value(forked_step) AS forked_step, any_value(adopted) AS adopted,
+        arg_max(checkpoint_id, seq) AS head_checkpoint, count(*) AS checkpoints,
+        min(step) AS first_step, max(step) AS last_step, min(seq) AS first_seq, max(seq) AS last_seq,
+        arg_max(survives, seq) AS surviving, max(step) FILTER (survives) AS survives_to
+    FROM members
+    GROUP BY run, branch
+),
+placed AS (
+    SELECT *, coalesce(lag(last_seq) OVER (PARTITION BY run ORDER BY branch), 0) AS seq_before FROM grown
+),
+-- A rewind behind which nothing was committed begins a branch, too, while it is the last one; but not one to the head itself,
+-- which only excludes rows.
+newest AS (
+    FROM grown QUALIFY row_number() OVER (PARTITION BY run ORDER BY branch DESC) = 1
+),
+open_rewinds AS (
+    SELECT r.*, g.branch + 1 AS branch, g.head_checkpoint
+    FROM rewinds AS r JOIN newest AS g ON g.run = r.run AND r.seq > g.last_seq
+    QUALIFY row_number() OVER (PARTITION BY r.run ORDER BY r.seq DESC) = 1
+),
+opened AS (
+    SELECT p.run, p.branch, arg_max(r.why, r.seq) AS why, count(r.run) > 0 AS by_rewind
+    FROM placed AS p LEFT JOIN rewinds AS r ON r.run = p.run AND r.seq > p.seq_before AND r.seq < p.first_seq
+    GROUP BY p.run, p.branch
 )
-SELECT run, checkpoint_id, seq, branch, arg_min_null(parent, seq) OVER (PARTITION BY run, branch) AS branch_parent
-FROM numbered;
+SELECT
+    p.run, p.branch,
+    CASE
+        WHEN p.adopted IS NOT NULL AND p.grew_from IS NULL THEN 'adoption'
+        WHEN p.parent_run <> p.run THEN 'fork'
+        WHEN o.by_rewind THEN 'rewind'
+        WHEN p.grew_from IS NULL AND p.seq_before = 0 THEN 'start'
+        ELSE 'quarantine'
+    END AS begun_by,
+    p.grew_from, coalesce(p.forked_step, c.step) AS from_step,
+    p.head_checkpoint, p.first_step, p.last_step, p.checkpoints, p.surviving, p.survives_to, o.why
+FROM placed AS p
+JOIN opened AS o USING (run, branch)
+LEFT JOIN checkpoints AS c ON c.run = p.run AND c.checkpoint_id = p.grew_from
+UNION ALL
+SELECT run, branch, 'rewind', checkpoint_id, step, checkpoint_id, NULL, NULL, 0, true, NULL, why
+FROM open_rewinds
+WHERE checkpoint_id <> head_checkpoint
+ORDER BY run, branch;

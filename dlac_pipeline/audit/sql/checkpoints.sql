@@ -1,8 +1,14 @@
 -- One row per committed checkpoint, on the surviving lineage of its run or not, retired or not. `adopted` says where one came
--- from that others wrote: what that has seen before, nobody knows.
+-- from that others wrote: what that has seen before, nobody knows. A forked one is a copy of `forked_from`, at forked_step of
+-- the run forked_run, and has seen all that this had seen.
 CREATE OR REPLACE VIEW checkpoints AS
 SELECT
-    run, seq, attempt, checkpoint_id, parent, step, leg, committed_at, world_size, manifest_uri, model_digest,
-    applied_steps, skipped_steps, losses, detail ->> '$.adopted' AS adopted
-FROM consumption
-WHERE kind = 'checkpoint';
+    c.run, c.seq, c.attempt, c.checkpoint_id, c.parent, c.step, c.leg, c.committed_at, c.world_size, c.manifest_uri,
+    c.model_digest, c.applied_steps, c.skipped_steps, c.losses, c.detail ->> '$.adopted' AS adopted,
+    f.detail ->> '$.run' AS forked_run,
+    f.detail ->> '$.checkpoint_id' AS forked_from,
+    (f.detail ->> '$.step')::BIGINT AS forked_step
+FROM consumption AS c LEFT JOIN (
+    SELECT run, checkpoint_id, detail FROM consumption WHERE kind = 'fork'
+) AS f USING (run, checkpoint_id)
+WHERE c.kind = 'checkpoint';

@@ -7,4 +7,4 @@ JOIN legs AS l USING (run, leg)
 JOIN leg_sources AS s ON s.run = l.run AND s.leg = l.leg AND s.seq = l.seq
 WHERE c.is_head AND s.active AND s.passes > 0 AND s.follow <> 'appends'
     AND (l.steps IS NULL OR c.step < l.steps)
-    AND c.run IN (SELECT run FROM consumption WHERE kind = 'finish');
+    AND c.run IN (SELECT run FROM finishes);

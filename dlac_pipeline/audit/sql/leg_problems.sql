@@ -61,7 +61,7 @@ queued AS (
 ends AS (
     SELECT l.*, c.step AS head_step
     FROM legs AS l JOIN chain AS c ON c.run = l.run AND c.leg = l.leg AND c.is_head
-    WHERE l.run IN (SELECT run FROM consumption WHERE kind = 'finish')
+    WHERE l.run IN (SELECT run FROM finishes)
 ),
 found AS (
     SELECT run, 'row' AS kind, format('expected one row of leg {} on the surviving lineage, found {}', leg, rows) AS problem

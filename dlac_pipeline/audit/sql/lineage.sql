@@ -9,14 +9,14 @@ heads AS (
 ),
 walk AS (
     SELECT b.run, b.branch, b.seq AS upto, b.branch_parent
-    FROM heads JOIN branches AS b USING (run, checkpoint_id)
+    FROM heads JOIN branch_checkpoints AS b USING (run, checkpoint_id)
     UNION
     -- A parent is always older: the comparison ends the walk even in a damaged ledger.
     SELECT b.run, b.branch, b.seq, b.branch_parent
-    FROM walk JOIN branches AS b
+    FROM walk JOIN branch_checkpoints AS b
         ON b.run = walk.run AND b.checkpoint_id = walk.branch_parent AND b.seq < walk.upto
 )
 SELECT c.*, row_number() OVER (PARTITION BY c.run ORDER BY c.seq DESC) = 1 AS is_head
 FROM walk
-JOIN branches AS b ON b.run = walk.run AND b.branch = walk.branch AND b.seq <= walk.upto
+JOIN branch_checkpoints AS b ON b.run = walk.run AND b.branch = walk.branch AND b.seq <= walk.upto
 JOIN checkpoints AS c ON c.run = b.run AND c.checkpoint_id = b.checkpoint_id AND c.seq = b.seq;

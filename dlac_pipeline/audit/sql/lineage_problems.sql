@@ -33,14 +33,14 @@ SELECT c.run, format('expected {} steps from checkpoint {} to {}, found {} appli
     c.step - coalesce(p.step, 0), coalesce(c.parent, 'the beginning'), c.checkpoint_id,
     said(c.applied_steps), said(c.skipped_steps))
 FROM chain AS c LEFT JOIN chain AS p ON p.run = c.run AND p.checkpoint_id = c.parent
-WHERE (c.step <= coalesce(p.step, 0) AND NOT (c.adopted IS NOT NULL AND c.parent IS NULL AND c.step = 0))
+WHERE (c.step <= coalesce(p.step, 0) AND NOT (coalesce(c.adopted, c.forked_from) IS NOT NULL AND c.parent IS NULL AND c.step = 0))
     OR c.applied_steps + c.skipped_steps IS DISTINCT FROM c.step - coalesce(p.step, 0)
 UNION ALL
 SELECT run, format('expected advances of checkpoint {}, found none', checkpoint_id)
 FROM chain ANTI JOIN advances USING (run, checkpoint_id)
-WHERE adopted IS NULL OR step > 0
+WHERE coalesce(adopted, forked_from) IS NULL OR step > 0
 UNION ALL
 SELECT f.run, format('expected the run to finish at step {}, that of its head, found step {}',
     coalesce(c.step, 0), said(f.step))
-FROM consumption AS f LEFT JOIN chain AS c ON c.run = f.run AND c.is_head
-WHERE f.kind = 'finish' AND f.step IS DISTINCT FROM coalesce(c.step, 0);
+FROM finishes AS f LEFT JOIN chain AS c ON c.run = f.run AND c.is_head
+WHERE f.step IS DISTINCT FROM coalesce(c.step, 0);

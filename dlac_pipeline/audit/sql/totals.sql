@@ -5,13 +5,13 @@ launched AS (
     SELECT run,
         count(DISTINCT seq) FILTER (kind = 'claim') AS attempts,
         count(DISTINCT checkpoint_id) FILTER (kind = 'checkpoint') AS committed,
-        count_if(kind = 'finish') > 0 AS finished
+        run IN (SELECT run FROM finishes) AS finished
     FROM consumption
     GROUP BY run
 ),
 heads AS (
     SELECT run, count(*) AS checkpoints, arg_max(checkpoint_id, seq) AS head_checkpoint, arg_max(step, seq) AS step,
-        any_value(adopted) AS adopted_from
+        any_value(adopted) AS adopted_from, any_value(forked_from) AS forked_from
     FROM lineage
     GROUP BY run
 ),
@@ -67,7 +67,7 @@ SELECT
     greatest(0, coalesce(r.rows - r.rows_live, 0) - coalesce(d.rows, 0)) AS rows_excluded,
     coalesce(r.rows_partial, 0) AS rows_partial,
     coalesce(r.rows_not_applied, 0) AS rows_not_applied,
-    h.adopted_from
+    h.adopted_from, h.forked_from
 FROM launched AS l
 LEFT JOIN heads AS h USING (run)
 LEFT JOIN healed AS k USING (run)

@@ -1,0 +1,178 @@
+"""A run that begins from a checkpoint of another run, and inherits what that has seen.
+
+Its first checkpoint, at step 0, has the parent's files, and a `fork` row names the parent. The data order begins anew, as the job
+spec of the new run says.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from catalog.commits import name_checkpoint, names_of, unname_checkpoint
+from catalog.connect import Lakehouse
+from catalog.durable_io import fsync_directory
+from catalog.errors import CheckpointDamaged, NoSuchRun, SpecInvalid
+from catalog.ledger import HEAD_KINDS, Ledger, Row, checkpoint_rows, trains_nothing
+from dlac_pipeline.checkpoint.files import StoreFiles, below, is_local, path_at, sync_file
+from dlac_pipeline.checkpoint.manifest import FileEntry, Manifest, read_manifest, verify_file
+from dlac_pipeline.checkpoint.store import Tiers, folder_uri, tiers_of
+from dlac_pipeline.recover.beginning import Beginning, begin
+from dlac_pipeline.recover.run_lock import run_lock
+from dlac_pipeline.spec import JobSpec
+
+_THREADS = 4
+_NO_LINK = (errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.ENOTSUP, errno.ENOSYS)
+"""Failures of a hard link that a copy does not meet."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Forked:
+    """A run that was begun."""
+
+    run: str
+    checkpoint_id: str
+    """Its first."""
+    parent_run: str
+    parent_checkpoint: str
+    parent_step: int
+
+
+def fork(
+    lakehouse: Lakehouse,
+    spec: JobSpec,
+    parent_run: str,
+    *,
+    step: int | None = None,
+    checkpoint_id: str | None = None,
+    files: StoreFiles | None = None,
+) -> Forked:
+    """Begin the spec's run, which is new, from a restorable checkpoint of `parent_run`: of a step, with an id, or the head.
+
+    `files` reaches the parent's store, if the spec's own properties do not.
+
+    Raises:
+        NoSuchRun: there is no such parent, or no such checkpoint that is kept.
+        SpecInvalid: the spec's run exists already.
+        CheckpointDamaged: the parent's files are not what was committed; nothing was begun.
+        StoreUnavailable: a store is away or full; nothing was committed, and forking again goes on.
+    """
+    ledger, tiers = Ledger(lakehouse), tiers_of(spec)
+    target = ledger.restorable(parent_run, step, checkpoint_id=checkpoint_id)
+    _check_new(ledger, spec.run, parent_run)
+    tiers.check_writable()
+    with (
+        run_lock(spec.checkpoint.local, spec.run, wait_s=0.0, takeover=False),
+        _held(ledger, target, _hold_of(spec.run)),
+    ):
+        _check_new(ledger, spec.run, parent_run)
+        own = files or tiers.files
+        manifest = read_manifest(target["manifest_uri"], target["manifest_digest"], own)
+        parent = {"run": parent_run, "checkpoint_id": target["checkpoint_id"], "step": target["step"]}
+        beginning = Beginning(
+            engine=manifest.engine,
+            world_size=manifest.world_size,
+            make=lambda name, folder: _copied(manifest, folder_uri(target["manifest_uri"]), own, tiers, name, folder),
+            instead={"forks": parent},
+            note={},
+            rows=[{"kind": "fork", "step": 0, "detail": json.dumps(parent)}],
+        )
+        begun = begin(lakehouse, spec, beginning)
+    return Forked(
+        run=spec.run,
+        checkpoint_id=begun,
+        parent_run=parent_run,
+        parent_checkpoint=target["checkpoint_id"],
+        parent_step=target["step"],
+    )
+
+
+def _hold_of(run: str) -> str:
+    """The name that keeps a parent's checkpoint while `run` is forked from it."""
+    return f"fork:{run}"
+
+
+def _check_new(ledger: Ledger, run: str, parent_run: str) -> None:
+    """Check that the run is new, or was only begun by forks that did not come to their end.
+
+    Raises:
+        SpecInvalid: it is not.
+    """
+    rows = ledger.rows(run, kinds=HEAD_KINDS)
+    claims = [row for row in rows if row["kind"] == "claim" and not _forks(row)]
+    if not (claims or checkpoint_rows(rows)):
+        return
+    if any(row["kind"] == "fork" for row in rows):  # perhaps one that was killed right behind its commit
+        with suppress(NoSuchRun):
+            unname_checkpoint(ledger, parent_run, _hold_of(run))
+    raise SpecInvalid(
+        f"expected no run named {run!r} yet, found one with {len(checkpoint_rows(rows))} checkpoints: choose another name"
+    )
+
+
+def _forks(claim: Row) -> bool:
+    return trains_nothing(claim) and "forks" in json.loads(claim["detail"])
+
+
+@contextmanager
+def _held(ledger: Ledger, target: Row, name: str) -> Iterator[None]:
+    """Keep the checkpoint from the retention of its run, which may be training.
+
+    Raises:
+        NoSuchRun: it was retired, or found damaged, meanwhile.
+    """
+    run, checkpoint_id = target["run"], target["checkpoint_id"]
+    if names_of(ledger.rows(run, kinds=("name",))).get(name, checkpoint_id) != checkpoint_id:
+        unname_checkpoint(ledger, run, name)  # of a fork that was killed
+    name_checkpoint(ledger, run, name, checkpoint_id=checkpoint_id)
+    try:
+        yield
+    finally:
+        with suppress(NoSuchRun):  # an operator took it away
+            unname_checkpoint(ledger, run, name)
+
+
+def _copied(
+    manifest: Manifest, source: str, files: StoreFiles, tiers: Tiers, name: str, folder: Path
+) -> list[FileEntry]:
+    """The parent's files in the new checkpoint's folder, and in its copy in the store, each with its digest compared."""
+    copy = tiers.copy_of(name)
+
+    def take(entry: FileEntry) -> FileEntry:
+        path = folder / entry.path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _take(below(source, entry.path), path, files)
+        verify_file(entry, str(path), StoreFiles(deadline_s=0.0))
+        if copy is None:
+            sync_file(path)
+        else:
+            tiers.files.put(path, below(copy, entry.path))
+        return entry
+
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="fork") as pool:
+        entries = list(pool.map(take, manifest.files))
+    for each in {folder, *(path for path in folder.rglob("*") if path.is_dir())}:
+        fsync_directory(each)
+    return entries
+
+
+def _take(address: str, path: Path, files: StoreFiles) -> None:
+    """A file of the parent's at `path`: a hard link, where that is possible, for neither run ever writes into it again."""
+    try:
+        if is_local(address):
+            try:
+                os.link(path_at(address), path)
+            except OSError as err:
+                if err.errno not in _NO_LINK:
+                    raise
+            else:
+                return
+        files.fetch(address, path)
+    except FileNotFoundError as err:
+        raise CheckpointDamaged(f"expected the file {address!r} of a committed checkpoint, found none") from err

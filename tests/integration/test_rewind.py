@@ -1,0 +1,248 @@
+"""Going back: a new branch from an earlier checkpoint, with what it leaves out, beside the old one that stays auditable."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from catalog.branches import exclusions_in_force, retire_left
+from catalog.commits import Attempt, commit_checkpoint
+from catalog.errors import (
+    CheckpointDamaged,
+    Fenced,
+    NoSuchColumn,
+    NoSuchRun,
+    ResumeMismatch,
+    RunFinished,
+    SpecInvalid,
+)
+from catalog.ledger import HEAD_KINDS, Ledger
+from catalog.pins import list_pins
+from catalog.recoveries import recoveries_of
+from dlac_pipeline.audit.audit import audit_run
+from dlac_pipeline.audit.lakehouse_sql import open_audit, rows_of
+from dlac_pipeline.checkpoint.interval import Failures
+from dlac_pipeline.checkpoint.listing import list_checkpoints
+from dlac_pipeline.checkpoint.store import folder_of
+from dlac_pipeline.recover.coordinator import attempts_without_progress, launcher_of
+from dlac_pipeline.recover.incident import failure_of_attempt
+from dlac_pipeline.recover.rewind import rewind_run
+from dlac_pipeline.recover.status import run_status
+from tests.conftest import Arena, Steps, wait_until
+from tests.integration.test_cli import dlac
+
+
+def rows_until(steps: Steps, last: int) -> list[int]:
+    """Sorted row ids of the steps up to one."""
+    return sorted(row for step, rows in steps.items() if step <= last for row in rows)
+
+
+def recorded(arena: Arena, run: str, head: str | None = None) -> list[int]:
+    """Sorted row ids that the ledger names for a lineage."""
+    return sorted(row for rows in arena.recorded(run, head).values() for row in rows)
+
+
+def test_a_new_branch_leaves_out_rows_and_both_are_exact(arena: Arena) -> None:
+    """A finished run is open again; the old spec resumes without the excluded rows, however often; the old branch stays."""
+    arena.table()
+    spec = arena.spec("r", world_size=1, passes=1)
+    old = arena.train(spec)
+    left = arena.head("r")
+    before = {row["checkpoint_id"] for row in arena.rows("r", "checkpoint")}
+    done = rewind_run(arena.lakehouse, "r", nonce="op1", step=30, exclude=["row_id >= 1000"], why="a loss spike")
+    assert (done.step, done.left, done.left_step, done.attempt) == (30, left, 63, 2)
+    status = run_status(arena.lakehouse, "r")
+    assert (status["state"], status["step"], status["excluded_by_rewinds"]) == ("open", 30, ["row_id >= 1000"])
+    new = {step: rows for step, rows in old.items() if step <= 30}
+    new |= {step: rows for step, rows in arena.train(spec, until=35).items() if step <= 30}  # nothing is committed
+    new |= {step: rows for step, rows in arena.train(spec, until=45).items() if step <= 40}
+    new |= arena.train(spec)
+    assert all(row < 1000 for step, rows in new.items() if step > 30 for row in rows)
+    assert set(rows_until(new, 99)) == {*rows_until(old, 30), *range(1000)}
+    assert len(rows_until(new, 99)) == len(set(rows_until(new, 99)))
+    assert recorded(arena, "r") == rows_until(new, 99)
+    assert recorded(arena, "r", left) == rows_until(old, 99) == list(range(2000))
+    assert [row["step"] for row in arena.lineage("r", left)] == [10, 20, 30, 40, 50, 60, 63]
+    assert [json.loads(row["detail"])["index"] for row in arena.rows("r", "leg")] == [0, 1]
+    now, then = audit_run(arena.lakehouse, "r"), audit_run(arena.lakehouse, "r", left)
+    assert (now.exact, now.problems, now.finished, now.rows_consumed) == (True, (), True, len(rows_until(new, 99)))
+    assert (then.exact, then.problems, then.finished, then.rows_consumed) == (True, (), True, 2000)
+    assert now.checkpoints_abandoned == len(before) - 3
+    assert audit_run(arena.lakehouse, "r", done.checkpoint_id).rows_consumed == 30 * 32
+    with pytest.raises(SpecInvalid, match=r"at step 40, found.*name one of these"):
+        audit_run(arena.lakehouse, "r", "40")
+    with pytest.raises(NoSuchRun, match="found '7'"):
+        audit_run(arena.lakehouse, "r", "7")
+    with pytest.raises(RunFinished):
+        arena.train(spec)
+    gone = next(row for row in rows_until(old, 99) if row >= 1000 and row not in rows_until(old, 30))
+    with open_audit(arena.lakehouse) as connection:
+        connection.execute(
+            "CREATE TABLE source_rows AS SELECT filename AS file, file_row_number AS file_row, row_id FROM read_parquet("
+            f"'{arena.home}/warehouse/src/t/data/*.parquet', filename = true, file_row_number = true)"
+        )
+        question = "SELECT consumed(file, file_row, $1) AS seen FROM source_rows WHERE row_id = $2"
+        seen = {each: rows_of(connection, question, [each, gone])[0]["seen"] for each in (left, arena.head("r"))}
+        branches = rows_of(connection, "SELECT * EXCLUDE (run) FROM branches WHERE run = 'r' ORDER BY branch")
+    assert seen == {left: True, arena.head("r"): False}
+    first, second = branches
+    assert (first["begun_by"], first["head_checkpoint"], first["last_step"]) == ("start", left, 63)
+    assert (first["surviving"], first["survives_to"], first["from_step"]) == (False, 30, None)
+    assert (second["begun_by"], second["from_step"], second["first_step"]) == ("rewind", 30, 40)
+    assert (second["surviving"], second["why"], second["grew_from"]) == (True, "a loss spike", done.checkpoint_id)
+
+
+def test_an_abandoned_branch_can_be_taken_up_again(arena: Arena) -> None:
+    """By the id of its checkpoint; what the branch that is left excluded counts no more, and every branch stays exact."""
+    arena.table()
+    spec = arena.spec("r", world_size=1, passes=1, steps=45)
+    old = arena.train(spec, until=35)
+    first = arena.head("r")
+    assert first is not None
+    rewind_run(arena.lakehouse, "r", nonce="op1", step=10, exclude=["even = true"])
+    arena.train(spec, until=35)
+    second = arena.head("r")
+    with open_audit(arena.lakehouse) as connection:
+        assert connection.sql("SELECT count(*) FROM branches").fetchall() == [(2,)]
+    with pytest.raises(NoSuchRun, match="'nobody' that is kept"):
+        rewind_run(arena.lakehouse, "r", nonce="op2", checkpoint_id="nobody")
+    rewind_run(arena.lakehouse, "r", nonce="op3", checkpoint_id=first)
+    with open_audit(arena.lakehouse) as connection:
+        opened = rows_of(connection, "FROM branches WHERE run = 'r' AND surviving ORDER BY branch")
+    assert [(row["head_checkpoint"], row["checkpoints"]) for row in opened] == [(first, 3), (first, 0)]
+    assert exclusions_in_force(arena.rows("r")) == ()
+    rest = arena.train(spec)
+    rows = [row for step, each in {**old, **rest}.items() for row in each]
+    assert len(rows) == len(set(rows)) == 45 * 32
+    for head, steps in ((None, 45), (second, 30), (first, 30)):
+        report = audit_run(arena.lakehouse, "r", head)
+        assert (report.exact, report.problems, report.step) == (True, (), steps)
+
+
+def test_rewinds_that_would_change_nothing_or_cannot_be_are_refused(arena: Arena) -> None:
+    """A head as it is, a retired step, an expression that is none or does not fit, a damaged target: nothing is appended."""
+    arena.table()
+    spec = arena.spec("r", world_size=1, passes=1, keep_last=3)
+    arena.train(spec, until=45)
+    before = arena.rows("r")
+
+    def refused(error: type[Exception], said: str, **wish: object) -> None:
+        with pytest.raises(error, match=said):
+            rewind_run(arena.lakehouse, "r", nonce="op", **wish)  # type: ignore[arg-type]  # of any of its arguments
+        assert arena.rows("r") == before
+
+    refused(SpecInvalid, "nothing to rewind", step=40)
+    refused(NoSuchRun, r"at step 10 that is kept, found those of steps \[20, 30, 40\]", step=10)
+    refused(
+        SpecInvalid,
+        r"makes no sense .*columns of 'src.t' are \['row_id', 'x.element', 'x', 'even', 'name'\]",
+        step=20,
+        exclude=["row_id !"],
+    )
+    refused(SpecInvalid, "expected rows to exclude", step=20, exclude=[" "])
+    refused(
+        NoSuchColumn,
+        r"does not fit the table's columns \['row_id', 'x.element', 'x', 'even', 'name'\]",
+        step=20,
+        exclude=["day > 3"],
+    )
+    refused(
+        SpecInvalid, r"one of the sources \['src.t'\], found 'src.u'", step=20, exclude=["even = true"], source="src.u"
+    )
+    target = next(row for row in arena.rows("r", "checkpoint") if row["step"] == 20)
+    file = folder_of(target["manifest_uri"]) / "torch-state.pt"
+    content = file.read_bytes()
+    file.write_bytes(content[:-1])
+    refused(CheckpointDamaged, "expected .* bytes in", step=20)
+    file.write_bytes(content)
+    with pytest.raises(NoSuchRun, match="expected a run named 'nobody'"):
+        rewind_run(arena.lakehouse, "nobody", nonce="op", step=20)
+    rewind_run(arena.lakehouse, "r", nonce="op", step=40, exclude=["even = true"])  # the head, but with less to read
+    before = arena.rows("r")
+    refused(SpecInvalid, "nothing to rewind", step=40, exclude=["even = true"])
+
+
+def test_a_rewind_is_one_append_that_fences_and_counts_as_no_failure(arena: Arena) -> None:
+    """Repeated it changes nothing; the attempt before it is refused; it is neither fruitless nor failed; pins stay needed."""
+    arena.table()
+    spec = arena.spec("r", world_size=1, passes=1)
+    arena.train(spec, until=35)
+    old = Ledger(arena.lakehouse).state("r").fence
+    done = [rewind_run(arena.lakehouse, "r", nonce="op", step=20) for _ in range(2)]
+    assert done[0] == done[1]
+    rows = arena.rows("r")
+    appended = [row for row in rows if row["seq"] > old.seq]
+    assert [(row["kind"], row["attempt"], row["nonce"]) for row in appended] == [
+        ("claim", 2, "op"),
+        ("rewind", 2, "op"),
+    ]
+    assert {row["head_after"] for row in appended} == {done[0].checkpoint_id}
+    with pytest.raises(Fenced, match="owned by attempt 2"):
+        commit_checkpoint(
+            Ledger(arena.lakehouse),
+            Attempt(run="r", number=1, nonce=old.nonce),
+            checkpoint_id="late",
+            parent=old.head,
+            rows=[{"kind": "checkpoint", "checkpoint_id": "late", "parent": old.head}],
+        )
+    assert attempts_without_progress(rows) == 0
+    assert launcher_of(rows, 2) == ""
+    told = failure_of_attempt(rows, 2, noticed_by="test", noticed_at=0.0, launched_at=0.0, stopped_at=0.0)
+    assert told is None
+    arena.train(spec, until=25)
+    assert attempts_without_progress(arena.rows("r")) == 1
+    arena.train(spec, until=25)
+    failures = Failures.of_rows(arena.rows("r"), recoveries_of(arena.lakehouse, "r"))
+    assert failures.count == 1, "of the attempts 1, 3 and 4: the first was ended, the last is not over"
+    (pin,) = list_pins(arena.lakehouse, "src.t")
+    assert pin.needed_by == ("r",)
+    with arena.lakehouse.own("consumption").transaction() as transaction:
+        transaction.remove_properties("dlac.fence.r")
+    assert not Ledger(arena.lakehouse).state("r").finished
+
+
+def test_a_spec_that_asks_for_more_than_the_rewind_is_refused(arena: Arena) -> None:
+    """What rewinds exclude needs no new leg; anything else is still refused by name."""
+    arena.table()
+    arena.train(arena.spec("r", world_size=1, passes=1), until=25)
+    rewind_run(arena.lakehouse, "r", nonce="op", step=10, exclude=["even = true"])
+    with pytest.raises(
+        ResumeMismatch, match=r"exclude: committed .'even = true',., asked for .'row_id = 3', 'even = true'."
+    ):
+        arena.train(arena.spec("r", world_size=1, passes=1, exclude=["row_id = 3"]))
+    seen = arena.train(arena.spec("r", world_size=1, passes=1, exclude=["row_id = 3"], new_leg=True))
+    assert {row % 2 for rows in seen.values() for row in rows} == {1}
+    assert 3 not in {row for rows in seen.values() for row in rows}
+    assert audit_run(arena.lakehouse, "r").exact
+
+
+def test_what_a_rewind_left_is_kept_until_it_is_retired(arena: Arena) -> None:
+    """The target ages with its new branch; what is left stays, is listed, and `dlac retire` lets go of it and its files."""
+    arena.table()
+    spec = arena.spec("r", world_size=1, passes=1, keep_last=2)
+    arena.train(spec, until=55)
+    left = arena.head("r")
+    said = dlac("rewind", "r", "--to-step", "40", "--spec", str(arena.home / "r.yaml"), home=arena.home)
+    assert said.returncode == 0, said.stderr
+    assert "Attempts before 2 are fenced off" in said.stdout
+    arena.train(spec, until=55)
+    states = [(each.step, each.state) for each in list_checkpoints(arena.lakehouse, "r")]
+    assert states[3:] == [(40, "kept"), (50, "left"), (50, "head")]
+    arena.train(spec)
+    states = [(each.step, each.state) for each in list_checkpoints(arena.lakehouse, "r")]
+    assert states[3:] == [(40, "retired"), (50, "left"), (50, "retired"), (60, "kept"), (63, "head")]
+    row = next(row for row in arena.rows("r", "checkpoint") if row["checkpoint_id"] == left)
+    assert folder_of(row["manifest_uri"]).is_dir()
+    with pytest.raises(SpecInvalid, match="is left behind and has no name, found '60'"):
+        retire_left(Ledger(arena.lakehouse), "r", "60")
+    for expected in (f"retired {left} (step 50)", "no checkpoint that is left behind"):
+        said = dlac("retire", "r", "--spec", str(arena.home / "r.yaml"), home=arena.home)
+        assert expected in said.stdout
+    wait_until(lambda: not folder_of(row["manifest_uri"]).exists(), what="the removal of what was left")
+    for head in (left, None):
+        shown = dlac("audit", "r", *(("--checkpoint", head) if head else ()), "--json", home=arena.home)
+        assert (shown.returncode, json.loads(shown.stdout)["exact"]) == (0, True)
+    with pytest.raises(NoSuchRun, match="that is kept"):
+        rewind_run(arena.lakehouse, "r", nonce="op", checkpoint_id=left)
+    assert [row["kind"] for row in arena.rows("r", *HEAD_KINDS) if row["kind"] == "rewind"] == ["rewind"]
