@@ -40,6 +40,7 @@ def main() -> None:
     """Run the script named by the arguments."""
     die_with_parent(int(os.environ[SUPERVISOR_VARIABLE]))
     _reason_file().write_bytes(b" " * _RESERVED_BYTES)
+    _pid_file(Path(os.environ[LAUNCH_VARIABLE]), int(os.environ["RANK"])).write_text(str(os.getpid()))
     script, *arguments = sys.argv[1:]
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path(script).parent))
@@ -51,6 +52,19 @@ def main() -> None:
             traceback.print_exc()
             sys.stderr.flush()
         sys.exit(err.exit_code if isinstance(err, DlacError) else 1)
+
+
+def pid_of(launch: Path, rank: int) -> int:
+    """The process of a rank, living or dead, for whoever looks at a launch from outside.
+
+    Raises:
+        FileNotFoundError: it has not begun yet.
+    """
+    return int(_pid_file(launch, rank).read_text() or 0)
+
+
+def _pid_file(launch: Path, rank: int) -> Path:
+    return launch / f"pid-{rank:05d}"
 
 
 def _reason_file() -> Path:

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 
 from dlac_pipeline.progress import Progress, read_progress
-from dlac_pipeline.rank import LAUNCH_VARIABLE
+from dlac_pipeline.rank import pid_of
 
 
 class LiveRun:
@@ -29,18 +29,12 @@ class LiveRun:
         return 0 if progress is None else progress.step
 
     def rank(self, number: int) -> psutil.Process | None:
-        """The living process of a rank."""
-        for process in psutil.process_iter(["cmdline"]):
-            if "dlac_pipeline.rank" not in (process.info["cmdline"] or []):
-                continue
-            try:
-                environment = process.environ()
-            except psutil.Error:
-                continue
-            mine = Path(environment.get(LAUNCH_VARIABLE, "")).parent == self._folder
-            if mine and environment.get("RANK") == str(number):
-                return process
-        return None
+        """The living process of a rank of the newest launch."""
+        launches = sorted(self._folder.glob("launch-*/"), key=lambda folder: folder.stat().st_mtime)
+        try:
+            return psutil.Process(pid_of(launches[-1], number)) if launches else None
+        except (FileNotFoundError, psutil.NoSuchProcess):
+            return None
 
     def kill_rank(self, number: int) -> bool:
         """SIGKILL a rank in the middle of an optimizer step; false if there is none to kill."""
@@ -52,12 +46,13 @@ class LiveRun:
         return True
 
     def kill_dagster_run(self) -> bool:
-        """SIGKILL the process of the Dagster run: the parent of the supervisor, which is the parent of the ranks."""
+        """SIGKILL the process of the Dagster run: the parent of the supervisor, to which the ranks belong."""
         process = self.rank(0)
-        supervisor = None if process is None else process.parent()
-        worker = None if supervisor is None else supervisor.parent()
-        if worker is None:
+        above = [] if process is None else process.parents()
+        supervisors = [index for index, one in enumerate(above) if "dlac_pipeline.supervisor" in one.cmdline()]
+        if not supervisors:
             return False
+        worker = above[supervisors[0] + 1]
         worker.send_signal(signal.SIGKILL)
         return True
 

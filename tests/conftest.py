@@ -225,10 +225,13 @@ class Launch:
         return self.process.wait(timeout=150)
 
     def ranks(self) -> list[psutil.Process]:
-        """The rank processes that are its children now, by rank."""
+        """The rank processes that it, or its fork server, has now, by rank."""
         with suppress(psutil.NoSuchProcess):
             children = psutil.Process(self.process.pid).children()
-            return sorted((one for one in children if "dlac_pipeline.rank" in one.cmdline()), key=lambda one: one.pid)
+            servers = [one for one in children if "dlac_pipeline.fork_server" in one.cmdline()]
+            forked = [one for server in servers for one in server.children()]
+            spawned = [one for one in children if "dlac_pipeline.rank" in one.cmdline()]
+            return sorted([*forked, *spawned], key=lambda one: one.pid)
         return []
 
     def signal_all(self, number: signal.Signals) -> None:
