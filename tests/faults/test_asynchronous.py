@@ -49,7 +49,8 @@ def test_behind_training_everything_is_as_it_is_synchronously(campaign: Arena) -
         ]
 
 
-@pytest.mark.parametrize(("moment", "resumed_at"), [pytest.param("after", 20, marks=pytest.mark.soak), ("before", 10)])
+@pytest.mark.soak
+@pytest.mark.parametrize(("moment", "resumed_at"), [("after", 20), ("before", 10)])
 def test_a_coordinator_killed_around_a_commit(campaign: Arena, moment: str, resumed_at: int) -> None:
     """The old head or the new one, as in synchronous mode, though training had gone on."""
     run = f"asynchronous-killed-{moment}"

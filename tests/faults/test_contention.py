@@ -161,6 +161,7 @@ def stopped_in_commit(launch: Launch) -> None:
     launch.signal_all(signal.SIGSTOP)
 
 
+@pytest.mark.soak
 def test_a_zombie_whose_commit_retires_checkpoints_deletes_nothing(campaign: Arena) -> None:
     """Its commit would retire what the new attempt resumed from and kept: it is refused, and every file stays."""
     run = "zombie-retires"

@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 
 import psutil
+import pytest
 
 from tests.conftest import Arena, wait_until
 
@@ -35,6 +36,7 @@ def test_what_a_rank_has_started_dies_with_the_supervisor(campaign: Arena) -> No
     wait_until(gone, what="the end of the ranks' children", within_s=30)
 
 
+@pytest.mark.soak
 def test_a_full_store_under_deepspeed_ends_the_run_and_no_rank_waits_for_another(
     campaign: Arena, small_disk: Path
 ) -> None:

@@ -64,7 +64,8 @@ def finish_exactly(campaign: Arena, run: str) -> Launch:
     return again
 
 
-@pytest.mark.parametrize("number", [pytest.param(signal.SIGUSR1, marks=pytest.mark.soak), signal.SIGTERM])
+@pytest.mark.soak
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
 def test_a_signal_to_one_rank_is_heard_by_all(campaign: Arena, number: signal.Signals) -> None:
     """Both ranks leave behind one checkpoint of the same step; the supervisor does not launch again."""
     run = f"told-by-{number.name}"
@@ -159,6 +160,7 @@ def test_a_checkpoint_that_takes_too_long_is_left_at_the_deadline(campaign: Aren
     finish_exactly(campaign, run)
 
 
+@pytest.mark.soak
 def test_a_rank_that_waits_for_a_stopped_one_is_gone_by_the_deadline(campaign: Arena) -> None:
     """One rank is frozen, the other waits for it in a collective, where no Python handler runs: its watchdog ends it."""
     run = "frozen"

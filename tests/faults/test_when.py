@@ -46,6 +46,7 @@ def test_every_so_many_seconds(campaign: Arena) -> None:
     check_exact(campaign, run)
 
 
+@pytest.mark.soak
 def test_the_optimum_is_told_and_takes_failures_into_account(campaign: Arena) -> None:
     """The interval and its reason are in events, in the ledger, in SQL and in the status; a killed rank counts as a failure."""
     run = "automatic"

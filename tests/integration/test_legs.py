@@ -231,6 +231,7 @@ def test_a_damaged_row_group_stops_the_run_or_is_left_out(arena: Arena, policy: 
     assert (report.rows_consumed, report.rows_quarantined, report.rows_excluded) == (140, 20, 0)
 
 
+@pytest.mark.soak
 def test_a_warehouse_that_is_away_is_not_damage(arena: Arena) -> None:
     """Where no data file can be read nothing is quarantined, whatever the policy: the run ends, and can go on later."""
     arena.table(appends=(100, 60), row_group_rows=20)
