@@ -50,6 +50,12 @@ class LaunchSpec(BaseModel):
         description="Seconds without progress of a rank after which the attempt is ended and relaunched.",
         gt=0,
     )
+    start_timeout_s: float = Field(
+        default=600.0,
+        description="As hang_timeout_s, while a rank starts or loads its state (or is still waited for by others that do not); "
+        "the longer of the two counts.",
+        gt=0,
+    )
     new_leg: bool = Field(
         default=False,
         description="Whether resuming may begin a new leg where this spec changes weights, exclusions, batch size, passes, "

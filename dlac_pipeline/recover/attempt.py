@@ -24,6 +24,7 @@ from catalog.ledger import Ledger
 from catalog.plans import get_plan
 from dlac_pipeline.checkpoint.store import storing
 from dlac_pipeline.launch import Exit, RankGroup, Starter
+from dlac_pipeline.launch_spec import LaunchSpec
 from dlac_pipeline.plan.leg import Leg
 from dlac_pipeline.progress import Phase
 from dlac_pipeline.recover.coordinator import ResumePoint, new_nonce, take_over
@@ -171,7 +172,7 @@ class SupervisedAttempt:
             if self._launcher.stop.is_set() and asked_at is None:
                 asked_at = now
                 ranks.ask_to_stop()
-            hung = silent_rank(ranks, self._resumable_at, self._spec.launch.hang_timeout_s)
+            hung = silent_rank(ranks, self._resumable_at, self._spec.launch)
             if hung is not None:
                 return self._failed(ranks, hung)
             if asked_at is not None and now > asked_at + self._spec.launch.leave_s + _LEAVE_MARGIN_S:
@@ -253,9 +254,14 @@ class SupervisedAttempt:
         self._launcher.on_event({"run": self._spec.run, "attempt": self.number, **event})
 
 
-def silent_rank(ranks: RankGroup, since: float, timeout_s: float) -> Exit | None:
-    """The rank that has been silent longest, if that is too long; what came before `since` does not count."""
+def silent_rank(ranks: RankGroup, since: float, launch: LaunchSpec) -> Exit | None:
+    """The rank that has been silent longest, if that is too long; what came before `since` does not count.
+
+    While one of them starts or loads, the others may well wait for it: it is given its time.
+    """
     signs = ranks.progress()
+    starting = any(progress is None or progress.phase < Phase.TRAINING for progress in signs)
+    timeout_s = max(launch.hang_timeout_s, launch.start_timeout_s) if starting else launch.hang_timeout_s
     seen = [0.0 if progress is None else progress.at for progress in signs]
     rank = min(range(len(seen)), key=seen.__getitem__)
     last = signs[rank]

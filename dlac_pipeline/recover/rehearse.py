@@ -272,7 +272,7 @@ def _replayed(spec: JobSpec, folder: Path, point: ResumePoint) -> dict[str, Any]
 
 def _check_alive(ranks: RankGroup, spec: JobSpec) -> None:
     failures = ranks.failures()
-    silent = silent_rank(ranks, ranks.started_at, spec.launch.hang_timeout_s)
+    silent = silent_rank(ranks, ranks.started_at, spec.launch)
     if not failures and silent is None:
         return
     cause = first_cause(failures) if failures else silent
