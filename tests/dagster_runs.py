@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import dagster as dg
+import psutil
 
+from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.spec import JobSpec
 from jobs.faults import LiveRun
 from jobs.local_dagster import LocalDagster
-from tests.conftest import wait_until
+from tests.conftest import Arena, wait_until
 
 
 def job_config(spec: JobSpec) -> dict[str, Any]:
@@ -47,3 +49,33 @@ def runs_that_recover(dagster: LocalDagster, run_id: str) -> list[dg.DagsterRun]
     """The recoveries that were requested for a Dagster run."""
     with dagster.instance() as instance:
         return list(instance.get_runs(dg.RunsFilter(tags={"dlac/recovers": run_id})))
+
+
+def trained_to(dagster: LocalDagster, spec: JobSpec, *, step: int = 15) -> tuple[str, list[psutil.Process]]:
+    """A Dagster run that has trained to a step; its id, and its processes, from the run's own down to the ranks."""
+    live = LiveRun(spec.checkpoint.store, spec.run)
+    run_id = dagster.launch("train_job", job_config(spec))
+    wait_for_step(live, dagster, run_id, step)
+    rank = live.rank(0)
+    assert rank is not None
+    supervisor = rank.parent()
+    assert supervisor is not None
+    worker = supervisor.parent()
+    assert worker is not None
+    return run_id, [worker, supervisor, *supervisor.children(recursive=True)]
+
+
+def gone(processes: list[psutil.Process]) -> bool:
+    """Whether none of them runs; one that nobody has asked about does not."""
+    return not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in processes)
+
+
+def check_healed(campaign: Arena, dagster: LocalDagster, spec: JobSpec, run_id: str) -> dg.DagsterRun:
+    """Wait for the one recovery; the run is finished, and nothing was lost or repeated."""
+    recovery = dagster.wait(dagster.recovery_of(run_id))
+    assert recovery.status == dg.DagsterRunStatus.SUCCESS
+    assert len(runs_that_recover(dagster, run_id)) == 1
+    assert audit_run(campaign.lakehouse, spec.run).exact
+    assert campaign.losses(spec.run) == campaign.losses("reference")
+    assert campaign.journal(spec.run) == campaign.journal("reference")
+    return recovery

@@ -7,53 +7,20 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
 
 import dagster as dg
-import psutil
 import pytest
 
 from assets.failures import NO_RECOVERY_TAG, PREEMPTED_TAG, STEPPED_ASIDE_TAG
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.recover.run_lock import lock_path
 from dlac_pipeline.recover.signs import is_held
-from dlac_pipeline.spec import JobSpec
 from jobs.faults import LiveRun
 from jobs.local_dagster import LocalDagster
 from tests.conftest import Arena, wait_until
-from tests.dagster_runs import events_of, job_config, runs_that_recover, sensor_ticks, wait_for_step
+from tests.dagster_runs import check_healed, events_of, gone, job_config, runs_that_recover, sensor_ticks, trained_to
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Dagster's own libraries warn of each other
-
-
-def launched(dagster: LocalDagster, spec: JobSpec, *, step: int = 15) -> tuple[str, list[psutil.Process]]:
-    """A Dagster run that has trained to a step; its processes, from the run's own down to the ranks."""
-    live = LiveRun(spec.checkpoint.store, spec.run)
-    run_id = dagster.launch("train_job", job_config(spec))
-    wait_for_step(live, dagster, run_id, step)
-    rank = live.rank(0)
-    assert rank is not None
-    supervisor = rank.parent()
-    assert supervisor is not None
-    worker = supervisor.parent()
-    assert worker is not None
-    return run_id, [worker, supervisor, *supervisor.children(recursive=True)]
-
-
-def gone(processes: list[psutil.Process]) -> bool:
-    """Whether none of them runs; one that nobody has asked about does not."""
-    return not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in processes)
-
-
-def check_healed(campaign: Arena, dagster: LocalDagster, spec: JobSpec, run_id: str) -> dg.DagsterRun:
-    """Wait for the one recovery; the run is finished, and nothing was lost or repeated."""
-    recovery = dagster.wait(dagster.recovery_of(run_id))
-    assert recovery.status == dg.DagsterRunStatus.SUCCESS
-    assert len(runs_that_recover(dagster, run_id)) == 1
-    assert audit_run(campaign.lakehouse, spec.run).exact
-    assert campaign.losses(spec.run) == campaign.losses("reference")
-    assert campaign.journal(spec.run) == campaign.journal("reference")
-    return recovery
 
 
 def test_a_run_that_a_person_cancels_leaves_behind_a_checkpoint_and_is_left_alone(
@@ -61,7 +28,7 @@ def test_a_run_that_a_person_cancels_leaves_behind_a_checkpoint_and_is_left_alon
 ) -> None:
     """Cancelled as in the UI: no process or lock is left within the grace period, no step is lost, nobody recovers it."""
     spec = campaign.spec("cancelled", pause_s=0.05, every_steps=1000, grace_s=15.0)
-    run_id, processes = launched(dagster, spec)
+    run_id, processes = trained_to(dagster, spec)
     began = time.time()
     assert dagster.cancel(run_id)
     wait_until(lambda: gone(processes), what="the end of all its processes", within_s=spec.launch.grace_s + 5)
@@ -84,7 +51,7 @@ def test_a_rank_that_is_told_to_leave_fails_the_dagster_run_as_preempted_and_is_
 ) -> None:
     """SIGUSR1 to one rank, as a cluster sends it: an emergency checkpoint, a failure that says why, and one recovery."""
     spec = campaign.spec("preempted", pause_s=0.05)
-    run_id, processes = launched(dagster, spec)
+    run_id, processes = trained_to(dagster, spec)
     os.kill(next(one.pid for one in processes if "dlac_pipeline.rank" in one.cmdline()), signal.SIGUSR1)
     ended = dagster.wait(run_id)
     assert ended.status == dg.DagsterRunStatus.FAILURE
@@ -97,7 +64,7 @@ def test_a_rank_that_is_told_to_leave_fails_the_dagster_run_as_preempted_and_is_
 def test_a_drained_run_ends_cancelled_and_is_resumed(campaign: Arena, dagster: LocalDagster) -> None:
     """`python -m jobs.drain` empties the machine: the run is cancelled, says that this was no person, and goes on."""
     spec = campaign.spec("drained", pause_s=0.05)
-    run_id, processes = launched(dagster, spec)
+    run_id, processes = trained_to(dagster, spec)
     command = [sys.executable, "-m", "jobs.drain", "--reason", "maintenance"]
     done = subprocess.run(command, env=dagster.environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -112,7 +79,7 @@ def test_a_drained_run_ends_cancelled_and_is_resumed(campaign: Arena, dagster: L
 def test_sigterm_to_the_run_worker_is_recovered(campaign: Arena, dagster: LocalDagster) -> None:
     """The worker is told to leave, and nobody cancelled the run: Dagster calls it a failure, and it is resumed."""
     spec = campaign.spec("terminated", pause_s=0.05)
-    run_id, processes = launched(dagster, spec)
+    run_id, processes = trained_to(dagster, spec)
     processes[0].send_signal(signal.SIGTERM)
     assert dagster.wait(run_id).status == dg.DagsterRunStatus.FAILURE
     wait_until(lambda: gone(processes), what="the end of all its processes", within_s=30)
@@ -120,59 +87,10 @@ def test_sigterm_to_the_run_worker_is_recovered(campaign: Arena, dagster: LocalD
 
 
 @pytest.mark.soak
-def test_a_worker_that_is_stopped_loses_its_run_and_never_commits_again(campaign: Arena) -> None:
-    """SIGSTOP of the run's process: found by its heartbeat, taken over; its trainer leaves although nobody reads its words."""
-    home = campaign.home
-    (home / "orchestration.toml").write_text("[recovery]\nlost_after_s = 20\nwait_for_old_launch_s = 2\n")
-    dagster = LocalDagster(home)
-    spec = campaign.spec("stopped-worker", pause_s=0.3, grace_s=5.0)
-    try:
-        with dagster.running():
-            run_id, processes = launched(dagster, spec)
-            processes[0].suspend()
-            ended = dagster.wait(run_id, timeout_s=120)
-            assert ended.status == dg.DagsterRunStatus.FAILURE
-            recovery = dagster.recovery_of(run_id)
-            wait_until(lambda: gone(processes[1:]), what="the end of the old trainer", within_s=60)
-            processes[0].resume()
-            assert dagster.wait(recovery).status == dg.DagsterRunStatus.SUCCESS
-            wait_until(lambda: gone(processes[:1]), what="the end of the old worker", within_s=60)
-            check_healed(campaign, dagster, spec, run_id)
-    finally:
-        (home / "orchestration.toml").unlink()
-        for process in processes:
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
-
-
-def test_a_machine_that_died_is_found_when_the_daemon_is_back(campaign: Arena) -> None:
-    """SIGKILL of daemon, code server, worker, supervisor and ranks at once: the run stays STARTED until it is found lost."""
-    dagster = LocalDagster(campaign.home)
-    spec = campaign.spec("machine", pause_s=0.05)
-    with dagster.running() as daemon:
-        run_id, processes = launched(dagster, spec)
-        everything = [daemon, *daemon.children(recursive=True), *processes]
-        for process in everything:
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
-        wait_until(lambda: gone(processes), what="the end of all processes", within_s=30)
-    with dagster.instance() as instance:
-        run = instance.get_run_by_id(run_id)
-        assert run is not None
-        assert run.status == dg.DagsterRunStatus.STARTED
-    with dagster.running():
-        ended = dagster.wait(run_id, timeout_s=90)
-        assert ended.status == dg.DagsterRunStatus.FAILURE
-        [lost] = events_of(dagster, run_id, dg.DagsterEventType.RUN_FAILURE)
-        assert "is gone" in lost.message
-        check_healed(campaign, dagster, spec, run_id)
-
-
-@pytest.mark.soak
 def test_a_killed_code_server_takes_nothing_along(campaign: Arena, dagster: LocalDagster) -> None:
     """SIGKILL of the code server alone: whether Dagster loses the run or not, it is finished by one trainer in the end."""
     spec = campaign.spec("code-server", pause_s=0.05)
-    run_id, processes = launched(dagster, spec)
+    run_id, processes = trained_to(dagster, spec)
     server = processes[0].parent()
     assert server is not None
     server.kill()
@@ -187,7 +105,7 @@ def test_a_killed_code_server_takes_nothing_along(campaign: Arena, dagster: Loca
 def test_two_recoveries_at_once_train_once(campaign: Arena, dagster: LocalDagster) -> None:
     """The same recovery requested twice: one trains, the other steps aside, without a failure that would wake somebody."""
     spec = campaign.spec("twice", pause_s=0.05)
-    run_id, _ = launched(dagster, spec)
+    run_id, _ = trained_to(dagster, spec)
     assert dagster.cancel(run_id)
     assert dagster.wait(run_id).status == dg.DagsterRunStatus.CANCELED
     attempt = campaign.rows(spec.run, "claim")[-1]["attempt"]

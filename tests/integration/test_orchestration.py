@@ -20,6 +20,7 @@ import yaml
 from assets.failures import NO_RECOVERY_TAG, PREEMPTED_TAG, RUN_TAG
 from assets.heartbeat import Heartbeat
 from catalog.errors import SpecInvalid
+from dlac_pipeline.checkpoint.listing import list_checkpoints
 from dlac_pipeline.recover.due import due
 from dlac_pipeline.recover.run_lock import lock_path, run_lock
 from dlac_pipeline.recover.signs import signs_of
@@ -40,9 +41,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # Dagster's own libraries war
 def instance(tmp_path: Path) -> Iterator[dg.DagsterInstance]:
     """A Dagster instance of this test's own."""
     (tmp_path / "dagster").mkdir()
-    with dg.DagsterInstance.local_temp(
-        str(tmp_path / "dagster"), overrides={"telemetry": {"enabled": False}}
-    ) as made:
+    with dg.DagsterInstance.local_temp(str(tmp_path / "dagster"), overrides={"telemetry": {"enabled": False}}) as made:
         yield made
 
 
@@ -253,7 +252,8 @@ def test_the_verify_job_finds_damage_and_records_it(arena: Arena, home: Path, in
     assert verify().success
     assert verify().success
     assert len(arena.rows(spec.run, "verify")) == 1
-    [damaged] = Path(spec.checkpoint.store, spec.run).glob("attempt-*/step-20-*/*.safetensors")
+    folder = Path(list_checkpoints(arena.lakehouse, spec.run)[-1].folder.removeprefix("file://"))
+    damaged = max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"\0")
     again = verify(ops={"newest_checkpoints_verified": {"config": {"not_since_h": 0.0}}})
     assert not again.success
