@@ -1,4 +1,4 @@
-"""How an error of DLAC becomes the failure of a Dagster step: with its reason, and with word for the recovery sensor."""
+"""How an error of DLAC becomes the failure of a Dagster step: with its reason, and with word for the recovery sensors."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,8 +8,16 @@ import dagster as dg
 from catalog import errors
 from catalog.errors import DlacError
 
+OWNERS = ["team:ml-platform"]
+"""Whom the asset pages name: those who run the lakehouse."""
+RUN_TAG = "dlac/run"
+"""The training run that a Dagster run is about; the queue lets one of them train at a time."""
 NO_RECOVERY_TAG = "dlac/no_recovery"
-"""Set on a Dagster run whose failure another attempt would meet again; the sensor leaves it alone."""
+"""Set on a Dagster run whose failure another attempt would meet again; the sensors leave it alone."""
+PREEMPTED_TAG = "dlac/preempted"
+"""Set on a Dagster run that was told to leave, and not by a person who cancelled it; its value says how. It is resumed."""
+STEPPED_ASIDE_TAG = "dlac/stepped_aside"
+"""Set on a recovery that found another one at work; it has done nothing, and nothing is wrong."""
 
 
 @contextmanager
@@ -25,5 +33,10 @@ def failure(context: dg.AssetExecutionContext, kind: str, message: str) -> dg.Fa
     """The failure of a step for an error named `kind`; a kind that DLAC does not know is something that died."""
     known = getattr(errors, kind, None)
     if isinstance(known, type) and issubclass(known, DlacError) and not known.transient:
-        context.instance.add_run_tags(context.run_id, {NO_RECOVERY_TAG: kind})
+        tag(context, NO_RECOVERY_TAG, kind)
     return dg.Failure(f"{kind}: {message}", metadata={"error": kind}, allow_retries=False)
+
+
+def tag(context: dg.AssetExecutionContext, name: str, value: str) -> None:
+    """Set a tag of this Dagster run."""
+    context.instance.add_run_tags(context.run_id, {name: value})

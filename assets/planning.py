@@ -4,7 +4,7 @@ from typing import Any
 
 import dagster as dg
 
-from assets.failures import told_to_dagster
+from assets.failures import OWNERS, told_to_dagster
 from assets.resources import JobResource
 from assets.sources import tokens
 from catalog.ledger import HEAD_KINDS, Ledger, fence_of_rows
@@ -20,6 +20,8 @@ from dlac_pipeline.recover.leg_choice import leg_of
     deps=[tokens],
     group_name="training",
     kinds={"iceberg"},
+    owners=OWNERS,
+    tags={"dlac/stage": "plan"},
     description="One snapshot of the source table, kept alive by an Iceberg tag: what the run reads, whatever is appended later.",
 )
 def pinned_snapshot(context: dg.AssetExecutionContext, job: JobResource) -> dg.MaterializeResult[None]:
@@ -49,6 +51,8 @@ def pinned_snapshot(context: dg.AssetExecutionContext, job: JobResource) -> dg.M
     deps=[pinned_snapshot],
     group_name="training",
     kinds={"iceberg", "parquet"},
+    owners=OWNERS,
+    tags={"dlac/stage": "plan"},
     description="One row per work unit (row group) of the pinned snapshot, under a content-addressed plan id.",
 )
 def work_plan(context: dg.AssetExecutionContext, job: JobResource) -> dg.MaterializeResult[None]:

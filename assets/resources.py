@@ -1,10 +1,14 @@
 """What the assets are given: the job that is to be run, and the lakehouse of the corpus."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Self
 
 import dagster as dg
 
 from assets.config import JobSpecConfig
+from assets.heartbeat import Heartbeat
 from catalog.connect import Lakehouse, LakehouseConfig, connect
 from dlac_pipeline.spec import JobSpec, home_folder, parse_spec
 
@@ -13,6 +17,18 @@ class JobResource(dg.ConfigurableResource[JobSpec]):
     """The training run that a Dagster run is about."""
 
     spec: JobSpecConfig  # type: ignore[valid-type]  # made from the job spec at import
+
+    @contextmanager
+    def yield_for_execution(self, context: dg.InitResourceContext) -> Iterator[Self]:
+        """This resource, with a heartbeat for as long as the Dagster run that uses it."""
+        if context.run_id is None or context.instance is None:
+            yield self
+            return
+        heartbeat = Heartbeat(context.instance, context.run_id)
+        try:
+            yield self
+        finally:
+            heartbeat.close()
 
     def job_spec(self) -> JobSpec:
         """The validated spec, with the embedded lakehouse of $DLAC_HOME where none is named.

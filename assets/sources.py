@@ -2,6 +2,7 @@
 
 import dagster as dg
 
+from assets.failures import OWNERS
 from assets.resources import LakehouseResource
 from dlac_pipeline.ingest.corpus import ingest_stdlib_corpus
 from dlac_pipeline.ingest.tokens import tokenize_corpus
@@ -11,6 +12,8 @@ from dlac_pipeline.spec import home_folder
 @dg.asset(
     group_name="sources",
     kinds={"python", "iceberg"},
+    owners=OWNERS,
+    tags={"dlac/stage": "source"},
     description="One row per Python source file of the interpreter's standard library, in three appends.",
 )
 def corpus(context: dg.AssetExecutionContext, lakehouse: LakehouseResource) -> dg.MaterializeResult[None]:
@@ -32,6 +35,8 @@ def corpus(context: dg.AssetExecutionContext, lakehouse: LakehouseResource) -> d
     deps=[corpus],
     group_name="sources",
     kinds={"python", "iceberg"},
+    owners=OWNERS,
+    tags={"dlac/stage": "source"},
     description="One row per fixed-length sequence of tokens; byte-level BPE trained on the corpus.",
 )
 def tokens(context: dg.AssetExecutionContext, lakehouse: LakehouseResource) -> dg.MaterializeResult[None]:

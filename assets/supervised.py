@@ -8,53 +8,92 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
+import select
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from dlac_pipeline.supervisor import Request
 
+Event = dict[str, Any]
 _MARGIN_S = 10.0
 """What the supervisor gets on top of the ranks' grace period."""
+_LOOK_S = 1.0
+SILENT_S = 120.0
+"""A supervisor that says nothing for so long, not even that it is alive, is given up."""
 
 
-def supervised(request: Request) -> Iterator[dict[str, Any]]:
-    """The events of the supervised run, as they happen; the last one is `ended` or `error`."""
+def supervised(request: Request, on_event: Callable[[Event], None], *, silent_s: float = SILENT_S) -> Event:
+    """Run the supervisor and pass its events on as they happen; the last one, `ended` or `error`, is what is returned.
+
+    Interrupted, it asks the supervisor to stop and passes on what it still says, marked `asked`; interrupted again, it kills it.
+    """
     process = subprocess.Popen(
         [sys.executable, "-m", "dlac_pipeline.supervisor"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        text=True,
         start_new_session=True,
     )
-    assert process.stdin is not None
-    assert process.stdout is not None
+    voice = _Voice(process)
+    last: Event = {}
     try:
-        process.stdin.write(request.model_dump_json() + "\n")
+        assert process.stdin is not None
+        process.stdin.write(request.model_dump_json().encode() + b"\n")
         process.stdin.flush()
-        last: dict[str, Any] = {}
-        for line in process.stdout:
-            last = json.loads(line)
-            yield last
-        process.wait()
+        for last in voice.events(silent_s=silent_s):
+            on_event(last)
+        if voice.open:
+            return {"event": "error", "kind": "SupervisorSilent", "message": f"it said nothing for {silent_s:.0f} s"}
         if last.get("event") not in ("ended", "error"):
-            yield {"event": "error", "kind": "SupervisorDied", "message": f"exit status {process.returncode}"}
+            return {"event": "error", "kind": "SupervisorDied", "message": f"exit status {process.wait()}"}
+        return last
     finally:
-        _end(process, request.spec.launch.grace_s + _MARGIN_S)
-
-
-def _end(process: subprocess.Popen[str], grace_s: float) -> None:
-    for stream in (process.stdin, process.stdout):
-        with contextlib.suppress(BrokenPipeError):
-            if stream is not None:
-                stream.close()
-    if process.poll() is None:
-        process.send_signal(signal.SIGTERM)
         try:
-            process.wait(grace_s)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            if voice.open:
+                process.send_signal(signal.SIGTERM)
+                for event in voice.events(within_s=request.spec.launch.leave_s + _MARGIN_S):
+                    on_event({**event, "asked": True})
+        finally:
+            _kill(process)
+
+
+class _Voice:
+    """What a supervisor says; its signs of life are heard, and not passed on."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdout is not None
+        self._descriptor = process.stdout.fileno()
+        self._rest = b""
+        self.open = True
+        """Whether it may still say something."""
+
+    def events(self, *, silent_s: float = math.inf, within_s: float = math.inf) -> Iterator[Event]:
+        """Its events until it has ended, has been silent for `silent_s`, or `within_s` have passed."""
+        began = heard = time.monotonic()
+        while self.open and time.monotonic() < min(heard + silent_s, began + within_s):
+            if not select.select([self._descriptor], [], [], _LOOK_S)[0]:
+                continue
+            said = os.read(self._descriptor, 65536)
+            self.open = bool(said)
+            heard = time.monotonic()
+            *lines, self._rest = (self._rest + said).split(b"\n")
+            yield from (event for line in lines if (event := json.loads(line))["event"] != "alive")
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """SIGKILL what is left of it; its ranks die with it."""
+    if process.poll() is None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_LOOK_S)  # it has said its last word and is leaving
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    for stream in (process.stdin, process.stdout):
+        assert stream is not None
+        with contextlib.suppress(BrokenPipeError):
+            stream.close()

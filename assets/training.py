@@ -1,21 +1,22 @@
 """The training run as an asset: its checkpoints are observations while it trains, its model the materialization."""
 
-import base64
+from collections.abc import Iterator
 from typing import Any
 
 import dagster as dg
 from pydantic import Field
 
-from assets.failures import failure, told_to_dagster
+from assets.failures import OWNERS, PREEMPTED_TAG, RUN_TAG, STEPPED_ASIDE_TAG, failure, tag, told_to_dagster
+from assets.pages import model_page
 from assets.planning import metadata_of_this_run, work_plan
 from assets.resources import JobResource
-from assets.supervised import supervised
-from catalog.errors import RunFinished
-from catalog.ledger import Ledger
-from dlac_pipeline.audit.plots import coverage_png, loss_curve_png
-from dlac_pipeline.recover.status import run_status
-from dlac_pipeline.spec import JobSpec
+from assets.supervised import Event, supervised
+from catalog.errors import Preempted, RunBusy, RunFinished, SteppedAside
 from dlac_pipeline.supervisor import Request
+
+POOL = "trainers"
+"""Its limit is the number of training runs that this Dagster instance trains at once; without one it has none."""
+OPERATOR = "operator"
 
 
 class LaunchConfig(dg.Config):
@@ -28,7 +29,9 @@ class LaunchConfig(dg.Config):
         default=False, description="Fence off a launch that is still alive, instead of being refused."
     )
     wait_s: float = Field(default=0.0, description="Seconds to wait for another launch to leave.")
-    noticed_by: str = Field(default="operator", description="Who noticed the failure.")
+    noticed_by: str = Field(
+        default=OPERATOR, description="Who noticed the failure: an operator, or the sensor that requested this."
+    )
     noticed_at: float | None = Field(
         default=None, description="When, in seconds since the epoch; unset: when the launch begins."
     )
@@ -38,15 +41,20 @@ class LaunchConfig(dg.Config):
     deps=[work_plan],
     group_name="training",
     kinds={"pytorch", "deepspeed", "iceberg"},
+    owners=OWNERS,
+    tags={"dlac/stage": "train"},
+    pool=POOL,
+    output_required=False,
     description="One committed checkpoint of the model per ledger commit; each names exactly the rows it has consumed.",
 )
 def model_checkpoint(
     context: dg.AssetExecutionContext, config: LaunchConfig, job: JobResource
-) -> dg.MaterializeResult[None]:
-    """Train until the run is finished, or asked to stop."""
+) -> Iterator[dg.MaterializeResult[None]]:
+    """Train until the run is finished, caught up, or told to leave; a recovery that comes second makes nothing."""
     with told_to_dagster(context):
         spec = job.job_spec()
-    context.instance.add_run_tags(context.run_id, {"dlac/run": spec.run})
+    if context.run.tags.get(RUN_TAG) != spec.run:
+        tag(context, RUN_TAG, spec.run)
     planned = metadata_of_this_run(context, work_plan.key)
     request = Request(
         spec=spec,
@@ -59,45 +67,47 @@ def model_checkpoint(
         noticed_at=config.noticed_at,
         launched_by=context.run_id,
     )
-    last: dict[str, Any] = {}
-    for last in supervised(request):
-        _show(context, last)
-    if last["event"] == "error" and last["kind"] != RunFinished.__name__:  # recovering twice changes nothing
-        raise failure(context, last["kind"], last["message"])
+    last = supervised(request, lambda event: _show(context, event))
+    if _stepped_aside(config, last):
+        tag(context, STEPPED_ASIDE_TAG, last["kind"])
+        context.log.info(last["message"])
+        return
+    _fail_if_unfinished(context, last)
     with told_to_dagster(context):
-        return dg.MaterializeResult(metadata=_summary(spec, job))
+        yield dg.MaterializeResult(metadata=model_page(job.lakehouse(), spec.run))
 
 
-def _show(context: dg.AssetExecutionContext, event: dict[str, Any]) -> None:
+def _stepped_aside(config: LaunchConfig, last: Event) -> bool:
+    """Whether a sensor's recovery found that somebody else trains the run."""
+    kinds = (SteppedAside.__name__, RunBusy.__name__)
+    return config.noticed_by != OPERATOR and last["event"] == "error" and last["kind"] in kinds
+
+
+def _fail_if_unfinished(context: dg.AssetExecutionContext, last: Event) -> None:
+    """Raise what the run died of. One that was told to leave, which nobody here did, is preempted: it is to be resumed."""
+    if last["event"] == "error":
+        if last["kind"] != RunFinished.__name__:  # recovering twice changes nothing
+            raise failure(context, last["kind"], last["message"])
+    elif last["ending"] == "stopped":
+        if PREEMPTED_TAG not in context.instance.get_run_by_id(context.run_id).tags:  # type: ignore[union-attr]  # it is this one
+            tag(context, PREEMPTED_TAG, "supervisor")
+        raise failure(context, Preempted.__name__, f"told to leave, behind a checkpoint of step {last['step']}")
+
+
+def _show(context: dg.AssetExecutionContext, event: Event) -> None:
     """An observation per committed checkpoint, chosen interval and preemption, a log line per other event."""
     if event["event"] == "checkpoint":
-        metadata = {
+        metadata: dict[str, Any] = {
             name: event[name]
             for name in ("run", "step", "loss", "rows", "checkpoint_id", "bytes", "reason", "duration_s")
         } | {f"{phase}_s": seconds for phase, seconds in event["phases"].items()}
         context.log_event(dg.AssetObservation(asset_key=context.asset_key, metadata=metadata))
     elif event["event"] in ("interval", "preempted"):
-        metadata = {name: value for name, value in event.items() if name not in ("event", "at")}
+        metadata = {name: value for name, value in event.items() if name not in ("event", "at", "asked")}
         context.log_event(dg.AssetObservation(asset_key=context.asset_key, metadata=metadata))
     elif event["event"] == "step":
         context.log.debug(f"step {event['step']}: loss {event['loss']:.4f}")
     else:
         context.log.info(str(event))
-
-
-def _summary(spec: JobSpec, job: JobResource) -> dict[str, Any]:
-    lakehouse = job.lakehouse()
-    state, status = Ledger(lakehouse).state(spec.run), run_status(lakehouse, spec.run)
-    return {
-        "run": spec.run,
-        "step": status["step"],
-        "state": status["state"],
-        "attempts": state.fence.attempt,
-        "head_checkpoint": state.fence.head or "(none)",
-        "loss_curve": _picture("Loss on the surviving lineage", loss_curve_png(lakehouse, spec.run)),
-        "coverage": _picture("Coverage of files and row groups", coverage_png(lakehouse, spec.run)),
-    }
-
-
-def _picture(title: str, png: bytes) -> dg.MarkdownMetadataValue:
-    return dg.MetadataValue.md(f"![{title}](data:image/png;base64,{base64.b64encode(png).decode()})")
+    if event["event"] == "preempted" and "asked" not in event:  # else it was this process, for a person who cancels
+        tag(context, PREEMPTED_TAG, event["notice"])

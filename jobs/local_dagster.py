@@ -3,43 +3,41 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import dagster as dg
 import psutil
+import requests
 import yaml
 
 from catalog.errors import TrainingFailed
 
 WORKSPACE = Path(__file__).resolve().parent.parent / "workspace.yaml"
-_SETTINGS = {
-    "telemetry": {"enabled": False},
-    "nux": {"enabled": False},
-    "run_coordinator": {
-        "module": "dagster._core.run_coordinator",
-        "class": "QueuedRunCoordinator",
-        "config": {"dequeue_interval_seconds": 1},
-    },
-}
+SETTINGS = Path(__file__).with_name("dagster.yaml")
+"""What an instance for DLAC needs; people copy it."""
 _POLL_S = 0.25
 
 
 class LocalDagster:
     """Dagster with its storage in `home`/dagster and the lakehouse in `home`; use it inside `running()`."""
 
-    def __init__(self, home: Path) -> None:
+    def __init__(self, home: Path, *, settings: Mapping[str, Any] | None = None) -> None:
+        """`settings` are further sections of dagster.yaml, such as `storage`."""
         self.home = home.resolve()
         self._folder = self.home / "dagster"
         self._folder.mkdir(parents=True, exist_ok=True)
-        (self._folder / "dagster.yaml").write_text(yaml.safe_dump(_SETTINGS))
+        said = {**yaml.safe_load(SETTINGS.read_text()), **(settings or {})}
+        (self._folder / "dagster.yaml").write_text(yaml.safe_dump(said))
         self.environment = {
             **os.environ,
             "DAGSTER_HOME": str(self._folder),
@@ -48,13 +46,37 @@ class LocalDagster:
         }
 
     @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
+    def running(self) -> Iterator[psutil.Process]:
         """A real dagster-daemon with its code server, ended with all it started."""
         with self.instance():
             pass  # creates the storage: two processes that create it at once break it
-        with (self._folder / "daemon.log").open("ab") as log:
-            daemon = subprocess.Popen(
-                [_tool("dagster-daemon"), "run", "-w", str(WORKSPACE)],
+        with self._started("daemon", "dagster-daemon", "run", "-w", str(WORKSPACE)) as daemon:
+            yield daemon
+
+    @contextlib.contextmanager
+    def webserver(self, *, timeout_s: float = 120.0) -> Iterator[str]:
+        """A real dagster-webserver; gives its address, once it answers.
+
+        Raises:
+            TrainingFailed: it does not answer in time.
+        """
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        address = f"http://127.0.0.1:{port}"
+        with self._started("webserver", "dagster-webserver", "-h", "127.0.0.1", "-p", port, "-w", str(WORKSPACE)):
+            deadline = time.monotonic() + timeout_s
+            while not _answers(f"{address}/server_info"):
+                if time.monotonic() > deadline:
+                    raise TrainingFailed(f"expected a webserver at {address}, found none: see {self._folder}")
+                time.sleep(_POLL_S)
+            yield address
+
+    @contextlib.contextmanager
+    def _started(self, name: str, tool: str, *arguments: str) -> Iterator[psutil.Process]:
+        with (self._folder / f"{name}.log").open("ab") as log:
+            process = subprocess.Popen(
+                [_tool(tool), *arguments],
                 env=self.environment,
                 stdout=log,
                 stderr=log,
@@ -62,18 +84,23 @@ class LocalDagster:
                 start_new_session=True,
             )
         try:
-            yield
+            yield psutil.Process(process.pid)
         finally:
-            _end_tree(daemon)
+            _end_tree(process)
 
-    def launch(self, job: str, run_config: dict[str, Any]) -> str:
+    def cancel(self, run_id: str) -> bool:
+        """Ask for the end of a run, as the button in the UI does; whether the request was passed on."""
+        with self.instance() as instance:
+            return bool(instance.run_coordinator.cancel_run(run_id))
+
+    def launch(self, job: str, run_config: dict[str, Any], *, tags: Mapping[str, str] | None = None) -> str:
         """Submit a run of a job to the daemon's queue; returns its run id."""
         name = f"launch-{secrets.token_hex(4)}"
         config = self._folder / f"{name}.yaml"
         config.write_text(yaml.safe_dump(run_config))
         command = [_tool("dagster"), "job", "launch", "-w", str(WORKSPACE), "-j", job, "-c", str(config)]
-        tags = ["--tags", f'{{"dlac/launch": "{name}"}}']
-        done = subprocess.run([*command, *tags], env=self.environment, capture_output=True, text=True, check=False)
+        command += ["--tags", json.dumps({**(tags or {}), "dlac/launch": name})]
+        done = subprocess.run(command, env=self.environment, capture_output=True, text=True, check=False)
         with self.instance() as instance:
             runs = instance.get_runs(dg.RunsFilter(tags={"dlac/launch": name}))
         if not runs:
@@ -124,8 +151,16 @@ def _tool(name: str) -> str:
     return str(Path(sys.executable).parent / name)
 
 
+def _answers(address: str) -> bool:
+    with contextlib.suppress(requests.RequestException):
+        return requests.get(address, timeout=5).ok
+    return False
+
+
 def _end_tree(process: subprocess.Popen[bytes]) -> None:
     """SIGTERM a process and, after a while, SIGKILL it with everything it started."""
+    if process.poll() is not None:
+        return
     started = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
     process.send_signal(signal.SIGTERM)
     _, alive = psutil.wait_procs(started, timeout=10)

@@ -1,23 +1,30 @@
-"""Global recovery: when the Dagster run of a training run dies, a sensor requests the recovery job."""
+"""Global recovery: when the Dagster run of a training run ends before the training run does, a sensor requests the recovery job.
 
+A run that failed, and one that was cancelled because its machine goes away, are recovered; one that a person cancelled is not.
+Runs whose process is gone without a word are made to fail by the sensor in jobs/lost.py, and recovered then.
+"""
+
+import logging
 import time
 from collections.abc import Mapping
 from typing import Any
 
 import dagster as dg
 
-from assets.failures import NO_RECOVERY_TAG
+from assets.failures import NO_RECOVERY_TAG, PREEMPTED_TAG, RUN_TAG
 from catalog.connect import connect
-from catalog.errors import DlacError
-from catalog.ledger import HEAD_KINDS, Ledger, RunState
+from catalog.errors import DlacError, SpecInvalid
+from catalog.ledger import HEAD_KINDS, Ledger, Row, RunState
 from dlac_pipeline.recover.coordinator import launcher_of
+from dlac_pipeline.recover.signs import signs_of
 from dlac_pipeline.spec import JobSpec, home_folder, parse_spec
+from jobs.settings import RecoverySettings, settings_or_defaults
 from jobs.train import recover_job, train_job
 
 _HEAD_TAG, _IN_A_ROW_TAG = "dlac/head", "dlac/recoveries_in_a_row"
 """On a recovery run: the head when it was requested, and how many were requested since the head last moved."""
-WAIT_FOR_OLD_LAUNCH_S = 30.0
-"""A supervisor whose Dagster run died leaves within this time, behind a checkpoint; then it is fenced off."""
+RECOVERS_TAG = "dlac/recovers"
+"""On a recovery run: the Dagster run that it goes on for."""
 
 
 @dg.run_failure_sensor(
@@ -29,29 +36,53 @@ WAIT_FOR_OLD_LAUNCH_S = 30.0
 )
 def recovery_sensor(context: dg.RunFailureSensorContext) -> dg.RunRequest | dg.SkipReason:
     """One recovery per dead Dagster run; it replaces the attempt that is current now, unless that one is alive."""
-    dead = context.dagster_run
+    return recovery_of(context.instance, context.dagster_run, noticed_by="recovery_sensor", log=context.log)
+
+
+@dg.run_status_sensor(
+    run_status=dg.DagsterRunStatus.CANCELED,
+    monitored_jobs=[train_job, recover_job],
+    request_job=recover_job,
+    minimum_interval_seconds=2,
+    default_status=dg.DefaultSensorStatus.RUNNING,
+    description="Requests recover_job when a run was cancelled because its machine goes away; not when a person cancelled it.",
+)
+def preemption_sensor(context: dg.RunStatusSensorContext) -> dg.RunRequest | dg.SkipReason:
+    """As `recovery_sensor`, for cancelled runs that carry the tag of preemption."""
+    cancelled = context.dagster_run
+    if PREEMPTED_TAG not in cancelled.tags:
+        return dg.SkipReason(f"run {cancelled.run_id} was cancelled by a person, and is theirs to start again")
+    return recovery_of(context.instance, cancelled, noticed_by="preemption_sensor", log=context.log)
+
+
+def recovery_of(
+    instance: dg.DagsterInstance, dead: dg.DagsterRun, *, noticed_by: str, log: logging.Logger
+) -> dg.RunRequest | dg.SkipReason:
+    """The recovery of a Dagster run that has ended, or why there is none. It only reads: asked twice it says the same."""
     if NO_RECOVERY_TAG in dead.tags:
         return dg.SkipReason(
             f"run {dead.run_id} ended with {dead.tags[NO_RECOVERY_TAG]}: another attempt would end alike"
         )
-    spec = _spec_of(dead.run_config)
+    try:
+        spec = spec_of(dead.run_config)
+    except SpecInvalid as err:
+        return dg.SkipReason(f"run {dead.run_id} would fail again: {err}")
     if spec is None:
         return dg.SkipReason(f"run {dead.run_id} has no job configuration: it died before it could train")
+    settings = settings_or_defaults(log).recovery
     fruitless = int(dead.tags.get(_IN_A_ROW_TAG, "0"))
     try:
         ledger = Ledger(connect(spec.lakehouse))
         rows, state = ledger.rows(spec.run, kinds=HEAD_KINDS), ledger.state(spec.run)
     except DlacError as err:
         # Dagster will not ask again about this run: what cannot be decided here, the job itself decides, cautiously.
-        context.log.warning(f"the ledger cannot be read, requesting a recovery that fences nobody: {err}")
+        log.warning(f"the ledger cannot be read, requesting a recovery that fences nobody: {err}")
         launch: dict[str, Any] = {"takeover": False}
         head = dead.tags.get(_HEAD_TAG, "unknown")
     else:
-        owner = launcher_of(rows, state.fence.attempt)
-        if state.exists and not state.finished and not _is_over(context.instance, owner):
-            return dg.SkipReason(
-                f"attempt {state.fence.attempt} of {spec.run} belongs to launch {owner!r}: nothing to recover"
-            )
+        trainer = _living_trainer(instance, rows, state, settings)
+        if trainer:
+            return dg.SkipReason(f"{spec.run} is trained by {trainer}: nothing to recover")
         if _progressed(dead, state):
             fruitless = 0
         launch = {"takeover": True, "replaces": state.fence.attempt}
@@ -60,17 +91,27 @@ def recovery_sensor(context: dg.RunFailureSensorContext) -> dg.RunRequest | dg.S
         return dg.SkipReason(
             f"NoProgress: {fruitless} recoveries in a row of {spec.run} committed nothing; mend the cause"
         )
-    launch |= {"wait_s": WAIT_FOR_OLD_LAUNCH_S, "noticed_by": "recovery_sensor", "noticed_at": time.time()}
+    launch |= {"wait_s": settings.wait_for_old_launch_s, "noticed_by": noticed_by, "noticed_at": time.time()}
     return dg.RunRequest(
         run_key=dead.run_id,
         run_config={"resources": dead.run_config["resources"], "ops": {"model_checkpoint": {"config": launch}}},
         tags={
-            "dlac/run": spec.run,
-            "dlac/recovers": dead.run_id,
+            RUN_TAG: spec.run,
+            RECOVERS_TAG: dead.run_id,
             _HEAD_TAG: head,
             _IN_A_ROW_TAG: str(fruitless + 1),
         },
     )
+
+
+def spec_of(run_config: Mapping[str, Any]) -> JobSpec | None:
+    """The job spec in the configuration of a Dagster run, if it has one.
+
+    Raises:
+        SpecInvalid: it is not a valid one.
+    """
+    raw = run_config.get("resources", {}).get("job", {}).get("config", {}).get("spec")
+    return None if raw is None else parse_spec(raw, origin="the run's configuration").resolved(home_folder())
 
 
 def _progressed(dead: dg.DagsterRun, state: RunState) -> bool:
@@ -78,12 +119,14 @@ def _progressed(dead: dg.DagsterRun, state: RunState) -> bool:
     return _HEAD_TAG not in dead.tags or dead.tags[_HEAD_TAG] != str(state.fence.head)
 
 
-def _spec_of(run_config: Mapping[str, Any]) -> JobSpec | None:
-    raw = run_config.get("resources", {}).get("job", {}).get("config", {}).get("spec")
-    return None if raw is None else parse_spec(raw, origin="the dead run's configuration").resolved(home_folder())
-
-
-def _is_over(instance: dg.DagsterInstance, run_id: str) -> bool:
-    """Whether a launch is a Dagster run that has ended; one started by hand is its owner's business."""
-    run = instance.get_run_by_id(run_id) if run_id else None
-    return run is not None and run.is_finished
+def _living_trainer(instance: dg.DagsterInstance, rows: list[Row], state: RunState, settings: RecoverySettings) -> str:
+    """Who owns the run and is alive: another Dagster run, or a launch of somebody else's; empty: nobody."""
+    if not state.exists or state.finished:
+        return ""
+    attempt = state.fence.attempt
+    owner = launcher_of(rows, attempt)
+    launched = instance.get_run_by_id(owner) if owner else None
+    if launched is not None:
+        return "" if launched.is_finished else f"Dagster run {owner} (attempt {attempt})"
+    alive = signs_of(rows, attempt).alive(lost_after_s=settings.lost_after_s)
+    return f"launch {owner or 'by hand'} (attempt {attempt})" if alive else ""

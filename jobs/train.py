@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dagster as dg
 
-from assets.checks import consumption_audit
+from assets.checks import checkpoint_restorable, consumption_audit
 from assets.planning import pinned_snapshot, work_plan
 from assets.sources import corpus, tokens
 from assets.training import model_checkpoint
@@ -18,12 +18,13 @@ ingest_job = dg.define_asset_job(
 train_job = dg.define_asset_job(
     "train_job",
     selection=dg.AssetSelection.assets(pinned_snapshot, work_plan, model_checkpoint)
-    | dg.AssetSelection.checks(consumption_audit),
+    | dg.AssetSelection.checks(consumption_audit, checkpoint_restorable),
     description="Pin, plan, train to the end, audit. Launched again for a run that is not finished, it resumes it.",
 )
 
 recover_job = dg.define_asset_job(
     "recover_job",
-    selection=dg.AssetSelection.assets(model_checkpoint) | dg.AssetSelection.checks(consumption_audit),
+    selection=dg.AssetSelection.assets(model_checkpoint)
+    | dg.AssetSelection.checks(consumption_audit, checkpoint_restorable),
     description="Resume a run whose Dagster run died, from its committed ledger. Requested by recovery_sensor.",
 )

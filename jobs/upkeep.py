@@ -37,8 +37,8 @@ def upkeep_job() -> None:
     own_tables_in_order()
 
 
-upkeep_schedule = dg.ScheduleDefinition(
-    name="upkeep_schedule",
+ledger_maintenance_schedule = dg.ScheduleDefinition(
+    name="ledger_maintenance_schedule",
     job=upkeep_job,
     cron_schedule="17 3 * * *",
     default_status=dg.DefaultScheduleStatus.STOPPED,

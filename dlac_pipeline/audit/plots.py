@@ -1,4 +1,4 @@
-"""Pictures of a run, as PNG files in memory: its losses, and which row groups it has consumed."""
+"""Pictures of a run, as PNG files in memory: its losses, which row groups it has consumed, what its checkpoints cost."""
 
 from __future__ import annotations
 
@@ -31,6 +31,14 @@ WHERE run = ?
 GROUP BY ALL
 ORDER BY ALL
 """
+_COSTS = """\
+SELECT step, coalesce(copy_s, 0) AS copy, coalesce(write_s, 0) AS write, coalesce(seal_s, 0) AS seal,
+    coalesce(vote_s, 0) AS vote, coalesce(stall_s, copy + write + seal + vote) AS stall, bytes
+FROM checkpoint_costs
+WHERE run = ?
+ORDER BY seq
+"""
+_PHASES = {"copy": "#9db8d9", "write": "#3f6fae", "seal": "#16335b", "vote": "#d9a441"}
 
 
 def loss_curve_png(lakehouse: Lakehouse, run: str) -> bytes:
@@ -104,6 +112,28 @@ def draw_coverage(connection: duckdb.DuckDBPyConnection, run: str) -> bytes:
         axes.set_yticks(
             range(len(files)), [name if len(name) <= 16 else f"…{name[-15:]}" for name in names], fontsize=7
         )
+    return _png(figure)
+
+
+def draw_costs(connection: duckdb.DuckDBPyConnection, run: str) -> bytes:
+    """Seconds of each checkpoint by phase, how long training waited for it, and its size, from an audit connection."""
+    rows = rows_of(connection, _COSTS, [run])
+    figure = _figure(9.0, 3.2)
+    axes = figure.add_subplot()
+    places, floor = np.arange(len(rows)), np.zeros(len(rows))
+    for phase, color in _PHASES.items():
+        seconds = np.array([row[phase] for row in rows])
+        axes.bar(places, seconds, bottom=floor, color=color, label=phase)
+        floor = floor + seconds
+    axes.plot(places, [row["stall"] for row in rows], "_", color=_MARK, markersize=12, label="training waited")
+    shown = places[:: max(1, len(rows) // 12)]
+    axes.set_xticks(shown, [str(rows[place]["step"]) for place in shown])
+    axes.set_xlabel("checkpoint, by its step")
+    axes.set_ylabel("seconds")
+    axes.spines[["top", "right"]].set_visible(False)
+    size_mb = np.mean([row["bytes"] or 0 for row in rows]) / 1e6 if rows else 0.0
+    axes.set_title(f"{len(rows)} checkpoints of {size_mb:,.1f} MB on average", loc="left", fontsize=8)
+    axes.legend(frameon=False, fontsize=8)
     return _png(figure)
 
 

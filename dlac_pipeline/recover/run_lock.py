@@ -18,6 +18,11 @@ from dlac_pipeline.checkpoint.store import storing
 _POLL_S = 0.1
 
 
+def lock_path(local: str, run: str) -> Path:
+    """The file that a launch locks; it holds the id of the process that did last."""
+    return Path(local) / run / "launch.lock"
+
+
 @contextmanager
 def run_lock(
     local: str, run: str, *, wait_s: float, takeover: bool, may_replace: Callable[[], None] = lambda: None
@@ -29,7 +34,7 @@ def run_lock(
     Raises:
         RunBusy: another launch holds it, and `takeover` was not asked for.
     """
-    path = Path(local) / run / "launch.lock"
+    path = lock_path(local, run)
     with storing(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = _acquire(path, wait_s)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from typing import Any
 
 import dagster as dg
 import psutil
@@ -12,43 +10,12 @@ import pytest
 
 from assets.failures import NO_RECOVERY_TAG
 from dlac_pipeline.audit.audit import audit_run
-from dlac_pipeline.spec import JobSpec
 from jobs.faults import LiveRun
 from jobs.local_dagster import LocalDagster
 from tests.conftest import Arena, wait_until
+from tests.dagster_runs import events_of, job_config, runs_that_recover, sensor_ticks, wait_for_step
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Dagster's own libraries warn of each other
-
-
-@pytest.fixture(scope="module")
-def dagster(campaign: Arena) -> Iterator[LocalDagster]:
-    """A daemon with its code server, on the campaign's lakehouse."""
-    made = LocalDagster(campaign.home)
-    with made.running():
-        yield made
-
-
-def job_config(spec: JobSpec) -> dict[str, Any]:
-    """The run configuration of a training run."""
-    return {"resources": {"job": {"config": {"spec": spec.model_dump(mode="json", exclude_none=True)}}}}
-
-
-def wait_for_step(live: LiveRun, dagster: LocalDagster, run_id: str, step: int) -> None:
-    """Wait until the ranks have finished a step."""
-    with dagster.instance() as instance:
-
-        def reached() -> bool:
-            run = instance.get_run_by_id(run_id)
-            assert run is None or not run.is_finished, f"{run.status} before step {step}"
-            return live.step() >= step
-
-        wait_until(reached, what=f"step {step}")
-
-
-def events_of(dagster: LocalDagster, run_id: str, kind: dg.DagsterEventType) -> list[Any]:
-    """The events of one kind of a Dagster run."""
-    with dagster.instance() as instance:
-        return [entry.dagster_event for entry in instance.all_logs(run_id, of_type=kind)]
 
 
 @pytest.mark.parametrize("victim", ["dagster run", pytest.param("supervisor", marks=pytest.mark.soak)])
@@ -79,7 +46,7 @@ def test_a_killed_process_above_the_ranks_is_recovered_through_the_sensor(
     assert campaign.losses(spec.run) == campaign.losses("reference")
     assert campaign.journal(spec.run) == campaign.journal("reference")
     checks = events_of(dagster, recovery.run_id, dg.DagsterEventType.ASSET_CHECK_EVALUATION)
-    assert [check.event_specific_data.passed for check in checks] == [True] * 3
+    assert [check.event_specific_data.passed for check in checks] == [True] * 4
 
 
 def test_every_committed_checkpoint_is_an_observation_and_the_model_carries_pictures(
@@ -96,16 +63,10 @@ def test_every_committed_checkpoint_is_an_observation_and_the_model_carries_pict
     assert [entry["loss"].value for entry in shown] == [row["losses"][-1] for row in lineage]
     made = events_of(dagster, ended.run_id, dg.DagsterEventType.ASSET_MATERIALIZATION)
     metadata = made[-1].event_specific_data.materialization.metadata
-    for picture in ("loss_curve", "coverage"):
-        assert metadata[picture].value.startswith(("![Loss", "![Coverage"))
-
-
-def sensor_ticks(dagster: LocalDagster, after: float) -> int:
-    """Evaluations of the recovery sensor that began after a moment and have ended."""
-    with dagster.instance() as instance:
-        (state,) = (one for one in instance.all_instigator_state() if one.instigator_name == "recovery_sensor")
-        ticks = instance.get_ticks(state.instigator_origin_id, state.selector_id, after=after)
-        return sum(1 for tick in ticks if tick.end_timestamp is not None)
+    for picture in ("loss_curve", "coverage", "checkpoint_cost"):
+        assert metadata[picture].value.startswith(("![Loss", "![Coverage", "![Cost"))
+    shown_last = metadata["last_checkpoints"].value.records[0].data
+    assert (shown_last["checkpoint_id"], shown_last["state"]) == (lineage[-1]["checkpoint_id"], "head")
 
 
 def test_a_failure_that_would_come_again_is_not_recovered(campaign: Arena, dagster: LocalDagster) -> None:
@@ -118,5 +79,4 @@ def test_a_failure_that_would_come_again_is_not_recovered(campaign: Arena, dagst
     failures = events_of(dagster, ended.run_id, dg.DagsterEventType.STEP_FAILURE)
     assert "no_such_column" in str(failures[0].event_specific_data.error)
     wait_until(lambda: sensor_ticks(dagster, moment) >= 2, what="two looks of the sensor")
-    with dagster.instance() as instance:
-        assert not instance.get_runs(dg.RunsFilter(tags={"dlac/recovers": ended.run_id}))
+    assert not runs_that_recover(dagster, ended.run_id)

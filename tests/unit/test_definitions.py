@@ -8,6 +8,14 @@ from assets.config import JobSpecConfig
 from dlac_pipeline.spec import JobSpec
 from jobs.definitions import defs
 
+ON = ("recovery_sensor", "preemption_sensor", "lost_run_sensor")
+OFF_SENSORS = ("new_snapshot_sensor", "dlac_failure_alerts", "dlac_success_alerts", "dlac_check_alerts")
+SCHEDULES = {
+    "continual_training_schedule": "train_job",
+    "ledger_maintenance_schedule": "upkeep_job",
+    "verify_schedule": "verify_job",
+}
+
 
 def test_the_code_location_holds_exactly_these_assets_checks_jobs_sensors_and_schedules() -> None:
     """Renaming or dropping a definition breaks schedules and links of users, and must be meant."""
@@ -15,10 +23,11 @@ def test_the_code_location_holds_exactly_these_assets_checks_jobs_sensors_and_sc
     assets = {key.to_user_string() for key in repository.asset_graph.get_all_asset_keys()}
     assert assets == {"corpus", "tokens", "pinned_snapshot", "work_plan", "model_checkpoint"}
     checks = {key.name for key in repository.asset_graph.asset_check_keys}
-    assert checks == {"no_duplicate_rows", "no_missing_rows", "consumption_exact"}
-    assert set(repository.job_names) - {"__ASSET_JOB"} == {"ingest_job", "train_job", "recover_job", "upkeep_job"}
-    assert {sensor.name for sensor in repository.sensor_defs} == {"recovery_sensor"}
-    assert {schedule.name for schedule in repository.schedule_defs} == {"upkeep_schedule"}
+    assert checks == {"no_duplicate_rows", "no_missing_rows", "consumption_exact", "checkpoint_restorable"}
+    jobs = {"ingest_job", "train_job", "recover_job", "upkeep_job", "verify_job"}
+    assert set(repository.job_names) - {"__ASSET_JOB"} == jobs
+    assert {sensor.name for sensor in repository.sensor_defs} == {*ON, *OFF_SENSORS}
+    assert {schedule.name for schedule in repository.schedule_defs} == set(SCHEDULES)
 
 
 def test_every_asset_says_what_a_row_or_a_version_of_it_is() -> None:
@@ -49,8 +58,22 @@ def test_the_launchpad_knows_every_field_of_the_job_spec_with_its_description() 
     assert seen > len(JobSpec.model_fields)
 
 
-def test_upkeep_waits_for_somebody_to_turn_it_on() -> None:
-    """Loading the code location starts no upkeep by itself."""
-    schedule = defs.get_repository_def().get_schedule_def("upkeep_schedule")
-    assert schedule.default_status == dg.DefaultScheduleStatus.STOPPED
-    assert schedule.job_name == "upkeep_job"
+def test_only_recovery_begins_by_itself() -> None:
+    """Loading the code location heals what dies, and starts no training, upkeep, verification or alert of its own accord."""
+    repository = defs.get_repository_def()
+    for sensor in repository.sensor_defs:
+        running = sensor.default_status == dg.DefaultSensorStatus.RUNNING
+        assert running == (sensor.name in ON), sensor.name
+    for name, job in SCHEDULES.items():
+        schedule = repository.get_schedule_def(name)
+        assert schedule.default_status == dg.DefaultScheduleStatus.STOPPED
+        assert schedule.job_name == job
+
+
+def test_the_model_is_trained_in_a_pool_and_every_asset_names_an_owner_and_its_kinds() -> None:
+    """A limit of the pool bounds how many training runs share a machine; the page of an asset says whose it is."""
+    graph = defs.get_repository_def().asset_graph
+    assert graph.get(dg.AssetKey("model_checkpoint")).pools == {"trainers"}
+    for key in graph.get_all_asset_keys():
+        assert graph.get(key).owners, key
+        assert graph.get(key).kinds, key

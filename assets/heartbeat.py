@@ -1,0 +1,95 @@
+"""Signs of life of the process of a Dagster run, for a sensor that finds runs whose process is gone.
+
+They are kept in Dagster's key-value storage, which all its processes share: run tags are no place for them, because Dagster
+writes all tags of a run at once, and two writers can lose each other's.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import socket
+import threading
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+
+import dagster as dg
+import psutil
+
+BEAT_EVERY_S = 5.0
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Beat:
+    """The last sign of life of a run's process."""
+
+    machine: str
+    pid: int
+    started_at: float
+    """When the process was created, in seconds since the epoch: an id that is given again is told apart by it."""
+    mark: str
+    """Another one with every beat. Clocks of two machines are never compared: what counts is how long it stays the same."""
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the process is one of this machine."""
+        return self.machine == _machine()
+
+    @property
+    def is_gone(self) -> bool:
+        """Of a process of this machine: whether it has ended."""
+        with suppress(psutil.NoSuchProcess):
+            process = psutil.Process(self.pid)
+            return process.create_time() != self.started_at or process.status() == psutil.STATUS_ZOMBIE
+        return True
+
+
+class Heartbeat:
+    """Beats for a run from now on, in the name of a process, until it is closed or this process dies."""
+
+    def __init__(self, instance: dg.DagsterInstance, run_id: str, *, process: psutil.Process | None = None) -> None:
+        """`process` is the one that is to be looked for; unset: this one."""
+        self._instance = instance
+        self._run_id = run_id
+        self._process = process or psutil.Process()
+        self._closed = threading.Event()
+        self._beat()
+        self._thread = threading.Thread(target=self._keep_beating, name="heartbeat", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop; the run is about to say itself how it ended."""
+        self._closed.set()
+        self._thread.join()
+
+    def _keep_beating(self) -> None:
+        while not self._closed.wait(BEAT_EVERY_S):
+            try:
+                self._beat()
+            except Exception as err:
+                _log.warning("the storage of Dagster takes no heartbeat, it is tried again: %s", err)
+
+    def _beat(self) -> None:
+        process = self._process
+        beat = Beat(machine=_machine(), pid=process.pid, started_at=process.create_time(), mark=secrets.token_hex(4))
+        self._instance.daemon_cursor_storage.set_cursor_values({_key(self._run_id): json.dumps(asdict(beat))})
+
+
+def beats_of(instance: dg.DagsterInstance, run_ids: Iterable[str]) -> dict[str, Beat]:
+    """The last sign of life of each of these runs that has given one."""
+    keys = {_key(run_id): run_id for run_id in run_ids}
+    found = instance.daemon_cursor_storage.get_cursor_values(set(keys)) if keys else {}
+    return {keys[key]: Beat(**json.loads(value)) for key, value in found.items()}
+
+
+def _key(run_id: str) -> str:
+    return f"dlac/heartbeat/{run_id}"
+
+
+def _machine() -> str:
+    """This machine, or this container of it: where a process id means the same."""
+    return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"

@@ -1,0 +1,81 @@
+"""What the page of the model shows of a training run: pictures, its last checkpoints, its incidents, and SQL to ask further."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from datetime import datetime
+from typing import Any
+
+import dagster as dg
+
+from catalog.connect import Lakehouse
+from dlac_pipeline.audit.audit import open_run
+from dlac_pipeline.audit.lakehouse_sql import rows_of
+from dlac_pipeline.audit.losses import read_losses
+from dlac_pipeline.audit.plots import draw_costs, draw_coverage, draw_losses
+from dlac_pipeline.checkpoint.listing import list_checkpoints
+from dlac_pipeline.recover.status import run_status
+
+_SHOWN = 10
+_CHECKPOINT = ("step", "checkpoint_id", "committed_at", "attempt", "bytes", "state", "verified_at", "names")
+_HIDDEN = ("run", "seq", "format_version")
+
+
+def model_page(lakehouse: Lakehouse, run: str) -> dict[str, Any]:
+    """Metadata of the model as `run` left it.
+
+    Raises:
+        NoSuchRun: the ledger has no row of the run.
+    """
+    status = run_status(lakehouse, run)
+    with open_run(lakehouse, run) as connection:
+        incidents = rows_of(connection, "FROM recoveries WHERE run = ? ORDER BY seq DESC LIMIT ?", [run, _SHOWN])
+        pictures = {
+            "loss_curve": picture(
+                "Loss on the surviving lineage; recoveries are marked", draw_losses([read_losses(connection, run)])
+            ),
+            "coverage": picture("Coverage of files and row groups", draw_coverage(connection, run)),
+            "checkpoint_cost": picture("Cost of each checkpoint", draw_costs(connection, run)),
+        }
+    checkpoints = [asdict(each) for each in reversed(list_checkpoints(lakehouse, run)[-_SHOWN:])]
+    return {
+        "run": run,
+        "step": status["step"],
+        **({} if status["loss"] is None else {"loss": status["loss"]}),
+        "state": status["state"],
+        "attempts": status["attempt"],
+        "head_checkpoint": status["head_checkpoint"] or "(none)",
+        "recoveries": status["recoveries"],
+        **pictures,
+        **table("last_checkpoints", [{name: row[name] for name in _CHECKPOINT} for row in checkpoints]),
+        **table("incidents", [{name: row[name] for name in row if name not in _HIDDEN} for row in incidents]),
+        "sql": sql(f"SELECT checkpoint_id, step FROM lineage WHERE run = '{run}' ORDER BY step"),
+    }
+
+
+def picture(title: str, png: bytes) -> dg.MarkdownMetadataValue:
+    """A PNG as metadata that holds it."""
+    return dg.MetadataValue.md(f"![{title}](data:image/png;base64,{base64.b64encode(png).decode()})")
+
+
+def sql(query: str) -> dg.MarkdownMetadataValue:
+    """A query for `dlac sql`."""
+    return dg.MetadataValue.md(f"```sql\n{query}\n```")
+
+
+def table(name: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, dg.TableMetadataValue]:
+    """Rows as a table, under their name; nothing where there are none."""
+    records = [dg.TableRecord({key: _shown(value) for key, value in row.items()}) for row in rows]
+    return {name: dg.MetadataValue.table(records)} if records else {}
+
+
+def _shown(value: object) -> str | int | float | bool:
+    if isinstance(value, datetime):
+        return value.isoformat(sep=" ", timespec="seconds")
+    if isinstance(value, float):
+        return round(value, 3)
+    if isinstance(value, (bool, int)):
+        return value
+    return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else "" if value is None else str(value)

@@ -1,0 +1,59 @@
+"""Whether a run that follows its tables has something to train: its job spec in, what is due and why out. It only reads."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from catalog.connect import Lakehouse
+from catalog.ledger import HEAD_KINDS, Ledger, checkpoint_rows
+from catalog.snapshots import snapshot_of
+from dlac_pipeline.recover.leg_choice import leg_of
+from dlac_pipeline.spec import JobSpec
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Due:
+    """What there is to do for a run."""
+
+    needed: bool
+    """Whether a launch has something to train, as far as the ledger and the tables tell."""
+    why: str
+    snapshot_ids: tuple[int, ...]
+    """The present snapshot of each source."""
+    head: str | None
+
+
+def due(lakehouse: Lakehouse, spec: JobSpec) -> Due:
+    """What there is to do for the run of `spec`, which follows its tables.
+
+    Rows that are too few for a batch stay pending: after a launch has seen that, only a new snapshot tells of more.
+
+    Raises:
+        NoSuchTable, NoSuchSnapshot: a source cannot be read.
+    """
+    present = tuple(snapshot_of(lakehouse.load(source.table), None).snapshot_id for source in spec.sources)
+    ledger = Ledger(lakehouse)
+    state = ledger.state(spec.run)
+    head = state.fence.head
+
+    def answer(needed: bool, why: str) -> Due:
+        return Due(needed=needed, why=why, snapshot_ids=present, head=head)
+
+    if state.finished:
+        return answer(False, "it is finished")
+    if head is None:
+        return answer(True, "it has no checkpoint yet")
+    rows = ledger.rows(spec.run, kinds=HEAD_KINDS)
+    planned = leg_of(rows, head).sources
+    news = [
+        f"{source.table} went on from snapshot {source.snapshot_id} to {now}"
+        for source, now in zip(planned, present, strict=False)
+        if source.follow == "appends" and source.snapshot_id != now
+    ]
+    if news:
+        return answer(True, "; ".join(news))
+    last = checkpoint_rows(rows)[head]
+    if last["detail"] and json.loads(last["detail"]).get("reason") == "end":
+        return answer(False, f"nothing is new in {', '.join(source.table for source in planned)}")
+    return answer(True, f"it was left at step {last['step']}")

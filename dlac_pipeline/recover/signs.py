@@ -1,0 +1,73 @@
+"""Signs of life of a launch that somebody else supervises: in, the run's claims; out, whether it can be taken for alive.
+
+On this machine the launch's lock decides: the kernel releases it with its holder. Of another machine only what it writes can
+be seen: the ledger, and its launch folder where that is shared.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from catalog.ledger import Row
+from dlac_pipeline.progress import read_progress
+from dlac_pipeline.recover.run_lock import lock_path
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Signs:
+    """What is known of the launch behind an attempt."""
+
+    here: bool
+    """Whether it was launched on this machine."""
+    held: bool
+    """Here only: whether a living process holds the run's lock."""
+    silent_s: float
+    """Seconds since it was seen to do something: a step of a rank, or a row of the ledger."""
+
+    def alive(self, *, lost_after_s: float) -> bool:
+        """Whether it is to be taken for alive; elsewhere it counts as lost after `lost_after_s` of silence."""
+        return self.held if self.here else self.silent_s < lost_after_s
+
+
+def signs_of(rows: list[Row], attempt: int) -> Signs:
+    """The signs of the launch that claimed `attempt`, from the run's rows; of none, if it has no claim."""
+    mine = [row for row in rows if row["attempt"] == attempt]
+    claims = [json.loads(row["detail"]) for row in mine if row["kind"] == "claim"]
+    if not claims:
+        return Signs(here=False, held=False, silent_s=float("inf"))
+    claim = claims[-1]
+    said = [row["committed_at"].timestamp() for row in mine]
+    here = claim.get("host") == socket.gethostname()
+    return Signs(
+        here=here,
+        held=here and is_held(lock_path(claim["local"], mine[0]["run"])),
+        silent_s=time.time() - max([*said, *_steps_at(claim.get("launch_folder", ""))]),
+    )
+
+
+def is_held(lock: Path) -> bool:
+    """Whether a living process of this machine holds a run's lock. It is looked at, never taken: that would be a launch."""
+    with suppress(OSError, ValueError, psutil.NoSuchProcess):
+        holder = psutil.Process(int(lock.read_text()))
+        if holder.status() == psutil.STATUS_ZOMBIE:
+            return False
+        try:
+            return any(Path(file.path) == lock.resolve() for file in holder.open_files())
+        except psutil.AccessDenied:
+            return True  # somebody else's process: who may not look does not fence it off
+    return False
+
+
+def _steps_at(folder: str) -> list[float]:
+    """When the ranks of a launch gave signs of life, where its folder can be seen from here."""
+    if not folder:
+        return []
+    found = (read_progress(Path(folder), rank) for rank in range(len(list(Path(folder).glob("progress-*")))))
+    return [progress.at for progress in found if progress is not None]

@@ -1,0 +1,22 @@
+"""Dagster's run queue, which lets a training run have one trainer at a time: named in dagster.yaml as the run coordinator."""
+
+import dagster as dg
+from dagster import QueuedRunCoordinator, SubmitRunContext
+
+from assets.failures import RUN_TAG
+
+
+class TrainingRunCoordinator(QueuedRunCoordinator):
+    """Tags a Dagster run with the name of its training run before it is queued, whoever launches it from wherever.
+
+    By that tag the queue's `tag_concurrency_limits` hold back a second trainer of the same training run. It is a
+    courtesy, as the run's lock is: safety rests on the fence.
+    """
+
+    def submit_run(self, context: SubmitRunContext) -> dg.DagsterRun:
+        """Tag and enqueue."""
+        run = context.dagster_run
+        spec = run.run_config.get("resources", {}).get("job", {}).get("config", {}).get("spec", {})
+        if RUN_TAG not in run.tags and isinstance(spec.get("run"), str):
+            self._instance.add_run_tags(run.run_id, {RUN_TAG: spec["run"]})
+        return super().submit_run(context)

@@ -1,0 +1,82 @@
+"""Dagster runs whose process is gone without a word: the code server or the whole machine died, and Dagster still waits for them.
+
+A sensor looks at their heartbeats. It says only that the run has ended; what is to be done then, the sensors in
+jobs/recovery.py decide.
+"""
+
+import json
+import time
+from dataclasses import dataclass
+
+import dagster as dg
+
+from assets.heartbeat import Beat, beats_of
+from jobs.settings import RecoverySettings, settings_or_defaults
+from jobs.train import recover_job, train_job
+
+_WAITED_FOR = [dg.DagsterRunStatus.STARTING, dg.DagsterRunStatus.STARTED, dg.DagsterRunStatus.CANCELING]
+_TRAINING = (train_job.name, recover_job.name)
+_NO_MARK = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """The newest sign of life that was seen of a run, and since when by the clock of this process."""
+
+    mark: str
+    since: float
+
+
+@dg.sensor(
+    minimum_interval_seconds=5,
+    default_status=dg.DefaultSensorStatus.RUNNING,
+    description="Fails Dagster runs that train and whose process is gone: SIGKILLed with its code server, or with its machine.",
+)
+def lost_run_sensor(context: dg.SensorEvaluationContext) -> dg.SensorResult:
+    """Compare each run's heartbeat with what was seen at the ticks before."""
+    settings, now = settings_or_defaults(context.log).recovery, time.time()
+    runs = [run for run in context.instance.get_runs(dg.RunsFilter(statuses=_WAITED_FOR)) if _is_ours(context, run)]
+    beats = beats_of(context.instance, [run.run_id for run in runs])
+    before = {run_id: _Seen(*seen) for run_id, seen in json.loads(context.cursor or "{}").items()}
+    seen, lost = {}, []
+    for run in runs:
+        beat = beats.get(run.run_id)
+        mark = beat.mark if beat else _NO_MARK
+        known = before.get(run.run_id)
+        seen[run.run_id] = known if known is not None and known.mark == mark else _Seen(mark, now)
+        reason = _lost(beat, now - seen[run.run_id].since, settings)
+        if reason and _end(context.instance, run, reason):
+            lost.append(f"run {run.run_id}: {reason}")
+    cursor = json.dumps({run_id: [one.mark, one.since] for run_id, one in seen.items()})
+    said = "; ".join(lost) or f"all {len(runs)} runs that train give signs of life"
+    return dg.SensorResult(skip_reason=dg.SkipReason(said), cursor=cursor)
+
+
+def _is_ours(context: dg.SensorEvaluationContext, run: dg.DagsterRun) -> bool:
+    """Whether a run is one of this code location's: others with jobs of these names have no heartbeat."""
+    origin, mine = run.remote_job_origin, context.code_location_origin
+    there = None if origin is None else origin.repository_origin.code_location_origin.location_name
+    return run.job_name in _TRAINING and there == (None if mine is None else mine.location_name)
+
+
+def _lost(beat: Beat | None, silent_s: float, settings: RecoverySettings) -> str:
+    """Why a run that has shown no other sign of life for so long is lost; empty: it is not."""
+    if beat is not None and beat.is_here and beat.is_gone and silent_s >= settings.gone_after_s:
+        return f"its process {beat.pid} is gone"
+    if silent_s < settings.lost_after_s:
+        return ""
+    if beat is None:
+        return f"it has given no sign of life in {silent_s:.0f} s"
+    return f"its process {beat.pid} on {beat.machine.split()[0]} has given no sign of life for {silent_s:.0f} s"
+
+
+def _end(instance: dg.DagsterInstance, run: dg.DagsterRun, reason: str) -> bool:
+    """Say that a run has ended: as a failure, which is recovered, or as the cancellation that it was asked for."""
+    now = instance.get_run_by_id(run.run_id)
+    if now is None or now.is_finished:
+        return False
+    if now.status == dg.DagsterRunStatus.CANCELING:
+        instance.report_run_canceled(now, message=f"Cancelled; {reason}")
+    else:
+        instance.report_run_failed(now, message=f"Lost: {reason}")
+    return True

@@ -1,0 +1,85 @@
+"""What is set for Dagster besides the job specs: $DLAC_HOME/orchestration.toml, read anew by every tick that needs it."""
+
+from __future__ import annotations
+
+import logging
+import tomllib
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from catalog.errors import SpecInvalid
+from dlac_pipeline.spec import home_folder
+from dlac_pipeline.spec_problems import problem_said
+
+FILE = "orchestration.toml"
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class RecoverySettings(_Section):
+    """Bounds of global recovery."""
+
+    wait_for_old_launch_s: float = Field(
+        default=30.0,
+        description="Seconds that a recovery gives the launch before it to leave, behind a checkpoint; then it is fenced off.",
+        ge=0,
+    )
+    gone_after_s: float = Field(
+        default=5.0,
+        description="Seconds for which a run's process must be seen to be gone, on this machine, before its run is failed.",
+        ge=0,
+    )
+    lost_after_s: float = Field(
+        default=120.0,
+        description="Seconds without a heartbeat after which a run is lost, although its process is there, or is elsewhere.",
+        gt=0,
+    )
+
+
+class AlertSettings(_Section):
+    """Who is told."""
+
+    command: list[str] = Field(
+        default_factory=list,
+        description="Program and arguments that are given each alert, as JSON on standard input; empty: alerts are only logged.",
+    )
+    timeout_s: float = Field(default=30.0, description="Seconds that it may take.", gt=0)
+
+
+class Settings(_Section):
+    """All of it."""
+
+    recovery: RecoverySettings = Field(default=RecoverySettings(), description="Bounds of global recovery.")
+    alerts: AlertSettings = Field(default=AlertSettings(), description="Who is told.")
+
+
+def settings_or_defaults(log: logging.Logger) -> Settings:
+    """The settings, or the defaults and a word in the log: a recovery does not wait until somebody has mended a file."""
+    try:
+        return read_settings()
+    except SpecInvalid as err:
+        log.error(f"using defaults: {err}")
+        return Settings()
+
+
+def read_settings(home: Path | None = None) -> Settings:
+    """The settings in the home folder; defaults where there is no such file.
+
+    Raises:
+        SpecInvalid: the file cannot be read, or a field is wrong.
+    """
+    path = (home or home_folder()) / FILE
+    try:
+        return Settings.model_validate(tomllib.loads(path.read_text()))
+    except FileNotFoundError:
+        return Settings()
+    except ValidationError as err:
+        lines = [
+            f"  {'.'.join(map(str, problem['loc']))}: {problem_said(problem, Settings)}" for problem in err.errors()
+        ]
+        raise SpecInvalid(f"{str(path)!r} is not valid:\n" + "\n".join(lines)) from err
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as err:
+        raise SpecInvalid(f"cannot read the settings {str(path)!r}: {err}") from err

@@ -1,0 +1,93 @@
+"""The job that reads the newest checkpoint of every run again, and its schedule, which whoever runs a lakehouse turns on."""
+
+import time
+from contextlib import suppress
+from dataclasses import asdict
+from datetime import UTC, datetime, timedelta
+
+import dagster as dg
+from pydantic import Field
+
+from assets.checks import verified_head
+from assets.pages import table
+from assets.resources import LakehouseResource
+from catalog.connect import Lakehouse
+from catalog.errors import NoSuchRun, StoreUnavailable
+from catalog.ledger import Ledger
+from dlac_pipeline.checkpoint.files import StoreFiles
+from dlac_pipeline.checkpoint.listing import list_checkpoints
+from dlac_pipeline.checkpoint.store import tiers_of
+from dlac_pipeline.commands.shared import last_spec
+
+
+class VerifyConfig(dg.Config):
+    """Which checkpoints are read."""
+
+    runs: list[str] = Field(default=[], description="Training runs; empty: all of the lakehouse.")
+    not_since_h: float = Field(
+        default=20.0,
+        ge=0,
+        description="Hours: a checkpoint whose digests held within so many is not read again.",
+    )
+
+
+@dg.op(
+    description="Reads the newest checkpoint of each run again and compares its digests; what is found goes into the ledger."
+)
+def newest_checkpoints_verified(
+    context: dg.OpExecutionContext, config: VerifyConfig, lakehouse: LakehouseResource
+) -> dg.Output[None]:
+    """A table of what was found. Fails when a checkpoint is damaged, after all were read."""
+    place = lakehouse.lakehouse()
+    rows, damaged = [], []
+    for run in config.runs or Ledger(place).runs():
+        since = datetime.now(UTC) - timedelta(hours=config.not_since_h)
+        if _held_since(place, run, since):
+            continue
+        began = time.monotonic()
+        try:
+            verdict = verified_head(place, run, _files_of(place, run))
+        except (NoSuchRun, StoreUnavailable) as err:
+            context.log.warning(f"{run}: {err}")
+            continue
+        found = {name: asdict(verdict.checkpoint)[name] for name in ("run", "step", "checkpoint_id", "bytes")}
+        rows.append({**found, "problem": verdict.problem, "took_s": time.monotonic() - began})
+        if verdict.problem is not None:
+            damaged.append(f"{run}: {verdict.problem}")
+    metadata = {"checkpoints": len(rows), **table("verified", rows)}
+    if damaged:
+        raise dg.Failure(
+            f"{len(damaged)} of {len(rows)} newest checkpoints are damaged; a resume falls back to their parents: "
+            + "; ".join(damaged),
+            metadata=metadata,
+            allow_retries=False,
+        )
+    return dg.Output(None, metadata=metadata)
+
+
+def _held_since(lakehouse: Lakehouse, run: str, since: datetime) -> bool:
+    """Whether the run has no head to read, or its digests have held since."""
+    heads = [each for each in list_checkpoints(lakehouse, run) if each.state == "head"]
+    return not heads or (heads[0].verified_at is not None and heads[0].verified_at >= since)
+
+
+def _files_of(lakehouse: Lakehouse, run: str) -> StoreFiles | None:
+    """With the store's own settings where the run was launched here; else with those of the lakehouse."""
+    with suppress(NoSuchRun):
+        return tiers_of(last_spec(lakehouse, run)).files
+    return None
+
+
+@dg.job(description="Reads the newest checkpoint of every run again, beside whatever trains; damage fails it.")
+def verify_job() -> None:
+    """The one op."""
+    newest_checkpoints_verified()
+
+
+verify_schedule = dg.ScheduleDefinition(
+    name="verify_schedule",
+    job=verify_job,
+    cron_schedule="41 4 * * *",
+    default_status=dg.DefaultScheduleStatus.STOPPED,
+    description="Nightly verification of the newest checkpoints. Off until somebody turns it on.",
+)

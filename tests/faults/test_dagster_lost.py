@@ -1,0 +1,64 @@
+"""Dagster runs whose process is gone or silent, and a daemon that comes back: with daemons of their own, started and killed."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import dagster as dg
+import psutil
+import pytest
+
+from jobs.local_dagster import LocalDagster
+from tests.conftest import Arena, wait_until
+from tests.dagster_runs import check_healed, events_of, gone, trained_to
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # Dagster's own libraries warn of each other
+
+
+@pytest.mark.soak
+def test_a_worker_that_is_stopped_loses_its_run_and_never_commits_again(campaign: Arena) -> None:
+    """SIGSTOP of the run's process: found by its heartbeat, taken over; its trainer leaves although nobody reads its words."""
+    home = campaign.home
+    (home / "orchestration.toml").write_text("[recovery]\nlost_after_s = 20\nwait_for_old_launch_s = 2\n")
+    dagster = LocalDagster(home)
+    spec = campaign.spec("stopped-worker", pause_s=0.3, grace_s=5.0)
+    try:
+        with dagster.running():
+            run_id, processes = trained_to(dagster, spec)
+            processes[0].suspend()
+            ended = dagster.wait(run_id, timeout_s=120)
+            assert ended.status == dg.DagsterRunStatus.FAILURE
+            recovery = dagster.recovery_of(run_id)
+            wait_until(lambda: gone(processes[1:]), what="the end of the old trainer", within_s=60)
+            processes[0].resume()
+            assert dagster.wait(recovery).status == dg.DagsterRunStatus.SUCCESS
+            wait_until(lambda: gone(processes[:1]), what="the end of the old worker", within_s=60)
+            check_healed(campaign, dagster, spec, run_id)
+    finally:
+        (home / "orchestration.toml").unlink()
+        for process in processes:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+
+
+def test_a_machine_that_died_is_found_when_the_daemon_is_back(campaign: Arena) -> None:
+    """SIGKILL of daemon, code server, worker, supervisor and ranks at once: the run stays STARTED until it is found lost."""
+    dagster = LocalDagster(campaign.home)
+    spec = campaign.spec("machine", pause_s=0.05)
+    with dagster.running() as daemon:
+        run_id, processes = trained_to(dagster, spec)
+        everything = [daemon, *daemon.children(recursive=True), *processes]
+        for process in everything:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        wait_until(lambda: gone(processes), what="the end of all processes", within_s=30)
+    with dagster.instance() as instance:
+        run = instance.get_run_by_id(run_id)
+        assert run is not None
+        assert run.status == dg.DagsterRunStatus.STARTED
+    with dagster.running():
+        ended = dagster.wait(run_id, timeout_s=90)
+        assert ended.status == dg.DagsterRunStatus.FAILURE
+        [lost] = events_of(dagster, run_id, dg.DagsterEventType.RUN_FAILURE)
+        assert "is gone" in lost.message
+        check_healed(campaign, dagster, spec, run_id)

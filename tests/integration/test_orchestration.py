@@ -1,0 +1,288 @@
+"""What Dagster's schedules, sensors and checks decide, on a real lakehouse and a real instance, without a daemon."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import psutil
+import pytest
+import yaml
+
+from assets.failures import NO_RECOVERY_TAG, PREEMPTED_TAG, RUN_TAG
+from assets.heartbeat import Heartbeat
+from catalog.errors import SpecInvalid
+from dlac_pipeline.checkpoint.listing import list_checkpoints
+from dlac_pipeline.recover.due import due
+from dlac_pipeline.recover.run_lock import lock_path, run_lock
+from dlac_pipeline.recover.signs import signs_of
+from dlac_pipeline.spec import JobSpec
+from jobs.alerts import Alert, dlac_alerts
+from jobs.continual import continual_training_schedule, new_snapshot_sensor, run_config_of
+from jobs.definitions import defs
+from jobs.lost import lost_run_sensor
+from jobs.recovery import recovery_of
+from jobs.settings import FILE, read_settings
+from jobs.verify import verify_job
+from tests.conftest import Arena, source_rows
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # Dagster's own libraries warn of each other
+
+
+@pytest.fixture
+def instance(tmp_path: Path) -> Iterator[dg.DagsterInstance]:
+    """A Dagster instance of this test's own."""
+    (tmp_path / "dagster").mkdir()
+    with dg.DagsterInstance.local_temp(str(tmp_path / "dagster"), overrides={"telemetry": {"enabled": False}}) as made:
+        yield made
+
+
+@pytest.fixture
+def home(arena: Arena) -> Path:
+    """The arena's folder, as $DLAC_HOME."""
+    arena.monkeypatch.setenv("DLAC_HOME", str(arena.home))
+    return arena.home
+
+
+def dagster_run(
+    instance: dg.DagsterInstance,
+    spec: JobSpec,
+    status: dg.DagsterRunStatus,
+    job: str = "train_job",
+    **tags: str,
+) -> dg.DagsterRun:
+    """A run of a job in a state."""
+    return instance.create_run_for_job(
+        defs.resolve_job_def(job),
+        run_config=run_config_of(spec),
+        status=status,
+        tags={RUN_TAG: spec.run, **{name.replace("__", "/"): value for name, value in tags.items()}},
+    )
+
+
+def following(arena: Arena, run: str) -> JobSpec:
+    """The spec of a run that follows its table, written into the folder of those that are kept going."""
+    spec = arena.spec(run, follow="appends", world_size=1)
+    folder = arena.home / "jobs"
+    folder.mkdir(exist_ok=True)
+    (folder / f"{run}.yaml").write_text(yaml.safe_dump(spec.model_dump(mode="json", exclude_none=True)))
+    return spec
+
+
+def scheduled(instance: dg.DagsterInstance) -> Any:
+    """What the schedule answers now."""
+    context = dg.build_schedule_context(instance=instance, repository_def=defs.get_repository_def())
+    data = continual_training_schedule.evaluate_tick(context)
+    return data.run_requests or data.skip_message
+
+
+def test_the_schedule_trains_what_is_new_and_says_why_it_does_not(
+    arena: Arena, home: Path, instance: dg.DagsterInstance
+) -> None:
+    """Not begun, trained to the end, appended to, under way, too little for a batch: one answer each, with its reason."""
+    assert "there is no job spec" in scheduled(instance)
+    arena.table()
+    spec = following(arena, "kept-going")
+    [first] = scheduled(instance)
+    assert first.tags[RUN_TAG] == "kept-going"
+    assert first.run_config == run_config_of(spec)
+    arena.train(spec)
+    assert scheduled(instance) == "kept-going: nothing is new in src.t"
+    arena.lakehouse.load("src.t").append(source_rows(2000, 3))
+    [second] = scheduled(instance)
+    assert "went on from snapshot" in second.tags["dlac/why"]
+    under_way = dagster_run(instance, spec, dg.DagsterRunStatus.STARTED)
+    assert scheduled(instance) == f"kept-going is trained by Dagster run {under_way.run_id}"
+    instance.delete_run(under_way.run_id)
+    dagster_run(instance, spec, dg.DagsterRunStatus.SUCCESS, **{"dlac__due": second.tags["dlac/due"]})
+    assert "less than a batch" in scheduled(instance)
+    (home / "jobs" / "broken.toml").write_text("run = 1")
+    assert "is not a valid job spec" in scheduled(instance)
+
+
+def test_the_snapshot_sensor_asks_once_for_each_snapshot(
+    arena: Arena, home: Path, instance: dg.DagsterInstance
+) -> None:
+    """Its run key names the snapshots: what a person cancelled is not asked for again until more is appended."""
+    arena.table()
+    spec = following(arena, "sensed")
+
+    def asked() -> Any:
+        context = dg.build_sensor_context(instance=instance, repository_def=defs.get_repository_def())
+        data = new_snapshot_sensor.evaluate_tick(context)
+        return [request.run_key for request in data.run_requests or []] or data.skip_message
+
+    [before] = asked()
+    arena.train(spec, until=8)
+    assert asked() == [before]  # Dagster has seen the key and launches nothing
+    arena.train(spec)
+    assert "nothing is new" in asked()
+    arena.lakehouse.load("src.t").append(source_rows(2000, 100))
+    [after] = asked()
+    assert after != before
+
+
+def test_due_tells_a_run_that_was_left_from_one_that_has_caught_up(arena: Arena) -> None:
+    """A run that died behind a checkpoint has something to train, although no snapshot is new."""
+    arena.table()
+    spec = arena.spec("left", follow="appends", world_size=1)
+    assert due(arena.lakehouse, spec).why == "it has no checkpoint yet"
+    arena.train(spec, until=15)
+    left = due(arena.lakehouse, spec)
+    assert (left.needed, left.why) == (True, "it was left at step 10")
+    arena.train(spec)
+    assert not due(arena.lakehouse, spec).needed
+
+
+def test_a_run_is_lost_when_its_process_is_gone_and_not_while_it_beats(
+    arena: Arena, home: Path, instance: dg.DagsterInstance
+) -> None:
+    """Of three runs the one whose process has ended fails, a cancelled one is cancelled, and the living one goes on."""
+    (home / FILE).write_text("[recovery]\ngone_after_s = 0.2\nlost_after_s = 60\n")
+    spec = arena.spec("lost")
+    states = (dg.DagsterRunStatus.STARTED, dg.DagsterRunStatus.STARTED, dg.DagsterRunStatus.CANCELING)
+    alive, dead, cancelled = (dagster_run(instance, spec, state) for state in states)
+    heart = Heartbeat(instance, alive.run_id)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        for run in (dead, cancelled):
+            Heartbeat(instance, run.run_id, process=psutil.Process(process.pid)).close()
+        cursor, said = look(instance, None)
+        assert said == "all 3 runs that train give signs of life"
+        process.send_signal(signal.SIGKILL)
+    time.sleep(0.3)
+    cursor, said = look(instance, cursor)
+    heart.close()
+    assert f"run {dead.run_id}: its process {process.pid} is gone" in said
+    found = [instance.get_run_by_id(run.run_id) for run in (alive, dead, cancelled)]
+    assert [run.status for run in found if run] == [
+        dg.DagsterRunStatus.STARTED,
+        dg.DagsterRunStatus.FAILURE,
+        dg.DagsterRunStatus.CANCELED,
+    ]
+
+
+def test_a_run_without_a_heartbeat_is_lost_after_its_time(
+    arena: Arena, home: Path, instance: dg.DagsterInstance
+) -> None:
+    """A worker that never came up, or on another machine went silent, is given up by this sensor's own clock."""
+    (home / FILE).write_text("[recovery]\nlost_after_s = 0.3\n")
+    silent = dagster_run(instance, arena.spec("silent"), dg.DagsterRunStatus.STARTING)
+    cursor, _ = look(instance, None)
+    status = instance.get_run_by_id(silent.run_id)
+    assert status is not None
+    assert status.status == dg.DagsterRunStatus.STARTING
+    time.sleep(0.4)
+    _, said = look(instance, cursor)
+    assert "it has given no sign of life" in said
+
+
+def look(instance: dg.DagsterInstance, cursor: str | None) -> tuple[str | None, str | None]:
+    """One evaluation of the sensor: its new cursor, and what it said."""
+    context = dg.build_sensor_context(instance=instance, cursor=cursor)
+    data = lost_run_sensor.evaluate_tick(context)
+    return data.cursor, data.skip_message
+
+
+def test_a_run_is_not_recovered_from_a_launch_by_hand_that_is_alive(
+    arena: Arena, home: Path, instance: dg.DagsterInstance
+) -> None:
+    """The lock of the launch tells: while somebody holds it there is nothing to recover; afterwards there is."""
+    arena.table()
+    spec = arena.spec("by-hand", world_size=1)
+    arena.train(spec, until=15)
+    dead = dagster_run(instance, spec, dg.DagsterRunStatus.FAILURE)
+    log = dg.get_dagster_logger()
+    with run_lock(spec.checkpoint.local, spec.run, wait_s=0.0, takeover=False):
+        assert signs_of(arena.rows(spec.run), 1).held
+        skipped = recovery_of(instance, dead, noticed_by="test", log=log)
+        assert isinstance(skipped, dg.SkipReason)
+        assert "launch by hand (attempt 1)" in str(skipped.skip_message)
+    assert lock_path(spec.checkpoint.local, spec.run).read_text() == str(os.getpid())
+    assert not signs_of(arena.rows(spec.run), 1).held
+    request = recovery_of(instance, dead, noticed_by="test", log=log)
+    assert isinstance(request, dg.RunRequest)
+    assert request.run_config["ops"]["model_checkpoint"]["config"]["replaces"] == 1
+    assert request == recovery_of(instance, dead, noticed_by="test", log=log)
+
+
+def test_alerts_tell_what_heals_by_itself_from_what_needs_a_person(
+    arena: Arena, home: Path, instance: dg.DagsterInstance
+) -> None:
+    """A run that died is a warning, one that would die again an error; the command gets both as JSON."""
+    arena.table()
+    spec = arena.spec("alerting", world_size=1)
+    (home / FILE).write_text(f'[alerts]\ncommand = ["sh", "-c", "cat >> {home}/alerts; echo >> {home}/alerts"]\n')
+    failures = dlac_alerts()[0]
+    died = dagster_run(instance, spec, dg.DagsterRunStatus.FAILURE)
+    hopeless = dagster_run(
+        instance, spec, dg.DagsterRunStatus.FAILURE, **{NO_RECOVERY_TAG.replace("/", "__"): "Fenced"}
+    )
+    for run in (died, hopeless):
+        event = instance.report_run_failed(run, message="it died")
+        failures(
+            dg.build_run_status_sensor_context(failures.name, event, instance, run)  # type: ignore[arg-type]  # as in Dagster's own tests
+        )
+    alerts = [Alert(**json.loads(line)) for line in (home / "alerts").read_text().splitlines()]
+    assert [(alert.kind, alert.severity, alert.run) for alert in alerts] == [
+        ("recovering", "warning", "alerting"),
+        ("gave_up", "error", "alerting"),
+    ]
+    assert [alert.message for alert in alerts] == ["it died"] * 2
+
+
+def test_the_verify_job_finds_damage_and_records_it(arena: Arena, home: Path, instance: dg.DagsterInstance) -> None:
+    """A checkpoint that holds is recorded and not read again within its time; a damaged one fails the job by its file."""
+    arena.table()
+    spec = arena.spec("verified", world_size=1)
+    arena.train(spec, until=25)
+    config = {"ops": {"newest_checkpoints_verified": {"config": {"not_since_h": 1.0}}}}
+
+    def verify(**changes: Any) -> dg.ExecuteInProcessResult:
+        job = defs.resolve_job_def(verify_job.name)
+        return job.execute_in_process(instance=instance, run_config={**config, **changes}, raise_on_error=False)
+
+    assert verify().success
+    assert verify().success
+    assert len(arena.rows(spec.run, "verify")) == 1
+    folder = Path(list_checkpoints(arena.lakehouse, spec.run)[-1].folder.removeprefix("file://"))
+    damaged = max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"\0")
+    again = verify(ops={"newest_checkpoints_verified": {"config": {"not_since_h": 0.0}}})
+    assert not again.success
+    assert damaged.name in str(again.all_node_events[-1].event_specific_data or again.get_run_failure_event())
+    assert json.loads(arena.rows(spec.run, "verify")[-1]["detail"])["problem"] is not None
+
+
+def test_settings_that_are_wrong_are_named(tmp_path: Path) -> None:
+    """A field that does not exist is named with the one that was probably meant; without a file the defaults hold."""
+    assert read_settings(tmp_path).recovery.lost_after_s == 120.0
+    (tmp_path / FILE).write_text("[recovery]\nlost_after = 5\n")
+    with pytest.raises(SpecInvalid, match="did you mean 'lost_after_s'"):
+        read_settings(tmp_path)
+
+
+def test_a_cancelled_run_is_recovered_only_with_the_tag_of_preemption(
+    instance: dg.DagsterInstance, arena: Arena
+) -> None:
+    """The sensor on cancelled runs skips what a person cancelled, and says so."""
+    sensor = defs.get_repository_def().get_sensor_def("preemption_sensor")
+    arena.table()
+    spec = arena.spec("cancelled", world_size=1)
+    by_person = dagster_run(instance, spec, dg.DagsterRunStatus.CANCELED)
+    by_machine = dagster_run(
+        instance, spec, dg.DagsterRunStatus.CANCELED, **{PREEMPTED_TAG.replace("/", "__"): "SIGTERM"}
+    )
+    answers = []
+    for run in (by_person, by_machine):
+        event = instance.report_run_canceled(run)
+        answers.append(sensor(dg.build_run_status_sensor_context(sensor.name, event, instance, run)))
+    assert isinstance(answers[0], dg.SkipReason)
+    assert isinstance(answers[1], dg.RunRequest)
