@@ -36,6 +36,12 @@ class LiveRun:
         except (FileNotFoundError, psutil.NoSuchProcess):
             return None
 
+    def supervisor(self) -> psutil.Process | None:
+        """The supervisor's process; its ranks are its children, or those of its fork server."""
+        process = self.rank(0)
+        above = [] if process is None else process.parents()
+        return next((one for one in above if "dlac_pipeline.supervisor" in one.cmdline()), None)
+
     def kill_rank(self, number: int) -> bool:
         """SIGKILL a rank in the middle of an optimizer step; false if there is none to kill."""
         process = self.rank(number)
@@ -47,12 +53,10 @@ class LiveRun:
 
     def kill_dagster_run(self) -> bool:
         """SIGKILL the process of the Dagster run: the parent of the supervisor, to which the ranks belong."""
-        process = self.rank(0)
-        above = [] if process is None else process.parents()
-        supervisors = [index for index, one in enumerate(above) if "dlac_pipeline.supervisor" in one.cmdline()]
-        if not supervisors:
+        supervisor = self.supervisor()
+        worker = None if supervisor is None else supervisor.parent()
+        if worker is None:
             return False
-        worker = above[supervisors[0] + 1]
         worker.send_signal(signal.SIGKILL)
         return True
 

@@ -56,9 +56,7 @@ def trained_to(dagster: LocalDagster, spec: JobSpec, *, step: int = 15) -> tuple
     live = LiveRun(spec.checkpoint.store, spec.run)
     run_id = dagster.launch("train_job", job_config(spec))
     wait_for_step(live, dagster, run_id, step)
-    rank = live.rank(0)
-    assert rank is not None
-    supervisor = rank.parent()
+    supervisor = live.supervisor()
     assert supervisor is not None
     worker = supervisor.parent()
     assert worker is not None

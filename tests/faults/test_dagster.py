@@ -27,11 +27,9 @@ def test_a_killed_process_above_the_ranks_is_recovered_through_the_sensor(
     live = LiveRun(spec.checkpoint.store, spec.run)
     run_id = dagster.launch("train_job", job_config(spec))
     wait_for_step(live, dagster, run_id, 25)
-    rank = live.rank(0)
-    assert rank is not None
-    supervisor = rank.parent()
+    supervisor = live.supervisor()
     assert supervisor is not None
-    doomed = [supervisor, *supervisor.children()]
+    doomed = [supervisor, *supervisor.children(recursive=True)]
     if victim == "dagster run":
         assert live.kill_dagster_run()
     else:

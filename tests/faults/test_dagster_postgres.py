@@ -13,7 +13,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import dagster as dg
-import psutil
 import pytest
 
 from dlac_pipeline.audit.audit import audit_run
@@ -68,7 +67,8 @@ def test_a_killed_run_heals_with_its_instance_in_postgresql(campaign: Arena) -> 
         with dagster.running() as daemon:
             run_id = dagster.launch("train_job", job_config(spec))
             wait_for_step(live, dagster, run_id, 15)
-            worker = psutil.Process(live.rank(0).ppid()).parent()  # type: ignore[union-attr]  # it has just finished a step
+            supervisor = live.supervisor()
+            worker = None if supervisor is None else supervisor.parent()
             assert worker is not None
             for process in (worker.parent(), worker):
                 assert process is not None
