@@ -45,7 +45,9 @@ def checkpoints(run: RunName, home: Home = None, spec: SpecOption = None, as_jso
     if as_json:
         sys.stdout.write(json.dumps([asdict(each) for each in listed], default=str) + "\n")
         return
-    table = Table("step", "checkpoint", "committed", "size", "attempt", "tiers", "verified", "state", "names")
+    table = Table()
+    for name in ("step", "checkpoint", "committed", "size", "attempt", "tiers", "verified", "state", "names"):
+        table.add_column(name, overflow="fold", no_wrap=name in ("step", "state"))
     for each in listed:
         size = "" if each.bytes is None else decimal(each.bytes)
         tiers = " ".join(each.tiers)

@@ -207,7 +207,7 @@ def test_the_command_line_lists_and_verifies(arena: Arena) -> None:
     verified = [each.verified_at for each in list_checkpoints(arena.lakehouse, "r")]
     assert verified == [None, None, last["committed_at"], first["committed_at"]]
     with open_audit(arena.lakehouse) as connection:
-        said = connection.sql("SELECT step, problem IS NULL FROM verifications ORDER BY verified_at, step").fetchall()
+        said = connection.sql("SELECT step, problem IS NULL FROM verifications ORDER BY seq, step").fetchall()
     assert said == [(15, True), (16, True), (15, True), (16, False), (15, True)]
     with pytest.raises(NoSuchRun, match="at step 5, found"):
         list(verify_checkpoints(arena.lakehouse, "r", 5))

@@ -1,7 +1,7 @@
 -- When the files of checkpoints were read again with `dlac verify`, and what was wrong with them; NULL: every digest held.
 CREATE OR REPLACE VIEW verifications AS
 SELECT
-    v.run, v.checkpoint_id, c.step, v.committed_at AS verified_at, v.detail ->> '$.verification' AS verification,
+    v.run, v.seq, v.checkpoint_id, c.step, v.committed_at AS verified_at, v.detail ->> '$.verification' AS verification,
     v.detail ->> '$.problem' AS problem
 FROM consumption AS v JOIN consumption AS c ON c.run = v.run AND c.checkpoint_id = v.checkpoint_id AND c.kind = 'checkpoint'
 WHERE v.kind = 'verify';

@@ -1,0 +1,41 @@
+"""The rank of benchmarks/recovery.py without DLAC: DeepSpeed's own checkpoints, the latest of them loaded, rows from the first on.
+
+`recovery_bare.py CHECKPOINTS STAMPS FILE...`: where checkpoints go, where steps are stamped, the table's Parquet files.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+
+import pyarrow.parquet as pq
+import torch
+from recovery_model import make_engine, stamp, train_step  # type: ignore[import-not-found]  # this folder is on the path
+from recovery_sizes import BATCH, EVERY_STEPS, WIDTH  # type: ignore[import-not-found]
+
+
+def main() -> None:
+    """Train until somebody ends it."""
+    checkpoints, stamps, *files = sys.argv[1:]
+    world_size = int(os.environ["WORLD_SIZE"])
+    engine = make_engine(world_size)
+    engine.load_checkpoint(checkpoints)
+    for features in batches(files, BATCH // world_size):
+        train_step(engine, features)
+        stamp(stamps, engine.global_steps)
+        if engine.global_steps % EVERY_STEPS == 0:
+            engine.save_checkpoint(checkpoints, tag=f"step-{engine.global_steps}")
+
+
+def batches(files: list[str], rows: int) -> Iterator[torch.Tensor]:
+    """Rows in the order of the files, for ever."""
+    while True:
+        for file in files:
+            for batch in pq.ParquetFile(file).iter_batches(rows, columns=["x"]):
+                if batch.num_rows == rows:
+                    yield torch.from_numpy(batch["x"].flatten().to_numpy().copy()).view(rows, WIDTH)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,217 @@
+"""From SIGKILL of a rank to the first new optimizer step: `python -m benchmarks.recovery [--quick]`.
+
+Two ranks train a small model under DeepSpeed, with a checkpoint every 5 steps. Under DLAC the supervisor recovers: it ends the
+other rank, claims the run, verifies the newest checkpoint and goes on exactly behind it. Beside it a bare relaunch of the same
+training: a loop that ends the other rank and starts the script again, which loads DeepSpeed's latest checkpoint and reads
+rows from the first on, whatever it has read before. The sides take turns, a few kills each; both are timed from outside,
+from the kill to the step's stamp. `spawned` is DLAC with a new Python for every rank, as the bare relaunch has.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import pyarrow as pa
+
+from benchmarks.figures import Figure, report
+from benchmarks.programs.recovery_sizes import BATCH, EVERY_STEPS, WIDTH
+from catalog.connect import Lakehouse, LakehouseConfig, connect
+from dlac_pipeline.recover.supervise import Supervisor
+from dlac_pipeline.spec import parse_spec
+
+_PROGRAMS = Path(__file__).parent / "programs"
+_RANKS = 2
+_SIDES = ("forked", "spawned", "bare")
+_PHASES = ("detect_s", "stop_s", "claim_s", "verify_s", "load_s", "first_step_s")
+_POLL_S = 0.05
+"""As often as DLAC's supervisor looks."""
+
+
+def main() -> None:
+    """Kill in turn, and report."""
+    rounds, kills = (1, 2) if "--quick" in sys.argv[1:] else (4, 5)
+    measured: dict[str, list[float]] = {side: [] for side in _SIDES}
+    phases: list[dict[str, Any]] = []
+    for number in range(rounds):
+        for side in _SIDES:
+            with tempfile.TemporaryDirectory(prefix="dlac-recovery-") as home:
+                found, recovered = _campaign(Path(home), side, kills, random.Random(number))
+            measured[side] += found
+            phases += recovered if side == "forked" else []
+            print(json.dumps({"side": side, "recovery_s": found}), flush=True)
+    medians = {side: statistics.median(found) for side, found in measured.items()}
+    halves = [statistics.median(measured["bare"][part::2]) for part in (0, 1)]
+    figures = {f"{side}_recovery_s": Figure(value=value, unit="s") for side, value in medians.items()}
+    figures |= {f"{side}_recovery_worst_s": Figure(value=max(measured[side]), unit="s") for side in _SIDES}
+    figures |= {
+        "kills": Figure(value=rounds * kills, unit="per side"),
+        "forked_over_bare": Figure(value=medians["forked"] / medians["bare"], unit="ratio", bar="<= 1.15"),
+        "spawned_over_bare": Figure(value=medians["spawned"] / medians["bare"], unit="ratio"),
+        "bare_over_bare": Figure(value=halves[1] / halves[0], unit="ratio"),
+        "forked_less_bare_s": Figure(value=medians["forked"] - medians["bare"], unit="s"),
+        "load_average_1min": Figure(value=os.getloadavg()[0], unit="processes"),
+    }
+    for phase in _PHASES:
+        figures[f"forked_{phase}"] = Figure(value=statistics.median(one[phase] for one in phases), unit="s")
+    report("recovery", figures)
+
+
+class _Training(Protocol):
+    """Two ranks that are started again when one dies."""
+
+    def pids(self) -> list[int]: ...
+    def stop(self) -> None: ...
+
+
+def _campaign(home: Path, side: str, kills: int, chance: random.Random) -> tuple[list[float], list[dict[str, Any]]]:
+    """Seconds from each kill to the first new step; what DLAC says of them."""
+    lakehouse = connect(LakehouseConfig().at_home(home))
+    lakehouse.create_namespace("src")
+    numbers = np.random.default_rng(0).standard_normal(20_000 * WIDTH).astype(np.float32)
+    table = pa.table({"x": pa.FixedSizeListArray.from_arrays(numbers, WIDTH)})
+    table = table.cast(pa.schema([pa.field("x", pa.list_(pa.float32()))]))
+    lakehouse.catalog.create_table("src.rows", table.schema).append(table)
+    stamps = home / "stamps"
+    training = _Bare(home, lakehouse, stamps) if side == "bare" else _Supervised(home, side, stamps)
+    found = []
+    with _running(training):
+        _steps_behind(stamps, 0.0, 2 * EVERY_STEPS)
+        for _ in range(kills):
+            pids = training.pids()
+            time.sleep(chance.uniform(0.0, 0.1))
+            os.kill(pids[-1], signal.SIGKILL)
+            killed_at = time.time()
+            found.append(_steps_behind(stamps, killed_at, 1, not_by=pids[0]) - killed_at)
+            _steps_behind(stamps, killed_at, 2 * EVERY_STEPS, not_by=pids[0])
+    return found, getattr(training, "recovered", [])
+
+
+@contextmanager
+def _running(training: _Training) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        training.stop()
+
+
+def _steps_behind(stamps: Path, moment: float, steps: int, *, not_by: int = 0) -> float:
+    """Wait until another process has done so many steps behind a moment; when the last of them was done."""
+    while True:
+        lines = stamps.read_text().splitlines() if stamps.exists() else []
+        done = [float(at) for pid, _, at in map(str.split, lines) if int(pid) != not_by and float(at) > moment]
+        if len(done) >= steps:
+            return done[steps - 1]
+        time.sleep(0.01)
+
+
+class _Supervised:
+    """Under DLAC."""
+
+    def __init__(self, home: Path, side: str, stamps: Path) -> None:
+        spec = parse_spec(
+            {
+                "run": "recovery",
+                "source": {"table": "src.rows", "columns": ["x"], "passes": 1_000},
+                "order": {"batch_size": BATCH, "key_groups": 8},
+                "checkpoint": {"every_steps": EVERY_STEPS, "keep_last": 2},
+                "launch": {
+                    "script": str(_PROGRAMS / "recovery_rank.py"),
+                    "world_size": _RANKS,
+                    "start": "fork" if side == "forked" else "spawn",
+                    "env": {"DS_ACCELERATOR": "cpu"},
+                },
+                "params": {"stamps": str(stamps)},
+            },
+            origin="the benchmark",
+        ).resolved(home)
+        self.recovered: list[dict[str, Any]] = []
+        self._pids: list[int] = []
+        self._supervisor = Supervisor(spec, on_event=self._told)
+        self._thread = threading.Thread(target=self._supervisor.run)
+        self._thread.start()
+
+    def _told(self, event: dict[str, Any]) -> None:
+        if event["event"] == "attempt":
+            self._pids = event["pids"]
+        if event["event"] == "recovered":
+            self.recovered.append(event)
+
+    def pids(self) -> list[int]:
+        """By rank."""
+        return self._pids
+
+    def stop(self) -> None:
+        """In good order."""
+        self._supervisor.stop()
+        self._thread.join()
+
+
+class _Bare:
+    """A loop that starts the script again."""
+
+    def __init__(self, home: Path, lakehouse: Lakehouse, stamps: Path) -> None:
+        files = lakehouse.load("src.rows").inspect.files()["file_path"].to_pylist()
+        paths = [path.removeprefix("file://") for path in files]
+        self._command = [sys.executable, str(_PROGRAMS / "recovery_bare.py"), str(home / "plain"), str(stamps), *paths]
+        self._log = (home / "bare.log").open("ab")
+        self._stopped = threading.Event()
+        self._ranks: list[subprocess.Popen[bytes]] = []
+        self._thread = threading.Thread(target=self._relaunch)
+        self._thread.start()
+
+    def _relaunch(self) -> None:
+        while not self._stopped.is_set():
+            self._ranks = [self._start(rank, port) for port in [_free_port()] for rank in range(_RANKS)]
+            while not self._stopped.is_set() and all(rank.poll() is None for rank in self._ranks):
+                time.sleep(_POLL_S)
+            for rank in self._ranks:
+                with suppress(ProcessLookupError):
+                    rank.kill()
+                rank.wait()
+
+    def _start(self, rank: int, port: int) -> subprocess.Popen[bytes]:
+        place = {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "WORLD_SIZE": _RANKS,
+            "LOCAL_WORLD_SIZE": _RANKS,
+            "MASTER_PORT": port,
+        }
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "MASTER_ADDR": "127.0.0.1"}
+        environment |= {name: str(value) for name, value in place.items()}
+        return subprocess.Popen(self._command, env=environment, stdout=self._log, stderr=self._log)
+
+    def pids(self) -> list[int]:
+        """By rank."""
+        return [rank.pid for rank in self._ranks]
+
+    def stop(self) -> None:
+        """At once."""
+        self._stopped.set()
+        self._thread.join()
+        self._log.close()
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+if __name__ == "__main__":
+    main()
