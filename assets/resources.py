@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import dagster as dg
 
@@ -13,7 +13,7 @@ from catalog.connect import Lakehouse, LakehouseConfig, connect
 from dlac_pipeline.spec import JobSpec, home_folder, parse_spec
 
 
-class JobResource(dg.ConfigurableResource[JobSpec]):
+class JobResource(dg.ConfigurableResource[Any]):
     """The training run that a Dagster run is about."""
 
     spec: JobSpecConfig  # type: ignore[valid-type]  # made from the job spec at import

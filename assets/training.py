@@ -89,7 +89,7 @@ def _fail_if_unfinished(context: dg.AssetExecutionContext, last: Event) -> None:
         if last["kind"] != RunFinished.__name__:  # recovering twice changes nothing
             raise failure(context, last["kind"], last["message"])
     elif last["ending"] == "stopped":
-        if PREEMPTED_TAG not in context.instance.get_run_by_id(context.run_id).tags:  # type: ignore[union-attr]  # it is this one
+        if PREEMPTED_TAG not in context.instance.get_run_by_id(context.run_id).tags:
             tag(context, PREEMPTED_TAG, "supervisor")
         raise failure(context, Preempted.__name__, f"told to leave, behind a checkpoint of step {last['step']}")
 
@@ -108,6 +108,7 @@ def _show(context: dg.AssetExecutionContext, event: Event) -> None:
     elif event["event"] == "step":
         context.log.debug(f"step {event['step']}: loss {event['loss']:.4f}")
     else:
-        context.log.info(str(event))
+        facts = [f"{name} {value}" for name, value in event.items() if name not in ("event", "run", "at", "asked")]
+        context.log.info(f"{event['event']}: {', '.join(facts)}")
     if event["event"] == "preempted" and "asked" not in event:  # else it was this process, for a person who cancels
         tag(context, PREEMPTED_TAG, event["notice"])

@@ -1,5 +1,7 @@
 """Dagster's run queue, which lets a training run have one trainer at a time: named in dagster.yaml as the run coordinator."""
 
+from typing import Any
+
 import dagster as dg
 from dagster import QueuedRunCoordinator, SubmitRunContext
 
@@ -16,7 +18,8 @@ class TrainingRunCoordinator(QueuedRunCoordinator):
     def submit_run(self, context: SubmitRunContext) -> dg.DagsterRun:
         """Tag and enqueue."""
         run = context.dagster_run
-        spec = run.run_config.get("resources", {}).get("job", {}).get("config", {}).get("spec", {})
+        config: dict[str, Any] = dict(run.run_config)
+        spec = config.get("resources", {}).get("job", {}).get("config", {}).get("spec", {})
         if RUN_TAG not in run.tags and isinstance(spec.get("run"), str):
             self._instance.add_run_tags(run.run_id, {RUN_TAG: spec["run"]})
         return super().submit_run(context)

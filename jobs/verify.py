@@ -4,6 +4,7 @@ import time
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 import dagster as dg
 from pydantic import Field
@@ -54,7 +55,7 @@ def newest_checkpoints_verified(
         rows.append({**found, "problem": verdict.problem, "took_s": time.monotonic() - began})
         if verdict.problem is not None:
             damaged.append(f"{run}: {verdict.problem}")
-    metadata = {"checkpoints": len(rows), **table("verified", rows)}
+    metadata: dict[str, Any] = {"checkpoints": len(rows), **table("verified", rows)}
     if damaged:
         raise dg.Failure(
             f"{len(damaged)} of {len(rows)} newest checkpoints are damaged; a resume falls back to their parents: "

@@ -41,9 +41,9 @@ def postgres() -> Iterator[str]:
         who = {"user": user.pw_uid, "group": user.pw_gid, "cwd": folder} if os.getuid() == 0 else {"cwd": folder}
         data = str(folder / "data")
         command = ["initdb", "-D", data, "-A", "trust", "-U", "dagster", "--no-sync"]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, **who)  # type: ignore[call-overload]  # its keywords by name
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, **who)
         settings = ["-k", str(folder), "-c", "listen_addresses=", "-c", "fsync=off"]
-        with subprocess.Popen(["postgres", "-D", data, *settings], stderr=subprocess.DEVNULL, **who) as server:  # type: ignore[call-overload]  # as above
+        with subprocess.Popen(["postgres", "-D", data, *settings], stderr=subprocess.DEVNULL, **who) as server:
             try:
                 ready = ["psql", "-h", str(folder), "-U", "dagster", "-c", "SELECT 1", "postgres"]
                 wait_until(

@@ -184,11 +184,11 @@ def test_a_run_without_a_heartbeat_is_lost_after_its_time(
     assert "it has given no sign of life" in said
 
 
-def look(instance: dg.DagsterInstance, cursor: str | None) -> tuple[str | None, str | None]:
+def look(instance: dg.DagsterInstance, cursor: str | None) -> tuple[str | None, str]:
     """One evaluation of the sensor: its new cursor, and what it said."""
     context = dg.build_sensor_context(instance=instance, cursor=cursor)
     data = lost_run_sensor.evaluate_tick(context)
-    return data.cursor, data.skip_message
+    return data.cursor, data.skip_message or ""
 
 
 def test_a_run_is_not_recovered_from_a_launch_by_hand_that_is_alive(
@@ -227,9 +227,7 @@ def test_alerts_tell_what_heals_by_itself_from_what_needs_a_person(
     )
     for run in (died, hopeless):
         event = instance.report_run_failed(run, message="it died")
-        failures(
-            dg.build_run_status_sensor_context(failures.name, event, instance, run)  # type: ignore[arg-type]  # as in Dagster's own tests
-        )
+        failures(dg.build_run_status_sensor_context(failures.name, event, instance, run))
     alerts = [Alert(**json.loads(line)) for line in (home / "alerts").read_text().splitlines()]
     assert [(alert.kind, alert.severity, alert.run) for alert in alerts] == [
         ("recovering", "warning", "alerting"),
