@@ -1,4 +1,4 @@
-"""The rank of benchmarks/recovery.py without DLAC: DeepSpeed's own checkpoints, the latest of them loaded, rows from the first on.
+"""The rank of benchmarks/recovery.py without DLAC: the latest of DeepSpeed's own checkpoints is loaded, rows from the first on.
 
 `recovery_bare.py CHECKPOINTS STAMPS FILE...`: where checkpoints go, where steps are stamped, the table's Parquet files.
 """
