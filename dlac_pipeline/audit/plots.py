@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import duckdb
 import numpy as np
+from rich.filesize import decimal
 
 from catalog.connect import Lakehouse
 from catalog.errors import BadInput
@@ -116,7 +117,7 @@ def draw_coverage(connection: duckdb.DuckDBPyConnection, run: str) -> bytes:
 
 
 def draw_costs(connection: duckdb.DuckDBPyConnection, run: str) -> bytes:
-    """Seconds of each checkpoint by phase, how long training waited for it, and its size, from an audit connection."""
+    """Seconds of each checkpoint by phase, up to its commit, and how long training waited for it, from an audit connection."""
     rows = rows_of(connection, _COSTS, [run])
     figure = _figure(9.0, 3.2)
     axes = figure.add_subplot()
@@ -129,10 +130,10 @@ def draw_costs(connection: duckdb.DuckDBPyConnection, run: str) -> bytes:
     shown = places[:: max(1, len(rows) // 12)]
     axes.set_xticks(shown, [str(rows[place]["step"]) for place in shown])
     axes.set_xlabel("checkpoint, by its step")
-    axes.set_ylabel("seconds")
+    axes.set_ylabel("seconds until the commit")  # which writes these very rows
     axes.spines[["top", "right"]].set_visible(False)
-    size_mb = np.mean([row["bytes"] or 0 for row in rows]) / 1e6 if rows else 0.0
-    axes.set_title(f"{len(rows)} checkpoints of {size_mb:,.1f} MB on average", loc="left", fontsize=8)
+    size = decimal(int(np.mean([row["bytes"] or 0 for row in rows]))) if rows else "0 bytes"
+    axes.set_title(f"{len(rows)} checkpoints of {size} on average", loc="left", fontsize=8)
     axes.legend(frameon=False, fontsize=8)
     return _png(figure)
 
