@@ -67,6 +67,7 @@ def test_every_committed_checkpoint_is_an_observation_and_the_model_carries_pict
     assert (shown_last["checkpoint_id"], shown_last["state"]) == (lineage[-1]["checkpoint_id"], "head")
 
 
+@pytest.mark.soak
 def test_a_failure_that_would_come_again_is_not_recovered(campaign: Arena, dagster: LocalDagster) -> None:
     """A wrong column fails the Dagster run with its reason, and the sensor, having looked, leaves it alone."""
     spec = campaign.spec("hopeless-dagster", columns=["no_such_column"])

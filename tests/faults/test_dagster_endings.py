@@ -23,6 +23,7 @@ from tests.dagster_runs import check_healed, events_of, gone, job_config, runs_t
 pytestmark = pytest.mark.filterwarnings("ignore")  # Dagster's own libraries warn of each other
 
 
+@pytest.mark.soak
 def test_a_run_that_a_person_cancels_leaves_behind_a_checkpoint_and_is_left_alone(
     campaign: Arena, dagster: LocalDagster
 ) -> None:
@@ -46,6 +47,7 @@ def test_a_run_that_a_person_cancels_leaves_behind_a_checkpoint_and_is_left_alon
     assert not runs_that_recover(dagster, run_id)
 
 
+@pytest.mark.soak
 def test_a_rank_that_is_told_to_leave_fails_the_dagster_run_as_preempted_and_is_resumed(
     campaign: Arena, dagster: LocalDagster
 ) -> None:

@@ -41,6 +41,7 @@ def test_a_worker_that_is_stopped_loses_its_run_and_never_commits_again(campaign
                 process.kill()
 
 
+@pytest.mark.soak
 def test_a_machine_that_died_is_found_when_the_daemon_is_back(campaign: Arena) -> None:
     """SIGKILL of daemon, code server, worker, supervisor and ranks at once: the run stays STARTED until it is found lost."""
     dagster = LocalDagster(campaign.home)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from tests.conftest import Arena
 
 
+@pytest.mark.soak
 def test_rows_replayed_are_counted_not_estimated(arena: Arena) -> None:
     """Killed in the commit behind a short last batch: 32 + 12 rows are read again, not two batches; phases make up the total."""
     arena.table(appends=(300,))

@@ -49,6 +49,7 @@ def test_a_rehearsal_is_bit_identical_and_leaves_nothing_behind(campaign: Arena)
     assert len(campaign.entries("reference")) == entries
 
 
+@pytest.mark.soak
 def test_another_environment_is_found_out_step_by_step(campaign: Arena) -> None:
     """Noise whose seed no checkpoint saves: all steps differ, the first is named with both losses; no more than asked for."""
     spec = campaign.spec("reference")
@@ -83,6 +84,7 @@ def test_a_damaged_checkpoint_is_named_and_not_touched(campaign: Arena) -> None:
         victim.write_bytes(content)
 
 
+@pytest.mark.soak
 def test_what_to_keep_is_said_where_nothing_can_be_rehearsed(arena: Arena) -> None:
     """Where only the head is kept there is no checkpoint whose successor is known."""
     arena.table(appends=(160,))
@@ -115,6 +117,7 @@ def test_a_live_run_is_watched_and_rehearsed_and_trains_on(campaign: Arena) -> N
     assert campaign.journal("watched") == {step: reference[step] for step in campaign.journal("watched")}
 
 
+@pytest.mark.soak
 def test_watching_a_finished_run_ends_with_one_line(campaign: Arena) -> None:
     """`dlac status --watch` into a pipe: one JSON object per look, and no further look at what is over."""
     done = dlac("status", "reference", "--watch", home=campaign.home)

@@ -59,6 +59,7 @@ def test_killed_behind_a_rewind(campaign: Arena, moment: str) -> None:
         assert (report.exact, report.problems) == (True, ())
 
 
+@pytest.mark.soak
 def test_a_fork_of_two_ranks_is_trained_by_one(campaign: Arena) -> None:
     """The parent was saved by two; the new run has another number of ranks, and reads all of its own table once."""
     spec = campaign.spec("forked", world_size=1, passes=1, seed=8)
