@@ -26,6 +26,7 @@ from catalog.connect import Lakehouse, LakehouseConfig, connect
 from catalog.ledger import Ledger, Row, fence_of_rows
 from catalog.upkeep import upkeep
 from tests.conftest import wait_until
+from tests.postgres_server import needs_postgres, postgres
 
 if TYPE_CHECKING:
     from tests.conftest import Arena, Launch
@@ -37,11 +38,16 @@ Start = Callable[..., "Process"]
 class Process:
     """A process of `ledger_process.py`."""
 
-    def __init__(self, role: str, **request: Any) -> None:
+    def __init__(self, role: str, *, catalog: str = "", **request: Any) -> None:
         command = [sys.executable, str(PROGRAM), role, json.dumps(request)]
         root = str(PROGRAM.parents[2])
         self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=root, env={"PYTHONPATH": root}
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=root,
+            env={"PYTHONPATH": root, "CATALOG": catalog},
         )
 
     def end(self, status: int = 0) -> list[dict[str, Any]]:
@@ -96,12 +102,24 @@ def check_ledger(lakehouse: Lakehouse) -> dict[str, list[Row]]:
     return found
 
 
-def test_runs_commit_while_upkeep_never_stops(tmp_path: Path, start: Start) -> None:
+@pytest.fixture(params=["sqlite", pytest.param("postgres", marks=[pytest.mark.soak, *needs_postgres])])
+def catalog_uri(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Address of a catalog; empty: an SQLite file in the home folder."""
+    if request.param == "sqlite":
+        yield ""
+        return
+    with postgres() as address:
+        yield address
+
+
+def test_runs_commit_while_upkeep_never_stops(tmp_path: Path, start: Start, catalog_uri: str) -> None:
     """Three runs and endless upkeep at one ledger: everything that was answered is there, once, in order, and whole."""
     home, stop = str(tmp_path / "home"), tmp_path / "stop"
-    lakehouse = connect(LakehouseConfig().at_home(tmp_path / "home"))
-    keeper = start("upkeep", home=home, stop=str(stop))
-    committers = {run: start("commit", home=home, run=run, commits=20, finishes=run == "a") for run in "abc"}
+    lakehouse = connect(LakehouseConfig(uri=catalog_uri).at_home(tmp_path / "home"))
+    keeper = start("upkeep", catalog=catalog_uri, home=home, stop=str(stop))
+    committers = {
+        run: start("commit", catalog=catalog_uri, home=home, run=run, commits=20, finishes=run == "a") for run in "abc"
+    }
     said = {run: process.end() for run, process in committers.items()}
     stop.touch()
     kept = keeper.end()

@@ -20,10 +20,15 @@ from pyiceberg.catalog.sql import SqlCatalog
 from pyiceberg.table import CommitTableResponse
 
 from catalog.commits import Attempt, claim, commit_checkpoint, finish
-from catalog.connect import LakehouseConfig, connect
+from catalog.connect import Lakehouse, LakehouseConfig, connect
 from catalog.errors import DlacError
 from catalog.ledger import Ledger, Row
 from catalog.upkeep import upkeep
+
+
+def lakehouse_at(home: str) -> Lakehouse:
+    """That of a home, in the catalog that $CATALOG names, or in an SQLite file."""
+    return connect(LakehouseConfig(uri=os.environ.get("CATALOG", "")).at_home(Path(home)))
 
 
 def say(**facts: Any) -> None:
@@ -33,7 +38,7 @@ def say(**facts: Any) -> None:
 
 def commit(home: str, run: str, commits: int, finishes: bool = False) -> None:
     """Claim, and commit so many checkpoints of two advances each."""
-    ledger = Ledger(connect(LakehouseConfig().at_home(Path(home))))
+    ledger = Ledger(lakehouse_at(home))
     number = claim(ledger, run, nonce=run, replaces=0, detail={}).fence.attempt
     attempt = Attempt(run=run, number=number, nonce=run)
     parent = None
@@ -70,13 +75,13 @@ def first(home: str, run: str, times: int, processes: int) -> None:
 def keep_up(home: str, stop: str) -> None:
     """Upkeep, again and again."""
     while not Path(stop).exists():
-        done = upkeep(connect(LakehouseConfig().at_home(Path(home))), keep=2)
+        done = upkeep(lakehouse_at(home), keep=2)
         say(merged=sum(each.merged_files for each in done), removed=sum(each.removed_files for each in done))
 
 
 def delayed(home: str, run: str, nonce: str) -> None:
     """As attempt 1, commit the second checkpoint; stop before it is sent."""
-    ledger = Ledger(connect(LakehouseConfig().at_home(Path(home))))
+    ledger = Ledger(lakehouse_at(home))
     attempt = Attempt(run=run, number=1, nonce=nonce)
     real = SqlCatalog.commit_table
 

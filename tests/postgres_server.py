@@ -1,0 +1,50 @@
+"""A real PostgreSQL server for tests, on a socket in a folder of its own."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import wait_until
+
+needs_postgres = [
+    pytest.mark.skipif(find_spec("psycopg2") is None, reason="needs psycopg2: pip install dlac[postgres]"),
+    pytest.mark.skipif(shutil.which("initdb") is None, reason="needs PostgreSQL's initdb and postgres on the PATH"),
+]
+"""Marks of tests that start one."""
+
+
+@contextmanager
+def postgres() -> Iterator[str]:
+    """A PostgreSQL server on a socket in a folder of its own; gives an address in SQLAlchemy's form."""
+    user = pwd.getpwnam("nobody") if os.getuid() == 0 else pwd.getpwuid(os.getuid())  # it refuses to run as root
+    folder = Path(tempfile.mkdtemp(prefix="dlac-postgres-"))
+    try:
+        os.chown(folder, user.pw_uid, user.pw_gid)
+        who = {"user": user.pw_uid, "group": user.pw_gid, "cwd": folder} if os.getuid() == 0 else {"cwd": folder}
+        data = str(folder / "data")
+        command = ["initdb", "-D", data, "-A", "trust", "-U", "dagster", "--no-sync"]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, **who)
+        settings = ["-k", str(folder), "-c", "listen_addresses=", "-c", "fsync=off"]
+        with subprocess.Popen(["postgres", "-D", data, *settings], stderr=subprocess.DEVNULL, **who) as server:
+            try:
+                ready = ["psql", "-h", str(folder), "-U", "dagster", "-c", "SELECT 1", "postgres"]
+                wait_until(
+                    lambda: subprocess.run(ready, capture_output=True, check=False).returncode == 0,
+                    what="the server",
+                    within_s=30,
+                )
+                yield f"postgresql+psycopg2://dagster@/postgres?host={folder}"
+            finally:
+                server.terminate()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
