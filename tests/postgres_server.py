@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pwd
 import shutil
+import signal
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -45,6 +46,6 @@ def postgres() -> Iterator[str]:
                 )
                 yield f"postgresql+psycopg2://dagster@/postgres?host={folder}"
             finally:
-                server.terminate()
+                server.send_signal(signal.SIGINT)  # not SIGTERM, which waits for clients to leave
     finally:
         shutil.rmtree(folder, ignore_errors=True)
