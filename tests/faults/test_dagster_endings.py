@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -51,8 +50,10 @@ def test_a_rank_that_is_told_to_leave_fails_the_dagster_run_as_preempted_and_is_
 ) -> None:
     """SIGUSR1 to one rank, as a cluster sends it: an emergency checkpoint, a failure that says why, and one recovery."""
     spec = campaign.spec("preempted", pause_s=0.05)
-    run_id, processes = trained_to(dagster, spec)
-    os.kill(next(one.pid for one in processes if "dlac_pipeline.rank" in one.cmdline()), signal.SIGUSR1)
+    run_id, _ = trained_to(dagster, spec)
+    rank = LiveRun(spec.checkpoint.store, spec.run).rank(1)
+    assert rank is not None
+    rank.send_signal(signal.SIGUSR1)
     ended = dagster.wait(run_id)
     assert ended.status == dg.DagsterRunStatus.FAILURE
     assert ended.tags[PREEMPTED_TAG] == "SIGUSR1"
