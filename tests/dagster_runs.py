@@ -7,6 +7,7 @@ from typing import Any
 import dagster as dg
 import psutil
 
+from assets.heartbeat import beats_of
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.spec import JobSpec
 from jobs.faults import LiveRun
@@ -56,11 +57,9 @@ def trained_to(dagster: LocalDagster, spec: JobSpec, *, step: int = 15) -> tuple
     live = LiveRun(spec.checkpoint.store, spec.run)
     run_id = dagster.launch("train_job", job_config(spec))
     wait_for_step(live, dagster, run_id, step)
-    supervisor = live.supervisor()
-    assert supervisor is not None
-    worker = supervisor.parent()
-    assert worker is not None
-    return run_id, [worker, supervisor, *supervisor.children(recursive=True)]
+    with dagster.instance() as instance:
+        worker = psutil.Process(beats_of(instance, [run_id])[run_id].pid)
+    return run_id, [worker, *worker.children(recursive=True)]
 
 
 def gone(processes: list[psutil.Process]) -> bool:

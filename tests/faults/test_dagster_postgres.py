@@ -8,10 +8,9 @@ import dagster as dg
 import pytest
 
 from dlac_pipeline.audit.audit import audit_run
-from jobs.faults import LiveRun
 from jobs.local_dagster import LocalDagster
 from tests.conftest import Arena
-from tests.dagster_runs import events_of, job_config, runs_that_recover, wait_for_step
+from tests.dagster_runs import events_of, runs_that_recover, trained_to
 from tests.postgres_server import needs_postgres, postgres
 
 pytestmark = [
@@ -29,13 +28,9 @@ def test_a_killed_run_heals_with_its_instance_in_postgresql(campaign: Arena) -> 
     with postgres() as address:
         dagster = LocalDagster(campaign.home, settings={"storage": {"postgres": {"postgres_url": address}}})
         spec = campaign.spec("postgres", pause_s=0.05)
-        live = LiveRun(spec.checkpoint.store, spec.run)
         with dagster.running() as daemon:
-            run_id = dagster.launch("train_job", job_config(spec))
-            wait_for_step(live, dagster, run_id, 15)
-            supervisor = live.supervisor()
-            worker = None if supervisor is None else supervisor.parent()
-            assert worker is not None
+            run_id, processes = trained_to(dagster, spec)
+            worker = processes[0]
             for process in (worker.parent(), worker):
                 assert process is not None
                 process.kill()
