@@ -168,6 +168,7 @@ def test_help_explains_every_command() -> None:
         assert f" {command} " in shown
 
 
+@pytest.mark.soak
 def test_a_bar_shows_where_a_person_waits_and_nowhere_else(arena: Arena) -> None:
     """`dlac verify` draws a bar on a terminal; a program that reads its standard error finds nothing there."""
     arena.table(appends=(300,))

@@ -71,6 +71,7 @@ def run(folder: Path, world_size: int, workers: int, **settings: Any) -> list[di
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(world_size)]
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("workers", [2, pytest.param(0, marks=pytest.mark.soak)])
 def test_ranks_read_a_streamed_dataset_together(lakehouse: Lakehouse, tmp_path: Path, workers: int) -> None:
     """Every rank has as many batches, empty ones at the end; their parts, counts and states are those of one rank."""
@@ -95,6 +96,7 @@ def test_ranks_read_a_streamed_dataset_together(lakehouse: Lakehouse, tmp_path: 
     assert list(open_dataset(lakehouse=lakehouse, state=said[0]["end"], **SETTINGS)) == []
 
 
+@pytest.mark.soak
 def test_a_rank_that_has_ended_goes_on_with_empty_batches(lakehouse: Lakehouse, tmp_path: Path) -> None:
     """Resumed one batch before the end, where some ranks have no sample left, and then behind the end, with workers."""
     alone = open_dataset(lakehouse=lakehouse, **SETTINGS)

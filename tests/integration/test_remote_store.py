@@ -183,6 +183,7 @@ def test_a_store_that_is_away_is_not_damage(arena: Arena, store: ObjectStore) ->
     assert arena.rows("r1", "quarantine") == []
 
 
+@pytest.mark.soak
 def test_dlac_verify_finds_the_store_of_a_run_that_was_launched_here(arena: Arena, store: ObjectStore) -> None:
     """Endpoint and credentials stand in the spec that the run was launched with, not in the lakehouse."""
     spec = remote(arena, store)

@@ -95,6 +95,7 @@ def test_a_new_branch_leaves_out_rows_and_both_are_exact(arena: Arena) -> None:
     assert (second["surviving"], second["why"], second["grew_from"]) == (True, "a loss spike", done.checkpoint_id)
 
 
+@pytest.mark.soak
 def test_an_abandoned_branch_can_be_taken_up_again(arena: Arena) -> None:
     """By the id of its checkpoint; what the branch that is left excluded counts no more, and every branch stays exact."""
     arena.table()
