@@ -188,6 +188,7 @@ def main() -> int:
             os.close(asked)
             os.close(told)
             return _become_rank(request, script, arguments)
+        _lead_a_group(pid)  # by both sides: whoever is told of the process may signal its group at once
         _tell(told, {"pid": pid})
     return 0
 
@@ -250,7 +251,7 @@ def _become_rank(request: dict[str, Any], script: str, arguments: list[str]) -> 
     """In the forked process, which goes on here as a new Python would."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    os.setpgid(0, 0)
+    _lead_a_group(os.getpid())
     with open(request["log"], "ab") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
@@ -259,6 +260,11 @@ def _become_rank(request: dict[str, Any], script: str, arguments: list[str]) -> 
     sys.argv = ["dlac_pipeline.rank", script, *arguments]
     rank.main()
     return 0
+
+
+def _lead_a_group(pid: int) -> None:
+    with suppress(PermissionError, ProcessLookupError):  # the other side has done it, or it is gone
+        os.setpgid(pid, pid)
 
 
 def _spawn(request: dict[str, Any], script: str, arguments: list[str]) -> int:
