@@ -197,13 +197,23 @@ def _import_ahead(script: Path) -> None:
     names = list(_MODULES)
     if not any(os.path.exists(device) for device in _ACCELERATORS):
         with suppress(OSError):
-            text = script.read_text(errors="replace")
-            names += [name for name in _HEAVY if f"import {name}" in text or f"from {name}" in text]
+            names += [name for name in _HEAVY if _names(_text_of(script), name)]
     for name in names:
         try:
             importlib.import_module(name)
         except Exception as err:  # the rank will meet it, where somebody reads it
             sys.stderr.write(f"{name} could not be imported ahead: {err}\n")
+
+
+def _text_of(script: Path) -> str:
+    """The script, and the modules beside it that it imports."""
+    text = script.read_text(errors="replace")
+    beside = [one for one in script.parent.glob("*.py") if _names(text, one.stem)]
+    return "\n".join([text, *(one.read_text(errors="replace") for one in beside)])
+
+
+def _names(text: str, module: str) -> bool:
+    return f"import {module}" in text or f"from {module}" in text
 
 
 def _forkable() -> bool:
