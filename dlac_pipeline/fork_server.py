@@ -180,6 +180,7 @@ def main() -> int:
     os.dup2(2, 1)  # libraries print
     _import_ahead(Path(script))
     forks = _forkable()
+    server = os.getpid()  # asked in the fork, it could be another's already
     gc.collect()
     gc.freeze()  # what is shared stays shared
     for request in _requests(asked, told):
@@ -187,7 +188,7 @@ def main() -> int:
         if pid == 0:
             os.close(asked)
             os.close(told)
-            return _become_rank(request, script, arguments)
+            return _become_rank(request, script, arguments, server)
         _lead_a_group(pid)  # by both sides: whoever is told of the process may signal its group at once
         _tell(told, {"pid": pid})
     return 0
@@ -257,7 +258,7 @@ def _tell(told: int, message: dict[str, Any]) -> None:
     os.write(told, json.dumps(message).encode() + b"\n")
 
 
-def _become_rank(request: dict[str, Any], script: str, arguments: list[str]) -> int:
+def _become_rank(request: dict[str, Any], script: str, arguments: list[str], server: int) -> int:
     """In the forked process, which goes on here as a new Python would."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -265,7 +266,7 @@ def _become_rank(request: dict[str, Any], script: str, arguments: list[str]) -> 
     with open(request["log"], "ab") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
-    os.environ |= {**request["place"], SUPERVISOR_VARIABLE: str(os.getppid())}
+    os.environ |= {**request["place"], SUPERVISOR_VARIABLE: str(server)}
     numpy.random.seed()
     sys.argv = ["dlac_pipeline.rank", script, *arguments]
     rank.main()

@@ -20,8 +20,8 @@ class LaunchSpec(BaseModel):
     world_size: int = Field(default=1, description="Number of ranks; divides the batch size.", ge=1)
     start: Literal["fork", "spawn"] = Field(
         default="fork",
-        description='"fork": ranks are forked from a process that has imported their libraries, so that a relaunch starts at '
-        'once; "spawn": each rank is a new Python.',
+        description='"fork": ranks are forked from a process that has imported their libraries, so that a relaunch does not '
+        'import them; "spawn": each rank is a new Python.',
     )
     env: dict[str, str] = Field(default_factory=dict, description="Environment variables set for the ranks.")
     grace_s: float = Field(

@@ -21,6 +21,8 @@ from dlac_pipeline.checkpoint.phases import Phases
 from dlac_pipeline.checkpoint.streamed import write_state
 
 _THREADS = 4
+_NICE = 10
+"""Of writing behind training: low, but not so low that a busy machine would never get to it."""
 
 
 class Sealer:
@@ -87,4 +89,4 @@ class Sealer:
 def _give_way() -> None:
     """Let the processor's other threads go first."""
     if sys.platform == "linux":  # elsewhere this would be the whole process
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), int(os.environ.get("DLAC_NICE", "10")))
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
