@@ -36,6 +36,7 @@ DlacError
 │   └── WorldSizeUnsupported  the saved state cannot be loaded by this number of ranks
 └── TrainingFailed            the ranks died
     ├── NoProgress            several attempts in a row committed nothing
+    ├── NodesMissing          fewer machines than the job wants came together
     └── Preempted             the ranks left at their deadline without a checkpoint
 """
 
@@ -228,6 +229,10 @@ class TrainingFailed(DlacError):
 
     exit_code = 72
     transient = True
+
+
+class NodesMissing(TrainingFailed):
+    """Fewer machines than the job wants came together in time."""
 
 
 class NoProgress(TrainingFailed):

@@ -1,4 +1,4 @@
-"""The ranks of one attempt as local processes: each in a process group of its own, none outliving its supervisor."""
+"""The ranks of one attempt on this machine, as processes: each in a process group of its own, none outliving its supervisor."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import math
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from dlac_pipeline.nodes.shares import Share
 from dlac_pipeline.progress import Phase, Progress, read_progress
 from dlac_pipeline.rank import LAUNCH_VARIABLE, SUPERVISOR_VARIABLE
 from dlac_pipeline.read.memory import ALLOCATOR_SETTINGS
@@ -106,45 +106,32 @@ def spawn_rank(spec: JobSpec, place: dict[str, str], log: Path) -> RankProcess:
 
 
 class RankGroup:
-    """The processes of one attempt; started on creation, by `starter` if there is one: a new Python each without it."""
+    """This machine's processes of one attempt; started on creation by `starter`: a new Python each, unless another is given."""
 
-    def __init__(self, spec: JobSpec, folder: Path, starter: Starter = spawn_rank) -> None:
+    def __init__(self, spec: JobSpec, folder: Path, share: Share, starter: Starter = spawn_rank) -> None:
         self.folder = folder
-        self.world_size = spec.launch.world_size
+        self.ranks = range(share.first_rank, share.first_rank + share.ranks)
         self.started_at = time.time()
-        port = _free_port()
-        self._processes = [
-            starter(spec, self._place(rank, port), _log_file(folder, rank)) for rank in range(self.world_size)
-        ]
+        self._processes = {
+            rank: starter(spec, _place_of(rank, share, folder), _log_file(folder, rank)) for rank in self.ranks
+        }
         self._undertaker = _start_undertaker()
         self._pids: list[int] = []
 
     @property
     def pids(self) -> list[int]:
-        """Process ids by rank; waits until all have started."""
+        """Process ids in the order of ranks; waits until all have started."""
         if not self._pids:
-            self._pids = [process.pid for process in self._processes]
+            self._pids = [process.pid for process in self._processes.values()]
             assert self._undertaker.stdin is not None
             with contextlib.suppress(BrokenPipeError):
                 self._undertaker.stdin.write(" ".join(map(str, self._pids)).encode() + b"\n")
                 self._undertaker.stdin.flush()
         return self._pids
 
-    def _place(self, rank: int, port: int) -> dict[str, str]:
-        """The environment in which the ranks differ, from each other and from other attempts."""
-        return {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(self.world_size),
-            "LOCAL_WORLD_SIZE": str(self.world_size),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            LAUNCH_VARIABLE: str(self.folder),
-        }
-
     def progress(self) -> list[Progress | None]:
-        """Last sign of life of each rank."""
-        return [read_progress(self.folder, rank) for rank in range(self.world_size)]
+        """Last sign of life of each rank, in their order."""
+        return [read_progress(self.folder, rank) for rank in self.ranks]
 
     def failures(self) -> list[Exit]:
         """Ranks that ended badly. One that died without a reason after all its work, while Python shut down, did not.
@@ -156,7 +143,7 @@ class RankGroup:
 
     def all_exited(self) -> bool:
         """Whether no rank is running."""
-        return all(process.poll() is not None for process in self._processes)
+        return all(process.poll() is not None for process in self._processes.values())
 
     def last_words(self, rank: int) -> dict[str, str]:
         """Where a rank's log is, and how it ends."""
@@ -170,21 +157,21 @@ class RankGroup:
     def end(self) -> None:
         """SIGKILL every rank's process group and wait until all are gone."""
         self._signal(signal.SIGKILL)
-        for process in self._processes:
+        for process in self._processes.values():
             process.wait()
         if self._undertaker.poll() is None:
             self._undertaker.communicate(b"done\n" if self._pids else b"\ndone\n")
 
     def _exits(self) -> list[Exit]:
         found = []
-        for rank, process in enumerate(self._processes):
+        for rank, process in self._processes.items():
             code = process.poll()
             if code is not None:
                 found.append(Exit(rank=rank, code=code, **self._reason(rank)))
         return found
 
     def _leaving(self) -> list[Exit]:
-        running = [rank for rank, process in enumerate(self._processes) if process.poll() is None]
+        running = [rank for rank, process in self._processes.items() if process.poll() is None]
         return [Exit(rank=rank, code=1, **reason) for rank in running if (reason := self._reason(rank))]
 
     def _reason(self, rank: int) -> dict[str, Any]:
@@ -201,7 +188,7 @@ class RankGroup:
         return progress is not None and progress.phase == Phase.DONE
 
     def _signal(self, number: signal.Signals) -> None:
-        for process in self._processes:
+        for process in self._processes.values():
             if process.poll() is None or number == signal.SIGKILL:
                 process.signal(number)
 
@@ -231,7 +218,15 @@ def _log_file(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank:05d}.log"
 
 
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+def _place_of(rank: int, share: Share, folder: Path) -> dict[str, str]:
+    """The environment in which the ranks differ, from each other and from other attempts; names as torchrun's."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank - share.first_rank),
+        "GROUP_RANK": str(share.node),
+        "WORLD_SIZE": str(share.world_size),
+        "LOCAL_WORLD_SIZE": str(share.ranks),
+        "MASTER_ADDR": share.address,
+        "MASTER_PORT": str(share.port),
+        LAUNCH_VARIABLE: str(folder),
+    }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class LaunchSpec(BaseModel):
@@ -17,7 +17,36 @@ class LaunchSpec(BaseModel):
         "folder in which Dagster was started: better absolute."
     )
     args: list[str] = Field(default_factory=list, description="Arguments of the script.")
-    world_size: int = Field(default=1, description="Number of ranks; divides the batch size.", ge=1)
+    world_size: int = Field(
+        default=1,
+        description="Number of ranks; divides the batch size. With `nodes` it is chosen, whatever stands here.",
+        ge=1,
+    )
+    nodes: str = Field(
+        default="",
+        description='Machines that train the run together: "4", or "2:4" for at least 2 and at most 4; each starts the same '
+        "command. An attempt has as many ranks as are there and divide the batch size. Empty: this machine, `world_size` ranks.",
+        pattern=r"^([1-9][0-9]*(:[1-9][0-9]*)?)?$",
+    )
+    nproc_per_node: int = Field(
+        default=0,
+        description="With `nodes`: ranks that this machine can take; 0: as many as it has accelerators, one without any.",
+        ge=0,
+    )
+    rendezvous: str = Field(
+        default="",
+        description="With several nodes: host:port at which they meet. The machine with that address serves it.",
+        pattern=r"^(\S+:[0-9]+)?$",
+    )
+    gather_timeout_s: float = Field(
+        default=600.0, description="Seconds until the least number of nodes must be there, also behind a failure.", gt=0
+    )
+    last_call_s: int = Field(
+        default=5, description="Seconds for which more nodes are waited for once the least number is there.", ge=1
+    )
+    node_timeout_s: int = Field(
+        default=15, description="Seconds without a sign of life of a node after which it is lost.", ge=3
+    )
     start: Literal["fork", "spawn"] = Field(
         default="fork",
         description='"fork": ranks are forked from a process that has imported their libraries, so that a relaunch does not '
@@ -82,6 +111,27 @@ class LaunchSpec(BaseModel):
     straggler_steps: int = Field(
         default=5, description="Steps in a row over which reading and computing are compared.", ge=1
     )
+
+    @model_validator(mode="after")
+    def _nodes_meet(self) -> LaunchSpec:
+        if self.min_nodes > self.max_nodes:
+            raise ValueError(f"expected nodes as least:most, found {self.nodes!r}: the least number is greater")
+        if self.max_nodes > 1 and not self.rendezvous:
+            raise ValueError(
+                f"expected launch.rendezvous = host:port, at which {self.nodes} nodes meet, found none: name one of them, with "
+                "a free port"
+            )
+        return self
+
+    @property
+    def min_nodes(self) -> int:
+        """The least number of machines."""
+        return int(self.nodes.partition(":")[0] or 1)
+
+    @property
+    def max_nodes(self) -> int:
+        """The greatest number of machines."""
+        return int(self.nodes.rpartition(":")[2] or 1)
 
     @property
     def leave_s(self) -> float:

@@ -119,12 +119,26 @@ def in_hand_file(folder: Path, rank: int) -> Path:
     return folder / f"in-hand-{rank:05d}"
 
 
+def read_record(folder: Path, rank: int) -> bytes:
+    """The rank's last record as it was written; empty: it wrote none."""
+    try:
+        return progress_file(folder, rank).read_bytes()
+    except FileNotFoundError:
+        return b""
+
+
+def write_record(folder: Path, rank: int, raw: bytes, *, later_s: float) -> None:
+    """Write down what a rank of another machine told, whose clock is so much behind this one's."""
+    step, phase, at, *rest = _RECORD.unpack(raw)
+    record = _RECORD.pack(step, phase, at + later_s, *rest)
+    temporary = progress_file(folder, rank).with_suffix(".new")
+    temporary.write_bytes(record)
+    temporary.rename(progress_file(folder, rank))
+
+
 def read_progress(folder: Path, rank: int) -> Progress | None:
     """The rank's last record, if it wrote one."""
-    try:
-        raw = progress_file(folder, rank).read_bytes()
-    except FileNotFoundError:
-        return None
+    raw = read_record(folder, rank)
     if len(raw) < _FIRST.size:
         return None
     if len(raw) < _RECORD.size:  # of an older version

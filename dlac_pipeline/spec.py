@@ -270,7 +270,7 @@ class JobSpec(_Section):
 
     @model_validator(mode="after")
     def _ranks_divide(self) -> JobSpec:
-        if self.order.batch_size % self.launch.world_size:
+        if not self.launch.nodes and self.order.batch_size % self.launch.world_size:
             raise ValueError(
                 f"batch_size {self.order.batch_size} is not a multiple of world_size {self.launch.world_size}: "
                 "every rank works on the same number of samples"

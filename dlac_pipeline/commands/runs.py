@@ -22,7 +22,7 @@ from dlac_pipeline.commands.shared import (
     show_facts,
     steps_bar,
 )
-from dlac_pipeline.spec import JobSpec
+from dlac_pipeline.spec import JobSpec, parse_spec
 from dlac_pipeline.watch import TrainingDisplay, watch_run
 
 app = typer.Typer()
@@ -77,12 +77,26 @@ def train(
         bool,
         typer.Option(help="Allow the spec to change weights, exclusions, batch size, passes or snapshot from here on."),
     ] = False,
+    nodes: Annotated[
+        str | None, typer.Option(help='Machines that train it together: "4", or "2:4" for 2 to 4.')
+    ] = None,
+    rendezvous: Annotated[str | None, typer.Option(help="host:port at which they meet.")] = None,
+    nproc_per_node: Annotated[
+        int | None, typer.Option(help="Ranks that this machine takes; 0: one per accelerator.")
+    ] = None,
 ) -> None:
-    """Train a run to its end; resumes it where its last committed checkpoint is. Ctrl-C stops it behind a checkpoint."""
-    job = resolved(spec, home)
-    if new_leg:
-        job = job.model_copy(update={"launch": job.launch.model_copy(update={"new_leg": True})})
+    """Train a run to its end; resumes it where its last committed checkpoint is. Ctrl-C stops it behind a checkpoint.
+
+    With --nodes the same command is started on each of them; one that gets SIGTERM leaves the run to the others.
+    """
+    asked = {"new_leg": new_leg or None, "nodes": nodes, "rendezvous": rendezvous, "nproc_per_node": nproc_per_node}
+    job = _with_launch(resolved(spec, home), {name: value for name, value in asked.items() if value is not None})
     _supervise(job, takeover=takeover, plan_ids=tuple(plan_id or ()), repin=True, wait_s=0.0)
+
+
+def _with_launch(job: JobSpec, asked: dict[str, object]) -> JobSpec:
+    """The job spec with settings of its launch replaced."""
+    return parse_spec({**job.model_dump(), "launch": {**job.launch.model_dump(), **asked}}, origin="the command line")
 
 
 @app.command()
@@ -127,8 +141,8 @@ def _supervise(job: JobSpec, *, takeover: bool, plan_ids: tuple[str, ...], repin
     with TrainingDisplay(OUT, job.run) as display:
         wish = Wish(plan_ids=plan_ids, repin=repin)
         supervisor = Supervisor(job, on_event=display.show, wish=wish, takeover=takeover, wait_s=wait_s)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: supervisor.stop())
+        signal.signal(signal.SIGINT, lambda *_: supervisor.stop())  # a person's
+        signal.signal(signal.SIGTERM, lambda *_: supervisor.leave())  # this machine's
         outcome = supervisor.run()
     OUT.print(
         f"run {job.run!r} {outcome.ending} at step {outcome.step} after {outcome.attempts} attempt(s)", markup=False

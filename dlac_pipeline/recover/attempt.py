@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import tenacity
 
@@ -25,10 +25,12 @@ from catalog.plans import get_plan
 from dlac_pipeline.checkpoint.store import storing
 from dlac_pipeline.launch import Exit, RankGroup, Starter
 from dlac_pipeline.launch_spec import LaunchSpec
+from dlac_pipeline.nodes.crew import RESUME, Crew
+from dlac_pipeline.nodes.fleet import LOST, Fleet
 from dlac_pipeline.plan.leg import Leg
-from dlac_pipeline.progress import Phase
+from dlac_pipeline.progress import Phase, Progress
 from dlac_pipeline.recover.coordinator import ResumePoint, new_nonce, take_over
-from dlac_pipeline.recover.incident import Failure, Incident, RecoveryOutcome, failure_of_attempt
+from dlac_pipeline.recover.incident import Failure, Incident, RecoveryOutcome, ended_on_purpose, failure_of_attempt
 from dlac_pipeline.recover.leg_choice import Wish
 from dlac_pipeline.recover.stragglers import Stragglers
 from dlac_pipeline.spec import JobSpec
@@ -39,14 +41,14 @@ HANG = "Hang"
 """Kind of the failure of a rank that gives no sign of life."""
 _PATIENCE_S = 180.0
 """How long a recovery waits for a catalog that is away."""
-_POLL_S = 0.05
+POLL_S = 0.05
 _STEP_EVENT_EVERY_S = 0.5
 _LEAVE_MARGIN_S = 2.0
 """What ranks get on top of their deadline: they keep it themselves, and say what was lost."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Launcher:
+class Supervision:
     """What all attempts of one supervisor have in common."""
 
     spec: JobSpec
@@ -55,7 +57,9 @@ class Launcher:
     """Starts the ranks."""
     on_event: Callable[[Event], None]
     stop: threading.Event
-    """Set when the run was asked to stop."""
+    """Set when the run was asked to stop, or this machine to leave it."""
+    leaves: threading.Event
+    """Set when only this machine was asked to leave."""
     noticed_by: str
     """Who saw the attempt fail that the first one replaces."""
     noticed_at: float
@@ -76,13 +80,23 @@ def waiting_for_catalog(*, recovering: bool) -> tenacity.Retrying:
     )
 
 
-class SupervisedAttempt:
-    """One attempt; `replaces` and `failure` name the one before it, and what that died of."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Regather:
+    """Ends an attempt behind a checkpoint, so that other machines can train the next one."""
 
-    def __init__(self, launcher: Launcher, *, wish: Wish, replaces: int | None, failure: Failure | None) -> None:
-        self._launcher = launcher
-        self._spec = launcher.spec
-        self._lakehouse = launcher.lakehouse
+    why: Failure
+
+
+class SupervisedAttempt:
+    """One attempt, led from here; `replaces` and `failure` name the one before it, and what that died of."""
+
+    def __init__(
+        self, supervision: Supervision, crew: Crew, *, wish: Wish, replaces: int | None, failure: Failure | None
+    ) -> None:
+        self._supervision = supervision
+        self._crew = crew
+        self._spec = spec_for(supervision.spec, crew)
+        self._lakehouse = supervision.lakehouse
         self._wish = wish
         self._replaces = replaces
         self._failure = failure
@@ -98,22 +112,23 @@ class SupervisedAttempt:
         self.leg: Leg | None = None
         self.step = 0
         self.committed = False
+        self._trains = False
         self._ending: Ending = "left"
+
+    @property
+    def others(self) -> list[int]:
+        """The other machines of this attempt."""
+        return self._crew.others
 
     @property
     def folder(self) -> Path:
         """The launch folder."""
         return self._folder
 
-    def run(self) -> Ending | Failure:
-        """The whole attempt. No rank is left when it returns or raises."""
-        with storing(self._folder):
-            self._folder.mkdir(parents=True)
-            (self._folder / "spec.json").write_text(self._spec.model_dump_json())
-        ranks = RankGroup(
-            self._spec, self._folder, self._launcher.starter
-        )  # they import their libraries while the run is claimed
-        try:
+    def run(self) -> Ending | Failure | Regather:
+        """The whole attempt. No rank of this machine is left when it returns or raises."""
+        ranks = Fleet(started(self._spec, self._folder, self._crew, self._supervision.starter), self._crew)
+        try:  # they import their libraries while the run is claimed
             point = self._take_over()
             self.number, self.step = point.attempt, point.step
             self.leg = leg = Leg.from_json(point.leg)
@@ -122,6 +137,7 @@ class SupervisedAttempt:
                 self._say({"event": "warning", "message": message})
             with storing(self._folder):
                 write_durably(self._folder / "resume.json", point.to_json().encode())
+            self._crew.tell(RESUME, json.loads(point.to_json()))
             self._say({"event": "attempt", "attempt": point.attempt, "step": point.step, "pids": ranks.pids})
             self._resumable_at = time.time()
             return self._watch(ranks)
@@ -138,7 +154,7 @@ class SupervisedAttempt:
             replaces=self._replaces,
             wish=self._wish,
             launch_folder=str(self._folder),
-            launched_by=self._launcher.launched_by,
+            launched_by=self._supervision.launched_by,
         )
         failure = self._failure
         if failure is None and point.replaces > 0:
@@ -146,17 +162,18 @@ class SupervisedAttempt:
             failure = failure_of_attempt(
                 rows,
                 point.replaces,
-                noticed_by=self._launcher.noticed_by,
-                noticed_at=self._launcher.noticed_at,
-                launched_at=self._launcher.launched_at,
+                noticed_by=self._supervision.noticed_by,
+                noticed_at=self._supervision.noticed_at,
+                launched_at=self._supervision.launched_at,
                 stopped_at=self._started_at,
             )
         if failure is not None:
             self._incident = Incident(self._spec, point, failure)
         return point
 
-    def _watch(self, ranks: RankGroup) -> Ending | Failure:
+    def _watch(self, ranks: Fleet) -> Ending | Failure | Regather:
         asked_at: float | None = None
+        grows = False
         while True:
             self._forward_events()
             self._follow_progress(ranks)
@@ -167,9 +184,12 @@ class SupervisedAttempt:
                 return self._failed(ranks, first_cause(failures))
             if ranks.all_exited():
                 self._forward_events()
-                return self._ending
+                return self._ended(ranks, grows=grows)
             now = time.time()
-            if self._launcher.stop.is_set() and asked_at is None:
+            if ranks.asked_to_stop:
+                self._supervision.stop.set()
+            grows = grows or (self._crew.could_grow and asked_at is None and self._trains)
+            if (self._supervision.stop.is_set() or grows) and asked_at is None:
                 asked_at = now
                 ranks.ask_to_stop()
             hung = silent_rank(ranks, self._resumable_at, self._spec.launch)
@@ -177,9 +197,17 @@ class SupervisedAttempt:
                 return self._failed(ranks, hung)
             if asked_at is not None and now > asked_at + self._spec.launch.leave_s + _LEAVE_MARGIN_S:
                 return self._failed(ranks, Exit(rank=0, code=1, message="still running after the grace period"))
-            time.sleep(_POLL_S)
+            time.sleep(POLL_S)
 
-    def _failed(self, ranks: RankGroup, cause: Exit) -> Failure:
+    def _ended(self, ranks: Fleet, *, grows: bool) -> Ending | Regather:
+        """How it has ended; where machines come or go and nobody has stopped the run, it goes on with those that are there."""
+        if self._ending != "stopped" or self._supervision.stop.is_set() or not (grows or ranks.leaving):
+            return self._ending
+        cause = "more nodes have come" if grows else f"leaving: node {', '.join(ranks.leaving)}"
+        self._say({"event": "regather", "cause": cause, "step": self.step})
+        return Regather(why=ended_on_purpose(cause, step=self.step))
+
+    def _failed(self, ranks: Fleet, cause: Exit) -> Failure:
         noticed_at = time.time()
         progress = [found for found in ranks.progress() if found is not None]
         last_step = max((found.step for found in progress), default=self.step)
@@ -208,7 +236,7 @@ class SupervisedAttempt:
             self._incident = None
         return failure
 
-    def _follow_progress(self, ranks: RankGroup) -> None:
+    def _follow_progress(self, ranks: Fleet) -> None:
         progress = ranks.progress()
         if any(found is None for found in progress):
             return
@@ -237,6 +265,7 @@ class SupervisedAttempt:
                 self.committed = True
             if event["event"] in ("finished", "stopped", "caught_up"):
                 self._ending = event["event"]
+            self._trains = self._trains or event["event"] == "training"
             self._say(event)
 
     def _new_events(self) -> Iterator[Event]:
@@ -251,10 +280,31 @@ class SupervisedAttempt:
                     yield json.loads(line)
 
     def _say(self, event: Event) -> None:
-        self._launcher.on_event({"run": self._spec.run, "attempt": self.number, **event})
+        self._supervision.on_event({"run": self._spec.run, "attempt": self.number, **event})
 
 
-def silent_rank(ranks: RankGroup, since: float, launch: LaunchSpec) -> Exit | None:
+def spec_for(spec: JobSpec, crew: Crew) -> JobSpec:
+    """The job spec with the number of ranks that the machines of an attempt have."""
+    launch = spec.launch.model_copy(update={"world_size": crew.share.world_size})
+    return spec.model_copy(update={"launch": launch})
+
+
+def started(spec: JobSpec, folder: Path, crew: Crew, starter: Starter) -> RankGroup:
+    """This machine's ranks, with a new launch folder."""
+    with storing(folder):
+        folder.mkdir(parents=True)
+        (folder / "spec.json").write_text(spec.model_dump_json())
+    return RankGroup(spec, folder, crew.share, starter)
+
+
+class Watched(Protocol):
+    """Ranks that give signs of life."""
+
+    def progress(self) -> list[Progress | None]:
+        """The last one of each rank."""
+
+
+def silent_rank(ranks: Watched, since: float, launch: LaunchSpec) -> Exit | None:
     """The rank that has been silent longest, if that is too long; what came before `since` does not count.
 
     While one of them starts or loads, the others may well wait for it: it is given its time.
@@ -275,9 +325,12 @@ def silent_rank(ranks: RankGroup, since: float, launch: LaunchSpec) -> Exit | No
 def first_cause(failures: list[Exit]) -> Exit:
     """The failure that explains the others: a named error that ends the run, a signal, else the first.
 
-    When one rank dies the others follow with errors of their broken connections, and may be gone before it is.
+    When one rank dies the others follow with errors of their broken connections, and may be gone before it is. So it is with all
+    ranks of a machine that is lost.
     """
-    failures = sorted(failures, key=lambda failure: failure.at)
+    failures = sorted(failures, key=lambda failure: (failure.kind != LOST, failure.at))
+    if failures[0].kind == LOST:
+        return failures[0]
     for failure in failures:
         kind = getattr(errors, failure.kind, None)
         if isinstance(kind, type) and issubclass(kind, DlacError):

@@ -101,6 +101,7 @@ def take_over(
         "host": socket.gethostname(),
         "local": spec.checkpoint.local,
         "launch_folder": launch_folder,
+        "rendezvous": spec.launch.rendezvous,
         "launched_by": launched_by,
         "plan_ids": [source.plan_id for source in leg.sources],
         **instead,
@@ -213,6 +214,11 @@ def launcher_of(rows: list[Row], attempt: int) -> str:
     """The orchestrator's run that launched an attempt, or the last before it that trains; empty if it was started by hand."""
     launches = [row["attempt"] for row in rows if row["kind"] == "claim" and not trains_nothing(row)]
     return _claim_detail(rows, max((each for each in launches if each <= attempt), default=0), "launched_by")
+
+
+def rendezvous_of(rows: list[Row], attempt: int) -> str:
+    """Where the machines of an attempt met; empty: it had one."""
+    return _claim_detail(rows, attempt, "rendezvous")
 
 
 def idle(rows: list[Row], attempt: int) -> bool:

@@ -51,6 +51,20 @@ class Failure:
     """What the error says besides, for programs."""
 
 
+def ended_on_purpose(cause: str, *, step: int) -> Failure:
+    """An attempt that ended just now, behind a checkpoint, so that others can train the next one."""
+    now = time.time()
+    return Failure(
+        cause=cause,
+        noticed_by="supervisor",
+        failed_at=now,
+        noticed_at=now,
+        launched_at=now,
+        stopped_at=now,
+        last_step=step,
+    )
+
+
 def failure_of_attempt(
     rows: list[Row], attempt: int, *, noticed_by: str, noticed_at: float, launched_at: float, stopped_at: float
 ) -> Failure | None:

@@ -23,6 +23,8 @@ from dlac_pipeline.checkpoint.config import config_digest
 from dlac_pipeline.checkpoint.restore import Restored, restore
 from dlac_pipeline.checkpoint.store import Tiers, tiers_of
 from dlac_pipeline.launch import RankGroup
+from dlac_pipeline.nodes.crew import free_port
+from dlac_pipeline.nodes.shares import Share
 from dlac_pipeline.plan.leg import Leg
 from dlac_pipeline.rank import REHEARSAL_VARIABLE
 from dlac_pipeline.recover.attempt import first_cause, silent_rank
@@ -257,7 +259,8 @@ def _replayed(spec: JobSpec, folder: Path, point: ResumePoint) -> dict[str, Any]
     launch.mkdir()
     (launch / "spec.json").write_text(spec.model_dump_json())
     write_durably(launch / "resume.json", point.to_json().encode())
-    ranks = RankGroup(spec, launch)
+    world_size = spec.launch.world_size
+    ranks = RankGroup(spec, launch, Share(world_size=world_size, ranks=world_size, port=free_port()))
     try:
         while not ranks.all_exited():
             _check_alive(ranks, spec)

@@ -5,10 +5,11 @@ In: a job spec. Out: events for whoever watches, a row in `recoveries` per recov
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TypeVar
@@ -21,6 +22,7 @@ from catalog.errors import (
     DataFileUnreadable,
     DlacError,
     LedgerError,
+    NodesMissing,
     NoProgress,
     Preempted,
     RunFinished,
@@ -32,10 +34,22 @@ from catalog.ledger import Ledger
 from catalog.plans import get_plan
 from dlac_pipeline.checkpoint.store import tiers_of
 from dlac_pipeline.fork_server import RankStarter
+from dlac_pipeline.nodes.crew import VERDICT, Crew
+from dlac_pipeline.nodes.fleet import LOST
+from dlac_pipeline.nodes.machines import Machines
 from dlac_pipeline.plan.leg import Leg
-from dlac_pipeline.recover.attempt import HANG, Ending, Event, Launcher, SupervisedAttempt, waiting_for_catalog
-from dlac_pipeline.recover.coordinator import attempts_without_progress
-from dlac_pipeline.recover.incident import Failure, gave_up
+from dlac_pipeline.recover.attempt import (
+    HANG,
+    Ending,
+    Event,
+    Regather,
+    SupervisedAttempt,
+    Supervision,
+    waiting_for_catalog,
+)
+from dlac_pipeline.recover.coordinator import attempts_without_progress, rendezvous_of
+from dlac_pipeline.recover.incident import Failure, ended_on_purpose, gave_up
+from dlac_pipeline.recover.led import LedAttempt, Verdict
 from dlac_pipeline.recover.leg_choice import RESUME, Wish
 from dlac_pipeline.recover.run_lock import run_lock
 from dlac_pipeline.recover.same_rows import Deaths, rows_in_hand
@@ -60,7 +74,7 @@ class Outcome:
 
 
 class Supervisor:
-    """Runs a job to its end, through as many attempts as it takes."""
+    """Runs a job to its end, through as many attempts as it takes; with several nodes, one on each."""
 
     def __init__(
         self,
@@ -82,14 +96,25 @@ class Supervisor:
         self._spec = spec
         self._on_event = on_event
         self._wish = wish
-        self._replaces = replaces
         self._takeover = takeover
         self._wait_s = wait_s
         self._noticed_by = noticed_by
         self._stop = threading.Event()
+        self._leaves = threading.Event()
+        self._replaces = replaces
+        self._failure: Failure | None = None
+        self._attempts, self._fruitless = 0, 0
+        self._deaths = Deaths(spec.launch.deaths_at_same_rows)
+        self._lock = ExitStack()
+        self._holds_lock = False
 
     def stop(self) -> None:
         """Ask for an orderly end: checkpoint, then leave, within the grace period. Safe from signal handlers."""
+        self._stop.set()
+
+    def leave(self) -> None:
+        """The same, while the run goes on without this machine if there are enough others."""
+        self._leaves.set()
         self._stop.set()
 
     def run(self) -> Outcome:
@@ -98,6 +123,7 @@ class Supervisor:
         Raises:
             SpecInvalid: the training script is not there.
             RunBusy: another launch is alive and `takeover` was not asked for.
+            NodesMissing: fewer machines came together than the job spec wants.
             NoProgress: attempt after attempt committed nothing.
             DlacError: what a rank died of, when another attempt would meet it again.
         """
@@ -108,19 +134,129 @@ class Supervisor:
             )
         tiers_of(spec).check_writable()
         lakehouse = self._patiently(connect, spec.lakehouse)
-        replaces = self._checked_target(lakehouse)
-        starter = RankStarter()
-        launcher = Launcher(
-            spec=spec,
-            lakehouse=lakehouse,
-            starter=starter,
-            on_event=self._on_event,
-            stop=self._stop,
-            noticed_by=self._noticed_by,
-            noticed_at=self._noticed_at,
-            launched_at=self._launched_at,
-            launched_by=self._launched_by,
-        )
+        with closing(Machines(spec)) as machines, closing(RankStarter()) as starter, self._lock:
+            supervision = Supervision(
+                spec=spec,
+                lakehouse=lakehouse,
+                starter=starter,
+                on_event=self._on_event,
+                stop=self._stop,
+                leaves=self._leaves,
+                noticed_by=self._noticed_by,
+                noticed_at=self._noticed_at,
+                launched_at=self._launched_at,
+                launched_by=self._launched_by,
+            )
+            while True:
+                crew = self._gathered(machines, lakehouse)
+                if crew is None:
+                    return Outcome(ending="stopped", attempts=self._attempts, step=0)
+                with crew:
+                    outcome = self._lead(supervision, crew) if crew.leads else self._be_led(supervision, crew)
+                    if outcome is not None:
+                        return outcome
+                    if crew.cut_off:
+                        machines.cut_off()
+
+    def _gathered(self, machines: Machines, lakehouse: Lakehouse) -> Crew | None:
+        """The machines of the next attempt; None: told to stop meanwhile."""
+        try:
+            return machines.gather(self._replaces or 0, self._stop)
+        except NodesMissing:
+            if self._failure is not None and self._replaces is not None and self._holds_lock:
+                self._record_gave_up(lakehouse, self._failure, self._replaces)
+            raise
+
+    def _lead(self, supervision: Supervision, crew: Crew) -> Outcome | None:
+        """An attempt, and what is decided of it for all its machines; None: another one follows."""
+        try:
+            self._hold_lock(supervision.lakehouse)
+            attempt = SupervisedAttempt(
+                supervision, crew, wish=self._wish, replaces=self._replaces, failure=self._failure
+            )
+            self._attempts += 1
+            verdict = self._decided(supervision.lakehouse, attempt)
+        except DlacError as err:
+            crew.tell(VERDICT, Verdict(error=(type(err).__name__, str(err))).words())
+            crew.part()
+            raise
+        crew.tell(VERDICT, verdict.words())
+        if verdict.again is None:
+            crew.part()
+        elif not self._stop.is_set():
+            return None
+        return Outcome(ending=verdict.ending or "stopped", attempts=self._attempts, step=verdict.step)
+
+    def _be_led(self, supervision: Supervision, crew: Crew) -> Outcome | None:
+        """An attempt that another machine leads, and decides; None: another one follows."""
+        self._lock.close()
+        self._holds_lock = False
+        self._attempts += 1
+        verdict = LedAttempt(supervision, crew, attempt=self._replaces or 0).run()
+        self._replaces = verdict.attempt or self._replaces
+        self._failure = verdict.again
+        if verdict.again is None:
+            crew.part()
+        if verdict.error is not None:
+            kind, message = verdict.error
+            raise getattr(errors, kind)(message)
+        if verdict.again is not None and not self._stop.is_set():
+            return None
+        return Outcome(ending=verdict.ending or "stopped", attempts=self._attempts, step=verdict.step)
+
+    def _decided(self, lakehouse: Lakehouse, attempt: SupervisedAttempt) -> Verdict:
+        """Run an attempt, and decide whether another one follows.
+
+        Raises:
+            NoProgress: none does, for attempt after attempt has committed nothing.
+            DlacError: none does, for it would end as this one.
+        """
+        try:
+            ending = attempt.run()
+        except RunFinished as err:
+            ending = self._finished_before(err)
+        if isinstance(ending, str):
+            if ending == "stopped" and self._leaves.is_set() and attempt.others:
+                left = ended_on_purpose(f"leaving: node {socket.gethostname()}", step=attempt.step)
+                return Verdict(again=left, attempt=attempt.number, step=attempt.step)
+            return Verdict(ending=ending, attempt=attempt.number, step=attempt.step)
+        self._replaces = attempt.number
+        if isinstance(ending, Regather):
+            self._failure, self._fruitless = ending.why, 0
+        else:
+            self._failure = ending
+            self._judge(lakehouse, attempt, ending)
+        return Verdict(again=self._failure, attempt=attempt.number, step=attempt.step)
+
+    def _finished_before(self, err: RunFinished) -> Ending:
+        """The run had ended when it was to be claimed again: the attempt that failed had committed everything."""
+        if self._failure is None:
+            raise err
+        if self._failure.kind not in ("", HANG, LOST):
+            raise TrainingFailed(f"the run is finished, but its script failed afterwards: {self._failure.cause}")
+        return "finished"
+
+    def _judge(self, lakehouse: Lakehouse, attempt: SupervisedAttempt, failure: Failure) -> None:
+        """Raise if no attempt is to follow this failure; else have the next one leave out what it must."""
+        limit = self._spec.launch.attempts_without_progress
+        self._fruitless = 0 if attempt.committed else self._fruitless + 1
+        self._raise_if_final(failure)
+        if self._left_out(lakehouse, failure, attempt.leg):
+            self._fruitless = 0
+        elif self._deaths.died(failure, committed=attempt.committed):
+            self._quarantine(lakehouse, failure, attempt)
+            self._fruitless = 0
+        if self._fruitless >= limit:  # a commit can land and its event be lost
+            counted = attempts_without_progress(Ledger(lakehouse).rows(self._spec.run))
+            self._fruitless = min(self._fruitless, counted)
+        if self._fruitless >= limit and not (self._deaths.undecided and self._deaths.count >= self._fruitless):
+            self._give_up(lakehouse, failure, attempt.number)
+
+    def _hold_lock(self, lakehouse: Lakehouse) -> None:
+        """Refuse, or replace, another launch of the run on this machine; held until another machine leads."""
+        if self._holds_lock:
+            return
+        spec, replaces = self._spec, self._checked_target(lakehouse)
         lock = run_lock(
             spec.checkpoint.local,
             spec.run,
@@ -128,40 +264,8 @@ class Supervisor:
             takeover=self._takeover,
             may_replace=lambda: _check_current(lakehouse, spec.run, replaces),
         )
-        with lock, closing(starter):
-            fruitless, attempts = 0, 0
-            deaths = Deaths(spec.launch.deaths_at_same_rows)
-            failure: Failure | None = None
-            ending: Ending | Failure
-            while True:
-                attempts += 1
-                attempt = SupervisedAttempt(launcher, wish=self._wish, replaces=replaces, failure=failure)
-                try:
-                    ending = attempt.run()
-                except RunFinished:
-                    if failure is None:
-                        raise
-                    if failure.kind not in ("", HANG):
-                        raise TrainingFailed(
-                            f"the run is finished, but its script failed afterwards: {failure.cause}"
-                        ) from None
-                    ending = "finished"  # the attempt that failed had committed everything
-                if isinstance(ending, str):
-                    return Outcome(ending=ending, attempts=attempts, step=attempt.step)
-                replaces, failure = attempt.number, ending
-                fruitless = 0 if attempt.committed else fruitless + 1
-                self._raise_if_final(ending)
-                if self._left_out(lakehouse, ending, attempt.leg):
-                    fruitless = 0
-                elif deaths.died(ending, committed=attempt.committed):
-                    self._quarantine(lakehouse, ending, attempt)
-                    fruitless = 0
-                if fruitless >= spec.launch.attempts_without_progress:  # a commit can land and its event be lost
-                    fruitless = min(fruitless, attempts_without_progress(Ledger(lakehouse).rows(spec.run)))
-                if fruitless >= spec.launch.attempts_without_progress and not (
-                    deaths.undecided and deaths.count >= fruitless
-                ):
-                    self._give_up(lakehouse, ending, fruitless, attempt.number)
+        self._lock.enter_context(lock)
+        self._replaces, self._holds_lock = replaces, True
 
     def _left_out(self, lakehouse: Lakehouse, failure: Failure, leg: Leg | None) -> bool:
         """Whether the attempt died on a row group that the next one leaves out.
@@ -181,8 +285,12 @@ class Supervisor:
         return True
 
     def _checked_target(self, lakehouse: Lakehouse) -> int | None:
-        """The attempt that is replaced, fixed before waiting for anybody: who comes second steps aside, and fences nobody."""
-        state = self._patiently(Ledger(lakehouse).state, self._spec.run)
+        """The attempt that is replaced, fixed before waiting for anybody: who comes second steps aside, and fences nobody.
+
+        One that another machine of this rendezvous has claimed and told nobody of is this machine's to replace.
+        """
+        ledger = Ledger(lakehouse)
+        state = self._patiently(ledger.state, self._spec.run)
         if state.finished:
             raise RunFinished(
                 f"run {self._spec.run!r} is finished at checkpoint {state.fence.head!r} and takes no more attempts"
@@ -190,6 +298,9 @@ class Supervisor:
         for plan_id in self._wish.plan_ids:
             get_plan(lakehouse, plan_id)
         target = state.fence.attempt if self._takeover and self._replaces is None else self._replaces
+        meets = self._spec.launch.rendezvous
+        if target is not None and meets and meets == rendezvous_of(ledger.rows(self._spec.run), state.fence.attempt):
+            target = state.fence.attempt
         _check_current(lakehouse, self._spec.run, target)
         return target
 
@@ -218,15 +329,18 @@ class Supervisor:
                 f"the ranks did not leave within {self._spec.launch.leave_s:.0f} s when asked: {failure.cause}"
             )
 
-    def _give_up(self, lakehouse: Lakehouse, failure: Failure, fruitless: int, attempt: int) -> None:
+    def _give_up(self, lakehouse: Lakehouse, failure: Failure, attempt: int) -> None:
+        self._record_gave_up(lakehouse, failure, attempt)
+        raise NoProgress(
+            f"{self._fruitless} attempts in a row of run {self._spec.run!r} committed nothing; the last one: {failure.cause}; "
+            "read its logs, mend the cause, then train again"
+        )
+
+    def _record_gave_up(self, lakehouse: Lakehouse, failure: Failure, attempt: int) -> None:
         try:
             gave_up(lakehouse, self._spec.run, attempt, failure)
         except DlacError as err:
             self._on_event({"run": self._spec.run, "event": "warning", "message": f"giving up was not recorded: {err}"})
-        raise NoProgress(
-            f"{fruitless} attempts in a row of run {self._spec.run!r} committed nothing; the last one: {failure.cause}; "
-            "read its logs, mend the cause, then train again"
-        )
 
 
 def _check_current(lakehouse: Lakehouse, run: str, attempt: int | None) -> None:

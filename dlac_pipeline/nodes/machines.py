@@ -1,0 +1,76 @@
+"""Gathers the machines that train a run, attempt after attempt: those that are there, within what the job spec wants."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from typing import TYPE_CHECKING
+
+from dlac_pipeline.launch_spec import LaunchSpec
+from dlac_pipeline.nodes.crew import Crew, agreed, free_port
+from dlac_pipeline.nodes.shares import Offer, Share, usable_ranks
+from dlac_pipeline.spec import JobSpec
+
+if TYPE_CHECKING:
+    from dlac_pipeline.nodes.rendezvous import Rendezvous
+
+
+class Machines:
+    """Of one job; without `launch.nodes` it is this machine alone."""
+
+    def __init__(self, spec: JobSpec) -> None:
+        self._launch = spec.launch
+        self._batch_size = spec.order.batch_size
+        self._rendezvous: Rendezvous | None = None
+        if spec.launch.max_nodes > 1:
+            from dlac_pipeline.nodes.rendezvous import Rendezvous
+
+            self._rendezvous = Rendezvous(spec.launch, spec.run)
+
+    def gather(self, attempt: int, stop: threading.Event) -> Crew | None:
+        """Those that are there for the next attempt; None: told to stop meanwhile.
+
+        `attempt` is the last one of the run that this machine has heard of.
+
+        Raises:
+            NodesMissing: there are too few.
+        """
+        if self._rendezvous is None:
+            ranks = _ranks_alone(self._launch, self._batch_size)
+            return Crew(Share(world_size=ranks, ranks=ranks, port=free_port()))
+        while not stop.is_set():
+            met = self._rendezvous.join(stop)
+            if met is None:
+                break
+            offer = Offer(
+                host=socket.gethostname(),
+                address=self._rendezvous.address,
+                ranks=_ranks_here(self._launch),
+                attempt=attempt,
+            )
+            crew = agreed(met, offer, batch_size=self._batch_size, patience_s=self._launch.node_timeout_s)
+            if crew is not None:
+                return crew
+        return None
+
+    def cut_off(self) -> None:
+        """Meet through another connection the next time."""
+        if self._rendezvous is not None:
+            self._rendezvous.forget()
+
+    def close(self) -> None:
+        """Take no part any more."""
+        if self._rendezvous is not None:
+            self._rendezvous.leave()
+
+
+def _ranks_alone(launch: LaunchSpec, batch_size: int) -> int:
+    return usable_ranks(batch_size, _ranks_here(launch)) if launch.nodes else launch.world_size
+
+
+def _ranks_here(launch: LaunchSpec) -> int:
+    if launch.nproc_per_node:
+        return launch.nproc_per_node
+    import torch
+
+    return torch.accelerator.device_count() or 1
