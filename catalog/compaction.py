@@ -21,6 +21,7 @@ from pyiceberg.table import FileScanTask, Table
 from catalog.connect import Lakehouse, reachable
 from catalog.expiry import expire_in
 from catalog.retrying import overtaken, rereading, retrying
+from catalog.transactions import LeanTransaction
 
 SMALL_BYTES = 16 * 2**20
 """A data file that is smaller is merged with others of its partition."""
@@ -101,7 +102,7 @@ def _rewrite(table: Table, tasks: Sequence[FileScanTask]) -> Merged:
     if "seq" in rows.column_names:
         rows = rows.sort_by("seq")  # stable: the rows of one append stay in their order
     files = list(_dataframe_to_data_files(table.metadata, rows, table.io))
-    with table.transaction() as transaction:
+    with LeanTransaction(table) as transaction:
         with transaction.update_snapshot(snapshot_properties={"dlac.upkeep": "compaction"}).overwrite() as overwrite:
             for task in tasks:
                 overwrite.delete_data_file(task.file)

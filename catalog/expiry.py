@@ -1,6 +1,6 @@
 """Snapshots of DLAC's own tables that nobody needs are expired by the appends themselves, so that no commit grows slower.
 
-pyiceberg copies a table's metadata some twenty times per commit, and every retained snapshot is part of it. So each append
+Each commit copies, writes and reads a table's whole metadata, and every retained snapshot is part of it. So each append
 also expires, in its own transaction, what it pushes out of the newest `KEEP_SNAPSHOTS`: nothing to schedule, nothing that
 could be half done. What a branch or a tag names stays. Expiry deletes no file: that is for catalog/orphans.py.
 """
@@ -14,6 +14,7 @@ from pyiceberg.table.update.snapshot import ExpireSnapshots
 
 from catalog.connect import Lakehouse, reachable
 from catalog.retrying import retrying
+from catalog.transactions import LeanTransaction
 
 KEEP_SNAPSHOTS = 20
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
@@ -30,7 +31,7 @@ def expire(lakehouse: Lakehouse, name: str, *, keep: int = KEEP_SNAPSHOTS) -> in
     def once() -> int:
         table = lakehouse.own(name)
         before = len(table.metadata.snapshots)
-        with reachable(lakehouse.config.uri), table.transaction() as transaction:
+        with reachable(lakehouse.config.uri), LeanTransaction(table) as transaction:
             expire_in(transaction, keep=keep)
         return before - len(table.metadata.snapshots)
 
@@ -39,7 +40,7 @@ def expire(lakehouse: Lakehouse, name: str, *, keep: int = KEEP_SNAPSHOTS) -> in
 
 def expire_in(transaction: Transaction, *, keep: int = KEEP_SNAPSHOTS) -> None:
     """Have `transaction` expire all snapshots but the newest `keep`, and those that a branch or a tag names."""
-    metadata = transaction.table_metadata  # a copy each time it is asked for
+    metadata = transaction.table_metadata
     named = {ref.snapshot_id for ref in metadata.refs.values()}
     newest_first = sorted(metadata.snapshots, key=lambda each: each.sequence_number or 0, reverse=True)
     if {each.snapshot_id for each in newest_first[keep:]} <= named:

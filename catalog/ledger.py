@@ -23,6 +23,7 @@ from catalog.errors import CatalogUnreachable, CommitConflict, CommitOutcomeUnkn
 from catalog.expiry import expire_in
 from catalog.retrying import overtaken, rereading, retrying
 from catalog.schemas import CONSUMPTION, FORMAT_VERSION
+from catalog.transactions import LeanTransaction
 
 Row = dict[str, Any]
 T = TypeVar("T")
@@ -224,7 +225,7 @@ class Ledger:
             return state
         arrow = pa.Table.from_pylist([_complete(row, run, wanted.fence) for row in wanted.rows], schema=_ARROW)
         try:
-            with reachable(self.lakehouse.config.uri), overtaken(), state.table.transaction() as transaction:
+            with reachable(self.lakehouse.config.uri), overtaken(), LeanTransaction(state.table) as transaction:
                 transaction.append(arrow, snapshot_properties={"dlac.run": run, "dlac.seq": str(wanted.fence.seq)})
                 if wanted.finished:
                     if _property(run) in state.table.properties:

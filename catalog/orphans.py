@@ -19,6 +19,7 @@ from pyiceberg.table import Table
 from catalog.connect import Lakehouse, reachable
 from catalog.errors import LakehouseError
 from catalog.retrying import retrying
+from catalog.transactions import LeanTransaction
 
 _METADATA = ".metadata.json"
 
@@ -63,7 +64,7 @@ def _move_main(lakehouse: Lakehouse, name: str) -> None:
 
     def once() -> None:
         table = lakehouse.own(name)
-        with table.transaction() as transaction:
+        with LeanTransaction(table) as transaction:
             transaction.update_snapshot(snapshot_properties={"dlac.upkeep": "orphans"}).fast_append().commit()
 
     retrying()(once)

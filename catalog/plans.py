@@ -20,6 +20,7 @@ from catalog.errors import FormatTooNew, LakehouseError, SpecInvalid
 from catalog.expiry import expire_in
 from catalog.retrying import overtaken, rereading, retrying
 from catalog.schemas import FORMAT_VERSION, PLANS, SLICES, WORK_UNITS
+from catalog.transactions import LeanTransaction
 
 WORK_UNITS_ARROW = schema_to_pyarrow(WORK_UNITS, include_field_ids=False)
 SLICES_ARROW = schema_to_pyarrow(SLICES, include_field_ids=False)
@@ -121,7 +122,7 @@ def append_own(lakehouse: Lakehouse, name: str, rows: pa.Table, *, unless: Calla
         table = lakehouse.own(name)  # loaded before the look: what lands after it makes this append fail
         if unless():
             return
-        with reachable(lakehouse.config.uri), overtaken(), table.transaction() as transaction:
+        with reachable(lakehouse.config.uri), overtaken(), LeanTransaction(table) as transaction:
             transaction.append(rows)
             expire_in(transaction)
 

@@ -63,6 +63,7 @@ def test_a_coordinator_killed_around_a_commit(campaign: Arena, moment: str, resu
     assert (first["step"], second["step"]) == (0, resumed_at)
 
 
+@pytest.mark.soak
 def test_a_stalled_commit_holds_the_next_checkpoint_back(campaign: Arena) -> None:
     """One checkpoint is in flight: training waits at the next one instead of piling copies up, and loses nothing."""
     run = "asynchronous-slow"

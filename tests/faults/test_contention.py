@@ -112,6 +112,7 @@ def catalog_uri(request: pytest.FixtureRequest) -> Iterator[str]:
         yield address
 
 
+@pytest.mark.soak
 def test_runs_commit_while_upkeep_never_stops(tmp_path: Path, start: Start, catalog_uri: str) -> None:
     """Three runs and endless upkeep at one ledger: everything that was answered is there, once, in order, and whole."""
     home, stop = str(tmp_path / "home"), tmp_path / "stop"
@@ -137,7 +138,7 @@ def test_runs_commit_while_upkeep_never_stops(tmp_path: Path, start: Start, cata
 
 def test_the_first_commits_of_several_runs_race_to_make_the_tables(tmp_path: Path, start: Start) -> None:
     """In an empty lakehouse all processes end up at the same ledger, and none loses its rows; again and again."""
-    times, runs = 8, ("a", "b", "c")
+    times, runs = 3, ("a", "b", "c")
     for each in range(times):
         (tmp_path / f"{each}").mkdir()
     racers = [start("first", home=str(tmp_path), run=run, times=times, processes=len(runs)) for run in runs]
@@ -148,7 +149,9 @@ def test_the_first_commits_of_several_runs_race_to_make_the_tables(tmp_path: Pat
         assert {run: len(rows) for run, rows in found.items()} == dict.fromkeys(runs, 4)
 
 
-@pytest.mark.parametrize("meanwhile", ["a claim", "a claim, many commits and upkeep"])
+@pytest.mark.parametrize(
+    "meanwhile", ["a claim", pytest.param("a claim, many commits and upkeep", marks=pytest.mark.soak)]
+)
 def test_a_delayed_commit_arrives_behind_a_claim(tmp_path: Path, start: Start, meanwhile: str) -> None:
     """The commit was built and stood still while a recovery claimed the run: it is refused, and leaves nothing."""
     lakehouse = connect(LakehouseConfig().at_home(tmp_path / "home"))

@@ -37,6 +37,7 @@ def test_a_script_that_always_fails_ends_without_progress(campaign: Arena) -> No
     assert sorted(outcomes) == [(2, "failed again"), (3, "failed again"), (3, "gave up")]
 
 
+@pytest.mark.soak
 def test_the_cause_is_told_although_its_rank_is_the_last_to_leave(campaign: Arena) -> None:
     """The rank whose connection broke is gone first; the failure names the rank that failed, and of what."""
     launch = campaign.launch(

@@ -83,6 +83,7 @@ def test_a_reader_that_waits_for_a_dead_store_is_found(arena: Arena, store: Obje
     assert launch.of("ended")[0]["ending"] == "finished"
 
 
+@pytest.mark.soak
 def test_a_slow_rank_is_named_with_its_phase(campaign: Arena) -> None:
     """Its forward parts take longer; the other rank's steps are as long, as it waits, and is not named."""
     settings: dict[str, Any] = {"straggler_steps": 3, "straggler_s": 0.1, "steps": 12, "slow_rank": 1, "slow_s": 0.2}

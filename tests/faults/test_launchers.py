@@ -101,14 +101,15 @@ def check_left_and_finish(campaign: Arena, launcher: str, run: str, notice: str)
     assert campaign.rows(run, "finish")
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("launcher", "to", "number", "notice"),
     [
-        pytest.param("torchrun", "launcher", signal.SIGTERM, "SIGTERM"),
-        pytest.param("torchrun", "rank", signal.SIGUSR1, "SIGUSR1", marks=pytest.mark.soak),
-        pytest.param("torchrun", "launcher", signal.SIGKILL, "launcher", marks=pytest.mark.soak),
-        pytest.param("deepspeed", "rank", signal.SIGTERM, "SIGTERM", marks=pytest.mark.soak),
-        pytest.param("deepspeed", "launcher", signal.SIGTERM, "launcher", marks=pytest.mark.soak),
+        ("torchrun", "launcher", signal.SIGTERM, "SIGTERM"),
+        ("torchrun", "rank", signal.SIGUSR1, "SIGUSR1"),
+        ("torchrun", "launcher", signal.SIGKILL, "launcher"),
+        ("deepspeed", "rank", signal.SIGTERM, "SIGTERM"),
+        ("deepspeed", "launcher", signal.SIGTERM, "launcher"),
     ],
 )
 def test_a_signal_leads_to_an_emergency_checkpoint(

@@ -12,6 +12,7 @@ import pytest
 from tests.conftest import Arena, wait_until
 
 
+@pytest.mark.soak
 def test_a_failure_after_the_last_batch_is_told(campaign: Arena) -> None:
     """The run is finished in the ledger, and the launch ends with what the script died of, not with success."""
     launch = campaign.launch(campaign.spec("afterwards", "fails_afterwards.py", passes=1, world_size=1))

@@ -94,6 +94,7 @@ def test_what_to_keep_is_said_where_nothing_can_be_rehearsed(arena: Arena) -> No
         rehearse(arena.lakehouse, "r", spec=spec)
 
 
+@pytest.mark.soak
 def test_a_live_run_is_watched_and_rehearsed_and_trains_on(campaign: Arena) -> None:
     """Beside a run that trains: the facts move, the rehearsal is identical, and the run's batches are the undisturbed run's."""
     launch = campaign.launch(campaign.spec("watched", pause_s=0.15))

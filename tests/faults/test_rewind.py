@@ -21,6 +21,7 @@ def recorded(arena: Arena, run: str, head: str | None = None) -> list[int]:
     return sorted(row for rows in arena.recorded(run, head).values() for row in rows)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("moment", ["before", pytest.param("after", marks=pytest.mark.soak)])
 def test_killed_behind_a_rewind(campaign: Arena, moment: str) -> None:
     """Whenever it is killed, the run stays on the new branch; both branches agree with the journal; the zombie never commits."""

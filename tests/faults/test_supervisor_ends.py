@@ -5,6 +5,7 @@ import signal
 from typing import TYPE_CHECKING
 
 import psutil
+import pytest
 
 if TYPE_CHECKING:
     from tests.conftest import Arena, Launch
@@ -56,6 +57,7 @@ def test_a_stop_is_a_checkpoint_and_an_orderly_end(campaign: Arena) -> None:
     assert again.of("attempt")[0]["step"] == ended["step"]
 
 
+@pytest.mark.soak
 def test_the_death_of_the_orchestrator_is_a_stop(campaign: Arena) -> None:
     """When its standard input ends, the run checkpoints and leaves; also if it takes a checkpoint at every step."""
     run = "orphaned"
@@ -69,6 +71,7 @@ def test_the_death_of_the_orchestrator_is_a_stop(campaign: Arena) -> None:
     assert campaign.lineage(run)[-1]["step"] == launch.of("ended")[0]["step"] < 125
 
 
+@pytest.mark.soak
 def test_a_stop_while_starting_is_an_orderly_end(campaign: Arena) -> None:
     """Asked to stop before a rank can listen, the launch ends as stopped; there is nothing to lose."""
     run = "stopped-while-starting"

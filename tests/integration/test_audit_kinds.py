@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from collections.abc import Callable
+from functools import cache
 
 import duckdb
 import pytest
@@ -12,6 +13,8 @@ from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.audit.explain import explain_sql
 from dlac_pipeline.audit.lakehouse_sql import open_audit, rows_of
 from tests.integration.audit_runs import KINDS, TABLES, Workshop, tokens_of, trained
+
+Opened = Callable[[str], duckdb.DuckDBPyConnection]
 
 
 @pytest.fixture(params=sorted(KINDS))
@@ -22,11 +25,17 @@ def run(request: pytest.FixtureRequest, workshop: Workshop) -> str:
     return name
 
 
-def opened(workshop: Workshop, run: str) -> duckdb.DuckDBPyConnection:
-    """An audit connection for a run, with source_rows."""
-    connection = open_audit(workshop.lakehouse, run=run)
-    workshop.row_ids(connection, *TABLES[KINDS[run]])
-    return connection
+@pytest.fixture(scope="session")
+def opened(workshop: Workshop) -> Opened:
+    """Gives the audit connection of a run, with source_rows; made once, as no test changes these runs."""
+
+    @cache
+    def connection_of(run: str) -> duckdb.DuckDBPyConnection:
+        connection = open_audit(workshop.lakehouse, run=trained(workshop, run))
+        workshop.row_ids(connection, *TABLES[KINDS[run]])
+        return connection
+
+    return connection_of
 
 
 def items_of(run: str, row_id: int) -> int:
@@ -64,15 +73,15 @@ def test_the_audit_is_exact_and_counts_what_the_tensors_held(workshop: Workshop,
         assert report.rows_filtered == sum(row_id % 3 == 0 and row_id % 50 != 7 for row_id in ids)
 
 
-def test_consumed_and_touched_agree_with_the_tensors(workshop: Workshop, run: str) -> None:
+def test_consumed_and_touched_agree_with_the_tensors(workshop: Workshop, opened: Opened, run: str) -> None:
     """`consumed` and `touched` say of each row and checkpoint what was in the tensors up to there."""
-    with opened(workshop, run) as connection:
-        answers = rows_of(
-            connection,
-            "SELECT c.step, s.row_id, bool_or(consumed(s.file, s.file_row, c.checkpoint_id)) AS consumed, "
-            "bool_or(touched(s.file, s.file_row, c.checkpoint_id)) AS touched "
-            "FROM lineage AS c, source_rows AS s GROUP BY c.step, s.row_id",
-        )
+    connection = opened(run)
+    answers = rows_of(
+        connection,
+        "SELECT c.step, s.row_id, bool_or(consumed(s.file, s.file_row, c.checkpoint_id)) AS consumed, "
+        "bool_or(touched(s.file, s.file_row, c.checkpoint_id)) AS touched "
+        "FROM lineage AS c, source_rows AS s GROUP BY c.step, s.row_id",
+    )
     seen = {step: workshop.seen_until(run, step) for step in {answer["step"] for answer in answers}}
     assert len(answers) > 5 * len(workshop.seen[run])
     for answer in answers:
@@ -80,11 +89,11 @@ def test_consumed_and_touched_agree_with_the_tensors(workshop: Workshop, run: st
         assert (answer["consumed"], answer["touched"]) == (n >= items > 0, n > 0), answer
 
 
-def test_consumed_rows_are_those_of_the_tensors(workshop: Workshop, run: str) -> None:
+def test_consumed_rows_are_those_of_the_tensors(workshop: Workshop, opened: Opened, run: str) -> None:
     """Each row is in `consumed_rows` as often as it was wholly in the tensors; quarantined rows are named with the reason."""
-    with opened(workshop, run) as connection:
-        found = counted(connection, "consumed_rows")
-        quarantined = rows_of(connection, "FROM passed_over_rows WHERE kind = 'quarantined'")
+    connection = opened(run)
+    found = counted(connection, "consumed_rows")
+    quarantined = rows_of(connection, "FROM passed_over_rows WHERE kind = 'quarantined'")
     assert found == times_consumed(run, workshop.seen_until(run, max(workshop.seen[run])))
     assert len(quarantined) == (10 if run == "transformed" else 0)
     assert all("not this one" in row["reason"] for row in quarantined)
@@ -100,19 +109,19 @@ def counted(connection: duckdb.DuckDBPyConnection, view: str) -> Counter[int]:
     return Counter({row["row_id"]: row["n"] for row in rows})
 
 
-def test_coverage_and_sources_add_up(workshop: Workshop, run: str) -> None:
+def test_coverage_and_sources_add_up(workshop: Workshop, opened: Opened, run: str) -> None:
     """Row groups, passes, sources and totals count the same rows, whichever way they count them."""
-    with opened(workshop, run) as connection:
-        [by_group] = rows_of(
-            connection,
-            "SELECT sum(rows_consumed)::BIGINT AS rows_consumed, sum(live_rows - rows_consumed - rows_passed)::BIGINT AS "
-            "rows_pending, sum(rows_repeated)::BIGINT AS rows_duplicated FROM coverage",
-        )
-        sums = ", ".join(f"sum({name})::BIGINT AS {name}" for name in by_group)
-        [by_pass] = rows_of(connection, f"SELECT {sums} FROM passes")
-        [by_source] = rows_of(connection, f"SELECT {sums} FROM sources")
-        names = rows_of(connection, "SELECT name FROM sources ORDER BY source")
-        [by_row] = rows_of(connection, "SELECT count(*) AS rows_consumed FROM consumed_rows")
+    connection = opened(run)
+    [by_group] = rows_of(
+        connection,
+        "SELECT sum(rows_consumed)::BIGINT AS rows_consumed, sum(live_rows - rows_consumed - rows_passed)::BIGINT AS "
+        "rows_pending, sum(rows_repeated)::BIGINT AS rows_duplicated FROM coverage",
+    )
+    sums = ", ".join(f"sum({name})::BIGINT AS {name}" for name in by_group)
+    [by_pass] = rows_of(connection, f"SELECT {sums} FROM passes")
+    [by_source] = rows_of(connection, f"SELECT {sums} FROM sources")
+    names = rows_of(connection, "SELECT name FROM sources ORDER BY source")
+    [by_row] = rows_of(connection, "SELECT count(*) AS rows_consumed FROM consumed_rows")
     report = audit_run(workshop.lakehouse, run).to_json()
     assert by_group == by_pass == by_source == {name: report[name] for name in by_group}
     assert by_row["rows_consumed"] == report["rows_consumed"]
@@ -126,21 +135,15 @@ def test_the_explanation_runs_in_a_plain_duckdb(workshop: Workshop, run: str) ->
         assert connection.execute(script).fetchall() == [(True,)]
 
 
-def numbers_of(workshop: Workshop, run: str, view: str) -> list[dict[str, Any]]:
-    """The rows of a view of one run."""
-    with open_audit(workshop.lakehouse, run=trained(workshop, run)) as connection:
-        return rows_of(connection, f"FROM {view}")
-
-
-def test_the_legs_of_a_run_are_listed(workshop: Workshop) -> None:
+def test_the_legs_of_a_run_are_listed(opened: Opened) -> None:
     """`legs` names each leg with its first step and its batch, as the specs asked for them."""
-    legs = sorted((leg["leg"], leg["start_step"], leg["per_batch"]) for leg in numbers_of(workshop, "mixed", "legs"))
+    legs = sorted((leg["leg"], leg["start_step"], leg["per_batch"]) for leg in rows_of(opened("mixed"), "FROM legs"))
     assert legs == [(0, 0, 16), (1, 28, 32)]
 
 
-def test_rows_excluded_unread_are_not_live(workshop: Workshop) -> None:
+def test_rows_excluded_unread_are_not_live(workshop: Workshop, opened: Opened) -> None:
     """Of a pass that was entered, rows that were excluded before they were read are neither live nor missing."""
-    passes = sorted(numbers_of(workshop, "excluded", "passes"), key=lambda row: int(row["pass"]))
+    passes = sorted(rows_of(opened("excluded"), "FROM passes"), key=lambda row: int(row["pass"]))
     seen = workshop.seen_until("excluded", max(workshop.seen["excluded"]))
     kept = [row_id for row_id in range(600) if not 100 <= row_id < 330 and row_id % 2 == 0]
     assert [row["rows_pending"] + row["rows_missing"] for row in passes] == [0, 0, 0]

@@ -74,14 +74,16 @@ def test_resuming_gives_what_was_not_consumed(datasets: Datasets, kind: str) -> 
     ("kind", "workers"),
     [
         ("rows", 3),
-        ("packed", 1),
-        *(pytest.param(*case, marks=pytest.mark.soak) for case in (("rows", 0), ("packed", 2), ("mixed", 3))),
+        *(
+            pytest.param(*case, marks=pytest.mark.soak)
+            for case in (("rows", 0), ("packed", 1), ("packed", 2), ("mixed", 3))
+        ),
     ],
 )
 def test_a_stateful_data_loader_resumes_by_its_own_state(datasets: Datasets, kind: str, workers: int) -> None:
     """What each worker had read ahead is read again, and its turns go on where they were, however often it is resumed."""
     whole = datasets.whole(kind)
-    for cuts in ((0,), (2, 1, 3), (5, 4), (len(whole) - 1,), (len(whole),)):
+    for cuts in ((0,), (2, 1, 3), (len(whole) - 1,), (len(whole),)):
         state, found = None, []
         for cut in cuts:
             loader = stateful(datasets.open(kind), workers)

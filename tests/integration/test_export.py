@@ -99,6 +99,7 @@ def test_shards_become_whole(tmp_path: Path) -> None:
     assert all(torch.equal(found[name], state[name]) for name in state)
 
 
+@pytest.mark.soak
 def test_the_command_line_exports_and_asks(arena: Arena) -> None:
     """`dlac export` writes, `dlac whose` names the checkpoint; a file that nobody exported is refused."""
     arena.table(appends=(320,))

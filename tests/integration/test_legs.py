@@ -205,7 +205,7 @@ def damage(path: str, row_group: int) -> None:
         stream.write(b"\xff" * chunk.total_compressed_size)
 
 
-@pytest.mark.parametrize("policy", ["fail", "quarantine"])
+@pytest.mark.parametrize("policy", [pytest.param("fail", marks=pytest.mark.soak), "quarantine"])
 def test_a_damaged_row_group_stops_the_run_or_is_left_out(arena: Arena, policy: str) -> None:
     """By policy; what is left out is named in the ledger with the reason, and every other row is read once."""
     arena.table(appends=(100, 60), row_group_rows=20)

@@ -121,7 +121,7 @@ def train(arena: Arena, spec: JobSpec, at: dict[int, Any]) -> None:
             run.step_done(0.0)
 
 
-@pytest.mark.parametrize("mode", ["synchronous", "asynchronous"])
+@pytest.mark.parametrize("mode", [pytest.param("synchronous", marks=pytest.mark.soak), "asynchronous"])
 def test_a_network_that_is_cut_is_waited_for(arena: Arena, store: ObjectStore, network: Network, mode: str) -> None:
     """Cut in the middle of a run and mended after a while: the checkpoint that was due is committed then."""
     spec = remote(arena, store, network.url, mode=mode)
@@ -136,7 +136,7 @@ def test_a_network_that_is_cut_is_waited_for(arena: Arena, store: ObjectStore, n
     assert Ledger(arena.lakehouse).state("r1").fence.attempt == 1
 
 
-@pytest.mark.parametrize("mode", ["synchronous", "asynchronous"])
+@pytest.mark.parametrize("mode", ["synchronous", pytest.param("asynchronous", marks=pytest.mark.soak)])
 def test_a_dead_store_ends_the_run_behind_its_last_checkpoint(
     arena: Arena, store: ObjectStore, network: Network, mode: str
 ) -> None:

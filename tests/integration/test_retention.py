@@ -176,6 +176,7 @@ def test_checkpoints_that_are_no_ancestors_are_retired_with_the_rest(tmp_path: P
     assert retention.due("e", 30, "b") == ["a", "c"]
 
 
+@pytest.mark.soak
 def test_the_command_line_lists_and_verifies(arena: Arena) -> None:
     """`dlac checkpoints` says what is there; `dlac verify` names the file that is not what was committed."""
     arena.table(appends=(500,))

@@ -248,6 +248,7 @@ def test_a_mixture_excludes_rows_of_the_source_that_is_named(arena: Arena) -> No
     assert (report.exact, report.problems) == (True, ())
 
 
+@pytest.mark.soak
 def test_what_a_rewind_left_is_kept_until_it_is_retired(arena: Arena) -> None:
     """The target ages with its new branch; what is left stays, is listed, and `dlac retire` lets go of it and its files."""
     arena.table()

@@ -141,6 +141,7 @@ def test_retired_checkpoints_leave_both_places(arena: Arena, spec: JobSpec) -> N
     assert steps(arena.home / "near") == [15]
 
 
+@pytest.mark.soak
 def test_every_machine_has_a_verified_copy(arena: Arena, spec: JobSpec) -> None:
     """Two ranks on machines with folders of their own: each makes its part there; resumed, the second has all from the store."""
     machines, far = arena.home / "machines", arena.home / "far"
