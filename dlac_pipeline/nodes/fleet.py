@@ -57,20 +57,13 @@ class Fleet:
 
     def failures(self) -> list[Exit]:
         """Ranks that ended badly, once all machines have been heard of it: what broke here may have begun elsewhere."""
-        lost = self._lost()
-        found = [*lost, *self._own.failures()]
+        found = [*self._lost(), *self._own.failures()]
         for place in self._crew.others:
             found += [self._told(failure, place) for failure in self._crew.words(place).get("failures", ())]
         if not found:
             return []
         self._noticed_at = self._noticed_at or time.monotonic()
-        gone = {exit_.rank for exit_ in lost}
-        unheard = [
-            place
-            for place in self._crew.others
-            if self._crew.heard_at(place) <= self._noticed_at and self._crew.shares[place].first_rank not in gone
-        ]
-        return [] if unheard else found
+        return [] if self._waits_for_words() else found
 
     def all_exited(self) -> bool:
         """Whether no rank is running."""
@@ -93,6 +86,13 @@ class Fleet:
             if share.ranks:
                 found.append(Exit(rank=share.first_rank, code=1, kind=LOST, message=which, at=0.0))
         return found
+
+    def _waits_for_words(self) -> bool:
+        """Whether another machine has not been heard since something broke, and can be."""
+        if self._crew.cut_off:
+            return False
+        lost = self._crew.lost()
+        return any(self._crew.heard_at(place) <= self._noticed_at for place in self._crew.others if place not in lost)
 
     def _told(self, failure: Words, place: int) -> Exit:
         self._last_words[failure["exit"]["rank"]] = failure["last_words"]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from dlac_pipeline.launch_spec import LaunchSpec
@@ -14,6 +17,8 @@ from dlac_pipeline.spec import JobSpec
 if TYPE_CHECKING:
     from dlac_pipeline.nodes.rendezvous import Rendezvous
 
+_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
+
 
 class Machines:
     """Of one job; without `launch.nodes` it is this machine alone."""
@@ -23,14 +28,16 @@ class Machines:
         self._batch_size = spec.order.batch_size
         self._rendezvous: Rendezvous | None = None
         if spec.launch.max_nodes > 1:
-            from dlac_pipeline.nodes.rendezvous import Rendezvous
+            with _told_by_errors():
+                from dlac_pipeline.nodes.rendezvous import Rendezvous
 
             self._rendezvous = Rendezvous(spec.launch, spec.run)
 
-    def gather(self, attempt: int, stop: threading.Event) -> Crew | None:
+    def gather(self, attempt: int, stop: threading.Event, still_wanted: Callable[[], None]) -> Crew | None:
         """Those that are there for the next attempt; None: told to stop meanwhile.
 
-        `attempt` is the last one of the run that this machine has heard of.
+        `attempt` is the last one of the run that this machine has heard of; `still_wanted` raises where nobody need be
+        waited for any longer.
 
         Raises:
             NodesMissing: there are too few.
@@ -39,7 +46,7 @@ class Machines:
             ranks = _ranks_alone(self._launch, self._batch_size)
             return Crew(Share(world_size=ranks, ranks=ranks, port=free_port()))
         while not stop.is_set():
-            met = self._rendezvous.join(stop)
+            met = self._rendezvous.join(stop, still_wanted)
             if met is None:
                 break
             offer = Offer(
@@ -62,6 +69,19 @@ class Machines:
         """Take no part any more."""
         if self._rendezvous is not None:
             self._rendezvous.leave()
+
+
+@contextmanager
+def _told_by_errors() -> Iterator[None]:
+    """While PyTorch is imported: its C++ prints a stack for each lost connection, which Python is told of by an error anyway."""
+    if _LOG_LEVEL in os.environ:
+        yield
+        return
+    os.environ[_LOG_LEVEL] = "ERROR"
+    try:
+        yield
+    finally:
+        del os.environ[_LOG_LEVEL]  # it is not for the ranks
 
 
 def _ranks_alone(launch: LaunchSpec, batch_size: int) -> int:

@@ -6,6 +6,7 @@ The calls of a network that has gone silent may block without end, so none is ma
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import threading
@@ -18,7 +19,7 @@ from datetime import timedelta
 from typing import TypeVar
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's __init__ does not re-export by name
-from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
+from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters, RendezvousTimeoutError
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     DynamicRendezvousHandler,
@@ -33,8 +34,11 @@ from dlac_pipeline.nodes.talk import Round
 Result = TypeVar("Result")
 _LOOK_S = 0.1
 _AGAIN_S = 1.0
+_WANTED_S = 5.0
 _ANSWER_S = 2.0
 _KEEP_ALIVES = 3
+logging.getLogger("torch.distributed.elastic.rendezvous").setLevel(logging.CRITICAL)
+"""Else it warns each second of a store that is gone, which `Talk` has noticed."""
 os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
 """Else a machine that comes later waits for the address of a store that rank 0 gave in the first round only (torch 2.13)."""
 
@@ -61,8 +65,10 @@ class Rendezvous:
             probe.connect(where)
             return str(probe.getsockname()[0])
 
-    def join(self, stop: threading.Event) -> Round | None:
+    def join(self, stop: threading.Event, still_wanted: Callable[[], None]) -> Round | None:
         """Take part in the next round, behind the one that this machine is in; None: told to stop meanwhile.
+
+        `still_wanted` is called every few seconds, and raises where there is nothing left to wait for.
 
         Raises:
             NodesMissing: too few machines came, or nobody served the rendezvous, for `launch.gather_timeout_s`.
@@ -71,9 +77,9 @@ class Rendezvous:
         while not stop.is_set():
             left_s = deadline - time.monotonic()
             try:
-                return self._join(stop, left_s)
+                return self._join(stop, still_wanted, left_s)
             except (RendezvousError, RuntimeError, OSError, NotInTime) as err:
-                if self._others_train():
+                if isinstance(err, RendezvousTimeoutError | NotInTime) and self._others_train():
                     deadline = time.monotonic() + self._launch.gather_timeout_s
                     continue
                 self.forget()
@@ -83,6 +89,7 @@ class Rendezvous:
                         f"{self._launch.gather_timeout_s:.0f} s, found too few, or nobody there: {err or type(err).__name__}; "
                         "start the same command on the others, the one with that address first"
                     ) from err
+            still_wanted()
             stop.wait(_AGAIN_S)
         return None
 
@@ -110,11 +117,12 @@ class Rendezvous:
         with suppress(RendezvousError, RuntimeError, NotInTime):
             _in_time(left, 2 * _AGAIN_S)
 
-    def _join(self, stop: threading.Event, left_s: float) -> Round | None:
+    def _join(self, stop: threading.Event, still_wanted: Callable[[], None], left_s: float) -> Round | None:
+        waiting = _Waiting(stop, still_wanted)
         if self._handler is None:
-            self._handler = _in_time(lambda: self._met(left_s), left_s, stop)
+            self._handler = _in_time(lambda: self._met(left_s), left_s, waiting)
         handler = self._handler
-        info = None if handler is None else _in_time(handler.next_rendezvous, left_s, stop)
+        info = None if handler is None else _in_time(handler.next_rendezvous, left_s, waiting)
         if handler is None or info is None:
             return None
         return Round(index=info.rank, count=info.world_size, store=info.store, waiting=handler.num_nodes_waiting)
@@ -168,7 +176,23 @@ def _is_mine(host: str) -> bool:
     return True
 
 
-def _in_time(call: Callable[[], Result], seconds: float, stop: threading.Event | None = None) -> Result | None:
+class _Waiting:
+    """Why a call is not waited for any longer, looked at while it is."""
+
+    def __init__(self, stop: threading.Event, still_wanted: Callable[[], None]) -> None:
+        self._stop = stop
+        self._still_wanted = still_wanted
+        self._looks_at = time.monotonic() + _WANTED_S
+
+    def over(self) -> bool:
+        """Whether it was told to stop; raises what `still_wanted` does."""
+        if time.monotonic() >= self._looks_at:
+            self._still_wanted()
+            self._looks_at = time.monotonic() + _WANTED_S
+        return self._stop.is_set()
+
+
+def _in_time(call: Callable[[], Result], seconds: float, waiting: _Waiting | None = None) -> Result | None:
     """What the call returns, made on a thread that is left behind if it does not end; None: told to stop meanwhile.
 
     Raises:
@@ -190,5 +214,5 @@ def _in_time(call: Callable[[], Result], seconds: float, stop: threading.Event |
         except NotInTime:
             if future.done() or time.monotonic() > deadline:
                 raise
-            if stop is not None and stop.is_set():
+            if waiting is not None and waiting.over():
                 return None

@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TypeVar
@@ -18,6 +18,7 @@ from catalog import errors
 from catalog.connect import Lakehouse, connect
 from catalog.errors import (
     BadInput,
+    CatalogUnreachable,
     CheckpointError,
     DataFileUnreadable,
     DlacError,
@@ -30,7 +31,7 @@ from catalog.errors import (
     SteppedAside,
     TrainingFailed,
 )
-from catalog.ledger import Ledger
+from catalog.ledger import Ledger, RunState
 from catalog.plans import get_plan
 from dlac_pipeline.checkpoint.store import tiers_of
 from dlac_pipeline.fork_server import RankStarter
@@ -148,7 +149,10 @@ class Supervisor:
                 launched_by=self._launched_by,
             )
             while True:
-                crew = self._gathered(machines, lakehouse)
+                try:
+                    crew = self._gathered(machines, lakehouse)
+                except RunFinished as err:
+                    return Outcome(ending=self._finished_before(err), attempts=self._attempts, step=0)
                 if crew is None:
                     return Outcome(ending="stopped", attempts=self._attempts, step=0)
                 with crew:
@@ -159,9 +163,14 @@ class Supervisor:
                         machines.cut_off()
 
     def _gathered(self, machines: Machines, lakehouse: Lakehouse) -> Crew | None:
-        """The machines of the next attempt; None: told to stop meanwhile."""
+        """The machines of the next attempt; None: told to stop meanwhile.
+
+        Raises:
+            NodesMissing: too few came together.
+            RunFinished: the run has ended without this machine.
+        """
         try:
-            return machines.gather(self._replaces or 0, self._stop)
+            return machines.gather(self._replaces or 0, self._stop, lambda: self._check_unfinished(lakehouse))
         except NodesMissing:
             if self._failure is not None and self._replaces is not None and self._holds_lock:
                 self._record_gave_up(lakehouse, self._failure, self._replaces)
@@ -291,10 +300,7 @@ class Supervisor:
         """
         ledger = Ledger(lakehouse)
         state = self._patiently(ledger.state, self._spec.run)
-        if state.finished:
-            raise RunFinished(
-                f"run {self._spec.run!r} is finished at checkpoint {state.fence.head!r} and takes no more attempts"
-            )
+        _raise_if_finished(state)
         for plan_id in self._wish.plan_ids:
             get_plan(lakehouse, plan_id)
         target = state.fence.attempt if self._takeover and self._replaces is None else self._replaces
@@ -303,6 +309,11 @@ class Supervisor:
             target = state.fence.attempt
         _check_current(lakehouse, self._spec.run, target)
         return target
+
+    def _check_unfinished(self, lakehouse: Lakehouse) -> None:
+        """Raise RunFinished if others have ended the run; a catalog that is away says nothing of it."""
+        with suppress(CatalogUnreachable):
+            _raise_if_finished(Ledger(lakehouse).state(self._spec.run))
 
     def _patiently(self, call: Callable[[Argument], Result], argument: Argument) -> Result:
         """Call what needs the catalog; a recovery waits for a catalog that is away."""
@@ -341,6 +352,13 @@ class Supervisor:
             gave_up(lakehouse, self._spec.run, attempt, failure)
         except DlacError as err:
             self._on_event({"run": self._spec.run, "event": "warning", "message": f"giving up was not recorded: {err}"})
+
+
+def _raise_if_finished(state: RunState) -> None:
+    if state.finished:
+        raise RunFinished(
+            f"run {state.run!r} is finished at checkpoint {state.fence.head!r} and takes no more attempts"
+        )
 
 
 def _check_current(lakehouse: Lakehouse, run: str, attempt: int | None) -> None:

@@ -35,7 +35,7 @@ def test_another_number_of_ranks_continues_the_same_run(campaign: Arena) -> None
 @pytest.mark.timeout(900)  # up to four launches
 @pytest.mark.parametrize(
     ("engine", "world_sizes"),
-    itertools.product(("zero1", "zero2", "zero3", "dcp"), ((2, 1), (2, 1, 2), (2, 4), (1, 2))),
+    list(itertools.product(("zero1", "zero2", "zero3", "dcp"), ((2, 1), (2, 1, 2), (2, 4), (1, 2)))),
 )
 def test_sharded_state_continues_in_another_number_of_ranks(
     campaign: Arena, engine: str, world_sizes: tuple[int, ...]

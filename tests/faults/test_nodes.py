@@ -1,0 +1,183 @@
+"""Machines that train a run together come, go and die: the run goes on with those that are there, and nothing else changes.
+
+Here all of them are on one host, at one catalog; tests/faults/test_hosts.py gives each a network of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import yaml
+
+from catalog.errors import NodesMissing, RunFinished
+from dlac_pipeline.audit.audit import audit_run
+from dlac_pipeline.nodes.crew import free_port
+from tests.conftest import wait_until
+
+if TYPE_CHECKING:
+    from dlac_pipeline.spec import JobSpec
+    from tests.conftest import Arena, Launch
+
+STEPS = 63
+"""Of one pass."""
+
+
+@pytest.fixture
+def together(campaign: Arena, request: pytest.FixtureRequest) -> JobSpec:
+    """A job for two machines, or for as many as are there, with a rank each; plain losses, so that they can be compared."""
+    return job(campaign, request.node.name.replace("[", "-").rstrip("]"))
+
+
+def job(campaign: Arena, run: str, **changes: Any) -> JobSpec:
+    """Such a job under a name."""
+    settings = {
+        "nodes": "1:2",
+        "nproc_per_node": 1,
+        "rendezvous": f"127.0.0.1:{free_port()}",
+        "gather_timeout_s": 60,
+        "last_call_s": 2,
+        "node_timeout_s": 3,
+        "noise": 0,
+        "passes": 1,
+        "pause_s": 0.25,
+    }
+    return campaign.spec(run, **{**settings, **changes})
+
+
+def leader_of(launches: list[Launch]) -> Launch:
+    """Of launches that train together the one that claimed."""
+    leaders = [launch for launch in launches if launch.of("attempt") and "leader" not in launch.of("attempt")[-1]]
+    assert len(leaders) == 1
+    return leaders[0]
+
+
+def trained_together(campaign: Arena, spec: JobSpec, nodes: int = 2) -> list[Launch]:
+    """So many launches of one job, once they have committed a checkpoint together: the leader first."""
+    launches = [campaign.launch(spec) for _ in range(nodes)]
+    wait_for_checkpoint(campaign, spec.run, nodes)
+    leader = leader_of(launches)
+    return [leader, *(launch for launch in launches if launch is not leader)]
+
+
+def wait_for_checkpoint(campaign: Arena, run: str, world_size: int) -> None:
+    """Wait for one by so many ranks; whoever is there first may have begun by itself."""
+    wait_until(
+        lambda: any(row["world_size"] == world_size for row in campaign.rows(run, "checkpoint")),
+        what=f"a checkpoint of {world_size} ranks",
+    )
+
+
+def check_exact(campaign: Arena, run: str, world_sizes: list[int]) -> None:
+    """The global batches are those of an undisturbed run, the losses too but for rounding, each row is there once.
+
+    `world_sizes` are the last ones that the run had.
+    """
+    if campaign.head("alone") is None:
+        alone = campaign.launch(job(campaign, "alone", nodes="", world_size=1, pause_s=0))
+        assert alone.wait() == 0, alone.stderr
+    sizes = [row["world_size"] for row in campaign.lineage(run)]
+    changes = [size for at, size in enumerate(sizes) if at == 0 or sizes[at - 1] != size]
+    assert changes[-len(world_sizes) :] == world_sizes
+    assert campaign.journal(run) == campaign.journal("alone")
+    assert sorted(chain(*campaign.recorded(run).values())) == sorted(chain(*campaign.journal(run).values()))
+    assert campaign.losses(run) == pytest.approx(campaign.losses("alone"), rel=1e-5)
+    assert audit_run(campaign.lakehouse, run).exact
+
+
+def test_one_is_lost_and_another_one_comes(campaign: Arena, together: JobSpec) -> None:
+    """SIGKILL of a machine's supervisor and ranks: the other goes on by itself, and makes room for one that comes later."""
+    leader, other = trained_together(campaign, together)
+    attempts = len(leader.of("attempt"))
+    other.destroy()
+    leader.wait_for("attempt", attempts + 1)
+    leader.wait_for("recovered")
+    new = campaign.launch(together)
+    assert [leader.wait(), new.wait()] == [0, 0], (leader.stderr, new.stderr)
+    assert leader.of("regather")[0]["cause"] == "more nodes have come"
+    assert [launch.of("ended")[0]["ending"] for launch in (leader, new)] == ["finished", "finished"]
+    check_exact(campaign, together.run, [2, 1, 2])
+    assert leader.of("recovered")[0]["cause"] == leader.of("failure")[0]["cause"]
+
+
+@pytest.mark.soak
+def test_the_leader_is_lost(campaign: Arena, together: JobSpec) -> None:
+    """Whoever is left leads, though it never claimed before; the fence is its own from then on."""
+    leader, other = trained_together(campaign, together)
+    leader.destroy()
+    assert other.wait() == 0, other.stderr
+    attempts = other.of("attempt")
+    assert ["leader" in attempt for attempt in attempts[-2:]] == [True, False]
+    check_exact(campaign, together.run, [2, 1])
+
+
+@pytest.mark.soak
+def test_one_that_is_asked_to_leave_leaves_the_run_to_the_other(campaign: Arena, together: JobSpec) -> None:
+    """SIGTERM to `dlac train` on one machine: a checkpoint, not a row twice, and no failure; whichever of them led."""
+    stays = campaign.launch(together)
+    path = campaign.home / "leaves.yaml"
+    path.write_text(yaml.safe_dump(together.model_dump(mode="json")))
+    command = [sys.executable, "-m", "dlac_pipeline.cli", "train", str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as leaves:
+        wait_for_checkpoint(campaign, together.run, 2)
+        leaves.terminate()
+        said, _ = leaves.communicate(timeout=60)
+    assert leaves.returncode == 0, said
+    assert "stopped at step" in " ".join(said.split())
+    assert stays.wait() == 0, stays.stderr
+    check_exact(campaign, together.run, [2, 1])
+    assert not stays.of("failure")
+    assert [told["rows_replayed"] for told in stays.of("recovered")] == [0] * len(stays.of("recovered"))
+
+
+@pytest.mark.soak
+def test_a_stop_stops_them_all(campaign: Arena, together: JobSpec) -> None:
+    """A person's Ctrl-C at one of them: both leave behind one checkpoint of the last step, and both can go on later."""
+    leader, other = trained_together(campaign, together)
+    os.kill(other.process.pid, signal.SIGTERM)
+    for launch in (leader, other):
+        assert launch.wait() == 0, launch.stderr
+        assert launch.of("ended")[0]["ending"] == "stopped"
+    stopped_at = campaign.lineage(together.run)[-1]["step"]
+    again = [campaign.launch(together) for _ in range(2)]
+    assert [launch.wait() for launch in again] == [0, 0], [launch.stderr for launch in again]
+    assert leader_of(again).of("attempt")[0]["step"] == stopped_at < STEPS
+    check_exact(campaign, together.run, [2])
+
+
+@pytest.mark.soak
+def test_one_too_many_takes_the_place_of_one_that_is_lost(campaign: Arena) -> None:
+    """Of three where two are wanted, one waits, and is told when it is needed, or that the run has ended."""
+    spec = job(campaign, "one-too-many", nodes="2")
+    leader, other = trained_together(campaign, spec)
+    spare = campaign.launch(spec)
+    other.destroy()
+    assert leader.wait() == 0, leader.stderr
+    assert spare.wait() == 0, spare.stderr
+    assert spare.of("attempt")
+    check_exact(campaign, spec.run, [2])
+
+
+@pytest.mark.soak
+def test_one_that_comes_too_late_is_told(campaign: Arena) -> None:
+    """One that waits beside a full crew ends with the run, in seconds, not with the rendezvous' patience."""
+    spec = job(campaign, "too-late", nodes="2")
+    leader, other = trained_together(campaign, spec)
+    spare = campaign.launch(spec)
+    assert (leader.wait(), other.wait()) == (0, 0)
+    assert spare.wait() == RunFinished.exit_code, spare.stderr
+    assert not spare.of("attempt")
+
+
+def test_too_few_are_told_so(campaign: Arena) -> None:
+    """Nobody else comes: a clear error with its own exit status, nothing is claimed."""
+    spec = job(campaign, "too-few", nodes="2", gather_timeout_s=2)
+    launch = campaign.launch(spec)
+    assert launch.wait() == NodesMissing.exit_code, launch.stderr
+    assert "expected 2 nodes" in launch.of("error")[0]["message"]
+    assert campaign.rows("too-few") == []
