@@ -18,6 +18,7 @@ from catalog.ledger import HEAD_KINDS, Ledger, Row, RunState
 from dlac_pipeline.recover.coordinator import launcher_of
 from dlac_pipeline.recover.signs import signs_of
 from dlac_pipeline.spec import JobSpec, home_folder, parse_spec
+from jobs.coordinator import raw_spec_of
 from jobs.settings import RecoverySettings, settings_or_defaults
 from jobs.train import recover_job, train_job
 
@@ -110,8 +111,8 @@ def spec_of(run_config: Mapping[str, Any]) -> JobSpec | None:
     Raises:
         SpecInvalid: it is not a valid one.
     """
-    raw = run_config.get("resources", {}).get("job", {}).get("config", {}).get("spec")
-    return None if raw is None else parse_spec(raw, origin="the run's configuration").resolved(home_folder())
+    raw = raw_spec_of(run_config)
+    return None if raw is None else parse_spec(dict(raw), origin="the run's configuration").resolved(home_folder())
 
 
 def _progressed(dead: dg.DagsterRun, state: RunState) -> bool:

@@ -307,13 +307,16 @@ class Watched(Protocol):
 def silent_rank(ranks: Watched, since: float, launch: LaunchSpec) -> Exit | None:
     """The rank that has been silent longest, if that is too long; what came before `since` does not count.
 
-    While one of them starts or loads, the others may well wait for it: it is given its time.
+    While one of them starts or loads, the others may well wait for it: it is given its time. One that is done with its steps
+    gives no more signs: what a script does behind training (an evaluation, an export) is its own, and takes what it takes.
     """
-    signs = ranks.progress()
-    starting = any(progress is None or progress.phase < Phase.TRAINING for progress in signs)
+    signs = {rank: sign for rank, sign in enumerate(ranks.progress()) if sign is None or sign.phase != Phase.DONE}
+    if not signs:
+        return None
+    starting = any(progress is None or progress.phase < Phase.TRAINING for progress in signs.values())
     timeout_s = max(launch.hang_timeout_s, launch.start_timeout_s) if starting else launch.hang_timeout_s
-    seen = [0.0 if progress is None else progress.at for progress in signs]
-    rank = min(range(len(seen)), key=seen.__getitem__)
+    seen = {rank: 0.0 if progress is None else progress.at for rank, progress in signs.items()}
+    rank = min(seen, key=seen.__getitem__)
     last = signs[rank]
     silent_s = time.time() - max(seen[rank], since)
     if silent_s <= timeout_s:

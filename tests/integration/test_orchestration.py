@@ -19,7 +19,9 @@ import yaml
 
 from assets.failures import NO_RECOVERY_TAG, PREEMPTED_TAG, RUN_TAG
 from assets.heartbeat import Heartbeat
+from catalog.commits import claim
 from catalog.errors import SpecInvalid
+from catalog.ledger import Ledger
 from dlac_pipeline.checkpoint.listing import list_checkpoints
 from dlac_pipeline.recover.due import due
 from dlac_pipeline.recover.run_lock import lock_path, run_lock
@@ -255,6 +257,12 @@ def test_the_verify_job_finds_damage_and_records_it(arena: Arena, home: Path, in
     assert verify().success
     assert verify().success
     assert len(arena.rows(spec.run, "verify")) == 1
+    claim(Ledger(arena.lakehouse), "begun", nonce="n", replaces=0, detail={})
+    misspelt = {"runs": ["verifeid", "begun", spec.run], "not_since_h": 0.0}
+    named = verify(ops={"newest_checkpoints_verified": {"config": misspelt}})
+    assert not named.success
+    assert "verifeid: there is no run of this name" in str(named.get_step_failure_events()[0].event_specific_data)
+    assert len(arena.rows(spec.run, "verify")) == 2  # the others were read all the same
     folder = Path(list_checkpoints(arena.lakehouse, spec.run)[-1].folder.removeprefix("file://"))
     damaged = max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
     content = bytearray(damaged.read_bytes())

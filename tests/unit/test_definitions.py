@@ -6,6 +6,7 @@ import dagster as dg
 
 from assets.config import JobSpecConfig
 from dlac_pipeline.spec import JobSpec
+from jobs.coordinator import raw_spec_of
 from jobs.definitions import defs
 
 ON = ("recovery_sensor", "preemption_sensor", "lost_run_sensor")
@@ -77,3 +78,12 @@ def test_the_model_is_trained_in_a_pool_and_every_asset_names_an_owner_and_its_k
     for key in graph.get_all_asset_keys():
         assert graph.get(key).owners, key
         assert graph.get(key).kinds, key
+
+
+def test_a_run_configuration_without_a_job_spec_has_none() -> None:
+    """The queue tags whatever is launched: keys that are missing, empty in YAML or of another kind are no spec."""
+    spec = {"run": "r"}
+    assert raw_spec_of({"resources": {"job": {"config": {"spec": spec}}}}) == spec
+    assert raw_spec_of({}) is None
+    for below in (None, [], {"job": None}, {"job": {"config": None}}, {"job": {"config": {"spec": "r"}}}):
+        assert raw_spec_of({"resources": below}) is None
