@@ -27,7 +27,7 @@ from dlac_pipeline.nodes.crew import free_port
 from dlac_pipeline.nodes.shares import Share
 from dlac_pipeline.plan.leg import Leg
 from dlac_pipeline.rank import REHEARSAL_VARIABLE
-from dlac_pipeline.recover.attempt import first_cause, silent_rank
+from dlac_pipeline.recover.causes import first_cause, silent_rank
 from dlac_pipeline.recover.coordinator import ResumePoint, new_nonce, spec_of_attempt
 from dlac_pipeline.recover.leg_choice import leg_of
 from dlac_pipeline.recover.sandbox import sandbox

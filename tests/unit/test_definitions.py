@@ -85,5 +85,6 @@ def test_a_run_configuration_without_a_job_spec_has_none() -> None:
     spec = {"run": "r"}
     assert raw_spec_of({"resources": {"job": {"config": {"spec": spec}}}}) == spec
     assert raw_spec_of({}) is None
-    for below in (None, [], {"job": None}, {"job": {"config": None}}, {"job": {"config": {"spec": "r"}}}):
+    others: list[object] = [None, [], {"job": None}, {"job": {"config": None}}, {"job": {"config": {"spec": "r"}}}]
+    for below in others:
         assert raw_spec_of({"resources": below}) is None
