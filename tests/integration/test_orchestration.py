@@ -17,7 +17,7 @@ import psutil
 import pytest
 import yaml
 
-from assets.failures import NO_RECOVERY_TAG, PREEMPTED_TAG, RUN_TAG
+from assets.failures import NO_RECOVERY_TAG, OUTAGE_TAG, PREEMPTED_TAG, RUN_TAG
 from assets.heartbeat import Heartbeat
 from catalog.commits import claim
 from catalog.errors import SpecInvalid
@@ -218,6 +218,32 @@ def test_a_run_is_not_recovered_from_a_launch_by_hand_that_is_alive(
     assert first.pop("noticed_at") <= second.pop("noticed_at")
     assert first == second
     assert first["replaces"] == 1
+
+
+def test_recoveries_that_find_the_catalog_away_do_not_count(
+    arena: Arena, home: Path, instance: dg.DagsterInstance
+) -> None:
+    """However often they are requested the run is not given up; when the outage has lasted too long, they count as any other."""
+    arena.table()
+    spec = arena.spec("outage", world_size=1)
+    arena.train(spec, until=15)
+    log, died_of = dg.get_dagster_logger(), {OUTAGE_TAG.replace("/", "__"): "CatalogUnreachable"}
+
+    def requested(**tags: str) -> dg.RunRequest | dg.SkipReason:
+        dead = dagster_run(instance, spec, dg.DagsterRunStatus.FAILURE, "recover_job", **tags)
+        return recovery_of(instance, dead, noticed_by="test", log=log)
+
+    tags: dict[str, str] = {}
+    for _ in range(spec.launch.attempts_without_progress + 2):
+        request = requested(**died_of, **tags)
+        assert isinstance(request, dg.RunRequest)
+        tags = {name.replace("/", "__"): value for name, value in request.tags.items() if name != RUN_TAG}
+    assert tags["dlac__recoveries_in_a_row"] == "1"
+    (home / FILE).write_text("[recovery]\noutage_s = 0\n")
+    limit = spec.launch.attempts_without_progress
+    given_up = requested(**died_of, **{**tags, "dlac__recoveries_in_a_row": str(limit)})
+    assert isinstance(given_up, dg.SkipReason)
+    assert "NoProgress" in str(given_up.skip_message)
 
 
 def test_alerts_tell_what_heals_by_itself_from_what_needs_a_person(
