@@ -15,6 +15,7 @@ SCHEDULES = {
     "continual_training_schedule": "train_job",
     "ledger_maintenance_schedule": "upkeep_job",
     "verify_schedule": "verify_job",
+    "rehearse_schedule": "rehearse_job",
 }
 
 
@@ -24,8 +25,14 @@ def test_the_code_location_holds_exactly_these_assets_checks_jobs_sensors_and_sc
     assets = {key.to_user_string() for key in repository.asset_graph.get_all_asset_keys()}
     assert assets == {"corpus", "tokens", "pinned_snapshot", "work_plan", "model_checkpoint"}
     checks = {key.name for key in repository.asset_graph.asset_check_keys}
-    assert checks == {"no_duplicate_rows", "no_missing_rows", "consumption_exact", "checkpoint_restorable"}
-    jobs = {"ingest_job", "train_job", "recover_job", "upkeep_job", "verify_job"}
+    assert checks == {
+        "no_duplicate_rows",
+        "no_missing_rows",
+        "consumption_exact",
+        "checkpoint_restorable",
+        "rehearsal_identical",
+    }
+    jobs = {"ingest_job", "train_job", "recover_job", "upkeep_job", "verify_job", "rehearse_job"}
     assert set(repository.job_names) - {"__ASSET_JOB"} == jobs
     assert {sensor.name for sensor in repository.sensor_defs} == {*ON, *OFF_SENSORS}
     assert {schedule.name for schedule in repository.schedule_defs} == set(SCHEDULES)
