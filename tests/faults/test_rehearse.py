@@ -134,7 +134,7 @@ def test_watching_a_finished_run_ends_with_one_line(campaign: Arena) -> None:
 @pytest.mark.filterwarnings("ignore")  # Dagster's own libraries warn of each other
 def test_the_job_asks_it_of_every_run_and_its_check_fails_if_one_differs(arena: Arena, tmp_path: Path) -> None:
     """Two runs, and a name that nobody has: identical is a passed check, another environment fails it by run and step."""
-    arena.table(appends=(160,))
+    arena.table(appends=(192,))
     specs = [arena.spec(run, world_size=1, passes=1, every_steps=2) for run in ("steady", "drifts")]
     for spec in specs:
         assert arena.launch(spec).wait() == 0
