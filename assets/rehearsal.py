@@ -48,7 +48,10 @@ def judged(outcomes: Sequence[RehearsedRun]) -> dg.AssetCheckResult:
     wrong = [each for each in outcomes if each.holds is False]
     right = [each for each in outcomes if each.holds]
     said = [f"{each.run}: {each.said}" for each in wrong] or [f"{each.run}: {each.said}" for each in right or outcomes]
-    rows = [{"run": each.run, "identical": each.holds, **each.facts, "said": each.said} for each in outcomes]
+    rows = [
+        {"run": each.run, "identical": each.holds, **{name: each.facts.get(name) for name in _FACTS}, "said": each.said}
+        for each in outcomes
+    ]
     return dg.AssetCheckResult(
         passed=bool(right) and not wrong,
         check_name=CHECK,
