@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ import dagster as dg
 import psutil
 import pytest
 import yaml
+from dagster._core.events import EngineEventData
 
 from assets.failures import NO_RECOVERY_TAG, OUTAGE_TAG, PREEMPTED_TAG, RUN_TAG
 from assets.heartbeat import Heartbeat
@@ -184,6 +186,38 @@ def test_a_run_without_a_heartbeat_is_lost_after_its_time(
     time.sleep(0.4)
     _, said = look(instance, cursor)
     assert "it has given no sign of life" in said
+
+
+def test_a_run_that_died_before_its_first_heartbeat_is_lost_as_soon_as_that_is_known(
+    arena: Arena, home: Path, instance: dg.DagsterInstance, tmp_path: Path
+) -> None:
+    """Its process has ended, or the code server before there was one; one that is only slow to import is waited for."""
+    (home / FILE).write_text("[recovery]\ngone_after_s = 0\nlost_after_s = 600\n")
+    spec, servers = (
+        arena.spec("unborn"),
+        {"alive": socket.socket(socket.AF_UNIX), "dead": socket.socket(socket.AF_UNIX)},
+    )
+    for name, server in servers.items():
+        server.bind(str(tmp_path / name))
+        server.listen()
+    servers["dead"].close()
+
+    def launched(server: str, pid: int | None) -> dg.DagsterRun:
+        info = {".dagster__grpc_info": json.dumps({"socket": str(tmp_path / server)})}
+        run = dagster_run(instance, spec, dg.DagsterRunStatus.STARTING, **info)
+        if pid is not None:
+            instance.report_engine_event("Started", run, EngineEventData.in_process(pid))
+        return run
+
+    with subprocess.Popen(["true"]) as ended:
+        ended.wait()
+    waited = [launched("alive", None), launched("dead", os.getpid()), launched("elsewhere", None)]
+    lost = [launched("dead", None), launched("alive", ended.pid)]
+    look(instance, None)
+    servers["alive"].close()
+    found = [instance.get_run_by_id(run.run_id) for run in (*waited, *lost)]
+    statuses = [run.status for run in found if run]
+    assert statuses == [dg.DagsterRunStatus.STARTING] * 3 + [dg.DagsterRunStatus.FAILURE] * 2
 
 
 def look(instance: dg.DagsterInstance, cursor: str | None) -> tuple[str | None, str]:
