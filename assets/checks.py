@@ -12,7 +12,7 @@ from assets.resources import JobResource
 from assets.training import model_checkpoint
 from catalog.commits import record_verified
 from catalog.connect import Lakehouse
-from catalog.errors import NoSuchRun, StoreUnavailable
+from catalog.errors import NoRestorableCheckpoint, NoSuchRun, StoreUnavailable
 from catalog.ledger import Ledger
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.checkpoint.files import StoreFiles
@@ -77,13 +77,20 @@ def consumption_audit(job: JobResource) -> Iterator[dg.AssetCheckResult]:
     description="The files of the newest checkpoint are there, and read again they have the digests that were committed.",
 )
 def checkpoint_restorable(job: JobResource) -> dg.AssetCheckResult:
-    """Read the newest checkpoint again and write into the ledger what was found; a store that is away is only a warning."""
+    """Read the newest checkpoint again and write into the ledger what was found; a store that is away is only a warning.
+
+    A run that has taken none yet, such as one that waits for a batch, has nothing that could not be restored.
+    """
     spec, lakehouse = job.job_spec(), job.lakehouse()
     began = time.monotonic()
     try:
         verdict = verified_head(lakehouse, spec.run, tiers_of(spec).files)
     except StoreUnavailable as err:
         return dg.AssetCheckResult(passed=False, severity=dg.AssetCheckSeverity.WARN, description=str(err))
+    except NoRestorableCheckpoint as err:
+        return dg.AssetCheckResult(passed=False, severity=dg.AssetCheckSeverity.ERROR, description=str(err))
+    if verdict is None:
+        return dg.AssetCheckResult(passed=True, description=f"run {spec.run!r} has no checkpoint yet: nothing to read")
     return dg.AssetCheckResult(
         passed=verdict.problem is None,
         severity=dg.AssetCheckSeverity.ERROR,
@@ -92,18 +99,27 @@ def checkpoint_restorable(job: JobResource) -> dg.AssetCheckResult:
     )
 
 
-def verified_head(lakehouse: Lakehouse, run: str, files: StoreFiles | None) -> Verdict:
-    """Read the files of the run's head again, and record what was found.
+def verified_head(lakehouse: Lakehouse, run: str, files: StoreFiles | None) -> Verdict | None:
+    """Read the files of the run's head again, and record what was found; None: the run has no checkpoint yet.
 
     Raises:
-        NoSuchRun: there is no such run, or it has no checkpoint yet.
+        NoSuchRun: there is no such run; or its head was retired while it was read.
+        NoRestorableCheckpoint: every checkpoint is damaged.
         StoreUnavailable: the store does not answer; that is no damage, and nothing is recorded.
     """
-    heads = [each for each in list_checkpoints(lakehouse, run) if each.state == "head"]
-    found = verify_checkpoints(lakehouse, run, heads[0].step, files=files) if heads else iter(())
+    listed = list_checkpoints(lakehouse, run)
+    if not listed:
+        return None
+    heads = [each for each in listed if each.state == "head"]
+    if not heads:
+        raise NoRestorableCheckpoint(
+            f"expected a checkpoint of run {run!r} that can be restored, found {len(listed)}, all damaged or left behind: "
+            "start a run under another name, or rewind it to one that is left"
+        )
+    found = verify_checkpoints(lakehouse, run, heads[0].step, files=files)
     verdict = next((each for each in found if each.checkpoint.state == "head"), None)
     if verdict is None:
-        raise NoSuchRun(f"expected a checkpoint of run {run!r} to read again, found none that is its head")
+        raise NoSuchRun(f"expected the head of run {run!r} to read it again, found that it was retired meanwhile")
     record_verified(
         Ledger(lakehouse), run, {verdict.checkpoint.checkpoint_id: verdict.problem}, verification=token_hex(8)
     )

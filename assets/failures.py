@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import dagster as dg
 
 from catalog import errors
-from catalog.errors import DlacError
+from catalog.errors import CatalogUnreachable, CommitOutcomeUnknown, DlacError, StoreUnavailable
 
 OWNERS = ["team:ml-platform"]
 """Whom the asset pages name: those who run the lakehouse."""
@@ -16,8 +16,12 @@ NO_RECOVERY_TAG = "dlac/no_recovery"
 """Set on a Dagster run whose failure another attempt would meet again; the sensors leave it alone."""
 PREEMPTED_TAG = "dlac/preempted"
 """Set on a Dagster run that was told to leave, and not by a person who cancelled it; its value says how. It is resumed."""
+OUTAGE_TAG = "dlac/outage"
+"""Set on a Dagster run that ended because the catalog or the checkpoint store was away: no fault of the training run's."""
 STEPPED_ASIDE_TAG = "dlac/stepped_aside"
 """Set on a recovery that found another one at work; it has done nothing, and nothing is wrong."""
+
+_AWAY = (CatalogUnreachable, CommitOutcomeUnknown, StoreUnavailable)
 
 
 @contextmanager
@@ -32,8 +36,11 @@ def told_to_dagster(context: dg.AssetExecutionContext) -> Iterator[None]:
 def failure(context: dg.AssetExecutionContext, kind: str, message: str) -> dg.Failure:
     """The failure of a step for an error named `kind`; a kind that DLAC does not know is something that died."""
     known = getattr(errors, kind, None)
-    if isinstance(known, type) and issubclass(known, DlacError) and not known.transient:
-        tag(context, NO_RECOVERY_TAG, kind)
+    if isinstance(known, type) and issubclass(known, DlacError):
+        if not known.transient:
+            tag(context, NO_RECOVERY_TAG, kind)
+        elif issubclass(known, _AWAY):
+            tag(context, OUTAGE_TAG, kind)
     return dg.Failure(f"{kind}: {message}", metadata={"error": kind}, allow_retries=False)
 
 

@@ -12,8 +12,10 @@ from catalog.pins import hold
 from catalog.plans import get_plan
 from catalog.snapshots import snapshot_of
 from dlac_pipeline.plan.leg import Leg
+from dlac_pipeline.plan.legs import check_sources
 from dlac_pipeline.plan.planner import make_plan
 from dlac_pipeline.recover.leg_choice import leg_of
+from dlac_pipeline.spec import JobSpec
 
 
 @dg.asset(
@@ -28,7 +30,7 @@ def pinned_snapshot(context: dg.AssetExecutionContext, job: JobResource) -> dg.M
     """Pin the snapshot that the run was started with; for a new run the one the spec names, or the current one."""
     with told_to_dagster(context):
         spec, lakehouse = job.job_spec(), job.lakehouse()
-        committed = _last_leg(Ledger(lakehouse), spec.run)
+        committed = _last_leg(Ledger(lakehouse), spec)
         pins = []
         for index, source in enumerate(spec.sources):
             wanted = committed.sources[index].snapshot_id if committed else source.snapshot_id
@@ -59,7 +61,7 @@ def work_plan(context: dg.AssetExecutionContext, job: JobResource) -> dg.Materia
     """Plan the pinned snapshots; a run that goes on keeps the plans that its leg binds."""
     with told_to_dagster(context):
         spec, lakehouse = job.job_spec(), job.lakehouse()
-        committed = _last_leg(Ledger(lakehouse), spec.run)
+        committed = _last_leg(Ledger(lakehouse), spec)
         pinned = metadata_of_this_run(context, pinned_snapshot.key).get("snapshot_id")
         snapshots = [None] * len(spec.sources) if pinned is None else [int(part) for part in pinned.split(", ")]
         rows = [
@@ -83,10 +85,19 @@ def work_plan(context: dg.AssetExecutionContext, job: JobResource) -> dg.Materia
     )
 
 
-def _last_leg(ledger: Ledger, run: str) -> Leg | None:
-    rows = ledger.rows(run, kinds=HEAD_KINDS)
+def _last_leg(ledger: Ledger, spec: JobSpec) -> Leg | None:
+    """The leg that the run's head ends in, whose sources are those of the spec; None: it has no checkpoint.
+
+    Raises:
+        ResumeMismatch: the spec has another number of sources.
+    """
+    rows = ledger.rows(spec.run, kinds=HEAD_KINDS)
     head = fence_of_rows(rows).head
-    return leg_of(rows, head) if head is not None else None
+    if head is None:
+        return None
+    leg = leg_of(rows, head)
+    check_sources(spec, leg)
+    return leg
 
 
 def metadata_of_this_run(context: dg.AssetExecutionContext, key: dg.AssetKey) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from pyiceberg.exceptions import (
     RESTError,
     TableAlreadyExistsError,
 )
-from pyiceberg.expressions import BooleanExpression, EqualTo, In, LessThanOrEqual
+from pyiceberg.expressions import BooleanExpression, EqualTo, GreaterThan, In, LessThanOrEqual
 from pyiceberg.schema import Schema
 from pyiceberg.table import Table
 from sqlalchemy.exc import IntegrityError, SQLAlchemyError
@@ -195,6 +195,11 @@ def equals(column: str, value: str) -> BooleanExpression:
 def at_most(column: str, value: int) -> BooleanExpression:
     """The Iceberg expression `column <= value`."""
     return LessThanOrEqual(column, value)  # type: ignore[call-arg,arg-type]  # its pydantic base hides the real signature
+
+
+def more_than(column: str, value: int) -> BooleanExpression:
+    """The Iceberg expression `column > value`."""
+    return GreaterThan(column, value)  # type: ignore[call-arg,arg-type]  # its pydantic base hides the real signature
 
 
 def among(column: str, values: Sequence[str]) -> BooleanExpression:

@@ -18,7 +18,7 @@ from pyiceberg.expressions import And, BooleanExpression
 from pyiceberg.io.pyarrow import schema_to_pyarrow
 from pyiceberg.table import Table
 
-from catalog.connect import Lakehouse, among, equals, reachable
+from catalog.connect import Lakehouse, among, equals, more_than, reachable
 from catalog.errors import CatalogUnreachable, CommitConflict, CommitOutcomeUnknown, LakehouseError, NoSuchRun
 from catalog.expiry import expire_in
 from catalog.retrying import overtaken, rereading, retrying
@@ -108,17 +108,24 @@ class Ledger:
             attempt, nonce, seq, head = json.loads(cached)
             fence = Fence(attempt=attempt, nonce=nonce, seq=seq, head=head)
             return RunState(run=run, table=table, fence=fence, finished=False)
-        rows = self._scan(table, run, columns=("seq", "kind", "attempt", "nonce", "head_after"))
+        columns = ("seq", "kind", "attempt", "nonce", "head_after")
+        rows = self._scan(table, run, columns=columns, kinds=HEAD_KINDS)  # every append has a row of one of them
         return RunState(run=run, table=table, fence=fence_of_rows(rows), finished=finished_of_rows(rows))
 
-    def rows(self, run: str, *, kinds: Sequence[str] = ()) -> list[Row]:
-        """All rows of a run in order of `seq`, restricted to `kinds` when given."""
-        return rereading()(lambda: self._sorted(self.lakehouse.own("consumption"), run, kinds))
+    def rows(self, run: str, *, kinds: Sequence[str] = (), after: int = 0) -> list[Row]:
+        """All rows of a run behind the `seq` named by `after`, in order of `seq`, restricted to `kinds` when given."""
+        return rereading()(lambda: self._sorted(self.lakehouse.own("consumption"), run, kinds=kinds, after=after))
 
-    def rows_at(self, state: RunState, *, kinds: Sequence[str] = ()) -> list[Row]:
-        """The rows that the run had at one read, as `rows` gives them."""
+    def rows_at(
+        self, state: RunState, *, kinds: Sequence[str] = (), after: int = 0, columns: tuple[str, ...] = ("*",)
+    ) -> list[Row]:
+        """The rows that the run had at one read, as `rows` gives them; of `columns` only, one of which is `seq`.
+
+        Raises:
+            CommitConflict: others went on since then, and upkeep removed what it was read from.
+        """
         with overtaken():
-            return self._sorted(state.table, state.run, kinds)
+            return self._sorted(state.table, state.run, kinds=kinds, after=after, columns=columns)
 
     def head_rows(self, run: str) -> list[Row]:
         """The rows that say where a run is, in order of `seq`.
@@ -207,13 +214,23 @@ class Ledger:
         """
         return retrying(self._deadline_s)(work)
 
-    def _sorted(self, table: Table, run: str, kinds: Sequence[str]) -> list[Row]:
-        return sorted(self._scan(table, run, kinds=kinds), key=lambda row: int(row["seq"]))
+    def _sorted(self, table: Table, run: str, **wanted: Any) -> list[Row]:
+        return sorted(self._scan(table, run, **wanted), key=_seq)
 
     def _scan(
-        self, table: Table, run: str, *, columns: tuple[str, ...] = ("*",), kinds: Sequence[str] = ()
+        self,
+        table: Table,
+        run: str,
+        *,
+        columns: tuple[str, ...] = ("*",),
+        kinds: Sequence[str] = (),
+        after: int = 0,
     ) -> list[Row]:
-        wanted = And(equals("run", run), among("kind", kinds)) if kinds else equals("run", run)
+        wanted = equals("run", run)
+        if kinds:
+            wanted = And(wanted, among("kind", kinds))
+        if after:
+            wanted = And(wanted, more_than("seq", after))
         with reachable(self.lakehouse.config.uri):
             rows: list[Row] = table.scan(row_filter=wanted, selected_fields=columns).to_arrow().to_pylist()
         return rows

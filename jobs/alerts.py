@@ -19,6 +19,7 @@ import dagster as dg
 from assets.failures import NO_RECOVERY_TAG, RUN_TAG, STEPPED_ASIDE_TAG
 from catalog.errors import TrainingFailed
 from jobs.recovery import RECOVERS_TAG, recovery_of
+from jobs.rehearse import rehearse_job
 from jobs.settings import read_settings
 from jobs.train import recover_job, train_job
 from jobs.upkeep import upkeep_job
@@ -75,7 +76,7 @@ def dlac_alerts(
     default_status: dg.DefaultSensorStatus = dg.DefaultSensorStatus.STOPPED,
 ) -> list[dg.SensorDefinition]:
     """Sensors that send alerts of these kinds: on runs that failed, on runs that succeeded, and on failed asset checks."""
-    watched: list[Any] = [train_job, recover_job, upkeep_job, verify_job]
+    watched: list[Any] = [train_job, recover_job, upkeep_job, verify_job, rehearse_job]
 
     @dg.run_failure_sensor(
         name=f"{prefix}_failure_alerts",

@@ -6,6 +6,7 @@ import dagster as dg
 
 from assets.checks import checkpoint_restorable, consumption_audit
 from assets.planning import pinned_snapshot, work_plan
+from assets.rehearsal import rehearsal_identical
 from assets.resources import JobResource, LakehouseResource
 from assets.sources import corpus, tokens
 from assets.training import model_checkpoint
@@ -13,15 +14,16 @@ from jobs.alerts import dlac_alerts
 from jobs.continual import continual_training_schedule, new_snapshot_sensor
 from jobs.lost import lost_run_sensor
 from jobs.recovery import preemption_sensor, recovery_sensor
+from jobs.rehearse import rehearse_job, rehearse_schedule
 from jobs.train import ingest_job, recover_job, train_job
 from jobs.upkeep import ledger_maintenance_schedule, upkeep_job
 from jobs.verify import verify_job, verify_schedule
 
 defs = dg.Definitions(
     assets=[corpus, tokens, pinned_snapshot, work_plan, model_checkpoint],
-    asset_checks=[consumption_audit, checkpoint_restorable],
-    jobs=[ingest_job, train_job, recover_job, upkeep_job, verify_job],
-    schedules=[continual_training_schedule, ledger_maintenance_schedule, verify_schedule],
+    asset_checks=[consumption_audit, checkpoint_restorable, rehearsal_identical],
+    jobs=[ingest_job, train_job, recover_job, upkeep_job, verify_job, rehearse_job],
+    schedules=[continual_training_schedule, ledger_maintenance_schedule, verify_schedule, rehearse_schedule],
     sensors=[recovery_sensor, preemption_sensor, lost_run_sensor, new_snapshot_sensor, *dlac_alerts()],
     resources={"job": JobResource.configure_at_launch(), "lakehouse": LakehouseResource()},
     executor=dg.in_process_executor,  # the process that Dagster watches is the one that holds the supervisor

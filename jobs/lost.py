@@ -5,10 +5,14 @@ jobs/recovery.py decide.
 """
 
 import json
+import socket
 import time
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import dagster as dg
+import psutil
 
 from assets.heartbeat import Beat, beats_of
 from jobs.settings import RecoverySettings, settings_or_defaults
@@ -17,6 +21,8 @@ from jobs.train import recover_job, train_job
 _WAITED_FOR = [dg.DagsterRunStatus.STARTING, dg.DagsterRunStatus.STARTED, dg.DagsterRunStatus.CANCELING]
 _TRAINING = (train_job.name, recover_job.name)
 _NO_MARK = ""
+_LAUNCHED_BY_TAG = ".dagster/grpc_info"
+"""Set by Dagster's default launcher: the address of the code server that starts the run's process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +50,11 @@ def lost_run_sensor(context: dg.SensorEvaluationContext) -> dg.SensorResult:
         mark = beat.mark if beat else _NO_MARK
         known = before.get(run.run_id)
         seen[run.run_id] = known if known is not None and known.mark == mark else _Seen(mark, now)
-        reason = _lost(beat, now - seen[run.run_id].since, settings)
+        silent_s = now - seen[run.run_id].since
+        if beat is None and silent_s >= settings.gone_after_s:
+            reason = _gone_before_it_beat(context.instance, run) or _lost(None, silent_s, settings)
+        else:
+            reason = _lost(beat, silent_s, settings)
         if reason and _end(context.instance, run, reason):
             lost.append(f"run {run.run_id}: {reason}")
     cursor = json.dumps({run_id: [one.mark, one.since] for run_id, one in seen.items()})
@@ -68,6 +78,32 @@ def _lost(beat: Beat | None, silent_s: float, settings: RecoverySettings) -> str
     if beat is None:
         return f"it has given no sign of life in {silent_s:.0f} s"
     return f"its process {beat.pid} on {beat.machine.split()[0]} has given no sign of life for {silent_s:.0f} s"
+
+
+def _gone_before_it_beat(instance: dg.DagsterInstance, run: dg.DagsterRun) -> str:
+    """Why a run without a heartbeat will never have one: what was to start it here, or its process, is gone; empty: who knows."""
+    server = json.loads(run.tags.get(_LAUNCHED_BY_TAG, "{}")).get("socket")
+    if not server or not Path(server).exists():
+        return ""  # launched by another machine, or by other means
+    for entry in instance.all_logs(run.run_id, of_type=dg.DagsterEventType.ENGINE_EVENT):
+        metadata = {} if entry.dagster_event is None else entry.dagster_event.engine_event_data.metadata
+        if "pid" in metadata:
+            pid = int(str(metadata["pid"].value))
+            return "" if _is_there(pid, entry.timestamp) else f"its process {pid} is gone, and gave no sign of life"
+    with socket.socket(socket.AF_UNIX) as client:
+        try:
+            client.connect(server)
+        except OSError:
+            return "it was not started, and the code server that was to start it is gone"
+    return ""
+
+
+def _is_there(pid: int, since: float) -> bool:
+    """Whether the process that had this id at that time runs."""
+    with suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        return process.create_time() <= since and process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def _end(instance: dg.DagsterInstance, run: dg.DagsterRun, reason: str) -> bool:

@@ -11,18 +11,21 @@ from typing import Any
 
 import dagster as dg
 
-from assets.failures import NO_RECOVERY_TAG, PREEMPTED_TAG, RUN_TAG
+from assets.failures import NO_RECOVERY_TAG, OUTAGE_TAG, PREEMPTED_TAG, RUN_TAG
 from catalog.connect import connect
 from catalog.errors import DlacError, SpecInvalid
 from catalog.ledger import HEAD_KINDS, Ledger, Row, RunState
 from dlac_pipeline.recover.coordinator import launcher_of
 from dlac_pipeline.recover.signs import signs_of
 from dlac_pipeline.spec import JobSpec, home_folder, parse_spec
+from jobs.coordinator import raw_spec_of
 from jobs.settings import RecoverySettings, settings_or_defaults
 from jobs.train import recover_job, train_job
 
 _HEAD_TAG, _IN_A_ROW_TAG = "dlac/head", "dlac/recoveries_in_a_row"
 """On a recovery run: the head when it was requested, and how many were requested since the head last moved."""
+_OUTAGE_SINCE_TAG = "dlac/outage_since"
+"""On a recovery run: when catalog or store were first away, in seconds since the epoch, if they have been since then."""
 RECOVERS_TAG = "dlac/recovers"
 """On a recovery run: the Dagster run that it goes on for."""
 
@@ -69,8 +72,11 @@ def recovery_of(
         return dg.SkipReason(f"run {dead.run_id} would fail again: {err}")
     if spec is None:
         return dg.SkipReason(f"run {dead.run_id} has no job configuration: it died before it could train")
-    settings = settings_or_defaults(log).recovery
+    settings, now = settings_or_defaults(log).recovery, time.time()
+    outage_since = float(dead.tags.get(_OUTAGE_SINCE_TAG, now)) if OUTAGE_TAG in dead.tags else None
     fruitless = int(dead.tags.get(_IN_A_ROW_TAG, "0"))
+    if outage_since is not None and fruitless and now - outage_since < settings.outage_s:
+        fruitless -= 1  # the one that has just died of it
     try:
         ledger = Ledger(connect(spec.lakehouse))
         rows, state = ledger.rows(spec.run, kinds=HEAD_KINDS), ledger.state(spec.run)
@@ -91,7 +97,7 @@ def recovery_of(
         return dg.SkipReason(
             f"NoProgress: {fruitless} recoveries in a row of {spec.run} committed nothing; mend the cause"
         )
-    launch |= {"wait_s": settings.wait_for_old_launch_s, "noticed_by": noticed_by, "noticed_at": time.time()}
+    launch |= {"wait_s": settings.wait_for_old_launch_s, "noticed_by": noticed_by, "noticed_at": now}
     return dg.RunRequest(
         run_key=dead.run_id,
         run_config={"resources": dead.run_config["resources"], "ops": {"model_checkpoint": {"config": launch}}},
@@ -100,6 +106,7 @@ def recovery_of(
             RECOVERS_TAG: dead.run_id,
             _HEAD_TAG: head,
             _IN_A_ROW_TAG: str(fruitless + 1),
+            **({} if outage_since is None else {_OUTAGE_SINCE_TAG: str(outage_since)}),
         },
     )
 
@@ -110,8 +117,8 @@ def spec_of(run_config: Mapping[str, Any]) -> JobSpec | None:
     Raises:
         SpecInvalid: it is not a valid one.
     """
-    raw = run_config.get("resources", {}).get("job", {}).get("config", {}).get("spec")
-    return None if raw is None else parse_spec(raw, origin="the run's configuration").resolved(home_folder())
+    raw = raw_spec_of(run_config)
+    return None if raw is None else parse_spec(dict(raw), origin="the run's configuration").resolved(home_folder())
 
 
 def _progressed(dead: dg.DagsterRun, state: RunState) -> bool:

@@ -32,6 +32,12 @@ class RecoverySettings(_Section):
         description="Seconds for which a run's process must be seen to be gone, on this machine, before its run is failed.",
         ge=0,
     )
+    outage_s: float = Field(
+        default=86_400.0,
+        description="Seconds for which recoveries that end because the catalog or the checkpoint store is away are not counted "
+        "as recoveries without progress: one is requested after another until it is back.",
+        ge=0,
+    )
     lost_after_s: float = Field(
         default=120.0,
         description="Seconds without a heartbeat after which a run is lost, although its process is there, or is elsewhere.",

@@ -2,7 +2,6 @@
 
 import time
 from contextlib import suppress
-from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -13,10 +12,10 @@ from assets.checks import verified_head
 from assets.pages import table
 from assets.resources import LakehouseResource
 from catalog.connect import Lakehouse
-from catalog.errors import NoSuchRun, StoreUnavailable
+from catalog.errors import NoRestorableCheckpoint, NoSuchRun, StoreUnavailable
 from catalog.ledger import Ledger
 from dlac_pipeline.checkpoint.files import StoreFiles
-from dlac_pipeline.checkpoint.listing import list_checkpoints
+from dlac_pipeline.checkpoint.listing import Verdict, list_checkpoints
 from dlac_pipeline.checkpoint.store import tiers_of
 from dlac_pipeline.commands.shared import last_spec
 
@@ -38,38 +37,49 @@ class VerifyConfig(dg.Config):
 def newest_checkpoints_verified(
     context: dg.OpExecutionContext, config: VerifyConfig, lakehouse: LakehouseResource
 ) -> dg.Output[None]:
-    """A table of what was found. Fails when a checkpoint is damaged, after all were read."""
+    """A table of what was found. Fails when a checkpoint is damaged or a named run does not exist, after all were read."""
     place = lakehouse.lakehouse()
-    rows, damaged = [], []
-    for run in config.runs or Ledger(place).runs():
+    rows: list[dict[str, Any]] = []
+    problems, known = [], Ledger(place).runs()
+    problems += [f"{run}: there is no run of this name" for run in config.runs if run not in known]
+    for run in [run for run in config.runs or known if run in known]:
         since = datetime.now(UTC) - timedelta(hours=config.not_since_h)
         if _held_since(place, run, since):
+            context.log.info(f"{run}: its digests held within {config.not_since_h:g} hours")
             continue
         began = time.monotonic()
         try:
             verdict = verified_head(place, run, _files_of(place, run))
         except (NoSuchRun, StoreUnavailable) as err:
             context.log.warning(f"{run}: {err}")
-            continue
-        found = {name: asdict(verdict.checkpoint)[name] for name in ("run", "step", "checkpoint_id", "bytes")}
-        rows.append({**found, "problem": verdict.problem, "took_s": time.monotonic() - began})
-        if verdict.problem is not None:
-            damaged.append(f"{run}: {verdict.problem}")
+        except NoRestorableCheckpoint as err:
+            problems.append(str(err))
+        else:
+            if verdict is None:
+                context.log.info(f"{run}: it has no checkpoint yet")
+                continue
+            rows.append({**_shown(verdict), "took_s": time.monotonic() - began})
+            problems += [f"{run}: {verdict.problem}"] if verdict.problem is not None else []
     metadata: dict[str, Any] = {"checkpoints": len(rows), **table("verified", rows)}
-    if damaged:
+    if problems:
         raise dg.Failure(
-            f"{len(damaged)} of {len(rows)} newest checkpoints are damaged; a resume falls back to their parents: "
-            + "; ".join(damaged),
+            f"{len(rows)} newest checkpoints were read; a resume falls back to the parents of those that are damaged: "
+            + "; ".join(problems),
             metadata=metadata,
             allow_retries=False,
         )
     return dg.Output(None, metadata=metadata)
 
 
+def _shown(verdict: Verdict) -> dict[str, Any]:
+    names = ("run", "step", "checkpoint_id", "bytes")
+    return {**{name: getattr(verdict.checkpoint, name) for name in names}, "problem": verdict.problem}
+
+
 def _held_since(lakehouse: Lakehouse, run: str, since: datetime) -> bool:
-    """Whether the run has no head to read, or its digests have held since."""
+    """Whether the digests of the run's head have held since."""
     heads = [each for each in list_checkpoints(lakehouse, run) if each.state == "head"]
-    return not heads or (heads[0].verified_at is not None and heads[0].verified_at >= since)
+    return bool(heads) and heads[0].verified_at is not None and heads[0].verified_at >= since
 
 
 def _files_of(lakehouse: Lakehouse, run: str) -> StoreFiles | None:

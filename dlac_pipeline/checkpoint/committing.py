@@ -179,7 +179,7 @@ class Committer:
 
     def _see(self) -> None:
         """Rows that others appended since the last commit: they are kept in mind, and repeated by the next manifest."""
-        rows = [row for row in self._ledger.rows(self._attempt.run) if int(row["seq"]) > self._seq]
+        rows = self._ledger.rows(self._attempt.run, after=self._seq)
         self._seq = max((int(row["seq"]) for row in rows), default=self._seq)
         assert self._retention is not None, "made before the first commit"
         self._retention.saw(rows)

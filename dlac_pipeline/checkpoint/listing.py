@@ -11,7 +11,7 @@ from pathlib import Path
 
 from catalog.commits import names_of
 from catalog.connect import Lakehouse
-from catalog.errors import CheckpointDamaged, NoSuchRun, StoreUnavailable
+from catalog.errors import CheckpointDamaged, NoSuchRun
 from catalog.ledger import Ledger, Row, checkpoint_rows, fence_of_rows
 from dlac_pipeline.checkpoint.files import StoreFiles
 from dlac_pipeline.checkpoint.manifest import read_manifest, verify_files
@@ -96,6 +96,7 @@ def verify_checkpoints(
 
     Raises:
         NoSuchRun: the ledger has no row of the run, or no such checkpoint that is kept.
+        StoreUnavailable: the store does not answer; nothing is known of the checkpoint whose turn it was, and of those behind it.
     """
     listed = [each for each in list_checkpoints(lakehouse, run) if each.state in ("head", "kept", "left")]
     chosen = [each for each in reversed(listed) if step in (None, each.step)]
@@ -172,6 +173,6 @@ def _problem_of(checkpoint: ListedCheckpoint, files: StoreFiles) -> str | None:
     try:
         manifest = read_manifest(checkpoint.manifest_uri, checkpoint.manifest_digest, files)
         verify_files(manifest, checkpoint.folder, files)
-    except (CheckpointDamaged, StoreUnavailable) as err:
+    except CheckpointDamaged as err:  # a store that is away is no damage
         return str(err)
     return None

@@ -144,9 +144,13 @@ def verify_files(manifest: Manifest, folder: str, files: StoreFiles) -> None:
 
     Raises:
         CheckpointDamaged: names the first file that is missing, truncated or altered.
-        StoreUnavailable: a file cannot be read for another reason.
+        StoreUnavailable: a file cannot be read for another reason, or the store is not there any more.
     """
-    verify_entries(manifest.files, folder, files)
+    try:
+        verify_entries(manifest.files, folder, files)
+    except CheckpointDamaged:
+        check_there(below(folder, MANIFEST), files)  # its mount may have gone meanwhile
+        raise
 
 
 def verify_entries(entries: Iterable[FileEntry], folder: str, files: StoreFiles) -> None:

@@ -61,8 +61,8 @@ class Retention:
             if parent not in out and (len(kept) < keep_last or self._is_milestone(row["step"], before)):
                 kept.add(parent)
             parent = row["parent"]
-        kept |= left | set(names_of(self._rows).values())
-        return [each for each in checkpoints if each not in kept | out]
+        stays = kept | left | out | set(names_of(self._rows).values())
+        return [each for each in checkpoints if each not in stays]
 
     def committed(self, checkpoint: Row, retired: Iterable[str]) -> None:
         """The checkpoint is the head, and these are retired: remove their files, in a thread."""

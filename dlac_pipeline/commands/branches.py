@@ -11,7 +11,7 @@ import typer
 
 from catalog.connect import Lakehouse, connect
 from catalog.errors import NoSuchRun, SpecInvalid
-from catalog.ledger import HEAD_KINDS, Ledger
+from catalog.ledger import Ledger
 from dlac_pipeline.commands.shared import (
     OUT,
     AsJson,
@@ -145,7 +145,7 @@ def retire(
     job = last_spec(lakehouse, run) if spec is None else resolved(spec, home).model_copy(update={"run": run})
     ledger = Ledger(lakehouse)
     gone = retire_left(ledger, run, checkpoint)
-    Retention(job.checkpoint, tiers_of(job), 0, ledger.rows(run, kinds=HEAD_KINDS)).sweep()
+    Retention(job.checkpoint, tiers_of(job), 0, ledger.head_rows(run)).sweep()
     for row in gone:
         OUT.print(f"retired {row['checkpoint_id']} (step {row['step']})", markup=False)
     if not gone:

@@ -118,16 +118,20 @@ def verify(
         files = tiers_of(last_spec(lakehouse, run) if spec is None else resolved(spec, home)).files
     with steps_bar() as bar:
         task = bar.add_task("reading checkpoints", total=None)
-        for verdict in verify_checkpoints(
+        verdicts = verify_checkpoints(
             lakehouse,
             run,
             step,
             files=files,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
-        ):
-            problems[verdict.checkpoint.checkpoint_id] = verdict.problem
-            OUT.print(f"step {verdict.checkpoint.step}: {verdict.problem or 'whole'}", markup=False, soft_wrap=True)
-    record_verified(Ledger(lakehouse), run, problems, verification=token_hex(8))
+        )
+        try:
+            for verdict in verdicts:
+                problems[verdict.checkpoint.checkpoint_id] = verdict.problem
+                OUT.print(f"step {verdict.checkpoint.step}: {verdict.problem or 'whole'}", markup=False, soft_wrap=True)
+        finally:  # a store that went away does not take back what was found before
+            if problems:
+                record_verified(Ledger(lakehouse), run, problems, verification=token_hex(8))
     if any(problems.values()):
         raise typer.Exit(1)
 

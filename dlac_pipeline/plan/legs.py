@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from catalog.errors import ResumeMismatch
 from dlac_pipeline.plan.leg import Leg, LegSequences, LegSource
 from dlac_pipeline.plan.planner import Plan
 from dlac_pipeline.plan.source_order import SourceStart
@@ -26,6 +27,19 @@ def first_leg(spec: JobSpec, plans: Sequence[Plan]) -> Leg:
         for source, plan in zip(spec.sources, plans, strict=True)
     ]
     return Leg(index=0, start_step=0, sources=tuple(sources), **_settings(spec))
+
+
+def check_sources(spec: JobSpec, leg: Leg) -> None:
+    """Check that the job spec has as many sources as the leg: they are told apart by their place.
+
+    Raises:
+        ResumeMismatch: it has more or fewer.
+    """
+    if len(spec.sources) != len(leg.sources):
+        raise ResumeMismatch(
+            f"expected {len(leg.sources)} sources, as leg {leg.index} of run {spec.run!r} binds, found {len(spec.sources)} in "
+            "the job spec: name the one that the run was trained with, or begin another run (`dlac fork` keeps the history)"
+        )
 
 
 def asked_for(spec: JobSpec, leg: Leg, table_uuids: Mapping[str, str]) -> Leg:

@@ -12,11 +12,10 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import tenacity
 
-from catalog import errors
 from catalog.connect import Lakehouse
 from catalog.durable_io import write_durably
 from catalog.errors import CatalogUnreachable, DlacError
@@ -24,23 +23,27 @@ from catalog.ledger import Ledger
 from catalog.plans import get_plan
 from dlac_pipeline.checkpoint.store import storing
 from dlac_pipeline.launch import Exit, RankGroup, Starter
-from dlac_pipeline.launch_spec import LaunchSpec
 from dlac_pipeline.nodes.crew import RESUME, Crew
-from dlac_pipeline.nodes.fleet import LOST, Fleet
+from dlac_pipeline.nodes.fleet import Fleet
 from dlac_pipeline.plan.leg import Leg
-from dlac_pipeline.progress import Phase, Progress
+from dlac_pipeline.progress import Phase
+from dlac_pipeline.recover.causes import first_cause, silent_rank, stuck_rank
 from dlac_pipeline.recover.coordinator import ResumePoint, new_nonce, take_over
-from dlac_pipeline.recover.incident import Failure, Incident, RecoveryOutcome, ended_on_purpose, failure_of_attempt
+from dlac_pipeline.recover.incident import (
+    OPERATOR,
+    Failure,
+    Incident,
+    RecoveryOutcome,
+    ended_on_purpose,
+    failure_of_attempt,
+)
 from dlac_pipeline.recover.leg_choice import Wish
+from dlac_pipeline.recover.patience import PATIENCE_S, waiting_for
 from dlac_pipeline.recover.stragglers import Stragglers
 from dlac_pipeline.spec import JobSpec
 
 Event = dict[str, Any]
 Ending = Literal["finished", "caught_up", "stopped", "left"]
-HANG = "Hang"
-"""Kind of the failure of a rank that gives no sign of life."""
-_PATIENCE_S = 180.0
-"""How long a recovery waits for a catalog that is away."""
 POLL_S = 0.05
 _STEP_EVENT_EVERY_S = 0.5
 _LEAVE_MARGIN_S = 2.0
@@ -69,15 +72,10 @@ class Supervision:
     launched_by: str
     """The orchestrator's run."""
 
-
-def waiting_for_catalog(*, recovering: bool) -> tenacity.Retrying:
-    """Repeats what needs the catalog; a recovery waits for a catalog that is away."""
-    return tenacity.Retrying(
-        retry=tenacity.retry_if_exception_type(CatalogUnreachable),
-        wait=tenacity.wait_random_exponential(multiplier=0.2, max=5.0),
-        stop=tenacity.stop_after_delay(_PATIENCE_S if recovering else 0.0),
-        reraise=True,
-    )
+    def waiting(self, *, replaces: int | None) -> tenacity.Retrying:
+        """Repeats what needs the catalog: a recovery waits for one that is away, until it is told to stop."""
+        recovering = replaces is not None or self.noticed_by != OPERATOR
+        return waiting_for(CatalogUnreachable, within_s=PATIENCE_S if recovering else 0.0, stop=self.stop)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,6 +111,7 @@ class SupervisedAttempt:
         self.step = 0
         self.committed = False
         self._trains = False
+        self._asked_at: float | None = None
         self._ending: Ending = "left"
 
     @property
@@ -132,21 +131,43 @@ class SupervisedAttempt:
             point = self._take_over()
             self.number, self.step = point.attempt, point.step
             self.leg = leg = Leg.from_json(point.leg)
-            live_rows = sum(get_plan(self._lakehouse, source.plan_id).live_rows for source in leg.sources)
+            plans = [self._waiting()(get_plan, self._lakehouse, source.plan_id) for source in leg.sources]
+            live_rows = sum(plan.live_rows for plan in plans)
             for message in leg.warnings(live_rows, self._spec.launch.world_size):
                 self._say({"event": "warning", "message": message})
             with storing(self._folder):
                 write_durably(self._folder / "resume.json", point.to_json().encode())
             self._crew.tell(RESUME, json.loads(point.to_json()))
-            self._say({"event": "attempt", "attempt": point.attempt, "step": point.step, "pids": ranks.pids})
+            self._say({"event": "attempt", "attempt": point.attempt, "step": point.step, "pids": self._pids(ranks)})
             self._resumable_at = time.time()
             return self._watch(ranks)
         finally:
             ranks.end()
             self._forward_events()
 
+    def _waiting(self) -> tenacity.Retrying:
+        return self._supervision.waiting(replaces=self._replaces)
+
+    def _pids(self, ranks: Fleet) -> list[int]:
+        """Process ids of this machine's ranks, which may still import; told to stop, they need not come up first."""
+        there = threading.Event()
+
+        def look() -> None:
+            while not there.wait(POLL_S):
+                if self._supervision.stop.is_set():
+                    self._asked_at = time.time()
+                    ranks.ask_to_stop()
+                    return
+
+        looking = threading.Thread(target=look, name="stop", daemon=True)
+        looking.start()
+        pids = ranks.pids
+        there.set()
+        looking.join()
+        return pids
+
     def _take_over(self) -> ResumePoint:
-        point: ResumePoint = waiting_for_catalog(recovering=self._replaces is not None)(
+        point: ResumePoint = self._waiting()(
             take_over,
             self._lakehouse,
             self._spec,
@@ -158,7 +179,7 @@ class SupervisedAttempt:
         )
         failure = self._failure
         if failure is None and point.replaces > 0:
-            rows = Ledger(self._lakehouse).rows(self._spec.run, kinds=("claim",))
+            rows = self._waiting()(Ledger(self._lakehouse).rows, self._spec.run, kinds=("claim", "checkpoint"))
             failure = failure_of_attempt(
                 rows,
                 point.replaces,
@@ -172,12 +193,12 @@ class SupervisedAttempt:
         return point
 
     def _watch(self, ranks: Fleet) -> Ending | Failure | Regather:
-        asked_at: float | None = None
         grows = False
         while True:
             self._forward_events()
             self._follow_progress(ranks)
             failures = ranks.failures()
+            asked_at = self._asked_at
             if asked_at is not None and any(failure.code == -signal.SIGTERM for failure in failures):
                 return "stopped"  # asked while it was starting, before it could listen; nothing is lost
             if failures:
@@ -190,13 +211,13 @@ class SupervisedAttempt:
                 self._supervision.stop.set()
             grows = grows or (self._crew.could_grow and asked_at is None and self._trains)
             if (self._supervision.stop.is_set() or grows) and asked_at is None:
-                asked_at = now
+                self._asked_at = asked_at = now
                 ranks.ask_to_stop()
             hung = silent_rank(ranks, self._resumable_at, self._spec.launch)
             if hung is not None:
                 return self._failed(ranks, hung)
             if asked_at is not None and now > asked_at + self._spec.launch.leave_s + _LEAVE_MARGIN_S:
-                return self._failed(ranks, Exit(rank=0, code=1, message="still running after the grace period"))
+                return self._failed(ranks, stuck_rank(ranks, now - asked_at))
             time.sleep(POLL_S)
 
     def _ended(self, ranks: Fleet, *, grows: bool) -> Ending | Regather:
@@ -295,44 +316,3 @@ def started(spec: JobSpec, folder: Path, crew: Crew, starter: Starter) -> RankGr
         folder.mkdir(parents=True)
         (folder / "spec.json").write_text(spec.model_dump_json())
     return RankGroup(spec, folder, crew.share, starter)
-
-
-class Watched(Protocol):
-    """Ranks that give signs of life."""
-
-    def progress(self) -> list[Progress | None]:
-        """The last one of each rank."""
-
-
-def silent_rank(ranks: Watched, since: float, launch: LaunchSpec) -> Exit | None:
-    """The rank that has been silent longest, if that is too long; what came before `since` does not count.
-
-    While one of them starts or loads, the others may well wait for it: it is given its time.
-    """
-    signs = ranks.progress()
-    starting = any(progress is None or progress.phase < Phase.TRAINING for progress in signs)
-    timeout_s = max(launch.hang_timeout_s, launch.start_timeout_s) if starting else launch.hang_timeout_s
-    seen = [0.0 if progress is None else progress.at for progress in signs]
-    rank = min(range(len(seen)), key=seen.__getitem__)
-    last = signs[rank]
-    silent_s = time.time() - max(seen[rank], since)
-    if silent_s <= timeout_s:
-        return None
-    doing = Phase.STARTING.name.lower() if last is None else last.doing
-    return Exit(rank=rank, code=1, kind=HANG, message=f"no sign of life for {silent_s:.0f} s, last while {doing}")
-
-
-def first_cause(failures: list[Exit]) -> Exit:
-    """The failure that explains the others: a named error that ends the run, a signal, else the first.
-
-    When one rank dies the others follow with errors of their broken connections, and may be gone before it is. So it is with all
-    ranks of a machine that is lost.
-    """
-    failures = sorted(failures, key=lambda failure: (failure.kind != LOST, failure.at))
-    if failures[0].kind == LOST:
-        return failures[0]
-    for failure in failures:
-        kind = getattr(errors, failure.kind, None)
-        if isinstance(kind, type) and issubclass(kind, DlacError):
-            return failure
-    return next((failure for failure in failures if failure.code < 0), failures[0])

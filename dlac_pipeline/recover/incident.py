@@ -5,6 +5,7 @@ A recovery that fails before that leaves its row as well, and so does a run that
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -20,6 +21,10 @@ from dlac_pipeline.recover.coordinator import ResumePoint, idle, launch_folder_o
 from dlac_pipeline.spec import JobSpec
 
 RecoveryOutcome = Literal["resumed", "failed again", "gave up"]
+OPERATOR = "operator"
+"""Who notices, where no program did: a person who starts a run again."""
+_ON_THE_WAY = ("steps", "seconds", "auto")
+"""Why checkpoints are taken behind which training goes on; other reasons are the end and what a run was told to leave by."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,9 +75,9 @@ def failure_of_attempt(
 ) -> Failure | None:
     """What can be told of an attempt whose supervisor is gone, from the launch folder that its claim names.
 
-    None for one that only adopted, rewound or forked.
+    None for one that only adopted, rewound or forked, and for one that had left in good order and is started again by a person.
     """
-    if idle(rows, attempt):
+    if idle(rows, attempt) or (noticed_by == OPERATOR and _left_in_order(rows, attempt)):
         return None
     found = _signs_of_life(launch_folder_of(rows, attempt))
     return Failure(
@@ -86,6 +91,12 @@ def failure_of_attempt(
         began=min((progress.spent.began for progress in found), default=0.0),
         rows=sum(progress.spent.rows for progress in found),
     )
+
+
+def _left_in_order(rows: list[Row], attempt: int) -> bool:
+    """Whether the last checkpoint of an attempt is one that it took in order to leave, or had nothing left to read behind."""
+    mine = [row for row in rows if row["kind"] == "checkpoint" and row["attempt"] == attempt and row["detail"]]
+    return bool(mine) and json.loads(mine[-1]["detail"]).get("reason", "steps") not in _ON_THE_WAY
 
 
 def _signs_of_life(folder: str) -> list[Progress]:

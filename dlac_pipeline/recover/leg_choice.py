@@ -8,7 +8,14 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from catalog.branches import Exclusion, exclusions_in_force
-from catalog.errors import CheckpointDamaged, LedgerError, NoRestorableCheckpoint, NoSuchTable, TableReplaced
+from catalog.errors import (
+    CheckpointDamaged,
+    LedgerError,
+    NoRestorableCheckpoint,
+    NoSuchTable,
+    SpecInvalid,
+    TableReplaced,
+)
 from catalog.ledger import HEAD_KINDS, Ledger, Row, RunState, checkpoint_rows
 from catalog.plans import PlanRow, find_plan
 from dlac_pipeline.checkpoint.manifest import Manifest
@@ -16,7 +23,7 @@ from dlac_pipeline.checkpoint.restore import manifest_of
 from dlac_pipeline.checkpoint.store import tiers_of
 from dlac_pipeline.plan.follow import Unreadable, leaving_out, next_leg
 from dlac_pipeline.plan.leg import Leg
-from dlac_pipeline.plan.legs import asked_for, first_leg
+from dlac_pipeline.plan.legs import asked_for, check_sources, first_leg
 from dlac_pipeline.plan.planner import check_plan, load_plan, make_plan
 from dlac_pipeline.plan.source_order import Cursor
 from dlac_pipeline.spec import JobSpec, SourceSpec
@@ -42,11 +49,17 @@ class LegChooser:
     """Which leg a launch trains: the committed one, the one behind it, or a new run's first."""
 
     def __init__(self, ledger: Ledger, spec: JobSpec, wish: Wish, *, recovering: bool) -> None:
+        """Raises `SpecInvalid` if the wish names plans for another number of sources."""
         self._ledger = ledger
         self._lakehouse = ledger.lakehouse
         self._spec = spec
         self._wish = wish
         self._recovering = recovering
+        if wish.plan_ids and len(wish.plan_ids) != len(spec.sources):
+            raise SpecInvalid(
+                f"expected a plan for each of the {len(spec.sources)} sources of run {spec.run!r}, found {len(wish.plan_ids)}: "
+                "name them in the order of the sources, or none"
+            )
 
     def before_claim(self, state: RunState) -> Leg:
         """The leg, as far as the ledger tells before anything is claimed or verified."""
@@ -88,9 +101,10 @@ class LegChooser:
         """What the spec and the run's rewinds ask for where `leg` is committed; what rewinds exclude needs no new_leg.
 
         Raises:
-            ResumeMismatch: something else, and no new leg was asked for.
+            ResumeMismatch: something else, and no new leg was asked for; or another number of sources.
             TableReplaced: a table was dropped and created again.
         """
+        check_sources(self._spec, leg)
         uuids = self._table_uuids()
         for mine in leg.sources:
             if uuids.get(mine.table, mine.table_uuid) != mine.table_uuid:

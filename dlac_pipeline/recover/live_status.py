@@ -14,14 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from catalog.connect import Lakehouse
-from catalog.errors import CatalogUnreachable
-from catalog.ledger import Fence, Ledger, Row, checkpoint_rows
+from catalog.errors import CatalogUnreachable, CommitConflict
+from catalog.ledger import HEAD_KINDS, Fence, Ledger, Row, checkpoint_rows
 from catalog.plans import find_plan
 from dlac_pipeline.plan.leg import Leg
 from dlac_pipeline.progress import Progress, read_progress
 from dlac_pipeline.recover.coordinator import attempts_without_progress, launch_folder_of
 from dlac_pipeline.recover.leg_choice import leg_of
 
+_OF_ADVANCES = ("seq", "checkpoint_id", "attempt", "source", "pass", "plan_id", "rows_consumed")
 _RATE_OVER_S = 15.0
 """Steps per second are those of this long."""
 
@@ -33,7 +34,8 @@ class LiveStatus:
         """Raises `NoSuchRun` if the ledger has no row of it."""
         self._ledger = Ledger(lakehouse)
         self._run = run
-        self._rows: list[Row] = self._ledger.head_rows(run)
+        self._ledger.head_rows(run)  # says so if there is no such run
+        self._rows: list[Row] = []
         self._fence, self._finished = Fence(), False
         self._advances: list[Row] = []
         self._live_rows: dict[str, int] = {}
@@ -82,13 +84,14 @@ class LiveStatus:
         try:
             state = self._ledger.state(self._run)
             if state.fence != self._fence or state.finished != self._finished:
-                self._rows = self._ledger.head_rows(self._run)
-                self._advances = self._ledger.advances(
-                    self._run, ("checkpoint_id", "attempt", "source", "pass", "plan_id", "rows_consumed")
-                )
+                known = self._fence.seq
+                rows = self._ledger.rows_at(state, kinds=HEAD_KINDS, after=known)
+                advances = self._ledger.rows_at(state, kinds=("advance",), after=known, columns=_OF_ADVANCES)
+                self._rows += rows
+                self._advances += advances
                 self._fence, self._finished = state.fence, state.finished
             self._problem = None
-        except CatalogUnreachable as err:
+        except (CatalogUnreachable, CommitConflict) as err:
             self._problem = str(err)
 
     def _folder(self) -> Path | None:

@@ -17,7 +17,7 @@ from typing import Any
 from catalog import errors
 from catalog.connect import Lakehouse
 from catalog.durable_io import write_durably
-from catalog.errors import CheckpointDamaged, DlacError, NothingToRehearse, ResumeMismatch, TrainingFailed
+from catalog.errors import CheckpointDamaged, DlacError, NothingToRehearse, TrainingFailed
 from catalog.ledger import Ledger, Row, checkpoint_rows, fence_of_rows
 from dlac_pipeline.checkpoint.config import config_digest
 from dlac_pipeline.checkpoint.restore import Restored, restore
@@ -26,8 +26,9 @@ from dlac_pipeline.launch import RankGroup
 from dlac_pipeline.nodes.crew import free_port
 from dlac_pipeline.nodes.shares import Share
 from dlac_pipeline.plan.leg import Leg
+from dlac_pipeline.plan.legs import check_sources
 from dlac_pipeline.rank import REHEARSAL_VARIABLE
-from dlac_pipeline.recover.attempt import first_cause, silent_rank
+from dlac_pipeline.recover.causes import first_cause, silent_rank
 from dlac_pipeline.recover.coordinator import ResumePoint, new_nonce, spec_of_attempt
 from dlac_pipeline.recover.leg_choice import leg_of
 from dlac_pipeline.recover.sandbox import sandbox
@@ -235,11 +236,7 @@ def _resume_point(chosen: _Chosen, restored: Restored, leg: Leg, last: int) -> R
 
 def _in_sandbox(spec: JobSpec, leg: Leg, successor: Row, folder: Path) -> JobSpec:
     """The spec with the committed order, the recorded number of ranks, and no place outside the sandbox."""
-    if len(spec.sources) != len(leg.sources):
-        raise ResumeMismatch(
-            f"expected {len(leg.sources)} sources, as leg {leg.index} of run {spec.run!r} binds, found {len(spec.sources)} in "
-            "the job spec: name the one that the run was trained with"
-        )
+    check_sources(spec, leg)
     names = ("seed", "batch_size", "key_groups", "block_slices", "shuffle", "steps")
     order = spec.order.model_copy(update={name: getattr(leg, name) for name in names})
     checkpoint = spec.checkpoint.model_copy(update={"store": str(folder), "local": str(folder)})

@@ -21,6 +21,7 @@ from dlac_pipeline.checkpoint.files import StoreFiles
 from dlac_pipeline.checkpoint.manifest import read_manifest, verify_files
 from dlac_pipeline.checkpoint.store import folder_uri, tiers_of
 from dlac_pipeline.plan.leg import Leg, LegSource
+from dlac_pipeline.plan.legs import check_sources
 from dlac_pipeline.plan.planner import check_plan
 from dlac_pipeline.recover.leg_choice import leg_of
 from dlac_pipeline.spec import JobSpec
@@ -46,6 +47,7 @@ def rewind_run(
     Raises:
         NoSuchRun: there is no such run, or no such checkpoint that is kept.
         SpecInvalid, NoSuchColumn: an expression does not fit the table, or nothing would change.
+        ResumeMismatch: `spec` has another number of sources than the run.
         EmptyPlan: the expressions leave nothing of a source that is read again and again.
         CheckpointDamaged: the checkpoint is not what was committed.
         PinLost, TableReplaced: what it would read next is gone.
@@ -56,6 +58,8 @@ def rewind_run(
         return rewind(ledger, run, nonce=nonce, checkpoint_id="", detail={})  # it has landed
     target = ledger.restorable(run, step, checkpoint_id=checkpoint_id)
     leg = leg_of(rows, target["checkpoint_id"])
+    if spec is not None:
+        check_sources(spec, leg)
     wanted = _exclusions(leg, exclude, source)
     _check_sources(lakehouse, leg, wanted, spec)
     files = StoreFiles(lakehouse.config.properties) if spec is None else tiers_of(spec).files

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -25,20 +26,28 @@ def lock_path(local: str, run: str) -> Path:
 
 @contextmanager
 def run_lock(
-    local: str, run: str, *, wait_s: float, takeover: bool, may_replace: Callable[[], None] = lambda: None
+    local: str,
+    run: str,
+    *,
+    wait_s: float,
+    takeover: bool,
+    may_replace: Callable[[], None] = lambda: None,
+    stop: threading.Event | None = None,
 ) -> Iterator[None]:
     """Hold the run's lock; wait `wait_s` for another holder to leave, then take over without it, or refuse.
 
-    `may_replace` is asked before the lock of a launch that is still alive is replaced; it raises to refuse.
+    `may_replace` is asked before the lock of a launch that is still alive is replaced; it raises to refuse. Once `stop` is
+    set, nobody is waited for, and nobody's lock is replaced.
 
     Raises:
-        RunBusy: another launch holds it, and `takeover` was not asked for.
+        RunBusy: another launch holds it, and `takeover` was not asked for, or it was told to stop.
     """
+    stop = stop or threading.Event()
     path = lock_path(local, run)
     with storing(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = _acquire(path, wait_s)
-        if descriptor is None and takeover:
+        descriptor = _acquire(path, wait_s, stop)
+        if descriptor is None and takeover and not stop.is_set():
             may_replace()
             descriptor = _replace(path)
     if descriptor is None:
@@ -52,7 +61,7 @@ def run_lock(
         os.close(descriptor)
 
 
-def _acquire(path: Path, wait_s: float) -> int | None:
+def _acquire(path: Path, wait_s: float, stop: threading.Event) -> int | None:
     """A descriptor that holds the lock, or None if another launch keeps it."""
     deadline = time.monotonic() + wait_s
     while True:
@@ -61,9 +70,8 @@ def _acquire(path: Path, wait_s: float) -> int | None:
             _sign(descriptor)
             return descriptor
         os.close(descriptor)
-        if time.monotonic() >= deadline:
+        if time.monotonic() >= deadline or stop.wait(_POLL_S):
             return None
-        time.sleep(_POLL_S)
 
 
 def _replace(path: Path) -> int:

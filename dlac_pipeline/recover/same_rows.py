@@ -20,7 +20,7 @@ from dlac_pipeline.plan.planner import load_plan
 from dlac_pipeline.plan.source_order import SourceOrder
 from dlac_pipeline.plan.units import UnitTable
 from dlac_pipeline.progress import in_hand_file
-from dlac_pipeline.recover.attempt import HANG
+from dlac_pipeline.recover.causes import HANG
 from dlac_pipeline.recover.incident import Failure
 from dlac_pipeline.spec import JobSpec
 

@@ -44,10 +44,10 @@ def signs_of(rows: list[Row], attempt: int) -> Signs:
         return Signs(here=False, held=False, silent_s=float("inf"))
     claim = claims[-1]
     said = [row["committed_at"].timestamp() for row in mine]
-    here = claim.get("host") == socket.gethostname()
+    here, local = claim.get("host") == socket.gethostname(), claim.get("local", "")
     return Signs(
         here=here,
-        held=here and is_held(lock_path(claim["local"], mine[0]["run"])),
+        held=here and bool(local) and is_held(lock_path(local, mine[0]["run"])),  # rewinds and forks launch nothing
         silent_s=time.time() - max([*said, *_steps_at(claim.get("launch_folder", ""))]),
     )
 

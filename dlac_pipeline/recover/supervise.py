@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 from catalog import errors
 from catalog.connect import Lakehouse, connect
@@ -26,12 +26,14 @@ from catalog.errors import (
     NodesMissing,
     NoProgress,
     Preempted,
+    RunBusy,
     RunFinished,
     SpecInvalid,
     SteppedAside,
+    StoreUnavailable,
     TrainingFailed,
 )
-from catalog.ledger import Ledger, RunState
+from catalog.ledger import HEAD_KINDS, Ledger, RunState
 from catalog.plans import get_plan
 from dlac_pipeline.checkpoint.store import tiers_of
 from dlac_pipeline.fork_server import RankStarter
@@ -40,24 +42,24 @@ from dlac_pipeline.nodes.fleet import LOST
 from dlac_pipeline.nodes.machines import Machines
 from dlac_pipeline.plan.leg import Leg
 from dlac_pipeline.recover.attempt import (
-    HANG,
     Ending,
     Event,
     Regather,
     SupervisedAttempt,
     Supervision,
-    waiting_for_catalog,
 )
+from dlac_pipeline.recover.causes import HANG, STUCK
 from dlac_pipeline.recover.coordinator import attempts_without_progress, rendezvous_of
-from dlac_pipeline.recover.incident import Failure, ended_on_purpose, gave_up
+from dlac_pipeline.recover.incident import OPERATOR, Failure, ended_on_purpose, gave_up
 from dlac_pipeline.recover.led import LedAttempt, Verdict
 from dlac_pipeline.recover.leg_choice import RESUME, Wish
+from dlac_pipeline.recover.patience import PATIENCE_S, waiting_for
 from dlac_pipeline.recover.run_lock import run_lock
 from dlac_pipeline.recover.same_rows import Deaths, rows_in_hand
 from dlac_pipeline.recover.unreadable import damaged_row_group
 from dlac_pipeline.spec import JobSpec
 
-Argument = TypeVar("Argument")
+Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 _TERMINAL = (BadInput, LedgerError, CheckpointError, Preempted)
 """Errors of a rank that another attempt would meet again, here and now."""
@@ -86,7 +88,7 @@ class Supervisor:
         replaces: int | None = None,
         takeover: bool = False,
         wait_s: float = 0.0,
-        noticed_by: str = "operator",
+        noticed_by: str = OPERATOR,
         noticed_at: float | None = None,
         launched_by: str = "",
     ) -> None:
@@ -133,7 +135,16 @@ class Supervisor:
             raise SpecInvalid(
                 f"expected a training script at launch.script = {spec.launch.script!r}, found no such file"
             )
-        tiers_of(spec).check_writable()
+        try:
+            return self._run()
+        except (CatalogUnreachable, StoreUnavailable, RunBusy):
+            if not self._stop.is_set() or self._attempts:
+                raise
+            return Outcome(ending="stopped", attempts=0, step=0)  # told so while it waited for what is away or held
+
+    def _run(self) -> Outcome:
+        spec = self._spec
+        self._patiently(tiers_of(spec).check_writable)
         lakehouse = self._patiently(connect, spec.lakehouse)
         with closing(Machines(spec)) as machines, closing(RankStarter()) as starter, self._lock:
             supervision = Supervision(
@@ -223,7 +234,11 @@ class Supervisor:
         try:
             ending = attempt.run()
         except RunFinished as err:
-            ending = self._finished_before(err)
+            return self._finished_before(lakehouse, err)
+        except CatalogUnreachable:
+            if attempt.number or not self._stop.is_set():
+                raise
+            return Verdict(ending="stopped")  # told so while it waited for the catalog; nothing was claimed
         if isinstance(ending, str):
             if ending == "stopped" and self._leaves.is_set() and attempt.others:
                 left = ended_on_purpose(f"leaving: node {socket.gethostname()}", step=attempt.step)
@@ -237,26 +252,28 @@ class Supervisor:
             self._judge(lakehouse, attempt, ending)
         return Verdict(again=self._failure, attempt=attempt.number, step=attempt.step)
 
-    def _finished_before(self, err: RunFinished) -> Ending:
+    def _finished_before(self, lakehouse: Lakehouse, err: RunFinished) -> Verdict:
         """The run had ended when it was to be claimed again: the attempt that failed had committed everything."""
         if self._failure is None:
             raise err
         if self._failure.kind not in ("", HANG, LOST):
             raise TrainingFailed(f"the run is finished, but its script failed afterwards: {self._failure.cause}")
-        return "finished"
+        end = self._patiently(Ledger(lakehouse).rows, self._spec.run, kinds=("finish",))[-1]
+        return Verdict(ending="finished", attempt=end["attempt"], step=end["step"])
 
     def _judge(self, lakehouse: Lakehouse, attempt: SupervisedAttempt, failure: Failure) -> None:
         """Raise if no attempt is to follow this failure; else have the next one leave out what it must."""
         limit = self._spec.launch.attempts_without_progress
         self._fruitless = 0 if attempt.committed else self._fruitless + 1
         self._raise_if_final(failure)
-        if self._left_out(lakehouse, failure, attempt.leg):
+        if self._patiently(self._left_out, lakehouse, failure, attempt.leg):
             self._fruitless = 0
         elif self._deaths.died(failure, committed=attempt.committed):
-            self._quarantine(lakehouse, failure, attempt)
+            self._patiently(self._quarantine, lakehouse, failure, attempt)
             self._fruitless = 0
         if self._fruitless >= limit:  # a commit can land and its event be lost
-            counted = attempts_without_progress(Ledger(lakehouse).rows(self._spec.run))
+            rows = self._patiently(Ledger(lakehouse).rows, self._spec.run, kinds=HEAD_KINDS)
+            counted = attempts_without_progress(rows)
             self._fruitless = min(self._fruitless, counted)
         if self._fruitless >= limit and not (self._deaths.undecided and self._deaths.count >= self._fruitless):
             self._give_up(lakehouse, failure, attempt.number)
@@ -271,7 +288,8 @@ class Supervisor:
             spec.run,
             wait_s=self._wait_s,
             takeover=self._takeover,
-            may_replace=lambda: _check_current(lakehouse, spec.run, replaces),
+            may_replace=lambda: self._patiently(_check_current, lakehouse, spec.run, replaces),
+            stop=self._stop,
         )
         self._lock.enter_context(lock)
         self._replaces, self._holds_lock = replaces, True
@@ -302,12 +320,13 @@ class Supervisor:
         state = self._patiently(ledger.state, self._spec.run)
         _raise_if_finished(state)
         for plan_id in self._wish.plan_ids:
-            get_plan(lakehouse, plan_id)
+            self._patiently(get_plan, lakehouse, plan_id)
         target = state.fence.attempt if self._takeover and self._replaces is None else self._replaces
         meets = self._spec.launch.rendezvous
-        if target is not None and meets and meets == rendezvous_of(ledger.rows(self._spec.run), state.fence.attempt):
-            target = state.fence.attempt
-        _check_current(lakehouse, self._spec.run, target)
+        if target is not None and meets:
+            claims = self._patiently(ledger.rows, self._spec.run, kinds=("claim",))
+            target = state.fence.attempt if meets == rendezvous_of(claims, state.fence.attempt) else target
+        self._patiently(_check_current, lakehouse, self._spec.run, target)
         return target
 
     def _check_unfinished(self, lakehouse: Lakehouse) -> None:
@@ -315,9 +334,15 @@ class Supervisor:
         with suppress(CatalogUnreachable):
             _raise_if_finished(Ledger(lakehouse).state(self._spec.run))
 
-    def _patiently(self, call: Callable[[Argument], Result], argument: Argument) -> Result:
-        """Call what needs the catalog; a recovery waits for a catalog that is away."""
-        return waiting_for_catalog(recovering=self._replaces is not None)(call, argument)
+    def _patiently(
+        self, call: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
+    ) -> Result:
+        """Call what needs catalog or store; a recovery waits for one that is away, until it is told to stop."""
+        recovering = self._replaces is not None or self._noticed_by != OPERATOR
+        within_s = PATIENCE_S if recovering else 0.0
+        return waiting_for(CatalogUnreachable, StoreUnavailable, within_s=within_s, stop=self._stop)(
+            call, *args, **kwargs
+        )
 
     def _quarantine(self, lakehouse: Lakehouse, failure: Failure, attempt: SupervisedAttempt) -> None:
         """Have the next attempt leave out the rows that the last ones had in hand when they died."""
@@ -336,8 +361,13 @@ class Supervisor:
         if isinstance(kind, type) and issubclass(kind, _TERMINAL):
             raise kind(failure.message)
         if self._stop.is_set():
+            what = (
+                "the ranks were asked to leave and did not"
+                if failure.kind == STUCK
+                else "an attempt that was to end failed"
+            )
             raise TrainingFailed(
-                f"the ranks did not leave within {self._spec.launch.leave_s:.0f} s when asked: {failure.cause}"
+                f"{what}: {failure.cause}; what is committed is kept, start the run again to go on behind it"
             )
 
     def _give_up(self, lakehouse: Lakehouse, failure: Failure, attempt: int) -> None:

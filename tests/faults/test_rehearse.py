@@ -7,15 +7,18 @@ import os
 import signal
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import dagster as dg
 import pytest
 
 from catalog.errors import CheckpointDamaged, NothingToRehearse
 from dlac_pipeline.checkpoint.store import folder_of
+from dlac_pipeline.recover.coordinator import launch_folder_of, spec_of_attempt
 from dlac_pipeline.recover.live_status import LiveStatus
 from dlac_pipeline.recover.rehearse import rehearse
 from dlac_pipeline.recover.sandbox import PREFIX
+from jobs.definitions import defs
 from tests.conftest import wait_until
 from tests.integration.test_cli import dlac
 
@@ -126,3 +129,42 @@ def test_watching_a_finished_run_ends_with_one_line(campaign: Arena) -> None:
     (line,) = done.stdout.splitlines()
     facts = json.loads(line)
     assert (facts["state"], facts["step"], facts["at_risk_steps"], facts["consumed_share"]) == ("finished", 125, 0, 1.0)
+
+
+@pytest.mark.soak
+@pytest.mark.filterwarnings("ignore")  # Dagster's own libraries warn of each other
+def test_the_job_asks_it_of_every_run_and_its_check_fails_if_one_differs(arena: Arena, tmp_path: Path) -> None:
+    """Two runs, and a name that nobody has: identical is a passed check, another environment fails it by run and step."""
+    arena.table(appends=(192,))
+    specs = [arena.spec(run, world_size=1, passes=1, every_steps=2) for run in ("steady", "drifts")]
+    for spec in specs:
+        assert arena.launch(spec).wait() == 0
+    arena.monkeypatch.setenv("DLAC_HOME", str(arena.home))
+    job = defs.resolve_job_def("rehearse_job")
+
+    def evaluations(**config: Any) -> list[dg.AssetCheckEvaluation]:
+        with dg.DagsterInstance.local_temp(str(tmp_path), overrides={"telemetry": {"enabled": False}}) as instance:
+            done = job.execute_in_process(
+                instance=instance, run_config={"ops": {"runs_to_rehearse": {"config": {"steps": 2, **config}}}}
+            )
+            assert done.success
+            ops = [event.step_key or "" for event in done.get_step_success_events()]
+            assert sum(key.startswith("rehearsal[") for key in ops) == len(config.get("runs", specs))
+            kept = instance.event_log_storage.get_latest_asset_check_execution_by_key(
+                [dg.AssetCheckKey(dg.AssetKey("model_checkpoint"), "rehearsal_identical")]
+            )
+            return [record.evaluation for record in kept.values() if record.evaluation]
+
+    (both,) = evaluations()
+    assert both.passed
+    assert "steady: steps" in (both.description or "")
+    assert "2 losses bit-identical" in (both.description or "")
+    launched = spec_of_attempt(arena.rows("drifts"), "drifts", 1)
+    changed = launched.model_copy(update={"launch": launched.launch.model_copy(update={"env": {"NOISE_SEED": "1"}})})
+    (Path(launch_folder_of(arena.rows("drifts"), 1)) / "spec.json").write_text(changed.model_dump_json())
+    (differing,) = evaluations(runs=["steady", "drifts", "nobody"])
+    assert (differing.passed, differing.severity) == (False, dg.AssetCheckSeverity.ERROR)
+    assert (differing.description or "").startswith("drifts: steps")
+    assert "2 of 2 losses differ" in (differing.description or "")
+    rows = [record.data for record in differing.metadata["rehearsals"].value.records]  # type: ignore[union-attr]  # a table
+    assert {row["run"]: row["identical"] for row in rows} == {"steady": True, "drifts": False, "nobody": ""}

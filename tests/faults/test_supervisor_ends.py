@@ -2,10 +2,15 @@ from __future__ import annotations
 
 import os
 import signal
+import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
 import pytest
+
+from catalog.recoveries import recoveries_of
+from tests.conftest import wait_until
 
 if TYPE_CHECKING:
     from tests.conftest import Arena, Launch
@@ -55,6 +60,23 @@ def test_a_stop_is_a_checkpoint_and_an_orderly_end(campaign: Arena) -> None:
     assert campaign.lineage(run)[-1]["step"] == ended["step"] == launch.of("stopped")[0]["step"]
     again = finish_and_compare(campaign, run)
     assert again.of("attempt")[0]["step"] == ended["step"]
+    assert recoveries_of(campaign.lakehouse, run) == []  # nothing had failed
+
+
+@pytest.mark.soak
+def test_a_stop_while_the_ranks_still_come_up_does_not_wait_for_them(campaign: Arena, tmp_path: Path) -> None:
+    """Its fork server imports a library that takes minutes: told to stop, the launch has ended within seconds."""
+    (tmp_path / "slow.py").write_text("import accelerate\n")
+    (tmp_path / "accelerate.py").write_text("import time\ntime.sleep(120)\n")
+    spec = campaign.spec("stopped-early", env={"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"})
+    slow = spec.launch.model_copy(update={"script": str(tmp_path / "slow.py")})
+    launch = campaign.launch(spec.model_copy(update={"launch": slow}))
+    wait_until(lambda: bool(campaign.rows("stopped-early", "claim")), what="the claim")
+    os.kill(launch.process.pid, signal.SIGTERM)
+    began = time.monotonic()
+    assert launch.wait() == 0, launch.stderr
+    assert time.monotonic() - began < 30
+    assert launch.of("ended")[0]["ending"] == "stopped"
 
 
 @pytest.mark.soak

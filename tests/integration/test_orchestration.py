@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,10 +17,13 @@ import dagster as dg
 import psutil
 import pytest
 import yaml
+from dagster._core.events import EngineEventData
 
-from assets.failures import NO_RECOVERY_TAG, PREEMPTED_TAG, RUN_TAG
+from assets.failures import NO_RECOVERY_TAG, OUTAGE_TAG, PREEMPTED_TAG, RUN_TAG
 from assets.heartbeat import Heartbeat
+from catalog.commits import claim
 from catalog.errors import SpecInvalid
+from catalog.ledger import Ledger
 from dlac_pipeline.checkpoint.listing import list_checkpoints
 from dlac_pipeline.recover.due import due
 from dlac_pipeline.recover.run_lock import lock_path, run_lock
@@ -184,6 +188,38 @@ def test_a_run_without_a_heartbeat_is_lost_after_its_time(
     assert "it has given no sign of life" in said
 
 
+def test_a_run_that_died_before_its_first_heartbeat_is_lost_as_soon_as_that_is_known(
+    arena: Arena, home: Path, instance: dg.DagsterInstance, tmp_path: Path
+) -> None:
+    """Its process has ended, or the code server before there was one; one that is only slow to import is waited for."""
+    (home / FILE).write_text("[recovery]\ngone_after_s = 0\nlost_after_s = 600\n")
+    spec, servers = (
+        arena.spec("unborn"),
+        {"alive": socket.socket(socket.AF_UNIX), "dead": socket.socket(socket.AF_UNIX)},
+    )
+    for name, server in servers.items():
+        server.bind(str(tmp_path / name))
+        server.listen()
+    servers["dead"].close()
+
+    def launched(server: str, pid: int | None) -> dg.DagsterRun:
+        info = {".dagster__grpc_info": json.dumps({"socket": str(tmp_path / server)})}
+        run = dagster_run(instance, spec, dg.DagsterRunStatus.STARTING, **info)
+        if pid is not None:
+            instance.report_engine_event("Started", run, EngineEventData.in_process(pid))
+        return run
+
+    with subprocess.Popen(["true"]) as ended:
+        ended.wait()
+    waited = [launched("alive", None), launched("dead", os.getpid()), launched("elsewhere", None)]
+    lost = [launched("dead", None), launched("alive", ended.pid)]
+    look(instance, None)
+    servers["alive"].close()
+    found = [instance.get_run_by_id(run.run_id) for run in (*waited, *lost)]
+    statuses = [run.status for run in found if run]
+    assert statuses == [dg.DagsterRunStatus.STARTING] * 3 + [dg.DagsterRunStatus.FAILURE] * 2
+
+
 def look(instance: dg.DagsterInstance, cursor: str | None) -> tuple[str | None, str]:
     """One evaluation of the sensor: its new cursor, and what it said."""
     context = dg.build_sensor_context(instance=instance, cursor=cursor)
@@ -216,6 +252,32 @@ def test_a_run_is_not_recovered_from_a_launch_by_hand_that_is_alive(
     assert first.pop("noticed_at") <= second.pop("noticed_at")
     assert first == second
     assert first["replaces"] == 1
+
+
+def test_recoveries_that_find_the_catalog_away_do_not_count(
+    arena: Arena, home: Path, instance: dg.DagsterInstance
+) -> None:
+    """However often they are requested the run is not given up; when the outage has lasted too long, they count as any other."""
+    arena.table()
+    spec = arena.spec("outage", world_size=1)
+    arena.train(spec, until=15)
+    log, died_of = dg.get_dagster_logger(), {OUTAGE_TAG.replace("/", "__"): "CatalogUnreachable"}
+
+    def requested(**tags: str) -> dg.RunRequest | dg.SkipReason:
+        dead = dagster_run(instance, spec, dg.DagsterRunStatus.FAILURE, "recover_job", **tags)
+        return recovery_of(instance, dead, noticed_by="test", log=log)
+
+    tags: dict[str, str] = {}
+    for _ in range(spec.launch.attempts_without_progress + 2):
+        request = requested(**died_of, **tags)
+        assert isinstance(request, dg.RunRequest)
+        tags = {name.replace("/", "__"): value for name, value in request.tags.items() if name != RUN_TAG}
+    assert tags["dlac__recoveries_in_a_row"] == "1"
+    (home / FILE).write_text("[recovery]\noutage_s = 0\n")
+    limit = spec.launch.attempts_without_progress
+    given_up = requested(**died_of, **{**tags, "dlac__recoveries_in_a_row": str(limit)})
+    assert isinstance(given_up, dg.SkipReason)
+    assert "NoProgress" in str(given_up.skip_message)
 
 
 def test_alerts_tell_what_heals_by_itself_from_what_needs_a_person(
@@ -255,6 +317,12 @@ def test_the_verify_job_finds_damage_and_records_it(arena: Arena, home: Path, in
     assert verify().success
     assert verify().success
     assert len(arena.rows(spec.run, "verify")) == 1
+    claim(Ledger(arena.lakehouse), "begun", nonce="n", replaces=0, detail={})
+    misspelt = {"runs": ["verifeid", "begun", spec.run], "not_since_h": 0.0}
+    named = verify(ops={"newest_checkpoints_verified": {"config": misspelt}})
+    assert not named.success
+    assert "verifeid: there is no run of this name" in str(named.get_step_failure_events()[0].event_specific_data)
+    assert len(arena.rows(spec.run, "verify")) == 2  # the others were read all the same
     folder = Path(list_checkpoints(arena.lakehouse, spec.run)[-1].folder.removeprefix("file://"))
     damaged = max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
     content = bytearray(damaged.read_bytes())

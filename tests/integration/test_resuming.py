@@ -14,6 +14,7 @@ from catalog.errors import (
     NoRestorableCheckpoint,
     ResumeMismatch,
     RunFinished,
+    SpecInvalid,
     StoreUnavailable,
     TableReplaced,
     TrainingFailed,
@@ -22,6 +23,9 @@ from catalog.ledger import Row
 from dlac_pipeline.checkpoint.files import StoreFiles
 from dlac_pipeline.checkpoint.manifest import content_digest, read_manifest, verify_files
 from dlac_pipeline.checkpoint.store import MANIFEST, folder_of
+from dlac_pipeline.recover.coordinator import take_over
+from dlac_pipeline.recover.leg_choice import Wish
+from dlac_pipeline.recover.rewind import rewind_run
 from dlac_pipeline.spec import JobSpec
 
 if TYPE_CHECKING:
@@ -225,3 +229,18 @@ def test_no_temporary_file_is_left(arena: Arena, spec: JobSpec) -> None:
     arena.train(spec)
     names = [name for _, _, found in os.walk(spec.checkpoint.store) for name in found]
     assert {name for name in names if "tmp" in name or "probe" in name} == set()
+
+
+def test_another_number_of_sources_or_plans_is_named_before_anything_is_claimed(arena: Arena, spec: JobSpec) -> None:
+    """Also where a new leg is allowed: it changes weights and exclusions, not which sources there are."""
+    arena.train(spec, until=8)
+    source = spec.source.model_copy(update={"name": "more"})
+    launch = spec.launch.model_copy(update={"new_leg": True})
+    two = spec.model_copy(update={"mixture": [source], "launch": launch})
+    with pytest.raises(ResumeMismatch, match=r"expected 1 sources, as leg 0 of run 'r1' binds, found 2"):
+        take_over(arena.lakehouse, two, nonce="n")
+    with pytest.raises(ResumeMismatch, match="found 2 in the job spec"):
+        rewind_run(arena.lakehouse, "r1", nonce="n", step=5, exclude=["row_id < 3"], spec=two)
+    with pytest.raises(SpecInvalid, match=r"a plan for each of the 1 sources of run 'r1', found 2"):
+        take_over(arena.lakehouse, spec, nonce="n", wish=Wish(plan_ids=("a", "b")))
+    assert [row["attempt"] for row in arena.rows("r1", "claim")] == [1]

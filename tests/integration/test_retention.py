@@ -214,6 +214,22 @@ def test_the_command_line_lists_and_verifies(arena: Arena) -> None:
         list(verify_checkpoints(arena.lakehouse, "r", 5))
 
 
+def test_a_store_that_goes_away_while_it_is_verified_is_not_damage(arena: Arena) -> None:
+    """What was found before is recorded, of the others nothing: they are whole again when the store is back."""
+    arena.table(appends=(500,))
+    arena.train(arena.spec("r", world_size=1, passes=1, every_steps=5))
+    store = folders(arena, "r")[16].parent
+    verdicts = verify_checkpoints(arena.lakehouse, "r")
+    assert next(verdicts).problem is None
+    kept = store.rename(store.with_name("away"))
+    with pytest.raises(StoreUnavailable, match="mount the store"):
+        next(verdicts)
+    assert dlac("verify", "r", home=arena.home).returncode == StoreUnavailable.exit_code
+    assert arena.rows("r", "verify") == []
+    kept.rename(store)
+    assert [each.problem for each in verify_checkpoints(arena.lakehouse, "r")] == [None] * 4
+
+
 def test_a_named_checkpoint_is_kept_until_its_name_is_taken_away(arena: Arena) -> None:
     """Also one that is named while the run is on: the commit that would have retired it makes its rows again."""
     arena.table()

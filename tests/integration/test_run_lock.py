@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -42,3 +43,14 @@ def test_a_store_that_cannot_hold_a_lock_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StoreUnavailable, match="file"), run_lock(f"{tmp_path}/file", "r1", wait_s=0, takeover=True):
         pass
+
+
+def test_who_is_told_to_stop_waits_for_no_lock_and_takes_none_over(tmp_path: Path) -> None:
+    """A cancelled recovery must not fence off the launch that it was waiting for."""
+    store, stop = str(tmp_path), threading.Event()
+    with run_lock(store, "r1", wait_s=0, takeover=False):
+        threading.Timer(0.2, stop.set).start()
+        with pytest.raises(RunBusy), run_lock(store, "r1", wait_s=60, takeover=True, stop=stop):
+            pass
+        with pytest.raises(RunBusy), run_lock(store, "r1", wait_s=0, takeover=False):
+            pass  # it is still the first one's

@@ -6,6 +6,7 @@ import dagster as dg
 
 from assets.config import JobSpecConfig
 from dlac_pipeline.spec import JobSpec
+from jobs.coordinator import raw_spec_of
 from jobs.definitions import defs
 
 ON = ("recovery_sensor", "preemption_sensor", "lost_run_sensor")
@@ -14,6 +15,7 @@ SCHEDULES = {
     "continual_training_schedule": "train_job",
     "ledger_maintenance_schedule": "upkeep_job",
     "verify_schedule": "verify_job",
+    "rehearse_schedule": "rehearse_job",
 }
 
 
@@ -23,8 +25,14 @@ def test_the_code_location_holds_exactly_these_assets_checks_jobs_sensors_and_sc
     assets = {key.to_user_string() for key in repository.asset_graph.get_all_asset_keys()}
     assert assets == {"corpus", "tokens", "pinned_snapshot", "work_plan", "model_checkpoint"}
     checks = {key.name for key in repository.asset_graph.asset_check_keys}
-    assert checks == {"no_duplicate_rows", "no_missing_rows", "consumption_exact", "checkpoint_restorable"}
-    jobs = {"ingest_job", "train_job", "recover_job", "upkeep_job", "verify_job"}
+    assert checks == {
+        "no_duplicate_rows",
+        "no_missing_rows",
+        "consumption_exact",
+        "checkpoint_restorable",
+        "rehearsal_identical",
+    }
+    jobs = {"ingest_job", "train_job", "recover_job", "upkeep_job", "verify_job", "rehearse_job"}
     assert set(repository.job_names) - {"__ASSET_JOB"} == jobs
     assert {sensor.name for sensor in repository.sensor_defs} == {*ON, *OFF_SENSORS}
     assert {schedule.name for schedule in repository.schedule_defs} == set(SCHEDULES)
@@ -77,3 +85,13 @@ def test_the_model_is_trained_in_a_pool_and_every_asset_names_an_owner_and_its_k
     for key in graph.get_all_asset_keys():
         assert graph.get(key).owners, key
         assert graph.get(key).kinds, key
+
+
+def test_a_run_configuration_without_a_job_spec_has_none() -> None:
+    """The queue tags whatever is launched: keys that are missing, empty in YAML or of another kind are no spec."""
+    spec = {"run": "r"}
+    assert raw_spec_of({"resources": {"job": {"config": {"spec": spec}}}}) == spec
+    assert raw_spec_of({}) is None
+    others: list[object] = [None, [], {"job": None}, {"job": {"config": None}}, {"job": {"config": {"spec": "r"}}}]
+    for below in others:
+        assert raw_spec_of({"resources": below}) is None

@@ -1,0 +1,72 @@
+"""A rehearsal as an asset check: in a sandbox, the steps behind a checkpoint have the losses that production recorded."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+
+from assets.pages import table
+from assets.resources import JobResource
+from assets.training import model_checkpoint
+from catalog.connect import Lakehouse
+from catalog.errors import CatalogUnreachable, DlacError, NoSuchRun, NothingToRehearse, StoreUnavailable
+from dlac_pipeline.recover.rehearse import rehearse
+
+CHECK = "rehearsal_identical"
+_FACTS = ("checkpoint_id", "step", "successor", "attempt", "world_size", "compared", "restore_s", "replay_s")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RehearsedRun:
+    """What a rehearsal of one training run came to."""
+
+    run: str
+    holds: bool | None
+    """Whether every loss is bit-identical; None: it could not be rehearsed, which says nothing against its checkpoints."""
+    said: str
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+def rehearsed(
+    lakehouse: Lakehouse, run: str, *, steps: int | None = None, sandbox_folder: Path | None = None
+) -> RehearsedRun:
+    """Rehearse a run as it was trained; what goes wrong is part of what is said."""
+    try:
+        done = rehearse(lakehouse, run, steps=steps, sandbox_folder=sandbox_folder)
+    except (NothingToRehearse, NoSuchRun, CatalogUnreachable, StoreUnavailable) as err:
+        return RehearsedRun(run=run, holds=None, said=str(err))
+    except DlacError as err:
+        return RehearsedRun(run=run, holds=False, said=f"{type(err).__name__}: {err}")
+    facts = {name: getattr(done, name) for name in _FACTS}
+    return RehearsedRun(run=run, holds=done.identical, said=done.summary(), facts=facts)
+
+
+def judged(outcomes: Sequence[RehearsedRun]) -> dg.AssetCheckResult:
+    """One verdict on all of them: it holds if none differs or dies and at least one was rehearsed."""
+    wrong = [each for each in outcomes if each.holds is False]
+    right = [each for each in outcomes if each.holds]
+    said = [f"{each.run}: {each.said}" for each in wrong] or [f"{each.run}: {each.said}" for each in right or outcomes]
+    rows = [
+        {"run": each.run, "identical": each.holds, **{name: each.facts.get(name) for name in _FACTS}, "said": each.said}
+        for each in outcomes
+    ]
+    return dg.AssetCheckResult(
+        passed=bool(right) and not wrong,
+        check_name=CHECK,
+        asset_key=model_checkpoint.key,
+        severity=dg.AssetCheckSeverity.ERROR if wrong else dg.AssetCheckSeverity.WARN,
+        description="; ".join(said) or "there was no run to rehearse",
+        metadata={"identical": len(right), "wrong": len(wrong), **table("rehearsals", rows)},
+    )
+
+
+@dg.asset_check(
+    asset=model_checkpoint,
+    name=CHECK,
+    description="Restored in a sandbox, the newest checkpoint with a successor leads to the recorded losses, bit for bit.",
+)
+def rehearsal_identical(job: JobResource) -> dg.AssetCheckResult:
+    """Rehearse the run; production is only read. It costs a launch: `rehearse_job` does it for all runs, once a day."""
+    return judged([rehearsed(job.lakehouse(), job.job_spec().run)])

@@ -1,0 +1,73 @@
+"""Which rank an attempt fails of: one that died, one that is silent, one that does not leave. Signs of life in, an `Exit` out."""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+from catalog import errors
+from catalog.errors import DlacError
+from dlac_pipeline.launch import Exit
+from dlac_pipeline.launch_spec import LaunchSpec
+from dlac_pipeline.nodes.fleet import LOST
+from dlac_pipeline.progress import Phase, Progress
+
+HANG = "Hang"
+"""Kind of the failure of a rank that gives no sign of life."""
+STUCK = "Stuck"
+"""Kind of the failure of a rank that was asked to leave and is still there."""
+
+
+class Watched(Protocol):
+    """Ranks that give signs of life."""
+
+    def progress(self) -> list[Progress | None]:
+        """The last one of each rank."""
+
+
+def silent_rank(ranks: Watched, since: float, launch: LaunchSpec) -> Exit | None:
+    """The rank that has been silent longest, if that is too long; what came before `since` does not count.
+
+    While one of them starts or loads, the others may well wait for it: it is given its time. One that is done with its steps
+    gives no more signs: what a script does behind training (an evaluation, an export) is its own, and takes what it takes.
+    """
+    signs = {rank: sign for rank, sign in enumerate(ranks.progress()) if sign is None or sign.phase != Phase.DONE}
+    if not signs:
+        return None
+    starting = any(progress is None or progress.phase < Phase.TRAINING for progress in signs.values())
+    timeout_s = max(launch.hang_timeout_s, launch.start_timeout_s) if starting else launch.hang_timeout_s
+    seen = {rank: 0.0 if progress is None else progress.at for rank, progress in signs.items()}
+    rank = min(seen, key=seen.__getitem__)
+    last = signs[rank]
+    silent_s = time.time() - max(seen[rank], since)
+    if silent_s <= timeout_s:
+        return None
+    doing = Phase.STARTING.name.lower() if last is None else last.doing
+    return Exit(rank=rank, code=1, kind=HANG, message=f"no sign of life for {silent_s:.0f} s, last while {doing}")
+
+
+def first_cause(failures: list[Exit]) -> Exit:
+    """The failure that explains the others: a named error that ends the run, a signal, else the first.
+
+    When one rank dies the others follow with errors of their broken connections, and may be gone before it is. So it is with all
+    ranks of a machine that is lost.
+    """
+    failures = sorted(failures, key=lambda failure: (failure.kind != LOST, failure.at))
+    if failures[0].kind == LOST:
+        return failures[0]
+    for failure in failures:
+        kind = getattr(errors, failure.kind, None)
+        if isinstance(kind, type) and issubclass(kind, DlacError):
+            return failure
+    return next((failure for failure in failures if failure.code < 0), failures[0])
+
+
+def stuck_rank(ranks: Watched, asked_s: float) -> Exit:
+    """The rank that was furthest behind when all were asked to leave, so many seconds ago."""
+    steps = {rank: -1 if sign is None else sign.step for rank, sign in enumerate(ranks.progress())}
+    return Exit(
+        rank=min(steps, key=steps.__getitem__),
+        code=1,
+        kind=STUCK,
+        message=f"still running {asked_s:.0f} s after it was asked to leave",
+    )

@@ -1,0 +1,54 @@
+"""Runs that exist and have no checkpoint: what is said of them is an outcome, not an error."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import dagster as dg
+import pytest
+
+from assets.checks import checkpoint_restorable, consumption_audit, verified_head
+from assets.pages import model_page
+from assets.resources import JobResource
+from catalog.commits import Attempt, claim, quarantine
+from catalog.errors import NoRestorableCheckpoint
+from catalog.ledger import Ledger
+from jobs.continual import run_config_of
+
+if TYPE_CHECKING:
+    from tests.conftest import Arena
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # Dagster's own libraries warn of each other
+
+
+def test_a_run_that_waits_for_its_first_batch_passes_its_checks(arena: Arena) -> None:
+    """What was appended is less than a batch: nothing was consumed, and there is nothing that could not be restored."""
+    arena.table(appends=(20,))
+    spec = arena.spec("waits", follow="appends", world_size=1)
+    assert arena.train(spec) == {}
+    assert not arena.rows(spec.run, "checkpoint")
+    assert verified_head(arena.lakehouse, spec.run, None) is None
+    config = run_config_of(spec)["resources"]["job"]["config"]
+    resource = JobResource(spec=config["spec"])
+    restorable = checkpoint_restorable(resource)
+    assert isinstance(restorable, dg.AssetCheckResult)
+    assert restorable.passed
+    assert restorable.description == "run 'waits' has no checkpoint yet: nothing to read"
+    audited = consumption_audit(resource)
+    assert isinstance(audited, Iterator)
+    assert [result.passed for result in audited] == [True] * 3
+    assert model_page(arena.lakehouse, spec.run)["head_checkpoint"] == "(none)"
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_fails_its_check(arena: Arena) -> None:
+    """That is another thing than none yet."""
+    arena.table()
+    spec = arena.spec("broken", world_size=1)
+    arena.train(spec, until=15)
+    ledger, (only,) = Ledger(arena.lakehouse), arena.lineage(spec.run)
+    owner = claim(ledger, spec.run, nonce="n", replaces=1, detail={}).fence
+    attempt = Attempt(run=spec.run, number=owner.attempt, nonce="n")
+    quarantine(ledger, attempt, damaged={only["checkpoint_id"]: "a flipped bit"}, head_after=None)
+    with pytest.raises(NoRestorableCheckpoint, match="all damaged or left behind"):
+        verified_head(arena.lakehouse, spec.run, None)

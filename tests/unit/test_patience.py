@@ -1,0 +1,62 @@
+"""How long a launch waits for a catalog or a store that is away, and what it says when it is told to stop meanwhile."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from catalog.connect import LakehouseConfig
+from catalog.errors import CatalogUnreachable
+from dlac_pipeline.recover.incident import OPERATOR
+from dlac_pipeline.recover.patience import waiting_for
+from dlac_pipeline.recover.supervise import Outcome, Supervisor
+from dlac_pipeline.spec import JobSpec, parse_spec
+
+PROGRAM = Path(__file__).parents[1] / "programs" / "train_tiny.py"
+
+
+def spec_without_catalog(folder: Path) -> JobSpec:
+    """A job whose catalog is away: a file stands where its folder should be."""
+    (folder / "file").touch()
+    away = LakehouseConfig(uri=f"sqlite:///{folder}/file/catalog.db", warehouse=f"file://{folder}/warehouse")
+    raw = {
+        "run": "r",
+        "source": {"table": "src.t", "columns": ["x"]},
+        "order": {"batch_size": 32},
+        "launch": {"script": str(PROGRAM)},
+        "lakehouse": away.model_dump(),
+    }
+    return parse_spec(raw, origin="the test").resolved(folder / "home")
+
+
+def test_who_starts_a_run_by_hand_is_told_at_once_that_the_catalog_is_away(tmp_path: Path) -> None:
+    """A person who waits in vain learns nothing."""
+    with pytest.raises(CatalogUnreachable):
+        Supervisor(spec_without_catalog(tmp_path), noticed_by=OPERATOR).run()
+
+
+def test_a_recovery_that_knows_no_attempt_waits_for_the_catalog_until_it_is_told_to_stop(tmp_path: Path) -> None:
+    """The sensor could not read the ledger either, and requested it blindly; cancelled, it has stopped and not failed."""
+    supervisor = Supervisor(spec_without_catalog(tmp_path), noticed_by="recovery_sensor")
+    threading.Timer(0.6, supervisor.stop).start()
+    began = time.monotonic()
+    assert supervisor.run() == Outcome(ending="stopped", attempts=0, step=0)
+    assert time.monotonic() - began >= 0.6
+
+
+def test_what_comes_back_is_used_and_what_stays_away_is_raised() -> None:
+    """The last error is the one that is told."""
+    answers = iter([CatalogUnreachable("first"), CatalogUnreachable("second")])
+
+    def ask() -> str:
+        for answer in answers:
+            raise answer
+        return "there"
+
+    assert waiting_for(CatalogUnreachable, within_s=60.0, stop=threading.Event())(ask) == "there"
+    answers = iter([CatalogUnreachable("only")])
+    with pytest.raises(CatalogUnreachable, match="only"):
+        waiting_for(CatalogUnreachable, within_s=0.0, stop=threading.Event())(ask)
