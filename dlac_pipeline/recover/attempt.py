@@ -23,7 +23,7 @@ from catalog.errors import CatalogUnreachable, DlacError
 from catalog.ledger import Ledger
 from catalog.plans import get_plan
 from dlac_pipeline.checkpoint.store import storing
-from dlac_pipeline.launch import Exit, RankGroup, Starter
+from dlac_pipeline.launch import HANG, Exit, RankGroup, Starter
 from dlac_pipeline.launch_spec import LaunchSpec
 from dlac_pipeline.nodes.crew import RESUME, Crew
 from dlac_pipeline.nodes.fleet import LOST, Fleet
@@ -37,8 +37,6 @@ from dlac_pipeline.spec import JobSpec
 
 Event = dict[str, Any]
 Ending = Literal["finished", "caught_up", "stopped", "left"]
-HANG = "Hang"
-"""Kind of the failure of a rank that gives no sign of life."""
 _PATIENCE_S = 180.0
 """How long a recovery waits for a catalog that is away."""
 POLL_S = 0.05

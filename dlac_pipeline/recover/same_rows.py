@@ -13,6 +13,7 @@ from pathlib import Path
 from catalog import errors
 from catalog.connect import Lakehouse
 from catalog.errors import DlacError
+from dlac_pipeline.launch import HANG
 from dlac_pipeline.plan.follow import Unreadable
 from dlac_pipeline.plan.leg import Leg
 from dlac_pipeline.plan.order import LegOrder
@@ -20,7 +21,6 @@ from dlac_pipeline.plan.planner import load_plan
 from dlac_pipeline.plan.source_order import SourceOrder
 from dlac_pipeline.plan.units import UnitTable
 from dlac_pipeline.progress import in_hand_file
-from dlac_pipeline.recover.attempt import HANG
 from dlac_pipeline.recover.incident import Failure
 from dlac_pipeline.spec import JobSpec
 

@@ -33,13 +33,12 @@ from catalog.errors import (
 from catalog.ledger import Ledger
 from catalog.plans import get_plan
 from dlac_pipeline.checkpoint.store import tiers_of
-from dlac_pipeline.fork_server import RankStarter
+from dlac_pipeline.launch import HANG
 from dlac_pipeline.nodes.crew import VERDICT, Crew
 from dlac_pipeline.nodes.fleet import LOST
 from dlac_pipeline.nodes.machines import Machines
 from dlac_pipeline.plan.leg import Leg
 from dlac_pipeline.recover.attempt import (
-    HANG,
     Ending,
     Event,
     Regather,
@@ -55,6 +54,7 @@ from dlac_pipeline.recover.run_lock import run_lock
 from dlac_pipeline.recover.same_rows import Deaths, rows_in_hand
 from dlac_pipeline.recover.unreadable import damaged_row_group
 from dlac_pipeline.spec import JobSpec
+from dlac_pipeline.starter import RankStarter
 
 Argument = TypeVar("Argument")
 Result = TypeVar("Result")
