@@ -114,11 +114,12 @@ def _is_local(package: str, folder: Path) -> bool:
 
 
 def _acts(node: ast.AST) -> bool:
-    """Whether running this may do more than define something: it calls, sets a part of something else, or may import."""
-    if isinstance(node, ast.Lambda):
+    """Whether running this may do more than define something: it calls, sets a part of something else, or may import.
+
+    What functions and classes call while they are defined (decorators, defaults) makes them, and is passed over.
+    """
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
         return False
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-        return any(map(_acts, (*node.decorator_list, *node.args.defaults, *filter(None, node.args.kw_defaults))))
     if isinstance(node, ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load):
         return True
     acting = (ast.Call, ast.AugAssign, ast.Delete, ast.Import, ast.ImportFrom, ast.With, ast.Raise)
