@@ -24,9 +24,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from setproctitle import setproctitle
+
 from dlac_pipeline import rank
 from dlac_pipeline.ahead import import_ahead
-from dlac_pipeline.rank import SUPERVISOR_VARIABLE, die_with_parent, reason_not_started
+from dlac_pipeline.rank import RUN_VARIABLE, SUPERVISOR_VARIABLE, die_with_parent, reason_not_started
 
 _FORKABLE_THREADS = frozenset({"jemalloc_bg_thd"})
 
@@ -34,6 +36,7 @@ _FORKABLE_THREADS = frozenset({"jemalloc_bg_thd"})
 def main() -> int:
     """Serve, and in a forked process: be the rank. Returns the exit status."""
     die_with_parent(int(os.environ[SUPERVISOR_VARIABLE]))
+    setproctitle(f"dlac {os.environ[RUN_VARIABLE]} fork server")
     script, *arguments = sys.argv[1:]
     asked, told = os.dup(0), os.dup(1)
     with open(os.devnull) as nothing:

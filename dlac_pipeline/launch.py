@@ -19,7 +19,7 @@ from catalog.errors import TrainingFailed
 from dlac_pipeline import undertaker
 from dlac_pipeline.nodes.shares import Share
 from dlac_pipeline.progress import Phase, Progress, read_progress
-from dlac_pipeline.rank import LAUNCH_VARIABLE, SUPERVISOR_VARIABLE, held_signals, reason_not_started
+from dlac_pipeline.rank import LAUNCH_VARIABLE, RUN_VARIABLE, SUPERVISOR_VARIABLE, held_signals, reason_not_started
 from dlac_pipeline.read.memory import ALLOCATOR_SETTINGS
 from dlac_pipeline.spec import JobSpec
 
@@ -141,7 +141,8 @@ Starter = Callable[[JobSpec, dict[str, str], Path], RankProcess]
 def environment_of(spec: JobSpec) -> dict[str, str]:
     """The environment that the ranks of a job have in common."""
     threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    return {**ALLOCATOR_SETTINGS, **os.environ, **threads, **spec.launch.env, SUPERVISOR_VARIABLE: str(os.getpid())}
+    own = {RUN_VARIABLE: spec.run, SUPERVISOR_VARIABLE: str(os.getpid())}
+    return {**ALLOCATOR_SETTINGS, **os.environ, **threads, **spec.launch.env, **own}
 
 
 def spawn_rank(spec: JobSpec, place: dict[str, str], log: Path) -> RankProcess:

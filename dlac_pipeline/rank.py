@@ -18,8 +18,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from setproctitle import setproctitle
+
 from catalog.errors import DlacError, TrainingFailed
 
+RUN_VARIABLE = "DLAC_RUN"
+"""Names the run, for whoever looks at processes."""
 LAUNCH_VARIABLE = "DLAC_LAUNCH"
 """Names the launch folder; set by the launcher for every rank."""
 SUPERVISOR_VARIABLE = "DLAC_SUPERVISOR_PID"
@@ -57,6 +61,7 @@ def held_signals() -> Iterator[None]:
 def main() -> None:
     """Run the script named by the arguments."""
     die_with_parent(int(os.environ[SUPERVISOR_VARIABLE]))
+    setproctitle(f"dlac {os.environ[RUN_VARIABLE]} rank {os.environ['RANK']}/{os.environ['WORLD_SIZE']}")
     _reason_file().write_bytes(b" " * _RESERVED_BYTES)
     _pid_file(Path(os.environ[LAUNCH_VARIABLE]), int(os.environ["RANK"])).write_text(str(os.getpid()))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING_SIGNALS)  # a forked rank had them held back: none was lost since

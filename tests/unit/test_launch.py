@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -61,8 +62,8 @@ def started(spec: JobSpec, folder: Path, ranks: int = 1) -> Iterator[RankGroup]:
 
 
 def children(name: str) -> list[psutil.Process]:
-    """This process's children whose command line names a module."""
-    return [one for one in psutil.Process().children() if any(name in word for word in one.cmdline())]
+    """This process's children of a name, from their first moment on."""
+    return [one for one in psutil.Process().children() if re.search(name, " ".join(one.cmdline()))]
 
 
 def runs(pid: int) -> bool:
@@ -77,7 +78,7 @@ def runs(pid: int) -> bool:
 def test_a_signal_to_every_process_is_the_ranks_to_answer(tmp_path: Path, start: str) -> None:
     """Whoever ends a process tree signals the fork server and the undertaker, too: the ranks leave in good order all the same."""
     with started(spec_of(tmp_path, LEAVES, start=start), tmp_path) as ranks:
-        between = [*children("fork_server"), *children("undertaker")]
+        between = [*children("fork.server"), *children("undertaker")]
         assert len(between) == (2 if start == "fork" else 1)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
             for process in between:  # while they start
@@ -90,6 +91,21 @@ def test_a_signal_to_every_process_is_the_ranks_to_answer(tmp_path: Path, start:
         assert (ranks.failures(), (tmp_path / "left").exists()) == ([], True)
         assert all(process.is_running() for process in between)
     assert not any(process.is_running() for process in between)
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_processes_are_told_apart_by_their_titles(tmp_path: Path, start: str) -> None:
+    """In `ps`: each rank with its run, the fork server, and the undertaker with the launch that it watches."""
+    with started(spec_of(tmp_path, LEAVES, start=start), tmp_path, ranks=2) as ranks:
+        wait_until((tmp_path / "ready").exists, what="the script", within_s=30)
+        wait_until(
+            lambda: " ".join(psutil.Process(ranks.pids[1]).cmdline()).strip() == "dlac r rank 1/2", what="a title"
+        )
+        above = psutil.Process(ranks.pids[0]).parent()
+        assert above is not None
+        assert (above.pid == os.getpid()) == (start == "spawn")
+        assert start == "spawn" or " ".join(above.cmdline()).strip() == "dlac r fork server"
+        assert [one.cmdline()[-1] for one in children("undertaker.py")] == [str(tmp_path)]
 
 
 def test_a_rank_gets_the_signals_dispositions_of_a_new_python(tmp_path: Path) -> None:
@@ -109,7 +125,7 @@ assert all(signal.getsignal(each) == signal.SIG_DFL for each in (signal.SIGTERM,
 def test_a_server_that_dies_before_it_has_forked_is_the_reason_of_its_ranks(tmp_path: Path) -> None:
     """There is no log of such a rank, and the failure names that of the server."""
     with started(spec_of(tmp_path, SLEEPS), tmp_path, ranks=2) as ranks:
-        (server,) = children("fork_server")
+        (server,) = children("fork.server")
         server.kill()
         assert ranks.pids == [0, 0]
         failures = ranks.failures()
@@ -126,7 +142,7 @@ def test_a_server_that_does_not_answer_is_a_hang(tmp_path: Path) -> None:
     """It is waited for as long as a rank may be silent while it starts."""
     spec = spec_of(tmp_path, SLEEPS, hang_timeout_s=0.1, start_timeout_s=1.0)
     with started(spec, tmp_path, ranks=2) as ranks:
-        (server,) = children("fork_server")
+        (server,) = children("fork.server")
         server.suspend()
         began = time.monotonic()
         assert ranks.pids == [0, 0]
@@ -143,7 +159,7 @@ def test_a_server_that_dies_takes_its_ranks_along_and_another_one_follows(tmp_pa
             folder.mkdir()
             ranks = RankGroup(spec, folder, Share(world_size=2, ranks=2, port=1), starter)
             pids = ranks.pids
-            (server,) = children("fork_server")
+            (server,) = children("fork.server")
             server.kill()
             wait_until(ranks.all_exited, what="the ranks' end", within_s=30)
             assert [failure.code for failure in ranks.failures()] == [-signal.SIGKILL] * 2
@@ -241,9 +257,11 @@ def test_a_rank_that_cannot_be_killed_ends_the_run_with_its_process_named(tmp_pa
 def test_a_server_that_is_stopped_keeps_nobody_from_ending_its_ranks(tmp_path: Path) -> None:
     """It cannot say that a rank has ended, and is ended itself."""
     with closing(RankStarter()) as starter:
-        rank = starter(spec_of(tmp_path, SLEEPS), {"RANK": "0", "DLAC_LAUNCH": str(tmp_path)}, tmp_path / "log")
+        rank = starter(
+            spec_of(tmp_path, SLEEPS), {"RANK": "0", "WORLD_SIZE": "1", "DLAC_LAUNCH": str(tmp_path)}, tmp_path / "log"
+        )
         pid = rank.pid
-        (server,) = children("fork_server")
+        (server,) = children("fork.server")
         server.suspend()
         rank.signal(signal.SIGKILL)
         assert rank.gone(0.2)
