@@ -25,7 +25,8 @@ from dlac_pipeline.rank import held_signals
 from dlac_pipeline.spec import JobSpec
 
 _POLL_S = 0.01
-_DIES_WITH_SERVER_S = 5.0
+_DIES_WITHIN_S = 5.0
+"""What a killed server gets, and ranks that die with it."""
 
 
 class RankStarter:
@@ -81,7 +82,7 @@ class _Server:
     @property
     def gone(self) -> bool:
         """Whether it has ended, and all ranks with it."""
-        return self._process.poll() is not None
+        return self.ended_by is not None or self._process.poll() is not None
 
     @property
     def why_gone(self) -> dict[str, Any]:
@@ -119,7 +120,8 @@ class _Server:
         if not self.gone:
             self.ended_by = number
             self._process.kill()
-            self._process.wait()
+            with suppress(subprocess.TimeoutExpired):  # the kernel may hold it: it hangs in a file system
+                self._process.wait(_DIES_WITHIN_S)
 
     def close(self) -> None:
         """End it."""
@@ -155,14 +157,16 @@ class _Forked:
         server, gone, said = self._server, self._server.gone, self._said()  # in this order: what it said last is read
         if "code" in said:
             return int(said["code"])
-        if not gone and "pid" not in said and time.monotonic() > self._deadline:
-            server.end(signal.SIGKILL)
-            gone = server.overdue = True
-        if not gone:
+        if not gone and ("pid" in said or time.monotonic() < self._deadline):
             return None
-        if server.overdue or "pid" not in said:
-            return 1 if server.ended_by is None or server.overdue else -server.ended_by
-        return -signal.SIGKILL
+        if not gone:
+            server.end(signal.SIGKILL)
+            server.overdue = True
+        if server.overdue:
+            return 1
+        if "pid" in said:
+            return -signal.SIGKILL
+        return 1 if server.ended_by is None else -server.ended_by
 
     def reason(self) -> dict[str, Any]:
         """Why it never started, or why its server was ended."""
@@ -178,7 +182,7 @@ class _Forked:
         if not _until(lambda: self.poll() is not None, within_s):
             self._server.end(signal.SIGKILL)
         said = self._said()
-        return "pid" not in said or "code" in said or _until(lambda: not _runs(said["pid"]), _DIES_WITH_SERVER_S)
+        return "pid" not in said or "code" in said or _until(lambda: not _runs(said["pid"]), _DIES_WITHIN_S)
 
     def signal(self, number: signal.Signals) -> None:
         """Signal its process group; if it has none by now, it never starts, nor do others."""
