@@ -73,21 +73,20 @@ class _Walk:
 
     def _passes(self, statement: ast.stmt, file: Path, dead: tuple[str, ...]) -> bool:
         if isinstance(statement, ast.Import):
-            return all(self._imported(alias.name.split("."), self._folder) for alias in statement.names)
+            return all(self._imported(alias.name.split("."), []) for alias in statement.names)
         if isinstance(statement, ast.ImportFrom):
             path = statement.module.split(".") if statement.module else []
+            names = [alias.name for alias in statement.names]
             if statement.level:
-                return self._followed(
-                    path, [alias.name for alias in statement.names], file.parents[statement.level - 1]
-                )
-            return self._imported(path, self._folder, [alias.name for alias in statement.names])
+                return self._followed(path, names, file.parents[statement.level - 1])
+            return self._imported(path, names)
         if isinstance(statement, ast.If) and ast.unparse(statement.test) in dead:
             return not any(map(_acts, statement.orelse))
         return not _acts(statement)
 
-    def _imported(self, path: list[str], folder: Path, names: list[str] | None = None) -> bool:
-        if _is_local(path[0], folder):
-            return self._followed(path, names or [], folder)
+    def _imported(self, path: list[str], names: list[str]) -> bool:
+        if _is_local(path[0], self._folder):
+            return self._followed(path, names, self._folder)
         self.met.setdefault(path[0])
         return True
 
@@ -98,11 +97,9 @@ class _Walk:
 
 
 def _files(path: list[str], names: list[str], folder: Path) -> Iterator[Path]:
-    for depth in range(1, len(path) + 1):
-        inner = folder.joinpath(*path[:depth])
-        yield from (inner.with_suffix(".py"), inner / "__init__.py")
-    for name in names:
-        inner = folder.joinpath(*path, name)
+    """Where the modules of a dotted path may be, and those among the names that are imported from it."""
+    for parts in (*(path[:depth] for depth in range(1, len(path) + 1)), *([*path, name] for name in names)):
+        inner = folder.joinpath(*parts)
         yield from (inner.with_suffix(".py"), inner / "__init__.py")
 
 

@@ -150,6 +150,18 @@ def test_a_server_that_does_not_answer_is_a_hang(tmp_path: Path) -> None:
         assert [failure.kind for failure in ranks.failures()] == [HANG, HANG]
 
 
+def test_what_cannot_be_imported_ahead_fails_in_the_rank(tmp_path: Path) -> None:
+    """Where it is read, and in the script's own order; the server only says so in its log."""
+    (tmp_path / "library").mkdir()
+    (tmp_path / "library" / "accelerate.py").write_text("raise RuntimeError('no such device')")
+    spec = spec_of(tmp_path, "import accelerate", env={"PYTHONPATH": str(tmp_path / "library")})
+    with started(spec, tmp_path) as ranks:
+        wait_until(ranks.all_exited, what="the rank's end", within_s=30)
+        (failure,) = ranks.failures()
+        assert (failure.kind, failure.message) == ("RuntimeError", "no such device")
+        assert "could not be imported ahead" in (tmp_path / "fork-server.log").read_text()
+
+
 def test_a_server_that_dies_takes_its_ranks_along_and_another_one_follows(tmp_path: Path) -> None:
     """They count as killed; the next attempt's ranks come from a new server."""
     spec = spec_of(tmp_path, SLEEPS)
