@@ -11,8 +11,8 @@ import tenacity
 
 from catalog.errors import CatalogUnreachable, CommitConflict
 
-_random = random.Random()
-"""Apart from the training's own generator, which a checkpoint restores."""
+_random = random.SystemRandom()
+"""Apart from the training's own generator, which a checkpoint restores; and forked ranks must not wait in lock-step."""
 
 
 def retrying(

@@ -15,13 +15,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from catalog.errors import TrainingFailed
+from dlac_pipeline import undertaker
 from dlac_pipeline.nodes.shares import Share
 from dlac_pipeline.progress import Phase, Progress, read_progress
-from dlac_pipeline.rank import LAUNCH_VARIABLE, SUPERVISOR_VARIABLE
+from dlac_pipeline.rank import LAUNCH_VARIABLE, RUN_VARIABLE, SUPERVISOR_VARIABLE, held_signals, reason_not_started
 from dlac_pipeline.read.memory import ALLOCATOR_SETTINGS
 from dlac_pipeline.spec import JobSpec
 
+HANG = "Hang"
+"""Kind of the failure of a rank that gives no sign of life."""
 _TAIL_LINES = 20
+_KILLED_WITHIN_S = 60.0
+"""What a killed rank gets to be gone: the kernel gives back its memory first, and that of its accelerator."""
+_UNDERTAKER_WITHIN_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,9 +48,17 @@ class Exit:
 
     def __str__(self) -> str:
         if self.code < 0:
-            return f"rank {self.rank} was killed by {signal.Signals(-self.code).name}"
+            return f"rank {self.rank} was killed by {signal_name(-self.code)}"
         reason = f" of {self.kind}: {self.message}" if self.kind else f" with exit status {self.code}"
         return f"rank {self.rank} died{reason}"
+
+
+def signal_name(number: int) -> str:
+    """A signal's name; most of the real-time ones have none."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 class RankProcess(Protocol):
@@ -51,13 +66,16 @@ class RankProcess(Protocol):
 
     @property
     def pid(self) -> int:
-        """Its process id; waits until it has one."""
+        """Its process id; waits until it has one; 0: it never will."""
 
     def poll(self) -> int | None:
         """Its exit status; negative: the signal that killed it; None: it runs."""
 
-    def wait(self) -> int:
-        """The exit status, when it has ended."""
+    def reason(self) -> dict[str, Any]:
+        """Why it never started, as the fields of `Exit`; empty: it has, or still may."""
+
+    def gone(self, within_s: float) -> bool:
+        """Whether it has ended; waits for that, so long at most."""
 
     def signal(self, number: signal.Signals) -> None:
         """Signal its process group, if it has one by now; if not, it never starts."""
@@ -70,11 +88,44 @@ class Spawned:
         self._process = process
         self.pid = process.pid
         self.poll = process.poll
-        self.wait = process.wait
+
+    def reason(self) -> dict[str, Any]:
+        """It has started."""
+        return {}
+
+    def gone(self, within_s: float) -> bool:
+        """Whether it has ended; waits for that, so long at most."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(within_s)
+        return self._process.returncode is not None
 
     def signal(self, number: signal.Signals) -> None:
         """Signal its process group."""
         signal_group(self.pid, number)
+
+
+class NotStarted:
+    """A rank that could not be started; it has failed before it was anything."""
+
+    pid = 0
+
+    def __init__(self, err: OSError) -> None:
+        self._reason = reason_not_started(err)
+
+    def poll(self) -> int:
+        """As if it had died."""
+        return 1
+
+    def reason(self) -> dict[str, Any]:
+        """What the operating system said."""
+        return self._reason
+
+    def gone(self, within_s: float) -> bool:
+        """It never was."""
+        return True
+
+    def signal(self, number: signal.Signals) -> None:
+        """There is nothing to signal."""
 
 
 def signal_group(pid: int, number: signal.Signals) -> None:
@@ -84,13 +135,14 @@ def signal_group(pid: int, number: signal.Signals) -> None:
 
 
 Starter = Callable[[JobSpec, dict[str, str], Path], RankProcess]
-"""Starts a rank in a process group of its own: what differs in its environment, and the file of its output."""
+"""Starts a rank in a process group of its own: what differs in its environment, and the file of its output. May raise OSError."""
 
 
 def environment_of(spec: JobSpec) -> dict[str, str]:
     """The environment that the ranks of a job have in common."""
     threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    return {**ALLOCATOR_SETTINGS, **os.environ, **threads, **spec.launch.env, SUPERVISOR_VARIABLE: str(os.getpid())}
+    own = {RUN_VARIABLE: spec.run, SUPERVISOR_VARIABLE: str(os.getpid())}
+    return {**ALLOCATOR_SETTINGS, **os.environ, **threads, **spec.launch.env, **own}
 
 
 def spawn_rank(spec: JobSpec, place: dict[str, str], log: Path) -> RankProcess:
@@ -109,25 +161,27 @@ class RankGroup:
     """This machine's processes of one attempt; started on creation by `starter`: a new Python each, unless another is given."""
 
     def __init__(self, spec: JobSpec, folder: Path, share: Share, starter: Starter = spawn_rank) -> None:
+        """A rank that cannot be started is one that has failed.
+
+        Raises:
+            TrainingFailed: not even the undertaker can be started.
+        """
         self.folder = folder
         self.ranks = range(share.first_rank, share.first_rank + share.ranks)
         self.started_at = time.time()
-        self._processes = {
-            rank: starter(spec, _place_of(rank, share, folder), _log_file(folder, rank)) for rank in self.ranks
-        }
-        self._undertaker = _start_undertaker()
-        self._pids: list[int] = []
+        self._undertaker = _start_undertaker(folder)
+        self._processes: dict[int, RankProcess] = {}
+        try:
+            for rank in self.ranks:
+                self._processes[rank] = _started(starter, spec, _place_of(rank, share, folder), _log_file(folder, rank))
+        except BaseException:
+            self.end()
+            raise
 
     @property
     def pids(self) -> list[int]:
-        """Process ids in the order of ranks; waits until all have started."""
-        if not self._pids:
-            self._pids = [process.pid for process in self._processes.values()]
-            assert self._undertaker.stdin is not None
-            with contextlib.suppress(BrokenPipeError):
-                self._undertaker.stdin.write(" ".join(map(str, self._pids)).encode() + b"\n")
-                self._undertaker.stdin.flush()
-        return self._pids
+        """Process ids in the order of ranks, 0 for one that could not be started; waits until all have."""
+        return [process.pid for process in self._processes.values()]
 
     def progress(self) -> list[Progress | None]:
         """Last sign of life of each rank, in their order."""
@@ -148,19 +202,31 @@ class RankGroup:
     def last_words(self, rank: int) -> dict[str, str]:
         """Where a rank's log is, and how it ends."""
         path = _log_file(self.folder, rank)
-        return {"log": str(path), "log_tail": "\n".join(path.read_text(errors="replace").splitlines()[-_TAIL_LINES:])}
+        with contextlib.suppress(FileNotFoundError):  # it never started
+            said = path.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
+            return {"log": str(path), "log_tail": "\n".join(said)}
+        return {"log": str(path), "log_tail": ""}
 
     def ask_to_stop(self) -> None:
         """SIGTERM: checkpoint at the next step boundary and leave."""
         self._signal(signal.SIGTERM)
 
     def end(self) -> None:
-        """SIGKILL every rank's process group and wait until all are gone."""
+        """SIGKILL every rank's process group and wait until all are gone.
+
+        Raises:
+            TrainingFailed: one is not, as the kernel still waits for a device or a file system on its behalf.
+        """
         self._signal(signal.SIGKILL)
-        for process in self._processes.values():
-            process.wait()
-        if self._undertaker.poll() is None:
-            self._undertaker.communicate(b"done\n" if self._pids else b"\ndone\n")
+        deadline = time.monotonic() + _KILLED_WITHIN_S
+        gone = {rank: each.gone(max(0.0, deadline - time.monotonic())) for rank, each in self._processes.items()}
+        _dismiss(self._undertaker)
+        if not all(gone.values()):
+            left = {rank: self._processes[rank].pid for rank in self.ranks if not gone[rank]}
+            raise TrainingFailed(
+                f"expected killed ranks to be gone within {_KILLED_WITHIN_S:.0f} s, found process {left!r} (by rank): look for "
+                "a device or a network file system that does not answer, and recover the run on another machine"
+            )
 
     def _exits(self) -> list[Exit]:
         found = []
@@ -175,12 +241,12 @@ class RankGroup:
         return [Exit(rank=rank, code=1, **reason) for rank in running if (reason := self._reason(rank))]
 
     def _reason(self, rank: int) -> dict[str, Any]:
-        """What the rank has left behind of why it fails; nothing, if nothing, or only half of it."""
+        """What the rank has left behind of why it fails, or why it never started; nothing, if nothing, or only half of it."""
         left = self.folder / f"error-{rank:05d}.json"
         try:
             reason: dict[str, Any] = json.loads(left.read_bytes())
         except (FileNotFoundError, ValueError):
-            return {}
+            return self._processes[rank].reason()
         return reason
 
     def _was_done(self, rank: int) -> bool:
@@ -193,25 +259,31 @@ class RankGroup:
                 process.signal(number)
 
 
-_UNDERTAKER = """
-import os, signal, sys
-pids = sys.stdin.readline().split()
-if not sys.stdin.readline():
-    for pid in filter(int, pids):
-        try:
-            os.killpg(int(pid), signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-"""
+def _started(starter: Starter, spec: JobSpec, place: dict[str, str], log: Path) -> RankProcess:
+    try:
+        return starter(spec, place, log)
+    except OSError as err:
+        return NotStarted(err)
 
 
-def _start_undertaker() -> subprocess.Popen[bytes]:
-    """A small process that kills the ranks' process groups when the supervisor dies without saying that it is done.
+def _start_undertaker(folder: Path) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-I", "-S", str(undertaker.__file__), str(folder)]
+    try:
+        with held_signals():
+            return subprocess.Popen(command, stdin=subprocess.PIPE, process_group=0)
+    except OSError as err:
+        raise TrainingFailed(f"expected to start a process beside the ranks, found {err}") from err
 
-    It is told of them in a line. The kernel kills the ranks themselves then; what they have started, in their process groups,
-    has nobody else.
-    """
-    return subprocess.Popen([sys.executable, "-S", "-E", "-c", _UNDERTAKER], stdin=subprocess.PIPE, process_group=0)
+
+def _dismiss(process: subprocess.Popen[bytes]) -> None:
+    """The undertaker is told that its work is done; it may be gone, or have been told."""
+    if process.returncode is not None:
+        return
+    try:
+        process.communicate(b"done\n", timeout=_UNDERTAKER_WITHIN_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
 
 
 def _log_file(folder: Path, rank: int) -> Path:

@@ -52,7 +52,10 @@ class LaunchSpec(BaseModel):
         description='"fork": ranks are forked from a process that has imported their libraries, so that a relaunch does not '
         'import them; "spawn": each rank is a new Python.',
     )
-    env: dict[str, str] = Field(default_factory=dict, description="Environment variables set for the ranks.")
+    env: dict[str, str] = Field(
+        default_factory=dict,
+        description="Environment variables set for the ranks; also for what is imported ahead of them.",
+    )
     grace_s: float = Field(
         default=20.0,
         description="Seconds that ranks get to checkpoint and leave when asked to stop.",

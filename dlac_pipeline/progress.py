@@ -6,7 +6,8 @@ import json
 import os
 import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from operator import attrgetter
@@ -117,6 +118,17 @@ def progress_file(folder: Path, rank: int) -> Path:
 def in_hand_file(folder: Path, rank: int) -> Path:
     """Where a rank says what the batch in its hand moves, if the steps alone do not say it."""
     return folder / f"in-hand-{rank:05d}"
+
+
+def read_in_hand(folder: Path, step: int) -> Iterator[list[int]]:
+    """What ranks told that their batch of `step` moves: source, key group, pass, block, first position, last one + 1.
+
+    One that died while it wrote has told nothing.
+    """
+    for path in sorted(folder.glob(in_hand_file(folder, 0).name.replace("00000", "*"))):
+        with suppress(ValueError):
+            told, moved = json.loads(path.read_text(errors="replace").partition("\n")[0])
+            yield from moved if told == step else []
 
 
 def read_record(folder: Path, rank: int) -> bytes:

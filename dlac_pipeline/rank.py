@@ -13,17 +13,25 @@ import signal
 import sys
 import time
 import traceback
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
-from catalog.errors import DlacError
+from setproctitle import setproctitle
 
+from catalog.errors import DlacError, TrainingFailed
+
+RUN_VARIABLE = "DLAC_RUN"
+"""Names the run, for whoever looks at processes."""
 LAUNCH_VARIABLE = "DLAC_LAUNCH"
 """Names the launch folder; set by the launcher for every rank."""
 SUPERVISOR_VARIABLE = "DLAC_SUPERVISOR_PID"
 """Names the process that a rank must not outlive."""
 REHEARSAL_VARIABLE = "DLAC_REHEARSAL"
 """Set to 1 for the ranks of a rehearsal, for scripts with side effects."""
+ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+"""What ends a launch. Whoever ends whole process trees sends them to every process of it."""
 _PR_SET_PDEATHSIG = 1
 _RESERVED_BYTES = 16 * 1024
 
@@ -36,11 +44,27 @@ def die_with_parent(parent_pid: int) -> None:
         os._exit(1)
 
 
+@contextmanager
+def held_signals() -> Iterator[None]:
+    """A process that is started in here is born with the signals that end a launch held back, and answers none of them.
+
+    For those between the supervisor and its ranks: they live as long as the supervisor, and are to outlive such a signal, for
+    the ranks commit a checkpoint then.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def main() -> None:
     """Run the script named by the arguments."""
     die_with_parent(int(os.environ[SUPERVISOR_VARIABLE]))
+    setproctitle(f"dlac {os.environ[RUN_VARIABLE]} rank {os.environ['RANK']}/{os.environ['WORLD_SIZE']}")
     _reason_file().write_bytes(b" " * _RESERVED_BYTES)
     _pid_file(Path(os.environ[LAUNCH_VARIABLE]), int(os.environ["RANK"])).write_text(str(os.getpid()))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING_SIGNALS)  # a forked rank had them held back: none was lost since
     script, *arguments = sys.argv[1:]
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path(script).parent))
@@ -85,6 +109,12 @@ def leave_reason(err: Exception) -> None:
     }
     with _reason_file().open("r+b") as stream:
         stream.write(json.dumps(reason, ensure_ascii=False).encode(errors="replace").ljust(_RESERVED_BYTES))
+
+
+def reason_not_started(err: OSError) -> dict[str, Any]:
+    """Why a rank never started, told as one that it has left behind."""
+    found = f"expected to start a process for this rank, found {err}: see the limits on processes and memory"
+    return {"kind": TrainingFailed.__name__, "message": found}
 
 
 if __name__ == "__main__":

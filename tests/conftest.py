@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -228,9 +229,10 @@ class Launch:
         """The rank processes that it, or its fork server, has now, by rank."""
         with suppress(psutil.NoSuchProcess):
             children = psutil.Process(self.process.pid).children()
-            servers = [one for one in children if "dlac_pipeline.fork_server" in one.cmdline()]
+            titles = {one: " ".join(one.cmdline()) for one in children}
+            servers = [one for one, title in titles.items() if re.search("fork.server", title)]  # named so once it runs
             forked = [one for server in servers for one in server.children()]
-            spawned = [one for one in children if "dlac_pipeline.rank" in one.cmdline()]
+            spawned = [one for one, title in titles.items() if re.search(r"dlac_pipeline\.rank|^dlac \S+ rank ", title)]
             return sorted([*forked, *spawned], key=lambda one: one.pid)
         return []
 

@@ -7,13 +7,11 @@ from typing import Protocol
 
 from catalog import errors
 from catalog.errors import DlacError
-from dlac_pipeline.launch import Exit
+from dlac_pipeline.launch import HANG, Exit
 from dlac_pipeline.launch_spec import LaunchSpec
 from dlac_pipeline.nodes.fleet import LOST
 from dlac_pipeline.progress import Phase, Progress
 
-HANG = "Hang"
-"""Kind of the failure of a rank that gives no sign of life."""
 STUCK = "Stuck"
 """Kind of the failure of a rank that was asked to leave and is still there."""
 

@@ -6,21 +6,20 @@ decode, an error that another attempt would meet again, a hang) is not counted.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
 from catalog import errors
 from catalog.connect import Lakehouse
 from catalog.errors import DlacError
+from dlac_pipeline.launch import HANG
 from dlac_pipeline.plan.follow import Unreadable
 from dlac_pipeline.plan.leg import Leg
 from dlac_pipeline.plan.order import LegOrder
 from dlac_pipeline.plan.planner import load_plan
 from dlac_pipeline.plan.source_order import SourceOrder
 from dlac_pipeline.plan.units import UnitTable
-from dlac_pipeline.progress import in_hand_file
-from dlac_pipeline.recover.causes import HANG
+from dlac_pipeline.progress import read_in_hand
 from dlac_pipeline.recover.incident import Failure
 from dlac_pipeline.spec import JobSpec
 
@@ -95,11 +94,8 @@ def _of_counted(order: LegOrder, step: int) -> Iterator[Place]:
 
 def _of_streamed(order: LegOrder, step: int, folder: Path) -> Iterator[Place]:
     """As the ranks told it when they were given the batch; rows read in part are among them."""
-    for path in sorted(folder.glob(in_hand_file(folder, 0).name.replace("00000", "*"))):
-        lines = path.read_text(errors="replace").splitlines()
-        told, moved = json.loads(lines[0]) if lines else (0, [])
-        for source, group, pass_index, block, start, end in moved if told == step else []:
-            yield from _places(order.sources[source], pass_index, group, block, list(range(start, end)))
+    for source, group, pass_index, block, start, end in read_in_hand(folder, step):
+        yield from _places(order.sources[source], pass_index, group, block, list(range(start, end)))
 
 
 def _places(source: SourceOrder, pass_index: int, group: int, block: int, positions: list[int]) -> Iterator[Place]:

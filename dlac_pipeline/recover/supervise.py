@@ -36,7 +36,7 @@ from catalog.errors import (
 from catalog.ledger import HEAD_KINDS, Ledger, RunState
 from catalog.plans import get_plan
 from dlac_pipeline.checkpoint.store import tiers_of
-from dlac_pipeline.fork_server import RankStarter
+from dlac_pipeline.launch import HANG
 from dlac_pipeline.nodes.crew import VERDICT, Crew
 from dlac_pipeline.nodes.fleet import LOST
 from dlac_pipeline.nodes.machines import Machines
@@ -48,7 +48,7 @@ from dlac_pipeline.recover.attempt import (
     SupervisedAttempt,
     Supervision,
 )
-from dlac_pipeline.recover.causes import HANG, STUCK
+from dlac_pipeline.recover.causes import STUCK
 from dlac_pipeline.recover.coordinator import attempts_without_progress, rendezvous_of
 from dlac_pipeline.recover.incident import OPERATOR, Failure, ended_on_purpose, gave_up
 from dlac_pipeline.recover.led import LedAttempt, Verdict
@@ -58,6 +58,7 @@ from dlac_pipeline.recover.run_lock import run_lock
 from dlac_pipeline.recover.same_rows import Deaths, rows_in_hand
 from dlac_pipeline.recover.unreadable import damaged_row_group
 from dlac_pipeline.spec import JobSpec
+from dlac_pipeline.starter import RankStarter
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -163,7 +164,8 @@ class Supervisor:
                 try:
                     crew = self._gathered(machines, lakehouse)
                 except RunFinished as err:
-                    return Outcome(ending=self._finished_before(err), attempts=self._attempts, step=0)
+                    ended = self._finished_before(lakehouse, err)
+                    return Outcome(ending="finished", attempts=self._attempts, step=ended.step)
                 if crew is None:
                     return Outcome(ending="stopped", attempts=self._attempts, step=0)
                 with crew:

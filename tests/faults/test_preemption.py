@@ -86,6 +86,25 @@ def test_a_signal_to_one_rank_is_heard_by_all(campaign: Arena, number: signal.Si
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_a_signal_to_the_whole_process_tree_leads_to_a_checkpoint(campaign: Arena, start: str) -> None:
+    """As machines that shut down and batch systems send it: to the fork server and the undertaker as well."""
+    run = f"whole-tree-{start}"
+    launch = campaign.launch(campaign.spec(run, start=start, **TRAINING))
+    launch.wait_for("checkpoint")
+    tree = [psutil.Process(launch.process.pid), *psutil.Process(launch.process.pid).children(recursive=True)]
+    assert len(tree) == (5 if start == "fork" else 4)
+    for process in tree:
+        process.send_signal(signal.SIGTERM)
+    assert launch.wait() == 0, launch.stderr
+    check_gone(tree)
+    (told,) = launch.of("preempted")
+    assert (told["notice"], told["committed"], told["lost_steps"]) == ("SIGTERM", True, 0)
+    assert campaign.lineage(run)[-1]["step"] == told["step"] < 63
+    finish_exactly(campaign, run)
+
+
+@pytest.mark.soak
 def test_a_termination_url_is_asked_with_its_headers(campaign: Arena) -> None:
     """Nothing happens while it answers 404; once it answers 200 the run leaves behind a checkpoint."""
     run = "told-by-url"

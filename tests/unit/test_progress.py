@@ -5,7 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from dlac_pipeline.progress import Phase, ProgressWriter, Spent, progress_file, read_progress
+from dlac_pipeline.progress import (
+    Phase,
+    ProgressWriter,
+    Spent,
+    in_hand_file,
+    progress_file,
+    read_in_hand,
+    read_progress,
+)
 
 
 def test_the_last_sign_of_life_is_read_back(tmp_path: Path) -> None:
@@ -24,6 +32,20 @@ def test_a_rank_that_never_wrote_has_no_sign_of_life(tmp_path: Path) -> None:
     assert read_progress(tmp_path, 0) is None
     progress_file(tmp_path, 0).touch()
     assert read_progress(tmp_path, 0) is None
+
+
+def test_a_batch_in_hand_that_is_half_told_is_not_told(tmp_path: Path) -> None:
+    """Its rank died while it wrote; what others tell of the same step counts, and what they tell of another does not."""
+    told = [
+        "[7, [[0, 1, 0, 2, 30, 38]]]\n",
+        "[7, [[0, 2, 0",
+        "",
+        "[6, [[0, 3, 0, 2, 30, 38]]]\n",
+        "[7, [[0, 4, 0, 2, 1, 2]]]\nrest",
+    ]
+    for rank, text in enumerate(told):
+        in_hand_file(tmp_path, rank).write_text(text)
+    assert [moved[1] for moved in read_in_hand(tmp_path, 7)] == [1, 4]
 
 
 def test_without_a_launch_folder_nothing_is_written() -> None:

@@ -1,0 +1,24 @@
+"""How long is waited between two tries."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+PAUSES = """
+import os
+from tenacity import RetryCallState
+from catalog.retrying import retrying
+for _ in range(4):
+    if os.fork() == 0:
+        policy = retrying()
+        print(policy.wait(RetryCallState(policy, None, (), {})), flush=True)
+        os._exit(0)
+    os.wait()
+"""
+
+
+def test_forked_ranks_do_not_wait_in_lock_step() -> None:
+    """Those that lost the same race would meet again at every try."""
+    pauses = subprocess.run([sys.executable, "-c", PAUSES], check=True, capture_output=True, text=True).stdout.split()
+    assert len(set(pauses)) == 4
