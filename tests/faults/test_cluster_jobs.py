@@ -16,7 +16,7 @@ from dlac_pipeline.recover.supervise import Outcome
 from dlac_pipeline.request import Request
 from dlac_pipeline.spec import parse_spec
 from tests.cluster import Processes
-from tests.conftest import wait_until
+from tests.conftest import Steps, wait_until
 
 if TYPE_CHECKING:
     from tests.conftest import Arena
@@ -49,6 +49,11 @@ def running(cluster_job: ClusterJob) -> Callable[[], Outcome]:
     return outcome
 
 
+def rows_of(steps: Steps) -> list[int]:
+    """All rows of all steps, sorted."""
+    return sorted(row for step in steps.values() for row in step)
+
+
 def test_a_job_of_two_nodes_trains_to_its_end(arena: Arena) -> None:
     """Both nodes meet by what the job gives them; every row is consumed once, and the launcher hears of each checkpoint."""
     arena.table()
@@ -58,14 +63,13 @@ def test_a_job_of_two_nodes_trains_to_its_end(arena: Arena) -> None:
     said = {event["checkpoint_id"] for event in events if event["event"] == "checkpoint"}
     assert said == {row["checkpoint_id"] for row in arena.lineage("r1")}
     assert {row["world_size"] for row in arena.lineage("r1")} == {2}
-    assert arena.journal("r1") == arena.recorded("r1")
-    assert sorted(row for step in arena.journal("r1").values() for row in step) == list(range(2000))
+    assert rows_of(arena.journal("r1")) == rows_of(arena.recorded("r1")) == list(range(2000))
 
 
 def test_a_job_that_is_stopped_leaves_a_checkpoint_and_the_next_goes_on(arena: Arena) -> None:
     """Cancelled, its nodes checkpoint and leave; the next job trains the rest, each row once."""
     arena.table()
-    stopped, events = job(arena, "r1", nodes="2", step_s=0.05)
+    stopped, events = job(arena, "r1", nodes="2", slow_rank=0, slow_s=0.05)
     outcome = running(stopped)
     wait_until(lambda: any(event["event"] == "checkpoint" for event in events), what="a checkpoint")
     stopped.stop()
@@ -74,4 +78,4 @@ def test_a_job_that_is_stopped_leaves_a_checkpoint_and_the_next_goes_on(arena: A
     again, _ = job(arena, "r1", nodes="2")
     assert again.run().ending == "finished"
     assert done < arena.lineage("r1")[-1]["step"]
-    assert sorted(row for step in arena.journal("r1").values() for row in step) == list(range(2000))
+    assert rows_of(arena.journal("r1")) == list(range(2000))
