@@ -22,6 +22,8 @@ from dlac_pipeline.read.memory import ALLOCATOR_SETTINGS
 from dlac_pipeline.spec import JobSpec
 
 _TAIL_LINES = 20
+GROUP_SETTINGS = {"TORCH_GLOO_LAZY_INIT": "1"}
+"""Ranks connect when they first talk to each other. Else each group of n ranks begins with n * n questions to one store."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,7 +92,14 @@ Starter = Callable[[JobSpec, dict[str, str], Path], RankProcess]
 def environment_of(spec: JobSpec) -> dict[str, str]:
     """The environment that the ranks of a job have in common."""
     threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    return {**ALLOCATOR_SETTINGS, **os.environ, **threads, **spec.launch.env, SUPERVISOR_VARIABLE: str(os.getpid())}
+    return {
+        **ALLOCATOR_SETTINGS,
+        **GROUP_SETTINGS,
+        **os.environ,
+        **threads,
+        **spec.launch.env,
+        SUPERVISOR_VARIABLE: str(os.getpid()),
+    }
 
 
 def spawn_rank(spec: JobSpec, place: dict[str, str], log: Path) -> RankProcess:
