@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from dlac_pipeline.supervisor import Request
+from dlac_pipeline.request import Request
 
 Event = dict[str, Any]
 _MARGIN_S = 10.0

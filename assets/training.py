@@ -13,7 +13,7 @@ from assets.resources import JobResource
 from assets.supervised import Event, supervised
 from catalog.errors import Preempted, RunBusy, RunFinished, SteppedAside
 from dlac_pipeline.recover.incident import OPERATOR
-from dlac_pipeline.supervisor import Request
+from dlac_pipeline.request import Request
 
 POOL = "trainers"
 """Its limit is the number of training runs that this Dagster instance trains at once; without one it has none."""

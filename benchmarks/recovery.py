@@ -50,7 +50,7 @@ def main() -> None:
     for number in range(rounds):
         for side in _SIDES:
             with tempfile.TemporaryDirectory(prefix="dlac-recovery-") as home:
-                found, recovered = _campaign(Path(home), side, kills, random.Random(number))
+                found, recovered = campaign(Path(home), side, kills, random.Random(number))
             measured[side] += found
             phases += recovered if side == "forked" else []
             print(json.dumps({"side": side, "recovery_s": found}), flush=True)
@@ -78,7 +78,7 @@ class _Training(Protocol):
     def stop(self) -> None: ...
 
 
-def _campaign(home: Path, side: str, kills: int, chance: random.Random) -> tuple[list[float], list[dict[str, Any]]]:
+def campaign(home: Path, side: str, kills: int, chance: random.Random) -> tuple[list[float], list[dict[str, Any]]]:
     """Seconds from each kill to the first new step; what DLAC says of them."""
     lakehouse = connect(LakehouseConfig().at_home(home))
     lakehouse.create_namespace("src")

@@ -37,6 +37,7 @@ DlacError
 └── TrainingFailed            the ranks died
     ├── NoProgress            several attempts in a row committed nothing
     ├── NodesMissing          fewer machines than the job wants came together
+    ├── ClusterRefused        the cluster's scheduler does not take the job
     └── Preempted             the ranks left at their deadline without a checkpoint
 """
 
@@ -233,6 +234,10 @@ class TrainingFailed(DlacError):
 
 class NodesMissing(TrainingFailed):
     """Fewer machines than the job wants came together in time."""
+
+
+class ClusterRefused(TrainingFailed):
+    """The cluster's scheduler does not take the job, or is not there."""
 
 
 class NoProgress(TrainingFailed):

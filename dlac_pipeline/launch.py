@@ -29,6 +29,8 @@ _TAIL_LINES = 20
 _KILLED_WITHIN_S = 60.0
 """What a killed rank gets to be gone: the kernel gives back its memory first, and that of its accelerator."""
 _UNDERTAKER_WITHIN_S = 5.0
+GROUP_SETTINGS = {"TORCH_GLOO_LAZY_INIT": "1"}
+"""Ranks connect when they first talk to each other. Else each group of n ranks begins with n * n questions to one store."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,7 +144,7 @@ def environment_of(spec: JobSpec) -> dict[str, str]:
     """The environment that the ranks of a job have in common."""
     threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     own = {RUN_VARIABLE: spec.run, SUPERVISOR_VARIABLE: str(os.getpid())}
-    return {**ALLOCATOR_SETTINGS, **os.environ, **threads, **spec.launch.env, **own}
+    return {**ALLOCATOR_SETTINGS, **GROUP_SETTINGS, **os.environ, **threads, **spec.launch.env, **own}
 
 
 def spawn_rank(spec: JobSpec, place: dict[str, str], log: Path) -> RankProcess:

@@ -22,6 +22,11 @@ class LaunchSpec(BaseModel):
         description="Number of ranks; divides the batch size. With `nodes` it is chosen, whatever stands here.",
         ge=1,
     )
+    on: Literal["here", "slurm", "kubernetes"] = Field(
+        default="here",
+        description='"here": on this machine, or on those where the same command is started; "slurm", "kubernetes": as a job of '
+        "that scheduler, in which every node is supervised; see the cluster section.",
+    )
     nodes: str = Field(
         default="",
         description='Machines that train the run together: "4", or "2:4" for at least 2 and at most 4; each starts the same '
@@ -35,7 +40,8 @@ class LaunchSpec(BaseModel):
     )
     rendezvous: str = Field(
         default="",
-        description="With several nodes: host:port at which they meet. The machine with that address serves it.",
+        description="With several nodes: host:port at which they meet. The machine with that address serves it. The nodes of a "
+        "scheduler's job find it by themselves.",
         pattern=r"^(\S+:[0-9]+)?$",
     )
     gather_timeout_s: float = Field(
@@ -119,7 +125,7 @@ class LaunchSpec(BaseModel):
     def _nodes_meet(self) -> LaunchSpec:
         if self.min_nodes > self.max_nodes:
             raise ValueError(f"expected nodes as least:most, found {self.nodes!r}: the least number is greater")
-        if self.max_nodes > 1 and not self.rendezvous:
+        if self.max_nodes > 1 and not self.rendezvous and self.on == "here":
             raise ValueError(
                 f"expected launch.rendezvous = host:port, at which {self.nodes} nodes meet, found none: name one of them, with "
                 "a free port"

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from catalog.connect import LakehouseConfig
 from catalog.errors import SpecInvalid
+from dlac_pipeline.cluster_spec import ClusterSpec
 from dlac_pipeline.launch_spec import LaunchSpec
 from dlac_pipeline.spec_problems import problem_said
 
@@ -256,6 +257,9 @@ class JobSpec(_Section):
     order: OrderSpec = Field(description="What determines the order of rows.")
     checkpoint: CheckpointSpec = Field(default=CheckpointSpec(), description="When and where checkpoints are taken.")
     launch: LaunchSpec = Field(description="How the ranks are started and watched.")
+    cluster: ClusterSpec = Field(
+        default=ClusterSpec(), description="What the scheduler is told, where launch.on is one."
+    )
     lakehouse: LakehouseConfig = Field(default=LakehouseConfig(), description="Where the lakehouse is.")
     params: dict[str, str] = Field(default_factory=dict, description="Settings that the training script reads itself.")
 

@@ -100,6 +100,10 @@ class TrainingDisplay:
         elif kind in _LINES:
             self._progress.update(self._task, completed=event["step"])
             self._print(_LINES[kind], event)
+        elif kind == "submitted":
+            self._print("submitted as [green]{job}[/]", event)
+        elif kind == "job":
+            self._print("[dim]the job is {state}[/]", event)
         elif kind == "warning":
             self._print("[yellow]warning[/] {message}", event)
         elif kind == "quarantine":

@@ -22,6 +22,7 @@ from dlac_pipeline.commands.shared import (
     show_facts,
     steps_bar,
 )
+from dlac_pipeline.request import Request
 from dlac_pipeline.spec import JobSpec, parse_spec
 from dlac_pipeline.watch import TrainingDisplay, watch_run
 
@@ -84,14 +85,24 @@ def train(
     nproc_per_node: Annotated[
         int | None, typer.Option(help="Ranks that this machine takes; 0: one per accelerator.")
     ] = None,
+    render: Annotated[
+        bool, typer.Option("--render", help="Print the job that the scheduler would get, and submit nothing.")
+    ] = False,
 ) -> None:
     """Train a run to its end; resumes it where its last committed checkpoint is. Ctrl-C stops it behind a checkpoint.
 
-    With --nodes the same command is started on each of them; one that gets SIGTERM leaves the run to the others.
+    With --nodes the same command is started on each of them; one that gets SIGTERM leaves the run to the others. With launch.on
+    = "slurm" or "kubernetes" it is submitted as one job, which is followed from here, and cancelled with it.
     """
     asked = {"new_leg": new_leg or None, "nodes": nodes, "rendezvous": rendezvous, "nproc_per_node": nproc_per_node}
     job = _with_launch(resolved(spec, home), {name: value for name, value in asked.items() if value is not None})
-    _supervise(job, takeover=takeover, plan_ids=tuple(plan_id or ()), repin=True, wait_s=0.0)
+    request = Request(spec=job, plan_ids=tuple(plan_id or ()), repin=True, takeover=takeover)
+    if not render:
+        _launch(request)
+        return
+    from dlac_pipeline.launchers.protocol import rendered
+
+    OUT.print(rendered(request), markup=False, highlight=False, soft_wrap=True)
 
 
 def _with_launch(job: JobSpec, asked: dict[str, object]) -> JobSpec:
@@ -108,7 +119,7 @@ def recover(
 ) -> None:
     """Resume a run by its name, from the committed ledger; fences off whatever may still be alive of it."""
     job = resolved(spec, home) if spec is not None else last_spec(lakehouse_of(None, home), run)
-    _supervise(job, takeover=True, plan_ids=(), repin=False, wait_s=wait_s)
+    _launch(Request(spec=job, takeover=True, wait_s=wait_s))
 
 
 @app.command()
@@ -134,16 +145,13 @@ def status(
     show_facts(run_status(lakehouse_of(spec, home), run), as_json=as_json)
 
 
-def _supervise(job: JobSpec, *, takeover: bool, plan_ids: tuple[str, ...], repin: bool, wait_s: float) -> None:
-    from dlac_pipeline.recover.leg_choice import Wish
-    from dlac_pipeline.recover.supervise import Supervisor
+def _launch(request: Request) -> None:
+    from dlac_pipeline.launchers.protocol import launcher_for
 
-    with TrainingDisplay(OUT, job.run) as display:
-        wish = Wish(plan_ids=plan_ids, repin=repin)
-        supervisor = Supervisor(job, on_event=display.show, wish=wish, takeover=takeover, wait_s=wait_s)
-        signal.signal(signal.SIGINT, lambda *_: supervisor.stop())  # a person's
-        signal.signal(signal.SIGTERM, lambda *_: supervisor.leave())  # this machine's
-        outcome = supervisor.run()
-    OUT.print(
-        f"run {job.run!r} {outcome.ending} at step {outcome.step} after {outcome.attempts} attempt(s)", markup=False
-    )
+    run = request.spec.run
+    with TrainingDisplay(OUT, run) as display:
+        launcher = launcher_for(request, display.show)
+        signal.signal(signal.SIGINT, lambda *_: launcher.stop())  # a person's
+        signal.signal(signal.SIGTERM, lambda *_: launcher.leave())  # this machine's
+        outcome = launcher.run()
+    OUT.print(f"run {run!r} {outcome.ending} at step {outcome.step} after {outcome.attempts} attempt(s)", markup=False)

@@ -27,7 +27,7 @@ def changed(section: str, **values: Any) -> dict[str, Any]:
     [
         ({**GOOD, "run": "../up"}, r"run: .*'\.\./up'"),
         ({**GOOD, "run": ""}, r"run: .*found ''"),
-        ({**GOOD, "colour": "red"}, r"colour: unknown field, expected one of \['run', .*'red'"),
+        ({**GOOD, "hue": "red"}, r"hue: unknown field, expected one of \['run', .*'red'"),
         (changed("order", batchsize=1), r"order\.batchsize: unknown field, did you mean 'batch_size'\? \(found 1\)"),
         ({**GOOD, "lunch": {"a": 1}}, r"lunch: unknown field, did you mean 'launch'\? \(found dict\)"),
         (changed("source", table="t"), r"source\.table: expected namespace\.table, found 't'"),

@@ -1,0 +1,185 @@
+"""What benchmarks/scale_model.py measures with many processes: nodes that meet, ranks that join, votes.
+
+Every process stands for a node, or a rank, with a processor of its own: what counts is the processor time that it takes, not how
+long it waits for its turn on two cores. The store through which all talk is a process apart, whose one thread all of them share.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.queues import SimpleQueue
+from multiprocessing.synchronize import Barrier, Event
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from dlac_pipeline.checkpoint.tree import RankTree
+from dlac_pipeline.launch import GROUP_SETTINGS
+from dlac_pipeline.nodes.crew import free_port
+from dlac_pipeline.nodes.machines import Machines
+from dlac_pipeline.spec import parse_spec
+
+_FORK = multiprocessing.get_context("fork")  # torch is imported once
+_VOTE = b"v" * 2048
+_VOTES = 20
+Work = Callable[[int, int, int, Barrier], list["Part"]]
+"""Of one process: its number, how many there are, the store's port, and where all wait for each other."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """One thing that a process did with all others."""
+
+    began: float
+    ended: float
+    cpu_s: float
+    """Of this process."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Together:
+    """The same, of all: from the first that began to the last that ended."""
+
+    wall_s: float
+    cpu_s: float
+    """Of the busiest process."""
+    server_cpu_s: float
+    """Of the store's."""
+
+
+def gathered(nodes: int) -> dict[str, Together]:
+    """So many nodes meet, part, and meet again, as after a failure."""
+    return dict(zip(("first", "again"), _measured(nodes, _gather, parts=2), strict=True))
+
+
+def joined(ranks: int, *, lazily: bool) -> dict[str, Together]:
+    """So many ranks connect to the store, make a process group, then another one, then vote.
+
+    `lazily`: with the supervisor's settings for process groups; else with PyTorch's own.
+    """
+    for name in GROUP_SETTINGS:
+        os.environ.pop(name, None)
+    if lazily:
+        os.environ.update(GROUP_SETTINGS)
+    return dict(zip(("connect", "first_group", "group", "vote"), _measured(ranks, _join, parts=4), strict=True))
+
+
+def _gather(number: int, count: int, port: int, barrier: Barrier) -> list[Part]:
+    spec = parse_spec(
+        {
+            "run": "scale",
+            "source": {"table": "src.rows", "columns": ["x"]},
+            "order": {"batch_size": 64, "key_groups": 64},
+            "launch": {
+                "script": "none.py",
+                "nodes": str(count),
+                "nproc_per_node": 1,
+                "rendezvous": f"127.0.0.1:{port}",
+            },
+        },
+        origin="the benchmark",
+    )
+    parts = []
+    with closing(Machines(spec)) as machines:
+        for attempt in (0, 1):
+            with _timed(barrier, parts):
+                crew = machines.gather(attempt, threading.Event())
+            assert crew is not None, "nobody stops it"
+            crew.__exit__(None, None, None)
+    return parts
+
+
+def _join(number: int, count: int, port: int, barrier: Barrier) -> list[Part]:
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    parts: list[Part] = []
+    with _timed(barrier, parts):
+        store = dist.TCPStore("127.0.0.1", port, None, False, wait_for_workers=False)  # type: ignore[attr-defined]  # not re-exported
+    with _timed(barrier, parts):
+        dist.init_process_group("gloo", store=store, rank=number, world_size=count, timeout=timedelta(minutes=5))
+    with _timed(barrier, parts):
+        group = dist.new_group(backend="gloo")
+    tree = RankTree(number, count, group)
+    with _timed(barrier, parts):
+        for _ in range(_VOTES):
+            votes = tree.gather(_VOTE)
+            tree.broadcast(None if votes is None else b"commit")
+    dist.destroy_process_group()
+    return [*parts[:3], _per_vote(parts[3])]
+
+
+def _per_vote(part: Part) -> Part:
+    """One of the votes that it was."""
+    return Part(began=part.began, ended=part.began + (part.ended - part.began) / _VOTES, cpu_s=part.cpu_s / _VOTES)
+
+
+@contextmanager
+def _timed(barrier: Barrier, parts: list[Part]) -> Iterator[None]:
+    barrier.wait()
+    began, cpu = time.monotonic(), time.process_time()
+    yield
+    parts.append(Part(began=began, ended=time.monotonic(), cpu_s=time.process_time() - cpu))
+    barrier.wait()
+
+
+def _measured(count: int, work: Work, *, parts: int) -> list[Together]:
+    """What all processes did, thing by thing."""
+    port = free_port()
+    served, done = _FORK.Event(), _FORK.Event()
+    server = _FORK.Process(target=_serve, args=(port, served, done), daemon=True)
+    server.start()
+    served.wait()
+    barrier = _FORK.Barrier(count + 1)
+    said: SimpleQueue[list[Part]] = _FORK.SimpleQueue()
+    processes = [
+        _FORK.Process(target=_say, args=(said, work, number, count, port, barrier), daemon=True)
+        for number in range(count)
+    ]
+    for process in processes:
+        process.start()
+    server_cpu_s = [_served_between(server.pid, barrier) for _ in range(parts)]
+    found = [said.get() for _ in processes]
+    for process in processes:
+        process.join()
+    done.set()
+    server.join()
+    return [
+        Together(
+            wall_s=max(part.ended for part in each) - min(part.began for part in each),
+            cpu_s=max(part.cpu_s for part in each),
+            server_cpu_s=cpu_s,
+        )
+        for each, cpu_s in zip(zip(*found, strict=True), server_cpu_s, strict=True)
+    ]
+
+
+def _served_between(server: int | None, barrier: Barrier) -> float:
+    """Processor time of the store's process from the next barrier to the one behind it, in seconds."""
+    barrier.wait()
+    before = _processor_s(server)
+    barrier.wait()
+    return _processor_s(server) - before
+
+
+def _processor_s(pid: int | None) -> float:
+    """Processor time of all threads of a process; finer than the hundredths of seconds that are told elsewhere."""
+    threads = Path(f"/proc/{pid}/task").glob("*/schedstat")
+    return sum(int(thread.read_text().split()[0]) for thread in threads) / 1e9
+
+
+def _say(said: SimpleQueue[list[Part]], work: Work, number: int, count: int, port: int, barrier: Barrier) -> None:
+    said.put(work(number, count, port, barrier))
+
+
+def _serve(port: int, served: Event, done: Event) -> None:
+    _store = dist.TCPStore("127.0.0.1", port, None, True, wait_for_workers=False)  # type: ignore[attr-defined]  # not re-exported
+    served.set()
+    done.wait()

@@ -1,0 +1,78 @@
+"""The cluster section of a job spec: what a scheduler is told of the machines on which a run trains."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+_PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*")
+
+
+class MountSpec(BaseModel):
+    """What a node sees of storage outside its container."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: Literal["claim", "host"] = Field(
+        default="claim", description='"claim": a persistent volume claim; "host": a folder of the machine.'
+    )
+    source: str = Field(description="Name of the claim, or path on the machine.", min_length=1)
+    path: str = Field(description="Where nodes see it.", pattern=r"^/")
+    read_only: bool = Field(default=False, description="Whether nodes may only read it.")
+
+
+class ClusterSpec(BaseModel):
+    """What `launch.on` needs to know where it is a scheduler; how many nodes is said by launch.nodes."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    image: str = Field(
+        default="",
+        description="Container image with DLAC, the script and its data paths in it; on Slurm empty: the login node's Python.",
+    )
+    python: str = Field(default="python3", description="Python of the nodes.", min_length=1)
+    cpu: int = Field(default=1, description="Processors of a node.", ge=1)
+    gpu: int = Field(
+        default=0, description="Accelerators of a node; also its ranks, unless launch.nproc_per_node.", ge=0
+    )
+    memory_mb: int = Field(default=0, description="Memory of a node in megabytes; 0: what the scheduler gives.", ge=0)
+    time_limit_s: int = Field(
+        default=0, description="Seconds after which the scheduler ends the job; 0: its own limit.", ge=0
+    )
+    port: int = Field(
+        default=29400, description="Port at which the first node serves the rendezvous.", ge=1024, le=65535
+    )
+    retries: int = Field(
+        default=0,
+        description="Times that the scheduler starts a job again that failed: on Slurm when all nodes have ended, on Kubernetes "
+        "when a pod has (healthy ones are started again as well).",
+        ge=0,
+    )
+    env: dict[str, str] = Field(
+        default_factory=dict, description="Environment variables of the nodes; launch.env are the ranks'."
+    )
+    partition: str = Field(default="", description="Slurm: partition.")
+    account: str = Field(default="", description="Slurm: account that pays.")
+    options: dict[str, str] = Field(
+        default_factory=dict,
+        description='Slurm: further options of sbatch by their long names, e.g. {constraint = "h100"}.',
+    )
+    queue: str = Field(default="", description="Kubernetes: Volcano's queue.")
+    namespace: str = Field(default="", description="Kubernetes: namespace; empty: default.")
+    service_account: str = Field(default="", description="Kubernetes: service account of the pods.")
+    priority_class: str = Field(default="", description="Kubernetes: priority class of the job.")
+    mounts: list[MountSpec] = Field(default_factory=list, description="Kubernetes: what pods mount.")
+    pod: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Kubernetes: merged into every pod, as Kubernetes writes it (spec.nodeSelector, spec.tolerations ...).",
+    )
+
+    @field_validator("env", "options")
+    @classmethod
+    def _named(cls, settings: dict[str, str]) -> dict[str, str]:
+        wrong = [name for name in settings if not _PLAIN.fullmatch(name)]
+        if wrong:
+            raise ValueError(f"expected plain names, found {wrong[0]!r}: letters, digits, '_' and '-' only")
+        return settings

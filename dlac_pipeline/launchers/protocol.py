@@ -1,0 +1,85 @@
+"""Launchers: what runs a job to its end, wherever `launch.on` says.
+
+In: a request. Out: events for whoever watches, and how the run ended. Recovery happens where the ranks are, in the supervisor;
+a launcher of a cluster submits a job in which every node runs one, and follows it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+from catalog.errors import BadInput, SpecInvalid
+from dlac_pipeline.recover.attempt import Event
+from dlac_pipeline.recover.leg_choice import Wish
+from dlac_pipeline.recover.supervise import Outcome, Supervisor
+from dlac_pipeline.request import Request
+
+if TYPE_CHECKING:
+    from dlac_pipeline.launchers.cluster import ClusterJob
+
+
+class Launcher(Protocol):
+    """Runs one request."""
+
+    def run(self) -> Outcome:
+        """Train until the run ends.
+
+        Raises:
+            DlacError: what it died of.
+        """
+
+    def stop(self) -> None:
+        """Ask for an orderly end: checkpoint, then leave. Safe from signal handlers."""
+
+    def leave(self) -> None:
+        """The same, while the run goes on without this machine if there are enough others."""
+
+
+def launcher_for(request: Request, on_event: Callable[[Event], None]) -> Launcher:
+    """The launcher that the job spec names in `launch.on`.
+
+    Raises:
+        SpecInvalid: the cluster section says what its scheduler cannot do.
+        BadInput: TorchX is not installed.
+    """
+    if request.spec.launch.on == "here":
+        return supervisor_of(request, on_event)
+    return _cluster_job(request, on_event)
+
+
+def rendered(request: Request) -> str:
+    """The job that a scheduler would get; nothing is submitted.
+
+    Raises:
+        SpecInvalid: no scheduler is named, or it cannot do what the cluster section says.
+        BadInput: TorchX is not installed.
+    """
+    if request.spec.launch.on == "here":
+        raise SpecInvalid("expected launch.on = 'slurm' or 'kubernetes' to render a job for, found 'here'")
+    return _cluster_job(request, lambda event: None).render()
+
+
+def _cluster_job(request: Request, on_event: Callable[[Event], None]) -> ClusterJob:
+    if importlib.util.find_spec("torchx") is None:
+        raise BadInput('expected TorchX, through which jobs are submitted, found none: pip install "dlac[cluster]"')
+    from dlac_pipeline.launchers.cluster import ClusterJob
+    from dlac_pipeline.launchers.schedulers import scheduler_of
+
+    return ClusterJob(request, scheduler_of(request.spec), on_event)
+
+
+def supervisor_of(request: Request, on_event: Callable[[Event], None]) -> Supervisor:
+    """The supervisor beside this machine's ranks."""
+    return Supervisor(
+        request.spec,
+        on_event=on_event,
+        wish=Wish(plan_ids=request.plan_ids, repin=request.repin),
+        replaces=request.replaces,
+        takeover=request.takeover,
+        wait_s=request.wait_s,
+        noticed_by=request.noticed_by,
+        noticed_at=request.noticed_at,
+        launched_by=request.launched_by,
+    )

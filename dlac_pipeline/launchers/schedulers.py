@@ -1,0 +1,266 @@
+"""What the schedulers are told, in TorchX's terms: Slurm, and Kubernetes with Volcano.
+
+In: a request. Out: TorchX's application and options, and what TorchX renders put right: a lost node must not end the others,
+and who is told to leave gets the time that an emergency checkpoint takes.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from catalog.errors import SpecInvalid
+from dlac_pipeline.cluster_spec import ClusterSpec, MountSpec
+from dlac_pipeline.launchers.node import REQUEST_VARIABLE, packed
+from dlac_pipeline.request import Request
+from dlac_pipeline.spec import JobSpec
+
+if TYPE_CHECKING:
+    from torchx.schedulers.api import Stream
+    from torchx.specs import AppDef
+
+ROLE = "node"
+"""Of every node, in TorchX's words."""
+_MARGIN_S = 10
+"""What a node gets on top of its ranks' time to leave."""
+_NAME_LENGTH = 30
+"""Of a job; Kubernetes allows 63, with what TorchX and Volcano append."""
+_OURS = {
+    "nodes",
+    "ntasks",
+    "ntasks-per-node",
+    "signal",
+    "no-kill",
+    "job-name",
+    "partition",
+    "account",
+    "time",
+    "mem",
+} | {
+    "cpus-per-task",
+    "gpus-per-node",
+    "requeue",
+}
+"""Options of sbatch that the job spec says otherwise."""
+_SLURM_ONLY = ("partition", "account", "options")
+_KUBERNETES_ONLY = ("queue", "namespace", "service_account", "priority_class", "mounts", "pod")
+
+
+class Scheduler(Protocol):
+    """A scheduler that TorchX knows."""
+
+    @property
+    def name(self) -> str:
+        """TorchX's name of it."""
+
+    @property
+    def stream(self) -> Stream | None:
+        """Where in its logs the nodes' events are."""
+
+    @property
+    def tails(self) -> bool:
+        """Whether its logs can be followed; else they are read again and again."""
+
+    @property
+    def nodes(self) -> int:
+        """Logs of a job."""
+
+    def check(self, spec: JobSpec) -> None:
+        """Refuse what the scheduler cannot do.
+
+        Raises:
+            SpecInvalid: the cluster section, or the lakehouse, is not for it.
+        """
+
+    def app(self, request: Request) -> AppDef:
+        """The job."""
+
+    def options(self, request: Request, *, render: bool) -> dict[str, Any]:
+        """TorchX's options; to `render`, none that asks the cluster."""
+
+    def amend(self, rendered: Any, request: Request) -> None:
+        """Put right what TorchX rendered."""
+
+
+def scheduler_of(spec: JobSpec) -> Scheduler:
+    """The scheduler of a job spec.
+
+    Raises:
+        SpecInvalid: it cannot do what the spec says.
+        BadInput: TorchX is not installed.
+    """
+    scheduler = Slurm() if spec.launch.on == "slurm" else Kubernetes(spec)
+    scheduler.check(spec)
+    return scheduler
+
+
+class Slurm:
+    """One job step with a task on each node, which outlives the loss of nodes."""
+
+    name: ClassVar[str] = "slurm"
+    tails: ClassVar[bool] = False
+    nodes: ClassVar[int] = 1
+
+    def __init__(self) -> None:
+        from torchx.schedulers.api import Stream
+
+        self.stream = Stream.STDOUT
+
+    def check(self, spec: JobSpec) -> None:
+        """Refuse what the scheduler cannot do."""
+        _check_reachable(spec)
+        _refuse(spec.cluster, _KUBERNETES_ONLY, "slurm")
+        for name, value in spec.cluster.env.items():
+            if re.search(r"[,\n]", value):
+                raise SpecInvalid(
+                    f"expected cluster.env.{name} without commas and line breaks, at which Slurm cuts it, found {value!r}: "
+                    "set it where the job is submitted; Slurm hands that environment on"
+                )
+        taken = sorted(_OURS & set(spec.cluster.options))
+        if taken:
+            raise SpecInvalid(
+                f"expected in cluster.options what nothing else in the job spec says, found {taken[0]!r}: leave it out"
+            )
+
+    def app(self, request: Request) -> AppDef:
+        """The job: to TorchX a single task; Slurm itself counts nodes from the least to the most."""
+        cluster = request.spec.cluster
+        return _app(request, cpu=cluster.cpu, gpu=0, memory_mb=cluster.memory_mb, env=cluster.env)
+
+    def options(self, request: Request, *, render: bool) -> dict[str, Any]:
+        """TorchX's options."""
+        cluster = request.spec.cluster
+        limit_s = cluster.time_limit_s
+        said = {
+            "partition": cluster.partition,
+            "account": cluster.account,
+            "time": limit_s and f"{limit_s // 3600}:{limit_s // 60 % 60:02}:{limit_s % 60:02}",
+        }
+        return {name: value for name, value in said.items() if value}
+
+    def amend(self, rendered: Any, request: Request) -> None:
+        """Nodes, and their end: Slurm ends a job with its first lost node, and a step with the first task that fails."""
+        launch, cluster = request.spec.launch, request.spec.cluster
+        (task,) = rendered.replicas.values()
+        task.name = f"{_name_of(request)}-0"  # TorchX reads a number off its end
+        least, most = launch.min_nodes, launch.max_nodes
+        task.sbatch_opts |= {
+            "nodes": str(most) if least == most else f"{least}-{most}",
+            "no-kill": None,
+            "signal": f"TERM@{_leave_s(request)}",
+            **cluster.options,
+        }
+        task.srun_opts |= {"wait": "0", "kill-on-bad-exit": "0", "no-kill": None, "cpus-per-task": str(cluster.cpu)}
+        if cluster.gpu:
+            task.sbatch_opts["gpus-per-node"] = str(cluster.gpu)
+        if cluster.image:
+            task.srun_opts["container-image"] = cluster.image
+
+
+class Kubernetes:
+    """A Volcano job with a pod for each node, scheduled once the least number of them fits."""
+
+    name: ClassVar[str] = "kubernetes"
+    stream: ClassVar[None] = None
+    tails: ClassVar[bool] = True
+
+    def __init__(self, spec: JobSpec) -> None:
+        self.nodes = spec.launch.max_nodes
+
+    def check(self, spec: JobSpec) -> None:
+        """Refuse what the scheduler cannot do."""
+        _check_reachable(spec)
+        _refuse(spec.cluster, _SLURM_ONLY, "kubernetes")
+        if not spec.cluster.image:
+            raise SpecInvalid(
+                "expected cluster.image, the container image of the nodes, found none: name one with DLAC in it"
+            )
+
+    def app(self, request: Request) -> AppDef:
+        """The job."""
+        from torchx.specs.overlays import set_overlay
+
+        launch, cluster = request.spec.launch, request.spec.cluster
+        ends = {"terminationGracePeriodSeconds": _leave_s(request)}
+        if cluster.time_limit_s:
+            ends["activeDeadlineSeconds"] = cluster.time_limit_s
+        app = _app(request, cpu=cluster.cpu, gpu=cluster.gpu, memory_mb=cluster.memory_mb, env=cluster.env)
+        (role,) = app.roles
+        role.num_replicas, role.min_replicas = launch.max_nodes, launch.min_nodes
+        role.mounts = [_mount_of(mount) for mount in cluster.mounts]
+        set_overlay(role, "kubernetes", "V1Pod", {**cluster.pod, "spec": {**cluster.pod.get("spec", {}), **ends}})
+        return app
+
+    def options(self, request: Request, *, render: bool) -> dict[str, Any]:
+        """TorchX's options; the cluster checks the job before it takes it."""
+        cluster = request.spec.cluster
+        said = {
+            "namespace": cluster.namespace,
+            "service_account": cluster.service_account,
+            "priority_class": cluster.priority_class,
+        }
+        named = {name: value for name, value in said.items() if value}
+        # what is asked for is requested: TorchX would leave room for a machine's own needs, as if a pod were a machine
+        return {**named, "queue": cluster.queue or "default", "reserved_millicpu": 0, "reserved_memmb": 0} | {
+            "validate_spec": not render
+        }
+
+    def amend(self, rendered: Any, request: Request) -> None:
+        """Nothing."""
+
+
+def _app(request: Request, *, cpu: int, gpu: int, memory_mb: int, env: dict[str, str]) -> AppDef:
+    from torchx.specs import AppDef, Resource, Role
+
+    role = Role(
+        name=ROLE,
+        image=request.spec.cluster.image,
+        entrypoint=request.spec.cluster.python,
+        args=["-m", "dlac_pipeline.launchers.node"],
+        env={**env, REQUEST_VARIABLE: packed(_for_nodes(request))},
+        resource=Resource(cpu=cpu, gpu=gpu, memMB=memory_mb),
+        max_retries=request.spec.cluster.retries,
+    )
+    return AppDef(name=_name_of(request), roles=[role])
+
+
+def _for_nodes(request: Request) -> Request:
+    """With the ranks of a node, where it has accelerators."""
+    spec = request.spec
+    if not spec.launch.nodes or spec.launch.nproc_per_node or not spec.cluster.gpu:
+        return request
+    launch = spec.launch.model_copy(update={"nproc_per_node": spec.cluster.gpu})
+    return request.model_copy(update={"spec": spec.model_copy(update={"launch": launch})})
+
+
+def _name_of(request: Request) -> str:
+    return f"dlac-{re.sub('[^a-z0-9]+', '-', request.spec.run.lower())}"[:_NAME_LENGTH].rstrip("-")
+
+
+def _leave_s(request: Request) -> int:
+    """Whole seconds from SIGTERM until a node is gone."""
+    return math.ceil(request.spec.launch.leave_s) + _MARGIN_S
+
+
+def _mount_of(mount: MountSpec) -> Any:
+    from torchx.specs import BindMount, VolumeMount
+
+    if mount.kind == "claim":
+        return VolumeMount(src=mount.source, dst_path=mount.path, read_only=mount.read_only)
+    return BindMount(src_path=mount.source, dst_path=mount.path, read_only=mount.read_only)
+
+
+def _check_reachable(spec: JobSpec) -> None:
+    if spec.lakehouse.uri.startswith("sqlite"):
+        raise SpecInvalid(
+            f"expected lakehouse.uri that the nodes of the job reach, found {spec.lakehouse.uri!r}, which serves one host: "
+            "name a PostgreSQL or a REST catalog"
+        )
+
+
+def _refuse(cluster: ClusterSpec, names: tuple[str, ...], on: str) -> None:
+    """Refuse settings of another scheduler: they would change nothing."""
+    for name in names:
+        if value := getattr(cluster, name):
+            raise SpecInvalid(f"expected no cluster.{name} with launch.on = {on!r}, found {value!r}: leave it out")

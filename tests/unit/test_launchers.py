@@ -1,0 +1,238 @@
+from __future__ import annotations
+
+import re
+import shlex
+import stat
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from catalog.errors import NoProgress, SpecInvalid, TrainingFailed
+from dlac_pipeline.launchers.cluster import ClusterJob
+from dlac_pipeline.launchers.node import meeting_host, packed, unpacked
+from dlac_pipeline.launchers.protocol import launcher_for, rendered
+from dlac_pipeline.recover.supervise import Outcome, Supervisor
+from dlac_pipeline.request import Request
+from dlac_pipeline.spec import parse_spec
+from tests.cluster import Processes
+
+GOOD: dict[str, Any] = {
+    "run": "Web_text.v2",
+    "source": {"table": "src.t", "columns": ["x"]},
+    "order": {"batch_size": 32, "key_groups": 8},
+    "launch": {"script": "/app/train.py", "nodes": "2:4", "deadline_s": 90},
+    "lakehouse": {"uri": "postgresql+psycopg2://db/dlac", "warehouse": "s3://bucket/lake"},
+}
+SLURM = {"cpu": 8, "gpu": 4, "memory_mb": 64_000, "time_limit_s": 93_784, "partition": "h100", "account": "lm"} | {
+    "options": {"constraint": "ib"},
+    "env": {"NCCL_DEBUG": "WARN"},
+    "retries": 2,
+}
+KUBERNETES = {"image": "registry.example/dlac:1", "cpu": 8, "gpu": 4, "memory_mb": 64_000, "queue": "train"} | {
+    "namespace": "ml",
+    "service_account": "trainer",
+    "time_limit_s": 3600,
+    "mounts": [
+        {"source": "scratch", "path": "/scratch"},
+        {"kind": "host", "source": "/d", "path": "/d", "read_only": True},
+    ],
+    "pod": {"spec": {"nodeSelector": {"pool": "h100"}}},
+}
+
+
+def asked(on: str, cluster: dict[str, Any], **launch: Any) -> Request:
+    """A request for a job on a scheduler."""
+    return Request(
+        spec=parse_spec(
+            {**GOOD, "launch": {**GOOD["launch"], "on": on, **launch}, "cluster": cluster}, origin="the test"
+        ),
+        replaces=3,
+        launched_by="dagster-run",
+    )
+
+
+def test_a_slurm_job_has_a_supervisor_on_each_node_and_outlives_the_loss_of_some() -> None:
+    """The script asks for nodes from least to most, warns them in time for a checkpoint, and ends nobody with somebody else."""
+    script = rendered(asked("slurm", SLURM))
+    (sbatch,) = re.findall(r"^#SBATCH (.*)$", script, re.MULTILINE)
+    assert set(sbatch.split()) == {
+        "--job-name=dlac-web-text-v2-0",
+        "--requeue",
+        "--nodes=2-4",
+        "--ntasks-per-node=1",
+        "--no-kill",
+        "--signal=TERM@100",
+        "--cpus-per-task=8",
+        "--gpus-per-node=4",
+        "--mem=64000",
+        "--time=26:03:04",
+        "--partition=h100",
+        "--constraint=ib",
+    }
+    assert "sbatch --parsable --account=lm" in script
+    assert "TORCHX_MAX_RETRIES=2" in script
+    (srun,) = re.findall(r"^srun (.*)$", script, re.MULTILINE)
+    words = shlex.split(srun)
+    assert {"--wait=0", "--kill-on-bad-exit=0", "--no-kill", "--cpus-per-task=8"} <= set(words)
+    assert words[-3:] == ["python3", "-m", "dlac_pipeline.launchers.node"]
+    (export,) = [word.split(",") for word in words if word.startswith("--export=")]
+    environment = dict(pair.split("=", 1) for pair in export[1:])
+    assert environment["NCCL_DEBUG"] == "WARN"
+    carried = unpacked(environment)
+    assert carried.spec.launch.nproc_per_node == 4
+    assert (carried.replaces, carried.launched_by) == (3, "dagster-run")
+    assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
+
+
+def test_a_fixed_number_of_nodes_is_asked_for_as_that() -> None:
+    """Without a range there is none in the script, and without accelerators the ranks are as the spec says."""
+    script = rendered(asked("slurm", {}, nodes="3", nproc_per_node=2))
+    assert "--nodes=3 " in script
+    assert "gpus" not in script
+
+
+def test_a_kubernetes_job_has_a_supervisor_in_each_pod_with_time_to_checkpoint() -> None:
+    """Volcano begins with the least number of pods; each has the grace period, its mounts, and the request."""
+    job = yaml.safe_load(rendered(asked("kubernetes", KUBERNETES)))
+    tasks = job["spec"]["tasks"]
+    assert (job["kind"], job["spec"]["queue"]) == ("Job", "train")
+    assert [task["minAvailable"] for task in tasks] == [1, 1, 0, 0]
+    pods = [task["template"]["spec"] for task in tasks]
+    assert {pod["terminationGracePeriodSeconds"] for pod in pods} == {100}
+    assert {pod["activeDeadlineSeconds"] for pod in pods} == {3600}
+    assert {pod["serviceAccountName"] for pod in pods} == {"trainer"}
+    assert {pod["restartPolicy"] for pod in pods} == {"Never"}
+    assert all(pod["nodeSelector"] == {"pool": "h100"} for pod in pods)
+    (container,) = pods[3]["containers"]
+    assert container["image"] == "registry.example/dlac:1"
+    assert container["command"] == ["python3", "-m", "dlac_pipeline.launchers.node"]
+    wanted = {"cpu": "8000m", "memory": "64000M", "nvidia.com/gpu": "4"}
+    assert container["resources"] == {"limits": wanted, "requests": wanted}
+    mounted = {mount["mountPath"]: mount.get("readOnly") for mount in container["volumeMounts"]}
+    assert mounted == {"/dev/shm": None, "/scratch": False, "/d": True}
+    carried = unpacked({one["name"]: one["value"] for one in container["env"]})
+    assert carried.spec.launch.nproc_per_node == 4
+
+
+@pytest.mark.parametrize(
+    ("on", "cluster", "message"),
+    [
+        ("slurm", {"mounts": KUBERNETES["mounts"]}, r"expected no cluster\.mounts with launch\.on = 'slurm'"),
+        ("slurm", {"namespace": "ml"}, r"expected no cluster\.namespace .* found 'ml'"),
+        ("slurm", {"env": {"A": "1,2"}}, r"cluster\.env\.A without commas .* found '1,2'"),
+        ("slurm", {"options": {"signal": "B:USR1"}}, r"cluster\.options .* found 'signal'"),
+        ("slurm", {"options": {"--x": "1"}}, r"cluster\.options: expected plain names, found '--x'"),
+        ("slurm", {"time_limit_s": -1}, r"cluster\.time_limit_s: .*found -1"),
+        ("slurm", {"port": 80}, r"cluster\.port: .*found 80"),
+        ("slurm", {"partitoin": "a"}, r"cluster\.partitoin: unknown field, did you mean 'partition'"),
+        ("kubernetes", {}, r"expected cluster\.image"),
+        ("kubernetes", {"image": "i", "partition": "a"}, r"expected no cluster\.partition .* found 'a'"),
+        (
+            "kubernetes",
+            {"image": "i", "mounts": [{"source": "s", "path": "d"}]},
+            r"cluster\.mounts\.0\.path: .*found 'd'",
+        ),
+        ("here", {}, r"expected launch\.on = 'slurm' or 'kubernetes'"),
+        ("nomad", {}, r"launch\.on: .*found 'nomad'"),
+    ],
+)
+def test_what_a_scheduler_cannot_do_is_refused_before_anything_is_submitted(
+    on: str, cluster: dict[str, Any], message: str
+) -> None:
+    """Settings of another scheduler, values that it would cut or that say what DLAC says itself: by name, with what was found."""
+    with pytest.raises(SpecInvalid, match=message):
+        rendered(asked(on, cluster, rendezvous="h:1"))
+
+
+def test_a_lakehouse_on_one_host_is_refused(tmp_path: Path) -> None:
+    """The embedded catalog is not where nodes are."""
+    request = asked("slurm", {})
+    raw = request.spec.model_dump() | {"lakehouse": {}}
+    with pytest.raises(SpecInvalid, match=r"expected lakehouse\.uri that the nodes of the job reach, found 'sqlite:"):
+        launcher_for(Request(spec=parse_spec(raw, origin="the test").resolved(tmp_path)), print)
+
+
+def test_without_a_scheduler_the_launcher_is_the_supervisor() -> None:
+    """launch.on = "here" is what it always was."""
+    assert isinstance(launcher_for(asked("here", {}, rendezvous="h:1"), print), Supervisor)
+
+
+@pytest.mark.parametrize(
+    ("environment", "host"),
+    [
+        ({}, "localhost"),
+        ({"SLURM_JOB_NODELIST": "gpu07"}, "gpu07"),
+        ({"SLURM_JOB_NODELIST": "gpu[01-04,07],cpu1"}, "gpu01"),
+        ({"SLURM_JOB_NODELIST": "a1,b[2-3]"}, "a1"),
+        ({"SLURM_JOB_NODELIST": "rack[2-3]node[08,11]-ib"}, "rack2node08-ib"),
+        ({"VC_NODE_0_HOSTS": "job-node-0-0.job"}, "job-node-0-0.job"),
+    ],
+)
+def test_nodes_meet_at_the_first_of_them(environment: dict[str, str], host: str) -> None:
+    """Slurm's short form of its nodes, and Volcano's name of the first pod."""
+    assert meeting_host(environment) == host
+
+
+def test_a_request_travels_as_one_plain_word() -> None:
+    """What carries it has no sign that a shell, Slurm or TorchX would read, and comes out as it went in."""
+    request = asked("slurm", SLURM)
+    assert re.fullmatch(r"[A-Za-z0-9_=-]+", packed(request))
+    assert unpacked({"DLAC_REQUEST": packed(request)}) == request
+    for wrong in ({}, {"DLAC_REQUEST": "x"}, {"DLAC_REQUEST": packed(request)[:-9]}):
+        with pytest.raises(SpecInvalid, match="expected a request of this DLAC"):
+            unpacked(wrong)
+
+
+STEP = '{"event": "checkpoint", "step": 5}'
+DONE = '{"event": "ended", "ending": "finished", "attempts": 2, "step": 9}'
+LEFT = '{"event": "ended", "ending": "stopped", "attempts": 1, "step": 5}'
+NO_PROGRESS = '{"event": "error", "kind": "NoProgress", "message": "three times"}'
+
+
+def followed(folder: Path, *nodes: str) -> tuple[Outcome, list[dict[str, Any]]]:
+    """How a job of TorchX's local scheduler is judged whose nodes are shell scripts, and what was passed on of it."""
+    program = folder / "node"
+    cases = "\n".join(f"*-{number}) {script};;" for number, script in enumerate(nodes))
+    program.write_text(f'#!/bin/sh\ncase "node-$REPLICA" in\n{cases}\nesac\n')
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    request = asked(
+        "kubernetes",
+        {"image": str(folder), "python": str(program), "env": {"REPLICA": "${replica_id}"}},
+        nodes=str(len(nodes)),
+    )
+    raw = request.spec.model_dump() | {"lakehouse": {}}
+    request = Request(spec=parse_spec(raw, origin="the test").resolved(folder))
+    events: list[dict[str, Any]] = []
+    job = ClusterJob(request, Processes(request.spec, folder / "logs"), events.append, look_s=0.1)
+    return job.run(), events
+
+
+def test_a_job_is_followed_by_what_its_nodes_say(tmp_path: Path) -> None:
+    """Events come in, other lines do not; one node's word that the run is done outweighs another's loss."""
+    outcome, events = followed(
+        tmp_path,
+        f"echo hello; echo '{{'; echo '{STEP}'; echo '{DONE}'",
+        f"echo '{LEFT}'",
+        f"echo '{NO_PROGRESS}'; exit 1",
+    )
+    assert outcome == Outcome(ending="finished", attempts=2, step=9)
+    assert [event for event in events if event["event"] == "checkpoint"] == [
+        {"run": "Web_text.v2", "event": "checkpoint", "step": 5}
+    ]
+    assert events[0]["event"] == "submitted"
+    assert {event["event"] for event in events} == {"submitted", "job", "checkpoint"}
+
+
+def test_a_job_whose_nodes_fail_ends_with_their_error(tmp_path: Path) -> None:
+    """The class and message of what the nodes said, whoever left before."""
+    with pytest.raises(NoProgress, match="three times"):
+        followed(tmp_path, f"echo '{LEFT}'", f"echo '{NO_PROGRESS}'; exit 85")
+
+
+def test_a_job_whose_nodes_say_nothing_failed(tmp_path: Path) -> None:
+    """Not knowing how it ended is a failure that says where to look."""
+    with pytest.raises(TrainingFailed, match=r"job local_cwd://.* found FAILED in local_cwd"):
+        followed(tmp_path, "exit 7")
