@@ -10,22 +10,16 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 from catalog import errors
 from catalog.connect import Lakehouse, connect
 from catalog.errors import (
-    BadInput,
     CatalogUnreachable,
-    CheckpointError,
-    DataFileUnreadable,
     DlacError,
-    LedgerError,
     NodesMissing,
-    NoProgress,
-    Preempted,
     RunBusy,
     RunFinished,
     SpecInvalid,
@@ -33,14 +27,13 @@ from catalog.errors import (
     StoreUnavailable,
     TrainingFailed,
 )
-from catalog.ledger import HEAD_KINDS, Ledger, RunState
+from catalog.ledger import Ledger, RunState
 from catalog.plans import get_plan
 from dlac_pipeline.checkpoint.store import tiers_of
 from dlac_pipeline.launch import HANG
 from dlac_pipeline.nodes.crew import VERDICT, Crew
 from dlac_pipeline.nodes.fleet import LOST
 from dlac_pipeline.nodes.machines import Machines
-from dlac_pipeline.plan.leg import Leg
 from dlac_pipeline.recover.attempt import (
     Ending,
     Event,
@@ -48,22 +41,18 @@ from dlac_pipeline.recover.attempt import (
     SupervisedAttempt,
     Supervision,
 )
-from dlac_pipeline.recover.causes import STUCK
-from dlac_pipeline.recover.coordinator import attempts_without_progress, rendezvous_of
-from dlac_pipeline.recover.incident import OPERATOR, Failure, ended_on_purpose, gave_up
+from dlac_pipeline.recover.coordinator import rendezvous_of
+from dlac_pipeline.recover.incident import OPERATOR, Failure, ended_on_purpose
+from dlac_pipeline.recover.judge import Judge
 from dlac_pipeline.recover.led import LedAttempt, Verdict
 from dlac_pipeline.recover.leg_choice import RESUME, Wish
 from dlac_pipeline.recover.patience import PATIENCE_S, waiting_for
 from dlac_pipeline.recover.run_lock import run_lock
-from dlac_pipeline.recover.same_rows import Deaths, rows_in_hand
-from dlac_pipeline.recover.unreadable import damaged_row_group
 from dlac_pipeline.spec import JobSpec
 from dlac_pipeline.starter import RankStarter
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
-_TERMINAL = (BadInput, LedgerError, CheckpointError, Preempted)
-"""Errors of a rank that another attempt would meet again, here and now."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,8 +96,7 @@ class Supervisor:
         self._leaves = threading.Event()
         self._replaces = replaces
         self._failure: Failure | None = None
-        self._attempts, self._fruitless = 0, 0
-        self._deaths = Deaths(spec.launch.deaths_at_same_rows)
+        self._attempts = 0
         self._lock = ExitStack()
         self._holds_lock = False
 
@@ -160,22 +148,23 @@ class Supervisor:
                 launched_at=self._launched_at,
                 launched_by=self._launched_by,
             )
+            judge = Judge(supervision)
             while True:
                 try:
-                    crew = self._gathered(machines, lakehouse)
+                    crew = self._gathered(machines, lakehouse, judge)
                 except RunFinished as err:
                     ended = self._finished_before(lakehouse, err)
                     return Outcome(ending="finished", attempts=self._attempts, step=ended.step)
                 if crew is None:
                     return Outcome(ending="stopped", attempts=self._attempts, step=0)
                 with crew:
-                    outcome = self._lead(supervision, crew) if crew.leads else self._be_led(supervision, crew)
+                    outcome = self._lead(supervision, crew, judge) if crew.leads else self._be_led(supervision, crew)
                     if outcome is not None:
                         return outcome
                     if crew.cut_off:
                         machines.cut_off()
 
-    def _gathered(self, machines: Machines, lakehouse: Lakehouse) -> Crew | None:
+    def _gathered(self, machines: Machines, lakehouse: Lakehouse, judge: Judge) -> Crew | None:
         """The machines of the next attempt; None: told to stop meanwhile.
 
         Raises:
@@ -186,10 +175,10 @@ class Supervisor:
             return machines.gather(self._replaces or 0, self._stop, lambda: self._check_unfinished(lakehouse))
         except NodesMissing:
             if self._failure is not None and self._replaces is not None and self._holds_lock:
-                self._record_gave_up(lakehouse, self._failure, self._replaces)
+                judge.record_gave_up(self._failure, self._replaces)
             raise
 
-    def _lead(self, supervision: Supervision, crew: Crew) -> Outcome | None:
+    def _lead(self, supervision: Supervision, crew: Crew, judge: Judge) -> Outcome | None:
         """An attempt, and what is decided of it for all its machines; None: another one follows."""
         try:
             self._hold_lock(supervision.lakehouse)
@@ -197,7 +186,7 @@ class Supervisor:
                 supervision, crew, wish=self._wish, replaces=self._replaces, failure=self._failure
             )
             self._attempts += 1
-            verdict = self._decided(supervision.lakehouse, attempt)
+            verdict = self._decided(supervision.lakehouse, attempt, judge)
         except DlacError as err:
             crew.tell(VERDICT, Verdict(error=(type(err).__name__, str(err))).words())
             crew.part()
@@ -226,7 +215,7 @@ class Supervisor:
             return None
         return Outcome(ending=verdict.ending or "stopped", attempts=self._attempts, step=verdict.step)
 
-    def _decided(self, lakehouse: Lakehouse, attempt: SupervisedAttempt) -> Verdict:
+    def _decided(self, lakehouse: Lakehouse, attempt: SupervisedAttempt, judge: Judge) -> Verdict:
         """Run an attempt, and decide whether another one follows.
 
         Raises:
@@ -248,10 +237,12 @@ class Supervisor:
             return Verdict(ending=ending, attempt=attempt.number, step=attempt.step)
         self._replaces = attempt.number
         if isinstance(ending, Regather):
-            self._failure, self._fruitless = ending.why, 0
+            self._failure = ending.why
+            judge.went_on()
         else:
             self._failure = ending
-            self._judge(lakehouse, attempt, ending)
+            left_out = judge.left_out_behind(attempt, ending)
+            self._wish = replace(self._wish, unreadable=(*self._wish.unreadable, *left_out))
         return Verdict(again=self._failure, attempt=attempt.number, step=attempt.step)
 
     def _finished_before(self, lakehouse: Lakehouse, err: RunFinished) -> Verdict:
@@ -262,23 +253,6 @@ class Supervisor:
             raise TrainingFailed(f"the run is finished, but its script failed afterwards: {self._failure.cause}")
         end = self._patiently(Ledger(lakehouse).rows, self._spec.run, kinds=("finish",))[-1]
         return Verdict(ending="finished", attempt=end["attempt"], step=end["step"])
-
-    def _judge(self, lakehouse: Lakehouse, attempt: SupervisedAttempt, failure: Failure) -> None:
-        """Raise if no attempt is to follow this failure; else have the next one leave out what it must."""
-        limit = self._spec.launch.attempts_without_progress
-        self._fruitless = 0 if attempt.committed else self._fruitless + 1
-        self._raise_if_final(failure)
-        if self._patiently(self._left_out, lakehouse, failure, attempt.leg):
-            self._fruitless = 0
-        elif self._deaths.died(failure, committed=attempt.committed):
-            self._patiently(self._quarantine, lakehouse, failure, attempt)
-            self._fruitless = 0
-        if self._fruitless >= limit:  # a commit can land and its event be lost
-            rows = self._patiently(Ledger(lakehouse).rows, self._spec.run, kinds=HEAD_KINDS)
-            counted = attempts_without_progress(rows)
-            self._fruitless = min(self._fruitless, counted)
-        if self._fruitless >= limit and not (self._deaths.undecided and self._deaths.count >= self._fruitless):
-            self._give_up(lakehouse, failure, attempt.number)
 
     def _hold_lock(self, lakehouse: Lakehouse) -> None:
         """Refuse, or replace, another launch of the run on this machine; held until another machine leads."""
@@ -295,23 +269,6 @@ class Supervisor:
         )
         self._lock.enter_context(lock)
         self._replaces, self._holds_lock = replaces, True
-
-    def _left_out(self, lakehouse: Lakehouse, failure: Failure, leg: Leg | None) -> bool:
-        """Whether the attempt died on a row group that the next one leaves out.
-
-        Raises:
-            DataFileUnreadable: it is damaged, and the policy is to stop.
-        """
-        if leg is None or "row_group" not in failure.detail:
-            return False
-        found = damaged_row_group(lakehouse, self._spec, leg, failure.detail["path"], failure.detail["row_group"])
-        if found is None:
-            return False
-        if found.policy == "fail":
-            raise DataFileUnreadable(failure.message)
-        self._wish = replace(self._wish, unreadable=(*self._wish.unreadable, found.unreadable))
-        self._on_event({"run": self._spec.run, "event": "quarantine", **asdict(found.unreadable)})
-        return True
 
     def _checked_target(self, lakehouse: Lakehouse) -> int | None:
         """The attempt that is replaced, fixed before waiting for anybody: who comes second steps aside, and fences nobody.
@@ -345,45 +302,6 @@ class Supervisor:
         return waiting_for(CatalogUnreachable, StoreUnavailable, within_s=within_s, stop=self._stop)(
             call, *args, **kwargs
         )
-
-    def _quarantine(self, lakehouse: Lakehouse, failure: Failure, attempt: SupervisedAttempt) -> None:
-        """Have the next attempt leave out the rows that the last ones had in hand when they died."""
-        assert attempt.leg is not None, "it has trained"
-        step = failure.in_hand
-        times = self._spec.launch.deaths_at_same_rows
-        reason = f"{times} attempts in a row died in step {step} with these rows in hand; the last one: {failure.cause}"
-        rows = rows_in_hand(lakehouse, self._spec, attempt.leg, step=step, folder=attempt.folder, reason=reason)
-        self._wish = replace(self._wish, unreadable=(*self._wish.unreadable, *rows))
-        told = {"row_groups": len(rows), "rows": sum(len(each.positions) for each in rows), "reason": reason}
-        self._on_event({"run": self._spec.run, "event": "quarantine", "step": step, **told})
-
-    def _raise_if_final(self, failure: Failure) -> None:
-        """Raise what a rank died of if another attempt would meet it again, or if none is wanted."""
-        kind = getattr(errors, failure.kind, None)
-        if isinstance(kind, type) and issubclass(kind, _TERMINAL):
-            raise kind(failure.message)
-        if self._stop.is_set():
-            what = (
-                "the ranks were asked to leave and did not"
-                if failure.kind == STUCK
-                else "an attempt that was to end failed"
-            )
-            raise TrainingFailed(
-                f"{what}: {failure.cause}; what is committed is kept, start the run again to go on behind it"
-            )
-
-    def _give_up(self, lakehouse: Lakehouse, failure: Failure, attempt: int) -> None:
-        self._record_gave_up(lakehouse, failure, attempt)
-        raise NoProgress(
-            f"{self._fruitless} attempts in a row of run {self._spec.run!r} committed nothing; the last one: {failure.cause}; "
-            "read its logs, mend the cause, then train again"
-        )
-
-    def _record_gave_up(self, lakehouse: Lakehouse, failure: Failure, attempt: int) -> None:
-        try:
-            gave_up(lakehouse, self._spec.run, attempt, failure)
-        except DlacError as err:
-            self._on_event({"run": self._spec.run, "event": "warning", "message": f"giving up was not recorded: {err}"})
 
 
 def _raise_if_finished(state: RunState) -> None:
