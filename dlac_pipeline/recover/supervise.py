@@ -23,7 +23,6 @@ from catalog.errors import (
     RunBusy,
     RunFinished,
     SpecInvalid,
-    SteppedAside,
     StoreUnavailable,
     TrainingFailed,
 )
@@ -41,7 +40,7 @@ from dlac_pipeline.recover.attempt import (
     SupervisedAttempt,
     Supervision,
 )
-from dlac_pipeline.recover.coordinator import rendezvous_of
+from dlac_pipeline.recover.coordinator import check_current, rendezvous_of
 from dlac_pipeline.recover.incident import OPERATOR, Failure, ended_on_purpose
 from dlac_pipeline.recover.judge import Judge
 from dlac_pipeline.recover.led import LedAttempt, Verdict
@@ -96,7 +95,7 @@ class Supervisor:
         self._leaves = threading.Event()
         self._replaces = replaces
         self._failure: Failure | None = None
-        self._attempts = 0
+        self._attempts, self._step = 0, 0
         self._lock = ExitStack()
         self._holds_lock = False
 
@@ -129,7 +128,7 @@ class Supervisor:
         except (CatalogUnreachable, StoreUnavailable, RunBusy):
             if not self._stop.is_set() or self._attempts:
                 raise
-            return Outcome(ending="stopped", attempts=0, step=0)  # told so while it waited for what is away or held
+            return self._outcome("stopped")  # told so while it waited for what is away or held
 
     def _run(self) -> Outcome:
         spec = self._spec
@@ -156,13 +155,16 @@ class Supervisor:
                     ended = self._finished_before(lakehouse, err)
                     return Outcome(ending="finished", attempts=self._attempts, step=ended.step)
                 if crew is None:
-                    return Outcome(ending="stopped", attempts=self._attempts, step=0)
+                    return self._outcome("stopped")
                 with crew:
                     outcome = self._lead(supervision, crew, judge) if crew.leads else self._be_led(supervision, crew)
                     if outcome is not None:
                         return outcome
                     if crew.cut_off:
                         machines.cut_off()
+
+    def _outcome(self, ending: Ending) -> Outcome:
+        return Outcome(ending=ending, attempts=self._attempts, step=self._step)
 
     def _gathered(self, machines: Machines, lakehouse: Lakehouse, judge: Judge) -> Crew | None:
         """The machines of the next attempt; None: told to stop meanwhile.
@@ -187,6 +189,7 @@ class Supervisor:
             )
             self._attempts += 1
             verdict = self._decided(supervision.lakehouse, attempt, judge)
+            self._step = verdict.step
         except DlacError as err:
             crew.tell(VERDICT, Verdict(error=(type(err).__name__, str(err))).words())
             crew.part()
@@ -196,7 +199,7 @@ class Supervisor:
             crew.part()
         elif not self._stop.is_set():
             return None
-        return Outcome(ending=verdict.ending or "stopped", attempts=self._attempts, step=verdict.step)
+        return self._outcome(verdict.ending or "stopped")
 
     def _be_led(self, supervision: Supervision, crew: Crew) -> Outcome | None:
         """An attempt that another machine leads, and decides; None: another one follows."""
@@ -205,7 +208,7 @@ class Supervisor:
         self._attempts += 1
         verdict = LedAttempt(supervision, crew, attempt=self._replaces or 0).run()
         self._replaces = verdict.attempt or self._replaces
-        self._failure = verdict.again
+        self._failure, self._step = verdict.again, verdict.step
         if verdict.again is None:
             crew.part()
         if verdict.error is not None:
@@ -213,7 +216,7 @@ class Supervisor:
             raise getattr(errors, kind)(message)
         if verdict.again is not None and not self._stop.is_set():
             return None
-        return Outcome(ending=verdict.ending or "stopped", attempts=self._attempts, step=verdict.step)
+        return self._outcome(verdict.ending or "stopped")
 
     def _decided(self, lakehouse: Lakehouse, attempt: SupervisedAttempt, judge: Judge) -> Verdict:
         """Run an attempt, and decide whether another one follows.
@@ -229,7 +232,7 @@ class Supervisor:
         except CatalogUnreachable:
             if attempt.number or not self._stop.is_set():
                 raise
-            return Verdict(ending="stopped")  # told so while it waited for the catalog; nothing was claimed
+            return Verdict(ending="stopped", step=self._step)  # told so while it waited; nothing was claimed
         if isinstance(ending, str):
             if ending == "stopped" and self._leaves.is_set() and attempt.others:
                 left = ended_on_purpose(f"leaving: node {socket.gethostname()}", step=attempt.step)
@@ -264,7 +267,7 @@ class Supervisor:
             spec.run,
             wait_s=self._wait_s,
             takeover=self._takeover,
-            may_replace=lambda: self._patiently(_check_current, lakehouse, spec.run, replaces),
+            may_replace=lambda: self._patiently(check_current, lakehouse, spec.run, replaces),
             stop=self._stop,
         )
         self._lock.enter_context(lock)
@@ -285,7 +288,7 @@ class Supervisor:
         if target is not None and meets:
             claims = self._patiently(ledger.rows, self._spec.run, kinds=("claim",))
             target = state.fence.attempt if meets == rendezvous_of(claims, state.fence.attempt) else target
-        self._patiently(_check_current, lakehouse, self._spec.run, target)
+        self._patiently(check_current, lakehouse, self._spec.run, target)
         return target
 
     def _check_unfinished(self, lakehouse: Lakehouse) -> None:
@@ -308,18 +311,4 @@ def _raise_if_finished(state: RunState) -> None:
     if state.finished:
         raise RunFinished(
             f"run {state.run!r} is finished at checkpoint {state.fence.head!r} and takes no more attempts"
-        )
-
-
-def _check_current(lakehouse: Lakehouse, run: str, attempt: int | None) -> None:
-    """Check that `attempt`, if one is to be replaced, is still the current one.
-
-    Raises:
-        SteppedAside: it is not: somebody else took the run over.
-    """
-    current = Ledger(lakehouse).state(run).fence.attempt
-    if attempt is not None and current != attempt:
-        raise SteppedAside(
-            f"expected attempt {attempt} of run {run!r} to be the current one, found attempt {current}: another launch "
-            "owns the run; nothing to do"
         )
