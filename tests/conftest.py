@@ -83,7 +83,8 @@ class Arena:
                 sections[homes[0]][name] = value
             else:
                 params[name] = str(value)
-        return parse_spec({"run": run, **sections, "params": params}, origin="the test").resolved(self.home)
+        raw = {"run": run, "lakehouse": self.config.model_dump(), **sections, "params": params}
+        return parse_spec(raw, origin="the test").resolved(self.home)
 
     def program(self, name: str) -> Path:
         """One of the training scripts of the tests."""
