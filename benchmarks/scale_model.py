@@ -178,7 +178,7 @@ def _measured_figures(parts: Measured) -> dict[str, Figure]:
 
 
 def _grown(name: str, measured: dict[int, Together]) -> dict[str, Figure]:
-    found = {}
+    found: dict[str, Figure] = {}
     for count, each in measured.items():
         found |= {
             f"measured_{name}_{count}_wall": Figure(value=1e3 * each.wall_s, unit="ms on two cores"),

@@ -87,7 +87,7 @@ def _gather(number: int, count: int, port: int, barrier: Barrier) -> list[Part]:
         },
         origin="the benchmark",
     )
-    parts = []
+    parts: list[Part] = []
     with closing(Machines(spec)) as machines:
         for attempt in (0, 1):
             with _timed(barrier, parts):
