@@ -119,7 +119,7 @@ def rendezvous(
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
-    serve(address, stop)
+    serve(address, stop, lambda: OUT.print(f"serving the rendezvous at {address}", markup=False))
 
 
 def _with_launch(job: JobSpec, asked: dict[str, object]) -> JobSpec:

@@ -153,7 +153,7 @@ class Rendezvous:
         return TCPStore(self._host, self._port, is_master=self._serves, wait_for_workers=False, timeout=patience)
 
 
-def serve(address: str, stop: threading.Event) -> None:
+def serve(address: str, stop: threading.Event, on_ready: Callable[[], None]) -> None:
     """Serve a rendezvous at host:port until told to stop, on a machine that outlives those that meet there.
 
     Raises:
@@ -166,6 +166,7 @@ def serve(address: str, stop: threading.Event) -> None:
             "somebody listens there already"
         )
     store = TCPStore(host, int(port), is_master=True, wait_for_workers=False)
+    on_ready()
     stop.wait()
     del store
 

@@ -97,7 +97,7 @@ class Supervisor:
         self._failure: Failure | None = None
         self._attempts, self._step = 0, 0
         self._lock = ExitStack()
-        self._holds_lock = False
+        self._holds_lock, self._was_led = False, False
 
     def stop(self) -> None:
         """Ask for an orderly end: checkpoint, then leave, within the grace period. Safe from signal handlers."""
@@ -204,7 +204,7 @@ class Supervisor:
     def _be_led(self, supervision: Supervision, crew: Crew) -> Outcome | None:
         """An attempt that another machine leads, and decides; None: another one follows."""
         self._lock.close()
-        self._holds_lock = False
+        self._holds_lock, self._was_led = False, True
         self._attempts += 1
         verdict = LedAttempt(supervision, crew, attempt=self._replaces or 0).run()
         self._replaces = verdict.attempt or self._replaces
@@ -258,7 +258,10 @@ class Supervisor:
         return Verdict(ending="finished", attempt=end["attempt"], step=end["step"])
 
     def _hold_lock(self, lakehouse: Lakehouse) -> None:
-        """Refuse, or replace, another launch of the run on this machine; held until another machine leads."""
+        """Refuse, or replace, another launch of the run on this machine; held until another machine leads.
+
+        Where machines share the local folder, one that led and is cut off may hold it still: who was led by it does not wait.
+        """
         if self._holds_lock:
             return
         spec, replaces = self._spec, self._checked_target(lakehouse)
@@ -266,7 +269,7 @@ class Supervisor:
             spec.checkpoint.local,
             spec.run,
             wait_s=self._wait_s,
-            takeover=self._takeover,
+            takeover=self._takeover or self._was_led,
             may_replace=lambda: self._patiently(check_current, lakehouse, spec.run, replaces),
             stop=self._stop,
         )

@@ -79,8 +79,10 @@ class Network:
 def serving(address: str) -> Iterator[None]:
     """`dlac rendezvous`, beside the catalog."""
     command = ["ip", "netns", "exec", SWITCH_HOST, sys.executable, "-m", "dlac_pipeline.cli", "rendezvous", address]
-    with subprocess.Popen(command) as server:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         try:
+            assert server.stdout is not None
+            assert "serving" in server.stdout.readline()
             yield
         finally:
             server.send_signal(signal.SIGTERM)
