@@ -41,8 +41,9 @@ from dlac_pipeline.checkpoint.store import name_of, tiers_of
 from dlac_pipeline.checkpoint.tree import RankTree
 from dlac_pipeline.plan.leg import Leg
 from dlac_pipeline.plan.source_order import Cursor
-from dlac_pipeline.progress import EventWriter, Phase
-from dlac_pipeline.rank import LAUNCH_VARIABLE, leave_reason
+from dlac_pipeline.ranks.progress import EventWriter, Phase
+from dlac_pipeline.ranks.rank import LAUNCH_VARIABLE, leave_reason
+from dlac_pipeline.ranks.signs import Signs
 from dlac_pipeline.read.batch import Batch
 from dlac_pipeline.read.exchange import Waits, summing_over
 from dlac_pipeline.read.open import open_leg
@@ -50,7 +51,6 @@ from dlac_pipeline.recover.coordinator import ResumePoint, new_nonce, take_over
 from dlac_pipeline.recover.leg_choice import Wish
 from dlac_pipeline.recover.machine import folder_here
 from dlac_pipeline.recover.run_lock import run_lock
-from dlac_pipeline.signs import Signs
 from dlac_pipeline.spec import JobSpec
 from dlac_pipeline.told import await_resume_point, check_restored, job_spec
 from dlac_pipeline.track.tracker import ReaderStateTracker

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import psutil
 
-from dlac_pipeline.progress import Progress, read_progress
-from dlac_pipeline.rank import pid_of
+from dlac_pipeline.ranks.progress import Progress, read_progress
+from dlac_pipeline.ranks.rank import pid_of
 
 
 class LiveRun:

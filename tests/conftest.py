@@ -235,7 +235,9 @@ class Launch:
             titles = {one: " ".join(one.cmdline()) for one in children}
             servers = [one for one, title in titles.items() if re.search("fork.server", title)]  # named so once it runs
             forked = [one for server in servers for one in server.children()]
-            spawned = [one for one, title in titles.items() if re.search(r"dlac_pipeline\.rank|^dlac \S+ rank ", title)]
+            spawned = [
+                one for one, title in titles.items() if re.search(r"dlac_pipeline\.ranks\.rank|^dlac \S+ rank ", title)
+            ]
             return sorted([*forked, *spawned], key=lambda one: one.pid)
         return []
 

@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 
 from dlac_pipeline.checkpoint.tree import RankTree
-from dlac_pipeline.launch import GROUP_SETTINGS
 from dlac_pipeline.nodes.crew import free_port
 from dlac_pipeline.nodes.machines import Machines
+from dlac_pipeline.ranks.group import GROUP_SETTINGS
 from dlac_pipeline.spec import parse_spec
 
 _FORK = multiprocessing.get_context("fork")  # torch is imported once

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from dlac_pipeline.launch import GLOO_INTERFACE
 from dlac_pipeline.launch_spec import LaunchSpec
 from dlac_pipeline.nodes.crew import Crew, agreed, free_port
 from dlac_pipeline.nodes.shares import Offer, Share, usable_ranks
+from dlac_pipeline.ranks.group import GLOO_INTERFACE
 from dlac_pipeline.spec import JobSpec
 
 if TYPE_CHECKING:

@@ -22,11 +22,11 @@ from catalog.errors import CatalogUnreachable, DlacError
 from catalog.ledger import Ledger
 from catalog.plans import get_plan
 from dlac_pipeline.checkpoint.store import storing
-from dlac_pipeline.launch import Exit, RankGroup, Starter
 from dlac_pipeline.nodes.crew import RESUME, Crew
 from dlac_pipeline.nodes.fleet import Fleet
 from dlac_pipeline.plan.leg import Leg
-from dlac_pipeline.progress import Phase
+from dlac_pipeline.ranks.group import Exit, RankGroup, Starter
+from dlac_pipeline.ranks.progress import Phase
 from dlac_pipeline.recover.causes import first_cause, silent_rank, stuck_rank
 from dlac_pipeline.recover.coordinator import ResumePoint, new_nonce, take_over
 from dlac_pipeline.recover.incident import (

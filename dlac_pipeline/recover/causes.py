@@ -7,10 +7,10 @@ from typing import Protocol
 
 from catalog import errors
 from catalog.errors import DlacError
-from dlac_pipeline.launch import HANG, Exit
 from dlac_pipeline.launch_spec import LaunchSpec
 from dlac_pipeline.nodes.fleet import LOST
-from dlac_pipeline.progress import Phase, Progress
+from dlac_pipeline.ranks.group import HANG, Exit
+from dlac_pipeline.ranks.progress import Phase, Progress
 
 STUCK = "Stuck"
 """Kind of the failure of a rank that was asked to leave and is still there."""

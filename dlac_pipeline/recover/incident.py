@@ -16,7 +16,7 @@ from typing import Any, Literal
 from catalog.connect import Lakehouse
 from catalog.ledger import HEAD_KINDS, Ledger, Row, checkpoint_rows
 from catalog.recoveries import Recovery, write_recovery
-from dlac_pipeline.progress import Phase, Progress, read_progress
+from dlac_pipeline.ranks.progress import Phase, Progress, read_progress
 from dlac_pipeline.recover.coordinator import ResumePoint, idle, launch_folder_of
 from dlac_pipeline.spec import JobSpec
 

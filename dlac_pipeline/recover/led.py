@@ -14,9 +14,9 @@ from typing import Any
 
 from catalog.durable_io import write_durably
 from dlac_pipeline.checkpoint.store import storing
-from dlac_pipeline.launch import RankGroup
 from dlac_pipeline.nodes.crew import LEADER, RESUME, VERDICT, Crew
 from dlac_pipeline.nodes.fleet import LEAVE, STOP, words_of
+from dlac_pipeline.ranks.group import RankGroup
 from dlac_pipeline.recover.attempt import POLL_S, Ending, Supervision, spec_for, started
 from dlac_pipeline.recover.coordinator import ResumePoint, new_nonce
 from dlac_pipeline.recover.incident import Failure

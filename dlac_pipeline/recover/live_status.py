@@ -18,7 +18,7 @@ from catalog.errors import CatalogUnreachable, CommitConflict
 from catalog.ledger import HEAD_KINDS, Fence, Ledger, Row, checkpoint_rows
 from catalog.plans import find_plan
 from dlac_pipeline.plan.leg import Leg
-from dlac_pipeline.progress import Progress, read_progress
+from dlac_pipeline.ranks.progress import Progress, read_progress
 from dlac_pipeline.recover.coordinator import attempts_without_progress, launch_folder_of
 from dlac_pipeline.recover.leg_choice import leg_of
 

@@ -12,14 +12,14 @@ from pathlib import Path
 from catalog import errors
 from catalog.connect import Lakehouse
 from catalog.errors import DlacError
-from dlac_pipeline.launch import HANG
 from dlac_pipeline.plan.follow import Unreadable
 from dlac_pipeline.plan.leg import Leg
 from dlac_pipeline.plan.order import LegOrder
 from dlac_pipeline.plan.planner import load_plan
 from dlac_pipeline.plan.source_order import SourceOrder
 from dlac_pipeline.plan.units import UnitTable
-from dlac_pipeline.progress import read_in_hand
+from dlac_pipeline.ranks.group import HANG
+from dlac_pipeline.ranks.progress import read_in_hand
 from dlac_pipeline.recover.incident import Failure
 from dlac_pipeline.spec import JobSpec
 

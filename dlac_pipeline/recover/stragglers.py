@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any
 
 from dlac_pipeline.launch_spec import LaunchSpec
-from dlac_pipeline.progress import Progress
+from dlac_pipeline.ranks.progress import Progress
 
 _PER_STEP = {"reading": "reading_us", "computing": "computing_us"}
 _EACH_TIME = {"checkpoint": "checkpoint_us", "loading": "loading_us"}

@@ -29,10 +29,11 @@ from catalog.errors import (
 from catalog.ledger import Ledger, RunState
 from catalog.plans import get_plan
 from dlac_pipeline.checkpoint.store import tiers_of
-from dlac_pipeline.launch import HANG
 from dlac_pipeline.nodes.crew import VERDICT, Crew
 from dlac_pipeline.nodes.fleet import LOST
 from dlac_pipeline.nodes.machines import Machines
+from dlac_pipeline.ranks.group import HANG
+from dlac_pipeline.ranks.starter import RankStarter
 from dlac_pipeline.recover.attempt import (
     Ending,
     Event,
@@ -48,7 +49,6 @@ from dlac_pipeline.recover.leg_choice import RESUME, Wish
 from dlac_pipeline.recover.patience import PATIENCE_S, waiting_for
 from dlac_pipeline.recover.run_lock import run_lock
 from dlac_pipeline.spec import JobSpec
-from dlac_pipeline.starter import RankStarter
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dlac_pipeline.ahead import accelerated, modules_ahead
+from dlac_pipeline.ranks.ahead import accelerated, modules_ahead
 
 DLAC = ["dlac_pipeline.worker", "dlac_pipeline.dataset"]
 
@@ -92,7 +92,7 @@ def test_a_library_that_is_hidden_by_a_module_of_the_scripts_own_is_not_kept(tmp
     (tmp_path / "catalog.py").write_text("")
     (tmp_path / "script.py").write_text("import dlac_pipeline.audit\n")
     program = (
-        "import sys; from pathlib import Path; from dlac_pipeline import ahead, rank\n"
+        "import sys; from pathlib import Path; from dlac_pipeline.ranks import ahead, rank\n"
         "ahead._LIGHT['dlac_pipeline'] = ('catalog.retrying',)\n"
         f"ahead.import_ahead(Path({str(tmp_path / 'script.py')!r}))\n"
         "assert 'catalog.retrying' in sys.modules, 'what was loaded before stays'\n"

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dlac_pipeline.launch import HANG
+from dlac_pipeline.ranks.group import HANG
 from dlac_pipeline.recover.incident import Failure
 from dlac_pipeline.recover.same_rows import Deaths
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dlac_pipeline.launch_spec import LaunchSpec
-from dlac_pipeline.progress import Phase, Progress
+from dlac_pipeline.ranks.progress import Phase, Progress
 from dlac_pipeline.recover.causes import silent_rank
 from dlac_pipeline.recover.run_lock import run_lock
 from dlac_pipeline.recover.signs import signs_of

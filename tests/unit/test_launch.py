@@ -17,11 +17,11 @@ import psutil
 import pytest
 
 from catalog.errors import TrainingFailed
-from dlac_pipeline.launch import HANG, Exit, RankGroup, RankProcess, spawn_rank
 from dlac_pipeline.nodes.shares import Share
-from dlac_pipeline.rank import pid_of
+from dlac_pipeline.ranks.group import HANG, Exit, RankGroup, RankProcess, spawn_rank
+from dlac_pipeline.ranks.rank import pid_of
+from dlac_pipeline.ranks.starter import RankStarter
 from dlac_pipeline.spec import JobSpec, parse_spec
-from dlac_pipeline.starter import RankStarter
 from tests.conftest import wait_until
 
 SLEEPS = "import time\ntime.sleep(60)\n"
@@ -284,9 +284,9 @@ def test_a_server_that_is_stopped_keeps_nobody_from_ending_its_ranks(tmp_path: P
 SUPERVISOR = """
 import sys, time
 from pathlib import Path
-from dlac_pipeline.launch import RankGroup
+from dlac_pipeline.ranks.group import RankGroup
 from dlac_pipeline.nodes.shares import Share
-from dlac_pipeline.starter import RankStarter
+from dlac_pipeline.ranks.starter import RankStarter
 from dlac_pipeline.spec import parse_spec
 import json
 spec = parse_spec(json.loads(sys.argv[1]), origin="the test")

@@ -41,8 +41,8 @@ def test_who_starts_a_run_by_hand_is_told_at_once_that_the_catalog_is_away(tmp_p
 def test_a_recovery_that_knows_no_attempt_waits_for_the_catalog_until_it_is_told_to_stop(tmp_path: Path) -> None:
     """The sensor could not read the ledger either, and requested it blindly; cancelled, it has stopped and not failed."""
     supervisor = Supervisor(spec_without_catalog(tmp_path), noticed_by="recovery_sensor")
-    threading.Timer(0.6, supervisor.stop).start()
     began = time.monotonic()
+    threading.Timer(0.6, supervisor.stop).start()
     assert supervisor.run() == Outcome(ending="stopped", attempts=0, step=0)
     assert time.monotonic() - began >= 0.6
 

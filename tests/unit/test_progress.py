@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from dlac_pipeline.progress import (
+from dlac_pipeline.ranks.progress import (
     Phase,
     ProgressWriter,
     Spent,

@@ -3,7 +3,7 @@ from __future__ import annotations
 import time
 
 from dlac_pipeline.launch_spec import LaunchSpec
-from dlac_pipeline.progress import Phase, Progress, Spent
+from dlac_pipeline.ranks.progress import Phase, Progress, Spent
 from dlac_pipeline.recover.stragglers import Straggler, Stragglers
 
 STEPS = 5

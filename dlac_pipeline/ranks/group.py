@@ -16,10 +16,16 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from catalog.errors import TrainingFailed
-from dlac_pipeline import undertaker
 from dlac_pipeline.nodes.shares import Share
-from dlac_pipeline.progress import Phase, Progress, read_progress
-from dlac_pipeline.rank import LAUNCH_VARIABLE, RUN_VARIABLE, SUPERVISOR_VARIABLE, held_signals, reason_not_started
+from dlac_pipeline.ranks import undertaker
+from dlac_pipeline.ranks.progress import Phase, Progress, read_progress
+from dlac_pipeline.ranks.rank import (
+    LAUNCH_VARIABLE,
+    RUN_VARIABLE,
+    SUPERVISOR_VARIABLE,
+    held_signals,
+    reason_not_started,
+)
 from dlac_pipeline.read.memory import ALLOCATOR_SETTINGS
 from dlac_pipeline.spec import JobSpec
 
@@ -151,7 +157,7 @@ def environment_of(spec: JobSpec) -> dict[str, str]:
 
 def spawn_rank(spec: JobSpec, place: dict[str, str], log: Path) -> RankProcess:
     """A new Python."""
-    command = [sys.executable, "-m", "dlac_pipeline.rank", spec.launch.script, *spec.launch.args]
+    command = [sys.executable, "-m", "dlac_pipeline.ranks.rank", spec.launch.script, *spec.launch.args]
     environment = environment_of(spec) | place
     with log.open("ab") as stream:
         return Spawned(

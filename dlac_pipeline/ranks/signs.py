@@ -12,7 +12,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from dlac_pipeline.progress import Phase, ProgressWriter, Spent, in_hand_file
+from dlac_pipeline.ranks.progress import Phase, ProgressWriter, Spent, in_hand_file
 from dlac_pipeline.read.batch import Batch
 from dlac_pipeline.read.exchange import Waits
 

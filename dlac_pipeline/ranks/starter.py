@@ -1,7 +1,7 @@
 """Starts the ranks of a job, attempt after attempt: through a fork server, or each as a new Python.
 
 In: what differs in a rank's environment, and the file of its output. Out: the rank's process. The server is
-`dlac_pipeline/fork_server.py`; this is its supervisor's side.
+`dlac_pipeline/ranks/fork_server.py`; this is its supervisor's side.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import IO, Any
 import psutil
 
 from catalog.errors import TrainingFailed
-from dlac_pipeline.launch import HANG, RankProcess, environment_of, signal_group, signal_name, spawn_rank
-from dlac_pipeline.rank import held_signals
+from dlac_pipeline.ranks.group import HANG, RankProcess, environment_of, signal_group, signal_name, spawn_rank
+from dlac_pipeline.ranks.rank import held_signals
 from dlac_pipeline.spec import JobSpec
 
 _POLL_S = 0.01
@@ -56,7 +56,7 @@ class _Server:
     def __init__(self, spec: JobSpec, log: Path) -> None:
         """Start to import; `log` takes what libraries print meanwhile."""
         environment = {"OPENBLAS_NUM_THREADS": "1", **environment_of(spec)}  # its threads would begin at import
-        command = [sys.executable, "-m", "dlac_pipeline.fork_server", spec.launch.script, *spec.launch.args]
+        command = [sys.executable, "-m", "dlac_pipeline.ranks.fork_server", spec.launch.script, *spec.launch.args]
         self.patience_s = max(spec.launch.hang_timeout_s, spec.launch.start_timeout_s)
         """Seconds that it gets to import everything, and to start a rank then."""
         self.overdue = False

@@ -1,4 +1,4 @@
-"""The process of one rank: `python -m dlac_pipeline.rank SCRIPT ARGS...`, started by the launcher.
+"""The process of one rank: `python -m dlac_pipeline.ranks.rank SCRIPT ARGS...`, started by the launcher.
 
 It dies with its supervisor, runs the training script as `__main__`, and leaves the reason behind when that fails.
 """

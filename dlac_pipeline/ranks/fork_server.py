@@ -1,8 +1,8 @@
 """Ranks that start at once: forked from a process that has imported their libraries, as multiprocessing's fork server does.
 
 Importing PyTorch and the rest takes seconds of every launch, and with them most of a recovery. Here it is done once, beside the
-first claim: `python -m dlac_pipeline.fork_server SCRIPT ARGS...`, one per supervisor, with whose death it dies. Lines of JSON on
-its standard input are ranks to be started; on its standard output it says which process each became, and how it ended.
+first claim: `python -m dlac_pipeline.ranks.fork_server SCRIPT ARGS...`, one per supervisor, with whose death it dies. Lines of
+JSON on its standard input are ranks to be started; on its standard output it says which process each became, and how it ended.
 
 A fork copies the calling thread only. So the server runs no other: it imports, and never computes. If a library has begun threads
 of its own at import (Arrow's allocator knows how to be forked), it says so and forks nothing: the ranks are spawned then.
@@ -26,9 +26,9 @@ from typing import Any
 
 from setproctitle import setproctitle
 
-from dlac_pipeline import rank
-from dlac_pipeline.ahead import import_ahead
-from dlac_pipeline.rank import RUN_VARIABLE, SUPERVISOR_VARIABLE, die_with_parent, reason_not_started
+from dlac_pipeline.ranks import rank
+from dlac_pipeline.ranks.ahead import import_ahead
+from dlac_pipeline.ranks.rank import RUN_VARIABLE, SUPERVISOR_VARIABLE, die_with_parent, reason_not_started
 
 _FORKABLE_THREADS = frozenset({"jemalloc_bg_thd"})
 
@@ -122,7 +122,7 @@ def _become_rank(request: dict[str, Any], script: str, arguments: list[str], ser
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed()
-    sys.argv = ["dlac_pipeline.rank", script, *arguments]
+    sys.argv = ["dlac_pipeline.ranks.rank", script, *arguments]
     rank.main()
     return 0
 
@@ -135,7 +135,7 @@ def _lead_a_group(pid: int) -> None:
 def _spawn(request: dict[str, Any], script: str, arguments: list[str]) -> int:
     """A new Python, reaped as forked ranks are; nothing else may ask how it ended."""
     environment = {**os.environ, **request["place"], SUPERVISOR_VARIABLE: str(os.getpid())}
-    command = [sys.executable, "-m", "dlac_pipeline.rank", script, *arguments]
+    command = [sys.executable, "-m", "dlac_pipeline.ranks.rank", script, *arguments]
     opened = (os.POSIX_SPAWN_OPEN, 1, request["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
     output = [opened, (os.POSIX_SPAWN_DUP2, 1, 2)]
     return os.posix_spawn(sys.executable, command, environment, file_actions=output, setpgroup=0)
