@@ -31,9 +31,7 @@ _POLL_S = 0.25
 class LocalDagster:
     """Dagster with its storage in `home`/dagster and the lakehouse in `home`; use it inside `running()`."""
 
-    def __init__(
-        self, home: Path, *, settings: Mapping[str, Any] | None = None, workspace: Path = WORKSPACE
-    ) -> None:
+    def __init__(self, home: Path, *, settings: Mapping[str, Any] | None = None, workspace: Path = WORKSPACE) -> None:
         """`settings` are further sections of dagster.yaml, such as `storage`."""
         self.home = home.resolve()
         self._workspace = str(workspace)

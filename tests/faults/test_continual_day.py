@@ -1,4 +1,4 @@
-"""A day of continual training in fast motion: a table that others change, scheduled runs that are killed, upkeep; then the reckoning."""
+"""A day of continual training in fast motion: a table that others change, scheduled runs that are killed, the reckoning."""
 
 from __future__ import annotations
 
@@ -114,6 +114,7 @@ def begin(arena: Arena) -> tuple[Path, Day]:
         passes=1,
         follow="appends",
         identity_columns=["row_id"],
+        on_overwrite="read",
         every_steps=4,
         keep_last=KEEP,
         pause_s=0.2,
@@ -212,4 +213,6 @@ def check_nothing_is_left(arena: Arena, dagster: LocalDagster, spec: JobSpec) ->
 
 def trainers() -> list[psutil.Process]:
     """Processes of the run."""
-    return [one for one in psutil.process_iter(["cmdline"]) if f"dlac {RUN} rank" in " ".join(one.info["cmdline"] or ())]
+    return [
+        one for one in psutil.process_iter(["cmdline"]) if f"dlac {RUN} rank" in " ".join(one.info["cmdline"] or ())
+    ]

@@ -1,4 +1,4 @@
-"""DLAC's definitions for a day of minutes: what the schedules decide every 15 minutes and every night, asked every few seconds."""
+"""DLAC's definitions for a day of minutes: its schedules, due every 15 minutes and every night, are asked every few seconds."""
 
 from __future__ import annotations
 
