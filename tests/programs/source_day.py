@@ -1,6 +1,6 @@
 """A day of a source table, as others than DLAC write it: `python -m tests.programs.source_day HOME JSON`.
 
-Each hour appends rows; some of them delete rows (copy-on-write, or by a delete file), merge all data files into one, expire
+An hour begins with a line on standard input. Each appends rows; some of them delete rows (copy-on-write, or by a delete file), merge all data files into one, expire
 snapshots and delete what only these had, add a column, rename the table. One JSON line per snapshot or change says what was
 done, once it is done: evidence that is not DLAC's.
 """
@@ -38,7 +38,6 @@ class Day:
 
     seed: int
     hours: int = 24
-    hour_s: float = 12.0
     table: str = "src.t"
     renamed: str = "src.renamed"
     log: str
@@ -180,8 +179,10 @@ def live_through(day: Day, home: Path) -> None:
     """All hours of a day."""
     dice = random.Random(day.seed)
     source = Source(home, day.table, Path(day.log))
-    began = time.time()
+    began: list[float] = []
     for hour in range(day.hours):
+        sys.stdin.readline()
+        began.append(time.time())
         source.append(dice.randint(day.rows // 2, day.rows))
         if hour in day.deletes:
             old, new = source.live[: -day.rows], source.live[-day.rows :]
@@ -193,9 +194,8 @@ def live_through(day: Day, home: Path) -> None:
         if hour == day.renames:
             source.rename(day.renamed, Path(day.job))
         if hour in day.expiries:
-            source.expire(int((time.time() - day.kept_hours * day.hour_s) * 1000))
+            source.expire(int(began[hour - day.kept_hours] * 1000))
         source.append(dice.randint(1, day.rows // 2))
-        time.sleep(max(0.0, began + (hour + 1) * day.hour_s - time.time()))
 
 
 def day_json(day: Day) -> str:
