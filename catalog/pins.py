@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import cached_property
 from typing import Any, Literal
 
 from pyiceberg.exceptions import AuthorizationExpiredError, ForbiddenError, UnauthorizedError
@@ -77,12 +78,12 @@ class _RunRows:
         """Whether the run takes no more attempts."""
         return finished_of_rows(self.rows)
 
-    @property
+    @cached_property
     def used(self) -> frozenset[str]:
         """The plans of all legs, and tables with the snapshots that were planned last."""
         return frozenset(_named(row["detail"] for row in self.rows if row["kind"] in ("leg", "claim")))
 
-    @property
+    @cached_property
     def needed(self) -> frozenset[str]:
         """Those of the legs of checkpoints that may be restored, of the last leg, and of the last claim.
 
@@ -162,9 +163,9 @@ def unpin(lakehouse: Lakehouse, identifier: str, snapshot_id: int, *, force: boo
 
 
 def let_go(lakehouse: Lakehouse, run: str, identifier: str) -> list[int]:
-    """Remove the pins of a table that a run has used and that no run needs any more; returns their snapshots.
+    """Remove the pins of a table that a run has used and that nobody needs any more; returns their snapshots.
 
-    A run that plans such a snapshot at this moment is heard of by its claim. If that comes in between, the pin is taken again;
+    Where there is a plan that no run has claimed, the pin stays: a dataset may be reading it. A run that plans such a snapshot at this moment is heard of by its claim. If that comes in between, the pin is taken again;
     if it comes later, the run finds its pin lost before it reads, and plans anew when it is launched again.
 
     Raises:
@@ -175,10 +176,12 @@ def let_go(lakehouse: Lakehouse, run: str, identifier: str) -> list[int]:
     table = lakehouse.load(identifier)
     pinned = [ref.snapshot_id for tag, ref in table.refs().items() if tag == tag_of(ref.snapshot_id)]
     plans, runs = _plans(lakehouse), _runs(lakehouse)
+    claimed = frozenset[str]().union(*(rows.used for rows in runs.values()))
     gone = []
     for snapshot_id in pinned:
         uses = _uses(table, snapshot_id, plans, runs)
-        if run in {use.run for use in uses} and not any(use.needed for use in uses):
+        read_by_others = any(plan["plan_id"] not in claimed for plan in _plans_of(table, snapshot_id, plans))
+        if run in {use.run for use in uses} and not (read_by_others or any(use.needed for use in uses)):
             gone += [snapshot_id] if unpin(lakehouse, identifier, snapshot_id, force=True) else []
     plans, runs = (_plans(lakehouse), _runs(lakehouse)) if gone else ([], {})
     wanted = [each for each in gone if any(use.needed for use in _uses(table, each, plans, runs))]

@@ -187,14 +187,15 @@ def test_a_renamed_table_is_the_same(lakehouse: Lakehouse) -> None:
 
 
 def test_a_run_lets_go_of_what_no_run_needs(lakehouse: Lakehouse) -> None:
-    """Of the pins that it has used: not those that it, or another run, may go back to, nor what it has never planned."""
-    snapshots = [append(lakehouse) for _ in range(5)]
-    for number, snapshot in enumerate(snapshots[:4]):
+    """Of the pins that it has used: not those that it, another run or a dataset may read, nor what it has never planned."""
+    snapshots = [append(lakehouse) for _ in range(6)]
+    for number, snapshot in enumerate(snapshots[:5]):
         plan(lakehouse, snapshot, f"p{number}")
-    pin(lakehouse, "src.t", snapshots[4])
+    plan(lakehouse, snapshots[2], "of a dataset")
+    pin(lakehouse, "src.t", snapshots[5])
     ledger(lakehouse, "other", {"kind": "claim", "detail": {"plan_ids": [], "leg_plan_ids": ["p1"]}})
-    ledger(lakehouse, "r", *leg(source("p0", "p1")), *leg(source("p2"), index=1, checkpoint_id="c1"))
-    ledger(lakehouse, "gone", *leg(source("p3")), {"kind": "finish"})
+    ledger(lakehouse, "r", *leg(source("p0", "p1", "p2")), *leg(source("p3"), index=1, checkpoint_id="c1"))
+    ledger(lakehouse, "gone", *leg(source("p4")), {"kind": "finish"})
     assert let_go(lakehouse, "r", "src.t") == []
     ledger(lakehouse, "r", {"kind": "retire", "checkpoint_id": "c0"})
     assert let_go(lakehouse, "r", "src.t") == [snapshots[0]]
