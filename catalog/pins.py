@@ -165,8 +165,9 @@ def unpin(lakehouse: Lakehouse, identifier: str, snapshot_id: int, *, force: boo
 def let_go(lakehouse: Lakehouse, run: str, identifier: str) -> list[int]:
     """Remove the pins of a table that a run has used and that nobody needs any more; returns their snapshots.
 
-    Where there is a plan that no run has claimed, the pin stays: a dataset may be reading it. A run that plans such a snapshot at this moment is heard of by its claim. If that comes in between, the pin is taken again;
-    if it comes later, the run finds its pin lost before it reads, and plans anew when it is launched again.
+    Where there is a plan that no run has claimed, the pin stays: a dataset may be reading it. A run that plans such a snapshot at
+    this moment is heard of by its claim. If that comes in between, the pin is taken again; if it comes later, the run finds
+    its pin lost before it reads, and plans anew when it is launched again.
 
     Raises:
         NoSuchTable: the table does not exist.

@@ -1,8 +1,8 @@
 """A day of a source table, as others than DLAC write it: `python -m tests.programs.source_day HOME JSON`.
 
-An hour begins with a line on standard input. Each appends rows; some of them delete rows (copy-on-write, or by a delete file), merge all data files into one, expire
-snapshots and delete what only these had, add a column, rename the table. One JSON line per snapshot or change says what was
-done, once it is done: evidence that is not DLAC's.
+An hour begins with a line on standard input. Each appends rows; some of them delete rows (copy-on-write, or by a delete
+file), merge all data files into one, expire snapshots and delete what only these had, add a column, rename the table. One JSON
+line per snapshot or change says what was done, once it is done: evidence that is not DLAC's.
 """
 
 from __future__ import annotations
