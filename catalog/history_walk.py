@@ -243,10 +243,12 @@ class Walk:
         self._add(step, _Held(fresh=True))
 
     def _overwrite(self, step: Step, found: str) -> AppendHistoryLost:
+        ways = ["or keep snapshots until every run has seen them"] if step.parent is None else []
+        ways += ["or declare identity_columns"] if self._keys is None else []
         return AppendHistoryLost(
             f"expected appends and deletes in {name_of(self._rows.table)!r} since {self._since}, found an overwrite, snapshot "
-            f"{step.snapshot_id} ({len(step.removed)} data files removed, {len(step.added)} added), {found}: set on_overwrite "
-            "to 'read' or 'ignore', or declare identity_columns"
+            f"{step.snapshot_id} ({len(step.removed)} data files removed, {len(step.added)} added), {found}: "
+            + ", ".join(["set on_overwrite to 'read' or 'ignore'", *ways])
         )
 
     def _only_removes(self, step: Step, removed: Mapping[str, _Held]) -> bool:

@@ -1,7 +1,7 @@
 """The pins of source tables: what they are, which runs need them, what they hold back; taking one, letting one go.
 
 A pin is a tag `dlac-pin-<snapshot id>`. Which runs need it is read from the ledger: the legs that may be read name plans,
-and a plan names its snapshot.
+and a plan names its snapshot. Tables count by their uuid: one that was renamed is the same.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import cached_property
 from typing import Any, Literal
 
 from pyiceberg.exceptions import AuthorizationExpiredError, ForbiddenError, UnauthorizedError
@@ -26,7 +27,7 @@ from catalog.snapshots import pin, snapshot_of, tag_of
 _PREFIX = tag_of(0).removesuffix("0")
 _TRIES = 5
 _KINDS = ("leg", "claim", "checkpoint", "quarantine", "retire", "rewind", "finish")
-_PLAN_KEYS = frozenset({"plan_id", "live_plan_id", "base_plan_id", "plan_ids", "upcoming"})
+_PLAN_KEYS = frozenset({"plan_id", "live_plan_id", "base_plan_id", "plan_ids", "leg_plan_ids", "upcoming"})
 _REFUSED = (ForbiddenError, UnauthorizedError, AuthorizationExpiredError)
 _REFUSALS = ("readonly database", "read-only", "permission denied", "access denied", "access_denied", "not authorized")
 _UNTAGGED = (
@@ -77,12 +78,12 @@ class _RunRows:
         """Whether the run takes no more attempts."""
         return finished_of_rows(self.rows)
 
-    @property
+    @cached_property
     def used(self) -> frozenset[str]:
         """The plans of all legs, and tables with the snapshots that were planned last."""
         return frozenset(_named(row["detail"] for row in self.rows if row["kind"] in ("leg", "claim")))
 
-    @property
+    @cached_property
     def needed(self) -> frozenset[str]:
         """Those of the legs of checkpoints that may be restored, of the last leg, and of the last claim.
 
@@ -151,7 +152,7 @@ def unpin(lakehouse: Lakehouse, identifier: str, snapshot_id: int, *, force: boo
                 f"expected tag {tag!r} of {identifier!r} to name {snapshot_id}, found {ref.snapshot_id}: somebody moved it"
             )
         if not force:
-            _check_free(lakehouse, identifier, snapshot_id)
+            _check_free(lakehouse, table, identifier, snapshot_id)
         try:
             with reachable(lakehouse.config.uri):
                 table.manage_snapshots().remove_tag(tag).commit()
@@ -159,6 +160,35 @@ def unpin(lakehouse: Lakehouse, identifier: str, snapshot_id: int, *, force: boo
             continue
         return True
     raise PinLost(f"tag {tag!r} of {identifier!r} did not go away in {_TRIES} tries: other writers are busy; try again")
+
+
+def let_go(lakehouse: Lakehouse, run: str, identifier: str) -> list[int]:
+    """Remove the pins of a table that a run has used and that nobody needs any more; returns their snapshots.
+
+    Where there is a plan that no run has claimed, the pin stays: a dataset may be reading it. A run that plans such a snapshot at
+    this moment is heard of by its claim. If that comes in between, the pin is taken again; if it comes later, the run finds
+    its pin lost before it reads, and plans anew when it is launched again.
+
+    Raises:
+        NoSuchTable: the table does not exist.
+        PinLost: a tag does not go away.
+        NoSuchSnapshot: a snapshot was claimed, and expired, while its pin was away.
+    """
+    table = lakehouse.load(identifier)
+    pinned = [ref.snapshot_id for tag, ref in table.refs().items() if tag == tag_of(ref.snapshot_id)]
+    plans, runs = _plans(lakehouse), _runs(lakehouse)
+    claimed = frozenset[str]().union(*(rows.used for rows in runs.values()))
+    gone = []
+    for snapshot_id in pinned:
+        uses = _uses(table, snapshot_id, plans, runs)
+        read_by_others = any(plan["plan_id"] not in claimed for plan in _plans_of(table, snapshot_id, plans))
+        if run in {use.run for use in uses} and not (read_by_others or any(use.needed for use in uses)):
+            gone += [snapshot_id] if unpin(lakehouse, identifier, snapshot_id, force=True) else []
+    plans, runs = (_plans(lakehouse), _runs(lakehouse)) if gone else ([], {})
+    wanted = [each for each in gone if any(use.needed for use in _uses(table, each, plans, runs))]
+    for snapshot_id in wanted:
+        pin(lakehouse, identifier, snapshot_id)
+    return [each for each in gone if each not in wanted]
 
 
 def hold(lakehouse: Lakehouse, identifier: str, snapshot_id: int, how: Literal["tag", "none"]) -> str:
@@ -195,8 +225,8 @@ def _is_refusal(err: BaseException) -> bool:
     return isinstance(cause, (*_REFUSED, PermissionError)) or any(sign in text for sign in _REFUSALS)
 
 
-def _check_free(lakehouse: Lakehouse, identifier: str, snapshot_id: int) -> None:
-    uses = _uses(identifier, snapshot_id, _plans(lakehouse), _runs(lakehouse))
+def _check_free(lakehouse: Lakehouse, table: Table, identifier: str, snapshot_id: int) -> None:
+    uses = _uses(table, snapshot_id, _plans(lakehouse), _runs(lakehouse))
     needed = [use.run for use in uses if use.needed]
     if needed:
         raise SpecInvalid(
@@ -206,7 +236,7 @@ def _check_free(lakehouse: Lakehouse, identifier: str, snapshot_id: int) -> None
 
 
 def _plans(lakehouse: Lakehouse) -> list[Row]:
-    names = ("plan_id", "source_table", "snapshot_id", "created_at")
+    names = ("plan_id", "source_table", "table_uuid", "snapshot_id", "created_at")
     table = lakehouse.own("plans")
     with reachable(lakehouse.config.uri):
         rows: list[Row] = table.scan(selected_fields=names).to_arrow().to_pylist()
@@ -236,7 +266,7 @@ def _in_json(value: Any) -> Iterator[str]:
             yield from _in_json(one)
     elif isinstance(value, dict):
         if "snapshot_id" in value:
-            yield _key(str(value.get("table", value.get("source_table"))), value["snapshot_id"])
+            yield _key(str(value.get("table_uuid")), value["snapshot_id"])
         for name, inner in value.items():
             yield from _strings(inner) if name in _PLAN_KEYS else _in_json(inner)
 
@@ -250,15 +280,18 @@ def _strings(value: Any) -> Iterator[str]:
             yield from _strings(one)
 
 
-def _key(table: str, snapshot_id: object) -> str:
-    return f"{table}@{snapshot_id}"
+def _key(table_uuid: str, snapshot_id: object) -> str:
+    return f"{table_uuid}@{snapshot_id}"
 
 
-def _uses(identifier: str, snapshot_id: int, plans: Sequence[Row], runs: Mapping[str, _RunRows]) -> tuple[PinUse, ...]:
-    mine = {
-        plan["plan_id"] for plan in plans if (plan["source_table"], plan["snapshot_id"]) == (identifier, snapshot_id)
-    }
-    names = mine | {_key(identifier, snapshot_id)}
+def _plans_of(table: Table, snapshot_id: int, plans: Iterable[Row]) -> list[Row]:
+    wanted = (str(table.metadata.table_uuid), snapshot_id)
+    return [plan for plan in plans if (plan["table_uuid"], plan["snapshot_id"]) == wanted]
+
+
+def _uses(table: Table, snapshot_id: int, plans: Sequence[Row], runs: Mapping[str, _RunRows]) -> tuple[PinUse, ...]:
+    mine = {plan["plan_id"] for plan in _plans_of(table, snapshot_id, plans)}
+    names = mine | {_key(str(table.metadata.table_uuid), snapshot_id)}
     return tuple(
         PinUse(run=run, finished=rows.finished, needed=not names.isdisjoint(rows.needed))
         for run, rows in sorted(runs.items())
@@ -273,7 +306,7 @@ def _pins_of(table: Table, name: str, plans: Sequence[Row], runs: Mapping[str, _
         snapshot = table.snapshot_by_id(ref.snapshot_id)
         if not tag.startswith(_PREFIX) or snapshot is None:
             continue
-        mine = [plan for plan in plans if (plan["source_table"], plan["snapshot_id"]) == (name, ref.snapshot_id)]
+        mine = _plans_of(table, ref.snapshot_id, plans)
         files = held.get(tag, {})
         found.append(
             Pin(
@@ -283,7 +316,7 @@ def _pins_of(table: Table, name: str, plans: Sequence[Row], runs: Mapping[str, _
                 committed_at=datetime.fromtimestamp(snapshot.timestamp_ms / 1000, UTC),
                 pinned_at=min((plan["created_at"] for plan in mine), default=None),
                 plan_ids=tuple(sorted(plan["plan_id"] for plan in mine)),
-                uses=_uses(name, ref.snapshot_id, plans, runs),
+                uses=_uses(table, ref.snapshot_id, plans, runs),
                 held_files=len(files),
                 held_bytes=sum(files.values()),
             )

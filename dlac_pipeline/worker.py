@@ -15,6 +15,7 @@ Under `dlac train` the launch folder tells it who it is. Under torchrun or the `
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -29,6 +30,7 @@ from catalog.commits import Attempt, finish
 from catalog.connect import Lakehouse, connect
 from catalog.errors import DlacError, ResumeMismatch, TrainingFailed
 from catalog.ledger import Ledger
+from catalog.pins import let_go
 from dlac_pipeline.checkpoint.committing import Committer
 from dlac_pipeline.checkpoint.config import config_digest
 from dlac_pipeline.checkpoint.conversion import load_state
@@ -56,6 +58,7 @@ from dlac_pipeline.told import await_resume_point, check_restored, job_spec
 from dlac_pipeline.track.tracker import ReaderStateTracker
 from dlac_pipeline.when import When
 
+_log = logging.getLogger(__name__)
 _PATIENCE_S = 86_400.0
 """How long ranks wait for each other: one may convert or fetch a large checkpoint. Who hangs, the supervisor ends."""
 
@@ -255,6 +258,16 @@ class TrainingRun:
         ending = "finished" if finished else "stopped" if self.stopped else "caught_up"
         self._events.write({"event": ending, "step": self._tracker.step})
         self._signs.doing(Phase.DONE, self._tracker.step)
+        if ending == "caught_up" and self.rank == 0:
+            self._let_go_of_pins()
+
+    def _let_go_of_pins(self) -> None:
+        """Of the legs behind; whatever fails is for the next launch, all that was read is committed."""
+        for source in self.spec.sources:
+            try:
+                let_go(self._lakehouse, self.spec.run, source.table)
+            except (DlacError, OSError) as err:
+                _log.warning("expected to let go of pins that no run needs, found %s; the next launch tries again", err)
 
     def _rehearsed(self) -> None:
         """The end of a rehearsal: its losses are told, nothing is committed."""

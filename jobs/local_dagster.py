@@ -31,9 +31,10 @@ _POLL_S = 0.25
 class LocalDagster:
     """Dagster with its storage in `home`/dagster and the lakehouse in `home`; use it inside `running()`."""
 
-    def __init__(self, home: Path, *, settings: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, home: Path, *, settings: Mapping[str, Any] | None = None, workspace: Path = WORKSPACE) -> None:
         """`settings` are further sections of dagster.yaml, such as `storage`."""
         self.home = home.resolve()
+        self._workspace = str(workspace)
         self._folder = self.home / "dagster"
         self._folder.mkdir(parents=True, exist_ok=True)
         said = {**yaml.safe_load(SETTINGS.read_text()), **(settings or {})}
@@ -50,7 +51,7 @@ class LocalDagster:
         """A real dagster-daemon with its code server, ended with all it started."""
         with self.instance():
             pass  # creates the storage: two processes that create it at once break it
-        with self._started("daemon", "dagster-daemon", "run", "-w", str(WORKSPACE)) as daemon:
+        with self._started("daemon", "dagster-daemon", "run", "-w", self._workspace) as daemon:
             yield daemon
 
     @contextlib.contextmanager
@@ -64,7 +65,7 @@ class LocalDagster:
             free.bind(("127.0.0.1", 0))
             port = str(free.getsockname()[1])
         address = f"http://127.0.0.1:{port}"
-        with self._started("webserver", "dagster-webserver", "-h", "127.0.0.1", "-p", port, "-w", str(WORKSPACE)):
+        with self._started("webserver", "dagster-webserver", "-h", "127.0.0.1", "-p", port, "-w", self._workspace):
             deadline = time.monotonic() + timeout_s
             while not _answers(f"{address}/server_info"):
                 if time.monotonic() > deadline:
@@ -98,7 +99,7 @@ class LocalDagster:
         name = f"launch-{secrets.token_hex(4)}"
         config = self._folder / f"{name}.yaml"
         config.write_text(yaml.safe_dump(run_config))
-        command = [_tool("dagster"), "job", "launch", "-w", str(WORKSPACE), "-j", job, "-c", str(config)]
+        command = [_tool("dagster"), "job", "launch", "-w", self._workspace, "-j", job, "-c", str(config)]
         command += ["--tags", json.dumps({**(tags or {}), "dlac/launch": name})]
         done = subprocess.run(command, env=self.environment, capture_output=True, text=True, check=False)
         with self.instance() as instance:

@@ -15,6 +15,7 @@ from catalog.connect import Lakehouse
 from catalog.data_files import LiveFile
 from catalog.errors import EmptyPlan, ResumeMismatch
 from catalog.history import History, Portion, changes
+from catalog.pins import hold
 from catalog.row_groups import row_groups_of
 from catalog.snapshots import snapshot_of
 from dlac_pipeline.plan.cut import CutSettings
@@ -175,6 +176,7 @@ class _Turn:
         """The source with what the snapshot `until` brings."""
         start = after.start
         if self._mine.follow == "appends":
+            hold(self._lakehouse, self._source.table, until, self._source.pin)  # the next history is counted from there
             plans = self._appended(self._history(self._mine.snapshot_id, until))
             start = replace(start, upcoming=(*start.upcoming, *((plan.row.plan_id, 1) for plan in plans)))
         else:

@@ -104,6 +104,8 @@ def take_over(
         "rendezvous": spec.launch.rendezvous,
         "launched_by": launched_by,
         "plan_ids": [source.plan_id for source in leg.sources],
+        "leg_plan_ids": leg.plan_ids,
+        "planned": [{"table_uuid": one.table_uuid, "snapshot_id": one.snapshot_id} for one in leg.sources],
         **instead,
     }
     state = claim(ledger, spec.run, nonce=nonce, replaces=replaced, detail=detail)

@@ -65,6 +65,18 @@ def test_the_snapshot_before_a_merge_is_expired(lake: Lake) -> None:
     assert lake.new(lake.changes(since, "identity_columns")) == [2]
 
 
+def test_an_overwrite_whose_parent_is_expired_is_not_taken_for_a_delete(lake: Lake) -> None:
+    """It may have brought rows: a cautious run stops, and is told what helps; one that reads overwrites goes on exactly."""
+    since = lake.append(1)
+    between = lake.append(2, 3)
+    lake.table.manage_snapshots().create_tag(since, "pin").commit()
+    lake.delete(2)
+    lake.expire(between)
+    with pytest.raises(AppendHistoryLost, match=r"'read' or 'ignore', or keep snapshots until every run has seen them$"):
+        lake.changes(since, "identity_columns")
+    assert lake.new(lake.changes(since, "identity_columns", on_overwrite="read")) == [3]
+
+
 def test_a_rolled_back_table_is_another_history(lake: Lake) -> None:
     """A snapshot that does not descend from the planned one is refused, also if snapshots in between are expired."""
     first = lake.append(1)

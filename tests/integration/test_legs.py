@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 import pyarrow.parquet as pq
@@ -11,6 +12,7 @@ from pyiceberg.expressions import LessThan
 from pyiceberg.io.pyarrow import _dataframe_to_data_files
 
 from catalog.errors import AppendHistoryLost, DataFileUnreadable, NoProgress, ResumeMismatch
+from catalog.pins import list_pins
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.plan.leg import Leg
 from dlac_pipeline.plan.planner import make_plan
@@ -119,6 +121,24 @@ def test_a_compaction_brings_no_row_twice(arena: Arena) -> None:
     second = flat(arena.train(spec))
     assert len(set(first + second)) == len(first + second) == 160
     assert set(first + second) == set(range(160))
+
+
+def test_what_is_followed_stays_pinned_and_what_is_behind_is_let_go(arena: Arena) -> None:
+    """A snapshot that only deletes is pinned, too, for history is counted from there; retired legs free theirs."""
+    arena.table(appends=(100,), row_group_rows=50)
+    spec = arena.spec("r", **FOLLOWING, identity_columns=["row_id"], keep_last=1)
+    read = flat(arena.train(spec))
+    arena.lakehouse.load("src.t").delete(LessThan("row_id", 10))  # type: ignore[call-arg,arg-type]  # as above
+    assert arena.train(spec) == {}  # a launch that commits nothing has a pin, too, until the next has caught up
+    assert len(list_pins(arena.lakehouse, "src.t")) == 2
+    arena.lakehouse.load("src.t").delete(LessThan("row_id", 20))  # type: ignore[call-arg,arg-type]  # as above
+    append(arena, 100, 64)
+    arena.lakehouse.load("src.t").maintenance.expire_snapshots().older_than(datetime(2100, 1, 1)).commit()
+    read += flat(arena.train(spec))
+    assert len(read) == len(set(read)) == 160
+    pins = list_pins(arena.lakehouse, "src.t")
+    assert [pin.needed_by for pin in pins] == [("r",)] * 2  # the last leg began in the tail of the first
+    assert [pin.snapshot_id for pin in pins] == [leg.sources[0].snapshot_id for leg in legs(arena, "r")]
 
 
 def test_what_cannot_be_told_apart_stops(arena: Arena) -> None:

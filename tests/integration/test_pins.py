@@ -16,7 +16,7 @@ from pyiceberg.io.pyarrow import schema_to_pyarrow
 from catalog.connect import Lakehouse, LakehouseConfig, connect
 from catalog.errors import CatalogUnreachable, CommitConflict, NoSuchSnapshot, NoSuchTable, PinLost, SpecInvalid
 from catalog.guarded import GuardedSqlCatalog
-from catalog.pins import hold, list_pins, pins_table, unpin
+from catalog.pins import hold, let_go, list_pins, pins_table, unpin
 from catalog.plans import PlanRow
 from catalog.schemas import CONSUMPTION, PLANS
 from catalog.snapshots import pin, tag_of
@@ -46,6 +46,11 @@ def now(lakehouse: Lakehouse, name: str = "src.t") -> int:
     return current.snapshot_id
 
 
+def uuid_of(lakehouse: Lakehouse, name: str = "src.t") -> str:
+    """The table's uuid."""
+    return str(lakehouse.load(name).metadata.table_uuid)
+
+
 def plan(lakehouse: Lakehouse, snapshot_id: int, plan_id: str, table: str = "src.t") -> str:
     """Pin a snapshot and write a plan's row; returns its id."""
     tag = pin(lakehouse, table, snapshot_id)
@@ -53,7 +58,7 @@ def plan(lakehouse: Lakehouse, snapshot_id: int, plan_id: str, table: str = "src
         plan_id=plan_id,
         write_id=secrets.token_hex(4),
         source_table=table,
-        table_uuid="",
+        table_uuid=uuid_of(lakehouse, table),
         snapshot_id=snapshot_id,
         tag=tag,
         schema_id=0,
@@ -145,7 +150,7 @@ def test_the_snapshot_that_was_planned_last_is_needed(lakehouse: Lakehouse) -> N
     """A leg's last planned snapshot is needed even if no plan of it is read any more: history is counted from there."""
     snapshot = append(lakehouse)
     pin(lakehouse, "src.t", snapshot)
-    ledger(lakehouse, "busy", *leg({"table": "src.t", "snapshot_id": snapshot}))
+    ledger(lakehouse, "busy", *leg({"table_uuid": uuid_of(lakehouse), "snapshot_id": snapshot}))
     assert list_pins(lakehouse, "src.t")[0].needed_by == ("busy",)
 
 
@@ -166,6 +171,55 @@ def test_legs_that_no_checkpoint_can_return_to_need_nothing(lakehouse: Lakehouse
     assert [one.needed_by for one in list_pins(lakehouse)] == [("busy",)] * 2
     ledger(lakehouse, "busy", {"kind": "retire", "checkpoint_id": "c0"})
     assert [one.needed_by for one in list_pins(lakehouse)] == [(), ("busy",)]
+
+
+def test_a_renamed_table_is_the_same(lakehouse: Lakehouse) -> None:
+    """A run needs its pins under whatever name the table has; another table of the old name has none of them."""
+    snapshot = append(lakehouse)
+    plan(lakehouse, snapshot, "p1")
+    ledger(lakehouse, "busy", *leg(source("p1")))
+    lakehouse.catalog.rename_table("src.t", "src.renamed")
+    lakehouse.catalog.create_table("src.t", ROWS.schema)
+    [found] = list_pins(lakehouse, "src.renamed")
+    assert (found.needed_by, found.plan_ids) == (("busy",), ("p1",))
+    with pytest.raises(SpecInvalid, match="busy"):
+        unpin(lakehouse, "src.renamed", snapshot)
+
+
+def test_a_run_lets_go_of_what_no_run_needs(lakehouse: Lakehouse) -> None:
+    """Of the pins that it has used: not those that it, another run or a dataset may read, nor what it has never planned."""
+    snapshots = [append(lakehouse) for _ in range(6)]
+    for number, snapshot in enumerate(snapshots[:5]):
+        plan(lakehouse, snapshot, f"p{number}")
+    plan(lakehouse, snapshots[2], "of a dataset")
+    pin(lakehouse, "src.t", snapshots[5])
+    ledger(lakehouse, "other", {"kind": "claim", "detail": {"plan_ids": [], "leg_plan_ids": ["p1"]}})
+    ledger(lakehouse, "r", *leg(source("p0", "p1", "p2")), *leg(source("p3"), index=1, checkpoint_id="c1"))
+    ledger(lakehouse, "gone", *leg(source("p4")), {"kind": "finish"})
+    assert let_go(lakehouse, "r", "src.t") == []
+    ledger(lakehouse, "r", {"kind": "retire", "checkpoint_id": "c0"})
+    assert let_go(lakehouse, "r", "src.t") == [snapshots[0]]
+    assert [one.snapshot_id for one in list_pins(lakehouse, "src.t")] == snapshots[1:]
+
+
+def test_a_pin_that_is_claimed_while_it_is_let_go_of_is_taken_again(
+    lakehouse: Lakehouse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another run's claim that lands between the look and the removal of the tag is heard of behind it."""
+    snapshot = append(lakehouse)
+    plan(lakehouse, snapshot, "p0")
+    ledger(lakehouse, "r", *leg(source("p0")), {"kind": "retire", "checkpoint_id": "c0"})
+    ledger(lakehouse, "r", *leg(source(), index=1, checkpoint_id="c1"))
+    commit = GuardedSqlCatalog.commit_table
+
+    def raced(self: SqlCatalog, table: Any, *rest: Any) -> Any:
+        monkeypatch.undo()
+        ledger(lakehouse, "other", {"kind": "claim", "detail": {"plan_ids": ["p0"]}})
+        return commit(self, table, *rest)  # type: ignore[arg-type]  # the patched method's own signature
+
+    monkeypatch.setattr(GuardedSqlCatalog, "commit_table", raced)
+    assert let_go(lakehouse, "r", "src.t") == []
+    assert list_pins(lakehouse, "src.t")[0].needed_by == ("other",)
 
 
 def test_what_a_pin_holds_back(lakehouse: Lakehouse) -> None:

@@ -1,0 +1,234 @@
+"""A day of continual training in fast motion: a table that others change, scheduled runs that are killed, the reckoning."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import psutil
+import pytest
+import yaml
+
+from catalog.pins import list_pins
+from dlac_pipeline.audit.audit import audit_run
+from dlac_pipeline.checkpoint.listing import list_checkpoints
+from dlac_pipeline.plan.leg import Leg
+from dlac_pipeline.recover.due import due
+from dlac_pipeline.recover.run_lock import lock_path
+from dlac_pipeline.recover.signs import is_held
+from dlac_pipeline.spec import JobSpec, read_spec
+from jobs.faults import LiveRun
+from jobs.local_dagster import LocalDagster
+from tests.conftest import PROGRAMS, Arena, source_rows, wait_until
+from tests.programs.source_day import Day, Source, day_json
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # Dagster's own libraries warn of each other
+
+RUN = "day"
+BATCH, KEEP = 16, 3
+HOUR_S = 10.0
+VICTIMS = ("rank", "supervisor", "dagster run")
+
+
+class Killer:
+    """Kills a process of the run again and again: each time somewhere in its first seconds of training."""
+
+    def __init__(self, live: LiveRun, seed: int) -> None:
+        self._live = live
+        self._dice = random.Random(seed)
+        self._at = 0.0
+        self._seen: object = None
+        self.killed: Counter[str] = Counter()
+
+    def look(self) -> None:
+        """Kill, if it is time; a launch that trains is given up to three seconds."""
+        rank, progress = self._live.rank(0), self._live.progress()
+        if rank is None or progress is None or progress.step == 0:
+            return
+        if rank != self._seen:
+            self._seen, self._at = rank, time.monotonic() + self._dice.uniform(0, 3)
+        if time.monotonic() < self._at:
+            return
+        victim = VICTIMS[self.killed.total() % len(VICTIMS)]
+        if self._strike(victim):
+            self.killed[victim] += 1
+            self._at = time.monotonic() + self._dice.uniform(8, 20)
+
+    def _strike(self, victim: str) -> bool:
+        if victim == "dagster run":
+            return self._live.kill_dagster_run()
+        process = self._live.supervisor() if victim == "supervisor" else self._live.rank(self._dice.randrange(2))
+        if process is None:
+            return False
+        process.kill()
+        return True
+
+
+@pytest.fixture
+def dagster(arena: Arena, tmp_path: Path) -> Iterator[LocalDagster]:
+    """A daemon that asks DLAC's schedules every few seconds."""
+    workspace = tmp_path / "workspace.yaml"
+    program = PROGRAMS / "day_in_fast_motion.py"
+    workspace.write_text(
+        yaml.safe_dump({"load_from": [{"python_file": {"relative_path": str(program), "location_name": "dlac"}}]})
+    )
+    made = LocalDagster(arena.home, workspace=workspace)
+    with made.running():
+        yield made
+
+
+@pytest.mark.soak
+def test_a_day_of_continual_training_ends_exact(arena: Arena, dagster: LocalDagster) -> None:
+    """24 hours of appends, deletes, merges, expiries, a new column and a rename: each row that was live is read once."""
+    job, day = begin(arena)
+    spec = read_spec(job).resolved(arena.home)
+    killer = Killer(LiveRun(spec.checkpoint.store, RUN), day.seed)
+    command = [sys.executable, "-m", "tests.programs.source_day", str(arena.home), day_json(day)]
+    with subprocess.Popen(command, cwd=PROGRAMS.parents[1], stdin=subprocess.PIPE) as writer:
+        assert writer.stdin is not None
+        for _ in range(day.hours):
+            writer.stdin.write(b"\n")
+            writer.stdin.flush()
+            pass_an_hour(arena, killer)
+    assert writer.returncode == 0
+    assert min(killer.killed[victim] for victim in VICTIMS) >= 2, killer.killed
+    fill_up(arena, dagster, job, day)
+    said = [json.loads(line) for line in Path(day.log).read_text().splitlines()]
+    check_rows(arena, said)
+    check_nothing_is_left(arena, dagster, read_spec(job).resolved(arena.home))
+
+
+def pass_an_hour(arena: Arena, killer: Killer) -> None:
+    """Some seconds, or so many more until something was trained: launches take long on a busy machine."""
+    began, before = time.monotonic(), written(arena)
+    while (passed_s := time.monotonic() - began) < HOUR_S or (written(arena) == before and passed_s < 5 * HOUR_S):
+        killer.look()
+        time.sleep(0.02)
+
+
+def written(arena: Arena) -> int:
+    """Bytes of the training script's journals."""
+    return sum(path.stat().st_size for path in (arena.home / "journal").iterdir())
+
+
+def begin(arena: Arena) -> tuple[Path, Day]:
+    """An empty table, and a job that follows it."""
+    properties = {"write.parquet.row-group-limit": "50"}
+    arena.lakehouse.catalog.create_table("src.t", source_rows(0, 1).schema, properties=properties)
+    spec = arena.spec(
+        RUN,
+        batch_size=BATCH,
+        key_groups=4,
+        passes=1,
+        follow="appends",
+        identity_columns=["row_id"],
+        on_overwrite="read",
+        every_steps=4,
+        keep_last=KEEP,
+        pause_s=0.2,
+    )
+    job = arena.home / "jobs" / "day.yaml"
+    job.parent.mkdir()
+    job.write_text(yaml.safe_dump(spec.model_dump(mode="json", exclude_none=True)))
+    return job, Day(seed=7, log=str(arena.home / "source.jsonl"), job=str(job))
+
+
+def fill_up(arena: Arena, dagster: LocalDagster, job: Path, day: Day) -> None:
+    """Wait until all is trained but what is less than a batch; append what it lacks to one, and wait until that is trained."""
+    caught_up(arena, dagster, job)
+    source = Source(arena.home, day.renamed, Path(day.log))
+    said = [json.loads(line) for line in Path(day.log).read_text().splitlines()]
+    source.next_id = max(row for each in said if each["what"] == "append" for row in each["rows"]) + 1
+    waiting = len(never_deleted(said) - set(read(arena)))
+    source.append(BATCH - waiting % BATCH)
+    caught_up(arena, dagster, job)
+
+
+def caught_up(arena: Arena, dagster: LocalDagster, job: Path) -> None:
+    """Wait until the current snapshot is trained to its end and nothing runs."""
+    spec = read_spec(job).resolved(arena.home)
+    head = due(arena.lakehouse, spec)
+
+    def is_so() -> bool:
+        nonlocal head
+        head = due(arena.lakehouse, spec)
+        with dagster.instance() as instance:
+            newest = instance.get_runs(dg.RunsFilter(tags={"dlac/run": RUN}), limit=1)
+            seen = [run for run in newest if run.status == dg.DagsterRunStatus.SUCCESS]
+            key = f"{RUN}@{','.join(map(str, head.snapshot_ids))}@{head.head}"
+            return bool(seen) and (not head.needed or seen[0].tags.get("dlac/due") == key)
+
+    wait_until(is_so, what="the end of what there is to train", within_s=240)
+
+
+def read(arena: Arena) -> list[int]:
+    """What the training script read on the surviving lineage, by its own journal."""
+    return [row for rows in arena.journal(RUN).values() for row in rows]
+
+
+def never_deleted(said: list[dict[str, Any]]) -> set[int]:
+    """The rows that are live in the end, by the writer's log."""
+    rows: set[int] = set()
+    for each in said:
+        if each["what"] == "append":
+            rows |= set(each["rows"])
+        elif each["what"].startswith("delete"):
+            rows -= set(each["rows"])
+    return rows
+
+
+def check_rows(arena: Arena, said: list[dict[str, Any]]) -> None:
+    """No row twice; none that was deleted in the snapshot that was read; all that were never deleted."""
+    seen = Counter(read(arena))
+    assert set(seen.values()) == {1}
+    live = never_deleted(said)
+    assert live <= set(seen), f"never read: {sorted(live - set(seen))}"
+    order = {each["snapshot_id"]: at for at, each in enumerate(said) if "snapshot_id" in each}
+    came = {row: at for at, each in enumerate(said) if each["what"] == "append" for row in each["rows"]}
+    went = {row: at for at, each in enumerate(said) if each["what"].startswith("delete") for row in each["rows"]}
+    legs = {row["leg"]: Leg.from_json(row["detail"]) for row in arena.rows(RUN, "leg")}
+    steps, last = arena.journal(RUN), 0
+    for checkpoint in arena.lineage(RUN):
+        planned = order[legs[checkpoint["leg"]].sources[0].snapshot_id]
+        for row in [row for step in range(last + 1, checkpoint["step"] + 1) for row in steps[step]]:
+            assert came[row] <= planned, f"row {row} of step {checkpoint['step']} came later"
+            assert went.get(row, len(said)) > planned, f"row {row} of step {checkpoint['step']} was deleted before"
+        last = checkpoint["step"]
+    report = audit_run(arena.lakehouse, RUN)
+    assert report.exact, report
+    assert (report.rows_consumed, report.rows_pending) == (len(seen), 0)
+    assert set(went) - set(seen), "no row was deleted before it was read"
+    assert set(went) & set(seen), "no row was deleted after it was read"
+
+
+def check_nothing_is_left(arena: Arena, dagster: LocalDagster, spec: JobSpec) -> None:
+    """No process, no lock, no checkpoint or pin that nobody needs; the source's snapshots can be expired."""
+    with dagster.instance() as instance:
+        assert all(run.is_finished for run in instance.get_runs())
+    wait_until(lambda: not trainers(), what="the end of all its processes", within_s=30)
+    assert not is_held(lock_path(spec.checkpoint.local, RUN))
+    folders = list((Path(spec.checkpoint.store) / RUN).glob("attempt-*/step-*"))
+    kept = [each for each in list_checkpoints(arena.lakehouse, RUN) if each.state in ("head", "kept")]
+    assert len(kept) == KEEP
+    assert len(folders) == KEEP
+    pins = list_pins(arena.lakehouse, spec.source.table)
+    assert all(pin.needed_by == (RUN,) for pin in pins), pins
+    assert len(pins) <= 3 * KEEP
+    source = Source(arena.home, spec.source.table, arena.home / "source.jsonl")
+    source.expire(int(time.time() * 1000))
+    assert len(arena.lakehouse.load(spec.source.table).snapshots()) <= len(pins) + 1
+
+
+def trainers() -> list[psutil.Process]:
+    """Processes of the run."""
+    return [
+        one for one in psutil.process_iter(["cmdline"]) if f"dlac {RUN} rank" in " ".join(one.info["cmdline"] or ())
+    ]

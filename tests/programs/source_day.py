@@ -1,0 +1,207 @@
+"""A day of a source table, as others than DLAC write it: `python -m tests.programs.source_day HOME JSON`.
+
+An hour begins with a line on standard input. Each appends rows; some of them delete rows (copy-on-write, or by a delete
+file), merge all data files into one, expire snapshots and delete what only these had, add a column, rename the table. One JSON
+line per snapshot or change says what was done, once it is done: evidence that is not DLAC's.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import yaml
+from pyiceberg.exceptions import CommitFailedException
+from pyiceberg.expressions import In
+from pyiceberg.table import Table
+from pyiceberg.table.snapshots import Operation
+from pyiceberg.types import StringType
+
+from catalog.connect import LakehouseConfig, connect
+from catalog.errors import CommitConflict
+from tests.conftest import source_rows
+from tests.snapshots import DeleteFile, commit_snapshot, position_rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class Day:
+    """What happens when."""
+
+    seed: int
+    hours: int = 24
+    table: str = "src.t"
+    renamed: str = "src.renamed"
+    log: str
+    job: str
+    """The job spec that has to name the table by its new name."""
+    rows: int = 120
+    """That are appended in an hour, more or less."""
+    kept_hours: int = 4
+    """Snapshots of this age are expired."""
+    deletes: tuple[int, ...] = (2, 3, 5, 7, 8, 10, 11, 13, 15, 18, 19, 21, 22)
+    compactions: tuple[int, ...] = (4, 9, 14, 20, 23)
+    expiries: tuple[int, ...] = (6, 12, 17, 23)
+    evolves: int = 8
+    renames: int = 16
+
+
+@dataclass
+class Source:
+    """The table, and what was done to it."""
+
+    home: Path
+    table: str
+    log: Path
+    next_id: int = 0
+    live: list[int] = field(default_factory=list)
+    by_file: bool = False
+
+    def __post_init__(self) -> None:
+        self._lakehouse = connect(LakehouseConfig().at_home(self.home))
+
+    def append(self, count: int) -> None:
+        """Append a data file."""
+        ids = range(self.next_id, self.next_id + count)
+        rows = source_rows(self.next_id, count)
+        if "lang" in self._load().schema().column_names:
+            rows = rows.append_column("lang", pa.array(["en"] * count))
+        self._commit(lambda table: table.append(rows), "append", ids)
+        self.next_id += count
+        self.live += ids
+
+    def delete(self, ids: Iterable[int]) -> None:
+        """Delete rows, by turns as pyiceberg does (data files are rewritten) and as others do (by a delete file)."""
+        chosen = sorted(ids)
+        self.by_file = not self.by_file
+        how = "delete by file" if self.by_file else "delete"
+        self._commit(lambda table: self._deleted(table, chosen), how, chosen)
+        self.live = [each for each in self.live if each not in set(chosen)]
+
+    def compact(self, shuffled: random.Random) -> None:
+        """Merge all data files into one, in another order."""
+
+        def merge(table: Table) -> None:
+            rows = table.scan().to_arrow()
+            rows = rows.take(shuffled.sample(range(len(rows)), len(rows)))
+            assert sorted(rows["row_id"].to_pylist()) == sorted(self.live)
+            commit_snapshot(table, Operation.REPLACE, removed=_paths(table), added=[rows])
+
+        self._commit(merge, "compact", [])
+
+    def expire(self, before_ms: int) -> None:
+        """Expire the snapshots from before that time that nothing names, and delete the files that only these had."""
+        table = self._load()
+        old = [one.snapshot_id for one in table.snapshots() if one.timestamp_ms < before_ms]
+        named = {ref.snapshot_id for ref in table.refs().values()}
+        gone = [each for each in old if each not in named]
+        if gone:
+            self._retrying(lambda table: table.maintenance.expire_snapshots().by_ids(gone).commit())
+        table = self._load()
+        reached = {Path(path.removeprefix("file://")) for path in table.inspect.all_files()["file_path"].to_pylist()}
+        files = Path(table.location().removeprefix("file://")).glob("data/**/*.parquet")
+        removed = [path for path in files if path not in reached]
+        for path in removed:
+            path.unlink()
+        self._say("expire", [], expired=len(gone), kept=len(old) - len(gone), files=len(removed))
+
+    def evolve(self) -> None:
+        """Add a column."""
+
+        def add(table: Table) -> None:
+            with table.update_schema() as update:
+                update.add_column("lang", StringType())
+
+        self._retrying(add)
+        self._say("evolve", [])
+
+    def rename(self, name: str, job: Path) -> None:
+        """Give the table another name, and the job spec, too."""
+        self._lakehouse.catalog.rename_table(self.table, name)
+        self.table = name
+        spec = yaml.safe_load(job.read_text())
+        spec["source"]["table"] = name
+        new = job.with_suffix(".new")
+        new.write_text(yaml.safe_dump(spec))
+        new.replace(job)
+        self._say("rename", [])
+
+    def _deleted(self, table: Table, ids: list[int]) -> None:
+        if not self.by_file:
+            table.delete(In("row_id", ids))  # type: ignore[call-arg,arg-type]  # pydantic hides the real signature
+            return
+        dead = {}
+        for path in _paths(table):
+            found = pq.read_table(path.removeprefix("file://"), columns=["row_id"])["row_id"].to_numpy()
+            dead[path] = np.flatnonzero(np.isin(found, ids)).tolist()
+        deletes = DeleteFile(rows=position_rows({path: rows for path, rows in dead.items() if rows}))
+        commit_snapshot(table, Operation.DELETE, deletes=deletes)
+
+    def _commit(self, change: Callable[[Table], None], what: str, ids: Iterable[int]) -> None:
+        before = self._load().current_snapshot()
+        self._retrying(change)
+        after = self._load().current_snapshot()
+        assert after is not None
+        assert before is None or before.snapshot_id != after.snapshot_id, what
+        self._say(what, ids, snapshot_id=after.snapshot_id)
+
+    def _retrying(self, change: Callable[[Table], Any]) -> None:
+        """Do it again as long as pins of runs come in between."""
+        for _ in range(20):
+            try:
+                change(self._load())
+            except (CommitFailedException, CommitConflict):
+                continue
+            return
+        raise AssertionError("others commit without a pause")
+
+    def _load(self) -> Table:
+        return self._lakehouse.load(self.table)
+
+    def _say(self, what: str, ids: Iterable[int], **facts: Any) -> None:
+        with self.log.open("a") as stream:
+            stream.write(json.dumps({"what": what, "rows": list(ids), "at": time.time(), **facts}) + "\n")
+
+
+def _paths(table: Table) -> list[str]:
+    return [str(task.file.file_path) for task in table.scan().plan_files()]
+
+
+def live_through(day: Day, home: Path) -> None:
+    """All hours of a day."""
+    dice = random.Random(day.seed)
+    source = Source(home, day.table, Path(day.log))
+    began: list[float] = []
+    for hour in range(day.hours):
+        sys.stdin.readline()
+        began.append(time.time())
+        source.append(dice.randint(day.rows // 2, day.rows))
+        if hour in day.deletes:
+            old, new = source.live[: -day.rows], source.live[-day.rows :]
+            source.delete({*dice.sample(old, min(len(old), 10)), *dice.sample(new, 15)})
+        if hour == day.evolves:
+            source.evolve()
+        if hour in day.compactions:
+            source.compact(dice)
+        if hour == day.renames:
+            source.rename(day.renamed, Path(day.job))
+        if hour in day.expiries:
+            source.expire(int(began[hour - day.kept_hours] * 1000))
+        source.append(dice.randint(1, day.rows // 2))
+
+
+def day_json(day: Day) -> str:
+    """The day as the process takes it."""
+    return json.dumps(asdict(day))
+
+
+if __name__ == "__main__":
+    live_through(Day(**json.loads(sys.argv[2])), Path(sys.argv[1]))
