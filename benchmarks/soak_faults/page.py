@@ -54,7 +54,7 @@ def page_of(campaign: Told) -> str:
         "## Every fault",
         "",
         "Phases are those of [`dlac incidents`](recovery.md#what-is-told-afterwards-dlac-incidents), of all recoveries from the",
-        "fault in all runs that it struck, added up; where there are none, training went on.",
+        "fault in the run that took longest, added up; where there are none, training went on.",
         "",
         *_table(_HEADS, map(_fault_row, faults)),
         "",

@@ -38,7 +38,11 @@ def last_before(struck: Iterable[tuple[float, int]], moment: float) -> int | Non
 
 
 def _summed(recoveries: Sequence[Recovery]) -> dict[str, Any]:
-    """Of one fault: phases of all its recoveries, added up, and who noticed what."""
+    """Of one fault: who noticed what; phases of all recoveries of the run that took longest, added up."""
+    by_run: dict[str, list[Recovery]] = {}
+    for recovery in recoveries:
+        by_run.setdefault(recovery.run, []).append(recovery)
+    longest = max(by_run.values(), key=lambda each: sum(one.total_s for one in each), default=[])
     return {
         "recoveries": len(recoveries),
         "noticed_by": sorted({recovery.noticed_by for recovery in recoveries}),
@@ -46,5 +50,5 @@ def _summed(recoveries: Sequence[Recovery]) -> dict[str, Any]:
         "outcomes": [recovery.outcome for recovery in recoveries],
         "rows_replayed": sum(recovery.rows_replayed for recovery in recoveries),
         "work_lost_s": round(sum(recovery.work_lost_s or 0.0 for recovery in recoveries), 2),
-        **{phase: round(sum(getattr(each, phase) or 0.0 for each in recoveries), 2) for phase in PHASES},
+        **{phase: round(sum(getattr(each, phase) or 0.0 for each in longest), 2) for phase in PHASES},
     }
