@@ -80,6 +80,7 @@ class Campaign:
             "runs": [],
             "left": {},
             "failed": "",
+            "minutes_taken": 0.0,
         }
 
     def run(self) -> None:
@@ -92,7 +93,6 @@ class Campaign:
             unfinished = wait_for_dagster(self._lab)
             self._lab.stop_daemon()
             tell(self._lab.lakehouse, self._faults)
-            self._told["minutes_taken"] = (time.time() - self._began) / 60
             self._told["left"] = {**left_of(self._lab), "Dagster runs": unfinished}
             self._told["runs"] = [one.to_json() for one in runs_of(self._lab, reference)]
         except DlacError as err:
@@ -110,7 +110,7 @@ class Campaign:
         figures = {
             "faults": Figure(value=len(self._faults), unit="faults", bar=f">= {len(self._choices)}"),
             "healed": Figure(value=len(healed), unit="faults", bar=f">= {len(self._choices)}"),
-            "minutes": Figure(value=self._told.get("minutes_taken", 0.0), unit="min"),
+            "minutes": Figure(value=self._told["minutes_taken"], unit="min"),
             "runs": Figure(value=len(runs), unit="runs", bar=">= 1"),
             "runs_not_exact": Figure(value=len(wrong), unit="runs", bar="<= 0"),
             "left_over": Figure(value=sum(map(len, left.values())), unit="things", bar="<= 0"),
@@ -148,6 +148,7 @@ class Campaign:
             self._lab.tend()
 
     def _keep(self) -> None:
+        self._told["minutes_taken"] = (time.time() - self._began) / 60
         if self._out is not None:
             self._told["faults"] = [fault.to_json() for fault in self._faults]
             self._out.write_text(json.dumps(self._told, indent=1))

@@ -5,9 +5,11 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import psutil
 from dagster._core.scheduler.instigation import TickStatus
 
 from benchmarks.soak_faults.choosing import KINDS, Choice
@@ -83,9 +85,10 @@ def strike(lab: Lab, choice: Choice, behind: Wound | None) -> Wound:
             struck_runs = training if kind.every_run else [trainee]
             before = {one.run: one.seen() for one in struck_runs}
             step = trainee.live.step()
-            struck = STRIKES[choice.kind](lab, trainee, chance)
-            if struck is not None:
-                break
+            with suppress(psutil.NoSuchProcess):  # gone between the look and the strike
+                struck = STRIKES[choice.kind](lab, trainee, chance)
+                if struck is not None:
+                    break
         if time.monotonic() > deadline:
             raise TrainingFailed(
                 f"expected a run for fault {choice.number} ({choice.kind}) within {_FOUND_WITHIN_S:.0f} s, found none: "

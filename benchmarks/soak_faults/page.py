@@ -33,6 +33,7 @@ def page_of(campaign: Told) -> str:
         "followed by a new one. Each fault waits until the last one is healed, except those that say which recovery they strike.",
         "Nobody touched anything in between.",
         "",
+        *([f"- **It failed:** {campaign['failed']}"] if campaign["failed"] else []),
         f"- Healed: {sum(fault['recovery_s'] is not None for fault in faults)} of {len(faults)} faults; {quarantined} damaged "
         "checkpoints were quarantined, and their parents taken.",
         f"- Runs: {len(runs)}, with {sum(run['attempts'] for run in runs)} attempts; finished: {_count(runs, 'finished')}.",

@@ -17,7 +17,7 @@ import psutil
 from benchmarks.soak_faults.lab import Lab
 from benchmarks.soak_faults.store import full
 from benchmarks.soak_faults.trainee import Trainee, is_running
-from catalog.errors import TrainingFailed
+from catalog.errors import CatalogUnreachable, TrainingFailed
 from dlac_pipeline.checkpoint.store import folder_of
 
 AWAY_S = 8.0
@@ -114,8 +114,8 @@ def _checkpoint_damaged(lab: Lab, trainee: Trainee, chance: random.Random, *, fl
             file.write_bytes(content)
         else:
             file.unlink()
-    what = f"{'a bit of' if flip else 'no'} {file.name} of the checkpoint of step {head['step']}, then SIGKILL to all ranks"
-    return _struck(what.replace("a bit of", "another bit in"), at, ranks)
+    what = f"{'a bit flipped in' if flip else 'deleted:'} {file.name} of step {head['step']}, SIGKILL to all ranks"
+    return _struck(what, at, ranks)
 
 
 def _store_filled(lab: Lab, trainee: Trainee, chance: random.Random) -> Struck | None:
@@ -157,7 +157,7 @@ def _launch_stopped(lab: Lab, trainee: Trainee, chance: random.Random) -> Struck
         return None
     before, at = trainee.seen().attempt, time.time()
     with _stopped(processes):
-        while trainee.seen().attempt == before and time.time() < at + _FROZEN_AT_MOST_S:
+        while not _taken_over(trainee, before) and time.time() < at + _FROZEN_AT_MOST_S:
             lab.tend()
     frozen_s = time.time() - at
     what = f"SIGSTOP to {len(processes)} processes, SIGCONT after {frozen_s:.0f} s"
@@ -197,6 +197,13 @@ def _signal(processes: Iterable[psutil.Process], number: signal.Signals) -> floa
         with suppress(psutil.NoSuchProcess):
             process.send_signal(number)
     return at
+
+
+def _taken_over(trainee: Trainee, attempt: int) -> bool:
+    """Whether another attempt has claimed the run; while the catalog is locked nobody has."""
+    with suppress(CatalogUnreachable):
+        return trainee.seen().attempt > attempt
+    return False
 
 
 @contextmanager

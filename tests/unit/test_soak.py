@@ -81,7 +81,15 @@ def test_a_fault_that_was_not_healed_and_what_is_left_are_said() -> None:
         "told": {**told, **dict.fromkeys(PHASES, 0.0)},
     }
     run = {"attempts": 1, "finished": True, "audit_exact": False, "journal_agrees": True, "losses_identical": True}
-    campaign = {"faults": [fault], "runs": [run], "left": {"locks": ["soak-001"]}, "skipped": ["store full"]}
-    page = page_of({**campaign, "minutes_taken": 1.0, "seed": 1, "day": "2026-11-22", "machine": "2 cores"})
-    for said in ("Healed: 0 of 1", "**not healed**", "Audit exact: 0 of 1", "locks: soak-001", "store full"):
+    where = {"minutes_taken": 1.0, "seed": 1, "day": "2026-11-22", "machine": "2 cores", "skipped": ["store full"]}
+    left = {"locks": ["soak-001"], "processes": []}
+    page = page_of({"faults": [fault], "runs": [run], "left": left, "failed": "TrainingFailed: stuck", **where})
+    for said in (
+        "TrainingFailed: stuck",
+        "Healed: 0 of 1",
+        "**not healed**",
+        "Audit exact: 0 of 1",
+        "locks: soak-001",
+        "store full",
+    ):
         assert said in page
