@@ -1,11 +1,11 @@
 """Recovery at 8 to 4,096 nodes, from measured parts: `python -m benchmarks.scale_model [--quick]`.
 
 A model, not a measurement: nobody here has 256 nodes. Each part of a recovery is measured on this machine with the product's
-own code, in the same run, and put together by stated assumptions. What grows with nodes or ranks (meeting again, process groups,
-votes) is measured with 2 to 32 processes; beyond 32 everything is extrapolated by the curve a + b n + c n^2 (none of them negative)
-through the medians, and called so. A second of a process's processor time counts as a second, for a node has processors of its own,
-and two cores for 32 processes say nothing else; the store through which all talk is one thread, whose time is added. `--quick`: up to
-8 processes, smaller files.
+own code, in the same run, and put together by stated assumptions. What grows with nodes or ranks (meeting again, process
+groups, votes) is measured with 2 to 32 processes; beyond that everything is extrapolated by the curve a + b n + c n^2 (none of
+them negative) through the medians, and called so. A second of a process's processor time counts as a second, for a node has
+processors of its own, and two cores for 32 processes say nothing else; the store through which all talk is one thread, whose
+time is added. `--quick`: up to 8 processes, smaller files.
 
 `a_rank_dies`: a rank is killed, all nodes are there again. `a_node_is_lost`: the others wait until it counts as lost, and then
 for a last call; the state's conversion to fewer ranks is not in it.
@@ -130,7 +130,7 @@ def main() -> None:
 
 
 def _modelled(parts: Measured, most: int) -> dict[str, Figure]:
-    """Both recoveries at every size, and what the one with a bar consists of."""
+    """Both recoveries at every size, and at the one with a bar what the first consists of."""
     launch = LaunchSpec(script="")
     found = {}
     for nodes in _NODES:
@@ -140,7 +140,7 @@ def _modelled(parts: Measured, most: int) -> dict[str, Figure]:
         bar = f"<= {_BAR_S}" if nodes == _BAR_NODES else None
         found[f"a_rank_dies_{nodes}"] = Figure(value=total, unit=unit, bar=bar)
         lost = total - phases["detect"] + launch.node_timeout_s + launch.last_call_s
-        found[f"a_node_is_lost_{nodes}"] = Figure(value=lost, unit=unit)
+        found[f"a_node_is_lost_{nodes}"] = Figure(value=lost, unit=unit, bar=bar)
         if nodes == _BAR_NODES:
             found |= {f"{name}_{nodes}": Figure(value=value, unit=unit) for name, value in phases.items()}
             left_s = _BAR_S - total + phases["verify"] + phases["load"] - parts.fixed["load_s"]
@@ -178,7 +178,7 @@ def _measured_figures(parts: Measured) -> dict[str, Figure]:
 
 
 def _grown(name: str, measured: dict[int, Together]) -> dict[str, Figure]:
-    found = {}
+    found: dict[str, Figure] = {}
     for count, each in measured.items():
         found |= {
             f"measured_{name}_{count}_wall": Figure(value=1e3 * each.wall_s, unit="ms on two cores"),

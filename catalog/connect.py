@@ -34,6 +34,15 @@ _TABLE_PROPERTIES = {
     "write.metadata.metrics.default": "none",
     FORMAT_VERSION_PROPERTY: str(FORMAT_VERSION),
 }
+_LIBPQ = ("postgresql", "postgresql+psycopg2", "postgresql+psycopg")
+_LIBPQ_TIMEOUTS = {
+    "connect_timeout": "10",
+    "tcp_user_timeout": "20000",
+    "keepalives_idle": "10",
+    "keepalives_interval": "5",
+    "keepalives_count": "2",
+}
+"""A network that went silent is noticed within half a minute; the kernel by itself takes a quarter of an hour."""
 
 
 class LakehouseConfig(BaseModel):
@@ -68,11 +77,22 @@ class LakehouseConfig(BaseModel):
 
     def catalog_properties(self) -> dict[str, str]:
         """The properties that pyiceberg is given."""
-        uri = self.uri
-        if uri.startswith("sqlite") and "timeout=" not in uri:
-            uri += ("&" if "?" in uri else "?") + "timeout=30"
+        uri = _with_timeouts(self.uri)
         local = {"py-io-impl": "catalog.durable_io.DurableFileIO"} if self.warehouse.startswith(("file:", "/")) else {}
         return {"uri": uri, "warehouse": self.warehouse, **local, **self.properties}
+
+
+def _with_timeouts(uri: str) -> str:
+    """An address whose connections end when nobody answers any more; what it says itself of that stands."""
+    dialect = uri.partition(":")[0]
+    if dialect == "sqlite":
+        wanted = {"timeout": "30"}
+    elif dialect in _LIBPQ:
+        wanted = _LIBPQ_TIMEOUTS
+    else:
+        return uri
+    query = "&".join(f"{name}={value}" for name, value in wanted.items() if f"{name}=" not in uri)
+    return uri + (("&" if "?" in uri else "?") + query if query else "")
 
 
 class Lakehouse:

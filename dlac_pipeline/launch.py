@@ -29,6 +29,8 @@ _TAIL_LINES = 20
 _KILLED_WITHIN_S = 60.0
 """What a killed rank gets to be gone: the kernel gives back its memory first, and that of its accelerator."""
 _UNDERTAKER_WITHIN_S = 5.0
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+"""Names the network interface of Gloo, which without it takes the one that this machine's name resolves to, or loopback."""
 GROUP_SETTINGS = {"TORCH_GLOO_LAZY_INIT": "1"}
 """Ranks connect when they first talk to each other. Else each group of n ranks begins with n * n questions to one store."""
 
@@ -294,7 +296,9 @@ def _log_file(folder: Path, rank: int) -> Path:
 
 def _place_of(rank: int, share: Share, folder: Path) -> dict[str, str]:
     """The environment in which the ranks differ, from each other and from other attempts; names as torchrun's."""
+    through = {GLOO_INTERFACE: share.interface} if share.interface else {}
     return {
+        **through,
         "RANK": str(rank),
         "LOCAL_RANK": str(rank - share.first_rank),
         "GROUP_RANK": str(share.node),

@@ -51,7 +51,7 @@ class LaunchSpec(BaseModel):
         default=5, description="Seconds for which more nodes are waited for once the least number is there.", ge=1
     )
     node_timeout_s: int = Field(
-        default=15, description="Seconds without a sign of life of a node after which it is lost.", ge=3
+        default=10, description="Seconds without a sign of life of a node after which it is lost.", ge=3
     )
     start: Literal["fork", "spawn"] = Field(
         default="fork",

@@ -17,14 +17,14 @@ ingest_job = dg.define_asset_job(
 
 train_job = dg.define_asset_job(
     "train_job",
-    selection=dg.AssetSelection.assets(pinned_snapshot, work_plan, model_checkpoint)
+    selection=dg.AssetSelection.assets(pinned_snapshot, work_plan, model_checkpoint).without_checks()
     | dg.AssetSelection.checks(consumption_audit, checkpoint_restorable),
     description="Pin, plan, train to the end, audit. Launched again for a run that is not finished, it resumes it.",
 )
 
 recover_job = dg.define_asset_job(
     "recover_job",
-    selection=dg.AssetSelection.assets(model_checkpoint)
+    selection=dg.AssetSelection.assets(model_checkpoint).without_checks()
     | dg.AssetSelection.checks(consumption_audit, checkpoint_restorable),
     description="Resume a run whose Dagster run died, from its committed ledger. Requested by recovery_sensor.",
 )

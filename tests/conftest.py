@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,11 +47,12 @@ class Arena:
 
     home: Path
     monkeypatch: pytest.MonkeyPatch
+    config: LakehouseConfig = field(default_factory=LakehouseConfig)
     lakehouse: Lakehouse = field(init=False)
     launches: list[Launch] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.lakehouse = connect(LakehouseConfig().at_home(self.home))
+        self.lakehouse = connect(self.config.at_home(self.home))
         self.lakehouse.create_namespace("src")
         (self.home / "journal").mkdir(exist_ok=True)
 
@@ -82,7 +83,8 @@ class Arena:
                 sections[homes[0]][name] = value
             else:
                 params[name] = str(value)
-        return parse_spec({"run": run, **sections, "params": params}, origin="the test").resolved(self.home)
+        raw = {"run": run, "lakehouse": self.config.model_dump(), **sections, "params": params}
+        return parse_spec(raw, origin="the test").resolved(self.home)
 
     def program(self, name: str) -> Path:
         """One of the training scripts of the tests."""
@@ -104,10 +106,10 @@ class Arena:
                 run.step_done(batch.mean(batch["x"].sum(-1)))
         return seen
 
-    def launch(self, spec: JobSpec, **request: Any) -> Launch:
-        """Start a supervisor process of its own on this spec."""
+    def launch(self, spec: JobSpec, *, under: Sequence[str] = (), **request: Any) -> Launch:
+        """Start a supervisor process of its own on this spec; `under`: a command that runs another one in its place."""
         log = self.home / f"supervisor-{len(self.launches)}.jsonl"
-        self.launches.append(Launch({"spec": spec.model_dump(mode="json"), **request}, log))
+        self.launches.append(Launch({"spec": spec.model_dump(mode="json"), **request}, log, under))
         return self.launches[-1]
 
     def close(self) -> None:
@@ -184,11 +186,12 @@ class Arena:
 class Launch:
     """A supervisor process and what it says."""
 
-    def __init__(self, request: dict[str, Any], log: Path) -> None:
+    def __init__(self, request: dict[str, Any], log: Path, under: Sequence[str] = ()) -> None:
+        """`under`: a command that runs another one in its place."""
         self._log = log
         with log.open("wb") as stdout, log.with_suffix(".err").open("wb") as stderr:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "dlac_pipeline.supervisor"],
+                [*under, sys.executable, "-m", "dlac_pipeline.supervisor"],
                 stdin=subprocess.PIPE,
                 stdout=stdout,
                 stderr=stderr,

@@ -8,7 +8,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,8 +25,11 @@ needs_postgres = [
 
 
 @contextmanager
-def postgres() -> Iterator[str]:
-    """A PostgreSQL server on a socket in a folder of its own; gives an address in SQLAlchemy's form."""
+def postgres(*, listens: str = "", under: Sequence[str] = ()) -> Iterator[str]:
+    """A PostgreSQL server on a socket in a folder of its own; gives an address in SQLAlchemy's form.
+
+    `listens`: an IP address on whose network everybody is let in as well; `under`: a command that runs another one in its place.
+    """
     user = pwd.getpwnam("nobody") if os.getuid() == 0 else pwd.getpwuid(os.getuid())  # it refuses to run as root
     folder = Path(tempfile.mkdtemp(prefix="dlac-postgres-"))
     try:
@@ -35,8 +38,14 @@ def postgres() -> Iterator[str]:
         data = str(folder / "data")
         command = ["initdb", "-D", data, "-A", "trust", "-U", "dagster", "--no-sync"]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, **who)
-        settings = ["-k", str(folder), "-c", "listen_addresses=", "-c", "fsync=off"]
-        with subprocess.Popen(["postgres", "-D", data, *settings], stderr=subprocess.DEVNULL, **who) as server:
+        if listens:
+            with (folder / "data" / "pg_hba.conf").open("a") as stream:
+                stream.write(f"host all all {listens}/24 trust\n")
+            under = [*under, "setpriv", f"--reuid={user.pw_uid}", f"--regid={user.pw_gid}", "--clear-groups"]
+        settings = ["-k", str(folder), "-c", f"listen_addresses={listens}", "-c", "fsync=off"]
+        command = [*under, "postgres", "-D", data, *settings]
+        options = {"cwd": folder} if under else who
+        with subprocess.Popen(command, stderr=subprocess.DEVNULL, **options) as server:
             try:
                 ready = ["psql", "-h", str(folder), "-U", "dagster", "-c", "SELECT 1", "postgres"]
                 wait_until(

@@ -87,11 +87,11 @@ def _gather(number: int, count: int, port: int, barrier: Barrier) -> list[Part]:
         },
         origin="the benchmark",
     )
-    parts = []
+    parts: list[Part] = []
     with closing(Machines(spec)) as machines:
         for attempt in (0, 1):
             with _timed(barrier, parts):
-                crew = machines.gather(attempt, threading.Event())
+                crew = machines.gather(attempt, threading.Event(), lambda: None)
             assert crew is not None, "nobody stops it"
             crew.__exit__(None, None, None)
     return parts

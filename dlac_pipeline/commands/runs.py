@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 from typing import Annotated
 
 import typer
@@ -103,6 +104,22 @@ def train(
     from dlac_pipeline.launchers.protocol import rendered
 
     OUT.print(rendered(request), markup=False, highlight=False, soft_wrap=True)
+
+
+@app.command()
+def rendezvous(
+    address: Annotated[str, typer.Argument(help="host:port; the same that the machines of a run are given.")],
+) -> None:
+    """Serve the rendezvous of runs on several machines, on one that outlives them; SIGTERM or Ctrl-C ends it.
+
+    Without this one of the machines serves it, and the others cannot meet while that one is away.
+    """
+    from dlac_pipeline.nodes.rendezvous import serve
+
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    serve(address, stop, lambda: OUT.print(f"serving the rendezvous at {address}", markup=False))
 
 
 def _with_launch(job: JobSpec, asked: dict[str, object]) -> JobSpec:

@@ -26,22 +26,8 @@ _MARGIN_S = 10
 """What a node gets on top of its ranks' time to leave."""
 _NAME_LENGTH = 30
 """Of a job; Kubernetes allows 63, with what TorchX and Volcano append."""
-_OURS = {
-    "nodes",
-    "ntasks",
-    "ntasks-per-node",
-    "signal",
-    "no-kill",
-    "job-name",
-    "partition",
-    "account",
-    "time",
-    "mem",
-} | {
-    "cpus-per-task",
-    "gpus-per-node",
-    "requeue",
-}
+_SIZES = {"nodes", "ntasks", "ntasks-per-node", "cpus-per-task", "gpus-per-node", "mem", "time"}
+_OURS = _SIZES | {"partition", "account", "signal", "no-kill", "requeue", "job-name"}
 """Options of sbatch that the job spec says otherwise."""
 _SLURM_ONLY = ("partition", "account", "options")
 _KUBERNETES_ONLY = ("queue", "namespace", "service_account", "priority_class", "mounts", "pod")
@@ -88,7 +74,6 @@ def scheduler_of(spec: JobSpec) -> Scheduler:
 
     Raises:
         SpecInvalid: it cannot do what the spec says.
-        BadInput: TorchX is not installed.
     """
     scheduler = Slurm() if spec.launch.on == "slurm" else Kubernetes(spec)
     scheduler.check(spec)

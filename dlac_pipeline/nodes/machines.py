@@ -6,9 +6,13 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from ipaddress import ip_address
 from typing import TYPE_CHECKING
 
+import psutil
+
+from dlac_pipeline.launch import GLOO_INTERFACE
 from dlac_pipeline.launch_spec import LaunchSpec
 from dlac_pipeline.nodes.crew import Crew, agreed, free_port
 from dlac_pipeline.nodes.shares import Offer, Share, usable_ranks
@@ -49,9 +53,11 @@ class Machines:
             met = self._rendezvous.join(stop, still_wanted)
             if met is None:
                 break
+            address = self._rendezvous.address
             offer = Offer(
                 host=socket.gethostname(),
-                address=self._rendezvous.address,
+                address=address,
+                interface=_chosen_interface(self._launch) or interface_of(address),
                 ranks=_ranks_here(self._launch),
                 attempt=attempt,
             )
@@ -82,6 +88,23 @@ def _told_by_errors() -> Iterator[None]:
         yield
     finally:
         del os.environ[_LOG_LEVEL]  # it is not for the ranks
+
+
+def _chosen_interface(launch: LaunchSpec) -> str:
+    return launch.env.get(GLOO_INTERFACE, "") or os.environ.get(GLOO_INTERFACE, "")
+
+
+def interface_of(address: str) -> str:
+    """The network interface with an address of this machine's; empty if that leads nowhere but here, or to none.
+
+    (A machine's own name often stands for a loopback address in its hosts file.)
+    """
+    with suppress(OSError):
+        found = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][4][0]
+        for name, addresses in psutil.net_if_addrs().items():
+            if any(each.address.partition("%")[0] == found for each in addresses):
+                return name if found == address or not ip_address(found).is_loopback else ""
+    return ""
 
 
 def _ranks_alone(launch: LaunchSpec, batch_size: int) -> int:

@@ -27,7 +27,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     create_handler,
 )
 
-from catalog.errors import NodesMissing
+from catalog.errors import NodesMissing, SpecInvalid
 from dlac_pipeline.launch_spec import LaunchSpec
 from dlac_pipeline.nodes.talk import Round
 
@@ -151,6 +151,24 @@ class Rendezvous:
         if not self._serves and not _answers(self._host, self._port):
             raise OSError(f"nobody answers at {self._launch.rendezvous!r}")
         return TCPStore(self._host, self._port, is_master=self._serves, wait_for_workers=False, timeout=patience)
+
+
+def serve(address: str, stop: threading.Event, on_ready: Callable[[], None]) -> None:
+    """Serve a rendezvous at host:port until told to stop, on a machine that outlives those that meet there.
+
+    Raises:
+        SpecInvalid: nothing can listen there, or somebody else does.
+    """
+    host, _, port = address.rpartition(":")
+    if not port.isdecimal() or not _serves_here(host, int(port)):
+        raise SpecInvalid(
+            f"expected host:port at which this machine can listen, found {address!r}: it is not an address of this machine, or "
+            "somebody listens there already"
+        )
+    store = TCPStore(host, int(port), is_master=True, wait_for_workers=False)
+    on_ready()
+    stop.wait()
+    del store
 
 
 def _serves_here(host: str, port: int) -> bool:

@@ -18,6 +18,8 @@ class Offer:
     """At which the others reach it."""
     ranks: int
     """That it can take."""
+    interface: str = ""
+    """Through which it talks to the others; empty: whichever the libraries choose."""
     attempt: int = 0
     """The last attempt of the run that it has heard of."""
 
@@ -34,6 +36,8 @@ class Share:
     address: str = "127.0.0.1"
     """The leader's, where ranks meet."""
     port: int = 0
+    interface: str = ""
+    """This machine's, through which its ranks talk to the others'; empty: whichever the libraries choose."""
 
 
 def usable_ranks(batch_size: int, available: int) -> int:
@@ -61,6 +65,7 @@ def shares(offers: Sequence[Offer], *, batch_size: int, port: int) -> list[Share
             node=node,
             address=offers[order[0]].address,
             port=port,
+            interface=offers[index].interface,
         )
         first += ranks
     return [found[index] for index in range(len(offers))]

@@ -132,12 +132,14 @@ class Talk:
 
     def _listen(self) -> None:
         store = self._round.store
-        for index, heard in self._heard.items():
-            if store.check([_said_by(index)]):
-                words = json.loads(store.get(_said_by(index)))
-                with self._lock:
-                    if words["beat"] != heard.words.get("beat"):
-                        heard.words, heard.at = words, time.monotonic()
+        there = self._there()
+        for index, said in zip(
+            there, store.multi_get([_said_by(index) for index in there]) if there else (), strict=True
+        ):
+            heard, words = self._heard[index], json.loads(said)
+            with self._lock:
+                if words["beat"] != heard.words.get("beat"):
+                    heard.words, heard.at = words, time.monotonic()
         with self._lock:
             wanted = sorted(self._wanted)
         for subject in wanted:
@@ -147,6 +149,15 @@ class Talk:
                     self._told[subject] = words
         if self._beat % _WAITING_EVERY == 0:
             self.waiting = self._round.waiting()
+
+    def _there(self) -> list[int]:
+        """The machines that have said something; one question to the store once all have."""
+        silent = [index for index, heard in self._heard.items() if not heard.words]
+        check = self._round.store.check
+        if silent and not check([_said_by(index) for index in silent]):
+            silent = [index for index in silent if not check([_said_by(index)])]
+            return [index for index in self._heard if index not in silent]
+        return [*self._heard]
 
 
 def _said_by(index: int) -> str:

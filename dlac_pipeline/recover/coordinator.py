@@ -17,7 +17,7 @@ from typing import Any
 
 from catalog.commits import Attempt, claim, quarantine
 from catalog.connect import Lakehouse
-from catalog.errors import CheckpointDamaged, NoRestorableCheckpoint, NoSuchRun
+from catalog.errors import CheckpointDamaged, NoRestorableCheckpoint, NoSuchRun, SteppedAside
 from catalog.ledger import HEAD_KINDS, Ledger, Row, checkpoint_rows, trains_nothing
 from dlac_pipeline.checkpoint.restore import Restored, restore
 from dlac_pipeline.checkpoint.store import Tiers, tiers_of
@@ -135,6 +135,20 @@ def take_over(
         claim_s=claimed - started,
         verify_s=time.monotonic() - claimed,
     )
+
+
+def check_current(lakehouse: Lakehouse, run: str, attempt: int | None) -> None:
+    """Check that `attempt`, if one is to be replaced, is still the current one.
+
+    Raises:
+        SteppedAside: it is not: somebody else took the run over.
+    """
+    current = Ledger(lakehouse).state(run).fence.attempt
+    if attempt is not None and current != attempt:
+        raise SteppedAside(
+            f"expected attempt {attempt} of run {run!r} to be the current one, found attempt {current}: another launch "
+            "owns the run; nothing to do"
+        )
 
 
 def _newest_whole(rows: list[Row], head: str | None, tiers: Tiers) -> tuple[Restored | None, dict[str, str]]:

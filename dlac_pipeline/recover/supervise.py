@@ -10,37 +10,29 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 from catalog import errors
 from catalog.connect import Lakehouse, connect
 from catalog.errors import (
-    BadInput,
     CatalogUnreachable,
-    CheckpointError,
-    DataFileUnreadable,
     DlacError,
-    LedgerError,
     NodesMissing,
-    NoProgress,
-    Preempted,
     RunBusy,
     RunFinished,
     SpecInvalid,
-    SteppedAside,
     StoreUnavailable,
     TrainingFailed,
 )
-from catalog.ledger import HEAD_KINDS, Ledger, RunState
+from catalog.ledger import Ledger, RunState
 from catalog.plans import get_plan
 from dlac_pipeline.checkpoint.store import tiers_of
 from dlac_pipeline.launch import HANG
 from dlac_pipeline.nodes.crew import VERDICT, Crew
 from dlac_pipeline.nodes.fleet import LOST
 from dlac_pipeline.nodes.machines import Machines
-from dlac_pipeline.plan.leg import Leg
 from dlac_pipeline.recover.attempt import (
     Ending,
     Event,
@@ -48,22 +40,18 @@ from dlac_pipeline.recover.attempt import (
     SupervisedAttempt,
     Supervision,
 )
-from dlac_pipeline.recover.causes import STUCK
-from dlac_pipeline.recover.coordinator import attempts_without_progress, rendezvous_of
-from dlac_pipeline.recover.incident import OPERATOR, Failure, ended_on_purpose, gave_up
+from dlac_pipeline.recover.coordinator import check_current, rendezvous_of
+from dlac_pipeline.recover.incident import OPERATOR, Failure, ended_on_purpose
+from dlac_pipeline.recover.judge import Judge
 from dlac_pipeline.recover.led import LedAttempt, Verdict
 from dlac_pipeline.recover.leg_choice import RESUME, Wish
 from dlac_pipeline.recover.patience import PATIENCE_S, waiting_for
 from dlac_pipeline.recover.run_lock import run_lock
-from dlac_pipeline.recover.same_rows import Deaths, rows_in_hand
-from dlac_pipeline.recover.unreadable import damaged_row_group
 from dlac_pipeline.spec import JobSpec
 from dlac_pipeline.starter import RankStarter
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
-_TERMINAL = (BadInput, LedgerError, CheckpointError, Preempted)
-"""Errors of a rank that another attempt would meet again, here and now."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,10 +95,9 @@ class Supervisor:
         self._leaves = threading.Event()
         self._replaces = replaces
         self._failure: Failure | None = None
-        self._attempts, self._fruitless = 0, 0
-        self._deaths = Deaths(spec.launch.deaths_at_same_rows)
+        self._attempts, self._step = 0, 0
         self._lock = ExitStack()
-        self._holds_lock = False
+        self._holds_lock, self._was_led = False, False
 
     def stop(self) -> None:
         """Ask for an orderly end: checkpoint, then leave, within the grace period. Safe from signal handlers."""
@@ -141,7 +128,7 @@ class Supervisor:
         except (CatalogUnreachable, StoreUnavailable, RunBusy):
             if not self._stop.is_set() or self._attempts:
                 raise
-            return Outcome(ending="stopped", attempts=0, step=0)  # told so while it waited for what is away or held
+            return self._outcome("stopped")  # told so while it waited for what is away or held
 
     def _run(self) -> Outcome:
         spec = self._spec
@@ -160,22 +147,26 @@ class Supervisor:
                 launched_at=self._launched_at,
                 launched_by=self._launched_by,
             )
+            judge = Judge(supervision)
             while True:
                 try:
-                    crew = self._gathered(machines, lakehouse)
+                    crew = self._gathered(machines, lakehouse, judge)
                 except RunFinished as err:
                     ended = self._finished_before(lakehouse, err)
                     return Outcome(ending="finished", attempts=self._attempts, step=ended.step)
                 if crew is None:
-                    return Outcome(ending="stopped", attempts=self._attempts, step=0)
+                    return self._outcome("stopped")
                 with crew:
-                    outcome = self._lead(supervision, crew) if crew.leads else self._be_led(supervision, crew)
+                    outcome = self._lead(supervision, crew, judge) if crew.leads else self._be_led(supervision, crew)
                     if outcome is not None:
                         return outcome
                     if crew.cut_off:
                         machines.cut_off()
 
-    def _gathered(self, machines: Machines, lakehouse: Lakehouse) -> Crew | None:
+    def _outcome(self, ending: Ending) -> Outcome:
+        return Outcome(ending=ending, attempts=self._attempts, step=self._step)
+
+    def _gathered(self, machines: Machines, lakehouse: Lakehouse, judge: Judge) -> Crew | None:
         """The machines of the next attempt; None: told to stop meanwhile.
 
         Raises:
@@ -186,10 +177,10 @@ class Supervisor:
             return machines.gather(self._replaces or 0, self._stop, lambda: self._check_unfinished(lakehouse))
         except NodesMissing:
             if self._failure is not None and self._replaces is not None and self._holds_lock:
-                self._record_gave_up(lakehouse, self._failure, self._replaces)
+                judge.record_gave_up(self._failure, self._replaces)
             raise
 
-    def _lead(self, supervision: Supervision, crew: Crew) -> Outcome | None:
+    def _lead(self, supervision: Supervision, crew: Crew, judge: Judge) -> Outcome | None:
         """An attempt, and what is decided of it for all its machines; None: another one follows."""
         try:
             self._hold_lock(supervision.lakehouse)
@@ -197,7 +188,8 @@ class Supervisor:
                 supervision, crew, wish=self._wish, replaces=self._replaces, failure=self._failure
             )
             self._attempts += 1
-            verdict = self._decided(supervision.lakehouse, attempt)
+            verdict = self._decided(supervision.lakehouse, attempt, judge)
+            self._step = verdict.step
         except DlacError as err:
             crew.tell(VERDICT, Verdict(error=(type(err).__name__, str(err))).words())
             crew.part()
@@ -207,16 +199,16 @@ class Supervisor:
             crew.part()
         elif not self._stop.is_set():
             return None
-        return Outcome(ending=verdict.ending or "stopped", attempts=self._attempts, step=verdict.step)
+        return self._outcome(verdict.ending or "stopped")
 
     def _be_led(self, supervision: Supervision, crew: Crew) -> Outcome | None:
         """An attempt that another machine leads, and decides; None: another one follows."""
         self._lock.close()
-        self._holds_lock = False
+        self._holds_lock, self._was_led = False, True
         self._attempts += 1
         verdict = LedAttempt(supervision, crew, attempt=self._replaces or 0).run()
         self._replaces = verdict.attempt or self._replaces
-        self._failure = verdict.again
+        self._failure, self._step = verdict.again, verdict.step
         if verdict.again is None:
             crew.part()
         if verdict.error is not None:
@@ -224,9 +216,9 @@ class Supervisor:
             raise getattr(errors, kind)(message)
         if verdict.again is not None and not self._stop.is_set():
             return None
-        return Outcome(ending=verdict.ending or "stopped", attempts=self._attempts, step=verdict.step)
+        return self._outcome(verdict.ending or "stopped")
 
-    def _decided(self, lakehouse: Lakehouse, attempt: SupervisedAttempt) -> Verdict:
+    def _decided(self, lakehouse: Lakehouse, attempt: SupervisedAttempt, judge: Judge) -> Verdict:
         """Run an attempt, and decide whether another one follows.
 
         Raises:
@@ -240,7 +232,7 @@ class Supervisor:
         except CatalogUnreachable:
             if attempt.number or not self._stop.is_set():
                 raise
-            return Verdict(ending="stopped")  # told so while it waited for the catalog; nothing was claimed
+            return Verdict(ending="stopped", step=self._step)  # told so while it waited; nothing was claimed
         if isinstance(ending, str):
             if ending == "stopped" and self._leaves.is_set() and attempt.others:
                 left = ended_on_purpose(f"leaving: node {socket.gethostname()}", step=attempt.step)
@@ -248,10 +240,12 @@ class Supervisor:
             return Verdict(ending=ending, attempt=attempt.number, step=attempt.step)
         self._replaces = attempt.number
         if isinstance(ending, Regather):
-            self._failure, self._fruitless = ending.why, 0
+            self._failure = ending.why
+            judge.went_on()
         else:
             self._failure = ending
-            self._judge(lakehouse, attempt, ending)
+            left_out = judge.left_out_behind(attempt, ending)
+            self._wish = replace(self._wish, unreadable=(*self._wish.unreadable, *left_out))
         return Verdict(again=self._failure, attempt=attempt.number, step=attempt.step)
 
     def _finished_before(self, lakehouse: Lakehouse, err: RunFinished) -> Verdict:
@@ -263,25 +257,11 @@ class Supervisor:
         end = self._patiently(Ledger(lakehouse).rows, self._spec.run, kinds=("finish",))[-1]
         return Verdict(ending="finished", attempt=end["attempt"], step=end["step"])
 
-    def _judge(self, lakehouse: Lakehouse, attempt: SupervisedAttempt, failure: Failure) -> None:
-        """Raise if no attempt is to follow this failure; else have the next one leave out what it must."""
-        limit = self._spec.launch.attempts_without_progress
-        self._fruitless = 0 if attempt.committed else self._fruitless + 1
-        self._raise_if_final(failure)
-        if self._patiently(self._left_out, lakehouse, failure, attempt.leg):
-            self._fruitless = 0
-        elif self._deaths.died(failure, committed=attempt.committed):
-            self._patiently(self._quarantine, lakehouse, failure, attempt)
-            self._fruitless = 0
-        if self._fruitless >= limit:  # a commit can land and its event be lost
-            rows = self._patiently(Ledger(lakehouse).rows, self._spec.run, kinds=HEAD_KINDS)
-            counted = attempts_without_progress(rows)
-            self._fruitless = min(self._fruitless, counted)
-        if self._fruitless >= limit and not (self._deaths.undecided and self._deaths.count >= self._fruitless):
-            self._give_up(lakehouse, failure, attempt.number)
-
     def _hold_lock(self, lakehouse: Lakehouse) -> None:
-        """Refuse, or replace, another launch of the run on this machine; held until another machine leads."""
+        """Refuse, or replace, another launch of the run on this machine; held until another machine leads.
+
+        Where machines share the local folder, one that led and is cut off may hold it still: who was led by it does not wait.
+        """
         if self._holds_lock:
             return
         spec, replaces = self._spec, self._checked_target(lakehouse)
@@ -289,29 +269,12 @@ class Supervisor:
             spec.checkpoint.local,
             spec.run,
             wait_s=self._wait_s,
-            takeover=self._takeover,
-            may_replace=lambda: self._patiently(_check_current, lakehouse, spec.run, replaces),
+            takeover=self._takeover or self._was_led,
+            may_replace=lambda: self._patiently(check_current, lakehouse, spec.run, replaces),
             stop=self._stop,
         )
         self._lock.enter_context(lock)
         self._replaces, self._holds_lock = replaces, True
-
-    def _left_out(self, lakehouse: Lakehouse, failure: Failure, leg: Leg | None) -> bool:
-        """Whether the attempt died on a row group that the next one leaves out.
-
-        Raises:
-            DataFileUnreadable: it is damaged, and the policy is to stop.
-        """
-        if leg is None or "row_group" not in failure.detail:
-            return False
-        found = damaged_row_group(lakehouse, self._spec, leg, failure.detail["path"], failure.detail["row_group"])
-        if found is None:
-            return False
-        if found.policy == "fail":
-            raise DataFileUnreadable(failure.message)
-        self._wish = replace(self._wish, unreadable=(*self._wish.unreadable, found.unreadable))
-        self._on_event({"run": self._spec.run, "event": "quarantine", **asdict(found.unreadable)})
-        return True
 
     def _checked_target(self, lakehouse: Lakehouse) -> int | None:
         """The attempt that is replaced, fixed before waiting for anybody: who comes second steps aside, and fences nobody.
@@ -328,7 +291,7 @@ class Supervisor:
         if target is not None and meets:
             claims = self._patiently(ledger.rows, self._spec.run, kinds=("claim",))
             target = state.fence.attempt if meets == rendezvous_of(claims, state.fence.attempt) else target
-        self._patiently(_check_current, lakehouse, self._spec.run, target)
+        self._patiently(check_current, lakehouse, self._spec.run, target)
         return target
 
     def _check_unfinished(self, lakehouse: Lakehouse) -> None:
@@ -346,62 +309,9 @@ class Supervisor:
             call, *args, **kwargs
         )
 
-    def _quarantine(self, lakehouse: Lakehouse, failure: Failure, attempt: SupervisedAttempt) -> None:
-        """Have the next attempt leave out the rows that the last ones had in hand when they died."""
-        assert attempt.leg is not None, "it has trained"
-        step = failure.in_hand
-        times = self._spec.launch.deaths_at_same_rows
-        reason = f"{times} attempts in a row died in step {step} with these rows in hand; the last one: {failure.cause}"
-        rows = rows_in_hand(lakehouse, self._spec, attempt.leg, step=step, folder=attempt.folder, reason=reason)
-        self._wish = replace(self._wish, unreadable=(*self._wish.unreadable, *rows))
-        told = {"row_groups": len(rows), "rows": sum(len(each.positions) for each in rows), "reason": reason}
-        self._on_event({"run": self._spec.run, "event": "quarantine", "step": step, **told})
-
-    def _raise_if_final(self, failure: Failure) -> None:
-        """Raise what a rank died of if another attempt would meet it again, or if none is wanted."""
-        kind = getattr(errors, failure.kind, None)
-        if isinstance(kind, type) and issubclass(kind, _TERMINAL):
-            raise kind(failure.message)
-        if self._stop.is_set():
-            what = (
-                "the ranks were asked to leave and did not"
-                if failure.kind == STUCK
-                else "an attempt that was to end failed"
-            )
-            raise TrainingFailed(
-                f"{what}: {failure.cause}; what is committed is kept, start the run again to go on behind it"
-            )
-
-    def _give_up(self, lakehouse: Lakehouse, failure: Failure, attempt: int) -> None:
-        self._record_gave_up(lakehouse, failure, attempt)
-        raise NoProgress(
-            f"{self._fruitless} attempts in a row of run {self._spec.run!r} committed nothing; the last one: {failure.cause}; "
-            "read its logs, mend the cause, then train again"
-        )
-
-    def _record_gave_up(self, lakehouse: Lakehouse, failure: Failure, attempt: int) -> None:
-        try:
-            gave_up(lakehouse, self._spec.run, attempt, failure)
-        except DlacError as err:
-            self._on_event({"run": self._spec.run, "event": "warning", "message": f"giving up was not recorded: {err}"})
-
 
 def _raise_if_finished(state: RunState) -> None:
     if state.finished:
         raise RunFinished(
             f"run {state.run!r} is finished at checkpoint {state.fence.head!r} and takes no more attempts"
-        )
-
-
-def _check_current(lakehouse: Lakehouse, run: str, attempt: int | None) -> None:
-    """Check that `attempt`, if one is to be replaced, is still the current one.
-
-    Raises:
-        SteppedAside: it is not: somebody else took the run over.
-    """
-    current = Ledger(lakehouse).state(run).fence.attempt
-    if attempt is not None and current != attempt:
-        raise SteppedAside(
-            f"expected attempt {attempt} of run {run!r} to be the current one, found attempt {current}: another launch "
-            "owns the run; nothing to do"
         )

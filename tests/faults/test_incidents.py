@@ -35,3 +35,15 @@ def test_rows_replayed_are_counted_not_estimated(arena: Arena) -> None:
     assert dlac("incidents", "nobody", home=arena.home).returncode == 64
     assert launch.of("failure")[0]["phase"] == "checkpoint"
     assert [each.outcome for each in recoveries_of(arena.lakehouse, "r")] == ["resumed"]
+
+
+@pytest.mark.soak
+def test_a_coordinator_that_dies_behind_the_end_of_the_run_has_finished_it(arena: Arena) -> None:
+    """The next attempt finds nothing to claim: the launch ends well, at the last step, and nothing is trained again."""
+    arena.table(appends=(300,))
+    sabotage = {"env": {"SABOTAGE": "kill-after-finish@10"}}
+    launch = arena.launch(arena.spec("r", "train_sabotaged.py", passes=1, every_steps=4, **sabotage))
+    assert launch.wait() == 0, launch.stderr
+    (ended,) = launch.of("ended")
+    assert (ended["ending"], ended["step"], ended["attempts"]) == ("finished", 10, 2)
+    assert len(arena.rows("r", "claim")) == 1

@@ -1,7 +1,7 @@
 """train_tiny, whose coordinator kills or stops itself around one commit of the run's first attempt, or of $SABOTAGED_ATTEMPT.
 
 $SABOTAGE is WHAT@STEP: kill-before-commit, kill-after-commit, sleep-before-commit or stop-before-commit (between reading
-the fence and committing) at the checkpoint of that step.
+the fence and committing) at the checkpoint of that step; kill-after-finish behind the end of the run at that step.
 """
 
 import os
@@ -14,9 +14,11 @@ import train_tiny  # type: ignore[import-not-found]  # the rank puts this folder
 import catalog.commits
 from catalog.commits import Attempt
 from catalog.ledger import Ledger, RunState
+from dlac_pipeline import worker
 from dlac_pipeline.checkpoint import committing
 
 _commit = catalog.commits.commit_checkpoint
+_finish = catalog.commits.finish
 _check_mine = catalog.commits.check_mine
 _armed = False
 
@@ -46,7 +48,16 @@ def sabotaged_check(state: RunState, attempt: Attempt) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
 
 
+def sabotaged_finish(ledger: Ledger, attempt: Attempt, *, step: int) -> RunState:
+    """The real end of the run, and then the coordinator's."""
+    state = _finish(ledger, attempt, step=step)
+    if os.environ["SABOTAGE"] == f"kill-after-finish@{step}":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return state
+
+
 if __name__ == "__main__":
+    worker.finish = sabotaged_finish  # type: ignore[attr-defined]  # replaced where it is used
     committing.commit_checkpoint = sabotaged_commit  # type: ignore[attr-defined]  # replaced where it is used
     catalog.commits.check_mine = sabotaged_check
     train_tiny.main()

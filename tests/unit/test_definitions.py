@@ -95,3 +95,10 @@ def test_a_run_configuration_without_a_job_spec_has_none() -> None:
     others: list[object] = [None, [], {"job": None}, {"job": {"config": None}}, {"job": {"config": {"spec": "r"}}}]
     for below in others:
         assert raw_spec_of({"resources": below}) is None
+
+
+def test_a_training_job_audits_and_reads_again_and_rehearses_nothing() -> None:
+    """A rehearsal costs a launch: it has a job of its own."""
+    for name, before in (("train_job", {"pinned_snapshot", "work_plan"}), ("recover_job", set())):
+        steps = {node.name for node in defs.resolve_job_def(name).nodes}
+        assert steps == {*before, "model_checkpoint", "consumption_audit", "model_checkpoint_checkpoint_restorable"}

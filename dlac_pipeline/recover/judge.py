@@ -1,0 +1,128 @@
+"""What follows an attempt that failed: another one, what that leaves out, or the end of the run.
+
+In: attempts and what they failed of. Out: row groups and rows to leave out, or the error that the run ends with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from catalog import errors
+from catalog.errors import (
+    BadInput,
+    CatalogUnreachable,
+    CheckpointError,
+    DataFileUnreadable,
+    DlacError,
+    LedgerError,
+    NoProgress,
+    Preempted,
+    StoreUnavailable,
+    TrainingFailed,
+)
+from catalog.ledger import HEAD_KINDS, Ledger
+from dlac_pipeline.plan.follow import Unreadable
+from dlac_pipeline.plan.leg import Leg
+from dlac_pipeline.recover.attempt import SupervisedAttempt, Supervision
+from dlac_pipeline.recover.causes import STUCK
+from dlac_pipeline.recover.coordinator import attempts_without_progress
+from dlac_pipeline.recover.incident import Failure, gave_up
+from dlac_pipeline.recover.patience import PATIENCE_S, waiting_for
+from dlac_pipeline.recover.same_rows import Deaths, rows_in_hand
+from dlac_pipeline.recover.unreadable import damaged_row_group
+
+_TERMINAL = (BadInput, LedgerError, CheckpointError, Preempted)
+"""Errors of a rank that another attempt would meet again, here and now."""
+
+
+class Judge:
+    """Of the attempts of one supervisor."""
+
+    def __init__(self, supervision: Supervision) -> None:
+        self._supervision = supervision
+        self._spec = supervision.spec
+        self._lakehouse = supervision.lakehouse
+        self._fruitless = 0
+        self._deaths = Deaths(self._spec.launch.deaths_at_same_rows)
+
+    def went_on(self) -> None:
+        """An attempt ended on purpose, for others to go on."""
+        self._fruitless = 0
+
+    def left_out_behind(self, attempt: SupervisedAttempt, failure: Failure) -> Sequence[Unreadable]:
+        """What the attempt that follows leaves out beside what it does already.
+
+        Raises:
+            NoProgress: none follows, for attempt after attempt has committed nothing.
+            DlacError: none follows, for it would end as this one, or none is wanted.
+        """
+        self._fruitless = 0 if attempt.committed else self._fruitless + 1
+        self._raise_if_final(failure)
+        patiently = waiting_for(CatalogUnreachable, StoreUnavailable, within_s=PATIENCE_S, stop=self._supervision.stop)
+        left_out: Sequence[Unreadable] = patiently(self._damaged, failure, attempt.leg)
+        if not left_out and self._deaths.died(failure, committed=attempt.committed):
+            left_out = patiently(self._quarantined, attempt, failure)
+        if left_out:
+            self._fruitless = 0
+        limit = self._spec.launch.attempts_without_progress
+        if self._fruitless >= limit:  # a commit can land and its event be lost
+            rows = patiently(Ledger(self._lakehouse).rows, self._spec.run, kinds=HEAD_KINDS)
+            self._fruitless = min(self._fruitless, attempts_without_progress(rows))
+        if self._fruitless >= limit and not (self._deaths.undecided and self._deaths.count >= self._fruitless):
+            self.record_gave_up(failure, attempt.number)
+            raise NoProgress(
+                f"{self._fruitless} attempts in a row of run {self._spec.run!r} committed nothing; the last one: "
+                f"{failure.cause}; read its logs, mend the cause, then train again"
+            )
+        return left_out
+
+    def record_gave_up(self, failure: Failure, attempt: int) -> None:
+        """Write down that no attempt follows the one that failed last."""
+        try:
+            gave_up(self._lakehouse, self._spec.run, attempt, failure)
+        except DlacError as err:
+            self._say({"event": "warning", "message": f"giving up was not recorded: {err}"})
+
+    def _raise_if_final(self, failure: Failure) -> None:
+        """Raise what a rank died of if another attempt would meet it again, or if none is wanted."""
+        kind = getattr(errors, failure.kind, None)
+        if isinstance(kind, type) and issubclass(kind, _TERMINAL):
+            raise kind(failure.message)
+        if self._supervision.stop.is_set():
+            stuck = "the ranks were asked to leave and did not"
+            what = stuck if failure.kind == STUCK else "an attempt that was to end failed"
+            raise TrainingFailed(
+                f"{what}: {failure.cause}; what is committed is kept, start the run again to go on behind it"
+            )
+
+    def _damaged(self, failure: Failure, leg: Leg | None) -> Sequence[Unreadable]:
+        """The row group on which the attempt died, if the next one leaves it out.
+
+        Raises:
+            DataFileUnreadable: it is damaged, and the policy is to stop.
+        """
+        if leg is None or "row_group" not in failure.detail:
+            return ()
+        found = damaged_row_group(self._lakehouse, self._spec, leg, failure.detail["path"], failure.detail["row_group"])
+        if found is None:
+            return ()
+        if found.policy == "fail":
+            raise DataFileUnreadable(failure.message)
+        self._say({"event": "quarantine", **asdict(found.unreadable)})
+        return (found.unreadable,)
+
+    def _quarantined(self, attempt: SupervisedAttempt, failure: Failure) -> Sequence[Unreadable]:
+        """The rows that the last attempts had in hand when they died."""
+        assert attempt.leg is not None, "it has trained"
+        step = failure.in_hand
+        times = self._spec.launch.deaths_at_same_rows
+        reason = f"{times} attempts in a row died in step {step} with these rows in hand; the last one: {failure.cause}"
+        rows = rows_in_hand(self._lakehouse, self._spec, attempt.leg, step=step, folder=attempt.folder, reason=reason)
+        told = {"row_groups": len(rows), "rows": sum(len(each.positions) for each in rows), "reason": reason}
+        self._say({"event": "quarantine", "step": step, **told})
+        return rows
+
+    def _say(self, event: dict[str, Any]) -> None:
+        self._supervision.on_event({"run": self._spec.run, **event})

@@ -1,0 +1,30 @@
+from __future__ import annotations
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's __init__ does not re-export by name
+
+from dlac_pipeline.nodes.talk import Round, Talk
+from tests.conftest import wait_until
+
+
+def test_machines_hear_each_other_as_soon_as_they_speak() -> None:
+    """Who has not spoken yet keeps nobody from hearing the others, and what is said last stands."""
+    store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+
+    def talk(index: int) -> Talk:
+        other = TCPStore("127.0.0.1", store.port, None, False, wait_for_workers=False)
+        met = Round(index=index, count=3, store=other, waiting=lambda: 0)
+        return Talk(met, {"said": index}, patience_s=1.0)
+
+    first, second = talk(0), talk(1)
+    wait_until(lambda: first.words(1).get("said") == 1, what="the second machine's words", within_s=10)
+    assert first.words(2) == {}
+    third = talk(2)
+    second.say({"said": "more"})
+    wait_until(lambda: first.words(2).get("said") == 2, what="the third machine's words", within_s=10)
+    wait_until(lambda: third.words(1).get("said") == "more", what="what was said later", within_s=10)
+    second.end()
+    wait_until(lambda: first.lost(1), what="the second machine to be lost", within_s=10)
+    assert not first.lost(2)
+    assert not first.cut_off
+    for machine in (first, third):
+        machine.end()
