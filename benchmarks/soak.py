@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.figures import Figure, report
-from benchmarks.soak_faults.account import left_of, runs_of, wait_for_dagster
+from benchmarks.soak_faults.account import launches_of, left_of, runs_of, wait_for_dagster
 from benchmarks.soak_faults.choosing import KINDS, Choice, choose
 from benchmarks.soak_faults.healing import Fault, Wound, heal, strike
 from benchmarks.soak_faults.lab import RUNS, Lab, open_lab
@@ -29,7 +29,7 @@ from benchmarks.soak_faults.told import tell
 from catalog.errors import DlacError
 
 _PAGE = Path(__file__).parents[1] / "docs" / "soak.md"
-_STEPS, _QUICK_STEPS = 1_500, 600
+_STEPS, _QUICK_STEPS = 1_200, 600
 """Of one run."""
 _FINISHED_WITHIN_S = 900.0
 _NEEDS_MOUNT = ("store full",)
@@ -79,6 +79,7 @@ class Campaign:
             "skipped": self._skipped,
             "runs": [],
             "left": {},
+            "launch_folders": {},
             "failed": "",
             "minutes_taken": 0.0,
         }
@@ -93,8 +94,9 @@ class Campaign:
             unfinished = wait_for_dagster(self._lab)
             self._lab.stop_daemon()
             tell(self._lab.lakehouse, self._faults)
-            self._told["left"] = {**left_of(self._lab), "Dagster runs": unfinished}
             self._told["runs"] = [one.to_json() for one in runs_of(self._lab, reference)]
+            self._told["left"] = {**left_of(self._lab), "Dagster runs": unfinished}
+            self._told["launch_folders"] = launches_of(self._lab)
         except DlacError as err:
             self._told["failed"] = f"{type(err).__name__}: {err}"
         self._keep()

@@ -30,7 +30,7 @@ from dlac_pipeline.recover.signs import is_held
 
 _RECORDED_SQL = Path(__file__).parents[2] / "tests" / "recorded.sql"
 """From advances to row ids, without the code that made the order."""
-_GONE_WITHIN_S = 120.0
+_GONE_WITHIN_S = 180.0
 """A code server whose daemon was killed ends when it has heard nothing of it for so long as Dagster says (45 s)."""
 
 
@@ -69,18 +69,27 @@ def runs_of(lab: Lab, reference: Sequence[float]) -> list[RunAccount]:
 
 
 def left_of(lab: Lab) -> dict[str, list[str]]:
-    """What is left that should not be, by what it is; Dagster must have ended."""
+    """What is left that should not be, by what it is; Dagster must have ended, and upkeep have been done."""
     _wait(lambda: not _processes(lab.home))
     return {
         "processes": _processes(lab.home),
         "locks": [one.run for one in lab.trainees if is_held(lock_path(one.spec.checkpoint.local, one.run))],
         "stage folders": [folder for one in lab.trainees for folder in _stages(one)],
-        "launch folders": [folder for one in lab.trainees for folder in _launches(one)],
         "temporary files": _temporary(lab.store),
         "table files": [
             f"{gone.files} of {name}" for name in TABLES if (gone := remove_orphans(lab.lakehouse, name)).files
         ],
     }
+
+
+def launches_of(lab: Lab) -> dict[str, int]:
+    """Launch folders, which have the logs of a launch and stay: how many, and how many of launches that never claimed the run."""
+    folders, named = set(), set()
+    for trainee in lab.trainees:
+        claims = trainee.rows("claim")
+        named |= {launch_folder_of(claims, row["attempt"]) for row in claims}
+        folders |= {str(folder) for folder in trainee.folder.glob("launch-*/")}
+    return {"all": len(folders), "unclaimed": len(folders - named)}
 
 
 def wait_for_dagster(lab: Lab) -> list[str]:
@@ -170,13 +179,6 @@ def _stages(trainee: Trainee) -> list[str]:
     kept = {name_of(row["manifest_uri"]) for each, row in checkpoints.items() if each not in retired}
     stages = {f"{stage.parent.name}/{stage.name}" for stage in trainee.folder.glob("attempt-*/*")}
     return [f"{trainee.run}/{name}" for name in sorted(stages - kept)]
-
-
-def _launches(trainee: Trainee) -> list[str]:
-    """Launch folders, which have the logs of an attempt, that no claim names."""
-    claims = trainee.rows("claim")
-    named = {launch_folder_of(claims, row["attempt"]) for row in claims}
-    return sorted(str(folder) for folder in trainee.folder.glob("launch-*/") if str(folder) not in named)
 
 
 def _temporary(store: Path) -> list[str]:

@@ -27,7 +27,7 @@ RUNS = 2
 _MODES = ("synchronous", "asynchronous")
 _SCRIPT = Path(__file__).parents[1] / "programs" / "soak_rank.py"
 _BATCH, _PASSES, _EVERY_STEPS, _KEEP_LAST = 32, 2, 10, 4
-_SETTINGS = "[recovery]\nlost_after_s = 20\nwait_for_old_launch_s = 2\n"
+_SETTINGS = "[recovery]\nlost_after_s = 45\nwait_for_old_launch_s = 2\n"
 _TICK_S = 0.25
 
 

@@ -19,6 +19,7 @@ def page_of(campaign: Told) -> str:
     runs: list[Told] = campaign["runs"]
     left = [f"{name}: {', '.join(found)}" for name, found in campaign["left"].items() if found]
     quarantined = sum(fault["told"]["quarantined"] for fault in faults)
+    launches = {"all": 0, "unclaimed": 0, **campaign["launch_folders"]}
     skipped = ", ".join(campaign["skipped"])
     lines = [
         "# Self-healing soak",
@@ -40,8 +41,10 @@ def page_of(campaign: Told) -> str:
         f"- Audit exact: {_count(runs, 'audit_exact')}. Rows in the training function's own journal are those that the ledger "
         f"names: {_count(runs, 'journal_agrees')}. Losses bit-identical to those of a run without faults: "
         f"{_count(runs, 'losses_identical')}.",
-        f"- Left over (processes, locks, stage and launch folders, temporary files, files of tables, Dagster runs): "
-        f"{'; '.join(left) or 'nothing'}.",
+        f"- Left over (processes, locks, stage folders, temporary files, files that no table names behind an upkeep, Dagster "
+        f"runs): {'; '.join(left) or 'nothing'}.",
+        f"- Launch folders, which hold the logs of each launch and which nobody removes: {launches['all']}, of which "
+        f"{launches['unclaimed']} are of launches that died before they had claimed their run.",
         *([f"- Could not be done on that machine: {skipped}."] if skipped else []),
         "",
         "## By kind",

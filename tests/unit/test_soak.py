@@ -83,7 +83,16 @@ def test_a_fault_that_was_not_healed_and_what_is_left_are_said() -> None:
     run = {"attempts": 1, "finished": True, "audit_exact": False, "journal_agrees": True, "losses_identical": True}
     where = {"minutes_taken": 1.0, "seed": 1, "day": "2026-11-22", "machine": "2 cores", "skipped": ["store full"]}
     left = {"locks": ["soak-001"], "processes": []}
-    page = page_of({"faults": [fault], "runs": [run], "left": left, "failed": "TrainingFailed: stuck", **where})
+    page = page_of(
+        {
+            "faults": [fault],
+            "runs": [run],
+            "left": left,
+            "launch_folders": {},
+            "failed": "TrainingFailed: stuck",
+            **where,
+        }
+    )
     for said in (
         "TrainingFailed: stuck",
         "Healed: 0 of 1",
