@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import platform
+import signal
 import statistics
 import sys
 import tempfile
@@ -51,6 +52,9 @@ def main() -> int:
     if asked.docs:
         _PAGE.write_text(page_of(json.loads(asked.docs.read_text())))
         return 0
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
+    )  # nothing is left of a campaign that is ended
     minutes, faults = (0.0, len(KINDS)) if asked.quick else (asked.minutes, asked.faults)
     with ExitStack() as stack:
         home = asked.home or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dlac-soak-"))) / "home"

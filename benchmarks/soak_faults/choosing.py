@@ -6,7 +6,7 @@ import random
 from collections.abc import Collection
 from dataclasses import dataclass
 
-_WHILE_RECOVERING = 0.25
+_WHILE_RECOVERING = 0.5
 """Share of the faults that can, which strike while the one before is still being recovered from."""
 
 
