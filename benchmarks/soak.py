@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.figures import Figure, report
-from benchmarks.soak_faults.account import launches_of, left_of, runs_of, wait_for_dagster
+from benchmarks.soak_faults.account import launches_of, left_of, runs_of, trainers_of, wait_for_dagster
 from benchmarks.soak_faults.choosing import KINDS, Choice, choose
 from benchmarks.soak_faults.healing import Fault, Wound, heal, strike
 from benchmarks.soak_faults.lab import RUNS, Lab, open_lab
@@ -52,9 +52,7 @@ def main() -> int:
     if asked.docs:
         _PAGE.write_text(page_of(json.loads(asked.docs.read_text())))
         return 0
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
-    )  # nothing is left of a campaign that is ended
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # behind what cleans up
     minutes, faults = (0.0, len(KINDS)) if asked.quick else (asked.minutes, asked.faults)
     with ExitStack() as stack:
         home = asked.home or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dlac-soak-"))) / "home"
@@ -95,11 +93,11 @@ class Campaign:
             self._began = time.time()
             self._strike_all()
             self._lab.finish(_FINISHED_WITHIN_S)
-            unfinished = wait_for_dagster(self._lab)
+            left = {"Dagster runs": wait_for_dagster(self._lab), "trainers": trainers_of(self._lab)}
             self._lab.stop_daemon()
             tell(self._lab.lakehouse, self._faults)
             self._told["runs"] = [one.to_json() for one in runs_of(self._lab, reference)]
-            self._told["left"] = {**left_of(self._lab), "Dagster runs": unfinished}
+            self._told["left"] = {**left, **left_of(self._lab)}
             self._told["launch_folders"] = launches_of(self._lab)
         except DlacError as err:
             self._told["failed"] = f"{type(err).__name__}: {err}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -101,6 +102,16 @@ def wait_for_dagster(lab: Lab) -> list[str]:
 
     _wait(lambda: not waited_for())
     return waited_for()
+
+
+def trainers_of(lab: Lab) -> list[str]:
+    """Processes that train although all runs are finished; asked while Dagster runs, whose end would be theirs."""
+
+    def training() -> list[str]:
+        return [one for one in _processes(lab.home) if re.search(r"dlac_pipeline|: dlac ", one)]
+
+    _wait(lambda: not training())
+    return training()
 
 
 def _wait(holds: Callable[[], bool]) -> None:
