@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import psutil
-from dagster._core.scheduler.instigation import TickStatus
 
 from benchmarks.soak_faults.choosing import KINDS, Choice
 from benchmarks.soak_faults.lab import Lab
@@ -75,26 +74,34 @@ def strike(lab: Lab, choice: Choice, behind: Wound | None) -> Wound:
     Raises:
         TrainingFailed: there is nothing for too long.
     """
-    kind, chance = KINDS[choice.kind], random.Random(choice.seed)
+    chance = random.Random(choice.seed)
     time.sleep(chance.uniform(0.0, 3.0) if behind else chance.uniform(0.0, 0.2))
     deadline = time.monotonic() + _FOUND_WITHIN_S
     while True:
-        training = lab.training()
-        trainee = behind.trainees[0] if behind else training[choice.run % len(training)] if training else None
-        if trainee is not None:
-            struck_runs = training if kind.every_run else [trainee]
-            before = {one.run: one.seen() for one in struck_runs}
-            step = trainee.live.step()
-            with suppress(psutil.NoSuchProcess):  # gone between the look and the strike
-                struck = STRIKES[choice.kind](lab, trainee, chance)
-                if struck is not None:
-                    break
+        with suppress(psutil.NoSuchProcess):  # gone between the look and the strike
+            wound = _struck(lab, choice, behind, chance)
+            if wound is not None:
+                return wound
         if time.monotonic() > deadline:
             raise TrainingFailed(
                 f"expected a run for fault {choice.number} ({choice.kind}) within {_FOUND_WITHIN_S:.0f} s, found none: "
                 f"{_standing(lab.trainees[-2:])}"
             )
         lab.tend()
+
+
+def _struck(lab: Lab, choice: Choice, behind: Wound | None, chance: random.Random) -> Wound | None:
+    """Strike, if there is something to strike now."""
+    training = lab.training()
+    trainee = behind.trainees[0] if behind else training[choice.run % len(training)] if training else None
+    if trainee is None:
+        return None
+    trainees = training if KINDS[choice.kind].every_run else [trainee]
+    before = {one.run: one.seen() for one in trainees}
+    step = trainee.live.step()
+    struck = STRIKES[choice.kind](lab, trainee, chance)
+    if struck is None:
+        return None
     fault = Fault(
         number=choice.number,
         kind=choice.kind,
@@ -105,9 +112,9 @@ def strike(lab: Lab, choice: Choice, behind: Wound | None) -> Wound:
         during=behind.fault.number if behind else None,
         struck_at=struck.at,
         lifted_at=struck.lifted_at,
-        runs=[one.run for one in struck_runs],
+        runs=[one.run for one in trainees],
     )
-    return Wound(fault=fault, struck=struck, trainees=struck_runs, before=before)
+    return Wound(fault=fault, struck=struck, trainees=trainees, before=before)
 
 
 def heal(lab: Lab, wound: Wound) -> None:
@@ -165,7 +172,7 @@ def _silent(lab: Lab, wound: Wound) -> str:
         for state in instance.all_instigator_state():
             if state.instigator_name == _PROMPT:
                 ticks = instance.get_ticks(state.instigator_origin_id, state.selector_id, after=wound.struck.lifted_at)
-                if any(tick.status in (TickStatus.SKIPPED, TickStatus.SUCCESS) for tick in ticks):
+                if any(tick.status.name in ("SKIPPED", "SUCCESS") for tick in ticks):
                     return ""
     return f"{_PROMPT} has not looked since"
 
@@ -188,4 +195,11 @@ def _recovery_s(wound: Wound) -> float:
 
 def _standing(trainees: Sequence[Trainee]) -> str:
     """Where the runs are, for the message of a campaign that is stuck."""
-    return "; ".join(f"{one.run}: {one.seen()}, step {one.live.step()}, {one.live.progress()}" for one in trainees)
+    return "; ".join(f"{one.run}: {_seen(one)}, {one.live.progress()}" for one in trainees)
+
+
+def _seen(trainee: Trainee) -> str:
+    try:
+        return str(trainee.seen())
+    except CatalogUnreachable as err:
+        return str(err)
