@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 DEMO_HOME := $(CURDIR)/demo-lakehouse
 
-.PHONY: setup demo test lint unit soak ui bench peers clean
+.PHONY: setup demo test lint unit soak soak-campaign ui bench peers clean
 
 setup: .venv/.ready
 
@@ -32,12 +32,16 @@ unit: setup
 soak: setup  ## the long campaigns
 	$(BIN)/pytest -m soak --timeout 7200
 
+soak-campaign: setup  ## 2 hours, 200 faults of mixed kinds; keeps soak.json, and writes docs/soak.md of it
+	$(BIN)/python -m benchmarks.soak --out soak.json
+	$(BIN)/python -m benchmarks.soak --docs soak.json
+
 ui: setup  ## the Dagster UI on the demo's lakehouse
 	test -d $(DEMO_HOME)/dagster || { echo "expected the demo's lakehouse in $(DEMO_HOME), found none: run 'make demo' first"; exit 1; }
 	DAGSTER_HOME=$(DEMO_HOME)/dagster DLAC_HOME=$(DEMO_HOME) $(BIN)/dagster dev -w workspace.yaml
 
-bench: setup  ## every benchmark but peers, each with a JSON object as its last line
-	for program in $(filter-out benchmarks/peers.py benchmarks/figures.py,$(wildcard benchmarks/[a-z]*.py)); do $(BIN)/python -m benchmarks.$$(basename $$program .py) || exit 1; done
+bench: setup  ## every benchmark but peers and soak, each with a JSON object as its last line
+	for program in $(filter-out benchmarks/peers.py benchmarks/soak.py benchmarks/figures.py,$(wildcard benchmarks/[a-z]*.py)); do $(BIN)/python -m benchmarks.$$(basename $$program .py) || exit 1; done
 
 peers: setup  ## DLAC beside other loaders; makes .venv-peers and .venv-peers-mosaic on the first run
 	$(BIN)/python -m benchmarks.peers

@@ -1,15 +1,18 @@
-"""What a rank is told when it starts: its job spec and its resume point, whose cursors it checks."""
+"""What a rank is told when it starts: its job spec, its lakehouse, and its resume point, whose cursors it checks."""
 
 from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from pathlib import Path
 
-from catalog.errors import CursorMismatch, SpecInvalid
+from catalog.connect import Lakehouse, connect
+from catalog.errors import CatalogUnreachable, CursorMismatch, SpecInvalid
 from dlac_pipeline.plan.order import LegOrder, ReaderState
 from dlac_pipeline.recover.coordinator import ResumePoint
+from dlac_pipeline.recover.patience import PATIENCE_S, waiting_for
 from dlac_pipeline.spec import JobSpec, home_folder, parse_spec, read_spec
 
 
@@ -30,6 +33,16 @@ def job_spec(folder: Path | None, spec: str | Path | None) -> JobSpec:
     return JobSpec.model_validate(
         {**read.model_dump(), "launch": {**read.launch.model_dump(), "world_size": world_size}}
     )
+
+
+def open_lakehouse(spec: JobSpec, *, supervised: bool) -> Lakehouse:
+    """The lakehouse. A supervised rank waits for a catalog that is away, for so does its supervisor's claim meanwhile.
+
+    Raises:
+        CatalogUnreachable: the catalog does not answer, or stayed away for too long.
+    """
+    within_s = PATIENCE_S if supervised else 0.0
+    return waiting_for(CatalogUnreachable, within_s=within_s, stop=threading.Event())(connect, spec.lakehouse)
 
 
 def await_resume_point(folder: Path) -> ResumePoint:

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from catalog.commits import Attempt, finish
-from catalog.connect import Lakehouse, connect
+from catalog.connect import Lakehouse
 from catalog.errors import DlacError, ResumeMismatch, TrainingFailed
 from catalog.ledger import Ledger
 from catalog.pins import let_go
@@ -54,7 +54,7 @@ from dlac_pipeline.recover.leg_choice import Wish
 from dlac_pipeline.recover.machine import folder_here
 from dlac_pipeline.recover.run_lock import run_lock
 from dlac_pipeline.spec import JobSpec
-from dlac_pipeline.told import await_resume_point, check_restored, job_spec
+from dlac_pipeline.told import await_resume_point, check_restored, job_spec, open_lakehouse
 from dlac_pipeline.track.tracker import ReaderStateTracker
 from dlac_pipeline.when import When
 
@@ -115,7 +115,7 @@ class TrainingRun:
         self._pulse = Pulse(self.world_size, group)
         self._when = When(spec, self.rank, folder, self._events)
         held.callback(self._when.close)  # last: a peer that is gone must not keep this rank beyond its deadline
-        self._lakehouse = connect(spec.lakehouse)
+        self._lakehouse = open_lakehouse(spec, supervised=folder is not None)
         self.resume_point = await_resume_point(folder) if folder is not None else self._claim(takeover, held)
         self._open_reader(self._lakehouse)
         self._when.resumed(self.resume_point, self._lakehouse)

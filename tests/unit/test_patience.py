@@ -14,6 +14,7 @@ from dlac_pipeline.recover.incident import OPERATOR
 from dlac_pipeline.recover.patience import waiting_for
 from dlac_pipeline.recover.supervise import Outcome, Supervisor
 from dlac_pipeline.spec import JobSpec, parse_spec
+from dlac_pipeline.told import open_lakehouse
 
 PROGRAM = Path(__file__).parents[1] / "programs" / "train_tiny.py"
 
@@ -45,6 +46,15 @@ def test_a_recovery_that_knows_no_attempt_waits_for_the_catalog_until_it_is_told
     threading.Timer(0.6, supervisor.stop).start()
     assert supervisor.run() == Outcome(ending="stopped", attempts=0, step=0)
     assert time.monotonic() - began >= 0.6
+
+
+def test_a_supervised_rank_waits_for_the_catalog_that_its_claim_waits_for(tmp_path: Path) -> None:
+    """One that died meanwhile would fail the very attempt whose claim gets through; a rank of its own is told at once."""
+    spec = spec_without_catalog(tmp_path)
+    with pytest.raises(CatalogUnreachable):
+        open_lakehouse(spec, supervised=False)
+    threading.Timer(0.6, (tmp_path / "file").unlink).start()
+    assert open_lakehouse(spec, supervised=True).own("consumption").metadata
 
 
 def test_what_comes_back_is_used_and_what_stays_away_is_raised() -> None:

@@ -1,0 +1,205 @@
+"""From a fault to its healing: strike, wait until everything is seen that must be, and write down how it came."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import psutil
+
+from benchmarks.soak_faults.choosing import KINDS, Choice
+from benchmarks.soak_faults.lab import Lab
+from benchmarks.soak_faults.strikes import STRIKES, Struck
+from benchmarks.soak_faults.trainee import Seen, Trainee, is_running
+from catalog.errors import CatalogUnreachable, TrainingFailed
+
+HEALED_WITHIN_S = 300.0
+"""From the moment a fault is over; then the campaign has failed."""
+_FOUND_WITHIN_S = 300.0
+"""What a fault waits for a run that it can strike: one may have to be begun."""
+_PROMPT = "recovery_sensor"
+
+
+@dataclass(kw_only=True, slots=True)
+class Fault:
+    """One fault, as it is reported; moments in seconds since the epoch."""
+
+    number: int
+    kind: str
+    run: str
+    mode: str
+    """Of the run's checkpoints."""
+    step: int
+    """The run's last finished step."""
+    what: str
+    during: int | None
+    """The fault from which the run was still being recovered; None: from none."""
+    struck_at: float
+    lifted_at: float
+    runs: list[str]
+    """All runs that it struck."""
+    recovery_s: float | None = None
+    """From the strike to the first new step of every run that it struck, or until everything was seen that must be."""
+    told: dict[str, Any] = field(default_factory=dict)
+    """What the `recoveries` table and the ledger say of it."""
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wound:
+    """A fault that is not healed yet."""
+
+    fault: Fault
+    struck: Struck
+    trainees: Sequence[Trainee]
+    before: Mapping[str, Seen]
+    """By run: what the ledger said before it."""
+
+    @property
+    def new_attempt(self) -> bool:
+        """Whether an attempt must follow."""
+        return KINDS[self.fault.kind].new_attempt
+
+
+def strike(lab: Lab, choice: Choice, behind: Wound | None) -> Wound:
+    """Strike as soon as there is something to strike; `behind` is the fault that is still being recovered from.
+
+    Raises:
+        TrainingFailed: there is nothing for too long.
+    """
+    chance = random.Random(choice.seed)
+    time.sleep(chance.uniform(0.0, 3.0) if behind else chance.uniform(0.0, 0.2))
+    deadline = time.monotonic() + _FOUND_WITHIN_S
+    while True:
+        with suppress(psutil.NoSuchProcess):  # gone between the look and the strike
+            wound = _struck(lab, choice, behind, chance)
+            if wound is not None:
+                return wound
+        if time.monotonic() > deadline:
+            raise TrainingFailed(
+                f"expected a run for fault {choice.number} ({choice.kind}) within {_FOUND_WITHIN_S:.0f} s, found none: "
+                f"{_standing(lab.trainees[-2:])}"
+            )
+        lab.tend()
+
+
+def _struck(lab: Lab, choice: Choice, behind: Wound | None, chance: random.Random) -> Wound | None:
+    """Strike, if there is something to strike now."""
+    training = lab.training()
+    trainee = behind.trainees[0] if behind else training[choice.run % len(training)] if training else None
+    if trainee is None:
+        return None
+    trainees = training if KINDS[choice.kind].every_run else [trainee]
+    before = {one.run: one.seen() for one in trainees}
+    step = trainee.live.step()
+    struck = STRIKES[choice.kind](lab, trainee, chance)
+    if struck is None:
+        return None
+    fault = Fault(
+        number=choice.number,
+        kind=choice.kind,
+        run=trainee.run,
+        mode=trainee.spec.checkpoint.mode,
+        step=step,
+        what=struck.what,
+        during=behind.fault.number if behind else None,
+        struck_at=struck.at,
+        lifted_at=struck.lifted_at,
+        runs=[one.run for one in trainees],
+    )
+    return Wound(fault=fault, struck=struck, trainees=trainees, before=before)
+
+
+def heal(lab: Lab, wound: Wound) -> None:
+    """Wait until it is healed.
+
+    Raises:
+        TrainingFailed: it is not in time; says what is missing.
+    """
+    deadline = wound.struck.lifted_at + HEALED_WITHIN_S
+    looks: list[Callable[[], str]] = [
+        lambda: _left(wound),
+        lambda: "; ".join(filter(None, (_behind(wound, one) for one in wound.trainees))),
+        lambda: _silent(lab, wound),
+    ]
+    for look in looks:
+        while missing := look():
+            if time.time() > deadline:
+                raise TrainingFailed(
+                    f"fault {wound.fault.number} ({wound.fault.kind}: {wound.fault.what}) was not healed within "
+                    f"{HEALED_WITHIN_S:.0f} s: {missing}; {_standing(wound.trainees)}"
+                )
+            lab.tend()
+    wound.fault.recovery_s = round(_recovery_s(wound), 2)
+
+
+def _left(wound: Wound) -> str:
+    """Which processes must be gone and are there."""
+    left = [process.pid for process in wound.struck.processes if is_running(process)]
+    return f"processes {left!r} are still there" if left else ""
+
+
+def _behind(wound: Wound, trainee: Trainee) -> str:
+    """What a run has not reached yet."""
+    before = wound.before[trainee.run].attempt
+    try:
+        seen = trainee.seen()
+        if seen.finished:
+            return ""
+        if wound.new_attempt and seen.attempt <= before:
+            return f"{trainee.run} has no attempt behind {before}"
+        head = trainee.head_row()
+    except CatalogUnreachable as err:
+        return f"the catalog is away: {err}"
+    fresh = head is not None and head["committed_at"].timestamp() > wound.struck.lifted_at
+    if head is None or not fresh or (wound.new_attempt and head["attempt"] <= before):
+        return f"{trainee.run} (attempt {seen.attempt}) has committed no checkpoint since"
+    return ""
+
+
+def _silent(lab: Lab, wound: Wound) -> str:
+    """Whether the sensors look again, where that is asked."""
+    if not KINDS[wound.fault.kind].sensors:
+        return ""
+    with lab.dagster.instance() as instance:
+        for state in instance.all_instigator_state():
+            if state.instigator_name == _PROMPT:
+                ticks = instance.get_ticks(state.instigator_origin_id, state.selector_id, after=wound.struck.lifted_at)
+                if any(tick.status.name in ("SKIPPED", "SUCCESS") for tick in ticks):
+                    return ""
+    return f"{_PROMPT} has not looked since"
+
+
+def _recovery_s(wound: Wound) -> float:
+    """Until the first new step of the run that takes longest; of what ends no attempt: until now."""
+    if not wound.new_attempt:
+        return time.time() - wound.struck.at
+    firsts = []
+    for trainee in wound.trainees:
+        before = wound.before[trainee.run].attempt
+        stamps = [
+            entry["at"]
+            for entry in trainee.entries()
+            if entry["attempt"] > before and entry["at"] > wound.fault.struck_at
+        ]
+        firsts.append(min(stamps, default=time.time()))
+    return max(firsts) - wound.fault.struck_at
+
+
+def _standing(trainees: Sequence[Trainee]) -> str:
+    """Where the runs are, for the message of a campaign that is stuck."""
+    return "; ".join(f"{one.run}: {_seen(one)}, {one.live.progress()}" for one in trainees)
+
+
+def _seen(trainee: Trainee) -> str:
+    try:
+        return str(trainee.seen())
+    except CatalogUnreachable as err:
+        return str(err)

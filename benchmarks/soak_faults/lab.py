@@ -1,0 +1,176 @@
+"""Where the campaign takes place: a lakehouse, a real Dagster on it, and training runs that are replaced as they finish."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pyarrow as pa
+
+from benchmarks.soak_faults.store import mounted
+from benchmarks.soak_faults.trainee import Trainee
+from catalog.connect import Lakehouse, LakehouseConfig, connect
+from catalog.errors import CatalogUnreachable, TrainingFailed
+from dlac_pipeline.recover.supervise import Supervisor
+from dlac_pipeline.spec import JobSpec, parse_spec
+from jobs.local_dagster import LocalDagster
+
+RUNS = 2
+"""That train beside each other: one with synchronous checkpoints, one with asynchronous ones."""
+_MODES = ("synchronous", "asynchronous")
+_SCRIPT = Path(__file__).parents[1] / "programs" / "soak_rank.py"
+_BATCH, _PASSES, _EVERY_STEPS, _KEEP_LAST = 32, 2, 10, 4
+_SETTINGS = "[recovery]\nlost_after_s = 45\nwait_for_old_launch_s = 2\n"
+_TICK_S = 0.25
+
+
+@dataclass(slots=True)
+class _Slot:
+    """A place in which one run after the other trains."""
+
+    mode: str
+    trainee: Trainee | None = None
+    launching: Future[str] | None = None
+
+
+class Lab:
+    """Use it inside `open_lab`; `tend` it while waiting."""
+
+    def __init__(self, home: Path, steps: int, *, can_fill: bool, services: ExitStack) -> None:
+        self.home = home
+        self.can_fill = can_fill
+        self.steps = steps
+        self.journal = home / "journal"
+        self.journal.mkdir()
+        (home / "orchestration.toml").write_text(_SETTINGS)
+        self.lakehouse = _lakehouse(home, rows=steps * _BATCH // _PASSES)
+        self.dagster = LocalDagster(home)
+        self.daemon = psutil.Process()
+        self.trainees: list[Trainee] = []
+        """Every run that was begun, finished ones included."""
+        self._services = services
+        self._slots = [_Slot(mode) for mode in _MODES]
+        self._launcher = ThreadPoolExecutor(1)
+        self._goes_on = True
+
+    @property
+    def store(self) -> Path:
+        """The checkpoint store."""
+        return self.home / "store"
+
+    @property
+    def catalog(self) -> Path:
+        """The catalog's file."""
+        return Path(self.lakehouse.config.uri.removeprefix("sqlite:///"))
+
+    def start_daemon(self) -> None:
+        """Start Dagster's daemon, the one before being dead, as a service manager does."""
+        self._services.close()
+        self.daemon = self._services.enter_context(self.dagster.running())
+
+    def stop_daemon(self) -> None:
+        """End Dagster, with all it started."""
+        self._services.close()
+
+    def train_reference(self) -> list[float]:
+        """The losses of a run that nothing disturbs."""
+        trainee = Trainee(self.lakehouse, self._spec("reference", "synchronous", pause_s=0.0), self.journal)
+        Supervisor(trainee.spec).run()
+        return [loss for row in trainee.lineage() for loss in row["losses"]]
+
+    def tend(self) -> None:
+        """Replace runs that have finished; then let a moment pass."""
+        for slot in self._slots:
+            if slot.launching is not None:
+                if not slot.launching.done():
+                    continue
+                slot.launching.result()
+                slot.launching = None
+            if self._goes_on and (slot.trainee is None or _is_finished(slot.trainee)):
+                run = f"soak-{len(self.trainees) + 1:03d}"
+                slot.trainee = Trainee(self.lakehouse, self._spec(run, slot.mode, pause_s=0.1), self.journal)
+                self.trainees.append(slot.trainee)
+                slot.launching = self._launcher.submit(self.dagster.launch, "train_job", _config(slot.trainee.spec))
+        time.sleep(_TICK_S)
+
+    def training(self) -> list[Trainee]:
+        """The runs that train and are far from both ends, by slot."""
+        found = [slot.trainee for slot in self._slots if slot.trainee is not None and slot.launching is None]
+        return [one for one in found if _EVERY_STEPS < one.live.step() < self.steps - 150 and one.ranks()]
+
+    def finish(self, within_s: float) -> None:
+        """Begin no more runs, and wait for those that train.
+
+        Raises:
+            TrainingFailed: one does not finish in time.
+        """
+        self._goes_on = False
+        deadline = time.monotonic() + within_s
+        while not all(map(_is_finished, self.trainees)):
+            if time.monotonic() > deadline:
+                stuck = [one.run for one in self.trainees if not _is_finished(one)]
+                raise TrainingFailed(f"expected all runs to finish within {within_s:.0f} s, found {stuck!r} unfinished")
+            self.tend()
+
+    def _spec(self, run: str, mode: str, *, pause_s: float) -> JobSpec:
+        return parse_spec(
+            {
+                "run": run,
+                "source": {"table": "src.rows", "columns": ["row_id", "x"]},
+                "order": {"batch_size": _BATCH, "key_groups": 4, "seed": 1, "passes": _PASSES},
+                "checkpoint": {
+                    "store": str(self.store),
+                    "every_steps": _EVERY_STEPS,
+                    "keep_last": _KEEP_LAST,
+                    "mode": mode,
+                },
+                "launch": {"script": str(_SCRIPT), "world_size": 2, "grace_s": 10, "hang_timeout_s": 15},
+                "params": {"journal": str(self.journal), "pause_s": str(pause_s)},
+            },
+            origin="the campaign",
+        ).resolved(self.home)
+
+
+@contextmanager
+def open_lab(home: Path, steps: int) -> Iterator[Lab]:
+    """A lab in an empty folder, with Dagster running; `steps` is the length of a run."""
+    with mounted(home / "store") as can_fill, ExitStack() as services:
+        lab = Lab(home, steps, can_fill=can_fill, services=services)
+        try:
+            lab.start_daemon()
+            yield lab
+        finally:
+            services.close()
+
+
+def _is_finished(trainee: Trainee) -> bool:
+    try:
+        return trainee.seen().finished
+    except CatalogUnreachable:
+        return False
+
+
+def _config(spec: JobSpec) -> dict[str, Any]:
+    return {"resources": {"job": {"config": {"spec": spec.model_dump(mode="json", exclude_none=True)}}}}
+
+
+def _lakehouse(home: Path, *, rows: int) -> Lakehouse:
+    """A lakehouse with a table of (row_id, x) in four data files."""
+    lakehouse = connect(LakehouseConfig().at_home(home))
+    lakehouse.create_namespace("src")
+    ids = np.arange(rows)
+    x = np.sin(ids[:, None] * np.array([1.0, 2.0, 3.0, 4.0])).astype(np.float32)
+    table = pa.table({"row_id": pa.array(ids), "x": pa.array(list(x), type=pa.list_(pa.float32()))})
+    made = lakehouse.catalog.create_table(
+        "src.rows", table.schema, properties={"write.parquet.row-group-limit": str(max(1, rows // 40))}
+    )
+    for part in np.array_split(ids, 4):
+        made.append(table.slice(int(part[0]), len(part)))
+    return lakehouse

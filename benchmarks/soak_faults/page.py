@@ -1,0 +1,131 @@
+"""The campaign as a page of the docs: from its JSON to Markdown."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from benchmarks.soak_faults.choosing import KINDS
+from benchmarks.soak_faults.told import PHASES
+
+Told = dict[str, Any]
+
+
+def page_of(campaign: Told) -> str:
+    """The page."""
+    faults: list[Told] = campaign["faults"]
+    runs: list[Told] = campaign["runs"]
+    left = [f"{name}: {', '.join(found)}" for name, found in campaign["left"].items() if found]
+    quarantined = sum(fault["told"]["quarantined"] for fault in faults)
+    launches = {"all": 0, "unclaimed": 0, **campaign["launch_folders"]}
+    skipped = ", ".join(campaign["skipped"])
+    lines = [
+        "# Self-healing soak",
+        "",
+        "Written by `python -m benchmarks.soak --docs`; `make soak-campaign` is the long one: 2 hours and 200 faults.",
+        "",
+        f"**This one: {len(faults)} faults in {campaign['minutes_taken']:.0f} minutes**, seed {campaign['seed']}, on "
+        f"{campaign['day']}, {campaign['machine']}.",
+        "",
+        "A real Dagster (daemon, code server, sensors) on an embedded lakehouse; two training runs beside each other, of two",
+        "forked ranks each, one with synchronous and one with asynchronous checkpoints every 10 steps; a run that finishes is",
+        "followed by a new one. Each fault waits until the last one is healed, except those that say which recovery they strike.",
+        "Nobody touched anything in between.",
+        "",
+        *([f"- **It failed:** {campaign['failed']}"] if campaign["failed"] else []),
+        f"- Healed: {sum(fault['recovery_s'] is not None for fault in faults)} of {len(faults)} faults; {quarantined} damaged "
+        "checkpoints were quarantined, and their parents taken.",
+        f"- Runs: {len(runs)}, with {sum(run['attempts'] for run in runs)} attempts; finished: {_count(runs, 'finished')}.",
+        f"- Audit exact: {_count(runs, 'audit_exact')}. Rows in the training function's own journal are those that the ledger "
+        f"names: {_count(runs, 'journal_agrees')}. Losses bit-identical to those of a run without faults: "
+        f"{_count(runs, 'losses_identical')}.",
+        f"- Left over (processes, locks, stage folders, temporary files, files that no table names behind an upkeep, Dagster "
+        f"runs): {'; '.join(left) or 'nothing'}.",
+        f"- Launch folders, which hold the logs of each launch and which nobody removes: {launches['all']}, of which "
+        f"{launches['unclaimed']} are of launches that died before they had claimed their run.",
+        *([f"- Could not be done on that machine: {skipped}."] if skipped else []),
+        "",
+        "## By kind",
+        "",
+        "Seconds from the strike to the first new optimizer step of the last run that was struck; of what ends no attempt",
+        "(daemon, code server, a locked catalog) until a new checkpoint is committed and the sensors look again. What passes by",
+        "itself is in it.",
+        "",
+        *_table(("kind", "is", "faults", "median", "max"), _by_kind(faults)),
+        "",
+        "## Every fault",
+        "",
+        "Phases are those of [`dlac incidents`](recovery.md#what-is-told-afterwards-dlac-incidents), of all recoveries from the",
+        "fault in the run that took longest, added up; where there are none, training went on.",
+        "",
+        *_table(_HEADS, map(_fault_row, faults)),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+_HEADS = (
+    "no.",
+    "kind",
+    "run, step",
+    "what was done",
+    "noticed by",
+    "outcome",
+    "s",
+    *(name.removesuffix("_s").replace("_", " ") for name in PHASES),
+    "rows replayed",
+)
+
+
+def seconds_by_kind(faults: Sequence[Told]) -> dict[str, list[float]]:
+    """Kind -> seconds of each fault that was healed, kinds in their order."""
+    found: dict[str, list[float]] = {}
+    for kind in KINDS:
+        seconds = [fault["recovery_s"] for fault in faults if fault["kind"] == kind and fault["recovery_s"] is not None]
+        if seconds:
+            found[kind] = seconds
+    return found
+
+
+def day_of(moment: float) -> str:
+    """A moment's day."""
+    return time.strftime("%Y-%m-%d", time.gmtime(moment))
+
+
+def _by_kind(faults: Sequence[Told]) -> Iterable[Sequence[object]]:
+    for kind, seconds in seconds_by_kind(faults).items():
+        yield kind, KINDS[kind].says, len(seconds), f"{statistics.median(seconds):.1f}", f"{max(seconds):.1f}"
+
+
+def _fault_row(fault: Told) -> Sequence[object]:
+    told = fault["told"]
+    during = f" (recovering from {fault['during']})" if fault["during"] else ""
+    runs = ", ".join(fault["runs"])
+    outcome = "went on" if not told["recoveries"] else "resumed"
+    if told["quarantined"]:
+        outcome = f"quarantined {told['quarantined']}, parent resumed"
+    if "failed again" in told["outcomes"]:
+        outcome += " at the second try"
+    return (
+        fault["number"],
+        fault["kind"] + during,
+        f"{runs}, {fault['step']}",
+        fault["what"],
+        ", ".join(told["noticed_by"]),
+        outcome if fault["recovery_s"] is not None else "**not healed**",
+        "" if fault["recovery_s"] is None else f"{fault['recovery_s']:.1f}",
+        *(f"{told[phase]:.1f}" if told["recoveries"] else "" for phase in PHASES),
+        told["rows_replayed"] if told["recoveries"] else "",
+    )
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
+    cells = [heads, ["---"] * len(heads), *rows]
+    return ["| " + " | ".join(map(str, row)) + " |" for row in cells]
+
+
+def _count(runs: Sequence[Told], name: str) -> str:
+    held = sum(bool(run[name]) for run in runs)
+    return "all" if held == len(runs) else f"{held} of {len(runs)}"

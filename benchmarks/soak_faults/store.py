@@ -1,0 +1,39 @@
+"""A checkpoint store that can be filled up: a small file system of its own, where mounting one is permitted."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+_SIZE = "256m"
+_FILLER = ".filler"
+
+
+@contextmanager
+def mounted(folder: Path) -> Iterator[bool]:
+    """A tmpfs at `folder`, or a plain folder; says which."""
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={_SIZE}", "tmpfs", str(folder)]
+    done = subprocess.run(command, check=False, capture_output=True)
+    try:
+        yield done.returncode == 0
+    finally:
+        if done.returncode == 0:
+            subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@contextmanager
+def full(folder: Path) -> Iterator[None]:
+    """Not a byte is free in here."""
+    filler = folder / _FILLER
+    try:
+        with filler.open("wb") as stream, suppress(OSError):
+            while True:  # others write and delete meanwhile
+                free = os.statvfs(folder)
+                os.posix_fallocate(stream.fileno(), stream.seek(0, os.SEEK_END), max(1, free.f_bavail) * free.f_frsize)
+        yield
+    finally:
+        filler.unlink(missing_ok=True)

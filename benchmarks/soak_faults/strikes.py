@@ -1,0 +1,230 @@
+"""The faults themselves, each done to real processes and files; what may pass by itself has passed when a function returns."""
+
+from __future__ import annotations
+
+import random
+import signal
+import sqlite3
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import psutil
+
+from benchmarks.soak_faults.lab import Lab
+from benchmarks.soak_faults.store import full
+from benchmarks.soak_faults.trainee import Trainee, is_running
+from catalog.errors import CatalogUnreachable, TrainingFailed
+from dlac_pipeline.checkpoint.store import folder_of
+
+AWAY_S = 8.0
+"""How long catalog and store are away."""
+_FROZEN_AT_MOST_S = 90.0
+"""A process that is stopped may hold the lock of the catalog's file, so that nobody takes over: then it goes on after this."""
+_RESTARTED_AFTER_S = 2.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Struck:
+    """What was done, and when."""
+
+    what: str
+    at: float
+    """In seconds since the epoch: when it began."""
+    lifted_at: float
+    """When it was over, of what passes; else the same."""
+    processes: tuple[psutil.Process, ...] = ()
+    """What must be gone in the end."""
+
+
+Strike = Callable[[Lab, Trainee, random.Random], Struck | None]
+"""Strikes a run; None: there was nothing to strike yet."""
+
+
+def _ranks_signalled(
+    lab: Lab, trainee: Trainee, chance: random.Random, *, number: signal.Signals, all_of_them: bool = False
+) -> Struck | None:
+    ranks = trainee.ranks()
+    chosen = range(len(ranks)) if all_of_them else [chance.randrange(len(ranks))] if ranks else []
+    if not chosen:
+        return None
+    at = _signal((ranks[rank] for rank in chosen), number)
+    return _struck(f"{number.name} to rank {', '.join(map(str, chosen))}", at, [ranks[rank] for rank in chosen])
+
+
+def _above_signalled(
+    lab: Lab, trainee: Trainee, chance: random.Random, *, who: str, number: signal.Signals
+) -> Struck | None:
+    """Signal one of the processes between Dagster and the ranks."""
+    ranks = trainee.ranks()
+    supervisor = trainee.live.supervisor()
+    server = ranks[0].parent() if ranks else None
+    if supervisor is None or server is None:
+        return None
+    one = {"supervisor": supervisor, "run worker": supervisor.parent(), "fork server": server}[who]
+    if one is None or (who == "fork server" and "fork server" not in " ".join(one.cmdline())):
+        return None
+    pid = one.pid
+    return _struck(f"{number.name} to the {who}, process {pid}", _signal([one], number), [one, *ranks])
+
+
+def _code_server_killed(lab: Lab, trainee: Trainee, chance: random.Random) -> Struck | None:
+    servers = [one for one in lab.daemon.children() if "grpc" in " ".join(one.cmdline())]
+    return _struck("SIGKILL to the code server", _signal(servers, signal.SIGKILL), servers) if servers else None
+
+
+def _daemon_killed(lab: Lab, trainee: Trainee, chance: random.Random) -> Struck:
+    at = _signal([lab.daemon], signal.SIGKILL)
+    time.sleep(_RESTARTED_AFTER_S)
+    lab.start_daemon()
+    return Struck(what="SIGKILL to the daemon, then a new one", at=at, lifted_at=time.time())
+
+
+def _everything_killed(lab: Lab, trainee: Trainee, chance: random.Random) -> Struck | None:
+    training = lab.training()
+    if trainee not in training:
+        return None
+    processes = [process for one in training for process in one.processes()]
+    everything = [lab.daemon, *lab.daemon.children(recursive=True), *processes]
+    at = _signal(everything, signal.SIGKILL)
+    time.sleep(_RESTARTED_AFTER_S)
+    lab.start_daemon()
+    what = f"SIGKILL to {len(everything)} processes"
+    return Struck(what=what, at=at, lifted_at=time.time(), processes=tuple(processes))
+
+
+def _checkpoint_damaged(lab: Lab, trainee: Trainee, chance: random.Random, *, flip: bool) -> Struck | None:
+    """The supervisor is held meanwhile: what it goes on from is damaged when it looks."""
+    ranks, supervisor = trainee.ranks(), trainee.live.supervisor()
+    if not ranks or supervisor is None:
+        return None
+    with _stopped([supervisor]):
+        at = _signal(ranks, signal.SIGKILL)
+        psutil.wait_procs(ranks, timeout=10)
+        head = trainee.head_row()
+        if head is None:
+            return None
+        file = chance.choice(sorted(each for each in folder_of(head["manifest_uri"]).rglob("*") if each.is_file()))
+        if flip:
+            content = bytearray(file.read_bytes())
+            content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
+            file.write_bytes(content)
+        else:
+            file.unlink()
+    what = f"{'a bit flipped in' if flip else 'deleted:'} {file.name} of step {head['step']}, SIGKILL to all ranks"
+    return _struck(what, at, ranks)
+
+
+def _store_filled(lab: Lab, trainee: Trainee, chance: random.Random) -> Struck | None:
+    at = time.time()
+    with full(lab.store):
+        time.sleep(AWAY_S)
+    return Struck(what=f"no byte free for {AWAY_S:.0f} s", at=at, lifted_at=time.time())
+
+
+def _catalog_locked(lab: Lab, trainee: Trainee, chance: random.Random) -> Struck | None:
+    at = time.time()
+    with _catalog_lock(lab.catalog):
+        time.sleep(AWAY_S)
+    return Struck(what=f"locked for {AWAY_S:.0f} s", at=at, lifted_at=time.time())
+
+
+def _catalog_moved(lab: Lab, trainee: Trainee, chance: random.Random) -> Struck | None:
+    """A folder lies in its place: whoever opened it anew would make an empty catalog."""
+    aside = lab.catalog.with_suffix(".aside")
+    ranks = trainee.ranks()
+    if not ranks:
+        return None
+    with _catalog_lock(lab.catalog):  # between two transactions
+        lab.catalog.rename(aside)
+        lab.catalog.mkdir()
+    try:
+        at = _signal([ranks[-1]], signal.SIGKILL)
+        time.sleep(AWAY_S)
+    finally:
+        lab.catalog.rmdir()
+        aside.rename(lab.catalog)
+    what = f"away for {AWAY_S:.0f} s, SIGKILL to rank {len(ranks) - 1}"
+    return Struck(what=what, at=at, lifted_at=time.time(), processes=(ranks[-1],))
+
+
+def _launch_stopped(lab: Lab, trainee: Trainee, chance: random.Random) -> Struck | None:
+    processes = trainee.processes()
+    if not processes:
+        return None
+    before, at = trainee.seen().attempt, time.time()
+    with _stopped(processes):
+        while not _taken_over(trainee, before) and time.time() < at + _FROZEN_AT_MOST_S:
+            lab.tend()
+    frozen_s = time.time() - at
+    what = f"SIGSTOP to {len(processes)} processes, SIGCONT after {frozen_s:.0f} s"
+    return Struck(what=what, at=at, lifted_at=time.time(), processes=tuple(processes))
+
+
+STRIKES: dict[str, Strike] = {
+    "rank killed": partial(_ranks_signalled, number=signal.SIGKILL),
+    "all ranks killed": partial(_ranks_signalled, number=signal.SIGKILL, all_of_them=True),
+    "rank stopped": partial(_ranks_signalled, number=signal.SIGSTOP),
+    "fork server killed": partial(_above_signalled, who="fork server", number=signal.SIGKILL),
+    "supervisor killed": partial(_above_signalled, who="supervisor", number=signal.SIGKILL),
+    "run worker killed": partial(_above_signalled, who="run worker", number=signal.SIGKILL),
+    "code server killed": _code_server_killed,
+    "daemon killed": _daemon_killed,
+    "everything killed": _everything_killed,
+    "rank told to leave": partial(_ranks_signalled, number=signal.SIGUSR1),
+    "supervisor told to leave": partial(_above_signalled, who="supervisor", number=signal.SIGTERM),
+    "run worker told to leave": partial(_above_signalled, who="run worker", number=signal.SIGTERM),
+    "checkpoint deleted": partial(_checkpoint_damaged, flip=False),
+    "checkpoint flipped": partial(_checkpoint_damaged, flip=True),
+    "store full": _store_filled,
+    "catalog locked": _catalog_locked,
+    "catalog away": _catalog_moved,
+    "launch stopped": _launch_stopped,
+}
+
+
+def _struck(what: str, at: float, processes: Iterable[psutil.Process]) -> Struck:
+    return Struck(what=what, at=at, lifted_at=at, processes=tuple(processes))
+
+
+def _signal(processes: Iterable[psutil.Process], number: signal.Signals) -> float:
+    """Signal them; says when."""
+    at = time.time()
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
+    return at
+
+
+def _taken_over(trainee: Trainee, attempt: int) -> bool:
+    """Whether another attempt has claimed the run; while the catalog is locked nobody has."""
+    with suppress(CatalogUnreachable):
+        return trainee.seen().attempt > attempt
+    return False
+
+
+@contextmanager
+def _stopped(processes: list[psutil.Process]) -> Iterator[None]:
+    """They are stopped in here."""
+    _signal(processes, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        _signal(filter(is_running, processes), signal.SIGCONT)
+
+
+@contextmanager
+def _catalog_lock(catalog: Path) -> Iterator[None]:
+    """Nobody else reads or writes the catalog's file in here."""
+    connection = sqlite3.connect(catalog, timeout=30, isolation_level=None)
+    try:
+        try:
+            connection.execute("BEGIN EXCLUSIVE")
+        except sqlite3.OperationalError as err:
+            raise TrainingFailed(f"expected to lock {str(catalog)!r} within 30 s, found {err}") from err
+        yield
+    finally:
+        connection.close()

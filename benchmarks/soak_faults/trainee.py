@@ -1,0 +1,99 @@
+"""One training run of the campaign, as it is seen from outside: the ledger, its processes, and its journal."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from catalog.connect import Lakehouse
+from catalog.ledger import Ledger, Row, checkpoint_rows
+from dlac_pipeline.spec import JobSpec
+from jobs.faults import LiveRun
+
+Entry = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Seen:
+    """What the ledger says at one moment."""
+
+    attempt: int
+    head: str | None
+    finished: bool
+
+
+class Trainee:
+    """A run, and where it is told of."""
+
+    def __init__(self, lakehouse: Lakehouse, spec: JobSpec, journal: Path) -> None:
+        self.spec = spec
+        self.run = spec.run
+        self.live = LiveRun(spec.checkpoint.local, spec.run)
+        self._lakehouse = lakehouse
+        self._journal = journal
+
+    @property
+    def folder(self) -> Path:
+        """Its folder in the checkpoint store, which is also the local one."""
+        return Path(self.spec.checkpoint.local) / self.run
+
+    def seen(self) -> Seen:
+        """What the ledger says now."""
+        state = Ledger(self._lakehouse).state(self.run)
+        return Seen(attempt=state.fence.attempt, head=state.fence.head, finished=state.finished)
+
+    def rows(self, *kinds: str) -> list[Row]:
+        """Its ledger rows of these kinds."""
+        return Ledger(self._lakehouse).rows(self.run, kinds=kinds)
+
+    def head_row(self) -> Row | None:
+        """The checkpoint that is its head."""
+        return checkpoint_rows(self.rows("checkpoint")).get(self.seen().head or "")
+
+    def lineage(self) -> list[Row]:
+        """The surviving checkpoints, oldest first."""
+        checkpoints, chain = checkpoint_rows(self.rows("checkpoint")), []
+        head = self.seen().head
+        while head is not None:
+            chain.append(checkpoints[head])
+            head = checkpoints[head]["parent"]
+        return chain[::-1]
+
+    def entries(self) -> list[Entry]:
+        """The lines of its journal; what was cut short is left out."""
+        paths = self._journal.glob(f"{self.run}-*.jsonl")
+        lines = [line for path in sorted(paths) for line in path.read_text().splitlines(keepends=True)]
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
+    def ranks(self) -> list[psutil.Process]:
+        """The living ranks of the newest launch; none unless all are there."""
+        found = [self.live.rank(number) for number in range(self.spec.launch.world_size)]
+        ours = [one for one in found if one is not None and is_running(one) and _is_rank(one, self.run)]
+        return ours if len(ours) == len(found) else []
+
+    def processes(self) -> list[psutil.Process]:
+        """All of the newest launch, from the Dagster run's process down to the ranks; none unless it trains."""
+        supervisor = self.live.supervisor() if self.ranks() else None
+        worker = None if supervisor is None else supervisor.parent()
+        return [] if worker is None else [worker, *worker.children(recursive=True)]
+
+
+def is_running(process: psutil.Process) -> bool:
+    """Whether it runs; one that nobody has asked how it ended does not."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _is_rank(process: psutil.Process, run: str) -> bool:
+    """Whether it is a rank of the run, and not another process with the id of one that is gone."""
+    try:
+        return re.match(rf"dlac {re.escape(run)} rank ", " ".join(process.cmdline())) is not None
+    except psutil.NoSuchProcess:
+        return False

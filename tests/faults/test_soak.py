@@ -1,0 +1,28 @@
+"""The self-healing soak in its short form: every kind of fault once, on runs that a real Dagster trains."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.soak_faults.choosing import KINDS
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(2400)
+def test_every_kind_of_fault_is_healed_and_nothing_is_left(tmp_path: Path) -> None:
+    """All runs finish, exact and with the losses of a run without faults; no process, lock, folder or file is left."""
+    out = tmp_path / "soak.json"
+    command = [sys.executable, "-m", "benchmarks.soak", "--quick", "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    said = f"{done.stdout[-4000:]}\n{done.stderr[-2000:]}"
+    assert done.returncode == 0, said
+    campaign = json.loads(out.read_text())
+    struck = {fault["kind"] for fault in campaign["faults"]}
+    assert struck == KINDS.keys() - campaign["skipped"]
+    assert sum(fault["told"]["quarantined"] for fault in campaign["faults"]) == 2, said
+    assert not any(campaign["left"].values())

@@ -1,0 +1,104 @@
+"""The soak campaign's choosing and accounting, without a campaign."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from benchmarks.soak_faults.account import journal
+from benchmarks.soak_faults.choosing import KINDS, choose
+from benchmarks.soak_faults.page import page_of
+from benchmarks.soak_faults.strikes import STRIKES
+from benchmarks.soak_faults.told import PHASES, last_before
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # Dagster's own libraries warn of each other
+
+
+def test_every_kind_is_chosen_and_can_be_done() -> None:
+    """As many faults as there are kinds are one of each, and there is something that does each."""
+    assert STRIKES.keys() == KINDS.keys()
+    chosen = choose(7, len(KINDS), runs=2)
+    assert Counter(choice.kind for choice in chosen) == dict.fromkeys(KINDS, 1)
+    assert "store full" not in {choice.kind for choice in choose(7, 200, runs=2, without=["store full"])}
+
+
+def test_a_seed_chooses_the_same_campaign_in_order_of_time() -> None:
+    """Moments grow within the campaign's time; another seed chooses otherwise."""
+    chosen = choose(1, 200, runs=2)
+    assert chosen == choose(1, 200, runs=2) != choose(2, 200, runs=2)
+    moments = [choice.moment for choice in chosen]
+    assert moments == sorted(moments)
+    assert moments[0] >= 0
+    assert moments[-1] < 1
+    assert {choice.run for choice in chosen} == {0, 1}
+
+
+def test_a_fault_follows_only_one_that_ends_an_attempt_and_strikes_the_same_run() -> None:
+    """Two at once at the most: three attempts in a row that commit nothing end a run."""
+    chosen = choose(3, 300, runs=2)
+    pairs = [(before, choice) for before, choice in itertools.pairwise(chosen) if choice.follows]
+    assert pairs
+    assert not chosen[0].follows
+    for before, choice in pairs:
+        assert not before.follows
+        assert KINDS[before.kind].new_attempt
+        assert before.run == choice.run
+
+
+def test_what_is_noticed_belongs_to_the_last_fault_before() -> None:
+    """Nothing to none; a notice at the very moment to the fault of that moment."""
+    struck = [(10.0, 3), (20.0, 5)]
+    assert [last_before(struck, moment) for moment in (9.9, 10.0, 19.0, 25.0)] == [None, 3, 3, 5]
+
+
+def test_the_journal_counts_what_the_attempt_of_each_checkpoint_wrote() -> None:
+    """Steps of an attempt that were done again behind its last checkpoint do not count."""
+    lineage: list[dict[str, Any]] = [{"attempt": 1, "step": 2}, {"attempt": 2, "step": 3}]
+    entries = [
+        {"attempt": 1, "step": 1, "rank": 0, "rows": [4]},
+        {"attempt": 1, "step": 1, "rank": 1, "rows": [1]},
+        {"attempt": 1, "step": 2, "rank": 0, "rows": [2]},
+        {"attempt": 1, "step": 3, "rank": 0, "rows": [9]},
+        {"attempt": 2, "step": 3, "rank": 0, "rows": [3]},
+    ]
+    assert journal(lineage, entries) == {2: [1, 2, 4], 3: [3]}
+
+
+def test_a_fault_that_was_not_healed_and_what_is_left_are_said() -> None:
+    """The page of a campaign that failed does not look like that of one that held."""
+    told = {"recoveries": 0, "noticed_by": [], "outcomes": [], "rows_replayed": 0, "quarantined": 0}
+    fault = {
+        "number": 1,
+        "kind": "rank killed",
+        "during": None,
+        "runs": ["soak-001"],
+        "step": 17,
+        "what": "SIGKILL to rank 1",
+        "recovery_s": None,
+        "told": {**told, **dict.fromkeys(PHASES, 0.0)},
+    }
+    run = {"attempts": 1, "finished": True, "audit_exact": False, "journal_agrees": True, "losses_identical": True}
+    where = {"minutes_taken": 1.0, "seed": 1, "day": "2026-11-22", "machine": "2 cores", "skipped": ["store full"]}
+    left = {"locks": ["soak-001"], "processes": []}
+    page = page_of(
+        {
+            "faults": [fault],
+            "runs": [run],
+            "left": left,
+            "launch_folders": {},
+            "failed": "TrainingFailed: stuck",
+            **where,
+        }
+    )
+    for said in (
+        "TrainingFailed: stuck",
+        "Healed: 0 of 1",
+        "**not healed**",
+        "Audit exact: 0 of 1",
+        "locks: soak-001",
+        "store full",
+    ):
+        assert said in page
