@@ -95,6 +95,13 @@ class TrainingDisplay:
             self._progress.update(
                 self._task, description=self._run, completed=event["step"], total=event["total_steps"]
             )
+        elif kind == "verifying":
+            self._progress.update(
+                self._task,
+                description=f"{self._run}: verifying the checkpoint of step {event['step']} (MB)",
+                completed=event["bytes"] // 10**6,
+                total=max(1, event["of"] // 10**6),
+            )
         elif kind == "step":
             self._progress.update(self._task, completed=event["step"], loss=f"{event['loss']:.4f}")
         elif kind in _LINES:

@@ -6,11 +6,11 @@ Format version 1. Promise: later versions read it.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from blake3 import blake3
 
@@ -18,6 +18,9 @@ from catalog.errors import CheckpointDamaged, FormatTooNew, StoreUnavailable
 from catalog.schemas import FORMAT_VERSION
 from dlac_pipeline.checkpoint.files import StoreFiles, below, is_local, path_at
 from dlac_pipeline.checkpoint.store import MANIFEST, attempt_of
+
+Result = TypeVar("Result")
+_THREADS = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,6 +30,10 @@ class FileEntry:
     path: str
     bytes: int
     digest: str
+
+
+Done = Callable[[int, int], None]
+"""Hears how many bytes of files are done, and of how many."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,25 +146,42 @@ def check_there(manifest_uri: str, files: StoreFiles) -> None:
         )
 
 
-def verify_files(manifest: Manifest, folder: str, files: StoreFiles) -> None:
-    """Re-read every file in the folder at this address, and compare size and digest.
+def verify_files(manifest: Manifest, folder: str, files: StoreFiles, done: Done = lambda done, total: None) -> None:
+    """Re-read every file in the folder at this address, and compare size and digest; `done` hears how much of it holds.
 
     Raises:
         CheckpointDamaged: names the first file that is missing, truncated or altered.
         StoreUnavailable: a file cannot be read for another reason, or the store is not there any more.
     """
     try:
-        verify_entries(manifest.files, folder, files)
+        verify_entries(manifest.files, folder, files, done)
     except CheckpointDamaged:
         check_there(below(folder, MANIFEST), files)  # its mount may have gone meanwhile
         raise
 
 
-def verify_entries(entries: Iterable[FileEntry], folder: str, files: StoreFiles) -> None:
+def verify_entries(
+    entries: Sequence[FileEntry], folder: str, files: StoreFiles, done: Done = lambda done, total: None
+) -> None:
     """As `verify_files`, of these files."""
-    with ThreadPoolExecutor(4, thread_name_prefix="verify") as pool:
-        for _ in pool.map(lambda entry: verify_file(entry, below(folder, entry.path), files), entries):
-            pass
+    of_each(entries, lambda entry: verify_file(entry, below(folder, entry.path), files), done)
+
+
+def of_each(entries: Sequence[FileEntry], work: Callable[[FileEntry], Result], done: Done) -> list[Result]:
+    """What `work` gives for each entry, in threads; `done` hears how far that is. After an error of either no more begin."""
+    results: list[Result] = []
+    so_far, total = 0, sum(entry.bytes for entry in entries)
+    done(so_far, total)
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="checkpoint files") as pool:
+        try:
+            for entry, result in zip(entries, pool.map(work, entries), strict=True):
+                results.append(result)
+                so_far += entry.bytes
+                done(so_far, total)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return results
 
 
 def verify_file(entry: FileEntry, address: str, files: StoreFiles) -> None:

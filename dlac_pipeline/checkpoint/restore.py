@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,18 +11,18 @@ from catalog.errors import CheckpointDamaged, StoreUnavailable
 from catalog.ledger import Row
 from dlac_pipeline.checkpoint.files import StoreFiles, below
 from dlac_pipeline.checkpoint.manifest import (
+    Done,
     FileEntry,
     Manifest,
     check_there,
     manifest_content,
+    of_each,
     parse_manifest,
     read_manifest,
     verify_file,
     verify_files,
 )
 from dlac_pipeline.checkpoint.store import MANIFEST, Tiers, folder_of, folder_uri, name_of, storing
-
-_THREADS = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,8 +41,10 @@ def manifest_of(row: Row, tiers: Tiers) -> Manifest:
     return read_manifest(uri, row["manifest_digest"], tiers.files, copy=tiers.folder(name_of(uri)))
 
 
-def restore(row: Row, tiers: Tiers) -> Restored:
+def restore(row: Row, tiers: Tiers, done: Done = lambda done, total: None) -> Restored:
     """The verified folder of the checkpoint that a ledger row names; safe to be killed, and to be done again.
+
+    `done` hears how much of it is there and holds.
 
     Raises:
         CheckpointDamaged: names what is missing or altered in the store.
@@ -52,14 +53,13 @@ def restore(row: Row, tiers: Tiers) -> Restored:
     uri, digest = row["manifest_uri"], row["manifest_digest"]
     if tiers.store is None:
         manifest = read_manifest(uri, digest, tiers.files)
-        verify_files(manifest, folder_uri(uri), tiers.files)
+        verify_files(manifest, folder_uri(uri), tiers.files, done)
         return Restored(manifest=manifest, folder=folder_of(uri), fetched=[])
     folder = tiers.folder(name_of(uri))
     content = manifest_content(uri, digest, tiers.files, copy=folder)
     manifest = parse_manifest(content, origin=uri)
-    with ThreadPoolExecutor(_THREADS, thread_name_prefix="restore") as pool:
-        came = pool.map(lambda entry: _have(entry, folder, uri, tiers.files), manifest.files)
-        fetched = [entry.path for entry, fresh in zip(manifest.files, came, strict=True) if fresh]
+    came = of_each(manifest.files, lambda entry: _have(entry, folder, uri, tiers.files), done)
+    fetched = [entry.path for entry, fresh in zip(manifest.files, came, strict=True) if fresh]
     with storing(folder):
         write_durably(folder / MANIFEST, content)
     return Restored(manifest=manifest, folder=folder, fetched=fetched)

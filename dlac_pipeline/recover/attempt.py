@@ -85,6 +85,10 @@ class Regather:
     why: Failure
 
 
+class _ToldToStop(Exception):
+    """While the checkpoint was verified: nothing was trained, nothing is lost."""
+
+
 class SupervisedAttempt:
     """One attempt, led from here; `replaces` and `failure` name the one before it, and what that died of."""
 
@@ -128,7 +132,10 @@ class SupervisedAttempt:
         """The whole attempt. No rank of this machine is left when it returns or raises."""
         ranks = Fleet(started(self._spec, self._folder, self._crew, self._supervision.starter), self._crew)
         try:  # they import their libraries while the run is claimed
-            point = self._take_over()
+            try:
+                point = self._take_over()
+            except _ToldToStop:
+                return "stopped"
             self.number, self.step = point.attempt, point.step
             self.leg = leg = Leg.from_json(point.leg)
             plans = [self._waiting()(get_plan, self._lakehouse, source.plan_id) for source in leg.sources]
@@ -144,6 +151,12 @@ class SupervisedAttempt:
         finally:
             ranks.end()
             self._forward_events()
+
+    def _verifying(self, step: int, done: int, total: int) -> None:
+        if self._supervision.stop.is_set():
+            raise _ToldToStop
+        self.step = step
+        self._say({"event": "verifying", "step": step, "bytes": done, "of": total})
 
     def _waiting(self) -> tenacity.Retrying:
         return self._supervision.waiting(replaces=self._replaces)
@@ -176,6 +189,7 @@ class SupervisedAttempt:
             wish=self._wish,
             launch_folder=str(self._folder),
             launched_by=self._supervision.launched_by,
+            verifying=self._verifying,
         )
         failure = self._failure
         if failure is None and point.replaces > 0:

@@ -9,8 +9,9 @@ import json
 import secrets
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -24,6 +25,9 @@ from dlac_pipeline.checkpoint.store import Tiers, tiers_of
 from dlac_pipeline.plan.leg import Leg
 from dlac_pipeline.recover.leg_choice import RESUME, LegChooser, Wish, leg_of
 from dlac_pipeline.spec import JobSpec, home_folder, parse_spec
+
+Verifying = Callable[[int, int, int], None]
+"""Hears a checkpoint's step, its bytes that were found to hold so far, and all its bytes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,12 +81,14 @@ def take_over(
     wish: Wish = RESUME,
     launch_folder: str = "",
     launched_by: str = "",
+    verifying: Verifying = lambda step, done, total: None,
     instead: Mapping[str, Any] = MappingProxyType({}),
 ) -> ResumePoint:
     """Claim the run for `nonce` and say where it resumes.
 
     `replaces` is the attempt seen to have failed; unset, it is the one that is current now. `launched_by` names the
     orchestrator's run, so that a sensor can tell whose attempt is current; `instead` says what an idle attempt is for.
+    `verifying` hears how far the verification of a checkpoint is; what it raises ends it.
 
     Raises:
         SteppedAside, RunFinished: from the claim.
@@ -114,7 +120,7 @@ def take_over(
     rows = ledger.rows(spec.run, kinds=HEAD_KINDS)
     if state.fence.head != before.fence.head:  # the attempt that was replaced committed in between
         chooser.check(leg_of(rows, state.fence.head or ""), rows)
-    found, damaged = _newest_whole(rows, state.fence.head, tiers_of(spec))
+    found, damaged = _newest_whole(rows, state.fence.head, tiers_of(spec), verifying)
     manifest = None if found is None else found.manifest
     if damaged:
         head_after = None if manifest is None else manifest.checkpoint_id
@@ -153,7 +159,9 @@ def check_current(lakehouse: Lakehouse, run: str, attempt: int | None) -> None:
         )
 
 
-def _newest_whole(rows: list[Row], head: str | None, tiers: Tiers) -> tuple[Restored | None, dict[str, str]]:
+def _newest_whole(
+    rows: list[Row], head: str | None, tiers: Tiers, verifying: Verifying
+) -> tuple[Restored | None, dict[str, str]]:
     """The nearest ancestor-or-self of the head whose digests hold, and the damaged ones before it (id -> reason)."""
     checkpoints = checkpoint_rows(rows)
     out = {row["checkpoint_id"] for row in rows if row["kind"] in ("quarantine", "retire")}
@@ -162,7 +170,7 @@ def _newest_whole(rows: list[Row], head: str | None, tiers: Tiers) -> tuple[Rest
         row = checkpoints[head]
         if head not in out:
             try:
-                return restore(row, tiers), damaged
+                return restore(row, tiers, partial(verifying, row["step"])), damaged
             except CheckpointDamaged as err:
                 damaged[head] = str(err)
         head = row["parent"]

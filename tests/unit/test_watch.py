@@ -49,3 +49,11 @@ def test_what_looks_like_markup_is_shown_as_it_is(event: dict[str, Any], said: s
     printed = shown(event)
     assert said in printed
     assert "r[/a]: starting" in printed
+
+
+def test_verifying_has_a_bar() -> None:
+    """Whoever waits for a large checkpoint sees how far it is."""
+    assert "verifying the checkpoint of step 40 (MB) " in shown(
+        {"event": "verifying", "step": 40, "bytes": 3 * 10**9, "of": 12 * 10**9}
+    )
+    assert "3000/12000" in shown({"event": "verifying", "step": 40, "bytes": 3 * 10**9, "of": 12 * 10**9})
