@@ -72,7 +72,9 @@ def test_an_overwrite_whose_parent_is_expired_is_not_taken_for_a_delete(lake: La
     lake.table.manage_snapshots().create_tag(since, "pin").commit()
     lake.delete(2)
     lake.expire(between)
-    with pytest.raises(AppendHistoryLost, match=r"'read' or 'ignore', or keep snapshots until every run has seen them$"):
+    with pytest.raises(
+        AppendHistoryLost, match=r"'read' or 'ignore', or keep snapshots until every run has seen them$"
+    ):
         lake.changes(since, "identity_columns")
     assert lake.new(lake.changes(since, "identity_columns", on_overwrite="read")) == [3]
 
