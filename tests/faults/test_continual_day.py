@@ -212,9 +212,10 @@ def check_rows(arena: Arena, said: list[dict[str, Any]]) -> None:
 
 
 def check_nothing_is_left(arena: Arena, dagster: LocalDagster, spec: JobSpec) -> None:
-    """No process, no lock, no checkpoint or pin that nobody needs; the source's snapshots can be expired."""
+    """No process, no lock, no checkpoint or pin that nobody needs; the source's snapshots can be expired, and upkeep went well."""
     with dagster.instance() as instance:
-        assert all(run.is_finished for run in instance.get_runs())
+        upkeep = [run.status for run in instance.get_runs(dg.RunsFilter(job_name="upkeep_job")) if run.is_finished]
+    assert set(upkeep) == {dg.DagsterRunStatus.SUCCESS}
     wait_until(lambda: not trainers(), what="the end of all its processes", within_s=30)
     assert not is_held(lock_path(spec.checkpoint.local, RUN))
     folders = list((Path(spec.checkpoint.store) / RUN).glob("attempt-*/step-*"))
