@@ -212,7 +212,7 @@ def check_rows(arena: Arena, said: list[dict[str, Any]]) -> None:
 
 
 def check_nothing_is_left(arena: Arena, dagster: LocalDagster, spec: JobSpec) -> None:
-    """No process, no lock, no checkpoint or pin that nobody needs; the source's snapshots can be expired, and upkeep went well."""
+    """No process, lock, checkpoint or pin that nobody needs; the source's snapshots can be expired, and upkeep went well."""
     with dagster.instance() as instance:
         upkeep = [run.status for run in instance.get_runs(dg.RunsFilter(job_name="upkeep_job")) if run.is_finished]
     assert set(upkeep) == {dg.DagsterRunStatus.SUCCESS}
