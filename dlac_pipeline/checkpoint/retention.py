@@ -12,6 +12,7 @@ import re
 import shutil
 import threading
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 
 from catalog.branches import left_by_rewinds
 from catalog.commits import names_of
@@ -92,6 +93,9 @@ class Retention:
                 discard_conversion(local)
                 self._files.remove(folder)
                 shutil.rmtree(local, ignore_errors=True)
+                if (attempt_of(local.parent.name) or self._attempt) < self._attempt:
+                    with suppress(OSError):
+                        local.parent.rmdir()  # it is empty when its last checkpoint is gone
         except Exception as err:  # the checkpoint is committed: nothing of this may fail it
             _log.warning(
                 "expected to remove checkpoints that no run needs, found %s; the next attempt tries again", err

@@ -6,10 +6,12 @@ In: a job spec, and what failed before. Out: events, how the attempt ended, and 
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -46,6 +48,9 @@ Event = dict[str, Any]
 Ending = Literal["finished", "caught_up", "stopped", "left"]
 POLL_S = 0.05
 _STEP_EVENT_EVERY_S = 0.5
+KEEP_LAUNCHES = 50
+"""Launch folders of a run that are kept on a machine: logs, and the job specs that rehearsals take."""
+_FORGET_AT_ONCE = 5
 _LEAVE_MARGIN_S = 2.0
 """What ranks get on top of their deadline: they keep it themselves, and say what was lost."""
 
@@ -329,4 +334,13 @@ def started(spec: JobSpec, folder: Path, crew: Crew, starter: Starter) -> RankGr
     with storing(folder):
         folder.mkdir(parents=True)
         (folder / "spec.json").write_text(spec.model_dump_json())
+    forget_launches(folder.parent)
     return RankGroup(spec, folder, crew.share, starter)
+
+
+def forget_launches(folder: Path, *, keep: int = KEEP_LAUNCHES) -> None:
+    """Remove the oldest launch folders of a run beyond `keep`, a few at a time: a launch waits for it."""
+    with suppress(FileNotFoundError):  # another machine of the same folder was faster
+        oldest_last = sorted(folder.glob("launch-*/"), key=lambda each: each.stat().st_mtime, reverse=True)
+        for each in oldest_last[keep:][-_FORGET_AT_ONCE:]:
+            shutil.rmtree(each, ignore_errors=True)

@@ -17,6 +17,7 @@ import psutil
 import pytest
 import yaml
 
+from assets.failures import RUN_TAG
 from catalog.pins import list_pins
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.checkpoint.listing import list_checkpoints
@@ -25,6 +26,7 @@ from dlac_pipeline.recover.due import due
 from dlac_pipeline.recover.run_lock import lock_path
 from dlac_pipeline.recover.signs import is_held
 from dlac_pipeline.spec import JobSpec, read_spec
+from jobs.continual import DUE_TAG
 from jobs.faults import LiveRun
 from jobs.local_dagster import LocalDagster
 from tests.conftest import PROGRAMS, Arena, source_rows, wait_until
@@ -34,7 +36,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # Dagster's own libraries war
 
 RUN = "day"
 BATCH, KEEP = 16, 3
-HOUR_S = 10.0
+HOUR_S = 8.0
 VICTIMS = ("rank", "supervisor", "dagster run")
 
 
@@ -155,18 +157,18 @@ def fill_up(arena: Arena, dagster: LocalDagster, job: Path, day: Day) -> None:
 def caught_up(arena: Arena, dagster: LocalDagster, job: Path) -> None:
     """Wait until the current snapshot is trained to its end and nothing runs."""
     spec = read_spec(job).resolved(arena.home)
-    head = due(arena.lakehouse, spec)
 
     def is_so() -> bool:
-        nonlocal head
-        head = due(arena.lakehouse, spec)
+        time.sleep(1)
+        found = due(arena.lakehouse, spec)
+        seen = {DUE_TAG: f"{RUN}@{','.join(map(str, found.snapshot_ids))}@{found.head}"}
         with dagster.instance() as instance:
-            newest = instance.get_runs(dg.RunsFilter(tags={"dlac/run": RUN}), limit=1)
-            seen = [run for run in newest if run.status == dg.DagsterRunStatus.SUCCESS]
-            key = f"{RUN}@{','.join(map(str, head.snapshot_ids))}@{head.head}"
-            return bool(seen) and (not head.needed or seen[0].tags.get("dlac/due") == key)
+            if not all(run.is_finished for run in instance.get_runs(dg.RunsFilter(tags={RUN_TAG: RUN}))):
+                return False
+            done = dg.RunsFilter(tags=seen, statuses=[dg.DagsterRunStatus.SUCCESS])
+            return not found.needed or bool(instance.get_runs(done))
 
-    wait_until(is_so, what="the end of what there is to train", within_s=240)
+    wait_until(is_so, what="the end of what there is to train", within_s=600)
 
 
 def read(arena: Arena) -> list[int]:
@@ -210,15 +212,17 @@ def check_rows(arena: Arena, said: list[dict[str, Any]]) -> None:
 
 
 def check_nothing_is_left(arena: Arena, dagster: LocalDagster, spec: JobSpec) -> None:
-    """No process, no lock, no checkpoint or pin that nobody needs; the source's snapshots can be expired."""
+    """No process, lock, checkpoint or pin that nobody needs; the source's snapshots can be expired, and upkeep went well."""
     with dagster.instance() as instance:
-        assert all(run.is_finished for run in instance.get_runs())
+        upkeep = [run.status for run in instance.get_runs(dg.RunsFilter(job_name="upkeep_job")) if run.is_finished]
+    assert set(upkeep) == {dg.DagsterRunStatus.SUCCESS}
     wait_until(lambda: not trainers(), what="the end of all its processes", within_s=30)
     assert not is_held(lock_path(spec.checkpoint.local, RUN))
     folders = list((Path(spec.checkpoint.store) / RUN).glob("attempt-*/step-*"))
     kept = [each for each in list_checkpoints(arena.lakehouse, RUN) if each.state in ("head", "kept")]
     assert len(kept) == KEEP
     assert len(folders) == KEEP
+    assert all(any(each.iterdir()) for each in (Path(spec.checkpoint.store) / RUN).glob("attempt-*"))
     pins = list_pins(arena.lakehouse, spec.source.table)
     assert all(pin.needed_by == (RUN,) for pin in pins), pins
     assert len(pins) <= 3 * KEEP

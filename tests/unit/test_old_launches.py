@@ -1,0 +1,25 @@
+"""What launches leave on a machine does not pile up."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from dlac_pipeline.recover.attempt import forget_launches
+
+
+def test_the_oldest_launch_folders_are_removed_a_few_at_a_time(tmp_path: Path) -> None:
+    """What is newest stays, and what is no launch folder; what is too much goes in portions, oldest first."""
+    for number in range(12):
+        folder = tmp_path / f"launch-{number:02}"
+        folder.mkdir()
+        (folder / "spec.json").touch()
+        os.utime(folder, (number, number))
+    (tmp_path / "attempt-0001").mkdir()
+    left = []
+    for _ in range(3):
+        forget_launches(tmp_path, keep=3)
+        left.append(sorted(path.name for path in tmp_path.glob("launch-*")))
+    assert left[0] == [f"launch-{number:02}" for number in range(5, 12)]
+    assert left[1] == left[2] == ["launch-09", "launch-10", "launch-11"]
+    assert (tmp_path / "attempt-0001").is_dir()
