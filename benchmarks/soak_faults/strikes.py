@@ -97,16 +97,14 @@ def _everything_killed(lab: Lab, trainee: Trainee, chance: random.Random) -> Str
 
 
 def _checkpoint_damaged(lab: Lab, trainee: Trainee, chance: random.Random, *, flip: bool) -> Struck | None:
-    """The supervisor is held meanwhile: what it goes on from is damaged when it looks."""
+    """The supervisor is held meanwhile: what it goes on from is damaged when it looks. A parent to fall back on is left."""
     ranks, supervisor = trainee.ranks(), trainee.live.supervisor()
-    if not ranks or supervisor is None:
+    if not ranks or supervisor is None or trainee.restorable() < 2:
         return None
     with _stopped([supervisor]):
         at = _signal(ranks, signal.SIGKILL)
         psutil.wait_procs(ranks, timeout=10)
-        head = trainee.head_row()
-        if head is None:
-            return None
+        head = trainee.lineage()[-1]
         file = chance.choice(sorted(each for each in folder_of(head["manifest_uri"]).rglob("*") if each.is_file()))
         if flip:
             content = bytearray(file.read_bytes())

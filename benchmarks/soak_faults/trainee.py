@@ -64,6 +64,11 @@ class Trainee:
             head = checkpoints[head]["parent"]
         return chain[::-1]
 
+    def restorable(self) -> int:
+        """How many checkpoints of the lineage can be gone back to."""
+        out = {row["checkpoint_id"] for row in self.rows("retire", "quarantine")}
+        return sum(row["checkpoint_id"] not in out for row in self.lineage())
+
     def entries(self) -> list[Entry]:
         """The lines of its journal; what was cut short is left out."""
         paths = self._journal.glob(f"{self.run}-*.jsonl")
