@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 
 import psutil
@@ -46,9 +47,18 @@ class Notice:
 class Notices:
     """What tells one rank to leave; `on_deadline` is called, and the process ended, unless it is closed in time."""
 
-    def __init__(self, launch: LaunchSpec, *, local_rank: int, launched: bool, on_deadline: Callable[[], None]) -> None:
-        """`launched`: by a launcher that is no supervisor, whose end is a notice."""
+    def __init__(
+        self,
+        launch: LaunchSpec,
+        *,
+        local_rank: int,
+        launched: bool,
+        on_deadline: Callable[[], None],
+        tells: Path | None = None,
+    ) -> None:
+        """`launched`: by a launcher that is no supervisor, whose end is a notice; `tells`: a file made at the first notice."""
         self._launch = launch
+        self._tells = tells
         self._on_deadline = on_deadline
         self._first: Notice | None = None
         self._deadline: float | None = None
@@ -100,6 +110,9 @@ class Notices:
     def _note(self, name: str) -> None:
         if self._first is None:
             self._first = Notice(name, time.monotonic())
+            if self._tells is not None:
+                with suppress(OSError):
+                    self._tells.touch()
             self.leave_by(self._first.at + self._launch.leave_s)
 
     def _wake(self) -> None:

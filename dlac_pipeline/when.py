@@ -22,7 +22,7 @@ from dlac_pipeline.checkpoint.manager import Committed
 from dlac_pipeline.checkpoint.pulse import Beat, Says
 from dlac_pipeline.notice import Notices
 from dlac_pipeline.preemption import Preemption, fits
-from dlac_pipeline.ranks.progress import EventWriter
+from dlac_pipeline.ranks.progress import EventWriter, notice_file
 from dlac_pipeline.ranks.rank import leave_reason
 from dlac_pipeline.recover.coordinator import ResumePoint
 from dlac_pipeline.spec import JobSpec
@@ -49,6 +49,7 @@ class When:
             local_rank=int(os.environ.get("LOCAL_RANK", "0")),
             launched=folder is None and "LOCAL_RANK" in os.environ,
             on_deadline=self._too_late,
+            tells=None if folder is None else notice_file(folder, rank),
         )
 
     def resumed(self, point: ResumePoint, lakehouse: Lakehouse) -> None:

@@ -88,7 +88,7 @@ def _gather(number: int, count: int, port: int, barrier: Barrier) -> list[Part]:
         origin="the benchmark",
     )
     parts: list[Part] = []
-    with closing(Machines(spec)) as machines:
+    with closing(Machines(spec, ledger="benchmark")) as machines:
         for attempt in (0, 1):
             with _timed(barrier, parts):
                 crew = machines.gather(attempt, threading.Event(), lambda: None)

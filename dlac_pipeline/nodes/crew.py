@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from types import TracebackType
 
+from catalog.errors import SpecInvalid
 from dlac_pipeline.nodes.shares import Offer, Share, placed, shares, usable_ranks
 from dlac_pipeline.nodes.talk import Round, Talk, Words
 
@@ -22,6 +23,10 @@ LEADER = 0
 _MEETING = "meeting"
 _POLL_S = 0.02
 _PART_S = 5.0
+
+
+class CutOff(Exception):
+    """The store of the round does not answer any more."""
 
 
 class Crew:
@@ -99,9 +104,13 @@ class Crew:
         """What was told of it."""
         return None if self._talk is None else self._talk.told(subject)
 
-    def part(self) -> None:
-        """Wait until all have heard the verdict that ends the run: the store goes with the machine that serves it."""
+    def has_heard(self) -> None:
+        """Say that this machine has heard the verdict."""
         self.say({**self._words, "parted": True})
+
+    def part(self) -> None:
+        """Wait until all have heard the verdict behind which this machine leaves: the store goes with who serves it."""
+        self.has_heard()
         deadline = time.monotonic() + _PART_S
         while time.monotonic() < deadline:
             lost = self.lost()
@@ -120,13 +129,19 @@ class Crew:
 
 
 def agreed(met: Round, offer: Offer, *, batch_size: int, patience_s: float) -> Crew | None:
-    """Who takes which ranks, known to all; None if a machine was lost meanwhile, and all must meet again."""
+    """Who takes which ranks, known to all; None if a machine was lost meanwhile, and all must meet again.
+
+    Raises:
+        CutOff: this machine hears nobody, and must meet them through another connection.
+        SpecInvalid: another one would train something else.
+    """
     talk = Talk(met, {"offer": asdict(offer)}, patience_s=patience_s)
     others = [index for index in range(met.count) if index != met.index]
     while not all("offer" in talk.words(index) for index in others):
         if _deserted(talk, others):
             return None
     offers = [offer if index == met.index else Offer(**talk.words(index)["offer"]) for index in range(met.count)]
+    _check_alike(offer, offers)
     places = placed(offers)
     if met.index == places[LEADER]:
         talk.tell(_MEETING, {"port": free_port()})
@@ -148,8 +163,19 @@ def _deserted(talk: Talk, others: Sequence[int]) -> bool:
     time.sleep(_POLL_S)
     if talk.cut_off or any(talk.lost(index) for index in others):
         talk.end()
+        if talk.cut_off:
+            raise CutOff
         return True
     return False
+
+
+def _check_alike(mine: Offer, offers: Sequence[Offer]) -> None:
+    others = [offer.host for offer in offers if offer.config != mine.config]
+    if others:
+        raise SpecInvalid(
+            f"expected the same training job on all nodes, found another one on {', '.join(others)} than on {mine.host}: start "
+            "all with the same job spec (sources, order, params), script and arguments"
+        )
 
 
 def free_port() -> int:

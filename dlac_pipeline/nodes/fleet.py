@@ -15,6 +15,8 @@ from dlac_pipeline.ranks.progress import Progress, in_hand_file, read_progress, 
 
 LOST = "NodeLost"
 """Kind of the failure of the ranks of a machine that gives no sign of life."""
+ASKS, ANSWERS = "asks", "answers"
+"""A leader's word that something has broken; and that what a machine says was put together behind it."""
 LEAVE, STOP = "leave", "stop"
 """What a machine may be asked: to leave the run to the others, or to stop it."""
 
@@ -31,13 +33,18 @@ class Fleet:
         self._crew = crew
         self._beats: dict[int, int] = {}
         self._later_s: dict[int, float] = {}
-        self._noticed_at = 0.0
+        self._asks = False
         self._last_words: dict[int, dict[str, str]] = {}
 
     @property
     def pids(self) -> list[int]:
         """Process ids of this machine's ranks; waits until all have started."""
         return self._own.pids
+
+    @property
+    def noticed(self) -> bool:
+        """Whether a rank of this machine has been told to leave, whoever told it."""
+        return self._own.noticed
 
     @property
     def leaving(self) -> list[str]:
@@ -62,7 +69,9 @@ class Fleet:
             found += [self._told(failure, place) for failure in self._crew.words(place).get("failures", ())]
         if not found:
             return []
-        self._noticed_at = self._noticed_at or time.monotonic()
+        if not self._asks:
+            self._asks = True
+            self._crew.say({ASKS: True})
         return [] if self._waits_for_words() else found
 
     def all_exited(self) -> bool:
@@ -88,11 +97,11 @@ class Fleet:
         return found
 
     def _waits_for_words(self) -> bool:
-        """Whether another machine has not been heard since something broke, and can be."""
+        """Whether another machine can still say what it knew when it was asked, for something had broken."""
         if self._crew.cut_off:
             return False
         lost = self._crew.lost()
-        return any(self._crew.heard_at(place) <= self._noticed_at for place in self._crew.others if place not in lost)
+        return any(not self._crew.words(place).get(ANSWERS) for place in self._crew.others if place not in lost)
 
     def _told(self, failure: Words, place: int) -> Exit:
         self._last_words[failure["exit"]["rank"]] = failure["last_words"]
@@ -110,8 +119,8 @@ class Fleet:
             in_hand_file(self.folder, int(rank)).write_text(text)
 
 
-def words_of(ranks: RankGroup, *, asked: str) -> Words:
-    """What a machine that is led says of its ranks, for `Fleet`."""
+def words_of(ranks: RankGroup, *, asked: str, answers: bool) -> Words:
+    """What a machine that is led says of its ranks, for `Fleet`; `answers` if the leader had asked before."""
     records = {rank: read_record(ranks.folder, rank) for rank in ranks.ranks}
     failures = ranks.failures()
     in_hand = {rank: in_hand_file(ranks.folder, rank) for rank in ranks.ranks}
@@ -122,4 +131,5 @@ def words_of(ranks: RankGroup, *, asked: str) -> Words:
         "failures": [{"exit": asdict(exit_), "last_words": ranks.last_words(exit_.rank)} for exit_ in failures],
         "exited": ranks.all_exited(),
         "asked": asked,
+        ANSWERS: answers,
     }

@@ -12,22 +12,26 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from dlac_pipeline.checkpoint.config import config_digest
 from dlac_pipeline.launch_spec import LaunchSpec
-from dlac_pipeline.nodes.crew import Crew, agreed, free_port
+from dlac_pipeline.nodes.crew import Crew, CutOff, agreed, free_port
 from dlac_pipeline.nodes.shares import Offer, Share, usable_ranks
+from dlac_pipeline.nodes.talk import EndedElsewhere, Words
 from dlac_pipeline.ranks.group import GLOO_INTERFACE
 from dlac_pipeline.spec import JobSpec
 
 if TYPE_CHECKING:
     from dlac_pipeline.nodes.rendezvous import Rendezvous
 
+__all__ = ["EndedElsewhere", "Machines", "interface_of"]
 _LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 
 
 class Machines:
     """Of one job; without `launch.nodes` it is this machine alone."""
 
-    def __init__(self, spec: JobSpec) -> None:
+    def __init__(self, spec: JobSpec, *, ledger: str) -> None:
+        """`ledger` identifies the ledger: runs of other lakehouses may have the same name, and meet at the same address."""
         self._launch = spec.launch
         self._batch_size = spec.order.batch_size
         self._rendezvous: Rendezvous | None = None
@@ -35,7 +39,8 @@ class Machines:
             with _told_by_errors():
                 from dlac_pipeline.nodes.rendezvous import Rendezvous
 
-            self._rendezvous = Rendezvous(spec.launch, spec.run)
+            self._rendezvous = Rendezvous(spec.launch, f"{spec.run}@{ledger}")
+            self._config = config_digest(spec)
 
     def gather(self, attempt: int, stop: threading.Event, still_wanted: Callable[[], None]) -> Crew | None:
         """Those that are there for the next attempt; None: told to stop meanwhile.
@@ -44,7 +49,9 @@ class Machines:
         waited for any longer.
 
         Raises:
+            EndedElsewhere: the run has ended without this machine.
             NodesMissing: there are too few.
+            SpecInvalid: another one would train something else.
         """
         if self._rendezvous is None:
             ranks = _ranks_alone(self._launch, self._batch_size)
@@ -53,18 +60,28 @@ class Machines:
             met = self._rendezvous.join(stop, still_wanted)
             if met is None:
                 break
-            address = self._rendezvous.address
+            self._rendezvous.check_goes_on()  # who trained may just have left
             offer = Offer(
                 host=socket.gethostname(),
-                address=address,
-                interface=_chosen_interface(self._launch) or interface_of(address),
+                address=met.address,
+                interface=_chosen_interface(self._launch) or interface_of(met.address),
+                config=self._config,
                 ranks=_ranks_here(self._launch),
                 attempt=attempt,
             )
-            crew = agreed(met, offer, batch_size=self._batch_size, patience_s=self._launch.node_timeout_s)
+            try:
+                crew = agreed(met, offer, batch_size=self._batch_size, patience_s=self._launch.node_timeout_s)
+            except CutOff:
+                self._rendezvous.forget()
+                continue
             if crew is not None:
                 return crew
         return None
+
+    def announce(self, words: Words) -> None:
+        """Say how the run has ended, to machines that wait."""
+        if self._rendezvous is not None:
+            self._rendezvous.announce(words)
 
     def cut_off(self) -> None:
         """Meet through another connection the next time."""

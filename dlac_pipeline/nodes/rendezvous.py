@@ -6,6 +6,7 @@ The calls of a network that has gone silent may block without end, so none is ma
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import socket
@@ -16,10 +17,15 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotInTime
 from contextlib import suppress
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's __init__ does not re-export by name
-from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters, RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousParameters,
+    RendezvousTimeoutError,
+)
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     DynamicRendezvousHandler,
@@ -29,7 +35,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 
 from catalog.errors import NodesMissing, SpecInvalid
 from dlac_pipeline.launch_spec import LaunchSpec
-from dlac_pipeline.nodes.talk import Round
+from dlac_pipeline.nodes.talk import EndedElsewhere, Round, Words
 
 Result = TypeVar("Result")
 _LOOK_S = 0.1
@@ -37,6 +43,9 @@ _AGAIN_S = 1.0
 _WANTED_S = 5.0
 _ANSWER_S = 2.0
 _KEEP_ALIVES = 3
+_MARGIN_S = 10.0
+"""For a call beyond its own time-out: then it is the network that is silent."""
+_LEAVING = "leaving"
 logging.getLogger("torch.distributed.elastic.rendezvous").setLevel(logging.CRITICAL)
 """Else it warns each second of a store that is gone, which `Talk` has noticed."""
 os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
@@ -46,24 +55,17 @@ os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
 class Rendezvous:
     """This machine's part in the rendezvous of a run."""
 
-    def __init__(self, launch: LaunchSpec, run: str) -> None:
+    def __init__(self, launch: LaunchSpec, name: str) -> None:
+        """`name` is the run's, and no other's that meets at the same address."""
         self._launch = launch
-        self._run = run
+        self._name = name
         self._host, _, port = launch.rendezvous.rpartition(":")
         self._port = int(port)
         self._handler: DynamicRendezvousHandler | None = None
+        self._backend: _Backend | None = None
         self._store: TCPStore | None = None
         self._serves = False
-
-    @property
-    def address(self) -> str:
-        """At which the others reach this machine."""
-        if _is_mine(self._host):
-            return self._host
-        family, kind, _, _, where = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:  # nothing is sent
-            probe.connect(where)
-            return str(probe.getsockname()[0])
+        self._ended_before: bytes | None = None
 
     def join(self, stop: threading.Event, still_wanted: Callable[[], None]) -> Round | None:
         """Take part in the next round, behind the one that this machine is in; None: told to stop meanwhile.
@@ -71,27 +73,50 @@ class Rendezvous:
         `still_wanted` is called every few seconds, and raises where there is nothing left to wait for.
 
         Raises:
+            EndedElsewhere: the run has ended without this machine.
             NodesMissing: too few machines came, or nobody served the rendezvous, for `launch.gather_timeout_s`.
         """
         deadline = time.monotonic() + self._launch.gather_timeout_s
         while not stop.is_set():
-            left_s = deadline - time.monotonic()
+            left_s = max(_AGAIN_S, deadline - time.monotonic())
             try:
-                return self._join(stop, still_wanted, left_s)
-            except (RendezvousError, RuntimeError, OSError, NotInTime) as err:
-                if isinstance(err, RendezvousTimeoutError | NotInTime) and self._others_train():
+                met = self._join(stop, still_wanted, left_s)
+                if met is None or met.count >= self._launch.min_nodes:
+                    return met
+                problem = f"only {met.count}, perhaps as clocks differ by seconds"
+            except RendezvousTimeoutError as err:
+                if self._others_train():  # it has just looked
                     deadline = time.monotonic() + self._launch.gather_timeout_s
                     continue
+                problem = str(err)
                 self.forget()
-                if time.monotonic() >= deadline - _AGAIN_S:
-                    raise NodesMissing(
-                        f"expected {self._launch.nodes} nodes at {self._launch.rendezvous!r} within "
-                        f"{self._launch.gather_timeout_s:.0f} s, found too few, or nobody there: {err or type(err).__name__}; "
-                        "start the same command on the others, the one with that address first"
-                    ) from err
+            except (RendezvousError, RuntimeError, OSError, NotInTime) as err:
+                problem = str(err) or type(err).__name__
+                self.forget()
+            if time.monotonic() >= deadline - _AGAIN_S:
+                raise NodesMissing(
+                    f"expected {self._launch.nodes} nodes at {self._launch.rendezvous!r} within "
+                    f"{self._launch.gather_timeout_s:.0f} s, found too few, or nobody there: {problem}; start the same command "
+                    "on the others, the one with that address first"
+                )
             still_wanted()
             stop.wait(_AGAIN_S)
         return None
+
+    def announce(self, words: Words) -> None:
+        """Say how the run has ended, to machines that wait; one that does not hear it finds out from the ledger, or trains on."""
+        store = self._store
+        if store is not None:
+            told = json.dumps({**words, "at": time.time()})
+            with suppress(RuntimeError, OSError, NotInTime):
+                _in_time(lambda: store.set(self._ended_key, told), _ANSWER_S)
+
+    def check_goes_on(self) -> None:
+        """Raise EndedElsewhere if others have ended the run since this machine came; a store that is away says nothing."""
+        with suppress(RuntimeError, OSError, NotInTime):
+            found = _in_time(self._ended, _ANSWER_S)
+            if found is not None and found != self._ended_before:
+                raise EndedElsewhere(json.loads(found))
 
     def _others_train(self) -> bool:
         """Whether there is a round that this machine is too many for: then it waits until somebody is missing."""
@@ -100,50 +125,86 @@ class Rendezvous:
 
     def forget(self) -> None:
         """Meet through another connection the next time; whoever serves the store goes on serving it."""
-        self._handler = None
+        handler, self._handler = self._handler, None
+        if self._backend is not None:
+            self._backend.closed = True  # a call that is left behind on its thread takes no part any more
+        if handler is not None:
+            threading.Thread(target=handler._stop_heartbeats, daemon=True).start()
         if not self._serves:
             self._store = None
 
     def leave(self) -> None:
         """Take no part any more, so that the others need not wait until this machine counts as lost."""
-        if (handler := self._handler) is None:
+        handler, backend = self._handler, self._backend
+        if handler is None or backend is None:
             return
         self._handler = None
+        backend.only = _LEAVING  # not the call that may be left behind
 
         def left() -> None:  # its shutdown() would close the rendezvous for all
             handler._stop_heartbeats()
             handler._op_executor.run(_RendezvousExitOp(), time.monotonic() + _AGAIN_S)
 
         with suppress(RendezvousError, RuntimeError, NotInTime):
-            _in_time(left, 2 * _AGAIN_S)
+            _in_time(left, 2 * _AGAIN_S, name=_LEAVING)
 
     def _join(self, stop: threading.Event, still_wanted: Callable[[], None], left_s: float) -> Round | None:
-        waiting = _Waiting(stop, still_wanted)
+        def look() -> None:
+            self.check_goes_on()
+            still_wanted()
+
+        waiting = _Waiting(stop, look)
         if self._handler is None:
             self._handler = _in_time(lambda: self._met(left_s), left_s, waiting)
         handler = self._handler
-        info = None if handler is None else _in_time(handler.next_rendezvous, left_s, waiting)
+        info = None if handler is None else _in_time(handler.next_rendezvous, left_s + _MARGIN_S, waiting)
         if handler is None or info is None:
             return None
-        return Round(index=info.rank, count=info.world_size, store=info.store, waiting=handler.num_nodes_waiting)
+
+        def others_waiting() -> int:
+            with suppress(RendezvousError):
+                return handler.num_nodes_waiting()
+            return 0
+
+        address = self._address()
+        return Round(index=info.rank, count=info.world_size, store=info.store, waiting=others_waiting, address=address)
 
     def _met(self, left_s: float) -> DynamicRendezvousHandler:
         launch = self._launch
         if self._store is None:
             self._store = self._opened()
+            self._ended_before = self._ended()
         parameters = RendezvousParameters(
             backend="c10d",
             endpoint=launch.rendezvous,
-            run_id=self._run,
+            run_id=self._name,
             min_nodes=launch.min_nodes,
             max_nodes=launch.max_nodes,
-            local_addr=self.address,
+            local_addr=self._address(),
             join_timeout=max(1, int(left_s)),
             last_call_timeout=launch.last_call_s,
             keep_alive_interval=max(1, launch.node_timeout_s // _KEEP_ALIVES),
             keep_alive_max_attempt=_KEEP_ALIVES,
         )
-        return create_handler(self._store, C10dRendezvousBackend(self._store, self._run), parameters)
+        self._backend = _Backend(self._store, self._name)
+        return create_handler(self._store, self._backend, parameters)
+
+    def _address(self) -> str:
+        """At which the others reach this machine."""
+        if _is_mine(self._host):
+            return self._host
+        family, kind, _, _, where = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:  # nothing is sent
+            probe.connect(where)
+            return str(probe.getsockname()[0])
+
+    @property
+    def _ended_key(self) -> str:
+        return f"dlac/ended/{self._name}"
+
+    def _ended(self) -> bytes | None:
+        store = self._store
+        return bytes(store.get(self._ended_key)) if store is not None and store.check([self._ended_key]) else None
 
     def _opened(self) -> TCPStore:
         patience = timedelta(seconds=self._launch.node_timeout_s)
@@ -151,6 +212,30 @@ class Rendezvous:
         if not self._serves and not _answers(self._host, self._port):
             raise OSError(f"nobody answers at {self._launch.rendezvous!r}")
         return TCPStore(self._host, self._port, is_master=self._serves, wait_for_workers=False, timeout=patience)
+
+
+class _Backend(C10dRendezvousBackend):
+    """Where the state of the rendezvous is; closed to calls that were left behind."""
+
+    def __init__(self, store: TCPStore, name: str) -> None:
+        super().__init__(store, name)
+        self.closed = False
+        self.only = ""
+        """The name of the one thread that may call; empty: all."""
+
+    def get_state(self) -> tuple[bytes, Any] | None:
+        """The state, as of now."""
+        self._check_open()
+        return super().get_state()
+
+    def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
+        """Change it, unless others did."""
+        self._check_open()
+        return super().set_state(state, token)
+
+    def _check_open(self) -> None:
+        if self.closed or self.only not in ("", threading.current_thread().name):
+            raise RendezvousConnectionError("this machine takes no part any more")
 
 
 def serve(address: str, stop: threading.Event, on_ready: Callable[[], None]) -> None:
@@ -197,20 +282,23 @@ def _is_mine(host: str) -> bool:
 class _Waiting:
     """Why a call is not waited for any longer, looked at while it is."""
 
-    def __init__(self, stop: threading.Event, still_wanted: Callable[[], None]) -> None:
+    def __init__(self, stop: threading.Event, look: Callable[[], None]) -> None:
+        """`look` is called every few seconds, and raises to end the waiting."""
         self._stop = stop
-        self._still_wanted = still_wanted
+        self._look = look
         self._looks_at = time.monotonic() + _WANTED_S
 
     def over(self) -> bool:
-        """Whether it was told to stop; raises what `still_wanted` does."""
+        """Whether it was told to stop; raises what `look` does."""
         if time.monotonic() >= self._looks_at:
-            self._still_wanted()
+            self._look()
             self._looks_at = time.monotonic() + _WANTED_S
         return self._stop.is_set()
 
 
-def _in_time(call: Callable[[], Result], seconds: float, waiting: _Waiting | None = None) -> Result | None:
+def _in_time(
+    call: Callable[[], Result], seconds: float, waiting: _Waiting | None = None, *, name: str | None = None
+) -> Result | None:
     """What the call returns, made on a thread that is left behind if it does not end; None: told to stop meanwhile.
 
     Raises:
@@ -224,13 +312,15 @@ def _in_time(call: Callable[[], Result], seconds: float, waiting: _Waiting | Non
         except BaseException as err:
             future.set_exception(err)
 
-    threading.Thread(target=work, daemon=True).start()
+    threading.Thread(target=work, name=name, daemon=True).start()
     deadline = time.monotonic() + seconds
     while True:
         try:
             return future.result(_LOOK_S)
         except NotInTime:
-            if future.done() or time.monotonic() > deadline:
+            if future.done():
+                return future.result()
+            if time.monotonic() > deadline:
                 raise
             if waiting is not None and waiting.over():
                 return None

@@ -22,6 +22,8 @@ class Offer:
     """Through which it talks to the others; empty: whichever the libraries choose."""
     attempt: int = 0
     """The last attempt of the run that it has heard of."""
+    config: str = ""
+    """Digest of what it would train."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -19,8 +19,17 @@ if TYPE_CHECKING:  # a machine alone needs no PyTorch
 
 Words = dict[str, Any]
 _EVERY_S = 0.25
+_LAST_WORDS_S = 1.0
 _WAITING_EVERY = 8
 """Looks for machines that wait are dearer: the rendezvous' whole state is read."""
+
+
+class EndedElsewhere(Exception):
+    """The machines that trained have ended the run, and said how."""
+
+    def __init__(self, words: Words) -> None:
+        super().__init__(words)
+        self.words = words
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +43,8 @@ class Round:
     """Of this round alone."""
     waiting: Callable[[], int]
     """How many machines wait for the next round; blocks as the store does."""
+    address: str
+    """At which the others reach this machine."""
 
 
 @dataclass(slots=True)
@@ -61,7 +72,8 @@ class Talk:
         self._lock = threading.Lock()
         self.waiting = 0
         """Machines that wait for the next round."""
-        threading.Thread(target=self._go_on, daemon=True).start()
+        self._thread = threading.Thread(target=self._go_on, daemon=True)
+        self._thread.start()
 
     @property
     def cut_off(self) -> bool:
@@ -102,9 +114,10 @@ class Talk:
             return self._heard[index].at < self._spoke_at - self._patience_s
 
     def end(self) -> None:
-        """Say no more; a thread that waits for a silent network is left behind."""
+        """Say no more than what is to be told yet; a thread that waits for a silent network is left behind."""
         self._ends.set()
         self._hurries.set()
+        self._thread.join(_LAST_WORDS_S)
 
     def _go_on(self) -> None:
         while not self._ends.is_set():

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from catalog.errors import TrainingFailed
 from dlac_pipeline.nodes.shares import Share
 from dlac_pipeline.ranks import undertaker
-from dlac_pipeline.ranks.progress import Phase, Progress, read_progress
+from dlac_pipeline.ranks.progress import Phase, Progress, notice_file, read_progress
 from dlac_pipeline.ranks.rank import (
     LAUNCH_VARIABLE,
     RUN_VARIABLE,
@@ -208,6 +208,11 @@ class RankGroup:
     def all_exited(self) -> bool:
         """Whether no rank is running."""
         return all(process.poll() is not None for process in self._processes.values())
+
+    @property
+    def noticed(self) -> bool:
+        """Whether a rank has been told to leave, whoever told it."""
+        return any(notice_file(self.folder, rank).exists() for rank in self.ranks)
 
     def last_words(self, rank: int) -> dict[str, str]:
         """Where a rank's log is, and how it ends."""

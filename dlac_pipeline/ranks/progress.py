@@ -120,6 +120,11 @@ def in_hand_file(folder: Path, rank: int) -> Path:
     return folder / f"in-hand-{rank:05d}"
 
 
+def notice_file(folder: Path, rank: int) -> Path:
+    """Which is there once a rank has been told to leave, whoever told it."""
+    return folder / f"notice-{rank:05d}"
+
+
 def read_in_hand(folder: Path, step: int) -> Iterator[list[int]]:
     """What ranks told that their batch of `step` moves: source, key group, pass, block, first position, last one + 1.
 

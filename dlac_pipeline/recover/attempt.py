@@ -77,6 +77,11 @@ class Supervision:
     launched_by: str
     """The orchestrator's run."""
 
+    def leave(self) -> None:
+        """Ask this machine to leave the run to the others."""
+        self.leaves.set()
+        self.stop.set()
+
     def waiting(self, *, replaces: int | None) -> tenacity.Retrying:
         """Repeats what needs the catalog: a recovery waits for one that is away, until it is told to stop."""
         recovering = replaces is not None or self.noticed_by != OPERATOR
@@ -216,18 +221,22 @@ class SupervisedAttempt:
         while True:
             self._forward_events()
             self._follow_progress(ranks)
-            failures = ranks.failures()
             asked_at = self._asked_at
-            if asked_at is not None and any(failure.code == -signal.SIGTERM for failure in failures):
-                return "stopped"  # asked while it was starting, before it could listen; nothing is lost
+            if ranks.asked_to_stop:
+                self._supervision.stop.set()
+            if self.others and asked_at is None and ranks.noticed:
+                self._supervision.leave()
+            failures = ranks.failures()
+            told = asked_at is not None or self._supervision.stop.is_set() or ranks.leaving
+            if told and any(failure.code == -signal.SIGTERM for failure in failures):
+                self._ending = "stopped"  # told while it was starting, before it could listen; nothing is lost
+                return self._ended(ranks, grows=grows)
             if failures:
                 return self._failed(ranks, first_cause(failures))
             if ranks.all_exited():
                 self._forward_events()
                 return self._ended(ranks, grows=grows)
             now = time.time()
-            if ranks.asked_to_stop:
-                self._supervision.stop.set()
             grows = grows or (self._crew.could_grow and asked_at is None and self._trains)
             if (self._supervision.stop.is_set() or grows) and asked_at is None:
                 self._asked_at = asked_at = now

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+import tenacity
+
 from catalog import errors
 from catalog.errors import (
     BadInput,
@@ -51,6 +53,11 @@ class Judge:
         """An attempt ended on purpose, for others to go on."""
         self._fruitless = 0
 
+    def follow_others(self) -> None:
+        """Other machines have led in between: what their attempts came to is in the ledger."""
+        rows = self._patiently(Ledger(self._lakehouse).rows, self._spec.run, kinds=HEAD_KINDS)
+        self._fruitless = attempts_without_progress(rows)
+
     def left_out_behind(self, attempt: SupervisedAttempt, failure: Failure) -> Sequence[Unreadable]:
         """What the attempt that follows leaves out beside what it does already.
 
@@ -59,8 +66,9 @@ class Judge:
             DlacError: none follows, for it would end as this one, or none is wanted.
         """
         self._fruitless = 0 if attempt.committed else self._fruitless + 1
-        self._raise_if_final(failure)
-        patiently = waiting_for(CatalogUnreachable, StoreUnavailable, within_s=PATIENCE_S, stop=self._supervision.stop)
+        if not (attempt.others and self._is_of_one_machine(failure)):
+            self._raise_if_final(failure)
+        patiently = self._patiently
         left_out: Sequence[Unreadable] = patiently(self._damaged, failure, attempt.leg)
         if not left_out and self._deaths.died(failure, committed=attempt.committed):
             left_out = patiently(self._quarantined, attempt, failure)
@@ -77,6 +85,14 @@ class Judge:
                 f"{failure.cause}; read its logs, mend the cause, then train again"
             )
         return left_out
+
+    @property
+    def _patiently(self) -> tenacity.Retrying:
+        return waiting_for(CatalogUnreachable, StoreUnavailable, within_s=PATIENCE_S, stop=self._supervision.stop)
+
+    def _is_of_one_machine(self, failure: Failure) -> bool:
+        """Whether it fails as it leaves: the others go on."""
+        return failure.kind == Preempted.__name__ or self._supervision.leaves.is_set()
 
     def record_gave_up(self, failure: Failure, attempt: int) -> None:
         """Write down that no attempt follows the one that failed last."""

@@ -15,7 +15,7 @@ from typing import Any
 from catalog.durable_io import write_durably
 from dlac_pipeline.checkpoint.store import storing
 from dlac_pipeline.nodes.crew import LEADER, RESUME, VERDICT, Crew
-from dlac_pipeline.nodes.fleet import LEAVE, STOP, words_of
+from dlac_pipeline.nodes.fleet import ASKS, LEAVE, STOP, words_of
 from dlac_pipeline.ranks.group import RankGroup
 from dlac_pipeline.recover.attempt import POLL_S, Ending, Supervision, spec_for, started
 from dlac_pipeline.recover.coordinator import ResumePoint, new_nonce
@@ -77,9 +77,12 @@ class LedAttempt:
                 self._resume(ranks)
                 verdict = self._crew.told(VERDICT)
                 if verdict is not None:
+                    self._crew.has_heard()
                     return Verdict.of(verdict)
                 if self._crew.cut_off or LEADER in self._crew.lost():
                     return self._deserted(ranks)
+                if self._asked_at is None and ranks.noticed:
+                    self._supervision.leave()
                 if self._supervision.stop.is_set() and self._asked_at is None:
                     self._asked_at = time.time()
                     ranks.ask_to_stop()
@@ -96,10 +99,11 @@ class LedAttempt:
         if time.monotonic() < self._said_at + _SAY_EVERY_S:
             return
         self._said_at = time.monotonic()
+        answers = bool(self._crew.words(LEADER).get(ASKS))  # before looking at the ranks
         asked = ""
         if self._supervision.stop.is_set():
             asked = LEAVE if self._supervision.leaves.is_set() else STOP
-        self._crew.say(words_of(ranks, asked=asked))
+        self._crew.say(words_of(ranks, asked=asked, answers=answers))
 
     def _resume(self, ranks: RankGroup) -> None:
         told = None if self._point is not None else self._crew.told(RESUME)

@@ -23,6 +23,7 @@ from catalog.errors import (
     RunBusy,
     RunFinished,
     SpecInvalid,
+    SteppedAside,
     StoreUnavailable,
     TrainingFailed,
 )
@@ -31,7 +32,7 @@ from catalog.plans import get_plan
 from dlac_pipeline.checkpoint.store import tiers_of
 from dlac_pipeline.nodes.crew import VERDICT, Crew
 from dlac_pipeline.nodes.fleet import LOST
-from dlac_pipeline.nodes.machines import Machines
+from dlac_pipeline.nodes.machines import EndedElsewhere, Machines
 from dlac_pipeline.ranks.group import HANG
 from dlac_pipeline.ranks.starter import RankStarter
 from dlac_pipeline.recover.attempt import (
@@ -134,7 +135,8 @@ class Supervisor:
         spec = self._spec
         self._patiently(tiers_of(spec).check_writable)
         lakehouse = self._patiently(connect, spec.lakehouse)
-        with closing(Machines(spec)) as machines, closing(RankStarter()) as starter, self._lock:
+        ledger = self._patiently(lambda: Ledger(lakehouse).table_uuid)
+        with closing(Machines(spec, ledger=ledger)) as machines, closing(RankStarter()) as starter, self._lock:
             supervision = Supervision(
                 spec=spec,
                 lakehouse=lakehouse,
@@ -152,16 +154,26 @@ class Supervisor:
                 try:
                     crew = self._gathered(machines, lakehouse, judge)
                 except RunFinished as err:
-                    ended = self._finished_before(lakehouse, err)
-                    return Outcome(ending="finished", attempts=self._attempts, step=ended.step)
+                    return self._concluded(self._finished_before(lakehouse, err))
+                except EndedElsewhere as ended:
+                    return self._concluded(Verdict.of(ended.words))
                 if crew is None:
                     return self._outcome("stopped")
                 with crew:
-                    outcome = self._lead(supervision, crew, judge) if crew.leads else self._be_led(supervision, crew)
-                    if outcome is not None:
-                        return outcome
+                    verdict = self._taken_part(supervision, machines, crew, judge)
+                    if verdict.again is None or self._stop.is_set():
+                        crew.part()
+                        return self._concluded(verdict)
                     if crew.cut_off:
                         machines.cut_off()
+
+    def _concluded(self, verdict: Verdict) -> Outcome:
+        """How the run has ended for this machine; raises what it has died of."""
+        self._step = verdict.step or self._step
+        if verdict.error is not None:
+            kind, message = verdict.error
+            raise getattr(errors, kind)(message)
+        return self._outcome(verdict.ending or "stopped")
 
     def _outcome(self, ending: Ending) -> Outcome:
         return Outcome(ending=ending, attempts=self._attempts, step=self._step)
@@ -171,7 +183,7 @@ class Supervisor:
 
         Raises:
             NodesMissing: too few came together.
-            RunFinished: the run has ended without this machine.
+            RunFinished, EndedElsewhere: the run has ended without this machine.
         """
         try:
             return machines.gather(self._replaces or 0, self._stop, lambda: self._check_unfinished(lakehouse))
@@ -180,43 +192,67 @@ class Supervisor:
                 judge.record_gave_up(self._failure, self._replaces)
             raise
 
-    def _lead(self, supervision: Supervision, crew: Crew, judge: Judge) -> Outcome | None:
-        """An attempt, and what is decided of it for all its machines; None: another one follows."""
-        try:
-            self._hold_lock(supervision.lakehouse)
-            attempt = SupervisedAttempt(
-                supervision, crew, wish=self._wish, replaces=self._replaces, failure=self._failure
-            )
-            self._attempts += 1
-            verdict = self._decided(supervision.lakehouse, attempt, judge)
-            self._step = verdict.step
-        except DlacError as err:
-            crew.tell(VERDICT, Verdict(error=(type(err).__name__, str(err))).words())
-            crew.part()
-            raise
-        crew.tell(VERDICT, verdict.words())
-        if verdict.again is None:
-            crew.part()
-        elif not self._stop.is_set():
-            return None
-        return self._outcome(verdict.ending or "stopped")
+    def _taken_part(self, supervision: Supervision, machines: Machines, crew: Crew, judge: Judge) -> Verdict:
+        return self._lead(supervision, machines, crew, judge) if crew.leads else self._be_led(supervision, crew)
 
-    def _be_led(self, supervision: Supervision, crew: Crew) -> Outcome | None:
-        """An attempt that another machine leads, and decides; None: another one follows."""
+    def _lead(self, supervision: Supervision, machines: Machines, crew: Crew, judge: Judge) -> Verdict:
+        """An attempt, and what is decided of it for all its machines.
+
+        Raises:
+            DlacError: what the run ends with, here; the others have been told.
+        """
+        error: DlacError | None = None
+        try:
+            verdict = self._attempted(supervision, crew, judge)
+        except DlacError as err:
+            if self._others_went_on(supervision.lakehouse, crew, err):
+                verdict = Verdict(again=ended_on_purpose(f"others went on: {err}", step=self._step))
+            else:
+                error, verdict = err, Verdict(error=(type(err).__name__, str(err)), step=self._step)
+        self._step = verdict.step
+        crew.tell(VERDICT, verdict.words())
+        crew.has_heard()
+        if verdict.again is None and not self._leaves.is_set():
+            machines.announce(verdict.words())
+        if error is not None:
+            crew.part()
+            raise error
+        return verdict
+
+    def _be_led(self, supervision: Supervision, crew: Crew) -> Verdict:
+        """An attempt that another machine leads, and decides."""
         self._lock.close()
         self._holds_lock, self._was_led = False, True
         self._attempts += 1
         verdict = LedAttempt(supervision, crew, attempt=self._replaces or 0).run()
         self._replaces = verdict.attempt or self._replaces
         self._failure, self._step = verdict.again, verdict.step
-        if verdict.again is None:
-            crew.part()
-        if verdict.error is not None:
-            kind, message = verdict.error
-            raise getattr(errors, kind)(message)
-        if verdict.again is not None and not self._stop.is_set():
-            return None
-        return self._outcome(verdict.ending or "stopped")
+        return verdict
+
+    def _others_went_on(self, lakehouse: Lakehouse, crew: Crew, err: DlacError) -> bool:
+        """Whether machines of this rendezvous have trained on while this one, which led, was cut off: it meets them again."""
+        meets = self._spec.launch.rendezvous
+        if isinstance(err, CatalogUnreachable):
+            return crew.cut_off
+        if not meets or not isinstance(err, SteppedAside):
+            return False
+        ledger = Ledger(lakehouse)
+        attempt = self._patiently(ledger.state, self._spec.run).fence.attempt
+        return meets == rendezvous_of(self._patiently(ledger.rows, self._spec.run, kinds=("claim",)), attempt)
+
+    def _attempted(self, supervision: Supervision, crew: Crew, judge: Judge) -> Verdict:
+        """An attempt, if the run may be claimed."""
+        lakehouse = supervision.lakehouse
+        try:
+            self._hold_lock(lakehouse)
+        except RunFinished as err:
+            return self._finished_before(lakehouse, err)
+        if self._was_led:
+            judge.follow_others()
+            self._was_led = False
+        attempt = SupervisedAttempt(supervision, crew, wish=self._wish, replaces=self._replaces, failure=self._failure)
+        self._attempts += 1
+        return self._decided(lakehouse, attempt, judge)
 
     def _decided(self, lakehouse: Lakehouse, attempt: SupervisedAttempt, judge: Judge) -> Verdict:
         """Run an attempt, and decide whether another one follows.
@@ -262,9 +298,13 @@ class Supervisor:
 
         Where machines share the local folder, one that led and is cut off may hold it still: who was led by it does not wait.
         """
-        if self._holds_lock:
+        spec = self._spec
+        if self._holds_lock and spec.launch.max_nodes == 1:
             return
-        spec, replaces = self._spec, self._checked_target(lakehouse)
+        replaces = self._checked_target(lakehouse)
+        if self._holds_lock:
+            self._replaces = replaces
+            return
         lock = run_lock(
             spec.checkpoint.local,
             spec.run,

@@ -12,7 +12,7 @@ def test_machines_hear_each_other_as_soon_as_they_speak() -> None:
 
     def talk(index: int) -> Talk:
         other = TCPStore("127.0.0.1", store.port, None, False, wait_for_workers=False)
-        met = Round(index=index, count=3, store=other, waiting=lambda: 0)
+        met = Round(index=index, count=3, store=other, waiting=lambda: 0, address="127.0.0.1")
         return Talk(met, {"said": index}, patience_s=1.0)
 
     first, second = talk(0), talk(1)
