@@ -89,7 +89,7 @@ def audit_run(lakehouse: Lakehouse, run: str, checkpoint: str | None = None) -> 
 def audit_open_run(lakehouse: Lakehouse, connection: duckdb.DuckDBPyConnection, run: str) -> AuditReport:
     """Audit a run on a connection that `open_run` gave."""
     totals = rows_of(connection, "FROM totals WHERE run = ?", [run])[0]
-    problems = [*_problems(connection, run), *file_problems(connection, lakehouse.own("consumption").io, run)]
+    problems = [*_problems(connection, run), *file_problems(connection, lakehouse, run)]
     return AuditReport(**totals, problems=tuple(problems))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import duckdb
@@ -11,6 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pyiceberg.io import FileIO
 
+from catalog.connect import Lakehouse
+from catalog.errors import NoSuchTable
 from dlac_pipeline.audit.lakehouse_sql import rows_of
 
 _THREADS = 8
@@ -18,11 +21,14 @@ _TOLD = 10
 """Data files that are named one by one; of others only the number is told."""
 
 
-def file_problems(connection: duckdb.DuckDBPyConnection, io: FileIO, run: str) -> list[str]:
-    """What is wrong with the data files of the blocks that the run's surviving lineage has entered, as sentences."""
+def file_problems(connection: duckdb.DuckDBPyConnection, lakehouse: Lakehouse, run: str) -> list[str]:
+    """What is wrong with the data files of the blocks that the run's surviving lineage has entered, as sentences.
+
+    Files of snapshots that were let go of, and that their table has expired since, may be gone.
+    """
     units = rows_of(
         connection,
-        "SELECT DISTINCT u.file_path, u.row_group, u.first_row, u.rows "
+        "SELECT DISTINCT u.file_path, u.row_group, u.first_row, u.rows, u.plan_id "
         "FROM advances AS a JOIN slices AS s USING (cut_id, key_group, block) "
         "JOIN units AS u ON u.plan_id = s.plan_id AND u.unit = s.unit "
         "WHERE a.run = ? ORDER BY u.file_path, u.row_group",
@@ -31,19 +37,37 @@ def file_problems(connection: duckdb.DuckDBPyConnection, io: FileIO, run: str) -
     by_file: dict[str, list[dict[str, Any]]] = {}
     for unit in units:
         by_file.setdefault(unit["file_path"], []).append(unit)
+    io, expired = lakehouse.own("consumption").io, _expired_plans(connection, lakehouse)
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="footer") as pool:
-        answers = pool.map(lambda path: _problem(io, path, by_file[path]), by_file)
+        answers = pool.map(lambda path: _problem(io, path, by_file[path], expired), by_file)
         problems = [problem for problem in answers if problem is not None]
     if len(problems) > _TOLD:
         return [*problems[:_TOLD], f"{len(problems) - _TOLD} more data files are missing or differ from their plan"]
     return problems
 
 
-def _problem(io: FileIO, path: str, units: list[dict[str, Any]]) -> str | None:
+def _expired_plans(connection: duckdb.DuckDBPyConnection, lakehouse: Lakehouse) -> set[str]:
+    """The plans of snapshots that their tables do not have any more; a table counts by its uuid, under any name it had."""
+    plans = rows_of(connection, "SELECT plan_id, source_table, table_uuid, snapshot_id FROM plans", [])
+    there: dict[str, set[int]] = {}
+    for name in {plan["source_table"] for plan in plans}:
+        with suppress(NoSuchTable):
+            metadata = lakehouse.load(name).metadata
+            there[str(metadata.table_uuid)] = {snapshot.snapshot_id for snapshot in metadata.snapshots}
+    return {
+        plan["plan_id"]
+        for plan in plans
+        if plan["table_uuid"] in there and plan["snapshot_id"] not in there[plan["table_uuid"]]
+    }
+
+
+def _problem(io: FileIO, path: str, units: list[dict[str, Any]], expired: set[str]) -> str | None:
     try:
         with io.new_input(path).open() as stream:
             footer = pq.ParquetFile(stream).metadata
     except (OSError, pa.ArrowInvalid) as err:
+        if isinstance(err, FileNotFoundError) and expired.issuperset(unit["plan_id"] for unit in units):
+            return None
         return (
             f"expected the data file {path!r} with {len(units)} planned row groups, found {type(err).__name__}: {err}"
         )

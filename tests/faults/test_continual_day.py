@@ -229,6 +229,7 @@ def check_nothing_is_left(arena: Arena, dagster: LocalDagster, spec: JobSpec) ->
     source = Source(arena.home, spec.source.table, arena.home / "source.jsonl")
     source.expire(int(time.time() * 1000))
     assert len(arena.lakehouse.load(spec.source.table).snapshots()) <= len(pins) + 1
+    assert audit_run(arena.lakehouse, RUN).exact  # though data files are gone
 
 
 def trainers() -> list[psutil.Process]:

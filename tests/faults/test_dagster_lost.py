@@ -8,6 +8,7 @@ import dagster as dg
 import psutil
 import pytest
 
+from jobs.faults import LiveRun
 from jobs.local_dagster import LocalDagster
 from tests.conftest import Arena, wait_until
 from tests.dagster_runs import check_healed, events_of, gone, trained_to
@@ -25,14 +26,17 @@ def test_a_worker_that_is_stopped_loses_its_run_and_never_commits_again(campaign
     try:
         with dagster.running():
             run_id, processes = trained_to(dagster, spec)
+            supervisor = LiveRun(spec.checkpoint.store, spec.run).supervisor()
+            assert supervisor is not None
+            trainer = [supervisor, *supervisor.children(recursive=True)]  # the worker also has helpers of Dagster's
             processes[0].suspend()
             ended = dagster.wait(run_id, timeout_s=120)
             assert ended.status == dg.DagsterRunStatus.FAILURE
             recovery = dagster.recovery_of(run_id)
-            wait_until(lambda: gone(processes[1:]), what="the end of the old trainer", within_s=60)
+            wait_until(lambda: gone(trainer), what="the end of the old trainer", within_s=60)
             processes[0].resume()
             assert dagster.wait(recovery).status == dg.DagsterRunStatus.SUCCESS
-            wait_until(lambda: gone(processes[:1]), what="the end of the old worker", within_s=60)
+            wait_until(lambda: gone(processes), what="the end of the old worker", within_s=60)
             check_healed(campaign, dagster, spec, run_id)
     finally:
         (home / "orchestration.toml").unlink()
