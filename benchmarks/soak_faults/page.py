@@ -19,6 +19,7 @@ def page_of(campaign: Told) -> str:
     runs: list[Told] = campaign["runs"]
     left = [f"{name}: {', '.join(found)}" for name, found in campaign["left"].items() if found]
     quarantined = sum(fault["told"]["quarantined"] for fault in faults)
+    followed = {fault["during"] for fault in faults}
     launches = {"all": 0, "unclaimed": 0, **campaign["launch_folders"]}
     skipped = ", ".join(campaign["skipped"])
     lines = [
@@ -60,7 +61,7 @@ def page_of(campaign: Told) -> str:
         "Phases are those of [`dlac incidents`](recovery.md#what-is-told-afterwards-dlac-incidents), of all recoveries from the",
         "fault in the run that took longest, added up; where there are none, training went on.",
         "",
-        *_table(_HEADS, map(_fault_row, faults)),
+        *_table(_HEADS, [_fault_row(fault, followed=fault["number"] in followed) for fault in faults]),
         "",
     ]
     return "\n".join(lines)
@@ -99,15 +100,16 @@ def _by_kind(faults: Sequence[Told]) -> Iterable[Sequence[object]]:
         yield kind, KINDS[kind].says, len(seconds), f"{statistics.median(seconds):.1f}", f"{max(seconds):.1f}"
 
 
-def _fault_row(fault: Told) -> Sequence[object]:
+def _fault_row(fault: Told, *, followed: bool) -> Sequence[object]:
+    """Cells of one fault; `followed` by another one before it was healed, it may have been noticed only with that."""
     told = fault["told"]
     during = f" (recovering from {fault['during']})" if fault["during"] else ""
     runs = ", ".join(fault["runs"])
-    outcome = "went on" if not told["recoveries"] else "resumed"
+    outcome = "resumed" if told["recoveries"] else "resumed behind the next" if followed else "went on"
     if told["quarantined"]:
         outcome = f"quarantined {told['quarantined']}, parent resumed"
     if "failed again" in told["outcomes"]:
-        outcome += " at the second try"
+        outcome += " behind the next" if followed else " at the second try"
     return (
         fault["number"],
         fault["kind"] + during,
@@ -128,4 +130,4 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
 
 def _count(runs: Sequence[Told], name: str) -> str:
     held = sum(bool(run[name]) for run in runs)
-    return "all" if held == len(runs) else f"{held} of {len(runs)}"
+    return "all" if runs and held == len(runs) else f"{held} of {len(runs)}"

@@ -30,10 +30,11 @@ def full(folder: Path) -> Iterator[None]:
     """Not a byte is free in here."""
     filler = folder / _FILLER
     try:
-        with filler.open("wb") as stream, suppress(OSError):
-            while True:  # others write and delete meanwhile
-                free = os.statvfs(folder)
-                os.posix_fallocate(stream.fileno(), stream.seek(0, os.SEEK_END), max(1, free.f_bavail) * free.f_frsize)
+        with filler.open("wb") as stream:
+            while free := os.statvfs(folder).f_bavail:
+                with suppress(OSError):  # others write meanwhile, so that there is less: nothing was taken then
+                    size = (free + 1) // 2 * os.statvfs(folder).f_frsize
+                    os.posix_fallocate(stream.fileno(), stream.seek(0, os.SEEK_END), size)
         yield
     finally:
         filler.unlink(missing_ok=True)

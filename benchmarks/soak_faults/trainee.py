@@ -53,12 +53,13 @@ class Trainee:
 
     def head_row(self) -> Row | None:
         """The checkpoint that is its head."""
-        return checkpoint_rows(self.rows("checkpoint")).get(self.seen().head or "")
+        head = self.seen().head  # before the rows: the run goes on
+        return checkpoint_rows(self.rows("checkpoint")).get(head or "")
 
     def lineage(self) -> list[Row]:
         """The surviving checkpoints, oldest first."""
-        checkpoints, chain = checkpoint_rows(self.rows("checkpoint")), []
-        head = self.seen().head
+        head, chain = self.seen().head, []
+        checkpoints = checkpoint_rows(self.rows("checkpoint"))
         while head is not None:
             chain.append(checkpoints[head])
             head = checkpoints[head]["parent"]

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import shutil
+import threading
 from collections import Counter
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +15,7 @@ import pytest
 from benchmarks.soak_faults.account import journal
 from benchmarks.soak_faults.choosing import KINDS, choose
 from benchmarks.soak_faults.page import page_of
+from benchmarks.soak_faults.store import full, mounted
 from benchmarks.soak_faults.strikes import STRIKES
 from benchmarks.soak_faults.told import PHASES, last_before
 
@@ -52,6 +57,31 @@ def test_what_is_noticed_belongs_to_the_last_fault_before() -> None:
     """Nothing to none; a notice at the very moment to the fault of that moment."""
     struck = [(10.0, 3), (20.0, 5)]
     assert [last_before(struck, moment) for moment in (9.9, 10.0, 19.0, 25.0)] == [None, 3, 3, 5]
+
+
+def test_a_full_store_has_no_byte_free(tmp_path: Path) -> None:
+    """Also where others write while it is filled; and all of it is free again afterwards."""
+    store, ended = tmp_path / "store", threading.Event()
+
+    def write() -> None:
+        while not ended.is_set():
+            with suppress(OSError):
+                (store / "other").write_bytes(bytes(100_000))
+
+    with mounted(store) as can_fill:
+        if not can_fill:
+            pytest.skip("mounting a tmpfs is not permitted here")
+        writer = threading.Thread(target=write)
+        writer.start()
+        try:
+            with full(store):
+                assert shutil.disk_usage(store).free <= 100_000
+        finally:
+            ended.set()
+            writer.join()
+        with full(store), pytest.raises(OSError, match="No space left"):
+            (store / "more").write_bytes(bytes(10))
+        (store / "more").write_bytes(bytes(1_000_000))
 
 
 def test_the_journal_counts_what_the_attempt_of_each_checkpoint_wrote() -> None:
