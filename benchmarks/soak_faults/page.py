@@ -46,7 +46,7 @@ def page_of(campaign: Told) -> str:
         f"runs): {'; '.join(left) or 'nothing'}.",
         f"- Launch folders, which hold the logs of each launch and which nobody removes: {launches['all']}, of which "
         f"{launches['unclaimed']} are of launches that died before they had claimed their run.",
-        *([f"- Could not be done on that machine: {skipped}."] if skipped else []),
+        *([f"- Not in it: {skipped}."] if skipped else []),
         "",
         "## By kind",
         "",
