@@ -62,8 +62,9 @@ def started(spec: JobSpec, folder: Path, ranks: int = 1) -> Iterator[RankGroup]:
 
 
 def children(name: str) -> list[psutil.Process]:
-    """This process's children of a name, from their first moment on."""
-    return [one for one in psutil.Process().children() if re.search(name, " ".join(one.cmdline()))]
+    """This process's living children of a name, from their first moment on; a test before may have left a dead one."""
+    living = [one for one in psutil.Process().children() if one.status() != psutil.STATUS_ZOMBIE]
+    return [one for one in living if re.search(name, " ".join(one.cmdline()))]
 
 
 def runs(pid: int) -> bool:
