@@ -68,9 +68,8 @@ def _problem(io: FileIO, path: str, units: list[dict[str, Any]], expired: set[st
     except (OSError, pa.ArrowInvalid) as err:
         if isinstance(err, FileNotFoundError) and expired.issuperset(unit["plan_id"] for unit in units):
             return None
-        return (
-            f"expected the data file {path!r} with {len(units)} planned row groups, found {type(err).__name__}: {err}"
-        )
+        groups = len({unit["row_group"] for unit in units})
+        return f"expected the data file {path!r} with {groups} planned row groups, found {type(err).__name__}: {err}"
     found = dict(_row_groups(footer))
     for unit in units:
         planned = (unit["first_row"], unit["rows"])
