@@ -33,6 +33,7 @@ def together(campaign: Arena, request: pytest.FixtureRequest) -> JobSpec:
     return job(campaign, re.sub(r"[^\w]+", "-", request.node.name).strip("-"))
 
 
+@pytest.mark.soak
 def test_one_is_lost_and_another_one_comes(campaign: Arena, together: JobSpec) -> None:
     """SIGKILL of a machine's supervisor and ranks: the other goes on by itself, and makes room for one that comes later."""
     leader, other = trained_together(campaign, together)
@@ -48,7 +49,6 @@ def test_one_is_lost_and_another_one_comes(campaign: Arena, together: JobSpec) -
     assert leader.of("recovered")[0]["cause"] == leader.of("failure")[0]["cause"]
 
 
-@pytest.mark.soak
 def test_the_leader_is_lost(campaign: Arena, together: JobSpec) -> None:
     """Whoever is left leads, though it never claimed before; the fence is its own from then on."""
     leader, other = trained_together(campaign, together)
