@@ -1,7 +1,7 @@
 """Transactions of pyiceberg that work their metadata out once per change, and not at every look.
 
 pyiceberg copies a table's whole metadata, deeply, some twenty times in the course of one append, though nothing has changed in
-between: that was half of what the append itself took of the processor.
+between: with twenty snapshots in it, that was half of what the append took of the processor.
 """
 
 from __future__ import annotations
