@@ -16,14 +16,13 @@ from dlac_pipeline.checkpoint.config import config_digest
 from dlac_pipeline.launch_spec import LaunchSpec
 from dlac_pipeline.nodes.crew import Crew, CutOff, agreed, free_port
 from dlac_pipeline.nodes.shares import Offer, Share, usable_ranks
-from dlac_pipeline.nodes.talk import EndedElsewhere, Words
+from dlac_pipeline.nodes.talk import Words
 from dlac_pipeline.ranks.group import GLOO_INTERFACE
 from dlac_pipeline.spec import JobSpec
 
 if TYPE_CHECKING:
     from dlac_pipeline.nodes.rendezvous import Rendezvous
 
-__all__ = ["EndedElsewhere", "Machines", "interface_of"]
 _LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 
 

@@ -32,7 +32,8 @@ from catalog.plans import get_plan
 from dlac_pipeline.checkpoint.store import tiers_of
 from dlac_pipeline.nodes.crew import VERDICT, Crew
 from dlac_pipeline.nodes.fleet import LOST
-from dlac_pipeline.nodes.machines import EndedElsewhere, Machines
+from dlac_pipeline.nodes.machines import Machines
+from dlac_pipeline.nodes.talk import EndedElsewhere
 from dlac_pipeline.ranks.group import HANG
 from dlac_pipeline.ranks.starter import RankStarter
 from dlac_pipeline.recover.attempt import (
