@@ -44,7 +44,7 @@ def page_of(campaign: Told) -> str:
         f"{_count(runs, 'losses_identical')}.",
         f"- Left over (processes, locks, stage folders, temporary files, files that no table names behind an upkeep, Dagster "
         f"runs): {'; '.join(left) or 'nothing'}.",
-        f"- Launch folders, which hold the logs of each launch and which nobody removes: {launches['all']}, of which "
+        f"- Launch folders, which hold the logs of each launch of which a run keeps the newest 50: {launches['all']}, of which "
         f"{launches['unclaimed']} are of launches that died before they had claimed their run.",
         *([f"- Not in it: {skipped}."] if skipped else []),
         "",
