@@ -9,7 +9,8 @@ import dagster as dg
 
 from assets.config import JobSpecConfig
 from assets.heartbeat import Heartbeat
-from catalog.connect import Lakehouse, LakehouseConfig, connect
+from catalog.connect import Lakehouse, connect
+from catalog.lakehouse_config import LakehouseConfig
 from dlac_pipeline.spec import JobSpec, home_folder, parse_spec
 
 

@@ -23,8 +23,9 @@ from typing import Any
 import catalog.ledger
 from benchmarks.figures import Figure, report
 from catalog.commits import Attempt, claim, commit_checkpoint
-from catalog.connect import LakehouseConfig, connect
+from catalog.connect import connect
 from catalog.expiry import expire_in
+from catalog.lakehouse_config import LakehouseConfig
 from catalog.ledger import HEAD_KINDS, Ledger
 from catalog.upkeep import upkeep
 

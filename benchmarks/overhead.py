@@ -20,7 +20,8 @@ import numpy as np
 import pyarrow as pa
 
 from benchmarks.figures import Figure, report
-from catalog.connect import LakehouseConfig, connect
+from catalog.connect import connect
+from catalog.lakehouse_config import LakehouseConfig
 from catalog.ledger import Ledger
 from dlac_pipeline.checkpoint.store import folder_of
 from dlac_pipeline.recover.supervise import Supervisor

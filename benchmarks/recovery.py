@@ -25,17 +25,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
-import pyarrow as pa
-
 from benchmarks.figures import Figure, report
-from benchmarks.programs.recovery_sizes import BATCH, EVERY_STEPS, WIDTH
-from catalog.connect import Lakehouse, LakehouseConfig, connect
+from benchmarks.programs.recovery_sizes import EVERY_STEPS
+from benchmarks.recovery_lab.training import PROGRAMS, RANKS, job, make_source, source_files, steps_behind
+from catalog.connect import Lakehouse
 from dlac_pipeline.recover.supervise import Supervisor
 from dlac_pipeline.spec import parse_spec
 
-_PROGRAMS = Path(__file__).parent / "programs"
-_RANKS = 2
 _SIDES = ("forked", "spawned", "bare")
 _PHASES = ("detect_s", "stop_s", "claim_s", "verify_s", "load_s", "first_step_s")
 _POLL_S = 0.05
@@ -80,24 +76,19 @@ class _Training(Protocol):
 
 def campaign(home: Path, side: str, kills: int, chance: random.Random) -> tuple[list[float], list[dict[str, Any]]]:
     """Seconds from each kill to the first new step; what DLAC says of them."""
-    lakehouse = connect(LakehouseConfig().at_home(home))
-    lakehouse.create_namespace("src")
-    numbers = np.random.default_rng(0).standard_normal(20_000 * WIDTH).astype(np.float32)
-    table = pa.table({"x": pa.FixedSizeListArray.from_arrays(numbers, WIDTH)})
-    table = table.cast(pa.schema([pa.field("x", pa.list_(pa.float32()))]))
-    lakehouse.catalog.create_table("src.rows", table.schema).append(table)
+    lakehouse = make_source(home)
     stamps = home / "stamps"
     training = _Bare(home, lakehouse, stamps) if side == "bare" else _Supervised(home, side, stamps)
     found = []
     with _running(training):
-        _steps_behind(stamps, 0.0, 2 * EVERY_STEPS)
+        steps_behind(stamps, 0.0, 2 * EVERY_STEPS)
         for _ in range(kills):
             pids = training.pids()
             time.sleep(chance.uniform(0.0, 0.1))
             os.kill(pids[-1], signal.SIGKILL)
             killed_at = time.time()
-            found.append(_steps_behind(stamps, killed_at, 1, not_by=pids[0]) - killed_at)
-            _steps_behind(stamps, killed_at, 2 * EVERY_STEPS, not_by=pids[0])
+            found.append(steps_behind(stamps, killed_at, 1, not_by=pids[:1]) - killed_at)
+            steps_behind(stamps, killed_at, 2 * EVERY_STEPS, not_by=pids[:1])
     return found, getattr(training, "recovered", [])
 
 
@@ -109,36 +100,12 @@ def _running(training: _Training) -> Iterator[None]:
         training.stop()
 
 
-def _steps_behind(stamps: Path, moment: float, steps: int, *, not_by: int = 0) -> float:
-    """Wait until another process has done so many steps behind a moment; when the last of them was done."""
-    while True:
-        lines = stamps.read_text().splitlines() if stamps.exists() else []
-        done = [float(at) for pid, _, at in map(str.split, lines) if int(pid) != not_by and float(at) > moment]
-        if len(done) >= steps:
-            return done[steps - 1]
-        time.sleep(0.01)
-
-
 class _Supervised:
     """Under DLAC."""
 
     def __init__(self, home: Path, side: str, stamps: Path) -> None:
-        spec = parse_spec(
-            {
-                "run": "recovery",
-                "source": {"table": "src.rows", "columns": ["x"], "passes": 1_000},
-                "order": {"batch_size": BATCH, "key_groups": 8},
-                "checkpoint": {"every_steps": EVERY_STEPS, "keep_last": 2},
-                "launch": {
-                    "script": str(_PROGRAMS / "recovery_rank.py"),
-                    "world_size": _RANKS,
-                    "start": "fork" if side == "forked" else "spawn",
-                    "env": {"DS_ACCELERATOR": "cpu"},
-                },
-                "params": {"stamps": str(stamps)},
-            },
-            origin="the benchmark",
-        ).resolved(home)
+        start = "fork" if side == "forked" else "spawn"
+        spec = parse_spec(job(stamps, start=start), origin="the benchmark").resolved(home)
         self.recovered: list[dict[str, Any]] = []
         self._pids: list[int] = []
         self._supervisor = Supervisor(spec, on_event=self._told)
@@ -165,9 +132,8 @@ class _Bare:
     """A loop that starts the script again."""
 
     def __init__(self, home: Path, lakehouse: Lakehouse, stamps: Path) -> None:
-        files = lakehouse.load("src.rows").inspect.files()["file_path"].to_pylist()
-        paths = [path.removeprefix("file://") for path in files]
-        self._command = [sys.executable, str(_PROGRAMS / "recovery_bare.py"), str(home / "plain"), str(stamps), *paths]
+        self._command = [sys.executable, str(PROGRAMS / "recovery_bare.py"), str(home / "plain"), str(stamps)]
+        self._command += source_files(lakehouse)
         self._log = (home / "bare.log").open("ab")
         self._stopped = threading.Event()
         self._ranks: list[subprocess.Popen[bytes]] = []
@@ -176,7 +142,7 @@ class _Bare:
 
     def _relaunch(self) -> None:
         while not self._stopped.is_set():
-            self._ranks = [self._start(rank, port) for port in [_free_port()] for rank in range(_RANKS)]
+            self._ranks = [self._start(rank, port) for port in [_free_port()] for rank in range(RANKS)]
             while not self._stopped.is_set() and all(rank.poll() is None for rank in self._ranks):
                 time.sleep(_POLL_S)
             for rank in self._ranks:
@@ -188,8 +154,8 @@ class _Bare:
         place = {
             "RANK": rank,
             "LOCAL_RANK": rank,
-            "WORLD_SIZE": _RANKS,
-            "LOCAL_WORLD_SIZE": _RANKS,
+            "WORLD_SIZE": RANKS,
+            "LOCAL_WORLD_SIZE": RANKS,
             "MASTER_PORT": port,
         }
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "MASTER_ADDR": "127.0.0.1"}

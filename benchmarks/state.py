@@ -26,7 +26,8 @@ from torch.utils.data import IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped] # published without types
 
 from benchmarks.figures import Figure, report
-from catalog.connect import Lakehouse, LakehouseConfig, connect
+from catalog.connect import Lakehouse, connect
+from catalog.lakehouse_config import LakehouseConfig
 from catalog.plans import PlanRow, read_units
 from catalog.row_groups import RowGroup
 from dlac_pipeline.plan import planner

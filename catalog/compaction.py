@@ -23,6 +23,8 @@ from catalog.expiry import expire_in
 from catalog.retrying import overtaken, rereading, retrying
 from catalog.transactions import LeanTransaction
 
+UPKEEP_OF_SNAPSHOT = "dlac.upkeep"
+"""Property of a snapshot: what was done, by which no row was added or taken."""
 SMALL_BYTES = 16 * 2**20
 """A data file that is smaller is merged with others of its partition."""
 MIN_FILES = 8
@@ -103,7 +105,9 @@ def _rewrite(table: Table, tasks: Sequence[FileScanTask]) -> Merged:
         rows = rows.sort_by("seq")  # stable: the rows of one append stay in their order
     files = list(_dataframe_to_data_files(table.metadata, rows, table.io))
     with LeanTransaction(table) as transaction:
-        with transaction.update_snapshot(snapshot_properties={"dlac.upkeep": "compaction"}).overwrite() as overwrite:
+        with transaction.update_snapshot(
+            snapshot_properties={UPKEEP_OF_SNAPSHOT: "compaction"}
+        ).overwrite() as overwrite:
             for task in tasks:
                 overwrite.delete_data_file(task.file)
             for file in files:

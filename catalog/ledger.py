@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 
@@ -18,6 +18,7 @@ from pyiceberg.expressions import And, BooleanExpression
 from pyiceberg.io.pyarrow import schema_to_pyarrow
 from pyiceberg.table import Table
 
+from catalog.compaction import UPKEEP_OF_SNAPSHOT
 from catalog.connect import Lakehouse, among, equals, more_than, reachable
 from catalog.errors import CatalogUnreachable, CommitConflict, CommitOutcomeUnknown, LakehouseError, NoSuchRun
 from catalog.expiry import expire_in
@@ -45,6 +46,8 @@ _IDLE = ("adopts", "rewinds", "forks")
 """What the claim of an attempt says that trains nothing, and is there for something else."""
 _DECIDED = ("manifest_uri", "manifest_digest", "model_digest", "committed_at", "format_version", "run")
 """Columns of ledger rows that only their commit decides; manifests leave them out."""
+_RUN_OF_SNAPSHOT = "dlac.run"
+"""Property of a snapshot: whose rows it added."""
 _ARROW = schema_to_pyarrow(CONSUMPTION, include_field_ids=False)
 
 
@@ -199,7 +202,7 @@ class Ledger:
             LakehouseError: the warehouse cannot be written.
         """
         try:
-            return retrying(self._deadline_s)(self._try_append, run, decide)
+            return retrying(self._deadline_s)(_Tries(self, run, decide).once)
         except (CommitConflict, CatalogUnreachable) as err:
             raise CommitOutcomeUnknown(
                 f"an append to the ledger of run {run!r} was repeated for {self._deadline_s:.0f} s without an answer: "
@@ -235,17 +238,31 @@ class Ledger:
             rows: list[Row] = table.scan(row_filter=wanted, selected_fields=columns).to_arrow().to_pylist()
         return rows
 
-    def _try_append(self, run: str, decide: Decide) -> RunState:
-        state = self.state(run)
-        wanted = decide(state)
+
+class _Tries:
+    """The tries of one append. Reading a long run takes longer than the pause between two commits of busy other runs: so what
+    was decided from its rows holds, beside whatever others commit, until the run itself has other rows.
+    """
+
+    def __init__(self, ledger: Ledger, run: str, decide: Decide) -> None:
+        self._ledger = ledger
+        self._run = run
+        self._decide = decide
+        self._decided: tuple[RunState, Append] | None = None
+
+    def once(self) -> RunState:
+        """Commit on top of the table as it is now."""
+        state, wanted = self._still_decided() or self._decided_anew()
         if wanted is None:
             return state
+        run, table, lakehouse = self._run, state.table, self._ledger.lakehouse
         arrow = pa.Table.from_pylist([_complete(row, run, wanted.fence) for row in wanted.rows], schema=_ARROW)
         try:
-            with reachable(self.lakehouse.config.uri), overtaken(), LeanTransaction(state.table) as transaction:
-                transaction.append(arrow, snapshot_properties={"dlac.run": run, "dlac.seq": str(wanted.fence.seq)})
+            with reachable(lakehouse.config.uri), overtaken(), LeanTransaction(table) as transaction:
+                said = {_RUN_OF_SNAPSHOT: run, "dlac.seq": str(wanted.fence.seq)}
+                transaction.append(arrow, snapshot_properties=said)
                 if wanted.finished:
-                    if _property(run) in state.table.properties:
+                    if _property(run) in table.properties:
                         transaction.remove_properties(_property(run))
                 else:
                     transaction.set_properties({_property(run): _cached(wanted.fence)})
@@ -254,7 +271,21 @@ class Ledger:
             raise LakehouseError(
                 f"expected to write to the warehouse of the ledger, found {err}: free or mount it"
             ) from err
-        return RunState(run=run, table=state.table, fence=wanted.fence, finished=wanted.finished)
+        return RunState(run=run, table=table, fence=wanted.fence, finished=wanted.finished)
+
+    def _decided_anew(self) -> tuple[RunState, Append | None]:
+        state = self._ledger.state(self._run)
+        wanted = self._decide(state)
+        self._decided = None if wanted is None else (state, wanted)
+        return state, wanted
+
+    def _still_decided(self) -> tuple[RunState, Append] | None:
+        """What an earlier try decided, on the table as it is now; None: there was none, or the run may have other rows."""
+        if self._decided is None:
+            return None
+        state, wanted = self._decided
+        table = self._ledger.lakehouse.own("consumption")
+        return (replace(state, table=table), wanted) if _same_rows(self._run, state.table, table) else None
 
 
 def checkpoint_rows(rows: Sequence[Row]) -> dict[str, Row]:
@@ -329,6 +360,19 @@ def _seq(row: Row) -> int:
 
 def _property(run: str) -> str:
     return f"dlac.fence.{run}"
+
+
+def _same_rows(run: str, before: Table, now: Table) -> bool:
+    """Whether everything that was committed in between is known, and is other runs' or moved no row."""
+    read_at, snapshot = before.current_snapshot(), now.current_snapshot()
+    last = None if read_at is None else read_at.snapshot_id
+    while snapshot is not None and snapshot.snapshot_id != last:
+        said = {} if snapshot.summary is None else snapshot.summary.additional_properties
+        if said.get(_RUN_OF_SNAPSHOT, run if UPKEEP_OF_SNAPSHOT not in said else "") == run:
+            return False
+        snapshot = now.snapshot_by_id(snapshot.parent_snapshot_id or 0)
+    found = None if snapshot is None else snapshot.snapshot_id
+    return found == last and before.properties.get(_property(run)) == now.properties.get(_property(run))
 
 
 def _cached(fence: Fence) -> str:

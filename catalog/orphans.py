@@ -16,6 +16,7 @@ from pyarrow.fs import FileInfo, FileSelector, FileSystem, FileType
 from pyiceberg.io.pyarrow import PyArrowFileIO
 from pyiceberg.table import Table
 
+from catalog.compaction import UPKEEP_OF_SNAPSHOT
 from catalog.connect import Lakehouse, reachable
 from catalog.errors import LakehouseError
 from catalog.retrying import retrying
@@ -65,7 +66,7 @@ def _move_main(lakehouse: Lakehouse, name: str) -> None:
     def once() -> None:
         table = lakehouse.own(name)
         with LeanTransaction(table) as transaction:
-            transaction.update_snapshot(snapshot_properties={"dlac.upkeep": "orphans"}).fast_append().commit()
+            transaction.update_snapshot(snapshot_properties={UPKEEP_OF_SNAPSHOT: "orphans"}).fast_append().commit()
 
     retrying()(once)
 

@@ -12,8 +12,8 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from catalog.connect import LakehouseConfig
 from catalog.errors import SpecInvalid
+from catalog.lakehouse_config import LakehouseConfig
 from dlac_pipeline.cluster_spec import ClusterSpec
 from dlac_pipeline.launch_spec import LaunchSpec
 from dlac_pipeline.spec_problems import problem_said

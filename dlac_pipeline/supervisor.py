@@ -4,116 +4,35 @@ Standard input: one line of JSON (the request), then nothing until the orchestra
 good order. Standard output: one event per line of JSON, among them a sign of life (`alive`) every few seconds. Exit status: 0,
 or that of the error (catalog/errors.py). A supervisor whose run was taken over by another launch leaves, and does not wait until
 its next commit is refused. A request for a cluster (`launch.on`) is submitted from here, and the job followed, in the same way.
+
+Little is imported before the request is read: what the ranks need is imported beside what the supervisor needs.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import signal
 import sys
-import threading
-import time
-from contextlib import suppress
-from typing import Any
 
 from pydantic import ValidationError
 
-from catalog.connect import connect
-from catalog.errors import DlacError, Fenced, SpecInvalid, TrainingFailed
-from catalog.ledger import Ledger
-from dlac_pipeline.launchers.protocol import Launcher, launcher_for
-from dlac_pipeline.recover.coordinator import launcher_of
+from catalog.errors import SpecInvalid
+from dlac_pipeline.ranks.starter import RankStarter
 from dlac_pipeline.request import Request
-
-_MARGIN_S = 5.0
-"""What the supervisor gets on top of the ranks' grace period when its orchestrator is gone."""
-ALIVE_EVERY_S = 5.0
-"""Seconds between two signs of life."""
-_SAYING = threading.Lock()
 
 
 def main() -> int:
     """Serve one request; returns the exit status."""
+    starter = RankStarter()
     try:
         request = Request.model_validate_json(sys.stdin.readline())
     except ValidationError as err:
+        from dlac_pipeline.launchers.serving import say_error
+
         return say_error(SpecInvalid(f"not a valid request: {err}"))
-    try:
-        launcher = launcher_for(request, say)
-    except DlacError as err:
-        return say_error(err)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: launcher.stop())
-    threading.Thread(target=_stop_with_orchestrator, args=(launcher, request), daemon=True).start()
-    threading.Thread(target=_say_alive, daemon=True).start()
-    if request.launched_by:
-        threading.Thread(target=stop_when_replaced, args=(launcher, request), daemon=True).start()
-    return run_and_tell(launcher)
+    if request.spec.launch.on == "here":
+        starter.begin(request.spec)
+    from dlac_pipeline.launchers.serving import serve
 
-
-def run_and_tell(launcher: Launcher) -> int:
-    """Run it to its end and say how that came; returns the exit status."""
-    try:
-        outcome = launcher.run()
-    except DlacError as err:
-        return say_error(err)
-    say({"event": "ended", "ending": outcome.ending, "attempts": outcome.attempts, "step": outcome.step})
-    return 0
-
-
-def say_error(err: DlacError) -> int:
-    """Say what ended the run; returns the exit status."""
-    say({"event": "error", "kind": type(err).__name__, "message": str(err)})
-    return err.exit_code
-
-
-def _stop_with_orchestrator(launcher: Launcher, request: Request) -> None:
-    """Read standard input to its end: whoever held the other side is gone. Then leave, in good order or not."""
-    while os.read(sys.stdin.fileno(), 4096):
-        continue
-    launcher.stop()
-    time.sleep(request.spec.launch.grace_s + _MARGIN_S)
-    os._exit(
-        TrainingFailed.exit_code
-    )  # busy with something long, a verification perhaps; the ranks die with this process
-
-
-def stop_when_replaced(launcher: Launcher, request: Request) -> None:
-    """Leave once another launch has claimed the run: what is trained from then on can never be committed."""
-    seen = 0
-    while True:
-        time.sleep(request.fence_look_s)
-        with suppress(DlacError):  # a catalog that is away fences nobody
-            ledger = Ledger(connect(request.spec.lakehouse))
-            attempt = ledger.state(request.spec.run).fence.attempt
-            if attempt == seen:
-                continue
-            rows = ledger.rows(request.spec.run, kinds=("claim",))
-            seen = attempt
-            owners = [launcher_of(rows, row["attempt"]) for row in rows]
-            if request.launched_by in owners and owners[-1] != request.launched_by:
-                break
-    launcher.stop()
-    # Nobody may read what is said here (the orchestrator may be stopped), and the supervisor may wait for just that.
-    time.sleep(request.spec.launch.grace_s + _MARGIN_S)
-    os._exit(Fenced.exit_code)
-
-
-def _say_alive() -> None:
-    """Tell whoever listens that this process runs; that the ranks do, their progress tells."""
-    while True:
-        time.sleep(ALIVE_EVERY_S)
-        say({"event": "alive"})
-
-
-def say(event: dict[str, Any]) -> None:
-    """Say an event on standard output, one line of JSON; from any thread."""
-    try:
-        with _SAYING:
-            print(json.dumps(event, default=str), flush=True)
-    except BrokenPipeError:  # nobody listens any more; the end of standard input says so as well
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - stays open until the process ends
+    return serve(request, starter)
 
 
 if __name__ == "__main__":

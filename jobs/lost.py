@@ -51,8 +51,8 @@ def lost_run_sensor(context: dg.SensorEvaluationContext) -> dg.SensorResult:
         known = before.get(run.run_id)
         seen[run.run_id] = known if known is not None and known.mark == mark else _Seen(mark, now)
         silent_s = now - seen[run.run_id].since
-        if beat is None and silent_s >= settings.gone_after_s:
-            reason = _gone_before_it_beat(context.instance, run) or _lost(None, silent_s, settings)
+        if beat is None:
+            reason = _lost_before_it_beat(context.instance, run, silent_s, settings)
         else:
             reason = _lost(beat, silent_s, settings)
         if reason and _end(context.instance, run, reason):
@@ -69,33 +69,62 @@ def _is_ours(context: dg.SensorEvaluationContext, run: dg.DagsterRun) -> bool:
     return run.job_name in _TRAINING and there == (None if mine is None else mine.location_name)
 
 
-def _lost(beat: Beat | None, silent_s: float, settings: RecoverySettings) -> str:
+def _lost(beat: Beat, silent_s: float, settings: RecoverySettings) -> str:
     """Why a run that has shown no other sign of life for so long is lost; empty: it is not."""
-    if beat is not None and beat.is_here and beat.is_gone and silent_s >= settings.gone_after_s:
+    if beat.is_here and beat.is_gone and silent_s >= settings.gone_after_s:
         return f"its process {beat.pid} is gone"
     if silent_s < settings.lost_after_s:
         return ""
-    if beat is None:
-        return f"it has given no sign of life in {silent_s:.0f} s"
     return f"its process {beat.pid} on {beat.machine.split()[0]} has given no sign of life for {silent_s:.0f} s"
 
 
-def _gone_before_it_beat(instance: dg.DagsterInstance, run: dg.DagsterRun) -> str:
-    """Why a run without a heartbeat will never have one: what was to start it here, or its process, is gone; empty: who knows."""
-    server = json.loads(run.tags.get(_LAUNCHED_BY_TAG, "{}")).get("socket")
+def _lost_before_it_beat(
+    instance: dg.DagsterInstance, run: dg.DagsterRun, silent_s: float, settings: RecoverySettings
+) -> str:
+    """Why a run without a heartbeat will never have one: what was to start it here, or its process, is gone; empty: it may.
+
+    A process that is there may take long to import on a busy machine, and has shown nothing by which it could be told from
+    one that hangs.
+    """
+    if silent_s < settings.gone_after_s:
+        return ""
+    pid, since = _started_here(instance, run)
+    if pid and not _is_there(pid, since):
+        return f"its process {pid} is gone, and gave no sign of life"
+    if not pid and _server_is_gone(run):
+        return "it was not started, and the code server that was to start it is gone"
+    patience_s = max(settings.lost_after_s, settings.start_within_s if pid else 0.0)
+    return f"it has given no sign of life in {silent_s:.0f} s" if silent_s >= patience_s else ""
+
+
+def _started_here(instance: dg.DagsterInstance, run: dg.DagsterRun) -> tuple[int, float]:
+    """The process that a code server of this machine started for a run, and when it said so; 0: none that is known of."""
+    server = _server_of(run)
     if not server or not Path(server).exists():
-        return ""  # launched by another machine, or by other means
+        return 0, 0.0  # launched by another machine, or by other means
     for entry in instance.all_logs(run.run_id, of_type=dg.DagsterEventType.ENGINE_EVENT):
         metadata = {} if entry.dagster_event is None else entry.dagster_event.engine_event_data.metadata
         if "pid" in metadata:
-            pid = int(str(metadata["pid"].value))
-            return "" if _is_there(pid, entry.timestamp) else f"its process {pid} is gone, and gave no sign of life"
+            return int(str(metadata["pid"].value)), entry.timestamp
+    return 0, 0.0
+
+
+def _server_of(run: dg.DagsterRun) -> str:
+    """The socket of the code server that was to start a run; empty: there was none."""
+    return str(json.loads(run.tags.get(_LAUNCHED_BY_TAG, "{}")).get("socket") or "")
+
+
+def _server_is_gone(run: dg.DagsterRun) -> bool:
+    """Whether the socket of the code server is here, and nobody answers there any more."""
+    server = _server_of(run)
+    if not server or not Path(server).exists():
+        return False
     with socket.socket(socket.AF_UNIX) as client:
         try:
             client.connect(server)
         except OSError:
-            return "it was not started, and the code server that was to start it is gone"
-    return ""
+            return True
+    return False
 
 
 def _is_there(pid: int, since: float) -> bool:

@@ -43,6 +43,11 @@ class RecoverySettings(_Section):
         description="Seconds without a heartbeat after which a run is lost, although its process is there, or is elsewhere.",
         gt=0,
     )
+    start_within_s: float = Field(
+        default=600.0,
+        description="Seconds that a run's process on this machine gets for its first heartbeat, as long as it is there.",
+        gt=0,
+    )
 
 
 class AlertSettings(_Section):

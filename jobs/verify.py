@@ -17,7 +17,7 @@ from catalog.ledger import Ledger
 from dlac_pipeline.checkpoint.files import StoreFiles
 from dlac_pipeline.checkpoint.listing import Verdict, list_checkpoints
 from dlac_pipeline.checkpoint.store import tiers_of
-from dlac_pipeline.commands.shared import last_spec
+from dlac_pipeline.recover.coordinator import last_spec
 
 
 class VerifyConfig(dg.Config):

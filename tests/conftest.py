@@ -28,7 +28,8 @@ from pydantic import BaseModel
 from pyiceberg.table import Table
 
 import dlac_pipeline as dlac
-from catalog.connect import Lakehouse, LakehouseConfig, connect
+from catalog.connect import Lakehouse, connect
+from catalog.lakehouse_config import LakehouseConfig
 from catalog.ledger import Ledger, Row
 from dlac_pipeline.launch_spec import LaunchSpec
 from dlac_pipeline.spec import CheckpointSpec, JobSpec, OrderSpec, SourceSpec, parse_spec

@@ -12,7 +12,8 @@ from pyiceberg.table import Table
 from pyiceberg.table.snapshots import Operation, Summary
 
 from benchmarks.peer_loaders.protocol import KINDS, Ids
-from catalog.connect import LakehouseConfig, connect
+from catalog.connect import connect
+from catalog.lakehouse_config import LakehouseConfig
 
 NAMESPACE = "bench"
 

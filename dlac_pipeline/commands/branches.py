@@ -19,7 +19,6 @@ from dlac_pipeline.commands.shared import (
     RunName,
     SpecOption,
     lakehouse_of,
-    last_spec,
     resolved,
     show_facts,
 )
@@ -140,6 +139,7 @@ def retire(
     from catalog.branches import retire_left
     from dlac_pipeline.checkpoint.retention import Retention
     from dlac_pipeline.checkpoint.store import tiers_of
+    from dlac_pipeline.recover.coordinator import last_spec
 
     lakehouse = lakehouse_of(spec, home)
     job = last_spec(lakehouse, run) if spec is None else resolved(spec, home).model_copy(update={"run": run})
@@ -154,6 +154,8 @@ def retire(
 
 def _spec_of(lakehouse: Lakehouse, run: str, spec: Path | None, home: Path | None) -> JobSpec | None:
     """The run's spec as given, or as launched last; None for one that was launched from another machine."""
+    from dlac_pipeline.recover.coordinator import last_spec
+
     if spec is not None:
         return resolved(spec, home).model_copy(update={"run": run})
     with suppress(NoSuchRun):

@@ -27,7 +27,6 @@ from dlac_pipeline.commands.shared import (
     SpecOption,
     ago,
     lakehouse_of,
-    last_spec,
     resolved,
     show_facts,
     steps_bar,
@@ -111,6 +110,7 @@ def verify(
     from catalog.commits import record_verified
     from dlac_pipeline.checkpoint.listing import verify_checkpoints
     from dlac_pipeline.checkpoint.store import tiers_of
+    from dlac_pipeline.recover.coordinator import last_spec
 
     problems: dict[str, str | None] = {}
     lakehouse, files = lakehouse_of(spec, home), None
@@ -174,6 +174,7 @@ def export(
     """Write a checkpoint's weights as safetensors; by the file's digest `dlac whose` finds out what it has seen."""
     from dlac_pipeline.checkpoint.export import export_weights
     from dlac_pipeline.checkpoint.store import tiers_of
+    from dlac_pipeline.recover.coordinator import last_spec
 
     lakehouse = lakehouse_of(spec, home)
     job = last_spec(lakehouse, run) if spec is None else resolved(spec, home).model_copy(update={"run": run})

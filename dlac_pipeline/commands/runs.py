@@ -18,7 +18,6 @@ from dlac_pipeline.commands.shared import (
     SpecFile,
     SpecOption,
     lakehouse_of,
-    last_spec,
     resolved,
     show_facts,
     steps_bar,
@@ -135,6 +134,8 @@ def recover(
     wait_s: Annotated[float, typer.Option(help="Seconds to let a launch that is still alive leave by itself.")] = 30.0,
 ) -> None:
     """Resume a run by its name, from the committed ledger; fences off whatever may still be alive of it."""
+    from dlac_pipeline.recover.coordinator import last_spec
+
     job = resolved(spec, home) if spec is not None else last_spec(lakehouse_of(None, home), run)
     _launch(Request(spec=job, takeover=True, wait_s=wait_s))
 

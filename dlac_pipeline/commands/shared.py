@@ -14,9 +14,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from catalog.connect import Lakehouse, LakehouseConfig, connect
+from catalog.connect import Lakehouse, connect
 from catalog.errors import SpecInvalid
-from catalog.ledger import Ledger, trains_nothing
+from catalog.lakehouse_config import LakehouseConfig
 from dlac_pipeline.spec import JobSpec, home_folder, read_spec
 
 OUT, ERR = Console(), Console(stderr=True)
@@ -51,15 +51,6 @@ def lakehouse_of(spec: Path | None, home: Path | None) -> Lakehouse:
             "name its home with --home or DLAC_HOME"
         )
     return connect(config)
-
-
-def last_spec(lakehouse: Lakehouse, run: str) -> JobSpec:
-    """The spec with which a run was launched last, from its launch folder; rewinds launch nothing."""
-    from dlac_pipeline.recover.coordinator import spec_of_attempt
-
-    rows = Ledger(lakehouse).head_rows(run)
-    launches = [row["attempt"] for row in rows if row["kind"] == "claim" and not trains_nothing(row)]
-    return spec_of_attempt(rows, run, launches[-1] if launches else 0)
 
 
 def steps_bar() -> Progress:

@@ -10,8 +10,9 @@ from typing import Any
 import torch.distributed as dist
 from pydantic import BaseModel
 
-from catalog.connect import Lakehouse, LakehouseConfig, connect
+from catalog.connect import Lakehouse, connect
 from catalog.errors import DlacError, SpecInvalid, TrainingFailed
+from catalog.lakehouse_config import LakehouseConfig
 from dlac_pipeline.dataset.dataset import DlacDataset
 from dlac_pipeline.dataset.state import check_asked, read_state
 from dlac_pipeline.plan.leg import Leg

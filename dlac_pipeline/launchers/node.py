@@ -22,9 +22,9 @@ from catalog.connect import connect
 from catalog.errors import DlacError, SpecInvalid
 from catalog.ledger import Ledger
 from dlac_pipeline.launchers.protocol import supervisor_of
+from dlac_pipeline.launchers.serving import run_and_tell, say, say_error, stop_when_replaced
 from dlac_pipeline.recover.coordinator import launcher_of
 from dlac_pipeline.request import Request
-from dlac_pipeline.supervisor import run_and_tell, say, say_error, stop_when_replaced
 
 REQUEST_VARIABLE = "DLAC_REQUEST"
 """Carries the request to the nodes."""

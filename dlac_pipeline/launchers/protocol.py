@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from catalog.errors import BadInput, SpecInvalid
+from dlac_pipeline.ranks.starter import RankStarter
 from dlac_pipeline.recover.attempt import Event
 from dlac_pipeline.recover.leg_choice import Wish
 from dlac_pipeline.recover.supervise import Outcome, Supervisor
@@ -37,15 +38,15 @@ class Launcher(Protocol):
         """The same, while the run goes on without this machine if there are enough others."""
 
 
-def launcher_for(request: Request, on_event: Callable[[Event], None]) -> Launcher:
-    """The launcher that the job spec names in `launch.on`.
+def launcher_for(request: Request, on_event: Callable[[Event], None], starter: RankStarter | None = None) -> Launcher:
+    """The launcher that the job spec names in `launch.on`; `starter` has begun to import, if there is one.
 
     Raises:
         SpecInvalid: the cluster section says what its scheduler cannot do.
         BadInput: TorchX is not installed.
     """
     if request.spec.launch.on == "here":
-        return supervisor_of(request, on_event)
+        return supervisor_of(request, on_event, starter)
     return _cluster_job(request, on_event)
 
 
@@ -70,7 +71,9 @@ def _cluster_job(request: Request, on_event: Callable[[Event], None]) -> Cluster
     return ClusterJob(request, scheduler_of(request.spec), on_event)
 
 
-def supervisor_of(request: Request, on_event: Callable[[Event], None]) -> Supervisor:
+def supervisor_of(
+    request: Request, on_event: Callable[[Event], None], starter: RankStarter | None = None
+) -> Supervisor:
     """The supervisor beside this machine's ranks."""
     return Supervisor(
         request.spec,
@@ -82,4 +85,5 @@ def supervisor_of(request: Request, on_event: Callable[[Event], None]) -> Superv
         noticed_by=request.noticed_by,
         noticed_at=request.noticed_at,
         launched_by=request.launched_by,
+        starter=starter,
     )

@@ -27,6 +27,8 @@ from dlac_pipeline.spec import JobSpec
 _POLL_S = 0.01
 _DIES_WITHIN_S = 5.0
 """What a killed server gets, and ranks that die with it."""
+_LOG_BYTES = 2**20
+"""Of launches before, which the log keeps."""
 
 
 class RankStarter:
@@ -37,12 +39,25 @@ class RankStarter:
 
     def __call__(self, spec: JobSpec, place: dict[str, str], log: Path) -> RankProcess:
         """As `launch.Starter`."""
+        server = self._served(spec)
+        return spawn_rank(spec, place, log) if server is None else server.start(place, log)
+
+    def begin(self, spec: JobSpec) -> None:
+        """Let a server import what ranks will need, before it is known whether there will be any; where that can be."""
+        if Path(spec.launch.script).is_file():
+            with suppress(OSError):  # met again, and told of, where the store is looked at
+                self._served(spec)
+
+    def _served(self, spec: JobSpec) -> _Server | None:
+        """The server, or another one if it is gone; its log is in the run's folder. None: ranks are spawned."""
         if spec.launch.start == "spawn" or sys.platform != "linux":
-            return spawn_rank(spec, place, log)
+            return None
         if self._server is None or self._server.gone:
             self.close()
-            self._server = _Server(spec, log.parent / "fork-server.log")
-        return self._server.start(place, log)
+            folder = Path(spec.checkpoint.local) / spec.run
+            folder.mkdir(parents=True, exist_ok=True)
+            self._server = _Server(spec, folder / "fork-server.log")
+        return self._server
 
     def close(self) -> None:
         """Nothing is started any more; ranks that run would end."""
@@ -67,6 +82,8 @@ class _Server:
         self._said: list[dict[str, Any]] = []
         self._rest = b""
         with log.open("ab") as stream, held_signals():
+            if stream.tell() > _LOG_BYTES:
+                stream.truncate(0)
             self._process = subprocess.Popen(
                 command,
                 env=environment,

@@ -117,7 +117,7 @@ class SupervisedAttempt:
         self._stragglers = Stragglers(self._spec.launch)
         self._events_read = 0
         self._incident: Incident | None = None
-        self._said_step_at = 0.0
+        self._said_step, self._said_step_at = (0, 0), 0.0
         self._resumable_at = 0.0
         self._started_at = time.time()
         self.number = 0
@@ -297,8 +297,9 @@ class SupervisedAttempt:
         for straggler in self._stragglers.observe(known):
             self._say(straggler.event())
         first = known[0]
-        if first.loss_step and time.time() - self._said_step_at >= _STEP_EVENT_EVERY_S:
-            self._said_step_at = time.time()
+        news = first.loss_step and (first.step, first.loss_step) != self._said_step
+        if news and time.time() - self._said_step_at >= _STEP_EVENT_EVERY_S:
+            self._said_step, self._said_step_at = (first.step, first.loss_step), time.time()
             self._say({"event": "step", "step": first.step, "loss_step": first.loss_step, "loss": first.loss})
 
     def _report(self, incident: Incident, outcome: RecoveryOutcome) -> None:

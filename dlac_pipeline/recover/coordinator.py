@@ -234,6 +234,13 @@ def spec_of_attempt(rows: list[Row], run: str, attempt: int) -> JobSpec:
     return parse_spec(json.loads(path.read_text()), origin=repr(str(path))).resolved(home_folder())
 
 
+def last_spec(lakehouse: Lakehouse, run: str) -> JobSpec:
+    """The spec with which a run was launched last, from its launch folder; rewinds launch nothing."""
+    rows = Ledger(lakehouse).head_rows(run)
+    launches = [row["attempt"] for row in rows if row["kind"] == "claim" and not trains_nothing(row)]
+    return spec_of_attempt(rows, run, launches[-1] if launches else 0)
+
+
 def launcher_of(rows: list[Row], attempt: int) -> str:
     """The orchestrator's run that launched an attempt, or the last before it that trains; empty if it was started by hand."""
     launches = [row["attempt"] for row in rows if row["kind"] == "claim" and not trains_nothing(row)]

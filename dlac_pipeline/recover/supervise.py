@@ -82,11 +82,13 @@ class Supervisor:
         noticed_by: str = OPERATOR,
         noticed_at: float | None = None,
         launched_by: str = "",
+        starter: RankStarter | None = None,
     ) -> None:
         """`spec` is resolved; `replaces` names the failed attempt of a recovery, `noticed_by` who saw it fail, and when."""
         self._launched_at = time.time()
         self._noticed_at = self._launched_at if noticed_at is None else min(noticed_at, self._launched_at)
         self._launched_by = launched_by
+        self._starter = starter or RankStarter()
         self._spec = spec
         self._on_event = on_event
         self._wish = wish
@@ -126,7 +128,9 @@ class Supervisor:
                 f"expected a training script at launch.script = {spec.launch.script!r}, found no such file"
             )
         try:
-            return self._run()
+            with closing(self._starter):
+                self._starter.begin(spec)
+                return self._run()
         except (CatalogUnreachable, StoreUnavailable, RunBusy):
             if not self._stop.is_set() or self._attempts:
                 raise
@@ -137,11 +141,11 @@ class Supervisor:
         self._patiently(tiers_of(spec).check_writable)
         lakehouse = self._patiently(connect, spec.lakehouse)
         ledger = self._patiently(lambda: Ledger(lakehouse).table_uuid)
-        with closing(Machines(spec, ledger=ledger)) as machines, closing(RankStarter()) as starter, self._lock:
+        with closing(Machines(spec, ledger=ledger)) as machines, self._lock:
             supervision = Supervision(
                 spec=spec,
                 lakehouse=lakehouse,
-                starter=starter,
+                starter=self._starter,
                 on_event=self._on_event,
                 stop=self._stop,
                 leaves=self._leaves,

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from catalog.connect import Lakehouse, LakehouseConfig, connect
+from catalog.connect import Lakehouse, connect
+from catalog.lakehouse_config import LakehouseConfig
 from tests.contract.contract import Contract, Reading
 from tests.contract.readings import (
     LISTS,

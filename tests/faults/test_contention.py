@@ -22,7 +22,8 @@ import catalog.retrying
 import dlac_pipeline as dlac
 from catalog.commits import Attempt, claim, commit_checkpoint
 from catalog.compaction import MIN_FILES
-from catalog.connect import Lakehouse, LakehouseConfig, connect
+from catalog.connect import Lakehouse, connect
+from catalog.lakehouse_config import LakehouseConfig
 from catalog.ledger import Ledger, Row, fence_of_rows
 from catalog.upkeep import upkeep
 from tests.conftest import wait_until

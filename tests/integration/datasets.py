@@ -11,7 +11,8 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from catalog.connect import LakehouseConfig, connect
+from catalog.connect import connect
+from catalog.lakehouse_config import LakehouseConfig
 from dlac_pipeline.dataset import DlacDataset, open_dataset
 
 Seen = list[dict[str, Any]]

@@ -13,10 +13,11 @@ import pyarrow.parquet as pq
 from pyiceberg.table import Table
 from pyiceberg.table.snapshots import Operation
 
-from catalog.connect import LakehouseConfig, connect
+from catalog.connect import connect
 from catalog.data_files import live_files
 from catalog.history import History, changes
 from catalog.history_steps import TableRows
+from catalog.lakehouse_config import LakehouseConfig
 from tests.snapshots import DeleteFile, commit_snapshot, position_rows
 
 Keyed = Literal["appends", "identity_columns"]

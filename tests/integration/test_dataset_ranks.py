@@ -16,7 +16,8 @@ import pyarrow as pa
 import pytest
 import torch
 
-from catalog.connect import Lakehouse, LakehouseConfig, connect
+from catalog.connect import Lakehouse, connect
+from catalog.lakehouse_config import LakehouseConfig
 from dlac_pipeline.dataset import open_dataset
 
 ROOT = Path(__file__).parents[2]

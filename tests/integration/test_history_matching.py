@@ -10,9 +10,10 @@ import pyarrow as pa
 import pytest
 from pyiceberg.table import Table
 
-from catalog.connect import LakehouseConfig, connect
+from catalog.connect import connect
 from catalog.errors import DataFileUnreadable, SpecInvalid
 from catalog.history_steps import TableRows
+from catalog.lakehouse_config import LakehouseConfig
 from catalog.rewrites import Mask, Rows, identity_keys, match
 
 COLUMNS: dict[str, tuple[pa.DataType, Any]] = {

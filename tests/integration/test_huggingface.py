@@ -18,8 +18,9 @@ import pyarrow as pa
 import pytest
 import torch
 
-from catalog.connect import Lakehouse, LakehouseConfig, connect
+from catalog.connect import Lakehouse, connect
 from catalog.errors import ResumeMismatch, SpecInvalid, TrainingFailed
+from catalog.lakehouse_config import LakehouseConfig
 from dlac_pipeline.dataset import STATE_FILE, DlacDataset, last_checkpoint, open_dataset, trainer_callback
 
 transformers: Any = pytest.importorskip("transformers")

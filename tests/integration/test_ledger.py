@@ -1,14 +1,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
 
 from catalog.commits import Attempt, claim, commit_checkpoint, finish, quarantine
+from catalog.compaction import compact
 from catalog.connect import connect
-from catalog.errors import Fenced, HeadMoved, RunFinished, SteppedAside
-from catalog.ledger import Fence, Ledger, Row
+from catalog.errors import Fenced, HeadMoved, RowsBetween, RunFinished, SteppedAside
+from catalog.ledger import Append, Fence, Ledger, Row, RunState
 
 if TYPE_CHECKING:
     from tests.conftest import Arena
@@ -148,3 +151,63 @@ def test_a_quarantine_steps_the_head_back_once(arena: Arena) -> None:
         assert state.fence.head == "a"
     (row,) = ledger.rows(RUN, kinds=["quarantine"])
     assert (row["checkpoint_id"], json.loads(row["detail"])) == ("b", {"reason": "a flipped bit"})
+
+
+def test_what_was_decided_holds_beside_busy_other_runs(arena: Arena) -> None:
+    """Whoever reads a long run is slower than others commit: each of its tries would lose. A commit of the run itself counts."""
+    ledger, others = Ledger(arena.lakehouse, deadline_s=20.0), Ledger(arena.lakehouse)
+    claimed(ledger)
+    looks: list[int] = []
+
+    def decide(state: RunState) -> Append | None:
+        looks.append(state.fence.seq)
+        claim(others, f"busy-{len(looks)}", nonce="n", replaces=0, detail={})  # while it reads, each time
+        if len(looks) == 1:
+            return _named(state, "first")
+        raise RowsBetween("the run's own")
+
+    assert ledger.append(RUN, decide).fence.seq == 2
+    assert looks == [1]
+    assert [row["kind"] for row in ledger.rows(RUN)] == ["claim", "name"]
+
+
+def test_what_was_decided_is_decided_again_once_the_run_has_other_rows(arena: Arena) -> None:
+    """Also when others and a merge of files have committed behind them."""
+    ledger, others = Ledger(arena.lakehouse), Ledger(arena.lakehouse)
+    claimed(ledger)
+    looks: list[int] = []
+
+    def decide(state: RunState) -> Append | None:
+        looks.append(state.fence.seq)
+        if len(looks) == 1:
+            others.append(RUN, lambda now: _named(now, "by another"))
+            for number in range(8):
+                claim(others, f"busy-{number}", nonce="n", replaces=0, detail={})
+            assert compact(arena.lakehouse).files == 0
+        return _named(state, "mine")
+
+    assert ledger.append(RUN, decide).fence.seq == 3
+    assert looks == [1, 2]
+
+
+def test_a_merge_of_files_does_not_undo_what_was_decided(arena: Arena) -> None:
+    """It moves no row."""
+    ledger, others = Ledger(arena.lakehouse), Ledger(arena.lakehouse)
+    claimed(ledger)
+    for number in range(8):
+        others.append(RUN, partial(_named, name=f"c{number}"))
+    looks: list[int] = []
+
+    def decide(state: RunState) -> Append | None:
+        looks.append(state.fence.seq)
+        assert compact(arena.lakehouse).files == 9
+        return _named(state, "mine")
+
+    assert ledger.append(RUN, decide).fence.seq == 10
+    assert looks == [9]
+    assert [row["seq"] for row in ledger.rows(RUN)] == list(range(1, 11))
+
+
+def _named(state: RunState, name: str) -> Append:
+    row = {"kind": "name", "detail": json.dumps({"name": name})}
+    return Append(rows=[row], fence=replace(state.fence, seq=state.fence.seq + 1))

@@ -174,18 +174,33 @@ def test_a_run_is_lost_when_its_process_is_gone_and_not_while_it_beats(
 
 
 def test_a_run_without_a_heartbeat_is_lost_after_its_time(
-    arena: Arena, home: Path, instance: dg.DagsterInstance
+    arena: Arena, home: Path, instance: dg.DagsterInstance, tmp_path: Path
 ) -> None:
-    """A worker that never came up, or on another machine went silent, is given up by this sensor's own clock."""
-    (home / FILE).write_text("[recovery]\nlost_after_s = 0.3\n")
+    """A worker that never came up, or on another machine went silent, is given up by this sensor's own clock; one whose process
+    is here, and imports, gets more of it.
+    """
+    (home / FILE).write_text("[recovery]\ngone_after_s = 0\nlost_after_s = 0.3\nstart_within_s = 0.8\n")
     silent = dagster_run(instance, arena.spec("silent"), dg.DagsterRunStatus.STARTING)
-    cursor, _ = look(instance, None)
-    status = instance.get_run_by_id(silent.run_id)
-    assert status is not None
-    assert status.status == dg.DagsterRunStatus.STARTING
-    time.sleep(0.4)
-    _, said = look(instance, cursor)
-    assert "it has given no sign of life" in said
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(tmp_path / "server"))
+        server.listen()
+        info = {".dagster__grpc_info": json.dumps({"socket": str(tmp_path / "server")})}
+        slow = dagster_run(instance, arena.spec("slow"), dg.DagsterRunStatus.STARTING, **info)
+        instance.report_engine_event("Started", slow, EngineEventData.in_process(os.getpid()))
+
+        def statuses() -> list[dg.DagsterRunStatus]:
+            found = [instance.get_run_by_id(run.run_id) for run in (silent, slow)]
+            return [run.status for run in found if run]
+
+        cursor, _ = look(instance, None)
+        assert statuses() == [dg.DagsterRunStatus.STARTING] * 2
+        time.sleep(0.4)
+        cursor, said = look(instance, cursor)
+        assert "it has given no sign of life" in said
+        assert statuses() == [dg.DagsterRunStatus.FAILURE, dg.DagsterRunStatus.STARTING]
+        time.sleep(0.5)
+        look(instance, cursor)
+        assert statuses() == [dg.DagsterRunStatus.FAILURE] * 2
 
 
 def test_a_run_that_died_before_its_first_heartbeat_is_lost_as_soon_as_that_is_known(

@@ -13,9 +13,10 @@ from pyiceberg.catalog.sql import SqlCatalog
 from pyiceberg.exceptions import ForbiddenError, RESTError, UnauthorizedError
 from pyiceberg.io.pyarrow import schema_to_pyarrow
 
-from catalog.connect import Lakehouse, LakehouseConfig, connect
+from catalog.connect import Lakehouse, connect
 from catalog.errors import CatalogUnreachable, CommitConflict, NoSuchSnapshot, NoSuchTable, PinLost, SpecInvalid
 from catalog.guarded import GuardedSqlCatalog
+from catalog.lakehouse_config import LakehouseConfig
 from catalog.pins import hold, let_go, list_pins, pins_table, unpin
 from catalog.plans import PlanRow
 from catalog.schemas import CONSUMPTION, PLANS

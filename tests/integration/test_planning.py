@@ -8,7 +8,7 @@ from pyiceberg.schema import Schema
 from pyiceberg.types import ListType, LongType, NestedField, StringType
 
 from catalog import plans
-from catalog.connect import LakehouseConfig, connect
+from catalog.connect import connect
 from catalog.errors import (
     CatalogUnreachable,
     DlacError,
@@ -22,6 +22,7 @@ from catalog.errors import (
     TableReplaced,
     UnsupportedColumn,
 )
+from catalog.lakehouse_config import LakehouseConfig
 from catalog.snapshots import pin, tag_of
 from dlac_pipeline.plan.planner import load_plan, make_plan
 from dlac_pipeline.spec import SourceSpec

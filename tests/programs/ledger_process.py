@@ -20,8 +20,9 @@ from pyiceberg.catalog.sql import SqlCatalog
 from pyiceberg.table import CommitTableResponse
 
 from catalog.commits import Attempt, claim, commit_checkpoint, finish
-from catalog.connect import Lakehouse, LakehouseConfig, connect
+from catalog.connect import Lakehouse, connect
 from catalog.errors import DlacError
+from catalog.lakehouse_config import LakehouseConfig
 from catalog.ledger import Ledger, Row
 from catalog.upkeep import upkeep
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from catalog.connect import LakehouseConfig
+from catalog.lakehouse_config import LakehouseConfig
 
 
 @pytest.mark.parametrize(

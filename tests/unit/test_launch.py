@@ -44,6 +44,7 @@ def spec_of(folder: Path, script: str, **launch: Any) -> JobSpec:
             "lakehouse": {"uri": "sqlite:///none.db", "warehouse": "file:///none"},
             "source": {"table": "src.t", "columns": ["x"]},
             "order": {"batch_size": 4, "key_groups": 4, "block_slices": 1, "seed": 1, "steps": 1},
+            "checkpoint": {"store": str(folder), "local": str(folder)},
             "launch": {"script": str(folder / "script.py"), **launch},
         },
         origin="the test",
@@ -160,7 +161,7 @@ def test_what_cannot_be_imported_ahead_fails_in_the_rank(tmp_path: Path) -> None
         wait_until(ranks.all_exited, what="the rank's end", within_s=30)
         (failure,) = ranks.failures()
         assert (failure.kind, failure.message) == ("RuntimeError", "no such device")
-        assert "could not be imported ahead" in (tmp_path / "fork-server.log").read_text()
+        assert "could not be imported ahead" in (tmp_path / "r" / "fork-server.log").read_text()
 
 
 def test_a_server_that_dies_takes_its_ranks_along_and_another_one_follows(tmp_path: Path) -> None:
@@ -201,7 +202,7 @@ def test_a_server_that_cannot_fork(tmp_path: Path, customized: str, kind: str, c
         assert [(failure.kind, failure.code) for failure in ranks.failures()] == [(kind, code)] * 2
         assert ("no more processes" in ranks.failures()[0].message) == bool(kind)
         assert all(ranks.pids) != bool(kind)
-        assert ("is spawned" in (tmp_path / "fork-server.log").read_text()) != bool(kind)
+        assert ("is spawned" in (tmp_path / "r" / "fork-server.log").read_text()) != bool(kind)
 
 
 def test_a_rank_that_cannot_be_started_has_failed(tmp_path: Path) -> None:

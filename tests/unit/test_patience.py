@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from catalog.connect import LakehouseConfig
 from catalog.errors import CatalogUnreachable
+from catalog.lakehouse_config import LakehouseConfig
 from dlac_pipeline.recover.incident import OPERATOR
 from dlac_pipeline.recover.patience import waiting_for
 from dlac_pipeline.recover.supervise import Outcome, Supervisor

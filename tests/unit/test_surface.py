@@ -46,6 +46,15 @@ def test_every_error_says_what_it_means_and_how_a_process_ends_of_it() -> None:
 
 def test_a_supervisor_starts_without_torch_or_dagster() -> None:
     """What only starts and watches ranks does not import what trains, nor Dagster."""
-    code = "import sys, dlac_pipeline.supervisor; print(sorted({'torch', 'deepspeed', 'dagster'} & set(sys.modules)))"
+    code = "import sys, dlac_pipeline.launchers.serving; print(sorted({'torch', 'deepspeed', 'dagster'} & set(sys.modules)))"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert said.stdout.strip() == "[]"
+
+
+def test_a_supervisor_reads_its_request_before_it_imports_what_it_needs_itself() -> None:
+    """What ranks need takes longest to import, and is begun first: until then nothing of the catalog is imported."""
+    code = (
+        "import sys, dlac_pipeline.supervisor; print(sorted({'pyiceberg', 'pyarrow', 'sqlalchemy'} & set(sys.modules)))"
+    )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert said.stdout.strip() == "[]"

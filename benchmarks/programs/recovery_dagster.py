@@ -1,0 +1,32 @@
+"""A Dagster job without DLAC, for benchmarks/recovery_daemon.py: torchrun starts the script, run retries start the job again."""
+
+import os
+import subprocess
+import sys
+
+import dagster as dg
+
+
+class BareTraining(dg.Config):
+    """What to start."""
+
+    ranks: int
+    script: str
+    arguments: list[str]
+
+
+@dg.op
+def train(config: BareTraining) -> None:
+    """Fails when torchrun does."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={config.ranks}"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    subprocess.run([*command, config.script, *config.arguments], env=environment, check=True)
+
+
+@dg.job
+def bare_job() -> None:
+    """One op."""
+    train()
+
+
+defs = dg.Definitions(jobs=[bare_job], executor=dg.in_process_executor)

@@ -1,0 +1,1 @@
+"""What benchmarks/recovery.py and benchmarks/recovery_daemon.py have in common."""

@@ -1,0 +1,70 @@
+"""The training that both benchmarks of recovery kill: its table, its job under DLAC, its steps as they are seen from outside."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from benchmarks.programs.recovery_sizes import BATCH, EVERY_STEPS, WIDTH
+from catalog.connect import Lakehouse, connect
+from catalog.lakehouse_config import LakehouseConfig
+
+PROGRAMS = Path(__file__).parents[1] / "programs"
+RANKS = 2
+
+
+def make_source(home: Path) -> Lakehouse:
+    """A lakehouse with the table that is trained on."""
+    lakehouse = connect(LakehouseConfig().at_home(home))
+    lakehouse.create_namespace("src")
+    numbers = np.random.default_rng(0).standard_normal(20_000 * WIDTH).astype(np.float32)
+    table = pa.table({"x": pa.FixedSizeListArray.from_arrays(numbers, WIDTH)})
+    table = table.cast(pa.schema([pa.field("x", pa.list_(pa.float32()))]))
+    lakehouse.catalog.create_table("src.rows", table.schema).append(table)
+    return lakehouse
+
+
+def source_files(lakehouse: Lakehouse) -> list[str]:
+    """The table's Parquet files, as the bare script reads them."""
+    files = lakehouse.load("src.rows").inspect.files()["file_path"].to_pylist()
+    return [path.removeprefix("file://") for path in files]
+
+
+def job(stamps: Path, *, start: str) -> dict[str, Any]:
+    """The job spec of the side with DLAC; `start` is its `launch.start`."""
+    return {
+        "run": "recovery",
+        "source": {"table": "src.rows", "columns": ["x"], "passes": 1_000},
+        "order": {"batch_size": BATCH, "key_groups": 8},
+        "checkpoint": {"every_steps": EVERY_STEPS, "keep_last": 2},
+        "launch": {
+            "script": str(PROGRAMS / "recovery_rank.py"),
+            "world_size": RANKS,
+            "start": start,
+            "env": {"DS_ACCELERATOR": "cpu"},
+        },
+        "params": {"stamps": str(stamps)},
+    }
+
+
+def steps_behind(
+    stamps: Path, moment: float, steps: int, *, not_by: Collection[int] = (), within_s: float = 300
+) -> float:
+    """Wait until other processes have done so many steps behind a moment; when the last of them was done.
+
+    Raises:
+        TimeoutError: they have not in time.
+    """
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        lines = stamps.read_text().splitlines() if stamps.exists() else []
+        done = [float(at) for pid, _, at in map(str.split, lines) if int(pid) not in not_by and float(at) > moment]
+        if len(done) >= steps:
+            return done[steps - 1]
+        time.sleep(0.01)
+    raise TimeoutError(f"expected {steps} steps behind {moment} within {within_s:.0f} s, found none in {stamps}")

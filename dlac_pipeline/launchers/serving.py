@@ -1,0 +1,105 @@
+"""A launcher under an orchestrator: events as lines of JSON on standard output, and an end when another launch takes over."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from contextlib import suppress
+from typing import Any
+
+from catalog.connect import connect
+from catalog.errors import DlacError, Fenced, TrainingFailed
+from catalog.ledger import Ledger
+from dlac_pipeline.launchers.protocol import Launcher, launcher_for
+from dlac_pipeline.ranks.starter import RankStarter
+from dlac_pipeline.recover.coordinator import launcher_of
+from dlac_pipeline.request import Request
+
+_MARGIN_S = 5.0
+"""What a launcher gets on top of the ranks' grace period when nobody needs it any more."""
+_ALIVE_EVERY_S = 5.0
+"""Seconds between two signs of life."""
+_SAYING = threading.Lock()
+
+
+def serve(request: Request, starter: RankStarter) -> int:
+    """Serve the request that was read from standard input, until its other side is closed; returns the exit status."""
+    try:
+        launcher = launcher_for(request, say, starter)
+    except DlacError as err:
+        return say_error(err)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: launcher.stop())
+    threading.Thread(target=_stop_with_orchestrator, args=(launcher, request), daemon=True).start()
+    threading.Thread(target=_say_alive, daemon=True).start()
+    if request.launched_by:
+        threading.Thread(target=stop_when_replaced, args=(launcher, request), daemon=True).start()
+    return run_and_tell(launcher)
+
+
+def run_and_tell(launcher: Launcher) -> int:
+    """Run it to its end and say how that came; returns the exit status."""
+    try:
+        outcome = launcher.run()
+    except DlacError as err:
+        return say_error(err)
+    say({"event": "ended", "ending": outcome.ending, "attempts": outcome.attempts, "step": outcome.step})
+    return 0
+
+
+def say_error(err: DlacError) -> int:
+    """Say what ended the run; returns the exit status."""
+    say({"event": "error", "kind": type(err).__name__, "message": str(err)})
+    return err.exit_code
+
+
+def stop_when_replaced(launcher: Launcher, request: Request) -> None:
+    """Leave once another launch has claimed the run: what is trained from then on can never be committed."""
+    seen = 0
+    while True:
+        time.sleep(request.fence_look_s)
+        with suppress(DlacError):  # a catalog that is away fences nobody
+            ledger = Ledger(connect(request.spec.lakehouse))
+            attempt = ledger.state(request.spec.run).fence.attempt
+            if attempt == seen:
+                continue
+            rows = ledger.rows(request.spec.run, kinds=("claim",))
+            seen = attempt
+            owners = [launcher_of(rows, row["attempt"]) for row in rows]
+            if request.launched_by in owners and owners[-1] != request.launched_by:
+                break
+    launcher.stop()
+    # Nobody may read what is said here (the orchestrator may be stopped), and the supervisor may wait for just that.
+    time.sleep(request.spec.launch.grace_s + _MARGIN_S)
+    os._exit(Fenced.exit_code)
+
+
+def say(event: dict[str, Any]) -> None:
+    """Say an event on standard output, one line of JSON; from any thread."""
+    try:
+        with _SAYING:
+            print(json.dumps(event, default=str), flush=True)
+    except BrokenPipeError:  # nobody listens any more; the end of standard input says so as well
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - stays open until the process ends
+
+
+def _stop_with_orchestrator(launcher: Launcher, request: Request) -> None:
+    """Read standard input to its end: whoever held the other side is gone. Then leave, in good order or not."""
+    while os.read(sys.stdin.fileno(), 4096):
+        continue
+    launcher.stop()
+    time.sleep(request.spec.launch.grace_s + _MARGIN_S)
+    os._exit(
+        TrainingFailed.exit_code
+    )  # busy with something long, a verification perhaps; the ranks die with this process
+
+
+def _say_alive() -> None:
+    """Tell whoever listens that this process runs; that the ranks do, their progress tells."""
+    while True:
+        time.sleep(_ALIVE_EVERY_S)
+        say({"event": "alive"})
