@@ -57,12 +57,13 @@ ASSUMED = {
     "files_per_rank": (3, "files of a checkpoint"),
     "process_groups": (GROUPS, "groups of all ranks"),
     "rounds_of_votes": (VOTES, "rounds"),
+    "told_and_answered": (1.0, "s, until every node has heard what to verify and the leader what was found"),
     "network_round_trip": (1e3 * ROUND_TRIP_S, "ms"),
 }
 SAID = (
     "a node has processors of its own, as fast as one here; the store's server is one thread",
-    "one node verifies the whole checkpoint, as the product does, at the rate measured here with two cores and the files in "
-    "memory: the shared file system is as fast",
+    "all nodes verify the checkpoint, each its part, as the product does, at the rate measured here with two cores and the files "
+    "in memory: the shared file system is as fast for all of them at once",
     "every rank reads its share of the checkpoint at the rate measured for one rank here, all at once: the file system does "
     "not slow down; accelerators and their own process groups cost nothing",
     "claim, start of ranks (forked), engine and first step take what they take in a small run here: the catalog answers "
@@ -144,7 +145,7 @@ def _modelled(parts: Measured, most: int) -> dict[str, Figure]:
         if nodes == _BAR_NODES:
             found |= {f"{name}_{nodes}": Figure(value=value, unit=unit) for name, value in phases.items()}
             left_s = _BAR_S - total + phases["verify"] + phases["load"] - parts.fixed["load_s"]
-            per_byte = 1 / parts.verify_rate + 1 / (parts.load_rate * RANKS_PER_NODE * nodes)
+            per_byte = 1 / (parts.verify_rate * nodes) + 1 / (parts.load_rate * RANKS_PER_NODE * nodes)
             found[f"largest_checkpoint_within_{_BAR_S}_s_{nodes}"] = Figure(
                 value=max(0.0, left_s) / per_byte / 1e9, unit="GB, extrapolated"
             )
@@ -160,7 +161,8 @@ def phases_at(parts: Measured, nodes: int) -> dict[str, float]:
         "stop": parts.fixed["stop_s"],
         "gather": parts.gather(nodes),
         "claim": parts.fixed["claim_s"],
-        "verify": size / parts.verify_rate + ASSUMED["files_per_rank"][0] * ranks * parts.file_s,
+        "verify": (size / parts.verify_rate + ASSUMED["files_per_rank"][0] * ranks * parts.file_s) / nodes
+        + ASSUMED["told_and_answered"][0],
         "groups": GROUPS * parts.group(ranks),
         "load": parts.fixed["load_s"] + size / ranks / parts.load_rate,
         "votes": VOTES * parts.vote(ranks),

@@ -53,6 +53,12 @@ class LaunchSpec(BaseModel):
     node_timeout_s: int = Field(
         default=10, description="Seconds without a sign of life of a node after which it is lost.", ge=3
     )
+    verify_together_mb: int = Field(
+        default=1024,
+        description="With several nodes: a checkpoint at least so large (MiB), in a folder that they share, is verified by all "
+        "of them, each its part, before it is resumed from; a smaller one by the node that leads.",
+        ge=0,
+    )
     start: Literal["fork", "spawn"] = Field(
         default="fork",
         description='"fork": ranks are forked from a process that has imported their libraries, so that a relaunch does not '

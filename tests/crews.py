@@ -25,6 +25,7 @@ def job(campaign: Arena, run: str, **changes: Any) -> JobSpec:
         "gather_timeout_s": 60,
         "last_call_s": 2,
         "node_timeout_s": 3,
+        "verify_together_mb": 0,
         "noise": 0,
         "passes": 1,
         "pause_s": 0.25,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +25,8 @@ from dlac_pipeline.checkpoint.manifest import (
 )
 from dlac_pipeline.checkpoint.store import MANIFEST, Tiers, folder_of, folder_uri, name_of, storing
 
+Verify = Callable[[Row, Manifest, StoreFiles, Done], None]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Restored:
@@ -41,10 +44,15 @@ def manifest_of(row: Row, tiers: Tiers) -> Manifest:
     return read_manifest(uri, row["manifest_digest"], tiers.files, copy=tiers.folder(name_of(uri)))
 
 
-def restore(row: Row, tiers: Tiers, done: Done = lambda done, total: None) -> Restored:
+def verify_here(row: Row, manifest: Manifest, files: StoreFiles, done: Done) -> None:
+    """Verify the checkpoint that a ledger row names where it was written; raises as `verify_files`."""
+    verify_files(manifest, folder_uri(row["manifest_uri"]), files, done)
+
+
+def restore(row: Row, tiers: Tiers, done: Done = lambda done, total: None, *, verify: Verify = verify_here) -> Restored:
     """The verified folder of the checkpoint that a ledger row names; safe to be killed, and to be done again.
 
-    `done` hears how much of it is there and holds.
+    `done` hears how much of it is there and holds; `verify` verifies it where there is no copy to be made.
 
     Raises:
         CheckpointDamaged: names what is missing or altered in the store.
@@ -53,7 +61,7 @@ def restore(row: Row, tiers: Tiers, done: Done = lambda done, total: None) -> Re
     uri, digest = row["manifest_uri"], row["manifest_digest"]
     if tiers.store is None:
         manifest = read_manifest(uri, digest, tiers.files)
-        verify_files(manifest, folder_uri(uri), tiers.files, done)
+        verify(row, manifest, tiers.files, done)
         return Restored(manifest=manifest, folder=folder_of(uri), fetched=[])
     folder = tiers.folder(name_of(uri))
     content = manifest_content(uri, digest, tiers.files, copy=folder)

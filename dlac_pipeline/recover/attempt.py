@@ -41,6 +41,7 @@ from dlac_pipeline.recover.incident import (
 )
 from dlac_pipeline.recover.leg_choice import Wish
 from dlac_pipeline.recover.patience import PATIENCE_S, waiting_for
+from dlac_pipeline.recover.proving import Provers
 from dlac_pipeline.recover.stragglers import Stragglers
 from dlac_pipeline.spec import JobSpec
 
@@ -200,6 +201,7 @@ class SupervisedAttempt:
             launch_folder=str(self._folder),
             launched_by=self._supervision.launched_by,
             verifying=self._verifying,
+            verify=Provers(self._crew, least_bytes=self._spec.launch.verify_together_mb * 2**20).verify,
         )
         failure = self._failure
         if failure is None and point.replaces > 0:

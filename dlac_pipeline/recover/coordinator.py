@@ -20,7 +20,7 @@ from catalog.commits import Attempt, claim, quarantine
 from catalog.connect import Lakehouse
 from catalog.errors import CheckpointDamaged, NoRestorableCheckpoint, NoSuchRun, SteppedAside
 from catalog.ledger import HEAD_KINDS, Ledger, Row, checkpoint_rows, trains_nothing
-from dlac_pipeline.checkpoint.restore import Restored, restore
+from dlac_pipeline.checkpoint.restore import Restored, Verify, restore, verify_here
 from dlac_pipeline.checkpoint.store import Tiers, tiers_of
 from dlac_pipeline.plan.leg import Leg
 from dlac_pipeline.recover.leg_choice import RESUME, LegChooser, Wish, leg_of
@@ -82,13 +82,14 @@ def take_over(
     launch_folder: str = "",
     launched_by: str = "",
     verifying: Verifying = lambda step, done, total: None,
+    verify: Verify = verify_here,
     instead: Mapping[str, Any] = MappingProxyType({}),
 ) -> ResumePoint:
     """Claim the run for `nonce` and say where it resumes.
 
     `replaces` is the attempt seen to have failed; unset, it is the one that is current now. `launched_by` names the
     orchestrator's run, so that a sensor can tell whose attempt is current; `instead` says what an idle attempt is for.
-    `verifying` hears how far the verification of a checkpoint is; what it raises ends it.
+    `verifying` hears how far the verification of a checkpoint is; what it raises ends it. `verify` is as for `restore`.
 
     Raises:
         SteppedAside, RunFinished: from the claim.
@@ -120,7 +121,7 @@ def take_over(
     rows = ledger.rows(spec.run, kinds=HEAD_KINDS)
     if state.fence.head != before.fence.head:  # the attempt that was replaced committed in between
         chooser.check(leg_of(rows, state.fence.head or ""), rows)
-    found, damaged = _newest_whole(rows, state.fence.head, tiers_of(spec), verifying)
+    found, damaged = _newest_whole(rows, state.fence.head, tiers_of(spec), verifying, verify)
     manifest = None if found is None else found.manifest
     if damaged:
         head_after = None if manifest is None else manifest.checkpoint_id
@@ -160,7 +161,7 @@ def check_current(lakehouse: Lakehouse, run: str, attempt: int | None) -> None:
 
 
 def _newest_whole(
-    rows: list[Row], head: str | None, tiers: Tiers, verifying: Verifying
+    rows: list[Row], head: str | None, tiers: Tiers, verifying: Verifying, verify: Verify
 ) -> tuple[Restored | None, dict[str, str]]:
     """The nearest ancestor-or-self of the head whose digests hold, and the damaged ones before it (id -> reason)."""
     checkpoints = checkpoint_rows(rows)
@@ -170,7 +171,7 @@ def _newest_whole(
         row = checkpoints[head]
         if head not in out:
             try:
-                return restore(row, tiers, partial(verifying, row["step"])), damaged
+                return restore(row, tiers, partial(verifying, row["step"]), verify=verify), damaged
             except CheckpointDamaged as err:
                 damaged[head] = str(err)
         head = row["parent"]

@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from catalog.durable_io import write_durably
-from dlac_pipeline.checkpoint.store import storing
+from dlac_pipeline.checkpoint.store import storing, tiers_of
 from dlac_pipeline.nodes.crew import LEADER, RESUME, VERDICT, Crew
 from dlac_pipeline.nodes.fleet import ASKS, LEAVE, STOP, words_of
 from dlac_pipeline.ranks.group import RankGroup
 from dlac_pipeline.recover.attempt import POLL_S, Ending, Supervision, spec_for, started
 from dlac_pipeline.recover.coordinator import ResumePoint, new_nonce
 from dlac_pipeline.recover.incident import Failure
+from dlac_pipeline.recover.proving import Prover
 
 _SAY_EVERY_S = 0.2
 _LEAVE_MARGIN_S = 5.0
@@ -64,6 +65,7 @@ class LedAttempt:
         self._spec = spec_for(supervision.spec, crew)
         self._folder = Path(self._spec.checkpoint.local) / self._spec.run / f"launch-{new_nonce()}"
         self._point: ResumePoint | None = None
+        self._prover = Prover(crew, tiers_of(self._spec).files)
         self._attempt = attempt
         self._said_at = 0.0
         self._asked_at: float | None = None
@@ -93,6 +95,7 @@ class LedAttempt:
                     return Verdict(attempt=self._attempt)
                 time.sleep(POLL_S)
         finally:
+            self._prover.close()
             ranks.end()
 
     def _say(self, ranks: RankGroup) -> None:
@@ -103,10 +106,13 @@ class LedAttempt:
         asked = ""
         if self._supervision.stop.is_set():
             asked = LEAVE if self._supervision.leaves.is_set() else STOP
-        self._crew.say(words_of(ranks, asked=asked, answers=answers))
+        self._crew.say({**words_of(ranks, asked=asked, answers=answers), **self._prover.words})
 
     def _resume(self, ranks: RankGroup) -> None:
-        told = None if self._point is not None else self._crew.told(RESUME)
+        if self._point is not None:
+            return
+        self._prover.look()
+        told = self._crew.told(RESUME)
         if told is None:
             return
         self._point = point = ResumePoint(**told)

@@ -1,0 +1,142 @@
+"""The files of a checkpoint are read again by all machines of an attempt, each its part, where they share its folder.
+
+The leader says which checkpoint it wants to resume from; each machine reads the manifest and takes its part of the files, which
+all work out alike. What another machine cannot read, finds damaged, or has not read in time, the leader reads itself.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any
+
+from catalog.errors import CheckpointDamaged, DlacError
+from catalog.ledger import Row
+from dlac_pipeline.checkpoint.files import StoreFiles
+from dlac_pipeline.checkpoint.manifest import Done, FileEntry, Manifest, check_there, read_manifest, verify_entries
+from dlac_pipeline.checkpoint.restore import verify_here
+from dlac_pipeline.checkpoint.store import folder_uri
+from dlac_pipeline.nodes.crew import LEADER, Crew
+from dlac_pipeline.nodes.talk import Words
+
+PROVE, PROVED = "prove", "proved"
+"""What the leader tells: which checkpoint; and the word of the others: how far each has read its part, and what it found."""
+_POLL_S = 0.05
+_ANSWER_S = 5.0
+"""What others get on top of the time that the leader took for its own part, before it reads theirs as well."""
+
+
+def parts_of(entries: Sequence[FileEntry], machines: int) -> list[list[FileEntry]]:
+    """The files of each machine, by its place: about as many bytes for each, and the same wherever it is worked out."""
+    parts: list[list[FileEntry]] = [[] for _ in range(machines)]
+    sizes = [0] * machines
+    for entry in sorted(entries, key=lambda each: (-each.bytes, each.path)):
+        place = sizes.index(min(sizes))
+        parts[place].append(entry)
+        sizes[place] += entry.bytes
+    return parts
+
+
+class Provers:
+    """The leader's side."""
+
+    def __init__(self, crew: Crew, *, least_bytes: int) -> None:
+        """Checkpoints smaller than `least_bytes` are read by the leader alone: telling the others would take longer."""
+        self._crew = crew
+        self._least_bytes = least_bytes
+
+    def verify(self, row: Row, manifest: Manifest, files: StoreFiles, done: Done) -> None:
+        """As `verify_here`, with the help of the others; what `done` raises ends it."""
+        total = sum(entry.bytes for entry in manifest.files)
+        if not self._crew.others or total < self._least_bytes:
+            verify_here(row, manifest, files, done)
+            return
+        uri, digest = row["manifest_uri"], row["manifest_digest"]
+        parts = parts_of(manifest.files, 1 + len(self._crew.others))
+        held = dict.fromkeys(range(len(parts)), 0)
+
+        def hear(place: int, so_far: int) -> None:
+            held[place] = so_far
+            done(sum(held.values()), total)
+
+        def read(place: int) -> None:
+            verify_entries(parts[place], folder_uri(uri), files, lambda so_far, _: hear(place, so_far))
+
+        self._crew.tell(PROVE, {"uri": uri, "digest": digest})
+        began = time.monotonic()
+        with _store_there(uri, files):
+            read(LEADER)
+            until = 2 * time.monotonic() - began + _ANSWER_S
+            for place in self._crew.others:
+                if not self._holds(place, digest, until, partial(hear, place)):
+                    read(place)
+
+    def _holds(self, place: int, digest: str, until: float, hear: Callable[[int], None]) -> bool:
+        """Whether a machine says that all its part holds; false as soon as it says otherwise, or is not waited for any more."""
+        while True:
+            words: Words = self._crew.words(place).get(PROVED, {})
+            answer = words if words.get("digest") == digest else {}
+            hear(answer.get("bytes", 0))
+            if "holds" in answer:
+                return bool(answer["holds"])
+            if time.monotonic() > until or self._crew.cut_off or place in self._crew.lost():
+                return False
+            time.sleep(_POLL_S)
+
+
+class Prover:
+    """The side of a machine that is led; reads in a thread, while the machine goes on saying how it is."""
+
+    def __init__(self, crew: Crew, files: StoreFiles) -> None:
+        self._crew = crew
+        self._files = files
+        self._wanted: Words = {}
+        self._said: Words = {}
+
+    @property
+    def words(self) -> Words:
+        """For the leader."""
+        return {PROVED: self._said} if self._said else {}
+
+    def look(self) -> None:
+        """Begin to read, if the leader has told of another checkpoint."""
+        told = self._crew.told(PROVE)
+        if told is not None and told != self._wanted:
+            self._wanted = told
+            threading.Thread(target=self._read, args=(told,), name="proving", daemon=True).start()
+
+    def close(self) -> None:
+        """Read no more."""
+        self._wanted = {}
+
+    def _read(self, told: Words) -> None:
+        def say(**words: Any) -> None:
+            if self._wanted != told:
+                raise _Superseded
+            self._said = {"digest": told["digest"], **words}
+
+        with suppress(_Superseded):
+            try:
+                manifest = read_manifest(told["uri"], told["digest"], self._files)
+                part = parts_of(manifest.files, len(self._crew.shares))[self._crew.share.node]
+                verify_entries(part, folder_uri(told["uri"]), self._files, lambda so_far, _: say(bytes=so_far))
+                say(bytes=sum(entry.bytes for entry in part), holds=True)
+            except DlacError:  # the leader looks itself, and decides
+                say(holds=False)
+
+
+class _Superseded(Exception):
+    """The leader wants another checkpoint, or none."""
+
+
+@contextmanager
+def _store_there(uri: str, files: StoreFiles) -> Iterator[None]:
+    """Tell a damaged checkpoint from a store that went away meanwhile."""
+    try:
+        yield
+    except CheckpointDamaged:
+        check_there(uri, files)
+        raise

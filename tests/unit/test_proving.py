@@ -1,0 +1,189 @@
+"""A checkpoint that several machines verify together: one of them reads each file, and the leader what another cannot read."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+
+import pytest
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's __init__ does not re-export by name
+
+from catalog.errors import CheckpointDamaged, StoreUnavailable
+from dlac_pipeline.checkpoint.files import StoreFiles, file_digest
+from dlac_pipeline.checkpoint.manifest import FileEntry, Manifest, content_digest
+from dlac_pipeline.nodes.crew import Crew
+from dlac_pipeline.nodes.shares import Offer, shares
+from dlac_pipeline.nodes.talk import Round, Talk
+from dlac_pipeline.recover.proving import Prover, Provers, parts_of
+
+MACHINES = 3
+PATIENCE_S = 2.0
+
+
+class Reads(StoreFiles):
+    """Remembers what was read; what is named in `cannot` it cannot read."""
+
+    def __init__(self, cannot: str = "") -> None:
+        super().__init__(deadline_s=0.0)
+        self.names: list[str] = []
+        self._cannot = cannot
+
+    def digest(self, address: str) -> tuple[int, str]:
+        """Of a file."""
+        self.names.append(address.rsplit("/", 1)[1])
+        if self._cannot and self._cannot in address:
+            raise StoreUnavailable("not mounted here")
+        return super().digest(address)
+
+
+class Checkpoint:
+    """Files of one size in a folder, and their manifest."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder / "attempt-0001" / "step-000000001-n"
+        self.folder.mkdir(parents=True)
+        self.names = [f"file-{number:02d}" for number in range(2 * MACHINES)]
+        for number, name in enumerate(self.names):
+            (self.folder / name).write_bytes(bytes([number]) * 1000)
+        paths = [self.folder / name for name in self.names]
+        self.bytes = 1000 * len(paths)
+        self.manifest = Manifest(
+            ledger_uuid="u",
+            run="r",
+            attempt=1,
+            checkpoint_id="c",
+            parent=None,
+            step=1,
+            world_size=MACHINES,
+            engine="torch",
+            leg=0,
+            reader_state=[],
+            files=[FileEntry(path=path.name, bytes=1000, digest=file_digest(path)) for path in paths],
+            libraries={},
+            ledger_rows=[],
+        )
+        content = self.manifest.to_bytes()
+        (self.folder / "manifest.json").write_bytes(content)
+        uri = (self.folder / "manifest.json").as_uri()
+        self.row = {"manifest_uri": uri, "manifest_digest": content_digest(content)}
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Checkpoint:
+    """One that is whole."""
+    return Checkpoint(tmp_path)
+
+
+def test_parts_are_alike_in_bytes_and_have_every_file_once() -> None:
+    """In whatever order the files are given."""
+    entries = [FileEntry(path=f"f{size}", bytes=size, digest="") for size in range(40)]
+    parts = parts_of(entries, 4)
+    assert sorted(entry.path for part in parts for entry in part) == sorted(entry.path for entry in entries)
+    sizes = [sum(entry.bytes for entry in part) for part in parts]
+    assert max(sizes) - min(sizes) <= 40
+    assert parts_of(entries[::-1], 4) == parts
+    assert parts_of(entries[:1], 3) == [entries[:1], [], []]
+
+
+def test_every_file_is_read_once_by_one_of_the_machines(checkpoint: Checkpoint) -> None:
+    """And the leader hears in the end that all bytes hold."""
+    reads = [Reads() for _ in range(MACHINES)]
+    heard: list[tuple[int, int]] = []
+    with together(reads) as leader:
+        leader.verify(checkpoint.row, checkpoint.manifest, reads[0], lambda *each: heard.append(each))
+    assert sorted(name for each in reads for name in each.names) == checkpoint.names
+    assert all(len(each.names) == len(checkpoint.names) / MACHINES for each in reads)
+    assert heard[-1] == (checkpoint.bytes, checkpoint.bytes)
+
+
+def test_a_small_checkpoint_is_read_by_the_leader(checkpoint: Checkpoint) -> None:
+    """Others are not told of it."""
+    reads = [Reads() for _ in range(MACHINES)]
+    with together(reads, least_bytes=checkpoint.bytes + 1) as leader:
+        leader.verify(checkpoint.row, checkpoint.manifest, reads[0], lambda *_: None)
+    assert [len(each.names) for each in reads] == [len(checkpoint.names), 0, 0]
+
+
+def test_damage_in_any_part_is_named(checkpoint: Checkpoint) -> None:
+    """The leader has read it itself before it says so."""
+    for name in checkpoint.names:
+        path = checkpoint.folder / name
+        content = path.read_bytes()
+        path.write_bytes(bytes([content[0] ^ 1]) + content[1:])
+        reads = [Reads() for _ in range(MACHINES)]
+        with together(reads) as leader, pytest.raises(CheckpointDamaged, match=name):
+            leader.verify(checkpoint.row, checkpoint.manifest, reads[0], lambda *_: None)
+        assert name in reads[0].names
+        path.write_bytes(content)
+
+
+def test_what_another_machine_cannot_read_the_leader_reads(checkpoint: Checkpoint) -> None:
+    """It is no damage."""
+    reads = [Reads(), Reads(cannot="file"), Reads()]
+    with together(reads) as leader:
+        leader.verify(checkpoint.row, checkpoint.manifest, reads[0], lambda *_: None)
+    assert sorted(reads[0].names + reads[2].names) == checkpoint.names
+
+
+def test_a_machine_that_is_lost_is_not_waited_for(checkpoint: Checkpoint) -> None:
+    """The leader reads its part."""
+    reads = [Reads() for _ in range(MACHINES)]
+    with together(reads, silent=2) as leader:
+        leader.verify(checkpoint.row, checkpoint.manifest, reads[0], lambda *_: None)
+    assert sorted(reads[0].names + reads[1].names) == checkpoint.names
+
+
+def test_the_leader_stops_waiting_when_it_is_told_to(checkpoint: Checkpoint) -> None:
+    """By what hears of the progress; a machine that is there and says nothing of its part does not hold it up."""
+    began = time.monotonic()
+
+    def stop(done: int, total: int) -> None:
+        if time.monotonic() > began + 0.5:
+            raise InterruptedError
+
+    with together([Reads(), Reads()], proves=False) as leader, pytest.raises(InterruptedError):
+        leader.verify(checkpoint.row, checkpoint.manifest, Reads(), stop)
+    assert time.monotonic() < began + 4
+
+
+@contextmanager
+def together(
+    reads: list[Reads], *, least_bytes: int = 0, silent: int | None = None, proves: bool = True
+) -> Iterator[Provers]:
+    """A leader and those that it leads, which look for what they are told; `silent` says nothing any more."""
+    server = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    offers = [Offer(host=f"h{place}", address="127.0.0.1", ranks=1) for place in range(len(reads))]
+    found, ends = shares(offers, batch_size=len(reads), port=1), threading.Event()
+
+    def crew(place: int) -> Crew:
+        store = TCPStore("127.0.0.1", server.port, None, False, wait_for_workers=False)
+        met = Round(index=place, count=len(reads), store=store, waiting=lambda: 0, address="127.0.0.1")
+        talk = Talk(met, {}, patience_s=PATIENCE_S)
+        return Crew(found[place], all_shares=found, offers=offers, places=range(len(reads)), talk=talk)
+
+    def be_led(crew: Crew, files: Reads) -> None:
+        with closing(Prover(crew, files)) as prover:
+            while not ends.wait(0.05):
+                prover.look()
+                crew.say(prover.words)
+
+    with ExitStack() as stack:
+        crews = [stack.enter_context(crew(place)) for place in range(len(reads))]
+        led = [
+            threading.Thread(target=be_led, args=(crews[place], reads[place]))
+            for place in range(1, len(reads))
+            if proves and place != silent
+        ]
+        if silent is not None:
+            crews[silent].__exit__(None, None, None)
+        for thread in led:
+            thread.start()
+        try:
+            yield Provers(crews[0], least_bytes=least_bytes)
+        finally:
+            ends.set()
+            for thread in led:
+                thread.join()
