@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import duckdb
 import numpy as np
@@ -33,6 +33,9 @@ from catalog.lakehouse_config import LakehouseConfig
 from catalog.ledger import Ledger, Row
 from dlac_pipeline.launch_spec import LaunchSpec
 from dlac_pipeline.spec import CheckpointSpec, JobSpec, OrderSpec, SourceSpec, parse_spec
+
+if TYPE_CHECKING:
+    from tests.object_store import Network, ObjectStore  # which needs this module
 
 settings.register_profile("noisy machines", suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("noisy machines")
@@ -303,6 +306,25 @@ def campaign(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Arena]:
         assert launch.wait() == 0, launch.stderr
         yield made
         made.close()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[ObjectStore]:
+    """A running S3 server with an empty bucket."""
+    from tests.object_store import object_store
+
+    with object_store(tmp_path) as running:
+        yield running
+
+
+@pytest.fixture
+def network(store: ObjectStore) -> Iterator[Network]:
+    """What lies between training and the server."""
+    from tests.object_store import Network
+
+    made = Network(store.port)
+    yield made
+    made.close()
 
 
 @pytest.fixture

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +9,7 @@ import pytest
 from catalog.connect import connect
 from dlac_pipeline.spec import parse_spec
 from tests.conftest import PROGRAMS, Arena, source_rows, wait_until
-from tests.object_store import Network, ObjectStore, object_store
+from tests.object_store import Network, ObjectStore
 
 HANG_S = 12.0
 """Starting a rank may take longer on a busy machine, and is no hang."""
@@ -30,21 +28,6 @@ def test_a_deadlocked_collective_is_found_and_recovered_from(campaign: Arena) ->
     assert (recovered["resumed_step"], recovered["rows_replayed"]) == (10, 64)
     assert recovered["detect_s"] >= HANG_S
     assert campaign.losses("deadlocked") == campaign.losses("reference")[:20]
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[ObjectStore]:
-    """A running server with an empty bucket."""
-    with object_store(tmp_path) as running:
-        yield running
-
-
-@pytest.fixture
-def network(store: ObjectStore) -> Iterator[Network]:
-    """What lies between training and the server."""
-    made = Network(store.port)
-    yield made
-    made.close()
 
 
 @pytest.mark.soak

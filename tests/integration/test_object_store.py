@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -19,16 +18,9 @@ from dlac_pipeline.plan.legs import first_leg
 from dlac_pipeline.plan.planner import make_plan
 from dlac_pipeline.read.open import open_leg
 from dlac_pipeline.spec import JobSpec, parse_spec
-from tests.object_store import ObjectStore, object_store
+from tests.object_store import ObjectStore
 
 ROWS, GROUP_ROWS = 2000, 100
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[ObjectStore]:
-    """A running server with an empty bucket."""
-    with object_store(tmp_path) as running:
-        yield running
 
 
 def job(store: ObjectStore, home: Path) -> JobSpec:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pyarrow.fs as pafs
@@ -24,22 +22,7 @@ from dlac_pipeline.checkpoint.store import tiers_of
 from dlac_pipeline.spec import JobSpec
 from tests.conftest import Arena, wait_until
 from tests.integration.test_cli import dlac as dlac_command
-from tests.object_store import Network, ObjectStore, object_store
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[ObjectStore]:
-    """A running server with an empty bucket."""
-    with object_store(tmp_path) as running:
-        yield running
-
-
-@pytest.fixture
-def network(store: ObjectStore) -> Iterator[Network]:
-    """What lies between training and the server."""
-    made = Network(store.port)
-    yield made
-    made.close()
+from tests.object_store import Network, ObjectStore
 
 
 def remote(
