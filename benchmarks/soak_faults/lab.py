@@ -114,9 +114,10 @@ class Lab:
         """
         self._goes_on = False
         deadline = time.monotonic() + within_s
-        while not all(map(_is_finished, self.trainees)):
+        training = list(self.trainees)
+        while training := [one for one in training if not _is_finished(one)]:
             if time.monotonic() > deadline:
-                stuck = [one.run for one in self.trainees if not _is_finished(one)]
+                stuck = [one.run for one in training]
                 raise TrainingFailed(f"expected all runs to finish within {within_s:.0f} s, found {stuck!r} unfinished")
             self.tend()
 
