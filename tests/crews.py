@@ -1,19 +1,41 @@
-"""Jobs that several machines train together, and what holds of them in the end."""
+"""Several machines: jobs that they train together, and what holds of them in the end; and crews that talk in one process."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's __init__ does not re-export by name
 
 from dlac_pipeline.audit.audit import audit_run
-from dlac_pipeline.nodes.crew import free_port
+from dlac_pipeline.nodes.crew import Crew, free_port
+from dlac_pipeline.nodes.shares import Offer, shares
+from dlac_pipeline.nodes.talk import Round, Talk
 from tests.conftest import wait_until
 
 if TYPE_CHECKING:
     from dlac_pipeline.spec import JobSpec
     from tests.conftest import Arena, Launch
+
+
+@contextmanager
+def crews(count: int, *, patience_s: float = 2.0) -> Iterator[list[Crew]]:
+    """So many machines of one attempt with a rank each, by their places; their talk goes through a real store."""
+    server = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    offers = [Offer(host=f"host-{place}", address="127.0.0.1", ranks=1) for place in range(count)]
+    found = shares(offers, batch_size=count, port=1)
+
+    def crew(place: int) -> Crew:
+        store = TCPStore("127.0.0.1", server.port, None, False, wait_for_workers=False)
+        met = Round(index=place, count=count, store=store, waiting=lambda: 0, address="127.0.0.1")
+        talk = Talk(met, {}, patience_s=patience_s)
+        return Crew(found[place], all_shares=found, offers=offers, places=range(count), talk=talk)
+
+    with ExitStack() as stack:
+        yield [stack.enter_context(crew(place)) for place in range(count)]
 
 
 def job(campaign: Arena, run: str, **changes: Any) -> JobSpec:

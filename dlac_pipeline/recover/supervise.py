@@ -67,6 +67,20 @@ class Outcome:
     step: int
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Launch:
+    """What a supervisor has once catalog and store have answered."""
+
+    supervision: Supervision
+    machines: Machines
+    judge: Judge
+
+    @property
+    def lakehouse(self) -> Lakehouse:
+        """Of the run."""
+        return self.supervision.lakehouse
+
+
 class Supervisor:
     """Runs a job to its end, through as many attempts as it takes; with several nodes, one on each."""
 
@@ -154,10 +168,10 @@ class Supervisor:
                 launched_at=self._launched_at,
                 launched_by=self._launched_by,
             )
-            judge = Judge(supervision)
+            launch = _Launch(supervision=supervision, machines=machines, judge=Judge(supervision))
             while True:
                 try:
-                    crew = self._gathered(machines, lakehouse, judge)
+                    crew = self._gathered(launch)
                 except RunFinished as err:
                     return self._concluded(self._finished_before(lakehouse, err))
                 except EndedElsewhere as ended:
@@ -165,7 +179,7 @@ class Supervisor:
                 if crew is None:
                     return self._outcome("stopped")
                 with crew:
-                    verdict = self._taken_part(supervision, machines, crew, judge)
+                    verdict = self._lead(launch, crew) if crew.leads else self._be_led(supervision, crew)
                     if verdict.again is None or self._stop.is_set():
                         crew.part()
                         return self._concluded(verdict)
@@ -183,7 +197,7 @@ class Supervisor:
     def _outcome(self, ending: Ending) -> Outcome:
         return Outcome(ending=ending, attempts=self._attempts, step=self._step)
 
-    def _gathered(self, machines: Machines, lakehouse: Lakehouse, judge: Judge) -> Crew | None:
+    def _gathered(self, launch: _Launch) -> Crew | None:
         """The machines of the next attempt; None: told to stop meanwhile.
 
         Raises:
@@ -191,16 +205,15 @@ class Supervisor:
             RunFinished, EndedElsewhere: the run has ended without this machine.
         """
         try:
-            return machines.gather(self._replaces or 0, self._stop, lambda: self._check_unfinished(lakehouse))
+            return launch.machines.gather(
+                self._replaces or 0, self._stop, lambda: self._check_unfinished(launch.lakehouse)
+            )
         except NodesMissing:
             if self._failure is not None and self._replaces is not None and self._holds_lock:
-                judge.record_gave_up(self._failure, self._replaces)
+                launch.judge.record_gave_up(self._failure, self._replaces)
             raise
 
-    def _taken_part(self, supervision: Supervision, machines: Machines, crew: Crew, judge: Judge) -> Verdict:
-        return self._lead(supervision, machines, crew, judge) if crew.leads else self._be_led(supervision, crew)
-
-    def _lead(self, supervision: Supervision, machines: Machines, crew: Crew, judge: Judge) -> Verdict:
+    def _lead(self, launch: _Launch, crew: Crew) -> Verdict:
         """An attempt, and what is decided of it for all its machines.
 
         Raises:
@@ -208,9 +221,9 @@ class Supervisor:
         """
         error: DlacError | None = None
         try:
-            verdict = self._attempted(supervision, crew, judge)
+            verdict = self._attempted(launch, crew)
         except DlacError as err:
-            if self._others_went_on(supervision.lakehouse, crew, err):
+            if self._others_went_on(launch.lakehouse, crew, err):
                 verdict = Verdict(again=ended_on_purpose(f"others went on: {err}", step=self._step))
             else:
                 error, verdict = err, Verdict(error=(type(err).__name__, str(err)), step=self._step)
@@ -218,7 +231,7 @@ class Supervisor:
         crew.tell(VERDICT, verdict.words())
         crew.has_heard()
         if verdict.again is None and not self._leaves.is_set():
-            machines.announce(verdict.words())
+            launch.machines.announce(verdict.words())
         if error is not None:
             crew.part()
             raise error
@@ -245,21 +258,22 @@ class Supervisor:
         attempt = self._patiently(ledger.state, self._spec.run).fence.attempt
         return meets == rendezvous_of(self._patiently(ledger.rows, self._spec.run, kinds=("claim",)), attempt)
 
-    def _attempted(self, supervision: Supervision, crew: Crew, judge: Judge) -> Verdict:
+    def _attempted(self, launch: _Launch, crew: Crew) -> Verdict:
         """An attempt, if the run may be claimed."""
-        lakehouse = supervision.lakehouse
         try:
-            self._hold_lock(lakehouse)
+            self._hold_lock(launch.lakehouse)
         except RunFinished as err:
-            return self._finished_before(lakehouse, err)
+            return self._finished_before(launch.lakehouse, err)
         if self._was_led:
-            judge.follow_others()
+            launch.judge.follow_others()
             self._was_led = False
-        attempt = SupervisedAttempt(supervision, crew, wish=self._wish, replaces=self._replaces, failure=self._failure)
+        attempt = SupervisedAttempt(
+            launch.supervision, crew, wish=self._wish, replaces=self._replaces, failure=self._failure
+        )
         self._attempts += 1
-        return self._decided(lakehouse, attempt, judge)
+        return self._decided(launch, attempt)
 
-    def _decided(self, lakehouse: Lakehouse, attempt: SupervisedAttempt, judge: Judge) -> Verdict:
+    def _decided(self, launch: _Launch, attempt: SupervisedAttempt) -> Verdict:
         """Run an attempt, and decide whether another one follows.
 
         Raises:
@@ -269,7 +283,7 @@ class Supervisor:
         try:
             ending = attempt.run()
         except RunFinished as err:
-            return self._finished_before(lakehouse, err)
+            return self._finished_before(launch.lakehouse, err)
         except CatalogUnreachable:
             if attempt.number or not self._stop.is_set():
                 raise
@@ -282,10 +296,10 @@ class Supervisor:
         self._replaces = attempt.number
         if isinstance(ending, Regather):
             self._failure = ending.why
-            judge.went_on()
+            launch.judge.went_on()
         else:
             self._failure = ending
-            left_out = judge.left_out_behind(attempt, ending)
+            left_out = launch.judge.left_out_behind(attempt, ending)
             self._wish = replace(self._wish, unreadable=(*self._wish.unreadable, *left_out))
         return Verdict(again=self._failure, attempt=attempt.number, step=attempt.step)
 

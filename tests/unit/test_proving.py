@@ -5,22 +5,19 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's __init__ does not re-export by name
 
 from catalog.errors import CheckpointDamaged, StoreUnavailable
 from dlac_pipeline.checkpoint.files import StoreFiles, file_digest
 from dlac_pipeline.checkpoint.manifest import FileEntry, Manifest, content_digest
 from dlac_pipeline.nodes.crew import Crew
-from dlac_pipeline.nodes.shares import Offer, shares
-from dlac_pipeline.nodes.talk import Round, Talk
 from dlac_pipeline.recover.proving import Prover, Provers, parts_of
+from tests.crews import crews
 
 MACHINES = 3
-PATIENCE_S = 2.0
 
 
 class Reads(StoreFiles):
@@ -154,15 +151,7 @@ def together(
     reads: list[Reads], *, least_bytes: int = 0, silent: int | None = None, proves: bool = True
 ) -> Iterator[Provers]:
     """A leader and those that it leads, which look for what they are told; `silent` says nothing any more."""
-    server = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    offers = [Offer(host=f"h{place}", address="127.0.0.1", ranks=1) for place in range(len(reads))]
-    found, ends = shares(offers, batch_size=len(reads), port=1), threading.Event()
-
-    def crew(place: int) -> Crew:
-        store = TCPStore("127.0.0.1", server.port, None, False, wait_for_workers=False)
-        met = Round(index=place, count=len(reads), store=store, waiting=lambda: 0, address="127.0.0.1")
-        talk = Talk(met, {}, patience_s=PATIENCE_S)
-        return Crew(found[place], all_shares=found, offers=offers, places=range(len(reads)), talk=talk)
+    ends = threading.Event()
 
     def be_led(crew: Crew, files: Reads) -> None:
         with closing(Prover(crew, files)) as prover:
@@ -170,19 +159,18 @@ def together(
                 prover.look()
                 crew.say(prover.words)
 
-    with ExitStack() as stack:
-        crews = [stack.enter_context(crew(place)) for place in range(len(reads))]
+    with crews(len(reads)) as machines:
         led = [
-            threading.Thread(target=be_led, args=(crews[place], reads[place]))
+            threading.Thread(target=be_led, args=(machines[place], reads[place]))
             for place in range(1, len(reads))
             if proves and place != silent
         ]
         if silent is not None:
-            crews[silent].__exit__(None, None, None)
+            machines[silent].__exit__(None, None, None)
         for thread in led:
             thread.start()
         try:
-            yield Provers(crews[0], least_bytes=least_bytes)
+            yield Provers(machines[0], least_bytes=least_bytes)
         finally:
             ends.set()
             for thread in led:

@@ -1,0 +1,165 @@
+"""All ranks of an attempt as the machine sees them that leads it: what others tell of theirs, who is lost, what broke first."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dlac_pipeline.nodes.crew import LEADER, Crew
+from dlac_pipeline.nodes.fleet import ASKS, LEAVE, LOST, Fleet, words_of
+from dlac_pipeline.ranks.group import RankGroup
+from dlac_pipeline.ranks.progress import Phase, ProgressWriter, in_hand_file
+from dlac_pipeline.spec import JobSpec, parse_spec
+from tests.conftest import wait_until
+from tests.crews import crews
+
+WAITS = """
+import os, sys, time
+from pathlib import Path
+told = Path(os.environ["DLAC_LAUNCH"]) / f"exit-{os.environ['RANK']}"
+while not told.exists():
+    time.sleep(0.02)
+sys.exit(int(told.read_text()))
+"""
+"""Ends with the status that a file in its launch folder says."""
+
+
+class Machines:
+    """One rank on each of several machines, and the fleet that the first leads."""
+
+    def __init__(self, groups: list[RankGroup], crews: list[Crew]) -> None:
+        self.groups = groups
+        self.crews = crews
+        self.fleet = Fleet(groups[LEADER], crews[LEADER])
+
+    def exits(self, rank: int, code: int) -> None:
+        """Have a rank end."""
+        (self.groups[rank].folder / f"exit-{rank}").write_text(str(code))
+        wait_until(self.groups[rank].all_exited, what="its end", within_s=20)
+
+    def say(self, place: int, **changes: Any) -> None:
+        """What a machine that is led says again and again, once."""
+        answers = bool(self.crews[place].words(LEADER).get(ASKS))
+        words = words_of(self.groups[place], asked=str(changes.pop("asked", "")), answers=answers)
+        self.crews[place].say({**words, **changes})
+
+    def until(self, holds: Callable[[], Any], what: str) -> None:
+        """Wait, while all that are led say how they are."""
+
+        def look() -> bool:
+            for place in self.crews[LEADER].others:
+                self.say(place)
+            return bool(holds())
+
+        wait_until(look, what=what, within_s=20)
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[Machines]:
+    """Two machines."""
+    with machines(tmp_path, 2) as made:
+        yield made
+
+
+@contextmanager
+def machines(folder: Path, count: int) -> Iterator[Machines]:
+    """So many, with a launch folder each."""
+    spec = waiting_job(folder)
+    with crews(count) as talking, ExitStack() as stack:
+        groups = []
+        for place, crew in enumerate(talking):
+            (launch := folder / f"launch-{place}").mkdir()
+            groups.append(RankGroup(spec, launch, crew.share))
+            stack.callback(groups[-1].end)
+        yield Machines(groups, talking)
+
+
+def waiting_job(folder: Path) -> JobSpec:
+    """A job whose ranks wait until they are told to end."""
+    (folder / "script.py").write_text(WAITS)
+    return parse_spec(
+        {
+            "run": "r",
+            "source": {"table": "src.t", "columns": ["x"]},
+            "order": {"batch_size": 4, "key_groups": 4, "steps": 1},
+            "launch": {"script": str(folder / "script.py"), "start": "spawn"},
+        },
+        origin="the test",
+    )
+
+
+def test_what_ranks_elsewhere_do_is_brought_into_the_leaders_folder(pair: Machines) -> None:
+    """Signs of life by the leader's clock, and the batch in hand."""
+    assert pair.fleet.progress() == [None, None]
+    folder = pair.groups[1].folder
+    ProgressWriter(folder, 1).write(7, Phase.TRAINING, loss_step=7, loss=0.5)
+    in_hand_file(folder, 1).write_text("[8, []]")
+    hour_s = 3600.0
+
+    def brought() -> bool:
+        pair.say(1, now=time.time() - hour_s)  # its clock is behind
+        return pair.fleet.progress()[1] is not None
+
+    wait_until(brought, what="the other rank's progress", within_s=20)
+    found = pair.fleet.progress()[1]
+    assert found is not None
+    assert (found.step, found.loss) == (7, 0.5)
+    assert 0 < found.at - (time.time() + hour_s) + 20 < 21
+    assert in_hand_file(pair.groups[0].folder, 1).read_text() == "[8, []]"
+
+
+def test_a_failure_is_told_once_all_machines_have_been_heard_of_it(pair: Machines) -> None:
+    """What broke here may have begun elsewhere: the other machine's rank died first, and had told nobody yet."""
+    pair.until(lambda: pair.crews[LEADER].words(1).get("progress") is not None, "its words")
+    pair.exits(1, 3)
+    pair.exits(0, 1)
+    assert pair.fleet.failures() == []  # the other one is asked
+    pair.until(pair.fleet.failures, "the failures")
+    assert [(each.rank, each.code) for each in pair.fleet.failures()] == [(0, 1), (1, 3)]
+    assert pair.fleet.last_words(1)["log"].startswith(str(pair.groups[1].folder))
+
+
+def test_a_machine_that_is_silent_is_lost_and_comes_before_what_follows_from_it(tmp_path: Path) -> None:
+    """Of three: the second one goes, the third one's rank dies of that and is still asked."""
+    with machines(tmp_path, 3) as three:
+        three.until(lambda: all(three.crews[LEADER].words(place) for place in (1, 2)), "their words")
+        three.crews[1].__exit__(None, None, None)
+        three.exits(2, 1)
+
+        def told() -> bool:
+            three.say(2)
+            return bool(three.fleet.failures())
+
+        wait_until(told, what="the failures", within_s=20)
+        found = three.fleet.failures()
+        if found[0].kind != LOST:  # the dead rank was heard of before the machine was silent for long enough
+            wait_until(lambda: three.fleet.failures()[0].kind == LOST, what="the loss", within_s=20)
+            found = three.fleet.failures()
+        assert [(each.rank, each.kind) for each in found] == [(1, LOST), (2, "")]
+        assert "node host-1 (1 ranks) gave no sign of life for 2 s" in found[0].message
+
+
+def test_all_have_exited_once_every_machine_says_so(pair: Machines) -> None:
+    """Its own ranks are not enough."""
+    pair.exits(0, 0)
+    assert not pair.fleet.all_exited()
+    pair.exits(1, 0)
+    pair.until(pair.fleet.all_exited, "the end of all")
+    assert pair.fleet.failures() == []
+
+
+def test_who_was_told_to_leave_is_named(pair: Machines) -> None:
+    """By its host; a machine that was told to stop the run is another matter."""
+    assert (pair.fleet.leaving, pair.fleet.asked_to_stop) == ([], False)
+
+    def left() -> bool:
+        pair.say(1, asked=LEAVE)
+        return pair.fleet.leaving == ["host-1"]
+
+    wait_until(left, what="its word", within_s=20)
+    assert not pair.fleet.asked_to_stop
