@@ -17,6 +17,7 @@ import pytest
 import yaml
 
 from catalog.errors import NodesMissing, RunFinished, SpecInvalid
+from tests.conftest import PROGRAMS, wait_until
 from tests.crews import check_exact, job, leader_of, trained_together, wait_for_checkpoint
 
 if TYPE_CHECKING:
@@ -57,6 +58,49 @@ def test_the_leader_is_lost(campaign: Arena, together: JobSpec) -> None:
     attempts = other.of("attempt")
     assert ["leader" in attempt for attempt in attempts[-2:]] == [True, False]
     check_exact(campaign, together.run, [2, 1])
+
+
+@pytest.mark.soak
+def test_a_leader_that_dies_between_its_claim_and_telling_of_it(campaign: Arena, together: JobSpec) -> None:
+    """The other one has heard of no attempt, finds a claim of its own rendezvous in the ledger, and replaces it."""
+    marker = campaign.home / "killed-as-it-told"
+    under = [sys.executable, str(PROGRAMS / "killed_when_it_tells.py"), str(marker)]
+    launches = [campaign.launch(together, under=under) for _ in range(2)]
+    wait_until(lambda: any(launch.process.poll() is not None for launch in launches), what="the death of the leader")
+    dead, other = sorted(launches, key=lambda launch: launch.process.poll() is None)
+    assert dead.process.poll() == -signal.SIGKILL
+    assert not dead.of("attempt")
+    assert other.wait() == 0, other.stderr
+    assert len(campaign.rows(together.run, "claim")) == 2
+    check_exact(campaign, together.run, [1])
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("back", ["continued", "started again"])
+def test_the_rendezvous_is_away_for_a_while(campaign: Arena, together: JobSpec, back: str) -> None:
+    """SIGSTOP, or SIGKILL, of its server: nobody hears anybody, nobody trains alone, and they go on once it is back."""
+    address = together.launch.rendezvous
+    spec = together.model_copy(update={"launch": together.launch.model_copy(update={"nodes": "2"})})
+    server = _rendezvous(address)
+    try:
+        launches = trained_together(campaign, spec)
+        server.send_signal(signal.SIGSTOP if back == "continued" else signal.SIGKILL)
+        for launch in launches:
+            launch.wait_for("failure")
+        if back == "continued":
+            server.send_signal(signal.SIGCONT)
+        else:
+            server.wait()
+            server = _rendezvous(address)
+        assert [launch.wait() for launch in launches] == [0, 0], [launch.stderr for launch in launches]
+    finally:
+        server.kill()
+        server.wait()
+    check_exact(campaign, spec.run, [2])
+
+
+def _rendezvous(address: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-m", "dlac_pipeline.cli", "rendezvous", address])
 
 
 @pytest.mark.soak
