@@ -10,10 +10,14 @@ from pathlib import Path
 import requests
 from pyiceberg.catalog import Catalog
 from pyiceberg.exceptions import (
+    BadRequestError,
+    ForbiddenError,
     NamespaceAlreadyExistsError,
     NoSuchTableError,
+    OAuthError,
     RESTError,
     TableAlreadyExistsError,
+    UnauthorizedError,
 )
 from pyiceberg.expressions import BooleanExpression, EqualTo, GreaterThan, In, LessThanOrEqual
 from pyiceberg.schema import Schema
@@ -23,6 +27,7 @@ from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 from catalog.errors import CatalogUnreachable, CommitConflict, FormatTooNew, LakehouseError, NoSuchTable, SpecInvalid
 from catalog.guarded import GUARDED
 from catalog.lakehouse_config import LakehouseConfig
+from catalog.retrying import is_final
 from catalog.schemas import FORMAT_VERSION, FORMAT_VERSION_PROPERTY, TABLES
 
 _TABLE_PROPERTIES = {
@@ -33,6 +38,9 @@ _TABLE_PROPERTIES = {
     "write.metadata.metrics.default": "none",
     FORMAT_VERSION_PROPERTY: str(FORMAT_VERSION),
 }
+
+
+_REFUSALS = (BadRequestError, UnauthorizedError, ForbiddenError, OAuthError)
 
 
 class Lakehouse:
@@ -169,11 +177,27 @@ def among(column: str, values: Sequence[str]) -> BooleanExpression:
 
 @contextmanager
 def reachable(uri: str) -> Iterator[None]:
-    """Turn the failures of a catalog that does not answer into `CatalogUnreachable`."""
+    """Turn the failures of a catalog or its warehouse that do not answer into `CatalogUnreachable`.
+
+    What waiting does not mend becomes a `LakehouseError`. A file that is not there is the caller's: others may have removed it.
+    """
     try:
         yield
+    except _REFUSALS as err:
+        raise LakehouseError(
+            f"expected the catalog at {uri!r} to take a request, found {type(err).__name__}: {str(err).splitlines()[0]}; "
+            "check the credentials and what they allow"
+        ) from err
     except (SQLAlchemyError, requests.RequestException, RESTError) as err:
         raise CatalogUnreachable(
             f"expected the catalog at {uri!r} to answer, found {type(err).__name__}: {str(err).splitlines()[0]}; "
             "check the address, the network and the credentials, then try again"
+        ) from err
+    except FileNotFoundError:
+        raise
+    except OSError as err:
+        kind = LakehouseError if is_final(err) else CatalogUnreachable
+        raise kind(
+            f"expected the warehouse of the catalog at {uri!r} to be read and written, found {type(err).__name__}: {err}; "
+            "free, mount or reach it"
         ) from err

@@ -124,7 +124,7 @@ class LakehouseError(DlacError):
 
 
 class CatalogUnreachable(LakehouseError):
-    """The catalog does not answer."""
+    """The catalog, or the warehouse of its tables, does not answer."""
 
 
 class PinLost(LakehouseError):

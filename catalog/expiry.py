@@ -7,8 +7,6 @@ could be half done. What a branch or a tag names stays. Expiry deletes no file: 
 
 from __future__ import annotations
 
-from datetime import UTC, datetime, timedelta
-
 from pyiceberg.table import Transaction
 from pyiceberg.table.update.snapshot import ExpireSnapshots
 
@@ -17,7 +15,6 @@ from catalog.retrying import retrying
 from catalog.transactions import LeanTransaction
 
 KEEP_SNAPSHOTS = 20
-_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 def expire(lakehouse: Lakehouse, name: str, *, keep: int = KEEP_SNAPSHOTS) -> int:
@@ -43,9 +40,6 @@ def expire_in(transaction: Transaction, *, keep: int = KEEP_SNAPSHOTS) -> None:
     metadata = transaction.table_metadata
     named = {ref.snapshot_id for ref in metadata.refs.values()}
     newest_first = sorted(metadata.snapshots, key=lambda each: each.sequence_number or 0, reverse=True)
-    if {each.snapshot_id for each in newest_first[keep:]} <= named:
-        return
-    # The public way that does not copy the metadata once per snapshot; it leaves alone what is named. Writers' clocks differ:
-    # what claims to be newer than something kept goes another time.
-    oldest_kept_ms = min(each.timestamp_ms for each in newest_first[:keep])
-    ExpireSnapshots(transaction).older_than(_EPOCH + timedelta(milliseconds=oldest_kept_ms)).commit()
+    expendable = [each.snapshot_id for each in newest_first[keep:] if each.snapshot_id not in named]
+    if expendable:
+        ExpireSnapshots(transaction).by_ids(expendable).commit()

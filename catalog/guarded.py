@@ -12,6 +12,7 @@ and fails on a snapshot that is gone already. Under the guard, both are conflict
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from pyiceberg.catalog import MetastoreCatalog
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from pyiceberg.table import StagedTable, Table
     from pyiceberg.table.metadata import TableMetadata
     from pyiceberg.typedef import Identifier
+    from requests import Session
 
 
 class GuardedSqlCatalog(SqlCatalog):
@@ -69,7 +71,12 @@ class GuardedSqlCatalog(SqlCatalog):
 
 
 class GuardedRestCatalog(RestCatalog):
-    """An Iceberg REST catalog behind the guard."""
+    """An Iceberg REST catalog behind the guard, of which every request is answered in time or has failed."""
+
+    def _create_session(self) -> Session:
+        session = super()._create_session()
+        session.request = partial(session.request, timeout=_REST_TIMEOUT_S)  # type: ignore[method-assign]
+        return session
 
     def commit_table(
         self, table: Table, requirements: tuple[TableRequirement, ...], updates: tuple[TableUpdate, ...]
@@ -82,6 +89,8 @@ class GuardedRestCatalog(RestCatalog):
         return response
 
 
+_REST_TIMEOUT_S = (10.0, 60.0)
+"""To connect, and between two pieces of an answer."""
 GUARDED: dict[str, type[MetastoreCatalog] | type[RestCatalog]] = {"sql": GuardedSqlCatalog, "rest": GuardedRestCatalog}
 
 

@@ -20,7 +20,7 @@ from pyiceberg.table import Table
 
 from catalog.compaction import UPKEEP_OF_SNAPSHOT
 from catalog.connect import Lakehouse, among, equals, more_than, reachable
-from catalog.errors import CatalogUnreachable, CommitConflict, CommitOutcomeUnknown, LakehouseError, NoSuchRun
+from catalog.errors import CatalogUnreachable, CommitConflict, CommitOutcomeUnknown, NoSuchRun
 from catalog.expiry import expire_in
 from catalog.retrying import overtaken, rereading, retrying
 from catalog.schemas import CONSUMPTION, FORMAT_VERSION
@@ -257,20 +257,15 @@ class _Tries:
             return state
         run, table, lakehouse = self._run, state.table, self._ledger.lakehouse
         arrow = pa.Table.from_pylist([_complete(row, run, wanted.fence) for row in wanted.rows], schema=_ARROW)
-        try:
-            with reachable(lakehouse.config.uri), overtaken(), LeanTransaction(table) as transaction:
-                said = {_RUN_OF_SNAPSHOT: run, "dlac.seq": str(wanted.fence.seq)}
-                transaction.append(arrow, snapshot_properties=said)
-                if wanted.finished:
-                    if _property(run) in table.properties:
-                        transaction.remove_properties(_property(run))
-                else:
-                    transaction.set_properties({_property(run): _cached(wanted.fence)})
-                expire_in(transaction)
-        except OSError as err:
-            raise LakehouseError(
-                f"expected to write to the warehouse of the ledger, found {err}: free or mount it"
-            ) from err
+        with reachable(lakehouse.config.uri), overtaken(), LeanTransaction(table) as transaction:
+            said = {_RUN_OF_SNAPSHOT: run, "dlac.seq": str(wanted.fence.seq)}
+            transaction.append(arrow, snapshot_properties=said)
+            if wanted.finished:
+                if _property(run) in table.properties:
+                    transaction.remove_properties(_property(run))
+            else:
+                transaction.set_properties({_property(run): _cached(wanted.fence)})
+            expire_in(transaction)
         return RunState(run=run, table=table, fence=wanted.fence, finished=wanted.finished)
 
     def _decided_anew(self) -> tuple[RunState, Append | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +12,15 @@ import tenacity
 
 from catalog.errors import CatalogUnreachable, CommitConflict
 
+_FINAL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR})
+_REFUSED = (
+    "ACCESS_DENIED",
+    "NO_SUCH_BUCKET",
+    "INVALID_ACCESS_KEY_ID",
+    "SIGNATURE_DOES_NOT_MATCH",
+    "Bucket does not exist",
+)
+"""What object stores say of such failures, in messages without a number."""
 _random = random.SystemRandom()
 """Apart from the training's own generator, which a checkpoint restores; and forked ranks must not wait in lock-step."""
 
@@ -27,6 +37,11 @@ def retrying(
         stop=tenacity.stop_after_delay(deadline_s),
         reraise=True,
     )
+
+
+def is_final(err: OSError) -> bool:
+    """Whether waiting does not mend this failure of a file system or an object store."""
+    return err.errno in _FINAL or any(said in str(err) for said in _REFUSED)
 
 
 def rereading() -> tenacity.Retrying:

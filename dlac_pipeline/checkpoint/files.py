@@ -6,7 +6,6 @@ Addresses are `file://` ones and what pyarrow's file systems serve (s3, gs, abfs
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import shutil
@@ -21,19 +20,9 @@ from pyiceberg.io.pyarrow import PyArrowFileIO
 
 from catalog.durable_io import fsync_directory, write_durably
 from catalog.errors import SpecInvalid, StoreUnavailable
-from catalog.retrying import retrying
+from catalog.retrying import is_final, retrying
 
 _CHUNK_BYTES = 8 << 20
-_FINAL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR})
-"""Failures that waiting does not mend."""
-_REFUSED = (
-    "ACCESS_DENIED",
-    "NO_SUCH_BUCKET",
-    "INVALID_ACCESS_KEY_ID",
-    "SIGNATURE_DOES_NOT_MATCH",
-    "Bucket does not exist",
-)
-"""What object stores say of such failures, in messages without a number."""
 
 _log = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -139,7 +128,7 @@ class StoreFiles:
             except FileNotFoundError:
                 raise
             except OSError as err:
-                if _is_final(err):
+                if is_final(err):
                     raise
                 if tries == 1 and self._deadline_s > 0:
                     said = "expected to %s the checkpoint store at %s, found %s; trying again for %.0f s"
@@ -265,10 +254,6 @@ class _Remote:
         with self._files.open_input_stream(path) as stream:
             while chunk := stream.read(_CHUNK_BYTES):
                 yield chunk
-
-
-def _is_final(err: OSError) -> bool:
-    return err.errno in _FINAL or any(said in str(err) for said in _REFUSED)
 
 
 def _unavailable(address: str, doing: str, err: OSError, how_long: str) -> StoreUnavailable:

@@ -119,7 +119,7 @@ def take_over(
     attempt = Attempt(run=spec.run, number=state.fence.attempt, nonce=nonce)
     claimed = time.monotonic()
     rows = ledger.rows(spec.run, kinds=HEAD_KINDS)
-    if state.fence.head != before.fence.head:  # the attempt that was replaced committed in between
+    if state.fence.head not in (before.fence.head, None):  # the attempt that was replaced committed in between
         chooser.check(leg_of(rows, state.fence.head or ""), rows)
     found, damaged = _newest_whole(rows, state.fence.head, tiers_of(spec), verifying, verify)
     manifest = None if found is None else found.manifest

@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
+import errno
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
 import pytest
 
+from catalog import guarded
+from catalog.connect import connect, reachable
+from catalog.errors import CatalogUnreachable, LakehouseError
 from catalog.lakehouse_config import LakehouseConfig
 
 
@@ -28,3 +38,59 @@ def test_a_connection_to_postgresql_ends_when_nobody_answers() -> None:
     assert settings["connect_timeout"] == "3"
     assert int(settings["tcp_user_timeout"]) <= 30_000
     assert int(settings["keepalives_idle"]) + 2 * int(settings["keepalives_interval"]) <= 30
+
+
+def test_a_rest_catalog_that_never_answers_is_unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has taken the connection, and says nothing."""
+    monkeypatch.setattr(guarded, "_REST_TIMEOUT_S", (1.0, 0.5))
+    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(CatalogUnreachable, match="timed out"):
+        connect(LakehouseConfig(type="rest", uri=f"http://127.0.0.1:{silent.getsockname()[1]}"))
+
+
+@pytest.mark.parametrize(("status", "kind"), [(401, LakehouseError), (403, LakehouseError), (503, CatalogUnreachable)])
+def test_a_rest_catalog_that_refuses_is_told_from_one_that_is_away(status: int, kind: type[Exception]) -> None:
+    """Credentials do not mend themselves: nothing is repeated."""
+    with answering(status) as uri, pytest.raises(LakehouseError) as caught:
+        connect(LakehouseConfig(type="rest", uri=uri))
+    assert type(caught.value) is kind
+
+
+@pytest.mark.parametrize(
+    ("failure", "kind"),
+    [
+        (
+            OSError("When reading information for key: AWS Error NETWORK_CONNECTION during HeadObject"),
+            CatalogUnreachable,
+        ),
+        (OSError(errno.EIO, "Input/output error"), CatalogUnreachable),
+        (OSError(errno.ENOSPC, "No space left on device"), LakehouseError),
+        (OSError("AWS Error ACCESS_DENIED during PutObject operation"), LakehouseError),
+        (FileNotFoundError(errno.ENOENT, "No such file"), FileNotFoundError),
+    ],
+)
+def test_a_warehouse_that_fails_in_passing_is_waited_for(failure: OSError, kind: type[Exception]) -> None:
+    """One that is full or closed is not; a file that is gone may have been removed by upkeep."""
+    with pytest.raises((LakehouseError, OSError)) as caught, reachable("sqlite:///catalog.db"):
+        raise failure
+    assert type(caught.value) is kind
+
+
+@contextmanager
+def answering(status: int) -> Iterator[str]:
+    """A server that answers everything so; its address."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Say nothing."""
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
