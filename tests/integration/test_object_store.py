@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import threading
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,14 +14,18 @@ import torch
 import yaml
 
 import dlac_pipeline as dlac
+from catalog.commits import claim
 from catalog.connect import connect
+from catalog.errors import CatalogUnreachable
+from catalog.lakehouse_config import LakehouseConfig
+from catalog.ledger import Append, Ledger
 from catalog.upkeep import upkeep
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.plan.legs import first_leg
 from dlac_pipeline.plan.planner import make_plan
 from dlac_pipeline.read.open import open_leg
 from dlac_pipeline.spec import JobSpec, parse_spec
-from tests.object_store import ObjectStore
+from tests.object_store import Network, ObjectStore
 
 ROWS, GROUP_ROWS = 2000, 100
 
@@ -90,3 +97,23 @@ def test_a_run_is_killed_resumed_and_audited(
     assert done["consumption"].removed_files > 3
     assert store.requests("DELETE", "/dlac/consumption/") >= done["consumption"].removed_files
     assert audit_run(connect(spec.lakehouse), "remote").exact
+
+
+def test_a_warehouse_that_is_away_is_waited_for_as_the_catalog_is(
+    store: ObjectStore, network: Network, tmp_path: Path
+) -> None:
+    """A look at the ledger says that it is away; an append is repeated until it is back, and lands once."""
+    lakehouse = connect(
+        LakehouseConfig(warehouse="s3://lake/warehouse", properties=store.properties(network.url)).at_home(tmp_path)
+    )
+    ledger = Ledger(lakehouse)
+    claim(ledger, "r", nonce="n", replaces=0, detail={})
+    network.cut()
+    with pytest.raises(CatalogUnreachable, match="warehouse"):
+        ledger.rows("r")
+    mends = threading.Timer(2.0, network.mend)
+    mends.start()
+    name_row = {"kind": "name", "detail": json.dumps({"name": "kept"})}
+    ledger.append("r", lambda state: Append(rows=[name_row], fence=replace(state.fence, seq=2)))
+    mends.join()
+    assert [row["kind"] for row in ledger.rows("r")] == ["claim", "name"]
