@@ -45,7 +45,7 @@ class RankStarter:
     def begin(self, spec: JobSpec) -> None:
         """Let a server import what ranks will need, before it is known whether there will be any; where that can be."""
         if Path(spec.launch.script).is_file():
-            with suppress(OSError):  # met again, and told of, where the store is looked at
+            with suppress(OSError):  # there is no such place yet, or it is away: that is told where it is looked at
                 self._served(spec)
 
     def _served(self, spec: JobSpec) -> _Server | None:
@@ -55,7 +55,7 @@ class RankStarter:
         if self._server is None or self._server.gone:
             self.close()
             folder = Path(spec.checkpoint.local) / spec.run
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(exist_ok=True)
             self._server = _Server(spec, folder / "fork-server.log")
         return self._server
 
