@@ -83,6 +83,7 @@ class Campaign:
             "left": {},
             "launch_folders": {},
             "failed": "",
+            "remarks": [],  # what whoever ran it has to say, written in by hand
             "minutes_taken": 0.0,
         }
 

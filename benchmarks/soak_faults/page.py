@@ -47,6 +47,7 @@ def page_of(campaign: Told) -> str:
         f"- Launch folders, which hold the logs of each launch of which a run keeps the newest 50: {launches['all']}, of which "
         f"{launches['unclaimed']} are of launches that died before they had claimed their run.",
         *([f"- Not in it: {skipped}."] if skipped else []),
+        *(f"- {remark}" for remark in campaign.get("remarks", ())),
         "",
         "## By kind",
         "",
