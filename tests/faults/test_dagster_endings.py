@@ -107,7 +107,9 @@ def test_a_killed_code_server_takes_nothing_along(campaign: Arena, dagster: Loca
 @pytest.mark.soak
 def test_two_recoveries_at_once_train_once(campaign: Arena, dagster: LocalDagster) -> None:
     """The same recovery requested twice: one trains, the other steps aside, without a failure that would wake somebody."""
-    spec = campaign.spec("twice", pause_s=0.3)  # so that the first still trains when the second comes, on a busy machine too
+    spec = campaign.spec(
+        "twice", pause_s=0.3
+    )  # so that the first still trains when the second comes, on a busy machine too
     run_id, _ = trained_to(dagster, spec)
     assert dagster.cancel(run_id)
     assert dagster.wait(run_id).status == dg.DagsterRunStatus.CANCELED
