@@ -144,7 +144,8 @@ def _modelled(parts: Measured, most: int) -> dict[str, Figure]:
         found[f"a_node_is_lost_{nodes}"] = Figure(value=lost, unit=unit, bar=bar)
         if nodes == _BAR_NODES:
             found |= {f"{name}_{nodes}": Figure(value=value, unit=unit) for name, value in phases.items()}
-            left_s = _BAR_S - total + phases["verify"] + phases["load"] - parts.fixed["load_s"]
+            read_s = PARAMETERS * BYTES_PER_PARAMETER / (parts.verify_rate * nodes)
+            left_s = _BAR_S - total + read_s + phases["load"] - parts.fixed["load_s"]
             per_byte = 1 / (parts.verify_rate * nodes) + 1 / (parts.load_rate * RANKS_PER_NODE * nodes)
             found[f"largest_checkpoint_within_{_BAR_S}_s_{nodes}"] = Figure(
                 value=max(0.0, left_s) / per_byte / 1e9, unit="GB, extrapolated"

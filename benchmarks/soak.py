@@ -141,9 +141,7 @@ class Campaign:
         for wound in wounds:
             heal(self._lab, wound)
         if wounds:
-            tell(
-                self._lab.lakehouse, [wound.fault for wound in wounds]
-            )  # of all in the end: what came late belongs to the last
+            tell(self._lab.lakehouse, [wound.fault for wound in wounds])
             self._keep()
         for wound in wounds:
             print(json.dumps(wound.fault.to_json()), flush=True)

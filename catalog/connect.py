@@ -27,7 +27,7 @@ from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 from catalog.errors import CatalogUnreachable, CommitConflict, FormatTooNew, LakehouseError, NoSuchTable, SpecInvalid
 from catalog.guarded import GUARDED
 from catalog.lakehouse_config import LakehouseConfig
-from catalog.retrying import is_final
+from catalog.retrying import may_pass
 from catalog.schemas import FORMAT_VERSION, FORMAT_VERSION_PROPERTY, TABLES
 
 _TABLE_PROPERTIES = {
@@ -186,7 +186,7 @@ def reachable(uri: str) -> Iterator[None]:
     except _REFUSALS as err:
         raise LakehouseError(
             f"expected the catalog at {uri!r} to take a request, found {type(err).__name__}: {str(err).splitlines()[0]}; "
-            "check the credentials and what they allow"
+            "check the address, the credentials and what they allow"
         ) from err
     except (SQLAlchemyError, requests.RequestException, RESTError) as err:
         raise CatalogUnreachable(
@@ -196,7 +196,7 @@ def reachable(uri: str) -> Iterator[None]:
     except FileNotFoundError:
         raise
     except OSError as err:
-        kind = LakehouseError if is_final(err) else CatalogUnreachable
+        kind = CatalogUnreachable if may_pass(err) else LakehouseError
         raise kind(
             f"expected the warehouse of the catalog at {uri!r} to be read and written, found {type(err).__name__}: {err}; "
             "free, mount or reach it"

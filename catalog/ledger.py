@@ -280,7 +280,13 @@ class _Tries:
             return None
         state, wanted = self._decided
         table = self._ledger.lakehouse.own("consumption")
-        return (replace(state, table=table), wanted) if _same_rows(self._run, state.table, table) else None
+        if not _same_rows(self._run, state.table, table):
+            return None
+        self._decided = (
+            replace(state, table=table),
+            wanted,
+        )  # so that the next try looks at what has come since this one
+        return self._decided
 
 
 def checkpoint_rows(rows: Sequence[Row]) -> dict[str, Row]:

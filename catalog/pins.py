@@ -20,7 +20,7 @@ from pyiceberg.table import Table
 
 from catalog.branches import left_by_rewinds
 from catalog.connect import Lakehouse, among, reachable
-from catalog.errors import CatalogUnreachable, CommitConflict, DataFileUnreadable, NoSuchTable, PinLost, SpecInvalid
+from catalog.errors import CommitConflict, DataFileUnreadable, LakehouseError, NoSuchTable, PinLost, SpecInvalid
 from catalog.ledger import Row, checkpoint_rows, fence_of_rows, finished_of_rows, lineage_of, restorable_rows
 from catalog.snapshots import pin, snapshot_of, tag_of
 
@@ -209,7 +209,7 @@ def hold(lakehouse: Lakehouse, identifier: str, snapshot_id: int, how: Literal["
             f"expected to tag snapshot {snapshot_id} of {identifier!r}, found that pyiceberg cannot write this table's format "
             f'({err}): set pin = "none" for this source. {_UNTAGGED}'
         ) from err
-    except (CatalogUnreachable, OSError) as err:
+    except LakehouseError as err:
         if not _is_refusal(err):
             raise
         raise SpecInvalid(

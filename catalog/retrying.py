@@ -21,6 +21,8 @@ _REFUSED = (
     "Bucket does not exist",
 )
 """What object stores say of such failures, in messages without a number."""
+_STORES = ("AWS Error", "google::cloud", "curlCode", "Azure")
+"""By which messages of object stores are known: pyarrow's own, of damaged files, have no number either."""
 _random = random.SystemRandom()
 """Apart from the training's own generator, which a checkpoint restores; and forked ranks must not wait in lock-step."""
 
@@ -42,6 +44,11 @@ def retrying(
 def is_final(err: OSError) -> bool:
     """Whether waiting does not mend this failure of a file system or an object store."""
     return err.errno in _FINAL or any(said in str(err) for said in _REFUSED)
+
+
+def may_pass(err: OSError) -> bool:
+    """Whether a file system or an object store may answer later; a file that cannot be decoded stays as it is."""
+    return not is_final(err) and (err.errno is not None or any(said in str(err) for said in _STORES))
 
 
 def rereading() -> tenacity.Retrying:

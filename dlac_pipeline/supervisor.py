@@ -15,6 +15,7 @@ import sys
 from pydantic import ValidationError
 
 from catalog.errors import SpecInvalid
+from dlac_pipeline.launchers.orchestrator import Orchestrator
 from dlac_pipeline.ranks.starter import RankStarter
 from dlac_pipeline.request import Request
 
@@ -28,11 +29,12 @@ def main() -> int:
         from dlac_pipeline.launchers.serving import say_error
 
         return say_error(SpecInvalid(f"not a valid request: {err}"))
+    orchestrator = Orchestrator()
     if request.spec.launch.on == "here":
         starter.begin(request.spec)
     from dlac_pipeline.launchers.serving import serve
 
-    return serve(request, starter)
+    return serve(request, starter, orchestrator)
 
 
 if __name__ == "__main__":

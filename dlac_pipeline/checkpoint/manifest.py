@@ -6,8 +6,9 @@ Format version 1. Promise: later versions read it.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -153,10 +154,17 @@ def verify_files(manifest: Manifest, folder: str, files: StoreFiles, done: Done 
         CheckpointDamaged: names the first file that is missing, truncated or altered.
         StoreUnavailable: a file cannot be read for another reason, or the store is not there any more.
     """
-    try:
+    with store_there(below(folder, MANIFEST), files):
         verify_entries(manifest.files, folder, files, done)
+
+
+@contextmanager
+def store_there(manifest_uri: str, files: StoreFiles) -> Iterator[None]:
+    """Tell damage that is found inside from a store whose mount has gone meanwhile; raises as `verify_files`."""
+    try:
+        yield
     except CheckpointDamaged:
-        check_there(below(folder, MANIFEST), files)  # its mount may have gone meanwhile
+        check_there(manifest_uri, files)
         raise
 
 

@@ -16,7 +16,7 @@ from pyiceberg.schema import Schema
 from pyiceberg.table import Table
 
 from catalog.connect import Lakehouse, reachable
-from catalog.errors import LakehouseError, SpecInvalid
+from catalog.errors import SpecInvalid
 from catalog.retrying import retrying
 
 BEGUN_PROPERTY = "dlac.ingest.begun"
@@ -128,12 +128,7 @@ def _append_next(lakehouse: Lakehouse, identifier: str, content: Batchwise, appe
     if end == content.rows:
         properties[COMPLETE_PROPERTY] = content.digest
     rows = content.rows_of(first, end).cast(schema_to_pyarrow(content.schema, include_field_ids=False))
-    try:
-        with reachable(lakehouse.config.uri), table.transaction() as transaction:
-            transaction.append(rows)
-            transaction.set_properties(properties)
-    except OSError as err:
-        raise LakehouseError(
-            f"expected to write to the warehouse of {identifier!r}, found {err}: free or mount it, then ingest again"
-        ) from err
+    with reachable(lakehouse.config.uri), table.transaction() as transaction:
+        transaction.append(rows)
+        transaction.set_properties(properties)
     return first, end

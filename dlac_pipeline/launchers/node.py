@@ -21,8 +21,9 @@ from pydantic import ValidationError
 from catalog.connect import connect
 from catalog.errors import DlacError, SpecInvalid
 from catalog.ledger import Ledger
+from dlac_pipeline.launchers.orchestrator import say
 from dlac_pipeline.launchers.protocol import supervisor_of
-from dlac_pipeline.launchers.serving import run_and_tell, say, say_error, stop_when_replaced
+from dlac_pipeline.launchers.serving import run_and_tell, say_error, stop_when_replaced
 from dlac_pipeline.recover.coordinator import launcher_of
 from dlac_pipeline.request import Request
 

@@ -2,40 +2,31 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import sys
 import threading
 import time
 from contextlib import suppress
-from typing import Any
 
 from catalog.connect import connect
-from catalog.errors import DlacError, Fenced, TrainingFailed
+from catalog.errors import DlacError, Fenced
 from catalog.ledger import Ledger
+from dlac_pipeline.launchers.orchestrator import MARGIN_S, Orchestrator, say
 from dlac_pipeline.launchers.protocol import Launcher, launcher_for
 from dlac_pipeline.ranks.starter import RankStarter
 from dlac_pipeline.recover.coordinator import launcher_of
 from dlac_pipeline.request import Request
 
-_MARGIN_S = 5.0
-"""What a launcher gets on top of the ranks' grace period when nobody needs it any more."""
-_ALIVE_EVERY_S = 5.0
-"""Seconds between two signs of life."""
-_SAYING = threading.Lock()
 
-
-def serve(request: Request, starter: RankStarter) -> int:
-    """Serve the request that was read from standard input, until its other side is closed; returns the exit status."""
+def serve(request: Request, starter: RankStarter, orchestrator: Orchestrator) -> int:
+    """Serve a request of the orchestrator; returns the exit status."""
     try:
         launcher = launcher_for(request, say, starter)
     except DlacError as err:
         return say_error(err)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: launcher.stop())
-    threading.Thread(target=_stop_with_orchestrator, args=(launcher, request), daemon=True).start()
-    threading.Thread(target=_say_alive, daemon=True).start()
+    orchestrator.on_end(launcher.stop, grace_s=request.spec.launch.grace_s)
     if request.launched_by:
         threading.Thread(target=stop_when_replaced, args=(launcher, request), daemon=True).start()
     return run_and_tell(launcher)
@@ -74,32 +65,5 @@ def stop_when_replaced(launcher: Launcher, request: Request) -> None:
                 break
     launcher.stop()
     # Nobody may read what is said here (the orchestrator may be stopped), and the supervisor may wait for just that.
-    time.sleep(request.spec.launch.grace_s + _MARGIN_S)
+    time.sleep(request.spec.launch.grace_s + MARGIN_S)
     os._exit(Fenced.exit_code)
-
-
-def say(event: dict[str, Any]) -> None:
-    """Say an event on standard output, one line of JSON; from any thread."""
-    try:
-        with _SAYING:
-            print(json.dumps(event, default=str), flush=True)
-    except BrokenPipeError:  # nobody listens any more; the end of standard input says so as well
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - stays open until the process ends
-
-
-def _stop_with_orchestrator(launcher: Launcher, request: Request) -> None:
-    """Read standard input to its end: whoever held the other side is gone. Then leave, in good order or not."""
-    while os.read(sys.stdin.fileno(), 4096):
-        continue
-    launcher.stop()
-    time.sleep(request.spec.launch.grace_s + _MARGIN_S)
-    os._exit(
-        TrainingFailed.exit_code
-    )  # busy with something long, a verification perhaps; the ranks die with this process
-
-
-def _say_alive() -> None:
-    """Tell whoever listens that this process runs; that the ranks do, their progress tells."""
-    while True:
-        time.sleep(_ALIVE_EVERY_S)
-        say({"event": "alive"})

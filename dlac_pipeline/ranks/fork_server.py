@@ -1,8 +1,9 @@
 """Ranks that start at once: forked from a process that has imported their libraries, as multiprocessing's fork server does.
 
 Importing PyTorch and the rest takes seconds of every launch, and with them most of a recovery. Here it is done once, beside the
-first claim: `python -m dlac_pipeline.ranks.fork_server SCRIPT ARGS...`, one per supervisor, with whose death it dies. Lines of
-JSON on its standard input are ranks to be started; on its standard output it says which process each became, and how it ended.
+imports of the supervisor itself: `python -m dlac_pipeline.ranks.fork_server SCRIPT ARGS...`, one per supervisor, with whose
+death it dies. Lines of JSON on its standard input are ranks to be started; on its standard output it says which process each
+became, and how it ended.
 
 A fork copies the calling thread only. So the server runs no other: it imports, and never computes. If a library has begun threads
 of its own at import (Arrow's allocator knows how to be forked), it says so and forks nothing: the ranks are spawned then.

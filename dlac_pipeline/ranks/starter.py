@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -44,8 +45,8 @@ class RankStarter:
 
     def begin(self, spec: JobSpec) -> None:
         """Let a server import what ranks will need, before it is known whether there will be any; where that can be."""
-        if Path(spec.launch.script).is_file():
-            with suppress(OSError):  # there is no such place yet, or it is away: that is told where it is looked at
+        with suppress(OSError):  # there is no such place yet, or it is away: that is told where it is looked at
+            if Path(spec.launch.script).is_file():
                 self._served(spec)
 
     def _served(self, spec: JobSpec) -> _Server | None:
@@ -56,7 +57,7 @@ class RankStarter:
             self.close()
             folder = Path(spec.checkpoint.local) / spec.run
             folder.mkdir(exist_ok=True)
-            self._server = _Server(spec, folder / "fork-server.log")
+            self._server = _Server(spec, folder / f"fork-server-{socket.gethostname()}.log")
         return self._server
 
     def close(self) -> None:

@@ -118,6 +118,7 @@ class SupervisedAttempt:
         self._stragglers = Stragglers(self._spec.launch)
         self._events_read = 0
         self._incident: Incident | None = None
+        self._verified = (0, -1)
         self._said_step, self._said_step_at = (0, 0), 0.0
         self._resumable_at = 0.0
         self._started_at = time.time()
@@ -166,7 +167,9 @@ class SupervisedAttempt:
     def _verifying(self, step: int, done: int, total: int) -> None:
         if self._supervision.stop.is_set():
             raise _ToldToStop
-        self.step = step
+        if (step, done) == self._verified:
+            return
+        self.step, self._verified = step, (step, done)
         self._say({"event": "verifying", "step": step, "bytes": done, "of": total})
 
     def _waiting(self) -> tenacity.Retrying:

@@ -115,6 +115,7 @@ class LedAttempt:
         told = self._crew.told(RESUME)
         if told is None:
             return
+        self._prover.close()
         self._point = point = ResumePoint(**told)
         self._attempt = point.attempt
         with storing(self._folder):

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from catalog.connect import Lakehouse
-from catalog.errors import CatalogUnreachable, CommitConflict
+from catalog.errors import CommitConflict, LakehouseError
 from catalog.ledger import HEAD_KINDS, Fence, Ledger, Row, checkpoint_rows
 from catalog.plans import find_plan
 from dlac_pipeline.plan.leg import Leg
@@ -91,7 +91,7 @@ class LiveStatus:
                 self._advances += advances
                 self._fence, self._finished = state.fence, state.finished
             self._problem = None
-        except (CatalogUnreachable, CommitConflict) as err:
+        except (LakehouseError, CommitConflict) as err:
             self._problem = str(err)
 
     def _folder(self) -> Path | None:

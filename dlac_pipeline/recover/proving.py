@@ -8,15 +8,22 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from catalog.errors import CheckpointDamaged, DlacError
+from catalog.errors import DlacError
 from catalog.ledger import Row
-from dlac_pipeline.checkpoint.files import StoreFiles
-from dlac_pipeline.checkpoint.manifest import Done, FileEntry, Manifest, check_there, read_manifest, verify_entries
+from dlac_pipeline.checkpoint.files import StoreFiles, below
+from dlac_pipeline.checkpoint.manifest import (
+    Done,
+    FileEntry,
+    Manifest,
+    read_manifest,
+    store_there,
+    verify_entries,
+    verify_file,
+)
 from dlac_pipeline.checkpoint.restore import verify_here
 from dlac_pipeline.checkpoint.store import folder_uri
 from dlac_pipeline.nodes.crew import LEADER, Crew
@@ -47,6 +54,7 @@ class Provers:
         """Checkpoints smaller than `least_bytes` are read by the leader alone: telling the others would take longer."""
         self._crew = crew
         self._least_bytes = least_bytes
+        self._asked = 0
 
     def verify(self, row: Row, manifest: Manifest, files: StoreFiles, done: Done) -> None:
         """As `verify_here`, with the help of the others; what `done` raises ends it."""
@@ -54,31 +62,32 @@ class Provers:
         if not self._crew.others or total < self._least_bytes:
             verify_here(row, manifest, files, done)
             return
-        uri, digest = row["manifest_uri"], row["manifest_digest"]
+        uri = row["manifest_uri"]
         parts = parts_of(manifest.files, 1 + len(self._crew.others))
         held = dict.fromkeys(range(len(parts)), 0)
 
         def hear(place: int, so_far: int) -> None:
-            held[place] = so_far
+            held[place] = max(held[place], so_far)  # what another machine has read in vain is read again
             done(sum(held.values()), total)
 
         def read(place: int) -> None:
             verify_entries(parts[place], folder_uri(uri), files, lambda so_far, _: hear(place, so_far))
 
-        self._crew.tell(PROVE, {"uri": uri, "digest": digest})
+        self._asked += 1
+        self._crew.tell(PROVE, {"uri": uri, "digest": row["manifest_digest"], "asked": self._asked})
         began = time.monotonic()
-        with _store_there(uri, files):
+        with store_there(uri, files):
             read(LEADER)
             until = 2 * time.monotonic() - began + _ANSWER_S
             for place in self._crew.others:
-                if not self._holds(place, digest, until, partial(hear, place)):
+                if not self._holds(place, until, partial(hear, place)):
                     read(place)
 
-    def _holds(self, place: int, digest: str, until: float, hear: Callable[[int], None]) -> bool:
+    def _holds(self, place: int, until: float, hear: Callable[[int], None]) -> bool:
         """Whether a machine says that all its part holds; false as soon as it says otherwise, or is not waited for any more."""
         while True:
             words: Words = self._crew.words(place).get(PROVED, {})
-            answer = words if words.get("digest") == digest else {}
+            answer = words if words.get("asked") == self._asked else {}
             hear(answer.get("bytes", 0))
             if "holds" in answer:
                 return bool(answer["holds"])
@@ -88,7 +97,10 @@ class Provers:
 
 
 class Prover:
-    """The side of a machine that is led; reads in a thread, while the machine goes on saying how it is."""
+    """The side of a machine that is led; reads in a thread, while the machine goes on saying how it is.
+
+    The thread is one that nobody waits for: it may hang in a file system that does not answer.
+    """
 
     def __init__(self, crew: Crew, files: StoreFiles) -> None:
         self._crew = crew
@@ -102,41 +114,34 @@ class Prover:
         return {PROVED: self._said} if self._said else {}
 
     def look(self) -> None:
-        """Begin to read, if the leader has told of another checkpoint."""
+        """Begin to read, if the leader has told of another checkpoint, or asks again."""
         told = self._crew.told(PROVE)
         if told is not None and told != self._wanted:
             self._wanted = told
             threading.Thread(target=self._read, args=(told,), name="proving", daemon=True).start()
 
     def close(self) -> None:
-        """Read no more."""
+        """Read no further than the file in hand."""
         self._wanted = {}
 
     def _read(self, told: Words) -> None:
-        def say(**words: Any) -> None:
-            if self._wanted != told:
-                raise _Superseded
-            self._said = {"digest": told["digest"], **words}
+        so_far = 0
+        try:
+            manifest = read_manifest(told["uri"], told["digest"], self._files)
+            part = parts_of(manifest.files, len(self._crew.shares))[self._crew.share.node]
+            for entry in part:
+                verify_file(entry, below(folder_uri(told["uri"]), entry.path), self._files)
+                so_far += entry.bytes
+                if not self._says(told, bytes=so_far):
+                    return
+        except DlacError:  # the leader looks itself, and decides
+            self._says(told, bytes=so_far, holds=False)
+        else:
+            self._says(told, bytes=so_far, holds=True)
 
-        with suppress(_Superseded):
-            try:
-                manifest = read_manifest(told["uri"], told["digest"], self._files)
-                part = parts_of(manifest.files, len(self._crew.shares))[self._crew.share.node]
-                verify_entries(part, folder_uri(told["uri"]), self._files, lambda so_far, _: say(bytes=so_far))
-                say(bytes=sum(entry.bytes for entry in part), holds=True)
-            except DlacError:  # the leader looks itself, and decides
-                say(holds=False)
-
-
-class _Superseded(Exception):
-    """The leader wants another checkpoint, or none."""
-
-
-@contextmanager
-def _store_there(uri: str, files: StoreFiles) -> Iterator[None]:
-    """Tell a damaged checkpoint from a store that went away meanwhile."""
-    try:
-        yield
-    except CheckpointDamaged:
-        check_there(uri, files)
-        raise
+    def _says(self, told: Words, **words: Any) -> bool:
+        """Say how far it is; false: nobody asks any more."""
+        wanted = self._wanted == told
+        if wanted:
+            self._said = {"asked": told["asked"], **words}
+        return wanted

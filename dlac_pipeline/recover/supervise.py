@@ -19,6 +19,7 @@ from catalog.connect import Lakehouse, connect
 from catalog.errors import (
     CatalogUnreachable,
     DlacError,
+    LakehouseError,
     NodesMissing,
     RunBusy,
     RunFinished,
@@ -354,8 +355,8 @@ class Supervisor:
         return target
 
     def _check_unfinished(self, lakehouse: Lakehouse) -> None:
-        """Raise RunFinished if others have ended the run; a catalog that is away says nothing of it."""
-        with suppress(CatalogUnreachable):
+        """Raise RunFinished if others have ended the run; a catalog that does not answer says nothing of it."""
+        with suppress(LakehouseError):
             _raise_if_finished(Ledger(lakehouse).state(self._spec.run))
 
     def _patiently(

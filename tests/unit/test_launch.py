@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -136,7 +137,7 @@ def test_a_server_that_dies_before_it_has_forked_is_the_reason_of_its_ranks(tmp_
             (1, 1, "TrainingFailed"),
         ]
         assert "SIGKILL" in failures[0].message
-        assert "fork-server.log" in failures[0].message
+        assert "fork-server-" in failures[0].message
         assert ranks.last_words(0)["log_tail"] == ""
 
 
@@ -161,7 +162,7 @@ def test_what_cannot_be_imported_ahead_fails_in_the_rank(tmp_path: Path) -> None
         wait_until(ranks.all_exited, what="the rank's end", within_s=30)
         (failure,) = ranks.failures()
         assert (failure.kind, failure.message) == ("RuntimeError", "no such device")
-        assert "could not be imported ahead" in (tmp_path / "r" / "fork-server.log").read_text()
+        assert "could not be imported ahead" in (tmp_path / "r" / f"fork-server-{socket.gethostname()}.log").read_text()
 
 
 def test_a_server_that_dies_takes_its_ranks_along_and_another_one_follows(tmp_path: Path) -> None:
@@ -202,7 +203,7 @@ def test_a_server_that_cannot_fork(tmp_path: Path, customized: str, kind: str, c
         assert [(failure.kind, failure.code) for failure in ranks.failures()] == [(kind, code)] * 2
         assert ("no more processes" in ranks.failures()[0].message) == bool(kind)
         assert all(ranks.pids) != bool(kind)
-        assert ("is spawned" in (tmp_path / "r" / "fork-server.log").read_text()) != bool(kind)
+        assert ("is spawned" in (tmp_path / "r" / f"fork-server-{socket.gethostname()}.log").read_text()) != bool(kind)
 
 
 def test_a_rank_that_cannot_be_started_has_failed(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from catalog.errors import CheckpointDamaged, StoreUnavailable
 from dlac_pipeline.checkpoint.files import StoreFiles, file_digest
 from dlac_pipeline.checkpoint.manifest import FileEntry, Manifest, content_digest
 from dlac_pipeline.nodes.crew import Crew
+from dlac_pipeline.recover import proving
 from dlac_pipeline.recover.proving import Prover, Provers, parts_of
 from tests.crews import crews
 
@@ -125,12 +126,28 @@ def test_what_another_machine_cannot_read_the_leader_reads(checkpoint: Checkpoin
     assert sorted(reads[0].names + reads[2].names) == checkpoint.names
 
 
-def test_a_machine_that_is_lost_is_not_waited_for(checkpoint: Checkpoint) -> None:
+def test_a_machine_that_is_lost_is_not_waited_for(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     """The leader reads its part."""
+    monkeypatch.setattr(proving, "_ANSWER_S", 600.0)
     reads = [Reads() for _ in range(MACHINES)]
     with together(reads, silent=2) as leader:
         leader.verify(checkpoint.row, checkpoint.manifest, reads[0], lambda *_: None)
     assert sorted(reads[0].names + reads[1].names) == checkpoint.names
+
+
+def test_what_is_asked_again_is_read_again(checkpoint: Checkpoint) -> None:
+    """The file that was damaged is mended meanwhile: an answer to the first question is none to the second."""
+    other = checkpoint.folder / parts_of(checkpoint.manifest.files, 2)[1][0].path
+    content = other.read_bytes()
+    other.write_bytes(b"")
+    reads = [Reads(), Reads()]
+    with together(reads) as leader:
+        with pytest.raises(CheckpointDamaged, match=other.name):
+            leader.verify(checkpoint.row, checkpoint.manifest, reads[0], lambda *_: None)
+        other.write_bytes(content)
+        reads[0].names.clear()
+        leader.verify(checkpoint.row, checkpoint.manifest, reads[0], lambda *_: None)
+    assert len(reads[0].names) == len(checkpoint.names) / 2
 
 
 def test_the_leader_stops_waiting_when_it_is_told_to(checkpoint: Checkpoint) -> None:

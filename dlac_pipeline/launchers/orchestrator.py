@@ -1,0 +1,59 @@
+"""Whoever started this process, and holds its standard input and output: told how it is, and followed to its end."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from catalog.errors import TrainingFailed
+
+MARGIN_S = 5.0
+"""What a launcher gets on top of the ranks' grace period when nobody needs it any more."""
+_ALIVE_EVERY_S = 5.0
+"""Seconds between two signs of life."""
+_SAYING = threading.Lock()
+
+
+class Orchestrator:
+    """Hears a sign of life every few seconds; with its end, what was begun for it ends."""
+
+    def __init__(self) -> None:
+        self._stop: Callable[[], None] | None = None
+        self._grace_s = 0.0
+        threading.Thread(target=self._say_alive, daemon=True).start()
+        threading.Thread(target=self._hear, daemon=True).start()
+
+    def on_end(self, stop: Callable[[], None], *, grace_s: float) -> None:
+        """Call `stop` when it has ended, and give what this stops so many seconds; before there is such a thing, none."""
+        self._grace_s, self._stop = grace_s + MARGIN_S, stop
+
+    def _hear(self) -> None:
+        """Read standard input to its end: whoever held the other side is gone. Then leave, in good order or not."""
+        while os.read(sys.stdin.fileno(), 4096):
+            continue
+        if self._stop is not None:
+            self._stop()
+            time.sleep(self._grace_s)
+        os._exit(
+            TrainingFailed.exit_code
+        )  # busy with something long, a verification perhaps; the ranks die with this process
+
+    def _say_alive(self) -> None:
+        """That this process runs; that the ranks do, their progress tells."""
+        while True:
+            time.sleep(_ALIVE_EVERY_S)
+            say({"event": "alive"})
+
+
+def say(event: dict[str, Any]) -> None:
+    """Say an event on standard output, one line of JSON; from any thread."""
+    try:
+        with _SAYING:
+            print(json.dumps(event, default=str), flush=True)
+    except BrokenPipeError:  # nobody listens any more; the end of standard input says so as well
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - stays open until the process ends
