@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import io
 import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from pyarrow.fs import LocalFileSystem
@@ -24,14 +27,29 @@ def fsync_directory(directory: str | Path) -> None:
         os.close(descriptor)
 
 
+@contextmanager
+def temporary_beside(path: Path) -> Iterator[Path]:
+    """A name beside `path` that nobody else has, for what becomes `path` when it is whole; removed if that fails.
+
+    Machines share folders, and their containers count processes alike: a process id alone is many writers' name.
+    """
+    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}")
+    try:
+        yield temporary
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
+
+
 def write_durably(path: Path, content: bytes) -> None:
     """Write a file under a temporary name, fsync, rename: it exists whole or not at all."""
-    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    with temporary.open("wb") as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
-    temporary.rename(path)
+    with temporary_beside(path) as temporary:
+        with temporary.open("wb") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        temporary.rename(path)
     fsync_directory(path.parent)
 
 

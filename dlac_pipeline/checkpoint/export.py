@@ -5,7 +5,6 @@ it has seen.
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,7 +13,7 @@ from safetensors.torch import save_file
 
 from catalog.commits import record_export
 from catalog.connect import Lakehouse
-from catalog.durable_io import fsync_directory
+from catalog.durable_io import fsync_directory, temporary_beside
 from catalog.errors import NoSuchRun
 from catalog.ledger import Ledger, checkpoint_rows
 from dlac_pipeline.checkpoint.engines.weights import Weights, weights_of
@@ -65,8 +64,7 @@ def _written(ledger: Ledger, manifest: Manifest, weights: Weights, path: Path, p
         "dlac.model_digest": manifest.model_digest,
         "dlac.ledger_uuid": manifest.ledger_uuid,
     }
-    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    try:
+    with temporary_beside(path) as temporary:
         with storing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             # Tensors that share memory are written out each: whoever loads them need not know.
@@ -80,8 +78,6 @@ def _written(ledger: Ledger, manifest: Manifest, weights: Weights, path: Path, p
         with storing(path):
             temporary.rename(path)
             fsync_directory(path.parent)
-    finally:
-        temporary.unlink(missing_ok=True)
     return Exported(
         path=path,
         digest=digest,

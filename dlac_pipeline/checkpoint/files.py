@@ -18,7 +18,7 @@ import pyarrow.fs as pafs
 from blake3 import blake3
 from pyiceberg.io.pyarrow import PyArrowFileIO
 
-from catalog.durable_io import fsync_directory, write_durably
+from catalog.durable_io import fsync_directory, temporary_beside, write_durably
 from catalog.errors import SpecInvalid, StoreUnavailable
 from catalog.retrying import is_final, retrying
 
@@ -176,10 +176,10 @@ class _Local:
     def put(self, source: Path, path: str) -> None:
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = target.with_name(f"{target.name}.tmp-{os.getpid()}")
-        shutil.copyfile(source, temporary)
-        sync_file(temporary)
-        temporary.rename(target)
+        with temporary_beside(target) as temporary:
+            shutil.copyfile(source, temporary)
+            sync_file(temporary)
+            temporary.rename(target)
         for folder in (target.parent, *list(target.parents)[1:4]):  # the folders may be new themselves
             fsync_directory(folder)
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from catalog.durable_io import write_durably
+from catalog.durable_io import temporary_beside, write_durably
 from catalog.errors import CheckpointDamaged, StoreUnavailable
 from catalog.ledger import Row
 from dlac_pipeline.checkpoint.files import StoreFiles, below
@@ -81,17 +80,22 @@ def _have(entry: FileEntry, folder: Path, manifest_uri: str, files: StoreFiles) 
     except (CheckpointDamaged, StoreUnavailable):
         with storing(folder):
             path.parent.mkdir(parents=True, exist_ok=True)
-            temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-            address = below(folder_uri(manifest_uri), entry.path)
-            try:
-                files.fetch(address, temporary)
-            except FileNotFoundError as err:
-                check_there(manifest_uri, files)
-                raise CheckpointDamaged(f"expected the file {address!r} of a committed checkpoint, found none") from err
-            try:
-                verify_file(entry, str(temporary), local)
-            except CheckpointDamaged as err:
-                raise CheckpointDamaged(str(err).replace(str(temporary), address)) from err
-            temporary.rename(path)
+            with temporary_beside(path) as temporary:
+                _fetch(entry, manifest_uri, files, temporary)
+                temporary.rename(path)
         return True
     return False
+
+
+def _fetch(entry: FileEntry, manifest_uri: str, files: StoreFiles, target: Path) -> None:
+    """One file of the store at `target`, compared with its entry."""
+    address = below(folder_uri(manifest_uri), entry.path)
+    try:
+        files.fetch(address, target)
+    except FileNotFoundError as err:
+        check_there(manifest_uri, files)
+        raise CheckpointDamaged(f"expected the file {address!r} of a committed checkpoint, found none") from err
+    try:
+        verify_file(entry, str(target), StoreFiles(deadline_s=0.0))
+    except CheckpointDamaged as err:
+        raise CheckpointDamaged(str(err).replace(str(target), address)) from err

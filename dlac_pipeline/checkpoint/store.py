@@ -6,7 +6,7 @@ store alone, and the one in the local folder spares a restart on the same machin
 
 from __future__ import annotations
 
-import os
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -57,7 +57,7 @@ class Tiers:
         folder = self.local / self.run
         with storing(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            probe = folder / f".probe-{os.getpid()}"
+            probe = folder / f".probe-{secrets.token_hex(4)}"  # several machines may be here at once
             write_durably(probe, b"dlac")
             probe.unlink()
         if self.store is not None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from catalog.durable_io import temporary_beside
 from catalog.errors import RunBusy
 from dlac_pipeline.checkpoint.store import storing
 
@@ -76,11 +77,11 @@ def _acquire(path: Path, wait_s: float, stop: threading.Event) -> int | None:
 
 def _replace(path: Path) -> int:
     """A new lock in the place of one whose holder does not leave: later launches meet this one."""
-    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT, 0o644)
-    _lock(descriptor)
-    _sign(descriptor)
-    temporary.rename(path)
+    with temporary_beside(path) as temporary:
+        descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT, 0o644)
+        _lock(descriptor)
+        _sign(descriptor)
+        temporary.rename(path)
     return descriptor
 
 

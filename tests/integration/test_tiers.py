@@ -6,13 +6,16 @@ import json
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 
 import pytest
 import yaml
 
 from catalog.errors import CheckpointDamaged, StoreUnavailable
 from dlac_pipeline.audit.audit import audit_run
+from dlac_pipeline.checkpoint.files import StoreFiles
 from dlac_pipeline.checkpoint.listing import list_checkpoints, verify_checkpoints
 from dlac_pipeline.checkpoint.restore import restore
 from dlac_pipeline.checkpoint.store import tiers_of
@@ -92,6 +95,27 @@ def test_what_the_local_copy_lacks_comes_from_the_store(arena: Arena, spec: JobS
     assert min(arena.train(spec)) == 6
     assert audit_run(arena.lakehouse, "r1").exact
     assert arena.rows("r1", "quarantine") == []
+
+
+def test_two_that_share_a_local_folder_mend_it_at_once(
+    arena: Arena, spec: JobSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both fetch the same file, under names of their own, also where their process ids are alike."""
+    arena.train(spec, until=8)
+    file_of(arena.home / "near", 5).unlink()
+    together, fetch = Barrier(2, timeout=10.0), StoreFiles.fetch
+
+    def fetch_together(self: StoreFiles, address: str, target: Path) -> None:
+        fetch(self, address, target)
+        together.wait()
+
+    monkeypatch.setattr(StoreFiles, "fetch", fetch_together)
+    (row,) = arena.lineage("r1")
+    with ThreadPoolExecutor(2) as pool:
+        both = list(pool.map(lambda _: restore(row, tiers_of(spec)), range(2)))
+    assert [found.fetched for found in both] == [["torch-state.pt"]] * 2
+    assert not list(arena.home.rglob("*.tmp-*"))
+    assert restore(row, tiers_of(spec)).fetched == []
 
 
 def test_a_whole_local_copy_needs_no_store(arena: Arena, spec: JobSpec) -> None:
