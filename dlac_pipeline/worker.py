@@ -36,6 +36,7 @@ from dlac_pipeline.checkpoint.config import config_digest
 from dlac_pipeline.checkpoint.conversion import load_state
 from dlac_pipeline.checkpoint.copies import LocalCopies
 from dlac_pipeline.checkpoint.engines import Engine, adapt, skip_shared_memory_op
+from dlac_pipeline.checkpoint.failures import failing_together
 from dlac_pipeline.checkpoint.manager import CheckpointManager, Committed
 from dlac_pipeline.checkpoint.pulse import Beat, Pulse
 from dlac_pipeline.checkpoint.rng import load_rng, rng_file, seed_rng
@@ -330,11 +331,13 @@ class TrainingRun:
 
     def _claim(self, takeover: bool, held: ExitStack) -> ResumePoint:
         """Without a supervisor rank 0 takes the run over, and holds its lock."""
+        with failing_together(self._tree, doing="looking at the checkpoint store"):
+            if self._first_of_machine:
+                self._tiers.check_writable()
         said = None
         if self.rank == 0:
             local = self.spec.checkpoint.local
             try:
-                self._tiers.check_writable()
                 held.enter_context(run_lock(local, self.spec.run, wait_s=0.0, takeover=takeover))
                 said = take_over(self._lakehouse, self.spec, nonce=new_nonce(), wish=Wish(repin=True)).to_json()
             except DlacError as err:

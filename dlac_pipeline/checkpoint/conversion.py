@@ -87,7 +87,7 @@ def discard_conversion(folder: Path) -> None:
 @contextmanager
 def _only_one(parent: Path) -> Iterator[None]:
     """Wait while another process converts something of this run; the lock ends with its process."""
-    parent.mkdir(parents=True, exist_ok=True)
+    parent.mkdir(exist_ok=True)  # in the run's folder, which is there
     with (parent / _LOCK).open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

@@ -37,8 +37,9 @@ class _Transient(Exception):
 
 
 class _Backend(Protocol):
-    def put(self, source: Path, path: str) -> None: ...
-    def write(self, path: str, content: bytes) -> None: ...
+    def make(self, path: str) -> None: ...
+    def put(self, source: Path, path: str, within: str) -> None: ...
+    def write(self, path: str, content: bytes, within: str) -> None: ...
     def read(self, path: str) -> bytes: ...
     def fetch(self, path: str, target: Path) -> None: ...
     def digest(self, path: str) -> tuple[int, str]: ...
@@ -73,17 +74,24 @@ class StoreFiles:
         """The same, for what need not be done now: tried again for a few seconds only."""
         return StoreFiles(self._remote.properties, deadline_s=min(5.0, self._deadline_s))
 
-    def put(self, source: Path, address: str) -> None:
-        """Copy a local file to `address`, durably; there is nothing yet.
+    def make(self, address: str) -> None:
+        """Make a folder with all above it; an object store needs none.
 
         Raises:
             StoreUnavailable: the store is full, refuses, or stayed away past the deadline. So do all methods.
         """
-        self._tried(lambda backend, path: backend.put(source, path), address, "write to")
+        self._tried(lambda backend, path: backend.make(path), address, "write to")
 
-    def write(self, address: str, content: bytes) -> None:
-        """Make a small file durable: whole, or not at all."""
-        self._tried(lambda backend, path: backend.write(path, content), address, "write to")
+    def put(self, source: Path, address: str, *, within: str) -> None:
+        """Copy a local file to `address`, durably; there is nothing yet.
+
+        `within` is the address of a folder above it that is there: only what is missing below that is made.
+        """
+        self._tried(lambda backend, path: backend.put(source, path, within), address, "write to")
+
+    def write(self, address: str, content: bytes, *, within: str) -> None:
+        """Make a small file durable: whole, or not at all; `within` as in `put`."""
+        self._tried(lambda backend, path: backend.write(path, content, within), address, "write to")
 
     def read(self, address: str) -> bytes:
         """All of a small file.
@@ -170,12 +178,34 @@ def sync_file(path: Path) -> None:
         os.close(descriptor)
 
 
+def make_below(above: Path, folder: Path) -> None:
+    """Make `folder`, and what is missing between it and `above`, which is never made itself.
+
+    Where the mount that `above` lies on is gone, nothing is written into the bare mount point, to be hidden when it is back.
+
+    Raises:
+        OSError: `above` is not there any more, or a folder cannot be made.
+    """
+    if folder.is_dir():
+        return
+    made = above
+    try:
+        for name in folder.relative_to(above).parts:
+            made /= name
+            made.mkdir(exist_ok=True)
+    except FileNotFoundError as err:
+        raise OSError(f"no folder {str(above)!r}, which was there when the attempt began: mount it again") from err
+
+
 class _Local:
     """A mounted disk."""
 
-    def put(self, source: Path, path: str) -> None:
+    def make(self, path: str) -> None:
+        Path(path).mkdir(parents=True, exist_ok=True)
+
+    def put(self, source: Path, path: str, within: str) -> None:
         target = Path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
+        make_below(path_at(within), target.parent)
         with temporary_beside(target) as temporary:
             shutil.copyfile(source, temporary)
             sync_file(temporary)
@@ -183,8 +213,8 @@ class _Local:
         for folder in (target.parent, *list(target.parents)[1:4]):  # the folders may be new themselves
             fsync_directory(folder)
 
-    def write(self, path: str, content: bytes) -> None:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
+    def write(self, path: str, content: bytes, within: str) -> None:
+        make_below(path_at(within), Path(path).parent)
         write_durably(Path(path), content)
 
     def read(self, path: str) -> bytes:
@@ -214,7 +244,10 @@ class _Remote:
     def __init__(self, files: pafs.FileSystem) -> None:
         self._files = files
 
-    def put(self, source: Path, path: str) -> None:
+    def make(self, path: str) -> None:
+        pass  # there are no folders
+
+    def put(self, source: Path, path: str, within: str) -> None:
         with source.open("rb") as stream, self._files.open_output_stream(path) as target:
             while chunk := stream.read(_CHUNK_BYTES):
                 target.write(chunk)
@@ -222,7 +255,7 @@ class _Remote:
         if stored != size:
             raise OSError(f"{stored} of {size} bytes arrived")
 
-    def write(self, path: str, content: bytes) -> None:
+    def write(self, path: str, content: bytes, within: str) -> None:
         with self._files.open_output_stream(path) as target:
             target.write(content)
 

@@ -202,12 +202,11 @@ class CheckpointManager:
         """Hand this rank's state to the writer; a rank that cannot, votes no."""
         name = stage_name(attempt=self._attempt.number, step=tracker.step, nonce=self._attempt.nonce)
         folder = self._tiers.folder(name)
-        sealer = Sealer(folder, self._tiers.files, self._tiers.copy_of(name), behind=behind)
+        sealer = Sealer(self._tiers, name, behind=behind)
         writer = make_writer(sealer.save)
         failure = None
         try:
-            with storing(folder):
-                folder.mkdir(parents=True, exist_ok=True)
+            self._tiers.make(name)
         except DlacError as err:
             failure = named(err, doing="staging")
         try:  # even without a folder: the engine's save is collective

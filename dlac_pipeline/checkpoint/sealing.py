@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from catalog.durable_io import fsync_directory
-from dlac_pipeline.checkpoint.files import StoreFiles, below, sync_file
+from dlac_pipeline.checkpoint.files import sync_file
 from dlac_pipeline.checkpoint.manifest import FileEntry
 from dlac_pipeline.checkpoint.phases import Phases
+from dlac_pipeline.checkpoint.store import Tiers
 from dlac_pipeline.checkpoint.streamed import write_state
 
 _THREADS = 4
@@ -26,15 +27,16 @@ _NICE = 10
 
 
 class Sealer:
-    """The files of one rank in a checkpoint's `folder`; `store` is the address of its copy, None for a folder in the store.
+    """The files of one rank in the checkpoint `name`.
 
     `behind`: training goes on meanwhile, and writing gives way to it.
     """
 
-    def __init__(self, folder: Path, files: StoreFiles, store: str | None, *, behind: bool = False) -> None:
-        self._folder = folder
-        self._files = files
-        self._store = store
+    def __init__(self, tiers: Tiers, name: str, *, behind: bool = False) -> None:
+        self._tiers = tiers
+        self._name = name
+        self._folder = tiers.folder(name)
+        self._copied = tiers.store is not None
         # Writing only: threads that others start, as pyarrow does for reading, would inherit the priority for good.
         self._behind = ThreadPoolExecutor(1, "writing", initializer=_give_way) if behind else None
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="sealing")
@@ -48,12 +50,11 @@ class Sealer:
         Raises:
             OSError: it cannot be written.
         """
-        store = self._store
-        write = partial(write_state, state, path, direct=store is None)
+        write = partial(write_state, state, path, direct=not self._copied)
         written = write() if self._behind is None else self._behind.submit(write).result()
         self.phases.add("digest", written.digest_s)
-        durable = self._pool.submit(self._sync, path) if store is None else self._pool.submit(self._upload, path, store)
         name = str(path.relative_to(self._folder))
+        durable = self._pool.submit(self._upload, path, name) if self._copied else self._pool.submit(self._sync, path)
         self._sealed.append((durable, FileEntry(path=name, bytes=written.bytes, digest=written.digest)))
 
     def finish(self) -> list[FileEntry]:
@@ -81,9 +82,9 @@ class Sealer:
             sync_file(path)
             fsync_directory(path.parent)
 
-    def _upload(self, path: Path, store: str) -> None:
+    def _upload(self, path: Path, name: str) -> None:
         with self.phases.of("upload"):
-            self._files.put(path, below(store, str(path.relative_to(self._folder))))
+            self._tiers.put(path, self._name, name)
 
 
 def _give_way() -> None:

@@ -2,6 +2,8 @@
 
 Where the store is that local folder there is one copy of everything. Otherwise a checkpoint exists through its copy in the
 store alone, and the one in the local folder spares a restart on the same machine the way. Nothing is ever overwritten.
+
+The run's folder is made before an attempt, and by nobody later: where it is missing then, its mount is gone.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from pathlib import Path
 
 from catalog.durable_io import write_durably
 from catalog.errors import SpecInvalid, StoreUnavailable
-from dlac_pipeline.checkpoint.files import StoreFiles, below, is_local, path_at
+from dlac_pipeline.checkpoint.files import StoreFiles, below, is_local, make_below, path_at
 from dlac_pipeline.spec import JobSpec
 
 MANIFEST = "manifest.json"
@@ -48,8 +50,24 @@ class Tiers:
         """Address of the run's folder in the store."""
         return str(self.local / self.run) if self.store is None else below(self.store, self.run)
 
+    def make(self, name: str) -> None:
+        """Make the folder in which the checkpoint `name` is made, in that of its run.
+
+        Raises:
+            StoreUnavailable: it cannot be made, or the run's is gone with its mount.
+        """
+        folder = self.folder(name)
+        with storing(folder):
+            make_below(self.local / self.run, folder)
+
+    def put(self, source: Path, name: str, path: str) -> None:
+        """Copy a file to its place in the checkpoint `name` in the store, which is another place; raises as `make`."""
+        copy = self.copy_of(name)
+        assert copy is not None, "there is one place only"
+        self.files.put(source, below(copy, path), within=self.durable_run())
+
     def check_writable(self) -> None:
-        """Prove that the run's folders can be written.
+        """Make the run's folders, and prove that they can be written; on every machine, before its part of an attempt.
 
         Raises:
             StoreUnavailable: one cannot.
@@ -61,7 +79,9 @@ class Tiers:
             write_durably(probe, b"dlac")
             probe.unlink()
         if self.store is not None:
-            self.files.write(below(self.durable_run(), ".dlac"), b"Checkpoints of a DLAC run; see its ledger.\n")
+            run = self.durable_run()
+            self.files.make(run)
+            self.files.write(below(run, ".dlac"), b"Checkpoints of a DLAC run; see its ledger.\n", within=run)
 
 
 def tiers_of(spec: JobSpec) -> Tiers:

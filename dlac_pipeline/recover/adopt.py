@@ -44,7 +44,7 @@ def adopt(lakehouse: Lakehouse, spec: JobSpec, foreign: Foreign) -> str:
 
 
 def _copied(foreign: Foreign, tiers: Tiers, name: str, folder: Path) -> list[FileEntry]:
-    sealer = Sealer(folder, tiers.files, tiers.copy_of(name))
+    sealer = Sealer(tiers, name)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")

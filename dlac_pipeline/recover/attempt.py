@@ -23,6 +23,7 @@ from catalog.durable_io import write_durably
 from catalog.errors import CatalogUnreachable, DlacError
 from catalog.ledger import Ledger
 from catalog.plans import get_plan
+from dlac_pipeline.checkpoint.files import make_below
 from dlac_pipeline.checkpoint.store import storing
 from dlac_pipeline.nodes.crew import RESUME, Crew
 from dlac_pipeline.nodes.fleet import Fleet
@@ -345,9 +346,13 @@ def spec_for(spec: JobSpec, crew: Crew) -> JobSpec:
 
 
 def started(spec: JobSpec, folder: Path, crew: Crew, starter: Starter) -> RankGroup:
-    """This machine's ranks, with a new launch folder."""
+    """This machine's ranks, with a new launch folder.
+
+    Raises:
+        StoreUnavailable: it cannot be made, or the run's folder is gone with its mount.
+    """
     with storing(folder):
-        folder.mkdir(parents=True)
+        make_below(folder.parent, folder)
         (folder / "spec.json").write_text(spec.model_dump_json())
     forget_launches(folder.parent)
     return RankGroup(spec, folder, crew.share, starter)

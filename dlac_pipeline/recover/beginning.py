@@ -75,8 +75,8 @@ def begin(lakehouse: Lakehouse, spec: JobSpec, beginning: Beginning) -> str:
 def _made(beginning: Beginning, tiers: Tiers, name: str) -> list[FileEntry]:
     """The files; nothing of them if they cannot be made."""
     folder, copy = tiers.folder(name), tiers.copy_of(name)
+    tiers.make(name)
     with storing(folder):
-        folder.mkdir(parents=True)
         try:
             return beginning.make(name, folder)
         except BaseException:

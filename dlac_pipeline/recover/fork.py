@@ -20,7 +20,7 @@ from catalog.connect import Lakehouse
 from catalog.durable_io import fsync_directory
 from catalog.errors import CheckpointDamaged, NoSuchRun, SpecInvalid
 from catalog.ledger import HEAD_KINDS, Ledger, Row, checkpoint_rows, trains_nothing
-from dlac_pipeline.checkpoint.files import StoreFiles, below, is_local, path_at, sync_file
+from dlac_pipeline.checkpoint.files import StoreFiles, below, is_local, make_below, path_at, sync_file
 from dlac_pipeline.checkpoint.manifest import FileEntry, Manifest, read_manifest, verify_file
 from dlac_pipeline.checkpoint.store import Tiers, folder_uri, tiers_of
 from dlac_pipeline.recover.beginning import Beginning, begin
@@ -142,17 +142,16 @@ def _copied(
     manifest: Manifest, source: str, files: StoreFiles, tiers: Tiers, name: str, folder: Path
 ) -> list[FileEntry]:
     """The parent's files in the new checkpoint's folder, and in its copy in the store, each with its digest compared."""
-    copy = tiers.copy_of(name)
 
     def take(entry: FileEntry) -> FileEntry:
         path = folder / entry.path
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_below(folder, path.parent)
         _take(below(source, entry.path), path, files)
         verify_file(entry, str(path), StoreFiles(deadline_s=0.0))
-        if copy is None:
+        if tiers.store is None:
             sync_file(path)
         else:
-            tiers.files.put(path, below(copy, entry.path))
+            tiers.put(path, name, entry.path)
         return entry
 
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="fork") as pool:

@@ -37,6 +37,8 @@ def run_lock(
 ) -> Iterator[None]:
     """Hold the run's lock; wait `wait_s` for another holder to leave, then take over without it, or refuse.
 
+    It lies in the run's folder, which `Tiers.check_writable` has made.
+
     `may_replace` is asked before the lock of a launch that is still alive is replaced; it raises to refuse. Once `stop` is
     set, nobody is waited for, and nobody's lock is replaced.
 
@@ -46,7 +48,6 @@ def run_lock(
     stop = stop or threading.Event()
     path = lock_path(local, run)
     with storing(path.parent):
-        path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = _acquire(path, wait_s, stop)
         if descriptor is None and takeover and not stop.is_set():
             may_replace()

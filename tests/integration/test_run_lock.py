@@ -10,9 +10,16 @@ from catalog.errors import RunBusy, StoreUnavailable
 from dlac_pipeline.recover.run_lock import run_lock
 
 
-def test_a_second_launch_is_refused_until_the_first_has_left(tmp_path: Path) -> None:
+@pytest.fixture
+def store(tmp_path: Path) -> str:
+    """A store in which two runs have their folders."""
+    for run in ("r1", "r2"):
+        (tmp_path / run).mkdir()
+    return str(tmp_path)
+
+
+def test_a_second_launch_is_refused_until_the_first_has_left(store: str) -> None:
     """The refusal names the process that holds the run; once it left, the run can be launched again."""
-    store = str(tmp_path)
     with run_lock(store, "r1", wait_s=0, takeover=False):
         with pytest.raises(RunBusy, match=rf"process {os.getpid()}"), run_lock(store, "r1", wait_s=0.2, takeover=False):
             pass
@@ -22,9 +29,8 @@ def test_a_second_launch_is_refused_until_the_first_has_left(tmp_path: Path) -> 
         pass
 
 
-def test_a_takeover_holds_the_run_in_its_turn(tmp_path: Path) -> None:
+def test_a_takeover_holds_the_run_in_its_turn(store: str) -> None:
     """Behind a takeover later launches are refused, also when the old holder has left; a further takeover is not."""
-    store = str(tmp_path)
     old = run_lock(store, "r1", wait_s=0, takeover=False)
     old.__enter__()
     with run_lock(store, "r1", wait_s=0, takeover=True):
@@ -35,7 +41,7 @@ def test_a_takeover_holds_the_run_in_its_turn(tmp_path: Path) -> None:
             pass
     with run_lock(store, "r1", wait_s=0, takeover=False):
         pass
-    assert [path.name for path in (tmp_path / "r1").iterdir()] == ["launch.lock"]
+    assert [path.name for path in (Path(store) / "r1").iterdir()] == ["launch.lock"]
 
 
 def test_a_store_that_cannot_hold_a_lock_is_named(tmp_path: Path) -> None:
@@ -45,9 +51,16 @@ def test_a_store_that_cannot_hold_a_lock_is_named(tmp_path: Path) -> None:
         pass
 
 
-def test_who_is_told_to_stop_waits_for_no_lock_and_takes_none_over(tmp_path: Path) -> None:
+def test_a_lock_makes_no_folder_where_the_run_s_is_gone(tmp_path: Path) -> None:
+    """Behind a mount that is gone nothing is built that writers would take for the run's folder."""
+    with pytest.raises(StoreUnavailable, match="mount it"), run_lock(str(tmp_path), "r1", wait_s=0, takeover=True):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_who_is_told_to_stop_waits_for_no_lock_and_takes_none_over(store: str) -> None:
     """A cancelled recovery must not fence off the launch that it was waiting for."""
-    store, stop = str(tmp_path), threading.Event()
+    stop = threading.Event()
     with run_lock(store, "r1", wait_s=0, takeover=False):
         threading.Timer(0.2, stop.set).start()
         with pytest.raises(RunBusy), run_lock(store, "r1", wait_s=60, takeover=True, stop=stop):

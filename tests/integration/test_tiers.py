@@ -6,19 +6,27 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier
+from typing import Any
 
 import pytest
+import torch
 import yaml
 
+import dlac_pipeline
 from catalog.errors import CheckpointDamaged, StoreUnavailable
+from dlac_pipeline import DistributedState, TorchState
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.checkpoint.files import StoreFiles
 from dlac_pipeline.checkpoint.listing import list_checkpoints, verify_checkpoints
 from dlac_pipeline.checkpoint.restore import restore
 from dlac_pipeline.checkpoint.store import tiers_of
+from dlac_pipeline.recover import beginning
+from dlac_pipeline.recover.coordinator import take_over
+from dlac_pipeline.recover.fork import fork
 from dlac_pipeline.spec import JobSpec
 from tests.conftest import Arena, wait_until
 from tests.integration.test_cli import dlac
@@ -215,3 +223,82 @@ def test_a_store_that_is_away_is_not_damage(arena: Arena, spec: JobSpec) -> None
     shutil.rmtree(far)
     (arena.home / "elsewhere").rename(far)
     assert min(arena.train(spec)) == 6
+
+
+def train_across(spec: JobSpec, path: Path, at: dict[int, Callable[[], None]], engine: type[Any]) -> None:
+    """Train in this process; `at` is what happens in the middle of steps."""
+    path.write_text(spec.model_dump_json())
+    with dlac_pipeline.training_run(path) as run:
+        run.restore(engine(model=torch.nn.Linear(4, 1)))
+        for batch in run.batches():
+            if batch.step in at:
+                at[batch.step]()
+            run.step_done(0.0)
+
+
+@pytest.mark.parametrize(
+    ("gone", "mode", "engine"),
+    [
+        ("far", "synchronous", TorchState),
+        ("far", "asynchronous", TorchState),
+        ("near", "synchronous", TorchState),
+        ("both", "synchronous", TorchState),
+        ("both", "asynchronous", TorchState),
+        ("both", "synchronous", DistributedState),
+    ],
+)
+def test_a_store_that_is_unmounted_while_training_takes_no_checkpoint(
+    arena: Arena, spec: JobSpec, gone: str, mode: str, engine: type[Any]
+) -> None:
+    """Its bare mount point stays empty, nothing is committed or retired, and once it is mounted again the run goes on exactly."""
+    if gone == "both":  # are one place
+        where = {"store": str(arena.home / "far"), "local": str(arena.home / "far")}
+    else:
+        where = {"store": str(arena.home / "far"), "local": str(arena.home / "near")}
+    changes = {**where, "mode": mode, "keep_last": 1, "store_deadline_s": 0.0}
+    spec = spec.model_copy(update={"checkpoint": spec.checkpoint.model_copy(update=changes)})
+    point, mounted = arena.home / ("near" if gone == "near" else "far"), arena.home / "mounted"
+    path = arena.home / "r1.json.yaml"
+    arena.monkeypatch.setenv("DLAC_HOME", str(arena.home))
+
+    def unmount() -> None:
+        wait_until(lambda: arena.head("r1") is not None, what="the first commit")
+        point.rename(mounted)
+        point.mkdir()
+
+    with pytest.raises(StoreUnavailable, match=f"mount.*{point}|{point}.*mount"):
+        train_across(spec, path, {8: unmount}, engine)
+    assert list(point.iterdir()) == []
+    assert [row["step"] for row in arena.lineage("r1")] == [5]
+    assert arena.rows("r1", "retire") == []
+    point.rmdir()
+    mounted.rename(point)
+    train_across(spec, path, {}, engine)
+    assert [row["step"] for row in arena.lineage("r1")] == [5, 10, 15]
+    assert arena.rows("r1", "quarantine") == []
+    assert audit_run(arena.lakehouse, "r1").exact
+
+
+def test_a_store_that_is_unmounted_while_it_forks_begins_no_run(
+    arena: Arena, spec: JobSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind the proof that it could be written its bare mount point stays empty; forking again begins the run."""
+    arena.train(spec)
+    other = arena.home / "other"
+    alone = spec.checkpoint.model_copy(update={"store": str(other), "local": str(other)})
+    child = spec.model_copy(update={"run": "r2", "checkpoint": alone})
+
+    def unmounted(*args: Any, **rest: Any) -> Any:
+        other.rename(arena.home / "mounted")
+        other.mkdir()
+        return take_over(*args, **rest)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(beginning, "take_over", unmounted)
+        with pytest.raises(StoreUnavailable, match="mount it again"):
+            fork(arena.lakehouse, child, "r1")
+    assert list(other.iterdir()) == []
+    assert arena.rows("r2", "checkpoint") == []
+    other.rmdir()
+    (arena.home / "mounted").rename(other)
+    assert fork(arena.lakehouse, child, "r1").parent_step == 15

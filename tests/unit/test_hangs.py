@@ -58,5 +58,6 @@ def test_a_claim_without_a_local_folder_is_nobody_s_launch(tmp_path: Path) -> No
     signs = signs_of([rewound], 2)
     assert (signs.here, signs.held, signs.alive(lost_after_s=120.0)) == (True, False, False)
     launched = {**row, "detail": json.dumps({"host": socket.gethostname(), "local": str(tmp_path)})}
+    (tmp_path / "r").mkdir()
     with run_lock(str(tmp_path), "r", wait_s=0.0, takeover=False):
         assert signs_of([launched], 2).held

@@ -1,11 +1,15 @@
-"""What launches leave on a machine does not pile up."""
+"""Launch folders: what launches leave on a machine does not pile up, and none is made where the run's folder is gone."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+from unittest.mock import Mock
 
-from dlac_pipeline.recover.attempt import forget_launches
+import pytest
+
+from catalog.errors import StoreUnavailable
+from dlac_pipeline.recover.attempt import forget_launches, started
 
 
 def test_the_oldest_launch_folders_are_removed_a_few_at_a_time(tmp_path: Path) -> None:
@@ -23,3 +27,10 @@ def test_the_oldest_launch_folders_are_removed_a_few_at_a_time(tmp_path: Path) -
     assert left[0] == [f"launch-{number:02}" for number in range(5, 12)]
     assert left[1] == left[2] == ["launch-09", "launch-10", "launch-11"]
     assert (tmp_path / "attempt-0001").is_dir()
+
+
+def test_an_attempt_makes_no_folder_where_the_run_s_is_gone(tmp_path: Path) -> None:
+    """The next attempt of a launch whose mount went away does not build the run's folder again for writers to go on in."""
+    with pytest.raises(StoreUnavailable, match="mount it"):
+        started(Mock(), tmp_path / "r" / "launch-abcd", Mock(), Mock())
+    assert list(tmp_path.iterdir()) == []

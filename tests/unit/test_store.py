@@ -9,6 +9,8 @@ from threading import Barrier
 import pytest
 
 from catalog.durable_io import write_durably
+from catalog.errors import StoreUnavailable
+from dlac_pipeline.checkpoint.engines.deepspeed_state import _recorder
 from dlac_pipeline.checkpoint.files import StoreFiles
 from dlac_pipeline.checkpoint.store import Tiers
 
@@ -43,3 +45,44 @@ def test_a_write_that_fails_leaves_no_temporary_file(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="taken"):
         write_durably(tmp_path / "taken", b"content")
     assert [path.name for path in tmp_path.iterdir()] == ["taken"]
+
+
+@pytest.mark.parametrize("gone", ["near", "far"])
+def test_only_what_lies_in_the_run_s_folder_is_made(tmp_path: Path, gone: str) -> None:
+    """Behind the bare mount point of a file system that was there before, nothing is written."""
+    tiers, name = tiers_in(tmp_path, apart=True), "attempt-0001/step-000000010-abcd"
+    tiers.check_writable()
+    source = tmp_path / "source"
+    source.write_bytes(b"state")
+    tiers.make(name)
+    tiers.put(source, name, "deepspeed/state.pt")
+    assert tiers.folder(name).is_dir()
+    assert (tmp_path / "far" / "r" / name / "deepspeed" / "state.pt").read_bytes() == b"state"
+    (tmp_path / gone).rename(tmp_path / "mounted")
+    (tmp_path / gone).mkdir()
+    with pytest.raises(StoreUnavailable, match=f"no folder '{tmp_path / gone / 'r'}'.* mount it"):
+        tiers.make(name) if gone == "near" else tiers.put(source, name, "state.pt")
+    assert list((tmp_path / gone).iterdir()) == []
+
+
+def test_a_manifest_is_not_written_where_the_run_s_folder_is_gone(tmp_path: Path) -> None:
+    """Nor is any other small file."""
+    with pytest.raises(StoreUnavailable, match="no folder"):
+        StoreFiles(deadline_s=0.0).write(str(tmp_path / "r/a/s/manifest.json"), b"{}", within=str(tmp_path / "r"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_deepspeed_makes_folders_in_a_checkpoint_s_only(tmp_path: Path) -> None:
+    """DeepSpeed's save makes its folders itself: where the checkpoint's is missing it notes a failure, and makes none."""
+    pytest.importorskip("deepspeed")
+    folder = tmp_path / "attempt-0001" / "step-000000010-abcd"
+    recorder = _recorder(folder, lambda path, state: None)
+    recorder.makedirs(str(folder / "deepspeed"), exist_ok=True)
+    assert isinstance(recorder.failure, OSError)
+    assert list(tmp_path.iterdir()) == []
+    folder.mkdir(parents=True)
+    recorder = _recorder(folder, lambda path, state: None)
+    for path in (folder, folder / "deepspeed", folder / "deepspeed"):
+        recorder.makedirs(str(path), exist_ok=True)
+    assert recorder.failure is None
+    assert (folder / "deepspeed").is_dir()

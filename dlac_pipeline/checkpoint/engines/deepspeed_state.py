@@ -13,6 +13,7 @@ from catalog.errors import CheckpointDamaged, WorldSizeUnsupported
 from dlac_pipeline.checkpoint.engines.engine import Convert
 from dlac_pipeline.checkpoint.engines.safe_load import only_tensors
 from dlac_pipeline.checkpoint.engines.universal import INFO, load_rest, loading_universal, safe_classes, to_universal
+from dlac_pipeline.checkpoint.files import make_below
 from dlac_pipeline.checkpoint.writing import Write
 
 
@@ -28,7 +29,7 @@ class DeepSpeedState:
 
     def save(self, folder: Path, write: Write) -> None:
         """DeepSpeed's files, without its `latest` pointer, which is written before other ranks' shards are durable."""
-        recorder = _recorder(write)
+        recorder = _recorder(folder, write)
         original, self._engine.checkpoint_engine = self._engine.checkpoint_engine, recorder
         self._engine._copy_recovery_script = _copy_nothing  # it writes past the recorder, and raises before the barrier
         try:
@@ -98,8 +99,8 @@ def skip_shared_memory_op() -> None:
         ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
-def _recorder(write: Write) -> Any:
-    """A DeepSpeed checkpoint engine that hands over what is saved, and notes what failed.
+def _recorder(folder: Path, write: Write) -> Any:
+    """A DeepSpeed checkpoint engine that hands over what is saved in `folder`, which is there, and notes what failed.
 
     A failure is kept, not raised: DeepSpeed's save ends in a barrier that the other ranks wait at; the vote says no later.
     """
@@ -115,7 +116,7 @@ def _recorder(write: Write) -> Any:
 
         def makedirs(self, path: str, exist_ok: bool = False) -> None:
             try:
-                Path(path).mkdir(parents=True, exist_ok=exist_ok)
+                make_below(folder, Path(path))
             except OSError as err:
                 self.failure = err
 
