@@ -11,7 +11,7 @@ from pathlib import Path
 
 from catalog.commits import names_of
 from catalog.connect import Lakehouse
-from catalog.errors import CheckpointDamaged, NoSuchRun
+from catalog.errors import CheckpointDamaged, NoSuchRun, StoreUnavailable
 from catalog.ledger import Ledger, Row, checkpoint_rows, fence_of_rows
 from dlac_pipeline.checkpoint.files import StoreFiles
 from dlac_pipeline.checkpoint.manifest import read_manifest, verify_files
@@ -107,7 +107,12 @@ def verify_checkpoints(
         )
     for done, each in enumerate(chosen):
         progress(done, len(chosen))
-        problem = _problem_of(each, files or StoreFiles(lakehouse.config.properties))
+        try:
+            problem = _problem_of(each, files or StoreFiles(lakehouse.config.properties))
+        except StoreUnavailable:  # or the folder of its attempt has gone with it
+            if _retired_meanwhile(lakehouse, each):
+                continue
+            raise
         if problem is None or not _retired_meanwhile(lakehouse, each):
             yield Verdict(each, problem)
 

@@ -17,7 +17,7 @@ from typing import Any
 from catalog import errors
 from catalog.connect import Lakehouse
 from catalog.durable_io import write_durably
-from catalog.errors import CheckpointDamaged, DlacError, NothingToRehearse, TrainingFailed
+from catalog.errors import CheckpointDamaged, DlacError, NothingToRehearse, StoreUnavailable, TrainingFailed
 from catalog.ledger import Ledger, Row, checkpoint_rows, fence_of_rows
 from dlac_pipeline.checkpoint.config import config_digest
 from dlac_pipeline.checkpoint.restore import Restored, restore
@@ -152,6 +152,7 @@ def rehearse(
         NoSuchRun: the ledger has no row of the run, or its job spec is not on this machine.
         NothingToRehearse: no checkpoint is kept that has a committed successor; says what to keep.
         CheckpointDamaged: names the file that is missing, truncated or altered.
+        StoreUnavailable: the store does not answer.
         TrainingFailed, DlacError: what the ranks died of.
     """
     with sandbox(sandbox_folder) as folder:
@@ -189,16 +190,20 @@ def _restored(
         tiers = Tiers(run=run, local=folder, store=spec.checkpoint.store, files=tiers_of(spec).files)
         try:
             return spec, chosen, restore(chosen.checkpoint, tiers)
-        except CheckpointDamaged:
-            again = _newest_with_successor(ledger, run)
-            if again.checkpoint["checkpoint_id"] == chosen.checkpoint["checkpoint_id"]:
+        except (CheckpointDamaged, StoreUnavailable):  # with a retired checkpoint its attempt's folder may go
+            if chosen.checkpoint["checkpoint_id"] not in _out(ledger.head_rows(run)):
                 raise
+
+
+def _out(rows: Sequence[Row]) -> set[str]:
+    """The checkpoints that are retired or damaged."""
+    return {row["checkpoint_id"] for row in rows if row["kind"] in ("retire", "quarantine")}
 
 
 def _newest_with_successor(ledger: Ledger, run: str) -> _Chosen:
     rows = ledger.head_rows(run)
     checkpoints = checkpoint_rows(rows)
-    out = {row["checkpoint_id"] for row in rows if row["kind"] in ("retire", "quarantine")}
+    out = _out(rows)
     successor = checkpoints.get(fence_of_rows(rows).head or "")
     lineage = 0
     while successor is not None:

@@ -19,9 +19,11 @@ from dlac_pipeline.audit.lakehouse_sql import open_audit
 from dlac_pipeline.checkpoint.files import StoreFiles, path_at
 from dlac_pipeline.checkpoint.listing import list_checkpoints, verify_checkpoints
 from dlac_pipeline.checkpoint.manifest import read_manifest
+from dlac_pipeline.checkpoint.restore import Restored, restore
 from dlac_pipeline.checkpoint.retention import Retention
 from dlac_pipeline.checkpoint.store import Tiers, folder_of
-from dlac_pipeline.spec import CheckpointSpec
+from dlac_pipeline.recover import rehearse
+from dlac_pipeline.spec import CheckpointSpec, JobSpec
 from tests.conftest import Arena, wait_until
 from tests.integration.test_cli import dlac
 
@@ -228,6 +230,53 @@ def test_a_store_that_goes_away_while_it_is_verified_is_not_damage(arena: Arena)
     assert arena.rows("r", "verify") == []
     kept.rename(store)
     assert [each.problem for each in verify_checkpoints(arena.lakehouse, "r")] == [None] * 4
+
+
+def train_past_the_first_attempt(arena: Arena, spec: JobSpec) -> None:
+    """Train the run to its end: what its first attempt committed is retired, and the attempt's folder is gone."""
+    arena.train(spec)
+    first = Path(spec.checkpoint.store) / spec.run / "attempt-0001"
+    wait_until(lambda: not first.exists(), what="the removal of the first attempt's folder")
+
+
+def two_attempts(arena: Arena) -> JobSpec:
+    """A run of a checkpoint from each of two attempts, which keeps two."""
+    arena.table()
+    spec = arena.spec("r", world_size=1, passes=1, keep_last=2)
+    arena.train(spec, until=15)
+    arena.train(spec, until=25)
+    return spec
+
+
+def test_a_checkpoint_that_goes_with_its_attempt_s_folder_is_not_a_lost_store(arena: Arena) -> None:
+    """`dlac verify` beside a live run leaves out what that retires meanwhile, the last one of its attempt as well."""
+    spec = two_attempts(arena)
+    verdicts = verify_checkpoints(arena.lakehouse, "r")
+    assert next(verdicts).checkpoint.step == 20
+    train_past_the_first_attempt(arena, spec)
+    assert list(verdicts) == []
+
+
+def test_a_rehearsal_chooses_again_when_its_checkpoint_is_retired_with_its_attempt_s_folder(
+    arena: Arena, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside a live run the next kept one is restored; a store that is away is told of all the same."""
+    spec = two_attempts(arena)
+    tried: list[int] = []
+
+    def meanwhile(row: Row, tiers: Tiers) -> Restored:
+        tried.append(row["step"])
+        if len(tried) == 1:
+            train_past_the_first_attempt(arena, spec)
+        return restore(row, tiers)
+
+    monkeypatch.setattr(rehearse, "restore", meanwhile)
+    _, chosen, restored = rehearse._restored(arena.lakehouse, "r", spec, tmp_path / "sandbox")
+    assert tried == [10, 60]
+    assert (chosen.successor["step"], restored.manifest.step) == (63, 60)
+    Path(spec.checkpoint.store).rename(arena.home / "away")
+    with pytest.raises(StoreUnavailable, match="mount the store"):
+        rehearse._restored(arena.lakehouse, "r", spec, tmp_path / "another")
 
 
 def test_a_named_checkpoint_is_kept_until_its_name_is_taken_away(arena: Arena) -> None:
