@@ -1,28 +1,23 @@
 """Which checkpoints of a run are kept, and the removal of the others' files.
 
 A checkpoint is retired by a row in the very append that makes a newer one the head; only then are its files removed, and nobody
-selects it any more. A removal that was interrupted goes on behind the next attempt's first checkpoint, together with what
+selects it any more (`removal`). One that was interrupted goes on behind the next attempt's first checkpoint, together with what
 attempts that were replaced had staged and never committed: no row names it, and none ever can.
 """
 
 from __future__ import annotations
 
-import logging
 import re
-import shutil
-import threading
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 
 from catalog.branches import left_by_rewinds
 from catalog.commits import names_of
 from catalog.ledger import Row, checkpoint_rows, lineage_of
-from dlac_pipeline.checkpoint.conversion import discard_conversion
 from dlac_pipeline.checkpoint.files import below
+from dlac_pipeline.checkpoint.removal import Removal
 from dlac_pipeline.checkpoint.store import Tiers, attempt_of, folder_uri, name_of
 from dlac_pipeline.spec import CheckpointSpec
 
-_log = logging.getLogger(__name__)
 _OUT = ("retire", "quarantine")
 _STAGED = re.compile(r"/step-\d+-(\w+)$")
 
@@ -37,7 +32,7 @@ class Retention:
         self._attempt = attempt
         self._nonces = {row["nonce"] for row in rows if row["kind"] == "claim"}
         self._rows: list[Row] = []
-        self._swept = False
+        self._removal = Removal(tiers, attempt, self._left_over)
         self.saw(rows)
 
     def saw(self, rows: Sequence[Row]) -> None:
@@ -71,35 +66,16 @@ class Retention:
         self._rows += [checkpoint, *gone]
         found = checkpoint_rows(self._rows)
         folders = [folder_uri(found[row["checkpoint_id"]]["manifest_uri"]) for row in gone]
-        sweep, self._swept = not self._swept, True
-        if folders or sweep:
-            # Not a daemon: what the last checkpoint of a run retires has no next attempt to remove it.
-            threading.Thread(target=self._remove, args=(folders, sweep), name="retention").start()
+        self._removal.begin(folders)
 
     def sweep(self) -> None:
         """Remove what is left of retired checkpoints, now."""
-        self._remove([], sweep=True)
+        self._removal.now()
 
     def _is_milestone(self, step: int, before: int) -> bool:
         """Whether it is kept for ever; `before` is its parent's step: between them may lie the multiple that it stands for."""
         every = self._settings.keep_every_steps
         return step in self._settings.keep_steps or (every > 0 and step // every > before // every)
-
-    def _remove(self, folders: list[str], sweep: bool) -> None:
-        """Remove these folders and, once per attempt, what was left over; whatever fails is for the next attempt."""
-        try:
-            for folder in [*folders, *(self._left_over() if sweep else ())]:
-                local = self._tiers.folder("/".join(folder.split("/")[-2:]))
-                discard_conversion(local)
-                self._files.remove(folder)
-                shutil.rmtree(local, ignore_errors=True)
-                if (attempt_of(local.parent.name) or self._attempt) < self._attempt:
-                    with suppress(OSError):
-                        local.parent.rmdir()  # it is empty when its last checkpoint is gone
-        except Exception as err:  # the checkpoint is committed: nothing of this may fail it
-            _log.warning(
-                "expected to remove checkpoints that no run needs, found %s; the next attempt tries again", err
-            )
 
     def _left_over(self) -> Iterator[str]:
         """Folders of retired checkpoints, and those of earlier attempts that no checkpoint has.

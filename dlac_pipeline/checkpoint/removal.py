@@ -1,0 +1,113 @@
+"""The removal of checkpoints' folders behind commits: what cannot be removed keeps nothing else from it, and is tried again.
+
+In: addresses of folders that no run needs. Out: they are gone from the store, with local copies and conversions; or a warning,
+once, and another try behind the next checkpoint.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+
+from dlac_pipeline.checkpoint.conversion import discard_conversion
+from dlac_pipeline.checkpoint.store import Tiers, attempt_of
+
+AGAIN_AT_ONCE = 16
+"""Of those that failed before, how many are tried again behind one checkpoint."""
+_FAILING_S = 10.0
+"""What failing may take behind one checkpoint: the end of the process waits for it."""
+
+_log = logging.getLogger(__name__)
+
+
+class Removal:
+    """Of one attempt; `left_over` finds, once, what earlier attempts have left."""
+
+    def __init__(self, tiers: Tiers, attempt: int, left_over: Callable[[], Iterable[str]]) -> None:
+        self._tiers = tiers
+        self._files = tiers.files.hurried()
+        self._attempt = attempt
+        self._left_over = left_over
+        self._swept = False
+        self._new: deque[str] = deque()
+        self._failed: deque[str] = deque()
+        """The one that was tried longest ago first."""
+        self._said = False
+        self._lock = threading.Lock()
+        self._under_way = False
+
+    def begin(self, folders: Iterable[str]) -> None:
+        """Remove these, then what else is to be removed, in a thread; one that is still at it takes them as well."""
+        with self._lock:
+            self._new.extend(folders)
+            if self._under_way or not (self._new or self._failed or not self._swept):
+                return
+            self._under_way = True
+        # Not a daemon: what the last checkpoint of a run retires has no next attempt to remove it.
+        threading.Thread(target=self._work, name="retention").start()
+
+    def now(self) -> None:
+        """The same, at once; nobody else is at it."""
+        self._under_way = True
+        self._work()
+
+    def _work(self) -> None:
+        """New ones first: however many fail, they do not wait for those."""
+        failing_s = 0.0 if self._swept else self._sweep()
+        again = min(len(self._failed), AGAIN_AT_ONCE)
+        while True:
+            with self._lock:
+                retries = not self._new
+                if failing_s >= _FAILING_S or (retries and not again):
+                    self._under_way = False
+                    return
+                folder = (self._failed if retries else self._new).popleft()
+            again -= retries
+            started = time.monotonic()
+            try:
+                self._remove(folder)
+            except Exception as err:  # the checkpoint is committed: nothing of this may fail it
+                self._failed.append(folder)
+                failing_s += time.monotonic() - started
+                self._say(folder, err)
+            else:
+                self._said = self._said and bool(self._failed)
+
+    def _sweep(self) -> float:
+        """Find what is left over; gives the seconds that failing took."""
+        started = time.monotonic()
+        try:
+            found = list(self._left_over())
+        except Exception as err:
+            self._say(self._tiers.durable_run(), err)
+            return time.monotonic() - started
+        with self._lock:
+            known = set(self._new)
+            self._new.extend(each for each in found if each not in known)
+        self._swept = True
+        return 0.0
+
+    def _remove(self, folder: str) -> None:
+        local = self._tiers.folder("/".join(folder.split("/")[-2:]))
+        discard_conversion(local)
+        self._files.remove(folder)
+        shutil.rmtree(local, ignore_errors=True)
+        if (attempt_of(local.parent.name) or self._attempt) < self._attempt:
+            with suppress(OSError):
+                local.parent.rmdir()  # it is empty when its last checkpoint is gone
+
+    def _say(self, where: str, err: Exception) -> None:
+        """Once, until everything is removed."""
+        if not self._said:
+            self._said = True
+            _log.warning(
+                "expected to remove checkpoints that no run needs, found at %s: %s; tried again behind the next checkpoint, "
+                "and not told again",
+                where,
+                err,
+            )

@@ -1,0 +1,148 @@
+"""The removal of retired checkpoints: what cannot be removed keeps nothing else, is tried again, and is told of once."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from pathlib import Path
+
+import pytest
+
+from catalog.errors import StoreUnavailable
+from catalog.ledger import Row
+from dlac_pipeline.checkpoint import removal
+from dlac_pipeline.checkpoint.files import StoreFiles
+from dlac_pipeline.checkpoint.retention import Retention
+from dlac_pipeline.checkpoint.store import Tiers
+from dlac_pipeline.spec import CheckpointSpec
+
+
+class Store:
+    """The folder of a run's checkpoints 0, 1, 2 ..., some of which cannot be removed."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.run = folder / "r"
+        self.stuck: set[int] = set()
+        self.tries = 0
+        remove = StoreFiles.remove
+
+        def removed(files: StoreFiles, address: str) -> None:
+            self.tries += 1
+            if int(Path(address).name.split("-")[1]) in self.stuck:
+                raise StoreUnavailable("the folder is not empty")
+            remove(files, address)
+
+        monkeypatch.setattr(StoreFiles, "remove", removed)
+
+    def row(self, number: int) -> Row:
+        """Make a checkpoint; gives its ledger row."""
+        folder = self.run / "attempt-0001" / f"step-{number:09d}-abcd"
+        folder.mkdir(parents=True)
+        uri = (folder / "manifest.json").as_uri()
+        return {"kind": "checkpoint", "checkpoint_id": str(number), "step": number, "parent": None, "manifest_uri": uri}
+
+    def retention(self, retired: int) -> Retention:
+        """Of an attempt before which so many checkpoints were retired, whose folders are left."""
+        rows = [self.row(number) for number in range(retired)]
+        rows += [{"kind": "retire", "checkpoint_id": str(number)} for number in range(retired)]
+        tiers = Tiers(run="r", local=self.run.parent, store=None, files=StoreFiles(deadline_s=0.0))
+        return Retention(CheckpointSpec(keep_last=1), tiers, 2, rows)
+
+    @property
+    def left(self) -> list[int]:
+        """The checkpoints whose folders are there."""
+        return sorted(int(path.name.split("-")[1]) for path in self.run.glob("attempt-*/step-*"))
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
+    """An empty one."""
+    return Store(tmp_path, monkeypatch)
+
+
+def settled() -> None:
+    """Wait until nothing is being removed."""
+    for thread in threading.enumerate():
+        if thread.name == "retention":
+            thread.join()
+
+
+def test_one_that_cannot_be_removed_keeps_none_of_those_behind_it(store: Store) -> None:
+    """Left over from attempts before: all the others go."""
+    store.stuck = {0}
+    store.retention(4).sweep()
+    assert store.left == [0]
+
+
+def test_it_is_tried_again_behind_the_next_checkpoint_and_told_of_once(
+    store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    """However many checkpoints follow there is one warning; when it can be removed it goes, in the same attempt."""
+    caplog.set_level(logging.WARNING)
+    retention = store.retention(3)
+    store.stuck = {1, 3}
+    head = store.row(3)
+    for number in range(4, 8):
+        retention.committed(head, [] if number == 4 else [str(number - 2)])
+        head = store.row(number)
+        settled()
+    assert store.left == [1, 3, 6, 7]
+    (said,) = caplog.records
+    assert "the folder is not empty" in said.getMessage()
+    store.stuck = set()
+    retention.committed(head, [])
+    settled()
+    assert store.left == [6, 7]
+    tries = store.tries
+    retention.committed(store.row(8), [])
+    settled()
+    assert store.tries == tries  # nothing is left, and left-overs are looked for once
+
+
+def test_many_that_cannot_be_removed_cost_a_commit_little(store: Store) -> None:
+    """Behind each checkpoint a few are tried again, those of longest ago first, and what is new does not wait for them."""
+    many = 3 * removal.AGAIN_AT_ONCE
+    retention = store.retention(many)
+    store.stuck = set(range(many))
+    retention.sweep()
+    assert store.tries == many
+    retention.committed(store.row(many), [])
+    settled()
+    assert store.tries == many + removal.AGAIN_AT_ONCE
+    store.stuck = set()
+    retention.committed(store.row(many + 1), [str(many)])
+    settled()
+    assert store.left == [*range(removal.AGAIN_AT_ONCE), *range(2 * removal.AGAIN_AT_ONCE, many), many + 1]
+
+
+def test_a_store_that_cannot_be_listed_is_swept_behind_a_later_checkpoint(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is left over is looked for until it was found once."""
+    retention = store.retention(2)
+    with monkeypatch.context() as patched:
+        patched.setattr(StoreFiles, "children", _refuse)
+        retention.committed(store.row(2), [])
+        settled()
+    assert store.left == [0, 1, 2]
+    retention.committed(store.row(3), [])
+    settled()
+    assert store.left == [2, 3]
+
+
+def test_failing_takes_no_commit_long(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where each failure takes its time, as with a store that is away, the rest waits for the next checkpoint."""
+    monkeypatch.setattr(removal, "_FAILING_S", 0.0)
+    retention = store.retention(2)
+    store.stuck = {0, 1}
+    retention.sweep()
+    assert store.tries == 0
+    monkeypatch.setattr(removal, "_FAILING_S", 10.0)
+    store.stuck = {0}
+    retention.committed(store.row(2), [])
+    settled()
+    assert store.left == [0, 2]
+
+
+def _refuse(*_: object) -> list[str]:
+    raise StoreUnavailable("permission denied")
