@@ -213,6 +213,7 @@ class TrainingRun:
 
         Raises:
             CheckpointError, LedgerError: a checkpoint, or the last one that was under way, could not be taken.
+            SpecInvalid: there is something in the state that could not be loaded again.
         """
         engine, batch = self._engine, self._batch
         if engine is None or batch is None:

@@ -70,6 +70,8 @@ class Saved:
     world_size: int
     request: dict[str, Any]
     state: dict[str, Any]
+    said: list[str]
+    """Standard error of the ranks that saved it."""
 
     def load(self, world_size: int, *, steps: int = 0) -> Ended:
         """Load it into so many ranks, which then train `steps` steps."""
@@ -91,7 +93,7 @@ def save(home: Path, world_size: int, *, writer: str = "direct", **request: Any)
     folder = home / "attempt-0001" / "step-000000003-abcd"
     ended = run_ranks(world_size, home / "saved.pt", do="save", folder=folder, steps=STEPS, writer=writer, **request)
     assert not any(ended.codes), ended.said
-    return Saved(folder, world_size, request, ended.state)
+    return Saved(folder, world_size, request, ended.state, ended.said)
 
 
 def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:

@@ -132,6 +132,7 @@ class CheckpointManager:
 
         Raises:
             StoreUnavailable: a rank could not save; nothing was committed.
+            SpecInvalid: loading would refuse something in a rank's state; nothing was committed.
             CursorMismatch: a reader stood elsewhere than the order says; nothing was committed.
             Fenced, HeadMoved, CommitOutcomeUnknown: from the ledger, on all ranks.
         """

@@ -6,15 +6,16 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._pytree import tree_map_only
 
-from catalog.errors import CheckpointError, CheckpointUnsafe, FormatTooNew
+from catalog.errors import CheckpointError, CheckpointUnsafe, FormatTooNew, SpecInvalid
 from dlac_pipeline import DistributedState, TorchState
 from dlac_pipeline.checkpoint.engines import Engine
 from dlac_pipeline.checkpoint.rng import load_rng, rng_file
-from dlac_pipeline.checkpoint.writing import Copies, CopyMemory, Direct
+from dlac_pipeline.checkpoint.writing import Copies, CopyMemory, Direct, Writer
 from tests.engine_ranks import STEPS, Saved, assert_same, save
 
 pytestmark = pytest.mark.timeout(900)  # several starts of several processes each
@@ -184,6 +185,66 @@ def test_what_changes_right_after_the_copy_is_not_in_the_checkpoint(tmp_path: Pa
     again.engine(kind).load(tmp_path, saved_world_size=1)
     assert again.states() == expected
     assert again.scaler.get_scale() == 32.0
+
+
+def writer_of(kind: str) -> Writer:
+    """One that writes at once, or copies."""
+    return Direct() if kind == "direct" else Copies(CopyMemory())
+
+
+@pytest.mark.parametrize("kind", ["torch", "dcp"])
+@pytest.mark.parametrize("writing", ["direct", "copies"])
+def test_numbers_of_numpy_come_back_as_numbers(tmp_path: Path, kind: str, writing: str) -> None:
+    """A learning rate that NumPy computed is the same number of Python's behind the checkpoint; the live one is left alone."""
+    parts, writer = Parts(), writer_of(writing)
+    parts.train(1)
+    (group,) = parts.optimizer.param_groups
+    rate, beta = np.float64(0.1) * (1 + np.cos(0.3)), np.float32(0.9)
+    group["lr"], group["betas"], parts.scheduler.base_lrs = rate, (beta, 0.99), [rate]
+    parts.engine(kind).save(tmp_path, writer.write)
+    writer.handed_over()
+    writer.finish()
+    assert group["lr"] is rate
+    again = Parts()
+    again.engine(kind).load(tmp_path, saved_world_size=1)
+    (found,) = again.optimizer.param_groups
+    assert [type(each) for each in (found["lr"], *found["betas"], *again.scheduler.base_lrs)] == [float] * 4
+    assert (found["lr"], found["betas"], again.scheduler.base_lrs) == (rate, (float(beta), 0.99), [rate])
+
+
+@pytest.mark.parametrize(
+    ("kind", "place"), [("torch", r"optimizer\['param_groups'\]\[0\]\['table'\]"), ("dcp", r"optimizer.*table")]
+)
+@pytest.mark.parametrize("writing", ["direct", "copies"])
+def test_what_could_not_be_loaded_again_is_not_saved(tmp_path: Path, kind: str, place: str, writing: str) -> None:
+    """An array among the optimizer's settings, an object in a part's state: named with their places, and not written."""
+    parts, writer = Parts(), writer_of(writing)
+    parts.train(1)
+    parts.optimizer.param_groups[0]["table"] = np.zeros(3)
+    with pytest.raises(SpecInvalid, match=rf"found numpy\.ndarray at {place}, .*torch\.from_numpy"):
+        parts.engine(kind).save(tmp_path, writer.write)
+    del parts.optimizer.param_groups[0]["table"]
+    (again := tmp_path / "again").mkdir()
+    parts.scheduler.base_lrs = [Touch(tmp_path / "was-run")]  # type: ignore[list-item]  # as scripts do
+    with pytest.raises(SpecInvalid, match=r"Touch at scheduler\['base_lrs'\]\[0\]"):
+        parts.engine(kind).save(again, writer.write)
+    refused = "torch-state.pt" if kind == "torch" else "shards-00000.pt"
+    assert not any(path.exists() for path in (tmp_path / refused, again / "torch-state.pt"))
+    assert not (tmp_path / "was-run").exists()
+
+
+@pytest.mark.parametrize("engine", ["zero1", pytest.param("fsdp2", marks=pytest.mark.soak)])
+def test_ranks_save_numbers_of_numpy_and_load_them(tmp_path: Path, engine: str) -> None:
+    """Also through DeepSpeed's own save path, and from shards."""
+    check_resizes(save(tmp_path, 1, engine=engine, writer="copies", keeps="number"), 1)
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", "zero1"])
+def test_no_rank_waits_for_one_whose_state_could_not_be_loaded_again(tmp_path: Path, engine: str) -> None:
+    """All are through with the save, and train on, before those that wanted to write it say so."""
+    saved = save(tmp_path, 2, engine=engine, keeps="enum")
+    assert len(saved.state["losses"]) == STEPS + 2
+    assert any("SpecInvalid: " in said and "http.HTTPStatus at optimizer" in said for said in saved.said), saved.said
 
 
 def test_a_newer_format_of_shards_is_refused(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """One rank that trains a tiny model under an engine, and saves or loads it through its adapter, without a run around it.
 
 $REQUEST is JSON: engine (zero0 ... zero3, fsdp2, ddp, torch), precision (fp32, bf16, fp16), whether a layer is frozen and the
-optimizer is SGD with momentum, folder, and what to do: save after
+optimizer is SGD with momentum, what it `keeps` (a number of NumPy's, an enum), folder, and what to do: save after
 `steps` steps with writer `direct` or `copies`, or load what `saved_world_size` ranks saved. Rank 0 writes the whole state to
 `dump`: parameters, optimizer, parameter groups, buffers, schedule and loss scale.
 """
@@ -10,19 +10,25 @@ import copy
 import errno
 import json
 import os
+import sys
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
+from catalog.errors import SpecInvalid
 from dlac_pipeline.checkpoint.conversion import load_state
 from dlac_pipeline.checkpoint.engines import TorchState, adapt, skip_shared_memory_op
 from dlac_pipeline.checkpoint.engines.engine import Engine
 from dlac_pipeline.checkpoint.tree import RankTree
 from dlac_pipeline.checkpoint.writing import Copies, CopyMemory, Direct
 
+KEPT = {"number": np.float64(0.1), "enum": HTTPStatus.OK}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SAMPLES = 8
 """In one global batch."""
@@ -59,6 +65,7 @@ class Trained:
     def __init__(self, request: dict[str, Any]) -> None:
         self.kind, self.precision = request["engine"], request.get("precision", "fp32")
         self.momentum = request.get("momentum", False)
+        self.keeps = KEPT.get(request.get("keeps", "nothing"))
         self.model = Tiny(request.get("frozen", False))
         self.stage = int(self.kind[4:]) if self.kind.startswith("zero") else None
         self.engine: Engine = self._deepspeed() if self.stage is not None else self._torch()
@@ -78,9 +85,9 @@ class Trained:
         if self.precision == "fp16":
             config["fp16"]["initial_scale_power"] = 8
             config["fp16"]["loss_scale_window"] = 2
-        optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.model.groups(), lr=0.01)
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.groups(), lr=0.01)
         if self.momentum:
-            optimizer = torch.optim.SGD(self.model.groups(), lr=0.01, momentum=0.9)
+            optimizer = torch.optim.SGD(self.groups(), lr=0.01, momentum=0.9)
         self.deepspeed, _, _, self.scheduler = deepspeed.initialize(
             model=self.model, optimizer=optimizer, config=config
         )
@@ -97,13 +104,18 @@ class Trained:
         elif self.kind == "ddp":
             wrapped = nn.parallel.DistributedDataParallel(self.model)
         self.wrapped = wrapped
-        self.optimizer = torch.optim.AdamW(self.model.groups(), lr=0.01)
+        self.optimizer = torch.optim.AdamW(self.groups(), lr=0.01)
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
         if self.kind == "torch":
             return TorchState(model=wrapped, optimizer=self.optimizer, scheduler=self.scheduler)
         from dlac_pipeline.checkpoint.engines.distributed_state import DistributedState
 
         return DistributedState(model=wrapped, optimizer=self.optimizer, scheduler=self.scheduler)
+
+    def groups(self) -> list[dict[str, Any]]:
+        """The model's, and what the optimizer keeps."""
+        kept = {} if self.keeps is None else {"kept": self.keeps}
+        return [{**group, **kept} for group in self.model.groups()]
 
     def step(self, number: int) -> float:
         """One step on this rank's part of a global batch that is the same for any number of ranks."""
@@ -129,7 +141,8 @@ class Trained:
         buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         rest = {"buffers": buffers, "scheduler": dict(self.scheduler.state_dict())}
         found = self._deepspeed_state() if self.stage is not None else self._torch_state()
-        return {**found, **rest}
+        numbers = tree_map_only(np.generic, np.generic.item, found["groups"])
+        return {**found, **rest, "groups": numbers}
 
     def _deepspeed_state(self) -> dict[str, Any]:
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
@@ -197,6 +210,8 @@ def main() -> None:
             trained.engine.save(folder, fail_to_write if full else writer.write)
         except OSError:
             assert full  # only the rank that could not write says so
+        except SpecInvalid as err:
+            sys.stderr.write(f"SpecInvalid: {err}\n")
         writer.handed_over()
         losses += [trained.step(number) for number in range(99, 101)]  # nothing of these is in the checkpoint
         writer.finish()

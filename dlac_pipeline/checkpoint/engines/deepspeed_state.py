@@ -7,10 +7,12 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from catalog.errors import CheckpointDamaged, WorldSizeUnsupported
+from catalog.errors import CheckpointDamaged, SpecInvalid, WorldSizeUnsupported
 from dlac_pipeline.checkpoint.engines.engine import Convert
+from dlac_pipeline.checkpoint.engines.plain_state import plain_state
 from dlac_pipeline.checkpoint.engines.safe_load import only_tensors
 from dlac_pipeline.checkpoint.engines.universal import INFO, load_rest, loading_universal, safe_classes, to_universal
 from dlac_pipeline.checkpoint.files import make_below
@@ -109,7 +111,7 @@ def _recorder(folder: Path, write: Write) -> Any:
     class Recorder(CheckpointEngine):  # type: ignore[misc]  # deepspeed has no types
         def __init__(self) -> None:
             self.name = "dlac"
-            self.failure: OSError | None = None
+            self.failure: OSError | SpecInvalid | None = None
 
         def create(self, info: Any) -> None:
             """Nothing: the folder is there."""
@@ -122,8 +124,10 @@ def _recorder(folder: Path, write: Write) -> Any:
 
         def save(self, state_dict: Any, path: str) -> None:
             try:
-                write(Path(path), state_dict)
-            except OSError as err:
+                with torch.serialization.safe_globals(safe_classes()):
+                    plain = plain_state(state_dict)
+                write(Path(path), plain)
+            except (OSError, SpecInvalid) as err:
                 self.failure = err
 
         def load(self, path: str, map_location: Any = None) -> Any:

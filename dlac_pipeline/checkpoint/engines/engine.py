@@ -22,6 +22,7 @@ class Engine(Protocol):
 
         Raises:
             OSError: from `write`; no rank may be left waiting for this one.
+            SpecInvalid: there is something in the state that loading would refuse; nor then.
         """
 
     def load(self, folder: Path, *, saved_world_size: int) -> None:

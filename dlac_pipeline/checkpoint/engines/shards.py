@@ -8,6 +8,7 @@ in one file, and an index beside them says in plain values what is where.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,8 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from catalog.errors import FormatTooNew
+from catalog.errors import FormatTooNew, SpecInvalid
+from dlac_pipeline.checkpoint.engines.plain_state import plain_state
 from dlac_pipeline.checkpoint.engines.safe_load import load_tensors
 from dlac_pipeline.checkpoint.writing import Write
 
@@ -51,15 +53,17 @@ class ShardWriter(StorageWriter):
     """
 
     def __init__(self, folder: Path, write: Write) -> None:
-        self.failure: OSError | None = None
+        self.failure: OSError | SpecInvalid | None = None
         self._folder = folder
         self._write = write
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """This rank's parts: one file."""
-        items: list[Any] = [planner.resolve_data(item) for item in plan.items]
-        if items:
-            self._hand_over(self._rank_file, items)
+        if plan.items:
+            self._hand_over(
+                self._rank_file,
+                lambda: [plain_state(planner.resolve_data(item), at=item.index.fqn) for item in plan.items],
+            )
         return _done(
             [
                 WriteResult(index=item.index, size_in_bytes=0, storage_data=[self._rank_file, position])
@@ -82,7 +86,7 @@ class ShardWriter(StorageWriter):
             "places": [[one.index.fqn, _plain(one.index.offset), *one.storage_data] for one in places],
             "paths": {name: list(path) for name, path in metadata.planner_data.items()},
         }
-        self._hand_over(_INDEX, index)
+        self._hand_over(_INDEX, lambda: plain_state(index, at="index"))
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Which rank this is."""
@@ -104,10 +108,10 @@ class ShardWriter(StorageWriter):
         """DCP never chooses this writer by a path."""
         return False
 
-    def _hand_over(self, name: str, state: Any) -> None:
+    def _hand_over(self, name: str, state: Callable[[], Any]) -> None:
         try:
-            self._write(self._folder / name, state)
-        except OSError as err:
+            self._write(self._folder / name, state())
+        except (OSError, SpecInvalid) as err:
             self.failure = err
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from dlac_pipeline.checkpoint.engines.engine import Convert
+from dlac_pipeline.checkpoint.engines.plain_state import plain_state
 from dlac_pipeline.checkpoint.engines.safe_load import load_tensors
 from dlac_pipeline.checkpoint.writing import Write
 
@@ -37,8 +38,12 @@ class TorchState:
 
     @classmethod
     def write_parts(cls, folder: Path, write: Write, states: dict[str, Any]) -> None:
-        """Hand over what `parts_in` gives."""
-        write(folder / cls._FILE, states)
+        """Hand over what `parts_in` gives.
+
+        Raises:
+            SpecInvalid: loading would refuse something in it.
+        """
+        write(folder / cls._FILE, plain_state(states))
 
     @classmethod
     def parts_in(cls, folder: Path) -> dict[str, Any]:

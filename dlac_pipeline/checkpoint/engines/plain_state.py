@@ -1,0 +1,97 @@
+"""What a checkpoint may have in it, seen to before it is written: whatever loading refuses must not get into one.
+
+In: an engine's state. Out: the same with Python's numbers in place of NumPy's. Tensors are passed by, not looked into, and what
+belongs to the script is never changed.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import numpy as np
+import torch
+
+from catalog.errors import SpecInvalid
+from dlac_pipeline.checkpoint.engines.safe_load import refusal
+
+_LOADED = frozenset({bool, float, complex, str, bytes, type(None)})
+_LONGEST_INT_BITS = 1024
+"""Loading refuses much longer ones."""
+_TENSORS = (torch.Tensor, torch.nn.Parameter)
+_SPANS = (np.datetime64, np.timedelta64)
+"""Scalars of NumPy whose unit Python's numbers would lose."""
+
+Place = tuple[Any, ...]
+"""The keys and indices that lead to a value."""
+
+
+def plain_state(state: Any, *, at: str | None = None) -> Any:
+    """`state` as it can be loaded again; itself, unless there are scalars of NumPy in it. `at` says where it belongs.
+
+    Raises:
+        SpecInvalid: loading would refuse something in it, which is named with its place.
+    """
+    try:
+        return _plain(state, () if at is None else (at,))
+    except RecursionError as err:
+        raise SpecInvalid(
+            "expected a state of a few levels to save in a checkpoint, found one that is too deep, or contains itself: "
+            "let state_dict() give plain values"
+        ) from err
+
+
+def _plain(value: Any, place: Place) -> Any:
+    if _is_loaded(value):
+        return value
+    kind = type(value)
+    if kind in (dict, OrderedDict):
+        return _plain_dict(value, place)
+    if kind in (list, tuple):
+        made = [_inside(each, place, index) for index, each in enumerate(value)]
+        return value if all(map(_is, value, made)) else kind(made)
+    if isinstance(value, np.number | np.bool_ | np.character) and not isinstance(value, _SPANS):
+        number = value.item()
+        if _is_loaded(number):  # Python has nothing as long as a longdouble
+            return number
+    why = refusal(value)
+    if why is None:
+        return value
+    raise SpecInvalid(
+        f"expected tensors, numbers, strings, None, and lists, tuples and dicts of them to save in a checkpoint, found "
+        f"{kind.__module__}.{kind.__qualname__} at {_said(place)}, which could not be loaded again ({why} is refused): keep "
+        "it as one of these, an array as torch.from_numpy(...); nothing was committed"
+    )
+
+
+def _plain_dict(value: dict[Any, Any], place: Place) -> dict[Any, Any]:
+    made = {_inside(key, place, key): _inside(each, place, key) for key, each in value.items()}
+    own = getattr(value, "__dict__", {})  # what a module's state_dict carries beside its items
+    beside = _plain_dict(own, place) if own else own
+    if beside is own and all(map(_is, value, made)) and all(map(_is, value.values(), made.values())):
+        return value
+    copied = type(value)(made)
+    if beside:
+        vars(copied).update(beside)
+    return copied
+
+
+def _inside(value: Any, place: Place, key: Any) -> Any:
+    return value if _is_loaded(value) else _plain(value, (*place, key))
+
+
+def _is_loaded(value: Any) -> bool:
+    """Whether it is known at a glance that loading takes it."""
+    kind = type(value)
+    if kind is int:
+        return bool(value.bit_length() <= _LONGEST_INT_BITS)
+    return kind in _LOADED or (kind in _TENSORS and not value.__dict__)
+
+
+def _is(one: Any, other: Any) -> bool:
+    return one is other
+
+
+def _said(place: Place) -> str:
+    """As Python would write it, such as optimizer['param_groups'][0]['lr']."""
+    return str(place[0]) + "".join(f"[{key!r}]" for key in place[1:]) if place else "its top"

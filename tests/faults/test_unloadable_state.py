@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.conftest import Arena
+
+KINDS = [("torch", "synchronous"), pytest.param("dcp", "asynchronous", marks=pytest.mark.soak)]
+
+
+@pytest.mark.parametrize(("engine", "mode"), KINDS)
+def test_a_learning_rate_of_numpy_is_resumed(campaign: Arena, engine: str, mode: str) -> None:
+    """The checkpoints before a crash can be loaded behind it, and the run finishes."""
+    run = f"numpy-{engine}"
+    spec = campaign.spec(run, "train_numpy.py", world_size=1, passes=1, engine=engine, mode=mode, dies_at=25)
+    launch = campaign.launch(spec)
+    assert launch.wait() == 0, (launch.events[-3:], launch.stderr)
+    first, second = (event["step"] for event in launch.of("attempt"))
+    assert (first, second) in ((0, 10), (0, 20))  # behind training, the second may not be committed yet
+    assert campaign.rows(run, "quarantine") == []
+
+
+@pytest.mark.parametrize(("engine", "mode"), KINDS)
+def test_what_could_not_be_loaded_again_fails_the_first_checkpoint(campaign: Arena, engine: str, mode: str) -> None:
+    """It is bad input at all ranks, named with its place; nothing was committed, and no other attempt meets it again."""
+    run = f"array-{engine}"
+    spec = campaign.spec(run, "train_numpy.py", engine=engine, mode=mode, schedule="yes")
+    launch = campaign.launch(spec)
+    assert launch.wait() == 64, (launch.events[-3:], launch.stderr)
+    (error,) = launch.of("error")
+    assert error["kind"] == "SpecInvalid"
+    assert "found numpy.ndarray at optimizer" in error["message"]
+    assert "schedule" in error["message"]
+    assert len(launch.of("attempt")) == 1
+    assert campaign.rows(run, "checkpoint") == []
