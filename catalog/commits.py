@@ -5,7 +5,8 @@ finish (design.md sections 6.4 and 7).
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -200,6 +201,28 @@ def unname_checkpoint(ledger: Ledger, run: str, name: str) -> str:
 
     ledger.append(run, decide)
     return held
+
+
+@contextmanager
+def held(
+    ledger: Ledger, run: str, name: str, *, step: int | None = None, checkpoint_id: str | None = None
+) -> Iterator[Row]:
+    """Keep a checkpoint, or the head, from the retention of its run, which may be training; gives its row.
+
+    Whoever is killed inside leaves the name, and so the checkpoint, until `name` holds again or is taken away.
+
+    Raises:
+        NoSuchRun: there is no such checkpoint, or it was retired, or found damaged, meanwhile.
+    """
+    target = ledger.restorable(run, step, checkpoint_id=checkpoint_id)["checkpoint_id"]
+    if names_of(ledger.rows(run, kinds=("name",))).get(name, target) != target:
+        unname_checkpoint(ledger, run, name)  # of one that was killed
+    named = name_checkpoint(ledger, run, name, step=step, checkpoint_id=checkpoint_id)  # the head as it is now
+    try:
+        yield ledger.restorable(run, checkpoint_id=named)
+    finally:
+        with suppress(NoSuchRun):  # an operator took it away
+            unname_checkpoint(ledger, run, name)
 
 
 def names_of(rows: Sequence[Row]) -> dict[str, str]:

@@ -5,13 +5,14 @@ it has seen.
 from __future__ import annotations
 
 import json
+import socket
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from safetensors.torch import save_file
 
-from catalog.commits import record_export
+from catalog.commits import held, record_export
 from catalog.connect import Lakehouse
 from catalog.durable_io import fsync_directory, temporary_beside
 from catalog.errors import NoSuchRun
@@ -47,12 +48,19 @@ def export_weights(
         StoreUnavailable: the file cannot be written.
     """
     ledger = Ledger(lakehouse)
-    row = ledger.restorable(tiers.run, step)
-    with TemporaryDirectory(prefix="dlac-export-") as own:  # the run's local copies come and go
+    with (
+        held(ledger, tiers.run, _hold_of(path), step=step) as row,
+        TemporaryDirectory(prefix="dlac-export-") as own,  # the run's local copies come and go
+    ):
         found = restore(row, replace(tiers, local=Path(own)) if tiers.store is not None else tiers)
         manifest = found.manifest
         weights = weights_of(manifest.engine, found.folder, part=part)
         return _written(ledger, manifest, weights, path, part)
+
+
+def _hold_of(path: Path) -> str:
+    """The name that keeps a checkpoint while it is exported to `path`: exporting there again takes over what was killed."""
+    return f"export:{socket.gethostname()}:{path.resolve()}"
 
 
 def _written(ledger: Ledger, manifest: Manifest, weights: Weights, path: Path, part: str) -> Exported:

@@ -9,13 +9,12 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from catalog.commits import name_checkpoint, names_of, unname_checkpoint
+from catalog.commits import held, unname_checkpoint
 from catalog.connect import Lakehouse
 from catalog.durable_io import fsync_directory
 from catalog.errors import CheckpointDamaged, NoSuchRun, SpecInvalid
@@ -69,7 +68,7 @@ def fork(
     tiers.check_writable()
     with (
         run_lock(spec.checkpoint.local, spec.run, wait_s=0.0, takeover=False),
-        _held(ledger, target, _hold_of(spec.run)),
+        held(ledger, parent_run, _hold_of(spec.run), checkpoint_id=target["checkpoint_id"]),
     ):
         _check_new(ledger, spec.run, parent_run)
         own = files or tiers.files
@@ -118,24 +117,6 @@ def _check_new(ledger: Ledger, run: str, parent_run: str) -> None:
 
 def _forks(claim: Row) -> bool:
     return trains_nothing(claim) and "forks" in json.loads(claim["detail"])
-
-
-@contextmanager
-def _held(ledger: Ledger, target: Row, name: str) -> Iterator[None]:
-    """Keep the checkpoint from the retention of its run, which may be training.
-
-    Raises:
-        NoSuchRun: it was retired, or found damaged, meanwhile.
-    """
-    run, checkpoint_id = target["run"], target["checkpoint_id"]
-    if names_of(ledger.rows(run, kinds=("name",))).get(name, checkpoint_id) != checkpoint_id:
-        unname_checkpoint(ledger, run, name)  # of a fork that was killed
-    name_checkpoint(ledger, run, name, checkpoint_id=checkpoint_id)
-    try:
-        yield
-    finally:
-        with suppress(NoSuchRun):  # an operator took it away
-            unname_checkpoint(ledger, run, name)
 
 
 def _copied(

@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+import dlac_pipeline
+from catalog.commits import name_checkpoint, names_of
+from catalog.connect import connect
 from catalog.errors import CheckpointDamaged, CheckpointError, NoSuchRun
+from catalog.ledger import Ledger
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.audit.lakehouse_sql import open_audit
+from dlac_pipeline.checkpoint import export
 from dlac_pipeline.checkpoint.engines.weights import weights_of
 from dlac_pipeline.checkpoint.export import checkpoint_of_file, export_weights
 from dlac_pipeline.checkpoint.store import folder_of, tiers_of
-from tests.conftest import Arena
+from tests.conftest import Arena, wait_until
 from tests.integration.test_cli import dlac
 
 
@@ -81,6 +90,52 @@ def test_what_cannot_be_exported_is_refused(arena: Arena) -> None:
         export_weights(arena.lakehouse, tiers, out)
     assert not list(arena.home.glob("weights*"))
     assert arena.rows("r", "export") == []
+
+
+def test_a_checkpoint_is_exported_while_its_run_retires_it(arena: Arena) -> None:
+    """The run's retention waits for the export, and goes on behind it."""
+    arena.table()
+    spec = arena.spec("r", world_size=1, passes=1, keep_last=1)
+    path = arena.home / "r.yaml"
+    path.write_text(yaml.safe_dump(spec.model_dump()))
+    arena.monkeypatch.setenv("DLAC_HOME", str(arena.home))
+    asked, answers = threading.Event(), threading.Event()
+
+    def read_slowly(*args: Any, **options: Any) -> Any:
+        asked.set()
+        assert answers.wait(60)
+        return weights_of(*args, **options)
+
+    arena.monkeypatch.setattr(export, "weights_of", read_slowly)
+    with ThreadPoolExecutor(1) as pool, dlac_pipeline.training_run(path) as run:
+        run.restore(dlac_pipeline.TorchState(model=torch.nn.Linear(4, 1)))
+        for batch in run.batches():
+            if batch.step == 15:
+                out = arena.home / "weights.safetensors"
+                made = pool.submit(export_weights, connect(arena.lakehouse.config), tiers_of(spec), out)
+                assert asked.wait(60)
+            run.step_done(0.0)
+            if batch.step == 25:
+                held = arena.lineage("r")[0]
+                answers.set()
+                assert made.result().checkpoint_id == held["checkpoint_id"]
+    assert names_of(arena.rows("r", "name")) == {}
+    wait_until(lambda: not folder_of(held["manifest_uri"]).exists(), what="the removal of what was exported")
+    assert audit_run(arena.lakehouse, "r").exact
+
+
+def test_what_an_export_holds_is_let_go_of(arena: Arena) -> None:
+    """Behind it, also if it fails; and what a killed one held, when it is done again."""
+    arena.table()
+    spec = arena.spec("r", world_size=1, passes=1)
+    arena.train(spec, until=25)
+    out = arena.home / "weights.safetensors"
+    name_checkpoint(Ledger(arena.lakehouse), "r", export._hold_of(out), step=10)  # as one leaves it that was killed
+    with pytest.raises(CheckpointError, match="named 'student'"):
+        export_weights(arena.lakehouse, tiers_of(spec), out, part="student")
+    assert names_of(arena.rows("r", "name")) == {}
+    assert export_weights(arena.lakehouse, tiers_of(spec), out).step == 20
+    assert names_of(arena.rows("r", "name")) == {}
 
 
 def test_shards_become_whole(tmp_path: Path) -> None:
