@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from catalog.commits import held, record_export
@@ -75,8 +76,7 @@ def _written(ledger: Ledger, manifest: Manifest, weights: Weights, path: Path, p
     with temporary_beside(path) as temporary:
         with storing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            # Tensors that share memory are written out each: whoever loads them need not know.
-            save_file({name: tensor.clone() for name, tensor in sorted(weights.items())}, temporary, about)
+            _save(weights, temporary, about)
             _order_header(temporary)
             sync_file(temporary)
             digest, size = file_digest(temporary), temporary.stat().st_size
@@ -94,6 +94,19 @@ def _written(ledger: Ledger, manifest: Manifest, weights: Weights, path: Path, p
         checkpoint_id=manifest.checkpoint_id,
         step=manifest.step,
     )
+
+
+def _save(weights: Weights, path: Path, about: dict[str, str]) -> None:
+    """Write the file.
+
+    Raises:
+        OSError: it cannot be written; the library has an error of its own for that.
+    """
+    try:
+        # Tensors that share memory are written out each: whoever loads them need not know.
+        save_file({name: tensor.clone() for name, tensor in sorted(weights.items())}, path, about)
+    except SafetensorError as err:
+        raise OSError(str(err)) from err
 
 
 def _order_header(path: Path) -> None:

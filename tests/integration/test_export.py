@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +19,7 @@ from safetensors.torch import load_file
 import dlac_pipeline
 from catalog.commits import name_checkpoint, names_of
 from catalog.connect import connect
-from catalog.errors import CheckpointDamaged, CheckpointError, NoSuchRun
+from catalog.errors import CheckpointDamaged, CheckpointError, NoSuchRun, StoreUnavailable
 from catalog.ledger import Ledger
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.audit.lakehouse_sql import open_audit
@@ -135,6 +136,21 @@ def test_what_an_export_holds_is_let_go_of(arena: Arena) -> None:
         export_weights(arena.lakehouse, tiers_of(spec), out, part="student")
     assert names_of(arena.rows("r", "name")) == {}
     assert export_weights(arena.lakehouse, tiers_of(spec), out).step == 20
+    assert names_of(arena.rows("r", "name")) == {}
+
+
+def test_a_full_disk_is_named(arena: Arena, small_disk: Path) -> None:
+    """The store's error, not the library's; nothing is left there, in the ledger, or held."""
+    arena.table()
+    spec = arena.spec("r", world_size=1, passes=1)
+    arena.train(spec, until=15)
+    filler = small_disk / "filler"
+    with filler.open("wb") as stream:
+        os.posix_fallocate(stream.fileno(), 0, shutil.disk_usage(small_disk).free)
+    with pytest.raises(StoreUnavailable, match=r"disk/weights'.*No space left on device"):
+        export_weights(arena.lakehouse, tiers_of(spec), small_disk / "weights")
+    assert list(small_disk.iterdir()) == [filler]
+    assert arena.rows("r", "export") == []
     assert names_of(arena.rows("r", "name")) == {}
 
 
