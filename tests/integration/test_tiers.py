@@ -199,6 +199,19 @@ def test_every_machine_has_a_verified_copy(arena: Arena, spec: JobSpec) -> None:
     assert [row["attempt"] for row in arena.lineage("r1")] == [1, 2, 2]
 
 
+def test_without_a_supervisor_every_machine_makes_its_run_s_folder(arena: Arena, spec: JobSpec) -> None:
+    """Under torchrun alone the first rank of each machine proves that its local folder can be written, before any checkpoint."""
+    machines, path = arena.home / "machines", arena.home / "r1.yaml"
+    params = {"machines": str(machines), "journal": str(arena.home / "journal")}
+    path.write_text(yaml.safe_dump(spec.model_dump() | {"params": params}))
+    command = [str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc-per-node", "2"]
+    program = str(arena.program("train_on_machines.py"))
+    done = subprocess.run([*command, program, str(path)], check=False, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert steps(arena.home / "far") == [5, 10, 15]
+    assert {path.name for path in machines.glob("1/r1/attempt-*/step-*/*")} == {"rng-00001.pt"}
+
+
 def test_a_store_that_is_new_takes_nothing_from_the_old_one(arena: Arena, spec: JobSpec) -> None:
     """A run whose checkpoints lay in the folder that is only the local one now keeps them: the store has no copies of these."""
     near = arena.home / "near"
