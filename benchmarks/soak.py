@@ -16,6 +16,7 @@ import statistics
 import sys
 import tempfile
 import time
+import traceback
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,6 @@ from benchmarks.soak_faults.healing import Fault, Wound, heal, strike
 from benchmarks.soak_faults.lab import RUNS, Lab, open_lab
 from benchmarks.soak_faults.page import day_of, page_of, seconds_by_kind
 from benchmarks.soak_faults.told import tell
-from catalog.errors import DlacError
 
 _PAGE = Path(__file__).parents[1] / "docs" / "soak.md"
 _STEPS, _QUICK_STEPS = 1_200, 600
@@ -100,7 +100,8 @@ class Campaign:
             self._told["runs"] = [one.to_json() for one in runs_of(self._lab, reference)]
             self._told["left"] = {**left, **left_of(self._lab)}
             self._told["launch_folders"] = launches_of(self._lab)
-        except DlacError as err:
+        except Exception as err:  # two hours are not to be lost for it
+            traceback.print_exc()
             self._told["failed"] = f"{type(err).__name__}: {err}"
         self._keep()
 

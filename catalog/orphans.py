@@ -122,11 +122,16 @@ class _Folder:
         return True
 
     def _metadata(self, path: str) -> dict[str, Any]:
+        """What a metadata file says; empty if it is gone, as every commit removes the oldest, or was not written to its end."""
         try:
             with self._filesystem.open_input_stream(path) as stream:
                 found: dict[str, Any] = json.loads(stream.read())
-        except FileNotFoundError:  # every commit removes the oldest
+        except (FileNotFoundError, json.JSONDecodeError):
             return {}
+        except UnicodeDecodeError as err:
+            raise LakehouseError(
+                f"expected a table's metadata as JSON in {path!r}, found something else ({err}): nothing was deleted; move it away"
+            ) from err
         return found
 
     def _path(self, location: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import math
 from collections.abc import Callable
 from functools import partial
@@ -254,6 +255,21 @@ def test_a_commit_built_on_what_upkeep_has_removed_is_repeated(ledger: Ledger, m
     given.clear()
     assert len(ledger.rows(RUN, kinds=("checkpoint",))) == STEPS + 3
     assert len(given) == 2
+
+
+def test_metadata_that_a_killed_commit_left_cut_short_is_removed(ledger: Ledger) -> None:
+    """A SIGKILL or a full disk leaves an empty file, or half of one; what is no text at all is nobody's to delete."""
+    table = ledger.lakehouse.own("consumption")
+    whole = Path(table.metadata_location.removeprefix("file://"))
+    cut = [whole.with_name(f"09999-{number}.metadata.json") for number in range(2)]
+    cut[0].touch()
+    cut[1].write_bytes(whole.read_bytes()[:1000])
+    assert remove_orphans(ledger.lakehouse, "consumption").files >= 2
+    assert not any(path.exists() for path in cut)
+    (packed := whole.with_name("09999-2.gz.metadata.json")).write_bytes(gzip.compress(whole.read_bytes()))
+    with pytest.raises(LakehouseError, match="nothing was deleted"):
+        remove_orphans(ledger.lakehouse, "consumption")
+    assert packed.exists()
 
 
 def test_another_tables_files_are_not_touched(ledger: Ledger, arena: Arena) -> None:
