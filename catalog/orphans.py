@@ -130,7 +130,7 @@ class _Folder:
             return {}
         except UnicodeDecodeError as err:
             raise LakehouseError(
-                f"expected a table's metadata as JSON in {path!r}, found something else ({err}): nothing was deleted; move it away"
+                f"expected a table's metadata as JSON in {path!r}, found something else ({err}): nothing was deleted; move it"
             ) from err
         return found
 
