@@ -20,7 +20,6 @@ def page_of(campaign: Told) -> str:
     left = [f"{name}: {', '.join(found)}" for name, found in campaign["left"].items() if found]
     quarantined = sum(fault["told"]["quarantined"] for fault in faults)
     followed = {fault["during"] for fault in faults}
-    launches = {"all": 0, "unclaimed": 0, **campaign["launch_folders"]}
     skipped = ", ".join(campaign["skipped"])
     lines = [
         "# Self-healing soak",
@@ -42,10 +41,9 @@ def page_of(campaign: Told) -> str:
         f"- Audit exact: {_count(runs, 'audit_exact')}. Rows in the training function's own journal are those that the ledger "
         f"names: {_count(runs, 'journal_agrees')}. Losses bit-identical to those of a run without faults: "
         f"{_count(runs, 'losses_identical')}.",
-        f"- Left over (processes, locks, stage folders, temporary files, files that no table names behind an upkeep, Dagster "
-        f"runs): {'; '.join(left) or 'nothing'}.",
-        f"- Launch folders, which hold the logs of each launch of which a run keeps the newest 50: {launches['all']}, of which "
-        f"{launches['unclaimed']} are of launches that died before they had claimed their run.",
+        f"- Left over ({', '.join(campaign['left'])}; table files are those that no table names behind an upkeep): "
+        f"{'; '.join(left) or 'nothing'}.",
+        *_launches(campaign["launch_folders"]),
         *([f"- Not in it: {skipped}."] if skipped else []),
         *(f"- {remark}" for remark in campaign.get("remarks", ())),
         "",
@@ -66,6 +64,15 @@ def page_of(campaign: Told) -> str:
         "",
     ]
     return "\n".join(lines)
+
+
+def _launches(folders: Told) -> list[str]:
+    if not folders:
+        return []
+    return [
+        f"- Launch folders, which hold the logs of each launch of which a run keeps the newest 50: {folders['all']}, of which "
+        f"{folders['unclaimed']} are of launches that died before they had claimed their run."
+    ]
 
 
 _HEADS = (
