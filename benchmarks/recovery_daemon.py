@@ -74,13 +74,13 @@ def campaign(lakehouse: Lakehouse, home: Path, side: str, kills: int, chance: ra
         for _ in range(kills):
             launch = _launch_of(stamps)
             time.sleep(chance.uniform(0.0, 0.1))
-            for process in launch:
-                with suppress(psutil.NoSuchProcess):
-                    process.kill()
+            _kill(launch)
             killed_at, killed = time.time(), {process.pid for process in launch}
             found.append(steps_behind(stamps, killed_at, 1, not_by=killed) - killed_at)
             steps_behind(stamps, killed_at, 2 * EVERY_STEPS, not_by=killed)
+        launch = _launch_of(stamps)
         _cancel(dagster, run_id)
+        _kill(launch)  # torchrun, cancelled, leaves its ranks behind
     return found
 
 
@@ -95,6 +95,12 @@ def _launch_of(stamps: Path) -> list[psutil.Process]:
         if "dlac_pipeline.supervisor" in name or "torch.distributed.run" in name
     )
     return [launcher, *launcher.children(recursive=True)]
+
+
+def _kill(launch: list[psutil.Process]) -> None:
+    for process in launch:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 def _cancel(dagster: LocalDagster, first: str) -> None:
