@@ -27,6 +27,7 @@ from typing import Any, Protocol
 
 from benchmarks.figures import Figure, report
 from benchmarks.programs.recovery_sizes import EVERY_STEPS
+from benchmarks.recovery_lab.beside import beside_bare
 from benchmarks.recovery_lab.training import PROGRAMS, RANKS, job, make_source, source_files, steps_behind
 from catalog.connect import Lakehouse
 from dlac_pipeline.recover.supervise import Supervisor
@@ -50,18 +51,9 @@ def main() -> None:
             measured[side] += found
             phases += recovered if side == "forked" else []
             print(json.dumps({"side": side, "recovery_s": found}), flush=True)
-    medians = {side: statistics.median(found) for side, found in measured.items()}
-    halves = [statistics.median(measured["bare"][part::2]) for part in (0, 1)]
-    figures = {f"{side}_recovery_s": Figure(value=value, unit="s") for side, value in medians.items()}
-    figures |= {f"{side}_recovery_worst_s": Figure(value=max(measured[side]), unit="s") for side in _SIDES}
-    figures |= {
-        "kills": Figure(value=rounds * kills, unit="per side"),
-        "forked_over_bare": Figure(value=medians["forked"] / medians["bare"], unit="ratio", bar="<= 1.15"),
-        "spawned_over_bare": Figure(value=medians["spawned"] / medians["bare"], unit="ratio"),
-        "bare_over_bare": Figure(value=halves[1] / halves[0], unit="ratio"),
-        "forked_less_bare_s": Figure(value=medians["forked"] - medians["bare"], unit="s"),
-        "load_average_1min": Figure(value=os.getloadavg()[0], unit="processes"),
-    }
+    figures = beside_bare(measured, "forked")
+    spawned, bare = (statistics.median(measured[side]) for side in ("spawned", "bare"))
+    figures["spawned_over_bare"] = Figure(value=spawned / bare, unit="ratio")
     for phase in _PHASES:
         figures[f"forked_{phase}"] = Figure(value=statistics.median(one[phase] for one in phases), unit="s")
     report("recovery", figures)

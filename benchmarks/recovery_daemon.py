@@ -10,7 +10,6 @@ again whose process is gone. The sides take turns, a few kills each, timed from 
 from __future__ import annotations
 
 import json
-import os
 import random
 import statistics
 import sys
@@ -24,6 +23,7 @@ import yaml
 
 from benchmarks.figures import Figure, report
 from benchmarks.programs.recovery_sizes import EVERY_STEPS
+from benchmarks.recovery_lab.beside import beside_bare
 from benchmarks.recovery_lab.training import PROGRAMS, RANKS, job, make_source, source_files, steps_behind
 from catalog.connect import Lakehouse
 from catalog.recoveries import Recovery, recoveries_of
@@ -47,17 +47,7 @@ def main() -> None:
                 recovered += recoveries_of(lakehouse) if side == "dlac" else []
             measured[side] += found
             print(json.dumps({"side": side, "recovery_s": found}), flush=True)
-    medians = {side: statistics.median(found) for side, found in measured.items()}
-    halves = [statistics.median(measured["bare"][part::2]) for part in (0, 1)]
-    figures = {f"{side}_recovery_s": Figure(value=value, unit="s") for side, value in medians.items()}
-    figures |= {f"{side}_recovery_worst_s": Figure(value=max(measured[side]), unit="s") for side in _SIDES}
-    figures |= {
-        "kills": Figure(value=rounds * kills, unit="per side"),
-        "dlac_over_bare": Figure(value=medians["dlac"] / medians["bare"], unit="ratio", bar="<= 1.15"),
-        "bare_over_bare": Figure(value=halves[1] / halves[0], unit="ratio"),
-        "dlac_less_bare_s": Figure(value=medians["dlac"] - medians["bare"], unit="s"),
-        "load_average_1min": Figure(value=os.getloadavg()[0], unit="processes"),
-    }
+    figures = beside_bare(measured, "dlac")
     for phase in _PHASES:
         values = [getattr(one, phase) or 0.0 for one in recovered]
         figures[f"dlac_{phase}"] = Figure(value=statistics.median(values), unit="s")
