@@ -39,9 +39,8 @@ class Orchestrator:
         if self._stop is not None:
             self._stop()
             time.sleep(self._grace_s)
-        os._exit(
-            TrainingFailed.exit_code
-        )  # busy with something long, a verification perhaps; the ranks die with this process
+        # It may be busy with something long, a verification perhaps; the ranks die with this process.
+        os._exit(TrainingFailed.exit_code)
 
     def _say_alive(self) -> None:
         """That this process runs; that the ranks do, their progress tells."""
