@@ -32,7 +32,7 @@ def page_of(campaign: Told) -> str:
         "A real Dagster (daemon, code server, sensors) on an embedded lakehouse; two training runs beside each other, of two",
         "forked ranks each, one with synchronous and one with asynchronous checkpoints every 10 steps; a run that finishes is",
         "followed by a new one. Each fault waits until the last one is healed, except those that say which recovery they strike.",
-        "Nobody touched anything in between.",
+        *([] if campaign.get("remarks") else ["Nobody touched anything in between."]),
         "",
         *([f"- **It failed:** {campaign['failed']}"] if campaign["failed"] else []),
         f"- Healed: {sum(fault['recovery_s'] is not None for fault in faults)} of {len(faults)} faults; {quarantined} damaged "
