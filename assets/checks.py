@@ -1,23 +1,14 @@
 """The consumption audit, and a look whether the newest checkpoint can be restored, as asset checks on the model."""
 
 import time
-from collections.abc import Iterator, Mapping
-from secrets import token_hex
-from typing import Any
+from collections.abc import Iterator
 
 import dagster as dg
 
-from assets.pages import sql
 from assets.resources import JobResource
+from assets.shown import sql
 from assets.training import model_checkpoint
-from catalog.commits import record_verified
-from catalog.connect import Lakehouse
-from catalog.errors import NoRestorableCheckpoint, NoSuchRun, StoreUnavailable
-from catalog.ledger import Ledger
-from dlac_pipeline.audit.audit import audit_run
-from dlac_pipeline.checkpoint.files import StoreFiles
-from dlac_pipeline.checkpoint.listing import Verdict, list_checkpoints, verify_checkpoints
-from dlac_pipeline.checkpoint.store import tiers_of
+from catalog.errors import NoRestorableCheckpoint, StoreUnavailable
 
 _ROWS_OF = {
     "no_duplicate_rows": "FROM duplicates WHERE run = '{run}'",
@@ -51,6 +42,8 @@ _ROWS_OF = {
 )
 def consumption_audit(job: JobResource) -> Iterator[dg.AssetCheckResult]:
     """Audit the run once, and answer all three; rows that are not exactly once in a model are an error of any size."""
+    from dlac_pipeline.audit.audit import audit_run
+
     run = job.job_spec().run
     report = audit_run(job.lakehouse(), run)
     shown = {name: value for name, value in report.to_json().items() if isinstance(value, (int, str, bool))}
@@ -81,6 +74,9 @@ def checkpoint_restorable(job: JobResource) -> dg.AssetCheckResult:
 
     A run that has taken none yet, such as one that waits for a batch, has nothing that could not be restored.
     """
+    from assets.verified import shown_verdict, verified_head
+    from dlac_pipeline.checkpoint.store import tiers_of
+
     spec, lakehouse = job.job_spec(), job.lakehouse()
     began = time.monotonic()
     try:
@@ -97,43 +93,3 @@ def checkpoint_restorable(job: JobResource) -> dg.AssetCheckResult:
         description=verdict.problem or f"every digest of {verdict.checkpoint.checkpoint_id} holds",
         metadata=shown_verdict(verdict, took_s=time.monotonic() - began),
     )
-
-
-def verified_head(lakehouse: Lakehouse, run: str, files: StoreFiles | None) -> Verdict | None:
-    """Read the files of the run's head again, and record what was found; None: the run has no checkpoint yet.
-
-    Raises:
-        NoSuchRun: there is no such run; or its head was retired while it was read.
-        NoRestorableCheckpoint: every checkpoint is damaged.
-        StoreUnavailable: the store does not answer; that is no damage, and nothing is recorded.
-    """
-    listed = list_checkpoints(lakehouse, run)
-    if not listed:
-        return None
-    heads = [each for each in listed if each.state == "head"]
-    if not heads:
-        raise NoRestorableCheckpoint(
-            f"expected a checkpoint of run {run!r} that can be restored, found {len(listed)}, all damaged or left behind: "
-            "start a run under another name, or rewind it to one that is left"
-        )
-    found = verify_checkpoints(lakehouse, run, heads[0].step, files=files)
-    verdict = next((each for each in found if each.checkpoint.state == "head"), None)
-    if verdict is None:
-        raise NoSuchRun(f"expected the head of run {run!r} to read it again, found that it was retired meanwhile")
-    record_verified(
-        Ledger(lakehouse), run, {verdict.checkpoint.checkpoint_id: verdict.problem}, verification=token_hex(8)
-    )
-    return verdict
-
-
-def shown_verdict(verdict: Verdict, *, took_s: float) -> Mapping[str, Any]:
-    """A verdict as metadata."""
-    checkpoint = verdict.checkpoint
-    return {
-        "run": checkpoint.run,
-        "checkpoint_id": checkpoint.checkpoint_id,
-        "step": checkpoint.step,
-        "bytes": checkpoint.bytes or 0,
-        "took_s": round(took_s, 3),
-        "sql": sql(f"FROM verifications WHERE run = '{checkpoint.run}' ORDER BY verified_at"),
-    }

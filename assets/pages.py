@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import base64
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from datetime import datetime
 from typing import Any
 
-import dagster as dg
-
+from assets.shown import picture, sql, table
 from catalog.connect import Lakehouse
 from dlac_pipeline.audit.audit import open_run
 from dlac_pipeline.audit.lakehouse_sql import rows_of
@@ -53,29 +49,3 @@ def model_page(lakehouse: Lakehouse, run: str) -> dict[str, Any]:
         **table("incidents", [{name: row[name] for name in row if name not in _HIDDEN} for row in incidents]),
         "sql": sql(f"SELECT checkpoint_id, step FROM lineage WHERE run = '{run}' ORDER BY step"),
     }
-
-
-def picture(title: str, png: bytes) -> dg.MarkdownMetadataValue:
-    """A PNG as metadata that holds it."""
-    return dg.MetadataValue.md(f"![{title}](data:image/png;base64,{base64.b64encode(png).decode()})")
-
-
-def sql(query: str) -> dg.MarkdownMetadataValue:
-    """A query for `dlac sql`."""
-    return dg.MetadataValue.md(f"```sql\n{query}\n```")
-
-
-def table(name: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, dg.TableMetadataValue]:
-    """Rows as a table, under their name; nothing where there are none."""
-    records = [dg.TableRecord({key: _shown(value) for key, value in row.items()}) for row in rows]
-    return {name: dg.MetadataValue.table(records)} if records else {}
-
-
-def _shown(value: object) -> str | int | float | bool:
-    if isinstance(value, datetime):
-        return value.isoformat(sep=" ", timespec="seconds")
-    if isinstance(value, float):
-        return round(value, 3)
-    if isinstance(value, (bool, int)):
-        return value
-    return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else "" if value is None else str(value)

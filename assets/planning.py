@@ -1,21 +1,17 @@
 """From a source table to work units: the pinned snapshot and the plan, as assets."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 
 from assets.failures import OWNERS, told_to_dagster
 from assets.resources import JobResource
 from assets.sources import tokens
-from catalog.ledger import HEAD_KINDS, Ledger, fence_of_rows
-from catalog.pins import hold
-from catalog.plans import get_plan
-from catalog.snapshots import snapshot_of
-from dlac_pipeline.plan.leg import Leg
-from dlac_pipeline.plan.legs import check_sources
-from dlac_pipeline.plan.planner import make_plan
-from dlac_pipeline.recover.leg_choice import leg_of
 from dlac_pipeline.spec import JobSpec
+
+if TYPE_CHECKING:
+    from catalog.connect import Lakehouse
+    from dlac_pipeline.plan.leg import Leg
 
 
 @dg.asset(
@@ -28,9 +24,12 @@ from dlac_pipeline.spec import JobSpec
 )
 def pinned_snapshot(context: dg.AssetExecutionContext, job: JobResource) -> dg.MaterializeResult[None]:
     """Pin the snapshot that the run was started with; for a new run the one the spec names, or the current one."""
+    from catalog.pins import hold
+    from catalog.snapshots import snapshot_of
+
     with told_to_dagster(context):
         spec, lakehouse = job.job_spec(), job.lakehouse()
-        committed = _last_leg(Ledger(lakehouse), spec)
+        committed = _last_leg(lakehouse, spec)
         pins = []
         for index, source in enumerate(spec.sources):
             wanted = committed.sources[index].snapshot_id if committed else source.snapshot_id
@@ -59,9 +58,12 @@ def pinned_snapshot(context: dg.AssetExecutionContext, job: JobResource) -> dg.M
 )
 def work_plan(context: dg.AssetExecutionContext, job: JobResource) -> dg.MaterializeResult[None]:
     """Plan the pinned snapshots; a run that goes on keeps the plans that its leg binds."""
+    from catalog.plans import get_plan
+    from dlac_pipeline.plan.planner import make_plan
+
     with told_to_dagster(context):
         spec, lakehouse = job.job_spec(), job.lakehouse()
-        committed = _last_leg(Ledger(lakehouse), spec)
+        committed = _last_leg(lakehouse, spec)
         pinned = metadata_of_this_run(context, pinned_snapshot.key).get("snapshot_id")
         snapshots = [None] * len(spec.sources) if pinned is None else [int(part) for part in pinned.split(", ")]
         rows = [
@@ -85,13 +87,17 @@ def work_plan(context: dg.AssetExecutionContext, job: JobResource) -> dg.Materia
     )
 
 
-def _last_leg(ledger: Ledger, spec: JobSpec) -> Leg | None:
+def _last_leg(lakehouse: "Lakehouse", spec: JobSpec) -> "Leg | None":
     """The leg that the run's head ends in, whose sources are those of the spec; None: it has no checkpoint.
 
     Raises:
         ResumeMismatch: the spec has another number of sources.
     """
-    rows = ledger.rows(spec.run, kinds=HEAD_KINDS)
+    from catalog.ledger import HEAD_KINDS, Ledger, fence_of_rows
+    from dlac_pipeline.plan.legs import check_sources
+    from dlac_pipeline.recover.leg_choice import leg_of
+
+    rows = Ledger(lakehouse).rows(spec.run, kinds=HEAD_KINDS)
     head = fence_of_rows(rows).head
     if head is None:
         return None

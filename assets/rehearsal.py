@@ -3,16 +3,17 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 
-from assets.pages import table
 from assets.resources import JobResource
+from assets.shown import table
 from assets.training import model_checkpoint
-from catalog.connect import Lakehouse
 from catalog.errors import CatalogUnreachable, DlacError, NoSuchRun, NothingToRehearse, StoreUnavailable
-from dlac_pipeline.recover.rehearse import rehearse
+
+if TYPE_CHECKING:
+    from catalog.connect import Lakehouse
 
 CHECK = "rehearsal_identical"
 _FACTS = ("checkpoint_id", "step", "successor", "attempt", "world_size", "compared", "restore_s", "replay_s")
@@ -30,9 +31,11 @@ class RehearsedRun:
 
 
 def rehearsed(
-    lakehouse: Lakehouse, run: str, *, steps: int | None = None, sandbox_folder: Path | None = None
+    lakehouse: "Lakehouse", run: str, *, steps: int | None = None, sandbox_folder: Path | None = None
 ) -> RehearsedRun:
     """Rehearse a run as it was trained; what goes wrong is part of what is said."""
+    from dlac_pipeline.recover.rehearse import rehearse
+
     try:
         done = rehearse(lakehouse, run, steps=steps, sandbox_folder=sandbox_folder)
     except (NothingToRehearse, NoSuchRun, CatalogUnreachable, StoreUnavailable) as err:

@@ -3,15 +3,17 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import dagster as dg
 
 from assets.config import JobSpecConfig
 from assets.heartbeat import Heartbeat
-from catalog.connect import Lakehouse, connect
 from catalog.lakehouse_config import LakehouseConfig
 from dlac_pipeline.spec import JobSpec, home_folder, parse_spec
+
+if TYPE_CHECKING:
+    from catalog.connect import Lakehouse
 
 
 class JobResource(dg.ConfigurableResource[Any]):
@@ -42,17 +44,21 @@ class JobResource(dg.ConfigurableResource[Any]):
         launch = spec.launch.model_copy(update={"script": script})
         return spec.model_copy(update={"launch": launch}).resolved(home_folder())
 
-    def lakehouse(self) -> Lakehouse:
+    def lakehouse(self) -> "Lakehouse":
         """The open lakehouse of this run."""
+        from catalog.connect import connect
+
         return connect(self.job_spec().lakehouse)
 
 
-class LakehouseResource(dg.ConfigurableResource[Lakehouse]):
+class LakehouseResource(dg.ConfigurableResource[Any]):
     """The embedded lakehouse of $DLAC_HOME, or the one that is named."""
 
     uri: str = ""
     warehouse: str = ""
 
-    def lakehouse(self) -> Lakehouse:
+    def lakehouse(self) -> "Lakehouse":
         """The open lakehouse."""
+        from catalog.connect import connect
+
         return connect(LakehouseConfig(uri=self.uri, warehouse=self.warehouse).at_home(home_folder()))

@@ -4,8 +4,6 @@ import dagster as dg
 
 from assets.failures import OWNERS
 from assets.resources import LakehouseResource
-from dlac_pipeline.ingest.corpus import ingest_stdlib_corpus
-from dlac_pipeline.ingest.tokens import tokenize_corpus
 from dlac_pipeline.spec import home_folder
 
 
@@ -18,6 +16,8 @@ from dlac_pipeline.spec import home_folder
 )
 def corpus(context: dg.AssetExecutionContext, lakehouse: LakehouseResource) -> dg.MaterializeResult[None]:
     """Ingest the documents."""
+    from dlac_pipeline.ingest.corpus import ingest_stdlib_corpus
+
     report = ingest_stdlib_corpus(lakehouse.lakehouse())
     context.log.info(f"{report.documents} documents, {report.appended_documents} of them appended now")
     return dg.MaterializeResult(
@@ -41,6 +41,8 @@ def corpus(context: dg.AssetExecutionContext, lakehouse: LakehouseResource) -> d
 )
 def tokens(context: dg.AssetExecutionContext, lakehouse: LakehouseResource) -> dg.MaterializeResult[None]:
     """Tokenize the corpus."""
+    from dlac_pipeline.ingest.tokens import tokenize_corpus
+
     report = tokenize_corpus(lakehouse.lakehouse(), tokenizer_path=home_folder() / "tokenizer.json")
     context.log.info(f"{report.sequences} sequences, {report.tokens} tokens")
     return dg.MaterializeResult(

@@ -7,13 +7,11 @@ import dagster as dg
 from pydantic import Field
 
 from assets.failures import OWNERS, PREEMPTED_TAG, RUN_TAG, STEPPED_ASIDE_TAG, failure, tag, told_to_dagster
-from assets.pages import model_page
 from assets.planning import metadata_of_this_run, work_plan
 from assets.resources import JobResource
 from assets.supervised import Event, supervised
 from catalog.errors import Preempted, RunBusy, RunFinished, SteppedAside
-from dlac_pipeline.recover.incident import OPERATOR
-from dlac_pipeline.request import Request
+from dlac_pipeline.request import OPERATOR, Request
 
 POOL = "trainers"
 """Its limit is the number of training runs that this Dagster instance trains at once; without one it has none."""
@@ -73,6 +71,8 @@ def model_checkpoint(
         context.log.info(last["message"])
         return
     _fail_if_unfinished(context, last)
+    from assets.pages import model_page
+
     with told_to_dagster(context):
         yield dg.MaterializeResult(metadata=model_page(job.lakehouse(), spec.run))
 

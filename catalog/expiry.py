@@ -11,10 +11,9 @@ from pyiceberg.table import Transaction
 from pyiceberg.table.update.snapshot import ExpireSnapshots
 
 from catalog.connect import Lakehouse, reachable
+from catalog.lakehouse_config import KEEP_SNAPSHOTS
 from catalog.retrying import retrying
 from catalog.transactions import LeanTransaction
-
-KEEP_SNAPSHOTS = 20
 
 
 def expire(lakehouse: Lakehouse, name: str, *, keep: int = KEEP_SNAPSHOTS) -> int:

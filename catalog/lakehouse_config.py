@@ -16,6 +16,8 @@ _LIBPQ_TIMEOUTS = {
     "keepalives_count": "2",
 }
 """A network that went silent is noticed within half a minute; the kernel by itself takes a quarter of an hour."""
+KEEP_SNAPSHOTS = 20
+"""Of each of DLAC's own tables, where nothing else is said."""
 
 
 class LakehouseConfig(BaseModel):

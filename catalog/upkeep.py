@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from catalog.compaction import Merged, compact
 from catalog.connect import Lakehouse
 from catalog.errors import CommitConflict
-from catalog.expiry import KEEP_SNAPSHOTS, expire
+from catalog.expiry import expire
+from catalog.lakehouse_config import KEEP_SNAPSHOTS
 from catalog.orphans import Removed, remove_orphans
 from catalog.schemas import TABLES
 

@@ -6,6 +6,9 @@ from pydantic import BaseModel, ConfigDict
 
 from dlac_pipeline.spec import JobSpec
 
+OPERATOR = "operator"
+"""Who notices, where no program did: a person who starts a run again."""
+
 
 class Request(BaseModel):
     """What an orchestrator asks."""
@@ -19,7 +22,7 @@ class Request(BaseModel):
     replaces: int | None = None
     takeover: bool = False
     wait_s: float = 0.0
-    noticed_by: str = "operator"
+    noticed_by: str = OPERATOR
     noticed_at: float | None = None
     """When the failure was noticed, in seconds since the epoch; unset: when this supervisor was started."""
     launched_by: str = ""

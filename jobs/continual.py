@@ -9,16 +9,17 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 
 from assets.failures import RUN_TAG
-from catalog.connect import connect
 from catalog.errors import DlacError
-from dlac_pipeline.recover.due import Due, due
 from dlac_pipeline.spec import JobSpec, home_folder, read_spec
 from jobs.train import train_job
+
+if TYPE_CHECKING:
+    from dlac_pipeline.recover.due import Due
 
 FOLDER = "jobs"
 """Of the home folder: one file for each training run that is to be kept going."""
@@ -87,6 +88,9 @@ def _looks(instance: dg.DagsterInstance, log: logging.Logger) -> Iterator[_Look]
 
 
 def _look(instance: dg.DagsterInstance, path: Path) -> _Look:
+    from catalog.connect import connect
+    from dlac_pipeline.recover.due import due
+
     spec = read_spec(path).resolved(home_folder())
     if not any(source.follow == "appends" for source in spec.sources):
         return _Look(spec=None, due=None, said=f"{spec.run} follows no table")

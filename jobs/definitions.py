@@ -1,4 +1,7 @@
-"""The only place where everything meets: what workspace.yaml loads."""
+"""The only place where everything meets: what workspace.yaml loads.
+
+The process of each Dagster run imports it, a recovery too: what assets, ops and sensors work with is imported when they run.
+"""
 
 from __future__ import annotations
 

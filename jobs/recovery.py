@@ -7,20 +7,19 @@ Runs whose process is gone without a word are made to fail by the sensor in jobs
 import logging
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 
 from assets.failures import NO_RECOVERY_TAG, OUTAGE_TAG, PREEMPTED_TAG, RUN_TAG
-from catalog.connect import connect
 from catalog.errors import DlacError, SpecInvalid
-from catalog.ledger import HEAD_KINDS, Ledger, Row, RunState
-from dlac_pipeline.recover.coordinator import launcher_of
-from dlac_pipeline.recover.signs import signs_of
 from dlac_pipeline.spec import JobSpec, home_folder, parse_spec
 from jobs.coordinator import raw_spec_of
 from jobs.settings import RecoverySettings, settings_or_defaults
 from jobs.train import recover_job, train_job
+
+if TYPE_CHECKING:
+    from catalog.ledger import Row, RunState
 
 _HEAD_TAG, _IN_A_ROW_TAG = "dlac/head", "dlac/recoveries_in_a_row"
 """On a recovery run: the head when it was requested, and how many were requested since the head last moved."""
@@ -62,6 +61,9 @@ def recovery_of(
     instance: dg.DagsterInstance, dead: dg.DagsterRun, *, noticed_by: str, log: logging.Logger
 ) -> dg.RunRequest | dg.SkipReason:
     """The recovery of a Dagster run that has ended, or why there is none. It only reads: asked twice it says the same."""
+    from catalog.connect import connect
+    from catalog.ledger import HEAD_KINDS, Ledger
+
     if NO_RECOVERY_TAG in dead.tags:
         return dg.SkipReason(
             f"run {dead.run_id} ended with {dead.tags[NO_RECOVERY_TAG]}: another attempt would end alike"
@@ -121,13 +123,18 @@ def spec_of(run_config: Mapping[str, Any]) -> JobSpec | None:
     return None if raw is None else parse_spec(dict(raw), origin="the run's configuration").resolved(home_folder())
 
 
-def _progressed(dead: dg.DagsterRun, state: RunState) -> bool:
+def _progressed(dead: dg.DagsterRun, state: "RunState") -> bool:
     """Whether a checkpoint was committed since the dead run was requested; a run that was not requested here counts."""
     return _HEAD_TAG not in dead.tags or dead.tags[_HEAD_TAG] != str(state.fence.head)
 
 
-def _living_trainer(instance: dg.DagsterInstance, rows: list[Row], state: RunState, settings: RecoverySettings) -> str:
+def _living_trainer(
+    instance: dg.DagsterInstance, rows: "list[Row]", state: "RunState", settings: RecoverySettings
+) -> str:
     """Who owns the run and is alive: another Dagster run, or a launch of somebody else's; empty: nobody."""
+    from dlac_pipeline.recover.coordinator import launcher_of
+    from dlac_pipeline.recover.signs import signs_of
+
     if not state.exists or state.finished:
         return ""
     attempt = state.fence.attempt

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import dagster as dg
 from pydantic import Field
@@ -12,8 +13,9 @@ from pydantic import Field
 from assets.rehearsal import CHECK, RehearsedRun, judged, rehearsed
 from assets.resources import LakehouseResource
 from assets.training import model_checkpoint
-from catalog.connect import Lakehouse
-from catalog.ledger import Ledger
+
+if TYPE_CHECKING:
+    from catalog.connect import Lakehouse
 
 POOL = "rehearsals"
 """Its limit is the number of rehearsals at once on this Dagster instance; each takes as many ranks as the run was trained on."""
@@ -93,8 +95,10 @@ def rehearsals_judged(
     yield dg.Output(None)
 
 
-def _trained_since(lakehouse: Lakehouse, since: datetime) -> list[str]:
+def _trained_since(lakehouse: "Lakehouse", since: datetime) -> list[str]:
     """The runs that have committed a checkpoint since then."""
+    from catalog.ledger import Ledger
+
     ledger = Ledger(lakehouse)
     newest = {run: ledger.rows(run, kinds=("checkpoint",))[-1:] for run in ledger.runs()}
     return [run for run, rows in newest.items() if rows and rows[0]["committed_at"] >= since]

@@ -6,8 +6,7 @@ import dagster as dg
 from pydantic import Field
 
 from assets.resources import LakehouseResource
-from catalog.expiry import KEEP_SNAPSHOTS
-from catalog.upkeep import upkeep
+from catalog.lakehouse_config import KEEP_SNAPSHOTS
 
 
 class UpkeepConfig(dg.Config):
@@ -23,6 +22,8 @@ def own_tables_in_order(
     context: dg.OpExecutionContext, config: UpkeepConfig, lakehouse: LakehouseResource
 ) -> dg.Output[None]:
     """A table of what was done, one row per table of DLAC's."""
+    from catalog.upkeep import upkeep
+
     done = upkeep(lakehouse.lakehouse(), keep=config.keep_snapshots)
     for each in done:
         if each.busy:

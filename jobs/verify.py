@@ -3,21 +3,19 @@
 import time
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 from pydantic import Field
 
-from assets.checks import verified_head
-from assets.pages import table
 from assets.resources import LakehouseResource
-from catalog.connect import Lakehouse
+from assets.shown import table
 from catalog.errors import NoRestorableCheckpoint, NoSuchRun, StoreUnavailable
-from catalog.ledger import Ledger
-from dlac_pipeline.checkpoint.files import StoreFiles
-from dlac_pipeline.checkpoint.listing import Verdict, list_checkpoints
-from dlac_pipeline.checkpoint.store import tiers_of
-from dlac_pipeline.recover.coordinator import last_spec
+
+if TYPE_CHECKING:
+    from catalog.connect import Lakehouse
+    from dlac_pipeline.checkpoint.files import StoreFiles
+    from dlac_pipeline.checkpoint.listing import Verdict
 
 
 class VerifyConfig(dg.Config):
@@ -38,6 +36,9 @@ def newest_checkpoints_verified(
     context: dg.OpExecutionContext, config: VerifyConfig, lakehouse: LakehouseResource
 ) -> dg.Output[None]:
     """A table of what was found. Fails when a checkpoint is damaged or a named run does not exist, after all were read."""
+    from assets.verified import verified_head
+    from catalog.ledger import Ledger
+
     place = lakehouse.lakehouse()
     rows: list[dict[str, Any]] = []
     problems, known = [], Ledger(place).runs()
@@ -71,19 +72,24 @@ def newest_checkpoints_verified(
     return dg.Output(None, metadata=metadata)
 
 
-def _shown(verdict: Verdict) -> dict[str, Any]:
+def _shown(verdict: "Verdict") -> dict[str, Any]:
     names = ("run", "step", "checkpoint_id", "bytes")
     return {**{name: getattr(verdict.checkpoint, name) for name in names}, "problem": verdict.problem}
 
 
-def _held_since(lakehouse: Lakehouse, run: str, since: datetime) -> bool:
+def _held_since(lakehouse: "Lakehouse", run: str, since: datetime) -> bool:
     """Whether the digests of the run's head have held since."""
+    from dlac_pipeline.checkpoint.listing import list_checkpoints
+
     heads = [each for each in list_checkpoints(lakehouse, run) if each.state == "head"]
     return bool(heads) and heads[0].verified_at is not None and heads[0].verified_at >= since
 
 
-def _files_of(lakehouse: Lakehouse, run: str) -> StoreFiles | None:
+def _files_of(lakehouse: "Lakehouse", run: str) -> "StoreFiles | None":
     """With the store's own settings where the run was launched here; else with those of the lakehouse."""
+    from dlac_pipeline.checkpoint.store import tiers_of
+    from dlac_pipeline.recover.coordinator import last_spec
+
     with suppress(NoSuchRun):
         return tiers_of(last_spec(lakehouse, run)).files
     return None

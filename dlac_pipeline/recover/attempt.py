@@ -33,7 +33,6 @@ from dlac_pipeline.ranks.progress import Phase
 from dlac_pipeline.recover.causes import first_cause, silent_rank, stuck_rank
 from dlac_pipeline.recover.coordinator import ResumePoint, new_nonce, take_over
 from dlac_pipeline.recover.incident import (
-    OPERATOR,
     Failure,
     Incident,
     RecoveryOutcome,
@@ -44,6 +43,7 @@ from dlac_pipeline.recover.leg_choice import Wish
 from dlac_pipeline.recover.patience import PATIENCE_S, waiting_for
 from dlac_pipeline.recover.proving import Provers
 from dlac_pipeline.recover.stragglers import Stragglers
+from dlac_pipeline.request import OPERATOR
 from dlac_pipeline.spec import JobSpec
 
 Event = dict[str, Any]

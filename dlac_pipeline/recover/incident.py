@@ -18,11 +18,10 @@ from catalog.ledger import HEAD_KINDS, Ledger, Row, checkpoint_rows
 from catalog.recoveries import Recovery, write_recovery
 from dlac_pipeline.ranks.progress import Phase, Progress, read_progress
 from dlac_pipeline.recover.coordinator import ResumePoint, idle, launch_folder_of
+from dlac_pipeline.request import OPERATOR
 from dlac_pipeline.spec import JobSpec
 
 RecoveryOutcome = Literal["resumed", "failed again", "gave up"]
-OPERATOR = "operator"
-"""Who notices, where no program did: a person who starts a run again."""
 _ON_THE_WAY = ("steps", "seconds", "auto")
 """Why checkpoints are taken behind which training goes on; other reasons are the end and what a run was told to leave by."""
 

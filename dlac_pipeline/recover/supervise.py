@@ -45,12 +45,13 @@ from dlac_pipeline.recover.attempt import (
     Supervision,
 )
 from dlac_pipeline.recover.coordinator import check_current, rendezvous_of
-from dlac_pipeline.recover.incident import OPERATOR, Failure, ended_on_purpose
+from dlac_pipeline.recover.incident import Failure, ended_on_purpose
 from dlac_pipeline.recover.judge import Judge
 from dlac_pipeline.recover.led import LedAttempt, Verdict
 from dlac_pipeline.recover.leg_choice import RESUME, Wish
 from dlac_pipeline.recover.patience import PATIENCE_S, waiting_for
 from dlac_pipeline.recover.run_lock import run_lock
+from dlac_pipeline.request import OPERATOR
 from dlac_pipeline.spec import JobSpec
 
 Arguments = ParamSpec("Arguments")

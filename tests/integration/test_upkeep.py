@@ -18,7 +18,8 @@ from catalog.commits import Attempt, claim, commit_checkpoint
 from catalog.compaction import MIN_FILES, compact
 from catalog.connect import Lakehouse, connect
 from catalog.errors import CommitConflict, LakehouseError
-from catalog.expiry import KEEP_SNAPSHOTS, expire
+from catalog.expiry import expire
+from catalog.lakehouse_config import KEEP_SNAPSHOTS
 from catalog.ledger import Ledger, Row
 from catalog.orphans import remove_orphans
 from catalog.retrying import retrying

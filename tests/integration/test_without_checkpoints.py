@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 import dagster as dg
 import pytest
 
-from assets.checks import checkpoint_restorable, consumption_audit, verified_head
+from assets.checks import checkpoint_restorable, consumption_audit
 from assets.pages import model_page
 from assets.resources import JobResource
+from assets.verified import verified_head
 from catalog.commits import Attempt, claim, quarantine
 from catalog.errors import NoRestorableCheckpoint
 from catalog.ledger import Ledger

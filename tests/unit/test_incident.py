@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from catalog.ledger import Row
-from dlac_pipeline.recover.incident import OPERATOR, failure_of_attempt
+from dlac_pipeline.recover.incident import failure_of_attempt
+from dlac_pipeline.request import OPERATOR
 
 MOMENTS = {"noticed_at": 9.0, "launched_at": 9.0, "stopped_at": 9.0}
 

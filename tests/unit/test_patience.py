@@ -10,9 +10,9 @@ import pytest
 
 from catalog.errors import CatalogUnreachable
 from catalog.lakehouse_config import LakehouseConfig
-from dlac_pipeline.recover.incident import OPERATOR
 from dlac_pipeline.recover.patience import waiting_for
 from dlac_pipeline.recover.supervise import Outcome, Supervisor
+from dlac_pipeline.request import OPERATOR
 from dlac_pipeline.spec import JobSpec, parse_spec
 from dlac_pipeline.told import open_lakehouse
 

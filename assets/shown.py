@@ -1,0 +1,36 @@
+"""Pictures, tables and SQL as Dagster shows them on a page."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+import dagster as dg
+
+
+def picture(title: str, png: bytes) -> dg.MarkdownMetadataValue:
+    """A PNG as metadata that holds it."""
+    return dg.MetadataValue.md(f"![{title}](data:image/png;base64,{base64.b64encode(png).decode()})")
+
+
+def sql(query: str) -> dg.MarkdownMetadataValue:
+    """A query for `dlac sql`."""
+    return dg.MetadataValue.md(f"```sql\n{query}\n```")
+
+
+def table(name: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, dg.TableMetadataValue]:
+    """Rows as a table, under their name; nothing where there are none."""
+    records = [dg.TableRecord({key: _shown(value) for key, value in row.items()}) for row in rows]
+    return {name: dg.MetadataValue.table(records)} if records else {}
+
+
+def _shown(value: object) -> str | int | float | bool:
+    if isinstance(value, datetime):
+        return value.isoformat(sep=" ", timespec="seconds")
+    if isinstance(value, float):
+        return round(value, 3)
+    if isinstance(value, (bool, int)):
+        return value
+    return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else "" if value is None else str(value)
