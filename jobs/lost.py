@@ -4,6 +4,7 @@ A sensor looks at their heartbeats. It says only that the run has ended; what is
 jobs/recovery.py decide.
 """
 
+import importlib
 import json
 import socket
 import time
@@ -42,6 +43,8 @@ def lost_run_sensor(context: dg.SensorEvaluationContext) -> dg.SensorResult:
     """Compare each run's heartbeat with what was seen at the ticks before."""
     settings, now = settings_or_defaults(context.log).recovery, time.time()
     runs = [run for run in context.instance.get_runs(dg.RunsFilter(statuses=_WAITED_FOR)) if _is_ours(context, run)]
+    if runs:
+        _import_what_a_recovery_needs()
     beats = beats_of(context.instance, [run.run_id for run in runs])
     before = {run_id: _Seen(*seen) for run_id, seen in json.loads(context.cursor or "{}").items()}
     seen, lost = {}, []
@@ -76,6 +79,11 @@ def _lost(beat: Beat, silent_s: float, settings: RecoverySettings) -> str:
     if silent_s < settings.lost_after_s:
         return ""
     return f"its process {beat.pid} on {beat.machine.split()[0]} has given no sign of life for {silent_s:.0f} s"
+
+
+def _import_what_a_recovery_needs() -> None:
+    """Beside the training: the daemon begins another code server each minute, and `recovery_sensor` is to decide at once."""
+    importlib.import_module("dlac_pipeline.recover.coordinator")
 
 
 def _lost_before_it_beat(
