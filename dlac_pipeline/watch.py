@@ -9,7 +9,7 @@ import time
 from contextlib import suppress
 from datetime import timedelta
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.live import Live
@@ -18,7 +18,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from catalog.connect import Lakehouse
+if TYPE_CHECKING:
+    from catalog.connect import Lakehouse
 
 
 def watch_run(lakehouse: Lakehouse, run: str, console: Console, *, every_s: float, as_json: bool) -> None:

@@ -5,13 +5,11 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from catalog.connect import Lakehouse, connect
 from catalog.errors import NoSuchRun, SpecInvalid
-from catalog.ledger import Ledger
 from dlac_pipeline.commands.shared import (
     OUT,
     AsJson,
@@ -23,6 +21,9 @@ from dlac_pipeline.commands.shared import (
     show_facts,
 )
 from dlac_pipeline.spec import JobSpec, parse_spec
+
+if TYPE_CHECKING:
+    from catalog.connect import Lakehouse
 
 app = typer.Typer()
 CheckpointId = Annotated[
@@ -95,6 +96,7 @@ def fork(
 
     Model, optimizer and generators are the parent's; data order, tables and everything else are those of the job spec.
     """
+    from catalog.connect import connect
     from dlac_pipeline.checkpoint.store import tiers_of
     from dlac_pipeline.recover.fork import fork as fork_run
 
@@ -137,6 +139,7 @@ def retire(
     What they have consumed stays in the ledger. On the surviving lineage checkpoint.keep_last says what is kept.
     """
     from catalog.branches import retire_left
+    from catalog.ledger import Ledger
     from dlac_pipeline.checkpoint.retention import Retention
     from dlac_pipeline.checkpoint.store import tiers_of
     from dlac_pipeline.recover.coordinator import last_spec

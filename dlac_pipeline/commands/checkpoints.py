@@ -15,9 +15,7 @@ from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
-from catalog.connect import connect
 from catalog.errors import NoSuchRun
-from catalog.ledger import Ledger
 from dlac_pipeline.commands.shared import (
     OUT,
     AsJson,
@@ -75,6 +73,7 @@ def name(
 ) -> None:
     """Name a checkpoint: retention keeps it until the name is taken away, whatever the job spec says."""
     from catalog.commits import name_checkpoint
+    from catalog.ledger import Ledger
 
     checkpoint_id = name_checkpoint(Ledger(lakehouse_of(spec, home)), run, name, step=step)
     OUT.print(f"checkpoint {checkpoint_id} is named {name}", markup=False)
@@ -89,6 +88,7 @@ def unname(
 ) -> None:
     """Take the name of a checkpoint away: retention treats it as any other then."""
     from catalog.commits import unname_checkpoint
+    from catalog.ledger import Ledger
 
     checkpoint_id = unname_checkpoint(Ledger(lakehouse_of(spec, home)), run, name)
     OUT.print(f"checkpoint {checkpoint_id} is not named {name} any more", markup=False)
@@ -108,6 +108,7 @@ def verify(
     What was found goes into the ledger; `dlac checkpoints` says when each was whole last.
     """
     from catalog.commits import record_verified
+    from catalog.ledger import Ledger
     from dlac_pipeline.checkpoint.listing import verify_checkpoints
     from dlac_pipeline.checkpoint.store import tiers_of
     from dlac_pipeline.recover.coordinator import last_spec
@@ -152,6 +153,7 @@ def adopt(
 
     DCP's own index is a pickle, which runs what it is told to: adopt only what you trust.
     """
+    from catalog.connect import connect
     from dlac_pipeline.checkpoint.foreign import foreign_checkpoint
     from dlac_pipeline.recover.adopt import adopt as adopt_checkpoint
 

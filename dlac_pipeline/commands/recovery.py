@@ -7,15 +7,16 @@ import signal
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
 from rich.text import Text
 
-from catalog.ledger import Ledger
-from catalog.recoveries import Recovery, recoveries_of
 from dlac_pipeline.commands.shared import OUT, AsJson, Home, RunName, SpecOption, lakehouse_of, resolved
+
+if TYPE_CHECKING:
+    from catalog.recoveries import Recovery
 
 app = typer.Typer()
 _PHASES = ("detect", "stop", "schedule", "claim", "verify", "convert", "load", "first_step", "total")
@@ -66,6 +67,9 @@ def incidents(
     as_json: AsJson = False,
 ) -> None:
     """Every recovery: what failed, how it was noticed, the seconds of each phase, rows replayed, work lost, what became of it."""
+    from catalog.ledger import Ledger
+    from catalog.recoveries import recoveries_of
+
     lakehouse = lakehouse_of(spec, home)
     if run is not None:
         Ledger(lakehouse).head_rows(run)  # says so if there is no such run

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import signal
 import threading
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from catalog.connect import connect
-from catalog.plans import PlanRow
 from dlac_pipeline.commands.shared import (
     OUT,
     AsJson,
@@ -26,12 +24,16 @@ from dlac_pipeline.request import Request
 from dlac_pipeline.spec import JobSpec, parse_spec
 from dlac_pipeline.watch import TrainingDisplay, watch_run
 
+if TYPE_CHECKING:
+    from catalog.plans import PlanRow
+
 app = typer.Typer()
 
 
 @app.command()
 def plan(spec: SpecFile, home: Home = None, as_json: AsJson = False) -> None:
     """Pin the snapshot of the source table and write its work units down."""
+    from catalog.connect import connect
     from dlac_pipeline.plan.planner import make_plan
 
     job = resolved(spec, home)

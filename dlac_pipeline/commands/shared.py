@@ -6,7 +6,7 @@ import json
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -14,10 +14,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from catalog.connect import Lakehouse, connect
 from catalog.errors import SpecInvalid
 from catalog.lakehouse_config import LakehouseConfig
 from dlac_pipeline.spec import JobSpec, home_folder, read_spec
+
+if TYPE_CHECKING:
+    from catalog.connect import Lakehouse
 
 OUT, ERR = Console(), Console(stderr=True)
 
@@ -42,6 +44,8 @@ def resolved(spec: Path, home: Path | None) -> JobSpec:
 
 def lakehouse_of(spec: Path | None, home: Path | None) -> Lakehouse:
     """The lakehouse to look at; the embedded one must exist, for looking creates nothing."""
+    from catalog.connect import connect
+
     home = home or home_folder()
     embedded = LakehouseConfig().at_home(home)
     config = embedded if spec is None else resolved(spec, home).lakehouse

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import dagster as dg
 
 from assets.config import JobSpecConfig
@@ -105,11 +102,3 @@ def test_a_training_job_audits_and_reads_again_and_rehearses_nothing() -> None:
     for name, before in (("train_job", {"pinned_snapshot", "work_plan"}), ("recover_job", set())):
         steps = {node.name for node in defs.resolve_job_def(name).nodes}
         assert steps == {*before, "model_checkpoint", "consumption_audit", "model_checkpoint_checkpoint_restorable"}
-
-
-def test_a_dagster_run_begins_without_the_libraries_that_only_its_supervisor_needs() -> None:
-    """Each Dagster run imports the definitions anew, and a recovery waits for that; assets import what they use when they run."""
-    heavy = ("pyiceberg", "pyarrow", "duckdb", "numpy", "torch", "matplotlib")
-    program = f"import jobs.definitions, sys; print([name for name in {heavy} if name in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"

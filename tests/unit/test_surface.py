@@ -4,6 +4,8 @@ import inspect
 import subprocess
 import sys
 
+import pytest
+
 import dlac_pipeline
 from catalog import errors
 
@@ -44,17 +46,20 @@ def test_every_error_says_what_it_means_and_how_a_process_ends_of_it() -> None:
         assert 64 <= value.exit_code <= 113, name
 
 
-def test_a_supervisor_starts_without_torch_or_dagster() -> None:
-    """What only starts and watches ranks does not import what trains, nor Dagster."""
-    code = "import sys, dlac_pipeline.launchers.serving; print(sorted({'torch', 'deepspeed', 'dagster'} & set(sys.modules)))"
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert said.stdout.strip() == "[]"
-
-
-def test_a_supervisor_reads_its_request_before_it_imports_what_it_needs_itself() -> None:
-    """What ranks need takes longest to import, and is begun first: until then nothing of the catalog is imported."""
-    code = (
-        "import sys, dlac_pipeline.supervisor; print(sorted({'pyiceberg', 'pyarrow', 'sqlalchemy'} & set(sys.modules)))"
-    )
+@pytest.mark.parametrize(
+    ("module", "left"),
+    [
+        ("dlac_pipeline.launchers.serving", {"torch", "deepspeed", "dagster"}),
+        ("dlac_pipeline.supervisor", {"pyiceberg", "pyarrow", "sqlalchemy"}),
+        ("jobs.definitions", {"pyiceberg", "pyarrow", "duckdb", "numpy", "torch", "matplotlib"}),
+        ("dlac_pipeline.cli", {"pyiceberg", "pyarrow", "duckdb", "numpy", "sqlalchemy", "torch", "dagster"}),
+    ],
+    ids=["a supervisor", "a supervisor before its request", "a Dagster run", "a command"],
+)
+def test_what_starts_often_leaves_to_others_what_takes_long_to_import(module: str, left: set[str]) -> None:
+    """A supervisor begins what ranks import, which takes longest, before it imports the catalog; each Dagster run imports the
+    definitions anew, and a recovery waits for that; a command's help waits for nothing.
+    """
+    code = f"import sys, {module}; print(sorted({left!r} & set(sys.modules)))"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert said.stdout.strip() == "[]"
