@@ -46,4 +46,19 @@ def failure(context: dg.AssetExecutionContext, kind: str, message: str) -> dg.Fa
 
 def tag(context: dg.AssetExecutionContext, name: str, value: str) -> None:
     """Set a tag of this Dagster run."""
-    context.instance.add_run_tags(context.run_id, {name: value})
+    context.instance.add_run_tags(context.run_id, {name: own_value(context.run, value)})
+
+
+def own_value(run: dg.DagsterRun, value: str) -> str:
+    """A value of a tag for which `tag_of` knows that it was set on this very run."""
+    return f"{value}{_own_mark(run)}"
+
+
+def tag_of(run: dg.DagsterRun, name: str) -> str:
+    """What a tag says of this very run; empty: nothing. A run that is *re-executed* is given the tags of the one before."""
+    value, mark = run.tags.get(name, ""), _own_mark(run)
+    return value.removesuffix(mark) if value.endswith(mark) else ""
+
+
+def _own_mark(run: dg.DagsterRun) -> str:
+    return f" ({run.run_id[:8]})" if run.parent_run_id else ""

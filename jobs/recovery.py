@@ -6,17 +6,17 @@ Runs whose process is gone without a word are made to fail by the sensor in jobs
 
 import logging
 import time
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 
-from assets.failures import NO_RECOVERY_TAG, OUTAGE_TAG, PREEMPTED_TAG, RUN_TAG
-from catalog.errors import DlacError, SpecInvalid
-from dlac_pipeline.spec import JobSpec, home_folder, parse_spec
-from jobs.coordinator import raw_spec_of
+from assets.failures import NO_RECOVERY_TAG, OUTAGE_TAG, PREEMPTED_TAG, RUN_TAG, tag_of
+from catalog.errors import SpecInvalid
+from dlac_pipeline.launch_spec import LaunchSpec
+from dlac_pipeline.spec import JobSpec
 from jobs.settings import RecoverySettings, settings_or_defaults
-from jobs.train import recover_job, train_job
+from jobs.train import recover_job
+from jobs.training_runs import EnvironmentVariableMissing, raw_spec_of, spec_of, training_run_of, trains
 
 if TYPE_CHECKING:
     from catalog.ledger import Row, RunState
@@ -27,10 +27,14 @@ _OUTAGE_SINCE_TAG = "dlac/outage_since"
 """On a recovery run: when catalog or store were first away, in seconds since the epoch, if they have been since then."""
 RECOVERS_TAG = "dlac/recovers"
 """On a recovery run: the Dagster run that it goes on for."""
+_PRIORITY_TAG = "dagster/priority"
+_PASSED_ON = (_PRIORITY_TAG, "dagster/max_runtime")
+"""Of Dagster's own tags; those of launchers and people are passed on as well."""
+_OUTLIVED_OUTAGE_S = 600.0
+"""A run that lasted longer was not requested in the outage that it died of: it would have waited for three minutes."""
 
 
 @dg.run_failure_sensor(
-    monitored_jobs=[train_job, recover_job],
     request_job=recover_job,
     minimum_interval_seconds=2,
     default_status=dg.DefaultSensorStatus.RUNNING,
@@ -38,12 +42,12 @@ RECOVERS_TAG = "dlac/recovers"
 )
 def recovery_sensor(context: dg.RunFailureSensorContext) -> dg.RunRequest | dg.SkipReason:
     """One recovery per dead Dagster run; it replaces the attempt that is current now, unless that one is alive."""
+    _let_go_of_pools(context.instance, context.dagster_run, context.log)
     return recovery_of(context.instance, context.dagster_run, noticed_by="recovery_sensor", log=context.log)
 
 
 @dg.run_status_sensor(
     run_status=dg.DagsterRunStatus.CANCELED,
-    monitored_jobs=[train_job, recover_job],
     request_job=recover_job,
     minimum_interval_seconds=2,
     default_status=dg.DefaultSensorStatus.RUNNING,
@@ -52,80 +56,138 @@ def recovery_sensor(context: dg.RunFailureSensorContext) -> dg.RunRequest | dg.S
 def preemption_sensor(context: dg.RunStatusSensorContext) -> dg.RunRequest | dg.SkipReason:
     """As `recovery_sensor`, for cancelled runs that carry the tag of preemption."""
     cancelled = context.dagster_run
-    if PREEMPTED_TAG not in cancelled.tags:
+    _let_go_of_pools(context.instance, cancelled, context.log)
+    if not tag_of(cancelled, PREEMPTED_TAG):
         return dg.SkipReason(f"run {cancelled.run_id} was cancelled by a person, and is theirs to start again")
     return recovery_of(context.instance, cancelled, noticed_by="preemption_sensor", log=context.log)
+
+
+def _let_go_of_pools(instance: dg.DagsterInstance, ended: dg.DagsterRun, log: logging.Logger) -> None:
+    """Free the slots of a run whose process was killed: nobody else does, and its recovery would wait for them for ever."""
+    try:
+        instance.event_log_storage.free_concurrency_slots_for_run(ended.run_id)
+    except Exception:
+        log.exception(
+            f"the pools of run {ended.run_id} could not be let go of: `dagster instance concurrency` shows them"
+        )
 
 
 def recovery_of(
     instance: dg.DagsterInstance, dead: dg.DagsterRun, *, noticed_by: str, log: logging.Logger
 ) -> dg.RunRequest | dg.SkipReason:
     """The recovery of a Dagster run that has ended, or why there is none. It only reads: asked twice it says the same."""
-    from catalog.connect import connect
-    from catalog.ledger import HEAD_KINDS, Ledger
-
-    if NO_RECOVERY_TAG in dead.tags:
-        return dg.SkipReason(
-            f"run {dead.run_id} ended with {dead.tags[NO_RECOVERY_TAG]}: another attempt would end alike"
-        )
+    if not trains(dead):
+        return dg.SkipReason(f"run {dead.run_id} did not train: it has no job configuration, or not the model to make")
+    no_recovery = tag_of(dead, NO_RECOVERY_TAG)
+    if no_recovery:
+        return dg.SkipReason(f"run {dead.run_id} ended with {no_recovery}: another attempt would end alike")
     try:
         spec = spec_of(dead.run_config)
+    except EnvironmentVariableMissing as err:
+        log.warning(f"the job spec cannot be read here, requesting a recovery that fences nobody: {err}")
+        spec = None
     except SpecInvalid as err:
         return dg.SkipReason(f"run {dead.run_id} would fail again: {err}")
-    if spec is None:
-        return dg.SkipReason(f"run {dead.run_id} has no job configuration: it died before it could train")
-    settings, now = settings_or_defaults(log).recovery, time.time()
-    outage_since = float(dead.tags.get(_OUTAGE_SINCE_TAG, now)) if OUTAGE_TAG in dead.tags else None
-    fruitless = int(dead.tags.get(_IN_A_ROW_TAG, "0"))
-    if outage_since is not None and fruitless and now - outage_since < settings.outage_s:
-        fruitless -= 1  # the one that has just died of it
-    try:
-        ledger = Ledger(connect(spec.lakehouse))
-        rows, state = ledger.rows(spec.run, kinds=HEAD_KINDS), ledger.state(spec.run)
-    except DlacError as err:
+    settings = settings_or_defaults(log).recovery
+    past = _Past(instance, dead)
+    launch: dict[str, Any] = {"takeover": False}
+    if spec is not None:
         # Dagster will not ask again about this run: what cannot be decided here, the job itself decides, cautiously.
-        log.warning(f"the ledger cannot be read, requesting a recovery that fences nobody: {err}")
-        launch: dict[str, Any] = {"takeover": False}
-        head = dead.tags.get(_HEAD_TAG, "unknown")
-    else:
-        trainer = _living_trainer(instance, rows, state, settings)
-        if trainer:
-            return dg.SkipReason(f"{spec.run} is trained by {trainer}: nothing to recover")
-        if _progressed(dead, state):
-            fruitless = 0
-        launch = {"takeover": True, "replaces": state.fence.attempt}
-        head = str(state.fence.head)
-    if fruitless >= spec.launch.attempts_without_progress:
-        return dg.SkipReason(
-            f"NoProgress: {fruitless} recoveries in a row of {spec.run} committed nothing; mend the cause"
-        )
-    launch |= {"wait_s": settings.wait_for_old_launch_s, "noticed_by": noticed_by, "noticed_at": now}
+        try:
+            trainer, launch = _found(instance, spec, past, settings)
+        except Exception as err:
+            log.warning(f"it cannot be told who trains, requesting a recovery that fences nobody: {err}", exc_info=True)
+        else:
+            if trainer:
+                return dg.SkipReason(f"{spec.run} is trained by {trainer}: nothing to recover")
+    run = training_run_of(dead) or dead.tags.get(RUN_TAG, "")
+    limit = (
+        LaunchSpec.model_fields["attempts_without_progress"].default
+        if spec is None
+        else spec.launch.attempts_without_progress
+    )
+    fruitless = past.fruitless(settings)
+    if fruitless >= limit:
+        return dg.SkipReason(f"NoProgress: {fruitless} recoveries in a row of {run} committed nothing; mend the cause")
+    launch |= {"wait_s": settings.wait_for_old_launch_s, "noticed_by": noticed_by, "noticed_at": past.now}
     return dg.RunRequest(
         run_key=dead.run_id,
-        run_config={"resources": dead.run_config["resources"], "ops": {"model_checkpoint": {"config": launch}}},
+        run_config={
+            "resources": {"job": {"config": {"spec": raw_spec_of(dead.run_config)}}},
+            "ops": {"model_checkpoint": {"config": launch}},
+        },
         tags={
-            RUN_TAG: spec.run,
+            _PRIORITY_TAG: "1",  # before what has not begun
+            **_passed_on(dead),
+            RUN_TAG: run,
             RECOVERS_TAG: dead.run_id,
-            _HEAD_TAG: head,
+            _HEAD_TAG: past.head,
             _IN_A_ROW_TAG: str(fruitless + 1),
-            **({} if outage_since is None else {_OUTAGE_SINCE_TAG: str(outage_since)}),
+            **({} if past.outage_since is None else {_OUTAGE_SINCE_TAG: str(past.outage_since)}),
         },
     )
 
 
-def spec_of(run_config: Mapping[str, Any]) -> JobSpec | None:
-    """The job spec in the configuration of a Dagster run, if it has one.
+class _Past:
+    """What recoveries before this one came to, as the dead run's tags say, and what it did itself."""
 
-    Raises:
-        SpecInvalid: it is not a valid one.
-    """
-    raw = raw_spec_of(run_config)
-    return None if raw is None else parse_spec(dict(raw), origin="the run's configuration").resolved(home_folder())
+    def __init__(self, instance: dg.DagsterInstance, dead: dg.DagsterRun) -> None:
+        self.now = time.time()
+        self.head = tag_of(dead, _HEAD_TAG) or "unknown"
+        """The run's head as it is now; as it was when the dead run was requested, until it is known."""
+        self._requested_at_head = tag_of(dead, _HEAD_TAG)
+        self._in_a_row = int(tag_of(dead, _IN_A_ROW_TAG) or "0")
+        self._away = bool(tag_of(dead, OUTAGE_TAG))
+        self._since = float(tag_of(dead, _OUTAGE_SINCE_TAG) or self.now)
+        self._lasted_s = _lasted_s(instance, dead)
+        self._progressed: bool | None = None
+
+    def seen(self, head: str) -> None:
+        """The head was looked up. A run that was not requested here counts as one that has committed something."""
+        self.head, self._progressed = head, not self._requested_at_head or self._requested_at_head != head
+
+    @property
+    def outage_since(self) -> float | None:
+        """Since when catalog or store have been away, if the dead run died of that; it may have trained well before."""
+        if not self._away:
+            return None
+        outlived = self._lasted_s > _OUTLIVED_OUTAGE_S if self._progressed is None else self._progressed
+        return self.now if outlived else self._since
+
+    def fruitless(self, settings: RecoverySettings) -> int:
+        """Recoveries in a row that committed nothing; those that ended of an outage do not count, unless it lasts too long."""
+        if self._progressed:
+            return 0
+        since = self.outage_since
+        waits = since is not None and self.now - since < settings.outage_s
+        return self._in_a_row - (1 if waits and self._in_a_row else 0)
 
 
-def _progressed(dead: dg.DagsterRun, state: "RunState") -> bool:
-    """Whether a checkpoint was committed since the dead run was requested; a run that was not requested here counts."""
-    return _HEAD_TAG not in dead.tags or dead.tags[_HEAD_TAG] != str(state.fence.head)
+def _lasted_s(instance: dg.DagsterInstance, dead: dg.DagsterRun) -> float:
+    record = instance.get_run_record_by_id(dead.run_id)
+    if record is None or record.start_time is None or record.end_time is None:
+        return 0.0
+    return record.end_time - record.start_time
+
+
+def _passed_on(dead: dg.DagsterRun) -> dict[str, str]:
+    """Tags of the dead run that are not about itself: a launcher's settings, a team, a priority."""
+    about_itself = ("dlac/", "dagster/", ".dagster/")
+    return {name: value for name, value in dead.tags.items() if name in _PASSED_ON or not name.startswith(about_itself)}
+
+
+def _found(
+    instance: dg.DagsterInstance, spec: JobSpec, past: _Past, settings: RecoverySettings
+) -> tuple[str, dict[str, Any]]:
+    """Who trains the run (empty: nobody), and how a recovery takes it over."""
+    from catalog.connect import connect
+    from catalog.ledger import HEAD_KINDS, Ledger
+
+    ledger = Ledger(connect(spec.lakehouse))
+    rows, state = ledger.rows(spec.run, kinds=HEAD_KINDS), ledger.state(spec.run)
+    trainer = _living_trainer(instance, rows, state, settings)
+    past.seen(str(state.fence.head))
+    return trainer, {"takeover": True, "replaces": state.fence.attempt}
 
 
 def _living_trainer(

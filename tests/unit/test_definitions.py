@@ -6,8 +6,8 @@ import dagster as dg
 
 from assets.config import JobSpecConfig
 from dlac_pipeline.spec import JobSpec
-from jobs.coordinator import raw_spec_of
 from jobs.definitions import defs
+from jobs.training_runs import raw_spec_of
 
 ON = ("recovery_sensor", "preemption_sensor", "lost_run_sensor")
 OFF_SENSORS = ("new_snapshot_sensor", "dlac_failure_alerts", "dlac_success_alerts", "dlac_check_alerts")

@@ -1,0 +1,83 @@
+"""Dagster runs that train: how they are told from others, whatever job they are of, and what they were given."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import dagster as dg
+
+from catalog.errors import SpecInvalid
+from dlac_pipeline.spec import JobSpec, home_folder, parse_spec
+
+MODEL = dg.AssetKey("model_checkpoint")
+"""The asset that is trained: `assets.training.model_checkpoint`."""
+
+
+def trains(run: dg.DagsterRun) -> bool:
+    """Whether a run trains: it has a job spec, and the model is among what it was to materialize.
+
+    So does what *Materialize* in the UI launches, and a job of one's own; checks alone do not, nor others of the assets.
+    """
+    if raw_spec_of(run.run_config) is None:
+        return False
+    return run.asset_check_selection is None if run.asset_selection is None else MODEL in run.asset_selection
+
+
+def is_of(run: dg.DagsterRun, location: str | None) -> bool:
+    """Whether a run belongs to the code location of this name: others may have assets and jobs of the same names."""
+    origin = run.remote_job_origin
+    there = None if origin is None else origin.repository_origin.code_location_origin.location_name
+    return there == location
+
+
+def spec_of(run_config: Mapping[str, Any]) -> JobSpec | None:
+    """The job spec in the configuration of a Dagster run, if it has one; `{env: NAME}` stands for a variable, as in Dagster.
+
+    Raises:
+        SpecInvalid: it is not a valid one.
+        EnvironmentVariableMissing: it names a variable that this process does not have.
+    """
+    raw = raw_spec_of(run_config)
+    if raw is None:
+        return None
+    return parse_spec(_with_environment(raw), origin="the run's configuration").resolved(home_folder())
+
+
+def raw_spec_of(run_config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The job spec in the configuration of a Dagster run, as it is written there; None: there is none.
+
+    Nothing is validated yet: a key without a value is None in YAML, and what a person wrote may be anything.
+    """
+    found: Any = run_config
+    for name in ("resources", "job", "config", "spec"):
+        found = found.get(name) if isinstance(found, Mapping) else None
+    return found if isinstance(found, Mapping) else None
+
+
+def training_run_of(run: dg.DagsterRun) -> str:
+    """The name of the training run in a Dagster run's configuration; empty: it cannot be told here."""
+    named: Any = (raw_spec_of(run.run_config) or {}).get("run")
+    try:
+        named = _with_environment(named)
+    except EnvironmentVariableMissing:
+        return ""
+    return named if isinstance(named, str) else ""
+
+
+class EnvironmentVariableMissing(SpecInvalid):
+    """A job spec names an environment variable that this process does not have; the process of the run may."""
+
+
+def _with_environment(written: Any) -> Any:
+    """What was written, with the values of the environment variables that it names."""
+    if isinstance(written, Mapping):
+        if set(written) == {"env"} and isinstance(name := written["env"], str):
+            if name not in os.environ:
+                raise EnvironmentVariableMissing(
+                    f"expected the environment variable {name!r}, found that it is not set"
+                )
+            return os.environ[name]
+        return {key: _with_environment(value) for key, value in written.items()}
+    return [_with_environment(value) for value in written] if isinstance(written, list) else written
