@@ -6,7 +6,7 @@ from typing import Any
 import dagster as dg
 from pydantic import Field
 
-from assets.failures import OWNERS, PREEMPTED_TAG, RUN_TAG, STEPPED_ASIDE_TAG, failure, tag, told_to_dagster
+from assets.failures import OWNERS, PREEMPTED_TAG, RUN_TAG, STEPPED_ASIDE_TAG, failure, tag, tag_of, told_to_dagster
 from assets.planning import metadata_of_this_run, work_plan
 from assets.resources import JobResource
 from assets.supervised import Event, supervised
@@ -89,7 +89,7 @@ def _fail_if_unfinished(context: dg.AssetExecutionContext, last: Event) -> None:
         if last["kind"] != RunFinished.__name__:  # recovering twice changes nothing
             raise failure(context, last["kind"], last["message"])
     elif last["ending"] == "stopped":
-        if PREEMPTED_TAG not in context.instance.get_run_by_id(context.run_id).tags:
+        if not tag_of(context.instance.get_run_by_id(context.run_id), PREEMPTED_TAG):
             tag(context, PREEMPTED_TAG, "supervisor")
         raise failure(context, Preempted.__name__, f"told to leave, behind a checkpoint of step {last['step']}")
 

@@ -17,59 +17,63 @@ import psutil
 
 from assets.heartbeat import Beat, beats_of
 from jobs.settings import RecoverySettings, settings_or_defaults
-from jobs.train import recover_job, train_job
+from jobs.training_runs import is_of, trains
 
 _WAITED_FOR = [dg.DagsterRunStatus.STARTING, dg.DagsterRunStatus.STARTED, dg.DagsterRunStatus.CANCELING]
-_TRAINING = (train_job.name, recover_job.name)
 _NO_MARK = ""
+_LOOK_EVERY_S, _COUNTED_S = 5, 30.0
+"""Of the time between two looks no more counts as silence: longer, it was this sensor that was away, or where signs are kept."""
 _LAUNCHED_BY_TAG = ".dagster/grpc_info"
 """Set by Dagster's default launcher: the address of the code server that starts the run's process."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """The newest sign of life that was seen of a run, and since when by the clock of this process."""
+    """The newest sign of life that was seen of a run, and for how long it has been the newest while somebody looked."""
 
     mark: str
-    since: float
+    silent_s: float
 
 
 @dg.sensor(
-    minimum_interval_seconds=5,
+    minimum_interval_seconds=_LOOK_EVERY_S,
     default_status=dg.DefaultSensorStatus.RUNNING,
     description="Fails Dagster runs that train and whose process is gone: SIGKILLed with its code server, or with its machine.",
 )
 def lost_run_sensor(context: dg.SensorEvaluationContext) -> dg.SensorResult:
     """Compare each run's heartbeat with what was seen at the ticks before."""
     settings, now = settings_or_defaults(context.log).recovery, time.time()
-    runs = [run for run in context.instance.get_runs(dg.RunsFilter(statuses=_WAITED_FOR)) if _is_ours(context, run)]
+    mine = context.code_location_origin
+    location = None if mine is None else mine.location_name
+    waited_for = context.instance.get_runs(dg.RunsFilter(statuses=_WAITED_FOR))
+    runs = [run for run in waited_for if trains(run) and is_of(run, location)]
     if runs:
         _import_what_a_recovery_needs()
     beats = beats_of(context.instance, [run.run_id for run in runs])
-    before = {run_id: _Seen(*seen) for run_id, seen in json.loads(context.cursor or "{}").items()}
+    looked_at, before = _seen_before(context.cursor)
+    passed_s = min(max(now - looked_at, 0.0), _COUNTED_S)
     seen, lost = {}, []
     for run in runs:
         beat = beats.get(run.run_id)
         mark = beat.mark if beat else _NO_MARK
         known = before.get(run.run_id)
-        seen[run.run_id] = known if known is not None and known.mark == mark else _Seen(mark, now)
-        silent_s = now - seen[run.run_id].since
+        silent_s = known.silent_s + passed_s if known is not None and known.mark == mark else 0.0
+        seen[run.run_id] = _Seen(mark, silent_s)
         if beat is None:
             reason = _lost_before_it_beat(context.instance, run, silent_s, settings)
         else:
             reason = _lost(beat, silent_s, settings)
         if reason and _end(context.instance, run, reason):
             lost.append(f"run {run.run_id}: {reason}")
-    cursor = json.dumps({run_id: [one.mark, one.since] for run_id, one in seen.items()})
+    cursor = json.dumps({"looked_at": now, "seen": {run_id: [one.mark, one.silent_s] for run_id, one in seen.items()}})
     said = "; ".join(lost) or f"all {len(runs)} runs that train give signs of life"
     return dg.SensorResult(skip_reason=dg.SkipReason(said), cursor=cursor)
 
 
-def _is_ours(context: dg.SensorEvaluationContext, run: dg.DagsterRun) -> bool:
-    """Whether a run is one of this code location's: others with jobs of these names have no heartbeat."""
-    origin, mine = run.remote_job_origin, context.code_location_origin
-    there = None if origin is None else origin.repository_origin.code_location_origin.location_name
-    return run.job_name in _TRAINING and there == (None if mine is None else mine.location_name)
+def _seen_before(cursor: str | None) -> tuple[float, dict[str, _Seen]]:
+    """When this sensor looked last, and what it saw."""
+    said = json.loads(cursor or "{}")
+    return said.get("looked_at", 0.0), {run_id: _Seen(*seen) for run_id, seen in said.get("seen", {}).items()}
 
 
 def _lost(beat: Beat, silent_s: float, settings: RecoverySettings) -> str:

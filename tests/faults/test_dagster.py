@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 from assets.failures import NO_RECOVERY_TAG
+from assets.training import POOL
 from dlac_pipeline.audit.audit import audit_run
 from jobs.faults import LiveRun
 from jobs.local_dagster import LocalDagster
@@ -22,7 +23,12 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # Dagster's own libraries war
 def test_a_killed_process_above_the_ranks_is_recovered_through_the_sensor(
     campaign: Arena, dagster: LocalDagster, victim: str
 ) -> None:
-    """SIGKILL of the Dagster run's process, or of the supervisor: all ranks leave, recover_job finishes the run exactly."""
+    """SIGKILL of the Dagster run's process, or of the supervisor: all ranks leave, recover_job finishes the run exactly.
+
+    One run may train at a time on this instance: the killed one does not keep its place.
+    """
+    with dagster.instance() as instance:
+        instance.event_log_storage.set_concurrency_slots(POOL, 1)
     spec = campaign.spec(f"dagster-{victim.split(maxsplit=1)[0]}", pause_s=0.05)
     live = LiveRun(spec.checkpoint.store, spec.run)
     run_id = dagster.launch("train_job", job_config(spec))

@@ -1,4 +1,4 @@
-"""What the audit's tests share: two trained runs, and ways to tamper with what they left; and the PyTorch dataset's tables."""
+"""What tests share: two trained runs, ways to tamper with what they left, tables of the PyTorch dataset, a Dagster instance."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import dagster as dg
 import duckdb
 import numpy as np
 import pyarrow as pa
@@ -19,6 +20,7 @@ from dlac_pipeline.audit.lakehouse_sql import open_audit
 from dlac_pipeline.recover.attempt import Event
 from dlac_pipeline.recover.supervise import Supervisor
 from dlac_pipeline.spec import JobSpec, parse_spec
+from tests.conftest import Arena
 from tests.integration.audit_runs import Forgery, Workshop
 from tests.integration.datasets import Datasets
 
@@ -106,3 +108,18 @@ def audit(lake: Lake) -> Iterator[duckdb.DuckDBPyConnection]:
 def datasets(tmp_path_factory: pytest.TempPathFactory) -> Datasets:
     """The tables that datasets are opened over; a test that changes a table makes one of its own."""
     return Datasets(tmp_path_factory.mktemp("datasets") / "home")
+
+
+@pytest.fixture
+def instance(tmp_path: Path) -> Iterator[dg.DagsterInstance]:
+    """A Dagster instance of this test's own."""
+    (tmp_path / "dagster").mkdir()
+    with dg.DagsterInstance.local_temp(str(tmp_path / "dagster"), overrides={"telemetry": {"enabled": False}}) as made:
+        yield made
+
+
+@pytest.fixture
+def home(arena: Arena) -> Path:
+    """The arena's folder, as $DLAC_HOME."""
+    arena.monkeypatch.setenv("DLAC_HOME", str(arena.home))
+    return arena.home

@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,21 +38,6 @@ from jobs.verify import verify_job
 from tests.conftest import Arena, source_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Dagster's own libraries warn of each other
-
-
-@pytest.fixture
-def instance(tmp_path: Path) -> Iterator[dg.DagsterInstance]:
-    """A Dagster instance of this test's own."""
-    (tmp_path / "dagster").mkdir()
-    with dg.DagsterInstance.local_temp(str(tmp_path / "dagster"), overrides={"telemetry": {"enabled": False}}) as made:
-        yield made
-
-
-@pytest.fixture
-def home(arena: Arena) -> Path:
-    """The arena's folder, as $DLAC_HOME."""
-    arena.monkeypatch.setenv("DLAC_HOME", str(arena.home))
-    return arena.home
 
 
 def dagster_run(
