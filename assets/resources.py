@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import dagster as dg
+from pydantic import Field
 
 from assets.config import JobSpecConfig
 from assets.heartbeat import Heartbeat
@@ -52,13 +53,18 @@ class JobResource(dg.ConfigurableResource[Any]):
 
 
 class LakehouseResource(dg.ConfigurableResource[Any]):
-    """The embedded lakehouse of $DLAC_HOME, or the one that is named."""
+    """The embedded lakehouse of $DLAC_HOME, or the one that is named, as in a job spec."""
 
+    type: str = "sql"
     uri: str = ""
     warehouse: str = ""
+    name: str = "dlac"
+    namespace: str = "dlac"
+    properties: dict[str, str] = Field(default_factory=dict)
 
     def lakehouse(self) -> "Lakehouse":
         """The open lakehouse."""
         from catalog.connect import connect
 
-        return connect(LakehouseConfig(uri=self.uri, warehouse=self.warehouse).at_home(home_folder()))
+        given = {name: getattr(self, name) for name in LakehouseConfig.model_fields}
+        return connect(LakehouseConfig.model_validate(given).at_home(home_folder()))

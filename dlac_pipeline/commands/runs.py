@@ -138,7 +138,8 @@ def recover(
     """Resume a run by its name, from the committed ledger; fences off whatever may still be alive of it."""
     from dlac_pipeline.recover.coordinator import last_spec
 
-    job = resolved(spec, home) if spec is not None else last_spec(lakehouse_of(None, home), run)
+    given = None if spec is None else resolved(spec, home).model_copy(update={"run": run})
+    job = given or last_spec(lakehouse_of(None, home), run)
     _launch(Request(spec=job, takeover=True, wait_s=wait_s))
 
 
@@ -167,11 +168,12 @@ def status(
 
 def _launch(request: Request) -> None:
     from dlac_pipeline.launchers.protocol import launcher_for
+    from dlac_pipeline.ranks.rank import on_ending_signals
 
     run = request.spec.run
     with TrainingDisplay(OUT, run) as display:
         launcher = launcher_for(request, display.show)
+        on_ending_signals(launcher.leave)  # this machine's
         signal.signal(signal.SIGINT, lambda *_: launcher.stop())  # a person's
-        signal.signal(signal.SIGTERM, lambda *_: launcher.leave())  # this machine's
         outcome = launcher.run()
     OUT.print(f"run {run!r} {outcome.ending} at step {outcome.step} after {outcome.attempts} attempt(s)", markup=False)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import os
 import re
-import signal
 import sys
 import threading
 import zlib
@@ -24,6 +23,7 @@ from catalog.ledger import Ledger
 from dlac_pipeline.launchers.orchestrator import say
 from dlac_pipeline.launchers.protocol import supervisor_of
 from dlac_pipeline.launchers.serving import run_and_tell, say_error, stop_when_replaced
+from dlac_pipeline.ranks.rank import on_ending_signals
 from dlac_pipeline.recover.coordinator import launcher_of
 from dlac_pipeline.request import Request
 
@@ -85,8 +85,7 @@ def main() -> int:
     with suppress(DlacError):  # a catalog that is away is waited for below
         request = of_this_start(request)
     supervisor = supervisor_of(request, say)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: supervisor.leave())
+    on_ending_signals(supervisor.leave)
     if request.launched_by:
         threading.Thread(target=stop_when_replaced, args=(supervisor, request), daemon=True).start()
     return run_and_tell(supervisor)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import threading
 import time
 from contextlib import suppress
@@ -13,6 +12,7 @@ from catalog.errors import DlacError, Fenced
 from catalog.ledger import Ledger
 from dlac_pipeline.launchers.orchestrator import MARGIN_S, Orchestrator, say
 from dlac_pipeline.launchers.protocol import Launcher, launcher_for
+from dlac_pipeline.ranks.rank import on_ending_signals
 from dlac_pipeline.ranks.starter import RankStarter
 from dlac_pipeline.recover.coordinator import launcher_of
 from dlac_pipeline.request import Request
@@ -24,8 +24,7 @@ def serve(request: Request, starter: RankStarter, orchestrator: Orchestrator) ->
         launcher = launcher_for(request, say, starter)
     except DlacError as err:
         return say_error(err)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: launcher.stop())
+    on_ending_signals(launcher.stop)
     orchestrator.on_end(launcher.stop, grace_s=request.spec.launch.grace_s)
     if request.launched_by:
         threading.Thread(target=stop_when_replaced, args=(launcher, request), daemon=True).start()

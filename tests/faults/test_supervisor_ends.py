@@ -51,12 +51,16 @@ def test_a_killed_supervisor_takes_its_ranks_along(campaign: Arena) -> None:
     assert (recovery["replaced_attempt"], recovery["resumed_step"]) == (1, head)
 
 
-def test_a_stop_is_a_checkpoint_and_an_orderly_end(campaign: Arena) -> None:
-    """On SIGTERM the run checkpoints where it is, and the next launch goes on from there, repeating nothing."""
-    run = "stopped"
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGTERM, *(pytest.param(other, marks=pytest.mark.soak) for other in (signal.SIGUSR1, signal.SIGHUP))],
+)
+def test_a_stop_is_a_checkpoint_and_an_orderly_end(campaign: Arena, number: signal.Signals) -> None:
+    """On a signal that ends a launch the run checkpoints where it is, and the next launch goes on there, repeating nothing."""
+    run = f"stopped-by-{number.name}"
     launch = campaign.launch(campaign.spec(run, pause_s=0.05))
     launch.wait_for("checkpoint")
-    os.kill(launch.process.pid, signal.SIGTERM)
+    os.kill(launch.process.pid, number)
     assert launch.wait() == 0, launch.stderr
     (ended,) = launch.of("ended")
     assert ended["ending"] == "stopped"

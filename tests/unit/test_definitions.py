@@ -5,6 +5,8 @@ from __future__ import annotations
 import dagster as dg
 
 from assets.config import JobSpecConfig
+from assets.resources import LakehouseResource
+from catalog.lakehouse_config import LakehouseConfig
 from dlac_pipeline.spec import JobSpec
 from jobs.definitions import defs
 from jobs.training_runs import raw_spec_of
@@ -102,3 +104,19 @@ def test_a_training_job_audits_and_reads_again_and_rehearses_nothing() -> None:
     for name, before in (("train_job", {"pinned_snapshot", "work_plan"}), ("recover_job", set())):
         steps = {node.name for node in defs.resolve_job_def(name).nodes}
         assert steps == {*before, "model_checkpoint", "consumption_audit", "model_checkpoint_checkpoint_restorable"}
+
+
+def test_jobs_of_the_whole_lakehouse_may_work_on_any_catalog() -> None:
+    """The resource of upkeep, verification and rehearsals has the settings that a job spec has for its lakehouse."""
+    assert list(LakehouseResource.model_fields) == list(LakehouseConfig.model_fields)
+    wanted = LakehouseConfig()
+    given = LakehouseResource()
+    assert {name: getattr(given, name) for name in LakehouseConfig.model_fields} == wanted.model_dump()
+    dg.validate_run_config(
+        defs.resolve_job_def("upkeep_job"),
+        {
+            "resources": {
+                "lakehouse": {"config": {"type": "rest", "uri": "http://catalog", "properties": {"token": "t"}}}
+            }
+        },
+    )
