@@ -14,7 +14,8 @@ from dlac_pipeline.spec import JobSpec
 def dagster_config(model: type[BaseModel]) -> type[dg.Config]:
     """A Dagster config class with the fields, defaults and descriptions of a pydantic model, and of those inside it.
 
-    Dagster checks names and types; the model's own validators run when the spec is built from the configuration.
+    Dagster checks names, types and the choice where a field has one; the model's own validators run when the spec is built
+    from the configuration.
     """
     fields: dict[str, Any] = {}
     for name, field in model.model_fields.items():
@@ -29,8 +30,6 @@ def dagster_config(model: type[BaseModel]) -> type[dg.Config]:
             described["default"] = []
         elif not field.is_required():
             described["default"] = field.get_default(call_default_factory=True)
-        if typing.get_origin(annotation) is typing.Literal:
-            annotation = str
         fields[name] = (annotation, Field(**described))
     config: type[dg.Config] = create_model(f"{model.__name__}Config", __base__=dg.Config, **fields)
     return config

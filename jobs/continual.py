@@ -1,6 +1,7 @@
 """Continual training: job specs in $DLAC_HOME/jobs whose sources follow appends are trained again when there is something new.
 
-On a schedule, or as soon as a sensor sees a new snapshot. Both are off until somebody turns them on.
+On a schedule, or as soon as a sensor sees a new snapshot. Both are off until somebody turns them on. What ended in a way that
+needs a person is not asked for again until there is something else to do.
 """
 
 from __future__ import annotations
@@ -12,11 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import dagster as dg
+from blake3 import blake3
 
-from assets.failures import RUN_TAG
+from assets.failures import NO_RECOVERY_TAG, PREEMPTED_TAG, RUN_TAG, STEPPED_ASIDE_TAG, tag_of
 from catalog.errors import DlacError
 from dlac_pipeline.spec import JobSpec, home_folder, read_spec
+from jobs.recovery import recovery_of
 from jobs.train import train_job
+from jobs.training_runs import trains
 
 if TYPE_CHECKING:
     from dlac_pipeline.recover.due import Due
@@ -24,7 +28,10 @@ if TYPE_CHECKING:
 FOLDER = "jobs"
 """Of the home folder: one file for each training run that is to be kept going."""
 DUE_TAG = "dlac/due"
-"""On a requested run: snapshots and head as they were when it was requested."""
+"""On a requested run: what it was asked for, and the head at that moment (see `due_key`)."""
+_GOES_ON = "it goes on when something is appended, its job spec or script is changed, or somebody launches train_job"
+_PAGE = 20
+"""Dagster runs that are read at once."""
 _SUFFIXES = (".toml", ".yaml", ".yml")
 _UNDER_WAY = [
     status
@@ -60,7 +67,7 @@ def continual_training_schedule(context: dg.ScheduleEvaluationContext) -> list[d
     description="Trains a run of the folder jobs/ as soon as a table that it follows has a new snapshot. Off until turned on.",
 )
 def new_snapshot_sensor(context: dg.SensorEvaluationContext) -> list[dg.RunRequest] | dg.SkipReason:
-    """One Dagster run per snapshot: one that a person cancels is not asked for again until more is appended."""
+    """One Dagster run per snapshot, spec and script: Dagster launches nothing for a run key that it has seen."""
     return _requests(context.instance, context.log, once_per_snapshot=True)
 
 
@@ -81,13 +88,13 @@ def _looks(instance: dg.DagsterInstance, log: logging.Logger) -> Iterator[_Look]
         if path.suffix not in _SUFFIXES:
             continue
         try:
-            yield _look(instance, path)
+            yield _look(instance, path, log)
         except DlacError as err:  # one wrong file does not keep the other runs from training
             log.error(f"{path.name}: {err}")
             yield _Look(spec=None, due=None, said=f"{path.name}: {err}")
 
 
-def _look(instance: dg.DagsterInstance, path: Path) -> _Look:
+def _look(instance: dg.DagsterInstance, path: Path, log: logging.Logger) -> _Look:
     from catalog.connect import connect
     from dlac_pipeline.recover.due import due
 
@@ -98,27 +105,78 @@ def _look(instance: dg.DagsterInstance, path: Path) -> _Look:
     if trained:
         return _Look(spec=None, due=None, said=f"{spec.run} is trained by Dagster run {trained[0].run_id}")
     found = due(connect(spec.lakehouse), spec)
-    done = dg.RunsFilter(tags={DUE_TAG: _due_key(spec, found)}, statuses=[dg.DagsterRunStatus.SUCCESS])
-    if found.needed and instance.get_runs(done, limit=1):
+    if not found.needed:
+        return _Look(spec=None, due=None, said=f"{spec.run}: {found.why}")
+    done = dg.RunsFilter(tags={DUE_TAG: due_key(spec, found)}, statuses=[dg.DagsterRunStatus.SUCCESS])
+    if instance.get_runs(done, limit=1):
         return _Look(spec=None, due=None, said=f"{spec.run}: {found.why}, which is less than a batch")
-    return _Look(spec=spec, due=found if found.needed else None, said=f"{spec.run}: {found.why}")
+    given_up = _given_up(instance, spec, found, log)
+    if given_up:
+        return _Look(spec=None, due=None, said=f"{spec.run}: {found.why}, but {given_up}; {_GOES_ON}")
+    return _Look(spec=spec, due=found, said=f"{spec.run}: {found.why}")
+
+
+def _given_up(instance: dg.DagsterInstance, spec: JobSpec, found: Due, log: logging.Logger) -> str:
+    """Which Dagster run needs a person before the same is tried again, and why; empty: none does.
+
+    The newest one says how it ended, and may be a recovery, or launched by hand. The newest that was requested here says for
+    what: the head does not count there, for runs that end like that may have committed something before.
+    """
+    newest = None
+    for run in _newest_first(instance, spec.run):
+        if newest is None:
+            if not trains(run) or tag_of(run, STEPPED_ASIDE_TAG):
+                continue
+            newest, why = run, _needs_a_person(instance, run, log)
+            if not why:
+                return ""
+        asked_for = tag_of(run, DUE_TAG).rpartition("@")[0]
+        if asked_for:
+            return f"Dagster run {newest.run_id} {why}" if asked_for == _asked_for(spec, found) else ""
+    return ""
+
+
+def _needs_a_person(instance: dg.DagsterInstance, ended: dg.DagsterRun, log: logging.Logger) -> str:
+    """Why a Dagster run that has ended is not to be followed by another one; empty: it may be."""
+    if ended.status == dg.DagsterRunStatus.CANCELED:
+        return "" if tag_of(ended, PREEMPTED_TAG) else "was cancelled by a person"
+    if ended.status != dg.DagsterRunStatus.FAILURE:
+        return ""
+    no_recovery = tag_of(ended, NO_RECOVERY_TAG)
+    if no_recovery:
+        return f"ended with {no_recovery}"
+    recovery = recovery_of(instance, ended, noticed_by="continual training", log=log)
+    said = str(recovery.skip_message) if isinstance(recovery, dg.SkipReason) else ""
+    return f"was given up ({said})" if "NoProgress" in said else ""
+
+
+def _newest_first(instance: dg.DagsterInstance, run: str) -> Iterator[dg.DagsterRun]:
+    """The Dagster runs of a training run."""
+    cursor = None
+    while page := instance.get_runs(dg.RunsFilter(tags={RUN_TAG: run}), cursor=cursor, limit=_PAGE):
+        yield from page
+        cursor = page[-1].run_id
 
 
 def _request(spec: JobSpec, found: Due, once_per_snapshot: bool) -> dg.RunRequest:
     return dg.RunRequest(
-        run_key=f"{spec.run}@{_snapshots(found)}" if once_per_snapshot else None,
+        run_key=_asked_for(spec, found) if once_per_snapshot else None,
         run_config=run_config_of(spec),
-        tags={RUN_TAG: spec.run, DUE_TAG: _due_key(spec, found), "dlac/why": found.why},
+        tags={RUN_TAG: spec.run, DUE_TAG: due_key(spec, found), "dlac/why": found.why},
     )
 
 
-def _due_key(spec: JobSpec, found: Due) -> str:
-    """What there was to do: a Dagster run that ended well with it needs no other."""
-    return f"{spec.run}@{_snapshots(found)}@{found.head or 'start'}"
+def due_key(spec: JobSpec, found: Due) -> str:
+    """What there was to do, and from where: a Dagster run that ended well with it needs no other."""
+    return f"{_asked_for(spec, found)}@{found.head or 'start'}"
 
 
-def _snapshots(found: Due) -> str:
-    return ",".join(map(str, found.snapshot_ids))
+def _asked_for(spec: JobSpec, found: Due) -> str:
+    """The snapshots that are to be trained, and the spec and script that are to do it."""
+    from dlac_pipeline.checkpoint.config import config_digest  # of the script as well
+
+    digest = blake3((spec.model_dump_json() + config_digest(spec)).encode()).hexdigest(length=16)
+    return f"{spec.run}@{','.join(map(str, found.snapshot_ids))}@{digest}"
 
 
 def run_config_of(spec: JobSpec) -> dict[str, Any]:

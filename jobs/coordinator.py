@@ -6,18 +6,25 @@ from dagster import QueuedRunCoordinator, SubmitRunContext
 from assets.failures import RUN_TAG
 from jobs.training_runs import training_run_of, trains
 
+NOT_RETRIED = {"dagster/max_retries": "0"}
+"""Recovery has one owner: an instance whose `run_retries` are on starts runs with this tag no second time beside it."""
+
 
 class TrainingRunCoordinator(QueuedRunCoordinator):
     """Tags a Dagster run that trains with the name of its training run before it is queued, whoever launches it from wherever.
 
     By that tag the queue's `tag_concurrency_limits` hold back a second trainer of the same training run. It is a
-    courtesy, as the run's lock is: safety rests on the fence.
+    courtesy, as the run's lock is: safety rests on the fence. What *Materialize* in the UI launches has no job's tags: that
+    Dagster retries none of these runs is said here as well.
     """
 
     def submit_run(self, context: SubmitRunContext) -> dg.DagsterRun:
         """Tag and enqueue."""
         run = context.dagster_run
-        name = training_run_of(run) if RUN_TAG not in run.tags and trains(run) else ""
-        if name:
-            self._instance.add_run_tags(run.run_id, {RUN_TAG: name})
+        if trains(run):
+            name = training_run_of(run)
+            tags = {**NOT_RETRIED, **({RUN_TAG: name} if name else {})}
+            missing = {key: value for key, value in tags.items() if key not in run.tags}
+            if missing:
+                self._instance.add_run_tags(run.run_id, missing)
         return super().submit_run(context)

@@ -8,6 +8,7 @@ from assets.checks import checkpoint_restorable, consumption_audit
 from assets.planning import pinned_snapshot, work_plan
 from assets.sources import corpus, tokens
 from assets.training import model_checkpoint
+from jobs.coordinator import NOT_RETRIED
 
 ingest_job = dg.define_asset_job(
     "ingest_job",
@@ -20,6 +21,7 @@ train_job = dg.define_asset_job(
     selection=dg.AssetSelection.assets(pinned_snapshot, work_plan, model_checkpoint).without_checks()
     | dg.AssetSelection.checks(consumption_audit, checkpoint_restorable),
     description="Pin, plan, train to the end, audit. Launched again for a run that is not finished, it resumes it.",
+    tags=NOT_RETRIED,
 )
 
 recover_job = dg.define_asset_job(
@@ -27,4 +29,5 @@ recover_job = dg.define_asset_job(
     selection=dg.AssetSelection.assets(model_checkpoint).without_checks()
     | dg.AssetSelection.checks(consumption_audit, checkpoint_restorable),
     description="Resume a run whose Dagster run died, from its committed ledger. Requested by recovery_sensor.",
+    tags=NOT_RETRIED,
 )

@@ -7,9 +7,11 @@ from typing import Any
 import dagster as dg
 import psutil
 
+from assets.failures import RUN_TAG
 from assets.heartbeat import beats_of
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.spec import JobSpec
+from jobs.definitions import defs
 from jobs.faults import LiveRun
 from jobs.local_dagster import LocalDagster
 from tests.conftest import Arena, wait_until
@@ -18,6 +20,22 @@ from tests.conftest import Arena, wait_until
 def job_config(spec: JobSpec) -> dict[str, Any]:
     """The run configuration of a training run."""
     return {"resources": {"job": {"config": {"spec": spec.model_dump(mode="json", exclude_none=True)}}}}
+
+
+def dagster_run(
+    instance: dg.DagsterInstance,
+    spec: JobSpec,
+    status: dg.DagsterRunStatus,
+    job: str = "train_job",
+    **tags: str,
+) -> dg.DagsterRun:
+    """A run of a job in a state; in names of tags "__" stands for "/"."""
+    return instance.create_run_for_job(
+        defs.resolve_job_def(job),
+        run_config=job_config(spec),
+        status=status,
+        tags={RUN_TAG: spec.run, **{name.replace("__", "/"): value for name, value in tags.items()}},
+    )
 
 
 def wait_for_step(live: LiveRun, dagster: LocalDagster, run_id: str, step: int) -> None:

@@ -26,7 +26,7 @@ from dlac_pipeline.recover.due import due
 from dlac_pipeline.recover.run_lock import lock_path
 from dlac_pipeline.recover.signs import is_held
 from dlac_pipeline.spec import JobSpec, read_spec
-from jobs.continual import DUE_TAG
+from jobs.continual import DUE_TAG, due_key
 from jobs.faults import LiveRun
 from jobs.local_dagster import LocalDagster
 from tests.conftest import PROGRAMS, Arena, source_rows, wait_until
@@ -161,7 +161,7 @@ def caught_up(arena: Arena, dagster: LocalDagster, job: Path) -> None:
     def is_so() -> bool:
         time.sleep(1)
         found = due(arena.lakehouse, spec)
-        seen = {DUE_TAG: f"{RUN}@{','.join(map(str, found.snapshot_ids))}@{found.head}"}
+        seen = {DUE_TAG: due_key(spec, found)}
         with dagster.instance() as instance:
             if not all(run.is_finished for run in instance.get_runs(dg.RunsFilter(tags={RUN_TAG: RUN}))):
                 return False

@@ -8,8 +8,8 @@ import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import dagster as dg
 import duckdb
 import numpy as np
 import pyarrow as pa
@@ -23,6 +23,11 @@ from dlac_pipeline.spec import JobSpec, parse_spec
 from tests.conftest import Arena
 from tests.integration.audit_runs import Forgery, Workshop
 from tests.integration.datasets import Datasets
+
+if TYPE_CHECKING:
+    import dagster as dg
+
+    from tests.conftest import Arena
 
 PROGRAM = Path(__file__).parents[1] / "programs" / "train_tiny.py"
 ROWS = 1000
@@ -113,6 +118,8 @@ def datasets(tmp_path_factory: pytest.TempPathFactory) -> Datasets:
 @pytest.fixture
 def instance(tmp_path: Path) -> Iterator[dg.DagsterInstance]:
     """A Dagster instance of this test's own."""
+    import dagster as dg  # which most tests do without
+
     (tmp_path / "dagster").mkdir()
     with dg.DagsterInstance.local_temp(str(tmp_path / "dagster"), overrides={"telemetry": {"enabled": False}}) as made:
         yield made

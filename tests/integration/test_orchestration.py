@@ -1,4 +1,4 @@
-"""What Dagster's schedules, sensors and checks decide, on a real lakehouse and a real instance, without a daemon."""
+"""What Dagster's sensors and checks decide, on a real lakehouse and a real instance, without a daemon."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from typing import Any
 import dagster as dg
 import psutil
 import pytest
-import yaml
 from dagster._core.events import EngineEventData
 
 from assets.failures import NO_RECOVERY_TAG, OUTAGE_TAG, PREEMPTED_TAG, RUN_TAG
@@ -24,110 +23,18 @@ from catalog.commits import claim
 from catalog.errors import SpecInvalid
 from catalog.ledger import Ledger
 from dlac_pipeline.checkpoint.listing import list_checkpoints
-from dlac_pipeline.recover.due import due
 from dlac_pipeline.recover.run_lock import lock_path, run_lock
 from dlac_pipeline.recover.signs import signs_of
-from dlac_pipeline.spec import JobSpec
 from jobs.alerts import Alert, dlac_alerts
-from jobs.continual import continual_training_schedule, new_snapshot_sensor, run_config_of
 from jobs.definitions import defs
 from jobs.lost import lost_run_sensor
 from jobs.recovery import recovery_of
 from jobs.settings import FILE, read_settings
 from jobs.verify import verify_job
-from tests.conftest import Arena, source_rows
+from tests.conftest import Arena
+from tests.dagster_runs import dagster_run
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Dagster's own libraries warn of each other
-
-
-def dagster_run(
-    instance: dg.DagsterInstance,
-    spec: JobSpec,
-    status: dg.DagsterRunStatus,
-    job: str = "train_job",
-    **tags: str,
-) -> dg.DagsterRun:
-    """A run of a job in a state."""
-    return instance.create_run_for_job(
-        defs.resolve_job_def(job),
-        run_config=run_config_of(spec),
-        status=status,
-        tags={RUN_TAG: spec.run, **{name.replace("__", "/"): value for name, value in tags.items()}},
-    )
-
-
-def following(arena: Arena, run: str) -> JobSpec:
-    """The spec of a run that follows its table, written into the folder of those that are kept going."""
-    spec = arena.spec(run, follow="appends", world_size=1)
-    folder = arena.home / "jobs"
-    folder.mkdir(exist_ok=True)
-    (folder / f"{run}.yaml").write_text(yaml.safe_dump(spec.model_dump(mode="json", exclude_none=True)))
-    return spec
-
-
-def scheduled(instance: dg.DagsterInstance) -> Any:
-    """What the schedule answers now."""
-    context = dg.build_schedule_context(instance=instance, repository_def=defs.get_repository_def())
-    data = continual_training_schedule.evaluate_tick(context)
-    return data.run_requests or data.skip_message
-
-
-def test_the_schedule_trains_what_is_new_and_says_why_it_does_not(
-    arena: Arena, home: Path, instance: dg.DagsterInstance
-) -> None:
-    """Not begun, trained to the end, appended to, under way, too little for a batch: one answer each, with its reason."""
-    assert "there is no job spec" in scheduled(instance)
-    arena.table()
-    spec = following(arena, "kept-going")
-    [first] = scheduled(instance)
-    assert first.tags[RUN_TAG] == "kept-going"
-    assert first.run_config == run_config_of(spec)
-    arena.train(spec)
-    assert scheduled(instance) == "kept-going: nothing is new in src.t"
-    arena.lakehouse.load("src.t").append(source_rows(2000, 3))
-    [second] = scheduled(instance)
-    assert "went on from snapshot" in second.tags["dlac/why"]
-    under_way = dagster_run(instance, spec, dg.DagsterRunStatus.STARTED)
-    assert scheduled(instance) == f"kept-going is trained by Dagster run {under_way.run_id}"
-    instance.delete_run(under_way.run_id)
-    dagster_run(instance, spec, dg.DagsterRunStatus.SUCCESS, **{"dlac__due": second.tags["dlac/due"]})
-    assert "less than a batch" in scheduled(instance)
-    (home / "jobs" / "broken.toml").write_text("run = 1")
-    assert "is not a valid job spec" in scheduled(instance)
-
-
-def test_the_snapshot_sensor_asks_once_for_each_snapshot(
-    arena: Arena, home: Path, instance: dg.DagsterInstance
-) -> None:
-    """Its run key names the snapshots: what a person cancelled is not asked for again until more is appended."""
-    arena.table()
-    spec = following(arena, "sensed")
-
-    def asked() -> Any:
-        context = dg.build_sensor_context(instance=instance, repository_def=defs.get_repository_def())
-        data = new_snapshot_sensor.evaluate_tick(context)
-        return [request.run_key for request in data.run_requests or []] or data.skip_message
-
-    [before] = asked()
-    arena.train(spec, until=8)
-    assert asked() == [before]  # Dagster has seen the key and launches nothing
-    arena.train(spec)
-    assert "nothing is new" in asked()
-    arena.lakehouse.load("src.t").append(source_rows(2000, 100))
-    [after] = asked()
-    assert after != before
-
-
-def test_due_tells_a_run_that_was_left_from_one_that_has_caught_up(arena: Arena) -> None:
-    """A run that died behind a checkpoint has something to train, although no snapshot is new."""
-    arena.table()
-    spec = arena.spec("left", follow="appends", world_size=1)
-    assert due(arena.lakehouse, spec).why == "it has no checkpoint yet"
-    arena.train(spec, until=15)
-    left = due(arena.lakehouse, spec)
-    assert (left.needed, left.why) == (True, "it was left at step 10")
-    arena.train(spec)
-    assert not due(arena.lakehouse, spec).needed
 
 
 def test_a_run_is_lost_when_its_process_is_gone_and_not_while_it_beats(

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import dagster as dg
+import pytest
+import yaml
+from dagster import SubmitRunContext
+from dagster._core.events import RunFailureReason
+from dagster._core.execution.retries import auto_reexecution_should_retry_run
 
 from assets.config import JobSpecConfig
 from assets.resources import LakehouseResource
 from catalog.lakehouse_config import LakehouseConfig
 from dlac_pipeline.spec import JobSpec
+from jobs.coordinator import TrainingRunCoordinator
 from jobs.definitions import defs
+from jobs.local_dagster import SETTINGS
 from jobs.training_runs import raw_spec_of
 
 ON = ("recovery_sensor", "preemption_sensor", "lost_run_sensor")
@@ -19,6 +28,14 @@ SCHEDULES = {
     "verify_schedule": "verify_job",
     "rehearse_schedule": "rehearse_job",
 }
+SPEC: dict[str, Any] = {
+    "run": "r",
+    "source": {"table": "src.t", "columns": ["x"]},
+    "order": {"batch_size": 32},
+    "launch": {"script": "/train.py"},
+}
+CONFIG = {"resources": {"job": {"config": {"spec": SPEC}}}}
+"""Of a Dagster run that trains."""
 
 
 def test_the_code_location_holds_exactly_these_assets_checks_jobs_sensors_and_schedules() -> None:
@@ -120,3 +137,57 @@ def test_jobs_of_the_whole_lakehouse_may_work_on_any_catalog() -> None:
             }
         },
     )
+
+
+def test_the_launchpad_refuses_a_choice_that_there_is_not() -> None:
+    """A misspelt word is told before anything is queued, in every section; the choices are told for completion."""
+    job = defs.resolve_job_def("train_job")
+
+    def configured(mixture: dict[str, str], launch: dict[str, str]) -> None:
+        spec = {**SPEC, "mixture": [{**SPEC["source"], **mixture}], "launch": {**SPEC["launch"], **launch}}
+        dg.validate_run_config(job, {"resources": {"job": {"config": {"spec": spec}}}})
+
+    configured({"follow": "appends"}, {"on": "slurm", "start": "spawn"})
+    for mixture, launch in (({"follow": "apends"}, {}), ({}, {"on": "slrum"}), ({}, {"start": "frok"})):
+        with pytest.raises(dg.DagsterInvalidConfigError, match="not in enum type"):
+            configured(mixture, launch)
+
+
+@pytest.mark.parametrize("of_steps", [True, False])
+def test_dagster_itself_retries_no_run_that_trains(of_steps: bool) -> None:
+    """Also where somebody has turned its retries on for everything: recovery has one owner."""
+    retries = {"enabled": True, "max_retries": 3, "retry_on_asset_or_op_failure": of_steps}
+    with dg.DagsterInstance.ephemeral(settings={"run_retries": retries}) as instance:
+
+        def retried(name: str) -> bool:
+            job, config = defs.resolve_job_def(name), {} if name == "verify_job" else CONFIG
+            state, tags = dg.DagsterRunStatus.FAILURE, job.run_tags
+            run = instance.create_run_for_job(job, run_config=config, status=state, tags=tags)
+            return bool(auto_reexecution_should_retry_run(instance, run, RunFailureReason.RUN_EXCEPTION))
+
+        assert retried("verify_job")
+        assert not retried("train_job")
+        assert not retried("recover_job")
+
+
+def test_the_queue_has_no_limit_of_its_own_and_tags_what_trains() -> None:
+    """Recoveries wait behind no backlog; what *Materialize* in the UI launches has the tags that a job of DLAC's gives."""
+    config = yaml.safe_load(SETTINGS.read_text())["run_coordinator"]["config"]
+    with dg.DagsterInstance.ephemeral() as instance:
+        coordinator = TrainingRunCoordinator(**config)
+        coordinator.register_instance(instance)
+        assert coordinator.get_run_queue_config().max_concurrent_runs == -1
+
+        def tags(asset: str) -> dict[str, str]:
+            job = defs.resolve_implicit_global_asset_job_def().get_subset(asset_selection={dg.AssetKey(asset)})
+            run = instance.create_run_for_job(
+                job,
+                run_config=CONFIG,
+                status=dg.DagsterRunStatus.STARTED,  # nothing is enqueued for a code location that is not there
+                asset_selection=frozenset({dg.AssetKey(asset)}),
+            )
+            found = coordinator.submit_run(SubmitRunContext(run, cast("Any", None))).tags
+            return {name: found[name] for name in ("dlac/run", "dagster/max_retries") if name in found}
+
+        assert tags("model_checkpoint") == {"dlac/run": "r", "dagster/max_retries": "0"}
+        assert tags("work_plan") == {}

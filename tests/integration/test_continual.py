@@ -1,0 +1,176 @@
+"""What is trained again when there is something new, and what waits for a person: the schedule, and the sensor on snapshots."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import pytest
+import yaml
+
+from assets.failures import NO_RECOVERY_TAG, PREEMPTED_TAG, RUN_TAG, STEPPED_ASIDE_TAG
+from dlac_pipeline.recover.due import due
+from dlac_pipeline.spec import JobSpec
+from jobs.continual import continual_training_schedule, new_snapshot_sensor, run_config_of
+from jobs.definitions import defs
+from tests.conftest import Arena, source_rows
+from tests.dagster_runs import dagster_run
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # Dagster's own libraries warn of each other
+
+
+def following(arena: Arena, run: str, **changes: Any) -> JobSpec:
+    """The spec of a run that follows its table, written into the folder of those that are kept going."""
+    spec = arena.spec(run, follow="appends", world_size=1, **changes)
+    folder = arena.home / "jobs"
+    folder.mkdir(exist_ok=True)
+    (folder / f"{run}.yaml").write_text(yaml.safe_dump(spec.model_dump(mode="json", exclude_none=True)))
+    return spec
+
+
+def scheduled(instance: dg.DagsterInstance) -> Any:
+    """What the schedule answers now."""
+    context = dg.build_schedule_context(instance=instance, repository_def=defs.get_repository_def())
+    data = continual_training_schedule.evaluate_tick(context)
+    return data.run_requests or data.skip_message
+
+
+def asked(instance: dg.DagsterInstance) -> Any:
+    """What the sensor answers now."""
+    context = dg.build_sensor_context(instance=instance, repository_def=defs.get_repository_def())
+    data = new_snapshot_sensor.evaluate_tick(context)
+    return [request.run_key for request in data.run_requests or []] or data.skip_message
+
+
+def test_the_schedule_trains_what_is_new_and_says_why_it_does_not(
+    arena: Arena, home: Path, instance: dg.DagsterInstance
+) -> None:
+    """Not begun, trained to the end, appended to, under way, too little for a batch: one answer each, with its reason."""
+    assert "there is no job spec" in scheduled(instance)
+    arena.table()
+    spec = following(arena, "kept-going")
+    [first] = scheduled(instance)
+    assert first.tags[RUN_TAG] == "kept-going"
+    assert first.run_config == run_config_of(spec)
+    arena.train(spec)
+    assert scheduled(instance) == "kept-going: nothing is new in src.t"
+    arena.lakehouse.load("src.t").append(source_rows(2000, 3))
+    [second] = scheduled(instance)
+    assert "went on from snapshot" in second.tags["dlac/why"]
+    under_way = dagster_run(instance, spec, dg.DagsterRunStatus.STARTED)
+    assert scheduled(instance) == f"kept-going is trained by Dagster run {under_way.run_id}"
+    instance.delete_run(under_way.run_id)
+    dagster_run(instance, spec, dg.DagsterRunStatus.SUCCESS, **{"dlac__due": second.tags["dlac/due"]})
+    assert "less than a batch" in scheduled(instance)
+    (home / "jobs" / "broken.toml").write_text("run = 1")
+    assert "is not a valid job spec" in scheduled(instance)
+
+
+def test_the_snapshot_sensor_asks_once_for_each_snapshot(
+    arena: Arena, home: Path, instance: dg.DagsterInstance
+) -> None:
+    """Its run key names the snapshots: what a person cancelled is not asked for again until more is appended."""
+    arena.table()
+    spec = following(arena, "sensed")
+
+    [before] = asked(instance)
+    arena.train(spec, until=8)
+    assert asked(instance) == [before]  # Dagster has seen the key and launches nothing
+    arena.train(spec)
+    assert "nothing is new" in asked(instance)
+    arena.lakehouse.load("src.t").append(source_rows(2000, 100))
+    [after] = asked(instance)
+    assert after != before
+
+
+def test_due_tells_a_run_that_was_left_from_one_that_has_caught_up(arena: Arena) -> None:
+    """A run that died behind a checkpoint has something to train, although no snapshot is new."""
+    arena.table()
+    spec = arena.spec("left", follow="appends", world_size=1)
+    assert due(arena.lakehouse, spec).why == "it has no checkpoint yet"
+    arena.train(spec, until=15)
+    left = due(arena.lakehouse, spec)
+    assert (left.needed, left.why) == (True, "it was left at step 10")
+    arena.train(spec)
+    assert not due(arena.lakehouse, spec).needed
+
+
+ENDED_FOR_GOOD = {
+    "ended with ResumeMismatch": (dg.DagsterRunStatus.FAILURE, {NO_RECOVERY_TAG: "ResumeMismatch"}),
+    "was cancelled by a person": (dg.DagsterRunStatus.CANCELED, {}),
+    "NoProgress": (dg.DagsterRunStatus.FAILURE, {"dlac/head": "unknown", "dlac/recoveries_in_a_row": "3"}),
+}
+"""How the schedule says it: a state, and the tags that tell it."""
+
+
+@pytest.mark.parametrize("why", ENDED_FOR_GOOD)
+def test_what_ended_for_good_waits_for_an_append(
+    arena: Arena, home: Path, instance: dg.DagsterInstance, why: str
+) -> None:
+    """Neither schedule nor sensor asks again, although the run had trained on; the Dagster run and the way out are named."""
+    arena.table()
+    spec = following(arena, "ends")
+    [request] = scheduled(instance)
+    arena.train(spec, until=15)
+    status, tags = ENDED_FOR_GOOD[why]
+    if "dlac/head" in tags:
+        tags = {**tags, "dlac/head": str(arena.head(spec.run))}
+    ended = dagster_run(instance, spec, status, **{**request.tags, **tags})
+    said = scheduled(instance)
+    assert said.startswith(f"ends: it was left at step 10, but Dagster run {ended.run_id} ")
+    assert why in said
+    assert "it goes on when something is appended" in said
+    assert asked(instance) == said
+    arena.lakehouse.load("src.t").append(source_rows(2000, 100))
+    [again] = scheduled(instance)
+    assert again.tags["dlac/due"] != request.tags["dlac/due"]
+
+
+def test_a_recovery_that_was_given_up_speaks_for_the_run_that_it_recovers(
+    arena: Arena, home: Path, instance: dg.DagsterInstance
+) -> None:
+    """Recoveries do not carry what was due, and one that stepped aside says nothing; a run that heals is asked for as before."""
+    arena.table()
+    spec = following(arena, "recovers")
+    [request] = scheduled(instance)
+    dagster_run(instance, spec, dg.DagsterRunStatus.FAILURE, **request.tags)
+    [again] = scheduled(instance)
+    assert again.tags == request.tags
+    for _ in range(25):  # more than one page
+        dagster_run(instance, spec, dg.DagsterRunStatus.FAILURE, "recover_job")
+    arena.train(spec, until=15)
+    gave_up = dagster_run(
+        instance, spec, dg.DagsterRunStatus.FAILURE, "recover_job", **{NO_RECOVERY_TAG: "NoSuchColumn"}
+    )
+    dagster_run(instance, spec, dg.DagsterRunStatus.SUCCESS, "recover_job", **{STEPPED_ASIDE_TAG: "Fenced"})
+    assert f"Dagster run {gave_up.run_id} ended with NoSuchColumn" in scheduled(instance)
+    preempted = dagster_run(instance, spec, dg.DagsterRunStatus.CANCELED, **{PREEMPTED_TAG: "SIGTERM"})
+    assert [one.tags[RUN_TAG] for one in scheduled(instance)] == ["recovers"]
+    instance.delete_run(preempted.run_id)
+    assert "NoSuchColumn" in scheduled(instance)
+    dagster_run(instance, spec, dg.DagsterRunStatus.SUCCESS)  # somebody launched train_job
+    assert [one.tags[RUN_TAG] for one in scheduled(instance)] == ["recovers"]
+
+
+def test_a_mended_spec_or_script_is_tried_again(arena: Arena, home: Path, instance: dg.DagsterInstance) -> None:
+    """Without an append; and what was trained until too little was left for a batch goes on with a smaller one."""
+    arena.table()
+    script = home / "train.py"
+    script.write_text("raise ValueError")
+    spec = following(arena, "mended", script=str(script))
+    [request] = scheduled(instance)
+    before = asked(instance)
+    dagster_run(instance, spec, dg.DagsterRunStatus.FAILURE, **{**request.tags, NO_RECOVERY_TAG: "SpecInvalid"})
+    assert "ended with SpecInvalid" in scheduled(instance)
+    script.write_text("pass")
+    [request] = scheduled(instance)
+    assert asked(instance) != before
+    dagster_run(instance, spec, dg.DagsterRunStatus.SUCCESS, **request.tags)
+    assert "less than a batch" in scheduled(instance)
+    following(arena, "mended", script=str(script), batch_size=16)
+    [smaller] = scheduled(instance)
+    dagster_run(instance, spec, dg.DagsterRunStatus.CANCELED, **smaller.tags)
+    assert "was cancelled by a person" in scheduled(instance)
+    following(arena, "mended", script=str(script))
+    assert "it has no checkpoint yet" in scheduled(instance)  # as it was before: that was trained
