@@ -1,8 +1,9 @@
-"""Alerts about training runs, by Dagster's own sensors: to the log, or as JSON to a command that you name.
+"""Alerts about DLAC's runs, by Dagster's own sensors: to the log, or as JSON to a command that you name.
 
 `dlac_alerts()` makes them for your own `Definitions`, with a function of yours in the place of the command if you like. The
 pattern is that of Dagster's `make_slack_on_run_failure_sensor`. Hooks of a job would run in the process of the run, and say
-nothing when that is killed: hence sensors.
+nothing when that is killed: hence sensors. Each looks at one ended run per tick and sends at most one alert about it, so that a
+tick either sent what it had to, or failed and is done again as a whole: nothing is lost, and nothing is told twice.
 """
 
 from __future__ import annotations
@@ -10,24 +11,34 @@ from __future__ import annotations
 import json
 import logging
 import subprocess
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import dagster as dg
 
-from assets.failures import NO_RECOVERY_TAG, RUN_TAG, STEPPED_ASIDE_TAG
+from assets.failures import NO_RECOVERY_TAG, RUN_TAG, STEPPED_ASIDE_TAG, tag_of
 from catalog.errors import TrainingFailed
 from jobs.recovery import RECOVERS_TAG, recovery_of
 from jobs.rehearse import rehearse_job
-from jobs.settings import read_settings
-from jobs.train import recover_job, train_job
+from jobs.settings import read_settings, settings_or_defaults
+from jobs.train import recover_job
+from jobs.training_runs import training_run_of, trains
 from jobs.upkeep import upkeep_job
 from jobs.verify import verify_job
 
 Kind = Literal["recovering", "gave_up", "failed", "recovered", "succeeded", "check_failed"]
-_TRAINING = (train_job.name, recover_job.name)
-_CHECKS_AT_A_TIME = 50
+_BESIDE_TRAINING = (upkeep_job.name, verify_job.name, rehearse_job.name)
+_TRIES = 3
+_TICK_S = 50.0
+"""Dagster gives up a tick after 60 seconds; it would be done again, and what it had sent with it."""
+_HELD_S = 3600.0
+"""For so long after its run ended an alert that nobody takes is tried in tick after tick; those behind it wait."""
+
+
+class AlertUnsent(dg.DagsterError):
+    """An alert could not be sent yet. Of all errors only Dagster's own fail the tick and leave the cursor of a sensor on runs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,18 +62,17 @@ def send_by_settings(alert: Alert, log: logging.Logger) -> None:
     """Log an alert, and give it to the command of orchestration.toml if one is named.
 
     Raises:
-        TrainingFailed: the command cannot be run, fails, or takes too long: the sensor's tick says so.
+        SpecInvalid: orchestration.toml is not valid.
+        TrainingFailed: the command cannot be run, fails, or takes too long.
     """
     levels = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
     log.log(levels[alert.severity], f"{alert.kind}: {alert.run or alert.job}: {alert.message}")
     settings = read_settings().alerts
     if not settings.command:
         return
-    text = json.dumps(asdict(alert))
+    text, timeout_s = json.dumps(asdict(alert)), min(settings.timeout_s, _TICK_S)
     try:
-        subprocess.run(
-            settings.command, input=text, text=True, capture_output=True, timeout=settings.timeout_s, check=True
-        )
+        subprocess.run(settings.command, input=text, text=True, capture_output=True, timeout=timeout_s, check=True)
     except (OSError, subprocess.SubprocessError) as err:
         said = getattr(err, "stderr", None)
         raise TrainingFailed(f"expected {settings.command!r} to take an alert, found {err} {said or ''}") from err
@@ -75,102 +85,154 @@ def dlac_alerts(
     prefix: str = "dlac",
     default_status: dg.DefaultSensorStatus = dg.DefaultSensorStatus.STOPPED,
 ) -> list[dg.SensorDefinition]:
-    """Sensors that send alerts of these kinds: on runs that failed, on runs that succeeded, and on failed asset checks."""
-    watched: list[Any] = [train_job, recover_job, upkeep_job, verify_job, rehearse_job]
+    """Sensors that send alerts of these kinds: on runs that failed, on runs that succeeded, and on the checks of either.
 
-    @dg.run_failure_sensor(
-        name=f"{prefix}_failure_alerts",
-        monitored_jobs=watched,
-        default_status=default_status,
-        minimum_interval_seconds=5,
-        description="Tells of runs that failed: whether they are being recovered, or need a person.",
-    )
-    def failures(context: dg.RunFailureSensorContext) -> None:
-        alert = _of_failure(context)
-        if alert.kind in kinds:
-            send(alert, context.log)
+    They look at all runs of the code location that they are in, and tell of those that train and of DLAC's other jobs. What
+    `send` raises means that the alert was not taken: it is called again.
+    """
 
-    @dg.run_status_sensor(
-        name=f"{prefix}_success_alerts",
-        run_status=dg.DagsterRunStatus.SUCCESS,
-        monitored_jobs=watched,
-        default_status=default_status,
-        minimum_interval_seconds=5,
-        description="Tells of training runs that were recovered, and of others that ended well if that is asked for.",
-    )
-    def successes(context: dg.RunStatusSensorContext) -> None:
-        alert = _of_success(context.dagster_run)
-        if alert is not None and alert.kind in kinds:
-            send(alert, context.log)
+    def sensor(
+        name: str, status: dg.DagsterRunStatus, alert_of: Callable[[dg.RunStatusSensorContext], Alert | None], says: str
+    ) -> dg.SensorDefinition:
+        @dg.run_status_sensor(
+            name=f"{prefix}_{name}",
+            run_status=status,
+            default_status=default_status,
+            minimum_interval_seconds=5,
+            description=says,
+        )
+        def told(context: dg.RunStatusSensorContext) -> dg.SkipReason:
+            return _told(context, alert_of, kinds, send)
 
-    @dg.sensor(
-        name=f"{prefix}_check_alerts",
-        default_status=default_status,
-        minimum_interval_seconds=5,
-        description="Tells of asset checks that failed.",
-    )
-    def checks(context: dg.SensorEvaluationContext) -> dg.SensorResult:
-        return _look_at_checks(context, send)
+        return told
 
-    sensors = [failures, successes]
-    return [*sensors, checks] if "check_failed" in kinds else sensors
+    failed, succeeded = dg.DagsterRunStatus.FAILURE, dg.DagsterRunStatus.SUCCESS
+    sensors = [
+        sensor(
+            "failure_alerts",
+            failed,
+            _of_failure,
+            "Tells of runs that failed: whether they are being recovered, or need a person.",
+        ),
+        sensor(
+            "success_alerts",
+            succeeded,
+            _of_success,
+            "Tells of training runs that were recovered, and of others that ended well if that is asked for.",
+        ),
+    ]
+    if "check_failed" in kinds:
+        says = "Tells of the asset checks that did not hold in runs that"
+        sensors += [
+            sensor("check_alerts", succeeded, _of_checks, f"{says} ended well."),
+            sensor("failed_run_check_alerts", failed, _of_checks, f"{says} failed."),
+        ]
+    return sensors
 
 
-def _of_failure(context: dg.RunFailureSensorContext) -> Alert:
-    dead = context.dagster_run
-    errors = [event.event_specific_data.error for event in context.get_step_failure_events()]  # type: ignore[union-attr]  # step failures have it
+def _told(
+    context: dg.RunStatusSensorContext,
+    alert_of: Callable[[dg.RunStatusSensorContext], Alert | None],
+    kinds: Sequence[Kind],
+    send: Send,
+) -> dg.SkipReason:
+    """Send the alert about an ended run, if there is one. A reason, whatever it says, ends the tick: the next run has its own.
+
+    Raises:
+        AlertUnsent: nobody took it; the next tick tries again.
+    """
+    began, run = time.monotonic(), context.dagster_run
+    if not (trains(run) or run.job_name in _BESIDE_TRAINING):
+        return dg.SkipReason(f"run {run.run_id} of {run.job_name} is none of DLAC's")
+    try:
+        alert = alert_of(context)
+        if alert is None or alert.kind not in kinds:
+            return dg.SkipReason(f"there is nothing to tell of run {run.run_id}")
+        _send_until(began, send, alert, context.log)
+    except Exception as err:
+        if _ended_s_ago(context) < _HELD_S:
+            raise AlertUnsent(
+                f"run {run.run_id} is tried again at the next tick, and those behind it wait: {err}"
+            ) from err
+        context.log.exception(f"nobody could be told of run {run.run_id}")
+        return dg.SkipReason(f"gave up to tell of run {run.run_id}: {err}")
+    return dg.SkipReason(f"told of run {run.run_id}: {alert.kind}")
+
+
+def _send_until(began: float, send: Send, alert: Alert, log: logging.Logger) -> None:
+    """Send an alert, with a few tries; none begins that could outlast the tick, which began at that monotonic time."""
+    import tenacity  # not by the process of each run
+
+    longest_s = settings_or_defaults(log).alerts.timeout_s
+
+    def enough(state: tenacity.RetryCallState) -> bool:
+        no_time_left = time.monotonic() + state.upcoming_sleep + longest_s > began + _TICK_S
+        return state.attempt_number >= _TRIES or no_time_left
+
+    tenacity.Retrying(
+        wait=tenacity.wait_exponential(multiplier=0.5, max=5.0),
+        stop=enough,
+        before_sleep=tenacity.before_sleep_log(log, logging.WARNING),
+        reraise=True,
+    )(send, alert, log)
+
+
+def _ended_s_ago(context: dg.RunStatusSensorContext) -> float:
+    record = context.instance.get_run_record_by_id(context.dagster_run.run_id)
+    return float("inf") if record is None or record.end_time is None else time.time() - record.end_time
+
+
+def _of_failure(context: dg.RunStatusSensorContext) -> Alert:
+    dead, failed = context.dagster_run, context.for_run_failure()
+    errors = [event.event_specific_data.error for event in failed.get_step_failure_events()]  # type: ignore[union-attr]  # step failures have it
     said = next((str(error.cause or error).strip().splitlines()[0] for error in errors if error), "")
-    message = said or context.failure_event.message or "it failed"
-    kind: Kind = "failed"
-    if dead.job_name in _TRAINING:
-        found = recovery_of(context.instance, dead, noticed_by="alerts", log=context.log)
-        requested = context.instance.get_runs(dg.RunsFilter(tags={RECOVERS_TAG: dead.run_id}), limit=1)
-        heals = bool(requested) or isinstance(found, dg.RunRequest)
-        kind = "recovering" if heals else "gave_up"
-        if not heals and isinstance(found, dg.SkipReason) and NO_RECOVERY_TAG not in dead.tags:
-            message = f"{message} ({found.skip_message})"
-    return _alert(dead, kind, message, "warning" if kind == "recovering" else "error")
+    message = said or failed.failure_event.message or "it failed"
+    if not trains(dead):
+        return _alert(dead, "failed", message, "error")
+    found = recovery_of(context.instance, dead, noticed_by="alerts", log=context.log)
+    requested = context.instance.get_runs(dg.RunsFilter(tags={RECOVERS_TAG: dead.run_id}), limit=1)
+    if requested or isinstance(found, dg.RunRequest):
+        return _alert(dead, "recovering", message, "warning")
+    if not tag_of(dead, NO_RECOVERY_TAG):
+        message = f"{message} ({found.skip_message})"
+    return _alert(dead, "gave_up", message, "error")
 
 
-def _of_success(ended: dg.DagsterRun) -> Alert | None:
-    if STEPPED_ASIDE_TAG in ended.tags:
+def _of_success(context: dg.RunStatusSensorContext) -> Alert | None:
+    ended = context.dagster_run
+    if tag_of(ended, STEPPED_ASIDE_TAG):
         return None
     if ended.job_name == recover_job.name:
-        return _alert(ended, "recovered", f"goes on for Dagster run {ended.tags.get(RECOVERS_TAG, '')}", "info")
+        before = tag_of(ended, RECOVERS_TAG) or ended.parent_run_id or "that died"
+        return _alert(ended, "recovered", f"goes on for Dagster run {before}", "info")
     return _alert(ended, "succeeded", "ended well", "info")
+
+
+def _of_checks(context: dg.RunStatusSensorContext) -> Alert | None:
+    """One alert for all checks that did not hold in a run, with the severity of the worst; those of other runs are not asked for.
+
+    Read from the run's own log: across runs Dagster's default storage, which has a database for each, cannot be asked.
+    """
+    entries = context.instance.all_logs(context.dagster_run.run_id, of_type=dg.DagsterEventType.ASSET_CHECK_EVALUATION)
+    answers: list[Any] = [entry.dagster_event.event_specific_data for entry in entries if entry.dagster_event]
+    last = {(answer.asset_key, answer.check_name): answer for answer in answers}  # of a step that was tried again
+    failed = [answer for answer in last.values() if not answer.passed]
+    if not failed:
+        return None
+    said = [
+        f"{each.check_name} of {each.asset_key.to_user_string()}: {each.description or 'it does not hold'}"
+        for each in failed
+    ]
+    error = any(each.severity == dg.AssetCheckSeverity.ERROR for each in failed)
+    return _alert(context.dagster_run, "check_failed", "; ".join(said), "error" if error else "warning")
 
 
 def _alert(run: dg.DagsterRun, kind: Kind, message: str, severity: Literal["info", "warning", "error"]) -> Alert:
     return Alert(
         kind=kind,
-        run=run.tags.get(RUN_TAG, ""),
+        run=training_run_of(run) or run.tags.get(RUN_TAG, ""),
         job=run.job_name,
         dagster_run=run.run_id,
         message=message,
         severity=severity,
     )
-
-
-def _look_at_checks(context: dg.SensorEvaluationContext, send: Send) -> dg.SensorResult:
-    """Tell of the checks that failed since the last look; the first look tells of none that were before it."""
-    kind = dg.DagsterEventType.ASSET_CHECK_EVALUATION
-    if context.cursor is None:
-        newest = context.instance.get_event_records(dg.EventRecordsFilter(kind), limit=1)
-        cursor = str(newest[0].storage_id if newest else 0)
-        return dg.SensorResult(skip_reason=dg.SkipReason("tells of checks from now on"), cursor=cursor)
-    records = context.instance.get_event_records(
-        dg.EventRecordsFilter(kind, after_cursor=int(context.cursor)), limit=_CHECKS_AT_A_TIME, ascending=True
-    )
-    failed = 0
-    for record in records:
-        event = record.event_log_entry.dagster_event
-        evaluation: Any = None if event is None else event.event_specific_data
-        run = context.instance.get_run_by_id(record.run_id)
-        if evaluation is None or evaluation.passed or run is None:
-            continue
-        failed += 1
-        severity = "warning" if evaluation.severity == dg.AssetCheckSeverity.WARN else "error"
-        message = f"{evaluation.check_name} of {evaluation.asset_key.to_user_string()}: {evaluation.description or ''}"
-        send(_alert(run, "check_failed", message, severity), context.log)  # type: ignore[arg-type]  # one of the two
-    cursor = str(records[-1].storage_id) if records else context.cursor
-    return dg.SensorResult(skip_reason=dg.SkipReason(f"{failed} of {len(records)} checks failed"), cursor=cursor)

@@ -57,7 +57,9 @@ class AlertSettings(_Section):
         default_factory=list,
         description="Program and arguments that are given each alert, as JSON on standard input; empty: alerts are only logged.",
     )
-    timeout_s: float = Field(default=30.0, description="Seconds that it may take.", gt=0)
+    timeout_s: float = Field(
+        default=30.0, description="Seconds that it may take; 50 at most, as a tick of Dagster's may take 60.", gt=0
+    )
 
 
 class Settings(_Section):

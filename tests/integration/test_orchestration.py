@@ -17,7 +17,7 @@ import psutil
 import pytest
 from dagster._core.events import EngineEventData
 
-from assets.failures import NO_RECOVERY_TAG, OUTAGE_TAG, PREEMPTED_TAG, RUN_TAG
+from assets.failures import OUTAGE_TAG, PREEMPTED_TAG, RUN_TAG
 from assets.heartbeat import Heartbeat
 from catalog.commits import claim
 from catalog.errors import SpecInvalid
@@ -25,7 +25,6 @@ from catalog.ledger import Ledger
 from dlac_pipeline.checkpoint.listing import list_checkpoints
 from dlac_pipeline.recover.run_lock import lock_path, run_lock
 from dlac_pipeline.recover.signs import signs_of
-from jobs.alerts import Alert, dlac_alerts
 from jobs.definitions import defs
 from jobs.lost import lost_run_sensor
 from jobs.recovery import recovery_of
@@ -185,29 +184,6 @@ def test_recoveries_that_find_the_catalog_away_do_not_count(
     given_up = requested(**died_of, **{**tags, "dlac__recoveries_in_a_row": str(limit)})
     assert isinstance(given_up, dg.SkipReason)
     assert "NoProgress" in str(given_up.skip_message)
-
-
-def test_alerts_tell_what_heals_by_itself_from_what_needs_a_person(
-    arena: Arena, home: Path, instance: dg.DagsterInstance
-) -> None:
-    """A run that died is a warning, one that would die again an error; the command gets both as JSON."""
-    arena.table()
-    spec = arena.spec("alerting", world_size=1)
-    (home / FILE).write_text(f'[alerts]\ncommand = ["sh", "-c", "cat >> {home}/alerts; echo >> {home}/alerts"]\n')
-    failures = dlac_alerts()[0]
-    died = dagster_run(instance, spec, dg.DagsterRunStatus.FAILURE)
-    hopeless = dagster_run(
-        instance, spec, dg.DagsterRunStatus.FAILURE, **{NO_RECOVERY_TAG.replace("/", "__"): "Fenced"}
-    )
-    for run in (died, hopeless):
-        event = instance.report_run_failed(run, message="it died")
-        failures(dg.build_run_status_sensor_context(failures.name, event, instance, run))
-    alerts = [Alert(**json.loads(line)) for line in (home / "alerts").read_text().splitlines()]
-    assert [(alert.kind, alert.severity, alert.run) for alert in alerts] == [
-        ("recovering", "warning", "alerting"),
-        ("gave_up", "error", "alerting"),
-    ]
-    assert [alert.message for alert in alerts] == ["it died"] * 2
 
 
 def test_the_verify_job_finds_damage_and_records_it(arena: Arena, home: Path, instance: dg.DagsterInstance) -> None:

@@ -21,7 +21,13 @@ from jobs.local_dagster import SETTINGS
 from jobs.training_runs import raw_spec_of
 
 ON = ("recovery_sensor", "preemption_sensor", "lost_run_sensor")
-OFF_SENSORS = ("new_snapshot_sensor", "dlac_failure_alerts", "dlac_success_alerts", "dlac_check_alerts")
+OFF_SENSORS = (
+    "new_snapshot_sensor",
+    "dlac_failure_alerts",
+    "dlac_success_alerts",
+    "dlac_check_alerts",
+    "dlac_failed_run_check_alerts",
+)
 SCHEDULES = {
     "continual_training_schedule": "train_job",
     "ledger_maintenance_schedule": "upkeep_job",

@@ -1,0 +1,272 @@
+"""What the alert sensors send: of which runs, on which storages, and what becomes of an alert that is not taken."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import pytest
+from dagster._core.events import DagsterEvent
+
+from assets.failures import NO_RECOVERY_TAG, RUN_TAG, STEPPED_ASIDE_TAG
+from dlac_pipeline.spec import JobSpec
+from jobs import alerts
+from jobs.alerts import Alert, AlertUnsent, dlac_alerts
+from jobs.continual import run_config_of
+from jobs.definitions import defs
+from jobs.settings import FILE
+from jobs.training_runs import MODEL
+from tests.conftest import Arena
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # Dagster's own libraries warn of each other
+CONSOLIDATED = {"module": "dagster._core.storage.event_log", "class": "ConsolidatedSqliteEventLogStorage"}
+
+
+@pytest.fixture(params=["sharded", "consolidated"])
+def instance(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[dg.DagsterInstance]:
+    """A Dagster instance with a database for each run, as by default, and one with a database for all, as PostgreSQL is."""
+    folder = tmp_path / "dagster"
+    folder.mkdir()
+    settings: dict[str, Any] = {"telemetry": {"enabled": False}}
+    if request.param == "consolidated":
+        settings["event_log_storage"] = {**CONSOLIDATED, "config": {"base_dir": str(folder)}}
+    with dg.DagsterInstance.local_temp(str(folder), overrides=settings) as made:
+        assert made.event_log_storage.is_run_sharded == (request.param == "sharded")
+        yield made
+
+
+@pytest.fixture
+def home(arena: Arena) -> Path:
+    """The arena's folder, as $DLAC_HOME."""
+    arena.monkeypatch.setenv("DLAC_HOME", str(arena.home))
+    return arena.home
+
+
+class Pager:
+    """Takes alerts; or refuses so many of them first."""
+
+    def __init__(self) -> None:
+        self.refuses, self.asked = 0, 0
+        self.taken: list[Alert] = []
+
+    def __call__(self, alert: Alert, log: logging.Logger) -> None:
+        """As a function given to `dlac_alerts`."""
+        self.asked += 1
+        if self.asked <= self.refuses:
+            raise ConnectionError("nobody answers")
+        self.taken.append(alert)
+
+    @property
+    def told(self) -> list[tuple[str, str]]:
+        """Kind and training run of what was taken."""
+        return [(alert.kind, alert.run) for alert in self.taken]
+
+
+@dataclass
+class Watch:
+    """A sensor that is evaluated as the daemon does it: a tick that fails leaves the cursor."""
+
+    sensor: dg.SensorDefinition
+    instance: dg.DagsterInstance
+    cursor: str | None = None
+
+    def __post_init__(self) -> None:
+        self.tick()
+
+    def tick(self) -> str | None:
+        """One evaluation; the reason that it gave."""
+        repository = defs.get_repository_def()
+        context = dg.build_sensor_context(instance=self.instance, cursor=self.cursor, repository_def=repository)
+        data = self.sensor.evaluate_tick(context)
+        self.cursor = data.cursor
+        return data.skip_message
+
+
+def watched(instance: dg.DagsterInstance, name: str, send: alerts.Send) -> Watch:
+    """One of the sensors, by the end of its name."""
+    return Watch(next(each for each in dlac_alerts(send) if each.name == f"dlac_{name}"), instance)
+
+
+def begun(
+    instance: dg.DagsterInstance,
+    spec: JobSpec | None,
+    job: str = "train_job",
+    tags: dict[str, str] | None = None,
+    **of: Any,
+) -> dg.DagsterRun:
+    """A run that is under way."""
+    return instance.create_run_for_job(
+        defs.get_repository_def().get_job(job),
+        run_config=None if spec is None else run_config_of(spec),
+        status=dg.DagsterRunStatus.STARTED,
+        tags=tags,
+        **of,
+    )
+
+
+def evaluated(instance: dg.DagsterInstance, run: dg.DagsterRun, check: str, **answer: Any) -> None:
+    """A check of the model answers in a run."""
+    evaluation = dg.AssetCheckEvaluation(asset_key=MODEL, check_name=check, metadata={}, **answer)
+    kind = dg.DagsterEventType.ASSET_CHECK_EVALUATION.value
+    instance.report_dagster_event(DagsterEvent(kind, run.job_name, event_specific_data=evaluation), run.run_id)
+
+
+def ended_well(instance: dg.DagsterInstance, run: dg.DagsterRun) -> None:
+    """The run succeeds."""
+    kind = dg.DagsterEventType.RUN_SUCCESS.value
+    instance.report_dagster_event(DagsterEvent(kind, run.job_name), run.run_id)
+
+
+def another_teams(instance: dg.DagsterInstance, *, dies: bool = False) -> None:
+    """A run of the same location that has nothing to do with DLAC; its check does not hold, and it may die of it."""
+
+    @dg.asset
+    def other_teams_table() -> None: ...
+
+    @dg.asset_check(asset=other_teams_table)
+    def fresh() -> dg.AssetCheckResult:
+        return dg.AssetCheckResult(passed=False, description="stale")
+
+    @dg.asset(deps=[other_teams_table])
+    def fragile() -> None:
+        if dies:
+            raise RuntimeError("theirs")
+
+    dg.materialize([other_teams_table, fresh, fragile], instance=instance, raise_on_error=False)
+
+
+def test_alerts_tell_what_heals_by_itself_from_what_needs_a_person(
+    arena: Arena, home: Path, instance: dg.DagsterInstance
+) -> None:
+    """A run that died is a warning, one that would die again an error; the command gets both as JSON."""
+    arena.table()
+    spec = arena.spec("alerting", world_size=1)
+    (home / FILE).write_text(f'[alerts]\ncommand = ["sh", "-c", "cat >> {home}/alerts; echo >> {home}/alerts"]\n')
+    failures = dlac_alerts()[0]
+    died = begun(instance, spec)
+    hopeless = begun(instance, spec, tags={NO_RECOVERY_TAG: "Fenced"})
+    for run in (died, hopeless):
+        event = instance.report_run_failed(run, message="it died")
+        failures(dg.build_run_status_sensor_context(failures.name, event, instance, run))
+    alerts = [Alert(**json.loads(line)) for line in (home / "alerts").read_text().splitlines()]
+    assert [(alert.kind, alert.severity, alert.run) for alert in alerts] == [
+        ("recovering", "warning", "alerting"),
+        ("gave_up", "error", "alerting"),
+    ]
+    assert [alert.message for alert in alerts] == ["it died"] * 2
+
+
+def test_failed_checks_are_told_of_on_any_storage_and_only_those_of_our_runs(
+    arena: Arena, home: Path, instance: dg.DagsterInstance
+) -> None:
+    """One alert for a run, with its worst severity, whether it ended well or failed; other teams' checks are theirs."""
+    pager = Pager()
+    well, badly = (watched(instance, name, pager) for name in ("check_alerts", "failed_run_check_alerts"))
+    another_teams(instance)
+    another_teams(instance, dies=True)
+    spec, warn = arena.spec("checked", world_size=1), dg.AssetCheckSeverity.WARN
+    trained, died, rehearsed = begun(instance, spec), begun(instance, spec), begun(instance, None, "rehearse_job")
+    evaluated(instance, trained, "no_missing_rows", passed=True)
+    evaluated(instance, trained, "checkpoint_restorable", passed=False, severity=warn, description="away")
+    evaluated(instance, trained, "consumption_exact", passed=False, description="3 contradictions")
+    evaluated(instance, died, "no_missing_rows", passed=False, description="tried again")
+    evaluated(instance, died, "no_missing_rows", passed=True)
+    evaluated(instance, died, "checkpoint_restorable", passed=False, severity=warn)
+    evaluated(instance, rehearsed, "rehearsal_identical", passed=False, description="differs")
+    ended_well(instance, trained)
+    ended_well(instance, rehearsed)
+    instance.report_run_failed(died)
+    assert "none of DLAC's" in str(well.tick())
+    assert "none of DLAC's" in str(badly.tick())
+    assert not pager.taken
+    for _ in range(3):
+        well.tick()
+        badly.tick()
+    both = "checkpoint_restorable of model_checkpoint: away; consumption_exact of model_checkpoint: 3 contradictions"
+    assert [(alert.dagster_run, alert.severity, alert.message) for alert in pager.taken] == [
+        (trained.run_id, "error", both),
+        (died.run_id, "warning", "checkpoint_restorable of model_checkpoint: it does not hold"),
+        (rehearsed.run_id, "error", "rehearsal_identical of model_checkpoint: differs"),
+    ]
+    assert {alert.kind for alert in pager.taken} == {"check_failed"}
+
+
+def test_an_alert_that_is_not_taken_is_tried_again_and_holds_its_place(
+    arena: Arena, home: Path, instance: dg.DagsterInstance, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Refused once it is sent in the same tick; refused for longer the tick fails, and the next one sends it first."""
+    pager = Pager()
+    watch = watched(instance, "failure_alerts", pager)
+
+    def fails(name: str) -> None:
+        hopeless = begun(instance, arena.spec(name, world_size=1), tags={NO_RECOVERY_TAG: "NoProgress"})
+        instance.report_run_failed(hopeless, message="it died")
+
+    fails("refused-once")
+    pager.refuses = 1
+    watch.tick()
+    assert pager.told == [("gave_up", "refused-once")]
+    fails("refused")
+    fails("behind-it")
+    pager.asked, pager.refuses = 0, 4
+    with pytest.raises(AlertUnsent, match="nobody answers"):
+        watch.tick()
+    assert pager.asked == 3
+    watch.tick()
+    watch.tick()
+    assert [run for _, run in pager.told] == ["refused-once", "refused", "behind-it"]
+    fails("nobody-wants-it")
+    pager.asked, pager.refuses = 0, 3
+    monkeypatch.setattr(alerts, "_HELD_S", 0.0)
+    assert "gave up to tell" in str(watch.tick())
+    fails("after-it")
+    watch.tick()
+    assert pager.told[3:] == [("gave_up", "after-it")]
+
+
+def test_no_try_begins_that_could_outlast_the_tick(arena: Arena, home: Path, instance: dg.DagsterInstance) -> None:
+    """A command that may take nearly all of a tick is run once in it, and again in the next one."""
+    refusing = 'cat > /dev/null; echo tried >> "$0"; exit 1'
+    (home / FILE).write_text(f"[alerts]\ntimeout_s = 50\ncommand = ['sh', '-c', '{refusing}', '{home}/tries']\n")
+    watch = watched(instance, "failure_alerts", alerts.send_by_settings)
+    instance.report_run_failed(begun(instance, arena.spec("slow", world_size=1), tags={NO_RECOVERY_TAG: "Fenced"}))
+    for tries in (1, 2):
+        with pytest.raises(AlertUnsent, match="to take an alert"):
+            watch.tick()
+        assert (home / "tries").read_text().count("tried") == tries
+
+
+def test_runs_that_train_are_told_of_whatever_their_job(arena: Arena, home: Path, instance: dg.DagsterInstance) -> None:
+    """*Materialize* in the UI launches the job of all assets; other assets of it, and other teams' runs, are skipped."""
+    pager = Pager()
+    watch = watched(instance, "failure_alerts", pager)
+    spec = arena.spec("materialized", world_size=1)
+    another_teams(instance, dies=True)
+    for asset in (MODEL, dg.AssetKey("pinned_snapshot")):
+        chosen = begun(instance, spec, "__ASSET_JOB", asset_selection=frozenset({asset}))
+        instance.report_run_failed(chosen, message="it died")
+    instance.report_run_failed(begun(instance, None, "verify_job"), message="damage")
+    said = [str(watch.tick()) for _ in range(4)]
+    assert ["none of DLAC's" in each for each in said] == [True, False, True, False]
+    assert pager.told == [("recovering", "materialized"), ("failed", "")]
+
+
+def test_what_a_re_executed_run_inherited_is_not_its_own(
+    arena: Arena, home: Path, instance: dg.DagsterInstance
+) -> None:
+    """A run that stepped aside is not told of; started again by a person, with its tags, it is, when it has recovered."""
+    pager = Pager()
+    watch = watched(instance, "success_alerts", pager)
+    spec, tags = arena.spec("again", world_size=1), {STEPPED_ASIDE_TAG: "live", RUN_TAG: "again"}
+    aside = begun(instance, spec, "recover_job", tags)
+    again = begun(instance, spec, "recover_job", tags, parent_run_id=aside.run_id, root_run_id=aside.run_id)
+    for run in (aside, again):
+        ended_well(instance, run)
+        watch.tick()
+    assert [(alert.kind, alert.dagster_run) for alert in pager.taken] == [("recovered", again.run_id)]
+    assert aside.run_id in pager.taken[0].message
