@@ -1,4 +1,7 @@
-"""Signs of life of the process of a Dagster run, for a sensor that finds runs whose process is gone.
+"""Signs of life of the process of a Dagster run, for a sensor that finds runs whose process is gone; and its ear.
+
+Dagster interrupts a run's process through the code server that started it. Where that one is dead, the process learns from the
+run's own status, which it reads at each beat, that the run is to end or has been ended.
 
 They are kept in Dagster's key-value storage, which all its processes share: run tags are no place for them, because Dagster
 writes all tags of a run at once, and two writers can lose each other's.
@@ -10,6 +13,7 @@ import json
 import logging
 import os
 import secrets
+import signal
 import socket
 import threading
 from collections.abc import Iterable
@@ -20,6 +24,10 @@ import dagster as dg
 import psutil
 
 BEAT_EVERY_S = 5.0
+_HEARD_AFTER_BEATS = 2
+"""Dagster's own interruption is to come first: a second one would kill the trainer at its last checkpoint."""
+_TO_END = (dg.DagsterRunStatus.CANCELING, dg.DagsterRunStatus.CANCELED, dg.DagsterRunStatus.FAILURE)
+"""Of a run whose process is here and beats: somebody else has said so."""
 _log = logging.getLogger(__name__)
 
 
@@ -52,10 +60,13 @@ class Heartbeat:
     """Beats for a run from now on, in the name of a process, until it is closed or this process dies."""
 
     def __init__(self, instance: dg.DagsterInstance, run_id: str, *, process: psutil.Process | None = None) -> None:
-        """`process` is the one that is to be looked for; unset: this one."""
+        """`process` is the one that is to be looked for; unset: this one, which is interrupted when the run is to end."""
         self._instance = instance
         self._run_id = run_id
         self._process = process or psutil.Process()
+        self._interrupted = process is not None
+        """Whether this process has been interrupted, or is none of the run's: it is not to be interrupted any more."""
+        self._seen_to_end = 0
         self._closed = threading.Event()
         self._beat()
         self._thread = threading.Thread(target=self._keep_beating, name="heartbeat", daemon=True)
@@ -66,17 +77,33 @@ class Heartbeat:
         self._closed.set()
         self._thread.join()
 
+    def was_interrupted(self) -> None:
+        """Be told that this process has been interrupted, and is on its way to the end."""
+        self._interrupted = True
+
     def _keep_beating(self) -> None:
         while not self._closed.wait(BEAT_EVERY_S):
             try:
                 self._beat()
+                self._listen()
             except Exception as err:
-                _log.warning("the storage of Dagster takes no heartbeat, it is tried again: %s", err)
+                with suppress(Exception):  # Dagster may have been told to keep what is logged, in the same storage
+                    _log.warning("the storage of Dagster takes no heartbeat, it is tried again: %s", err)
 
     def _beat(self) -> None:
         process = self._process
         beat = Beat(machine=_machine(), pid=process.pid, started_at=process.create_time(), mark=secrets.token_hex(4))
         self._instance.daemon_cursor_storage.set_cursor_values({_key(self._run_id): json.dumps(asdict(beat))})
+
+    def _listen(self) -> None:
+        """Interrupt this process, once, as Dagster does, if the run is to end and Dagster's own interruption did not come."""
+        run = None if self._interrupted else self._instance.get_run_by_id(self._run_id)
+        self._seen_to_end = self._seen_to_end + 1 if run is not None and run.status in _TO_END else 0
+        if run is None or self._seen_to_end < _HEARD_AFTER_BEATS or self._interrupted:
+            return
+        self._interrupted = True
+        os.kill(os.getpid(), signal.SIGINT)
+        _log.warning("the run is %s, and nobody had interrupted its process: it was done here", run.status.value)
 
 
 def beats_of(instance: dg.DagsterInstance, run_ids: Iterable[str]) -> dict[str, Beat]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import dagster as dg
-from pydantic import Field
+from pydantic import Field, PrivateAttr
 
 from assets.config import JobSpecConfig
 from assets.heartbeat import Heartbeat
@@ -21,6 +21,7 @@ class JobResource(dg.ConfigurableResource[Any]):
     """The training run that a Dagster run is about."""
 
     spec: JobSpecConfig  # type: ignore[valid-type]  # made from the job spec at import
+    _heartbeat: Heartbeat | None = PrivateAttr(default=None)
 
     @contextmanager
     def yield_for_execution(self, context: dg.InitResourceContext) -> Iterator[Self]:
@@ -28,11 +29,16 @@ class JobResource(dg.ConfigurableResource[Any]):
         if context.run_id is None or context.instance is None:
             yield self
             return
-        heartbeat = Heartbeat(context.instance, context.run_id)
+        self._heartbeat = Heartbeat(context.instance, context.run_id)
         try:
             yield self
         finally:
-            heartbeat.close()
+            self._heartbeat.close()
+
+    def was_interrupted(self) -> None:
+        """Be told that the process of the Dagster run has been interrupted: the heartbeat need not do it again."""
+        if self._heartbeat is not None:
+            self._heartbeat.was_interrupted()
 
     def job_spec(self) -> JobSpec:
         """The validated spec, with the embedded lakehouse of $DLAC_HOME where none is named.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 import os
 import select
@@ -24,14 +25,22 @@ Event = dict[str, Any]
 _MARGIN_S = 10.0
 """What the supervisor gets on top of the ranks' grace period."""
 _LOOK_S = 1.0
+_log = logging.getLogger(__name__)
 SILENT_S = 120.0
 """A supervisor that says nothing for so long, not even that it is alive, is given up."""
 
 
-def supervised(request: Request, on_event: Callable[[Event], None], *, silent_s: float = SILENT_S) -> Event:
+def supervised(
+    request: Request,
+    on_event: Callable[[Event], None],
+    *,
+    on_asking: Callable[[], None] = lambda: None,
+    silent_s: float = SILENT_S,
+) -> Event:
     """Run the supervisor and pass its events on as they happen; the last one, `ended` or `error`, is what is returned.
 
-    Interrupted, it asks the supervisor to stop and passes on what it still says, marked `asked`; interrupted again, it kills it.
+    Interrupted, it calls `on_asking`, asks the supervisor to stop and passes on what it still says, marked `asked`; interrupted
+    again, it kills it. An event that cannot be passed on is lost, and training goes on.
     """
     process = subprocess.Popen(
         [sys.executable, "-m", "dlac_pipeline.supervisor"],
@@ -46,7 +55,7 @@ def supervised(request: Request, on_event: Callable[[Event], None], *, silent_s:
         process.stdin.write(request.model_dump_json().encode() + b"\n")
         process.stdin.flush()
         for last in voice.events(silent_s=silent_s):
-            on_event(last)
+            _pass_on(on_event, last)
         if voice.open:
             return {"event": "error", "kind": "SupervisorSilent", "message": f"it said nothing for {silent_s:.0f} s"}
         if last.get("event") not in ("ended", "error"):
@@ -55,11 +64,21 @@ def supervised(request: Request, on_event: Callable[[Event], None], *, silent_s:
     finally:
         try:
             if voice.open:
+                on_asking()
                 process.send_signal(signal.SIGTERM)
                 for event in voice.events(within_s=request.spec.launch.leave_s + _MARGIN_S):
-                    on_event({**event, "asked": True})
+                    _pass_on(on_event, {**event, "asked": True})
         finally:
             _kill(process)
+
+
+def _pass_on(on_event: Callable[[Event], None], event: Event) -> None:
+    """Show an event. Dagster's storage may be away for a while, which is no reason to end a training run; an interruption is."""
+    try:
+        on_event(event)
+    except Exception as err:
+        with contextlib.suppress(Exception):  # Dagster may have been told to keep what is logged, in the same storage
+            _log.warning("the event %s could not be shown, training goes on: %s", event["event"], err)
 
 
 class _Voice:
@@ -73,16 +92,27 @@ class _Voice:
         """Whether it may still say something."""
 
     def events(self, *, silent_s: float = math.inf, within_s: float = math.inf) -> Iterator[Event]:
-        """Its events until it has ended, has been silent for `silent_s`, or `within_s` have passed."""
+        """Its events until it has ended, has been silent for `silent_s`, or `within_s` have passed.
+
+        It is looked for what it has said before it is given up: who is given the events may have taken all of that time.
+        """
         began = heard = time.monotonic()
-        while self.open and time.monotonic() < min(heard + silent_s, began + within_s):
-            if not select.select([self._descriptor], [], [], _LOOK_S)[0]:
-                continue
-            said = os.read(self._descriptor, 65536)
-            self.open = bool(said)
-            heard = time.monotonic()
-            *lines, self._rest = (self._rest + said).split(b"\n")
-            yield from (event for line in lines if (event := json.loads(line))["event"] != "alive")
+        while self.open:
+            late = time.monotonic() >= began + within_s
+            if select.select([self._descriptor], [], [], 0.0 if late else _LOOK_S)[0]:
+                yield from self._said()
+                heard = time.monotonic()
+            elif time.monotonic() >= heard + silent_s:
+                return
+            if late:
+                return
+
+    def _said(self) -> Iterator[Event]:
+        """The events that can be read now."""
+        said = os.read(self._descriptor, 65536)
+        self.open = bool(said)
+        *lines, self._rest = (self._rest + said).split(b"\n")
+        yield from (event for line in lines if (event := json.loads(line))["event"] != "alive")
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

@@ -65,7 +65,7 @@ def model_checkpoint(
         noticed_at=config.noticed_at,
         launched_by=context.run_id,
     )
-    last = supervised(request, lambda event: _show(context, event))
+    last = supervised(request, lambda event: _show(context, event), on_asking=job.was_interrupted)
     if _stepped_aside(config, last):
         tag(context, STEPPED_ASIDE_TAG, last["kind"])
         context.log.info(last["message"])

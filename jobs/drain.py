@@ -13,33 +13,56 @@ from typing import Annotated
 import dagster as dg
 import typer
 
-from assets.failures import PREEMPTED_TAG, RUN_TAG
+from assets.failures import PREEMPTED_TAG, RUN_TAG, own_value
 from assets.heartbeat import beats_of
-from jobs.train import recover_job, train_job
+from jobs.training_runs import trains
 
-_TRAINING = (train_job.name, recover_job.name)
+_UNDER_WAY = [dg.DagsterRunStatus.STARTING, dg.DagsterRunStatus.STARTED, dg.DagsterRunStatus.CANCELING]
 _POLL_S = 0.5
 
 
-def drain(instance: dg.DagsterInstance, *, reason: str, within_s: float) -> tuple[list[str], list[str]]:
-    """Preempt every Dagster run that trains on this machine; ids of those that have ended in time, and of those that have not."""
-    started = instance.get_runs(dg.RunsFilter(statuses=[dg.DagsterRunStatus.STARTED]))
-    beats = beats_of(instance, [run.run_id for run in started if run.job_name in _TRAINING])
-    here = [run_id for run_id, beat in beats.items() if beat.is_here and not beat.is_gone]
-    for run_id in here:
-        instance.add_run_tags(run_id, {PREEMPTED_TAG: reason})
-        instance.run_coordinator.cancel_run(run_id)
+def drain(instance: dg.DagsterInstance, *, reason: str, within_s: float) -> tuple[list[str], dict[str, str]]:
+    """Preempt every Dagster run that trains on this machine; ids of those that have left in time, and why others have not.
+
+    Where a run is that only starts is told by its first heartbeat, which is waited for.
+    """
     deadline = time.monotonic() + within_s
-    left = here
-    while left and time.monotonic() < deadline:
+    asked: dict[str, str] = {}
+    while True:
+        left = _left(instance, asked, reason)
+        if not left or time.monotonic() >= deadline:
+            return [run_id for run_id in asked if run_id not in left], left
         time.sleep(_POLL_S)
-        left = [run_id for run_id in left if not _has_ended(instance, run_id)]
-    return [run_id for run_id in here if run_id not in left], left
 
 
-def _has_ended(instance: dg.DagsterInstance, run_id: str) -> bool:
-    run = instance.get_run_by_id(run_id)
-    return run is None or run.is_finished
+def _left(instance: dg.DagsterInstance, asked: dict[str, str], reason: str) -> dict[str, str]:
+    """Runs that are here or may be, with a word on each; those that are here for the first time are `asked` to leave."""
+    runs = [run for run in instance.get_runs(dg.RunsFilter(statuses=_UNDER_WAY)) if trains(run)]
+    beats = beats_of(instance, [run.run_id for run in runs])
+    left = {}
+    for run in runs:
+        beat = beats.get(run.run_id)
+        if run.run_id not in asked and beat is not None and beat.is_here and not beat.is_gone:
+            asked[run.run_id] = _ask(instance, run, reason)
+        if run.run_id in asked:
+            left[run.run_id] = asked[run.run_id]
+        elif beat is None:
+            left[run.run_id] = "it has given no sign of life yet: nobody knows whether it starts here"
+    return left
+
+
+def _ask(instance: dg.DagsterInstance, run: dg.DagsterRun, reason: str) -> str:
+    """Preempt a run, unless it is on its way already, whoever cancelled it; what went wrong in that."""
+    if run.status == dg.DagsterRunStatus.CANCELING:
+        return "it was cancelled before"
+    try:
+        instance.add_run_tags(run.run_id, {PREEMPTED_TAG: own_value(run, reason)})
+        instance.run_coordinator.cancel_run(run.run_id)
+    except (
+        Exception
+    ) as err:  # such as a code server that is gone: the run's process finds out by itself that it is cancelled
+        return f"it could not be told directly: {type(err).__name__}"
+    return "it was told to"
 
 
 def main(
@@ -49,10 +72,11 @@ def main(
     """Preempt the training runs of this machine; exit status 0 only if all have left."""
     with dg.DagsterInstance.get() as instance:
         ended, left = drain(instance, reason=reason, within_s=within_s)
-        for run_id in [*ended, *left]:
+        said = {**dict.fromkeys(ended, "has left"), **{each: f"has not left; {why}" for each, why in left.items()}}
+        for run_id, how in said.items():
             run = instance.get_run_by_id(run_id)
             name = run.tags.get(RUN_TAG, "") if run else ""
-            print(f"{name} ({run_id}): {'has left' if run_id in ended else 'is still there'}")
+            print(f"{name} ({run_id}): {how}")
     sys.exit(1 if left else 0)
 
 

@@ -9,6 +9,7 @@ import time
 
 import dagster as dg
 import pytest
+from dagster._core.errors import DagsterUserCodeUnreachableError
 
 from assets.failures import NO_RECOVERY_TAG, PREEMPTED_TAG, STEPPED_ASIDE_TAG
 from dlac_pipeline.audit.audit import audit_run
@@ -102,6 +103,25 @@ def test_a_killed_code_server_takes_nothing_along(campaign: Arena, dagster: Loca
         check_healed(campaign, dagster, spec, run_id)
     assert audit_run(campaign.lakehouse, spec.run).finished
     assert campaign.losses(spec.run) == campaign.losses("reference")
+
+
+@pytest.mark.soak
+def test_a_run_whose_code_server_is_dead_leaves_behind_a_checkpoint_when_it_is_cancelled(
+    campaign: Arena, dagster: LocalDagster
+) -> None:
+    """Dagster cannot tell its process; that one finds out, once, and leaves as if it had been told: no step is lost."""
+    spec = campaign.spec("unreachable", pause_s=0.05, every_steps=1000, grace_s=15.0)
+    run_id, processes = trained_to(dagster, spec)
+    server = processes[0].parent()
+    assert server is not None
+    server.kill()
+    with pytest.raises(DagsterUserCodeUnreachableError):
+        dagster.cancel(run_id)
+    wait_until(lambda: gone(processes), what="the end of all its processes", within_s=spec.launch.grace_s + 20)
+    assert dagster.wait(run_id).status == dg.DagsterRunStatus.CANCELED
+    [last] = [row["step"] for row in campaign.lineage(spec.run)]
+    assert last == max(entry["step"] for entry in campaign.entries(spec.run))
+    assert not runs_that_recover(dagster, run_id)
 
 
 @pytest.mark.soak

@@ -1,0 +1,208 @@
+"""Dagster runs that are cancelled, and drained, when Dagster cannot reach their processes: real ones, on a real instance."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import pytest
+from dagster._core.errors import DagsterUserCodeUnreachableError
+
+from assets.failures import PREEMPTED_TAG, tag_of
+from assets.heartbeat import beats_of
+from assets.resources import JobResource
+from jobs.definitions import defs
+from jobs.drain import drain
+from tests.conftest import Arena, wait_until
+from tests.dagster_runs import job_config
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # Dagster's own libraries warn of each other
+
+PROCESS_OF_A_RUN = """
+import sys, time
+import dagster as dg, psutil
+from assets import heartbeat
+
+folder, run_id, how = sys.argv[1:]
+heartbeat.BEAT_EVERY_S = 0.2
+
+def away(run_id, times=iter(range(5)), look=dg.DagsterInstance.get_run_by_id):
+    for _ in times:
+        raise OSError("the database is away")
+    return look(instance, run_id)
+
+with dg.DagsterInstance.local_temp(folder) as instance, dg.raise_execution_interrupts():
+    if how == "storage away":
+        instance.get_run_by_id = away
+    heart = heartbeat.Heartbeat(instance, run_id, process=psutil.Process() if how == "another process" else None)
+    if how == "interrupted before":
+        heart.was_interrupted()
+    print("trains", flush=True)
+    for word, sleep_s in ("interrupted", 60 if how in ("", "storage away") else 3), ("interrupted again", 3):
+        try:
+            time.sleep(sleep_s)
+            break
+        except dg.DagsterExecutionInterruptedError:
+            print(word, flush=True)
+    heart.close()
+    run = instance.get_run_by_id(run_id)
+    if not run.is_finished:
+        instance.report_run_canceled(run)
+"""
+"""A heartbeat, and instead of a trainer a sleep; once interrupted, it takes 15 beats to leave."""
+
+
+@pytest.fixture
+def instance(tmp_path: Path) -> Iterator[dg.DagsterInstance]:
+    """A Dagster instance of this test's own."""
+    (tmp_path / "dagster").mkdir()
+    with dg.DagsterInstance.local_temp(str(tmp_path / "dagster"), overrides={"telemetry": {"enabled": False}}) as made:
+        yield made
+
+
+def dagster_run(instance: dg.DagsterInstance, arena: Arena, name: str, *, started: bool = True, **more: Any) -> str:
+    """A run of `train_job` whose code server was killed: its socket is left."""
+    server = arena.home / f"server-{name}"
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(server))
+        listening.listen()
+    return instance.create_run_for_job(
+        defs.resolve_job_def("train_job"),
+        run_config=job_config(arena.spec(name)),
+        status=dg.DagsterRunStatus.STARTED if started else dg.DagsterRunStatus.STARTING,
+        tags={".dagster/grpc_info": json.dumps({"host": "localhost", "socket": str(server)}), **more.pop("tags", {})},
+        **more,
+    ).run_id
+
+
+@contextmanager
+def process_of(instance: dg.DagsterInstance, run_id: str, how: str = "") -> Iterator[subprocess.Popen[str]]:
+    """The process of a run, once it trains."""
+    command = [sys.executable, "-c", PROCESS_OF_A_RUN, instance.root_directory, run_id, how]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "trains\n"
+            yield process
+        finally:
+            process.kill()
+
+
+def terminate(instance: dg.DagsterInstance, run_id: str) -> None:
+    """As the button in the UI does."""
+    with pytest.raises(DagsterUserCodeUnreachableError):
+        instance.run_coordinator.cancel_run(run_id)
+
+
+def force_terminate(instance: dg.DagsterInstance, run_id: str) -> None:
+    """As its tick box does; Dagster waits for nothing."""
+    terminate(instance, run_id)
+    instance.report_run_canceled(found(instance, run_id))
+
+
+def give_up(instance: dg.DagsterInstance, run_id: str) -> None:
+    """As the sensor does that finds lost runs."""
+    instance.report_run_failed(found(instance, run_id))
+
+
+def found(instance: dg.DagsterInstance, run_id: str) -> dg.DagsterRun:
+    """The run as it is now."""
+    run = instance.get_run_by_id(run_id)
+    assert run is not None
+    return run
+
+
+@pytest.mark.parametrize(
+    ("end", "status", "how"),
+    [
+        (terminate, dg.DagsterRunStatus.CANCELED, ""),
+        (terminate, dg.DagsterRunStatus.CANCELED, "storage away"),
+        (force_terminate, dg.DagsterRunStatus.CANCELED, ""),
+        (give_up, dg.DagsterRunStatus.FAILURE, ""),
+    ],
+)
+def test_a_run_that_is_ended_leaves_although_its_code_server_is_dead(
+    arena: Arena,
+    instance: dg.DagsterInstance,
+    end: Callable[[dg.DagsterInstance, str], None],
+    status: dg.DagsterRunStatus,
+    how: str,
+) -> None:
+    """Its process is interrupted, once: the second time would kill its trainer."""
+    run_id = dagster_run(instance, arena, "r")
+    with process_of(instance, run_id, how) as process:
+        end(instance, run_id)
+        assert process.communicate(timeout=30)[0] == "interrupted\n"
+    assert found(instance, run_id).status == status
+
+
+@pytest.mark.parametrize("how", ["interrupted before", "another process"])
+def test_a_process_that_knows_or_is_not_the_runs_is_not_interrupted(
+    arena: Arena, instance: dg.DagsterInstance, how: str
+) -> None:
+    """Dagster's own interruption came through: the trainer takes its last checkpoint and is not disturbed at it."""
+    run_id = dagster_run(instance, arena, "r")
+    with process_of(instance, run_id, how) as process:
+        terminate(instance, run_id)
+        assert process.communicate(timeout=30)[0] == ""
+
+
+def test_the_asset_reaches_the_heartbeat_of_its_run(arena: Arena, instance: dg.DagsterInstance) -> None:
+    """What `supervised` calls when it is interrupted keeps this very heartbeat from interrupting again."""
+
+    @dg.op
+    def reaches(job: JobResource) -> bool:
+        heart = job._heartbeat
+        assert heart is not None
+        before = heart._interrupted
+        job.was_interrupted()
+        return heart._interrupted and not before
+
+    @dg.job(resource_defs={"job": JobResource.configure_at_launch()})
+    def reaching() -> None:
+        reaches()
+
+    done = reaching.execute_in_process(run_config=job_config(arena.spec("r")), instance=instance)
+    assert done.output_for_node("reaches")
+
+
+def test_a_drain_empties_the_machine_although_the_code_server_is_dead(
+    arena: Arena, instance: dg.DagsterInstance
+) -> None:
+    """All are asked, also one that was re-executed and carries old tags, and one that starts meanwhile when it beats."""
+    first = dagster_run(instance, arena, "first")
+    again = dagster_run(instance, arena, "again", tags={PREEMPTED_TAG: "old"}, parent_run_id=first, root_run_id=first)
+    late = dagster_run(instance, arena, "late", started=False)
+    drained: list[tuple[list[str], dict[str, str]]] = []
+    drains = threading.Thread(target=lambda: drained.append(drain(instance, reason="moved", within_s=60)))
+    with process_of(instance, first), process_of(instance, again):
+        drains.start()
+        wait_until(lambda: found(instance, again).status == dg.DagsterRunStatus.CANCELING, what="the drain")
+        with process_of(instance, late):
+            drains.join()
+    assert [(sorted(left), stayed) for left, stayed in drained] == [(sorted([first, again, late]), {})]
+    for run in (found(instance, run_id) for run_id in (first, again, late)):
+        assert (run.status, tag_of(run, PREEMPTED_TAG)) == (dg.DagsterRunStatus.CANCELED, "moved")
+
+
+def test_a_drain_names_runs_that_stay_and_runs_that_have_not_shown_where_they_start(
+    arena: Arena, instance: dg.DagsterInstance
+) -> None:
+    """It does not say that the machine is empty while it cannot know; what a person has cancelled before stays theirs."""
+    starts, cancelled = dagster_run(instance, arena, "starts", started=False), dagster_run(instance, arena, "cancelled")
+    with process_of(instance, cancelled, "interrupted before"):
+        terminate(instance, cancelled)
+        left, stayed = drain(instance, reason="moved", within_s=0.0)
+    assert not left
+    assert "nobody knows whether it starts here" in stayed[starts]
+    assert stayed[cancelled] == "it was cancelled before"
+    assert PREEMPTED_TAG not in found(instance, cancelled).tags
+    assert not beats_of(instance, [starts])

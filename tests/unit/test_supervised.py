@@ -1,0 +1,86 @@
+"""What a Dagster run makes of its supervisor's words when it is slow to write them down, or cannot."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from dagster import DagsterExecutionInterruptedError
+
+from assets.supervised import _Voice, supervised
+from catalog.lakehouse_config import LakehouseConfig
+from dlac_pipeline.request import Request
+from dlac_pipeline.spec import parse_spec
+
+TALKS = """
+import json, time
+for step in range(20):
+    print(json.dumps({"event": "step", "step": step}), flush=True)
+    time.sleep(0.05)
+print(json.dumps({"event": "ended"}), flush=True)
+"""
+STAYS = 'import time; print(\'{"event": "step"}\', flush=True); time.sleep(60)'
+
+
+@pytest.mark.parametrize("bound", ["silent_s", "within_s"])
+def test_what_was_said_is_heard_however_long_the_events_before_took(bound: str) -> None:
+    """Time in which nobody listened is no silence; and what a supervisor has said by the end of its time is not lost."""
+    with subprocess.Popen([sys.executable, "-c", TALKS], stdout=subprocess.PIPE) as process:
+        voice, heard = _Voice(process), []
+        for event in voice.events(**{bound: 1.0}):
+            heard.append(event)
+            if len(heard) == 1:
+                time.sleep(2.5)
+    assert (len(heard), heard[-1]) == (21, {"event": "ended"})
+
+
+@pytest.mark.parametrize("bound", ["silent_s", "within_s"])
+def test_a_supervisor_that_says_nothing_more_is_given_up(bound: str) -> None:
+    """It is still there, and not waited for."""
+    with subprocess.Popen([sys.executable, "-c", STAYS], stdout=subprocess.PIPE) as process:
+        voice = _Voice(process)
+        heard = list(voice.events(**{bound: 3.0}))
+        assert voice.open
+        process.kill()
+    assert heard == [{"event": "step"}]
+
+
+def test_an_event_that_cannot_be_shown_does_not_end_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Dagster's storage is away: what the run came to is told all the same, and what was not shown is logged."""
+
+    def storage_is_away(event: dict[str, Any]) -> None:
+        raise OSError("the database is away")
+
+    assert supervised(a_request(tmp_path), storage_is_away)["kind"] == "CatalogUnreachable"
+    assert "the event error could not be shown, training goes on: the database is away" in caplog.text
+
+
+def test_an_interruption_while_an_event_is_shown_ends_the_run(tmp_path: Path) -> None:
+    """It comes as an exception wherever the process is; who listens for a cancellation is told of it."""
+    told: list[str] = []
+
+    def interrupted(event: dict[str, Any]) -> None:
+        raise DagsterExecutionInterruptedError
+
+    with pytest.raises(DagsterExecutionInterruptedError):
+        supervised(a_request(tmp_path), interrupted, on_asking=lambda: told.append("asked"))
+    assert told == ["asked"]
+
+
+def a_request(folder: Path) -> Request:
+    """A job that cannot begin, because a file stands where the folder of its catalog should be."""
+    (folder / "file").touch()
+    (folder / "train.py").touch()
+    away = LakehouseConfig(uri=f"sqlite:///{folder}/file/catalog.db", warehouse=f"file://{folder}/warehouse")
+    raw = {
+        "run": "r",
+        "source": {"table": "src.t", "columns": ["x"]},
+        "order": {"batch_size": 32},
+        "launch": {"script": str(folder / "train.py")},
+        "lakehouse": away.model_dump(),
+    }
+    return Request(spec=parse_spec(raw, origin="the test").resolved(folder / "home"))
