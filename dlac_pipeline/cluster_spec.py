@@ -35,7 +35,10 @@ class ClusterSpec(BaseModel):
     python: str = Field(default="python3", description="Python of the nodes.", min_length=1)
     cpu: int = Field(default=1, description="Processors of a node.", ge=1)
     gpu: int = Field(
-        default=0, description="Accelerators of a node; also its ranks, unless launch.nproc_per_node.", ge=0
+        default=0,
+        description="Accelerators of a node; with launch.nodes also its ranks, unless launch.nproc_per_node; without, "
+        "launch.world_size counts.",
+        ge=0,
     )
     memory_mb: int = Field(default=0, description="Memory of a node in megabytes; 0: what the scheduler gives.", ge=0)
     time_limit_s: int = Field(

@@ -24,7 +24,7 @@ def page_of(campaign: Told) -> str:
     lines = [
         "# Self-healing soak",
         "",
-        "Written by `python -m benchmarks.soak --docs`; `make soak-campaign` is the long one: 2 hours and 200 faults.",
+        "Written by `python -m benchmarks.soak --docs soak.json`; `make soak-campaign` is the long one: 2 hours and 200 faults.",
         "",
         f"**This one: {len(faults)} faults in {campaign['minutes_taken']:.0f} minutes**, seed {campaign['seed']}, on "
         f"{campaign['day']}, {campaign['machine']}.",
