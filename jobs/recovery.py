@@ -119,7 +119,7 @@ def recovery_of(
         tags={
             _PRIORITY_TAG: "1",  # before what has not begun
             **_passed_on(dead),
-            RUN_TAG: run,
+            **({RUN_TAG: run} if run else {}),
             RECOVERS_TAG: dead.run_id,
             _HEAD_TAG: past.head,
             _IN_A_ROW_TAG: str(fruitless + 1),
