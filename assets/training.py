@@ -52,7 +52,7 @@ def model_checkpoint(
     with told_to_dagster(context):
         spec = job.job_spec()
     if context.run.tags.get(RUN_TAG) != spec.run:
-        tag(context, RUN_TAG, spec.run)
+        context.instance.add_run_tags(context.run_id, {RUN_TAG: spec.run})
     planned = metadata_of_this_run(context, work_plan.key)
     request = Request(
         spec=spec,
@@ -65,7 +65,7 @@ def model_checkpoint(
         noticed_at=config.noticed_at,
         launched_by=context.run_id,
     )
-    last = supervised(request, lambda event: _show(context, event), on_asking=job.was_interrupted)
+    last = supervised(request, _Shown(context), on_asking=job.was_interrupted)
     if _stepped_aside(config, last):
         tag(context, STEPPED_ASIDE_TAG, last["kind"])
         context.log.info(last["message"])
@@ -94,6 +94,22 @@ def _fail_if_unfinished(context: dg.AssetExecutionContext, last: Event) -> None:
         raise failure(context, Preempted.__name__, f"told to leave, behind a checkpoint of step {last['step']}")
 
 
+class _Shown:
+    """Shows the supervisor's events. What keeps a preemption from being taken for a person's cancel is set first, and again."""
+
+    def __init__(self, context: dg.AssetExecutionContext) -> None:
+        self._context = context
+        self._notice = ""
+
+    def __call__(self, event: Event) -> None:
+        if event["event"] == "preempted" and "asked" not in event:  # else it was this process, for a person who cancels
+            self._notice = event["notice"]
+        if self._notice:
+            tag(self._context, PREEMPTED_TAG, self._notice)
+            self._notice = ""
+        _show(self._context, event)
+
+
 def _show(context: dg.AssetExecutionContext, event: Event) -> None:
     """An observation per committed checkpoint, chosen interval and preemption, a log line per other event."""
     if event["event"] == "checkpoint":
@@ -110,5 +126,3 @@ def _show(context: dg.AssetExecutionContext, event: Event) -> None:
     else:
         facts = [f"{name} {value}" for name, value in event.items() if name not in ("event", "run", "at", "asked")]
         context.log.info(f"{event['event']}: {', '.join(facts)}")
-    if event["event"] == "preempted" and "asked" not in event:  # else it was this process, for a person who cancels
-        tag(context, PREEMPTED_TAG, event["notice"])

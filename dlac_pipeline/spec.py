@@ -145,14 +145,6 @@ class SequenceSpec(_Section):
     end_id: int | None = Field(default=None, description="As end_token, by number.", ge=0)
     pad_id: int = Field(default=0, description="Token in the empty places of the last sequences of a run.", ge=0)
 
-    @model_validator(mode="after")
-    def _named_tokens_have_a_tokenizer(self) -> SequenceSpec:
-        for end in ("begin", "end"):
-            token = getattr(self, f"{end}_token")
-            if token and not self.tokenizer:
-                raise ValueError(f"{end}_token {token!r} needs a tokenizer that knows it: name one, or say {end}_id")
-        return self
-
 
 class ReadSpec(_Section):
     """How each rank reads; changes nothing about what is read."""

@@ -23,7 +23,7 @@ from catalog.errors import TrainingFailed
 from jobs.recovery import RECOVERS_TAG, recovery_of
 from jobs.rehearse import rehearse_job
 from jobs.settings import read_settings, settings_or_defaults
-from jobs.train import recover_job
+from jobs.train import MONITORED, recover_job
 from jobs.training_runs import training_run_of, trains
 from jobs.upkeep import upkeep_job
 from jobs.verify import verify_job
@@ -87,8 +87,8 @@ def dlac_alerts(
 ) -> list[dg.SensorDefinition]:
     """Sensors that send alerts of these kinds: on runs that failed, on runs that succeeded, and on the checks of either.
 
-    They look at all runs of the code location that they are in, and tell of those that train and of DLAC's other jobs. What
-    `send` raises means that the alert was not taken: it is called again.
+    They look at DLAC's jobs, and at what *Materialize* launches if it trains. What `send` raises means that the alert was not
+    taken: it is called again.
     """
 
     def sensor(
@@ -97,6 +97,7 @@ def dlac_alerts(
         @dg.run_status_sensor(
             name=f"{prefix}_{name}",
             run_status=status,
+            monitored_jobs=[*MONITORED, upkeep_job, verify_job, rehearse_job],
             default_status=default_status,
             minimum_interval_seconds=5,
             description=says,
@@ -143,7 +144,7 @@ def _told(
     """
     began, run = time.monotonic(), context.dagster_run
     if not (trains(run) or run.job_name in _BESIDE_TRAINING):
-        return dg.SkipReason(f"run {run.run_id} of {run.job_name} is none of DLAC's")
+        return dg.SkipReason(f"run {run.run_id} of {run.job_name} does not train")
     try:
         alert = alert_of(context)
         if alert is None or alert.kind not in kinds:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
+from contextlib import suppress
 from typing import Annotated
 
 import dagster as dg
@@ -43,26 +44,34 @@ def _left(instance: dg.DagsterInstance, asked: dict[str, str], reason: str) -> d
     for run in runs:
         beat = beats.get(run.run_id)
         if run.run_id not in asked and beat is not None and beat.is_here and not beat.is_gone:
-            asked[run.run_id] = _ask(instance, run, reason)
-        if run.run_id in asked:
+            is_asked, left[run.run_id] = _ask(instance, run, reason)
+            if is_asked:
+                asked[run.run_id] = left[run.run_id]
+        elif run.run_id in asked:
             left[run.run_id] = asked[run.run_id]
         elif beat is None:
             left[run.run_id] = "it has given no sign of life yet: nobody knows whether it starts here"
     return left
 
 
-def _ask(instance: dg.DagsterInstance, run: dg.DagsterRun, reason: str) -> str:
-    """Preempt a run, unless it is on its way already, whoever cancelled it; what went wrong in that."""
+def _ask(instance: dg.DagsterInstance, run: dg.DagsterRun, reason: str) -> tuple[bool, str]:
+    """Preempt a run, unless it is on its way already, whoever cancelled it: whether it will know of it, and a word on how."""
     if run.status == dg.DagsterRunStatus.CANCELING:
-        return "it was cancelled before"
+        return True, "it was cancelled before"
     try:
         instance.add_run_tags(run.run_id, {PREEMPTED_TAG: own_value(run, reason)})
         instance.run_coordinator.cancel_run(run.run_id)
-    except (
-        Exception
-    ) as err:  # such as a code server that is gone: the run's process finds out by itself that it is cancelled
-        return f"it could not be told directly: {type(err).__name__}"
-    return "it was told to"
+    except Exception as err:  # a code server that is gone: the run's process finds out by itself that it is cancelled
+        return _is_canceling(instance, run.run_id), f"it could not be told directly: {type(err).__name__}"
+    return True, "it was told to"
+
+
+def _is_canceling(instance: dg.DagsterInstance, run_id: str) -> bool:
+    """Whether it is known to be; not where the storage that keeps it cannot be asked."""
+    with suppress(Exception):
+        run = instance.get_run_by_id(run_id)
+        return run is None or run.is_finished or run.status == dg.DagsterRunStatus.CANCELING
+    return False
 
 
 def main(

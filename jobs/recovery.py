@@ -12,11 +12,10 @@ import dagster as dg
 
 from assets.failures import NO_RECOVERY_TAG, OUTAGE_TAG, PREEMPTED_TAG, RUN_TAG, tag_of
 from catalog.errors import SpecInvalid
-from dlac_pipeline.launch_spec import LaunchSpec
 from dlac_pipeline.spec import JobSpec
 from jobs.settings import RecoverySettings, settings_or_defaults
-from jobs.train import recover_job
-from jobs.training_runs import EnvironmentVariableMissing, raw_spec_of, spec_of, training_run_of, trains
+from jobs.train import MONITORED, recover_job
+from jobs.training_runs import raw_spec_of, spec_of, trains
 
 if TYPE_CHECKING:
     from catalog.ledger import Row, RunState
@@ -30,11 +29,12 @@ RECOVERS_TAG = "dlac/recovers"
 _PRIORITY_TAG = "dagster/priority"
 _PASSED_ON = (_PRIORITY_TAG, "dagster/max_runtime")
 """Of Dagster's own tags; those of launchers and people are passed on as well."""
-_OUTLIVED_OUTAGE_S = 600.0
-"""A run that lasted longer was not requested in the outage that it died of: it would have waited for three minutes."""
+_LONG_S = 600.0
+"""A run that lasted longer has trained: where it could not begin, it would have waited for three minutes."""
 
 
 @dg.run_failure_sensor(
+    monitored_jobs=MONITORED,
     request_job=recover_job,
     minimum_interval_seconds=2,
     default_status=dg.DefaultSensorStatus.RUNNING,
@@ -48,6 +48,7 @@ def recovery_sensor(context: dg.RunFailureSensorContext) -> dg.RunRequest | dg.S
 
 @dg.run_status_sensor(
     run_status=dg.DagsterRunStatus.CANCELED,
+    monitored_jobs=MONITORED,
     request_job=recover_job,
     minimum_interval_seconds=2,
     default_status=dg.DefaultSensorStatus.RUNNING,
@@ -83,32 +84,24 @@ def recovery_of(
         return dg.SkipReason(f"run {dead.run_id} ended with {no_recovery}: another attempt would end alike")
     try:
         spec = spec_of(dead.run_config)
-    except EnvironmentVariableMissing as err:
-        log.warning(f"the job spec cannot be read here, requesting a recovery that fences nobody: {err}")
-        spec = None
-    except SpecInvalid as err:
-        return dg.SkipReason(f"run {dead.run_id} would fail again: {err}")
+    except SpecInvalid as err:  # what Dagster cannot launch would be asked for for ever, and nothing else
+        return dg.SkipReason(f"run {dead.run_id} cannot be launched again: {err}")
     settings = settings_or_defaults(log).recovery
     past = _Past(instance, dead)
     launch: dict[str, Any] = {"takeover": False}
-    if spec is not None:
-        # Dagster will not ask again about this run: what cannot be decided here, the job itself decides, cautiously.
-        try:
-            trainer, launch = _found(instance, spec, past, settings)
-        except Exception as err:
-            log.warning(f"it cannot be told who trains, requesting a recovery that fences nobody: {err}", exc_info=True)
-        else:
-            if trainer:
-                return dg.SkipReason(f"{spec.run} is trained by {trainer}: nothing to recover")
-    run = training_run_of(dead) or dead.tags.get(RUN_TAG, "")
-    limit = (
-        LaunchSpec.model_fields["attempts_without_progress"].default
-        if spec is None
-        else spec.launch.attempts_without_progress
-    )
+    # Dagster will not ask again about this run: what cannot be decided here, the job itself decides, cautiously.
+    try:
+        trainer, launch = _found(instance, spec, past, settings)
+    except Exception as err:
+        log.warning(f"it cannot be told who trains, requesting a recovery that fences nobody: {err}", exc_info=True)
+    else:
+        if trainer:
+            return dg.SkipReason(f"{spec.run} is trained by {trainer}: nothing to recover")
     fruitless = past.fruitless(settings)
-    if fruitless >= limit:
-        return dg.SkipReason(f"NoProgress: {fruitless} recoveries in a row of {run} committed nothing; mend the cause")
+    if fruitless >= spec.launch.attempts_without_progress:
+        return dg.SkipReason(
+            f"NoProgress: {fruitless} recoveries in a row of {spec.run} committed nothing; mend the cause"
+        )
     launch |= {"wait_s": settings.wait_for_old_launch_s, "noticed_by": noticed_by, "noticed_at": past.now}
     return dg.RunRequest(
         run_key=dead.run_id,
@@ -119,7 +112,7 @@ def recovery_of(
         tags={
             _PRIORITY_TAG: "1",  # before what has not begun
             **_passed_on(dead),
-            **({RUN_TAG: run} if run else {}),
+            RUN_TAG: spec.run,
             RECOVERS_TAG: dead.run_id,
             _HEAD_TAG: past.head,
             _IN_A_ROW_TAG: str(fruitless + 1),
@@ -151,12 +144,16 @@ class _Past:
         """Since when catalog or store have been away, if the dead run died of that; it may have trained well before."""
         if not self._away:
             return None
-        outlived = self._lasted_s > _OUTLIVED_OUTAGE_S if self._progressed is None else self._progressed
-        return self.now if outlived else self._since
+        return self.now if self._trained else self._since
+
+    @property
+    def _trained(self) -> bool:
+        """Whether it committed something; where the ledger could not be asked, whether it lasted as if it had."""
+        return self._lasted_s > _LONG_S if self._progressed is None else self._progressed
 
     def fruitless(self, settings: RecoverySettings) -> int:
         """Recoveries in a row that committed nothing; those that ended of an outage do not count, unless it lasts too long."""
-        if self._progressed:
+        if self._trained:
             return 0
         since = self.outage_since
         waits = since is not None and self.now - since < settings.outage_s

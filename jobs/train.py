@@ -9,6 +9,7 @@ from assets.planning import pinned_snapshot, work_plan
 from assets.sources import corpus, tokens
 from assets.training import model_checkpoint
 from jobs.coordinator import NOT_RETRIED
+from jobs.training_runs import MATERIALIZE
 
 ingest_job = dg.define_asset_job(
     "ingest_job",
@@ -31,3 +32,6 @@ recover_job = dg.define_asset_job(
     description="Resume a run whose Dagster run died, from its committed ledger. Requested by recovery_sensor.",
     tags=NOT_RETRIED,
 )
+
+MONITORED = [train_job, recover_job, dg.define_asset_job(MATERIALIZE)]
+"""The jobs whose runs may train, for sensors that look at how runs ended; of the last, Dagster's own, only the name is used."""

@@ -1,4 +1,4 @@
-"""Dagster runs that train: how they are told from others, whatever job they are of, and what they were given."""
+"""Dagster runs that train: how they are told from others, and what they were given."""
 
 from __future__ import annotations
 
@@ -13,14 +13,20 @@ from dlac_pipeline.spec import JobSpec, home_folder, parse_spec
 
 MODEL = dg.AssetKey("model_checkpoint")
 """The asset that is trained: `assets.training.model_checkpoint`."""
+MATERIALIZE = "__ASSET_JOB"
+"""Dagster's name of the job that *Materialize* in the UI launches."""
+TRAINING_JOBS = ("train_job", "recover_job", MATERIALIZE)
+_STEP = MODEL.to_python_identifier()
 
 
 def trains(run: dg.DagsterRun) -> bool:
-    """Whether a run trains: it has a job spec, and the model is among what it was to materialize.
+    """Whether a run trains: it is of one of these jobs, has a job spec, and the model is among what it was to materialize.
 
-    So does what *Materialize* in the UI launches, and a job of one's own; checks alone do not, nor others of the assets.
+    Checks alone train nothing, nor do others of the assets, nor what re-executes some steps without this one.
     """
-    if raw_spec_of(run.run_config) is None:
+    if run.job_name not in TRAINING_JOBS or raw_spec_of(run.run_config) is None:
+        return False
+    if run.step_keys_to_execute is not None and _STEP not in run.step_keys_to_execute:
         return False
     return run.asset_check_selection is None if run.asset_selection is None else MODEL in run.asset_selection
 
@@ -32,16 +38,15 @@ def is_of(run: dg.DagsterRun, location: str | None) -> bool:
     return there == location
 
 
-def spec_of(run_config: Mapping[str, Any]) -> JobSpec | None:
-    """The job spec in the configuration of a Dagster run, if it has one; `{env: NAME}` stands for a variable, as in Dagster.
+def spec_of(run_config: Mapping[str, Any]) -> JobSpec:
+    """The job spec in the configuration of a Dagster run; `{env: NAME}` stands for a variable, as in Dagster.
 
     Raises:
-        SpecInvalid: it is not a valid one.
-        EnvironmentVariableMissing: it names a variable that this process does not have.
+        SpecInvalid: there is none, it is not a valid one, or names a variable that this process does not have.
     """
     raw = raw_spec_of(run_config)
     if raw is None:
-        return None
+        raise SpecInvalid("expected a job spec in the run's configuration, found none")
     return parse_spec(_with_environment(raw), origin="the run's configuration").resolved(home_folder())
 
 
@@ -61,13 +66,9 @@ def training_run_of(run: dg.DagsterRun) -> str:
     named: Any = (raw_spec_of(run.run_config) or {}).get("run")
     try:
         named = _with_environment(named)
-    except EnvironmentVariableMissing:
+    except SpecInvalid:
         return ""
     return named if isinstance(named, str) else ""
-
-
-class EnvironmentVariableMissing(SpecInvalid):
-    """A job spec names an environment variable that this process does not have; the process of the run may."""
 
 
 def _with_environment(written: Any) -> Any:
@@ -75,9 +76,7 @@ def _with_environment(written: Any) -> Any:
     if isinstance(written, Mapping):
         if set(written) == {"env"} and isinstance(name := written["env"], str):
             if name not in os.environ:
-                raise EnvironmentVariableMissing(
-                    f"expected the environment variable {name!r}, found that it is not set"
-                )
+                raise SpecInvalid(f"expected the environment variable {name!r}, found that it is not set")
             return os.environ[name]
         return {key: _with_environment(value) for key, value in written.items()}
     return [_with_environment(value) for value in written] if isinstance(written, list) else written

@@ -35,7 +35,6 @@ def changed(section: str, **values: Any) -> dict[str, Any]:
         (changed("source", table="a..t"), r"source\.table: expected namespace\.table, found 'a\.\.t'"),
         (changed("launch", grace_s=26), r"launch\.grace_s: .*less than or equal to 25 \(found 26\)"),
         (changed("order", batch_size=30), r"order: .*batch_size 30 is not a multiple of key_groups 8"),
-        (changed("sequences", length=8, end_token="<eos>"), r"end_token '<eos>' needs a tokenizer .* or say end_id"),
         (changed("order", batch_size=0), r"order\.batch_size: .*found 0"),
         (changed("order", seed=-1), r"order\.seed: .*found -1"),
         (changed("launch", world_size=3), r"batch_size 32 is not a multiple of world_size 3"),
