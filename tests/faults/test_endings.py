@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from tests.conftest import Arena
 
 
+@pytest.mark.soak
 def test_two_recoveries_of_one_attempt(campaign: Arena) -> None:
     """Two launches that recover the same failed attempt at once: one trains to the end, the other steps aside."""
     run = "recovered-twice"

@@ -34,6 +34,7 @@ def finish_and_compare(campaign: Arena, run: str) -> Launch:
     return again
 
 
+@pytest.mark.soak
 def test_a_killed_supervisor_takes_its_ranks_along(campaign: Arena) -> None:
     """After SIGKILL of the supervisor no rank is left, and the next launch resumes from the last checkpoint."""
     run = "supervisor-killed"

@@ -28,7 +28,9 @@ def stateful(dataset: DlacDataset, workers: int) -> Any:
     return torchdata.StatefulDataLoader(dataset, batch_size=None, num_workers=workers)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.soak) if kind == "packed" else kind for kind in KINDS]
+)
 def test_the_state_is_the_same_whichever_way_it_was_read(datasets: Datasets, kind: str) -> None:
     """Behind 7 batches read directly, by loaders with workers, and by a StatefulDataLoader it is the same few bytes of JSON."""
     direct = datasets.open(kind)

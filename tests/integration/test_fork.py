@@ -167,6 +167,7 @@ def test_forks_that_cannot_be_are_refused(arena: Arena) -> None:
     assert list((Path(new.checkpoint.store) / "new").glob("attempt-*/step-*")) == []
 
 
+@pytest.mark.soak
 def test_a_killed_fork_can_be_done_again(arena: Arena) -> None:
     """What it had staged is removed, what it held is let go of, and the run begins once."""
     arena.table(appends=(500, 500))

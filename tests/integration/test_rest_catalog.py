@@ -116,6 +116,7 @@ def test_an_answer_of_a_rest_catalog_that_is_lost(served: Arena, rest: RestCatal
     assert [row["kind"] for row in ledger.rows("r")] == ["claim"]
 
 
+@pytest.mark.soak
 def test_a_rest_catalog_that_is_away_for_a_while_is_waited_for(served: Arena, rest: RestCatalog) -> None:
     """An append is repeated until it is back."""
     served.table()

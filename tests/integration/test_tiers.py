@@ -199,6 +199,7 @@ def test_every_machine_has_a_verified_copy(arena: Arena, spec: JobSpec) -> None:
     assert [row["attempt"] for row in arena.lineage("r1")] == [1, 2, 2]
 
 
+@pytest.mark.soak
 def test_without_a_supervisor_every_machine_makes_its_run_s_folder(arena: Arena, spec: JobSpec) -> None:
     """Under torchrun alone the first rank of each machine proves that its local folder can be written, before any checkpoint."""
     machines, path = arena.home / "machines", arena.home / "r1.yaml"
