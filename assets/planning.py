@@ -93,7 +93,8 @@ def _last_leg(lakehouse: "Lakehouse", spec: JobSpec) -> "Leg | None":
     Raises:
         ResumeMismatch: the spec has another number of sources.
     """
-    from catalog.ledger import HEAD_KINDS, Ledger, fence_of_rows
+    from catalog.ledger import Ledger
+    from catalog.run_rows import HEAD_KINDS, fence_of_rows
     from dlac_pipeline.plan.legs import check_sources
     from dlac_pipeline.recover.leg_choice import leg_of
 

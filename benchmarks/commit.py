@@ -26,7 +26,8 @@ from catalog.commits import Attempt, claim, commit_checkpoint
 from catalog.connect import connect
 from catalog.expiry import expire_in
 from catalog.lakehouse_config import LakehouseConfig
-from catalog.ledger import HEAD_KINDS, Ledger
+from catalog.ledger import Ledger
+from catalog.run_rows import HEAD_KINDS
 from catalog.upkeep import upkeep
 
 _RUNS, _ADVANCES, _UPKEEP_EVERY = 4, 64, 500

@@ -13,13 +13,11 @@ from typing import Any
 
 from catalog.commits import beside, names_of
 from catalog.errors import NoSuchRun, SpecInvalid
-from catalog.ledger import (
+from catalog.ledger import Append, Ledger, RunState
+from catalog.run_rows import (
     HEAD_KINDS,
-    Append,
     Fence,
-    Ledger,
     Row,
-    RunState,
     checkpoint_rows,
     fence_of_rows,
     lineage_of,

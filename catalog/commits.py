@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from catalog.errors import Fenced, HeadMoved, NoSuchRun, RowsBetween, RunFinished, SpecInvalid, SteppedAside
-from catalog.ledger import HEAD_KINDS, Append, Fence, Ledger, Row, RunState, restorable
+from catalog.ledger import Append, Ledger, RunState
+from catalog.run_rows import HEAD_KINDS, Fence, Row, restorable
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

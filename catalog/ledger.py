@@ -23,42 +23,14 @@ from catalog.connect import Lakehouse, among, equals, more_than, reachable
 from catalog.errors import CatalogUnreachable, CommitConflict, CommitOutcomeUnknown, NoSuchRun
 from catalog.expiry import expire_in
 from catalog.retrying import overtaken, rereading, retrying
+from catalog.run_rows import HEAD_KINDS, Fence, Row, fence_of_rows, finished_of_rows, restorable
 from catalog.schemas import CONSUMPTION, FORMAT_VERSION
 from catalog.transactions import LeanTransaction
 
-Row = dict[str, Any]
 T = TypeVar("T")
-HEAD_KINDS = (
-    "checkpoint",
-    "claim",
-    "leg",
-    "quarantine",
-    "retire",
-    "name",
-    "export",
-    "verify",
-    "rewind",
-    "fork",
-    "finish",
-)
-"""Every kind but `advance`: what says where a run is, without what it consumed."""
-_IDLE = ("adopts", "rewinds", "forks")
-"""What the claim of an attempt says that trains nothing, and is there for something else."""
-_DECIDED = ("manifest_uri", "manifest_digest", "model_digest", "committed_at", "format_version", "run")
-"""Columns of ledger rows that only their commit decides; manifests leave them out."""
 _RUN_OF_SNAPSHOT = "dlac.run"
 """Property of a snapshot: whose rows it added."""
 _ARROW = schema_to_pyarrow(CONSUMPTION, include_field_ids=False)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Fence:
-    """Who owns a run, how far its ledger is, and which checkpoint is its head."""
-
-    attempt: int = 0
-    nonce: str = ""
-    seq: int = 0
-    head: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -287,72 +259,6 @@ class _Tries:
             wanted,
         )  # so that the next try looks at what has come since this one
         return self._decided
-
-
-def checkpoint_rows(rows: Sequence[Row]) -> dict[str, Row]:
-    """Checkpoint id -> its checkpoint row."""
-    return {row["checkpoint_id"]: row for row in rows if row["kind"] == "checkpoint"}
-
-
-def lineage_of(rows: Sequence[Row], checkpoint_id: str | None) -> list[str]:
-    """A checkpoint and its ancestors that these rows have, the newest first."""
-    checkpoints = checkpoint_rows(rows)
-    found: list[str] = []
-    while checkpoint_id is not None and checkpoint_id in checkpoints:
-        found.append(checkpoint_id)
-        checkpoint_id = checkpoints[checkpoint_id]["parent"]
-    return found
-
-
-def restorable_rows(rows: Sequence[Row]) -> dict[str, Row]:
-    """Checkpoint id -> its row, of those that are neither retired nor damaged."""
-    out = {row["checkpoint_id"] for row in rows if row["kind"] in ("retire", "quarantine")}
-    return {name: row for name, row in checkpoint_rows(rows).items() if name not in out}
-
-
-def restorable(run: str, rows: Sequence[Row], step: int | None, *, checkpoint_id: str | None = None) -> Row:
-    """Of these rows that of the head, or of the checkpoint of a step or with an id; raises as `Ledger.restorable`.
-
-    Where a run came by the step twice, it is the one on the surviving lineage, else the newest.
-    """
-    there, head = restorable_rows(rows), fence_of_rows(rows).head
-    named = head if step is None and checkpoint_id is None else checkpoint_id
-    wanted = [name for name, row in there.items() if (name == named if step is None else row["step"] == step)]
-    if not wanted:
-        asked = f" {checkpoint_id!r}" if checkpoint_id is not None else "" if step is None else f" at step {step}"
-        listed = sorted(row["step"] for row in there.values()) if checkpoint_id is None else sorted(there)
-        raise NoSuchRun(
-            f"expected a checkpoint of run {run!r}{asked} that is kept, found "
-            + (f"those of steps {listed!r}" if checkpoint_id is None else f"{listed!r}")
-        )
-    surviving = set(lineage_of(rows, head))
-    return there[max(wanted, key=lambda name: (name in surviving, int(there[name]["seq"])))]
-
-
-def repeatable(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Committed rows as a manifest repeats them."""
-    return [{name: value for name, value in row.items() if value is not None and name not in _DECIDED} for row in rows]
-
-
-def fence_of_rows(rows: Sequence[Row]) -> Fence:
-    """The fence that a run's rows imply: the last claim owns it, the greatest `seq` names the head."""
-    if not rows:
-        return Fence()
-    last = max(rows, key=lambda row: int(row["seq"]))
-    claims = [row for row in rows if row["kind"] == "claim"]
-    claim = max(claims, key=lambda row: int(row["seq"]), default=last)
-    return Fence(attempt=claim["attempt"], nonce=claim["nonce"], seq=last["seq"], head=last["head_after"])
-
-
-def finished_of_rows(rows: Sequence[Row]) -> bool:
-    """Whether a run's rows say that it is finished, and no later rewind opened it again."""
-    last = max((row for row in rows if row["kind"] in ("finish", "rewind")), key=_seq, default=None)
-    return last is not None and last["kind"] == "finish"
-
-
-def trains_nothing(claim: Row) -> bool:
-    """Whether the attempt of a claim only adopts, rewinds or forks: it neither makes progress nor fails."""
-    return any(name in json.loads(claim["detail"] or "{}") for name in _IDLE)
 
 
 def _seq(row: Row) -> int:

@@ -21,7 +21,7 @@ from pyiceberg.table import Table
 from catalog.branches import left_by_rewinds
 from catalog.connect import Lakehouse, among, reachable
 from catalog.errors import CommitConflict, DataFileUnreadable, LakehouseError, NoSuchTable, PinLost, SpecInvalid
-from catalog.ledger import Row, checkpoint_rows, fence_of_rows, finished_of_rows, lineage_of, restorable_rows
+from catalog.run_rows import Row, checkpoint_rows, fence_of_rows, finished_of_rows, lineage_of, restorable_rows
 from catalog.snapshots import pin, snapshot_of, tag_of
 
 _PREFIX = tag_of(0).removesuffix("0")

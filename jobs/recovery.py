@@ -18,7 +18,7 @@ from jobs.train import MONITORED, recover_job
 from jobs.training_runs import raw_spec_of, spec_of, trains
 
 if TYPE_CHECKING:
-    from catalog.ledger import Row, RunState
+    from catalog.run_rows import Row
 
 _HEAD_TAG, _IN_A_ROW_TAG = "dlac/head", "dlac/recoveries_in_a_row"
 """On a recovery run: the head when it was requested, and how many were requested since the head last moved."""
@@ -178,25 +178,27 @@ def _found(
 ) -> tuple[str, dict[str, Any]]:
     """Who trains the run (empty: nobody), and how a recovery takes it over."""
     from catalog.connect import connect
-    from catalog.ledger import HEAD_KINDS, Ledger
+    from catalog.ledger import Ledger
+    from catalog.run_rows import HEAD_KINDS, fence_of_rows
 
-    ledger = Ledger(connect(spec.lakehouse))
-    rows, state = ledger.rows(spec.run, kinds=HEAD_KINDS), ledger.state(spec.run)
-    trainer = _living_trainer(instance, rows, state, settings)
-    past.seen(str(state.fence.head))
-    return trainer, {"takeover": True, "replaces": state.fence.attempt}
+    rows = Ledger(connect(spec.lakehouse)).rows(spec.run, kinds=HEAD_KINDS)
+    trainer = _living_trainer(instance, rows, settings)
+    fence = fence_of_rows(
+        rows
+    )  # of the very rows that say who trains: an attempt that is claimed meanwhile is not replaced
+    past.seen(str(fence.head))
+    return trainer, {"takeover": True, "replaces": fence.attempt}
 
 
-def _living_trainer(
-    instance: dg.DagsterInstance, rows: "list[Row]", state: "RunState", settings: RecoverySettings
-) -> str:
+def _living_trainer(instance: dg.DagsterInstance, rows: "list[Row]", settings: RecoverySettings) -> str:
     """Who owns the run and is alive: another Dagster run, or a launch of somebody else's; empty: nobody."""
+    from catalog.run_rows import fence_of_rows, finished_of_rows
     from dlac_pipeline.recover.coordinator import launcher_of
     from dlac_pipeline.recover.signs import signs_of
 
-    if not state.exists or state.finished:
+    if not rows or finished_of_rows(rows):
         return ""
-    attempt = state.fence.attempt
+    attempt = fence_of_rows(rows).attempt
     owner = launcher_of(rows, attempt)
     launched = instance.get_run_by_id(owner) if owner else None
     if launched is not None:

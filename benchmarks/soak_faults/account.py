@@ -18,9 +18,9 @@ import pyarrow.parquet as pq
 from benchmarks.soak_faults.lab import Lab
 from benchmarks.soak_faults.trainee import Trainee
 from catalog.connect import Lakehouse
-from catalog.ledger import Row, checkpoint_rows
 from catalog.orphans import remove_orphans
 from catalog.recoveries import recoveries_of
+from catalog.run_rows import Row, checkpoint_rows
 from catalog.schemas import TABLES
 from catalog.upkeep import upkeep
 from dlac_pipeline.audit.audit import audit_run

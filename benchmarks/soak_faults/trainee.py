@@ -11,7 +11,8 @@ from typing import Any
 import psutil
 
 from catalog.connect import Lakehouse
-from catalog.ledger import Ledger, Row, checkpoint_rows
+from catalog.ledger import Ledger
+from catalog.run_rows import Row, checkpoint_rows
 from dlac_pipeline.spec import JobSpec
 from jobs.faults import LiveRun
 

@@ -13,7 +13,8 @@ from catalog.commits import Attempt, commit_checkpoint
 from catalog.connect import Lakehouse
 from catalog.durable_io import fsync_directory, write_durably
 from catalog.errors import RowsBetween
-from catalog.ledger import HEAD_KINDS, Ledger, checkpoint_rows, repeatable
+from catalog.ledger import Ledger
+from catalog.run_rows import HEAD_KINDS, checkpoint_rows, repeatable
 from dlac_pipeline.checkpoint.cursors import agreed_reader_state
 from dlac_pipeline.checkpoint.failures import failure_named, named
 from dlac_pipeline.checkpoint.manifest import FileEntry, Manifest, content_digest

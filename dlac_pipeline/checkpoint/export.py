@@ -17,7 +17,8 @@ from catalog.commits import held, record_export
 from catalog.connect import Lakehouse
 from catalog.durable_io import fsync_directory, temporary_beside
 from catalog.errors import NoSuchRun
-from catalog.ledger import Ledger, checkpoint_rows
+from catalog.ledger import Ledger
+from catalog.run_rows import checkpoint_rows
 from dlac_pipeline.checkpoint.engines.weights import Weights, weights_of
 from dlac_pipeline.checkpoint.files import file_digest, sync_file
 from dlac_pipeline.checkpoint.manifest import Manifest

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from catalog.ledger import Row, trains_nothing
 from catalog.recoveries import Recovery
+from catalog.run_rows import Row, trains_nothing
 from dlac_pipeline.checkpoint.pulse import BEAT_EVERY_S, NOTICES
 from dlac_pipeline.spec import CheckpointSpec
 

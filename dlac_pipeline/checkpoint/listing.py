@@ -12,7 +12,8 @@ from pathlib import Path
 from catalog.commits import names_of
 from catalog.connect import Lakehouse
 from catalog.errors import CheckpointDamaged, NoSuchRun, StoreUnavailable
-from catalog.ledger import Ledger, Row, checkpoint_rows, fence_of_rows
+from catalog.ledger import Ledger
+from catalog.run_rows import Row, checkpoint_rows, fence_of_rows, lineage_of
 from dlac_pipeline.checkpoint.files import StoreFiles
 from dlac_pipeline.checkpoint.manifest import read_manifest, verify_files
 from dlac_pipeline.checkpoint.store import MANIFEST, folder_uri, name_of
@@ -62,10 +63,7 @@ def list_checkpoints(lakehouse: Lakehouse, run: str) -> list[ListedCheckpoint]:
     states = {row["checkpoint_id"]: _OUT[row["kind"]] for row in rows if row["kind"] in _OUT}
     claims = {row["attempt"]: json.loads(row["detail"]) for row in rows if row["kind"] == "claim"}
     checkpoints = checkpoint_rows(rows)
-    lineage, ancestor = set(), head
-    while ancestor is not None:
-        lineage.add(ancestor)
-        ancestor = checkpoints[ancestor]["parent"]
+    lineage = set(lineage_of(rows, head))
     verified = _verified(rows)
     named: dict[str, list[str]] = {}
     for name, checkpoint_id in names_of(rows).items():

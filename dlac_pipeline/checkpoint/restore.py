@@ -8,7 +8,7 @@ from pathlib import Path
 
 from catalog.durable_io import temporary_beside, write_durably
 from catalog.errors import CheckpointDamaged, StoreUnavailable
-from catalog.ledger import Row
+from catalog.run_rows import Row
 from dlac_pipeline.checkpoint.files import StoreFiles, below
 from dlac_pipeline.checkpoint.manifest import (
     Done,

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from catalog.branches import left_by_rewinds
 from catalog.commits import names_of
-from catalog.ledger import Row, checkpoint_rows, lineage_of
+from catalog.run_rows import Row, checkpoint_rows, lineage_of
 from dlac_pipeline.checkpoint.files import below
 from dlac_pipeline.checkpoint.removal import Removal
 from dlac_pipeline.checkpoint.store import Tiers, attempt_of, folder_uri, name_of

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from catalog.connect import Lakehouse
 from catalog.errors import SpecInvalid
-from catalog.ledger import Ledger, checkpoint_rows
+from catalog.ledger import Ledger
+from catalog.run_rows import checkpoint_rows
 from dlac_pipeline.checkpoint.foreign import Foreign
 from dlac_pipeline.checkpoint.manifest import FileEntry
 from dlac_pipeline.checkpoint.sealing import Sealer

@@ -19,7 +19,8 @@ from typing import Any
 from catalog.commits import Attempt, claim, quarantine
 from catalog.connect import Lakehouse
 from catalog.errors import CheckpointDamaged, NoRestorableCheckpoint, NoSuchRun, SteppedAside
-from catalog.ledger import HEAD_KINDS, Ledger, Row, checkpoint_rows, trains_nothing
+from catalog.ledger import Ledger
+from catalog.run_rows import HEAD_KINDS, Row, checkpoint_rows, lineage_of, restorable_rows, trains_nothing
 from dlac_pipeline.checkpoint.restore import Restored, Verify, restore, verify_here
 from dlac_pipeline.checkpoint.store import Tiers, tiers_of
 from dlac_pipeline.plan.leg import Leg
@@ -164,17 +165,14 @@ def _newest_whole(
     rows: list[Row], head: str | None, tiers: Tiers, verifying: Verifying, verify: Verify
 ) -> tuple[Restored | None, dict[str, str]]:
     """The nearest ancestor-or-self of the head whose digests hold, and the damaged ones before it (id -> reason)."""
-    checkpoints = checkpoint_rows(rows)
-    out = {row["checkpoint_id"] for row in rows if row["kind"] in ("quarantine", "retire")}
+    there = restorable_rows(rows)
     damaged: dict[str, str] = {}
-    while head is not None:
-        row = checkpoints[head]
-        if head not in out:
+    for name in lineage_of(rows, head):
+        if name in there:
             try:
-                return restore(row, tiers, partial(verifying, row["step"]), verify=verify), damaged
+                return restore(there[name], tiers, partial(verifying, there[name]["step"]), verify=verify), damaged
             except CheckpointDamaged as err:
-                damaged[head] = str(err)
-        head = row["parent"]
+                damaged[name] = str(err)
     return None, damaged
 
 

@@ -6,7 +6,8 @@ import json
 from dataclasses import dataclass
 
 from catalog.connect import Lakehouse
-from catalog.ledger import HEAD_KINDS, Ledger, checkpoint_rows
+from catalog.ledger import Ledger
+from catalog.run_rows import HEAD_KINDS, checkpoint_rows, fence_of_rows, finished_of_rows
 from catalog.snapshots import snapshot_of
 from dlac_pipeline.recover.leg_choice import leg_of
 from dlac_pipeline.spec import JobSpec
@@ -33,18 +34,16 @@ def due(lakehouse: Lakehouse, spec: JobSpec) -> Due:
         NoSuchTable, NoSuchSnapshot: a source cannot be read.
     """
     present = tuple(snapshot_of(lakehouse.load(source.table), None).snapshot_id for source in spec.sources)
-    ledger = Ledger(lakehouse)
-    state = ledger.state(spec.run)
-    head = state.fence.head
+    rows = Ledger(lakehouse).rows(spec.run, kinds=HEAD_KINDS)
+    head = fence_of_rows(rows).head
 
     def answer(needed: bool, why: str) -> Due:
         return Due(needed=needed, why=why, snapshot_ids=present, head=head)
 
-    if state.finished:
+    if finished_of_rows(rows):
         return answer(False, "it is finished")
     if head is None:
         return answer(True, "it has no checkpoint yet")
-    rows = ledger.rows(spec.run, kinds=HEAD_KINDS)
     planned = leg_of(rows, head).sources
     news = [
         f"{source.table} went on from snapshot {source.snapshot_id} to {now}"

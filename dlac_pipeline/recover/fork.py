@@ -18,7 +18,8 @@ from catalog.commits import held, unname_checkpoint
 from catalog.connect import Lakehouse
 from catalog.durable_io import fsync_directory
 from catalog.errors import CheckpointDamaged, NoSuchRun, SpecInvalid
-from catalog.ledger import HEAD_KINDS, Ledger, Row, checkpoint_rows, trains_nothing
+from catalog.ledger import Ledger
+from catalog.run_rows import HEAD_KINDS, Row, checkpoint_rows, trains_nothing
 from dlac_pipeline.checkpoint.files import StoreFiles, below, is_local, make_below, path_at, sync_file
 from dlac_pipeline.checkpoint.manifest import FileEntry, Manifest, read_manifest, verify_file
 from dlac_pipeline.checkpoint.store import Tiers, folder_uri, tiers_of

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from catalog.connect import Lakehouse
-from catalog.ledger import HEAD_KINDS, Ledger, Row, checkpoint_rows
+from catalog.ledger import Ledger
 from catalog.recoveries import Recovery, write_recovery
+from catalog.run_rows import HEAD_KINDS, Row, checkpoint_rows, lineage_of
 from dlac_pipeline.ranks.progress import Phase, Progress, read_progress
 from dlac_pipeline.recover.coordinator import ResumePoint, idle, launch_folder_of
 from dlac_pipeline.request import OPERATOR
@@ -173,21 +174,13 @@ def rows_replayed(ledger: Ledger, rows: Sequence[Row], point: ResumePoint, failu
     """
     checkpoints = checkpoint_rows(list(rows))
     heads = [row for row in rows if int(row["seq"]) < before_seq]
-    left = _lineage(checkpoints, heads[-1]["head_after"] if heads else None)
-    kept = set(_lineage(checkpoints, point.checkpoint_id))
+    left = lineage_of(rows, heads[-1]["head_after"] if heads else None)
+    kept = set(lineage_of(rows, point.checkpoint_id))
     abandoned = [each for each in left if each not in kept]
     mine = [name for name, row in checkpoints.items() if row["attempt"] == point.replaces]
     counted = ledger.consumed_by(rows[0]["run"], [*mine, *(each for each in abandoned if each not in mine)])
     worked_on = max(0, failure.rows - sum(counted[each] for each in mine))
     return worked_on + sum(counted[each] for each in abandoned)
-
-
-def _lineage(checkpoints: dict[str, Row], head: str | None) -> list[str]:
-    chain = []
-    while head is not None:
-        chain.append(head)
-        head = checkpoints[head]["parent"]
-    return chain
 
 
 def _work_lost_s(rows: Sequence[Row], point: ResumePoint, failure: Failure) -> float:

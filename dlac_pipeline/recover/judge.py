@@ -24,7 +24,8 @@ from catalog.errors import (
     StoreUnavailable,
     TrainingFailed,
 )
-from catalog.ledger import HEAD_KINDS, Ledger
+from catalog.ledger import Ledger
+from catalog.run_rows import HEAD_KINDS
 from dlac_pipeline.plan.follow import Unreadable
 from dlac_pipeline.plan.leg import Leg
 from dlac_pipeline.recover.attempt import SupervisedAttempt, Supervision

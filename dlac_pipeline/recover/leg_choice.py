@@ -16,8 +16,9 @@ from catalog.errors import (
     SpecInvalid,
     TableReplaced,
 )
-from catalog.ledger import HEAD_KINDS, Ledger, Row, RunState, checkpoint_rows
+from catalog.ledger import Ledger, RunState
 from catalog.plans import PlanRow, find_plan
+from catalog.run_rows import HEAD_KINDS, Row, checkpoint_rows, lineage_of
 from dlac_pipeline.checkpoint.manifest import Manifest
 from dlac_pipeline.checkpoint.restore import manifest_of
 from dlac_pipeline.checkpoint.store import tiers_of
@@ -190,11 +191,8 @@ def _is_plan_of(source: SourceSpec, row: PlanRow) -> bool:
 
 def leg_of(rows: list[Row], checkpoint_id: str) -> Leg:
     """The leg that a checkpoint ends in: the last one that it or one of its ancestors names."""
-    checkpoints = checkpoint_rows(rows)
     legs = {row["checkpoint_id"]: row["detail"] for row in rows if row["kind"] == "leg"}
-    at: str | None = checkpoint_id
-    while at is not None and at not in legs:
-        at = checkpoints[at]["parent"]
+    at = next((each for each in lineage_of(rows, checkpoint_id) if each in legs), None)
     if at is None:
         raise LedgerError(
             f"expected the leg of checkpoint {checkpoint_id!r} in the ledger, found none: restore the table"

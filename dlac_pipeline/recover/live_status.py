@@ -15,8 +15,9 @@ from typing import Any
 
 from catalog.connect import Lakehouse
 from catalog.errors import CommitConflict, LakehouseError
-from catalog.ledger import HEAD_KINDS, Fence, Ledger, Row, checkpoint_rows
+from catalog.ledger import Ledger
 from catalog.plans import find_plan
+from catalog.run_rows import HEAD_KINDS, Fence, Row, checkpoint_rows, lineage_of
 from dlac_pipeline.plan.leg import Leg
 from dlac_pipeline.ranks.progress import Progress, read_progress
 from dlac_pipeline.recover.coordinator import attempts_without_progress, launch_folder_of
@@ -142,7 +143,7 @@ class LiveStatus:
 
     def _consumed_share(self, ranks: list[Progress]) -> float | None:
         """Of the live rows of the passes that the sources are in: what is committed, and what the ranks did since."""
-        lineage = self._lineage()
+        lineage = set(lineage_of(self._rows, self._fence.head))
         mine = [row for row in self._advances if row["checkpoint_id"] in lineage]
         if not mine:
             return None
@@ -160,13 +161,6 @@ class LiveStatus:
             plan = find_plan(self._ledger.lakehouse, plan_id)
             self._live_rows[plan_id] = 0 if plan is None else plan.live_rows
         return self._live_rows[plan_id]
-
-    def _lineage(self) -> set[str]:
-        checkpoints, head, found = checkpoint_rows(self._rows), self._fence.head, set()
-        while head is not None:
-            found.add(head)
-            head = checkpoints[head]["parent"]
-        return found
 
 
 def _sources(rows: list[Row]) -> set[int]:

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from catalog.errors import DlacError
-from catalog.ledger import Row
+from catalog.run_rows import Row
 from dlac_pipeline.checkpoint.files import StoreFiles, below
 from dlac_pipeline.checkpoint.manifest import (
     Done,

@@ -18,7 +18,8 @@ from catalog import errors
 from catalog.connect import Lakehouse
 from catalog.durable_io import write_durably
 from catalog.errors import CheckpointDamaged, DlacError, NothingToRehearse, StoreUnavailable, TrainingFailed
-from catalog.ledger import Ledger, Row, checkpoint_rows, fence_of_rows
+from catalog.ledger import Ledger
+from catalog.run_rows import Row, checkpoint_rows, fence_of_rows, out_of
 from dlac_pipeline.checkpoint.config import config_digest
 from dlac_pipeline.checkpoint.restore import Restored, restore
 from dlac_pipeline.checkpoint.store import Tiers, tiers_of
@@ -191,19 +192,14 @@ def _restored(
         try:
             return spec, chosen, restore(chosen.checkpoint, tiers)
         except (CheckpointDamaged, StoreUnavailable):  # with a retired checkpoint its attempt's folder may go
-            if chosen.checkpoint["checkpoint_id"] not in _out(ledger.head_rows(run)):
+            if chosen.checkpoint["checkpoint_id"] not in out_of(ledger.head_rows(run)):
                 raise
-
-
-def _out(rows: Sequence[Row]) -> set[str]:
-    """The checkpoints that are retired or damaged."""
-    return {row["checkpoint_id"] for row in rows if row["kind"] in ("retire", "quarantine")}
 
 
 def _newest_with_successor(ledger: Ledger, run: str) -> _Chosen:
     rows = ledger.head_rows(run)
     checkpoints = checkpoint_rows(rows)
-    out = _out(rows)
+    out = out_of(rows)
     successor = checkpoints.get(fence_of_rows(rows).head or "")
     lineage = 0
     while successor is not None:

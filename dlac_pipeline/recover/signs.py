@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from catalog.ledger import Row
+from catalog.run_rows import Row
 from dlac_pipeline.ranks.progress import read_progress
 from dlac_pipeline.recover.run_lock import lock_path
 

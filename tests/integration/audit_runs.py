@@ -20,7 +20,8 @@ from pyiceberg.io.pyarrow import schema_to_pyarrow
 import dlac_pipeline as dlac
 from catalog.connect import Lakehouse, connect
 from catalog.lakehouse_config import LakehouseConfig
-from catalog.ledger import Ledger, Row
+from catalog.ledger import Ledger
+from catalog.run_rows import Row
 from catalog.schemas import CONSUMPTION, SLICES
 from dlac_pipeline.audit.audit import AuditReport, audit_run
 

@@ -15,7 +15,8 @@ from rich.console import Console
 
 from catalog.connect import Lakehouse
 from catalog.errors import NoSuchRun
-from catalog.ledger import Ledger, Row
+from catalog.ledger import Ledger
+from catalog.run_rows import Row
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.audit.explain import explain_sql
 from dlac_pipeline.audit.lakehouse_sql import open_audit, rows_of

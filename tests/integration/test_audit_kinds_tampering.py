@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from catalog.ledger import Row
+from catalog.run_rows import Row
 from tests.integration.audit_runs import Change, Workshop, changed, is_advance, trained, unchanged, until_step, without
 
 

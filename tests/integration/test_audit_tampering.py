@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from pyiceberg.expressions import And, EqualTo
 
-from catalog.ledger import Ledger, Row
+from catalog.ledger import Ledger
+from catalog.run_rows import Row
 from dlac_pipeline.audit.audit import audit_run
 from tests.integration.audit_runs import Change, changed, is_advance, rows_named, unchanged, until_step, without
 from tests.integration.conftest import Lake

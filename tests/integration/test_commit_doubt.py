@@ -13,8 +13,9 @@ from sqlalchemy.exc import OperationalError
 from catalog.commits import Attempt, claim, commit_checkpoint
 from catalog.connect import Lakehouse, connect
 from catalog.errors import CommitConflict, CommitOutcomeUnknown, Fenced
-from catalog.ledger import Append, Fence, Ledger, RunState
+from catalog.ledger import Append, Ledger, RunState
 from catalog.recoveries import Recovery, recoveries_of, write_recovery
+from catalog.run_rows import Fence
 from catalog.upkeep import upkeep
 
 if TYPE_CHECKING:

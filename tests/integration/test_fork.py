@@ -20,7 +20,8 @@ import dlac_pipeline as dlac
 from catalog.commits import name_checkpoint, names_of
 from catalog.connect import connect
 from catalog.errors import CheckpointDamaged, NoSuchRun, SpecInvalid
-from catalog.ledger import HEAD_KINDS, Ledger
+from catalog.ledger import Ledger
+from catalog.run_rows import HEAD_KINDS
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.audit.explain import explain_sql
 from dlac_pipeline.audit.lakehouse_sql import open_audit, rows_of

@@ -16,6 +16,10 @@ from dagster_shared.record import copy
 from assets.failures import NO_RECOVERY_TAG, OUTAGE_TAG, PREEMPTED_TAG, RUN_TAG, own_value, tag_of
 from assets.heartbeat import Heartbeat
 from assets.training import POOL, model_checkpoint
+from catalog.commits import claim
+from catalog.errors import SteppedAside
+from catalog.ledger import Ledger
+from dlac_pipeline.recover.coordinator import check_current
 from jobs.continual import run_config_of
 from jobs.coordinator import TrainingRunCoordinator
 from jobs.definitions import defs
@@ -130,13 +134,42 @@ def test_whatever_goes_wrong_while_it_is_decided_a_recovery_is_requested(
         defs.resolve_job_def("train_job"), run_config=run_config_of(spec), status=DIED, tags={RUN_TAG: spec.run}
     )
 
-    def locked(*_: object) -> None:
+    def locked(*_: object, **__: object) -> None:
         raise sqlite3.OperationalError("database is locked")
 
-    monkeypatch.setattr("catalog.ledger.Ledger.state", locked)
+    monkeypatch.setattr("catalog.ledger.Ledger.rows", locked)
     request = asked(instance, dead)
     assert isinstance(request, dg.RunRequest)
     assert request.run_config["ops"]["model_checkpoint"]["config"]["takeover"] is False
+
+
+def test_an_attempt_that_begins_while_it_is_decided_is_not_replaced(
+    arena: Arena, home: Path, instance: dg.DagsterInstance, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A person's `dlac recover` answers the same death: the recovery replaces what it saw dead, and so steps aside."""
+    spec = left(arena, "answered-twice")
+    dead = instance.create_run_for_job(
+        defs.resolve_job_def("train_job"), run_config=run_config_of(spec), status=DIED, tags={RUN_TAG: spec.run}
+    )
+    ledger = Ledger(arena.lakehouse)
+    [attempt] = [row["attempt"] for row in ledger.rows(spec.run, kinds=("claim",))]
+
+    original = Ledger.rows
+
+    def read(*args: Any, **kwargs: Any) -> Any:
+        found = original(*args, **kwargs)
+        monkeypatch.setattr(Ledger, "rows", original)
+        claim(ledger, spec.run, nonce="by-hand", replaces=attempt, detail={"launched_by": ""})
+        return found
+
+    monkeypatch.setattr(Ledger, "rows", read)
+    request = asked(instance, dead)
+    assert isinstance(request, dg.RunRequest)
+    assert ledger.state(spec.run).fence.attempt == attempt + 1
+    launch = request.run_config["ops"]["model_checkpoint"]["config"]
+    assert (launch["takeover"], launch["replaces"]) == (True, attempt)
+    with pytest.raises(SteppedAside):
+        check_current(arena.lakehouse, spec.run, launch["replaces"])
 
 
 def test_a_second_outage_begins_anew(arena: Arena, home: Path, instance: dg.DagsterInstance) -> None:

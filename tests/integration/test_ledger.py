@@ -11,7 +11,8 @@ from catalog.commits import Attempt, claim, commit_checkpoint, finish, quarantin
 from catalog.compaction import compact
 from catalog.connect import connect
 from catalog.errors import Fenced, HeadMoved, RowsBetween, RunFinished, SteppedAside
-from catalog.ledger import Append, Fence, Ledger, Row, RunState
+from catalog.ledger import Append, Ledger, RunState
+from catalog.run_rows import Fence, Row
 
 if TYPE_CHECKING:
     from tests.conftest import Arena

@@ -19,7 +19,7 @@ from catalog.errors import (
     TableReplaced,
     TrainingFailed,
 )
-from catalog.ledger import Row
+from catalog.run_rows import Row
 from dlac_pipeline.checkpoint.files import StoreFiles
 from dlac_pipeline.checkpoint.manifest import content_digest, read_manifest, verify_files
 from dlac_pipeline.checkpoint.store import MANIFEST, folder_of

@@ -12,7 +12,8 @@ import torch
 
 from catalog.commits import name_checkpoint, unname_checkpoint
 from catalog.errors import NoSuchRun, RunFinished, SpecInvalid, StoreUnavailable
-from catalog.ledger import Ledger, Row
+from catalog.ledger import Ledger
+from catalog.run_rows import Row
 from dlac_pipeline import TorchState, training_run
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.audit.lakehouse_sql import open_audit

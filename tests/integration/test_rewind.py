@@ -18,9 +18,10 @@ from catalog.errors import (
     RunFinished,
     SpecInvalid,
 )
-from catalog.ledger import HEAD_KINDS, Ledger
+from catalog.ledger import Ledger
 from catalog.pins import list_pins
 from catalog.recoveries import recoveries_of
+from catalog.run_rows import HEAD_KINDS
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.audit.lakehouse_sql import open_audit, rows_of
 from dlac_pipeline.checkpoint.interval import Failures

@@ -20,9 +20,10 @@ from catalog.connect import Lakehouse, connect
 from catalog.errors import CommitConflict, LakehouseError
 from catalog.expiry import expire
 from catalog.lakehouse_config import KEEP_SNAPSHOTS
-from catalog.ledger import Ledger, Row
+from catalog.ledger import Ledger
 from catalog.orphans import remove_orphans
 from catalog.retrying import retrying
+from catalog.run_rows import Row
 from catalog.schemas import TABLES
 from catalog.upkeep import upkeep
 from jobs.definitions import defs

@@ -23,7 +23,8 @@ from catalog.commits import Attempt, claim, commit_checkpoint, finish
 from catalog.connect import Lakehouse, connect
 from catalog.errors import DlacError
 from catalog.lakehouse_config import LakehouseConfig
-from catalog.ledger import Ledger, Row
+from catalog.ledger import Ledger
+from catalog.run_rows import Row
 from catalog.upkeep import upkeep
 
 

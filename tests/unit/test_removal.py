@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from catalog.errors import StoreUnavailable
-from catalog.ledger import Row
+from catalog.run_rows import Row
 from dlac_pipeline.checkpoint import removal
 from dlac_pipeline.checkpoint.files import StoreFiles
 from dlac_pipeline.checkpoint.retention import Retention
