@@ -12,7 +12,7 @@ from torch.utils.data import get_worker_info
 
 from catalog.connect import connect
 from catalog.errors import FormatTooNew, ResumeMismatch, SpecInvalid
-from dlac_pipeline.plan.leg import Leg
+from dlac_pipeline.plan.leg import Leg, told
 from dlac_pipeline.plan.legs import asked_for
 from dlac_pipeline.spec import (
     JobSpec,
@@ -86,12 +86,10 @@ def check_asked(spec: JobSpec, leg: Leg) -> None:
     """Check that the spec asks for what the leg of a state binds; a snapshot that it does not name is that of the state."""
     lakehouse = connect(spec.lakehouse)
     uuids = {source.table: str(lakehouse.load(source.table).metadata.table_uuid) for source in spec.sources}
-    saved, wanted = leg.bound(), asked_for(spec, leg, uuids).bound()
-    differing = [name for name in {**saved, **wanted} if saved.get(name) != wanted.get(name)]
+    differing = leg.differences(asked_for(spec, leg, uuids))
     if differing:
-        lines = "\n".join(f"  {name}: saved {saved.get(name)!r}, asked for {wanted.get(name)!r}" for name in differing)
         raise ResumeMismatch(
-            f"the state was read with other settings than the dataset was opened with:\n{lines}\n"
+            f"the state was read with other settings than the dataset was opened with:\n{told(differing, bound='saved')}\n"
             "give the saved values again, or begin without the state"
         )
 

@@ -19,7 +19,7 @@ from catalog.pins import hold
 from catalog.row_groups import row_groups_of
 from catalog.snapshots import snapshot_of
 from dlac_pipeline.plan.cut import CutSettings
-from dlac_pipeline.plan.leg import Leg, LegSource, QuarantinedUnit
+from dlac_pipeline.plan.leg import Leg, LegSource, QuarantinedUnit, told
 from dlac_pipeline.plan.order import ReaderState
 from dlac_pipeline.plan.planner import Plan, exclude_rows, load_plan, make_plan, schema_id_of
 from dlac_pipeline.plan.source_order import Cursor, SourceOrder, SourceStart
@@ -85,16 +85,11 @@ def check_changeable(leg: Leg, asked: Leg) -> None:
     Raises:
         ResumeMismatch: it may not; names each such difference.
     """
-    mine, theirs = leg.bound(), asked.bound()
-    fixed = [
-        name
-        for name in {**mine, **theirs}
-        if mine.get(name) != theirs.get(name) and name.rpartition(": ")[2] not in _CHANGEABLE
-    ]
+    differing = leg.differences(asked)
+    fixed = {name: both for name, both in differing.items() if name.rpartition(": ")[2] not in _CHANGEABLE}
     if fixed:
-        lines = "\n".join(f"  {name}: committed {mine.get(name)!r}, asked for {theirs.get(name)!r}" for name in fixed)
         raise ResumeMismatch(
-            f"a new leg may change {', '.join(_CHANGEABLE)}; of what leg {leg.index} binds it cannot change:\n{lines}\n"
+            f"a new leg may change {', '.join(_CHANGEABLE)}; of what leg {leg.index} binds it cannot change:\n{told(fixed)}\n"
             "give the committed values again, or start a run under another name"
         )
 

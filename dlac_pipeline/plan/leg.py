@@ -172,20 +172,25 @@ class Leg:
             found |= {prefix + name: value for name, value in source.bound().items()}
         return found
 
+    def differences(self, wanted: Leg) -> dict[str, tuple[Any, Any]]:
+        """What `wanted` binds otherwise: name -> what this leg binds, and what is asked for."""
+        mine, theirs = self.bound(), wanted.bound()
+        return {
+            name: (mine.get(name), theirs.get(name))
+            for name in {**mine, **theirs}
+            if mine.get(name) != theirs.get(name)
+        }
+
     def check_same(self, wanted: Leg) -> None:
         """Check that `wanted`, made from the job spec, binds what this committed leg binds.
 
         Raises:
             ResumeMismatch: it does not; names each difference.
         """
-        mine, theirs = self.bound(), wanted.bound()
-        differing = [name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)]
+        differing = self.differences(wanted)
         if differing:
-            lines = "\n".join(
-                f"  {name}: committed {mine.get(name)!r}, asked for {theirs.get(name)!r}" for name in differing
-            )
             raise ResumeMismatch(
-                f"resuming would change what leg {self.index} of this run binds:\n{lines}\n"
+                f"resuming would change what leg {self.index} of this run binds:\n{told(differing)}\n"
                 "give the committed values again, start a new leg on purpose (--new-leg), or start a run under another name"
             )
 
@@ -204,6 +209,11 @@ class Leg:
                 "blocks once each; choose a number of ranks that divides key_groups"
             )
         return said
+
+
+def told(differences: Mapping[str, tuple[Any, Any]], *, bound: str = "committed") -> str:
+    """Differences of two legs, a line each."""
+    return "\n".join(f"  {name}: {bound} {mine!r}, asked for {theirs!r}" for name, (mine, theirs) in differences.items())
 
 
 _ADAPTER = TypeAdapter(Leg)
