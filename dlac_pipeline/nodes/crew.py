@@ -13,8 +13,9 @@ from dataclasses import asdict
 from types import TracebackType
 
 from catalog.errors import SpecInvalid
-from dlac_pipeline.nodes.shares import Offer, Share, placed, shares, usable_ranks
+from dlac_pipeline.nodes.shares import Offer, placed, shares, usable_ranks
 from dlac_pipeline.nodes.talk import Round, Talk, Words
+from dlac_pipeline.ranks.share import Share
 
 RESUME, VERDICT = "resume", "verdict"
 """What a leader tells: where the attempt resumes, and how it has ended."""

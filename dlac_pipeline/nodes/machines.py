@@ -15,9 +15,10 @@ import psutil
 from dlac_pipeline.checkpoint.config import config_digest
 from dlac_pipeline.launch_spec import LaunchSpec
 from dlac_pipeline.nodes.crew import Crew, CutOff, agreed, free_port
-from dlac_pipeline.nodes.shares import Offer, Share, usable_ranks
+from dlac_pipeline.nodes.shares import Offer, usable_ranks
 from dlac_pipeline.nodes.talk import Words
 from dlac_pipeline.ranks.group import GLOO_INTERFACE
+from dlac_pipeline.ranks.share import Share
 from dlac_pipeline.spec import JobSpec
 
 if TYPE_CHECKING:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dlac_pipeline.ranks.share import Share
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Offer:
@@ -24,22 +26,6 @@ class Offer:
     """The last attempt of the run that it has heard of."""
     config: str = ""
     """Digest of what it would train."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Share:
-    """The ranks of one machine in one attempt: `ranks` of `world_size`, beginning with `first_rank`."""
-
-    world_size: int
-    ranks: int
-    first_rank: int = 0
-    node: int = 0
-    """The machine's place; 0 leads."""
-    address: str = "127.0.0.1"
-    """The leader's, where ranks meet."""
-    port: int = 0
-    interface: str = ""
-    """This machine's, through which its ranks talk to the others'; empty: whichever the libraries choose."""
 
 
 def usable_ranks(batch_size: int, available: int) -> int:

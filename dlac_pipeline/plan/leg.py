@@ -213,7 +213,9 @@ class Leg:
 
 def told(differences: Mapping[str, tuple[Any, Any]], *, bound: str = "committed") -> str:
     """Differences of two legs, a line each."""
-    return "\n".join(f"  {name}: {bound} {mine!r}, asked for {theirs!r}" for name, (mine, theirs) in differences.items())
+    return "\n".join(
+        f"  {name}: {bound} {mine!r}, asked for {theirs!r}" for name, (mine, theirs) in differences.items()
+    )
 
 
 _ADAPTER = TypeAdapter(Leg)

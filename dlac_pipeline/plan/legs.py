@@ -10,8 +10,8 @@ from catalog.errors import ResumeMismatch
 from dlac_pipeline.plan.leg import Leg, LegSequences, LegSource
 from dlac_pipeline.plan.planner import Plan
 from dlac_pipeline.plan.source_order import SourceStart
-from dlac_pipeline.read.tokenizing import load_tokenizer
-from dlac_pipeline.read.transform import load_transform
+from dlac_pipeline.rows.tokenizing import load_tokenizer
+from dlac_pipeline.rows.transform import load_transform
 from dlac_pipeline.spec import JobSpec, SequenceSpec, SourceSpec
 
 

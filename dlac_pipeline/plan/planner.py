@@ -33,7 +33,7 @@ from catalog.row_groups import RowGroup, row_groups_of
 from catalog.snapshots import check_pinned, snapshot_of
 from dlac_pipeline.plan.cut import PassCut
 from dlac_pipeline.plan.units import Ints, UnitTable
-from dlac_pipeline.read.columns import check_columns
+from dlac_pipeline.rows.columns import check_columns
 from dlac_pipeline.spec import SourceSpec
 
 

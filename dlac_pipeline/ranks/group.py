@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from catalog.errors import TrainingFailed
-from dlac_pipeline.nodes.shares import Share
 from dlac_pipeline.ranks import undertaker
 from dlac_pipeline.ranks.progress import Phase, Progress, notice_file, read_progress
 from dlac_pipeline.ranks.rank import (
@@ -26,6 +25,7 @@ from dlac_pipeline.ranks.rank import (
     held_signals,
     reason_not_started,
 )
+from dlac_pipeline.ranks.share import Share
 from dlac_pipeline.read.memory import ALLOCATOR_SETTINGS
 from dlac_pipeline.spec import JobSpec
 

@@ -9,10 +9,10 @@ import numpy as np
 import pyarrow as pa
 
 from catalog.errors import UnsupportedColumn
-from dlac_pipeline.read.columns import Array, Column, ColumnKind, Rows
 from dlac_pipeline.read.memory import Buffers
+from dlac_pipeline.rows.columns import Array, Column, ColumnKind, Ints
 
-Piece = tuple[Column, Rows, Rows]
+Piece = tuple[Column, Ints, Ints]
 """Rows of a column, and the slots of the batch that they go to, one slot per row."""
 
 
@@ -34,8 +34,8 @@ def assemble(kind: ColumnKind, pieces: Sequence[Piece], slots: int, *, length: i
     return found
 
 
-RunPiece = tuple[Column, Rows, Rows | None, slice]
-"""Rows of a column; the places they fill, batch * width + slot (None: all of them, in order); the slots they lie in."""
+RunPiece = tuple[Column, Ints, Ints | None, slice]
+"""Ints of a column; the places they fill, batch * width + slot (None: all of them, in order); the slots they lie in."""
 
 
 def assemble_run(
@@ -60,7 +60,7 @@ def assemble_run(
     return {kind.name: values, f"{kind.name}.valid": valid} if kind.nullable else {kind.name: values}
 
 
-def _spread(out: Array, values: Array, rows: Rows, places: Rows | None) -> None:
+def _spread(out: Array, values: Array, rows: Ints, places: Ints | None) -> None:
     """Copy rows of `values` [rows, ...] to their places in `out` [batches, width, ...]."""
     if places is not None:
         out[places // out.shape[1], places % out.shape[1]] = values[rows]
@@ -115,7 +115,7 @@ def _all_null(column: Column) -> bool:
     return column.valid is not None and not column.valid.any()
 
 
-def _span(indices: Rows) -> slice | None:
+def _span(indices: Ints) -> slice | None:
     """The slice that the indices are, if they are one."""
     start = int(indices[0])
     if int(indices[-1]) - start + 1 != len(indices):
@@ -140,8 +140,8 @@ def _ragged(kind: ColumnKind, pieces: Sequence[Piece], slots: int) -> dict[str, 
     return {kind.name: values, f"{kind.name}.offsets": offsets}
 
 
-def _taken(column: Column, rows: Rows) -> pa.LargeBinaryArray:
-    """Rows of a ragged column as byte strings, which Arrow copies row by row without Python."""
+def _taken(column: Column, rows: Ints) -> pa.LargeBinaryArray:
+    """Ints of a ragged column as byte strings, which Arrow copies row by row without Python."""
     assert column.offsets is not None
     offsets = pa.py_buffer(np.ascontiguousarray(column.offsets * column.values.itemsize))
     values = pa.py_buffer(np.ascontiguousarray(column.values).view(np.uint8))

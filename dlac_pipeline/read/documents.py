@@ -14,9 +14,9 @@ import pyarrow as pa
 
 from catalog.errors import NoSuchColumn, SpecInvalid, UnsupportedColumn
 from dlac_pipeline.plan.units import Ints
-from dlac_pipeline.read.columns import Array, to_numpy
-from dlac_pipeline.read.tokenizing import Tokenizer, Tokens, is_text, tokens_of_lists
-from dlac_pipeline.read.transform import Reject, Rejected, RowRejected, Transform, Transformed, transform_rows
+from dlac_pipeline.rows.columns import Array, to_numpy
+from dlac_pipeline.rows.tokenizing import Tokenizer, Tokens, is_text, tokens_of_lists
+from dlac_pipeline.rows.transform import Reject, Rejected, RowRejected, Transform, Transformed, transform_rows
 
 
 @dataclass(frozen=True, slots=True, eq=False)

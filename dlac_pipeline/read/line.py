@@ -21,7 +21,7 @@ from catalog.errors import CursorMismatch
 from dlac_pipeline.plan.source_order import Cursor
 from dlac_pipeline.plan.units import Ints
 from dlac_pipeline.read.documents import Documents, Samples, SourceRows
-from dlac_pipeline.read.transform import Rejected
+from dlac_pipeline.rows.transform import Rejected
 
 Content = TypeVar("Content", bound=Documents | Samples)
 Piece = tuple[Content, int, int]

@@ -18,15 +18,15 @@ from dlac_pipeline.plan.planner import Plan, load_plan
 from dlac_pipeline.plan.source_order import Cursor, Stretch
 from dlac_pipeline.plan.units import UnitTable
 from dlac_pipeline.read.blocks import BlockDecoder, open_decoder
-from dlac_pipeline.read.columns import Column, ColumnKind, kinds_of, to_column
 from dlac_pipeline.read.documents import Documents, Samples, documents_of, samples_of
 from dlac_pipeline.read.memory import Buffers
 from dlac_pipeline.read.packing import Packer, Sampler
 from dlac_pipeline.read.prefetch import Prefetcher
 from dlac_pipeline.read.reader import Exchange, RankReader, alone
 from dlac_pipeline.read.streams import BlockWalk, Columns, ItemStream, RowStream, SourceBlocks, Stream, size_of_columns
-from dlac_pipeline.read.tokenizing import Tokenizer, load_tokenizer
-from dlac_pipeline.read.transform import Transform, load_transform
+from dlac_pipeline.rows.columns import Column, ColumnKind, kinds_of, to_column
+from dlac_pipeline.rows.tokenizing import Tokenizer, load_tokenizer
+from dlac_pipeline.rows.transform import Transform, load_transform
 from dlac_pipeline.spec import JobSpec, SourceSpec
 
 

@@ -11,10 +11,10 @@ import numpy.typing as npt
 from catalog.errors import SpecInvalid
 from dlac_pipeline.plan.source_order import Cursor
 from dlac_pipeline.plan.units import Ints
-from dlac_pipeline.read.columns import Array
 from dlac_pipeline.read.documents import Documents, Samples
 from dlac_pipeline.read.line import BlockAdvance, Line, Piece
-from dlac_pipeline.read.tokenizing import Tokens
+from dlac_pipeline.rows.columns import Array
+from dlac_pipeline.rows.tokenizing import Tokens
 
 Masks = npt.NDArray[np.int32]
 BEGINNING = Cursor()

@@ -23,11 +23,11 @@ from dlac_pipeline.plan.order import LegOrder, ReaderState
 from dlac_pipeline.plan.source_order import Cursor
 from dlac_pipeline.read.assemble import assemble, assemble_run
 from dlac_pipeline.read.batch import Batch
-from dlac_pipeline.read.columns import Array, ColumnKind
 from dlac_pipeline.read.group import GroupBatch, GroupReader
 from dlac_pipeline.read.memory import Buffers
 from dlac_pipeline.read.prefetch import Prefetcher
 from dlac_pipeline.read.streams import Columns, Stream
+from dlac_pipeline.rows.columns import Array, ColumnKind
 
 _RUN_BYTES = 2**24
 """Of batches that are gathered together, in one array per column; large enough for the kernel to back it with large pages."""

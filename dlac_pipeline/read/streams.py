@@ -14,12 +14,12 @@ from dlac_pipeline.plan.cut import Block
 from dlac_pipeline.plan.source_order import Cursor, SourceOrder, Stretch
 from dlac_pipeline.plan.units import Ints, UnitTable
 from dlac_pipeline.read.blocks import BlockDecoder
-from dlac_pipeline.read.columns import Array, Column
 from dlac_pipeline.read.documents import Documents, Samples
 from dlac_pipeline.read.line import BlockAdvance, merge
 from dlac_pipeline.read.packing import Packed, Packer, Sampler, SampleRows, Taken
 from dlac_pipeline.read.prefetch import Prefetcher, Wanted
-from dlac_pipeline.read.transform import RowRejected
+from dlac_pipeline.rows.columns import Array, Column
+from dlac_pipeline.rows.transform import RowRejected
 
 Columns = dict[str, Column]
 Piece = tuple[Columns, Ints]

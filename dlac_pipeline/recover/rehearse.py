@@ -24,11 +24,11 @@ from dlac_pipeline.checkpoint.config import config_digest
 from dlac_pipeline.checkpoint.restore import Restored, restore
 from dlac_pipeline.checkpoint.store import Tiers, tiers_of
 from dlac_pipeline.nodes.crew import free_port
-from dlac_pipeline.nodes.shares import Share
 from dlac_pipeline.plan.leg import Leg
 from dlac_pipeline.plan.legs import check_sources
 from dlac_pipeline.ranks.group import RankGroup
 from dlac_pipeline.ranks.rank import REHEARSAL_VARIABLE
+from dlac_pipeline.ranks.share import Share
 from dlac_pipeline.recover.causes import first_cause, silent_rank
 from dlac_pipeline.recover.coordinator import ResumePoint, new_nonce, spec_of_attempt
 from dlac_pipeline.recover.leg_choice import leg_of

@@ -35,7 +35,7 @@ from pyiceberg.types import (
 from catalog.columns import arrow_type
 from catalog.errors import NoSuchColumn, UnsupportedColumn
 from dlac_pipeline.read.assemble import Piece, assemble
-from dlac_pipeline.read.columns import ColumnKind, check_columns, kinds_of, to_column
+from dlac_pipeline.rows.columns import ColumnKind, check_columns, kinds_of, to_column
 
 LONGS = ListType(100, LongType(), element_required=False)
 TYPES: dict[str, IcebergType] = {

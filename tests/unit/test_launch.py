@@ -18,9 +18,9 @@ import psutil
 import pytest
 
 from catalog.errors import TrainingFailed
-from dlac_pipeline.nodes.shares import Share
 from dlac_pipeline.ranks.group import HANG, Exit, RankGroup, RankProcess, spawn_rank
 from dlac_pipeline.ranks.rank import pid_of
+from dlac_pipeline.ranks.share import Share
 from dlac_pipeline.ranks.starter import RankStarter
 from dlac_pipeline.spec import JobSpec, parse_spec
 from tests.conftest import wait_until
@@ -295,7 +295,7 @@ SUPERVISOR = """
 import sys, time
 from pathlib import Path
 from dlac_pipeline.ranks.group import RankGroup
-from dlac_pipeline.nodes.shares import Share
+from dlac_pipeline.ranks.share import Share
 from dlac_pipeline.ranks.starter import RankStarter
 from dlac_pipeline.spec import parse_spec
 import json

@@ -11,7 +11,7 @@ from dlac_pipeline.plan.source_order import Cursor
 from dlac_pipeline.read.documents import Documents, documents_of, samples_of
 from dlac_pipeline.read.line import BlockAdvance, merge
 from dlac_pipeline.read.packing import BEGINNING, Packer, Sampler
-from dlac_pipeline.read.transform import Transform
+from dlac_pipeline.rows.transform import Transform
 
 REASON = "ValueError: bad"
 REJECTED = -1

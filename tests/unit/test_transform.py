@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from catalog.errors import NoSuchColumn, SpecInvalid, TransformFailed, UnsupportedColumn
 from dlac_pipeline.read.documents import documents_of, samples_of
-from dlac_pipeline.read.transform import ROW, Reject, RowRejected, Transform, load_transform, transform_rows
+from dlac_pipeline.rows.transform import ROW, Reject, RowRejected, Transform, load_transform, transform_rows
 
 EXAMPLES = settings(max_examples=100, deadline=None)
 DOUBLED = "def double(batch):\n    return batch.set_column(0, 'x', [2 * x.as_py() for x in batch['x']])\n"

@@ -19,7 +19,7 @@ from blake3 import blake3
 from tokenizers import Tokenizer as Backend
 
 from catalog.errors import TokenizerUnreadable, UnsupportedColumn
-from dlac_pipeline.plan.units import Ints
+from dlac_pipeline.rows.columns import Ints
 
 Tokens = npt.NDArray[np.int32] | npt.NDArray[np.int64]
 _TEXT_BYTES_AT_ONCE = 2**20

@@ -45,7 +45,7 @@ from pyiceberg.types import (
 from catalog.errors import NoSuchColumn, UnsupportedColumn
 
 Array = npt.NDArray[Any]
-Rows = npt.NDArray[np.int64]
+Ints = npt.NDArray[np.int64]
 _ITEMS: dict[type, type[np.generic]] = {
     BooleanType: np.bool_,
     IntegerType: np.int32,
@@ -88,7 +88,7 @@ class Column:
     """
 
     values: Array
-    offsets: Rows | None = None
+    offsets: Ints | None = None
     valid: npt.NDArray[np.bool_] | None = None
 
     @property
@@ -227,7 +227,7 @@ def _byte_strings(array: Any, valid: npt.NDArray[np.bool_] | None) -> Column:
     if not len(array):
         return Column(np.zeros(0, dtype=np.uint8), np.zeros(1, dtype=np.int64), valid)
     stored: Array = np.frombuffer(offsets_buffer, dtype=np.int64 if wide else np.int32)
-    offsets: Rows = np.asarray(stored[array.offset : array.offset + len(array) + 1], dtype=np.int64)
+    offsets: Ints = np.asarray(stored[array.offset : array.offset + len(array) + 1], dtype=np.int64)
     return Column(np.frombuffer(values_buffer or b"", dtype=np.uint8), offsets, valid)
 
 

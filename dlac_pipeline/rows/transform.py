@@ -25,7 +25,7 @@ import pyarrow as pa
 from blake3 import blake3
 
 from catalog.errors import TransformFailed
-from dlac_pipeline.plan.units import Ints
+from dlac_pipeline.rows.columns import Ints
 
 ROW = "dlac_row"
 Reject = Literal["fail", "quarantine"]
