@@ -23,6 +23,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -31,13 +32,11 @@ from catalog.connect import Lakehouse
 from catalog.errors import DlacError, ResumeMismatch, TrainingFailed
 from catalog.ledger import Ledger
 from catalog.pins import let_go
-from dlac_pipeline.checkpoint.committing import Committer
-from dlac_pipeline.checkpoint.config import config_digest
 from dlac_pipeline.checkpoint.conversion import load_state
-from dlac_pipeline.checkpoint.copies import LocalCopies
 from dlac_pipeline.checkpoint.engines import Engine, adapt, skip_shared_memory_op
 from dlac_pipeline.checkpoint.failures import failing_together
-from dlac_pipeline.checkpoint.manager import CheckpointManager, Committed
+from dlac_pipeline.checkpoint.manager import Committed
+from dlac_pipeline.checkpoint.opening import open_manager
 from dlac_pipeline.checkpoint.pulse import Beat, Pulse
 from dlac_pipeline.checkpoint.rng import load_rng, rng_file, seed_rng
 from dlac_pipeline.checkpoint.store import name_of, tiers_of
@@ -249,7 +248,7 @@ class TrainingRun:
     def _end(self) -> None:
         assert self._engine is not None
         self.settle()
-        if self._tracker.step > self._tracker.committed_step and not self.stopped:
+        if not self.stopped and (self._tracker.step > self._tracker.committed_step or self._leg_is_to_be_said()):
             self._checkpoint(self._engine, "end", wait=True)
         finished = not self.stopped and self._run_ends()
         if finished and self.rank == 0:
@@ -288,6 +287,12 @@ class TrainingRun:
             if batch is None:
                 return
             yield self._signs.handed(batch, counted=self._order.counted)
+
+    def _leg_is_to_be_said(self) -> bool:
+        """Whether the leg is in no checkpoint, as it had no batch, and nobody would know what it leaves out."""
+        if not self.resume_point.leg_is_new or self._manager.head != self.resume_point.checkpoint_id:
+            return False
+        return self._run_ends() or any(source.quarantined or source.exclude for source in self._leg.sources)
 
     def _run_ends(self) -> bool:
         """Whether the run is over where its leg is: one that goes on to what is appended ends at `order.steps` only."""
@@ -366,33 +371,24 @@ class TrainingRun:
             state=state,
             exchange=summing_over(self._batches_group, self._waits),
         )
-        self._tracker = ReaderStateTracker(committed_step=point.step, groups=self._reader.groups)
+        groups = self._reader.groups
+        self._tracker = ReaderStateTracker(
+            committed_step=point.step,
+            groups=groups,
+            cursors=np.array([[source[group] for source in state] for group in groups], dtype=np.int64),
+        )
         self._attempt = Attempt(run=self.spec.run, number=point.attempt, nonce=point.nonce)
-        committer = Committer(
+        self._manager = open_manager(
+            self.spec,
             attempt=self._attempt,
-            settings=self.spec.checkpoint,
-            config_digest=config_digest(self.spec),
-            order=opened.order_apart(),
             leg=leg,
             leg_is_new=point.leg_is_new,
-            parent=point.checkpoint_id,
+            order=opened.order_apart(),
+            head=point.checkpoint_id,
+            resumed_from=None if point.checkpoint_id is None else name_of(point.manifest_uri),
             lakehouse=lakehouse,
             tiers=self._tiers,
-        )
-        copies = LocalCopies(
-            self._tiers,
-            keep=min(
-                self.spec.checkpoint.local_keep, self.spec.checkpoint.keep_last or self.spec.checkpoint.local_keep
-            ),
-            evicts=self._first_of_machine,
-            resumed_from=None if point.checkpoint_id is None else name_of(point.manifest_uri),
-        )
-        self._manager = CheckpointManager(
-            attempt=self._attempt,
-            head=point.checkpoint_id,
-            committer=committer,
             tree=self._tree,
             behind=self._behind,
-            tiers=self._tiers,
-            copies=copies,
+            evicts=self._first_of_machine,
         )

@@ -70,7 +70,7 @@ _AUDIT = (
     "branches",
 )
 _PLAN_IDS = re.compile(r"\b[0-9a-f]{24}\b")
-"""The content ids in a leg's JSON."""
+"""The content ids in the JSON of a leg or a claim."""
 _KEPT = ("lineage", "advances", "cuts", "legs", "leg_sources", "leg_cuts", "live_plans")
 """Views that many others use; computed once, or each of those would compute them anew."""
 _KEPT_OF_ONE_RUN = ("dead_positions", "intervals", "shortfalls", "repeats")
@@ -140,9 +140,9 @@ def _until(run: str, seq: int | None) -> BooleanExpression:
 
 
 def _plans_of(consumption: pa.Table, slices: pa.Table) -> list[str]:
-    """The plans that advances, slices and legs name."""
-    legs = consumption.filter(pc.equal(consumption["kind"], "leg"))["detail"].to_pylist()
-    named = (plan_id for detail in legs for plan_id in _PLAN_IDS.findall(detail or ""))
+    """The plans that advances, slices, legs and claims name."""
+    naming = consumption.filter(pc.is_in(consumption["kind"], pa.array(["leg", "claim"])))["detail"].to_pylist()
+    named = (plan_id for detail in naming for plan_id in _PLAN_IDS.findall(detail or ""))
     return sorted({*_distinct(consumption["plan_id"]), *_distinct(slices["plan_id"]), *named})
 
 

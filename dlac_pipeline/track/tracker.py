@@ -37,7 +37,7 @@ class ReaderStateTracker:
     """Key groups whose cursors this rank reports."""
     step: int = 0
     cursors: Ints | None = None
-    """Cursors after `step`, int64 [groups, sources, 4]; None before the first step of an attempt."""
+    """Cursors after `step`, int64 [groups, sources, 4]; None where others vote on them."""
     losses: list[float] = field(default_factory=list)
     """Global loss of each step since the last checkpoint, filled as they become known."""
     skipped: list[int] = field(default_factory=list)

@@ -42,6 +42,40 @@ def test_rows_at_which_ranks_die_again_and_again_are_quarantined(arena: Arena) -
     )
 
 
+@pytest.mark.parametrize("rows", [300, 20])
+def test_rows_behind_which_no_batch_is_left_are_quarantined_visibly(arena: Arena, rows: int) -> None:
+    """They are those of the run's last batch, or of its only one: the leg that leaves them out is committed all the same."""
+    arena.table(appends=(rows,))
+    batches = arena.train(arena.spec("before", world_size=1, passes=1))
+    last = batches[max(batches)]
+    settings: dict[str, Any] = {"deaths_at_same_rows": 2, "attempts_without_progress": 2, "deadly_row": last[0]}
+    launch = arena.launch(arena.spec("r", world_size=1, passes=1, every_steps=max(1, max(batches) - 1), **settings))
+    assert launch.wait() == 0, launch.stderr
+    named = [json.loads(row["detail"]) for row in arena.rows("r", "quarantine")]
+    assert sum(each["rows"] for each in named) == len(last)
+    assert [row["step"] for row in arena.lineage("r")][-1] == max(batches) - 1
+    report = audit_run(arena.lakehouse, "r")
+    assert (report.exact, report.problems, report.finished) == (True, (), True)
+    assert (report.rows_consumed, report.rows_quarantined) == (rows - len(last), len(last))
+
+
+def test_what_a_run_that_follows_its_table_leaves_out_is_left_out_once(arena: Arena) -> None:
+    """It has nothing more to read then, and ends; the next launch knows of it, and does not die again."""
+    arena.table(appends=(320,))
+    batches = arena.train(arena.spec("before", world_size=1, passes=1))
+    last = batches[max(batches)]
+    settings: dict[str, Any] = {"deaths_at_same_rows": 2, "attempts_without_progress": 2, "deadly_row": last[0]}
+    spec = arena.spec("r", world_size=1, follow="appends", every_steps=max(batches) - 1, **settings)
+    launch = arena.launch(spec)
+    assert launch.wait() == 0, launch.stderr
+    again = arena.launch(spec)
+    assert again.wait() == 0, again.stderr
+    assert not again.of("failure")
+    report = audit_run(arena.lakehouse, "r")
+    assert (report.exact, report.problems) == (True, ())
+    assert (report.rows_consumed, report.rows_quarantined, report.rows_pending) == (320 - len(last), len(last), 0)
+
+
 @pytest.mark.soak
 def test_a_script_that_fails_whatever_the_rows_ends_without_progress(campaign: Arena) -> None:
     """The rows of its step are left out once, which does not help; then it gives up, and the ledger has no quarantine."""

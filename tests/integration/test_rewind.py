@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -44,6 +45,29 @@ def rows_until(steps: Steps, last: int) -> list[int]:
 def recorded(arena: Arena, run: str, head: str | None = None) -> list[int]:
     """Sorted row ids that the ledger names for a lineage."""
     return sorted(row for rows in arena.recorded(run, head).values() for row in rows)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_branch_that_leaves_out_all_that_is_left_ends_there(arena: Arena, tmp_path: Path, streamed: bool) -> None:
+    """Behind its target there is no batch: the leg that says so is committed, with the target's state, and ends the run."""
+    arena.table(appends=(200,))
+    script = tmp_path / "transforms.py"
+    script.write_text("def same(batch):\n    return batch.drop_columns(['dlac_row'])\n")
+    transform = {"transform": f"{script}:same"} if streamed else {}
+    spec = arena.spec("r", world_size=1, passes=1, every_steps=2, **transform)
+    arena.train(spec)
+    rewind_run(arena.lakehouse, "r", nonce="op1", step=4, exclude=["row_id >= 0"])
+    assert arena.train(spec) == {}
+    target, last = arena.lineage("r")[-2:]
+    assert (target["step"], last["step"], last["parent"]) == (4, 4, target["checkpoint_id"])
+    assert [row["checkpoint_id"] for row in arena.rows("r", "leg")][-1] == last["checkpoint_id"]
+    report = audit_run(arena.lakehouse, "r")
+    assert (report.exact, report.problems, report.finished, report.step) == (True, (), True, 4)
+    assert (report.rows_missing, report.rows_pending, report.rows_consumed) == (0, 0, 128)
+    rewind_run(arena.lakehouse, "r", nonce="op2", checkpoint_id=target["checkpoint_id"])
+    arena.train(spec)
+    report = audit_run(arena.lakehouse, "r")
+    assert (report.exact, report.finished, report.rows_consumed) == (True, True, 200)
 
 
 def test_a_new_branch_leaves_out_rows_and_both_are_exact(arena: Arena) -> None:

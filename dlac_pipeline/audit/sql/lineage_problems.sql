@@ -11,6 +11,28 @@ heads AS (
     SELECT run, max(seq) AS last_seq, arg_max_null(head_after, seq) AS head, count(*) AS appends, min(seq) AS first_seq
     FROM appends
     GROUP BY run
+),
+-- A checkpoint that only begins a leg: behind it no batch was left, and what it leaves out is to be known. Or others made it.
+unmoved AS (
+    SELECT c.run, c.checkpoint_id
+    FROM chain AS c LEFT JOIN chain AS p ON p.run = c.run AND p.checkpoint_id = c.parent
+    WHERE c.step = coalesce(p.step, 0) AND (
+        (coalesce(c.adopted, c.forked_from) IS NOT NULL AND c.parent IS NULL)
+        OR (c.leg IS DISTINCT FROM p.leg
+            AND EXISTS (FROM legs AS l WHERE l.run = c.run AND l.leg = c.leg AND l.checkpoint_id = c.checkpoint_id))
+    )
+),
+-- What a run that has finished was launched for, where it has no checkpoint.
+unread AS (
+    SELECT f.run, max(plans.live_rows) AS live_rows
+    FROM finishes AS f ANTI JOIN chain USING (run)
+    JOIN (
+        SELECT run, unnest(from_json(detail->'$.plan_ids', '["VARCHAR"]')) AS plan_id
+        FROM consumption
+        WHERE kind = 'claim' AND json_valid(detail)
+    ) AS c USING (run)
+    JOIN plans USING (plan_id)
+    GROUP BY f.run
 )
 SELECT run, format('expected one append per seq from 1 to {}, found {} from {}', last_seq, appends, first_seq) AS problem
 FROM heads
@@ -33,14 +55,19 @@ SELECT c.run, format('expected {} steps from checkpoint {} to {}, found {} appli
     c.step - coalesce(p.step, 0), coalesce(c.parent, 'the beginning'), c.checkpoint_id,
     said(c.applied_steps), said(c.skipped_steps))
 FROM chain AS c LEFT JOIN chain AS p ON p.run = c.run AND p.checkpoint_id = c.parent
-WHERE (c.step <= coalesce(p.step, 0) AND NOT (coalesce(c.adopted, c.forked_from) IS NOT NULL AND c.parent IS NULL AND c.step = 0))
+WHERE (c.step <= coalesce(p.step, 0) AND (c.run, c.checkpoint_id) NOT IN (FROM unmoved))
     OR c.applied_steps + c.skipped_steps IS DISTINCT FROM c.step - coalesce(p.step, 0)
 UNION ALL
 SELECT run, format('expected advances of checkpoint {}, found none', checkpoint_id)
 FROM chain ANTI JOIN advances USING (run, checkpoint_id)
-WHERE coalesce(adopted, forked_from) IS NULL OR step > 0
+WHERE (run, checkpoint_id) NOT IN (FROM unmoved)
 UNION ALL
 SELECT f.run, format('expected the run to finish at step {}, that of its head, found step {}',
     coalesce(c.step, 0), said(f.step))
 FROM finishes AS f LEFT JOIN chain AS c ON c.run = f.run AND c.is_head
-WHERE f.step IS DISTINCT FROM coalesce(c.step, 0);
+WHERE f.step IS DISTINCT FROM coalesce(c.step, 0)
+UNION ALL
+SELECT run, format('expected a checkpoint of a run that finished, found none, and {} live rows in the plan that it was launched for',
+    live_rows)
+FROM unread
+WHERE live_rows > 0;
