@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 import time
-from contextlib import suppress
 
 from catalog.connect import connect
 from catalog.errors import DlacError, Fenced
@@ -49,20 +48,41 @@ def say_error(err: DlacError) -> int:
 
 def stop_when_replaced(launcher: Launcher, request: Request) -> None:
     """Leave once another launch has claimed the run: what is trained from then on can never be committed."""
-    seen = 0
+    fence = _FenceLook(request)
     while True:
         time.sleep(request.fence_look_s)
-        with suppress(DlacError):  # a catalog that is away fences nobody
-            ledger = Ledger(connect(request.spec.lakehouse))
-            attempt = ledger.state(request.spec.run).fence.attempt
-            if attempt == seen:
-                continue
-            rows = ledger.rows(request.spec.run, kinds=("claim",))
-            seen = attempt
-            owners = [launcher_of(rows, row["attempt"]) for row in rows]
-            if request.launched_by in owners and owners[-1] != request.launched_by:
-                break
+        if fence.is_anothers():
+            break
     launcher.stop()
     # Nobody may read what is said here (the orchestrator may be stopped), and the supervisor may wait for just that.
     time.sleep(request.spec.launch.grace_s + MARGIN_S)
     os._exit(Fenced.exit_code)
+
+
+class _FenceLook:
+    """Looks at the fence of a run, again and again over one connection; after a failure over a new one."""
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self._ledger: Ledger | None = None
+        self._seen = 0
+
+    def is_anothers(self) -> bool:
+        """Whether the run was this launch's, and is another's now; a catalog that is away fences nobody."""
+        try:
+            self._ledger = self._ledger or Ledger(connect(self._request.spec.lakehouse))
+            return self._claimed_since(self._ledger)
+        except DlacError:
+            if self._ledger is not None:
+                self._ledger.lakehouse.catalog.close()
+            self._ledger = None
+            return False
+
+    def _claimed_since(self, ledger: Ledger) -> bool:
+        attempt = ledger.state(self._request.spec.run).fence.attempt
+        if attempt == self._seen:
+            return False
+        rows = ledger.rows(self._request.spec.run, kinds=("claim",))
+        self._seen = attempt
+        owners = [launcher_of(rows, row["attempt"]) for row in rows]
+        return self._request.launched_by in owners and owners[-1] != self._request.launched_by

@@ -1,0 +1,80 @@
+"""How a launcher under an orchestrator looks whether its run has been taken over."""
+
+from __future__ import annotations
+
+import os
+import threading
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import pytest
+
+from catalog.commits import claim
+from catalog.connect import Lakehouse, connect
+from catalog.errors import CatalogUnreachable
+from catalog.ledger import Ledger, RunState
+from dlac_pipeline.launchers import serving
+from dlac_pipeline.recover.supervise import Outcome
+from dlac_pipeline.request import Request
+from tests.conftest import wait_until
+
+if TYPE_CHECKING:
+    from catalog.lakehouse_config import LakehouseConfig
+    from tests.conftest import Arena
+
+RUN = "r1"
+
+
+@dataclass
+class Launched:
+    """What is supervised: nothing."""
+
+    stopped: threading.Event = field(default_factory=threading.Event)
+
+    def run(self) -> Outcome:
+        """Nobody asks for it here."""
+        raise NotImplementedError
+
+    def stop(self) -> None:
+        """Take note."""
+        self.stopped.set()
+
+
+def test_the_fence_is_looked_at_over_one_connection(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection is kept from look to look; one whose catalog was away is closed and made anew, and a takeover is seen."""
+    claim(Ledger(arena.lakehouse), RUN, nonce="n1", replaces=0, detail={"launched_by": "me"})
+    opened: list[Lakehouse] = []
+    looks: list[str] = []
+    away = threading.Event()
+    state = Ledger.state
+
+    def opening(config: LakehouseConfig) -> Lakehouse:
+        opened.append(connect(config))
+        return opened[-1]
+
+    def looking(self: Ledger, run: str) -> RunState:
+        if self.lakehouse is arena.lakehouse:
+            return state(self, run)
+        looks.append(run)
+        if away.is_set():
+            away.clear()
+            raise CatalogUnreachable("the catalog is away")
+        return state(self, run)
+
+    monkeypatch.setattr(serving, "connect", opening)
+    monkeypatch.setattr(Ledger, "state", looking)
+    monkeypatch.setattr(serving, "MARGIN_S", 0.0)
+    monkeypatch.setattr(os, "_exit", lambda status: None)
+    request = Request(spec=arena.spec(RUN, grace_s=0.01), launched_by="me", fence_look_s=0.01)
+    launched = Launched()
+    watcher = threading.Thread(target=serving.stop_when_replaced, args=(launched, request))
+    watcher.start()
+    wait_until(lambda: len(looks) >= 3, what="three looks", within_s=120)
+    assert len(opened) == 1
+    away.set()
+    wait_until(lambda: len(opened) == 2, what="another connection", within_s=120)
+    assert not launched.stopped.is_set()
+    claim(Ledger(arena.lakehouse), RUN, nonce="n2", replaces=1, detail={"launched_by": "another"})
+    assert launched.stopped.wait(120)
+    watcher.join()
+    assert len(opened) == 2
