@@ -20,7 +20,7 @@ from pyiceberg.table import FileScanTask, Table
 
 from catalog.connect import Lakehouse, reachable
 from catalog.expiry import expire_in
-from catalog.retrying import overtaken, rereading, retrying
+from catalog.retrying import overtaken, retrying
 from catalog.transactions import LeanTransaction
 
 UPKEEP_OF_SNAPSHOT = "dlac.upkeep"
@@ -46,9 +46,10 @@ def compact(lakehouse: Lakehouse, name: str = "consumption") -> Merged:
     Raises:
         CatalogUnreachable: the catalog stayed away for a minute.
         CommitConflict: others committed all the time; what was merged until then stays merged.
+        LakehouseError: files that the table names are not in the warehouse.
     """
     files = into = 0
-    for partition in sorted(rereading()(lambda: _small_files(lakehouse.own(name))), key=str):
+    for partition in sorted(lakehouse.look(name, _small_files), key=str):
         while step := _merge(lakehouse, name, partition):
             files, into = files + step.files, into + step.into
     return Merged(files=files, into=into)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any, TypeVar
 
 import requests
 from pyiceberg.catalog import Catalog
@@ -19,7 +20,7 @@ from pyiceberg.exceptions import (
     TableAlreadyExistsError,
     UnauthorizedError,
 )
-from pyiceberg.expressions import BooleanExpression, EqualTo, GreaterThan, In, LessThanOrEqual
+from pyiceberg.expressions import AlwaysTrue, BooleanExpression, EqualTo, GreaterThan, In, LessThanOrEqual
 from pyiceberg.schema import Schema
 from pyiceberg.table import Table
 from sqlalchemy.exc import IntegrityError, SQLAlchemyError
@@ -27,9 +28,10 @@ from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 from catalog.errors import CatalogUnreachable, CommitConflict, FormatTooNew, LakehouseError, NoSuchTable, SpecInvalid
 from catalog.guarded import GUARDED
 from catalog.lakehouse_config import LakehouseConfig
-from catalog.retrying import may_pass
+from catalog.retrying import may_pass, rereading, retrying
 from catalog.schemas import FORMAT_VERSION, FORMAT_VERSION_PROPERTY, TABLES
 
+_T = TypeVar("_T")
 _TABLE_PROPERTIES = {
     "commit.retry.num-retries": "0",
     "commit.manifest-merge.enabled": "true",
@@ -38,8 +40,6 @@ _TABLE_PROPERTIES = {
     "write.metadata.metrics.default": "none",
     FORMAT_VERSION_PROPERTY: str(FORMAT_VERSION),
 }
-
-
 _REFUSALS = (BadRequestError, UnauthorizedError, ForbiddenError, OAuthError)
 
 
@@ -91,8 +91,42 @@ class Lakehouse:
             )
         return table
 
+    def look(self, name: str, read: Callable[[Table], _T]) -> _T:
+        """What `read` finds in DLAC's own table `name` as it is now; when upkeep deletes files under it, it reads again.
+
+        Raises:
+            CatalogUnreachable: the catalog does not answer.
+            LakehouseError: files that the table names are not in the warehouse.
+        """
+        try:
+            with reachable(self.config.uri):
+                return rereading()(lambda: read(self.own(name)))
+        except FileNotFoundError as err:
+            raise LakehouseError(
+                f"expected the files of table {name!r} in the warehouse, found {err}: ask again if upkeep is at work, else "
+                "restore them"
+            ) from err
+
+    def read_own(
+        self,
+        name: str,
+        row_filter: BooleanExpression = AlwaysTrue(),  # noqa: B008 - a constant
+        *,
+        columns: Sequence[str] = ("*",),
+        limit: int | None = None,
+    ) -> Any:
+        """The rows of DLAC's own table `name` as it is now, as an Arrow table; raises as `look` does."""
+        return self.look(
+            name,
+            lambda table: table.scan(row_filter=row_filter, selected_fields=tuple(columns), limit=limit).to_arrow(),
+        )
+
     def create_own_tables(self) -> None:
-        """Create those of DLAC's tables that do not exist, and give older ones the columns that came since; safe to race."""
+        """Create those of DLAC's tables that do not exist, and give older ones the columns that came since; safe to race.
+
+        Raises:
+            CommitConflict: others changed the columns of one all the time.
+        """
         with reachable(self.config.uri):
             self.create_namespace(self.config.namespace)
             for name, (schema, spec) in TABLES.items():
@@ -105,15 +139,17 @@ class Lakehouse:
 
     def _evolve(self, identifier: str, schema: Schema) -> None:
         """Add the columns that a table of an older version lacks; columns are only ever added, as optional ones."""
-        while True:
+
+        def once() -> None:
             table = self._load(identifier)
             known = {field.name for field in table.schema().fields}
             missing = [field for field in schema.fields if field.name not in known]
-            if not missing:
-                return
-            with suppress(CommitConflict), table.update_schema() as update:  # who loses the race looks again
-                for field in missing:
-                    update.add_column(field.name, field.field_type)
+            if missing:
+                with table.update_schema() as update:
+                    for field in missing:
+                        update.add_column(field.name, field.field_type)
+
+        retrying(of=CommitConflict)(once)
 
     def create_namespace(self, namespace: str) -> None:
         """Create `namespace` unless it exists; safe to race."""

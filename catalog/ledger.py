@@ -135,34 +135,17 @@ class Ledger:
         wanted: BooleanExpression = And(equals("run", run), equals("kind", "advance"))
         if checkpoints:
             wanted = And(wanted, among("checkpoint_id", checkpoints))
-        with reachable(self.lakehouse.config.uri):
-            found: list[Row] = rereading()(
-                lambda: (
-                    self.lakehouse.own("consumption")
-                    .scan(row_filter=wanted, selected_fields=tuple(columns))
-                    .to_arrow()
-                    .to_pylist()
-                )
-            )
+        found: list[Row] = self.lakehouse.read_own("consumption", wanted, columns=columns).to_pylist()
         return found
 
     def export(self, digest: str) -> Row | None:
         """The row of the exported file with this digest, in whichever run."""
-        rows = rereading()(lambda: self._exports(self.lakehouse.own("consumption")))
+        rows: list[Row] = self.lakehouse.read_own("consumption", equals("kind", "export")).to_pylist()
         return next((row for row in rows if json.loads(row["detail"])["digest"] == digest), None)
-
-    def _exports(self, table: Table) -> list[Row]:
-        with reachable(self.lakehouse.config.uri):
-            rows: list[Row] = table.scan(row_filter=equals("kind", "export")).to_arrow().to_pylist()
-        return rows
 
     def runs(self) -> list[str]:
         """Names of all runs in the ledger, sorted."""
-        with reachable(self.lakehouse.config.uri):
-            found = rereading()(
-                lambda: self.lakehouse.own("consumption").scan(selected_fields=("run",)).to_arrow()["run"]
-            )
-        return sorted(set(found.to_pylist()))
+        return sorted(set(self.lakehouse.read_own("consumption", columns=("run",))["run"].to_pylist()))
 
     def append(self, run: str, decide: Decide) -> RunState:
         """Read, let `decide` say what to append, commit; repeat on conflict or doubt. Returns the last read.

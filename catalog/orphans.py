@@ -19,7 +19,7 @@ from pyiceberg.table import Table
 from catalog.compaction import UPKEEP_OF_SNAPSHOT
 from catalog.connect import Lakehouse, reachable
 from catalog.errors import LakehouseError
-from catalog.retrying import retrying
+from catalog.retrying import overtaken, retrying
 from catalog.transactions import LeanTransaction
 
 _METADATA = ".metadata.json"
@@ -38,24 +38,23 @@ def remove_orphans(lakehouse: Lakehouse, name: str) -> Removed:
 
     Raises:
         CatalogUnreachable: the catalog stayed away for a minute.
+        CommitConflict: others committed all the time.
         LakehouseError: another table's files are among them, or they cannot be listed or deleted.
     """
     folder = _Folder(lakehouse, lakehouse.own(name))
-    with reachable(lakehouse.config.uri):
-        try:
-            return _remove(lakehouse, name, folder)
-        except OSError as err:
-            raise LakehouseError(f"expected to list and delete files of table {name!r}, found {err}") from err
+    try:
+        return _remove(lakehouse, name, folder)
+    except OSError as err:
+        raise LakehouseError(f"expected to list and delete files of table {name!r}, found {err}") from err
 
 
 def _remove(lakehouse: Lakehouse, name: str, folder: _Folder) -> Removed:
     listed = folder.files()
-    if not listed.keys() - folder.named(lakehouse.own(name)):
+    if not listed.keys() - lakehouse.look(name, folder.named):
         return Removed()
     _move_main(lakehouse, name)
-    table = lakehouse.own(name)
-    orphans = listed.keys() - folder.named(table)
-    folder.check_foreign(table, orphans)
+    orphans = listed.keys() - lakehouse.look(name, folder.named)
+    folder.check_foreign(orphans)
     gone = [listed[path] for path in sorted(orphans) if folder.delete(path)]
     return Removed(files=len(gone), bytes=sum(info.size or 0 for info in gone))
 
@@ -65,7 +64,7 @@ def _move_main(lakehouse: Lakehouse, name: str) -> None:
 
     def once() -> None:
         table = lakehouse.own(name)
-        with LeanTransaction(table) as transaction:
+        with reachable(lakehouse.config.uri), overtaken(), LeanTransaction(table) as transaction:
             transaction.update_snapshot(snapshot_properties={UPKEEP_OF_SNAPSHOT: "orphans"}).fast_append().commit()
 
     retrying()(once)
@@ -80,6 +79,7 @@ class _Folder:
                 f"expected a warehouse that pyarrow reads, found {type(table.io).__name__}: its files cannot be listed"
             )
         self._io = table.io
+        self._uuid = str(table.metadata.table_uuid)
         self._own_metadata = lakehouse.config.type == "sql"
         places = table.location_provider()
         self._folders = [self._path(places.data_path), self._path(places.metadata_path)]
@@ -99,7 +99,7 @@ class _Folder:
         """Paths of all that the table's metadata and its retained snapshots name."""
         return {self._path(location) for location in _locations(table)}
 
-    def check_foreign(self, table: Table, orphans: set[str]) -> None:
+    def check_foreign(self, orphans: set[str]) -> None:
         """Check that no other table with rows lives here, such as the one whose catalog was lost.
 
         Raises:
@@ -107,7 +107,7 @@ class _Folder:
         """
         for path in orphans:
             found = self._metadata(path) if path.endswith(_METADATA) else {}
-            if found.get("snapshots") and found["table-uuid"] != str(table.metadata.table_uuid):
+            if found.get("snapshots") and found["table-uuid"] != self._uuid:
                 raise LakehouseError(
                     f"expected the files of one table in {self._folders!r}, found those of table {found['table-uuid']}, "
                     f"too, in {path!r}: nothing was deleted; register that table in a catalog, or move its files away"

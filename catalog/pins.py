@@ -21,11 +21,11 @@ from pyiceberg.table import Table
 from catalog.branches import left_by_rewinds
 from catalog.connect import Lakehouse, among, reachable
 from catalog.errors import CommitConflict, DataFileUnreadable, LakehouseError, NoSuchTable, PinLost, SpecInvalid
+from catalog.retrying import overtaken, retrying
 from catalog.run_rows import Row, checkpoint_rows, fence_of_rows, finished_of_rows, lineage_of, restorable_rows
-from catalog.snapshots import pin, snapshot_of, tag_of
+from catalog.snapshots import is_pinned, name_of, pin, snapshot_of, tag_of
 
 _PREFIX = tag_of(0).removesuffix("0")
-_TRIES = 5
 _KINDS = ("leg", "claim", "checkpoint", "quarantine", "retire", "rewind", "finish")
 _PLAN_KEYS = frozenset({"plan_id", "live_plan_id", "base_plan_id", "plan_ids", "leg_plan_ids", "upcoming"})
 _REFUSED = (ForbiddenError, UnauthorizedError, AuthorizationExpiredError)
@@ -142,24 +142,23 @@ def unpin(lakehouse: Lakehouse, identifier: str, snapshot_id: int, *, force: boo
         PinLost: the tag names another snapshot, or does not go away.
     """
     tag = tag_of(snapshot_id)
-    for _ in range(_TRIES):
+
+    def once() -> bool:
         table = lakehouse.load(identifier)
-        ref = table.refs().get(tag)
-        if ref is None:
+        if not is_pinned(table, identifier, snapshot_id):
             return False
-        if ref.snapshot_id != snapshot_id:
-            raise PinLost(
-                f"expected tag {tag!r} of {identifier!r} to name {snapshot_id}, found {ref.snapshot_id}: somebody moved it"
-            )
         if not force:
             _check_free(lakehouse, table, identifier, snapshot_id)
-        try:
-            with reachable(lakehouse.config.uri):
-                table.manage_snapshots().remove_tag(tag).commit()
-        except CommitConflict:
-            continue
+        with reachable(lakehouse.config.uri), overtaken():
+            table.manage_snapshots().remove_tag(tag).commit()
         return True
-    raise PinLost(f"tag {tag!r} of {identifier!r} did not go away in {_TRIES} tries: other writers are busy; try again")
+
+    try:
+        return retrying(of=CommitConflict)(once)
+    except CommitConflict as err:
+        raise PinLost(
+            f"tag {tag!r} of {identifier!r} did not go away: {err}; other writers are busy, try again"
+        ) from err
 
 
 def let_go(lakehouse: Lakehouse, run: str, identifier: str) -> list[int]:
@@ -237,17 +236,13 @@ def _check_free(lakehouse: Lakehouse, table: Table, identifier: str, snapshot_id
 
 def _plans(lakehouse: Lakehouse) -> list[Row]:
     names = ("plan_id", "source_table", "table_uuid", "snapshot_id", "created_at")
-    table = lakehouse.own("plans")
-    with reachable(lakehouse.config.uri):
-        rows: list[Row] = table.scan(selected_fields=names).to_arrow().to_pylist()
+    rows: list[Row] = lakehouse.read_own("plans", columns=names).to_pylist()
     return rows
 
 
 def _runs(lakehouse: Lakehouse) -> dict[str, _RunRows]:
     names = ("run", "seq", "kind", "attempt", "nonce", "checkpoint_id", "parent", "head_after", "leg", "detail")
-    table = lakehouse.own("consumption")
-    with reachable(lakehouse.config.uri):
-        rows: list[Row] = table.scan(row_filter=among("kind", _KINDS), selected_fields=names).to_arrow().to_pylist()
+    rows: list[Row] = lakehouse.read_own("consumption", among("kind", _KINDS), columns=names).to_pylist()
     by_run: dict[str, list[Row]] = defaultdict(list)
     for row in sorted(rows, key=lambda row: int(row["seq"])):
         by_run[row["run"]].append(row)
@@ -350,7 +345,7 @@ def _held_by_one(table: Table) -> dict[str, dict[str, int]]:
                 sizes[file.file_path] = file.file_size_in_bytes
     except OSError as err:
         raise DataFileUnreadable(
-            f"expected the manifests of table {table.name()!r}, found {err}: restore them"
+            f"expected the manifests of table {name_of(table)!r}, found {err}: restore them"
         ) from err
     held: dict[str, dict[str, int]] = defaultdict(dict)
     for path, owner in only.items():

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import datetime
-from typing import Any
 
 import pyarrow as pa
 from pyiceberg.expressions import BooleanExpression
@@ -18,7 +17,7 @@ from pyiceberg.io.pyarrow import schema_to_pyarrow
 from catalog.connect import Lakehouse, equals, reachable
 from catalog.errors import FormatTooNew, LakehouseError, SpecInvalid
 from catalog.expiry import expire_in
-from catalog.retrying import overtaken, rereading, retrying
+from catalog.retrying import overtaken, retrying
 from catalog.schemas import FORMAT_VERSION, PLANS, SLICES, WORK_UNITS
 from catalog.transactions import LeanTransaction
 
@@ -55,7 +54,7 @@ class PlanRow:
 
 def find_plan(lakehouse: Lakehouse, plan_id: str) -> PlanRow | None:
     """The plan with this id, if it was written."""
-    rows = _rows(lakehouse, "plans", equals("plan_id", plan_id)).to_pylist()
+    rows = lakehouse.read_own("plans", equals("plan_id", plan_id)).to_pylist()
     if not rows:
         return None
     if rows[0]["format_version"] > FORMAT_VERSION:
@@ -92,7 +91,7 @@ def read_units(lakehouse: Lakehouse, plan: PlanRow) -> pa.Table:
     Raises:
         LakehouseError: there are more or fewer than were planned.
     """
-    found = _rows(lakehouse, "work_units", equals("write_id", plan.write_id))
+    found = lakehouse.read_own("work_units", equals("write_id", plan.write_id))
     if found.num_rows != plan.units:
         raise LakehouseError(
             f"expected {plan.units} work units of plan {plan.plan_id!r}, found {found.num_rows}: the table `work_units` was "
@@ -130,9 +129,4 @@ def append_own(lakehouse: Lakehouse, name: str, rows: pa.Table, *, unless: Calla
 
 
 def _any(lakehouse: Lakehouse, name: str, row_filter: BooleanExpression) -> bool:
-    return bool(_rows(lakehouse, name, row_filter, limit=1).num_rows)
-
-
-def _rows(lakehouse: Lakehouse, name: str, row_filter: BooleanExpression, *, limit: int | None = None) -> Any:
-    with reachable(lakehouse.config.uri):
-        return rereading()(lambda: lakehouse.own(name).scan(row_filter=row_filter, limit=limit).to_arrow())
+    return bool(lakehouse.read_own(name, row_filter, limit=1).num_rows)

@@ -9,9 +9,8 @@ import pyarrow as pa
 from pyiceberg.expressions import AlwaysTrue
 from pyiceberg.io.pyarrow import schema_to_pyarrow
 
-from catalog.connect import Lakehouse, equals, reachable
+from catalog.connect import Lakehouse, equals
 from catalog.plans import append_own
-from catalog.retrying import rereading
 from catalog.schemas import FORMAT_VERSION, RECOVERIES
 
 _ARROW = schema_to_pyarrow(RECOVERIES, include_field_ids=False)
@@ -68,7 +67,5 @@ def write_recovery(lakehouse: Lakehouse, recovery: Recovery) -> None:
 def recoveries_of(lakehouse: Lakehouse, run: str | None = None) -> list[Recovery]:
     """All recoveries of a run, or of every run, in order of `seq`."""
     wanted = AlwaysTrue() if run is None else equals("run", run)
-    with reachable(lakehouse.config.uri):
-        found = rereading()(lambda: lakehouse.own("recoveries").scan(row_filter=wanted).to_arrow())
-    rows = found.to_pylist()
+    rows = lakehouse.read_own("recoveries", wanted).to_pylist()
     return [Recovery(**row) for row in sorted(rows, key=lambda row: (row["run"], int(row["seq"]), row["failed_at"]))]

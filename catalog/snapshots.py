@@ -7,6 +7,12 @@ from pyiceberg.table.snapshots import Snapshot
 
 from catalog.connect import Lakehouse, reachable
 from catalog.errors import CommitConflict, NoSuchSnapshot, PinLost, TableReplaced
+from catalog.retrying import overtaken, retrying
+
+
+def name_of(table: Table) -> str:
+    """The table's name with its namespace."""
+    return ".".join(table.name())
 
 
 def tag_of(snapshot_id: int) -> str:
@@ -20,13 +26,12 @@ def snapshot_of(table: Table, snapshot_id: int | None) -> Snapshot:
     Raises:
         NoSuchSnapshot: the table has no such snapshot, or none at all.
     """
-    name = ".".join(table.name())
     found = table.current_snapshot() if snapshot_id is None else table.snapshot_by_id(snapshot_id)
     if found is None:
         known = sorted(snapshot.snapshot_id for snapshot in table.snapshots())
         wanted = "a current snapshot" if snapshot_id is None else f"snapshot {snapshot_id}"
         raise NoSuchSnapshot(
-            f"expected {wanted} in table {name!r}, found only {known!r}: append rows or name one of these"
+            f"expected {wanted} in table {name_of(table)!r}, found only {known!r}: append rows or name one of these"
         )
     return found
 
@@ -41,22 +46,39 @@ def pin(lakehouse: Lakehouse, identifier: str, snapshot_id: int) -> str:
         PinLost: the tag does not stay, or names another snapshot.
     """
     tag = tag_of(snapshot_id)
-    for _ in range(5):
+
+    def once() -> str:
         table = lakehouse.load(identifier)
-        ref = table.refs().get(tag)
-        if ref is not None and ref.snapshot_id == snapshot_id:
+        if is_pinned(table, identifier, snapshot_id):
             return tag
-        if ref is not None:
-            raise PinLost(f"expected tag {tag!r} of {identifier!r} to name {snapshot_id}, found {ref.snapshot_id}")
         snapshot_of(table, snapshot_id)
-        try:
-            with reachable(lakehouse.config.uri):
-                table.manage_snapshots().create_tag(snapshot_id, tag).commit()
-        except CommitConflict:
-            continue
-    raise PinLost(
-        f"tag {tag!r} of {identifier!r} did not stay in 5 tries: stop the expiry that races with it, then plan again"
-    )
+        with reachable(lakehouse.config.uri), overtaken():
+            table.manage_snapshots().create_tag(snapshot_id, tag).commit()
+        if not is_pinned(lakehouse.load(identifier), identifier, snapshot_id):
+            raise CommitConflict("it was there, and was gone at the next look, as an expiry takes it away")
+        return tag
+
+    try:
+        return retrying(of=CommitConflict)(once)
+    except CommitConflict as err:
+        raise PinLost(
+            f"tag {tag!r} of {identifier!r} does not stay: {err}; let those who write to the table finish, then plan again"
+        ) from err
+
+
+def is_pinned(table: Table, identifier: str, snapshot_id: int) -> bool:
+    """Whether the table has the tag that pins `snapshot_id`.
+
+    Raises:
+        PinLost: it names another snapshot.
+    """
+    ref = table.refs().get(tag_of(snapshot_id))
+    if ref is not None and ref.snapshot_id != snapshot_id:
+        raise PinLost(
+            f"expected tag {tag_of(snapshot_id)!r} of {identifier!r} to name {snapshot_id}, found {ref.snapshot_id}: "
+            "somebody moved it"
+        )
+    return ref is not None
 
 
 def check_pinned(lakehouse: Lakehouse, identifier: str, *, table_uuid: str, snapshot_id: int, tag: str) -> Table:
@@ -67,11 +89,7 @@ def check_pinned(lakehouse: Lakehouse, identifier: str, *, table_uuid: str, snap
         PinLost: the tag is gone or names another snapshot.
     """
     table = lakehouse.load(identifier)
-    if str(table.metadata.table_uuid) != table_uuid:
-        raise TableReplaced(
-            f"expected table {identifier!r} to be the planned one (uuid {table_uuid}), found uuid "
-            f"{table.metadata.table_uuid}: it was dropped and created again; start a new run on the new table"
-        )
+    check_same_table(identifier, planned_uuid=table_uuid, uuid=str(table.metadata.table_uuid))
     if not tag:
         if table.snapshot_by_id(snapshot_id) is None:
             raise PinLost(
@@ -86,3 +104,16 @@ def check_pinned(lakehouse: Lakehouse, identifier: str, *, table_uuid: str, snap
             f"{'no such tag' if ref is None else f'snapshot {ref.snapshot_id}'}: rows of this plan may be deleted already"
         )
     return table
+
+
+def check_same_table(identifier: str, *, planned_uuid: str, uuid: str) -> None:
+    """Check that the table under this name, which has this uuid, is the planned one.
+
+    Raises:
+        TableReplaced: it was dropped and created again.
+    """
+    if uuid != planned_uuid:
+        raise TableReplaced(
+            f"expected table {identifier!r} to be the planned one (uuid {planned_uuid}), found uuid {uuid}: it was dropped "
+            "and created again; start a new run on the new table"
+        )

@@ -11,7 +11,7 @@ from typing import Any
 import duckdb
 from pyiceberg.io.pyarrow import schema_to_pyarrow
 
-from catalog.connect import Lakehouse, reachable
+from catalog.connect import Lakehouse
 from catalog.errors import UnsupportedDeletes
 from catalog.schemas import TABLES
 from dlac_pipeline.audit.audit import open_run
@@ -85,9 +85,7 @@ def explain_sql(lakehouse: Lakehouse, run: str, checkpoint: str | None = None) -
 
 
 def _table_view(lakehouse: Lakehouse, name: str) -> str:
-    table = lakehouse.own(name)
-    with reachable(lakehouse.config.uri):
-        tasks = list(table.scan().plan_files())
+    tasks = lakehouse.look(name, lambda table: list(table.scan().plan_files()))
     if any(task.delete_files for task in tasks):
         raise UnsupportedDeletes(
             f"expected table {name!r} without delete files, found some: compact it, then ask again"

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyiceberg.expressions import AlwaysTrue, And, BooleanExpression
 
-from catalog.connect import Lakehouse, among, at_most, equals, reachable
+from catalog.connect import Lakehouse, among, at_most, equals
 
 QUESTIONS = (
     "bare_path",
@@ -95,15 +95,15 @@ def open_audit(
     everything = AlwaysTrue()
     # The consumption comes first: what it names was written before it.
     mine = everything if run is None else _until(run, until_seq)
-    consumption = _rows(lakehouse, "consumption", mine)
+    consumption = lakehouse.read_own("consumption", mine)
     cuts = everything if run is None else among("cut_id", _distinct(consumption["cut_id"]))
-    slices = _rows(lakehouse, "slices", cuts)
+    slices = lakehouse.read_own("slices", cuts)
     named = everything if run is None else among("plan_id", _plans_of(consumption, slices))
-    plans = _rows(lakehouse, "plans", named)
-    units = _rows(
-        lakehouse, "work_units", everything if run is None else among("write_id", _distinct(plans["write_id"]))
+    plans = lakehouse.read_own("plans", named)
+    units = lakehouse.read_own(
+        "work_units", everything if run is None else among("write_id", _distinct(plans["write_id"]))
     )
-    recoveries = _rows(lakehouse, "recoveries", mine)
+    recoveries = lakehouse.read_own("recoveries", mine)
     tables = {
         "consumption": consumption,
         "slices": slices,
@@ -127,12 +127,6 @@ def rows_of(connection: duckdb.DuckDBPyConnection, query: str, parameters: Itera
     answer = connection.execute(query, list(parameters))
     names = [column[0] for column in answer.description or ()]
     return [dict(zip(names, row, strict=True)) for row in answer.fetchall()]
-
-
-def _rows(lakehouse: Lakehouse, name: str, row_filter: BooleanExpression) -> Any:
-    table = lakehouse.own(name)
-    with reachable(lakehouse.config.uri):
-        return table.scan(row_filter=row_filter).to_arrow()
 
 
 def _until(run: str, seq: int | None) -> BooleanExpression:

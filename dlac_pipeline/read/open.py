@@ -11,7 +11,8 @@ import pyarrow as pa
 from pyiceberg.table import Table
 
 from catalog.connect import Lakehouse
-from catalog.errors import ResumeMismatch, TableReplaced, UnsupportedColumn
+from catalog.errors import ResumeMismatch, UnsupportedColumn
+from catalog.snapshots import check_same_table
 from dlac_pipeline.plan.leg import Leg, LegSequences, LegSource
 from dlac_pipeline.plan.order import LegOrder, ReaderState
 from dlac_pipeline.plan.planner import Plan, load_plan
@@ -204,11 +205,7 @@ def open_leg(lakehouse: Lakehouse, leg: Leg, spec: JobSpec) -> OpenLeg:
 
 
 def _open_source(table: Table, spec: SourceSpec, mine: LegSource, *, packed: bool) -> OpenSource:
-    if str(table.metadata.table_uuid) != mine.table_uuid:
-        raise TableReplaced(
-            f"expected table {spec.table!r} to be the planned one (uuid {mine.table_uuid}), found uuid "
-            f"{table.metadata.table_uuid}: it was dropped and created again; start a new run on the new table"
-        )
+    check_same_table(spec.table, planned_uuid=mine.table_uuid, uuid=str(table.metadata.table_uuid))
     schema = table.schemas()[mine.schema_id]
     transform = load_transform(spec.transform) if spec.transform else None
     if (transform.digest if transform else "") != mine.transform:

@@ -14,11 +14,11 @@ from catalog.errors import (
     NoRestorableCheckpoint,
     NoSuchTable,
     SpecInvalid,
-    TableReplaced,
 )
 from catalog.ledger import Ledger, RunState
 from catalog.plans import PlanRow, find_plan
 from catalog.run_rows import HEAD_KINDS, Row, checkpoint_rows, lineage_of
+from catalog.snapshots import check_same_table
 from dlac_pipeline.checkpoint.manifest import Manifest
 from dlac_pipeline.checkpoint.restore import manifest_of
 from dlac_pipeline.checkpoint.store import tiers_of
@@ -108,11 +108,8 @@ class LegChooser:
         check_sources(self._spec, leg)
         uuids = self._table_uuids()
         for mine in leg.sources:
-            if uuids.get(mine.table, mine.table_uuid) != mine.table_uuid:
-                raise TableReplaced(
-                    f"expected table {mine.table!r} to be the planned one (uuid {mine.table_uuid}), found uuid "
-                    f"{uuids[mine.table]}: it was dropped and created again; start a new run on the new table"
-                )
+            uuid = uuids.get(mine.table, mine.table_uuid)
+            check_same_table(mine.table, planned_uuid=mine.table_uuid, uuid=uuid)
         excluded = exclusions_in_force(rows)
         asked = asked_for(excluding(self._spec, excluded), leg, uuids)
         if self._wish.plan_ids and self._wish.plan_ids != tuple(source.plan_id for source in leg.sources):

@@ -14,7 +14,7 @@ from pyiceberg.exceptions import ForbiddenError, RESTError, UnauthorizedError
 from pyiceberg.io.pyarrow import schema_to_pyarrow
 
 from catalog.connect import Lakehouse, connect
-from catalog.errors import CatalogUnreachable, CommitConflict, NoSuchSnapshot, NoSuchTable, PinLost, SpecInvalid
+from catalog.errors import CatalogUnreachable, NoSuchSnapshot, NoSuchTable, PinLost, SpecInvalid
 from catalog.guarded import GuardedSqlCatalog
 from catalog.lakehouse_config import LakehouseConfig
 from catalog.pins import hold, let_go, list_pins, pins_table, unpin
@@ -279,28 +279,6 @@ def test_a_tag_that_was_moved_is_not_removed(lakehouse: Lakehouse) -> None:
         unpin(lakehouse, "src.t", first)
 
 
-def test_unpinning_goes_on_after_a_conflict(lakehouse: Lakehouse, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A commit that collides with another writer is repeated; with a busy table it gives up with an error."""
-    snapshot = append(lakehouse)
-    pin(lakehouse, "src.t", snapshot)
-    commit = GuardedSqlCatalog.commit_table
-    failures = iter([True, False])
-
-    def colliding(*args: Any) -> Any:
-        if next(failures, False):
-            raise CommitConflict("somebody was faster")
-        return commit(*args)
-
-    monkeypatch.setattr(GuardedSqlCatalog, "commit_table", colliding)
-    assert unpin(lakehouse, "src.t", snapshot)
-    monkeypatch.undo()
-    pin(lakehouse, "src.t", snapshot)
-    failures = iter([True] * 9)
-    monkeypatch.setattr(GuardedSqlCatalog, "commit_table", colliding)
-    with pytest.raises(PinLost, match="did not go away"):
-        unpin(lakehouse, "src.t", snapshot)
-
-
 def test_a_pin_survives_expiry_and_its_end_frees_the_snapshot(lakehouse: Lakehouse) -> None:
     """Expiry leaves a pinned snapshot alone, and takes it once it is unpinned."""
     snapshot = append(lakehouse)
@@ -312,26 +290,6 @@ def test_a_pin_survives_expiry_and_its_end_frees_the_snapshot(lakehouse: Lakehou
     unpin(lakehouse, "src.t", snapshot)
     lakehouse.load("src.t").maintenance.expire_snapshots().older_than(datetime(2100, 1, 1)).commit()
     assert lakehouse.load("src.t").snapshot_by_id(snapshot) is None
-
-
-def test_expiry_that_races_with_a_pin(lakehouse: Lakehouse, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An expiry that began before the tag was there takes snapshot and tag: holding it then ends in an error, not in a pin."""
-    snapshot = append(lakehouse)
-    append(lakehouse)
-    config = lakehouse.config
-    plain = SqlCatalog(config.name, **config.catalog_properties())  # an engine without the guard
-    expiry = plain.load_table("src.t").maintenance.expire_snapshots().by_id(snapshot)
-    commit = GuardedSqlCatalog.commit_table
-
-    def raced(self: SqlCatalog, table: Any, *rest: Any) -> Any:
-        answer = commit(self, table, *rest)  # type: ignore[arg-type]  # the patched method's own signature
-        monkeypatch.undo()
-        expiry.commit()
-        return answer
-
-    monkeypatch.setattr(GuardedSqlCatalog, "commit_table", raced)
-    with pytest.raises((NoSuchSnapshot, PinLost)):
-        hold(lakehouse, "src.t", snapshot, "tag")
 
 
 def test_holding_without_a_tag(lakehouse: Lakehouse) -> None:

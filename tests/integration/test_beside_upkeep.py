@@ -1,0 +1,158 @@
+"""Reads and a second upkeep beside an upkeep: the files that they have just looked up are deleted, and they look again."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from pyiceberg.catalog.sql import SqlCatalog
+from pyiceberg.table import CommitTableResponse, Table
+from sqlalchemy.exc import OperationalError
+
+from catalog.commits import Attempt, claim, commit_checkpoint
+from catalog.connect import Lakehouse, connect
+from catalog.errors import LakehouseError, SpecInvalid
+from catalog.expiry import expire
+from catalog.ledger import Ledger
+from catalog.orphans import remove_orphans
+from catalog.pins import list_pins, unpin
+from catalog.plans import find_plan
+from catalog.run_rows import Row
+from catalog.upkeep import upkeep
+from dlac_pipeline.audit.audit import audit_run
+from dlac_pipeline.audit.explain import explain_sql
+from dlac_pipeline.audit.lakehouse_sql import open_audit, rows_of
+from dlac_pipeline.plan.planner import Plan, make_plan
+
+if TYPE_CHECKING:
+    from tests.conftest import Arena
+
+RUN = "r1"
+KEPT = ("plans", "work_units", "consumption")
+
+
+@pytest.fixture
+def plan(arena: Arena) -> Plan:
+    """A plan that a run with one checkpoint uses."""
+    arena.table()
+    made = make_plan(arena.lakehouse, arena.spec(RUN).source)
+    ledger = Ledger(arena.lakehouse)
+    claim(ledger, RUN, nonce="n1", replaces=0, detail={})
+    leg = json.dumps({"sources": [{"plan_id": made.row.plan_id}]})
+    rows: list[Row] = [
+        {"kind": "checkpoint", "checkpoint_id": "c1", "step": 1, "leg": 0},
+        {"kind": "leg", "checkpoint_id": "c1", "leg": 0, "detail": leg},
+        {"kind": "export", "checkpoint_id": "c1", "detail": json.dumps({"digest": "d"})},
+    ]
+    attempt = Attempt(run=RUN, number=1, nonce="n1")
+    commit_checkpoint(ledger, attempt, checkpoint_id="c1", parent=None, rows=rows)
+    return made
+
+
+def outdated(arena: Arena) -> dict[str, Table]:
+    """DLAC's tables as somebody has read them, from which others have gone on since, and an upkeep has deleted the rest."""
+    found = {name: arena.lakehouse.own(name) for name in KEPT}
+    make_plan(arena.lakehouse, arena.spec(RUN, row_filter="even = true").source)
+    claim(Ledger(arena.lakehouse), "another", nonce="x", replaces=0, detail={})
+    upkeep(connect(arena.lakehouse.config), keep=1)
+    for table in found.values():
+        with pytest.raises(FileNotFoundError):
+            table.scan().to_arrow()
+    return found
+
+
+def given(monkeypatch: pytest.MonkeyPatch, tables: dict[str, Table], *, at: int = 1) -> list[str]:
+    """Who loads one of these tables for the `at`-th time is given what is here; gives the names of what is loaded."""
+    real = Lakehouse.own
+    loaded: list[str] = []
+
+    def own(self: Lakehouse, name: str) -> Table:
+        loaded.append(name)
+        return tables[name] if name in tables and loaded.count(name) == at else real(self, name)
+
+    monkeypatch.setattr(Lakehouse, "own", own)
+    return loaded
+
+
+def counted(lakehouse: Lakehouse) -> list[dict[str, Any]]:
+    """What plain SQL finds."""
+    with open_audit(lakehouse) as connection:
+        return rows_of(connection, "SELECT (SELECT count(*) FROM plans), (SELECT count(*) FROM work_units)")
+
+
+QUESTIONS: dict[str, Callable[[Lakehouse, Plan], Any]] = {
+    "dlac audit": lambda lakehouse, _: audit_run(lakehouse, RUN),
+    "dlac audit --explain": lambda lakehouse, _: explain_sql(lakehouse, RUN),
+    "dlac sql": lambda lakehouse, _: counted(lakehouse),
+    "dlac pins": lambda lakehouse, _: list_pins(lakehouse),
+    "a plan": lambda lakehouse, plan: find_plan(lakehouse, plan.row.plan_id),
+    "advances": lambda lakehouse, _: Ledger(lakehouse).advances(RUN, ("block",)),
+    "an export": lambda lakehouse, _: Ledger(lakehouse).export("d"),
+    "runs": lambda lakehouse, _: Ledger(lakehouse).runs(),
+}
+
+
+def test_a_read_whose_files_are_deleted_under_it_reads_again(arena: Arena, plan: Plan) -> None:
+    """Each table is read anew where its files have gone: the answer is that of a moment without upkeep."""
+    tables = outdated(arena)
+    for name, question in QUESTIONS.items():
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            loaded = given(monkeypatch, tables)
+            found = question(arena.lakehouse, plan)
+        assert any(loaded.count(table) > 1 for table in KEPT), name
+        assert found == question(arena.lakehouse, plan), name
+
+
+def test_unpinning_beside_upkeep_still_sees_who_needs_the_snapshot(
+    arena: Arena, plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither a missing file nor a run that was overlooked lets go of it."""
+    given(monkeypatch, outdated(arena))
+    with pytest.raises(SpecInvalid, match=RUN):
+        unpin(arena.lakehouse, "src.t", plan.row.snapshot_id)
+
+
+def test_files_that_are_lost_for_good_are_said_to_be(arena: Arena, plan: Plan) -> None:
+    """What nobody will bring back is an error that names the table, and no traceback of a missing file."""
+    shutil.rmtree(arena.home / "warehouse" / "dlac" / "plans" / "data")
+    with pytest.raises(LakehouseError, match=r"the files of table 'plans' .* restore them"):
+        list_pins(arena.lakehouse)
+
+
+@pytest.mark.parametrize("at", [1, 2, 3, 4])
+def test_a_sweep_whose_snapshots_another_sweep_has_removed_looks_again(
+    arena: Arena, plan: Plan, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    """Wherever the other one comes in between: nothing fails, the work is done, and what is named stays."""
+    tables = outdated(arena)
+    litter = arena.home / "warehouse" / "dlac" / "consumption" / "data" / "nobodys.parquet"
+    litter.write_bytes(b"left by a commit that failed")
+    loaded = given(monkeypatch, tables, at=at)
+    assert remove_orphans(arena.lakehouse, "consumption").files >= 1
+    assert loaded.count("consumption") >= 4
+    monkeypatch.undo()
+    assert not litter.exists()
+    for snapshot in arena.lakehouse.own("consumption").snapshots():
+        arena.lakehouse.own("consumption").scan(snapshot_id=snapshot.snapshot_id).to_arrow()
+
+
+def test_a_catalog_that_is_away_while_main_is_moved_is_waited_for(
+    arena: Arena, plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sweep, too, repeats a commit that got no answer."""
+    expire(arena.lakehouse, "consumption", keep=1)
+    real = SqlCatalog.commit_table
+    tries: list[None] = []
+
+    def commit_table(self: SqlCatalog, *request: Any) -> CommitTableResponse:
+        tries.append(None)
+        if len(tries) == 1:
+            raise OperationalError("UPDATE", {}, Exception("server closed the connection unexpectedly"))
+        return real(self, *request)
+
+    monkeypatch.setattr(SqlCatalog, "commit_table", commit_table)
+    assert remove_orphans(arena.lakehouse, "consumption").files >= 1
+    assert len(tries) == 2

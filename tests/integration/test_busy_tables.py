@@ -1,0 +1,139 @@
+"""Commits that are repeated beside other writers: those of pins, and of new columns for DLAC's own tables."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import chain, repeat
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from pyiceberg.catalog.sql import SqlCatalog
+from pyiceberg.table import CommitTableResponse
+from pyiceberg.table.update import RemoveSnapshotRefUpdate
+
+from catalog.connect import Lakehouse, connect
+from catalog.errors import CommitConflict, NoSuchSnapshot, PinLost
+from catalog.guarded import GuardedSqlCatalog
+from catalog.lakehouse_config import LakehouseConfig
+from catalog.pins import hold, unpin
+from catalog.retrying import retrying
+from catalog.snapshots import pin, tag_of
+
+ROWS = pa.table({"k": pa.array([1, 2, 3], pa.int64())})
+LOST = 5
+"""How many races are lost in a row before one is won."""
+Commit = Callable[..., CommitTableResponse]
+
+
+@pytest.fixture
+def lakehouse(tmp_path: Path) -> Lakehouse:
+    """A lakehouse with a source table."""
+    made = connect(LakehouseConfig().at_home(tmp_path / "home"))
+    made.create_namespace("src")
+    made.catalog.create_table("src.t", ROWS.schema)
+    return made
+
+
+def append(lakehouse: Lakehouse) -> int:
+    """Append a data file; returns the snapshot."""
+    lakehouse.load("src.t").append(ROWS)
+    current = lakehouse.load("src.t").current_snapshot()
+    assert current is not None
+    return current.snapshot_id
+
+
+def losing(monkeypatch: pytest.MonkeyPatch, races: Iterator[bool]) -> None:
+    """Whoever commits loses those races that are true, and wins what comes after them."""
+    commit: Commit = GuardedSqlCatalog.commit_table
+
+    def commit_table(*request: Any) -> CommitTableResponse:
+        if next(races, False):
+            raise CommitConflict("somebody was faster")
+        return commit(*request)
+
+    monkeypatch.setattr(GuardedSqlCatalog, "commit_table", commit_table)
+
+
+def test_pins_are_taken_and_let_go_of_beside_busy_writers(
+    lakehouse: Lakehouse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A commit that loses one race after the other is repeated, with pauses."""
+    snapshot = append(lakehouse)
+    losing(monkeypatch, chain(repeat(True, LOST), [False], repeat(True, LOST)))
+    assert pin(lakehouse, "src.t", snapshot) == tag_of(snapshot)
+    assert unpin(lakehouse, "src.t", snapshot)
+    assert lakehouse.load("src.t").refs().keys() == {"main"}
+
+
+def test_writers_that_are_always_faster_are_blamed(lakehouse: Lakehouse, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pin that can be neither taken nor let go of says that it is they, and no expiry."""
+    first, second = append(lakehouse), append(lakehouse)
+    pin(lakehouse, "src.t", first)
+    losing(monkeypatch, repeat(True))
+    for module in ("snapshots", "pins"):
+        monkeypatch.setattr(f"catalog.{module}.retrying", partial(retrying, 0.5))
+    with pytest.raises(PinLost, match="does not stay: somebody was faster"):
+        pin(lakehouse, "src.t", second)
+    with pytest.raises(PinLost, match="did not go away: somebody was faster"):
+        unpin(lakehouse, "src.t", first)
+
+
+def test_a_pin_that_is_taken_away_again_and_again(lakehouse: Lakehouse, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tag that is gone at the next look is made anew; if that never ends, the error says so."""
+    snapshot = append(lakehouse)
+    commit: Commit = GuardedSqlCatalog.commit_table
+    taken_away = RemoveSnapshotRefUpdate.model_validate({"ref-name": tag_of(snapshot)})
+    times: float = LOST
+
+    def commit_table(self: SqlCatalog, *request: Any) -> CommitTableResponse:
+        nonlocal times
+        response = commit(self, *request)
+        if times > 0:
+            times -= 1
+            commit(self, lakehouse.load("src.t"), (), (taken_away,))
+        return response
+
+    monkeypatch.setattr(GuardedSqlCatalog, "commit_table", commit_table)
+    assert pin(lakehouse, "src.t", snapshot) == tag_of(snapshot)
+    assert unpin(lakehouse, "src.t", snapshot)
+    times = math.inf
+    monkeypatch.setattr("catalog.snapshots.retrying", partial(retrying, 0.5))
+    with pytest.raises(PinLost, match="does not stay: it was there, and was gone"):
+        pin(lakehouse, "src.t", snapshot)
+
+
+def test_expiry_that_races_with_a_pin(lakehouse: Lakehouse, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An expiry that began before the tag was there takes snapshot and tag: holding it then ends in an error, not in a pin."""
+    snapshot = append(lakehouse)
+    append(lakehouse)
+    config = lakehouse.config
+    plain = SqlCatalog(config.name, **config.catalog_properties())  # an engine without the guard
+    expiry = plain.load_table("src.t").maintenance.expire_snapshots().by_id(snapshot)
+    commit = GuardedSqlCatalog.commit_table
+
+    def raced(self: SqlCatalog, table: Any, *rest: Any) -> Any:
+        answer = commit(self, table, *rest)  # type: ignore[arg-type]  # the patched method's own signature
+        monkeypatch.undo()
+        expiry.commit()
+        return answer
+
+    monkeypatch.setattr(GuardedSqlCatalog, "commit_table", raced)
+    with pytest.raises((NoSuchSnapshot, PinLost)):
+        hold(lakehouse, "src.t", snapshot, "tag")
+
+
+def test_new_columns_beside_busy_writers(lakehouse: Lakehouse, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The columns that a table of an older version lacks are added once the others let it; some never do."""
+    with lakehouse.own("recoveries").update_schema() as update:
+        update.delete_column("work_lost_s")
+    losing(monkeypatch, repeat(True))
+    monkeypatch.setattr("catalog.connect.retrying", partial(retrying, 0.5))
+    with pytest.raises(CommitConflict):
+        connect(lakehouse.config)
+    monkeypatch.undo()
+    losing(monkeypatch, repeat(True, 2))
+    assert "work_lost_s" in connect(lakehouse.config).own("recoveries").schema().column_names
