@@ -149,7 +149,7 @@ def name_mapping_of(table: Table) -> NameMapping | None:
         return table.name_mapping()
     except ValueError as err:
         raise UnsupportedColumn(
-            f"expected property 'schema.name-mapping.default' of {table.name()!r} to be a name mapping, found "
+            f"expected property 'schema.name-mapping.default' of {'.'.join(table.name())!r} to be a name mapping, found "
             f"{table.properties.get('schema.name-mapping.default')!r}: set it right or remove it"
         ) from err
 

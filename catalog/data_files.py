@@ -63,9 +63,11 @@ from pyiceberg.table import Table
 from pyiceberg.transforms import IdentityTransform
 from pyiceberg.typedef import Record
 
-from catalog.errors import DataFileUnreadable, NoSuchSnapshot, UnsupportedDeletes
+from catalog.errors import DataFileUnreadable, UnsupportedDeletes
+from catalog.snapshots import snapshot_of
 
 PATH_FIELD_ID = 2147483546
+ROW_ID_FIELD_ID = 2147483540
 _FIRST_ROW_ID, _REFERENCED, _OFFSET, _SIZE = 16, 17, 18, 19  # places of the v3 fields in a DataFile record
 _THREADS = 4
 Partition = tuple[int, tuple[Any, ...]]
@@ -113,12 +115,7 @@ def snapshot_schema(table: Table, snapshot_id: int) -> Schema:
     Raises:
         NoSuchSnapshot: the table has no such snapshot.
     """
-    snapshot = table.snapshot_by_id(snapshot_id)
-    if snapshot is None:
-        known = sorted(found.snapshot_id for found in table.snapshots())
-        raise NoSuchSnapshot(
-            f"expected snapshot {snapshot_id} in table {table.name()!r}, found only {known!r}: name one of these"
-        )
+    snapshot = snapshot_of(table, snapshot_id)
     return table.schema() if snapshot.schema_id is None else table.schemas()[snapshot.schema_id]
 
 
@@ -170,10 +167,10 @@ def live_files(
         DataFileUnreadable: a manifest is missing, or a data file is not Parquet.
         UnsupportedDeletes: a delete file is neither Parquet nor Puffin.
     """
-    snapshot = table.snapshot_by_id(snapshot_id)
+    snapshot = snapshot_of(table, snapshot_id)
     pruning = _Pruning(schema or snapshot_schema(table, snapshot_id), table.specs(), as_sql(expression))
     data, deletes = [], _Deletes(table.specs())
-    for content, entry in _entries(table.io, snapshot.manifest_list if snapshot else "", pruning):
+    for content, entry in _entries(table.io, snapshot.manifest_list, pruning):
         if content == ManifestContent.DELETES:
             deletes.add(entry)
         elif pruning.may_match(entry.data_file):

@@ -27,8 +27,8 @@ from catalog.columns import Bounds, FileColumns, field_ids, name_mapping_of
 from catalog.data_files import PATH_FIELD_ID, DeleteFile, LiveFile
 from catalog.errors import DataFileUnreadable, UnsupportedDeletes
 
-Rows = npt.NDArray[np.int64]
-NO_ROWS: Rows = np.zeros(0, dtype=np.int64)
+Ints = npt.NDArray[np.int64]
+NO_ROWS: Ints = np.zeros(0, dtype=np.int64)
 _POSITION_FIELD_ID = 2147483545
 _MAGIC = b"\xd1\xd3\x39\x64"
 _T = TypeVar("_T")
@@ -41,10 +41,10 @@ class Deletes:
         self._io = table.io
         self._mapping = name_mapping_of(table)
         self._fields = _all_fields(table, schema)
-        self._positions: _Once[Mapping[str, Rows]] = _Once()
+        self._positions: _Once[Mapping[str, Ints]] = _Once()
         self._values: _Once[pa.Table] = _Once()
 
-    def dead_rows(self, file: LiveFile, parquet: pq.ParquetFile) -> Rows:
+    def dead_rows(self, file: LiveFile, parquet: pq.ParquetFile) -> Ints:
         """The sorted positions of the rows of `file` (opened as `parquet`) that its deletes name.
 
         Raises:
@@ -58,8 +58,8 @@ class Deletes:
         found.extend(self._of_values(file, parquet, one) for one in ids)
         return np.unique(np.concatenate(found)) if found else NO_ROWS
 
-    def _of_positions(self, delete: DeleteFile) -> Mapping[str, Rows]:
-        def read() -> Mapping[str, Rows]:
+    def _of_positions(self, delete: DeleteFile) -> Mapping[str, Ints]:
+        def read() -> Mapping[str, Ints]:
             with self._opened(delete) as parquet:
                 path, position = _position_columns(parquet.schema_arrow, delete)
                 found = parquet.read(columns=[path, position])
@@ -67,12 +67,12 @@ class Deletes:
 
         return self._positions(delete.path, read)
 
-    def _of_vector(self, vector: DeleteFile) -> Rows:
+    def _of_vector(self, vector: DeleteFile) -> Ints:
         with _decoding(vector), self._io.new_input(vector.path).open() as stream:
             stream.seek(vector.offset or 0)
             return decode_vector(stream.read(vector.size_bytes or 0), vector)
 
-    def _of_values(self, file: LiveFile, parquet: pq.ParquetFile, ids: tuple[int, ...]) -> Rows:
+    def _of_values(self, file: LiveFile, parquet: pq.ParquetFile, ids: tuple[int, ...]) -> Ints:
         """Positions of the rows whose columns `ids` equal a deleted row; null equals null."""
         schema = self._schema_of(ids, file.path)
         deletes = [delete for delete in file.equality if delete.equality_ids == ids]
@@ -175,7 +175,7 @@ def _position_columns(schema: pa.Schema, delete: DeleteFile) -> tuple[str, str]:
     return names
 
 
-def _by_path(paths: pa.ChunkedArray, positions: pa.ChunkedArray) -> dict[str, Rows]:
+def _by_path(paths: pa.ChunkedArray, positions: pa.ChunkedArray) -> dict[str, Ints]:
     """Sorted positions by data file."""
     encoded = pa.concat_arrays([*paths.cast(pa.string()).chunks, pa.array([], pa.string())]).dictionary_encode()
     codes, rows = encoded.indices.to_numpy(), positions.to_numpy()
@@ -184,7 +184,7 @@ def _by_path(paths: pa.ChunkedArray, positions: pa.ChunkedArray) -> dict[str, Ro
     return dict(zip(encoded.dictionary.to_pylist(), np.split(rows[order], ends), strict=False))
 
 
-def decode_vector(blob: bytes, vector: DeleteFile) -> Rows:
+def decode_vector(blob: bytes, vector: DeleteFile) -> Ints:
     """The positions in the blob of a deletion vector: length, magic, 64-bit roaring bitmap, checksum.
 
     Raises:
@@ -206,7 +206,7 @@ def decode_vector(blob: bytes, vector: DeleteFile) -> Rows:
     return rows
 
 
-def matching_rows(table: pa.Table, deleted: pa.Table) -> Rows:
+def matching_rows(table: pa.Table, deleted: pa.Table) -> Ints:
     """Sorted positions of the rows of `table` that are among those of `deleted` (same columns); null equals null."""
     possible = np.ones(len(table), dtype=np.bool_)
     for name in table.column_names:
@@ -218,9 +218,9 @@ def matching_rows(table: pa.Table, deleted: pa.Table) -> Rows:
     return rows[np.isin(keys[: len(rows)], keys[len(rows) :])]
 
 
-def _keys(table: pa.Table, deleted: pa.Table) -> Rows:
+def _keys(table: pa.Table, deleted: pa.Table) -> Ints:
     """One number for each row of both tables, in this order: equal numbers for equal rows."""
-    keys: Rows = np.zeros(len(table) + len(deleted), dtype=np.int64)
+    keys: Ints = np.zeros(len(table) + len(deleted), dtype=np.int64)
     for name in table.column_names:
         encoded = _combined([table[name], deleted[name]]).dictionary_encode(null_encoding="encode")
         keys = keys * (len(encoded.dictionary) + 1) + encoded.indices.to_numpy()

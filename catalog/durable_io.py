@@ -58,8 +58,10 @@ class _SyncedFile(io.FileIO):
 
     def close(self) -> None:
         if not self.closed:
-            os.fsync(self.fileno())
-            super().close()
+            try:
+                os.fsync(self.fileno())
+            finally:
+                super().close()
             fsync_directory(os.path.dirname(str(self.name)))
 
 

@@ -16,12 +16,12 @@ import numpy as np
 from pyiceberg.table import Table
 
 from catalog.data_files import snapshot_schema
-from catalog.deletes import NO_ROWS
+from catalog.deletes import NO_ROWS, Ints
 from catalog.errors import AppendHistoryLost
-from catalog.history_steps import Ints, Place, Step, TableRows, name_of, steps_between
+from catalog.history_steps import Place, Step, TableRows, steps_between
 from catalog.history_walk import Found, OnOverwrite, Portion, Walk
 from catalog.rewrites import Keys, Mask, identity_keys, match
-from catalog.snapshots import snapshot_of
+from catalog.snapshots import name_of, snapshot_of
 
 __all__ = ["History", "OnOverwrite", "Portion", "changes"]
 

@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 from pyiceberg.manifest import ManifestContent, ManifestEntry, ManifestEntryStatus
@@ -19,13 +18,12 @@ from pyiceberg.table import Table
 from pyiceberg.table.snapshots import Snapshot
 
 from catalog.data_files import LiveFile, live_files, snapshot_schema
-from catalog.deletes import NO_ROWS, Deletes
+from catalog.deletes import NO_ROWS, Deletes, Ints
 from catalog.errors import AppendHistoryLost, DataFileUnreadable
 from catalog.rewrites import Mask, Rows
-from catalog.snapshots import snapshot_of
+from catalog.snapshots import name_of, snapshot_of
 
 _THREADS = 4
-Ints = npt.NDArray[np.int64]
 Place = tuple[int, str]
 """A data file as it is in one snapshot: snapshot id and path."""
 
@@ -91,11 +89,6 @@ class TableRows:
                 return deletes.dead_rows(file, parquet)
         except (OSError, pa.ArrowException) as err:
             raise DataFileUnreadable(f"expected data file {path!r}, found {err}: restore it") from err
-
-
-def name_of(table: Table) -> str:
-    """The table's name with its namespace."""
-    return ".".join(table.name())
 
 
 def steps_between(table: Table, since: int, until: int) -> list[Step]:

@@ -15,8 +15,9 @@ from typing import Literal
 import numpy as np
 
 from catalog.errors import AppendHistoryLost
-from catalog.history_steps import Place, Step, TableRows, name_of
+from catalog.history_steps import Place, Step, TableRows
 from catalog.rewrites import Keys, match
+from catalog.snapshots import name_of
 
 OnOverwrite = Literal["stop", "read", "ignore"]
 _NOTHING: frozenset[str] = frozenset()

@@ -22,7 +22,7 @@ from catalog.compaction import UPKEEP_OF_SNAPSHOT
 from catalog.connect import Lakehouse, among, equals, more_than, reachable
 from catalog.errors import CatalogUnreachable, CommitConflict, CommitOutcomeUnknown, NoSuchRun
 from catalog.expiry import expire_in
-from catalog.retrying import overtaken, rereading, retrying
+from catalog.retrying import overtaken, retrying
 from catalog.run_rows import HEAD_KINDS, Fence, Row, fence_of_rows, finished_of_rows, restorable
 from catalog.schemas import CONSUMPTION, FORMAT_VERSION
 from catalog.transactions import LeanTransaction
@@ -74,10 +74,9 @@ class Ledger:
 
     def state(self, run: str) -> RunState:
         """The run's fence as it is now; rebuilt from rows where the cached property is absent."""
-        return rereading()(self._state, run)
+        return self.lakehouse.look("consumption", lambda table: self._state(table, run))
 
-    def _state(self, run: str) -> RunState:
-        table = self.lakehouse.own("consumption")
+    def _state(self, table: Table, run: str) -> RunState:
         cached = table.properties.get(_property(run))
         if cached is not None:
             attempt, nonce, seq, head = json.loads(cached)
@@ -89,7 +88,7 @@ class Ledger:
 
     def rows(self, run: str, *, kinds: Sequence[str] = (), after: int = 0) -> list[Row]:
         """All rows of a run behind the `seq` named by `after`, in order of `seq`, restricted to `kinds` when given."""
-        return rereading()(lambda: self._sorted(self.lakehouse.own("consumption"), run, kinds=kinds, after=after))
+        return self.lakehouse.look("consumption", lambda table: self._sorted(table, run, kinds=kinds, after=after))
 
     def rows_at(
         self, state: RunState, *, kinds: Sequence[str] = (), after: int = 0, columns: tuple[str, ...] = ("*",)

@@ -22,12 +22,12 @@ from pyiceberg.schema import Schema
 from pyiceberg.table import Table
 from pyiceberg.types import LongType, NestedField, PrimitiveType
 
-from catalog.columns import FileColumns, arrow_type
-from catalog.data_files import LiveFile
+from catalog.columns import FileColumns, arrow_type, name_mapping_of
+from catalog.data_files import ROW_ID_FIELD_ID, LiveFile
 from catalog.errors import AppendHistoryLost, DataFileUnreadable, DlacError, NoSuchColumn, SpecInvalid
 
 Mask = npt.NDArray[np.bool_]
-ROW_ID = NestedField(2147483540, "_row_id", LongType(), required=False)
+ROW_ID = NestedField(ROW_ID_FIELD_ID, "_row_id", LongType(), required=False)
 """The reserved field in which a rewritten file of format v3 keeps its rows' ids."""
 _BATCH_ROWS = 65_536
 _MEMORY_BYTES = 1 << 30
@@ -180,7 +180,7 @@ class _Side:
                 parquet.schema_arrow,
                 wanted,
                 names,
-                name_mapping=self.table.name_mapping(),
+                name_mapping=name_mapping_of(self.table),
                 partition_values=one.file.partition_values,
             )
             first = 0

@@ -35,12 +35,11 @@ from pyiceberg.types import DoubleType, FloatType, IcebergType, NestedField
 from pyparsing import ParseBaseException
 
 from catalog.columns import Bounds, FileColumns, field_ids, name_mapping_of
-from catalog.data_files import LiveFile, as_sql, live_files, snapshot_schema
+from catalog.data_files import ROW_ID_FIELD_ID, LiveFile, as_sql, live_files, snapshot_schema
 from catalog.deletes import NO_ROWS, Deletes
 from catalog.errors import DataFileUnreadable, NoSuchColumn, SpecInvalid, UnsupportedColumn
 
 _THREADS = 4
-_ROW_ID_FIELD = 2147483540
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -240,7 +239,7 @@ class _Planner:
         deleted = self._deletes.dead_rows(file, parquet)
         wanted = self._in_file(file, parquet, self._wanted(file.residual))
         excluded = self._in_file(file, parquet, self._excluded)
-        first_row_id = None if _ROW_ID_FIELD in field_ids(parquet.schema_arrow) else file.first_row_id
+        first_row_id = None if ROW_ID_FIELD_ID in field_ids(parquet.schema_arrow) else file.first_row_id
         groups, first_row = [], 0
         for index in range(parquet.num_row_groups):
             footer = parquet.metadata.row_group(index)

@@ -35,7 +35,7 @@ def assemble(kind: ColumnKind, pieces: Sequence[Piece], slots: int, *, length: i
 
 
 RunPiece = tuple[Column, Ints, Ints | None, slice]
-"""Ints of a column; the places they fill, batch * width + slot (None: all of them, in order); the slots they lie in."""
+"""Rows of a column; the places they fill, batch * width + slot (None: all of them, in order); the slots they lie in."""
 
 
 def assemble_run(
@@ -141,7 +141,7 @@ def _ragged(kind: ColumnKind, pieces: Sequence[Piece], slots: int) -> dict[str, 
 
 
 def _taken(column: Column, rows: Ints) -> pa.LargeBinaryArray:
-    """Ints of a ragged column as byte strings, which Arrow copies row by row without Python."""
+    """Rows of a ragged column as byte strings, which Arrow copies row by row without Python."""
     assert column.offsets is not None
     offsets = pa.py_buffer(np.ascontiguousarray(column.offsets * column.values.itemsize))
     values = pa.py_buffer(np.ascontiguousarray(column.values).view(np.uint8))

@@ -11,7 +11,7 @@ import pytest
 from pyiceberg.table import Table
 
 from catalog.connect import connect
-from catalog.errors import DataFileUnreadable, SpecInvalid
+from catalog.errors import DataFileUnreadable, SpecInvalid, UnsupportedColumn
 from catalog.history_steps import TableRows
 from catalog.lakehouse_config import LakehouseConfig
 from catalog.rewrites import Mask, Rows, identity_keys, match
@@ -97,6 +97,15 @@ def test_a_missing_file_is_named(table: Table) -> None:
     Path(old[0].file.path.removeprefix("file://")).unlink()
     with pytest.raises(DataFileUnreadable, match=r"expected to read \['whole'\] of .*restore the file"):
         match(table, old, new, identity_keys(table.schema(), ["whole"]))
+
+
+def test_a_name_mapping_that_is_none_is_named(table: Table) -> None:
+    """Rows are matched by names only where the table's property says how; one that cannot be read is an error of its own."""
+    sides_before = sides(table)
+    with table.transaction() as transaction:
+        transaction.set_properties({"schema.name-mapping.default": "nonsense"})
+    with pytest.raises(UnsupportedColumn, match=r"'schema\.name-mapping\.default' of 'src\.t'"):
+        match(table, *sides_before, identity_keys(table.schema(), ["whole"]))
 
 
 def test_a_join_larger_than_its_memory(table: Table) -> None:

@@ -189,6 +189,8 @@ def test_a_live_file_says_which_snapshot_added_it(hand: HandTable) -> None:
     assert (file.rows, file.data_sequence_number, file.snapshot_id, file.first_row_id) == (6, 1, 1001, None)
     with pytest.raises(NoSuchSnapshot, match=r"snapshot 42 .* \[1001, 1002\]"):
         live_files(hand.table, 42)
+    with pytest.raises(NoSuchSnapshot, match="snapshot 42 "):
+        live_files(hand.table, 42, schema=SCHEMA)
 
 
 def test_a_row_group_without_live_rows_is_listed(hand: HandTable) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier
 
 import pytest
 
-from catalog.durable_io import write_durably
+from catalog.durable_io import DurableFileIO, write_durably
 from catalog.errors import StoreUnavailable
 from dlac_pipeline.checkpoint.engines.deepspeed_state import _recorder
 from dlac_pipeline.checkpoint.files import StoreFiles
@@ -86,3 +88,20 @@ def test_deepspeed_makes_folders_in_a_checkpoint_s_only(tmp_path: Path) -> None:
         recorder.makedirs(str(path), exist_ok=True)
     assert recorder.failure is None
     assert (folder / "deepspeed").is_dir()
+
+
+def test_a_file_that_cannot_be_made_durable_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that fails at the fsync is told of, and costs no descriptor."""
+    descriptors: list[int] = []
+
+    def failing(descriptor: int) -> None:
+        descriptors.append(descriptor)
+        raise OSError(errno.EIO, "Input/output error")
+
+    stream = DurableFileIO().new_output((tmp_path / "file").as_uri()).create()
+    stream.write(b"content")
+    monkeypatch.setattr(os, "fsync", failing)
+    with pytest.raises(OSError, match="Input/output error"):
+        stream.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptors[0])
