@@ -77,8 +77,14 @@ def _pass_on(on_event: Callable[[Event], None], event: Event) -> None:
     try:
         on_event(event)
     except Exception as err:
-        with contextlib.suppress(Exception):  # Dagster may have been told to keep what is logged, in the same storage
-            _log.warning("the event %s could not be shown, training goes on: %s", event["event"], err)
+        _warn("the event %s could not be shown, training goes on: %s", event["event"], err)
+
+
+def _warn(message: str, *facts: object) -> None:
+    with contextlib.suppress(
+        Exception
+    ):  # Dagster may have been told to keep what is logged, in the storage that is away
+        _log.warning(message, *facts)
 
 
 class _Voice:
@@ -112,7 +118,17 @@ class _Voice:
         said = os.read(self._descriptor, 65536)
         self.open = bool(said)
         *lines, self._rest = (self._rest + said).split(b"\n")
-        yield from (event for line in lines if (event := json.loads(line))["event"] != "alive")
+        yield from (event for line in lines if (event := _event_of(line)) is not None and event["event"] != "alive")
+
+
+def _event_of(line: bytes) -> Event | None:
+    """What a line says; None, and a warning, of one that is no event: whatever was printed there is no reason to end training."""
+    with contextlib.suppress(ValueError):
+        said = json.loads(line)
+        if isinstance(said, dict) and "event" in said:
+            return said
+    _warn("expected an event of the supervisor, found %r", line.decode(errors="replace"))
+    return None
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

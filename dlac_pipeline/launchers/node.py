@@ -1,7 +1,8 @@
 """What every node of a cluster's job runs: `python -m dlac_pipeline.launchers.node`, with the request in its environment.
 
-It finds out at which node all of them meet, and supervises its ranks. Standard output: one event per line of JSON. SIGTERM, which
-is how schedulers preempt, evict and cancel, has it leave behind a checkpoint; the run goes on if there are enough other nodes.
+It finds out at which node all of them meet, and supervises its ranks. Standard output: one event per line of JSON; what libraries
+and users' code print goes to standard error. SIGTERM, which is how schedulers preempt, evict and cancel, has it leave behind a
+checkpoint; the run goes on if there are enough other nodes.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pydantic import ValidationError
 from catalog.connect import connect
 from catalog.errors import DlacError, SpecInvalid
 from catalog.ledger import Ledger
-from dlac_pipeline.launchers.orchestrator import say
+from dlac_pipeline.launchers.orchestrator import keep_events_apart, say
 from dlac_pipeline.launchers.protocol import supervisor_of
 from dlac_pipeline.launchers.serving import run_and_tell, say_error, stop_when_replaced
 from dlac_pipeline.ranks.rank import on_ending_signals
@@ -75,6 +76,7 @@ def of_this_start(request: Request) -> Request:
 
 def main() -> int:
     """Supervise this node's ranks; returns the exit status."""
+    keep_events_apart()
     try:
         request = unpacked(os.environ)
     except SpecInvalid as err:

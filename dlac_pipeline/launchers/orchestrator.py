@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TextIO
 
 from catalog.errors import TrainingFailed
 
@@ -16,7 +16,6 @@ MARGIN_S = 5.0
 """What a launcher gets on top of the ranks' grace period when nobody needs it any more."""
 _ALIVE_EVERY_S = 5.0
 """Seconds between two signs of life."""
-_SAYING = threading.Lock()
 
 
 class Orchestrator:
@@ -49,10 +48,28 @@ class Orchestrator:
             say({"event": "alive"})
 
 
-def say(event: dict[str, Any]) -> None:
-    """Say an event on standard output, one line of JSON; from any thread."""
-    try:
-        with _SAYING:
-            print(json.dumps(event, default=str), flush=True)
-    except BrokenPipeError:  # nobody listens any more; the end of standard input says so as well
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - stays open until the process ends
+class _Events:
+    """Standard output, for events."""
+
+    def __init__(self) -> None:
+        self._stream: TextIO | None = None
+        """None: `sys.stdout`, whatever that is."""
+        self._saying = threading.Lock()
+
+    def keep_apart(self) -> None:
+        """Standard output is for events alone from here on: what libraries and users' transforms print goes to standard error."""
+        self._stream = os.fdopen(os.dup(1), "w")
+        os.dup2(2, 1)
+        sys.stdout = sys.stderr  # what is printed is there at once, whichever way the process ends
+
+    def say(self, event: dict[str, Any]) -> None:
+        """Say an event, one line of JSON; from any thread."""
+        try:
+            with self._saying:
+                print(json.dumps(event, default=str), file=self._stream, flush=True)
+        except BrokenPipeError:  # nobody listens any more; the end of standard input says so as well
+            self._stream = open(os.devnull, "w")  # noqa: SIM115 - stays open until the process ends
+
+
+_EVENTS = _Events()
+say, keep_events_apart = _EVENTS.say, _EVENTS.keep_apart

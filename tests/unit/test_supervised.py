@@ -49,6 +49,15 @@ def test_a_supervisor_that_says_nothing_more_is_given_up(bound: str) -> None:
     assert heard == [{"event": "step"}]
 
 
+def test_what_is_printed_between_events_does_not_end_training(caplog: pytest.LogCaptureFixture) -> None:
+    """A library, or a user's transform, wrote where events come from: the events are heard, and the rest is logged."""
+    talks = "print('loading', flush=True)\n" + TALKS + "print('[]')\nprint('7')\nprint(b'\\xff')\n"
+    with subprocess.Popen([sys.executable, "-c", talks], stdout=subprocess.PIPE) as process:
+        heard = list(_Voice(process).events())
+    assert (len(heard), heard[-1]) == (21, {"event": "ended"})
+    assert [record.args for record in caplog.records] == [("loading",), ("[]",), ("7",), ("b'\\xff'",)]
+
+
 def test_an_event_that_cannot_be_shown_does_not_end_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Dagster's storage is away: what the run came to is told all the same, and what was not shown is logged."""
 
