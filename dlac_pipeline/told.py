@@ -15,12 +15,15 @@ from dlac_pipeline.recover.coordinator import ResumePoint
 from dlac_pipeline.recover.patience import PATIENCE_S, waiting_for
 from dlac_pipeline.spec import JobSpec, home_folder, parse_spec, read_spec
 
+_FIRST_LOOK_S, _LOOK_S = 0.02, 0.2
+"""Seconds between two looks for the resume point: at first, and at most."""
+
 
 def job_spec(folder: Path | None, spec: str | Path | None) -> JobSpec:
     """The job spec of this rank: the supervisor's, in its launch folder, or the one that the script names.
 
     Raises:
-        SpecInvalid: neither is there.
+        SpecInvalid: neither is there, or so many ranks cannot train it.
     """
     if folder is not None:
         return parse_spec(json.loads((folder / "spec.json").read_text()), origin="the launch folder's spec")
@@ -29,10 +32,9 @@ def job_spec(folder: Path | None, spec: str | Path | None) -> JobSpec:
             'expected a launch by `dlac train`, or training_run("job.toml") under another launcher; found neither'
         )
     read = read_spec(Path(spec)).resolved(home_folder())
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    return JobSpec.model_validate(
-        {**read.model_dump(), "launch": {**read.launch.model_dump(), "world_size": world_size}}
-    )
+    world_size = os.environ.get("WORLD_SIZE", "1")
+    raw = {**read.model_dump(), "launch": {**read.launch.model_dump(), "world_size": world_size}}
+    return parse_spec(raw, origin=f"the job spec under WORLD_SIZE={world_size}")
 
 
 def open_lakehouse(spec: JobSpec, *, supervised: bool) -> Lakehouse:
@@ -46,10 +48,15 @@ def open_lakehouse(spec: JobSpec, *, supervised: bool) -> Lakehouse:
 
 
 def await_resume_point(folder: Path) -> ResumePoint:
-    """Wait for the supervisor, as long as it lives: it may have a large checkpoint to verify."""
-    path = folder / "resume.json"
+    """Wait for the supervisor, as long as it lives: it may have a large checkpoint to verify.
+
+    Every rank looks, maybe on a network file system: the longer it has waited, the less often, and no look is later than a
+    twentieth of the wait.
+    """
+    path, pause_s = folder / "resume.json", _FIRST_LOOK_S
     while not path.exists():
-        time.sleep(0.02)
+        time.sleep(pause_s)
+        pause_s = min(_LOOK_S, pause_s * 1.05)
     return ResumePoint.from_json(path.read_text())
 
 

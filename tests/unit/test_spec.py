@@ -4,9 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from pydantic import BaseModel
 
 from catalog.errors import SpecInvalid
+from dlac_pipeline import training_run
 from dlac_pipeline.spec import JobSpec, parse_spec, read_spec
 
 GOOD: dict[str, Any] = {
@@ -147,3 +149,24 @@ def test_the_home_fills_in_only_what_is_not_named(tmp_path: Path) -> None:
     assert parse_spec(GOOD, origin="here").resolved(tmp_path).checkpoint.store == str(
         tmp_path.resolve() / "checkpoints"
     )
+
+
+@pytest.mark.parametrize(
+    ("world_size", "message"),
+    [
+        ("3", "spec: batch_size 32 is not a multiple of world_size 3: every rank works on the same number of samples"),
+        (
+            "two",
+            "launch.world_size: Input should be a valid integer, unable to parse string as an integer (found 'two')",
+        ),
+    ],
+)
+def test_ranks_of_another_launcher_that_do_not_fit_are_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: str, message: str
+) -> None:
+    """Torchrun was told of more ranks than can share a batch: it is said as for any other wrong value of the job spec."""
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump({**GOOD, "launch": {"script": "train.py"}}))
+    monkeypatch.setenv("WORLD_SIZE", world_size)
+    with pytest.raises(SpecInvalid) as caught, training_run(tmp_path / "job.yaml"):
+        pass
+    assert str(caught.value) == f"the job spec under WORLD_SIZE={world_size} is not a valid job spec:\n  {message}"

@@ -1,0 +1,33 @@
+"""What a rank waits for when it starts."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from dlac_pipeline.recover.coordinator import ResumePoint
+from dlac_pipeline.told import await_resume_point
+
+POINT = ResumePoint(attempt=2, nonce="n", replaces=1, leg="{}", leg_is_new=False, step=7)
+
+
+@pytest.mark.parametrize("there_after_s", [0.0, 0.3, 2.0, 600.0])
+def test_a_rank_looks_for_its_resume_point_often_at_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there_after_s: float
+) -> None:
+    """It is late by a fiftieth of a second or a twentieth of its wait; while a large checkpoint is verified it looks seldom."""
+    pauses: list[float] = []
+
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        if sum(pauses) >= there_after_s:
+            (tmp_path / "resume.json").write_text(POINT.to_json())
+
+    if not there_after_s:
+        (tmp_path / "resume.json").write_text(POINT.to_json())
+    monkeypatch.setattr(time, "sleep", pause)
+    assert await_resume_point(tmp_path) == POINT
+    assert sum(pauses) - there_after_s <= 0.02 + there_after_s / 20
+    assert len(pauses) <= 10 * there_after_s + 50
