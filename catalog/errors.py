@@ -38,6 +38,7 @@ DlacError
     ├── NoProgress            several attempts in a row committed nothing
     ├── NodesMissing          fewer machines than the job wants came together
     ├── ClusterRefused        the cluster's scheduler does not take the job
+    ├── ClusterSilent         the cluster's scheduler does not answer any more; the job is left as it is
     └── Preempted             the ranks left at their deadline without a checkpoint
 """
 
@@ -238,6 +239,10 @@ class NodesMissing(TrainingFailed):
 
 class ClusterRefused(TrainingFailed):
     """The cluster's scheduler does not take the job, or is not there."""
+
+
+class ClusterSilent(TrainingFailed):
+    """The cluster's scheduler does not answer any more: its job is followed no longer, and left as it is."""
 
 
 class NoProgress(TrainingFailed):

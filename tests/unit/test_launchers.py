@@ -4,14 +4,18 @@ import re
 import shlex
 import stat
 import subprocess
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from torchx.schedulers.local_scheduler import LocalScheduler
 
-from catalog.errors import NoProgress, SpecInvalid, TrainingFailed
-from dlac_pipeline.launchers.cluster import ClusterJob
+from catalog.errors import ClusterSilent, NoProgress, SpecInvalid, TrainingFailed
+from dlac_pipeline.launchers import cluster
+from dlac_pipeline.launchers.cluster import SILENT_S, ClusterJob
 from dlac_pipeline.launchers.node import meeting_host, packed, unpacked
 from dlac_pipeline.launchers.protocol import launcher_for, rendered
 from dlac_pipeline.recover.supervise import Outcome, Supervisor
@@ -192,8 +196,13 @@ LEFT = '{"event": "ended", "ending": "stopped", "attempts": 1, "step": 5}'
 NO_PROGRESS = '{"event": "error", "kind": "NoProgress", "message": "three times"}'
 
 
-def followed(folder: Path, *nodes: str) -> tuple[Outcome, list[dict[str, Any]]]:
-    """How a job of TorchX's local scheduler is judged whose nodes are shell scripts, and what was passed on of it."""
+def job_of(
+    folder: Path,
+    *nodes: str,
+    told: Callable[[dict[str, Any]], None] = lambda event: None,
+    silent_s: float = SILENT_S,
+) -> tuple[ClusterJob, list[dict[str, Any]]]:
+    """A job of TorchX's local scheduler whose nodes are shell scripts, and what is passed on of it."""
     program = folder / "node"
     cases = "\n".join(f"*-{number}) {script};;" for number, script in enumerate(nodes))
     program.write_text(f'#!/bin/sh\ncase "node-$REPLICA" in\n{cases}\nesac\n')
@@ -206,7 +215,18 @@ def followed(folder: Path, *nodes: str) -> tuple[Outcome, list[dict[str, Any]]]:
     raw = request.spec.model_dump() | {"lakehouse": {}}
     request = Request(spec=parse_spec(raw, origin="the test").resolved(folder))
     events: list[dict[str, Any]] = []
-    job = ClusterJob(request, Processes(request.spec, folder / "logs"), events.append, look_s=0.1)
+    scheduler = Processes(request.spec, folder / "logs")
+
+    def hear(event: dict[str, Any]) -> None:
+        events.append(event)
+        told(event)
+
+    return ClusterJob(request, scheduler, hear, look_s=0.1, silent_s=silent_s), events
+
+
+def followed(folder: Path, *nodes: str) -> tuple[Outcome, list[dict[str, Any]]]:
+    """How it is judged, and what was passed on of it."""
+    job, events = job_of(folder, *nodes)
     return job.run(), events
 
 
@@ -236,3 +256,88 @@ def test_a_job_whose_nodes_say_nothing_failed(tmp_path: Path) -> None:
     """Not knowing how it ended is a failure that says where to look."""
     with pytest.raises(TrainingFailed, match=r"job local_cwd://.* found FAILED in local_cwd"):
         followed(tmp_path, "exit 7")
+
+
+def fail(monkeypatch: pytest.MonkeyPatch, question: str, fails: Callable[[int], bool]) -> list[int]:
+    """Have a scheduler fail those questions of a kind whose numbers say so; the numbers of all that were asked."""
+    asked: list[int] = []
+    answers = getattr(LocalScheduler, question)
+
+    def answer(self: LocalScheduler, app_id: str) -> Any:
+        asked.append(len(asked))
+        if fails(asked[-1]):
+            raise PermissionError("the credentials have expired")
+        return answers(self, app_id)
+
+    monkeypatch.setattr(LocalScheduler, question, answer)
+    return asked
+
+
+def test_a_scheduler_that_never_answers_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its client waits on a network that has gone silent: that is no answer either."""
+    ended = threading.Event()
+    fail(monkeypatch, "describe", lambda number: not ended.wait())
+    monkeypatch.setattr(cluster, "_ANSWERS_WITHIN_S", 0.3)
+    job, _ = job_of(tmp_path, "exec sleep 30", silent_s=1.0)
+    with pytest.raises(ClusterSilent, match="TimeoutError: no answer within"):
+        job.run()
+    ended.set()
+
+
+def test_a_scheduler_that_answers_no_more_is_given_up_and_its_job_left_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That it does not answer is said once; in the end, where the job can be looked at. Nobody has cancelled it."""
+    cancelled = fail(monkeypatch, "cancel", lambda number: False)
+    fail(monkeypatch, "describe", lambda number: True)
+    job, events = job_of(tmp_path, "exec sleep 30", silent_s=1.0)
+    with pytest.raises(ClusterSilent, match=r"job local_cwd://.*PermissionError: .* left as it is.*dlac status"):
+        job.run()
+    (warning,) = [event["message"] for event in events if event["event"] == "warning"]
+    assert re.search("answer about job local_cwd://.*have expired; it is asked again", warning)
+    assert not cancelled
+
+
+def test_an_outage_of_the_scheduler_is_outlasted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It answers again, and the run ends as its nodes say; that it was away was told of once."""
+    away, back = threading.Event(), threading.Event()
+    asked = fail(monkeypatch, "describe", lambda number: away.is_set() and not back.is_set())
+
+    def comes_back() -> None:
+        back.set()
+        (tmp_path / "done").touch()
+
+    def told(event: dict[str, Any]) -> None:
+        if event["event"] == "job":
+            away.set()
+        if event["event"] == "warning":
+            threading.Timer(1.0, comes_back).start()
+
+    job, events = job_of(tmp_path, f"while [ ! -e {tmp_path}/done ]; do sleep 0.1; done; echo '{DONE}'", told=told)
+    assert job.run() == Outcome(ending="finished", attempts=2, step=9)
+    assert [event["event"] for event in events].count("warning") == 1
+    assert len(asked) > 5
+
+
+def test_a_cancellation_that_fails_in_passing_is_repeated_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job was not told to leave: it is told at the next look, not after the time that it would have had."""
+    asked = fail(monkeypatch, "cancel", lambda number: number == 0)
+    job, events = job_of(tmp_path, f"sleep 30; echo '{DONE}'")
+    job.stop()
+    assert job.run().ending == "stopped"
+    assert len(asked) == 2
+    assert [event["event"] for event in events].count("warning") == 1
+
+
+def test_a_fault_of_whoever_is_told_of_a_job_is_not_taken_for_the_schedulers(tmp_path: Path) -> None:
+    """It ends the launcher, and is seen."""
+
+    def told(event: dict[str, Any]) -> None:
+        if event["event"] == "job":
+            raise ZeroDivisionError
+
+    job, _ = job_of(tmp_path, f"sleep 5; echo '{DONE}'", told=told)
+    with pytest.raises(ZeroDivisionError):
+        job.run()
