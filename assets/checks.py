@@ -13,10 +13,7 @@ from catalog.errors import NoRestorableCheckpoint, StoreUnavailable
 _ROWS_OF = {
     "no_duplicate_rows": "FROM duplicates WHERE run = '{run}'",
     "no_missing_rows": "FROM gaps WHERE run = '{run}'",
-    "consumption_exact": "SELECT problem FROM lineage_problems WHERE run = '{run}'\n"
-    "UNION ALL SELECT problem FROM leg_problems WHERE run = '{run}'\n"
-    "UNION ALL SELECT problem FROM cut_problems WHERE run = '{run}'\n"
-    "UNION ALL SELECT problem FROM advance_problems WHERE run = '{run}'",
+    "consumption_exact": "SELECT problem FROM problems WHERE run = '{run}'",
 }
 """Check -> the rows that fail it, for `dlac sql`."""
 

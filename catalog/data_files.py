@@ -99,7 +99,6 @@ class LiveFile:
     spec_id: int
     rows: int
     bytes: int
-    data_sequence_number: int
     snapshot_id: int | None
     first_row_id: int | None
     residual: BooleanExpression
@@ -333,7 +332,6 @@ def _live_file(entry: ManifestEntry, deletes: _Deletes, pruning: _Pruning) -> Li
         spec_id=file.spec_id,
         rows=file.record_count,
         bytes=file.file_size_in_bytes,
-        data_sequence_number=sequence_number,
         snapshot_id=entry.snapshot_id,
         first_row_id=file[_FIRST_ROW_ID],
         residual=pruning.residual(file),

@@ -110,11 +110,6 @@ class History:
             raise self._found.portions
         return self._found.portions
 
-    @property
-    def to_pin(self) -> tuple[int, ...]:
-        """The snapshots that must be pinned before the portions are planned."""
-        return tuple(portion.snapshot_id for portion in self.portions)
-
     def gone(self, path: str) -> Ints | None:
         """Sorted positions of the rows of a data file of `since` that were live there and are not in `until`.
 

@@ -14,6 +14,8 @@ from catalog.plans import append_own
 from catalog.schemas import FORMAT_VERSION, RECOVERIES
 
 _ARROW = schema_to_pyarrow(RECOVERIES, include_field_ids=False)
+PHASES = ("detect", "stop", "schedule", "claim", "verify", "convert", "load", "first_step", "total")
+"""Of a recovery, in order: the columns of its seconds without their `_s`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

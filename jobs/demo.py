@@ -28,6 +28,7 @@ from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.audit.report import write_report
 from dlac_pipeline.audit.table import audit_table
 from dlac_pipeline.spec import JobSpec, read_spec
+from jobs.continual import run_config_of
 from jobs.faults import LiveRun
 from jobs.local_dagster import WORKSPACE, LocalDagster
 
@@ -125,7 +126,7 @@ class Demo:
 
     def _config(self, run: str) -> dict[str, Any]:
         spec: JobSpec = self._spec.model_copy(update={"run": run})
-        return {"resources": {"job": {"config": {"spec": spec.model_dump(mode="json", exclude_none=True)}}}}
+        return run_config_of(spec)
 
     def _expect_success(
         self, progress: Progress, title: str, job: str, config: dict[str, Any], run: str | None = None

@@ -21,6 +21,7 @@ import requests
 import yaml
 
 from catalog.errors import TrainingFailed
+from jobs.recovery import RECOVERS_TAG
 
 WORKSPACE = Path(__file__).resolve().parent.parent / "workspace.yaml"
 SETTINGS = Path(__file__).with_name("dagster.yaml")
@@ -135,7 +136,7 @@ class LocalDagster:
         deadline = time.monotonic() + timeout_s
         with self.instance() as instance:
             while time.monotonic() < deadline:
-                runs = instance.get_runs(dg.RunsFilter(tags={"dlac/recovers": run_id}))
+                runs = instance.get_runs(dg.RunsFilter(tags={RECOVERS_TAG: run_id}))
                 if runs:
                     return str(runs[0].run_id)
                 time.sleep(_POLL_S)

@@ -115,12 +115,5 @@ def open_run(lakehouse: Lakehouse, run: str, checkpoint: str | None = None) -> d
 
 
 def _problems(connection: duckdb.DuckDBPyConnection, run: str) -> list[str]:
-    rows = rows_of(
-        connection,
-        "SELECT problem FROM lineage_problems WHERE run = $1 UNION ALL "
-        "SELECT problem FROM leg_problems WHERE run = $1 UNION ALL "
-        "SELECT problem FROM cut_problems WHERE run = $1 UNION ALL "
-        "SELECT problem FROM advance_problems WHERE run = $1",
-        [run],
-    )
+    rows = rows_of(connection, "SELECT problem FROM problems WHERE run = ?", [run])
     return sorted(row["problem"] or _NO_VALUE for row in rows)

@@ -63,6 +63,7 @@ _AUDIT = (
     "advance_problems",
     "leg_problems",
     "lineage_problems",
+    "problems",
     "checkpoint_costs",
     "exports",
     "verifications",

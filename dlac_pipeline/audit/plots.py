@@ -10,11 +10,9 @@ import duckdb
 import numpy as np
 from rich.filesize import decimal
 
-from catalog.connect import Lakehouse
 from catalog.errors import BadInput
-from dlac_pipeline.audit.audit import open_run
 from dlac_pipeline.audit.lakehouse_sql import rows_of
-from dlac_pipeline.audit.losses import LossCurve, read_losses
+from dlac_pipeline.audit.losses import LossCurve
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -40,28 +38,6 @@ WHERE run = ?
 ORDER BY seq
 """
 _PHASES = {"copy": "#9db8d9", "write": "#3f6fae", "seal": "#16335b", "vote": "#d9a441"}
-
-
-def loss_curve_png(lakehouse: Lakehouse, run: str) -> bytes:
-    """The loss of every step on the surviving lineage, with checkpoints and recoveries marked.
-
-    Raises:
-        NoSuchRun: the ledger has no row of the run.
-        BadInput: matplotlib is not installed.
-    """
-    with open_run(lakehouse, run) as connection:
-        return draw_losses([read_losses(connection, run)])
-
-
-def coverage_png(lakehouse: Lakehouse, run: str) -> bytes:
-    """Which part of every planned row group is consumed, over all passes that the run has entered.
-
-    Raises:
-        NoSuchRun: the ledger has no row of the run.
-        BadInput: matplotlib is not installed.
-    """
-    with open_run(lakehouse, run) as connection:
-        return draw_coverage(connection, run)
 
 
 def draw_losses(curves: Sequence[LossCurve]) -> bytes:

@@ -15,6 +15,7 @@ from string import Template
 from typing import Any
 
 from catalog.connect import Lakehouse
+from catalog.recoveries import PHASES
 from dlac_pipeline.audit.audit import AuditReport, audit_open_run, open_run
 from dlac_pipeline.audit.lakehouse_sql import rows_of
 from dlac_pipeline.audit.losses import LossCurve, differing_steps, read_losses
@@ -22,8 +23,6 @@ from dlac_pipeline.audit.plots import draw_coverage, draw_losses
 
 REPORT_VERSION = 1
 _TOLD_STEPS = 20
-_PHASES = tuple(f"{phase}_s" for phase in ("detect", "stop", "schedule", "claim", "verify", "convert", "load"))
-_PHASES += ("first_step_s", "total_s")
 _UNCOVERED = (
     "SELECT count(*) AS row_groups FROM coverage "
     "WHERE run = ? AND (rows_consumed + rows_passed <> live_rows OR rows_repeated > 0)"
@@ -152,12 +151,12 @@ def _recoveries_table(recoveries: Sequence[Mapping[str, Any]]) -> str:
             recovery["noticed_by"],
             str(recovery["resumed_step"]),
             f"{recovery['rows_replayed']:,}",
-            *("" if recovery[phase] is None else f"{recovery[phase]:.2f}" for phase in _PHASES),
+            *("" if recovery[f"{phase}_s"] is None else f"{recovery[f'{phase}_s']:.2f}" for phase in PHASES),
             recovery["outcome"],
         )
         for recovery in recoveries
     ]
-    phases = (f"{phase.removesuffix('_s').replace('_', ' ')} (s)" for phase in _PHASES)
+    phases = (f"{phase.replace('_', ' ')} (s)" for phase in PHASES)
     return _html_table(("cause", "noticed by", "resumed at step", "rows replayed", *phases, "outcome"), rows)
 
 

@@ -75,7 +75,7 @@ def _written(ledger: Ledger, manifest: Manifest, weights: Weights, path: Path, p
         "dlac.ledger_uuid": manifest.ledger_uuid,
     }
     with temporary_beside(path) as temporary:
-        with storing(path):
+        with storing(path, "the file of weights"):
             path.parent.mkdir(parents=True, exist_ok=True)
             _save(weights, temporary, about)
             _order_header(temporary)
@@ -84,7 +84,7 @@ def _written(ledger: Ledger, manifest: Manifest, weights: Weights, path: Path, p
         # The ledger first: a file that is there is known.
         said = {"digest": digest, "bytes": size, "file": path.name, "part": part}
         record_export(ledger, manifest.run, manifest.checkpoint_id, said)
-        with storing(path):
+        with storing(path, "the file of weights"):
             temporary.rename(path)
             fsync_directory(path.parent)
     return Exported(

@@ -39,7 +39,7 @@ class Retention:
         """Rows that others have appended to the run."""
         self._rows += [row for row in rows if row["kind"] in ("checkpoint", "name", "rewind", *_OUT)]
 
-    def due(self, checkpoint_id: str, step: int, parent: str | None) -> list[str]:
+    def due(self, checkpoint_id: str, parent: str | None) -> list[str]:
         """What is to be retired when this checkpoint becomes the head: all that is not kept, oldest first.
 
         What a rewind left behind stays: only its operator knows for how long somebody may want to go back to it.

@@ -121,14 +121,14 @@ def name_of(manifest_uri: str) -> str:
 
 
 @contextmanager
-def storing(folder: Path) -> Iterator[None]:
+def storing(folder: Path, what: str = "the checkpoint store") -> Iterator[None]:
     """Turn the failures of a folder that is full, read-only or away into `StoreUnavailable`."""
     try:
         yield
     except OSError as err:
         raise StoreUnavailable(
-            f"expected to write to the checkpoint store at {str(folder)!r}, found {type(err).__name__}: {err}; "
-            "free or mount it: the last committed checkpoint is untouched"
+            f"expected to write to {what} at {str(folder)!r}, found {type(err).__name__}: {err}; free or mount it: what is "
+            "committed is untouched"
         ) from err
 
 

@@ -69,11 +69,6 @@ class CopyMemory:
     def __init__(self) -> None:
         self._free: defaultdict[tuple[int, bool], list[torch.UntypedStorage]] = defaultdict(list)
 
-    @property
-    def kept_bytes(self) -> int:
-        """Of memory that no copy is in."""
-        return sum(nbytes * len(storages) for (nbytes, _), storages in self._free.items())
-
     def copy_of(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
         """The bytes of a storage on any device, in host memory."""
         pinned = storage.device.type == "cuda"

@@ -19,6 +19,7 @@ from dlac_pipeline.commands.shared import (
     lakehouse_of,
     resolved,
     show_facts,
+    spec_of_run,
 )
 from dlac_pipeline.spec import JobSpec, parse_spec
 
@@ -69,7 +70,7 @@ def rewind(
         exclude=exclude or (),
         source=source,
         why=why,
-        spec=_spec_of(lakehouse, run, spec, home),
+        spec=_known_spec(lakehouse, run, spec, home),
     )
     if as_json:
         show_facts(asdict(done), as_json=True)
@@ -105,7 +106,7 @@ def fork(
     read = resolved(spec, home)
     job = parse_spec({**read.model_dump(), "run": new}, origin=repr(str(spec)))
     lakehouse = connect(job.lakehouse)
-    parent = _spec_of(lakehouse, run, None, home)
+    parent = _known_spec(lakehouse, run, None, home)
     done = fork_run(
         lakehouse,
         job,
@@ -142,10 +143,9 @@ def retire(
     from catalog.ledger import Ledger
     from dlac_pipeline.checkpoint.retention import Retention
     from dlac_pipeline.checkpoint.store import tiers_of
-    from dlac_pipeline.recover.coordinator import last_spec
 
     lakehouse = lakehouse_of(spec, home)
-    job = last_spec(lakehouse, run) if spec is None else resolved(spec, home).model_copy(update={"run": run})
+    job = spec_of_run(run, spec, home, lakehouse=lakehouse)
     ledger = Ledger(lakehouse)
     gone = retire_left(ledger, run, checkpoint)
     Retention(job.checkpoint, tiers_of(job), 0, ledger.head_rows(run)).sweep()
@@ -155,12 +155,8 @@ def retire(
         OUT.print(f"run {run} has no checkpoint that is left behind and has no name", markup=False)
 
 
-def _spec_of(lakehouse: Lakehouse, run: str, spec: Path | None, home: Path | None) -> JobSpec | None:
-    """The run's spec as given, or as launched last; None for one that was launched from another machine."""
-    from dlac_pipeline.recover.coordinator import last_spec
-
-    if spec is not None:
-        return resolved(spec, home).model_copy(update={"run": run})
+def _known_spec(lakehouse: Lakehouse, run: str, spec: Path | None, home: Path | None) -> JobSpec | None:
+    """The run's spec; None for one that was launched from another machine."""
     with suppress(NoSuchRun):
-        return last_spec(lakehouse, run)
+        return spec_of_run(run, spec, home, lakehouse=lakehouse)
     return None

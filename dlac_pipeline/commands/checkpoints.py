@@ -27,6 +27,7 @@ from dlac_pipeline.commands.shared import (
     lakehouse_of,
     resolved,
     show_facts,
+    spec_of_run,
     steps_bar,
 )
 
@@ -111,12 +112,11 @@ def verify(
     from catalog.ledger import Ledger
     from dlac_pipeline.checkpoint.listing import verify_checkpoints
     from dlac_pipeline.checkpoint.store import tiers_of
-    from dlac_pipeline.recover.coordinator import last_spec
 
     problems: dict[str, str | None] = {}
     lakehouse, files = lakehouse_of(spec, home), None
     with suppress(NoSuchRun):  # launched from another machine: what the lakehouse says has to do
-        files = tiers_of(last_spec(lakehouse, run) if spec is None else resolved(spec, home)).files
+        files = tiers_of(spec_of_run(run, spec, home, lakehouse=lakehouse)).files
     with steps_bar() as bar:
         task = bar.add_task("reading checkpoints", total=None)
         verdicts = verify_checkpoints(
@@ -176,10 +176,9 @@ def export(
     """Write a checkpoint's weights as safetensors; by the file's digest `dlac whose` finds out what it has seen."""
     from dlac_pipeline.checkpoint.export import export_weights
     from dlac_pipeline.checkpoint.store import tiers_of
-    from dlac_pipeline.recover.coordinator import last_spec
 
     lakehouse = lakehouse_of(spec, home)
-    job = last_spec(lakehouse, run) if spec is None else resolved(spec, home).model_copy(update={"run": run})
+    job = spec_of_run(run, spec, home, lakehouse=lakehouse)
     show_facts(asdict(export_weights(lakehouse, tiers_of(job), out, step=step, part=part)), as_json=as_json)
 
 

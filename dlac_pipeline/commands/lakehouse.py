@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from catalog.errors import SpecInvalid
+from catalog.lakehouse_config import KEEP_SNAPSHOTS
 from dlac_pipeline.commands.shared import (
     OUT,
     AsJson,
@@ -143,7 +144,7 @@ def unpin(
 def upkeep(
     home: Home = None,
     spec: SpecOption = None,
-    keep: Annotated[int, typer.Option(min=1, help="Snapshots to keep of each of DLAC's own tables.")] = 20,
+    keep: Annotated[int, typer.Option(min=1, help="Snapshots to keep of each of DLAC's own tables.")] = KEEP_SNAPSHOTS,
     as_json: AsJson = False,
 ) -> None:
     """Put DLAC's own tables in order: merge small files, expire snapshots, remove unneeded files; safe while runs train."""

@@ -13,13 +13,12 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from dlac_pipeline.commands.shared import OUT, AsJson, Home, RunName, SpecOption, lakehouse_of, resolved
+from dlac_pipeline.commands.shared import OUT, AsJson, Home, RunName, SpecOption, given_spec, lakehouse_of
 
 if TYPE_CHECKING:
     from catalog.recoveries import Recovery
 
 app = typer.Typer()
-_PHASES = ("detect", "stop", "schedule", "claim", "verify", "convert", "load", "first_step", "total")
 
 
 @app.command()
@@ -43,7 +42,7 @@ def rehearse(
     from dlac_pipeline.recover.rehearse import rehearse as do_again
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the sandbox is removed on the way out
-    job = None if spec is None else resolved(spec, home).model_copy(update={"run": run})
+    job = given_spec(run, spec, home)
     done = do_again(lakehouse_of(spec, home), run, spec=job, steps=steps, sandbox_folder=sandbox)
     if as_json:
         sys.stdout.write(json.dumps(done.to_json()) + "\n")
@@ -93,5 +92,7 @@ def incidents(
 
 def _phases(recovery: Recovery) -> str:
     """Those that took time, in order; older rows do not say all of them."""
-    seconds = {name.replace("_", " "): getattr(recovery, f"{name}_s") for name in _PHASES}
+    from catalog.recoveries import PHASES
+
+    seconds = {name.replace("_", " "): getattr(recovery, f"{name}_s") for name in PHASES}
     return "\n".join(f"{name} {value:.2f}" for name, value in seconds.items() if value)

@@ -18,6 +18,7 @@ from dlac_pipeline.commands.shared import (
     lakehouse_of,
     resolved,
     show_facts,
+    spec_of_run,
     steps_bar,
 )
 from dlac_pipeline.request import Request
@@ -136,11 +137,7 @@ def recover(
     wait_s: Annotated[float, typer.Option(help="Seconds to let a launch that is still alive leave by itself.")] = 30.0,
 ) -> None:
     """Resume a run by its name, from the committed ledger; fences off whatever may still be alive of it."""
-    from dlac_pipeline.recover.coordinator import last_spec
-
-    given = None if spec is None else resolved(spec, home).model_copy(update={"run": run})
-    job = given or last_spec(lakehouse_of(None, home), run)
-    _launch(Request(spec=job, takeover=True, wait_s=wait_s))
+    _launch(Request(spec=spec_of_run(run, spec, home), takeover=True, wait_s=wait_s))
 
 
 @app.command()

@@ -57,6 +57,22 @@ def lakehouse_of(spec: Path | None, home: Path | None) -> Lakehouse:
     return connect(config)
 
 
+def given_spec(run: str, spec: Path | None, home: Path | None) -> JobSpec | None:
+    """The job spec in a file, of this run whichever it names; None: none is given."""
+    return None if spec is None else resolved(spec, home).model_copy(update={"run": run})
+
+
+def spec_of_run(run: str, spec: Path | None, home: Path | None, *, lakehouse: Lakehouse | None = None) -> JobSpec:
+    """The run's spec: as given, or as it was launched last, for which the lakehouse is looked into, open already or not.
+
+    Raises:
+        NoSuchRun: none is given, and that of the last launch is not on this machine.
+    """
+    from dlac_pipeline.recover.coordinator import last_spec
+
+    return given_spec(run, spec, home) or last_spec(lakehouse or lakehouse_of(None, home), run)
+
+
 def steps_bar() -> Progress:
     """A progress bar of so many of so many."""
     columns = (

@@ -30,7 +30,7 @@ from dlac_pipeline.plan.source_order import Cursor
 from dlac_pipeline.read.batch import Batch
 from dlac_pipeline.read.exchange import summing_over
 from dlac_pipeline.read.open import OpenLeg, open_leg
-from dlac_pipeline.read.reader import Counts, Exchange, RankReader, alone
+from dlac_pipeline.read.reader import Counts, Exchange, RankReader, alone, groups_of_slots
 from dlac_pipeline.spec import (
     JobSpec,
 )
@@ -78,7 +78,7 @@ class DlacDataset(IterableDataset[DictBatch]):
     def key_groups(self) -> range:
         """The key groups that this rank reads."""
         slots, per_group = self.leg.batch_size // self.world_size, self.leg.batch_size // self.leg.key_groups
-        return range(self.rank * slots // per_group, -(-(self.rank + 1) * slots // per_group))
+        return groups_of_slots(self.rank * slots, (self.rank + 1) * slots, per_group)
 
     def __len__(self) -> int:
         """Batches of the whole leg, all passes; a TypeError where only reading tells."""

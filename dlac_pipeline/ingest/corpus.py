@@ -50,11 +50,6 @@ class CorpusReport:
     """Appends made by this call; 0 when the table already held the corpus."""
     appended_documents: int
 
-    @property
-    def unchanged(self) -> bool:
-        """Whether the table already held the whole corpus."""
-        return self.appends == 0
-
 
 def ingest_stdlib_corpus(
     lakehouse: Lakehouse,

@@ -63,11 +63,6 @@ class TokensReport:
     """Appends made by this call; 0 when the table already held all sequences."""
     appended_sequences: int
 
-    @property
-    def unchanged(self) -> bool:
-        """Whether the table already held all sequences."""
-        return self.appends == 0
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Settings:

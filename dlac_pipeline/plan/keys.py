@@ -1,4 +1,6 @@
-"""Deterministic keys and permutations: the same on every machine, for ever (order version 1).
+"""Deterministic keys and permutations: the same on every machine, for ever.
+
+A change of what they give is another order (`cut.ORDER_VERSION`).
 
 NumPy's generators may change between versions, so the order is built on splitmix64, written out here.
 Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.

@@ -39,7 +39,7 @@ class RankStarter:
         self._server: _Server | None = None
 
     def __call__(self, spec: JobSpec, place: dict[str, str], log: Path) -> RankProcess:
-        """As `launch.Starter`."""
+        """As `ranks.group.Starter`."""
         server = self._served(spec)
         return spawn_rank(spec, place, log) if server is None else server.start(place, log)
 

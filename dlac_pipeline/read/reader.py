@@ -59,6 +59,11 @@ def alone(counts: Sequence[int]) -> Counts:
     return _Alone(counts)
 
 
+def groups_of_slots(low: int, high: int, per_group: int) -> range:
+    """The key groups that give a batch its slots from `low` to before `high`, `per_group` each."""
+    return range(low // per_group, -(-high // per_group))
+
+
 @dataclass(frozen=True, slots=True)
 class _Upcoming:
     """A batch that is read, and what all ranks have of it."""
@@ -102,7 +107,7 @@ class RankReader:
         self.prefetch = prefetch
         self._exchange = exchange
         low, high = rank * self._slots, (rank + 1) * self._slots
-        self.groups = range(low // per_group, -(-high // per_group))
+        self.groups = groups_of_slots(low, high, per_group)
         self._parts = [
             GroupReader(
                 order.mixture,

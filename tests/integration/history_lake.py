@@ -152,3 +152,8 @@ def rows_of(keys: Iterable[int], v: int = 0) -> pa.Table:
 def read(path: str) -> pa.Table:
     """A data file, dead rows and all."""
     return pq.read_table(path.removeprefix("file://"))
+
+
+def read_from(history: History) -> tuple[int, ...]:
+    """The snapshots from which what came since is read, in order."""
+    return tuple(portion.snapshot_id for portion in history.portions)

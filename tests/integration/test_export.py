@@ -147,7 +147,9 @@ def test_a_full_disk_is_named(arena: Arena, small_disk: Path) -> None:
     filler = small_disk / "filler"
     with filler.open("wb") as stream:
         os.posix_fallocate(stream.fileno(), 0, shutil.disk_usage(small_disk).free)
-    with pytest.raises(StoreUnavailable, match=r"disk/weights'.*No space left on device"):
+    with pytest.raises(
+        StoreUnavailable, match=r"write to the file of weights at '.*disk/weights'.*No space left on device"
+    ):
         export_weights(arena.lakehouse, tiers_of(spec), small_disk / "weights")
     assert list(small_disk.iterdir()) == [filler]
     assert arena.rows("r", "export") == []

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from catalog.errors import AppendHistoryLost
-from tests.integration.history_lake import Keyed, Lake, read, rows_of
+from tests.integration.history_lake import Keyed, Lake, read, read_from, rows_of
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def test_appended_files_are_read_as_they_are_now(lake: Lake) -> None:
     until = lake.delete_rows(2, 4)
     history = lake.changes(since)
     assert [step.operation for step in history.steps] == ["append", "append", "delete"]
-    assert history.to_pin == (until,)
+    assert read_from(history) == (until,)
     assert sorted(lake.new(history)) == [5, 6]
     assert lake.gone(history) == {2}
 
@@ -43,7 +43,7 @@ def test_a_compaction_brings_no_row_twice(lake: Lake, keyed: Keyed) -> None:
     history = lake.changes(since, keyed)
     assert lake.new(history) == [4]
     assert lake.gone(history) == set()
-    assert (history.to_pin == (lake.now,)) == (keyed == "identity_columns")
+    assert (read_from(history) == (lake.now,)) == (keyed == "identity_columns")
 
 
 def test_a_compaction_of_planned_files_only_leaves_nothing_to_read(lake: Lake) -> None:
@@ -64,7 +64,7 @@ def test_files_compacted_among_themselves_are_read_now(lake: Lake) -> None:
     lake.compact(*fresh)
     lake.append(5)
     history = lake.changes(since)
-    assert history.to_pin == (lake.now,)
+    assert read_from(history) == (lake.now,)
     assert sorted(lake.new(history)) == [3, 4, 5]
     lake.table.manage_snapshots().create_tag(since, "pin").commit()
     lake.expire(*between)

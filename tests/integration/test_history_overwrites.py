@@ -7,7 +7,7 @@ from pyiceberg.table.snapshots import Operation
 
 from catalog.errors import AppendHistoryLost
 from catalog.history import OnOverwrite
-from tests.integration.history_lake import Keyed, Lake, rows_of
+from tests.integration.history_lake import Keyed, Lake, read_from, rows_of
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def test_appended_rows_that_an_ignored_overwrite_took_are_read(lake: Lake, keyed
     before = lake.append(2, 3)
     lake.rewrite([path for path in lake.paths() if path not in lake.paths(since)], [rows_of([3, 9])], "overwrite")
     history = lake.changes(since, keyed, on_overwrite="ignore")
-    assert (lake.new(history), history.to_pin) == ([2, 3], (before,))
+    assert (lake.new(history), read_from(history)) == ([2, 3], (before,))
 
 
 def test_rows_updated_by_merge_on_read(lake: Lake) -> None:

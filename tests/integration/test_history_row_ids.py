@@ -12,7 +12,7 @@ from pyiceberg.types import LongType, NestedField
 
 from catalog.errors import AppendHistoryLost
 from catalog.history import History, changes
-from tests.integration.history_lake import new_keys
+from tests.integration.history_lake import new_keys, read_from
 from tests.integration.iceberg_writer import IO, HandTable
 
 K = NestedField(1, "k", LongType(), required=False)
@@ -87,7 +87,7 @@ def test_rows_keep_their_ids_through_a_compaction(hand: RewrittenTable) -> None:
     merged = hand.rewrite([planned, appended], {13: 3, 12: 2, 10: 0}, kept=True, operation="replace")
     hand.delete_vectors({merged: [2]})
     history = hand.changes(since)
-    assert (hand.new(history), history.to_pin) == ([13], (hand.snapshot_id,))
+    assert (hand.new(history), read_from(history)) == ([13], (hand.snapshot_id,))
     gone = history.gone(planned)
     assert gone is not None
     assert gone.tolist() == [0, 1]

@@ -182,11 +182,11 @@ def test_row_ids_are_inherited_from_the_manifest(tmp_path: Path) -> None:
 
 
 def test_a_live_file_says_which_snapshot_added_it(hand: HandTable) -> None:
-    """Path, rows, sequence number and snapshot are those of the manifest entry."""
+    """Path, rows and snapshot are those of the manifest entry."""
     path = hand.append(rows(range(6)), sequence=1)
     hand.append(rows(range(2)))
     (file,) = (one for one in live_files(hand.table, hand.snapshot_id) if one.path == path)
-    assert (file.rows, file.data_sequence_number, file.snapshot_id, file.first_row_id) == (6, 1, 1001, None)
+    assert (file.rows, file.snapshot_id, file.first_row_id) == (6, 1001, None)
     with pytest.raises(NoSuchSnapshot, match=r"snapshot 42 .* \[1001, 1002\]"):
         live_files(hand.table, 42)
     with pytest.raises(NoSuchSnapshot, match="snapshot 42 "):

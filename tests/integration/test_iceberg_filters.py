@@ -227,7 +227,7 @@ def test_partitions_decide_what_they_can(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_only_the_chosen_files_are_planned(tmp_path: Path) -> None:
-    """`only` sees every live file with its sequence number; progress counts the chosen ones."""
+    """`only` sees every live file with the snapshot that added it; progress counts the chosen ones."""
     hand = HandTable(tmp_path / "t", [SCHEMA])
     for start in (0, 10, 20):
         hand.append(rows([start, start + 1]))
@@ -236,7 +236,7 @@ def test_only_the_chosen_files_are_planned(tmp_path: Path) -> None:
         hand.table,
         hand.snapshot_id,
         "",
-        only=lambda file: file.data_sequence_number > 1,
+        only=lambda file: file.snapshot_id != 1001,
         progress=lambda done, total: seen.append((done, total)),
     )
     assert [Path(one.file_path).name[:3] for one in groups] == ["001", "002"]

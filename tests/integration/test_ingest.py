@@ -98,7 +98,7 @@ die = lambda done, total: os._exit(9)
 def test_corpus_arrives_in_three_appends(lakehouse: Lakehouse, root: Path) -> None:
     """Every source is one row, in order of paths, spread over three appends of a third each."""
     report = ingest_stdlib_corpus(lakehouse, root=root)
-    assert (report.documents, report.appends, report.unchanged) == (DOCUMENTS, 3, False)
+    assert (report.documents, report.appends) == (DOCUMENTS, 3)
     assert append_rows(lakehouse, "sources.stdlib") == [6, 7, 7]
     assert column(lakehouse, "sources.stdlib", "document_id", "document_id") == list(range(DOCUMENTS))
     paths = sorted(path.relative_to(root).as_posix() for path in root.rglob("*.py"))
@@ -136,7 +136,7 @@ def test_corpus_is_ingested_once(lakehouse: Lakehouse, root: Path) -> None:
     """A second ingestion of the same sources appends nothing and says so."""
     first = ingest_stdlib_corpus(lakehouse, root=root)
     again = ingest_stdlib_corpus(lakehouse, root=root)
-    assert (again.unchanged, again.appended_documents, again.digest) == (True, 0, first.digest)
+    assert (again.appends, again.appended_documents, again.digest) == (0, 0, first.digest)
     assert len(append_rows(lakehouse, "sources.stdlib")) == 3
 
 
@@ -230,7 +230,7 @@ def test_tokens_are_written_once(lakehouse: Lakehouse, root: Path, tmp_path: Pat
     content = first.tokenizer_path.read_bytes()
     first.tokenizer_path.unlink()
     again = tokenize(lakehouse, tmp_path)
-    assert (again.unchanged, again.appended_sequences, again.sequences) == (True, 0, first.sequences)
+    assert (again.appends, again.appended_sequences, again.sequences) == (0, 0, first.sequences)
     assert again.tokenizer_path.read_bytes() == content
     assert len(append_rows(lakehouse, "sources.tokens")) == 3
 
