@@ -59,7 +59,7 @@ from dlac_pipeline.track.tracker import ReaderStateTracker
 from dlac_pipeline.when import When
 
 _log = logging.getLogger(__name__)
-_PATIENCE_S = 86_400.0
+_GROUP_TIMEOUT_S = 86_400.0
 """How long ranks wait for each other: one may convert or fetch a large checkpoint. Who hangs, the supervisor ends."""
 
 
@@ -105,7 +105,7 @@ class TrainingRun:
         self._signs = Signs(folder, self.rank, self._waits)
         seed_rng(spec.order.seed, 0, 0)  # alike on all ranks until `restore`, so that models are initialized alike
         skip_shared_memory_op()
-        self._patience = timedelta(seconds=max(_PATIENCE_S, spec.launch.hang_timeout_s))
+        self._patience = timedelta(seconds=max(_GROUP_TIMEOUT_S, spec.launch.hang_timeout_s))
         group = self._join()
         self._batches_group = None if group is None else dist.new_group(backend="gloo", timeout=self._patience)
         """Apart from the other messages: a batch is read ahead while these are under way."""

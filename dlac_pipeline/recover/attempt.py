@@ -40,10 +40,9 @@ from dlac_pipeline.recover.incident import (
     failure_of_attempt,
 )
 from dlac_pipeline.recover.leg_choice import Wish
-from dlac_pipeline.recover.patience import PATIENCE_S, waiting_for
+from dlac_pipeline.recover.patience import patience_s, waiting_for
 from dlac_pipeline.recover.proving import Provers
 from dlac_pipeline.recover.stragglers import Stragglers
-from dlac_pipeline.request import OPERATOR
 from dlac_pipeline.spec import JobSpec
 
 Event = dict[str, Any]
@@ -86,8 +85,8 @@ class Supervision:
 
     def waiting(self, *, replaces: int | None) -> tenacity.Retrying:
         """Repeats what needs the catalog: a recovery waits for one that is away, until it is told to stop."""
-        recovering = replaces is not None or self.noticed_by != OPERATOR
-        return waiting_for(CatalogUnreachable, within_s=PATIENCE_S if recovering else 0.0, stop=self.stop)
+        within_s = patience_s(replaces=replaces, noticed_by=self.noticed_by)
+        return waiting_for(CatalogUnreachable, within_s=within_s, stop=self.stop)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

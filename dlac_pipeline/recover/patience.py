@@ -7,9 +7,15 @@ import threading
 import tenacity
 
 from catalog.errors import DlacError
+from dlac_pipeline.request import OPERATOR
 
 PATIENCE_S = 180.0
 """How long a recovery waits for a catalog or a store that is away; then it ends, and whoever requested it may ask again."""
+
+
+def patience_s(*, replaces: int | None, noticed_by: str) -> float:
+    """How long a launch waits: a recovery, of a known attempt or of one that somebody else saw fail, has patience; a person none."""
+    return PATIENCE_S if replaces is not None or noticed_by != OPERATOR else 0.0
 
 
 def waiting_for(*away: type[DlacError], within_s: float, stop: threading.Event) -> tenacity.Retrying:

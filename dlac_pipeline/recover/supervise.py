@@ -49,7 +49,7 @@ from dlac_pipeline.recover.incident import Failure, ended_on_purpose
 from dlac_pipeline.recover.judge import Judge
 from dlac_pipeline.recover.led import LedAttempt, Verdict
 from dlac_pipeline.recover.leg_choice import RESUME, Wish
-from dlac_pipeline.recover.patience import PATIENCE_S, waiting_for
+from dlac_pipeline.recover.patience import patience_s, waiting_for
 from dlac_pipeline.recover.run_lock import run_lock
 from dlac_pipeline.request import OPERATOR
 from dlac_pipeline.spec import JobSpec
@@ -364,8 +364,7 @@ class Supervisor:
         self, call: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
     ) -> Result:
         """Call what needs catalog or store; a recovery waits for one that is away, until it is told to stop."""
-        recovering = self._replaces is not None or self._noticed_by != OPERATOR
-        within_s = PATIENCE_S if recovering else 0.0
+        within_s = patience_s(replaces=self._replaces, noticed_by=self._noticed_by)
         return waiting_for(CatalogUnreachable, StoreUnavailable, within_s=within_s, stop=self._stop)(
             call, *args, **kwargs
         )
