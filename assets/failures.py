@@ -30,13 +30,13 @@ def told_to_dagster(context: dg.AssetExecutionContext) -> Iterator[None]:
     try:
         yield
     except DlacError as err:
-        raise failure(context, type(err).__name__, str(err)) from err
+        raise failure(context, errors.name_of(err), str(err)) from err
 
 
 def failure(context: dg.AssetExecutionContext, kind: str, message: str) -> dg.Failure:
     """The failure of a step for an error named `kind`; a kind that DLAC does not know is something that died."""
-    known = getattr(errors, kind, None)
-    if isinstance(known, type) and issubclass(known, DlacError):
+    known = errors.named(kind)
+    if known is not None:
         if not known.transient:
             tag(context, NO_RECOVERY_TAG, kind)
         elif issubclass(known, _AWAY):

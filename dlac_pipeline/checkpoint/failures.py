@@ -18,15 +18,14 @@ Named = tuple[str, str]
 def named(err: Exception, *, doing: str) -> Named:
     """A failure, to be told; `doing` says what somebody else's error ended."""
     if isinstance(err, DlacError):
-        return type(err).__name__, str(err)
+        return errors.name_of(err), str(err)
     return CheckpointError.__name__, f"{doing} failed with {type(err).__name__}: {err}"
 
 
 def failure_named(said: Named) -> DlacError:
     """The failure that was told."""
     kind, message = said
-    found: DlacError = getattr(errors, kind, CheckpointError)(message)
-    return found
+    return errors.revived(kind, message, default=CheckpointError)
 
 
 @contextmanager

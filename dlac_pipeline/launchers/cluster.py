@@ -206,8 +206,7 @@ class ClusterJob:
             words = max(done or ended, key=lambda words: int(words["step"]))
             return Outcome(ending=words["ending"], attempts=words["attempts"], step=words["step"])
         if failed:
-            kind = getattr(errors, failed[-1]["kind"], TrainingFailed)
-            raise kind(failed[-1]["message"])
+            raise errors.revived(failed[-1]["kind"], failed[-1]["message"], default=TrainingFailed)
         if self._stop.is_set():
             return Outcome(ending="stopped", attempts=0, step=0)
         raise TrainingFailed(

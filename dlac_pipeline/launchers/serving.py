@@ -7,7 +7,7 @@ import threading
 import time
 
 from catalog.connect import connect
-from catalog.errors import DlacError, Fenced
+from catalog.errors import DlacError, Fenced, name_of
 from catalog.ledger import Ledger
 from dlac_pipeline.launchers.orchestrator import MARGIN_S, Orchestrator, say
 from dlac_pipeline.launchers.protocol import Launcher, launcher_for
@@ -42,7 +42,7 @@ def run_and_tell(launcher: Launcher) -> int:
 
 def say_error(err: DlacError) -> int:
     """Say what ended the run; returns the exit status."""
-    say({"event": "error", "kind": type(err).__name__, "message": str(err)})
+    say({"event": "error", "kind": name_of(err), "message": str(err)})
     return err.exit_code
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from setproctitle import setproctitle
 
-from catalog.errors import DlacError, TrainingFailed
+from catalog.errors import DlacError, TrainingFailed, name_of
 
 RUN_VARIABLE = "DLAC_RUN"
 """Names the run, for whoever looks at processes."""
@@ -107,9 +107,8 @@ def leave_reason(err: Exception) -> None:
 
     Of a DLAC error its public class is named.
     """
-    public = [each for each in type(err).__mro__ if each.__module__ == DlacError.__module__]
     reason = {
-        "kind": (public or [type(err)])[0].__name__,
+        "kind": name_of(err),
         "message": str(err)[: _RESERVED_BYTES // 8],
         "detail": getattr(err, "detail", {}),
         "at": time.time(),

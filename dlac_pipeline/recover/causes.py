@@ -6,7 +6,6 @@ import time
 from typing import Protocol
 
 from catalog import errors
-from catalog.errors import DlacError
 from dlac_pipeline.launch_spec import LaunchSpec
 from dlac_pipeline.nodes.fleet import LOST
 from dlac_pipeline.ranks.group import HANG, Exit
@@ -54,8 +53,7 @@ def first_cause(failures: list[Exit]) -> Exit:
     if failures[0].kind == LOST:
         return failures[0]
     for failure in failures:
-        kind = getattr(errors, failure.kind, None)
-        if isinstance(kind, type) and issubclass(kind, DlacError):
+        if errors.named(failure.kind) is not None:
             return failure
     return next((failure for failure in failures if failure.code < 0), failures[0])
 

@@ -104,8 +104,8 @@ class Judge:
 
     def _raise_if_final(self, failure: Failure) -> None:
         """Raise what a rank died of if another attempt would meet it again, or if none is wanted."""
-        kind = getattr(errors, failure.kind, None)
-        if isinstance(kind, type) and issubclass(kind, _TERMINAL):
+        kind = errors.named(failure.kind)
+        if kind is not None and issubclass(kind, _TERMINAL):
             raise kind(failure.message)
         if self._supervision.stop.is_set():
             stuck = "the ranks were asked to leave and did not"

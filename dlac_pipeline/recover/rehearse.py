@@ -17,7 +17,7 @@ from typing import Any
 from catalog import errors
 from catalog.connect import Lakehouse
 from catalog.durable_io import write_durably
-from catalog.errors import CheckpointDamaged, DlacError, NothingToRehearse, StoreUnavailable, TrainingFailed
+from catalog.errors import CheckpointDamaged, NothingToRehearse, StoreUnavailable, TrainingFailed
 from catalog.ledger import Ledger
 from catalog.run_rows import Row, checkpoint_rows, fence_of_rows, out_of
 from dlac_pipeline.checkpoint.config import config_digest
@@ -278,8 +278,8 @@ def _check_alive(ranks: RankGroup, spec: JobSpec) -> None:
         return
     cause = first_cause(failures) if failures else silent
     assert cause is not None
-    kind = getattr(errors, cause.kind, None) if cause.kind else None
-    if isinstance(kind, type) and issubclass(kind, DlacError):
+    kind = errors.named(cause.kind)
+    if kind is not None:
         raise kind(cause.message)
     tail = ranks.last_words(cause.rank)["log_tail"]
     raise TrainingFailed(f"the rehearsal of run {spec.run!r} died, production is untouched: {cause}\n{tail}")

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from catalog import errors
 from catalog.connect import Lakehouse
-from catalog.errors import DlacError
 from dlac_pipeline.plan.follow import Unreadable
 from dlac_pipeline.plan.leg import Leg
 from dlac_pipeline.plan.order import LegOrder
@@ -59,9 +58,7 @@ class Deaths:
 
 
 def _counts(failure: Failure) -> bool:
-    known = getattr(errors, failure.kind, None) if failure.kind else None
-    covered = isinstance(known, type) and issubclass(known, DlacError)
-    return failure.in_hand > 0 and failure.kind != HANG and not covered
+    return failure.in_hand > 0 and failure.kind != HANG and errors.named(failure.kind) is None
 
 
 def rows_in_hand(

@@ -193,7 +193,7 @@ class Supervisor:
         self._step = verdict.step or self._step
         if verdict.error is not None:
             kind, message = verdict.error
-            raise getattr(errors, kind)(message)
+            raise errors.revived(kind, message, default=TrainingFailed)
         return self._outcome(verdict.ending or "stopped")
 
     def _outcome(self, ending: Ending) -> Outcome:
@@ -228,7 +228,7 @@ class Supervisor:
             if self._others_went_on(launch.lakehouse, crew, err):
                 verdict = Verdict(again=ended_on_purpose(f"others went on: {err}", step=self._step))
             else:
-                error, verdict = err, Verdict(error=(type(err).__name__, str(err)), step=self._step)
+                error, verdict = err, Verdict(error=(errors.name_of(err), str(err)), step=self._step)
         self._step = verdict.step
         crew.tell(VERDICT, verdict.words())
         crew.has_heard()

@@ -252,6 +252,12 @@ def test_a_job_whose_nodes_fail_ends_with_their_error(tmp_path: Path) -> None:
         followed(tmp_path, f"echo '{LEFT}'", f"echo '{NO_PROGRESS}'; exit 85")
 
 
+def test_a_job_whose_nodes_name_an_error_of_another_version_ends_with_what_they_said(tmp_path: Path) -> None:
+    """Whatever the name may mean here."""
+    with pytest.raises(TrainingFailed, match="ClassVar: three times"):
+        followed(tmp_path, f"echo '{NO_PROGRESS.replace('NoProgress', 'ClassVar')}'; exit 85")
+
+
 def test_a_job_whose_nodes_say_nothing_failed(tmp_path: Path) -> None:
     """Not knowing how it ended is a failure that says where to look."""
     with pytest.raises(TrainingFailed, match=r"job local_cwd://.* found FAILED in local_cwd"):

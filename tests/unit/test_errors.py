@@ -1,0 +1,60 @@
+"""Errors between processes: told by name, and raised again where they are heard, perhaps by another version of DLAC."""
+
+from __future__ import annotations
+
+import pytest
+
+from catalog.errors import (
+    CheckpointError,
+    DataFileUnreadable,
+    DlacError,
+    NoProgress,
+    TrainingFailed,
+    name_of,
+    named,
+    revived,
+)
+from dlac_pipeline.checkpoint.failures import failure_named
+from dlac_pipeline.checkpoint.failures import named as told
+from dlac_pipeline.read.blocks import UnitUnreadable
+from dlac_pipeline.recover.led import Verdict
+from dlac_pipeline.recover.supervise import Supervisor
+from dlac_pipeline.spec import parse_spec
+
+STRANGE = ["", "Lost", "annotations", "ClassVar", "name_of", "ValueError"]
+"""Nothing, what another version may have, names of this module that are no error, and an error of Python's."""
+
+
+@pytest.mark.parametrize("kind", STRANGE)
+def test_only_an_error_of_this_version_has_a_name(kind: str) -> None:
+    """What else a module holds is not found by it."""
+    assert named(kind) is None
+    assert named("NoProgress") is NoProgress
+
+
+def test_what_was_told_is_raised_again() -> None:
+    """An error that is not known here is the one that was asked for, and names it."""
+    assert isinstance(revived("NoProgress", "three attempts", default=DlacError), NoProgress)
+    strange = revived("NodeAsleep", "host-3", default=CheckpointError)
+    assert (type(strange), str(strange)) == (CheckpointError, "NodeAsleep: host-3")
+
+
+def test_an_error_is_told_by_the_name_that_others_know() -> None:
+    """A class of a part of DLAC is told as the public one that it is; others by their own name."""
+    unreadable = UnitUnreadable("gone", path="a.parquet", row_group=3)
+    assert (name_of(unreadable), name_of(ValueError())) == ("DataFileUnreadable", "ValueError")
+    assert type(failure_named(told(unreadable, doing="reading"))) is DataFileUnreadable
+
+
+@pytest.mark.parametrize("kind", STRANGE)
+def test_a_verdict_of_another_version_ends_a_machine_with_what_it_says(kind: str) -> None:
+    """The machine that led has ended the run of an error that is not known here."""
+    raw = {
+        "run": "r",
+        "source": {"table": "src.t", "columns": ["x"]},
+        "order": {"batch_size": 32},
+        "launch": {"script": "train.py"},
+    }
+    verdict = Verdict.of(Verdict(error=(kind, "it was host-3")).words())
+    with pytest.raises(TrainingFailed, match="it was host-3"):
+        Supervisor(parse_spec(raw, origin="the test"))._concluded(verdict)
