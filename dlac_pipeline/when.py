@@ -22,7 +22,8 @@ from dlac_pipeline.checkpoint.manager import Committed
 from dlac_pipeline.checkpoint.pulse import Beat, Says
 from dlac_pipeline.notice import Notices
 from dlac_pipeline.preemption import Preemption, fits
-from dlac_pipeline.ranks.progress import EventWriter, notice_file
+from dlac_pipeline.ranks.launch_folder import notice_file
+from dlac_pipeline.ranks.progress import EventWriter
 from dlac_pipeline.ranks.rank import leave_reason
 from dlac_pipeline.recover.coordinator import ResumePoint
 from dlac_pipeline.spec import JobSpec

@@ -11,7 +11,8 @@ from dataclasses import asdict, replace
 from dlac_pipeline.nodes.crew import Crew
 from dlac_pipeline.nodes.talk import Words
 from dlac_pipeline.ranks.group import Exit, RankGroup
-from dlac_pipeline.ranks.progress import Progress, in_hand_file, read_progress, read_record, write_record
+from dlac_pipeline.ranks.launch_folder import in_hand_file
+from dlac_pipeline.ranks.progress import Progress, read_progress, read_record, write_record
 
 LOST = "NodeLost"
 """Kind of the failure of the ranks of a machine that gives no sign of life."""

@@ -17,7 +17,8 @@ from typing import Any, Protocol
 
 from catalog.errors import TrainingFailed
 from dlac_pipeline.ranks import undertaker
-from dlac_pipeline.ranks.progress import Phase, Progress, notice_file, read_progress
+from dlac_pipeline.ranks.launch_folder import log_file, notice_file, reason_file
+from dlac_pipeline.ranks.progress import Phase, Progress, read_progress
 from dlac_pipeline.ranks.rank import (
     LAUNCH_VARIABLE,
     RUN_VARIABLE,
@@ -32,6 +33,7 @@ from dlac_pipeline.spec import JobSpec
 HANG = "Hang"
 """Kind of the failure of a rank that gives no sign of life."""
 _TAIL_LINES = 20
+_TAIL_BYTES = 64 * 1024
 _KILLED_WITHIN_S = 60.0
 """What a killed rank gets to be gone: the kernel gives back its memory first, and that of its accelerator."""
 _UNDERTAKER_WITHIN_S = 5.0
@@ -183,7 +185,7 @@ class RankGroup:
         self._processes: dict[int, RankProcess] = {}
         try:
             for rank in self.ranks:
-                self._processes[rank] = _started(starter, spec, _place_of(rank, share, folder), _log_file(folder, rank))
+                self._processes[rank] = _started(starter, spec, _place_of(rank, share, folder), log_file(folder, rank))
         except BaseException:
             self.end()
             raise
@@ -216,11 +218,12 @@ class RankGroup:
 
     def last_words(self, rank: int) -> dict[str, str]:
         """Where a rank's log is, and how it ends."""
-        path = _log_file(self.folder, rank)
-        with contextlib.suppress(FileNotFoundError):  # it never started
-            said = path.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
-            return {"log": str(path), "log_tail": "\n".join(said)}
-        return {"log": str(path), "log_tail": ""}
+        path = log_file(self.folder, rank)
+        said = b""
+        with contextlib.suppress(FileNotFoundError), path.open("rb") as stream:  # it may never have started
+            stream.seek(max(0, stream.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            said = stream.read(_TAIL_BYTES)
+        return {"log": str(path), "log_tail": "\n".join(said.decode(errors="replace").splitlines()[-_TAIL_LINES:])}
 
     def ask_to_stop(self) -> None:
         """SIGTERM: checkpoint at the next step boundary and leave."""
@@ -257,9 +260,8 @@ class RankGroup:
 
     def _reason(self, rank: int) -> dict[str, Any]:
         """What the rank has left behind of why it fails, or why it never started; nothing, if nothing, or only half of it."""
-        left = self.folder / f"error-{rank:05d}.json"
         try:
-            reason: dict[str, Any] = json.loads(left.read_bytes())
+            reason: dict[str, Any] = json.loads(reason_file(self.folder, rank).read_bytes())
         except (FileNotFoundError, ValueError):
             return self._processes[rank].reason()
         return reason
@@ -299,10 +301,6 @@ def _dismiss(process: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.communicate()
-
-
-def _log_file(folder: Path, rank: int) -> Path:
-    return folder / f"rank-{rank:05d}.log"
 
 
 def _place_of(rank: int, share: Share, folder: Path) -> dict[str, str]:

@@ -13,6 +13,8 @@ from enum import IntEnum
 from operator import attrgetter
 from pathlib import Path
 
+from dlac_pipeline.ranks.launch_folder import in_hand_file, progress_file, ranks_with_progress
+
 _FIRST = struct.Struct("<qqdqd")
 """What every version writes; what came later is behind it."""
 _RECORD = struct.Struct(_FIRST.format + "qqqqqqqqd")
@@ -110,21 +112,6 @@ class EventWriter:
                 stream.write(json.dumps({**event, "at": time.time()}) + "\n")
 
 
-def progress_file(folder: Path, rank: int) -> Path:
-    """Where a rank's record is."""
-    return folder / f"progress-{rank:05d}"
-
-
-def in_hand_file(folder: Path, rank: int) -> Path:
-    """Where a rank says what the batch in its hand moves, if the steps alone do not say it."""
-    return folder / f"in-hand-{rank:05d}"
-
-
-def notice_file(folder: Path, rank: int) -> Path:
-    """Which is there once a rank has been told to leave, whoever told it."""
-    return folder / f"notice-{rank:05d}"
-
-
 def read_in_hand(folder: Path, step: int) -> Iterator[list[int]]:
     """What ranks told that their batch of `step` moves: source, key group, pass, block, first position, last one + 1.
 
@@ -163,3 +150,8 @@ def read_progress(folder: Path, rank: int) -> Progress | None:
         return Progress(step, Phase(phase), at, loss_step, loss)
     step, phase, at, loss_step, loss, *spent = _RECORD.unpack(raw[: _RECORD.size])
     return Progress(step, Phase(phase), at, loss_step, loss, Spent(**dict(zip(_SPENT, spent, strict=True))))
+
+
+def read_all_progress(folder: Path) -> list[Progress]:
+    """The last record of each rank that wrote one, in their order, for whoever does not know how many there are."""
+    return [found for rank in ranks_with_progress(folder) if (found := read_progress(folder, rank)) is not None]

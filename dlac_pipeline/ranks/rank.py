@@ -21,6 +21,7 @@ from typing import Any
 from setproctitle import setproctitle
 
 from catalog.errors import DlacError, TrainingFailed, name_of
+from dlac_pipeline.ranks.launch_folder import pid_file, reason_file
 
 RUN_VARIABLE = "DLAC_RUN"
 """Names the run, for whoever looks at processes."""
@@ -70,7 +71,7 @@ def main() -> None:
     die_with_parent(int(os.environ[SUPERVISOR_VARIABLE]))
     setproctitle(f"dlac {os.environ[RUN_VARIABLE]} rank {os.environ['RANK']}/{os.environ['WORLD_SIZE']}")
     _reason_file().write_bytes(b" " * _RESERVED_BYTES)
-    _pid_file(Path(os.environ[LAUNCH_VARIABLE]), int(os.environ["RANK"])).write_text(str(os.getpid()))
+    pid_file(Path(os.environ[LAUNCH_VARIABLE]), int(os.environ["RANK"])).write_text(str(os.getpid()))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING_SIGNALS)  # a forked rank had them held back: none was lost since
     script, *arguments = sys.argv[1:]
     sys.argv = [script, *arguments]
@@ -91,15 +92,11 @@ def pid_of(launch: Path, rank: int) -> int:
     Raises:
         FileNotFoundError: it has not begun yet.
     """
-    return int(_pid_file(launch, rank).read_text() or 0)
-
-
-def _pid_file(launch: Path, rank: int) -> Path:
-    return launch / f"pid-{rank:05d}"
+    return int(pid_file(launch, rank).read_text() or 0)
 
 
 def _reason_file() -> Path:
-    return Path(os.environ[LAUNCH_VARIABLE]) / f"error-{int(os.environ['RANK']):05d}.json"
+    return reason_file(Path(os.environ[LAUNCH_VARIABLE]), int(os.environ["RANK"]))
 
 
 def leave_reason(err: Exception) -> None:

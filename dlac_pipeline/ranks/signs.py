@@ -12,7 +12,8 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from dlac_pipeline.ranks.progress import Phase, ProgressWriter, Spent, in_hand_file
+from dlac_pipeline.ranks.launch_folder import in_hand_file
+from dlac_pipeline.ranks.progress import Phase, ProgressWriter, Spent
 from dlac_pipeline.read.batch import Batch
 from dlac_pipeline.read.exchange import Waits
 

@@ -17,7 +17,7 @@ from catalog.connect import Lakehouse
 from catalog.ledger import Ledger
 from catalog.recoveries import Recovery, write_recovery
 from catalog.run_rows import HEAD_KINDS, Row, checkpoint_rows, lineage_of
-from dlac_pipeline.ranks.progress import Phase, Progress, read_progress
+from dlac_pipeline.ranks.progress import Phase, Progress, read_all_progress
 from dlac_pipeline.recover.coordinator import ResumePoint, idle, launch_folder_of
 from dlac_pipeline.request import OPERATOR
 from dlac_pipeline.spec import JobSpec
@@ -79,7 +79,8 @@ def failure_of_attempt(
     """
     if idle(rows, attempt) or (noticed_by == OPERATOR and _left_in_order(rows, attempt)):
         return None
-    found = _signs_of_life(launch_folder_of(rows, attempt))
+    folder = launch_folder_of(rows, attempt)
+    found = read_all_progress(Path(folder)) if folder else []
     return Failure(
         cause=f"attempt {attempt} ended without finishing",
         noticed_by=noticed_by,
@@ -97,13 +98,6 @@ def _left_in_order(rows: list[Row], attempt: int) -> bool:
     """Whether the last checkpoint of an attempt is one that it took in order to leave, or had nothing left to read behind."""
     mine = [row for row in rows if row["kind"] == "checkpoint" and row["attempt"] == attempt and row["detail"]]
     return bool(mine) and json.loads(mine[-1]["detail"]).get("reason", "steps") not in _ON_THE_WAY
-
-
-def _signs_of_life(folder: str) -> list[Progress]:
-    if not folder:
-        return []
-    ranks = range(len(list(Path(folder).glob("progress-*"))))
-    return [progress for rank in ranks if (progress := read_progress(Path(folder), rank)) is not None]
 
 
 class Incident:

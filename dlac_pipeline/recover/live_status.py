@@ -19,7 +19,7 @@ from catalog.ledger import Ledger
 from catalog.plans import find_plan
 from catalog.run_rows import HEAD_KINDS, Fence, Row, checkpoint_rows, lineage_of
 from dlac_pipeline.plan.leg import Leg
-from dlac_pipeline.ranks.progress import Progress, read_progress
+from dlac_pipeline.ranks.progress import Progress, read_all_progress
 from dlac_pipeline.recover.coordinator import attempts_without_progress, launch_folder_of
 from dlac_pipeline.recover.leg_choice import leg_of
 
@@ -101,10 +101,7 @@ class LiveStatus:
 
     def _signs_of_life(self) -> list[Progress]:
         folder = self._folder()
-        if folder is None:
-            return []
-        ranks = range(len(list(folder.glob("progress-*"))))
-        return [found for rank in ranks if (found := read_progress(folder, rank)) is not None]
+        return [] if folder is None else read_all_progress(folder)
 
     def _total_steps(self) -> int | None:
         """As the ranks said when they began to train."""

@@ -14,7 +14,7 @@ PATIENCE_S = 180.0
 
 
 def patience_s(*, replaces: int | None, noticed_by: str) -> float:
-    """How long a launch waits: a recovery has patience, of a known attempt or of one that a program saw fail; a person has none."""
+    """How long a launch waits: a recovery has patience, of a known attempt or one that a program saw fail; a person has none."""
     return PATIENCE_S if replaces is not None or noticed_by != OPERATOR else 0.0
 
 

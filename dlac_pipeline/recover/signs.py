@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 
 from catalog.run_rows import Row
-from dlac_pipeline.ranks.progress import read_progress
+from dlac_pipeline.ranks.progress import read_all_progress
 from dlac_pipeline.recover.run_lock import lock_path
 
 
@@ -67,7 +67,4 @@ def is_held(lock: Path) -> bool:
 
 def _steps_at(folder: str) -> list[float]:
     """When the ranks of a launch gave signs of life, where its folder can be seen from here."""
-    if not folder:
-        return []
-    found = (read_progress(Path(folder), rank) for rank in range(len(list(Path(folder).glob("progress-*")))))
-    return [progress.at for progress in found if progress is not None]
+    return [progress.at for progress in read_all_progress(Path(folder))] if folder else []

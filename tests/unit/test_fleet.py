@@ -13,7 +13,8 @@ import pytest
 from dlac_pipeline.nodes.crew import LEADER, Crew
 from dlac_pipeline.nodes.fleet import ASKS, LEAVE, LOST, Fleet, words_of
 from dlac_pipeline.ranks.group import RankGroup
-from dlac_pipeline.ranks.progress import Phase, ProgressWriter, in_hand_file
+from dlac_pipeline.ranks.launch_folder import in_hand_file
+from dlac_pipeline.ranks.progress import Phase, ProgressWriter
 from dlac_pipeline.spec import JobSpec, parse_spec
 from tests.conftest import wait_until
 from tests.crews import crews

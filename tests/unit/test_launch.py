@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+import tracemalloc
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ import pytest
 
 from catalog.errors import TrainingFailed
 from dlac_pipeline.ranks.group import HANG, Exit, RankGroup, RankProcess, spawn_rank
+from dlac_pipeline.ranks.launch_folder import log_file
 from dlac_pipeline.ranks.rank import pid_of
 from dlac_pipeline.ranks.share import Share
 from dlac_pipeline.ranks.starter import RankStarter
@@ -146,6 +148,22 @@ def test_a_server_that_dies_before_it_has_forked_is_the_reason_of_its_ranks(tmp_
         assert "SIGKILL" in failures[0].message
         assert "fork-server-" in failures[0].message
         assert ranks.last_words(0)["log_tail"] == ""
+
+
+def test_of_a_long_log_only_the_end_is_read(tmp_path: Path) -> None:
+    """A rank that prints all day has a log which the supervisor has no room for; it may begin in the middle of a letter."""
+    with started(spec_of(tmp_path, "pass", start="spawn"), tmp_path) as ranks:
+        wait_until(ranks.all_exited, what="the rank's end", within_s=30)
+        with log_file(tmp_path, 0).open("wb") as log:
+            log.truncate(2**26)
+            log.seek(0, os.SEEK_END)
+            log.write("é".encode() * 2**16 + b"\n" + b"".join(b"line %d\n" % line for line in range(30)) + b"\xffend")
+        tracemalloc.start()
+        tail = ranks.last_words(0)["log_tail"]
+        _, peak_bytes = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    assert tail.splitlines() == [*(f"line {line}" for line in range(11, 30)), "\N{REPLACEMENT CHARACTER}end"]
+    assert peak_bytes < 2**22
 
 
 def test_a_server_that_does_not_answer_is_a_hang(tmp_path: Path) -> None:

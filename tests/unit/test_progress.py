@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from dlac_pipeline.ranks.launch_folder import in_hand_file, progress_file
 from dlac_pipeline.ranks.progress import (
     Phase,
     ProgressWriter,
     Spent,
-    in_hand_file,
-    progress_file,
+    read_all_progress,
     read_in_hand,
     read_progress,
 )
@@ -32,6 +32,17 @@ def test_a_rank_that_never_wrote_has_no_sign_of_life(tmp_path: Path) -> None:
     assert read_progress(tmp_path, 0) is None
     progress_file(tmp_path, 0).touch()
     assert read_progress(tmp_path, 0) is None
+
+
+def test_all_records_of_a_launch_are_read_whoever_wrote_one(tmp_path: Path) -> None:
+    """By their names: some ranks are not there yet, and one that is being brought from another machine is not there twice."""
+    for rank in (1, 3, 100_000):
+        ProgressWriter(tmp_path, rank).write(rank, Phase.TRAINING)
+    progress_file(tmp_path, 3).with_suffix(".new").write_bytes(progress_file(tmp_path, 3).read_bytes())
+    progress_file(tmp_path, 2).with_suffix(".new").touch()
+    progress_file(tmp_path, 4).touch()
+    assert [found.step for found in read_all_progress(tmp_path)] == [1, 3, 100_000]
+    assert read_all_progress(tmp_path / "gone") == []
 
 
 def test_a_batch_in_hand_that_is_half_told_is_not_told(tmp_path: Path) -> None:
