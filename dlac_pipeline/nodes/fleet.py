@@ -34,6 +34,7 @@ class Fleet:
         self._crew = crew
         self._beats: dict[int, int] = {}
         self._later_s: dict[int, float] = {}
+        self._records: dict[str, str] = {}
         self._asks = False
         self._last_words: dict[int, dict[str, str]] = {}
 
@@ -115,7 +116,9 @@ class Fleet:
         self._beats[place] = words["beat"]
         later_s = self._later_s[place] = time.time() - words["now"]
         for rank, record in words["progress"].items():
-            write_record(self.folder, int(rank), bytes.fromhex(record), later_s=later_s)
+            if self._records.get(rank) != record:  # written again with another estimate, it would look like a new sign
+                self._records[rank] = record
+                write_record(self.folder, int(rank), bytes.fromhex(record), later_s=later_s)
         for rank, text in words["in_hand"].items():
             in_hand_file(self.folder, int(rank)).write_text(text)
 

@@ -6,6 +6,7 @@ In: a job spec, and what failed before. Out: events, how the attempt ended, and 
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import signal
 import threading
@@ -30,7 +31,7 @@ from dlac_pipeline.nodes.fleet import Fleet
 from dlac_pipeline.plan.leg import Leg
 from dlac_pipeline.ranks.group import Exit, RankGroup, Starter
 from dlac_pipeline.ranks.progress import Phase
-from dlac_pipeline.recover.causes import first_cause, silent_rank, stuck_rank
+from dlac_pipeline.recover.causes import Silence, first_cause, stuck_rank
 from dlac_pipeline.recover.coordinator import ResumePoint, new_nonce, take_over
 from dlac_pipeline.recover.incident import (
     Failure,
@@ -119,8 +120,7 @@ class SupervisedAttempt:
         self._events_read = 0
         self._incident: Incident | None = None
         self._verified = (0, -1)
-        self._said_step, self._said_step_at = (0, 0), 0.0
-        self._resumable_at = 0.0
+        self._said_step, self._said_step_at = (0, 0), -math.inf
         self._started_at = time.time()
         self.number = 0
         self.leg: Leg | None = None
@@ -158,7 +158,6 @@ class SupervisedAttempt:
                 write_durably(self._folder / "resume.json", point.to_json().encode())
             self._crew.tell(RESUME, json.loads(point.to_json()))
             self._say({"event": "attempt", "attempt": point.attempt, "step": point.step, "pids": self._pids(ranks)})
-            self._resumable_at = time.time()
             return self._watch(ranks)
         finally:
             ranks.end()
@@ -182,7 +181,7 @@ class SupervisedAttempt:
         def look() -> None:
             while not there.wait(POLL_S):
                 if self._supervision.stop.is_set():
-                    self._asked_at = time.time()
+                    self._asked_at = time.monotonic()
                     ranks.ask_to_stop()
                     return
 
@@ -223,6 +222,7 @@ class SupervisedAttempt:
 
     def _watch(self, ranks: Fleet) -> Ending | Failure | Regather:
         grows = False
+        silence = Silence(self._spec.launch)
         while True:
             self._forward_events()
             self._follow_progress(ranks)
@@ -241,12 +241,12 @@ class SupervisedAttempt:
             if ranks.all_exited():
                 self._forward_events()
                 return self._ended(ranks, grows=grows)
-            now = time.time()
+            now = time.monotonic()  # the wall clock may be set meanwhile
             grows = grows or (self._crew.could_grow and asked_at is None and self._trains)
             if (self._supervision.stop.is_set() or grows) and asked_at is None:
                 self._asked_at = asked_at = now
                 ranks.ask_to_stop()
-            hung = silent_rank(ranks, self._resumable_at, self._spec.launch)
+            hung = silence.too_long(ranks)
             if hung is not None:
                 return self._failed(ranks, hung)
             if asked_at is not None and now > asked_at + self._spec.launch.leave_s + _LEAVE_MARGIN_S:
@@ -303,8 +303,8 @@ class SupervisedAttempt:
             self._say(straggler.event())
         first = known[0]
         news = first.loss_step and (first.step, first.loss_step) != self._said_step
-        if news and time.time() - self._said_step_at >= _STEP_EVENT_EVERY_S:
-            self._said_step, self._said_step_at = (first.step, first.loss_step), time.time()
+        if news and time.monotonic() - self._said_step_at >= _STEP_EVENT_EVERY_S:
+            self._said_step, self._said_step_at = (first.step, first.loss_step), time.monotonic()
             self._say({"event": "step", "step": first.step, "loss_step": first.loss_step, "loss": first.loss})
 
     def _report(self, incident: Incident, outcome: RecoveryOutcome) -> None:

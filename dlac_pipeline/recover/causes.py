@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from catalog import errors
@@ -15,6 +16,10 @@ STUCK = "Stuck"
 """Kind of the failure of a rank that was asked to leave and is still there."""
 
 
+_Mark = tuple[float, int, Phase] | None
+"""What of a record changes with each sign of life; a loss that is not a number is unlike itself."""
+
+
 class Watched(Protocol):
     """Ranks that give signs of life."""
 
@@ -22,25 +27,47 @@ class Watched(Protocol):
         """The last one of each rank."""
 
 
-def silent_rank(ranks: Watched, since: float, launch: LaunchSpec) -> Exit | None:
-    """The rank that has been silent longest, if that is too long; what came before `since` does not count.
+class Silence:
+    """For how long the ranks of an attempt have given no sign of life, from the first look on.
 
-    While one of them starts or loads, the others may well wait for it: it is given its time. One that is done with its steps
-    gives no more signs: what a script does behind training (an evaluation, an export) is its own, and takes what it takes.
+    A sign is a record that has changed since the last look, by this machine's monotonic clock: wall clocks are set now and then,
+    here and where a rank is, and jump when a virtual machine goes on.
     """
-    signs = {rank: sign for rank, sign in enumerate(ranks.progress()) if sign is None or sign.phase != Phase.DONE}
-    if not signs:
-        return None
-    starting = any(progress is None or progress.phase < Phase.TRAINING for progress in signs.values())
-    timeout_s = max(launch.hang_timeout_s, launch.start_timeout_s) if starting else launch.hang_timeout_s
-    seen = {rank: 0.0 if progress is None else progress.at for rank, progress in signs.items()}
-    rank = min(seen, key=seen.__getitem__)
-    last = signs[rank]
-    silent_s = time.time() - max(seen[rank], since)
-    if silent_s <= timeout_s:
-        return None
-    doing = Phase.STARTING.name.lower() if last is None else last.doing
-    return Exit(rank=rank, code=1, kind=HANG, message=f"no sign of life for {silent_s:.0f} s, last while {doing}")
+
+    def __init__(self, launch: LaunchSpec, clock: Callable[[], float] = time.monotonic) -> None:
+        self._launch = launch
+        self._clock = clock
+        self._heard: dict[int, tuple[_Mark, float]] = {}
+
+    def too_long(self, ranks: Watched) -> Exit | None:
+        """The rank that has been silent longest, if that is too long.
+
+        While one of them starts or loads, the others may well wait for it: it is given its time. One that is done with its steps
+        gives no more signs: what a script does behind training (an evaluation, an export) is its own, and takes what it takes.
+        """
+        found = ranks.progress()
+        now = self._clock()
+        self._look(found, now)
+        signs = {rank: sign for rank, sign in enumerate(found) if sign is None or sign.phase != Phase.DONE}
+        if not signs:
+            return None
+        launch = self._launch
+        starting = any(sign is None or sign.phase < Phase.TRAINING for sign in signs.values())
+        timeout_s = max(launch.hang_timeout_s, launch.start_timeout_s) if starting else launch.hang_timeout_s
+        seen = {rank: (self._heard[rank][1], 0.0 if sign is None else sign.at) for rank, sign in signs.items()}
+        rank = min(seen, key=seen.__getitem__)
+        silent_s = now - seen[rank][0]
+        if silent_s <= timeout_s:
+            return None
+        last = signs[rank]
+        doing = Phase.STARTING.name.lower() if last is None else last.doing
+        return Exit(rank=rank, code=1, kind=HANG, message=f"no sign of life for {silent_s:.0f} s, last while {doing}")
+
+    def _look(self, found: Sequence[Progress | None], now: float) -> None:
+        for rank, sign in enumerate(found):
+            mark = None if sign is None else (sign.at, sign.step, sign.phase)
+            if rank not in self._heard or self._heard[rank][0] != mark:
+                self._heard[rank] = (mark, now)
 
 
 def first_cause(failures: list[Exit]) -> Exit:

@@ -86,11 +86,11 @@ class LedAttempt:
                 if self._asked_at is None and ranks.noticed:
                     self._supervision.leave()
                 if self._supervision.stop.is_set() and self._asked_at is None:
-                    self._asked_at = time.time()
+                    self._asked_at = time.monotonic()
                     ranks.ask_to_stop()
                 if (
                     self._asked_at is not None
-                    and time.time() > self._asked_at + self._spec.launch.leave_s + _LEAVE_MARGIN_S
+                    and time.monotonic() > self._asked_at + self._spec.launch.leave_s + _LEAVE_MARGIN_S
                 ):
                     return Verdict(attempt=self._attempt)
                 time.sleep(POLL_S)

@@ -29,7 +29,7 @@ from dlac_pipeline.plan.legs import check_sources
 from dlac_pipeline.ranks.group import RankGroup
 from dlac_pipeline.ranks.rank import REHEARSAL_VARIABLE
 from dlac_pipeline.ranks.share import Share
-from dlac_pipeline.recover.causes import first_cause, silent_rank
+from dlac_pipeline.recover.causes import Silence, first_cause
 from dlac_pipeline.recover.coordinator import ResumePoint, new_nonce, spec_of_attempt
 from dlac_pipeline.recover.leg_choice import leg_of
 from dlac_pipeline.recover.sandbox import sandbox
@@ -259,11 +259,12 @@ def _replayed(spec: JobSpec, folder: Path, point: ResumePoint) -> dict[str, Any]
     write_durably(launch / "resume.json", point.to_json().encode())
     world_size = spec.launch.world_size
     ranks = RankGroup(spec, launch, Share(world_size=world_size, ranks=world_size, port=free_port()))
+    silence = Silence(spec.launch)
     try:
         while not ranks.all_exited():
-            _check_alive(ranks, spec)
+            _check_alive(ranks, spec, silence)
             time.sleep(_POLL_S)
-        _check_alive(ranks, spec)
+        _check_alive(ranks, spec, silence)
     finally:
         ranks.end()
     events = launch / "events.jsonl"
@@ -271,9 +272,9 @@ def _replayed(spec: JobSpec, folder: Path, point: ResumePoint) -> dict[str, Any]
     return next((event for event in said if event["event"] == "rehearsed"), {"losses": [], "skipped": []})
 
 
-def _check_alive(ranks: RankGroup, spec: JobSpec) -> None:
+def _check_alive(ranks: RankGroup, spec: JobSpec, silence: Silence) -> None:
     failures = ranks.failures()
-    silent = silent_rank(ranks, ranks.started_at, spec.launch)
+    silent = silence.too_long(ranks)
     if not failures and silent is None:
         return
     cause = first_cause(failures) if failures else silent

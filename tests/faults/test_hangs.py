@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
+from itertools import count
 from typing import Any
 
 import pytest
 
 from catalog.connect import connect
+from dlac_pipeline.recover.supervise import Supervisor
 from dlac_pipeline.spec import parse_spec
 from tests.conftest import PROGRAMS, Arena, source_rows, wait_until
 from tests.object_store import Network, ObjectStore
@@ -28,6 +31,25 @@ def test_a_deadlocked_collective_is_found_and_recovered_from(campaign: Arena) ->
     assert (recovered["resumed_step"], recovered["rows_replayed"]) == (10, 64)
     assert recovered["detect_s"] >= HANG_S
     assert campaign.losses("deadlocked") == campaign.losses("reference")[:20]
+
+
+def test_a_clock_that_is_set_again_and_again_ends_nothing(campaign: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At each look of the supervisor a minute has gone: ranks that train do not hang, and those that leave get their time."""
+    wall, looks = time.time, count()
+    monkeypatch.setattr(time, "time", lambda: wall() + 60.0 * next(looks))
+    events: list[dict[str, Any]] = []
+
+    def heard(event: dict[str, Any]) -> None:
+        events.append(event)
+        if event["event"] == "step" and event["step"] >= 3:
+            supervisor.stop()
+
+    supervisor = Supervisor(campaign.spec("set", hang_timeout_s=HANG_S, pause_s=0.2), on_event=heard)
+    outcome = supervisor.run()
+    assert (outcome.ending, outcome.attempts) == ("stopped", 1)
+    assert [event for event in events if event["event"] == "failure"] == []
+    (last,) = campaign.lineage("set")
+    assert last["step"] == outcome.step >= 3
 
 
 @pytest.mark.soak

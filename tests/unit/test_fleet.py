@@ -14,7 +14,7 @@ from dlac_pipeline.nodes.crew import LEADER, Crew
 from dlac_pipeline.nodes.fleet import ASKS, LEAVE, LOST, Fleet, words_of
 from dlac_pipeline.ranks.group import RankGroup
 from dlac_pipeline.ranks.launch_folder import in_hand_file
-from dlac_pipeline.ranks.progress import Phase, ProgressWriter
+from dlac_pipeline.ranks.progress import Phase, Progress, ProgressWriter
 from dlac_pipeline.spec import JobSpec, parse_spec
 from tests.conftest import wait_until
 from tests.crews import crews
@@ -112,6 +112,24 @@ def test_what_ranks_elsewhere_do_is_brought_into_the_leaders_folder(pair: Machin
     assert (found.step, found.loss) == (7, 0.5)
     assert 0 < found.at - (time.time() + hour_s) + 20 < 21
     assert in_hand_file(pair.groups[0].folder, 1).read_text() == "[8, []]"
+
+
+def test_a_sign_of_life_elsewhere_is_brought_once_however_often_it_is_told(pair: Machines) -> None:
+    """It is told again and again, by clocks that differ a little more or less each time, and stays the same sign."""
+    ProgressWriter(pair.groups[1].folder, 1).write(7, Phase.TRAINING)
+    behind_s = 0.0
+
+    def told() -> Progress | None:
+        nonlocal behind_s
+        behind_s += 100.0
+        pair.say(1, now=time.time() - behind_s)
+        return pair.fleet.progress()[1]
+
+    wait_until(lambda: told() is not None, what="the other rank's progress", within_s=20)
+    first = told()
+    beats = int(pair.crews[LEADER].words(1)["beat"]) + 3
+    wait_until(lambda: bool(told()) and pair.crews[LEADER].words(1)["beat"] > beats, what="more words", within_s=20)
+    assert told() == first
 
 
 def test_a_failure_is_told_once_all_machines_have_been_heard_of_it(pair: Machines) -> None:

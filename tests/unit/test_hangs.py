@@ -4,33 +4,52 @@ from __future__ import annotations
 
 import json
 import socket
-import time
 from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
 from dlac_pipeline.launch_spec import LaunchSpec
+from dlac_pipeline.ranks.group import Exit
 from dlac_pipeline.ranks.progress import Phase, Progress
-from dlac_pipeline.recover.causes import silent_rank
+from dlac_pipeline.recover.causes import Silence
 from dlac_pipeline.recover.run_lock import run_lock
 from dlac_pipeline.recover.signs import signs_of
 
 LAUNCH = LaunchSpec.model_validate({"script": "x", "hang_timeout_s": 10.0, "start_timeout_s": 100.0})
 
 
-class Ranks:
-    """Ranks that gave their last signs so many seconds ago; None: none yet."""
+LOOKED_S = 60.0
+"""How long the ranks are looked at."""
 
-    def __init__(self, *signs: tuple[Phase, float] | None) -> None:
+
+class Ranks:
+    """Ranks whose last signs are so many seconds old in the end; None: none yet. Their wall clocks run `pace` times too fast."""
+
+    def __init__(self, *signs: tuple[Phase, float] | None, pace: float = 1.0) -> None:
         self._signs = signs
+        self._pace = pace
+        self.now = 0.0
 
     def progress(self) -> list[Progress | None]:
-        """As a group of ranks says it."""
-        now = time.time()
-        return [sign and Progress(7, sign[0], now - sign[1], 0, 0.0) for sign in self._signs]
+        """As a group of ranks says it; no loss is a number."""
+        return [sign and Progress(7, sign[0], self._said_at(sign[1]), 7, float("nan")) for sign in self._signs]
+
+    def _said_at(self, silent_s: float) -> float:
+        return 1e9 + self._pace * min(self.now, LOOKED_S - silent_s)
 
 
+def silent_after(ranks: Ranks, looked_s: float) -> Exit | None:
+    """What a supervisor finds that has looked so long, ten times a second."""
+    silence = Silence(LAUNCH, clock=lambda: ranks.now)
+    found = None
+    for tenth in range(int(looked_s * 10) + 1):
+        ranks.now = tenth / 10
+        found = silence.too_long(ranks)
+    return found
+
+
+@pytest.mark.parametrize("pace", [1.0, 1000.0, -1000.0])
 @pytest.mark.parametrize(
     ("signs", "found"),
     [
@@ -44,11 +63,23 @@ class Ranks:
     ],
 )
 def test_a_rank_hangs_when_it_is_silent_and_has_something_left_to_do(
-    signs: list[tuple[Phase, float] | None], found: int | None
+    signs: list[tuple[Phase, float] | None], found: int | None, pace: float
 ) -> None:
-    """What a script does behind its last step, an evaluation for one, gives no signs, and is no hang."""
-    silent = silent_rank(Ranks(*signs), time.time() - 60.0, LAUNCH)
+    """What a script does behind its last step, an evaluation for one, gives no signs, and is no hang; clocks may run wild."""
+    silent = silent_after(Ranks(*signs, pace=pace), LOOKED_S)
     assert (None if silent is None else silent.rank) == found
+
+
+def test_a_rank_that_was_silent_before_anybody_looked_is_found_as_soon_as_others() -> None:
+    """Its time begins with the first look; of several the one counts that has been silent longest by its own word."""
+    signs = [(Phase.TRAINING, 400.0), (Phase.TRAINING, 500.0), (Phase.TRAINING, 55.0)]
+    assert silent_after(Ranks(*signs), 10.0) is None
+    silent = silent_after(Ranks(*signs), 10.1)
+    assert silent is not None
+    assert (silent.rank, silent.message) == (1, "no sign of life for 10 s, last while training")
+    silent = silent_after(Ranks(None, None), 100.1)
+    assert silent is not None
+    assert silent.message == "no sign of life for 100 s, last while starting"
 
 
 def test_a_claim_without_a_local_folder_is_nobody_s_launch(tmp_path: Path) -> None:
