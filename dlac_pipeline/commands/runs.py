@@ -116,11 +116,11 @@ def rendezvous(
 
     Without this one of the machines serves it, and the others cannot meet while that one is away.
     """
+    from dlac_pipeline.launchers.signals import on_signals
     from dlac_pipeline.nodes.rendezvous import serve
 
     stop = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stop.set())
+    on_signals((signal.SIGINT, signal.SIGTERM), stop.set)
     serve(address, stop, lambda: OUT.print(f"serving the rendezvous at {address}", markup=False))
 
 
@@ -165,12 +165,12 @@ def status(
 
 def _launch(request: Request) -> None:
     from dlac_pipeline.launchers.protocol import launcher_for
-    from dlac_pipeline.ranks.rank import on_ending_signals
+    from dlac_pipeline.launchers.signals import on_ending_signals, on_signals
 
     run = request.spec.run
     with TrainingDisplay(OUT, run) as display:
         launcher = launcher_for(request, display.show)
         on_ending_signals(launcher.leave)  # this machine's
-        signal.signal(signal.SIGINT, lambda *_: launcher.stop())  # a person's
+        on_signals((signal.SIGINT,), launcher.stop)  # a person's
         outcome = launcher.run()
     OUT.print(f"run {run!r} {outcome.ending} at step {outcome.step} after {outcome.attempts} attempt(s)", markup=False)

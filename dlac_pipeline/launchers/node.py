@@ -24,7 +24,7 @@ from catalog.ledger import Ledger
 from dlac_pipeline.launchers.orchestrator import keep_events_apart, say
 from dlac_pipeline.launchers.protocol import supervisor_of
 from dlac_pipeline.launchers.serving import run_and_tell, say_error, stop_when_replaced
-from dlac_pipeline.ranks.rank import on_ending_signals
+from dlac_pipeline.launchers.signals import on_ending_signals
 from dlac_pipeline.recover.coordinator import launcher_of
 from dlac_pipeline.request import Request
 

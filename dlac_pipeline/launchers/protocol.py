@@ -32,7 +32,7 @@ class Launcher(Protocol):
         """
 
     def stop(self) -> None:
-        """Ask for an orderly end: checkpoint, then leave. Safe from signal handlers."""
+        """Ask for an orderly end: checkpoint, then leave. From any thread; a signal has one call it (`launchers/signals.py`)."""
 
     def leave(self) -> None:
         """The same, while the run goes on without this machine if there are enough others."""

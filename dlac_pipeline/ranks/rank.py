@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -35,13 +35,6 @@ ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 """What ends a launch. Whoever ends whole process trees sends them to every process of it."""
 _PR_SET_PDEATHSIG = 1
 _RESERVED_BYTES = 16 * 1024
-
-
-def on_ending_signals(leave: Callable[[], None]) -> None:
-    """Have this process, a launcher, call `leave` at each signal that ends a launch; not at one that `nohup` has it ignore."""
-    for number in ENDING_SIGNALS:
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, lambda *_: leave())
 
 
 def die_with_parent(parent_pid: int) -> None:

@@ -120,7 +120,7 @@ class Supervisor:
         self._holds_lock, self._was_led = False, False
 
     def stop(self) -> None:
-        """Ask for an orderly end: checkpoint, then leave, within the grace period. Safe from signal handlers."""
+        """Ask for an orderly end: checkpoint, then leave, within the grace period. From any thread, but no signal handler."""
         self._stop.set()
 
     def leave(self) -> None:

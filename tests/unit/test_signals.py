@@ -1,0 +1,58 @@
+"""What signals do to a launcher whose main thread is busy with just what they change."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from dlac_pipeline.launchers.signals import on_ending_signals
+from tests.conftest import PROGRAMS
+
+SIGNALS = 3000
+
+
+def test_signals_in_any_number_and_at_any_moment_hold_nobody_up() -> None:
+    """The first comes while the main thread holds the event that its answer sets; then thousands while it waits for that."""
+    command = [sys.executable, str(PROGRAMS / "hears_signals.py")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        killer = threading.Timer(60, process.kill)
+        killer.start()
+        try:
+            assert process.stdout.readline() == "ready\n"
+            for _ in range(SIGNALS):
+                process.send_signal(signal.SIGUSR1)
+            process.send_signal(signal.SIGUSR2)
+            assert process.stdout.readline() == "done\n"
+        finally:
+            killer.cancel()
+    assert process.returncode == 0
+
+
+@pytest.fixture
+def hangup() -> Iterator[None]:
+    """What this process does at SIGHUP stays as it was, as for the other signals that end a launch."""
+    before = {
+        number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+    }
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("hangup")
+def test_a_signal_that_is_ignored_stays_ignored_and_each_of_the_others_is_answered() -> None:
+    """`nohup` has a launch outlive its terminal; the second signal is answered as the first was."""
+    answers = threading.Semaphore(0)
+    on_ending_signals(answers.release)
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGTERM):
+        os.kill(os.getpid(), number)
+        assert answers.acquire(timeout=60)
