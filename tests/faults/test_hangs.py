@@ -33,6 +33,7 @@ def test_a_deadlocked_collective_is_found_and_recovered_from(campaign: Arena) ->
     assert campaign.losses("deadlocked") == campaign.losses("reference")[:20]
 
 
+@pytest.mark.soak
 def test_a_clock_that_is_set_again_and_again_ends_nothing(campaign: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
     """At each look of the supervisor a minute has gone: ranks that train do not hang, and those that leave get their time."""
     wall, looks = time.time, count()
