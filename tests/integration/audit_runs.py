@@ -237,6 +237,19 @@ def excluded(shop: Workshop) -> None:
     train(some, "odd = true", passes=3)
 
 
+def emptied(shop: Workshop) -> None:
+    """Two tables in turns, of which the second is excluded as a whole in its first pass of two."""
+    shop.table("src.m", 0, 300)
+    shop.table("src.mt", 1000, 100)
+
+    def train(*exclude: str, **more: Any) -> None:
+        second = _source("src.mt", passes=2, exclude=list(exclude))
+        shop.train({"run": "emptied", "source": _source("src.m"), "mixture": [second], "order": _order()}, **more)
+
+    train(until=10)
+    train("row_id >= 0")
+
+
 def endless(shop: Workshop) -> None:
     """Again and again, until a step."""
     shop.table("src.n", 0, 200)
@@ -256,6 +269,7 @@ TABLES: dict[Callable[[Workshop], None], tuple[str, ...]] = {
     followed: ("f",),
     followed_packed: ("fp",),
     excluded: ("e",),
+    emptied: ("m", "mt"),
     endless: ("n",),
     plain: ("p",),
 }

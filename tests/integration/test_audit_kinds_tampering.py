@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import pyarrow as pa
 import pytest
 
 from catalog.run_rows import Row
@@ -63,6 +64,12 @@ def shifted(rows: list[Row]) -> list[Row]:
     return changed(has_filtered, filtered=[*row["filtered"][:-1], row["position_end"] + 1])(rows)
 
 
+def not_emptied(detail: dict[str, Any]) -> None:
+    """The pass to come of the second source, over the plan from before everything was excluded."""
+    start = detail["sources"][1]["start"]
+    start["upcoming"] = [[start["open"][0]["plan_id"], 1]]
+
+
 def plan_of_before(rows: list[Row]) -> list[Row]:
     """An advance of the last leg on an open pass, with the plan from before the exclusions."""
     first = next(row for row in rows if is_advance(row))
@@ -108,6 +115,7 @@ def plan_of_before(rows: list[Row]) -> list[Row]:
         ("excluded", plan_of_before, "dead rows in positions|expected plan"),
         ("excluded", leg_changed(1, lambda detail: detail["sources"][0]["start"]["open"].clear()), "expected plan"),
         ("followed", leg_changed(2, lambda detail: detail["sources"][0]["start"]["upcoming"].clear()), "expected plan"),
+        ("emptied", leg_changed(1, not_emptied), "expected the run to finish after 2 passes of src.mt, found 1"),
         (
             "plain",
             leg_changed(0, of_source(0, follow="appends")),
@@ -136,6 +144,25 @@ def test_what_was_committed_at_any_checkpoint_is_exact(workshop: Workshop, kind:
     report = workshop.audit_forged(partial(until_step, step=step), of=trained(workshop, kind))
     assert (report.exact, report.problems, report.step) == (True, (), step)
     assert report.rows_pending > 0
+
+
+def test_a_plan_that_only_says_it_is_empty_does_not_stand_for_a_pass(workshop: Workshop) -> None:
+    """Whether a pass that nobody entered had live rows is told by the units of its plan."""
+    run = trained(workshop, "emptied")
+    plans = workshop.lakehouse.own("plans")
+
+    def over_a_liar(detail: dict[str, Any]) -> None:
+        not_emptied(detail)
+        ((plan_id, _),) = detail["sources"][1]["start"]["upcoming"]
+        told = plans.scan(row_filter=f"plan_id = '{plan_id}'").to_arrow().to_pylist()[0]
+        plans.append(
+            pa.Table.from_pylist([{**told, "plan_id": "liar", "live_rows": 0}], schema=plans.schema().as_arrow())
+        )
+        detail["sources"][1]["start"]["upcoming"] = [["liar", 1]]
+
+    report = workshop.audit_forged(leg_changed(1, over_a_liar), of=run)
+    assert not report.exact
+    assert "expected the run to finish after 2 passes of src.mt, found 1" in report.problems
 
 
 def test_slices_are_checked_in_several_legs(workshop: Workshop) -> None:

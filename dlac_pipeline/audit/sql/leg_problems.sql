@@ -39,17 +39,27 @@ bound AS (
     LEFT JOIN live_plans AS p USING (run, leg, source, pass, cut_id)
     LEFT JOIN (SELECT DISTINCT cut_id, plan_id FROM slices) AS s USING (cut_id)
 ),
--- A pass of which a leg names a plan without live rows is entered by nobody.
-passed AS (
+-- A pass is due if it, or a later one, was entered, or if the run has finished and the source was to have it. The last leg that
+-- names a due pass tells its plan: one without live rows, by its units, is entered by nobody.
+due AS (
     SELECT run, source, unnest(range(max(pass) + 1)) AS pass FROM cuts GROUP BY run, source
+    UNION
+    SELECT run, source, unnest(range(passes)) FROM complete_sources
+),
+unentered AS (
+    SELECT d.run, d.source, d.pass, arg_max(l.live_plan_id, l.leg) AS plan_id
+    FROM due AS d
+    ANTI JOIN cuts USING (run, source, pass)
+    LEFT JOIN leg_cuts AS l
+        ON l.run = d.run AND l.source = d.source AND d.pass BETWEEN l.first_pass AND coalesce(l.last_pass, d.pass)
+    GROUP BY ALL
 ),
 skipped AS (
-    SELECT p.run, p.source, p.pass
-    FROM passed AS p ANTI JOIN cuts USING (run, source, pass)
-    WHERE NOT EXISTS (
-        FROM leg_cuts AS l JOIN plans ON plans.plan_id = l.live_plan_id
-        WHERE l.run = p.run AND l.source = p.source AND p.pass BETWEEN l.first_pass AND coalesce(l.last_pass, p.pass)
-            AND plans.live_rows = 0
+    SELECT run, source, pass
+    FROM unentered
+    WHERE plan_id IS NULL OR plan_id NOT IN (SELECT plan_id FROM plans WHERE live_rows = 0) OR EXISTS (
+        FROM units AS u
+        WHERE u.plan_id = unentered.plan_id AND coalesce(list_sum([span.rows FOR span IN u.dead]), 0) < u.rows
     )
 ),
 queued AS (
@@ -108,6 +118,7 @@ found AS (
     UNION ALL
     SELECT run, 'passes', format('expected all passes of source {} up to the last one, found none of pass {}', source, pass)
     FROM skipped
+    SEMI JOIN cuts ON cuts.run = skipped.run AND cuts.source = skipped.source AND cuts.pass > skipped.pass
     UNION ALL
     SELECT run, 'queue', format('expected {} passes over {} in leg {}, found {} before it and {} to come',
         passes, name, leg, next_pass, passes_named - next_pass)
@@ -118,7 +129,7 @@ found AS (
         coalesce(c.passes, 0))
     FROM complete_sources AS s
     LEFT JOIN (SELECT run, source, max(pass) + 1 AS passes FROM cuts GROUP BY run, source) AS c USING (run, source)
-    WHERE coalesce(c.passes, 0) < s.passes
+    SEMI JOIN skipped AS k ON k.run = s.run AND k.source = s.source AND k.pass >= coalesce(c.passes, 0)
     UNION ALL
     SELECT run, 'steps', format('expected the run to finish at step {}, found step {}', said(steps), head_step)
     FROM ends
