@@ -29,7 +29,9 @@ FOLDER = "jobs"
 """Of the home folder: one file for each training run that is to be kept going."""
 DUE_TAG = "dlac/due"
 """On a requested run: what it was asked for, and the head at that moment (see `due_key`)."""
-_GOES_ON = "it goes on when something is appended, its job spec or script is changed, or somebody launches train_job"
+_GOES_ON = (
+    "it goes on when something is appended, its job spec or script is changed, or it is rewound or launched by hand"
+)
 _PAGE = 20
 """Dagster runs that are read at once."""
 _SUFFIXES = (".toml", ".yaml", ".yml")
@@ -67,7 +69,7 @@ def continual_training_schedule(context: dg.ScheduleEvaluationContext) -> list[d
     description="Trains a run of the folder jobs/ as soon as a table that it follows has a new snapshot. Off until turned on.",
 )
 def new_snapshot_sensor(context: dg.SensorEvaluationContext) -> list[dg.RunRequest] | dg.SkipReason:
-    """One Dagster run per snapshot, spec and script: Dagster launches nothing for a run key that it has seen."""
+    """One Dagster run per snapshot, rewind, spec and script: Dagster launches nothing for a run key that it has seen."""
     return _requests(context.instance, context.log, once_per_snapshot=True)
 
 
@@ -167,16 +169,19 @@ def _request(spec: JobSpec, found: Due, once_per_snapshot: bool) -> dg.RunReques
 
 
 def due_key(spec: JobSpec, found: Due) -> str:
-    """What there was to do, and from where: a Dagster run that ended well with it needs no other."""
-    return f"{_asked_for(spec, found)}@{found.head or 'start'}"
+    """What there was to do, and from where: a Dagster run that ended well with it needs no other.
+
+    A head that was stepped back to is not as it was when it was committed: what was trained behind it does not count.
+    """
+    return f"{_asked_for(spec, found)}@{found.head or 'start'}.{found.stepped_back}"
 
 
 def _asked_for(spec: JobSpec, found: Due) -> str:
-    """The snapshots that are to be trained, and the spec and script that are to do it."""
+    """The snapshots that are to be trained, behind which rewind, and the spec and script that are to do it."""
     from dlac_pipeline.checkpoint.config import config_digest  # of the script as well
 
     digest = blake3((spec.model_dump_json() + config_digest(spec)).encode()).hexdigest(length=16)
-    return f"{spec.run}@{','.join(map(str, found.snapshot_ids))}@{digest}"
+    return f"{spec.run}@{','.join(map(str, found.snapshot_ids))}@{found.rewound}@{digest}"
 
 
 def run_config_of(spec: JobSpec) -> dict[str, Any]:

@@ -23,6 +23,10 @@ class Due:
     snapshot_ids: tuple[int, ...]
     """The present snapshot of each source."""
     head: str | None
+    rewound: int
+    """The `seq` of the run's last rewind; 0: there is none."""
+    stepped_back: int
+    """The `seq` of the last row that may have put an earlier head back, a rewind or a quarantine; 0: there is none."""
 
 
 def due(lakehouse: Lakehouse, spec: JobSpec) -> Due:
@@ -36,9 +40,17 @@ def due(lakehouse: Lakehouse, spec: JobSpec) -> Due:
     present = tuple(snapshot_of(lakehouse.load(source.table), None).snapshot_id for source in spec.sources)
     rows = Ledger(lakehouse).rows(spec.run, kinds=HEAD_KINDS)
     head = fence_of_rows(rows).head
+    back = {row["kind"]: int(row["seq"]) for row in rows if row["kind"] in ("rewind", "quarantine")}
 
     def answer(needed: bool, why: str) -> Due:
-        return Due(needed=needed, why=why, snapshot_ids=present, head=head)
+        return Due(
+            needed=needed,
+            why=why,
+            snapshot_ids=present,
+            head=head,
+            rewound=back.get("rewind", 0),
+            stepped_back=max(back.values(), default=0),
+        )
 
     if finished_of_rows(rows):
         return answer(False, "it is finished")

@@ -11,6 +11,7 @@ import yaml
 
 from assets.failures import NO_RECOVERY_TAG, PREEMPTED_TAG, RUN_TAG, STEPPED_ASIDE_TAG
 from dlac_pipeline.recover.due import due
+from dlac_pipeline.recover.rewind import rewind_run
 from dlac_pipeline.spec import JobSpec
 from jobs.continual import continual_training_schedule, new_snapshot_sensor, run_config_of
 from jobs.definitions import defs
@@ -82,6 +83,25 @@ def test_the_snapshot_sensor_asks_once_for_each_snapshot(
     arena.lakehouse.load("src.t").append(source_rows(2000, 100))
     [after] = asked(instance)
     assert after != before
+
+
+def test_a_run_that_was_rewound_trains_again_what_it_had_trained(
+    arena: Arena, home: Path, instance: dg.DagsterInstance
+) -> None:
+    """Neither the Dagster run that ended well from that head before, nor the sensor's key, stands for the new branch."""
+    arena.table(appends=(64,))
+    spec = following(arena, "rewound", every_steps=1)
+    arena.train(spec)
+    arena.lakehouse.load("src.t").append(source_rows(64, 64))
+    [request] = scheduled(instance)
+    [key] = asked(instance)
+    dagster_run(instance, spec, dg.DagsterRunStatus.SUCCESS, **{"dlac__due": request.tags["dlac/due"]})
+    assert "less than a batch" in scheduled(instance)
+    rewind_run(arena.lakehouse, spec.run, nonce="op", checkpoint_id=arena.head(spec.run), exclude=["row_id = 7"])
+    [again] = scheduled(instance)
+    assert again.tags["dlac/due"] != request.tags["dlac/due"]
+    [new_key] = asked(instance)
+    assert new_key != key
 
 
 def test_due_tells_a_run_that_was_left_from_one_that_has_caught_up(arena: Arena) -> None:
