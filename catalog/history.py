@@ -110,6 +110,17 @@ class History:
             raise self._found.portions
         return self._found.portions
 
+    def check(self) -> None:
+        """Check that all of it can be told.
+
+        Raises:
+            AppendHistoryLost: what came cannot be told apart, or a rewrite did not keep what tells rows apart.
+            SpecInvalid: the identity columns do not tell rows apart.
+        """
+        _ = self.portions
+        if self._moved:
+            _ = self._matched
+
     def gone(self, path: str) -> Ints | None:
         """Sorted positions of the rows of a data file of `since` that were live there and are not in `until`.
 

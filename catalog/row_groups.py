@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -86,6 +87,42 @@ def parse_filter(text: str, schema: Schema) -> BooleanExpression:
     return expression
 
 
+def parse_exclusion(text: str, schema: Schema, table: Table) -> tuple[Schema, BooleanExpression]:
+    """The Iceberg expression in `text`, and the columns that it looks at under the names by which it calls them.
+
+    Where `schema` lacks a name, the newest schema of the table that has them all says which columns are meant: what was
+    renamed is still found by its field id, and a column that came later is null in older files.
+
+    Raises:
+        SpecInvalid: it cannot be parsed.
+        NoSuchColumn: no schema of the table has all columns that it names.
+    """
+    try:
+        return schema, parse_filter(text, schema)
+    except NoSuchColumn:
+        for other in sorted(table.schemas().values(), key=lambda known: known.schema_id, reverse=True):
+            with suppress(NoSuchColumn):
+                expression = parse_filter(text, other)
+                named = [other.find_field(found) for found in sorted(_fields_of(expression, other))]
+                now = {found.field_id: found for found in schema.fields}
+                columns = [now.get(each.field_id, each).model_copy(update={"name": each.name}) for each in named]
+                return Schema(*columns), expression
+        raise
+
+
+def _excluded(exclude: Sequence[str], schema: Schema, table: Table) -> list[_Predicate]:
+    """What the exclusions name; those that `schema` understands as one predicate."""
+    own: BooleanExpression = AlwaysFalse()
+    others = []
+    for text in exclude:
+        names, expression = parse_exclusion(text, schema, table)
+        if names is schema:
+            own = Or(own, expression)
+        else:
+            others.append(_Predicate(names, as_sql(expression)))
+    return [_Predicate(schema, as_sql(own)), *others]
+
+
 def _check_top_level(text: str, expression: BooleanExpression, schema: Schema) -> None:
     nested = _fields_of(expression, schema) - {found.field_id for found in schema.fields}
     if nested:
@@ -113,7 +150,8 @@ def row_groups_of(
     """All row groups of a snapshot but for the files that the filter excludes whole, sorted by file path and row group.
 
     A row is dead if a delete names it, if the filter is not true for it, or if one of `exclude` is. Exclusions leave the
-    list of row groups as it is. `only` chooses among the files; `schema` names the columns: the snapshot's own unless given.
+    list of row groups as it is, and may name columns as another schema of the table does (see `parse_exclusion`). `only`
+    chooses among the files; `schema` names the columns: the snapshot's own unless given.
 
     Raises:
         NoSuchSnapshot, SpecInvalid, NoSuchColumn: the request does not fit the table.
@@ -122,11 +160,8 @@ def row_groups_of(
     """
     schema = schema or snapshot_schema(table, snapshot_id)
     wanted = parse_filter(row_filter, schema)
-    excluded: BooleanExpression = AlwaysFalse()
-    for text in exclude:
-        excluded = Or(excluded, parse_filter(text, schema))
     files = [file for file in live_files(table, snapshot_id, wanted, schema=schema) if only is None or only(file)]
-    planner = _Planner(table, schema, _Predicate(schema, as_sql(excluded)))
+    planner = _Planner(table, schema, _excluded(exclude, schema, table))
     groups: list[RowGroup] = []
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="footer") as pool:
         for done, found in enumerate(pool.map(planner.row_groups, files), start=1):
@@ -214,7 +249,7 @@ def _as_bytes(kind: IcebergType, value: Any) -> bytes:
 class _Planner:
     """Row groups of data files, one file at a time, in any thread."""
 
-    def __init__(self, table: Table, schema: Schema, excluded: _Predicate) -> None:
+    def __init__(self, table: Table, schema: Schema, excluded: Sequence[_Predicate]) -> None:
         self._io = table.io
         self._schema = schema
         self._mapping = name_mapping_of(table)
@@ -238,7 +273,7 @@ class _Planner:
     def _of_parquet(self, file: LiveFile, parquet: pq.ParquetFile) -> list[RowGroup]:
         deleted = self._deletes.dead_rows(file, parquet)
         wanted = self._in_file(file, parquet, self._wanted(file.residual))
-        excluded = self._in_file(file, parquet, self._excluded)
+        excluded = [self._in_file(file, parquet, each) for each in self._excluded]
         first_row_id = None if ROW_ID_FIELD_ID in field_ids(parquet.schema_arrow) else file.first_row_id
         groups, first_row = [], 0
         for index in range(parquet.num_row_groups):
@@ -265,7 +300,7 @@ class _Planner:
     def _in_file(self, file: LiveFile, parquet: pq.ParquetFile, predicate: _Predicate) -> _InFile:
         columns = FileColumns.of(
             parquet.schema_arrow,
-            self._schema,
+            predicate.schema,
             predicate.names,
             name_mapping=self._mapping,
             partition_values=file.partition_values,
@@ -292,13 +327,14 @@ class _InFile:
 
 
 def _dead_rows(
-    index: int, deleted: npt.NDArray[np.int64], rows: int, wanted: _InFile, excluded: _InFile
+    index: int, deleted: npt.NDArray[np.int64], rows: int, wanted: _InFile, excluded: Sequence[_InFile]
 ) -> npt.NDArray[np.int64]:
     """Sorted offsets of the dead rows of a row group."""
     dead = np.zeros(rows, dtype=np.bool_)
     dead[deleted] = True
     if not dead.all():
         dead |= np.logical_not(wanted.is_true(index))
-    if not dead.all():
-        dead |= excluded.is_true(index)
+    for each in excluded:
+        if not dead.all():
+            dead |= each.is_true(index)
     return np.flatnonzero(dead) if dead.any() else NO_ROWS

@@ -1,7 +1,7 @@
 """Going back: a run's new branch from an earlier checkpoint, with rows left out that should not be read again.
 
 Everything that could make the branch useless is found out before anything is written: a damaged checkpoint, a snapshot that
-is gone, a predicate that does not fit the table. Then one append decides.
+is gone, a history of appends that is lost, a predicate that does not fit the table. Then one append decides.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ from pyiceberg.table import Table
 from catalog.branches import Exclusion, Rewound, rewind
 from catalog.connect import Lakehouse
 from catalog.errors import EmptyPlan, SpecInvalid
+from catalog.history import OnOverwrite, changes
 from catalog.ledger import Ledger
 from catalog.plans import get_plan
-from catalog.row_groups import parse_filter, row_groups_of
+from catalog.row_groups import parse_exclusion, row_groups_of
+from catalog.snapshots import snapshot_of
 from dlac_pipeline.checkpoint.files import StoreFiles
 from dlac_pipeline.checkpoint.manifest import read_manifest, verify_files
 from dlac_pipeline.checkpoint.store import folder_uri, tiers_of
@@ -51,6 +53,7 @@ def rewind_run(
         EmptyPlan: the expressions leave nothing of a source that is read again and again.
         CheckpointDamaged: the checkpoint is not what was committed.
         PinLost, TableReplaced: what it would read next is gone.
+        AppendHistoryLost: what was appended behind it to a followed table cannot be told apart any more.
     """
     ledger = Ledger(lakehouse)
     rows = ledger.head_rows(run)
@@ -94,6 +97,8 @@ def _check_sources(lakehouse: Lakehouse, leg: Leg, wanted: Sequence[Exclusion], 
         table = lakehouse.load(mine.table if spec is None else spec.sources[index].table)
         for plan_id in mine.start.plan_ids:
             check_plan(lakehouse, plan_id, table=".".join(table.name()))
+        if mine.follow == "appends":
+            _check_history(table, mine, "read" if spec is None else spec.sources[index].on_overwrite)
         where = [each.where for each in wanted if each.source == index]
         for each in where:
             _check_fits(table, mine, each)
@@ -101,14 +106,26 @@ def _check_sources(lakehouse: Lakehouse, leg: Leg, wanted: Sequence[Exclusion], 
             _check_leaves_some(lakehouse, table, mine, where)
 
 
+def _check_history(table: Table, mine: LegSource, on_overwrite: OnOverwrite) -> None:
+    """Check that the branch can go on to what was appended; where no spec says what an overwrite is, one is read."""
+    until = snapshot_of(table, None).snapshot_id
+    if until != mine.snapshot_id:
+        known = changes(
+            table, mine.snapshot_id, until, on_overwrite=on_overwrite, identity_columns=mine.identity_columns
+        )
+        known.check()
+
+
 def _check_fits(table: Table, mine: LegSource, where: str) -> None:
-    columns = table.schemas()[mine.schema_id].column_names
+    schema = table.schemas()[mine.schema_id]
     if not where.strip():
-        raise SpecInvalid(f'expected rows to exclude, such as "length > 10", found {where!r}; columns are {columns!r}')
+        raise SpecInvalid(
+            f'expected rows to exclude, such as "length > 10", found {where!r}; columns are {schema.column_names!r}'
+        )
     try:
-        parse_filter(where, table.schemas()[mine.schema_id])
+        parse_exclusion(where, schema, table)
     except SpecInvalid as err:
-        raise SpecInvalid(f"{err}; columns of {mine.name!r} are {columns!r}") from err
+        raise SpecInvalid(f"{err}; columns of {mine.name!r} are {schema.column_names!r}") from err
 
 
 def _check_leaves_some(lakehouse: Lakehouse, table: Table, mine: LegSource, where: Sequence[str]) -> None:
