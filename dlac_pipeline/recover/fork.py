@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from catalog.commits import held, unname_checkpoint
+from catalog.commits import held, names_of, unname_checkpoint
 from catalog.connect import Lakehouse
 from catalog.durable_io import fsync_directory
 from catalog.errors import CheckpointDamaged, NoSuchRun, SpecInvalid
@@ -24,6 +24,7 @@ from dlac_pipeline.checkpoint.files import StoreFiles, below, is_local, make_bel
 from dlac_pipeline.checkpoint.manifest import FileEntry, Manifest, read_manifest, verify_file
 from dlac_pipeline.checkpoint.store import Tiers, folder_uri, tiers_of
 from dlac_pipeline.recover.beginning import Beginning, begin
+from dlac_pipeline.recover.coordinator import new_nonce
 from dlac_pipeline.recover.run_lock import run_lock
 from dlac_pipeline.spec import JobSpec
 
@@ -69,7 +70,7 @@ def fork(
     tiers.check_writable()
     with (
         run_lock(spec.checkpoint.local, spec.run, wait_s=0.0, takeover=False),
-        held(ledger, parent_run, _hold_of(spec.run), checkpoint_id=target["checkpoint_id"]),
+        held(ledger, parent_run, f"{_holds_of(spec.run)}:{new_nonce()}", checkpoint_id=target["checkpoint_id"]),
     ):
         _check_new(ledger, spec.run, parent_run)
         own = files or tiers.files
@@ -84,6 +85,7 @@ def fork(
             rows=[{"kind": "fork", "step": 0, "detail": json.dumps(parent)}],
         )
         begun = begin(lakehouse, spec, beginning)
+        _let_go(ledger, spec.run, parent_run)
     return Forked(
         run=spec.run,
         checkpoint_id=begun,
@@ -93,9 +95,17 @@ def fork(
     )
 
 
-def _hold_of(run: str) -> str:
-    """The name that keeps a parent's checkpoint while `run` is forked from it."""
+def _holds_of(run: str) -> str:
+    """With a nonce behind it, the name that keeps a parent's checkpoint while `run` is forked from it."""
     return f"fork:{run}"
+
+
+def _let_go(ledger: Ledger, run: str, parent_run: str) -> None:
+    """Take away every hold for `run`, which exists now: also those that killed forks left, or that others have in vain."""
+    for name in names_of(ledger.rows(parent_run, kinds=("name",))):
+        if name.rpartition(":")[0] == _holds_of(run):
+            with suppress(NoSuchRun):  # its owner did
+                unname_checkpoint(ledger, parent_run, name)
 
 
 def _check_new(ledger: Ledger, run: str, parent_run: str) -> None:
@@ -109,8 +119,7 @@ def _check_new(ledger: Ledger, run: str, parent_run: str) -> None:
     if not (claims or checkpoint_rows(rows)):
         return
     if any(row["kind"] == "fork" for row in rows):  # perhaps one that was killed right behind its commit
-        with suppress(NoSuchRun):
-            unname_checkpoint(ledger, parent_run, _hold_of(run))
+        _let_go(ledger, run, parent_run)
     raise SpecInvalid(
         f"expected no run named {run!r} yet, found one with {len(checkpoint_rows(rows))} checkpoints: choose another name"
     )

@@ -19,7 +19,7 @@ import yaml
 import dlac_pipeline as dlac
 from catalog.commits import name_checkpoint, names_of
 from catalog.connect import connect
-from catalog.errors import CheckpointDamaged, NoSuchRun, SpecInvalid
+from catalog.errors import CheckpointDamaged, NoSuchRun, SpecInvalid, StoreUnavailable
 from catalog.ledger import Ledger
 from catalog.run_rows import HEAD_KINDS
 from dlac_pipeline.audit.audit import audit_run
@@ -183,14 +183,15 @@ def test_a_killed_fork_can_be_done_again(arena: Arena) -> None:
     assert died.returncode == -signal.SIGKILL, died.stderr
     assert arena.rows("b", "checkpoint") == []
     (staged,) = (Path(spec.checkpoint.store) / "b").glob("attempt-*/step-*")
-    assert names(arena, "a") == ["fork:b"]
+    (hold,) = names(arena, "a")
+    assert hold.startswith("fork:b:")
     said = dlac_command("fork", "a", "--as", "b", "--spec", str(path), "--step", "20", "--json", home=arena.home)
     assert said.returncode == 0, said.stderr
     assert json.loads(said.stdout)["parent_step"] == 20
     wait_until(lambda: not staged.exists(), what="the removal of what the killed fork had staged")
     assert [row["kind"] for row in arena.rows("b", *HEAD_KINDS)].count("fork") == 1
     assert names(arena, "a") == []
-    name_checkpoint(Ledger(arena.lakehouse), "a", "fork:b")  # as if it had been killed right behind its commit
+    name_checkpoint(Ledger(arena.lakehouse), "a", "fork:b:1234")  # as if it had been killed right behind its commit
     with pytest.raises(SpecInvalid, match="choose another name"):
         fork(arena.lakehouse, spec, "a", step=20)
     assert names(arena, "a") == []
@@ -210,6 +211,47 @@ class SlowFiles(StoreFiles):
         self.asked.set()
         assert self.answers.wait(60)
         return super().read(address)
+
+
+class AwayInTheEnd(SlowFiles):
+    """The same, of a store that is away then."""
+
+    def read(self, address: str) -> bytes:
+        """Wait, then fail."""
+        super().read(address)
+        raise StoreUnavailable("away")
+
+
+def test_a_fork_that_fails_lets_go_of_its_own_hold_only(arena: Arena) -> None:
+    """Another one to the same run goes on copying; once that has begun, every hold for it is let go of."""
+    arena.table(appends=(500,))
+    arena.train(arena.spec("a", world_size=1, passes=1))
+    ledger, endings = Ledger(arena.lakehouse), dict[int, BaseException | None]()
+    name_checkpoint(ledger, "a", "fork:b:dead", step=10)  # of one that was killed
+    name_checkpoint(ledger, "a", "fork:c:1234", step=10)  # of one to another run
+
+    def copy(number: int, files: StoreFiles) -> None:
+        endings[number] = None
+        spec = arena.spec("b", world_size=1, passes=1, local=str(arena.home / f"host{number}"))
+        try:
+            fork(connect(arena.lakehouse.config), spec, "a", step=10, files=files)
+        except BaseException as err:  # told by the test
+            endings[number] = err
+
+    stores = [AwayInTheEnd(), SlowFiles()]
+    threads = [threading.Thread(target=copy, args=each) for each in enumerate(stores)]
+    for thread, store in zip(threads, stores, strict=True):
+        thread.start()
+        assert store.asked.wait(60)
+    assert len(names(arena, "a")) == 4
+    stores[0].answers.set()
+    threads[0].join()
+    assert isinstance(endings[0], StoreUnavailable)
+    assert len(names(arena, "a")) == 3
+    stores[1].answers.set()
+    threads[1].join()
+    assert endings[1] is None
+    assert names(arena, "a") == ["fork:c:1234"]
 
 
 def test_a_run_is_forked_while_it_trains(arena: Arena) -> None:
