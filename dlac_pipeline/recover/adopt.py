@@ -27,13 +27,10 @@ def adopt(lakehouse: Lakehouse, spec: JobSpec, foreign: Foreign) -> str:
         StoreUnavailable: it cannot be written to the store; nothing was committed, and adopting it again goes on.
     """
     ledger, tiers = Ledger(lakehouse), tiers_of(spec)
-    taken = checkpoint_rows(ledger.rows(spec.run, kinds=("checkpoint",)))
-    if taken:
-        raise SpecInvalid(
-            f"expected a run without checkpoints to adopt one, found {len(taken)} of run {spec.run!r}: choose another name"
-        )
+    _check_new(ledger, spec.run)
     tiers.check_writable()
     with run_lock(spec.checkpoint.local, spec.run, wait_s=0.0, takeover=False):
+        _check_new(ledger, spec.run)
         beginning = Beginning(
             engine=foreign.engine,
             world_size=foreign.world_size,
@@ -42,6 +39,19 @@ def adopt(lakehouse: Lakehouse, spec: JobSpec, foreign: Foreign) -> str:
             note={"adopted": str(foreign.origin)},
         )
         return begin(lakehouse, spec, beginning)
+
+
+def _check_new(ledger: Ledger, run: str) -> None:
+    """Check that the run has no checkpoint yet.
+
+    Raises:
+        SpecInvalid: it has.
+    """
+    taken = checkpoint_rows(ledger.rows(run, kinds=("checkpoint",)))
+    if taken:
+        raise SpecInvalid(
+            f"expected a run without checkpoints to adopt one, found {len(taken)} of run {run!r}: choose another name"
+        )
 
 
 def _copied(foreign: Foreign, tiers: Tiers, name: str, folder: Path) -> list[FileEntry]:

@@ -7,7 +7,9 @@ import os
 import subprocess
 import sys
 import warnings
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.audit.lakehouse_sql import open_audit
 from dlac_pipeline.checkpoint.foreign import foreign_checkpoint
 from dlac_pipeline.recover.adopt import adopt
+from dlac_pipeline.recover.run_lock import run_lock
 from dlac_pipeline.spec import JobSpec
 from tests.conftest import Arena
 from tests.integration.test_cli import dlac as dlac_command
@@ -142,6 +145,24 @@ def test_what_is_no_checkpoint_is_refused(arena: Arena) -> None:
         foreign_checkpoint(folder, tag="mine")
     assert not touched.exists()
     assert arena.rows("r") == []
+
+
+def test_a_run_that_was_begun_meanwhile_is_left_alone(arena: Arena) -> None:
+    """Whoever gets the lock second is refused, and claims nothing."""
+    arena.table()
+    spec = arena.spec("r", world_size=1, passes=1)
+    dcp_folder(arena.home / "foreign")
+    foreign = foreign_checkpoint(arena.home / "foreign")
+
+    def behind_another(*given: Any, **how: Any) -> AbstractContextManager[None]:
+        arena.monkeypatch.setattr("dlac_pipeline.recover.adopt.run_lock", run_lock)
+        adopt(arena.lakehouse, spec, foreign)
+        return run_lock(*given, **how)
+
+    arena.monkeypatch.setattr("dlac_pipeline.recover.adopt.run_lock", behind_another)
+    with pytest.raises(SpecInvalid, match="without checkpoints to adopt one, found 1 of run 'r'"):
+        adopt(arena.lakehouse, spec, foreign)
+    assert len(arena.rows("r", "claim")) == len(arena.rows("r", "checkpoint")) == 1
 
 
 def test_the_ranks_of_a_bf16_checkpoint_are_counted(arena: Arena) -> None:
