@@ -289,6 +289,17 @@ _SECTIONS: dict[str, type[BaseModel]] = {
 }
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Soak marks on some of a test's parameters leave the others to `make test`: none on the whole test takes these along."""
+    for item in items:
+        values = [value for mark in item.iter_markers("parametrize") for value in mark.args[1]]
+        some = any(mark.name == "soak" for value in values for mark in getattr(value, "marks", ()))
+        if some and len(list(item.iter_markers("soak"))) > 1:
+            raise pytest.UsageError(
+                f"expected a soak mark on {item.nodeid} or on some of its parameters, found both: drop one of them"
+            )
+
+
 @pytest.fixture
 def arena(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Arena]:
     """An empty lakehouse of this test's own."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import pickle
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import chain
@@ -10,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's __init__ does not re-export by name
 
+from catalog.ledger import Ledger
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.nodes.crew import Crew, free_port
 from dlac_pipeline.nodes.shares import Offer, shares
@@ -76,6 +79,19 @@ def wait_for_checkpoint(campaign: Arena, run: str, world_size: int) -> None:
         lambda: any(row["world_size"] == world_size for row in campaign.rows(run, "checkpoint")),
         what=f"a checkpoint of {world_size} ranks",
     )
+
+
+def wait_for_spare(campaign: Arena, spec: JobSpec) -> None:
+    """Wait until a machine waits beside those that train, by the rendezvous' own record."""
+    host, _, port = spec.launch.rendezvous.rpartition(":")
+    store = TCPStore(host, int(port), None, False, wait_for_workers=False)
+    key = f"torch.rendezvous.{spec.run}@{Ledger(campaign.lakehouse).table_uuid}"
+
+    def waits() -> bool:
+        state = pickle.loads(base64.b64decode(store.get(key)))
+        return bool(state.redundancy_list or state.wait_list)
+
+    wait_until(waits, what="a spare at the rendezvous")
 
 
 def check_exact(campaign: Arena, run: str, world_sizes: list[int], **changes: Any) -> None:

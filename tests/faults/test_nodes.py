@@ -10,7 +10,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -18,7 +17,7 @@ import yaml
 
 from catalog.errors import NodesMissing, RunFinished, SpecInvalid
 from tests.conftest import PROGRAMS, wait_until
-from tests.crews import check_exact, job, leader_of, trained_together, wait_for_checkpoint
+from tests.crews import check_exact, job, leader_of, trained_together, wait_for_checkpoint, wait_for_spare
 
 if TYPE_CHECKING:
     from dlac_pipeline.spec import JobSpec
@@ -140,10 +139,10 @@ def test_a_stop_stops_them_all(campaign: Arena, together: JobSpec) -> None:
 @pytest.mark.soak
 def test_a_stop_stops_one_that_waits(campaign: Arena) -> None:
     """Nor does one that was not needed go on with a run that a person has stopped."""
-    spec = job(campaign, "stop-with-spare", nodes="2")
+    spec = job(campaign, "stop-with-spare", nodes="2", passes=20)
     leader, other = trained_together(campaign, spec)
     spare = campaign.launch(spec)
-    time.sleep(5)  # for it to come to the rendezvous
+    wait_for_spare(campaign, spec)
     os.kill(leader.process.pid, signal.SIGTERM)
     for launch in (leader, other, spare):
         assert launch.wait() == 0, launch.stderr

@@ -22,7 +22,7 @@ def recorded(arena: Arena, run: str, head: str | None = None) -> list[int]:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("moment", ["before", pytest.param("after", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("moment", ["before", "after"])
 def test_killed_behind_a_rewind(campaign: Arena, moment: str) -> None:
     """Whenever it is killed, the run stays on the new branch; both branches agree with the journal; the zombie never commits."""
     run = f"rewound-{moment}"

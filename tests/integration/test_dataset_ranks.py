@@ -72,7 +72,6 @@ def run(folder: Path, world_size: int, workers: int, **settings: Any) -> list[di
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(world_size)]
 
 
-@pytest.mark.soak
 @pytest.mark.parametrize("workers", [2, pytest.param(0, marks=pytest.mark.soak)])
 def test_ranks_read_a_streamed_dataset_together(lakehouse: Lakehouse, tmp_path: Path, workers: int) -> None:
     """Every rank has as many batches, empty ones at the end; their parts, counts and states are those of one rank."""

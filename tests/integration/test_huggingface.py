@@ -148,7 +148,6 @@ def expected(home: Path, kind: str) -> list[Any]:
     return [inputs(batch)["x"].tolist() for batch in opened(home, kind)]
 
 
-@pytest.mark.soak
 @pytest.mark.parametrize(
     "kind", [kind if kind == "packed" else pytest.param(kind, marks=pytest.mark.soak) for kind in KINDS]
 )

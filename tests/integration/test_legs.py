@@ -11,11 +11,14 @@ import pytest
 from pyiceberg.expressions import LessThan
 from pyiceberg.io.pyarrow import _dataframe_to_data_files
 
+from catalog.commits import Attempt, claim, commit_checkpoint
 from catalog.errors import AppendHistoryLost, DataFileUnreadable, NoProgress, ResumeMismatch
 from catalog.pins import list_pins
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.plan.leg import Leg
+from dlac_pipeline.plan.legs import first_leg
 from dlac_pipeline.plan.planner import make_plan
+from dlac_pipeline.recover.coordinator import new_nonce, take_over
 from dlac_pipeline.spec import JobSpec
 from tests.conftest import source_rows
 
@@ -200,6 +203,33 @@ def test_what_no_leg_may_change_is_refused_by_name(arena: Arena) -> None:
     arena.train(arena.spec("r", **SMALL), until=5)
     with pytest.raises(ResumeMismatch, match=r"cannot change:\n  key_groups: committed 4, asked for 8"):
         arena.train(changed(arena.spec("r", **{**SMALL, "key_groups": 8})))
+
+
+def test_a_checkpoint_committed_between_look_and_claim_keeps_its_leg(
+    arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first checkpoint of the replaced attempt lands just before the claim: another seed is refused, not mixed in."""
+    arena.table()
+    spec = arena.spec("raced", world_size=1, every_steps=5)
+    arena.train(spec, until=3)
+    other = arena.spec("raced", world_size=1, every_steps=5, seed=99)
+    real = claim
+
+    def late_claim(ledger: Any, run: str, **options: Any) -> Any:
+        monkeypatch.undo()
+        fence = ledger.state(run).fence
+        leg = first_leg(spec, [make_plan(arena.lakehouse, spec.source)])
+        rows = [
+            {"kind": "checkpoint", "checkpoint_id": "c5", "step": 5},
+            {"kind": "leg", "checkpoint_id": "c5", "leg": 0, "detail": leg.to_json()},
+        ]
+        attempt = Attempt(run=run, number=fence.attempt, nonce=fence.nonce)
+        commit_checkpoint(ledger, attempt, checkpoint_id="c5", parent=None, rows=rows)
+        return real(ledger, run, **options)
+
+    monkeypatch.setattr("dlac_pipeline.recover.coordinator.claim", late_claim)
+    with pytest.raises(ResumeMismatch, match="seed: committed 3, asked for 99"):
+        take_over(arena.lakehouse, other, nonce=new_nonce())
 
 
 def test_a_later_snapshot_is_read_from_the_next_pass_on(arena: Arena) -> None:

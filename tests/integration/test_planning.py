@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
+from pyiceberg.catalog.sql import SqlCatalog
 from pyiceberg.schema import Schema
 from pyiceberg.types import ListType, LongType, NestedField, StringType
+from sqlalchemy.exc import OperationalError
 
 from catalog import plans
 from catalog.connect import connect
@@ -14,6 +16,7 @@ from catalog.errors import (
     DlacError,
     EmptyPlan,
     FormatTooNew,
+    LakehouseError,
     NoSuchColumn,
     NoSuchSnapshot,
     NoSuchTable,
@@ -152,6 +155,33 @@ def test_a_pin_that_names_another_snapshot_is_noticed(arena: Arena) -> None:
         load_plan(arena.lakehouse, plan.row.plan_id)
     with pytest.raises(PinLost, match=str(first)):
         pin(arena.lakehouse, "src.t", second)
+
+
+def test_units_whose_answer_was_lost_are_written_once(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The append of work units lands, the connection breaks: the repeat finds them and writes nothing."""
+    real = SqlCatalog.commit_table
+    broken: list[bool] = []
+
+    def commit_table(self: SqlCatalog, table: Any, *request: Any) -> Any:
+        response = real(self, table, *request)
+        if table.name()[-1] == "work_units" and not broken:
+            broken.append(True)
+            raise OperationalError("UPDATE", {}, Exception("the answer is lost"))
+        return response
+
+    monkeypatch.setattr(SqlCatalog, "commit_table", commit_table)
+    plan = make_plan(arena.lakehouse, source())
+    assert broken
+    assert len(plan.units) == plan.row.units == 6
+
+
+def test_a_plan_with_more_units_than_were_planned_is_refused(arena: Arena) -> None:
+    """Somebody's hand in `work_units` is an error, not twice the rows."""
+    plan = make_plan(arena.lakehouse, source())
+    units = plans.read_units(arena.lakehouse, plan.row)
+    plans.append_own(arena.lakehouse, "work_units", units.slice(0, 1), unless=lambda: False)
+    with pytest.raises(LakehouseError, match=r"expected 6 work units .* found 7"):
+        plans.read_units(arena.lakehouse, plan.row)
 
 
 def test_an_unknown_plan_is_a_clear_error(arena: Arena) -> None:

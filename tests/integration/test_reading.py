@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -155,6 +156,18 @@ def test_a_lost_data_file_is_named(arena: Arena, damage: str) -> None:
         arena.lakehouse.load("src.t").io.delete(path)
     with pytest.raises(DataFileUnreadable, match=path.rsplit("/", 1)[1]):
         read(arena, plan)
+
+
+def test_a_file_with_other_rows_than_planned_is_named(arena: Arena) -> None:
+    """A data file that was overwritten in place with fewer rows does not repeat its last row in silence."""
+    arena.table(appends=(200,), row_group_rows=50)
+    spec = arena.spec("short", world_size=1, every_steps=1)
+    arena.train(spec, until=3)
+    plan = make_plan(arena.lakehouse, spec.source)
+    path = plan.units.file_paths[0].removeprefix("file://")
+    pq.write_table(pq.read_table(path), path, row_group_size=40)
+    with pytest.raises(DataFileUnreadable, match="expected 50 rows in row group"):
+        arena.train(spec)
 
 
 @pytest.mark.parametrize(

@@ -23,10 +23,11 @@ from catalog.run_rows import Row
 from dlac_pipeline.checkpoint.files import StoreFiles
 from dlac_pipeline.checkpoint.manifest import content_digest, read_manifest, verify_files
 from dlac_pipeline.checkpoint.store import MANIFEST, folder_of
-from dlac_pipeline.recover.coordinator import take_over
+from dlac_pipeline.recover.coordinator import new_nonce, take_over
 from dlac_pipeline.recover.leg_choice import Wish
 from dlac_pipeline.recover.rewind import rewind_run
 from dlac_pipeline.spec import JobSpec
+from tests.conftest import source_rows
 
 if TYPE_CHECKING:
     from tests.conftest import Arena
@@ -170,6 +171,18 @@ def test_appends_to_the_table_do_not_disturb_a_run(arena: Arena, spec: JobSpec) 
     table.append(table.scan(limit=10).to_arrow())
     resumed = arena.train(spec)
     assert resumed == {step: ids for step, ids in whole.items() if step > 5}
+
+
+def test_a_recovery_before_the_first_checkpoint_keeps_the_plan_of_the_attempt_it_replaces(arena: Arena) -> None:
+    """The source grew since: the run goes on with the snapshot that its first attempt was claimed for."""
+    arena.table(appends=(100, 100))
+    spec = arena.spec("early", world_size=1)
+    first = take_over(arena.lakehouse, spec, nonce=new_nonce())
+    arena.lakehouse.load("src.t").append(source_rows(200, 100))
+    second = take_over(arena.lakehouse, spec, nonce=new_nonce(), replaces=first.attempt)
+    assert second.leg == first.leg
+    afresh = take_over(arena.lakehouse, spec, nonce=new_nonce())
+    assert json.loads(afresh.leg)["sources"] != json.loads(first.leg)["sources"]
 
 
 def test_a_replaced_table_is_refused_on_resume(arena: Arena, spec: JobSpec) -> None:

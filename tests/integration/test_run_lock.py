@@ -3,11 +3,17 @@ from __future__ import annotations
 import os
 import threading
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
-from catalog.errors import RunBusy, StoreUnavailable
+from catalog.errors import RunBusy, SteppedAside, StoreUnavailable
+from dlac_pipeline.recover.coordinator import new_nonce, take_over
 from dlac_pipeline.recover.run_lock import run_lock
+from dlac_pipeline.recover.supervise import Supervisor
+
+if TYPE_CHECKING:
+    from tests.conftest import Arena
 
 
 @pytest.fixture
@@ -67,3 +73,14 @@ def test_who_is_told_to_stop_waits_for_no_lock_and_takes_none_over(store: str) -
             pass
         with pytest.raises(RunBusy), run_lock(store, "r1", wait_s=0, takeover=False):
             pass  # it is still the first one's
+
+
+def test_a_second_takeover_of_the_same_attempt_steps_aside_before_it_touches_the_lock(arena: Arena) -> None:
+    """`replaces` names an attempt that is not current any more: refused before waiting, claiming or replacing a lock."""
+    arena.table(appends=(200,))
+    spec = arena.spec("twice", world_size=1)
+    take_over(arena.lakehouse, spec, nonce=new_nonce())
+    take_over(arena.lakehouse, spec, nonce=new_nonce(), replaces=1)
+    with pytest.raises(SteppedAside):
+        Supervisor(spec, takeover=True, replaces=1).run()
+    assert not list((arena.home / "checkpoints" / "twice").glob("launch*"))

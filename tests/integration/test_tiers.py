@@ -111,7 +111,7 @@ def test_two_that_share_a_local_folder_mend_it_at_once(
     """Both fetch the same file, under names of their own, also where their process ids are alike."""
     arena.train(spec, until=8)
     file_of(arena.home / "near", 5).unlink()
-    together, fetch = Barrier(2, timeout=10.0), StoreFiles.fetch
+    together, fetch = Barrier(2, timeout=120.0), StoreFiles.fetch
 
     def fetch_together(self: StoreFiles, address: str, target: Path) -> None:
         fetch(self, address, target)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import select
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,33 +20,47 @@ from dlac_pipeline.request import Request
 from dlac_pipeline.spec import parse_spec
 
 TALKS = """
-import json, time
-for step in range(20):
+import json, sys
+print(json.dumps({"event": "step", "step": 0}), flush=True)
+sys.stdin.read()
+for step in range(1, 20):
     print(json.dumps({"event": "step", "step": step}), flush=True)
-    time.sleep(0.05)
 print(json.dumps({"event": "ended"}), flush=True)
 """
+BOUND_S = 0.5
 STAYS = 'import time; print(\'{"event": "step"}\', flush=True); time.sleep(60)'
+
+
+@contextmanager
+def talking(program: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that has begun to talk: how long it took to start counts for no bound."""
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        select.select([process.stdout], [], [])
+        yield process
 
 
 @pytest.mark.parametrize("bound", ["silent_s", "within_s"])
 def test_what_was_said_is_heard_however_long_the_events_before_took(bound: str) -> None:
     """Time in which nobody listened is no silence; and what a supervisor has said by the end of its time is not lost."""
-    with subprocess.Popen([sys.executable, "-c", TALKS], stdout=subprocess.PIPE) as process:
-        voice, heard = _Voice(process), []
-        for event in voice.events(**{bound: 1.0}):
+    with talking(TALKS) as process:
+        heard = []
+        for event in _Voice(process).events(**{bound: BOUND_S}):
             heard.append(event)
             if len(heard) == 1:
-                time.sleep(2.5)
+                assert process.stdin is not None
+                process.stdin.close()
+                process.wait()
+                time.sleep(BOUND_S + 0.1)
     assert (len(heard), heard[-1]) == (21, {"event": "ended"})
 
 
 @pytest.mark.parametrize("bound", ["silent_s", "within_s"])
 def test_a_supervisor_that_says_nothing_more_is_given_up(bound: str) -> None:
     """It is still there, and not waited for."""
-    with subprocess.Popen([sys.executable, "-c", STAYS], stdout=subprocess.PIPE) as process:
+    with talking(STAYS) as process:
         voice = _Voice(process)
-        heard = list(voice.events(**{bound: 3.0}))
+        heard = list(voice.events(**{bound: BOUND_S}))
         assert voice.open
         process.kill()
     assert heard == [{"event": "step"}]
