@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's __init__ does not re-export by name
 
-from catalog.ledger import Ledger
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.nodes.crew import Crew, free_port
 from dlac_pipeline.nodes.shares import Offer, shares
@@ -81,11 +80,11 @@ def wait_for_checkpoint(campaign: Arena, run: str, world_size: int) -> None:
     )
 
 
-def wait_for_spare(campaign: Arena, spec: JobSpec) -> None:
-    """Wait until a machine waits beside those that train, by the rendezvous' own record."""
-    host, _, port = spec.launch.rendezvous.rpartition(":")
+def wait_for_spare(address: str, name: str) -> None:
+    """Wait until a machine waits beside those that take part in a rendezvous, by its own record."""
+    host, _, port = address.rpartition(":")
     store = TCPStore(host, int(port), None, False, wait_for_workers=False)
-    key = f"torch.rendezvous.{spec.run}@{Ledger(campaign.lakehouse).table_uuid}"
+    key = f"torch.rendezvous.{name}"
 
     def waits() -> bool:
         state = pickle.loads(base64.b64decode(store.get(key)))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import pickle
 import socket
 import threading
 import time
@@ -29,7 +30,10 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     DynamicRendezvousHandler,
+    _Action,
+    _RendezvousContext,
     _RendezvousExitOp,
+    _RendezvousState,
     create_handler,
 )
 
@@ -134,16 +138,22 @@ class Rendezvous:
             self._store = None
 
     def leave(self) -> None:
-        """Take no part any more, so that the others need not wait until this machine counts as lost."""
+        """Take no part any more, so that the others need not wait until this machine counts as lost.
+
+        Who serves the store leaves last: those that wait hear of the run's end from there.
+        """
         handler, backend = self._handler, self._backend
         if handler is None or backend is None:
             return
+        with suppress(RendezvousError, RuntimeError):
+            if self._serves and self._ended() != self._ended_before:
+                _see_off(backend)
         self._handler = None
         backend.only = _LEAVING  # not the call that may be left behind
 
         def left() -> None:  # its shutdown() would close the rendezvous for all
             handler._stop_heartbeats()
-            handler._op_executor.run(_RendezvousExitOp(), time.monotonic() + _AGAIN_S)
+            handler._op_executor.run(_leaves, time.monotonic() + _AGAIN_S)
 
         with suppress(RendezvousError, RuntimeError, NotInTime):
             _in_time(left, 2 * _AGAIN_S, name=_LEAVING)
@@ -214,6 +224,15 @@ class Rendezvous:
         return TCPStore(self._host, self._port, is_master=self._serves, wait_for_workers=False, timeout=patience)
 
 
+def _leaves(context: _RendezvousContext, deadline: float) -> _Action:
+    """What a machine does next that leaves: one that waits, waits no longer."""
+    if context.node in context.state.wait_list:
+        return _Action.REMOVE_FROM_WAIT_LIST
+    if context.node in context.state.redundancy_list:
+        return _Action.REMOVE_FROM_REDUNDANCY_LIST
+    return _RendezvousExitOp()(context, deadline)
+
+
 class _Backend(C10dRendezvousBackend):
     """Where the state of the rendezvous is; closed to calls that were left behind."""
 
@@ -233,9 +252,23 @@ class _Backend(C10dRendezvousBackend):
         self._check_open()
         return super().set_state(state, token)
 
+    def somebody_waits(self) -> bool:
+        """Whether there is a machine beside those that take part."""
+        found = self.get_state()
+        state = pickle.loads(found[0]) if found else _RendezvousState()
+        return bool(state.wait_list or state.redundancy_list)
+
     def _check_open(self) -> None:
         if self.closed or self.only not in ("", threading.current_thread().name):
             raise RendezvousConnectionError("this machine takes no part any more")
+
+
+def _see_off(backend: _Backend) -> None:
+    """Wait until nobody waits any more, for as long as those that do need to look."""
+    deadline, looks = time.monotonic() + 2 * _WANTED_S, 0
+    while looks < 2 and time.monotonic() < deadline:  # one that goes from one list to the other is in neither
+        looks = 0 if backend.somebody_waits() else looks + 1
+        time.sleep(_LOOK_S)
 
 
 def serve(address: str, stop: threading.Event, on_ready: Callable[[], None]) -> None:

@@ -230,10 +230,10 @@ class Supervisor:
             else:
                 error, verdict = err, Verdict(error=(errors.name_of(err), str(err)), step=self._step)
         self._step = verdict.step
+        if verdict.again is None and not self._leaves.is_set():
+            launch.machines.announce(verdict.words())  # before anybody leaves, who may serve the rendezvous
         crew.tell(VERDICT, verdict.words())
         crew.has_heard()
-        if verdict.again is None and not self._leaves.is_set():
-            launch.machines.announce(verdict.words())
         if error is not None:
             crew.part()
             raise error

@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from catalog.errors import NodesMissing, RunFinished, SpecInvalid
+from catalog.ledger import Ledger
 from tests.conftest import PROGRAMS, wait_until
 from tests.crews import check_exact, job, leader_of, trained_together, wait_for_checkpoint, wait_for_spare
 
@@ -142,7 +143,7 @@ def test_a_stop_stops_one_that_waits(campaign: Arena) -> None:
     spec = job(campaign, "stop-with-spare", nodes="2", passes=20)
     leader, other = trained_together(campaign, spec)
     spare = campaign.launch(spec)
-    wait_for_spare(campaign, spec)
+    wait_for_spare(spec.launch.rendezvous, f"{spec.run}@{Ledger(campaign.lakehouse).table_uuid}")
     os.kill(leader.process.pid, signal.SIGTERM)
     for launch in (leader, other, spare):
         assert launch.wait() == 0, launch.stderr

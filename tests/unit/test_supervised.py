@@ -36,6 +36,7 @@ def talking(program: str) -> Iterator[subprocess.Popen[bytes]]:
     """A process that has begun to talk: how long it took to start counts for no bound."""
     command = [sys.executable, "-c", program]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
         select.select([process.stdout], [], [])
         yield process
 

@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import gc
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from dlac_pipeline.launch_spec import LaunchSpec
+from dlac_pipeline.nodes.crew import free_port
+from dlac_pipeline.nodes.rendezvous import Rendezvous
+from dlac_pipeline.nodes.talk import EndedElsewhere
+from tests.crews import wait_for_spare
+
+NEVER = threading.Event()
+
+
+def join(rendezvous: Rendezvous) -> None:
+    """Take part; leave behind the run's end."""
+    try:
+        assert rendezvous.join(NEVER, lambda: None) is not None
+    except EndedElsewhere:
+        rendezvous.leave()
+        raise
+
+
+def test_one_that_waits_hears_of_the_end_before_who_serves_the_rendezvous_is_gone() -> None:
+    """The store goes with the process that serves it: that one leaves once those that wait have heard."""
+    address = f"127.0.0.1:{free_port()}"
+    launch = LaunchSpec(script="x", nodes="2", rendezvous=address, last_call_s=1, gather_timeout_s=20)
+    serves, other, spare = (Rendezvous(launch, "r") for _ in range(3))
+    with ThreadPoolExecutor(2) as pool:
+        joined = pool.submit(join, serves)
+        join(other)
+        joined.result()
+        waits = pool.submit(join, spare)
+        wait_for_spare(address, "r")
+        serves.announce({"ending": "stopped"})
+        other.leave()
+        serves.leave()
+        del serves, other  # and their processes end
+        gc.collect()
+        with pytest.raises(EndedElsewhere) as ended:
+            waits.result()
+    assert ended.value.words["ending"] == "stopped"
