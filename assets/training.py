@@ -23,6 +23,10 @@ class LaunchConfig(dg.Config):
     replaces: int | None = Field(
         default=None, description="The failed attempt that is recovered; unset: the current one."
     )
+    recovers: str = Field(
+        default="",
+        description="The Dagster run that has ended, if this one goes on for it: what it claims late is replaced too.",
+    )
     takeover: bool = Field(
         default=False, description="Fence off a launch that is still alive, instead of being refused."
     )
@@ -59,6 +63,7 @@ def model_checkpoint(
         plan_ids=tuple(planned["plan_id"].split(", ")) if planned.get("is_new") else (),
         repin=config.replaces is None,
         replaces=config.replaces,
+        recovers=config.recovers,
         takeover=config.takeover,
         wait_s=config.wait_s,
         noticed_by=config.noticed_by,

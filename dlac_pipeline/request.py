@@ -22,6 +22,8 @@ class Request(BaseModel):
     replaces: int | None = None
     takeover: bool = False
     wait_s: float = 0.0
+    recovers: str = ""
+    """The orchestrator's run that has ended, for which this one goes on: what it claims behind `replaces` is replaced as well."""
     noticed_by: str = OPERATOR
     noticed_at: float | None = None
     """When the failure was noticed, in seconds since the epoch; unset: when this supervisor was started."""

@@ -102,7 +102,8 @@ def recovery_of(
         return dg.SkipReason(
             f"NoProgress: {fruitless} recoveries in a row of {spec.run} committed nothing; mend the cause"
         )
-    launch |= {"wait_s": settings.wait_for_old_launch_s, "noticed_by": noticed_by, "noticed_at": past.now}
+    launch |= {"recovers": dead.run_id, "wait_s": settings.wait_for_old_launch_s}
+    launch |= {"noticed_by": noticed_by, "noticed_at": past.now}
     return dg.RunRequest(
         run_key=dead.run_id,
         run_config={

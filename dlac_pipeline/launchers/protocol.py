@@ -80,6 +80,7 @@ def supervisor_of(
         on_event=on_event,
         wish=Wish(plan_ids=request.plan_ids, repin=request.repin),
         replaces=request.replaces,
+        recovers=request.recovers,
         takeover=request.takeover,
         wait_s=request.wait_s,
         noticed_by=request.noticed_by,

@@ -246,6 +246,11 @@ def launcher_of(rows: list[Row], attempt: int) -> str:
     return _claim_detail(rows, max((each for each in launches if each <= attempt), default=0), "launched_by")
 
 
+def claimed_by(rows: list[Row], attempt: int) -> str:
+    """The orchestrator's run that launched an attempt; empty if it was started by hand, or trains nothing."""
+    return "" if idle(rows, attempt) else _claim_detail(rows, attempt, "launched_by")
+
+
 def rendezvous_of(rows: list[Row], attempt: int) -> str:
     """Where the machines of an attempt met; empty: it had one."""
     return _claim_detail(rows, attempt, "rendezvous")

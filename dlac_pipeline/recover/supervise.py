@@ -44,7 +44,7 @@ from dlac_pipeline.recover.attempt import (
     SupervisedAttempt,
     Supervision,
 )
-from dlac_pipeline.recover.coordinator import check_current, rendezvous_of
+from dlac_pipeline.recover.coordinator import check_current, claimed_by, rendezvous_of
 from dlac_pipeline.recover.incident import Failure, ended_on_purpose
 from dlac_pipeline.recover.judge import Judge
 from dlac_pipeline.recover.led import LedAttempt, Verdict
@@ -93,6 +93,7 @@ class Supervisor:
         on_event: Callable[[Event], None] = lambda event: None,
         wish: Wish = RESUME,
         replaces: int | None = None,
+        recovers: str = "",
         takeover: bool = False,
         wait_s: float = 0.0,
         noticed_by: str = OPERATOR,
@@ -114,6 +115,7 @@ class Supervisor:
         self._stop = threading.Event()
         self._leaves = threading.Event()
         self._replaces = replaces
+        self._recovers = recovers
         self._failure: Failure | None = None
         self._attempts, self._step = 0, 0
         self._lock = ExitStack()
@@ -269,11 +271,17 @@ class Supervisor:
         if self._was_led:
             launch.judge.follow_others()
             self._was_led = False
-        attempt = SupervisedAttempt(
-            launch.supervision, crew, wish=self._wish, replaces=self._replaces, failure=self._failure
-        )
-        self._attempts += 1
-        return self._decided(launch, attempt)
+        while True:
+            attempt = SupervisedAttempt(
+                launch.supervision, crew, wish=self._wish, replaces=self._replaces, failure=self._failure
+            )
+            self._attempts += 1
+            try:
+                return self._decided(launch, attempt)
+            except SteppedAside:
+                before, self._replaces = self._replaces, self._checked_target(launch.lakehouse)
+                if crew.others or self._replaces == before:
+                    raise
 
     def _decided(self, launch: _Launch, attempt: SupervisedAttempt) -> Verdict:
         """Run an attempt, and decide whether another one follows.
@@ -322,25 +330,29 @@ class Supervisor:
         spec = self._spec
         if self._holds_lock and spec.launch.max_nodes == 1:
             return
-        replaces = self._checked_target(lakehouse)
+        self._replaces = self._checked_target(lakehouse)
         if self._holds_lock:
-            self._replaces = replaces
             return
+
+        def may_replace() -> None:
+            self._replaces = self._checked_target(lakehouse)
+
         lock = run_lock(
             spec.checkpoint.local,
             spec.run,
             wait_s=self._wait_s,
             takeover=self._takeover or self._was_led,
-            may_replace=lambda: self._patiently(check_current, lakehouse, spec.run, replaces),
+            may_replace=may_replace,
             stop=self._stop,
         )
         self._lock.enter_context(lock)
-        self._replaces, self._holds_lock = replaces, True
+        self._holds_lock = True
 
     def _checked_target(self, lakehouse: Lakehouse) -> int | None:
         """The attempt that is replaced, fixed before waiting for anybody: who comes second steps aside, and fences nobody.
 
-        One that another machine of this rendezvous has claimed and told nobody of is this machine's to replace.
+        One that another machine of this rendezvous has claimed and told nobody of is this machine's to replace; and so is one
+        that was claimed by a launch that had been stopped, and whose orchestrator's run, which this one recovers, has ended.
         """
         ledger = Ledger(lakehouse)
         state = self._patiently(ledger.state, self._spec.run)
@@ -348,10 +360,12 @@ class Supervisor:
         for plan_id in self._wish.plan_ids:
             self._patiently(get_plan, lakehouse, plan_id)
         target = state.fence.attempt if self._takeover and self._replaces is None else self._replaces
-        meets = self._spec.launch.rendezvous
-        if target is not None and meets:
+        meets, current = self._spec.launch.rendezvous, state.fence.attempt
+        if target is not None and target != current and (meets or self._recovers):
             claims = self._patiently(ledger.rows, self._spec.run, kinds=("claim",))
-            target = state.fence.attempt if meets == rendezvous_of(claims, state.fence.attempt) else target
+            met = meets != "" and meets == rendezvous_of(claims, current)
+            recovered = self._recovers != "" and self._recovers == claimed_by(claims, current)
+            target = current if met or recovered else target
         self._patiently(check_current, lakehouse, self._spec.run, target)
         return target
 

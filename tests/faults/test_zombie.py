@@ -81,3 +81,23 @@ def test_a_coordinator_frozen_between_reading_the_fence_and_committing(campaign:
     assert {step: rows for step, rows in campaign.journal(run).items() if step < 63} == {
         s: reference[s] for s in range(1, 63)
     }
+
+
+@pytest.mark.soak
+def test_a_frozen_launch_goes_on_while_the_recovery_of_its_run_waits_for_it(campaign: Arena) -> None:
+    """It finds its ranks dead and claims the run once more, for a Dagster run that has ended: the recovery replaces that, too."""
+    run = "zombie-recovers"
+    spec = campaign.spec(run, pause_s=0.03)
+    old = campaign.launch(spec, launched_by="dead", fence_look_s=0.5)
+    old.wait_for("checkpoint")
+    ranks = freeze(old)
+    asked: dict[str, Any] = {"replaces": 1, "recovers": "dead", "launched_by": "new", "noticed_by": "recovery_sensor"}
+    new = campaign.launch(spec, **asked, takeover=True, wait_s=10.0)
+    for rank in ranks:
+        rank.kill()
+    old.signal_all(signal.SIGCONT)
+    assert new.wait() == 0, new.stderr
+    old.wait()
+    assert campaign.rows(run, "finish")[0]["attempt"] == new.of("attempt")[-1]["attempt"]
+    assert campaign.journal(run) == campaign.journal("reference")
+    assert campaign.losses(run) == campaign.losses("reference")

@@ -84,3 +84,19 @@ def test_a_second_takeover_of_the_same_attempt_steps_aside_before_it_touches_the
     with pytest.raises(SteppedAside):
         Supervisor(spec, takeover=True, replaces=1).run()
     assert not list((arena.home / "checkpoints" / "twice").glob("launch*"))
+
+
+@pytest.mark.parametrize("claimant", ["dead", "another"])
+def test_what_a_dead_run_claims_late_is_replaced_and_what_another_claims_is_not(arena: Arena, claimant: str) -> None:
+    """Its machine had been stopped when it was given up, and went on then: nobody would recover the run a second time."""
+    arena.table(appends=(64,))
+    spec = arena.spec("late", world_size=1, passes=1)
+    take_over(arena.lakehouse, spec, nonce=new_nonce(), launched_by="dead")
+    take_over(arena.lakehouse, spec, nonce=new_nonce(), replaces=1, launched_by=claimant)
+    recovery = Supervisor(spec, takeover=True, replaces=1, recovers="dead", launched_by="recovery")
+    if claimant == "dead":
+        assert recovery.run().ending == "finished"
+        assert [row["attempt"] for row in arena.rows("late", "claim")] == [1, 2, 3]
+    else:
+        with pytest.raises(SteppedAside):
+            recovery.run()
