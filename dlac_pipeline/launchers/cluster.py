@@ -6,7 +6,6 @@ scheduler's logs, which may lag or be lost: where no node's last word was heard,
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 import warnings
@@ -17,8 +16,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from catalog import errors
 from catalog.connect import connect
-from catalog.errors import ClusterRefused, ClusterSilent, DlacError, TrainingFailed
+from catalog.errors import ClusterRefused, ClusterSilent, DlacError, NoSuchRun, TrainingFailed
 from catalog.ledger import Ledger
+from dlac_pipeline.launchers.hearing import Logs
 from dlac_pipeline.launchers.schedulers import ROLE, Scheduler
 from dlac_pipeline.recover.attempt import Event
 from dlac_pipeline.recover.supervise import Outcome
@@ -26,15 +26,17 @@ from dlac_pipeline.request import Request
 
 if TYPE_CHECKING:
     from torchx.runner import Runner
+    from torchx.schedulers.api import Scheduler as Backend
     from torchx.specs import AppDryRunInfo
 
 Answer = TypeVar("Answer")
-_LAST_WORDS = ("ended", "error")
 _MARGIN_S = 30.0
 """What a job gets on top of its ranks' time to leave, before it is asked again."""
 _ANSWERS_WITHIN_S = 60.0
 SILENT_S = 3600.0
 """A scheduler that does not answer for so long is given up: credentials that have expired do not come back by themselves."""
+GONE_S = 60.0
+"""So long a scheduler must know nothing of a job: Slurm's commands fail for a while when its controller starts again."""
 
 
 class ClusterJob:
@@ -48,17 +50,34 @@ class ClusterJob:
         *,
         look_s: float = 5.0,
         silent_s: float = SILENT_S,
+        gone_s: float = GONE_S,
     ) -> None:
-        """`look_s`: seconds between two questions to the scheduler; `silent_s`: for which it may leave them unanswered."""
+        """A job of a request.
+
+        Args:
+            request: What is trained.
+            scheduler: Who is asked.
+            on_event: Told of everything.
+            look_s: Seconds between two questions to the scheduler.
+            silent_s: Seconds for which it may leave them unanswered.
+            gone_s: Seconds for which it must know nothing of the job before that is taken for its end.
+        """
         self._request = request
         self._scheduler = scheduler
         self._on_event = on_event
         self._look_s = look_s
         self._silent_s = silent_s
+        self._gone_s = gone_s
         self._stop = threading.Event()
         self._gone = threading.Event()
         self._saying = threading.Lock()
-        self._last_words: list[Event] = []
+        self._logs = Logs(scheduler.nodes, self._tell)
+        self._ask_at = 0.0
+        self._cancelled_at: float | None = None
+        self._over_at: float | None = None
+        self._missing: tuple[float, int | None] | None = None
+        """Since when the scheduler knows nothing of the job, and how far the ledger went then."""
+        self._ran = False
 
     def stop(self) -> None:
         """Cancel the job: its nodes are told to leave, behind a checkpoint."""
@@ -81,11 +100,13 @@ class ClusterJob:
             TrainingFailed: it ended, and nobody said why.
             DlacError: what its nodes said.
         """
+        for doubt in self._scheduler.doubts(self._request.spec):
+            self._warn(doubt)
         with _runner() as runner:
             handle = self._submitted(runner)
             self._tell({"event": "submitted", "job": handle})
             listeners = [
-                threading.Thread(target=self._listen, args=(runner, handle, node), daemon=True)
+                threading.Thread(target=self._listen, args=(_backend(runner, handle), handle, node), daemon=True)
                 for node in range(self._scheduler.nodes)
             ]
             for listener in listeners:
@@ -100,11 +121,13 @@ class ClusterJob:
 
     def _submitted(self, runner: Runner) -> str:
         try:
-            return str(runner.schedule(self._rendered(runner, render=False)))
+            info = self._rendered(runner, render=False)
+            self._scheduler.overhear(info.request)
+            return str(runner.schedule(info))
         except Exception as err:  # whatever TorchX, Slurm's commands or the client of Kubernetes raise
             raise ClusterRefused(
                 f"expected {self._scheduler.name} to take the job of run {self._request.spec.run!r}, found "
-                f"{type(err).__name__}: {err}; `dlac train --render` shows the job"
+                f"{self._scheduler.reason(err) or f'{type(err).__name__}: {err}'}; `dlac train --render` shows the job"
             ) from err
 
     def _rendered(self, runner: Runner, *, render: bool) -> AppDryRunInfo[Any]:
@@ -121,75 +144,133 @@ class ClusterJob:
         Raises:
             ClusterSilent: it does not answer any more, and nothing says that the run is finished.
         """
-        state, seen, over, ask_at = "", "", False, 0.0
-        silence = _Silence()
+        state, seen, over, silence = "", "", False, _Silence()
         while True:
+            failed: Exception | None = None
             try:
-                status = _answered(runner.status, handle)
-                over = status is None or status.is_terminal()  # Slurm forgets jobs that have ended
-                seen = state if status is None else status.state.name
-                if self._stop.is_set() and not over and time.monotonic() > ask_at:
-                    _answered(runner.cancel, handle)
-                    ask_at = time.monotonic() + self._request.spec.launch.leave_s + _MARGIN_S
-                silence.broken()
+                seen, over = self._looked(runner, handle, state)
             except Exception as err:  # whatever TorchX, Slurm's commands or the client of Kubernetes raise
-                if silence.goes_on(stopping=self._stop.is_set()):
-                    self._tell({"event": "warning", "message": f"{self._unanswered(handle, err)}; it is asked again"})
-                elif silence.lasts_s > self._bears_s():
-                    if self._is_finished():
-                        return state
-                    raise ClusterSilent(self._given_up(handle, err)) from err
+                failed = err
+            try:
+                if self._is_to_end() and not over:
+                    self._cancel(runner, handle, unanswered=failed is not None)
+            except Exception as err:
+                failed = failed or err
             if seen != state:
                 state = seen
                 self._tell({"event": "job", "job": handle, "state": state})
-            if over:
+            if failed is None:
+                silence.broken()
+            elif self._is_given_up(silence, handle, failed):
+                return state
+            if self._is_heard_out(state, over=over):
                 return state
             if self._stop.is_set():
                 time.sleep(self._look_s)
             else:
                 self._stop.wait(self._look_s)
 
-    def _bears_s(self) -> float:
-        """Seconds of silence that are borne; who is told to stop is not waited for so long."""
-        leaves_s = self._request.spec.launch.leave_s + _MARGIN_S
-        return min(self._silent_s, leaves_s) if self._stop.is_set() else self._silent_s
+    def _looked(self, runner: Runner, handle: str, state: str) -> tuple[str, bool]:
+        """The state of the job, and whether it is over."""
+        status = _answered(runner.status, handle)
+        if status is not None:
+            self._missing = None
+            self._ran = self._ran or status.state.name == "RUNNING"
+            return status.state.name, status.is_terminal()
+        if not _answered(self._scheduler.forgot, _id_of(handle)):
+            self._missing = None
+            return state, False
+        return state, self._is_gone(handle)
 
-    def _unanswered(self, handle: str, err: Exception) -> str:
-        return f"expected {self._scheduler.name} to answer about job {handle}, found {type(err).__name__}: {err}"
+    def _is_gone(self, handle: str) -> bool:
+        """Whether a job of which the scheduler knows nothing has ended: not while it commits, and not at the first look."""
+        if self._logs.done or (self._cancelled_at and self._logs.last_words):
+            return True
+        now = time.monotonic()
+        if self._missing is None:
+            self._missing = (now, self._appends())
+            self._warn(f"expected {self._scheduler.name} to know job {handle}, found nothing; it is asked again")
+            return False
+        since, appends = self._missing
+        if now - since < self._gone_s:
+            return False
+        if (appends_now := self._appends()) != appends:
+            self._missing = (now, appends_now)
+            return False
+        return True
 
-    def _given_up(self, handle: str, err: Exception) -> str:
-        return (
-            f"{self._unanswered(handle, err)}, for {self._bears_s():.0f} s; the job is left as it is, and may train on: look "
-            f"with `dlac status {self._request.spec.run} --watch`, and cancel it with {self._scheduler.name}'s own commands"
-        )
+    def _is_to_end(self) -> bool:
+        """Whether the job is to be cancelled: somebody asked for it, or the run is done and something of the job stays behind."""
+        if self._stop.is_set():
+            return True
+        stays_s = _MARGIN_S if self._logs.all_ended else self._silent_s
+        return self._logs.done and self._logs.quiet_s > stays_s
 
-    def _listen(self, runner: Runner, handle: str, node: int) -> None:
+    def _cancel(self, runner: Runner, handle: str, *, unanswered: bool) -> None:
+        """Cancel the job, and again where that changes nothing. TorchX looks at it first: not where looking fails."""
+        if self._missing is not None or time.monotonic() < self._ask_at:
+            return
+        if unanswered:
+            _answered(_backend(runner, handle)._cancel_existing, _id_of(handle))  # what `cancel` does after a look
+        else:
+            _answered(runner.cancel, handle)
+        now = time.monotonic()
+        self._ask_at = now + self._leaves_s
+        self._cancelled_at = self._cancelled_at or now
+
+    def _is_heard_out(self, state: str, *, over: bool) -> bool:
+        """Whether there is nothing to wait for: schedulers call a job cancelled whose nodes have yet to checkpoint."""
+        if self._cancelled_at and self._logs.done:
+            return True
+        if not over:
+            self._over_at = None
+            return False
+        if not (self._ran or self._logs.heard) or not (self._cancelled_at or state == "CANCELLED"):
+            return True
+        self._over_at = self._over_at or time.monotonic()
+        if self._logs.last_words:
+            return self._logs.quiet_s > self._look_s
+        return time.monotonic() > (self._cancelled_at or self._over_at) + self._leaves_s
+
+    @property
+    def _leaves_s(self) -> float:
+        return self._request.spec.launch.leave_s + _MARGIN_S
+
+    def _is_given_up(self, silence: _Silence, handle: str, err: Exception) -> bool:
+        """Bear a look that failed; whether to follow no longer, since it is known how the run ended.
+
+        Raises:
+            ClusterSilent: for too long.
+        """
+        ending = self._is_to_end()
+        bears_s = min(self._silent_s, self._leaves_s) if ending else self._silent_s
+        found = f"expected {self._scheduler.name} to answer about job {handle}, found {type(err).__name__}: {err}"
+        if silence.goes_on(stopping=ending):
+            self._warn(f"{found}; it is asked again")
+        elif self._cancelled_at and self._logs.last_words:
+            return self._logs.quiet_s > self._look_s
+        elif silence.lasts_s > bears_s:
+            if self._logs.done or self._is_finished():
+                return True
+            raise ClusterSilent(
+                f"{found}, for {bears_s:.0f} s; the job is left as it is, and may train on: look with `dlac status "
+                f"{self._request.spec.run} --watch`, and cancel it with {self._scheduler.name}'s own commands"
+            ) from err
+        return False
+
+    def _listen(self, backend: Backend[Any], handle: str, node: int) -> None:
         """Pass on what a node says, as long as the job is there, and what is left of it then."""
-        heard = 0
         last = False
         while not last:
             last = self._gone.wait(self._look_s)
             with suppress(Exception):  # no log yet, or none any more
-                lines = runner.log_lines(
-                    handle, ROLE, node, should_tail=self._scheduler.tails and not last, streams=self._scheduler.stream
-                )
-                for number, line in enumerate(lines):
-                    if number >= heard:
-                        heard = number + 1
-                        self._hear(line)
+                # not asked through the runner, which has no logs of a job that Slurm has forgotten
+                tail = self._scheduler.tails and not last
+                lines = backend.log_iter(_id_of(handle), ROLE, node, should_tail=tail, streams=self._scheduler.stream)
+                self._logs.each[node].read(lines, last=last)
 
-    def _hear(self, line: str) -> None:
-        """Pass on an event; other lines are not for programs."""
-        try:
-            event = json.loads(line[line.index("{") :])  # behind a time stamp
-        except ValueError:
-            return
-        if not isinstance(event, dict) or "event" not in event:
-            return
-        if event["event"] in _LAST_WORDS:
-            self._last_words.append(event)
-        else:
-            self._tell(event)
+    def _warn(self, message: str) -> None:
+        self._tell({"event": "warning", "message": message})
 
     def _tell(self, event: Event) -> None:
         with self._saying:
@@ -197,18 +278,19 @@ class ClusterJob:
 
     def _judged(self, handle: str, state: str) -> Outcome:
         """How the run ended. One node's word that it is done outweighs those that were lost or left before."""
-        ended = [words for words in self._last_words if words["event"] == "ended"]
+        said = self._logs.last_words
+        ended = [words for words in said if words["event"] == "ended"]
         done = [words for words in ended if words["ending"] != "stopped"]
-        failed = [words for words in self._last_words if words["event"] == "error"]
+        failed = [words for words in said if words["event"] == "error"]
         if not done and not failed and self._is_finished():
-            return Outcome(ending="finished", attempts=0, step=0)
+            return Outcome(ending="finished", attempts=0, step=self._head_step() or 0)
         if done or (ended and not failed):
             words = max(done or ended, key=lambda words: int(words["step"]))
             return Outcome(ending=words["ending"], attempts=words["attempts"], step=words["step"])
         if failed:
             raise errors.revived(failed[-1]["kind"], failed[-1]["message"], default=TrainingFailed)
-        if self._stop.is_set():
-            return Outcome(ending="stopped", attempts=0, step=0)
+        if self._stop.is_set() and (step := self._head_step()) is not None:
+            return Outcome(ending="stopped", attempts=0, step=step)
         raise TrainingFailed(
             f"expected job {handle} to say how it ended, found {state or 'nothing'} in {self._scheduler.name}: read its "
             "logs there"
@@ -216,8 +298,26 @@ class ClusterJob:
 
     def _is_finished(self) -> bool:
         with suppress(DlacError):
-            return Ledger(connect(self._request.spec.lakehouse)).state(self._request.spec.run).finished
+            return self._ledger().state(self._request.spec.run).finished
         return False
+
+    def _head_step(self) -> int | None:
+        """Step of the last checkpoint; 0 before the first. None: the ledger cannot be asked."""
+        with suppress(DlacError):
+            try:
+                return int(self._ledger().restorable(self._request.spec.run)["step"])
+            except NoSuchRun:
+                return 0
+        return None
+
+    def _appends(self) -> int | None:
+        """How far the run's rows go; None: the ledger cannot be asked."""
+        with suppress(DlacError):
+            return self._ledger().state(self._request.spec.run).fence.seq
+        return None
+
+    def _ledger(self) -> Ledger:
+        return Ledger(connect(self._request.spec.lakehouse))
 
 
 class _Silence:
@@ -262,3 +362,16 @@ def _runner() -> Runner:
     from torchx.runner import get_runner
 
     return get_runner()
+
+
+def _backend(runner: Runner, handle: str) -> Backend[Any]:
+    """TorchX's client of the scheduler that has a job."""
+    from torchx.specs import parse_app_handle
+
+    return runner._scheduler(parse_app_handle(handle).scheduler_backend)  # shown nowhere else
+
+
+def _id_of(handle: str) -> str:
+    from torchx.specs import parse_app_handle
+
+    return str(parse_app_handle(handle).app_id)

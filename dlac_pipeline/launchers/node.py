@@ -10,8 +10,10 @@ from __future__ import annotations
 import base64
 import os
 import re
+import socket
 import sys
 import threading
+import time
 import zlib
 from collections.abc import Mapping
 from contextlib import suppress
@@ -34,6 +36,9 @@ _HOSTS_VARIABLE = "VC_NODE_0_HOSTS"
 """Volcano: the name of the first pod."""
 _NODES_VARIABLE = "SLURM_JOB_NODELIST"
 """Slurm: all nodes of the job, in its own short form."""
+
+_RESTARTS_VARIABLE = "SLURM_RESTART_COUNT"
+"""Slurm: how often the job was queued again; absent the first time."""
 
 
 def packed(request: Request) -> str:
@@ -74,9 +79,15 @@ def of_this_start(request: Request) -> Request:
     return request.model_copy(update={"replaces": attempt}) if mine else request
 
 
+def this_start(environment: Mapping[str, str]) -> str:
+    """What the nodes of one start of the job have in common, where they share a log; else of this process."""
+    return environment.get(_RESTARTS_VARIABLE, "0") if _NODES_VARIABLE in environment else str(time.time_ns())
+
+
 def main() -> int:
     """Supervise this node's ranks; returns the exit status."""
     keep_events_apart()
+    say({"event": "node", "host": socket.gethostname(), "start": this_start(os.environ)})
     try:
         request = unpacked(os.environ)
     except SpecInvalid as err:

@@ -66,7 +66,9 @@ class _Events:
         """Say an event, one line of JSON; from any thread."""
         try:
             with self._saying:
-                print(json.dumps(event, default=str), file=self._stream, flush=True)
+                stream = self._stream or sys.stdout
+                stream.write(json.dumps(event, default=str) + "\n")  # in one piece: on Slurm the nodes share a file
+                stream.flush()
         except BrokenPipeError:  # nobody listens any more; the end of standard input says so as well
             self._stream = open(os.devnull, "w")  # noqa: SIM115 - stays open until the process ends
 

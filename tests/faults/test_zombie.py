@@ -87,12 +87,12 @@ def test_a_coordinator_frozen_between_reading_the_fence_and_committing(campaign:
 def test_a_frozen_launch_goes_on_while_the_recovery_of_its_run_waits_for_it(campaign: Arena) -> None:
     """It finds its ranks dead and claims the run once more, for a Dagster run that has ended: the recovery replaces that, too."""
     run = "zombie-recovers"
-    spec = campaign.spec(run, pause_s=0.03)
+    spec = campaign.spec(run, pause_s=0.3)  # so that it cannot end before the recovery has waited long enough
     old = campaign.launch(spec, launched_by="dead", fence_look_s=0.5)
     old.wait_for("checkpoint")
     ranks = freeze(old)
     asked: dict[str, Any] = {"replaces": 1, "recovers": "dead", "launched_by": "new", "noticed_by": "recovery_sensor"}
-    new = campaign.launch(spec, **asked, takeover=True, wait_s=10.0)
+    new = campaign.launch(spec, **asked, takeover=True, wait_s=5.0)
     for rank in ranks:
         rank.kill()
     old.signal_all(signal.SIGCONT)

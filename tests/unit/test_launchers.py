@@ -21,15 +21,8 @@ from dlac_pipeline.launchers.protocol import launcher_for, rendered
 from dlac_pipeline.recover.supervise import Outcome, Supervisor
 from dlac_pipeline.request import Request
 from dlac_pipeline.spec import parse_spec
-from tests.cluster import Processes
+from tests.cluster import Processes, asked
 
-GOOD: dict[str, Any] = {
-    "run": "Web_text.v2",
-    "source": {"table": "src.t", "columns": ["x"]},
-    "order": {"batch_size": 32, "key_groups": 8},
-    "launch": {"script": "/app/train.py", "nodes": "2:4", "deadline_s": 90},
-    "lakehouse": {"uri": "postgresql+psycopg2://db/dlac", "warehouse": "s3://bucket/lake"},
-}
 SLURM = {"cpu": 8, "gpu": 4, "memory_mb": 64_000, "time_limit_s": 93_784, "partition": "h100", "account": "lm"} | {
     "options": {"constraint": "ib"},
     "env": {"NCCL_DEBUG": "WARN"},
@@ -45,17 +38,6 @@ KUBERNETES = {"image": "registry.example/dlac:1", "cpu": 8, "gpu": 4, "memory_mb
     ],
     "pod": {"spec": {"nodeSelector": {"pool": "h100"}}},
 }
-
-
-def asked(on: str, cluster: dict[str, Any], **launch: Any) -> Request:
-    """A request for a job on a scheduler."""
-    return Request(
-        spec=parse_spec(
-            {**GOOD, "launch": {**GOOD["launch"], "on": on, **launch}, "cluster": cluster}, origin="the test"
-        ),
-        replaces=3,
-        launched_by="dagster-run",
-    )
 
 
 def test_a_slurm_job_has_a_supervisor_on_each_node_and_outlives_the_loss_of_some() -> None:
@@ -80,7 +62,7 @@ def test_a_slurm_job_has_a_supervisor_on_each_node_and_outlives_the_loss_of_some
     assert "TORCHX_MAX_RETRIES=2" in script
     (srun,) = re.findall(r"^srun (.*)$", script, re.MULTILINE)
     words = shlex.split(srun)
-    assert {"--wait=0", "--kill-on-bad-exit=0", "--no-kill", "--cpus-per-task=8"} <= set(words)
+    assert {"--wait=0", "--kill-on-bad-exit=0", "--no-kill", "--cpus-per-task=8", "--open-mode=append"} <= set(words)
     assert words[-3:] == ["python3", "-m", "dlac_pipeline.launchers.node"]
     (export,) = [word.split(",") for word in words if word.startswith("--export=")]
     environment = dict(pair.split("=", 1) for pair in export[1:])
@@ -109,6 +91,7 @@ def test_a_kubernetes_job_has_a_supervisor_in_each_pod_with_time_to_checkpoint()
     assert {pod["activeDeadlineSeconds"] for pod in pods} == {3600}
     assert {pod["serviceAccountName"] for pod in pods} == {"trainer"}
     assert {pod["restartPolicy"] for pod in pods} == {"Never"}
+    assert {pod["shareProcessNamespace"] for pod in pods} == {True}
     assert all(pod["nodeSelector"] == {"pool": "h100"} for pod in pods)
     (container,) = pods[3]["containers"]
     assert container["image"] == "registry.example/dlac:1"
@@ -209,7 +192,8 @@ def job_of(
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
     request = asked(
         "kubernetes",
-        {"image": str(folder), "python": str(program), "env": {"REPLICA": "${replica_id}"}},
+        {"image": str(folder), "python": str(program)},
+        deadline_s=1,
         nodes=str(len(nodes)),
     )
     raw = request.spec.model_dump() | {"lakehouse": {}}
@@ -329,12 +313,35 @@ def test_a_cancellation_that_fails_in_passing_is_repeated_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The job was not told to leave: it is told at the next look, not after the time that it would have had."""
+    monkeypatch.setattr(cluster, "_MARGIN_S", 1.0)
     asked = fail(monkeypatch, "cancel", lambda number: number == 0)
     job, events = job_of(tmp_path, f"sleep 30; echo '{DONE}'")
     job.stop()
     assert job.run().ending == "stopped"
     assert len(asked) == 2
     assert [event["event"] for event in events].count("warning") == 1
+
+
+def test_what_stays_of_a_job_behind_its_finished_run_is_cancelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of an elastic job on Kubernetes: pods for which there was never room; no scheduler ends them."""
+    monkeypatch.setattr(cluster, "_MARGIN_S", 1.0)
+    cancelled = fail(monkeypatch, "cancel", lambda number: False)
+    job, _ = job_of(tmp_path, f"echo '{DONE}'", "exec sleep 300")
+    assert job.run() == Outcome(ending="finished", attempts=2, step=9)
+    assert cancelled
+
+
+def test_nodes_that_still_work_behind_a_finished_run_are_not_cancelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A script may go on behind its run, on one node longer than on the others."""
+    monkeypatch.setattr(cluster, "_MARGIN_S", 0.2)
+    cancelled = fail(monkeypatch, "cancel", lambda number: False)
+    job, _ = job_of(tmp_path, f"echo '{DONE}'", f"echo '{STEP}'; sleep 3; echo '{DONE}'")
+    assert job.run().ending == "finished"
+    assert not cancelled
 
 
 def test_a_fault_of_whoever_is_told_of_a_job_is_not_taken_for_the_schedulers(tmp_path: Path) -> None:
