@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import io
 import os
 import shlex
 import stat
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -10,15 +12,24 @@ from typing import Any
 
 import pytest
 
+from catalog.commits import Attempt, claim, commit_checkpoint
+from catalog.connect import connect
 from catalog.errors import ClusterRefused, NoProgress, TrainingFailed
+from catalog.lakehouse_config import LakehouseConfig
+from catalog.ledger import Ledger
+from catalog.run_rows import Row
 from dlac_pipeline.launchers import cluster
 from dlac_pipeline.launchers.cluster import ClusterJob
 from dlac_pipeline.launchers.hearing import Log
+from dlac_pipeline.launchers.node import this_start
+from dlac_pipeline.launchers.orchestrator import say
 from dlac_pipeline.launchers.schedulers import Slurm
 from dlac_pipeline.recover.supervise import Outcome
 from dlac_pipeline.request import Request
 from dlac_pipeline.spec import parse_spec
-from tests.cluster import asked
+from tests.cluster import GOOD, asked
+
+RUN = GOOD["run"]
 
 COMMANDS = {
     "sinfo": "echo slurm 24.05.8",
@@ -40,6 +51,7 @@ COMMANDS = {
         done
         exec $word >> $out""",
     "squeue": """
+        echo $1 >> asked
         if [ -e away ]; then echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1; fi
         if [ -e ended ]; then echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1; fi
         case $1 in --json) ;; *) echo 7; exit;; esac
@@ -80,7 +92,7 @@ def job_of(
 ) -> tuple[ClusterJob, Events]:
     """A job whose nodes are a shell script, and what is passed on of it."""
     write(folder / "node", node)
-    request = asked("slurm", {"python": str(folder / "node")}, nodes="1", deadline_s=5)
+    request = asked("slurm", {"python": str(folder / "node")}, nodes="1", deadline_s=1)
     raw = request.spec.model_dump() | {"lakehouse": {}}
     request = Request(spec=parse_spec(raw, origin="the test").resolved(folder))
     events: Events = []
@@ -92,9 +104,18 @@ def job_of(
     return ClusterJob(request, Slurm(), hear, look_s=0.1, gone_s=gone_s), events
 
 
+def commit(folder: Path, step: int) -> None:
+    """Commit the first checkpoint of the run."""
+    ledger = Ledger(connect(LakehouseConfig().at_home(folder)))
+    claim(ledger, RUN, nonce="n1", replaces=0, detail={})
+    rows: list[Row] = [{"kind": "checkpoint", "checkpoint_id": "c1", "parent": None, "step": step}]
+    attempt = Attempt(run=RUN, number=1, nonce="n1")
+    commit_checkpoint(ledger, attempt, checkpoint_id="c1", parent=None, rows=rows)
+
+
 def until(name: str) -> str:
     """Of a shell script: wait for a file."""
-    return f"while [ ! -e {name} ]; do sleep 0.1; done"
+    return f"for _ in {{1..600}}; do [ -e {name} ] && break; sleep 0.1; done"
 
 
 def warnings_of(events: Events) -> list[str]:
@@ -132,6 +153,34 @@ def test_a_job_that_slurm_does_not_know_for_a_while_has_ended(slurm: Path) -> No
     with pytest.raises(TrainingFailed, match="to say how it ended"):
         job.run()
     assert any("to know job" in message for message in warnings_of(events))
+
+
+def test_a_job_that_commits_has_not_ended(slurm: Path) -> None:
+    """Whatever Slurm knows of it: it is looked for once more."""
+
+    def told(event: dict[str, Any]) -> None:
+        if event["event"] == "job":
+            (slurm / "ended").touch()
+        if event["event"] == "warning":
+            commit(slurm, step=5)
+
+    job, _ = job_of(slurm, until("go-on"), told, gone_s=0.0)
+    with pytest.raises(TrainingFailed):
+        job.run()
+    (slurm / "go-on").touch()
+    assert (slurm / "asked").read_text().split().count("--noheader") == 3
+
+
+def test_a_cancelled_job_that_says_nothing_stopped_where_the_ledger_is(
+    slurm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its log may be lost; its checkpoint is not."""
+    monkeypatch.setattr(cluster, "_MARGIN_S", 1.0)
+    commit(slurm, step=5)
+    job, _ = job_of(slurm, until("cancelled"), gone_s=0.0)
+    job.stop()
+    outcome = job.run()
+    assert (outcome.ending, outcome.step) == ("stopped", 5)
 
 
 def test_a_cancelled_job_has_the_time_to_leave_behind_a_checkpoint(slurm: Path) -> None:
@@ -181,6 +230,27 @@ def test_a_default_store_is_told_of(slurm: Path, monkeypatch: pytest.MonkeyPatch
     assert not Slurm().doubts(spec)
     (doubt,) = Slurm().doubts(spec.model_copy(update={"checkpoint": type(spec.checkpoint)()}).resolved(slurm))
     assert f"checkpoints go to '{slurm}/checkpoints'" in doubt
+
+
+def test_the_nodes_of_one_start_of_a_job_share_its_number() -> None:
+    """On Slurm, where they share a log; a pod has its own, and each of its processes another number."""
+    assert this_start({"SLURM_JOB_NODELIST": "n[1-2]"}) == "0"
+    assert this_start({"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_RESTART_COUNT": "2"}) == "2"
+    assert this_start({}) != this_start({})
+
+
+def test_an_event_is_written_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever buffers standard output has: on Slurm the nodes share a file, and TorchX has Python unbuffered."""
+    pieces: list[str] = []
+
+    class Stream(io.StringIO):
+        def write(self, text: str) -> int:
+            pieces.append(text)
+            return len(text)
+
+    monkeypatch.setattr(sys, "stdout", Stream())
+    say({"event": "step"})
+    assert pieces == ['{"event": "step"}\n']
 
 
 def test_lines_are_heard_once_whole_and_one_by_one() -> None:
