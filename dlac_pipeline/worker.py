@@ -43,6 +43,7 @@ from dlac_pipeline.checkpoint.store import name_of, tiers_of
 from dlac_pipeline.checkpoint.tree import RankTree
 from dlac_pipeline.plan.leg import Leg
 from dlac_pipeline.plan.source_order import Cursor
+from dlac_pipeline.ranks.process_group import join
 from dlac_pipeline.ranks.progress import EventWriter, Phase
 from dlac_pipeline.ranks.rank import LAUNCH_VARIABLE, leave_reason
 from dlac_pipeline.ranks.signs import Signs
@@ -330,8 +331,7 @@ class TrainingRun:
     def _join(self) -> dist.ProcessGroup | None:
         if self.world_size == 1:
             return None
-        if not dist.is_initialized():
-            dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+        join()
         group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=self._patience)
         return group
 

@@ -1,4 +1,4 @@
-"""Under torchrun and the `deepspeed` launcher nobody supervises: the ranks themselves leave in time, behind a checkpoint."""
+"""Under torchrun and the `deepspeed` launcher nobody supervises: the ranks leave in time by themselves; torchrun relaunches."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,23 +47,27 @@ class Launched:
 
 
 @contextmanager
-def launched(campaign: Arena, launcher: str, run: str, **changes: object) -> Iterator[Launched]:
+def launched(
+    campaign: Arena, launcher: str, run: str, *, script: str = "", max_restarts: int = 0, **changes: object
+) -> Iterator[Launched]:
     """Two ranks of a run under a launcher; nothing of it is left behind."""
-    spec = campaign.spec(run, SCRIPTS[launcher], passes=1, **changes)
+    script = script or SCRIPTS[launcher]
+    spec = campaign.spec(run, script, passes=1, **changes)
     job = campaign.home / f"{run}.yaml"
     job.write_text(yaml.safe_dump(spec.model_dump()))
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
+    meets = ["--standalone", f"--max-restarts={max_restarts}"] if max_restarts else [f"--master-port={port}"]
     options = {
-        "torchrun": ["--nproc-per-node=2", f"--master-port={port}"],
+        "torchrun": ["--nproc-per-node=2", *meets],
         "deepspeed": ["--num_gpus=2", f"--master_port={port}"],
     }
     environment = {**os.environ, "JOB_SPEC": str(job), "DLAC_HOME": str(campaign.home), "OMP_NUM_THREADS": "1"}
     log = campaign.home / f"{run}.log"
     with log.open("ab") as stream:
         process = subprocess.Popen(
-            [str(BIN / launcher), *options[launcher], str(PROGRAMS / SCRIPTS[launcher])],
+            [str(BIN / launcher), *options[launcher], str(PROGRAMS / script)],
             env={**environment, "DS_ACCELERATOR": "cpu", "PATH": f"{BIN}:{os.environ['PATH']}"},
             stdout=stream,
             stderr=stream,
@@ -141,3 +146,22 @@ def test_a_termination_url_leads_to_an_emergency_checkpoint(campaign: Arena, lau
         assert under.process.wait(timeout=60) == 0, under.log.read_text()[-3000:]
         assert "told to leave (termination_url)" in under.log.read_text()
     check_left_and_finish(campaign, launcher, run, "termination_url")
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("script", ["train_tiny.py", "train_deepspeed.py"])
+def test_torchrun_relaunches_what_was_killed(campaign: Arena, script: str) -> None:
+    """Twice; each restart is an attempt that replaces the one before, and the run finishes exactly."""
+    run = f"relaunched-{script}"
+    with launched(campaign, "torchrun", run, script=script, max_restarts=2, pause_s=0.05) as under:
+        for attempt in (1, 2):
+            wait_until(partial(_commits, campaign, run, attempt), what=f"a checkpoint of attempt {attempt}")
+            os.kill(under.ranks()[-1].pid, signal.SIGKILL)
+        assert under.process.wait(timeout=200) == 0, under.log.read_text()[-3000:]
+    assert [row["attempt"] for row in campaign.rows(run, "claim")] == [1, 2, 3]
+    assert sorted(row for rows in campaign.journal(run).values() for row in rows) == list(range(2000))
+    assert campaign.rows(run, "finish")
+
+
+def _commits(campaign: Arena, run: str, attempt: int) -> bool:
+    return any(row["attempt"] == attempt for row in campaign.rows(run, "checkpoint"))
