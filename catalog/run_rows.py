@@ -29,6 +29,8 @@ HEAD_KINDS = (
 """Every kind but `advance`: what says where a run is, without what it consumed."""
 _IDLE = ("adopts", "rewinds", "forks")
 """What the claim of an attempt says that trains nothing, and is there for something else."""
+_NAMED = 5
+"""Checkpoints that a message names, at the most."""
 _DECIDED = ("manifest_uri", "manifest_digest", "model_digest", "committed_at", "format_version", "run")
 """Columns of ledger rows that only their commit decides; manifests leave them out."""
 
@@ -67,6 +69,18 @@ def restorable_rows(rows: Sequence[Row]) -> dict[str, Row]:
     """Checkpoint id -> its row, of those that are neither retired nor damaged."""
     out = out_of(rows)
     return {name: row for name, row in checkpoint_rows(rows).items() if name not in out}
+
+
+def way_out(run: str, rows: Sequence[Row]) -> str:
+    """What to do about a run of whose lineage no checkpoint can be restored: branches that rewinds have left may be whole."""
+    there = sorted(restorable_rows(rows).values(), key=lambda row: (int(row["step"]), int(row["seq"])), reverse=True)
+    if not there:
+        return "start a run under another name"
+    listed = ", ".join(f"{row['checkpoint_id']} (step {row['step']})" for row in there[:_NAMED])
+    return (
+        f"branches that rewinds have left still have {listed}: `dlac rewind {run} --checkpoint ID` goes on from one, or start "
+        "a run under another name"
+    )
 
 
 def restorable(run: str, rows: Sequence[Row], step: int | None, *, checkpoint_id: str | None = None) -> Row:

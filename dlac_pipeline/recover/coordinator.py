@@ -6,6 +6,7 @@ The same four steps whatever failed: claim, resolve, load, resume. Killed anywhe
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import socket
 import time
@@ -20,7 +21,7 @@ from catalog.commits import Attempt, claim, quarantine
 from catalog.connect import Lakehouse
 from catalog.errors import CheckpointDamaged, NoRestorableCheckpoint, NoSuchRun, SteppedAside
 from catalog.ledger import Ledger
-from catalog.run_rows import HEAD_KINDS, Row, checkpoint_rows, lineage_of, restorable_rows, trains_nothing
+from catalog.run_rows import HEAD_KINDS, Row, checkpoint_rows, lineage_of, restorable_rows, trains_nothing, way_out
 from dlac_pipeline.checkpoint.restore import Restored, Verify, restore, verify_here
 from dlac_pipeline.checkpoint.store import Tiers, tiers_of
 from dlac_pipeline.plan.leg import Leg
@@ -127,12 +128,12 @@ def take_over(
     if damaged:
         head_after = None if manifest is None else manifest.checkpoint_id
         state = quarantine(ledger, attempt, damaged=damaged, head_after=head_after)
+        rows = ledger.rows(spec.run, kinds=HEAD_KINDS)
         if manifest is None:
             raise NoRestorableCheckpoint(
-                f"none of the checkpoints of run {spec.run!r} can be restored; damaged: {damaged!r}; "
-                "start a run under another name"
+                f"none of the checkpoints on the lineage of run {spec.run!r} can be restored; damaged: {damaged!r}; "
+                f"{way_out(spec.run, rows)}"
             )
-        rows = ledger.rows(spec.run, kinds=HEAD_KINDS)
     if (manifest.checkpoint_id if manifest else None) != before.fence.head:
         leg = chooser.at(rows, manifest)
     return _resume_point(
@@ -228,8 +229,10 @@ def spec_of_attempt(rows: list[Row], run: str, attempt: int) -> JobSpec:
     """
     folder = launch_folder_of(rows, attempt)
     path = Path(folder) / "spec.json"
-    if not folder or not path.is_file():
-        raise NoSuchRun(f"expected the job spec of run {run!r} at {str(path)!r}, found none: name it with --spec")
+    if not folder or not os.access(path, os.R_OK):
+        raise NoSuchRun(
+            f"expected the job spec of run {run!r} at {str(path)!r}, found none that may be read: name it with --spec"
+        )
     return parse_spec(json.loads(path.read_text()), origin=repr(str(path))).resolved(home_folder())
 
 

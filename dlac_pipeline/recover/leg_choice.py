@@ -17,7 +17,7 @@ from catalog.errors import (
 )
 from catalog.ledger import Ledger, RunState
 from catalog.plans import PlanRow, find_plan
-from catalog.run_rows import HEAD_KINDS, Row, checkpoint_rows, lineage_of
+from catalog.run_rows import HEAD_KINDS, Row, checkpoint_rows, lineage_of, way_out
 from catalog.snapshots import check_same_table
 from dlac_pipeline.checkpoint.manifest import Manifest
 from dlac_pipeline.checkpoint.restore import manifest_of
@@ -128,7 +128,7 @@ class LegChooser:
         """The leg that the run begins with; the plans of an attempt that is recovered, if the spec still asks for them."""
         if checkpoint_rows(rows):
             raise NoRestorableCheckpoint(
-                f"every checkpoint of run {self._spec.run!r} is quarantined: start a run under another name"
+                f"every checkpoint on the lineage of run {self._spec.run!r} is quarantined: {way_out(self._spec.run, rows)}"
             )
         plan_ids = self._wish.plan_ids or (self._claimed_plans(rows) if self._recovering else ())
         plans = (

@@ -13,6 +13,7 @@ from catalog.errors import (
     CheckpointDamaged,
     EmptyPlan,
     Fenced,
+    NoRestorableCheckpoint,
     NoSuchColumn,
     NoSuchRun,
     ResumeMismatch,
@@ -303,3 +304,21 @@ def test_what_a_rewind_left_is_kept_until_it_is_retired(arena: Arena) -> None:
     with pytest.raises(NoSuchRun, match="that is kept"):
         rewind_run(arena.lakehouse, "r", nonce="op", checkpoint_id=left)
     assert [row["kind"] for row in arena.rows("r", *HEAD_KINDS) if row["kind"] == "rewind"] == ["rewind"]
+
+
+def test_a_lineage_that_is_damaged_whole_names_the_branches_that_are_left(arena: Arena) -> None:
+    """Told when it is found and again at the next start; rewinding to one of those goes on behind it."""
+    arena.table()
+    spec = arena.spec("r", world_size=1, passes=1)
+    arena.train(spec, until=35)
+    left = str(arena.head("r"))
+    rewind_run(arena.lakehouse, "r", nonce="op1", step=10)
+    arena.train(spec, until=25)
+    for row in arena.lineage("r"):
+        path = folder_of(row["manifest_uri"]) / "torch-state.pt"
+        path.write_bytes(path.read_bytes()[:-1])
+    for _ in range(2):
+        with pytest.raises(NoRestorableCheckpoint, match=rf"{left} \(step 30\).*`dlac rewind r --checkpoint ID`"):
+            arena.train(spec)
+    rewind_run(arena.lakehouse, "r", nonce="op2", checkpoint_id=left)
+    assert min(arena.train(spec)) == 31
