@@ -27,7 +27,7 @@ from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 
 from catalog.errors import CatalogUnreachable, CommitConflict, FormatTooNew, LakehouseError, NoSuchTable, SpecInvalid
 from catalog.guarded import GUARDED
-from catalog.lakehouse_config import LakehouseConfig
+from catalog.lakehouse_config import LakehouseConfig, without_password
 from catalog.retrying import may_pass, rereading, retrying
 from catalog.schemas import FORMAT_VERSION, FORMAT_VERSION_PROPERTY, TABLES
 
@@ -63,7 +63,7 @@ class Lakehouse:
                 return self._load(identifier)
             except NoSuchTableError as err:
                 raise NoSuchTable(
-                    f"expected a table named {identifier!r} in the catalog at {self.config.uri!r}, found none; "
+                    f"expected a table named {identifier!r} in the catalog at {self.config.address!r}, found none; "
                     "another embedded lakehouse is named with --home or DLAC_HOME"
                 ) from err
             except FileNotFoundError as err:
@@ -169,7 +169,7 @@ def connect(config: LakehouseConfig) -> Lakehouse:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as err:
             raise CatalogUnreachable(
-                f"expected a folder for the catalog at {config.uri!r}, found {err}: correct the address, or mount the folder"
+                f"expected a folder for the catalog at {config.address!r}, found {err}: correct the address, or mount the folder"
             ) from err
     with reachable(config.uri):
         lakehouse = Lakehouse(config, _open(config))
@@ -184,7 +184,7 @@ def _open(config: LakehouseConfig) -> Catalog:
             return GUARDED[config.type](config.name, **config.catalog_properties())
         except ModuleNotFoundError as err:
             raise SpecInvalid(
-                f"the catalog at {config.uri!r} needs the Python module {err.name!r}: install it"
+                f"the catalog at {config.address!r} needs the Python module {err.name!r}: install it"
             ) from err
         except SQLAlchemyError:
             time.sleep(delay_s)
@@ -217,16 +217,17 @@ def reachable(uri: str) -> Iterator[None]:
 
     What waiting does not mend becomes a `LakehouseError`. A file that is not there is the caller's: others may have removed it.
     """
+    shown = without_password(uri)
     try:
         yield
     except _REFUSALS as err:
         raise LakehouseError(
-            f"expected the catalog at {uri!r} to take a request, found {type(err).__name__}: {str(err).splitlines()[0]}; "
+            f"expected the catalog at {shown!r} to take a request, found {_said(err, uri)}; "
             "check the address, the credentials and what they allow"
         ) from err
     except (SQLAlchemyError, requests.RequestException, RESTError) as err:
         raise CatalogUnreachable(
-            f"expected the catalog at {uri!r} to answer, found {type(err).__name__}: {str(err).splitlines()[0]}; "
+            f"expected the catalog at {shown!r} to answer, found {_said(err, uri)}; "
             "check the address, the network and the credentials, then try again"
         ) from err
     except FileNotFoundError:
@@ -234,6 +235,11 @@ def reachable(uri: str) -> Iterator[None]:
     except OSError as err:
         kind = CatalogUnreachable if may_pass(err) else LakehouseError
         raise kind(
-            f"expected the warehouse of the catalog at {uri!r} to be read and written, found {type(err).__name__}: {err}; "
+            f"expected the warehouse of the catalog at {shown!r} to be read and written, found {type(err).__name__}: {err}; "
             "free, mount or reach it"
         ) from err
+
+
+def _said(err: Exception, uri: str) -> str:
+    """The class of an error and the first line of what it says, without the catalog's password."""
+    return f"{type(err).__name__}: {str(err).splitlines()[0].replace(uri, without_password(uri))}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Literal
 
@@ -50,11 +51,22 @@ class LakehouseConfig(BaseModel):
             }
         )
 
+    @property
+    def address(self) -> str:
+        """The catalog's address for messages, which go to logs and to Dagster."""
+        return without_password(self.uri)
+
     def catalog_properties(self) -> dict[str, str]:
         """The properties that pyiceberg is given."""
         uri = _with_timeouts(self.uri)
         local = {"py-io-impl": "catalog.durable_io.DurableFileIO"} if self.warehouse.startswith(("file:", "/")) else {}
         return {"uri": uri, "warehouse": self.warehouse, **local, **self.properties}
+
+
+def without_password(uri: str) -> str:
+    """An address with *** for each password or token in it."""
+    before_host = re.sub(r"(://[^:/@]*):[^@]*@", r"\1:***@", uri)
+    return re.sub(r"([?&]\w*(?:password|secret|token)\w*=)[^&#]*", r"\1***", before_host, flags=re.IGNORECASE)
 
 
 def _with_timeouts(uri: str) -> str:

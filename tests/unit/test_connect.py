@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import Literal
 
 import pytest
 
@@ -45,6 +46,35 @@ def test_a_rest_catalog_that_never_answers_is_unreachable(monkeypatch: pytest.Mo
     monkeypatch.setattr(guarded, "_REST_TIMEOUT_S", (1.0, 0.5))
     with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(CatalogUnreachable, match="timed out"):
         connect(LakehouseConfig(type="rest", uri=f"http://127.0.0.1:{silent.getsockname()[1]}"))
+
+
+@pytest.mark.parametrize(
+    ("uri", "shown"),
+    [
+        (
+            "postgresql+psycopg2://me:s3cr3t@db:5432/lake?sslmode=on",
+            "postgresql+psycopg2://me:***@db:5432/lake?sslmode=on",
+        ),
+        ("postgresql://db/lake?user=me&password=s3cr3t", "postgresql://db/lake?user=me&password=***"),
+        ("https://me:s3/cr3t@rest.example/catalog?token=s3cr3t#x", "https://me:***@rest.example/catalog?token=***#x"),
+        ("http://127.0.0.1:8181/catalog", "http://127.0.0.1:8181/catalog"),
+        ("sqlite:////a/catalog.db", "sqlite:////a/catalog.db"),
+    ],
+)
+def test_an_address_is_shown_without_its_password(uri: str, shown: str) -> None:
+    """What names it for people leaves everything else as it is."""
+    assert LakehouseConfig(uri=uri).address == shown
+
+
+@pytest.mark.parametrize("kind", ["sql", "rest"])
+def test_no_error_tells_the_password_of_the_catalog(kind: Literal["sql", "rest"]) -> None:
+    """One that is away, through SQLAlchemy's words and those of HTTP."""
+    scheme = {"sql": "postgresql+psycopg2", "rest": "http"}[kind]
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    with pytest.raises(LakehouseError, match=r"me:\*\*\*@") as caught:
+        connect(LakehouseConfig(type=kind, uri=f"{scheme}://me:s3cr3t@127.0.0.1:{port}/lake"))
+    assert "s3cr3t" not in str(caught.value)
 
 
 @pytest.mark.parametrize(("status", "kind"), [(401, LakehouseError), (403, LakehouseError), (503, CatalogUnreachable)])
