@@ -6,7 +6,8 @@ import importlib.util
 import os
 import sys
 from importlib.metadata import version as version_of
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, NoReturn
 
 import typer
 from rich.text import Text
@@ -15,6 +16,7 @@ from catalog.errors import BadInput, DlacError
 from dlac_pipeline.commands import branches, checkpoints, lakehouse, recovery, runs
 from dlac_pipeline.commands.shared import ERR, OUT
 
+_EX_IOERR = 74
 app = typer.Typer(
     name="dlac",
     help="Train from Iceberg tables, with data consumption committed in the lakehouse together with every checkpoint.",
@@ -50,11 +52,35 @@ def demo(context: typer.Context) -> None:
 
 def main() -> None:
     """Entry point: every DLAC error is one line on standard error, and its class's exit status."""
+    if sys.stdout is None:  # closed by who started this: nobody wants to read
+        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115  # for as long as this process is there
     try:
-        app()
+        try:
+            app()
+        finally:
+            sys.stdout.flush()
     except DlacError as err:
-        ERR.print(Text.assemble(("error:", "red"), f" {type(err).__name__}: {err}"), soft_wrap=True)
-        sys.exit(err.exit_code)
+        _end(f"{type(err).__name__}: {err}", err.exit_code)
+    except OSError as err:
+        if not _output_fails():
+            raise
+        _end(f"expected to write to standard output, found {err}", _EX_IOERR)
+
+
+def _end(said: str, exit_code: int) -> NoReturn:
+    ERR.print(Text.assemble(("error:", "red"), f" {said}"), soft_wrap=True)
+    sys.exit(exit_code)
+
+
+def _output_fails() -> bool:
+    """Whether nothing can be written; what is left to be is dropped then, or Python would try again as it ends."""
+    try:
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False
 
 
 if __name__ == "__main__":

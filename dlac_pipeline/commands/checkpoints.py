@@ -45,7 +45,7 @@ def checkpoints(run: RunName, home: Home = None, spec: SpecOption = None, as_jso
         return
     table = Table()
     for name in ("step", "checkpoint", "committed", "size", "attempt", "tiers", "verified", "state", "names"):
-        table.add_column(name, overflow="fold", no_wrap=name in ("step", "state"))
+        table.add_column(name, overflow="fold", no_wrap=name in ("step", "checkpoint", "state"))
     for each in listed:
         size = "" if each.bytes is None else decimal(each.bytes)
         tiers = " ".join(each.tiers)
@@ -184,7 +184,10 @@ def export(
 
 @app.command()
 def whose(
-    file: Annotated[Path, typer.Argument(help="A file that `dlac export` wrote, wherever it was copied.", exists=True)],
+    file: Annotated[
+        Path,
+        typer.Argument(help="A file that `dlac export` wrote, wherever it was copied.", exists=True, dir_okay=False),
+    ],
     home: Home = None,
     spec: SpecOption = None,
     as_json: AsJson = False,

@@ -23,6 +23,7 @@ from dlac_pipeline.commands.shared import (
     SpecOption,
     ago,
     lakehouse_of,
+    show_rows,
 )
 
 app = typer.Typer()
@@ -87,12 +88,7 @@ def sql(
     if as_json:
         sys.stdout.write(json.dumps([dict(zip(names, row, strict=True)) for row in rows], default=_json_value) + "\n")
         return
-    table = Table()
-    for name in names:
-        table.add_column(Text(name))
-    for row in rows:
-        table.add_row(*(Text("NULL", style="dim") if value is None else Text(str(value)) for value in row))
-    OUT.print(table)
+    show_rows(names, rows)
 
 
 @app.command()

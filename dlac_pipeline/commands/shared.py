@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -21,7 +22,10 @@ from dlac_pipeline.spec import JobSpec, home_folder, read_spec
 if TYPE_CHECKING:
     from catalog.connect import Lakehouse
 
-OUT, ERR = Console(), Console(stderr=True)
+_WIDE = 100_000
+"""Columns of what is no terminal: nothing is folded, nor cut off, for the program that reads it."""
+OUT = Console(width=None if getattr(sys.stdout, "isatty", bool)() else _WIDE)
+ERR = Console(stderr=True)
 
 Home = Annotated[
     Path | None,
@@ -83,6 +87,26 @@ def steps_bar() -> Progress:
         TimeRemainingColumn(),
     )
     return Progress(*columns, console=ERR, transient=True)
+
+
+def show_rows(names: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """A table, or one for each row, a field per line, where that would be wider than the terminal; None is NULL."""
+    cells = [[Text("NULL", style="dim") if value is None else Text(str(value)) for value in row] for row in rows]
+    table = Table()
+    for name in names:
+        table.add_column(Text(name))
+    for row in cells:
+        table.add_row(*row)
+    if OUT.measure(table, options=OUT.options.update(width=_WIDE)).maximum <= OUT.width:
+        OUT.print(table)
+        return
+    for row in cells:
+        one = Table(show_header=False)
+        one.add_column(overflow="fold")
+        one.add_column(overflow="fold")
+        for name, cell in zip(names, row, strict=True):
+            one.add_row(Text(name), cell)
+        OUT.print(one)
 
 
 def show_facts(facts: dict[str, object], *, as_json: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import shlex
 import subprocess
 import sys
 from contextlib import suppress
@@ -189,3 +190,50 @@ def test_a_bar_shows_where_a_person_waits_and_nowhere_else(arena: Arena) -> None
         assert shown.stdout.read().decode() == quiet.stdout
     os.close(mine)
     assert b"reading checkpoints" in said
+
+
+def in_terminal(columns: int, *arguments: str) -> str:
+    """What a command shows in a terminal of so many columns."""
+    mine, terminal = pty.openpty()
+    environment = {**os.environ, "TERM": "dumb", "COLUMNS": str(columns)}
+    with subprocess.Popen([str(DLAC), *arguments], stdout=terminal, env=environment):
+        os.close(terminal)
+        said = b""
+        with suppress(OSError):  # the end of a terminal
+            while more := os.read(mine, 4096):
+                said += more
+    os.close(mine)
+    return said.decode()
+
+
+def test_what_is_shown_is_whole_in_a_pipe_and_in_a_narrow_terminal(arena: Arena) -> None:
+    """A pipe gets a line per row; a terminal that is too narrow for a row of SQL gets a line per field, and ids whole."""
+    arena.table(appends=(300,))
+    arena.train(arena.spec("r", world_size=1, passes=1, every_steps=5))
+    head = str(arena.head("r"))
+    wide = f"SELECT '{'x' * 70}' AS first, '{'y' * 70}' AS second"
+    assert any(f"{'x' * 70} │ {'y' * 70}" in line for line in dlac("sql", wide, home=arena.home).stdout.splitlines())
+    narrow = in_terminal(80, "sql", wide, "--home", str(arena.home))
+    assert narrow.count("x") == narrow.count("y") == 70
+    assert all(name in narrow for name in ("first", "second"))
+    assert head in dlac("checkpoints", "r", home=arena.home).stdout
+    assert head in in_terminal(80, "checkpoints", "r", "--home", str(arena.home))
+
+
+@pytest.mark.parametrize("more", [(), ("--json",)])
+def test_an_output_that_cannot_be_written_is_one_line(arena: Arena, more: tuple[str, ...]) -> None:
+    """A full disk behind standard output is told as that; a standard output that was closed is nobody's."""
+    command = [str(DLAC), "sql", "SELECT 1", *more, "--home", str(arena.home)]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, len(done.stderr.splitlines())) == (74, 1)
+    assert "No space left" in done.stderr
+    closed = subprocess.run(f"{shlex.join(command)} >&-", shell=True, stderr=subprocess.PIPE, text=True, check=False)
+    assert (closed.returncode, closed.stderr) == (0, "")
+
+
+def test_a_folder_is_no_file_of_weights(arena: Arena) -> None:
+    """`dlac whose` says so in a line."""
+    done = dlac("whose", str(arena.home), home=arena.home)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
