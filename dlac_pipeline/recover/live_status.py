@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +18,15 @@ from catalog.ledger import Ledger
 from catalog.plans import find_plan
 from catalog.run_rows import HEAD_KINDS, Fence, Row, checkpoint_rows, lineage_of
 from dlac_pipeline.plan.leg import Leg
-from dlac_pipeline.ranks.progress import Progress, read_all_progress
+from dlac_pipeline.ranks.progress import Phase, Progress, read_all_progress
 from dlac_pipeline.recover.coordinator import attempts_without_progress, launch_folder_of
 from dlac_pipeline.recover.leg_choice import leg_of
 
 _OF_ADVANCES = ("seq", "checkpoint_id", "attempt", "source", "pass", "plan_id", "rows_consumed")
 _RATE_OVER_S = 15.0
 """Steps per second are those of this long."""
+_SILENT_S = 30.0
+"""Ranks that have given no sign for so long are told as that, in place of what they did last."""
 
 
 class LiveStatus:
@@ -58,25 +59,26 @@ class LiveStatus:
         step = max(head_step, min((each.step for each in ranks), default=0))
         steps_per_s = self._rate(ranks, now)
         began = min((each.spent.began for each in ranks if each.spent.began), default=None)
-        age_s = None if head is None else (datetime.now(UTC) - head["committed_at"]).total_seconds()
-        trained_s = None if began is None else now - began
+        committed_at = None if head is None else head["committed_at"].timestamp()
+        last_sign = max((each.at for each in ranks), default=None)
+        in_danger_since = max((each for each in (committed_at, began) if each is not None), default=last_sign)
         leg = None if head is None else leg_of(self._rows, head["checkpoint_id"])
         total = self._total_steps()
         return {
             "run": self._run,
-            "state": "finished" if self._finished else _doing(ranks),
+            "state": "finished" if self._finished else _doing(ranks, now),
             "step": step,
             "total_steps": total,
             "loss": self._loss(head, ranks),
             **self._speed(leg, steps_per_s),
             "consumed_share": self._consumed_share(ranks),
-            "checkpoint_age_s": None if age_s is None else round(age_s, 1),
+            "checkpoint_age_s": None if committed_at is None else round(now - committed_at, 1),
             "at_risk_steps": step - head_step,
-            "at_risk_s": _at_risk_s(age_s, trained_s) if ranks else 0.0,
+            "at_risk_s": _lasted_s(in_danger_since, last_sign) if step > head_step else 0.0,
             "attempt": self._fence.attempt,
             "attempts_without_progress": 0 if self._finished else attempts_without_progress(self._rows),
             "eta_s": None if not total or not steps_per_s else round(max(0, total - step) / steps_per_s, 1),
-            "last_sign_s": round(now - max(each.at for each in ranks), 1) if ranks else None,
+            "last_sign_s": None if last_sign is None else round(now - last_sign, 1),
             "problem": self._problem,
         }
 
@@ -114,8 +116,8 @@ class LiveStatus:
         return next((event["total_steps"] for event in reversed(said) if event["event"] == "training"), None)
 
     def _rate(self, ranks: list[Progress], now: float) -> float | None:
-        """Steps per second."""
-        if not ranks:
+        """Steps per second; of an attempt from its first finished step on, for until then it starts and loads."""
+        if not ranks or not all(each.spent.rows for each in ranks):
             self._steps.clear()
             return None
         step = min(each.step for each in ranks)
@@ -139,7 +141,10 @@ class LiveStatus:
         return losses[-1] if losses else None
 
     def _consumed_share(self, ranks: list[Progress]) -> float | None:
-        """Of the live rows of the passes that the sources are in: what is committed, and what the ranks did since."""
+        """Of the live rows of the passes that the sources are in: what is committed, and what the ranks did since.
+
+        What they did beyond the end of a pass is of the next.
+        """
         lineage = set(lineage_of(self._rows, self._fence.head))
         mine = [row for row in self._advances if row["checkpoint_id"] in lineage]
         if not mine:
@@ -151,7 +156,7 @@ class LiveStatus:
         committed = sum(row["rows_consumed"] for row in self._advances if row["attempt"] == self._fence.attempt)
         in_flight = max(0, sum(each.spent.rows for each in ranks) - committed)
         done = sum(row["rows_consumed"] for row in current) + in_flight
-        return round(min(1.0, done / live), 4) if live else None
+        return round((done % live or min(done, live)) / live, 4) if live else None
 
     def _live_rows_of(self, plan_id: str) -> int:
         if plan_id not in self._live_rows:
@@ -164,11 +169,14 @@ def _sources(rows: list[Row]) -> set[int]:
     return {int(row["source"]) for row in rows}
 
 
-def _doing(ranks: list[Progress]) -> str:
+def _doing(ranks: list[Progress], now: float) -> str:
     """What the rank does that is furthest behind; nothing is known without signs of life."""
-    return min(ranks, key=lambda each: (each.step, each.at)).doing if ranks else "open"
+    if not ranks:
+        return "open"
+    furthest_behind = min(ranks, key=lambda each: (each.step, each.at))
+    silent = furthest_behind.phase != Phase.DONE and now - max(each.at for each in ranks) > _SILENT_S
+    return "no sign of life" if silent else furthest_behind.doing
 
 
-def _at_risk_s(age_s: float | None, trained_s: float | None) -> float:
-    """Seconds of training since the last checkpoint, or since the attempt began."""
-    return round(min((each for each in (age_s, trained_s) if each is not None), default=0.0), 1)
+def _lasted_s(since: float | None, until: float | None) -> float:
+    return 0.0 if since is None or until is None else round(max(0.0, until - since), 1)

@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from catalog.branches import rewind
 from catalog.ledger import Ledger
+from dlac_pipeline.ranks.progress import Phase, ProgressWriter, Spent
+from dlac_pipeline.recover.coordinator import take_over
 from dlac_pipeline.recover.live_status import LiveStatus
 from dlac_pipeline.recover.status import run_status
 
@@ -59,3 +63,49 @@ def test_a_checkpoint_that_is_committed_meanwhile_is_no_step_0(arena: Arena, mon
     steps = {row["checkpoint_id"]: row["step"] for row in arena.rows("r", "checkpoint")}
     assert (status["step"], steps[status["head_checkpoint"]]) == (5, 5)
     assert run_status(arena.lakehouse, "r")["step"] == 10
+
+
+def test_what_is_at_risk_ends_with_the_last_sign_of_life(arena: Arena, tmp_path: Path) -> None:
+    """Nothing while no step is done; a run whose processes are gone loses no more from then on, and is told as silent."""
+    folder = claimed_again(arena, tmp_path)
+    began = time.time() - 1000
+    ProgressWriter(folder, 0).write(5, Phase.TRAINING, spent=Spent(in_hand=6, began=began))
+    facts = LiveStatus(arena.lakehouse, "r").look()
+    assert (facts["state"], facts["at_risk_steps"], facts["at_risk_s"]) == ("computing", 0, 0.0)
+    ProgressWriter(folder, 0).write(7, Phase.TRAINING, spent=Spent(in_hand=8, rows=64, began=began))
+    with arena.monkeypatch.context() as patched:
+        later = time.time() + 5000
+        patched.setattr(time, "time", lambda: later)
+        facts = LiveStatus(arena.lakehouse, "r").look()
+    assert (facts["state"], facts["at_risk_steps"]) == ("no sign of life", 2)
+    assert facts["at_risk_s"] < 4000 < facts["last_sign_s"]
+
+
+def test_what_is_consumed_behind_a_pass_is_of_the_next(arena: Arena, tmp_path: Path) -> None:
+    """Also before a checkpoint of it is committed."""
+    folder = claimed_again(arena, tmp_path)
+    status = LiveStatus(arena.lakehouse, "r")
+    for rows, share in ((0, 160 / 500), (340, 1.0), (400, 60 / 500)):
+        ProgressWriter(folder, 0).write(5 + rows // 32, Phase.TRAINING, spent=Spent(rows=rows))
+        assert status.look()["consumed_share"] == share
+
+
+def test_a_rate_begins_with_the_first_finished_step(arena: Arena, tmp_path: Path) -> None:
+    """What came before was starting and loading, and would make the first estimate too long."""
+    folder = claimed_again(arena, tmp_path)
+    status = LiveStatus(arena.lakehouse, "r")
+    rates = []
+    for step, rows in ((5, 0), (6, 32), (7, 64)):
+        ProgressWriter(folder, 0).write(step, Phase.TRAINING, spent=Spent(rows=rows))
+        rates.append(status.look()["samples_per_s"])
+    assert rates[:2] == [None, None]
+    assert rates[2] is not None
+
+
+def claimed_again(arena: Arena, folder: Path) -> Path:
+    """The launch folder of an attempt that goes on behind step 5 of a run; it has no ranks but what a test writes down."""
+    arena.table(appends=(500,))
+    spec = arena.spec("r", world_size=1, passes=2, every_steps=5)
+    arena.train(spec, until=7)
+    take_over(arena.lakehouse, spec, nonce="n", launch_folder=str(folder))
+    return folder
