@@ -10,7 +10,7 @@ from assets.failures import OWNERS, PREEMPTED_TAG, RUN_TAG, STEPPED_ASIDE_TAG, f
 from assets.planning import metadata_of_this_run, work_plan
 from assets.resources import JobResource
 from assets.supervised import Event, supervised
-from catalog.errors import Preempted, RunBusy, RunFinished, SteppedAside
+from catalog.errors import LeftUnfinished, Preempted, RunBusy, RunFinished, SteppedAside
 from dlac_pipeline.request import OPERATOR, Request
 
 POOL = "trainers"
@@ -93,6 +93,12 @@ def _fail_if_unfinished(context: dg.AssetExecutionContext, last: Event) -> None:
     if last["event"] == "error":
         if last["kind"] != RunFinished.__name__:  # recovering twice changes nothing
             raise failure(context, last["kind"], last["message"])
+    elif last["ending"] == "left":
+        raise failure(
+            context,
+            LeftUnfinished.__name__,
+            f"the script ended at step {last['step']}, behind a checkpoint, and not the run",
+        )
     elif last["ending"] == "stopped":
         if not tag_of(context.instance.get_run_by_id(context.run_id), PREEMPTED_TAG):
             tag(context, PREEMPTED_TAG, "supervisor")

@@ -9,6 +9,7 @@ DlacError
 │   ├── UnsupportedDeletes    the snapshot carries delete files that cannot be applied
 │   ├── TableReplaced         the table was dropped and created again since the plan
 │   ├── EmptyPlan             a pass would have no live row
+│   ├── ScriptInvalid         the training script cannot be run, or does not do its part
 │   ├── TransformFailed       the user's transform raised, rejected rows, or broke its contract
 │   ├── NothingToRehearse     no kept checkpoint has a committed successor
 │   ├── TokenizerUnreadable   a tokenizer cannot be loaded, or lacks a token
@@ -36,6 +37,7 @@ DlacError
 │   └── WorldSizeUnsupported  the saved state cannot be loaded by this number of ranks
 └── TrainingFailed            the ranks died
     ├── NoProgress            several attempts in a row committed nothing
+    ├── LeftUnfinished        the script ended well, and the run has not
     ├── NodesMissing          fewer machines than the job wants came together
     ├── ClusterRefused        the cluster's scheduler does not take the job
     ├── ClusterSilent         the cluster's scheduler does not answer any more; the job is left as it is
@@ -99,6 +101,10 @@ class TableReplaced(BadInput):
 
 class EmptyPlan(BadInput):
     """A pass would have no live row."""
+
+
+class ScriptInvalid(BadInput):
+    """The training script cannot be run, or does not do its part: restore, then a batch, then its step's end."""
 
 
 class TransformFailed(BadInput):
@@ -249,6 +255,12 @@ class NoProgress(TrainingFailed):
     """Several attempts in a row committed nothing."""
 
     exit_code = 85
+    transient = False
+
+
+class LeftUnfinished(TrainingFailed):
+    """The script ended with exit status 0 before the run did."""
+
     transient = False
 
 

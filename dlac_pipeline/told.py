@@ -1,4 +1,7 @@
-"""What a rank is told when it starts: its job spec, its lakehouse, and its resume point, whose cursors it checks."""
+"""What a rank is told when it starts: its job spec, its lakehouse, and its resume point, whose cursors it checks.
+
+Without a supervisor rank 0 claims the run, and tells the others.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,19 @@ import json
 import os
 import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 from catalog.connect import Lakehouse, connect
-from catalog.errors import CatalogUnreachable, CursorMismatch, SpecInvalid
+from catalog.errors import CatalogUnreachable, CursorMismatch, DlacError, SpecInvalid, TrainingFailed
+from dlac_pipeline.checkpoint.failures import failing_together
+from dlac_pipeline.checkpoint.store import Tiers
+from dlac_pipeline.checkpoint.tree import RankTree
 from dlac_pipeline.plan.order import LegOrder, ReaderState
-from dlac_pipeline.recover.coordinator import ResumePoint
+from dlac_pipeline.recover.coordinator import ResumePoint, new_nonce, take_over
+from dlac_pipeline.recover.leg_choice import Wish
 from dlac_pipeline.recover.patience import PATIENCE_S, waiting_for
+from dlac_pipeline.recover.run_lock import run_lock
 from dlac_pipeline.spec import JobSpec, home_folder, parse_spec, read_spec
 
 _FIRST_LOOK_S, _LOOK_S = 0.02, 0.2
@@ -58,6 +67,31 @@ def await_resume_point(folder: Path) -> ResumePoint:
         time.sleep(pause_s)
         pause_s = min(_LOOK_S, pause_s * 1.05)
     return ResumePoint.from_json(path.read_text())
+
+
+def claimed(
+    lakehouse: Lakehouse, spec: JobSpec, tree: RankTree, tiers: Tiers | None, *, takeover: bool, held: ExitStack
+) -> ResumePoint:
+    """Without a supervisor rank 0 takes the run over; `held` keeps the run's lock; the first of a machine proves its `tiers`.
+
+    Raises:
+        DlacError: on rank 0, why it could not; on the others, that it could not.
+    """
+    with failing_together(tree, doing="looking at the checkpoint store"):
+        if tiers is not None:
+            tiers.check_writable()
+    said = None
+    if tree.rank == 0:
+        try:
+            held.enter_context(run_lock(spec.checkpoint.local, spec.run, wait_s=0.0, takeover=takeover))
+            said = take_over(lakehouse, spec, nonce=new_nonce(), wish=Wish(repin=True)).to_json()
+        except DlacError as err:
+            tree.broadcast(json.dumps({"error": str(err)}).encode())
+            raise
+    answer = tree.broadcast(None if said is None else said.encode()).decode()
+    if "error" in json.loads(answer):
+        raise TrainingFailed(f"rank 0 could not take over the run: {json.loads(answer)['error']}")
+    return ResumePoint.from_json(answer)
 
 
 def check_restored(order: LegOrder, step: int, found: ReaderState) -> None:

@@ -134,6 +134,7 @@ _LINES = {
     "preempted": "[yellow]preempted:[/] {message}",
     "straggler": "[yellow]straggler:[/] {message}",
     "stopped": "stopped behind step {step}",
+    "left": "the script ended at step {step} of {total_steps}, behind a checkpoint; start it again to go on",
     "caught_up": "caught up behind step {step}; goes on with what is appended",
 }
 _RECOVERED = "[yellow]recovered[/] in {total_s:.1f} s from {resumed_from}; {rows_replayed} rows replayed"

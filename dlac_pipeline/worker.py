@@ -14,7 +14,6 @@ Under `dlac train` the launch folder tells it who it is. Under torchrun or the `
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Iterator
@@ -29,12 +28,11 @@ import torch.distributed as dist
 
 from catalog.commits import Attempt, finish
 from catalog.connect import Lakehouse
-from catalog.errors import DlacError, ResumeMismatch, TrainingFailed
+from catalog.errors import DlacError, ResumeMismatch, ScriptInvalid
 from catalog.ledger import Ledger
 from catalog.pins import let_go
 from dlac_pipeline.checkpoint.conversion import load_state
 from dlac_pipeline.checkpoint.engines import Engine, adapt, skip_shared_memory_op
-from dlac_pipeline.checkpoint.failures import failing_together
 from dlac_pipeline.checkpoint.manager import Committed
 from dlac_pipeline.checkpoint.opening import open_manager
 from dlac_pipeline.checkpoint.pulse import Beat, Pulse
@@ -50,12 +48,9 @@ from dlac_pipeline.ranks.signs import Signs
 from dlac_pipeline.read.batch import Batch
 from dlac_pipeline.read.exchange import Waits, summing_over
 from dlac_pipeline.read.open import open_leg
-from dlac_pipeline.recover.coordinator import ResumePoint, new_nonce, take_over
-from dlac_pipeline.recover.leg_choice import Wish
 from dlac_pipeline.recover.machine import folder_here
-from dlac_pipeline.recover.run_lock import run_lock
 from dlac_pipeline.spec import JobSpec
-from dlac_pipeline.told import await_resume_point, check_restored, job_spec, open_lakehouse
+from dlac_pipeline.told import await_resume_point, check_restored, claimed, job_spec, open_lakehouse
 from dlac_pipeline.track.tracker import ReaderStateTracker
 from dlac_pipeline.when import When
 
@@ -67,6 +62,8 @@ _GROUP_TIMEOUT_S = 86_400.0
 @contextmanager
 def training_run(spec: str | Path | None = None, *, takeover: bool = False) -> Iterator[TrainingRun]:
     """The training run of this rank; joins the process group, claims or is told the attempt, cleans up behind itself.
+
+    A script may leave it between two steps, on all ranks at the same one, before the run is over: behind a checkpoint.
 
     `takeover` fences off a launch of the same run that is still alive, instead of being refused; under `dlac train` the
     command says so.
@@ -80,7 +77,7 @@ def training_run(spec: str | Path | None = None, *, takeover: bool = False) -> I
         run = TrainingRun(folder, job_spec(folder, spec), takeover=takeover, held=held)
         try:
             yield run
-            run.settle()
+            run.leave()
         except Exception as err:
             if (
                 folder is not None
@@ -117,11 +114,16 @@ class TrainingRun:
         self._when = When(spec, self.rank, folder, self._events)
         held.callback(self._when.close)  # last: a peer that is gone must not keep this rank beyond its deadline
         self._lakehouse = open_lakehouse(spec, supervised=folder is not None)
-        self.resume_point = await_resume_point(folder) if folder is not None else self._claim(takeover, held)
+        if folder is None:
+            tiers = self._tiers if self._first_of_machine else None
+            self.resume_point = claimed(self._lakehouse, spec, self._tree, tiers, takeover=takeover, held=held)
+        else:
+            self.resume_point = await_resume_point(folder)
         self._open_reader(self._lakehouse)
         self._when.resumed(self.resume_point, self._lakehouse)
         self._engine: Engine | None = None
         self._batch: Batch | None = None
+        self._over = False
 
     @property
     def stopped(self) -> bool:
@@ -185,10 +187,10 @@ class TrainingRun:
         """This rank's part of every remaining global batch; ends behind the last step, or behind a checkpoint when asked to stop.
 
         Raises:
-            TrainingFailed: `restore` was not called, or `step_done` was left out.
+            ScriptInvalid: `restore` was not called, or `step_done` was left out.
         """
         if self._engine is None:
-            raise TrainingFailed(
+            raise ScriptInvalid(
                 "expected run.restore(engine) before run.batches(): without it nothing can be checkpointed"
             )
         self._signs.doing(Phase.TRAINING, self.step)
@@ -198,13 +200,14 @@ class TrainingRun:
             self._batch = batch
             yield batch
             if self._batch is not None:
-                raise TrainingFailed(f"expected run.step_done(loss) for step {batch.step} before the next batch")
+                raise ScriptInvalid(f"expected run.step_done(loss) for step {batch.step} before the next batch")
             if self.stopped or batch.step == self.resume_point.rehearses_until:
                 break
         if self.resume_point.rehearses_until:
             self._rehearsed()
         else:
             self._end()
+        self._over = True
 
     def step_done(self, loss: torch.Tensor | float, *, applied: bool | None = None) -> None:
         """Record that the optimizer step of the last batch is done; takes a checkpoint when one is due.
@@ -217,7 +220,7 @@ class TrainingRun:
         """
         engine, batch = self._engine, self._batch
         if engine is None or batch is None:
-            raise TrainingFailed("expected a batch from run.batches() before run.step_done(loss)")
+            raise ScriptInvalid("expected a batch from run.batches() before run.step_done(loss)")
         self._batch = None
         self._tracker.step_done(batch, applied=engine.step_applied() if applied is None else applied)
         said = loss.item() if isinstance(loss, torch.Tensor) else loss
@@ -238,6 +241,23 @@ class TrainingRun:
             CheckpointError, LedgerError: it failed; the one before is untouched.
         """
         self._report(self._manager.settle())
+
+    def leave(self) -> None:
+        """The script is done: what it has trained is committed, also where it leaves before the run is over.
+
+        Not in the middle of a step, nor before `restore`: nobody knows then what is in the model. Raises as `settle` does.
+        """
+        self.settle()
+        engine = self._engine
+        if self._over or engine is None or self._batch is not None or self.resume_point.rehearses_until:
+            return
+        if self.stopped or self.step == self.total_steps:
+            self._end()
+            return
+        if self.step > self._tracker.committed_step:
+            self._checkpoint(engine, "left", wait=True)
+        self._events.write({"event": "left", "step": self.step, "total_steps": self.total_steps})
+        self._signs.doing(Phase.DONE, self.step)
 
     def close(self) -> None:
         """End threads, leave the process group."""
@@ -334,25 +354,6 @@ class TrainingRun:
         join()
         group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=self._patience)
         return group
-
-    def _claim(self, takeover: bool, held: ExitStack) -> ResumePoint:
-        """Without a supervisor rank 0 takes the run over, and holds its lock."""
-        with failing_together(self._tree, doing="looking at the checkpoint store"):
-            if self._first_of_machine:
-                self._tiers.check_writable()
-        said = None
-        if self.rank == 0:
-            local = self.spec.checkpoint.local
-            try:
-                held.enter_context(run_lock(local, self.spec.run, wait_s=0.0, takeover=takeover))
-                said = take_over(self._lakehouse, self.spec, nonce=new_nonce(), wish=Wish(repin=True)).to_json()
-            except DlacError as err:
-                self._tree.broadcast(json.dumps({"error": str(err)}).encode())
-                raise
-        answer = self._tree.broadcast(None if said is None else said.encode()).decode()
-        if "error" in json.loads(answer):
-            raise TrainingFailed(f"rank 0 could not take over the run: {json.loads(answer)['error']}")
-        return ResumePoint.from_json(answer)
 
     def _open_reader(self, lakehouse: Lakehouse) -> None:
         point = self.resume_point

@@ -21,7 +21,7 @@ MOST_OVERHEAD = 0.1
 """Share of the time that checkpoints may take at the most, whatever the failure rate."""
 _FIRST_S = 60.0
 """Until the first checkpoint of a run, whose cost nobody knows yet."""
-_LEFT_WELL = ("end", *NOTICES)
+_LEFT_WELL = ("end", "left", *NOTICES)
 """Reasons of last checkpoints."""
 _NEWS = 0.1
 """Relative change of the interval that is worth an event."""

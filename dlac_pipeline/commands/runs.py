@@ -173,4 +173,5 @@ def _launch(request: Request) -> None:
         on_ending_signals(launcher.leave)  # this machine's
         on_signals((signal.SIGINT,), launcher.stop)  # a person's
         outcome = launcher.run()
-    OUT.print(f"run {run!r} {outcome.ending} at step {outcome.step} after {outcome.attempts} attempt(s)", markup=False)
+    ending = outcome.ending if outcome.ending != "left" else "was left by its script, behind a checkpoint,"
+    OUT.print(f"run {run!r} {ending} at step {outcome.step} after {outcome.attempts} attempt(s)", markup=False)

@@ -30,6 +30,7 @@ class Fleet:
         self.started_at = own.started_at
         self.ask_to_stop = own.ask_to_stop
         self.end = own.end
+        self.kept_errors = own.kept_errors
         self._own = own
         self._crew = crew
         self._beats: dict[int, int] = {}

@@ -207,6 +207,10 @@ class RankGroup:
         ended = [exit_ for exit_ in self._exits() if exit_.code != 0 and (exit_.kind or not self._was_done(exit_.rank))]
         return ended and [*ended, *self._leaving()]
 
+    def kept_errors(self) -> list[Exit]:
+        """Ranks that ended well although they have left the reason of a failure behind: the script kept it to itself."""
+        return [exit_ for exit_ in self._exits() if exit_.code == 0 and exit_.kind]
+
     def all_exited(self) -> bool:
         """Whether no rank is running."""
         return all(process.poll() is not None for process in self._processes.values())

@@ -9,6 +9,8 @@ import os
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 
 def join() -> None:
@@ -25,6 +27,6 @@ def join() -> None:
     if restart is None or os.environ.get("GROUP_WORLD_SIZE") != "1":
         dist.init_process_group(backend)
         return
-    kept, rank, world_size = next(iter(dist.rendezvous("env://")))
-    store = dist.PrefixStore(f"restart-{restart}", kept)
+    kept, rank, world_size = next(iter(rendezvous("env://")))
+    store = PrefixStore(f"restart-{restart}", kept)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)

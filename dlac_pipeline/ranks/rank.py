@@ -20,8 +20,9 @@ from typing import Any
 
 from setproctitle import setproctitle
 
-from catalog.errors import DlacError, TrainingFailed, name_of
+from catalog.errors import DlacError, ScriptInvalid, TrainingFailed, name_of
 from dlac_pipeline.ranks.launch_folder import pid_file, reason_file
+from dlac_pipeline.ranks.progress import read_progress
 
 RUN_VARIABLE = "DLAC_RUN"
 """Names the run, for whoever looks at processes."""
@@ -71,12 +72,27 @@ def main() -> None:
     sys.path.insert(0, str(Path(script).parent))
     try:
         runpy.run_path(script, run_name="__main__")
-    except Exception as err:
+    except Exception as found:
+        err = _as_said(found, script)
         leave_reason(err)
         with suppress(OSError):  # the log may lie on the disk that is full
             traceback.print_exc()
             sys.stderr.flush()
         sys.exit(err.exit_code if isinstance(err, DlacError) else 1)
+
+
+def _as_said(err: Exception, script: str) -> Exception:
+    """The error of a script that ended with one; what every attempt would meet again, as that.
+
+    A module that is missing before training has begun is so for good; one that is missing later may have been there.
+    """
+    mistyped = isinstance(err, SyntaxError) and err.filename == script
+    began = read_progress(Path(os.environ[LAUNCH_VARIABLE]), int(os.environ["RANK"])) is not None
+    if not mistyped and (began or not isinstance(err, ModuleNotFoundError)):
+        return err
+    return ScriptInvalid(
+        f"expected a training script that can be run, found {type(err).__name__}: {err}; mend {script}"
+    )
 
 
 def pid_of(launch: Path, rank: int) -> int:

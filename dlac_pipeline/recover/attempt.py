@@ -21,7 +21,7 @@ import tenacity
 
 from catalog.connect import Lakehouse
 from catalog.durable_io import write_durably
-from catalog.errors import CatalogUnreachable, DlacError
+from catalog.errors import CatalogUnreachable, DlacError, LeftUnfinished
 from catalog.ledger import Ledger
 from catalog.plans import get_plan
 from dlac_pipeline.checkpoint.files import make_below
@@ -128,7 +128,7 @@ class SupervisedAttempt:
         self.committed = False
         self._trains = False
         self._asked_at: float | None = None
-        self._ending: Ending = "left"
+        self._ending: Ending | None = None
 
     @property
     def others(self) -> list[int]:
@@ -254,7 +254,19 @@ class SupervisedAttempt:
             time.sleep(POLL_S)
 
     def _ended(self, ranks: Fleet, *, grows: bool) -> Ending | Regather:
-        """How it has ended; where machines come or go and nobody has stopped the run, it goes on with those that are there."""
+        """How it has ended; where machines come or go and nobody has stopped the run, it goes on with those that are there.
+
+        Raises:
+            LeftUnfinished: no rank has said how, and nobody has asked them to leave.
+        """
+        if self._ending is None and self._asked_at is None:
+            kept = "".join(f", of {each.kind}: {each.message}" for each in ranks.kept_errors()[:1])
+            raise LeftUnfinished(
+                f"expected the script of run {self._spec.run!r} to train to the end of run.batches(), or to leave `with "
+                f"training_run()` between two steps; found that it ended with exit status 0 at step {self.step}{kept}: "
+                "what is committed is kept; mend the script, and start it again"
+            )
+        self._ending = self._ending or "stopped"
         if self._ending != "stopped" or self._supervision.stop.is_set() or not (grows or ranks.leaving):
             return self._ending
         cause = "more nodes have come" if grows else f"leaving: node {', '.join(ranks.leaving)}"
@@ -318,7 +330,7 @@ class SupervisedAttempt:
         for event in self._new_events():
             if event["event"] == "checkpoint":
                 self.committed = True
-            if event["event"] in ("finished", "stopped", "caught_up"):
+            if event["event"] in ("finished", "stopped", "caught_up", "left"):
                 self._ending = event["event"]
             self._trains = self._trains or event["event"] == "training"
             self._say(event)
@@ -352,7 +364,9 @@ def started(spec: JobSpec, folder: Path, crew: Crew, starter: Starter) -> RankGr
     """
     with storing(folder):
         make_below(folder.parent, folder)
-        (folder / "spec.json").write_text(spec.model_dump_json())
+        path = folder / "spec.json"
+        path.touch(mode=0o600)  # credentials may stand in it
+        path.write_text(spec.model_dump_json())
     forget_launches(folder.parent)
     return RankGroup(spec, folder, crew.share, starter)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
 from catalog.errors import (
     CheckpointDamaged,
@@ -14,12 +15,13 @@ from catalog.errors import (
     NoRestorableCheckpoint,
     ResumeMismatch,
     RunFinished,
+    ScriptInvalid,
     SpecInvalid,
     StoreUnavailable,
     TableReplaced,
-    TrainingFailed,
 )
 from catalog.run_rows import Row
+from dlac_pipeline import training_run
 from dlac_pipeline.checkpoint.files import StoreFiles
 from dlac_pipeline.checkpoint.manifest import content_digest, read_manifest, verify_files
 from dlac_pipeline.checkpoint.store import MANIFEST, folder_of
@@ -218,6 +220,17 @@ def test_a_manifest_of_a_newer_format_is_refused(arena: Arena, spec: JobSpec) ->
         read_manifest(row["manifest_uri"], content_digest(newer.to_bytes()), StoreFiles())
 
 
+def test_a_model_that_is_not_wrapped_is_told_how(arena: Arena, spec: JobSpec) -> None:
+    """`run.restore(model)` names what to write instead."""
+    path = arena.home / "r1.yaml"
+    path.write_text(spec.model_dump_json())
+    with (
+        training_run(path) as run,
+        pytest.raises(ScriptInvalid, match=r"'Linear'.*dlac_pipeline\.TorchState\(model=model"),
+    ):
+        run.restore(torch.nn.Linear(4, 1))
+
+
 @pytest.mark.parametrize("store", ["a regular file", "below a regular file"])
 def test_a_store_that_cannot_be_written_is_named(arena: Arena, spec: JobSpec, store: str) -> None:
     """The first checkpoint ends the attempt with the store's path; nothing is committed."""
@@ -232,7 +245,7 @@ def test_a_store_that_cannot_be_written_is_named(arena: Arena, spec: JobSpec, st
 def test_a_rank_that_leaves_out_step_done_is_told(arena: Arena, spec: JobSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch that is never reported as done stops the run before the next one: nothing is recorded behind its back."""
     monkeypatch.setattr("dlac_pipeline.worker.TrainingRun.step_done", lambda self, loss: None)
-    with pytest.raises(TrainingFailed, match="step 1"):
+    with pytest.raises(ScriptInvalid, match="step 1"):
         arena.train(spec)
     assert arena.rows("r1", "checkpoint") == []
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.nn import Module
 
-from catalog.errors import SpecInvalid
+from catalog.errors import ScriptInvalid, SpecInvalid
 from dlac_pipeline.checkpoint.engines.deepspeed_state import DeepSpeedState, skip_shared_memory_op
 from dlac_pipeline.checkpoint.engines.engine import Engine
 from dlac_pipeline.checkpoint.engines.torch_state import TorchState
@@ -23,6 +23,7 @@ def adapt(engine: Any, wanted: str = "auto", **parts: Any) -> Engine:
     """The adapter for what a training script holds: a DeepSpeed engine, an adapter, or parts for which `wanted` names one.
 
     Raises:
+        ScriptInvalid: the script holds something that cannot be saved.
         SpecInvalid: the script holds something else than the job spec's `checkpoint.engine`.
     """
     if engine is not None and parts:
@@ -33,6 +34,12 @@ def adapt(engine: Any, wanted: str = "auto", **parts: Any) -> Engine:
     if engine is None:
         return _made_for(parts, wanted)
     adapter: Engine = DeepSpeedState(engine) if type(engine).__module__.startswith("deepspeed.") else engine
+    if not hasattr(adapter, "step_applied"):
+        raise ScriptInvalid(
+            f"expected a DeepSpeed engine or an adapter in run.restore(engine), found {type(engine).__name__!r}: wrap it, as in "
+            "run.restore(dlac_pipeline.TorchState(model=model, optimizer=optimizer)), or name the parts, as in "
+            "run.restore(model=model, optimizer=optimizer)"
+        )
     if wanted not in ("auto", adapter.name):
         raise SpecInvalid(
             f"expected the engine that the job spec names, checkpoint.engine = {wanted!r}, found that the script restores "

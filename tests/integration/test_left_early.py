@@ -1,0 +1,93 @@
+"""A script that ends before its run does: behind a checkpoint where it leaves between two steps, else as a failure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from catalog.errors import LeftUnfinished, ScriptInvalid
+from dlac_pipeline.recover.supervise import Supervisor
+
+if TYPE_CHECKING:
+    from tests.conftest import Arena
+
+SCRIPT = """
+import sys
+import torch
+import dlac_pipeline as dlac
+
+with dlac.training_run() as run:
+    run.restore(dlac.TorchState(model=torch.nn.Linear(4, 1)))
+    for batch in run.batches():
+        if batch.step == 18 and "in a step" in run.spec.params["leaves"]:
+            break
+        if batch.step == 18 and "exits" in run.spec.params["leaves"]:
+            sys.exit(0)
+        run.step_done(batch.mean(batch["x"].sum(-1)))
+        if run.step == 15 and "between steps" in run.spec.params["leaves"]:
+            break
+        if run.step == run.total_steps and "at the end" in run.spec.params["leaves"]:
+            break
+"""
+SILENT = """
+import dlac_pipeline as dlac
+from catalog.errors import DlacError
+
+try:
+    with dlac.training_run() as run:
+        for batch in run.batches():
+            run.step_done(0.0)
+except DlacError:
+    pass
+"""
+
+
+def supervisor(arena: Arena, script: str, leaves: str = "") -> Supervisor:
+    """Of a run of 20 steps of one rank with a checkpoint at each tenth."""
+    path = arena.home / "script.py"
+    path.write_text(script)
+    spec = arena.spec("r", world_size=1, passes=1, script=str(path), leaves=leaves, start="spawn")
+    return Supervisor(spec)
+
+
+def test_a_script_may_leave_between_two_steps(arena: Arena) -> None:
+    """A checkpoint of its last step is committed; the next start goes on behind it, and finishes the run exactly."""
+    arena.table(appends=(640,))
+    outcome = supervisor(arena, SCRIPT, "between steps").run()
+    assert (outcome.ending, outcome.step) == ("left", 15)
+    assert [row["step"] for row in arena.lineage("r")] == [10, 15]
+    outcome = supervisor(arena, SCRIPT, "at the end").run()
+    assert (outcome.ending, outcome.step) == ("finished", 20)
+    assert sorted(row for rows in arena.recorded("r").values() for row in rows) == list(range(640))
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [("def x(:", "SyntaxError"), ("import no_such_module", "No module named 'no_such_module'")],
+)
+def test_a_script_that_cannot_be_run_is_not_launched_again(arena: Arena, script: str, said: str) -> None:
+    """Every attempt would end alike: one is enough, and it says what to mend."""
+    arena.table(appends=(640,))
+    with pytest.raises(ScriptInvalid, match=said):
+        supervisor(arena, script).run()
+    assert len(arena.rows("r", "claim")) <= 1
+
+
+@pytest.mark.parametrize(
+    ("script", "leaves", "said"),
+    [
+        (SCRIPT, "in a step", "at step 17"),
+        pytest.param(SCRIPT, "exits", "at step 17", marks=pytest.mark.soak),
+        (SILENT, "", "run.restore"),
+        pytest.param("", "", "exit status 0 at step 0", marks=pytest.mark.soak),
+    ],
+    ids=["in a step", "exits", "keeps an error to itself", "never touches DLAC"],
+)
+def test_a_script_that_ends_otherwise_has_failed(arena: Arena, script: str, leaves: str, said: str) -> None:
+    """It is not launched again, and what was committed stays."""
+    arena.table(appends=(640,))
+    with pytest.raises(LeftUnfinished, match=said):
+        supervisor(arena, script, leaves).run()
+    assert len(arena.rows("r", "claim")) == 1
+    assert [row["step"] for row in arena.rows("r", "checkpoint")] == ([10] if leaves else [])
