@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import dagster as dg
 import pytest
 
+from assets.failures import NO_RECOVERY_TAG, tag_of
+from assets.training import model_checkpoint
 from catalog.errors import LeftUnfinished, ScriptInvalid
 from dlac_pipeline.recover.supervise import Supervisor
+from jobs.definitions import defs
+from tests.dagster_runs import job_config
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tests.conftest import Arena
 
 SCRIPT = """
@@ -91,3 +98,24 @@ def test_a_script_that_ends_otherwise_has_failed(arena: Arena, script: str, leav
         supervisor(arena, script, leaves).run()
     assert len(arena.rows("r", "claim")) == 1
     assert [row["step"] for row in arena.rows("r", "checkpoint")] == ([10] if leaves else [])
+
+
+@pytest.mark.filterwarnings("ignore")  # Dagster's own libraries warn of each other
+def test_dagster_shows_no_model_of_a_run_that_was_left(arena: Arena, tmp_path: Path) -> None:
+    """The run fails by name, and no sensor is to launch it again."""
+    arena.table(appends=(640,))
+    path = arena.home / "script.py"
+    path.write_text(SCRIPT)
+    spec = arena.spec("r", world_size=1, passes=1, script=str(path), leaves="between steps")
+    (tmp_path / "dagster").mkdir()
+    with dg.DagsterInstance.local_temp(
+        str(tmp_path / "dagster"), overrides={"telemetry": {"enabled": False}}
+    ) as instance:
+        job = defs.resolve_job_def("train_job")
+        done = job.execute_in_process(run_config=job_config(spec), instance=instance, raise_on_error=False)
+        assert not done.success
+        assert model_checkpoint.key not in {each.asset_key for each in done.get_asset_materialization_events()}
+        run = instance.get_run_by_id(done.run_id)
+        assert run is not None
+        assert tag_of(run, NO_RECOVERY_TAG) == "LeftUnfinished"
+    assert arena.lineage("r")[-1]["step"] == 15
