@@ -58,10 +58,10 @@ class ClusterSpec(BaseModel):
     )
     partition: str = Field(default="", description="Slurm: partition.")
     account: str = Field(default="", description="Slurm: account that pays.")
-    options: dict[str, str | bool] = Field(
+    options: dict[str, str] = Field(
         default_factory=dict,
-        description='Slurm: further options of sbatch by their long names, e.g. {constraint = "h100"}; true for those without a '
-        "value, e.g. {exclusive = true}.",
+        description='Slurm: further options of sbatch by their long names, e.g. {constraint = "h100"}; empty for those '
+        'without a value, e.g. {exclusive = ""}.',
     )
     queue: str = Field(default="", description="Kubernetes: Volcano's queue.")
     namespace: str = Field(default="", description="Kubernetes: namespace; empty: default.")
@@ -76,11 +76,8 @@ class ClusterSpec(BaseModel):
 
     @field_validator("env", "options")
     @classmethod
-    def _named(cls, settings: dict[str, str | bool]) -> dict[str, str | bool]:
+    def _named(cls, settings: dict[str, str]) -> dict[str, str]:
         wrong = [name for name in settings if not _PLAIN.fullmatch(name)]
         if wrong:
             raise ValueError(f"expected plain names, found {wrong[0]!r}: letters, digits, '_' and '-' only")
-        off = [name for name, value in settings.items() if value is False]
-        if off:
-            raise ValueError(f"expected a value or true for {off[0]!r}, found False: leave it out")
         return settings

@@ -127,7 +127,7 @@ class Slurm:
                 )
         in_script = {f"options.{name}": value for name, value in spec.cluster.options.items()}
         for name, said in {**in_script, "partition": spec.cluster.partition}.items():
-            if isinstance(said, str) and re.search(_CUT_BY_SBATCH, said):
+            if re.search(_CUT_BY_SBATCH, said):
                 raise SpecInvalid(
                     f"expected cluster.{name} without blanks, quotes, backslashes and '#', at which sbatch cuts a script's "
                     f"options, found {said!r}: write it without them"
@@ -164,7 +164,7 @@ class Slurm:
             "nodes": str(most) if least == most else f"{least}-{most}",
             "no-kill": None,
             "signal": f"TERM@{_leave_s(request)}",
-            **{name: None if value in (True, "") else value for name, value in cluster.options.items()},
+            **{name: value or None for name, value in cluster.options.items()},
         }
         task.srun_opts |= {"wait": "0", "kill-on-bad-exit": "0", "no-kill": None, "cpus-per-task": str(cluster.cpu)}
         task.srun_opts["open-mode"] = "append"  # a job that is queued again goes on in the same files

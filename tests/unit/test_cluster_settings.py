@@ -22,10 +22,10 @@ def pods(cluster: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def test_an_option_without_a_value_is_a_flag() -> None:
-    """true, or nothing behind the name."""
-    script = rendered(asked("slurm", {"options": {"exclusive": True, "contiguous": "", "comment": "word"}}))
+    """Nothing behind its name, not even an equals sign."""
+    script = rendered(asked("slurm", {"options": {"exclusive": "", "comment": "word"}}))
     (sbatch,) = re.findall(r"^#SBATCH (.*)$", script, re.MULTILINE)
-    assert {"--exclusive", "--contiguous", "--comment=word"} <= set(sbatch.split())
+    assert {"--exclusive", "--comment=word"} <= set(sbatch.split())
 
 
 def test_a_node_gets_a_secret_by_what_is_said_of_its_container() -> None:
@@ -62,7 +62,6 @@ def test_dollars_in_variables_stay_as_they_are() -> None:
         ),
         ("slurm", {"options": {"mail-type": "END#x"}}, r"cluster\.options\.mail-type .* found 'END#x'"),
         ("slurm", {"partition": "a b"}, r"cluster\.partition .* found 'a b'"),
-        ("slurm", {"options": {"exclusive": False}}, r"expected a value or true for 'exclusive', found False"),
         ("kubernetes", {"pod": {"foo": {}}}, r"expected no cluster\.pod\.foo"),
         (
             "kubernetes",
