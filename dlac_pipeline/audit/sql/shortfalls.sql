@@ -12,7 +12,7 @@ expected AS (
     JOIN legs AS s USING (run, leg)
     LEFT JOIN lineage AS p ON p.run = c.run AND p.checkpoint_id = c.parent
     CROSS JOIN LATERAL (SELECT unnest(range(s.key_groups)) AS key_group) AS g
-    WHERE coalesce(c.adopted, c.forked_from) IS NULL OR c.step > 0
+    WHERE c.step > coalesce(p.step, 0)
 ),
 steps AS (
     SELECT run, checkpoint_id, key_group, min(first_step) AS first_step, max(last_step) AS last_step
