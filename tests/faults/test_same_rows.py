@@ -42,7 +42,7 @@ def test_rows_at_which_ranks_die_again_and_again_are_quarantined(arena: Arena) -
     )
 
 
-@pytest.mark.parametrize("rows", [300, 20])
+@pytest.mark.parametrize("rows", [pytest.param(300, marks=pytest.mark.soak), 20])
 def test_rows_behind_which_no_batch_is_left_are_quarantined_visibly(arena: Arena, rows: int) -> None:
     """They are those of the run's last batch, or of its only one: the leg that leaves them out is committed all the same."""
     arena.table(appends=(rows,))
@@ -59,6 +59,7 @@ def test_rows_behind_which_no_batch_is_left_are_quarantined_visibly(arena: Arena
     assert (report.rows_consumed, report.rows_quarantined) == (rows - len(last), len(last))
 
 
+@pytest.mark.soak
 def test_what_a_run_that_follows_its_table_leaves_out_is_left_out_once(arena: Arena) -> None:
     """It has nothing more to read then, and ends; the next launch knows of it, and does not die again."""
     arena.table(appends=(320,))
