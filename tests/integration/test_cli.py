@@ -27,6 +27,30 @@ def dlac(*arguments: str, home: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([str(DLAC), *arguments, "--home", str(home)], capture_output=True, text=True, check=False)
 
 
+class Command:
+    """The `dlac` command in this process, which spares its start."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        self._monkeypatch = monkeypatch
+        self._capsys = capsys
+
+    def __call__(self, *arguments: str, home: Path | None = None) -> subprocess.CompletedProcess[str]:
+        """Run it, on the lakehouse in `home`."""
+        command = ["dlac", *arguments, *(() if home is None else ("--home", str(home)))]
+        self._monkeypatch.setattr(sys, "argv", command)
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        said = self._capsys.readouterr()
+        assert isinstance(ended.value.code, int | None)
+        return subprocess.CompletedProcess(command, ended.value.code or 0, said.out, said.err)
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """`dlac`, as a function: an error that is not caught fails the test."""
+    return Command(monkeypatch, capsys)
+
+
 def write_spec(arena: Arena, run: str) -> Path:
     """A job spec file of a small run of one rank."""
     path = arena.home / f"{run}.json.yaml"
@@ -34,7 +58,7 @@ def write_spec(arena: Arena, run: str) -> Path:
     return path
 
 
-def test_a_run_is_planned_trained_looked_at_and_audited_from_the_command_line(arena: Arena) -> None:
+def test_a_run_is_planned_trained_looked_at_and_audited_from_the_command_line(arena: Arena, here: Command) -> None:
     """plan, train, status, audit and sql agree about the run, and the printed SQL answers without DLAC."""
     arena.table(appends=(300, 300))
     spec = write_spec(arena, "by-hand")
@@ -48,16 +72,16 @@ def test_a_run_is_planned_trained_looked_at_and_audited_from_the_command_line(ar
     report = json.loads(audit.stdout)
     assert audit.returncode == 0
     assert (report["exact"], report["rows_consumed"], report["passes_finished"]) == (True, 600, 1)
-    asked = dlac("sql", "SELECT max(step) AS step FROM lineage WHERE run = 'by-hand'", "--json", home=arena.home)
+    asked = here("sql", "SELECT max(step) AS step FROM lineage WHERE run = 'by-hand'", "--json", home=arena.home)
     assert json.loads(asked.stdout) == [{"step": 19}]
-    script = dlac("audit", "by-hand", "--explain", home=arena.home).stdout
+    script = here("audit", "by-hand", "--explain", home=arena.home).stdout
     with duckdb.connect() as plain:
         assert plain.execute(script).fetchall()
-    done = {each["table"]: each for each in json.loads(dlac("upkeep", "--keep", "1", "--json", home=arena.home).stdout)}
+    done = {each["table"]: each for each in json.loads(here("upkeep", "--keep", "1", "--json", home=arena.home).stdout)}
     assert done["consumption"]["expired_snapshots"] > 0
     assert done["consumption"]["removed_files"] > 0
-    assert "consumption" in dlac("upkeep", home=arena.home).stdout
-    assert dlac("audit", "by-hand", home=arena.home).returncode == 0
+    assert "consumption" in here("upkeep", home=arena.home).stdout
+    assert here("audit", "by-hand", home=arena.home).returncode == 0
     again = dlac("train", str(spec), home=arena.home)
     assert again.returncode == 82
     assert "RunFinished" in again.stderr
@@ -78,43 +102,43 @@ def test_a_run_is_planned_trained_looked_at_and_audited_from_the_command_line(ar
     ],
 )
 def test_a_wrong_request_is_one_clear_error_and_its_exit_status(
-    arena: Arena, arguments: tuple[str, ...], status: int, said: str
+    arena: Arena, here: Command, arguments: tuple[str, ...], status: int, said: str
 ) -> None:
     """No traceback: what was expected, what was found, and a status that schedulers can read."""
-    done = dlac(*arguments, home=arena.home)
+    done = here(*arguments, home=arena.home)
     assert done.returncode == status
     assert said in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_every_wrong_field_of_a_spec_is_named_at_once(arena: Arena) -> None:
+def test_every_wrong_field_of_a_spec_is_named_at_once(arena: Arena, here: Command) -> None:
     """A spec with three mistakes is mended in one go, not in three."""
     path = arena.home / "bad.toml"
     path.write_text(
         'run = "a b"\n[source]\ntable = "src.t"\ncolumns = ["x", "x"]\n'
         '[order]\nbatch_size = 30\nkey_groups = 8\n[launch]\nscript = "x.py"\n'
     )
-    done = dlac("train", str(path), home=arena.home)
+    done = here("train", str(path), home=arena.home)
     assert done.returncode == 64
     for named in ("run:", "source.columns:", "order:"):
         assert named in done.stderr
 
 
-def test_values_of_sql_come_as_they_are(arena: Arena) -> None:
+def test_values_of_sql_come_as_they_are(arena: Arena, here: Command) -> None:
     """What looks like markup is shown, NULL is told from text, and a decimal is a number in JSON."""
     query = "SELECT '[/a] :x:' AS \"[/b]\", NULL AS nothing, 1.50::DECIMAL(9, 2) AS price, sum(2) AS total"
-    shown = dlac("sql", query, home=arena.home)
+    shown = here("sql", query, home=arena.home)
     assert shown.returncode == 0, shown.stderr
     assert all(text in shown.stdout for text in ("[/a] :x:", "[/b]", "NULL", "1.50"))
-    answered = json.loads(dlac("sql", query, "--json", home=arena.home).stdout)
+    answered = json.loads(here("sql", query, "--json", home=arena.home).stdout)
     assert answered == [{"[/b]": "[/a] :x:", "nothing": None, "price": 1.5, "total": 2}]
 
 
 @pytest.mark.parametrize("arguments", [("status", "r"), ("audit", "r"), ("sql", "FROM checkpoints")])
-def test_looking_where_no_lakehouse_is_creates_none(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+def test_looking_where_no_lakehouse_is_creates_none(tmp_path: Path, here: Command, arguments: tuple[str, ...]) -> None:
     """The error names the folder that was searched and how to name another one; the folder stays as it was."""
     home = tmp_path / "empty"
-    done = dlac(*arguments, home=home)
+    done = here(*arguments, home=home)
     assert done.returncode == 64
     assert all(said in done.stderr for said in (str(home), "--home", "DLAC_HOME"))
     assert not home.exists()
@@ -138,16 +162,12 @@ def test_an_earlier_demo_is_emptied(tmp_path: Path) -> None:
     assert [path.name for path in home.iterdir()] == [MARKER]
 
 
-def test_the_demo_without_dagster_names_the_extra(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_demo_without_dagster_names_the_extra(monkeypatch: pytest.MonkeyPatch, here: Command) -> None:
     """Where Dagster is not installed, one error says how to install it."""
     monkeypatch.setitem(sys.modules, "dagster", None)
-    monkeypatch.setattr(sys, "argv", ["dlac", "demo"])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    assert ended.value.code == 64
-    assert 'pip install "dlac[dagster]"' in capsys.readouterr().err
+    done = here("demo")
+    assert done.returncode == 64
+    assert 'pip install "dlac[dagster]"' in done.stderr
 
 
 def test_the_demo_explains_its_own_options() -> None:
@@ -156,15 +176,14 @@ def test_the_demo_explains_its_own_options() -> None:
     assert "--report" in shown
 
 
-def test_the_version_is_that_of_the_package() -> None:
+def test_the_version_is_that_of_the_package(here: Command) -> None:
     """`dlac --version` prints it."""
-    shown = subprocess.run([str(DLAC), "--version"], capture_output=True, text=True, check=True).stdout
-    assert shown == f"dlac {version('dlac')}\n"
+    assert here("--version").stdout == f"dlac {version('dlac')}\n"
 
 
-def test_help_explains_every_command() -> None:
+def test_help_explains_every_command(here: Command) -> None:
     """`dlac --help` lists each command with a sentence."""
-    shown = subprocess.run([str(DLAC), "--help"], capture_output=True, text=True, check=True).stdout
+    shown = here("--help").stdout
     for command in ("plan", "train", "recover", "status", "audit", "sql", "demo"):
         assert f" {command} " in shown
 
