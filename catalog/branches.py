@@ -139,7 +139,7 @@ def checkpoint_of(run: str, rows: Sequence[Row], named: str) -> Row:
 
     Raises:
         NoSuchRun: there is none.
-        SpecInvalid: the run came by the step more than once.
+        SpecInvalid: the run came by the step more than once, on several branches.
     """
     checkpoints = checkpoint_rows(rows)
     if named in checkpoints:
@@ -150,12 +150,13 @@ def checkpoint_of(run: str, rows: Sequence[Row], named: str) -> Row:
         raise NoSuchRun(
             f"expected the id or the step of a checkpoint of run {run!r}, found {named!r}; there are {steps!r}"
         )
-    if len(found) > 1:
+    newest = max(found, key=lambda row: int(row["seq"]))
+    if not {row["checkpoint_id"] for row in found} <= set(lineage_of(rows, newest["checkpoint_id"])):
         raise SpecInvalid(
             f"expected one checkpoint of run {run!r} at step {named}, found {[row['checkpoint_id'] for row in found]!r}: "
             "name one of these"
         )
-    return found[0]
+    return newest
 
 
 def last_seq_as_head(rows: Sequence[Row], checkpoint_id: str) -> int:

@@ -250,6 +250,8 @@ class ClusterRefused(TrainingFailed):
 class ClusterSilent(TrainingFailed):
     """The cluster's scheduler does not answer any more: its job is followed no longer, and left as it is."""
 
+    transient = False
+
 
 class NoProgress(TrainingFailed):
     """Several attempts in a row committed nothing."""

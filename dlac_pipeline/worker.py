@@ -256,6 +256,9 @@ class TrainingRun:
             return
         if self.step > self._tracker.committed_step:
             self._checkpoint(engine, "left", wait=True)
+        if self.stopped:  # that was said in the beats that were still under way
+            self._end()
+            return
         self._events.write({"event": "left", "step": self.step, "total_steps": self.total_steps})
         self._signs.doing(Phase.DONE, self.step)
 
@@ -311,9 +314,9 @@ class TrainingRun:
 
     def _leg_is_to_be_said(self) -> bool:
         """Whether the leg is in no checkpoint, as it had no batch, and nobody would know what it leaves out."""
-        if not self.resume_point.leg_is_new or self._manager.head != self.resume_point.checkpoint_id:
-            return False
-        return self._run_ends() or any(source.quarantined or source.exclude for source in self._leg.sources)
+        point = self.resume_point
+        unsaid = point.leg_is_new and self._manager.head == point.checkpoint_id
+        return unsaid and (self._run_ends() or point.leaves_out_more)
 
     def _run_ends(self) -> bool:
         """Whether the run is over where its leg is: one that goes on to what is appended ends at `order.steps` only."""

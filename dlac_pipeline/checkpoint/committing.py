@@ -115,7 +115,7 @@ class Committer:
         )
         retention = self._retention
         assert retention is not None, "made before the first commit"
-        retired = retention.due(checkpoint_id, parent)
+        retired = retention.due(checkpoint_id, taken.step, parent)
         rows += [{"kind": "retire", "checkpoint_id": each} for each in retired]
         rows += [{**row, "checkpoint_id": checkpoint_id} for row in prepared.rows]
         manifest = Manifest(

@@ -39,23 +39,26 @@ class Retention:
         """Rows that others have appended to the run."""
         self._rows += [row for row in rows if row["kind"] in ("checkpoint", "name", "rewind", *_OUT)]
 
-    def due(self, checkpoint_id: str, parent: str | None) -> list[str]:
+    def due(self, checkpoint_id: str, step: int, parent: str | None) -> list[str]:
         """What is to be retired when this checkpoint becomes the head: all that is not kept, oldest first.
 
-        What a rewind left behind stays: only its operator knows for how long somebody may want to go back to it.
+        What a rewind left behind stays: only its operator knows for how long somebody may want to go back to it. Checkpoints of
+        one step, where no batch was left behind one, count once.
         """
         keep_last = self._settings.keep_last
         if not keep_last:
             return []
         checkpoints = checkpoint_rows(self._rows)
         out = {row["checkpoint_id"] for row in self._rows if row["kind"] in _OUT}
-        kept = {checkpoint_id}
+        kept, steps = {checkpoint_id}, {step}
         left = left_by_rewinds(self._rows) - set(lineage_of(self._rows, parent))
         while parent is not None:
             row = checkpoints[parent]
             before = checkpoints.get(row["parent"], {"step": 0})["step"]
-            if parent not in out and (len(kept) < keep_last or self._is_milestone(row["step"], before)):
+            again = row["step"] in steps
+            if parent not in out and (again or len(steps) < keep_last or self._is_milestone(row["step"], before)):
                 kept.add(parent)
+                steps.add(row["step"])
             parent = row["parent"]
         stays = kept | left | out | set(names_of(self._rows).values())
         return [each for each in checkpoints if each not in stays]

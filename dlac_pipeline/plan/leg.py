@@ -181,6 +181,15 @@ class Leg:
             if mine.get(name) != theirs.get(name)
         }
 
+    def leaves_out_more_than(self, before: Leg | None) -> bool:
+        """Whether a source of it excludes or quarantines what it did not in the leg before."""
+        known = [(set(each.exclude), set(each.quarantined)) for each in (before.sources if before else ())]
+        known += [(set(), set())] * (len(self.sources) - len(known))
+        return any(
+            set(mine.exclude) - exclude or set(mine.quarantined) - quarantined
+            for mine, (exclude, quarantined) in zip(self.sources, known, strict=False)
+        )
+
     def check_same(self, wanted: Leg) -> None:
         """Check that `wanted`, made from the job spec, binds what this committed leg binds.
 

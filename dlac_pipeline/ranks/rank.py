@@ -22,7 +22,6 @@ from setproctitle import setproctitle
 
 from catalog.errors import DlacError, ScriptInvalid, TrainingFailed, name_of
 from dlac_pipeline.ranks.launch_folder import pid_file, reason_file
-from dlac_pipeline.ranks.progress import read_progress
 
 RUN_VARIABLE = "DLAC_RUN"
 """Names the run, for whoever looks at processes."""
@@ -84,11 +83,9 @@ def main() -> None:
 def _as_said(err: Exception, script: str) -> Exception:
     """The error of a script that ended with one; what every attempt would meet again, as that.
 
-    A module that is missing before training has begun is so for good; one that is missing later may have been there.
+    A module that is missing is not: the file system that it lies on may be mounted later than the machine is back.
     """
-    mistyped = isinstance(err, SyntaxError) and err.filename == script
-    began = read_progress(Path(os.environ[LAUNCH_VARIABLE]), int(os.environ["RANK"])) is not None
-    if not mistyped and (began or not isinstance(err, ModuleNotFoundError)):
+    if not isinstance(err, SyntaxError) or err.filename != script:
         return err
     return ScriptInvalid(
         f"expected a training script that can be run, found {type(err).__name__}: {err}; mend {script}"

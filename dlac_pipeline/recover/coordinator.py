@@ -42,6 +42,8 @@ class ResumePoint:
     leg: str
     """The leg as JSON; committed already unless `leg_is_new`."""
     leg_is_new: bool
+    leaves_out_more: bool = False
+    """Whether the leg, which is new then, leaves out rows that the one before did not."""
     step: int = 0
     checkpoint_id: str | None = None
     folder: str | None = None
@@ -189,12 +191,14 @@ def _resume_point(
     verify_s: float,
 ) -> ResumePoint:
     manifest = None if found is None else found.manifest
+    before = None if manifest is None else leg_of(rows, manifest.checkpoint_id)
     base = ResumePoint(
         attempt=attempt.number,
         nonce=attempt.nonce,
         replaces=replaced,
         leg=leg.to_json(),
-        leg_is_new=manifest is None or leg.index != leg_of(rows, manifest.checkpoint_id).index,
+        leg_is_new=before is None or leg.index != before.index,
+        leaves_out_more=leg.leaves_out_more_than(before),
         quarantined=quarantined,
         claim_s=claim_s,
         verify_s=verify_s,

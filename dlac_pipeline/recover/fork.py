@@ -103,7 +103,7 @@ def _holds_of(run: str) -> str:
 def _let_go(ledger: Ledger, run: str, parent_run: str) -> None:
     """Take away every hold for `run`, which exists now: also those that killed forks left, or that others have in vain."""
     for name in names_of(ledger.rows(parent_run, kinds=("name",))):
-        if name.rpartition(":")[0] == _holds_of(run):
+        if _holds_of(run) in (name, name.rpartition(":")[0]):  # those of older versions have no nonce
             with suppress(NoSuchRun):  # its owner did
                 unname_checkpoint(ledger, parent_run, name)
 

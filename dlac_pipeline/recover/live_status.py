@@ -174,8 +174,9 @@ def _doing(ranks: list[Progress], now: float) -> str:
     if not ranks:
         return "open"
     furthest_behind = min(ranks, key=lambda each: (each.step, each.at))
-    silent = furthest_behind.phase != Phase.DONE and now - max(each.at for each in ranks) > _SILENT_S
-    return "no sign of life" if silent else furthest_behind.doing
+    silent_s = now - max(each.at for each in ranks)
+    silent = furthest_behind.phase != Phase.DONE and silent_s > _SILENT_S
+    return f"{furthest_behind.doing}, no sign of life for {silent_s:.0f} s" if silent else furthest_behind.doing
 
 
 def _lasted_s(since: float | None, until: float | None) -> float:

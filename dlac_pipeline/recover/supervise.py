@@ -279,9 +279,11 @@ class Supervisor:
             try:
                 return self._decided(launch, attempt)
             except SteppedAside:
-                before, self._replaces = self._replaces, self._checked_target(launch.lakehouse)
-                if crew.others or self._replaces == before:
+                late = None if crew.others else self._claimed_late(launch.lakehouse)
+                if late is None:
                     raise
+                self._replaces = late
+                self._attempts -= 1  # that one was none
 
     def _decided(self, launch: _Launch, attempt: SupervisedAttempt) -> Verdict:
         """Run an attempt, and decide whether another one follows.
@@ -360,14 +362,21 @@ class Supervisor:
         for plan_id in self._wish.plan_ids:
             self._patiently(get_plan, lakehouse, plan_id)
         target = state.fence.attempt if self._takeover and self._replaces is None else self._replaces
-        meets, current = self._spec.launch.rendezvous, state.fence.attempt
-        if target is not None and target != current and (meets or self._recovers):
+        meets = self._spec.launch.rendezvous
+        if target is not None and meets:
             claims = self._patiently(ledger.rows, self._spec.run, kinds=("claim",))
-            met = meets != "" and meets == rendezvous_of(claims, current)
-            recovered = self._recovers != "" and self._recovers == claimed_by(claims, current)
-            target = current if met or recovered else target
+            target = state.fence.attempt if meets == rendezvous_of(claims, state.fence.attempt) else target
+        target = target if target is None else self._claimed_late(lakehouse) or target
         self._patiently(check_current, lakehouse, self._spec.run, target)
         return target
+
+    def _claimed_late(self, lakehouse: Lakehouse) -> int | None:
+        """The current attempt, if it is one that the dead run which is recovered claimed behind the attempt to be replaced."""
+        if not self._recovers:
+            return None
+        claims = self._patiently(Ledger(lakehouse).rows, self._spec.run, kinds=("claim",))
+        current = max((int(row["attempt"]) for row in claims), default=0)
+        return current if current > (self._replaces or 0) and claimed_by(claims, current) == self._recovers else None
 
     def _check_unfinished(self, lakehouse: Lakehouse) -> None:
         """Raise RunFinished if others have ended the run; a catalog that does not answer says nothing of it."""

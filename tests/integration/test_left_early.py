@@ -69,15 +69,11 @@ def test_a_script_may_leave_between_two_steps(arena: Arena) -> None:
     assert sorted(row for rows in arena.recorded("r").values() for row in rows) == list(range(640))
 
 
-@pytest.mark.parametrize(
-    ("script", "said"),
-    [("def x(:", "SyntaxError"), ("import no_such_module", "No module named 'no_such_module'")],
-)
-def test_a_script_that_cannot_be_run_is_not_launched_again(arena: Arena, script: str, said: str) -> None:
+def test_a_script_that_cannot_be_run_is_not_launched_again(arena: Arena) -> None:
     """Every attempt would end alike: one is enough, and it says what to mend."""
     arena.table(appends=(640,))
-    with pytest.raises(ScriptInvalid, match=said):
-        supervisor(arena, script).run()
+    with pytest.raises(ScriptInvalid, match="SyntaxError"):
+        supervisor(arena, "def x(:").run()
     assert len(arena.rows("r", "claim")) <= 1
 
 

@@ -176,7 +176,8 @@ def test_checkpoints_that_are_no_ancestors_are_retired_with_the_rest(tmp_path: P
     rows.append({"kind": "quarantine", "checkpoint_id": None})  # of a row group
     tiers = Tiers(run="r", local=tmp_path, store=None, files=StoreFiles())
     retention = Retention(CheckpointSpec(keep_last=2), tiers, 2, rows)
-    assert retention.due("e", "b") == ["a", "c"]
+    assert retention.due("e", 50, "b") == ["a", "c"]
+    assert retention.due("e", 20, "b") == ["c"]  # of one step, they count once
 
 
 @pytest.mark.soak

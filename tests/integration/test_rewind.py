@@ -65,6 +65,7 @@ def test_a_branch_that_leaves_out_all_that_is_left_ends_there(arena: Arena, tmp_
     report = audit_run(arena.lakehouse, "r")
     assert (report.exact, report.problems, report.finished, report.step) == (True, (), True, 4)
     assert (report.rows_missing, report.rows_pending, report.rows_consumed) == (0, 0, 128)
+    assert audit_run(arena.lakehouse, "r", "4") == report
     rewind_run(arena.lakehouse, "r", nonce="op2", checkpoint_id=target["checkpoint_id"])
     arena.train(spec)
     report = audit_run(arena.lakehouse, "r")

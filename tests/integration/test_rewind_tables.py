@@ -78,3 +78,18 @@ def test_a_rewind_behind_which_rows_cannot_be_told_apart_is_refused(arena: Arena
     lenient = spec.model_copy(update={"source": spec.source.model_copy(update={"on_overwrite": "read"})})
     assert rewind_run(arena.lakehouse, "r", nonce="op", step=2, spec=lenient).step == 2
     arena.train(lenient)
+
+
+def test_appends_of_less_than_a_batch_commit_nothing_though_a_branch_leaves_rows_out(arena: Arena) -> None:
+    """What is left out was said with the branch's first checkpoint; a trickle of rows must not push older checkpoints out."""
+    arena.table(appends=(128,))
+    spec = following(arena)
+    arena.train(spec)
+    rewind_run(arena.lakehouse, "r", nonce="op", step=2, exclude=["row_id >= 9999"])
+    arena.train(spec)
+    known = [row["checkpoint_id"] for row in arena.lineage("r")]
+    for start in (128, 136):
+        append(arena, start, 8)
+        assert arena.train(spec) == {}
+    assert [row["checkpoint_id"] for row in arena.lineage("r")] == known
+    assert audit_run(arena.lakehouse, "r").exact
