@@ -27,7 +27,7 @@ lint: setup
 	$(BIN)/lint-imports
 
 unit: setup
-	$(BIN)/pytest -m "not soak" -n 2 --dist loadfile --no-loadscope-reorder --durations 30
+	$(BIN)/pytest -m "not soak" -n 3 --dist loadfile --no-loadscope-reorder --durations 30
 
 soak: setup  ## the long campaigns
 	$(BIN)/pytest -m soak --timeout 7200
