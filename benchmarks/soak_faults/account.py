@@ -25,7 +25,7 @@ from catalog.schemas import TABLES
 from catalog.upkeep import upkeep
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.checkpoint.store import name_of
-from dlac_pipeline.recover.coordinator import launch_folder_of
+from dlac_pipeline.recover.claims import launch_folder_of
 from dlac_pipeline.recover.run_lock import lock_path
 from dlac_pipeline.recover.signs import is_held
 

@@ -27,7 +27,7 @@ from dlac_pipeline.launchers.orchestrator import keep_events_apart, say
 from dlac_pipeline.launchers.protocol import supervisor_of
 from dlac_pipeline.launchers.serving import run_and_tell, say_error, stop_when_replaced
 from dlac_pipeline.launchers.signals import on_ending_signals
-from dlac_pipeline.recover.coordinator import launcher_of
+from dlac_pipeline.recover.claims import to_replace
 from dlac_pipeline.request import Request
 
 REQUEST_VARIABLE = "DLAC_REQUEST"
@@ -73,10 +73,9 @@ def of_this_start(request: Request) -> Request:
     """The request, when a scheduler starts its job again: then its own last attempt is the one to replace."""
     if request.replaces is None or not request.launched_by:
         return request
-    ledger = Ledger(connect(request.spec.lakehouse))
-    attempt = ledger.state(request.spec.run).fence.attempt
-    mine = launcher_of(ledger.rows(request.spec.run, kinds=("claim",)), attempt) == request.launched_by
-    return request.model_copy(update={"replaces": attempt}) if mine else request
+    claims = Ledger(connect(request.spec.lakehouse)).rows(request.spec.run, kinds=("claim",))
+    attempt = to_replace(claims, request.replaces, launched_by=request.launched_by)
+    return request.model_copy(update={"replaces": attempt})
 
 
 def this_start(environment: Mapping[str, str]) -> str:

@@ -13,7 +13,7 @@ from dlac_pipeline.launchers.orchestrator import MARGIN_S, Orchestrator, say
 from dlac_pipeline.launchers.protocol import Launcher, launcher_for
 from dlac_pipeline.launchers.signals import on_ending_signals
 from dlac_pipeline.ranks.starter import RankStarter
-from dlac_pipeline.recover.coordinator import launcher_of
+from dlac_pipeline.recover.claims import launcher_of
 from dlac_pipeline.request import Request
 
 

@@ -6,27 +6,25 @@ The same four steps whatever failed: claim, resolve, load, resume. Killed anywhe
 from __future__ import annotations
 
 import json
-import os
 import secrets
 import socket
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from catalog.commits import Attempt, claim, quarantine
 from catalog.connect import Lakehouse
-from catalog.errors import CheckpointDamaged, NoRestorableCheckpoint, NoSuchRun, SteppedAside
+from catalog.errors import CheckpointDamaged, NoRestorableCheckpoint, SteppedAside
 from catalog.ledger import Ledger
-from catalog.run_rows import HEAD_KINDS, Row, checkpoint_rows, lineage_of, restorable_rows, trains_nothing, way_out
+from catalog.run_rows import HEAD_KINDS, Row, checkpoint_rows, lineage_of, restorable_rows, way_out
 from dlac_pipeline.checkpoint.restore import Restored, Verify, restore, verify_here
 from dlac_pipeline.checkpoint.store import Tiers, tiers_of
 from dlac_pipeline.plan.leg import Leg
 from dlac_pipeline.recover.leg_choice import RESUME, LegChooser, Wish, leg_of
-from dlac_pipeline.spec import JobSpec, home_folder, parse_spec
+from dlac_pipeline.spec import JobSpec
 
 Verifying = Callable[[int, int, int], None]
 """Hears a checkpoint's step, its bytes that were found to hold so far, and all its bytes."""
@@ -218,62 +216,3 @@ def _resume_point(
         engine=manifest.engine,
         reader_state=manifest.reader_state,
     )
-
-
-def launch_folder_of(rows: list[Row], attempt: int) -> str:
-    """The launch folder that an attempt's claim names; empty if it has none."""
-    return _claim_detail(rows, attempt, "launch_folder")
-
-
-def spec_of_attempt(rows: list[Row], run: str, attempt: int) -> JobSpec:
-    """The job spec with which an attempt was launched, from its launch folder.
-
-    Raises:
-        NoSuchRun: it is not on this machine.
-    """
-    folder = launch_folder_of(rows, attempt)
-    path = Path(folder) / "spec.json"
-    if not folder or not os.access(path, os.R_OK):
-        raise NoSuchRun(
-            f"expected the job spec of run {run!r} at {str(path)!r}, found none that may be read: name it with --spec"
-        )
-    return parse_spec(json.loads(path.read_text()), origin=repr(str(path))).resolved(home_folder())
-
-
-def last_spec(lakehouse: Lakehouse, run: str) -> JobSpec:
-    """The spec with which a run was launched last, from its launch folder; rewinds launch nothing."""
-    rows = Ledger(lakehouse).head_rows(run)
-    launches = [row["attempt"] for row in rows if row["kind"] == "claim" and not trains_nothing(row)]
-    return spec_of_attempt(rows, run, launches[-1] if launches else 0)
-
-
-def launcher_of(rows: list[Row], attempt: int) -> str:
-    """The orchestrator's run that launched an attempt, or the last before it that trains; empty if it was started by hand."""
-    launches = [row["attempt"] for row in rows if row["kind"] == "claim" and not trains_nothing(row)]
-    return _claim_detail(rows, max((each for each in launches if each <= attempt), default=0), "launched_by")
-
-
-def claimed_by(rows: list[Row], attempt: int) -> str:
-    """The orchestrator's run that launched an attempt; empty if it was started by hand, or trains nothing."""
-    return "" if idle(rows, attempt) else _claim_detail(rows, attempt, "launched_by")
-
-
-def rendezvous_of(rows: list[Row], attempt: int) -> str:
-    """Where the machines of an attempt met; empty: it had one."""
-    return _claim_detail(rows, attempt, "rendezvous")
-
-
-def idle(rows: list[Row], attempt: int) -> bool:
-    """Whether an attempt was there to adopt, to rewind or to fork, and trained nothing."""
-    return any(trains_nothing(row) for row in rows if row["kind"] == "claim" and row["attempt"] == attempt)
-
-
-def _claim_detail(rows: list[Row], attempt: int, name: str) -> str:
-    claims = [row for row in rows if row["kind"] == "claim" and row["attempt"] == attempt]
-    return str(json.loads(claims[-1]["detail"]).get(name, "")) if claims else ""
-
-
-def attempts_without_progress(rows: list[Row]) -> int:
-    """Claims since the last committed checkpoint or the last rewind, or since the beginning; of attempts that train."""
-    last = max((int(row["seq"]) for row in rows if row["kind"] in ("checkpoint", "rewind")), default=0)
-    return sum(1 for row in rows if row["kind"] == "claim" and int(row["seq"]) > last and not trains_nothing(row))

@@ -18,7 +18,8 @@ from catalog.ledger import Ledger
 from catalog.recoveries import Recovery, write_recovery
 from catalog.run_rows import HEAD_KINDS, Row, checkpoint_rows, lineage_of
 from dlac_pipeline.ranks.progress import Phase, Progress, read_all_progress
-from dlac_pipeline.recover.coordinator import ResumePoint, idle, launch_folder_of
+from dlac_pipeline.recover.claims import idle, launch_folder_of
+from dlac_pipeline.recover.coordinator import ResumePoint
 from dlac_pipeline.request import OPERATOR
 from dlac_pipeline.spec import JobSpec
 

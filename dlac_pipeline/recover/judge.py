@@ -30,7 +30,7 @@ from dlac_pipeline.plan.follow import Unreadable
 from dlac_pipeline.plan.leg import Leg
 from dlac_pipeline.recover.attempt import SupervisedAttempt, Supervision
 from dlac_pipeline.recover.causes import STUCK
-from dlac_pipeline.recover.coordinator import attempts_without_progress
+from dlac_pipeline.recover.claims import attempts_without_progress
 from dlac_pipeline.recover.incident import Failure, gave_up
 from dlac_pipeline.recover.patience import PATIENCE_S, waiting_for
 from dlac_pipeline.recover.same_rows import Deaths, rows_in_hand

@@ -19,7 +19,7 @@ from catalog.plans import find_plan
 from catalog.run_rows import HEAD_KINDS, Fence, Row, checkpoint_rows, lineage_of
 from dlac_pipeline.plan.leg import Leg
 from dlac_pipeline.ranks.progress import Phase, Progress, read_all_progress
-from dlac_pipeline.recover.coordinator import attempts_without_progress, launch_folder_of
+from dlac_pipeline.recover.claims import attempts_without_progress, launch_folder_of
 from dlac_pipeline.recover.leg_choice import leg_of
 
 _OF_ADVANCES = ("seq", "checkpoint_id", "attempt", "source", "pass", "plan_id", "rows_consumed")

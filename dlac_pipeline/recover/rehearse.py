@@ -30,7 +30,8 @@ from dlac_pipeline.ranks.group import RankGroup
 from dlac_pipeline.ranks.rank import REHEARSAL_VARIABLE
 from dlac_pipeline.ranks.share import Share
 from dlac_pipeline.recover.causes import Silence, first_cause
-from dlac_pipeline.recover.coordinator import ResumePoint, new_nonce, spec_of_attempt
+from dlac_pipeline.recover.claims import spec_of_attempt
+from dlac_pipeline.recover.coordinator import ResumePoint, new_nonce
 from dlac_pipeline.recover.leg_choice import leg_of
 from dlac_pipeline.recover.sandbox import sandbox
 from dlac_pipeline.spec import JobSpec

@@ -11,7 +11,7 @@ from catalog.connect import Lakehouse
 from catalog.ledger import Ledger
 from catalog.recoveries import recoveries_of
 from catalog.run_rows import checkpoint_rows, fence_of_rows, finished_of_rows
-from dlac_pipeline.recover.coordinator import attempts_without_progress
+from dlac_pipeline.recover.claims import attempts_without_progress
 
 
 def run_status(lakehouse: Lakehouse, run: str) -> dict[str, Any]:

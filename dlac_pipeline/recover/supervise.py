@@ -44,7 +44,8 @@ from dlac_pipeline.recover.attempt import (
     SupervisedAttempt,
     Supervision,
 )
-from dlac_pipeline.recover.coordinator import check_current, claimed_by, rendezvous_of
+from dlac_pipeline.recover.claims import rendezvous_of, to_replace
+from dlac_pipeline.recover.coordinator import check_current
 from dlac_pipeline.recover.incident import Failure, ended_on_purpose
 from dlac_pipeline.recover.judge import Judge
 from dlac_pipeline.recover.led import LedAttempt, Verdict
@@ -279,8 +280,9 @@ class Supervisor:
             try:
                 return self._decided(launch, attempt)
             except SteppedAside:
-                late = None if crew.others else self._claimed_late(launch.lakehouse)
-                if late is None:
+                before = self._replaces or 0
+                late = before if crew.others else self._to_replace(launch.lakehouse, before)
+                if late == before:
                     raise
                 self._replaces = late
                 self._attempts -= 1  # that one was none
@@ -351,32 +353,23 @@ class Supervisor:
         self._holds_lock = True
 
     def _checked_target(self, lakehouse: Lakehouse) -> int | None:
-        """The attempt that is replaced, fixed before waiting for anybody: who comes second steps aside, and fences nobody.
-
-        One that another machine of this rendezvous has claimed and told nobody of is this machine's to replace; and so is one
-        that was claimed by a launch that had been stopped, and whose orchestrator's run, which this one recovers, has ended.
-        """
-        ledger = Ledger(lakehouse)
-        state = self._patiently(ledger.state, self._spec.run)
+        """The attempt that is replaced, fixed before waiting for anybody: who comes second steps aside, and fences nobody."""
+        state = self._patiently(Ledger(lakehouse).state, self._spec.run)
         _raise_if_finished(state)
         for plan_id in self._wish.plan_ids:
             self._patiently(get_plan, lakehouse, plan_id)
         target = state.fence.attempt if self._takeover and self._replaces is None else self._replaces
-        meets = self._spec.launch.rendezvous
-        if target is not None and meets:
-            claims = self._patiently(ledger.rows, self._spec.run, kinds=("claim",))
-            target = state.fence.attempt if meets == rendezvous_of(claims, state.fence.attempt) else target
-        target = target if target is None else self._claimed_late(lakehouse) or target
+        if target is not None:
+            target = self._to_replace(lakehouse, target, rendezvous=self._spec.launch.rendezvous)
         self._patiently(check_current, lakehouse, self._spec.run, target)
         return target
 
-    def _claimed_late(self, lakehouse: Lakehouse) -> int | None:
-        """The current attempt, if it is one that the dead run which is recovered claimed behind the attempt to be replaced."""
-        if not self._recovers:
-            return None
+    def _to_replace(self, lakehouse: Lakehouse, wanted: int, *, rendezvous: str = "") -> int:
+        """`wanted`, or the current attempt where it is this launch's to replace."""
+        if not rendezvous and not self._recovers:
+            return wanted
         claims = self._patiently(Ledger(lakehouse).rows, self._spec.run, kinds=("claim",))
-        current = max((int(row["attempt"]) for row in claims), default=0)
-        return current if current > (self._replaces or 0) and claimed_by(claims, current) == self._recovers else None
+        return to_replace(claims, wanted, rendezvous=rendezvous, recovers=self._recovers)
 
     def _check_unfinished(self, lakehouse: Lakehouse) -> None:
         """Raise RunFinished if others have ended the run; a catalog that does not answer says nothing of it."""

@@ -29,7 +29,7 @@ from dlac_pipeline.audit.lakehouse_sql import open_audit, rows_of
 from dlac_pipeline.checkpoint.interval import Failures
 from dlac_pipeline.checkpoint.listing import list_checkpoints
 from dlac_pipeline.checkpoint.store import folder_of
-from dlac_pipeline.recover.coordinator import attempts_without_progress, launcher_of
+from dlac_pipeline.recover.claims import attempts_without_progress, launcher_of
 from dlac_pipeline.recover.incident import failure_of_attempt
 from dlac_pipeline.recover.rewind import rewind_run
 from dlac_pipeline.recover.status import run_status
