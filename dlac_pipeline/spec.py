@@ -76,7 +76,8 @@ class SourceSpec(_Section):
         description='Function from Arrow batch to Arrow batch, "file.py:function" or "package.module:function".',
     )
     on_reject: Literal["fail", "quarantine"] = Field(
-        default="fail", description="What becomes of rows for which the transform raises."
+        default="fail",
+        description="What becomes of rows for which the transform raises, or whose text cannot be tokenized.",
     )
     on_unreadable: Literal["fail", "quarantine"] = Field(
         default="fail",

@@ -201,7 +201,7 @@ def _tokenized(
             raise RowRejected(
                 position,
                 f"expected column {name!r} to hold texts that can be tokenized, found {bad[min(bad)]} for the row at "
-                f'position {position}: drop such rows, or choose reject = "quarantine"',
+                f'position {position}: drop such rows, or choose on_reject = "quarantine"',
             ) from err
     kept = ~np.isin(done.row, list(bad))
     rejected = [*done.rejected, *((int(positions[row]), reason) for row, reason in bad.items())]

@@ -195,7 +195,7 @@ class _Call:
         raise RowRejected(
             position,
             f"expected transform {self.transform.name!r} to take every row, found that it raises {reason} for the row at "
-            f'position {position}: correct it, drop such rows in it, or choose reject = "quarantine"',
+            f'position {position}: correct it, drop such rows in it, or choose on_reject = "quarantine"',
         ) from err
 
     def _checked(self, output: Any, rows: int) -> tuple[pa.Table, Ints]:
