@@ -1,6 +1,7 @@
 -- What each checkpoint cost: bytes, and seconds of its slowest rank. Training waited for stall_s; NULL: for all of it. Sealing
 -- (sync or upload, and digests, in seconds of threads) goes on beside writing; seal_s is what it took longer.
--- And why it was taken: steps, seconds, auto, end, or the notice that the run had; interval_s and why as they were then.
+-- And why it was taken: steps, seconds, auto, end, left (by the script), or the notice that the run had; interval_s and why as they
+-- were then.
 CREATE OR REPLACE VIEW checkpoint_costs AS
 SELECT
     run, seq, checkpoint_id, step, committed_at,

@@ -1,4 +1,4 @@
--- One row per thing in which the ledger, the plan and the data files do not agree, as a sentence; none where all is well.
+-- One row per kind of thing in which the ledger and the plans do not agree, as a sentence; none where all is well.
 CREATE OR REPLACE VIEW problems AS
 SELECT run, problem FROM lineage_problems
 UNION ALL
