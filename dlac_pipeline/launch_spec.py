@@ -103,7 +103,7 @@ class LaunchSpec(BaseModel):
     new_leg: bool = Field(
         default=False,
         description="Whether resuming may begin a new leg where this spec changes weights, exclusions, batch size, passes, "
-        "snapshot or shuffle; false: such a change is refused.",
+        "steps, snapshot, seed, shuffle or block_slices; false: such a change is refused.",
     )
     attempts_without_progress: int = Field(
         default=3, description="Attempts in a row that commit nothing before the run stops with NoProgress.", ge=1

@@ -76,7 +76,9 @@ def _is_canceling(instance: dg.DagsterInstance, run_id: str) -> bool:
 
 def main(
     reason: Annotated[str, typer.Option(help="Why, for the runs' tag.")] = "drained",
-    within_s: Annotated[float, typer.Option(help="Seconds that they get; more than their grace period.")] = 60.0,
+    within_s: Annotated[
+        float, typer.Option(help="Seconds that they get; more than launch.deadline_s (unset: grace_s).")
+    ] = 60.0,
 ) -> None:
     """Preempt the training runs of this machine; exit status 0 only if all have left."""
     with dg.DagsterInstance.get() as instance:

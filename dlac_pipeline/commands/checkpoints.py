@@ -36,7 +36,7 @@ app = typer.Typer()
 
 @app.command()
 def checkpoints(run: RunName, home: Home = None, spec: SpecOption = None, as_json: AsJson = False) -> None:
-    """The checkpoints of a run: step, age, size, and whether they are kept, retired or damaged."""
+    """The checkpoints of a run: step, age, size, and whether they are kept, left by a rewind, retired or damaged."""
     from dlac_pipeline.checkpoint.listing import list_checkpoints
 
     listed = list_checkpoints(lakehouse_of(spec, home), run)

@@ -79,7 +79,9 @@ def train(
     ] = None,
     new_leg: Annotated[
         bool,
-        typer.Option(help="Allow the spec to change weights, exclusions, batch size, passes or snapshot from here on."),
+        typer.Option(
+            help="Allow the spec to change weights, exclusions, batch size, passes, steps, snapshot or order from here on."
+        ),
     ] = False,
     nodes: Annotated[
         str | None, typer.Option(help='Machines that train it together: "4", or "2:4" for 2 to 4.')
@@ -149,12 +151,13 @@ def status(
     watch: Annotated[
         bool,
         typer.Option(
-            "--watch", help="Look again each second, until the run ends or Ctrl-C; not in a terminal: a JSON line each."
+            "--watch",
+            help="Look again each second, until the run is finished or Ctrl-C; not in a terminal: a JSON line each.",
         ),
     ] = False,
     every_s: Annotated[float, typer.Option(help="Seconds between two looks of --watch.", min=0.1)] = 1.0,
 ) -> None:
-    """Where a run is: step, loss, last checkpoint, attempt."""
+    """Where a run is: step, loss, last checkpoint, attempt, what rewinds exclude; with --watch also what it does."""
     from dlac_pipeline.recover.status import run_status
 
     if watch:

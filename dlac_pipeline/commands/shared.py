@@ -35,7 +35,11 @@ Home = Annotated[
 ]
 SpecFile = Annotated[Path, typer.Argument(help="Job spec, a .toml or .yaml file.")]
 SpecOption = Annotated[
-    Path | None, typer.Option("--spec", help="Job spec that names the lakehouse, when it is not the embedded one.")
+    Path | None,
+    typer.Option(
+        "--spec",
+        help="Job spec: where the lakehouse is, if not in the home folder, and how the run is set, if it was launched elsewhere.",
+    ),
 ]
 RunName = Annotated[str, typer.Argument(help="Name of the training run.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, for programs.")]
