@@ -153,6 +153,7 @@ class TrainingRun:
 
         Raises:
             SpecInvalid: the job spec names another engine.
+            ScriptInvalid: it is no engine.
             ResumeMismatch: the checkpoint was saved by another kind of engine.
             WorldSizeUnsupported: the saved state cannot be converted to this number of ranks.
             CheckpointUnsafe: there is more in the checkpoint than tensors and plain values.
@@ -215,6 +216,7 @@ class TrainingRun:
         `loss` is this rank's `batch.mean(...)`; `applied` defaults to what the engine says.
 
         Raises:
+            ScriptInvalid: there is no batch whose step could be done.
             CheckpointError, LedgerError: a checkpoint, or the last one that was under way, could not be taken.
             SpecInvalid: there is something in the state that could not be loaded again.
         """

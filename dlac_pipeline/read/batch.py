@@ -20,7 +20,7 @@ def _nothing() -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
-    """One rank's part of a global batch; B/W slots, of which those at the end of the last pass may be empty."""
+    """One rank's part of a global batch, in host memory; B/W slots, of which those at the end of the last pass may be empty."""
 
     step: int
     """The optimizer step that this batch is for, counted from 1."""

@@ -102,7 +102,10 @@ class Supervisor:
         launched_by: str = "",
         starter: RankStarter | None = None,
     ) -> None:
-        """`spec` is resolved; `replaces` names the failed attempt of a recovery, `noticed_by` who saw it fail, and when."""
+        """`spec` is resolved; `replaces` names the failed attempt of a recovery, `noticed_by` who saw it fail, and when.
+
+        `recovers` names the orchestrator's run that has ended, for which this one goes on: what that claims late is replaced too.
+        """
         self._launched_at = time.time()
         self._noticed_at = self._launched_at if noticed_at is None else min(noticed_at, self._launched_at)
         self._launched_by = launched_by

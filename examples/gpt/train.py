@@ -1,6 +1,7 @@
-"""Train a small GPT with DeepSpeed ZeRO 1, every row exactly once whatever dies: `dlac train examples/gpt/job.toml`.
+"""Train a small GPT with DeepSpeed ZeRO 1, every row exactly once whatever dies.
 
-Model, optimizer and loop are this file's own. What DLAC adds are the four lines that name `run`.
+Behind `make demo`: `dlac train examples/gpt/job.toml --home demo-lakehouse`. Model, optimizer and loop are this file's own. What
+DLAC adds are `training_run`, `restore`, `batches` with their `mean`, and `step_done`.
 """
 
 from __future__ import annotations
