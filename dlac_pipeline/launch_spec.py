@@ -66,7 +66,8 @@ class LaunchSpec(BaseModel):
     )
     env: dict[str, str] = Field(
         default_factory=dict,
-        description="Environment variables set for the ranks; also for what is imported ahead of them.",
+        description="Environment variables set for the ranks; also for what is imported ahead of them. OMP_NUM_THREADS is 1 "
+        "unless it is set here or where the run is launched.",
     )
     grace_s: float = Field(
         default=20.0,

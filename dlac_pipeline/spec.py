@@ -163,7 +163,8 @@ class CheckpointSpec(_Section):
 
     store: str = Field(
         default="",
-        description="Folder of the checkpoints, or an address such as s3://bucket/path; empty: checkpoints/ in the home folder.",
+        description="Folder of the checkpoints, or an address such as s3://bucket/path; empty: that of `local`, else "
+        "checkpoints/ in the home folder.",
     )
     store_properties: dict[str, str] = Field(
         default_factory=dict,

@@ -50,7 +50,7 @@ class AuditReport:
     rows_filtered: int
     """Left out by a transform, or without any item: read, and in no sample."""
     rows_quarantined: int
-    """Refused by a transform."""
+    """Refused by a transform; or left out, as their row group does not decode, or ranks died at them."""
     rows_excluded: int
     """Rows of the planned row groups that are not live: deleted, left out by the filter, or excluded before they were read."""
     rows_partial: int
