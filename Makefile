@@ -1,4 +1,4 @@
-# Everything a fresh machine needs is Python 3.11+, git and a C compiler: each target sets up .venv first.
+# Everything a fresh machine needs is Python 3.11+ with its venv, git and a C compiler: each target sets up .venv first.
 
 PYTHON ?= python3
 BIN := .venv/bin
