@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 
 import dagster as dg
-import psutil
 import pytest
 
 from assets.failures import NO_RECOVERY_TAG
@@ -14,7 +13,7 @@ from dlac_pipeline.audit.audit import audit_run
 from jobs.faults import LiveRun
 from jobs.local_dagster import LocalDagster
 from tests.conftest import Arena, wait_until
-from tests.dagster_runs import events_of, job_config, runs_that_recover, sensor_ticks, wait_for_step
+from tests.dagster_runs import events_of, gone, job_config, runs_that_recover, sensor_ticks, wait_for_step
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Dagster's own libraries warn of each other
 
@@ -40,11 +39,9 @@ def test_a_killed_process_above_the_ranks_is_recovered_through_the_sensor(
         assert live.kill_dagster_run()
     else:
         supervisor.kill()
-    wait_until(
-        lambda: not any(map(psutil.Process.is_running, doomed)), what="the end of all its processes", within_s=30
-    )
+    wait_until(lambda: gone(doomed), what="the end of all its processes")
     assert dagster.wait(run_id).status == dg.DagsterRunStatus.FAILURE
-    recovery = dagster.wait(dagster.recovery_of(run_id))
+    recovery = dagster.wait(dagster.recovery_of(run_id, timeout_s=300.0))
     assert recovery.status == dg.DagsterRunStatus.SUCCESS
     assert audit_run(campaign.lakehouse, spec.run).exact
     assert campaign.losses(spec.run) == campaign.losses("reference")

@@ -46,7 +46,7 @@ with dg.DagsterInstance.local_temp(folder) as instance, dg.raise_execution_inter
     if how == "interrupted before":
         heart.was_interrupted()
     print("trains", flush=True)
-    for word, sleep_s in ("interrupted", 60 if how in ("", "storage away") else 3), ("interrupted again", 3):
+    for word, sleep_s in ("interrupted", 600 if how in ("", "storage away") else 3), ("interrupted again", 3):
         try:
             time.sleep(sleep_s)
             break
@@ -140,7 +140,7 @@ def test_a_run_that_is_ended_leaves_although_its_code_server_is_dead(
     run_id = dagster_run(instance, arena, "r")
     with process_of(instance, run_id, how) as process:
         end(instance, run_id)
-        assert process.communicate(timeout=30)[0] == "interrupted\n"
+        assert process.communicate(timeout=120)[0] == "interrupted\n"
     assert found(instance, run_id).status == status
 
 
@@ -152,7 +152,7 @@ def test_a_process_that_knows_or_is_not_the_runs_is_not_interrupted(
     run_id = dagster_run(instance, arena, "r")
     with process_of(instance, run_id, how) as process:
         terminate(instance, run_id)
-        assert process.communicate(timeout=30)[0] == ""
+        assert process.communicate(timeout=120)[0] == ""
 
 
 def test_the_asset_reaches_the_heartbeat_of_its_run(arena: Arena, instance: dg.DagsterInstance) -> None:
@@ -182,7 +182,7 @@ def test_a_drain_empties_the_machine_although_the_code_server_is_dead(
     again = dagster_run(instance, arena, "again", tags={PREEMPTED_TAG: "old"}, parent_run_id=first, root_run_id=first)
     late = dagster_run(instance, arena, "late", started=False)
     drained: list[tuple[list[str], dict[str, str]]] = []
-    drains = threading.Thread(target=lambda: drained.append(drain(instance, reason="moved", within_s=60)))
+    drains = threading.Thread(target=lambda: drained.append(drain(instance, reason="moved", within_s=240)))
     with process_of(instance, first), process_of(instance, again):
         drains.start()
         wait_until(lambda: found(instance, again).status == dg.DagsterRunStatus.CANCELING, what="the drain")

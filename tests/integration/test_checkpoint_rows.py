@@ -87,7 +87,7 @@ def test_racing_handles_lose_nothing(arena: Arena) -> None:
     """Four handles that append for runs of their own at once all get through, each claim recorded once."""
 
     def claims(worker: int) -> None:
-        ledger = Ledger(connect(arena.lakehouse.config))
+        ledger = Ledger(connect(arena.lakehouse.config), deadline_s=240.0)
         for turn in range(5):
             claim(ledger, f"run-{worker}", nonce=f"{worker}-{turn}", replaces=turn, detail={})
 

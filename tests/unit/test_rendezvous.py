@@ -27,7 +27,7 @@ def join(rendezvous: Rendezvous) -> None:
 def test_one_that_waits_hears_of_the_end_before_who_serves_the_rendezvous_is_gone() -> None:
     """The store goes with the process that serves it: that one leaves once those that wait have heard."""
     address = f"127.0.0.1:{free_port()}"
-    launch = LaunchSpec(script="x", nodes="2", rendezvous=address, last_call_s=1, gather_timeout_s=20)
+    launch = LaunchSpec(script="x", nodes="2", rendezvous=address, last_call_s=1, gather_timeout_s=120)
     serves, other, spare = (Rendezvous(launch, "r") for _ in range(3))
     with ThreadPoolExecutor(2) as pool:
         joined = pool.submit(join, serves)

@@ -28,7 +28,7 @@ def tiers_in(folder: Path, *, apart: bool) -> Tiers:
 @pytest.mark.parametrize("apart", [False, True], ids=["one place", "two places"])
 def test_launches_with_one_process_id_prove_a_shared_store_at_once(tmp_path: Path, apart: bool) -> None:
     """Containers on several machines have the same small process ids: none renames another's file away."""
-    together = Barrier(AT_ONCE, timeout=10.0)
+    together = Barrier(AT_ONCE, timeout=120.0)
 
     def prove(number: int) -> None:
         for _ in range(10):
