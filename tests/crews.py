@@ -24,8 +24,11 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def crews(count: int, *, patience_s: float = 2.0) -> Iterator[list[Crew]]:
-    """So many machines of one attempt with a rank each, by their places; their talk goes through a real store."""
+def crews(count: int, *, patience_s: float = 60.0) -> Iterator[list[Crew]]:
+    """So many machines of one attempt with a rank each, by their places; their talk goes through a real store.
+
+    None counts as lost because this process was not given the processor for a while: who is to be lost says `patience_s`.
+    """
     server = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     offers = [Offer(host=f"host-{place}", address="127.0.0.1", ranks=1) for place in range(count)]
     found = shares(offers, batch_size=count, port=1)

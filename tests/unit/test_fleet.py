@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -41,7 +42,7 @@ class Machines:
     def exits(self, rank: int, code: int) -> None:
         """Have a rank end."""
         (self.groups[rank].folder / f"exit-{rank}").write_text(str(code))
-        wait_until(self.groups[rank].all_exited, what="its end", within_s=20)
+        wait_until(self.groups[rank].all_exited, what="its end")
 
     def say(self, place: int, **changes: Any) -> None:
         """What a machine that is led says again and again, once."""
@@ -57,7 +58,7 @@ class Machines:
                 self.say(place)
             return bool(holds())
 
-        wait_until(look, what=what, within_s=20)
+        wait_until(look, what=what)
 
 
 @pytest.fixture
@@ -68,10 +69,10 @@ def pair(tmp_path: Path) -> Iterator[Machines]:
 
 
 @contextmanager
-def machines(folder: Path, count: int) -> Iterator[Machines]:
+def machines(folder: Path, count: int, *, patience_s: float = 60.0) -> Iterator[Machines]:
     """So many, with a launch folder each."""
     spec = waiting_job(folder)
-    with crews(count) as talking, ExitStack() as stack:
+    with crews(count, patience_s=patience_s) as talking, ExitStack() as stack:
         groups = []
         for place, crew in enumerate(talking):
             (launch := folder / f"launch-{place}").mkdir()
@@ -106,11 +107,11 @@ def test_what_ranks_elsewhere_do_is_brought_into_the_leaders_folder(pair: Machin
         pair.say(1, now=time.time() - hour_s)  # its clock is behind
         return pair.fleet.progress()[1] is not None
 
-    wait_until(brought, what="the other rank's progress", within_s=20)
+    wait_until(brought, what="the other rank's progress")
     found = pair.fleet.progress()[1]
     assert found is not None
     assert (found.step, found.loss) == (7, 0.5)
-    assert 0 < found.at - (time.time() + hour_s) + 20 < 21
+    assert found.at == pytest.approx(time.time() + hour_s, abs=600.0)
     assert in_hand_file(pair.groups[0].folder, 1).read_text() == "[8, []]"
 
 
@@ -125,10 +126,10 @@ def test_a_sign_of_life_elsewhere_is_brought_once_however_often_it_is_told(pair:
         pair.say(1, now=time.time() - behind_s)
         return pair.fleet.progress()[1]
 
-    wait_until(lambda: told() is not None, what="the other rank's progress", within_s=20)
+    wait_until(lambda: told() is not None, what="the other rank's progress")
     first = told()
     beats = int(pair.crews[LEADER].words(1)["beat"]) + 3
-    wait_until(lambda: bool(told()) and pair.crews[LEADER].words(1)["beat"] > beats, what="more words", within_s=20)
+    wait_until(lambda: bool(told()) and pair.crews[LEADER].words(1)["beat"] > beats, what="more words")
     assert told() == first
 
 
@@ -145,7 +146,7 @@ def test_a_failure_is_told_once_all_machines_have_been_heard_of_it(pair: Machine
 
 def test_a_machine_that_is_silent_is_lost_and_comes_before_what_follows_from_it(tmp_path: Path) -> None:
     """Of three: the second one goes, the third one's rank dies of that and is still asked."""
-    with machines(tmp_path, 3) as three:
+    with machines(tmp_path, 3, patience_s=5.0) as three:
         three.until(lambda: all(three.crews[LEADER].words(place) for place in (1, 2)), "their words")
         three.crews[1].__exit__(None, None, None)
         three.exits(2, 1)
@@ -154,13 +155,13 @@ def test_a_machine_that_is_silent_is_lost_and_comes_before_what_follows_from_it(
             three.say(2)
             return bool(three.fleet.failures())
 
-        wait_until(told, what="the failures", within_s=20)
+        wait_until(told, what="the failures")
         found = three.fleet.failures()
         if found[0].kind != LOST:  # the dead rank was heard of before the machine was silent for long enough
-            wait_until(lambda: three.fleet.failures()[0].kind == LOST, what="the loss", within_s=20)
+            wait_until(lambda: three.fleet.failures()[0].kind == LOST, what="the loss")
             found = three.fleet.failures()
         assert [(each.rank, each.kind) for each in found] == [(1, LOST), (2, "")]
-        assert "node host-1 (1 ranks) gave no sign of life for 2 s" in found[0].message
+        assert re.search(r"node host-1 \(1 ranks\) gave no sign of life for \d+ s", found[0].message)
 
 
 def test_all_have_exited_once_every_machine_says_so(pair: Machines) -> None:
@@ -180,5 +181,5 @@ def test_who_was_told_to_leave_is_named(pair: Machines) -> None:
         pair.say(1, asked=LEAVE)
         return pair.fleet.leaving == ["host-1"]
 
-    wait_until(left, what="its word", within_s=20)
+    wait_until(left, what="its word")
     assert not pair.fleet.asked_to_stop

@@ -69,8 +69,9 @@ class Checkpoint:
 
 
 @pytest.fixture
-def checkpoint(tmp_path: Path) -> Checkpoint:
-    """One that is whole."""
+def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Checkpoint:
+    """One that is whole; its leader waits for the others as long as they are there."""
+    monkeypatch.setattr(proving, "_ANSWER_S", 600.0)
     return Checkpoint(tmp_path)
 
 
@@ -125,9 +126,8 @@ def test_what_another_machine_cannot_read_the_leader_reads(checkpoint: Checkpoin
     assert sorted(reads[0].names + reads[2].names) == checkpoint.names
 
 
-def test_a_machine_that_is_lost_is_not_waited_for(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_that_is_lost_is_not_waited_for(checkpoint: Checkpoint) -> None:
     """The leader reads its part."""
-    monkeypatch.setattr(proving, "_ANSWER_S", 600.0)
     reads = [Reads() for _ in range(MACHINES)]
     with together(reads, silent=2) as leader:
         leader.verify(checkpoint.row, checkpoint.manifest, reads[0], lambda *_: None)
@@ -149,9 +149,8 @@ def test_what_is_asked_again_is_read_again(checkpoint: Checkpoint) -> None:
     assert len(reads[0].names) == len(checkpoint.names) / 2
 
 
-def test_the_leader_stops_waiting_when_it_is_told_to(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_leader_stops_waiting_when_it_is_told_to(checkpoint: Checkpoint) -> None:
     """By what hears of the progress; a machine that is there and says nothing of its part does not hold it up."""
-    monkeypatch.setattr(proving, "_ANSWER_S", 600.0)
     heard: list[int] = []
 
     def stop(done: int, total: int) -> None:
@@ -178,7 +177,7 @@ def together(
                 prover.look()
                 crew.say(prover.words)
 
-    with crews(len(reads)) as machines:
+    with crews(len(reads), patience_s=60.0 if silent is None else 5.0) as machines:
         led = [
             threading.Thread(target=be_led, args=(machines[place], reads[place]))
             for place in range(1, len(reads))
