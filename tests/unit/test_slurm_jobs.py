@@ -101,7 +101,8 @@ def job_of(
         events.append(event)
         told(event)
 
-    return ClusterJob(request, Slurm(), hear, look_s=0.1, gone_s=gone_s), events
+    # Twice `look_s` is what the last words of nodes get behind the end of their job.
+    return ClusterJob(request, Slurm(), hear, look_s=0.4, gone_s=gone_s), events
 
 
 def commit(folder: Path, step: int) -> None:
