@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -27,7 +27,7 @@ def test_a_rank_looks_for_its_resume_point_often_at_first(
 
     if not there_after_s:
         (tmp_path / "resume.json").write_text(POINT.to_json())
-    monkeypatch.setattr(time, "sleep", pause)
+    monkeypatch.setattr("dlac_pipeline.told.time", SimpleNamespace(sleep=pause))
     assert await_resume_point(tmp_path) == POINT
     assert sum(pauses) - there_after_s <= 0.02 + there_after_s / 20
     assert len(pauses) <= 10 * there_after_s + 50
