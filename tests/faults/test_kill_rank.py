@@ -20,7 +20,7 @@ def test_a_rank_killed_at_a_random_moment_changes_nothing(campaign: Arena, seed:
     """The run finishes, its own journal holds every row once per pass, and batches and losses are the undisturbed run's."""
     draw = random.Random(seed)
     run = f"kill-{seed}"
-    launch = campaign.launch(campaign.spec(run, pause_s=0.01))
+    launch = campaign.launch(campaign.spec(run, pause_s=0.03))
     moment = draw.choice(["starting", "training", "training", "training"])
     if moment == "training":
         launch.wait_for("attempt")

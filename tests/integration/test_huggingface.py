@@ -143,6 +143,15 @@ def consumed(home: Path) -> list[Any]:
     return [rows for step in sorted(steps) for rows in steps[step]]
 
 
+def trains_behind(home: Path, models: int, checkpoints: int) -> bool:
+    """Whether the last of so many models has done a step behind the newest of so many checkpoints, which is to be done again."""
+    done = [int(path.parent.name.rpartition("-")[2]) for path in (home / "out").glob(f"checkpoint-*/{STATE_FILE}")]
+    if len(done) < checkpoints:
+        return False
+    known = journal(home)
+    return len({model for model, _, _ in known}) == models and known[-1][1] >= max(done)
+
+
 def expected(home: Path, kind: str) -> list[Any]:
     """The batches, read without a Trainer."""
     return [inputs(batch)["x"].tolist() for batch in opened(home, kind)]
@@ -154,13 +163,12 @@ def expected(home: Path, kind: str) -> list[Any]:
 def test_a_killed_trainer_resumes_exactly(home: Path, kind: str) -> None:
     """SIGKILL twice, with batches read ahead in two workers; rows appended meanwhile: every pinned row once a pass."""
     whole = expected(home, kind)
-    code = PROGRAM.format(root=str(Path(__file__).parents[2]), here=__file__, home=str(home), kind=kind, pause_s=0.03)
-    for checkpoints in (1, 3):
+    code = PROGRAM.format(root=str(Path(__file__).parents[2]), here=__file__, home=str(home), kind=kind, pause_s=0.1)
+    for models, checkpoints in ((1, 1), (2, 3)):
         process = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
-        while len(list((home / "out").glob(f"checkpoint-*/{STATE_FILE}"))) < checkpoints:
+        while not trains_behind(home, models, checkpoints):
             assert process.poll() is None
             time.sleep(0.01)
-        time.sleep(0.07)
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         append(connect(LakehouseConfig().at_home(home)), 10, start=1000 * checkpoints)
