@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -206,7 +207,7 @@ def test_the_report_compares_two_runs(lake: Lake, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "report" / "report.json").read_text()) == content
     page = (tmp_path / "report" / "report.html").read_text()
     assert page.count("data:image/png;base64,") == 2
-    assert "http" not in page.replace("</html>", "")
+    assert "http" not in re.sub(r"base64,[\w+/=]+", "", page)  # which may spell anything
 
 
 def test_the_report_tells_runs_apart(lake: Lake, tmp_path: Path) -> None:
