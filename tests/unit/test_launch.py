@@ -11,7 +11,7 @@ import sys
 import time
 import tracemalloc
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -73,8 +73,12 @@ def held_up(folder: Path) -> dict[str, str]:
 
 def children(name: str) -> list[psutil.Process]:
     """This process's living children of a name, from their first moment on; a test before may have left a dead one."""
-    living = [one for one in psutil.Process().children() if one.status() != psutil.STATUS_ZOMBIE]
-    return [one for one in living if re.search(name, " ".join(one.cmdline()))]
+    found = []
+    for one in psutil.Process().children():
+        with suppress(psutil.Error):  # it ends just now
+            if one.status() != psutil.STATUS_ZOMBIE and re.search(name, " ".join(one.cmdline())):
+                found.append(one)
+    return found
 
 
 def runs(pid: int) -> bool:

@@ -31,7 +31,7 @@ def test_every_loss_is_heard_once_and_in_order() -> None:
 
 def test_fast_steps_share_a_beat_and_a_notice_is_still_heard_soon() -> None:
     """Steps of microseconds are told of in beats of at most MAX_STEPS; a notice is heard one step behind its beat."""
-    heard = beats_of(Pulse(1, None), 100, stop_at=50)
+    heard = beats_of(Pulse(1, None), 300, stop_at=50)
     assert max(len(beat.losses) for _, beat in heard) == MAX_STEPS
     first, beat = next((step, beat) for step, beat in heard if beat.notice)
     assert 50 < first <= 50 + MAX_STEPS + 1
