@@ -91,10 +91,10 @@ class Crew:
         assert self._talk is not None, "there is another machine"
         return self._talk.words(self._places[place])
 
-    def heard_at(self, place: int) -> float:
-        """When that was, by this machine's monotonic clock."""
+    def silent_s(self, place: int) -> float:
+        """For how long it has said nothing new."""
         assert self._talk is not None, "there is another machine"
-        return self._talk.heard_at(self._places[place])
+        return self._talk.silent_s(self._places[place])
 
     def tell(self, subject: str, words: Words) -> None:
         """Say something once; what is told of a subject last stands."""

@@ -6,6 +6,7 @@ What ranks elsewhere write in their launch folder is brought into the leader's: 
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from dataclasses import asdict, replace
 
 from dlac_pipeline.nodes.crew import Crew
@@ -93,7 +94,7 @@ class Fleet:
         found = []
         for place in self._crew.lost():
             share, host = self._crew.shares[place], self._crew.hosts[place]
-            silent_s = time.monotonic() - self._crew.heard_at(place)
+            silent_s = self._crew.silent_s(place)
             which = f"node {host} ({share.ranks} ranks) gave no sign of life for {silent_s:.0f} s"
             if share.ranks:
                 found.append(Exit(rank=share.first_rank, code=1, kind=LOST, message=which, at=0.0))
@@ -116,12 +117,15 @@ class Fleet:
             return
         self._beats[place] = words["beat"]
         later_s = self._later_s[place] = time.time() - words["now"]
-        for rank, record in words["progress"].items():
-            if self._records.get(rank) != record:  # written again with another estimate, it would look like a new sign
-                self._records[rank] = record
-                write_record(self.folder, int(rank), bytes.fromhex(record), later_s=later_s)
-        for rank, text in words["in_hand"].items():
-            in_hand_file(self.folder, int(rank)).write_text(text)
+        with suppress(OSError):  # a disk that is full or away for a moment; the next words bring it
+            for rank, record in words["progress"].items():
+                if (
+                    self._records.get(rank) != record
+                ):  # written again with another estimate, it would look like a new sign
+                    write_record(self.folder, int(rank), bytes.fromhex(record), later_s=later_s)
+                    self._records[rank] = record
+            for rank, text in words["in_hand"].items():
+                in_hand_file(self.folder, int(rank)).write_text(text)
 
 
 def words_of(ranks: RankGroup, *, asked: str, answers: bool) -> Words:

@@ -1,18 +1,19 @@
 """What the machines of a round tell each other, a few times a second, through its store.
 
 A thread writes what this machine says and reads what the others say, so that a network which has gone silent blocks nobody. Only
-this machine's own clock counts: how long ago it heard something new.
+this machine's own clock counts: for how long it has heard nothing new while it could hear.
 """
 
 from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+
+from dlac_pipeline.ranks.watched_time import WatchedTime
 
 if TYPE_CHECKING:  # a machine alone needs no PyTorch
     from torch.distributed import Store  # type: ignore[attr-defined]  # torch's __init__ does not re-export by name
@@ -50,7 +51,7 @@ class Round:
 @dataclass(slots=True)
 class _Heard:
     words: Words = field(default_factory=dict)
-    at: float = field(default_factory=time.monotonic)
+    at: float = 0.0
 
 
 class Talk:
@@ -65,7 +66,8 @@ class Talk:
         self._heard = {index: _Heard() for index in range(round_.count) if index != round_.index}
         self._told: dict[str, Words] = {}
         self._wanted: set[str] = set()
-        self._spoke_at = time.monotonic()
+        self._now = WatchedTime()
+        self._spoke_at = 0.0
         self._beat = 0
         self._ends = threading.Event()
         self._hurries = threading.Event()
@@ -79,7 +81,7 @@ class Talk:
     def cut_off(self) -> bool:
         """Whether the store has not answered for too long."""
         with self._lock:
-            return self._spoke_at < time.monotonic() - self._patience_s
+            return self._spoke_at < self._now() - self._patience_s
 
     def say(self, words: Words) -> None:
         """Change this machine's words; JSON."""
@@ -103,10 +105,10 @@ class Talk:
         with self._lock:
             return self._heard[index].words
 
-    def heard_at(self, index: int) -> float:
-        """When another machine was heard last, by this machine's monotonic clock."""
+    def silent_s(self, index: int) -> float:
+        """For how long another machine has said nothing new."""
         with self._lock:
-            return self._heard[index].at
+            return self._now() - self._heard[index].at
 
     def lost(self, index: int) -> bool:
         """Whether another machine has been silent for too long, while the store answered."""
@@ -126,7 +128,7 @@ class Talk:
                 self._speak()
                 self._listen()
                 with self._lock:
-                    self._spoke_at = time.monotonic()
+                    self._spoke_at = self._now()
             self._hurries.wait(_EVERY_S)
         if self._once:
             with suppress(RuntimeError, OSError):
@@ -152,7 +154,7 @@ class Talk:
             heard, words = self._heard[index], json.loads(said)
             with self._lock:
                 if words["beat"] != heard.words.get("beat"):
-                    heard.words, heard.at = words, time.monotonic()
+                    heard.words, heard.at = words, self._now()
         with self._lock:
             wanted = sorted(self._wanted)
         for subject in wanted:

@@ -135,9 +135,11 @@ def write_record(folder: Path, rank: int, raw: bytes, *, later_s: float) -> None
     """Write down what a rank of another machine told, whose clock is so much behind this one's."""
     step, phase, at, *rest = _RECORD.unpack(raw)
     record = _RECORD.pack(step, phase, at + later_s, *rest)
-    temporary = progress_file(folder, rank).with_suffix(".new")
-    temporary.write_bytes(record)
-    temporary.rename(progress_file(folder, rank))
+    descriptor = os.open(progress_file(folder, rank), os.O_WRONLY | os.O_CREAT, 0o644)
+    try:  # in place: that needs no room on a disk that is full
+        os.pwrite(descriptor, record, 0)
+    finally:
+        os.close(descriptor)
 
 
 def read_progress(folder: Path, rank: int) -> Progress | None:

@@ -51,7 +51,7 @@ Ending = Literal["finished", "caught_up", "stopped", "left"]
 POLL_S = 0.05
 _STEP_EVENT_EVERY_S = 0.5
 KEEP_LAUNCHES = 50
-"""Launch folders of a run that are kept on a machine: logs, and the job specs that rehearsals take."""
+"""Attempts of a run whose launch folders are kept: logs, and the job specs that rehearsals take. Machines may share a folder."""
 _FORGET_AT_ONCE = 5
 _LEAVE_MARGIN_S = 2.0
 """What ranks get on top of their deadline: they keep it themselves, and say what was lost."""
@@ -367,11 +367,11 @@ def started(spec: JobSpec, folder: Path, crew: Crew, starter: Starter) -> RankGr
         path = folder / "spec.json"
         path.touch(mode=0o600)  # credentials may stand in it
         path.write_text(spec.model_dump_json())
-    forget_launches(folder.parent)
+    forget_launches(folder.parent, keep=KEEP_LAUNCHES * len(crew.shares))
     return RankGroup(spec, folder, crew.share, starter)
 
 
-def forget_launches(folder: Path, *, keep: int = KEEP_LAUNCHES) -> None:
+def forget_launches(folder: Path, *, keep: int) -> None:
     """Remove the oldest launch folders of a run beyond `keep`, a few at a time: a launch waits for it."""
     with suppress(FileNotFoundError):  # another machine of the same folder was faster
         oldest_last = sorted(folder.glob("launch-*/"), key=lambda each: each.stat().st_mtime, reverse=True)

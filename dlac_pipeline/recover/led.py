@@ -135,7 +135,7 @@ class LedAttempt:
         failure = Failure(
             cause=f"attempt {self._attempt} {which}",
             noticed_by="supervisor",
-            failed_at=now if self._crew.cut_off else now - (time.monotonic() - self._crew.heard_at(LEADER)),
+            failed_at=now if self._crew.cut_off else now - self._crew.silent_s(LEADER),
             noticed_at=now,
             launched_at=now,
             stopped_at=now,

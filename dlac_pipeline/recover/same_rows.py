@@ -1,7 +1,7 @@
 """Deaths at the same rows: counted by step, and from the step to the rows of the batch that was in hand.
 
 A row that kills whoever touches it ends every attempt in the same step. What another rule covers (a row group that does not
-decode, an error that another attempt would meet again, a hang) is not counted.
+decode, an error that another attempt would meet again, a hang, a machine that is lost) is not counted.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from pathlib import Path
 
 from catalog import errors
 from catalog.connect import Lakehouse
+from dlac_pipeline.nodes.fleet import LOST
 from dlac_pipeline.plan.follow import Unreadable
 from dlac_pipeline.plan.leg import Leg
 from dlac_pipeline.plan.order import LegOrder
@@ -58,7 +59,7 @@ class Deaths:
 
 
 def _counts(failure: Failure) -> bool:
-    return failure.in_hand > 0 and failure.kind != HANG and errors.named(failure.kind) is None
+    return failure.in_hand > 0 and failure.kind not in (HANG, LOST) and errors.named(failure.kind) is None
 
 
 def rows_in_hand(

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from dlac_pipeline.nodes.fleet import LOST
 from dlac_pipeline.ranks.group import HANG
 from dlac_pipeline.recover.incident import Failure
 from dlac_pipeline.recover.same_rows import Deaths
@@ -37,8 +38,8 @@ def test_a_commit_in_between_begins_anew() -> None:
 
 
 def test_what_another_rule_covers_is_not_counted() -> None:
-    """Hangs, errors of DLAC, and deaths without a batch in hand; a script's own error and a signal count."""
-    for said in ({"kind": HANG}, {"kind": "DataFileUnreadable"}, {"kind": "StoreUnavailable"}):
+    """Hangs, lost machines, errors of DLAC, and deaths without a batch in hand; a script's own error and a signal count."""
+    for said in ({"kind": HANG}, {"kind": LOST}, {"kind": "DataFileUnreadable"}, {"kind": "StoreUnavailable"}):
         assert not Deaths(1).died(death(7, **said), committed=False)
     assert not Deaths(1).died(death(0), committed=False)
     assert Deaths(1).died(death(7, kind="ZeroDivisionError"), committed=False)

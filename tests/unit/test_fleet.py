@@ -115,6 +115,17 @@ def test_what_ranks_elsewhere_do_is_brought_into_the_leaders_folder(pair: Machin
     assert in_hand_file(pair.groups[0].folder, 1).read_text() == "[8, []]"
 
 
+def test_a_sign_of_life_that_could_not_be_written_down_is_brought_later(pair: Machines) -> None:
+    """A disk that is full or away for a moment ends no run that is led from there."""
+    ProgressWriter(pair.groups[1].folder, 1).write(7, Phase.TRAINING)
+    folder = pair.groups[LEADER].folder
+    folder.rename(away := folder.with_name("away"))
+    pair.until(lambda: pair.crews[LEADER].words(1).get("progress"), "its words")
+    assert pair.fleet.progress() == [None, None]
+    away.rename(folder)
+    pair.until(lambda: pair.fleet.progress()[1] is not None, "the other rank's progress")
+
+
 def test_a_sign_of_life_elsewhere_is_brought_once_however_often_it_is_told(pair: Machines) -> None:
     """It is told again and again, by clocks that differ a little more or less each time, and stays the same sign."""
     ProgressWriter(pair.groups[1].folder, 1).write(7, Phase.TRAINING)

@@ -12,6 +12,7 @@ import pytest
 from dlac_pipeline.launch_spec import LaunchSpec
 from dlac_pipeline.ranks.group import Exit
 from dlac_pipeline.ranks.progress import Phase, Progress
+from dlac_pipeline.ranks.watched_time import WatchedTime
 from dlac_pipeline.recover.causes import Silence
 from dlac_pipeline.recover.run_lock import run_lock
 from dlac_pipeline.recover.signs import signs_of
@@ -41,7 +42,7 @@ class Ranks:
 
 def silent_after(ranks: Ranks, looked_s: float) -> Exit | None:
     """What a supervisor finds that has looked so long, ten times a second."""
-    silence = Silence(LAUNCH, clock=lambda: ranks.now)
+    silence = Silence(LAUNCH, WatchedTime(lambda: ranks.now))
     found = None
     for tenth in range(int(looked_s * 10) + 1):
         ranks.now = tenth / 10
@@ -80,6 +81,18 @@ def test_a_rank_that_was_silent_before_anybody_looked_is_found_as_soon_as_others
     silent = silent_after(Ranks(None, None), 100.1)
     assert silent is not None
     assert silent.message == "no sign of life for 100 s, last while starting"
+
+
+def test_who_was_stopped_with_the_ranks_hears_them_first() -> None:
+    """Then they have not been silent; ranks that do not go on with it are found after the usual time."""
+    ranks = Ranks((Phase.TRAINING, LOOKED_S), (Phase.TRAINING, LOOKED_S))
+    silence = Silence(LAUNCH, WatchedTime(lambda: ranks.now))
+    moments = [0.0, 1.0, *(700 + tenth / 10 for tenth in range(200))]
+    found = []
+    for ranks.now in moments:
+        found.append(silence.too_long(ranks))
+    first = next(moment for moment, exit_ in zip(moments, found, strict=True) if exit_ is not None)
+    assert 708 < first < 709.5
 
 
 def test_a_claim_without_a_local_folder_is_nobody_s_launch(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from unittest.mock import Mock
 import pytest
 
 from catalog.errors import StoreUnavailable
+from dlac_pipeline.recover import attempt
 from dlac_pipeline.recover.attempt import forget_launches, started
 
 
@@ -27,6 +28,19 @@ def test_the_oldest_launch_folders_are_removed_a_few_at_a_time(tmp_path: Path) -
     assert left[0] == [f"launch-{number:02}" for number in range(5, 12)]
     assert left[1] == left[2] == ["launch-09", "launch-10", "launch-11"]
     assert (tmp_path / "attempt-0001").is_dir()
+
+
+def test_machines_that_share_a_folder_leave_each_other_theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many there are in an attempt."""
+    monkeypatch.setattr(attempt, "KEEP_LAUNCHES", 1)
+    count = 4
+    spec, crew = Mock(), Mock(shares=[Mock()] * count, share=Mock(first_rank=0, ranks=0))
+    spec.model_dump_json.return_value = "{}"
+    (tmp_path / "r").mkdir()
+    made = [tmp_path / "r" / f"launch-{number:04}" for number in range(count)]
+    for folder in made:
+        started(spec, folder, crew, Mock()).end()
+    assert all(folder.is_dir() for folder in made)
 
 
 def test_an_attempt_makes_no_folder_where_the_run_s_is_gone(tmp_path: Path) -> None:
