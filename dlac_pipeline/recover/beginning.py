@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -11,7 +12,8 @@ from typing import Any
 
 from catalog.commits import Attempt
 from catalog.connect import Lakehouse
-from catalog.errors import StoreUnavailable
+from catalog.errors import SpecInvalid, StoreUnavailable
+from catalog.run_rows import Row, checkpoint_rows
 from dlac_pipeline.checkpoint.committing import Committer, Prepared
 from dlac_pipeline.checkpoint.config import config_digest
 from dlac_pipeline.checkpoint.failures import failure_named
@@ -43,6 +45,20 @@ class Beginning:
     """What the checkpoint's row says of it."""
     rows: Sequence[Mapping[str, Any]] = ()
     """Further rows of the same append."""
+
+
+def check_new(rows: Sequence[Row], run: str, *, instead: str) -> None:
+    """Check that the run of these rows is new, or has only claims for the same as this one, that did not come to their end.
+
+    Raises:
+        SpecInvalid: it has another claim, or a checkpoint.
+    """
+    claims = [row for row in rows if row["kind"] == "claim" and instead not in json.loads(row["detail"] or "{}")]
+    checkpoints = checkpoint_rows(rows)
+    if claims or checkpoints:
+        raise SpecInvalid(
+            f"expected no run named {run!r} yet, found one with {len(checkpoints)} checkpoints: choose another name"
+        )
 
 
 def begin(lakehouse: Lakehouse, spec: JobSpec, beginning: Beginning) -> str:

@@ -19,11 +19,11 @@ from catalog.connect import Lakehouse
 from catalog.durable_io import fsync_directory
 from catalog.errors import CheckpointDamaged, NoSuchRun, SpecInvalid
 from catalog.ledger import Ledger
-from catalog.run_rows import HEAD_KINDS, Row, checkpoint_rows, trains_nothing
+from catalog.run_rows import HEAD_KINDS
 from dlac_pipeline.checkpoint.files import StoreFiles, below, is_local, make_below, path_at, sync_file
 from dlac_pipeline.checkpoint.manifest import FileEntry, Manifest, read_manifest, verify_file
 from dlac_pipeline.checkpoint.store import Tiers, folder_uri, tiers_of
-from dlac_pipeline.recover.beginning import Beginning, begin
+from dlac_pipeline.recover.beginning import Beginning, begin, check_new
 from dlac_pipeline.recover.coordinator import new_nonce
 from dlac_pipeline.recover.run_lock import run_lock
 from dlac_pipeline.spec import JobSpec
@@ -115,18 +115,12 @@ def _check_new(ledger: Ledger, run: str, parent_run: str) -> None:
         SpecInvalid: it is not.
     """
     rows = ledger.rows(run, kinds=HEAD_KINDS)
-    claims = [row for row in rows if row["kind"] == "claim" and not _forks(row)]
-    if not (claims or checkpoint_rows(rows)):
-        return
-    if any(row["kind"] == "fork" for row in rows):  # perhaps one that was killed right behind its commit
-        _let_go(ledger, run, parent_run)
-    raise SpecInvalid(
-        f"expected no run named {run!r} yet, found one with {len(checkpoint_rows(rows))} checkpoints: choose another name"
-    )
-
-
-def _forks(claim: Row) -> bool:
-    return trains_nothing(claim) and "forks" in json.loads(claim["detail"])
+    try:
+        check_new(rows, run, instead="forks")
+    except SpecInvalid:
+        if any(row["kind"] == "fork" for row in rows):  # perhaps one that was killed right behind its commit
+            _let_go(ledger, run, parent_run)
+        raise
 
 
 def _copied(

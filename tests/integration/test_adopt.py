@@ -23,6 +23,7 @@ from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.audit.lakehouse_sql import open_audit
 from dlac_pipeline.checkpoint.foreign import foreign_checkpoint
 from dlac_pipeline.recover.adopt import adopt
+from dlac_pipeline.recover.coordinator import new_nonce, take_over
 from dlac_pipeline.recover.run_lock import run_lock
 from dlac_pipeline.spec import JobSpec
 from tests.conftest import Arena
@@ -160,9 +161,23 @@ def test_a_run_that_was_begun_meanwhile_is_left_alone(arena: Arena) -> None:
         return run_lock(*given, **how)
 
     arena.monkeypatch.setattr("dlac_pipeline.recover.adopt.run_lock", behind_another)
-    with pytest.raises(SpecInvalid, match="without checkpoints to adopt one, found 1 of run 'r'"):
+    with pytest.raises(SpecInvalid, match="no run named 'r' yet, found one with 1 checkpoints"):
         adopt(arena.lakehouse, spec, foreign)
     assert len(arena.rows("r", "claim")) == len(arena.rows("r", "checkpoint")) == 1
+
+
+def test_a_first_attempt_without_a_checkpoint_is_not_fenced_off(arena: Arena) -> None:
+    """It may train on another machine, whose lock nobody sees here; what only began to adopt is gone on with."""
+    arena.table()
+    dcp_folder(arena.home / "foreign")
+    foreign = foreign_checkpoint(arena.home / "foreign")
+    training, begun = (arena.spec(run, world_size=1) for run in ("training", "begun"))
+    take_over(arena.lakehouse, training, nonce=new_nonce())
+    take_over(arena.lakehouse, begun, nonce=new_nonce(), instead={"adopts": "foreign"})
+    with pytest.raises(SpecInvalid, match="no run named 'training' yet, found one with 0 checkpoints"):
+        adopt(arena.lakehouse, training, foreign)
+    assert [row["attempt"] for row in arena.rows("training", "claim")] == [1]
+    assert adopt(arena.lakehouse, begun, foreign) == arena.head("begun")
 
 
 def test_the_ranks_of_a_bf16_checkpoint_are_counted(arena: Arena) -> None:
