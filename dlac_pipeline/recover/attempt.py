@@ -193,12 +193,16 @@ class SupervisedAttempt:
         return pids
 
     def _take_over(self) -> ResumePoint:
+        current = None
+        if self._replaces is None:  # fixed before the first try: who claims between two tries is not fenced off
+            current = self._waiting()(Ledger(self._lakehouse).state, self._spec.run).fence.attempt
         point: ResumePoint = self._waiting()(
             take_over,
             self._lakehouse,
             self._spec,
             nonce=self._nonce,
             replaces=self._replaces,
+            current=current,
             wish=self._wish,
             launch_folder=str(self._folder),
             launched_by=self._supervision.launched_by,

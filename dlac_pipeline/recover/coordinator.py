@@ -17,8 +17,8 @@ from typing import Any
 
 from catalog.commits import Attempt, claim, quarantine
 from catalog.connect import Lakehouse
-from catalog.errors import CheckpointDamaged, NoRestorableCheckpoint, SteppedAside
-from catalog.ledger import Ledger
+from catalog.errors import CheckpointDamaged, NoRestorableCheckpoint, RunFinished, SteppedAside
+from catalog.ledger import Ledger, RunState
 from catalog.run_rows import HEAD_KINDS, Row, checkpoint_rows, lineage_of, restorable_rows, way_out
 from dlac_pipeline.checkpoint.restore import Restored, Verify, restore, verify_here
 from dlac_pipeline.checkpoint.store import Tiers, tiers_of
@@ -80,6 +80,7 @@ def take_over(
     *,
     nonce: str,
     replaces: int | None = None,
+    current: int | None = None,
     wish: Wish = RESUME,
     launch_folder: str = "",
     launched_by: str = "",
@@ -89,8 +90,9 @@ def take_over(
 ) -> ResumePoint:
     """Claim the run for `nonce` and say where it resumes.
 
-    `replaces` is the attempt seen to have failed; unset, it is the one that is current now. `launched_by` names the
-    orchestrator's run, so that a sensor can tell whose attempt is current; `instead` says what an idle attempt is for.
+    `replaces` is the attempt seen to have failed; unset, it is `current`, the one that was current before the first try of this
+    claim; unset as well: the one that is now. `launched_by` names the orchestrator's run, so that a sensor can tell whose
+    attempt is current; `instead` says what an idle attempt is for.
     `verifying` hears how far the verification of a checkpoint is; what it raises ends it. `verify` is as for `restore`.
 
     Raises:
@@ -104,7 +106,8 @@ def take_over(
     before = ledger.state(spec.run)
     chooser = LegChooser(ledger, spec, wish, recovering=replaces is not None)
     leg = chooser.before_claim(before)
-    current = before.fence.attempt - (before.fence.nonce == nonce)  # an earlier try of this very claim may have landed
+    if current is None:
+        current = before.fence.attempt - (before.fence.nonce == nonce)  # an earlier try of this claim may have landed
     replaced = current if replaces is None else replaces
     detail = {
         "host": socket.gethostname(),
@@ -134,7 +137,7 @@ def take_over(
                 f"none of the checkpoints on the lineage of run {spec.run!r} can be restored; damaged: {damaged!r}; "
                 f"{way_out(spec.run, rows)}"
             )
-    if (manifest.checkpoint_id if manifest else None) != before.fence.head:
+    if chooser.unsure or (manifest.checkpoint_id if manifest else None) != before.fence.head:
         leg = chooser.at(rows, manifest)
     return _resume_point(
         attempt,
@@ -159,6 +162,18 @@ def check_current(lakehouse: Lakehouse, run: str, attempt: int | None) -> None:
         raise SteppedAside(
             f"expected attempt {attempt} of run {run!r} to be the current one, found attempt {current}: another launch "
             "owns the run; nothing to do"
+        )
+
+
+def check_unfinished(state: RunState) -> None:
+    """Check that the run takes another attempt.
+
+    Raises:
+        RunFinished: it does not.
+    """
+    if state.finished:
+        raise RunFinished(
+            f"run {state.run!r} is finished at checkpoint {state.fence.head!r} and takes no more attempts"
         )
 
 

@@ -56,6 +56,8 @@ class LegChooser:
         self._spec = spec
         self._wish = wish
         self._recovering = recovering
+        self.unsure = False
+        """Whether the head looked damaged before the claim, and nothing was checked of its leg."""
         if wish.plan_ids and len(wish.plan_ids) != len(spec.sources):
             raise SpecInvalid(
                 f"expected a plan for each of the {len(spec.sources)} sources of run {spec.run!r}, found {len(wish.plan_ids)}: "
@@ -70,7 +72,8 @@ class LegChooser:
             return self.at(rows, None)
         try:
             manifest = manifest_of(head, tiers_of(self._spec))
-        except CheckpointDamaged:  # found again and dealt with under the claim
+        except CheckpointDamaged:  # found again and dealt with under the claim, unless it was a stale look
+            self.unsure = True
             return leg_of(rows, head["checkpoint_id"])
         return self.at(rows, manifest)
 

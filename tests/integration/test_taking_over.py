@@ -1,0 +1,65 @@
+"""Which attempt a claim replaces, and for which leg, where it is tried again or a look at the store was a stale one."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from catalog.commits import claim
+from catalog.errors import CatalogUnreachable, ResumeMismatch, SteppedAside
+from dlac_pipeline.checkpoint.store import MANIFEST, folder_of
+from dlac_pipeline.recover.coordinator import ResumePoint, new_nonce, take_over
+from dlac_pipeline.recover.rewind import rewind_run
+from dlac_pipeline.recover.supervise import Supervisor
+
+if TYPE_CHECKING:
+    from tests.conftest import Arena
+
+
+@pytest.mark.parametrize("landed", [False, True])
+def test_a_claim_that_is_tried_again_fences_nobody_who_claimed_in_between(arena: Arena, landed: bool) -> None:
+    """A recovery that names no attempt waits for a catalog that is away, before its claim or behind it."""
+    arena.table(appends=(64,))
+    spec = arena.spec("r", world_size=1, passes=1)
+    take_over(arena.lakehouse, spec, nonce=new_nonce())
+    tries = iter(("away", "back"))
+
+    def away(*given: Any, **how: Any) -> ResumePoint:
+        if next(tries) == "back":
+            return take_over(*given, **how)
+        if landed:
+            take_over(*given, **how)
+        take_over(arena.lakehouse, spec, nonce="another")
+        raise CatalogUnreachable("away for a moment")
+
+    arena.monkeypatch.setattr("dlac_pipeline.recover.attempt.take_over", away)
+    with pytest.raises(SteppedAside):
+        Supervisor(spec, noticed_by="recovery_sensor").run()
+    assert arena.rows("r", "claim")[-1]["nonce"] == "another"
+
+
+def test_a_leg_is_checked_under_the_claim_where_the_head_only_looked_damaged(arena: Arena) -> None:
+    """Its manifest is there again when it is restored: what a rewind excludes is left out, another spec is refused."""
+    arena.table(appends=(200,))
+    spec = arena.spec("r", world_size=1, passes=1, every_steps=2)
+    arena.train(spec, until=5)
+    rewind_run(arena.lakehouse, "r", nonce="op", step=2, exclude=["row_id >= 150"])
+    manifest = folder_of(arena.lineage("r")[-1]["manifest_uri"]) / MANIFEST
+    whole = manifest.read_bytes()
+
+    def mended(*given: Any, **how: Any) -> Any:
+        manifest.write_bytes(whole)
+        return claim(*given, **how)
+
+    def taken(spec: Any) -> ResumePoint:
+        manifest.write_bytes(whole[:-1])
+        return take_over(arena.lakehouse, spec, nonce=new_nonce())
+
+    arena.monkeypatch.setattr("dlac_pipeline.recover.coordinator.claim", mended)
+    point = taken(spec)
+    assert (point.step, point.quarantined, point.leg_is_new) == (2, [], True)
+    assert json.loads(point.leg)["sources"][0]["exclude"] == ["row_id >= 150"]
+    with pytest.raises(ResumeMismatch):
+        taken(arena.spec("r", world_size=1, passes=1, every_steps=2, batch_size=16))
