@@ -9,6 +9,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from catalog.errors import SpecInvalid
+from dlac_pipeline.recover.patience import LOST_AFTER_S
 from dlac_pipeline.spec import home_folder
 from dlac_pipeline.spec_problems import problem_said
 
@@ -39,7 +40,7 @@ class RecoverySettings(_Section):
         ge=0,
     )
     lost_after_s: float = Field(
-        default=120.0,
+        default=LOST_AFTER_S,
         description="Seconds without a heartbeat after which a run is lost, although its process is there, or is elsewhere.",
         gt=0,
     )

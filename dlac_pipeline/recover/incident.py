@@ -78,7 +78,7 @@ def failure_of_attempt(
 
     None for one that only adopted, rewound or forked, and for one that had left in good order and is started again by a person.
     """
-    if idle(rows, attempt) or (noticed_by == OPERATOR and _left_in_order(rows, attempt)):
+    if idle(rows, attempt) or (noticed_by == OPERATOR and left_in_order(rows, attempt)):
         return None
     folder = launch_folder_of(rows, attempt)
     found = read_all_progress(Path(folder)) if folder else []
@@ -95,7 +95,7 @@ def failure_of_attempt(
     )
 
 
-def _left_in_order(rows: list[Row], attempt: int) -> bool:
+def left_in_order(rows: list[Row], attempt: int) -> bool:
     """Whether the last checkpoint of an attempt is one that it took in order to leave, or had nothing left to read behind."""
     mine = [row for row in rows if row["kind"] == "checkpoint" and row["attempt"] == attempt and row["detail"]]
     return bool(mine) and json.loads(mine[-1]["detail"]).get("reason", "steps") not in _ON_THE_WAY

@@ -11,6 +11,8 @@ from dlac_pipeline.request import OPERATOR
 
 PATIENCE_S = 180.0
 """How long a recovery waits for a catalog or a store that is away; then it ends, and whoever requested it may ask again."""
+LOST_AFTER_S = 120.0
+"""A launch on another machine counts as lost when it has given no sign of life for so long."""
 
 
 def patience_s(*, replaces: int | None, noticed_by: str) -> float:

@@ -19,17 +19,24 @@ from catalog.run_rows import Row
 from dlac_pipeline.ranks.progress import read_all_progress
 from dlac_pipeline.recover.run_lock import lock_path
 
+_ITS_OWN = ("claim", "checkpoint", "quarantine")
+"""Kinds of rows that only the attempt appends that they name; operators' and upkeep's name the one that is current."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Signs:
     """What is known of the launch behind an attempt."""
 
+    host: str
+    """The machine on which it was launched; empty: nobody knows."""
+    local: str
+    """The local folder of its checkpoints there, in which its lock lies; empty: it launched nothing, or nobody knows."""
     here: bool
     """Whether it was launched on this machine."""
     held: bool
     """Here only: whether a living process holds the run's lock."""
     silent_s: float
-    """Seconds since it was seen to do something: a step of a rank, or a row of the ledger."""
+    """Seconds since it was seen to do something: a step of a rank, or a row of its own in the ledger."""
 
     def alive(self, *, lost_after_s: float) -> bool:
         """Whether it is to be taken for alive; elsewhere it counts as lost after `lost_after_s` of silence."""
@@ -41,11 +48,14 @@ def signs_of(rows: list[Row], attempt: int) -> Signs:
     mine = [row for row in rows if row["attempt"] == attempt]
     claims = [json.loads(row["detail"]) for row in mine if row["kind"] == "claim"]
     if not claims:
-        return Signs(here=False, held=False, silent_s=float("inf"))
+        return Signs(host="", local="", here=False, held=False, silent_s=float("inf"))
     claim = claims[-1]
-    said = [row["committed_at"].timestamp() for row in mine]
-    here, local = claim.get("host") == socket.gethostname(), claim.get("local", "")
+    said = [row["committed_at"].timestamp() for row in mine if row["kind"] in _ITS_OWN]
+    host, local = claim.get("host", ""), claim.get("local", "")
+    here = host == socket.gethostname()
     return Signs(
+        host=host,
+        local=local,
         here=here,
         held=here and bool(local) and is_held(lock_path(local, mine[0]["run"])),  # rewinds and forks launch nothing
         silent_s=time.time() - max([*said, *_steps_at(claim.get("launch_folder", ""))]),

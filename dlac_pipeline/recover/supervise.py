@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
@@ -28,8 +29,9 @@ from catalog.errors import (
     StoreUnavailable,
     TrainingFailed,
 )
-from catalog.ledger import Ledger, RunState
+from catalog.ledger import Ledger
 from catalog.plans import get_plan
+from catalog.run_rows import HEAD_KINDS
 from dlac_pipeline.checkpoint.store import tiers_of
 from dlac_pipeline.nodes.crew import VERDICT, Crew
 from dlac_pipeline.nodes.fleet import LOST
@@ -45,7 +47,8 @@ from dlac_pipeline.recover.attempt import (
     Supervision,
 )
 from dlac_pipeline.recover.claims import rendezvous_of, to_replace
-from dlac_pipeline.recover.coordinator import check_current
+from dlac_pipeline.recover.coordinator import check_current, check_unfinished
+from dlac_pipeline.recover.elsewhere import refuse_if_alive_elsewhere
 from dlac_pipeline.recover.incident import Failure, ended_on_purpose
 from dlac_pipeline.recover.judge import Judge
 from dlac_pipeline.recover.led import LedAttempt, Verdict
@@ -330,7 +333,7 @@ class Supervisor:
         return Verdict(ending="finished", attempt=end["attempt"], step=end["step"])
 
     def _hold_lock(self, lakehouse: Lakehouse) -> None:
-        """Refuse, or replace, another launch of the run on this machine; held until another machine leads.
+        """Refuse, or replace, another launch of the run; the lock of this machine is held until another machine leads.
 
         Where machines share the local folder, one that led and is cut off may hold it still: who was led by it does not wait.
         """
@@ -340,6 +343,9 @@ class Supervisor:
         self._replaces = self._checked_target(lakehouse)
         if self._holds_lock:
             return
+        if self._replaces is None and not self._was_led:
+            rows = partial(self._patiently, Ledger(lakehouse).rows, spec.run, kinds=HEAD_KINDS)
+            refuse_if_alive_elsewhere(rows, spec, launched_by=self._launched_by, wait_s=self._wait_s, stop=self._stop)
 
         def may_replace() -> None:
             self._replaces = self._checked_target(lakehouse)
@@ -358,7 +364,7 @@ class Supervisor:
     def _checked_target(self, lakehouse: Lakehouse) -> int | None:
         """The attempt that is replaced, fixed before waiting for anybody: who comes second steps aside, and fences nobody."""
         state = self._patiently(Ledger(lakehouse).state, self._spec.run)
-        _raise_if_finished(state)
+        check_unfinished(state)
         for plan_id in self._wish.plan_ids:
             self._patiently(get_plan, lakehouse, plan_id)
         target = state.fence.attempt if self._takeover and self._replaces is None else self._replaces
@@ -377,7 +383,7 @@ class Supervisor:
     def _check_unfinished(self, lakehouse: Lakehouse) -> None:
         """Raise RunFinished if others have ended the run; a catalog that does not answer says nothing of it."""
         with suppress(LakehouseError):
-            _raise_if_finished(Ledger(lakehouse).state(self._spec.run))
+            check_unfinished(Ledger(lakehouse).state(self._spec.run))
 
     def _patiently(
         self, call: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
@@ -386,11 +392,4 @@ class Supervisor:
         within_s = patience_s(replaces=self._replaces, noticed_by=self._noticed_by)
         return waiting_for(CatalogUnreachable, StoreUnavailable, within_s=within_s, stop=self._stop)(
             call, *args, **kwargs
-        )
-
-
-def _raise_if_finished(state: RunState) -> None:
-    if state.finished:
-        raise RunFinished(
-            f"run {state.run!r} is finished at checkpoint {state.fence.head!r} and takes no more attempts"
         )

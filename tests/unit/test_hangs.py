@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import socket
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
 
 from dlac_pipeline.launch_spec import LaunchSpec
 from dlac_pipeline.ranks.group import Exit
-from dlac_pipeline.ranks.progress import Phase, Progress
+from dlac_pipeline.ranks.progress import Phase, Progress, ProgressWriter
 from dlac_pipeline.ranks.watched_time import WatchedTime
 from dlac_pipeline.recover.causes import Silence
 from dlac_pipeline.recover.run_lock import run_lock
@@ -105,3 +105,19 @@ def test_a_claim_without_a_local_folder_is_nobody_s_launch(tmp_path: Path) -> No
     (tmp_path / "r").mkdir()
     with run_lock(str(tmp_path), "r", wait_s=0.0, takeover=False):
         assert signs_of([launched], 2).held
+
+
+def test_elsewhere_only_what_the_launch_itself_does_is_a_sign(tmp_path: Path) -> None:
+    """Its rows, and its ranks' steps where its folder can be seen; what operators and upkeep append beside it is none."""
+    old = datetime.now(UTC) - timedelta(seconds=300)
+    detail = json.dumps({"host": "node7", "local": "/far", "launch_folder": str(tmp_path)})
+    claimed = {"kind": "claim", "attempt": 2, "run": "r", "committed_at": old, "detail": detail}
+    verified = {**claimed, "kind": "verify", "committed_at": datetime.now(UTC)}
+    committed = {**verified, "kind": "checkpoint"}
+    assert not signs_of([claimed, verified], 2).alive(lost_after_s=120.0)
+    assert signs_of([claimed, committed], 2).alive(lost_after_s=120.0)
+    writer = ProgressWriter(tmp_path, 0)
+    writer.write(1, Phase.TRAINING)
+    writer.close()
+    signs = signs_of([claimed], 2)
+    assert (signs.host, signs.local, signs.here, signs.alive(lost_after_s=120.0)) == ("node7", "/far", False, True)

@@ -1,0 +1,140 @@
+"""Whether a launch is refused for another one on another machine, of which only signs of life can be seen."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from catalog.errors import RunBusy
+from catalog.ledger import Ledger
+from catalog.run_rows import HEAD_KINDS
+from dlac_pipeline.launch_spec import LaunchSpec
+from dlac_pipeline.recover.coordinator import new_nonce, take_over
+from dlac_pipeline.recover.elsewhere import refuse_if_alive_elsewhere
+from dlac_pipeline.recover.run_lock import run_lock
+from dlac_pipeline.recover.supervise import Supervisor
+from dlac_pipeline.spec import JobSpec
+
+if TYPE_CHECKING:
+    from tests.conftest import Arena
+
+
+@pytest.fixture
+def spec(arena: Arena) -> JobSpec:
+    """A run of four steps."""
+    arena.table(appends=(64,), row_group_rows=32)
+    return arena.spec("r", world_size=1, passes=1, batch_size=16, every_steps=2)
+
+
+@contextmanager
+def machine(arena: Arena, name: str = "node7") -> Iterator[None]:
+    """What is done here is done on a machine of this name."""
+    with arena.monkeypatch.context() as patched:
+        patched.setattr(socket, "gethostname", lambda: name)
+        yield
+
+
+def meeting(spec: JobSpec, **launch: Any) -> JobSpec:
+    """The spec with other settings of its launch."""
+    return spec.model_copy(update={"launch": LaunchSpec.model_validate({**spec.launch.model_dump(), **launch})})
+
+
+def lost_after(arena: Arena, seconds: float) -> None:
+    """A launch elsewhere is lost when it has been silent for so long."""
+    arena.monkeypatch.setattr("dlac_pipeline.recover.elsewhere.LOST_AFTER_S", seconds)
+
+
+def look(arena: Arena, spec: JobSpec, *, launched_by: str = "", wait_s: float = 0.0, told: bool = False) -> None:
+    """What a launch of the spec does before it claims."""
+    stop = threading.Event()
+    if told:
+        stop.set()
+
+    def rows() -> list[dict[str, Any]]:
+        return Ledger(arena.lakehouse).rows(spec.run, kinds=HEAD_KINDS)
+
+    refuse_if_alive_elsewhere(rows, spec, launched_by=launched_by, wait_s=wait_s, stop=stop)
+
+
+def test_a_launch_that_lives_on_another_machine_is_not_fenced_off_unless_asked_for(arena: Arena, spec: JobSpec) -> None:
+    """The refusal names what was found and how long to wait; nothing is claimed. A takeover is not refused."""
+    with machine(arena):
+        take_over(arena.lakehouse, spec, nonce=new_nonce())
+    with pytest.raises(RunBusy, match=r"attempt 1 on machine 'node7'.* \d+ s ago: wait (1[01]\d|120) s.*--takeover"):
+        Supervisor(spec).run()
+    assert [row["attempt"] for row in arena.rows("r", "claim")] == [1]
+    assert not list((arena.home / "checkpoints" / "r").glob("launch*"))
+    assert Supervisor(spec, takeover=True).run().ending == "finished"
+    assert [row["attempt"] for row in arena.rows("r", "claim")] == [1, 2]
+
+
+@pytest.mark.parametrize("how", ["lost", "replaced"])
+def test_a_lost_launch_and_one_that_is_to_be_replaced_hold_nobody_up(arena: Arena, spec: JobSpec, how: str) -> None:
+    """The machine was lost, and a person starts the run again; or a recovery names the attempt that it replaces."""
+    with machine(arena):
+        take_over(arena.lakehouse, spec, nonce=new_nonce())
+    if how == "lost":
+        lost_after(arena, 0.01)
+    asked: dict[str, Any] = {} if how == "lost" else {"replaces": 1, "noticed_by": "recovery_sensor"}
+    assert Supervisor(spec, **asked).run().ending == "finished"
+
+
+def test_it_is_waited_for_as_long_as_asked_for(arena: Arena, spec: JobSpec) -> None:
+    """Until it is lost, or until who waits is told to stop."""
+    with machine(arena):
+        take_over(arena.lakehouse, spec, nonce=new_nonce())
+    with pytest.raises(RunBusy):
+        look(arena, spec, wait_s=600.0, told=True)
+    lost_after(arena, 3.0)
+    look(arena, spec, wait_s=600.0)
+
+
+def test_a_launch_here_that_has_another_local_folder_is_seen_by_its_lock(arena: Arena, spec: JobSpec) -> None:
+    """While it is held; a claim with this very folder is left to the lock."""
+    other = spec.model_copy(update={"checkpoint": spec.checkpoint.model_copy(update={"local": f"{arena.home}/other"})})
+    (arena.home / "other" / "r").mkdir(parents=True)
+    take_over(arena.lakehouse, other, nonce=new_nonce())
+    with run_lock(other.checkpoint.local, "r", wait_s=0.0, takeover=False):
+        with pytest.raises(RunBusy, match=r"attempt 1 on this machine, with the local folder '.*other'"):
+            look(arena, spec)
+        look(arena, other)
+    look(arena, spec)
+
+
+def test_what_goes_on_by_design_is_not_refused(arena: Arena, spec: JobSpec) -> None:
+    """Machines that meet at one place, a cluster's job, a run that the orchestrator knows; of others only those by hand."""
+    here, there = (meeting(spec, nodes="2", rendezvous=f"{place}:29400") for place in ("here", "there"))
+    with machine(arena):
+        take_over(arena.lakehouse, here, nonce=new_nonce())
+    look(arena, here)
+    look(arena, meeting(spec, on="slurm"))
+    for other in (spec, there):
+        with pytest.raises(RunBusy):
+            look(arena, other, launched_by="recovery")
+    with machine(arena):
+        take_over(arena.lakehouse, spec, nonce=new_nonce(), launched_by="dead")
+    look(arena, spec, launched_by="recovery")
+    with pytest.raises(RunBusy):
+        look(arena, spec)
+
+
+def test_an_attempt_that_has_ended_in_order_or_only_adopts_is_not_alive(arena: Arena, spec: JobSpec) -> None:
+    """It says so in its last checkpoint, or in its claim; one that was cut off behind a checkpoint does not."""
+    look(arena, spec)
+    with machine(arena):
+        arena.train(spec, until=3)
+    with pytest.raises(RunBusy):
+        look(arena, spec)
+    with machine(arena):
+        take_over(arena.lakehouse, spec, nonce=new_nonce(), instead={"adopts": "x"})
+    look(arena, spec)
+    following = arena.spec("f", world_size=1, follow="appends", passes=1, batch_size=16, every_steps=3)
+    with machine(arena):
+        arena.train(following)
+    assert arena.rows("f", "finish") == []
+    look(arena, following)
