@@ -70,6 +70,7 @@ class Rendezvous:
         self._store: TCPStore | None = None
         self._serves = False
         self._ended_before: bytes | None = None
+        self._has_looked = False
 
     def join(self, stop: threading.Event, still_wanted: Callable[[], None]) -> Round | None:
         """Take part in the next round, behind the one that this machine is in; None: told to stop meanwhile.
@@ -183,7 +184,9 @@ class Rendezvous:
         launch = self._launch
         if self._store is None:
             self._store = self._opened()
+        if not self._has_looked:  # once: what stands there when this machine comes back may be of those that went on
             self._ended_before = self._ended()
+            self._has_looked = True
         parameters = RendezvousParameters(
             backend="c10d",
             endpoint=launch.rendezvous,

@@ -8,7 +8,7 @@ import pytest
 
 from dlac_pipeline.launch_spec import LaunchSpec
 from dlac_pipeline.nodes.crew import free_port
-from dlac_pipeline.nodes.rendezvous import Rendezvous
+from dlac_pipeline.nodes.rendezvous import Rendezvous, serve
 from dlac_pipeline.nodes.talk import EndedElsewhere
 from tests.crews import wait_for_spare
 
@@ -42,4 +42,32 @@ def test_one_that_waits_hears_of_the_end_before_who_serves_the_rendezvous_is_gon
         gc.collect()
         with pytest.raises(EndedElsewhere) as ended:
             waits.result()
+    assert ended.value.words["ending"] == "stopped"
+
+
+def test_one_that_was_cut_off_hears_what_the_run_has_come_to_meanwhile() -> None:
+    """It looks once for what an earlier launch left there: what it finds as it comes back is of its own run."""
+    address = f"127.0.0.1:{free_port()}"
+    launch = LaunchSpec(script="x", nodes="1:2", rendezvous=address, last_call_s=1, gather_timeout_s=120)
+    ready, ends = threading.Event(), threading.Event()
+    with ThreadPoolExecutor(2) as pool:
+        serving = pool.submit(serve, address, ends, ready.set)
+        try:
+            assert ready.wait(300)
+            before, other, cut_off = (Rendezvous(launch, "r") for _ in range(3))
+            join(before)
+            before.announce({"ending": "finished"})
+            before.leave()
+            joined = pool.submit(join, other)
+            join(cut_off)
+            joined.result()
+            cut_off.forget()
+            other.announce({"ending": "stopped"})
+            other.leave()
+            with pytest.raises(EndedElsewhere) as ended:
+                join(cut_off)
+                cut_off.check_goes_on()  # as machines do that have met
+        finally:
+            ends.set()
+        serving.result()
     assert ended.value.words["ending"] == "stopped"
