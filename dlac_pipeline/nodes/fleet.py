@@ -46,6 +46,11 @@ class Fleet:
         return self._own.pids
 
     @property
+    def started(self) -> bool:
+        """Whether those are known by now."""
+        return self._own.started
+
+    @property
     def noticed(self) -> bool:
         """Whether a rank of this machine has been told to leave, whoever told it."""
         return self._own.noticed

@@ -80,6 +80,10 @@ class RankProcess(Protocol):
     def pid(self) -> int:
         """Its process id; waits until it has one; 0: it never will."""
 
+    @property
+    def started(self) -> bool:
+        """Whether its process id is known, or that it never will be."""
+
     def poll(self) -> int | None:
         """Its exit status; negative: the signal that killed it; None: it runs."""
 
@@ -95,6 +99,8 @@ class RankProcess(Protocol):
 
 class Spawned:
     """A rank that is a new Python."""
+
+    started = True
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process
@@ -120,6 +126,7 @@ class NotStarted:
     """A rank that could not be started; it has failed before it was anything."""
 
     pid = 0
+    started = True
 
     def __init__(self, err: OSError) -> None:
         self._reason = reason_not_started(err)
@@ -194,6 +201,11 @@ class RankGroup:
     def pids(self) -> list[int]:
         """Process ids in the order of ranks, 0 for one that could not be started; waits until all have."""
         return [process.pid for process in self._processes.values()]
+
+    @property
+    def started(self) -> bool:
+        """Whether those are known by now."""
+        return all(process.started for process in self._processes.values())
 
     def progress(self) -> list[Progress | None]:
         """Last sign of life of each rank, in their order."""

@@ -165,10 +165,15 @@ class _Forked:
     @property
     def pid(self) -> int:
         """Waits until it is known; 0: it never started."""
-        while "pid" not in self._said() and self.poll() is None:
+        while not self.started:
             time.sleep(_POLL_S)
         pid: int = self._said().get("pid", 0)
         return pid
+
+    @property
+    def started(self) -> bool:
+        """Whether its process id is known, or that it never will be."""
+        return "pid" in self._said() or self.poll() is not None
 
     def poll(self) -> int | None:
         """Its exit status; negative: the signal that killed it; None: it runs, or will."""

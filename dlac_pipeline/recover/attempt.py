@@ -176,21 +176,14 @@ class SupervisedAttempt:
 
     def _pids(self, ranks: Fleet) -> list[int]:
         """Process ids of this machine's ranks, which may still import; told to stop, they need not come up first."""
-        there = threading.Event()
-
-        def look() -> None:
-            while not there.wait(POLL_S):
-                if self._supervision.stop.is_set():
-                    self._asked_at = time.monotonic()
-                    ranks.ask_to_stop()
-                    return
-
-        looking = threading.Thread(target=look, name="stop", daemon=True)
-        looking.start()
-        pids = ranks.pids
-        there.set()
-        looking.join()
-        return pids
+        while not ranks.started:
+            if ranks.asked_to_stop:
+                self._supervision.stop.set()
+            if self._supervision.stop.is_set() and self._asked_at is None:
+                self._asked_at = time.monotonic()
+                ranks.ask_to_stop()
+            time.sleep(POLL_S)
+        return ranks.pids
 
     def _take_over(self) -> ResumePoint:
         current = None

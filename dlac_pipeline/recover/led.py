@@ -68,6 +68,7 @@ class LedAttempt:
         self._prover = Prover(crew, tiers_of(self._spec).files)
         self._attempt = attempt
         self._said_at = 0.0
+        self._told_of_start = False
         self._asked_at: float | None = None
 
     def run(self) -> Verdict:
@@ -76,7 +77,8 @@ class LedAttempt:
         try:
             while True:
                 self._say(ranks)
-                self._resume(ranks)
+                self._resume()
+                self._tell_of_start(ranks)
                 verdict = self._crew.told(VERDICT)
                 if verdict is not None:
                     self._crew.has_heard()
@@ -108,7 +110,7 @@ class LedAttempt:
             asked = LEAVE if self._supervision.leaves.is_set() else STOP
         self._crew.say({**words_of(ranks, asked=asked, answers=answers), **self._prover.words})
 
-    def _resume(self, ranks: RankGroup) -> None:
+    def _resume(self) -> None:
         if self._point is not None:
             return
         self._prover.look()
@@ -120,7 +122,13 @@ class LedAttempt:
         self._attempt = point.attempt
         with storing(self._folder):
             write_durably(self._folder / "resume.json", json.dumps(told).encode())
-        share = self._crew.share
+
+    def _tell_of_start(self, ranks: RankGroup) -> None:
+        """Once the ranks are processes: until then they import, and this machine listens."""
+        point, share = self._point, self._crew.share
+        if self._told_of_start or point is None or not ranks.started:
+            return
+        self._told_of_start = True
         event = {"event": "attempt", "attempt": point.attempt, "step": point.step, "pids": ranks.pids}
         self._tell(
             {**event, "leader": self._crew.hosts[LEADER], "ranks": list(ranks.ranks), "world_size": share.world_size}

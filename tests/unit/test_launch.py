@@ -281,6 +281,7 @@ class Held:
     """A rank that the kernel does not let go."""
 
     pid = 4242
+    started = True
 
     def poll(self) -> None:
         """It runs."""

@@ -1,0 +1,128 @@
+"""Machines whose ranks still come up listen meanwhile: the one that is led, and the one that leads."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+
+from dlac_pipeline.nodes.crew import LEADER, RESUME, VERDICT, Crew
+from dlac_pipeline.nodes.fleet import STOP, Fleet
+from dlac_pipeline.ranks.starter import RankStarter
+from dlac_pipeline.recover.attempt import SupervisedAttempt, Supervision, started
+from dlac_pipeline.recover.coordinator import ResumePoint
+from dlac_pipeline.recover.led import LedAttempt, Verdict
+from dlac_pipeline.recover.leg_choice import RESUME as GOES_ON
+from dlac_pipeline.request import OPERATOR
+from dlac_pipeline.spec import JobSpec, parse_spec
+from tests.conftest import wait_until
+from tests.crews import crews
+
+POINT = ResumePoint(attempt=1, nonce="n", replaces=0, leg="{}", leg_is_new=True)
+
+
+@pytest.fixture
+def imports(tmp_path: Path) -> Iterator[Supervision]:
+    """Of a job whose ranks import a library that takes an hour."""
+    (tmp_path / "script.py").write_text("import accelerate\n")
+    (tmp_path / "accelerate.py").write_text("import time\ntime.sleep(3600)\n")
+    starter = RankStarter()
+    yield _supervision(_spec(tmp_path), starter)
+    starter.close()
+
+
+def _spec(folder: Path) -> JobSpec:
+    paths = f"{folder}:{os.environ.get('PYTHONPATH', '')}"
+    raw = {
+        "run": "r",
+        "source": {"table": "src.t", "columns": ["x"]},
+        "order": {"batch_size": 4, "key_groups": 4, "steps": 1},
+        "launch": {"script": str(folder / "script.py"), "env": {"PYTHONPATH": paths}},
+    }
+    spec = parse_spec(raw, origin="the test").resolved(folder)
+    (Path(spec.checkpoint.local) / spec.run).mkdir(parents=True)
+    return spec
+
+
+def _supervision(spec: JobSpec, starter: RankStarter) -> Supervision:
+    said: list[dict[str, Any]] = []
+    return Supervision(
+        spec=spec,
+        lakehouse=Mock(),
+        starter=starter,
+        on_event=said.append,
+        stop=threading.Event(),
+        leaves=threading.Event(),
+        noticed_by=OPERATOR,
+        noticed_at=0.0,
+        launched_at=0.0,
+        launched_by="",
+    )
+
+
+@contextmanager
+def beside(call: Callable[[], Any], supervision: Supervision) -> Iterator[Callable[[], Any]]:
+    """Made on a thread, which ends with the ranks' server in any case; gives what waits for its result."""
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(call)
+        try:
+            yield lambda: future.result(300)
+        finally:
+            assert isinstance(supervision.starter, RankStarter)
+            supervision.starter.close()
+
+
+def test_one_that_is_led_passes_a_stop_on_and_hears_the_verdict(imports: Supervision) -> None:
+    """Told where the attempt resumes, it does not wait for its ranks alone."""
+    with crews(2) as (leader, led):
+        attempt = LedAttempt(imports, led, attempt=0)
+        leader.tell(RESUME, asdict(POINT))
+        with beside(attempt.run, imports) as verdict:
+            wait_until(lambda: _resumed(imports.spec), what="its hearing of the resume point")
+            imports.stop.set()
+            wait_until(lambda: leader.words(1).get("asked") == STOP, what="its word")
+            leader.tell(VERDICT, Verdict(ending="stopped", attempt=1).words())
+            assert verdict().ending == "stopped"
+
+
+def test_one_that_is_led_notices_that_the_leader_is_lost(imports: Supervision) -> None:
+    """And does not wait for its ranks to end the attempt."""
+    with crews(2, patience_s=5.0) as (leader, led):
+        leader.say({})
+        leader.tell(RESUME, asdict(POINT))
+        attempt = LedAttempt(imports, led, attempt=0)
+        with beside(attempt.run, imports) as verdict:
+            wait_until(lambda: _resumed(imports.spec), what="its hearing of the resume point")
+            leader.__exit__(None, None, None)
+            found = verdict()
+            assert "which led" in found.again.cause
+
+
+def test_one_that_leads_hears_that_another_was_told_to_stop(imports: Supervision) -> None:
+    """Before its own ranks have come up, which are told to stop then."""
+    with crews(2) as (leader, other):
+        attempt = _leading(imports, leader)
+        ranks = Fleet(started(imports.spec, attempt.folder, leader, imports.starter), leader)
+        with beside(lambda: attempt._pids(ranks), imports) as pids:
+            other.say({"asked": STOP})
+            wait_until(lambda: leader.words(1).get("asked") == STOP, what="its word")
+            wait_until(imports.stop.is_set, what="the stop")
+            assert pids() == [0]
+        ranks.end()
+
+
+def _leading(supervision: Supervision, crew: Crew) -> SupervisedAttempt:
+    assert crew.share.node == LEADER
+    return SupervisedAttempt(supervision, crew, wish=GOES_ON, replaces=None, failure=None)
+
+
+def _resumed(spec: JobSpec) -> bool:
+    return any((Path(spec.checkpoint.local) / spec.run).glob("launch-*/resume.json"))
