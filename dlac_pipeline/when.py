@@ -1,6 +1,7 @@
 """When a rank takes a checkpoint and when it leaves: decided from beats that all ranks hear at the same step.
 
-Rank 0 keeps the clock and says in its beats that a checkpoint is due; any rank says that it was told to leave.
+Rank 0 keeps the clock and says in its beats that a checkpoint is due, or that more machines are to take part; any rank says that
+it was told to leave.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from catalog.ledger import Ledger
 from catalog.recoveries import recoveries_of
 from dlac_pipeline.checkpoint.interval import Cost, Failures, Interval
 from dlac_pipeline.checkpoint.manager import Committed
-from dlac_pipeline.checkpoint.pulse import Beat, Says
+from dlac_pipeline.checkpoint.pulse import NODES, Beat, Says
 from dlac_pipeline.notice import Notices
 from dlac_pipeline.preemption import Preemption, fits
-from dlac_pipeline.ranks.launch_folder import notice_file
+from dlac_pipeline.ranks.launch_folder import notice_file, room_file
 from dlac_pipeline.ranks.progress import EventWriter
 from dlac_pipeline.ranks.rank import leave_reason
 from dlac_pipeline.recover.coordinator import ResumePoint
@@ -74,20 +75,24 @@ class When:
         if self._interval is None:
             return says
         self._interval.step_done(now, behind=behind)
-        return replace(says, due=self._interval.is_due(now), needed_s=self._interval.needed_s(now, behind=behind))
+        needed_s = self._interval.needed_s(now, behind=behind)
+        return replace(says, due=self._interval.is_due(now), needed_s=needed_s, makes_room=self._makes_room())
 
     def heard(self, beat: Beat) -> None:
         """What all ranks hear at this step."""
         self._due = self._due or beat.due
-        if beat.notice is not None and self.leaving is None:
-            self.leaving = beat
+        if self.leaving is not None or not (beat.makes_room or beat.notice is not None):
+            return
+        self.leaving = beat
+        if beat.notice is not None:
             self._notices.leave_by(time.monotonic() + self._spec.launch.leave_s - beat.notice_age_s)
 
     def reason(self) -> str | None:
         """Why a checkpoint is to be taken behind this step, alike on all ranks; None: there is no reason, or no time."""
         settings = self._spec.checkpoint
         if self.leaving is not None:
-            return self.leaving.notice if fits(self.leaving, self._spec.launch.leave_s) else None
+            told = self.leaving.notice
+            return NODES if told is None else told if fits(self.leaving, self._spec.launch.leave_s) else None
         if settings.steps_between is not None and self._step % settings.steps_between == 0:
             return "steps"
         return ("auto" if settings.interval == "auto" else "seconds") if self._due else None
@@ -110,7 +115,9 @@ class When:
             self._tell(self._interval)
 
     def left(self) -> None:
-        """All ranks are about to leave, as they were told to."""
+        """All ranks are about to leave, as they were told to; to make room is no preemption."""
+        if self._told is None:
+            return
         preemption = self._preemption()
         self._events.write(preemption.event())
         if self._rank == 0:
@@ -128,11 +135,20 @@ class When:
             )
             _log.info("a checkpoint every %.1f s of training: %s", choice.interval_s, choice.why)
 
-    def _preemption(self) -> Preemption:
+    def _makes_room(self) -> bool:
+        """Whether the supervisor has said so; only where machines may come."""
+        return self._folder is not None and self._spec.launch.max_nodes > 1 and room_file(self._folder).exists()
+
+    @property
+    def _told(self) -> str | None:
+        """The notice by which all leave, or the one that this rank had."""
         first = self._notices.first
-        notice = self.leaving.notice if self.leaving is not None else None if first is None else first.name
+        heard = None if self.leaving is None else self.leaving.notice
+        return heard if heard is not None or first is None else first.name
+
+    def _preemption(self) -> Preemption:
         return Preemption(
-            notice=str(notice),
+            notice=str(self._told),
             deadline_s=self._spec.launch.leave_s,
             step=self._step,
             head=self._head,

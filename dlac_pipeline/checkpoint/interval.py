@@ -14,14 +14,14 @@ from typing import Any
 
 from catalog.recoveries import Recovery
 from catalog.run_rows import Row, trains_nothing
-from dlac_pipeline.checkpoint.pulse import BEAT_EVERY_S, NOTICES
+from dlac_pipeline.checkpoint.pulse import BEAT_EVERY_S, NODES, NOTICES
 from dlac_pipeline.spec import CheckpointSpec
 
 MOST_OVERHEAD = 0.1
 """Share of the time that checkpoints may take at the most, whatever the failure rate."""
 _FIRST_S = 60.0
 """Until the first checkpoint of a run, whose cost nobody knows yet."""
-_LEFT_WELL = ("end", "left", *NOTICES)
+_LEFT_WELL = ("end", "left", NODES, *NOTICES)
 """Reasons of last checkpoints."""
 _NEWS = 0.1
 """Relative change of the interval that is worth an event."""

@@ -20,6 +20,8 @@ MAX_STEPS = 64
 """Steps in one beat at the most: bounds how late a notice during fast steps is heard."""
 NOTICES = ("SIGTERM", "SIGUSR1", "termination_url", "launcher")
 """Why a run is to stop: a signal, what the URL said, or the end of the launcher that started the ranks."""
+NODES = "nodes"
+"""Why an attempt leaves that makes room for more machines; nothing ends by a moment, so this is no notice."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,6 +35,8 @@ class Says:
     """Rank 0: a checkpoint is due."""
     needed_s: float = 0.0
     """Rank 0: how long a checkpoint takes that begins now, until it is committed; 0: nobody knows."""
+    makes_room: bool = False
+    """Rank 0: the attempt is to leave for more machines to take part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +55,8 @@ class Beat:
     """Whether rank 0 finds a checkpoint due."""
     needed_s: float = 0.0
     """What rank 0 expects a checkpoint to take until it is committed."""
+    makes_room: bool = False
+    """Whether the attempt is to leave for more machines to take part."""
 
 
 class Pulse:
@@ -90,7 +96,15 @@ class Pulse:
         padding = [0.0] * (MAX_STEPS - len(self._losses))
         says = self._says
         notices = [float(says.notice == each) for each in NOTICES]
-        numbers = [self._step, elapsed_s, says.notice_age_s, float(says.due), says.needed_s, *notices]
+        numbers = [
+            self._step,
+            elapsed_s,
+            says.notice_age_s,
+            float(says.due),
+            says.needed_s,
+            float(says.makes_room),
+            *notices,
+        ]
         said = torch.tensor([*numbers, *self._losses, *padding], dtype=torch.float64)
         work = dist.all_reduce(said, group=self._group, async_op=True) if self._world_size > 1 else None
         self._pending = (self._step, len(self._losses), said, work)
@@ -108,7 +122,7 @@ class Pulse:
         self._pending = None
         if work is not None:
             work.wait()
-        steps, elapsed_s, ages_s, due, needed_s, *rest = said.tolist()
+        steps, elapsed_s, ages_s, due, needed_s, makes_room, *rest = said.tolist()
         notices, losses = rest[: len(NOTICES)], rest[len(NOTICES) :]
         if steps != step * self._world_size:
             raise CursorMismatch(
@@ -124,4 +138,5 @@ class Pulse:
             notice_age_s=ages_s / max(1.0, sum(notices)),
             due=due > 0,
             needed_s=needed_s,
+            makes_room=makes_room > 0,
         )

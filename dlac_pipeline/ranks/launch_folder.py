@@ -29,6 +29,11 @@ def notice_file(folder: Path, rank: int) -> Path:
     return folder / f"notice-{rank:05d}"
 
 
+def room_file(folder: Path) -> Path:
+    """Which is there once all are to leave, behind a checkpoint, for more machines to take part in the next attempt."""
+    return folder / "room"
+
+
 def reason_file(folder: Path, rank: int) -> Path:
     """Why it fails; blanks until it does."""
     return folder / f"error-{rank:05d}.json"

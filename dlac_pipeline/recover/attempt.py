@@ -30,7 +30,8 @@ from dlac_pipeline.nodes.crew import RESUME, Crew
 from dlac_pipeline.nodes.fleet import Fleet
 from dlac_pipeline.plan.leg import Leg
 from dlac_pipeline.ranks.group import Exit, RankGroup, Starter
-from dlac_pipeline.ranks.progress import Phase
+from dlac_pipeline.ranks.launch_folder import room_file
+from dlac_pipeline.ranks.progress import Phase, Progress
 from dlac_pipeline.recover.causes import Silence, first_cause, stuck_rank
 from dlac_pipeline.recover.coordinator import ResumePoint, new_nonce, take_over
 from dlac_pipeline.recover.incident import (
@@ -129,6 +130,8 @@ class SupervisedAttempt:
         self._trains = False
         self._asked_at: float | None = None
         self._ending: Ending | None = None
+        self._head_step = 0
+        self._undone: list[Progress] = []
 
     @property
     def others(self) -> list[int]:
@@ -148,7 +151,7 @@ class SupervisedAttempt:
                 point = self._take_over()
             except _ToldToStop:
                 return "stopped"
-            self.number, self.step = point.attempt, point.step
+            self.number, self.step, self._head_step = point.attempt, point.step, point.step
             self.leg = leg = Leg.from_json(point.leg)
             plans = [self._waiting()(get_plan, self._lakehouse, source.plan_id) for source in leg.sources]
             live_rows = sum(plan.live_rows for plan in plans)
@@ -237,12 +240,15 @@ class SupervisedAttempt:
                 return self._failed(ranks, first_cause(failures))
             if ranks.all_exited():
                 self._forward_events()
+                self._follow_progress(ranks)
                 return self._ended(ranks, grows=grows)
             now = time.monotonic()  # the wall clock may be set meanwhile
-            grows = grows or (self._crew.could_grow and asked_at is None and self._trains)
-            if (self._supervision.stop.is_set() or grows) and asked_at is None:
+            grows = grows or (self._crew.could_grow and asked_at is None and self._trains and self._made_room())
+            if self._supervision.stop.is_set() and asked_at is None:
                 self._asked_at = asked_at = now
                 ranks.ask_to_stop()
+            elif grows and asked_at is None and self._ending == "stopped":
+                self._asked_at = now  # all is committed: from here on the script has the usual time to leave
             hung = silence.too_long(ranks)
             if hung is not None:
                 return self._failed(ranks, hung)
@@ -250,13 +256,21 @@ class SupervisedAttempt:
                 return self._failed(ranks, stuck_rank(ranks, now - asked_at))
             time.sleep(POLL_S)
 
+    def _made_room(self) -> bool:
+        """Ask the ranks to leave behind a checkpoint, however long that takes: nothing ends by a moment."""
+        try:
+            room_file(self._folder).touch()
+        except OSError:  # the disk is full, perhaps for a moment
+            return False
+        return True
+
     def _ended(self, ranks: Fleet, *, grows: bool) -> Ending | Regather:
         """How it has ended; where machines come or go and nobody has stopped the run, it goes on with those that are there.
 
         Raises:
             LeftUnfinished: no rank has said how, and nobody has asked them to leave.
         """
-        if self._ending is None and self._asked_at is None:
+        if self._ending is None and self._asked_at is None and not grows:
             kept = "".join(f", of {each.kind}: {each.message}" for each in ranks.kept_errors()[:1])
             raise LeftUnfinished(
                 f"expected the script of run {self._spec.run!r} to train to the end of run.batches(), or to leave `with "
@@ -264,11 +278,17 @@ class SupervisedAttempt:
                 "what is committed is kept; mend the script, and start it again"
             )
         self._ending = self._ending or "stopped"
+        if self.step > self._head_step:
+            self._undone = [found for found in ranks.progress() if found is not None]
         if self._ending != "stopped" or self._supervision.stop.is_set() or not (grows or ranks.leaving):
             return self._ending
         cause = "more nodes have come" if grows else f"leaving: node {', '.join(ranks.leaving)}"
         self._say({"event": "regather", "cause": cause, "step": self.step})
-        return Regather(why=ended_on_purpose(cause, step=self.step))
+        return Regather(why=self.ended_for(cause))
+
+    def ended_for(self, cause: str) -> Failure:
+        """What it ended of on purpose, with what it had no time to commit."""
+        return ended_on_purpose(cause, step=self.step, undone=self._undone)
 
     def _failed(self, ranks: Fleet, cause: Exit) -> Failure:
         noticed_at = time.time()
@@ -326,7 +346,7 @@ class SupervisedAttempt:
     def _forward_events(self) -> None:
         for event in self._new_events():
             if event["event"] == "checkpoint":
-                self.committed = True
+                self.committed, self._head_step = True, event["step"]
             if event["event"] in ("finished", "stopped", "caught_up", "left"):
                 self._ending = event["event"]
             self._trains = self._trains or event["event"] == "training"

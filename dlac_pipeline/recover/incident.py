@@ -57,8 +57,11 @@ class Failure:
     """What the error says besides, for programs."""
 
 
-def ended_on_purpose(cause: str, *, step: int) -> Failure:
-    """An attempt that ended just now, behind a checkpoint, so that others can train the next one."""
+def ended_on_purpose(cause: str, *, step: int, undone: Sequence[Progress] = ()) -> Failure:
+    """An attempt that ended just now so that others can train the next one.
+
+    `undone` is what its ranks did if it had no time for a checkpoint of its last step; else nothing is lost.
+    """
     now = time.time()
     return Failure(
         cause=cause,
@@ -68,6 +71,8 @@ def ended_on_purpose(cause: str, *, step: int) -> Failure:
         launched_at=now,
         stopped_at=now,
         last_step=step,
+        began=min((found.spent.began for found in undone), default=0.0),
+        rows=sum(found.spent.rows for found in undone),
     )
 
 

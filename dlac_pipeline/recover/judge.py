@@ -50,9 +50,10 @@ class Judge:
         self._fruitless = 0
         self._deaths = Deaths(self._spec.launch.deaths_at_same_rows)
 
-    def went_on(self) -> None:
-        """An attempt ended on purpose, for others to go on."""
-        self._fruitless = 0
+    def went_on(self, attempt: SupervisedAttempt) -> None:
+        """It ended on purpose, for others to go on: that is no failure, and progress only if something was committed."""
+        if attempt.committed:
+            self._fruitless = 0
 
     def follow_others(self) -> None:
         """Other machines have led in between: what their attempts came to is in the ledger."""

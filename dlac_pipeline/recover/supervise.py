@@ -310,13 +310,13 @@ class Supervisor:
             return Verdict(ending="stopped", step=self._step)  # told so while it waited; nothing was claimed
         if isinstance(ending, str):
             if ending == "stopped" and self._leaves.is_set() and attempt.others:
-                left = ended_on_purpose(f"leaving: node {socket.gethostname()}", step=attempt.step)
+                left = attempt.ended_for(f"leaving: node {socket.gethostname()}")
                 return Verdict(again=left, attempt=attempt.number, step=attempt.step)
             return Verdict(ending=ending, attempt=attempt.number, step=attempt.step)
         self._replaces = attempt.number
         if isinstance(ending, Regather):
             self._failure = ending.why
-            launch.judge.went_on()
+            launch.judge.went_on(attempt)
         else:
             self._failure = ending
             left_out = launch.judge.left_out_behind(attempt, ending)

@@ -17,6 +17,7 @@ import yaml
 
 from catalog.errors import NodesMissing, RunFinished, SpecInvalid
 from catalog.ledger import Ledger
+from catalog.recoveries import recoveries_of
 from tests.conftest import PROGRAMS, wait_until
 from tests.crews import check_exact, job, leader_of, trained_together, wait_for_checkpoint, wait_for_spare
 
@@ -208,3 +209,39 @@ def test_too_few_are_told_so(campaign: Arena) -> None:
     assert launch.wait() == NodesMissing.exit_code, launch.stderr
     assert "expected 2 nodes" in launch.of("error")[0]["message"]
     assert campaign.rows("too-few") == []
+
+
+@pytest.mark.soak
+def test_one_that_comes_before_the_first_checkpoint_does_not_end_the_run(campaign: Arena) -> None:
+    """Room for it is made behind a checkpoint, however much longer than the grace period that takes."""
+    env = {"COMMIT_SLEEPS_S": "3"}
+    spec = job(campaign, "comes-early", program="train_slow_commit.py", every_steps=1000, grace_s=1, env=env)
+    first = campaign.launch(spec)
+    first.wait_for("training")
+    (rank,) = first.of("attempt")[0]["pids"]
+    os.kill(rank, signal.SIGSTOP)
+    comes = campaign.launch(spec)
+    wait_for_spare(spec.launch.rendezvous, f"{spec.run}@{Ledger(campaign.lakehouse).table_uuid}")
+    os.kill(rank, signal.SIGCONT)
+    assert [launch.wait() for launch in (first, comes)] == [0, 0], (first.stderr, comes.stderr)
+    assert first.of("checkpoint")[0]["reason"] == "nodes"
+    assert not first.of("failure") + first.of("preempted")
+    (met,) = first.of("recovered")
+    assert (met["cause"], met["rows_replayed"], met["work_lost_s"]) == ("more nodes have come", 0, 0.0)
+    check_exact(campaign, spec.run, [1, 2])
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("who", ["the leader", "the other"])
+def test_one_that_leaves_without_time_for_a_checkpoint_costs_what_the_incident_says(campaign: Arena, who: str) -> None:
+    """No checkpoint would be committed by the deadline: the others do again what all had done since the last one."""
+    run = f"no-time-{who.replace(' ', '-')}"
+    leader, other = trained_together(campaign, job(campaign, run, program="train_no_time.py"))
+    leaves, stays = (leader, other) if who == "the leader" else (other, leader)
+    os.kill(leaves.of("attempt")[-1]["pids"][0], signal.SIGUSR1)
+    assert [launch.wait() for launch in (leaves, stays)] == [0, 0], (leaves.stderr, stays.stderr)
+    (told,) = leader.of("preempted")
+    (left,) = [each for each in recoveries_of(campaign.lakehouse, run) if each.cause.startswith("leaving: node ")]
+    assert left.rows_replayed == told["lost_rows"] > 0
+    assert left.work_lost_s
+    check_exact(campaign, run, [2, 1])

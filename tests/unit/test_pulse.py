@@ -39,10 +39,10 @@ def test_fast_steps_share_a_beat_and_a_notice_is_still_heard_soon() -> None:
 
 
 def test_what_rank_0_wishes_is_in_the_beat_of_its_step() -> None:
-    """That a checkpoint is due, and how long it takes, is heard with the losses, and gone with the next beat."""
+    """A checkpoint that is due, how long it takes, room for machines: heard with the losses, and gone with the next beat."""
     pulse = Pulse(1, None)
-    pulse.step_done(1, loss=0.5, says=Says(due=True, needed_s=2.5))
-    assert pulse.step_done(2, loss=0.5, says=QUIET) == Beat(1, [0.5], due=True, needed_s=2.5)
+    pulse.step_done(1, loss=0.5, says=Says(due=True, needed_s=2.5, makes_room=True))
+    assert pulse.step_done(2, loss=0.5, says=QUIET) == Beat(1, [0.5], due=True, needed_s=2.5, makes_room=True)
     assert pulse.flush() == [Beat(2, [0.5])]
 
 

@@ -24,6 +24,12 @@ def join(rendezvous: Rendezvous) -> None:
         raise
 
 
+def meet(rendezvous: Rendezvous) -> None:
+    """Take part, and look once more behind that, as machines do."""
+    join(rendezvous)
+    rendezvous.check_goes_on()
+
+
 def test_one_that_waits_hears_of_the_end_before_who_serves_the_rendezvous_is_gone() -> None:
     """The store goes with the process that serves it: that one leaves once those that wait have heard."""
     address = f"127.0.0.1:{free_port()}"
@@ -65,8 +71,7 @@ def test_one_that_was_cut_off_hears_what_the_run_has_come_to_meanwhile() -> None
             other.announce({"ending": "stopped"})
             other.leave()
             with pytest.raises(EndedElsewhere) as ended:
-                join(cut_off)
-                cut_off.check_goes_on()  # as machines do that have met
+                meet(cut_off)
         finally:
             ends.set()
         serving.result()

@@ -1,0 +1,64 @@
+"""Attempts that commit nothing are counted, whatever ends those between them on purpose."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+import pytest
+
+from catalog.commits import claim
+from catalog.errors import NoProgress
+from catalog.ledger import Ledger
+from dlac_pipeline.nodes.crew import Crew
+from dlac_pipeline.ranks.share import Share
+from dlac_pipeline.ranks.starter import RankStarter
+from dlac_pipeline.recover.attempt import SupervisedAttempt, Supervision
+from dlac_pipeline.recover.incident import ended_on_purpose
+from dlac_pipeline.recover.judge import Judge
+from dlac_pipeline.recover.leg_choice import RESUME
+from dlac_pipeline.request import OPERATOR
+
+if TYPE_CHECKING:
+    from tests.conftest import Arena
+
+
+def attempts(arena: Arena, count: int) -> tuple[Judge, list[SupervisedAttempt]]:
+    """So many of a run of which two in a row may commit nothing, all of them claimed; and who judges them."""
+    supervision = Supervision(
+        spec=arena.spec("r", attempts_without_progress=2),
+        lakehouse=arena.lakehouse,
+        starter=RankStarter(),
+        on_event=lambda event: None,
+        stop=threading.Event(),
+        leaves=threading.Event(),
+        noticed_by=OPERATOR,
+        noticed_at=0.0,
+        launched_at=0.0,
+        launched_by="",
+    )
+    made = []
+    for number in range(1, count + 1):
+        claim(Ledger(arena.lakehouse), "r", nonce=f"n{number}", replaces=number - 1, detail={})
+        crew = Crew(Share(world_size=1, ranks=1, port=1))
+        made.append(SupervisedAttempt(supervision, crew, wish=RESUME, replaces=None, failure=None))
+        made[-1].number = number
+    return Judge(supervision), made
+
+
+def test_one_that_ends_on_purpose_without_a_commit_is_no_progress(arena: Arena) -> None:
+    """Machines that come and go do not hide that nothing gets done."""
+    judge, (first, on_purpose, last) = attempts(arena, 3)
+    assert judge.left_out_behind(first, ended_on_purpose("it died", step=1)) == ()
+    judge.went_on(on_purpose)
+    with pytest.raises(NoProgress, match="committed nothing"):
+        judge.left_out_behind(last, ended_on_purpose("it died again", step=1))
+
+
+def test_one_that_ends_on_purpose_behind_a_commit_is_progress(arena: Arena) -> None:
+    """The failures before it count no more."""
+    judge, (first, on_purpose, last) = attempts(arena, 3)
+    judge.left_out_behind(first, ended_on_purpose("it died", step=1))
+    on_purpose.committed = True
+    judge.went_on(on_purpose)
+    assert judge.left_out_behind(last, ended_on_purpose("it died again", step=1)) == ()
