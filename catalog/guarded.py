@@ -8,6 +8,9 @@ have been expired by the time of the look, behind many others: so whoever repeat
 
 Nor does an expiry take what it must not: pyiceberg drops a tag that was made since the expiry was decided, with its snapshot,
 and fails on a snapshot that is gone already. Under the guard, both are conflicts.
+
+Nor does one client, frozen or cut off between the two requests of its commit, stop everybody else's for good: PostgreSQL takes
+the row from it, and whoever waits for a row asks again. Its error is one more doubt: it reads again, and decides from the rows.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from pyiceberg.table.update import (
     TableRequirement,
     TableUpdate,
 )
+from sqlalchemy import event, text
 
 from catalog.errors import CommitConflict
 
@@ -36,10 +40,16 @@ if TYPE_CHECKING:
     from pyiceberg.table.metadata import TableMetadata
     from pyiceberg.typedef import Identifier
     from requests import Session
+    from sqlalchemy import Connection
 
 
 class GuardedSqlCatalog(SqlCatalog):
-    """A SQL catalog (SQLite, PostgreSQL) behind the guard."""
+    """A SQL catalog (SQLite, PostgreSQL) behind the guard, no row of which anybody has, or waits for, without an end."""
+
+    def __init__(self, name: str, **properties: str) -> None:
+        super().__init__(name, **properties)
+        if self.engine.dialect.name == "postgresql":
+            event.listen(self.engine, "begin", _limit_locks)
 
     def commit_table(
         self, table: Table, requirements: tuple[TableRequirement, ...], updates: tuple[TableUpdate, ...]
@@ -91,7 +101,20 @@ class GuardedRestCatalog(RestCatalog):
 
 _REST_TIMEOUT_S = (10.0, 60.0)
 """To connect, and between two pieces of an answer."""
+_POSTGRES_TIMEOUTS = {"idle_in_transaction_session_timeout": "30s", "lock_timeout": "20s"}
+"""How long a client may have a row and do nothing, and wait for a row that another one has."""
+_LIMIT_LOCKS = text(
+    "SELECT set_config(name, CASE name WHEN 'lock_timeout' THEN :lock_timeout "
+    "ELSE :idle_in_transaction_session_timeout END, true) FROM pg_settings "
+    "WHERE name IN ('lock_timeout', 'idle_in_transaction_session_timeout') "
+    "AND source IN ('default', 'configuration file', 'command line')"  # a day, where some services run the server
+)
 GUARDED: dict[str, type[MetastoreCatalog] | type[RestCatalog]] = {"sql": GuardedSqlCatalog, "rest": GuardedRestCatalog}
+
+
+def _limit_locks(connection: Connection) -> None:
+    """In this transaction only, for a pooler may hand the connection on; what the address, role or database says stands."""
+    connection.execute(_LIMIT_LOCKS, _POSTGRES_TIMEOUTS)
 
 
 def _landed_or_conflict(

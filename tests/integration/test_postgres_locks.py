@@ -1,0 +1,100 @@
+"""A PostgreSQL catalog whose rows are locked: by a client that is frozen in the middle of its commit, or by anybody for good."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from pyiceberg.catalog.sql import SqlCatalog
+from sqlalchemy import Connection, Engine, create_engine, event, text
+from sqlalchemy.orm import Session
+
+from catalog import guarded
+from catalog.commits import Attempt, claim, commit_checkpoint
+from catalog.connect import Lakehouse, connect
+from catalog.errors import CommitOutcomeUnknown
+from catalog.lakehouse_config import LakehouseConfig
+from catalog.ledger import Ledger
+from tests.conftest import wait_until
+from tests.postgres_server import needs_postgres, postgres
+
+pytestmark = needs_postgres
+SETTINGS = ("idle_in_transaction_session_timeout", "lock_timeout")
+ENOUGH_S = 120.0
+"""Until those who would wait for ever are let go on, so that a test fails and does not hang."""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Iterator[LakehouseConfig]:
+    """A lakehouse with its catalog in PostgreSQL."""
+    with postgres() as address:
+        yield LakehouseConfig(uri=address).at_home(tmp_path / "home")
+
+
+def engine_of(lakehouse: Lakehouse) -> Engine:
+    """What its catalog talks to the server with."""
+    assert isinstance(lakehouse.catalog, SqlCatalog)
+    return lakehouse.catalog.engine
+
+
+def limits(engine: Engine) -> list[str]:
+    """What holds in its transactions."""
+    with Session(engine) as session:
+        return [str(session.scalar(text(f"SHOW {name}"))) for name in SETTINGS]
+
+
+def test_who_is_frozen_in_a_commit_holds_nobody_up(config: LakehouseConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between UPDATE and COMMIT: others commit meanwhile; it hears that its own did not land, and commits again."""
+    monkeypatch.setattr(guarded, "_POSTGRES_TIMEOUTS", dict(zip(SETTINGS, ("1s", "300ms"), strict=True)))
+    frozen, other = Ledger(connect(config)), Ledger(connect(config))
+    claim(frozen, "r", nonce="n1", replaces=0, detail={})
+    stands, landed, in_time = threading.Event(), threading.Event(), []
+
+    def freeze(connection: Connection) -> None:
+        if not stands.is_set():
+            stands.set()
+            in_time.append(landed.wait(ENOUGH_S))
+
+    event.listen(engine_of(frozen.lakehouse), "commit", freeze)
+    rows = [{"kind": "checkpoint", "checkpoint_id": "a", "parent": None}]
+    attempt = Attempt(run="r", number=1, nonce="n1")
+    with ThreadPoolExecutor(1) as pool:
+        committing = pool.submit(commit_checkpoint, frozen, attempt, checkpoint_id="a", parent=None, rows=rows)
+        assert stands.wait(ENOUGH_S)
+        claim(other, "another", nonce="x", replaces=0, detail={})
+        landed.set()
+        assert committing.result().fence.head == "a"
+    assert in_time == [True], "the others waited for who is frozen"
+    assert [row["kind"] for row in other.rows("r")] == ["claim", "checkpoint"]
+    assert [row["kind"] for row in other.rows("another")] == ["claim"]
+
+
+def test_a_row_that_is_locked_for_good_is_not_waited_for(
+    config: LakehouseConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Past its deadline an append says that the catalog does not answer, and why."""
+    monkeypatch.setitem(guarded._POSTGRES_TIMEOUTS, "lock_timeout", "300ms")
+    ledger = Ledger(connect(config), deadline_s=1.0)
+    with create_engine(config.uri).begin() as connection:
+        connection.execute(text("UPDATE iceberg_tables SET metadata_location = metadata_location"))
+        letting_go = threading.Timer(ENOUGH_S, connection.rollback)
+        letting_go.start()
+        with pytest.raises(CommitOutcomeUnknown, match="lock timeout"):
+            claim(ledger, "r", nonce="n1", replaces=0, detail={})
+        letting_go.cancel()
+
+
+def test_what_address_and_role_say_of_locks_stands(config: LakehouseConfig) -> None:
+    """Also that nothing is limited; what they do not speak of is limited, whatever the server has for everybody."""
+    assert limits(engine_of(connect(config))) == ["30s", "20s"]
+    with create_engine(config.uri, isolation_level="AUTOCOMMIT").connect() as connection:
+        connection.execute(text("ALTER SYSTEM SET idle_in_transaction_session_timeout = '1d'"))
+        connection.execute(text("SELECT pg_reload_conf()"))
+        connection.execute(text("ALTER ROLE dagster SET lock_timeout = '7s'"))
+    wait_until(lambda: limits(create_engine(config.uri)) == ["1d", "7s"], what="the server to read its settings again")
+    assert limits(engine_of(connect(config))) == ["30s", "7s"]
+    own = config.model_copy(update={"uri": f"{config.uri}&options=-c%20lock_timeout%3D0"})
+    assert limits(engine_of(connect(own))) == ["30s", "0"]
