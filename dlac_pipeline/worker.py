@@ -4,7 +4,7 @@
         engine = ...                      # model, optimizer and loop belong to the script
         run.restore(engine)
         for batch in run.batches():
-            loss = batch.mean(loss_per_sample)
+            loss = batch.mean(loss_per_sample)  # on whichever device they are
             ...                           # backward, optimizer step
             run.step_done(loss)
 

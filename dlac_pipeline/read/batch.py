@@ -47,17 +47,18 @@ class Batch:
         return self.tensors[column]
 
     def mean(self, per_sample: torch.Tensor) -> torch.Tensor:
-        """This rank's share of the global mean of `per_sample` [B/W], times the number of ranks.
+        """This rank's share of the global mean of `per_sample` [B/W], times the number of ranks; on the same device.
 
         Averaging over ranks, as data-parallel engines do with gradients, then gives the mean over the valid samples of the
         global batch, whatever the number of ranks and however many slots are empty.
         """
-        self.on_mean()
-        share = torch.where(self.valid, per_sample, torch.zeros_like(per_sample)).sum()
-        return share * (self.world_size / self.rows)
+        return self._share(per_sample, counted=self.valid, of=self.rows)
 
     def token_mean(self, per_token: torch.Tensor) -> torch.Tensor:
         """As `mean`, of `per_token` [B/W, T] over the tokens of a packed global batch; padding does not count."""
+        return self._share(per_token, counted=self.tensors["document"] > 0, of=self.tokens)
+
+    def _share(self, losses: torch.Tensor, *, counted: torch.Tensor, of: int) -> torch.Tensor:
         self.on_mean()
-        share = torch.where(self.tensors["document"] > 0, per_token, torch.zeros_like(per_token)).sum()
-        return share * (self.world_size / self.tokens)
+        share = torch.where(counted.to(losses.device), losses, torch.zeros_like(losses)).sum()
+        return share * (self.world_size / of)

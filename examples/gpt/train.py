@@ -36,7 +36,7 @@ def main() -> None:
         engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
         run.restore(engine)
         for batch in run.batches():
-            loss = batch.mean(engine(batch["tokens"]))
+            loss = batch.mean(engine(batch["tokens"].to(engine.device)))
             engine.backward(loss)
             engine.step()
             run.step_done(loss)
