@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any
 
 from assets.shown import picture, sql, table
 from catalog.connect import Lakehouse
+from catalog.recoveries import Recovery
 from dlac_pipeline.audit.audit import open_run
 from dlac_pipeline.audit.lakehouse_sql import rows_of
 from dlac_pipeline.audit.losses import read_losses
@@ -16,7 +17,7 @@ from dlac_pipeline.recover.status import run_status
 
 _SHOWN = 10
 _CHECKPOINT = ("step", "checkpoint_id", "committed_at", "attempt", "bytes", "state", "verified_at", "names")
-_HIDDEN = ("run", "seq", "format_version")
+_INCIDENT = tuple(each.name for each in fields(Recovery) if each.name not in ("run", "seq", "format_version"))
 
 
 def model_page(lakehouse: Lakehouse, run: str) -> dict[str, Any]:
@@ -46,6 +47,6 @@ def model_page(lakehouse: Lakehouse, run: str) -> dict[str, Any]:
         "recoveries": status["recoveries"],
         **pictures,
         **table("last_checkpoints", [{name: row[name] for name in _CHECKPOINT} for row in checkpoints]),
-        **table("incidents", [{name: row[name] for name in row if name not in _HIDDEN} for row in incidents]),
+        **table("incidents", [{name: row[name] for name in _INCIDENT} for row in incidents]),
         "sql": sql(f"SELECT checkpoint_id, step FROM lineage WHERE run = '{run}' ORDER BY step"),
     }

@@ -14,7 +14,7 @@ from catalog.plans import append_own
 from catalog.schemas import FORMAT_VERSION, RECOVERIES
 
 _ARROW = schema_to_pyarrow(RECOVERIES, include_field_ids=False)
-PHASES = ("detect", "stop", "schedule", "claim", "verify", "convert", "load", "first_step", "total")
+PHASES = ("detect", "schedule", "stop", "claim", "verify", "convert", "load", "first_step", "total")
 """Of a recovery, in order: the columns of its seconds without their `_s`."""
 
 
@@ -38,9 +38,13 @@ class Recovery:
     """Rows that were read again: of steps that a rank had finished, and of checkpoints that are left behind."""
     detect_s: float
     """From the last sign of life to the notice."""
+    schedule_s: float | None = 0.0
+    """From a sensor's notice to the new launch; 0 where the supervisor itself recovers. None in rows of older versions."""
     stop_s: float
     claim_s: float
     verify_s: float
+    convert_s: float | None = 0.0
+    """Until the state was converted to another number of ranks, before the load."""
     load_s: float
     """Until all ranks have their state; includes what is left of their start."""
     first_step_s: float
@@ -48,10 +52,6 @@ class Recovery:
     outcome: str
     """resumed; failed again: before its first step; gave up: no attempt followed."""
     format_version: int = FORMAT_VERSION
-    schedule_s: float | None = 0.0
-    """From a sensor's notice to the new launch; 0 where the supervisor itself recovers. None in rows of older versions."""
-    convert_s: float | None = 0.0
-    """Until the state was converted to another number of ranks, before the load."""
     work_lost_s: float | None = 0.0
     """Training of the failed attempt that is not in any checkpoint."""
 

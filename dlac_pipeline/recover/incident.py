@@ -150,15 +150,15 @@ class Incident:
             resumed_step=point.step,
             rows_replayed=rows_replayed(ledger, rows, point, failure, before_seq=seq),
             detect_s=failure.noticed_at - failure.failed_at,
+            schedule_s=failure.launched_at - failure.noticed_at,
             stop_s=failure.stopped_at - failure.launched_at,
             claim_s=point.claim_s,
             verify_s=point.verify_s,
+            convert_s=self._convert_s,
             load_s=max(0.0, loaded - self._resumable_at - self._convert_s),
             first_step_s=ended - loaded,
             total_s=ended - failure.failed_at,
             outcome=outcome,
-            schedule_s=failure.launched_at - failure.noticed_at,
-            convert_s=self._convert_s,
             work_lost_s=_work_lost_s(rows, point, failure),
         )
         write_recovery(lakehouse, recovery)

@@ -27,7 +27,7 @@ def test_rows_replayed_are_counted_not_estimated(arena: Arena) -> None:
     assert "killed by SIGKILL" in found["cause"]
     assert (found["schedule_s"], found["convert_s"]) == (0.0, 0.0)
     assert 0 < found["work_lost_s"] < 60
-    phases = ("detect", "stop", "schedule", "claim", "verify", "convert", "load", "first_step")
+    phases = ("detect", "schedule", "stop", "claim", "verify", "convert", "load", "first_step")
     assert sum(found[f"{phase}_s"] for phase in phases) == pytest.approx(found["total_s"], abs=1.0)
     shown = dlac("incidents", home=arena.home)
     assert shown.returncode == 0, shown.stderr

@@ -1,20 +1,46 @@
 from __future__ import annotations
 
+import json
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
+import pytest
 from pyiceberg.io.pyarrow import schema_to_pyarrow
 from pyiceberg.schema import Schema
 
+from assets.pages import model_page
+from catalog.commits import claim
 from catalog.connect import connect
-from catalog.recoveries import Recovery, recoveries_of, write_recovery
+from catalog.ledger import Ledger
+from catalog.recoveries import PHASES, Recovery, recoveries_of, write_recovery
 from catalog.schemas import RECOVERIES
+from tests.integration.test_cli import dlac
 
 if TYPE_CHECKING:
     from tests.conftest import Arena
 
 NEW = ("schedule_s", "convert_s", "work_lost_s")
+
+
+def recovery(run: str, *, seq: int) -> Recovery:
+    """One by a sensor onto another number of ranks: each phase took some time."""
+    numbers: dict[str, Any] = {f"{phase}_s": 0.5 for phase in PHASES}
+    return Recovery(
+        run=run,
+        seq=seq,
+        attempt=3,
+        replaced_attempt=2,
+        cause="SIGKILL",
+        noticed_by="recovery_sensor",
+        failed_at=datetime(2026, 1, 2, tzinfo=UTC),
+        resumed_from=None,
+        resumed_step=0,
+        rows_replayed=44,
+        outcome="failed again",
+        work_lost_s=7.5,
+        **numbers,
+    )
 
 
 def test_a_table_of_an_older_version_gets_its_new_columns(arena: Arena) -> None:
@@ -32,27 +58,24 @@ def test_a_table_of_an_older_version_gets_its_new_columns(arena: Arena) -> None:
     ]
     (known,) = recoveries_of(lakehouse, "r")
     assert [getattr(known, name) for name in NEW] == [None] * 3
-    numbers: dict[str, Any] = dict.fromkeys(
-        ("detect_s", "stop_s", "claim_s", "verify_s", "load_s", "first_step_s", "total_s"), 0.5
-    )
-    new = Recovery(
-        run="r",
-        seq=3,
-        attempt=3,
-        replaced_attempt=2,
-        cause="SIGKILL",
-        noticed_by="recovery_sensor",
-        failed_at=datetime(2026, 1, 2, tzinfo=UTC),
-        resumed_from=None,
-        resumed_step=0,
-        rows_replayed=44,
-        outcome="failed again",
-        schedule_s=4.0,
-        convert_s=2.0,
-        work_lost_s=7.5,
-        **numbers,
-    )
+    new = recovery("r", seq=3)
     write_recovery(lakehouse, new)
     assert recoveries_of(lakehouse, "r") == [known, new]
     location = lakehouse.own("recoveries").metadata_location
     assert connect(arena.lakehouse.config).own("recoveries").metadata_location == location
+
+
+@pytest.mark.filterwarnings("ignore")  # Dagster's own libraries warn of each other
+def test_phases_are_told_in_the_order_in_which_they_happen(arena: Arena) -> None:
+    """A sensor notices, the new launch is started, and only that one waits for the end of the old processes."""
+    happen = ["detect", "schedule", "stop", "claim", "verify", "convert", "load", "first step", "total"]
+    claim(Ledger(arena.lakehouse), "r", nonce="n", replaces=0, detail={})
+    write_recovery(arena.lakehouse, recovery("r", seq=1))
+    shown = dlac("incidents", "r", home=arena.home)
+    assert [phase for _, phase in sorted((shown.stdout.index(f"{phase} 0.50"), phase) for phase in happen)] == happen
+    (told,) = json.loads(dlac("incidents", "r", "--json", home=arena.home).stdout)
+    (record,) = model_page(arena.lakehouse, "r")["incidents"].value.records
+    for columns in (told, record.data):
+        assert [name for name in columns if name.removesuffix("_s") in PHASES] == [
+            f"{phase.replace(' ', '_')}_s" for phase in happen
+        ]
