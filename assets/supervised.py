@@ -19,11 +19,14 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from dlac_pipeline.launch_spec import LISTENS_S, LaunchSpec
 from dlac_pipeline.request import Request
 
 Event = dict[str, Any]
 _MARGIN_S = 10.0
-"""What the supervisor gets on top of the ranks' grace period."""
+"""What the supervisor gets on top of the ranks' time to leave."""
+_ASKING_S = 30.0
+"""And where it follows a cluster's job, on top of the time for which it listens to nodes: schedulers answer when they like."""
 _LOOK_S = 1.0
 _log = logging.getLogger(__name__)
 SILENT_S = 120.0
@@ -66,10 +69,15 @@ def supervised(
             if voice.open:
                 on_asking()
                 process.send_signal(signal.SIGTERM)
-                for event in voice.events(within_s=request.spec.launch.leave_s + _MARGIN_S):
+                for event in voice.events(within_s=_leaves_within_s(request.spec.launch)):
                     _pass_on(on_event, {**event, "asked": True})
         finally:
             _kill(process)
+
+
+def _leaves_within_s(launch: LaunchSpec) -> float:
+    """Seconds from asking the supervisor to stop until it is killed, with its ranks if they are here."""
+    return launch.leave_s + (_MARGIN_S if launch.on == "here" else LISTENS_S + _ASKING_S)
 
 
 def _pass_on(on_event: Callable[[Event], None], event: Event) -> None:

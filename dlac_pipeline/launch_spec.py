@@ -6,6 +6,9 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+LISTENS_S = 30.0
+"""What the nodes of a cluster's job get on top of their ranks' time to leave, for their last words to come out of its logs."""
+
 
 class LaunchSpec(BaseModel):
     """How the ranks are started and watched."""

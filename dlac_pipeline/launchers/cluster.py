@@ -18,6 +18,7 @@ from catalog import errors
 from catalog.connect import connect
 from catalog.errors import ClusterRefused, ClusterSilent, DlacError, NoSuchRun, TrainingFailed
 from catalog.ledger import Ledger
+from dlac_pipeline.launch_spec import LISTENS_S
 from dlac_pipeline.launchers.hearing import Logs
 from dlac_pipeline.launchers.schedulers import ROLE, Scheduler
 from dlac_pipeline.recover.attempt import Event
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
     from torchx.specs import AppDryRunInfo
 
 Answer = TypeVar("Answer")
-_MARGIN_S = 30.0
-"""What a job gets on top of its ranks' time to leave, before it is asked again."""
 _ANSWERS_WITHIN_S = 60.0
 SILENT_S = 3600.0
 """A scheduler that does not answer for so long is given up: credentials that have expired do not come back by themselves."""
@@ -203,7 +202,7 @@ class ClusterJob:
         """Whether the job is to be cancelled: somebody asked for it, or the run is done and something of the job stays behind."""
         if self._stop.is_set():
             return True
-        stays_s = _MARGIN_S if self._logs.all_ended else self._silent_s
+        stays_s = LISTENS_S if self._logs.all_ended else self._silent_s
         return self._logs.done and self._logs.quiet_s > stays_s
 
     def _cancel(self, runner: Runner, handle: str, *, unanswered: bool) -> None:
@@ -234,7 +233,7 @@ class ClusterJob:
 
     @property
     def _leaves_s(self) -> float:
-        return self._request.spec.launch.leave_s + _MARGIN_S
+        return self._request.spec.launch.leave_s + LISTENS_S
 
     def _is_given_up(self, silence: _Silence, handle: str, err: Exception) -> bool:
         """Bear a look that failed; whether to follow no longer, since it is known how the run ended.

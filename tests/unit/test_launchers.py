@@ -319,7 +319,7 @@ def test_a_cancellation_that_fails_in_passing_is_repeated_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The job was not told to leave: it is told at the next look, not after the time that it would have had."""
-    monkeypatch.setattr(cluster, "_MARGIN_S", 1.0)
+    monkeypatch.setattr(cluster, "LISTENS_S", 1.0)
     asked = fail(monkeypatch, "cancel", lambda number: number == 0)
     job, events = job_of(tmp_path, f"sleep 30; echo '{DONE}'")
     job.stop()
@@ -332,7 +332,7 @@ def test_what_stays_of_a_job_behind_its_finished_run_is_cancelled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of an elastic job on Kubernetes: pods for which there was never room; no scheduler ends them."""
-    monkeypatch.setattr(cluster, "_MARGIN_S", 1.0)
+    monkeypatch.setattr(cluster, "LISTENS_S", 1.0)
     cancelled = fail(monkeypatch, "cancel", lambda number: False)
     job, _ = job_of(tmp_path, f"echo '{DONE}'", "exec sleep 300")
     assert job.run() == Outcome(ending="finished", attempts=2, step=9)
@@ -343,7 +343,7 @@ def test_nodes_that_still_work_behind_a_finished_run_are_not_cancelled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A script may go on behind its run, on one node longer than on the others."""
-    monkeypatch.setattr(cluster, "_MARGIN_S", 0.2)
+    monkeypatch.setattr(cluster, "LISTENS_S", 0.2)
     cancelled = fail(monkeypatch, "cancel", lambda number: False)
 
     def told(event: dict[str, Any]) -> None:

@@ -76,7 +76,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         write(tmp_path / "bin" / name, script)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
-    monkeypatch.setattr(cluster, "_MARGIN_S", 5.0)
+    monkeypatch.setattr(cluster, "LISTENS_S", 5.0)
     return tmp_path
 
 
@@ -176,7 +176,7 @@ def test_a_cancelled_job_that_says_nothing_stopped_where_the_ledger_is(
     slurm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its log may be lost; its checkpoint is not."""
-    monkeypatch.setattr(cluster, "_MARGIN_S", 1.0)
+    monkeypatch.setattr(cluster, "LISTENS_S", 1.0)
     commit(slurm, step=5)
     job, _ = job_of(slurm, until("cancelled"), gone_s=0.0)
     job.stop()

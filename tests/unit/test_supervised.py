@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from dagster import DagsterExecutionInterruptedError
 
+from assets import supervised as module
 from assets.supervised import _Voice, supervised
 from catalog.lakehouse_config import LakehouseConfig
 from dlac_pipeline.request import Request
@@ -29,6 +30,16 @@ print(json.dumps({"event": "ended"}), flush=True)
 """
 BOUND_S = 0.5
 STAYS = 'import time; print(\'{"event": "step"}\', flush=True); time.sleep(60)'
+
+
+LINGERS = """
+import signal, time
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+print('{"event": "step"}', flush=True)
+signal.sigwait([signal.SIGTERM])
+time.sleep(2)
+print('{"event": "ended"}', flush=True)
+"""
 
 
 @contextmanager
@@ -96,6 +107,28 @@ def test_an_interruption_while_an_event_is_shown_ends_the_run(tmp_path: Path) ->
     with pytest.raises(DagsterExecutionInterruptedError):
         supervised(a_request(tmp_path), interrupted, on_asking=lambda: told.append("asked"))
     assert told == ["asked"]
+
+
+def test_the_last_words_of_a_clusters_nodes_are_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their launcher listens to them for longer than ranks take to leave."""
+    program = tmp_path / "supervisor"
+    program.write_text(f"#!{sys.executable}\n{LINGERS}")
+    program.chmod(0o755)
+    monkeypatch.setattr(module, "_MARGIN_S", 0.0)
+    request = a_request(tmp_path)
+    launch = request.spec.launch.model_copy(update={"on": "slurm", "grace_s": 0.1})
+    request = request.model_copy(update={"spec": request.spec.model_copy(update={"launch": launch})})
+    heard: list[str] = []
+
+    def interrupted(event: dict[str, Any]) -> None:
+        heard.append(event["event"])
+        if len(heard) == 1:
+            raise DagsterExecutionInterruptedError
+
+    monkeypatch.setattr(sys, "executable", str(program))
+    with pytest.raises(DagsterExecutionInterruptedError):
+        supervised(request, interrupted)
+    assert heard == ["step", "ended"]
 
 
 def a_request(folder: Path) -> Request:
