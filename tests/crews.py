@@ -13,10 +13,11 @@ import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's __init__ does not re-export by name
 
 from dlac_pipeline.audit.audit import audit_run
-from dlac_pipeline.nodes.crew import Crew, free_port
+from dlac_pipeline.nodes.crew import Crew
 from dlac_pipeline.nodes.shares import Offer, shares
 from dlac_pipeline.nodes.talk import Round, Talk
 from tests.conftest import wait_until
+from tests.ports import own_port
 
 if TYPE_CHECKING:
     from dlac_pipeline.spec import JobSpec
@@ -48,7 +49,7 @@ def job(campaign: Arena, run: str, **changes: Any) -> JobSpec:
     settings = {
         "nodes": "1:2",
         "nproc_per_node": 1,
-        "rendezvous": f"127.0.0.1:{free_port()}",
+        "rendezvous": f"127.0.0.1:{own_port()}",
         "gather_timeout_s": 60,
         "last_call_s": 2,
         "node_timeout_s": 3,

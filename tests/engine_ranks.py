@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -12,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from tests.ports import own_port
 
 PROGRAM = Path(__file__).parent / "programs" / "engine_state.py"
 STEPS = 3
@@ -30,13 +31,11 @@ class Ended:
 
 def run_ranks(count: int, dump: Path, **request: Any) -> Ended:
     """Run the program with `count` ranks to its end."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     common = {
         "REQUEST": json.dumps({"dump": str(dump), **request}, default=str),
         "WORLD_SIZE": str(count),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(own_port()),
         "DS_ACCELERATOR": "cpu",
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(PROGRAM.parents[2]),

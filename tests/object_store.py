@@ -15,6 +15,7 @@ import pyarrow.fs as pafs
 
 from catalog.lakehouse_config import LakehouseConfig
 from tests.conftest import wait_until
+from tests.ports import own_port
 
 
 @dataclass
@@ -63,9 +64,7 @@ class ObjectStore:
 @contextmanager
 def object_store(folder: Path) -> Iterator[ObjectStore]:
     """A running server with an empty bucket."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+    port = own_port()
     made = ObjectStore(port, folder / "requests.log")
     with made.log.open("wb") as log:
         command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
@@ -122,10 +121,17 @@ class Network:
                 if self._cut.is_set():
                     _end(near)
                     continue
-                far = socket.create_connection(("127.0.0.1", self._port))
+                try:
+                    far = socket.create_connection(("127.0.0.1", self._port))
+                except OSError:
+                    _end(near)
+                    continue
                 self._open += [near, far]
                 for source, target in ((near, far), (far, near)):
                     threading.Thread(target=_forward, args=(source, target, self._moves), daemon=True).start()
+                if self._cut.is_set():  # since it was looked at
+                    _end(near)
+                    _end(far)
 
 
 def _forward(source: socket.socket, target: socket.socket, moves: threading.Event) -> None:

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from dlac_pipeline.launchers.cluster import ClusterJob
-from dlac_pipeline.nodes.crew import free_port
 from dlac_pipeline.recover.supervise import Outcome
 from dlac_pipeline.request import Request
 from dlac_pipeline.spec import parse_spec
 from tests.cluster import Processes
 from tests.conftest import Steps, wait_until
+from tests.ports import own_port
 
 if TYPE_CHECKING:
     from tests.conftest import Arena
@@ -28,7 +28,7 @@ Events = list[dict[str, Any]]
 def job(arena: Arena, run: str, *, nodes: str, **changes: Any) -> tuple[ClusterJob, Events]:
     """A job of several nodes with a rank each, and the events that come of it."""
     spec = arena.spec(run, on="kubernetes", nodes=nodes, nproc_per_node=1, passes=1, **changes)
-    node = {"image": str(arena.home), "python": sys.executable, "port": free_port()}
+    node = {"image": str(arena.home), "python": sys.executable, "port": own_port()}
     raw = spec.model_dump() | {"cluster": node}
     request = Request(spec=parse_spec(raw, origin="the test"), repin=True)
     events: Events = []

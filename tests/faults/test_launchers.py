@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ import yaml
 
 from tests.conftest import PROGRAMS, wait_until
 from tests.faults.test_preemption import check_gone, metadata_server
+from tests.ports import own_port
 
 if TYPE_CHECKING:
     from tests.conftest import Arena
@@ -55,9 +55,7 @@ def launched(
     spec = campaign.spec(run, script, passes=1, **changes)
     job = campaign.home / f"{run}.yaml"
     job.write_text(yaml.safe_dump(spec.model_dump()))
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+    port = own_port()
     meets = ["--standalone", f"--max-restarts={max_restarts}"] if max_restarts else [f"--master-port={port}"]
     options = {
         "torchrun": ["--nproc-per-node=2", *meets],

@@ -20,8 +20,8 @@ from catalog.lakehouse_config import LakehouseConfig
 from catalog.ledger import Ledger
 from catalog.upkeep import upkeep
 from dlac_pipeline.audit.audit import audit_run
-from dlac_pipeline.nodes.crew import free_port
 from tests.conftest import PROGRAMS, Arena, wait_until
+from tests.ports import own_port
 
 
 class RestCatalog:
@@ -29,7 +29,7 @@ class RestCatalog:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._port = free_port()
+        self._port = own_port()
         self.url = f"http://127.0.0.1:{self._port}"
         self.start()
 

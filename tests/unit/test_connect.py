@@ -16,6 +16,7 @@ from catalog import guarded
 from catalog.connect import connect, reachable
 from catalog.errors import CatalogUnreachable, LakehouseError
 from catalog.lakehouse_config import LakehouseConfig
+from tests.ports import own_port
 
 
 @pytest.mark.parametrize(
@@ -70,10 +71,8 @@ def test_an_address_is_shown_without_its_password(uri: str, shown: str) -> None:
 def test_no_error_tells_the_password_of_the_catalog(kind: Literal["sql", "rest"]) -> None:
     """One that is away, through SQLAlchemy's words and those of HTTP."""
     scheme = {"sql": "postgresql+psycopg2", "rest": "http"}[kind]
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
     with pytest.raises(LakehouseError, match=r"me:\*\*\*@") as caught:
-        connect(LakehouseConfig(type=kind, uri=f"{scheme}://me:s3cr3t@127.0.0.1:{port}/lake"))
+        connect(LakehouseConfig(type=kind, uri=f"{scheme}://me:s3cr3t@127.0.0.1:{own_port()}/lake"))
     assert "s3cr3t" not in str(caught.value)
 
 

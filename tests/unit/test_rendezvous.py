@@ -7,10 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from dlac_pipeline.launch_spec import LaunchSpec
-from dlac_pipeline.nodes.crew import free_port
 from dlac_pipeline.nodes.rendezvous import Rendezvous, serve
 from dlac_pipeline.nodes.talk import EndedElsewhere
 from tests.crews import wait_for_spare
+from tests.ports import own_port
 
 NEVER = threading.Event()
 
@@ -32,7 +32,7 @@ def meet(rendezvous: Rendezvous) -> None:
 
 def test_one_that_waits_hears_of_the_end_before_who_serves_the_rendezvous_is_gone() -> None:
     """The store goes with the process that serves it: that one leaves once those that wait have heard."""
-    address = f"127.0.0.1:{free_port()}"
+    address = f"127.0.0.1:{own_port()}"
     launch = LaunchSpec(script="x", nodes="2", rendezvous=address, last_call_s=1, gather_timeout_s=120)
     serves, other, spare = (Rendezvous(launch, "r") for _ in range(3))
     with ThreadPoolExecutor(2) as pool:
@@ -53,7 +53,7 @@ def test_one_that_waits_hears_of_the_end_before_who_serves_the_rendezvous_is_gon
 
 def test_one_that_was_cut_off_hears_what_the_run_has_come_to_meanwhile() -> None:
     """It looks once for what an earlier launch left there: what it finds as it comes back is of its own run."""
-    address = f"127.0.0.1:{free_port()}"
+    address = f"127.0.0.1:{own_port()}"
     launch = LaunchSpec(script="x", nodes="1:2", rendezvous=address, last_call_s=1, gather_timeout_s=120)
     ready, ends = threading.Event(), threading.Event()
     with ThreadPoolExecutor(2) as pool:

@@ -1,0 +1,42 @@
+"""What the tests' own servers stand on."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's __init__ does not re-export by name
+
+from tests.object_store import Network
+from tests.ports import own_port
+
+
+def test_a_port_is_kept_for_the_server_that_is_started_later() -> None:
+    """And for the one after that; nobody else can have it, and nobody answers before."""
+    port = own_port()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port))
+    with socket.socket() as other, pytest.raises(OSError, match="Address already in use"):
+        other.bind(("127.0.0.1", port))
+    for _ in range(2):
+        with socket.create_server(("127.0.0.1", port)), socket.create_connection(("127.0.0.1", port)):
+            pass
+    assert TCPStore("127.0.0.1", port, None, True, wait_for_workers=False).port == port
+
+
+def test_a_network_before_a_server_that_refuses_refuses_and_is_there_once_the_server_is() -> None:
+    """A server that is started again; nobody waits for an answer that never comes."""
+    port = own_port()
+    network = Network(port)
+    through = ("127.0.0.1", int(network.url.rpartition(":")[2]))
+    try:
+        for _ in range(2):
+            with socket.create_connection(through, timeout=30) as client:
+                assert client.recv(1) == b""
+        with socket.create_server(("127.0.0.1", port)) as server, socket.create_connection(through) as client:
+            near, _ = server.accept()
+            with near:
+                near.sendall(b"x")
+                assert client.recv(1) == b"x"
+    finally:
+        network.close()
