@@ -52,7 +52,7 @@ def job(campaign: Arena, run: str, **changes: Any) -> JobSpec:
         "rendezvous": f"127.0.0.1:{own_port()}",
         "gather_timeout_s": 60,
         "last_call_s": 2,
-        "node_timeout_s": 3,
+        "node_timeout_s": 6,
         "verify_together_mb": 0,
         "noise": 0,
         "passes": 1,

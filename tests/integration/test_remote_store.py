@@ -124,7 +124,7 @@ def test_a_dead_store_ends_the_run_behind_its_last_checkpoint(
     arena: Arena, store: ObjectStore, network: Network, mode: str
 ) -> None:
     """Past the deadline the run ends with one status that names the address; once the store is back it goes on exactly."""
-    spec = remote(arena, store, network.url, mode=mode, store_deadline_s=2.0)
+    spec = remote(arena, store, network.url, mode=mode, store_deadline_s=5.0)
 
     def cut() -> None:
         wait_until(lambda: arena.head("r1") is not None, what="the first commit")
