@@ -8,15 +8,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-_SIZE = "256m"
 _FILLER = ".filler"
 
 
 @contextmanager
-def mounted(folder: Path) -> Iterator[bool]:
-    """A tmpfs at `folder`, or a plain folder; says which."""
+def mounted(folder: Path, *, size_mb: int = 256) -> Iterator[bool]:
+    """A tmpfs of so many MiB at `folder`, or a plain folder; says which."""
     folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", f"size={_SIZE}", "tmpfs", str(folder)]
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size_mb}m", "tmpfs", str(folder)]
     done = subprocess.run(command, check=False, capture_output=True)
     try:
         yield done.returncode == 0

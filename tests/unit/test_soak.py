@@ -69,7 +69,7 @@ def test_a_full_store_has_no_byte_free(tmp_path: Path) -> None:
             with suppress(OSError):
                 (store / "other").write_bytes(bytes(size))
 
-    with mounted(store) as can_fill:
+    with mounted(store, size_mb=32) as can_fill:
         if not can_fill:
             pytest.skip("mounting a tmpfs is not permitted here")
         writer = threading.Thread(target=write)
