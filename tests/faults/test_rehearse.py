@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,15 @@ if TYPE_CHECKING:
     from tests.conftest import Arena
 
 Seen = tuple[object, dict[str, tuple[int, int]], set[str]]
+
+
+@pytest.fixture(autouse=True)
+def own_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Others on this machine rehearse as well; short, as there are sockets in it."""
+    with tempfile.TemporaryDirectory(prefix="dlac-tests-") as folder:
+        monkeypatch.setenv("TMPDIR", folder)
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        yield
 
 
 def production(arena: Arena, run: str) -> Seen:
