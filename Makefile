@@ -30,7 +30,7 @@ unit: setup
 	$(BIN)/pytest -m "not soak" -n 3 --dist loadfile --no-loadscope-reorder --durations 30
 
 soak: setup  ## the long campaigns
-	$(BIN)/pytest -m soak --timeout 7200
+	$(BIN)/pytest -m soak --timeout 7200 --hypothesis-profile "new examples"
 
 soak-campaign: setup  ## 2 hours, 200 faults of mixed kinds; keeps soak.json, and writes docs/soak.md of it
 	$(BIN)/python -m benchmarks.soak --out soak.json

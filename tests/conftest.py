@@ -38,8 +38,13 @@ from dlac_pipeline.spec import CheckpointSpec, JobSpec, OrderSpec, SourceSpec, p
 if TYPE_CHECKING:
     from tests.object_store import Network, ObjectStore  # which needs this module
 
-settings.register_profile("noisy machines", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("noisy machines")
+settings.register_profile(
+    "noisy machines", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
+)
+settings.register_profile("new examples", settings.get_profile("noisy machines"), derandomize=False)
+settings.load_profile(
+    "noisy machines"
+)  # the same examples each time; `--hypothesis-profile "new examples"` draws others
 PROGRAMS = Path(__file__).parent / "programs"
 RECORDED_SQL = Path(__file__).with_name("recorded.sql").read_text()
 Steps = dict[int, list[int]]
