@@ -8,6 +8,7 @@ nobody can have changed the fence in between. After any doubt the loop reads aga
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -61,11 +62,12 @@ Decide = Callable[[RunState], Append | None]
 
 
 class Ledger:
-    """The `consumption` table of one lakehouse."""
+    """The `consumption` table of one lakehouse; once `stop` is set, no append to it is repeated."""
 
-    def __init__(self, lakehouse: Lakehouse, *, deadline_s: float = 180.0) -> None:
+    def __init__(self, lakehouse: Lakehouse, *, deadline_s: float = 180.0, stop: threading.Event | None = None) -> None:
         self.lakehouse = lakehouse
         self._deadline_s = deadline_s
+        self._stop = stop or threading.Event()
 
     @property
     def table_uuid(self) -> str:
@@ -152,14 +154,15 @@ class Ledger:
         `decide` raises to refuse, and returns None when what it wants is already there.
 
         Raises:
-            CommitOutcomeUnknown: the catalog stayed away past the deadline.
+            CommitOutcomeUnknown: the catalog stayed away past the deadline, or until this was told to stop.
             LakehouseError: the warehouse cannot be written.
         """
         try:
-            return retrying(self._deadline_s)(_Tries(self, run, decide).once)
+            return retrying(self._deadline_s, stop=self._stop)(_Tries(self, run, decide).once)
         except (CommitConflict, CatalogUnreachable) as err:
+            how_long = "until it was told to stop" if self._stop.is_set() else f"for {self._deadline_s:.0f} s"
             raise CommitOutcomeUnknown(
-                f"an append to the ledger of run {run!r} was repeated for {self._deadline_s:.0f} s without an answer: "
+                f"an append to the ledger of run {run!r} was repeated {how_long} without an answer: "
                 f"{err}; whether it landed is decided by the next recovery, from the rows"
             ) from err
 
@@ -169,7 +172,7 @@ class Ledger:
         Raises:
             CatalogUnreachable: it stayed away past the deadline.
         """
-        return retrying(self._deadline_s)(work)
+        return retrying(self._deadline_s, stop=self._stop)(work)
 
     def _sorted(self, table: Table, run: str, **wanted: Any) -> list[Row]:
         return sorted(self._scan(table, run, **wanted), key=_seq)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import random
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -31,12 +32,17 @@ def retrying(
     deadline_s: float = 60.0,
     *,
     of: type[Exception] | tuple[type[Exception], ...] = (CommitConflict, CatalogUnreachable),
+    stop: threading.Event | None = None,
 ) -> tenacity.Retrying:
-    """Repeats what lost a race, or got no answer, at random growing intervals; raises the last error past the deadline."""
+    """Repeats what lost a race, or got no answer, at random growing intervals; raises the last error past the deadline, or once
+    `stop` is set.
+    """
+    stop = stop or threading.Event()
     return tenacity.Retrying(
         retry=tenacity.retry_if_exception_type(of),
         wait=partial(_pause_s, longest_s=min(5.0, deadline_s / 12)),
-        stop=tenacity.stop_after_delay(deadline_s),
+        stop=tenacity.stop_any(tenacity.stop_after_delay(deadline_s), tenacity.stop_when_event_set(stop)),
+        sleep=tenacity.sleep_using_event(stop),
         reraise=True,
     )
 

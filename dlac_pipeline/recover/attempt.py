@@ -204,6 +204,7 @@ class SupervisedAttempt:
             launched_by=self._supervision.launched_by,
             verifying=self._verifying,
             verify=Provers(self._crew, least_bytes=self._spec.launch.verify_together_mb * 2**20).verify,
+            stop=self._supervision.stop,
         )
         failure = self._failure
         if failure is None and point.replaces > 0:

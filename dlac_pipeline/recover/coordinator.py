@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -87,6 +88,7 @@ def take_over(
     verifying: Verifying = lambda step, done, total: None,
     verify: Verify = verify_here,
     instead: Mapping[str, Any] = MappingProxyType({}),
+    stop: threading.Event | None = None,
 ) -> ResumePoint:
     """Claim the run for `nonce` and say where it resumes.
 
@@ -94,14 +96,16 @@ def take_over(
     claim; unset as well: the one that is now. `launched_by` names the orchestrator's run, so that a sensor can tell whose
     attempt is current; `instead` says what an idle attempt is for.
     `verifying` hears how far the verification of a checkpoint is; what it raises ends it. `verify` is as for `restore`.
+    Once `stop` is set, a catalog that is away is not waited for.
 
     Raises:
+        CommitOutcomeUnknown: whether the run is claimed is not known.
         SteppedAside, RunFinished: from the claim.
         ResumeMismatch: the spec asks for something else than what the run's leg binds; nothing was claimed.
         NoRestorableCheckpoint: every checkpoint of the lineage is damaged.
         AppendHistoryLost: what was appended to a followed table cannot be told apart any more; nothing was claimed.
     """
-    ledger = Ledger(lakehouse)
+    ledger = Ledger(lakehouse, stop=stop)
     started = time.monotonic()
     before = ledger.state(spec.run)
     chooser = LegChooser(ledger, spec, wish, recovering=replaces is not None)

@@ -19,6 +19,7 @@ from catalog import errors
 from catalog.connect import Lakehouse, connect
 from catalog.errors import (
     CatalogUnreachable,
+    CommitOutcomeUnknown,
     DlacError,
     LakehouseError,
     NodesMissing,
@@ -304,10 +305,10 @@ class Supervisor:
             ending = attempt.run()
         except RunFinished as err:
             return self._finished_before(launch.lakehouse, err)
-        except CatalogUnreachable:
+        except (CatalogUnreachable, CommitOutcomeUnknown):
             if attempt.number or not self._stop.is_set():
                 raise
-            return Verdict(ending="stopped", step=self._step)  # told so while it waited; nothing was claimed
+            return Verdict(ending="stopped", step=self._step)  # told so while it waited; nothing was trained
         if isinstance(ending, str):
             if ending == "stopped" and self._leaves.is_set() and attempt.others:
                 left = attempt.ended_for(f"leaving: node {socket.gethostname()}")

@@ -1,16 +1,20 @@
 from __future__ import annotations
 
 import os
+import sqlite3
 import threading
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from tenacity import RetryCallState
 
+from catalog import retrying
 from catalog.errors import RunBusy, SteppedAside, StoreUnavailable
 from dlac_pipeline.recover.coordinator import new_nonce, take_over
 from dlac_pipeline.recover.run_lock import run_lock
-from dlac_pipeline.recover.supervise import Supervisor
+from dlac_pipeline.recover.supervise import Outcome, Supervisor
 
 if TYPE_CHECKING:
     from tests.conftest import Arena
@@ -100,3 +104,30 @@ def test_what_a_dead_run_claims_late_is_replaced_and_what_another_claims_is_not(
     else:
         with pytest.raises(SteppedAside):
             recovery.run()
+
+
+def test_who_is_told_to_stop_while_its_claim_finds_no_answer_has_stopped(
+    arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The catalog can be read, and takes no commit: nothing was claimed, and nothing has failed."""
+    arena.table(appends=(64,))
+    database = arena.home / "catalog.db"
+    impatient = arena.lakehouse.config.model_copy(update={"uri": f"sqlite:///{database}?timeout=0.1"})
+    spec = arena.spec("told", world_size=1, passes=1).model_copy(update={"lakehouse": impatient})
+    take_over(arena.lakehouse, spec, nonce=new_nonce())
+    recovery = Supervisor(spec, takeover=True, replaces=1)
+    refused: list[str] = []
+
+    def pausing(state: RetryCallState, *, longest_s: float) -> float:
+        assert state.outcome is not None
+        refused.append(str(state.outcome.exception()))
+        recovery.stop()
+        return longest_s
+
+    monkeypatch.setattr(retrying, "_pause_s", pausing)
+    with closing(sqlite3.connect(database, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        assert recovery.run() == Outcome(ending="stopped", attempts=1, step=0)
+    assert len(refused) == 1
+    assert "database is locked" in refused[0]
+    assert [row["attempt"] for row in arena.rows("told", "claim")] == [1]
