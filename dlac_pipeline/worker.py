@@ -177,6 +177,7 @@ class TrainingRun:
             saved_world_size=point.world_size,
             tree=self._tree,
             converts=self._first_of_machine,
+            patience_s=self.spec.launch.start_timeout_s / 4,  # the conversion must have its time as well
         )
         self._signs.loaded(convert_s=convert_s, load_s=load_s)
         if point.world_size == self.world_size and rng_file(folder, self.rank).exists():

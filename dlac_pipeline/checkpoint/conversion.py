@@ -2,21 +2,26 @@
 
 In: a checkpoint's folder whose digests hold, and the engine's way to convert it. Out: `<run>/converted/<checkpoint>/`, with a
 record of its files that is written last. It is made under a name that nobody else has, and renamed when it is whole: killed
-anywhere, it is made again; of two at the same time, one waits and uses what the other made. No ledger row names it: it can
-always be made again, and goes with its checkpoint.
+anywhere, it is made again; of two at the same time, one waits and uses what the other made. One that does not get on, because
+it is frozen, is not waited for: both make it, and who is last uses what is there. No ledger row names it: it can always be made
+again, and goes with its checkpoint.
 """
 
 from __future__ import annotations
 
 import fcntl
 import json
+import logging
+import os
 import secrets
 import shutil
+import socket
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
+from typing import IO
 
 from catalog.durable_io import fsync_directory, write_durably
 from catalog.errors import CheckpointDamaged, StoreUnavailable
@@ -27,17 +32,20 @@ from dlac_pipeline.checkpoint.manifest import FileEntry, verify_entries
 from dlac_pipeline.checkpoint.store import storing
 from dlac_pipeline.checkpoint.tree import RankTree
 
+_log = logging.getLogger(__name__)
 _RECORD = "conversion.json"
 _LOCK = ".lock"
+_POLL_S = 0.1
 _FORMAT_VERSION = 1
 
 
 def load_state(
-    engine: Engine, folder: Path, *, saved_world_size: int, tree: RankTree, converts: bool
+    engine: Engine, folder: Path, *, saved_world_size: int, tree: RankTree, converts: bool, patience_s: float
 ) -> tuple[float, float]:
     """Load the checkpoint in `folder`, which `saved_world_size` ranks saved, converted if these ranks need it. Collective.
 
-    `converts` for one rank of every machine. Gives the seconds until it was converted, and those of the load.
+    `converts` for one rank of every machine, `patience_s` as for `converted`. Gives the seconds until it was converted, and those
+    of the load.
 
     Raises:
         WorldSizeUnsupported: it cannot be converted.
@@ -49,7 +57,7 @@ def load_state(
     if convert is not None:
         with failing_together(tree, doing=f"converting the checkpoint in {str(folder)!r}"):
             if converts:
-                converted(folder, convert)
+                converted(folder, convert, patience_s=patience_s)
         folder = _folder_of(folder)
     convert_s = time.monotonic() - started if convert is not None else 0.0
     started = time.monotonic()
@@ -57,18 +65,23 @@ def load_state(
     return convert_s, time.monotonic() - started
 
 
-def converted(folder: Path, convert: Convert) -> Path:
+def converted(folder: Path, convert: Convert, *, patience_s: float = 150.0) -> Path:
     """The conversion of the checkpoint in `folder`, whose digests hold; made now, unless it is there.
+
+    Another process that converts something of this run is waited for, until it has written nothing for `patience_s`.
 
     Raises:
         StoreUnavailable: it cannot be written.
         DlacError: from `convert`.
     """
     target = _folder_of(folder)
-    with storing(target), _only_one(target.parent):
-        if not _holds(target):
-            discard_conversion(folder)
-            _make(folder, target, convert)
+    with storing(target):
+        if _holds(target):
+            return target
+        with _only_one(target.parent, patience_s) as alone:
+            if not _holds(target):
+                _remove([*(_unfinished(target) if alone else ()), target])  # another's may be half made
+                _make(folder, target, convert)
     return target
 
 
@@ -79,18 +92,56 @@ def discard_conversion(folder: Path) -> None:
         OSError: it is still there.
     """
     target = _folder_of(folder)
-    for each in [*_unfinished(target), target]:
+    _remove([*_unfinished(target), target])
+
+
+def _remove(folders: Iterable[Path]) -> None:
+    for each in folders:
         if each.exists():
             shutil.rmtree(each)
 
 
 @contextmanager
-def _only_one(parent: Path) -> Iterator[None]:
-    """Wait while another process converts something of this run; the lock ends with its process."""
+def _only_one(parent: Path, patience_s: float) -> Iterator[bool]:
+    """Whether this is the only process that converts something of this run; the lock ends with its process."""
     parent.mkdir(exist_ok=True)  # in the run's folder, which is there
-    with (parent / _LOCK).open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+    with (parent / _LOCK).open("a+") as lock:
+        alone = _taken(lock, parent, patience_s)
+        if alone:
+            lock.truncate(0)
+            print(f"process {os.getpid()} on {socket.gethostname()}", end="", file=lock, flush=True)
+        else:
+            lock.seek(0)
+            holder = lock.read() or "another process"
+            _log.warning(
+                f"expected {holder}, which holds {lock.name!r}, to convert a checkpoint, found nothing new for "
+                f"{patience_s:.0f} s: it is converted beside it; end that process if it is frozen"
+            )
+        yield alone
+
+
+def _taken(lock: IO[str], parent: Path, patience_s: float) -> bool:
+    """Whether the lock is held, having waited for as long as whoever holds it writes something."""
+    while True:
+        there = _sizes(parent)
+        deadline = time.monotonic() + patience_s
+        while time.monotonic() < deadline:
+            with suppress(BlockingIOError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return True
+            time.sleep(_POLL_S)
+        if _sizes(parent) == there:
+            return False
+
+
+def _sizes(parent: Path) -> dict[str, int]:
+    """Bytes of every file below, while others write and remove some."""
+    found: dict[str, int] = {}
+    for folder, _, names in os.walk(parent):
+        for name in names:
+            with suppress(FileNotFoundError):
+                found[f"{folder}/{name}"] = os.stat(f"{folder}/{name}").st_size
+    return found
 
 
 def _make(folder: Path, target: Path, convert: Convert) -> None:
@@ -99,7 +150,11 @@ def _make(folder: Path, target: Path, convert: Convert) -> None:
         stage.mkdir()
         convert(folder, stage)
         _seal(stage)
-        stage.rename(target)
+        try:
+            stage.rename(target)
+        except OSError:  # one of two did not wait for the other, which has made it meanwhile
+            if not _holds(target):
+                raise
         fsync_directory(target.parent)
     finally:
         shutil.rmtree(stage, ignore_errors=True)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 
 from catalog.errors import StoreUnavailable
+from dlac_pipeline.checkpoint import conversion
 from dlac_pipeline.checkpoint.conversion import converted
 from dlac_pipeline.checkpoint.store import folder_of
 from tests.conftest import Arena, wait_until
@@ -26,6 +30,16 @@ from dlac_pipeline.checkpoint.conversion import converted
 def convert(source, target):
     (target / "part").write_bytes(b"half")
     time.sleep(600)
+converted(Path(sys.argv[1]), convert)
+"""
+
+FROZEN = """
+import os, signal, sys
+from pathlib import Path
+from dlac_pipeline.checkpoint.conversion import converted
+def convert(source, target):
+    (target / "part").write_bytes(b"late")
+    os.kill(os.getpid(), signal.SIGSTOP)
 converted(Path(sys.argv[1]), convert)
 """
 
@@ -101,6 +115,63 @@ def test_of_two_at_the_same_time_one_waits(folder: Path) -> None:
     assert first == second
     assert len(calls) == 1
     assert kept(folder) == [folder.name]
+
+
+def test_who_is_frozen_in_the_middle_is_not_waited_for(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It is named, and what it was to make is made beside it; when it goes on it uses that, and leaves nothing."""
+    frozen = subprocess.Popen([sys.executable, "-c", FROZEN, str(folder)])
+    letting_go = threading.Timer(
+        60.0, frozen.kill
+    )  # so that without an end to the waiting this fails, and does not hang
+    try:
+        wait_until(lambda: psutil.Process(frozen.pid).status() == psutil.STATUS_STOPPED, what="half a conversion")
+        letting_go.start()
+        made = converted(folder, copying([]), patience_s=0.2)
+        assert f"process {frozen.pid} on" in caplog.text
+        (half,) = set(kept(folder)) - {folder.name}
+        assert (made.with_name(half) / "part").exists()
+        frozen.send_signal(signal.SIGCONT)
+        assert frozen.wait() == 0
+    finally:
+        letting_go.cancel()
+        frozen.kill()
+        frozen.wait()
+    assert (made / "deep" / "state").read_bytes() == b"all"
+    assert kept(folder) == [folder.name]
+
+
+def test_what_is_there_needs_no_lock(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Who is frozen is waited for by the first attempt behind it, and not by those that follow."""
+    made = converted(folder, copying([]))
+    with (made.parent / ".lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert converted(folder, copying([]), patience_s=5.0) == made
+    assert caplog.text == ""
+
+
+def test_who_gets_on_is_waited_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long it takes, as long as it writes."""
+    calls: list[Path] = []
+    looks = threading.Semaphore(0)
+    real = conversion._sizes
+
+    def sizes(parent: Path) -> dict[str, int]:
+        with (parent / "written").open("a") as stream:
+            stream.write("more")
+        looks.release()
+        return real(parent)
+
+    def slow(source: Path, target: Path) -> None:
+        for _ in range(6):
+            assert looks.acquire(timeout=60)
+        copying(calls)(source, target)
+
+    with ThreadPoolExecutor(1) as pool:
+        making = pool.submit(converted, folder, slow)
+        wait_until(lambda: (folder.parent.parent / "converted").exists() and kept(folder) != [], what="a conversion")
+        monkeypatch.setattr(conversion, "_sizes", sizes)
+        assert converted(folder, copying(calls), patience_s=0.05) == making.result()
+    assert len(calls) == 1
 
 
 def test_a_failure_leaves_nothing(folder: Path) -> None:

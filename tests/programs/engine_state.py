@@ -198,7 +198,8 @@ def main() -> None:
     if request["do"] == "load":
         tree = RankTree(dist.get_rank(), dist.get_world_size(), None)
         saved = request["saved_world_size"]
-        load_state(trained.engine, folder, saved_world_size=saved, tree=tree, converts=dist.get_rank() == 0)
+        first_rank = dist.get_rank() == 0
+        load_state(trained.engine, folder, saved_world_size=saved, tree=tree, converts=first_rank, patience_s=150.0)
         first += request["after"]
     losses = [trained.step(number) for number in range(first, first + request.get("steps", 0))]
     state = trained.everything()
