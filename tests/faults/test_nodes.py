@@ -43,7 +43,11 @@ def test_one_is_lost_and_another_one_comes(campaign: Arena, together: JobSpec) -
     other.destroy()
     leader.wait_for("attempt", attempts + 1)
     leader.wait_for("recovered")
+    (rank,) = leader.of("attempt")[-1]["pids"]
+    os.kill(rank, signal.SIGSTOP)  # or it may be done before the new one has started
     new = campaign.launch(together)
+    wait_for_spare(together.launch.rendezvous, f"{together.run}@{Ledger(campaign.lakehouse).table_uuid}")
+    os.kill(rank, signal.SIGCONT)
     assert [leader.wait(), new.wait()] == [0, 0], (leader.stderr, new.stderr)
     assert leader.of("regather")[0]["cause"] == "more nodes have come"
     assert [launch.of("ended")[0]["ending"] for launch in (leader, new)] == ["finished", "finished"]
