@@ -49,8 +49,8 @@ def load_rng(folder: Path, rank: int) -> None:
     name, keys, position, has_gauss, cached = state["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
     torch.set_rng_state(state["torch"])
-    if state["cuda"]:
-        torch.cuda.set_rng_state_all(state["cuda"])
+    for device, generator in zip(range(torch.cuda.device_count()), state["cuda"], strict=False):
+        torch.cuda.set_rng_state(generator, device)  # there may be fewer here than where it was saved
 
 
 def seed_rng(seed: int, step: int, rank: int) -> None:
