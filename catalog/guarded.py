@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 class GuardedSqlCatalog(SqlCatalog):
-    """A SQL catalog (SQLite, PostgreSQL) behind the guard, no row of which anybody has, or waits for, without an end."""
+    """A SQL catalog (SQLite, PostgreSQL) behind the guard; nobody has, or waits for, a table's row without an end."""
 
     def __init__(self, name: str, **properties: str) -> None:
         super().__init__(name, **properties)

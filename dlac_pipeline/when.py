@@ -137,7 +137,9 @@ class When:
 
     def _makes_room(self) -> bool:
         """Whether the supervisor has said so; only where machines may come."""
-        return self._folder is not None and self._spec.launch.max_nodes > 1 and room_file(self._folder).exists()
+        return (
+            self._folder is not None and self._spec.launch.max_nodes > 1 and os.access(room_file(self._folder), os.F_OK)
+        )
 
     @property
     def _told(self) -> str | None:

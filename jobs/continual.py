@@ -16,13 +16,15 @@ import dagster as dg
 from blake3 import blake3
 
 from assets.failures import NO_RECOVERY_TAG, PREEMPTED_TAG, RUN_TAG, STEPPED_ASIDE_TAG, tag_of
-from catalog.errors import DlacError
+from catalog.errors import DlacError, RunBusy
 from dlac_pipeline.spec import JobSpec, home_folder, read_spec
-from jobs.recovery import recovery_of
+from jobs.recovery import living_trainer, recovery_of
+from jobs.settings import settings_or_defaults
 from jobs.train import train_job
 from jobs.training_runs import trains
 
 if TYPE_CHECKING:
+    from catalog.connect import Lakehouse
     from dlac_pipeline.recover.due import Due
 
 FOLDER = "jobs"
@@ -106,16 +108,30 @@ def _look(instance: dg.DagsterInstance, path: Path, log: logging.Logger) -> _Loo
     trained = instance.get_runs(dg.RunsFilter(tags={RUN_TAG: spec.run}, statuses=_UNDER_WAY), limit=1)
     if trained:
         return _Look(spec=None, due=None, said=f"{spec.run} is trained by Dagster run {trained[0].run_id}")
-    found = due(connect(spec.lakehouse), spec)
-    if not found.needed:
-        return _Look(spec=None, due=None, said=f"{spec.run}: {found.why}")
+    lakehouse = connect(spec.lakehouse)
+    found = due(lakehouse, spec)
+    held = _held_back(instance, lakehouse, spec, found, log) if found.needed else ""
+    if held or not found.needed:
+        return _Look(spec=None, due=None, said=f"{spec.run}: {found.why}{held}")
+    return _Look(spec=spec, due=found, said=f"{spec.run}: {found.why}")
+
+
+def _held_back(
+    instance: dg.DagsterInstance, lakehouse: Lakehouse, spec: JobSpec, found: Due, log: logging.Logger
+) -> str:
+    """Why nothing is asked for although there is something new, as the rest of a sentence; empty: it is asked for."""
+    from catalog.ledger import Ledger
+    from catalog.run_rows import HEAD_KINDS
+
     done = dg.RunsFilter(tags={DUE_TAG: due_key(spec, found)}, statuses=[dg.DagsterRunStatus.SUCCESS])
     if instance.get_runs(done, limit=1):
-        return _Look(spec=None, due=None, said=f"{spec.run}: {found.why}, which is less than a batch")
+        return ", which is less than a batch"
+    rows = Ledger(lakehouse).rows(spec.run, kinds=HEAD_KINDS)
+    trainer = living_trainer(instance, rows, settings_or_defaults(log).recovery)
+    if trainer:
+        return f", but {trainer} trains it"
     given_up = _given_up(instance, spec, found, log)
-    if given_up:
-        return _Look(spec=None, due=None, said=f"{spec.run}: {found.why}, but {given_up}; {_GOES_ON}")
-    return _Look(spec=spec, due=found, said=f"{spec.run}: {found.why}")
+    return f", but {given_up}; {_GOES_ON}" if given_up else ""
 
 
 def _given_up(instance: dg.DagsterInstance, spec: JobSpec, found: Due, log: logging.Logger) -> str:
@@ -145,6 +161,8 @@ def _needs_a_person(instance: dg.DagsterInstance, ended: dg.DagsterRun, log: log
     if ended.status != dg.DagsterRunStatus.FAILURE:
         return ""
     no_recovery = tag_of(ended, NO_RECOVERY_TAG)
+    if no_recovery == RunBusy.__name__:
+        return ""  # that launch is gone, or it would have been found
     if no_recovery:
         return f"ended with {no_recovery}"
     recovery = recovery_of(instance, ended, noticed_by="continual training", log=log)

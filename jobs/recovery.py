@@ -183,7 +183,7 @@ def _found(
     from catalog.run_rows import HEAD_KINDS, fence_of_rows
 
     rows = Ledger(connect(spec.lakehouse)).rows(spec.run, kinds=HEAD_KINDS)
-    trainer = _living_trainer(instance, rows, settings)
+    trainer = living_trainer(instance, rows, settings)
     fence = fence_of_rows(
         rows
     )  # of the very rows that say who trains: an attempt that is claimed meanwhile is not replaced
@@ -191,7 +191,7 @@ def _found(
     return trainer, {"takeover": True, "replaces": fence.attempt}
 
 
-def _living_trainer(instance: dg.DagsterInstance, rows: "list[Row]", settings: RecoverySettings) -> str:
+def living_trainer(instance: dg.DagsterInstance, rows: "list[Row]", settings: RecoverySettings) -> str:
     """Who owns the run and is alive: another Dagster run, or a launch of somebody else's; empty: nobody."""
     from catalog.run_rows import fence_of_rows, finished_of_rows
     from dlac_pipeline.recover.claims import launcher_of

@@ -70,7 +70,7 @@ def _launches(folders: Told) -> list[str]:
     if not folders:
         return []
     return [
-        f"- Launch folders, which hold the logs of each launch of which a run keeps the newest 50: {folders['all']}, of which "
+        f"- Launch folders, with each launch's logs; those of a run's newest 50 attempts are kept: {folders['all']}, of which "
         f"{folders['unclaimed']} are of launches that died before they had claimed their run."
     ]
 

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from dlac_pipeline.ranks.watched_time import WatchedTime
+from dlac_pipeline.ranks.watched_time import watched_time
 
 if TYPE_CHECKING:  # a machine alone needs no PyTorch
     from torch.distributed import Store  # type: ignore[attr-defined]  # torch's __init__ does not re-export by name
@@ -63,11 +63,11 @@ class Talk:
         self._words = words
         self._patience_s = patience_s
         self._once: dict[str, str] = {}
-        self._heard = {index: _Heard() for index in range(round_.count) if index != round_.index}
+        self._heard = {index: _Heard(at=watched_time()()) for index in range(round_.count) if index != round_.index}
         self._told: dict[str, Words] = {}
         self._wanted: set[str] = set()
-        self._now = WatchedTime()
-        self._spoke_at = 0.0
+        self._now = watched_time()
+        self._spoke_at = self._now()
         self._beat = 0
         self._ends = threading.Event()
         self._hurries = threading.Event()

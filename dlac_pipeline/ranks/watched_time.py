@@ -1,5 +1,5 @@
-"""Time in which somebody looked on. A process that was stopped and goes on, or whose machine was suspended, has heard nothing
-meanwhile: what passed then is nobody's silence.
+"""Time in which this process ran. One that was stopped and goes on, or whose machine was suspended, has heard nothing meanwhile:
+what passed then is nobody's silence.
 """
 
 from __future__ import annotations
@@ -7,13 +7,15 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from functools import cache
 
+_READ_EVERY_S = 0.25
 _COUNTED_S = 1.0
-"""Of the time between two readings no more counts; who watches reads many times a second."""
+"""Of the time between two readings no more counts."""
 
 
 class WatchedTime:
-    """A clock in seconds, read by whoever watches, from several threads."""
+    """Seconds since it was made, less what nobody read it for; from several threads."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -22,9 +24,23 @@ class WatchedTime:
         self._watched_s = 0.0
 
     def __call__(self) -> float:
-        """Seconds since the first reading in which somebody looked on."""
+        """Read it."""
         with self._lock:
             now = self._clock()
             self._watched_s += min(now - self._read_at, _COUNTED_S)
             self._read_at = now
             return self._watched_s
+
+
+@cache
+def watched_time() -> WatchedTime:
+    """This process's. A thread reads it, for others wait now and then: for a catalog, for a store that does not answer."""
+    found = WatchedTime()
+
+    def read() -> None:
+        while True:
+            time.sleep(_READ_EVERY_S)
+            found()
+
+    threading.Thread(target=read, name="watched time", daemon=True).start()
+    return found

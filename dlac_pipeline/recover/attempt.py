@@ -230,7 +230,7 @@ class SupervisedAttempt:
             asked_at = self._asked_at
             if ranks.asked_to_stop:
                 self._supervision.stop.set()
-            if self.others and asked_at is None and ranks.noticed:
+            if (self.others or grows) and asked_at is None and ranks.noticed:
                 self._supervision.leave()
             failures = ranks.failures()
             told = asked_at is not None or self._supervision.stop.is_set() or ranks.leaving
@@ -279,6 +279,8 @@ class SupervisedAttempt:
                 "what is committed is kept; mend the script, and start it again"
             )
         self._ending = self._ending or "stopped"
+        if grows and ranks.noticed:  # told to leave while room was made
+            self._supervision.leave()
         if self.step > self._head_step:
             self._undone = [found for found in ranks.progress() if found is not None]
         if self._ending != "stopped" or self._supervision.stop.is_set() or not (grows or ranks.leaving):

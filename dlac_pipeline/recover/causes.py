@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from catalog import errors
@@ -10,7 +10,7 @@ from dlac_pipeline.launch_spec import LaunchSpec
 from dlac_pipeline.nodes.fleet import LOST
 from dlac_pipeline.ranks.group import HANG, Exit
 from dlac_pipeline.ranks.progress import Phase, Progress
-from dlac_pipeline.ranks.watched_time import WatchedTime
+from dlac_pipeline.ranks.watched_time import watched_time
 
 STUCK = "Stuck"
 """Kind of the failure of a rank that was asked to leave and is still there."""
@@ -30,13 +30,13 @@ class Watched(Protocol):
 class Silence:
     """For how long the ranks of an attempt have given no sign of life, from the first look on.
 
-    A sign is a record that has changed since the last look, in the time in which there were looks: wall clocks are set now and
+    A sign is a record that has changed since the last look, in the time in which this process ran: wall clocks are set now and
     then, here and where a rank is, and who looks is stopped now and then with the ranks.
     """
 
-    def __init__(self, launch: LaunchSpec, clock: WatchedTime | None = None) -> None:
+    def __init__(self, launch: LaunchSpec, clock: Callable[[], float] | None = None) -> None:
         self._launch = launch
-        self._clock = clock or WatchedTime()
+        self._clock = clock or watched_time()
         self._heard: dict[int, tuple[_Mark, float]] = {}
 
     def too_long(self, ranks: Watched) -> Exit | None:

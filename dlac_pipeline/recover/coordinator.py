@@ -101,7 +101,8 @@ def take_over(
     Raises:
         CommitOutcomeUnknown: whether the run is claimed is not known.
         SteppedAside, RunFinished: from the claim.
-        ResumeMismatch: the spec asks for something else than what the run's leg binds; nothing was claimed.
+        ResumeMismatch: the spec asks for something else than what the run's leg binds; nothing was claimed, unless its head only
+            looked damaged.
         NoRestorableCheckpoint: every checkpoint of the lineage is damaged.
         AppendHistoryLost: what was appended to a followed table cannot be told apart any more; nothing was claimed.
     """

@@ -15,8 +15,9 @@ from collections.abc import Callable
 
 from catalog.errors import RunBusy
 from catalog.run_rows import Row, fence_of_rows, finished_of_rows
+from dlac_pipeline.checkpoint.pulse import NODES
 from dlac_pipeline.recover.claims import claimed_by, idle, rendezvous_of
-from dlac_pipeline.recover.incident import left_in_order
+from dlac_pipeline.recover.incident import last_reason, left_in_order
 from dlac_pipeline.recover.patience import LOST_AFTER_S
 from dlac_pipeline.recover.signs import Signs, signs_of
 from dlac_pipeline.spec import JobSpec
@@ -45,7 +46,9 @@ def refuse_if_alive_elsewhere(
 def _counts(rows: list[Row], spec: JobSpec, signs: Signs, launched_by: str) -> bool:
     """Whether the current attempt may train elsewhere, and only its signs of life can tell."""
     attempt = fence_of_rows(rows).attempt
-    if not attempt or finished_of_rows(rows) or idle(rows, attempt) or left_in_order(rows, attempt):
+    if not attempt or finished_of_rows(rows) or idle(rows, attempt):
+        return False
+    if left_in_order(rows, attempt) and last_reason(rows, attempt) != NODES:  # which goes on with more machines
         return False
     if (signs.host, signs.local) == (socket.gethostname(), spec.checkpoint.local):
         return False  # the lock tells, and better

@@ -102,8 +102,13 @@ def failure_of_attempt(
 
 def left_in_order(rows: list[Row], attempt: int) -> bool:
     """Whether the last checkpoint of an attempt is one that it took in order to leave, or had nothing left to read behind."""
+    return last_reason(rows, attempt) not in _ON_THE_WAY
+
+
+def last_reason(rows: list[Row], attempt: int) -> str:
+    """Why an attempt took its last checkpoint; that of one that took none, or did not say why, is on the way."""
     mine = [row for row in rows if row["kind"] == "checkpoint" and row["attempt"] == attempt and row["detail"]]
-    return bool(mine) and json.loads(mine[-1]["detail"]).get("reason", "steps") not in _ON_THE_WAY
+    return str(json.loads(mine[-1]["detail"]).get("reason", "steps")) if mine else "steps"
 
 
 class Incident:

@@ -10,8 +10,10 @@ import pytest
 import yaml
 
 from assets.failures import NO_RECOVERY_TAG, PREEMPTED_TAG, RUN_TAG, STEPPED_ASIDE_TAG
+from dlac_pipeline.recover.coordinator import new_nonce, take_over
 from dlac_pipeline.recover.due import due
 from dlac_pipeline.recover.rewind import rewind_run
+from dlac_pipeline.recover.run_lock import run_lock
 from dlac_pipeline.spec import JobSpec
 from jobs.continual import continual_training_schedule, new_snapshot_sensor, run_config_of
 from jobs.definitions import defs
@@ -66,6 +68,23 @@ def test_the_schedule_trains_what_is_new_and_says_why_it_does_not(
     assert "less than a batch" in scheduled(instance)
     (home / "jobs" / "broken.toml").write_text("run = 1")
     assert "is not a valid job spec" in scheduled(instance)
+
+
+def test_a_launch_by_hand_that_lives_is_left_alone_and_stands_for_nothing_once_it_is_gone(
+    arena: Arena, home: Path, instance: dg.DagsterInstance
+) -> None:
+    """Nor does a Dagster run that was refused for its sake."""
+    arena.table()
+    spec = following(arena, "by-hand")
+    [asked_for] = scheduled(instance)
+    take_over(arena.lakehouse, spec, nonce=new_nonce())
+    (Path(spec.checkpoint.local) / spec.run).mkdir(parents=True)
+    with run_lock(spec.checkpoint.local, spec.run, wait_s=0.0, takeover=False):
+        assert scheduled(instance) == "by-hand: it has no checkpoint yet, but launch by hand (attempt 1) trains it"
+        refused = {NO_RECOVERY_TAG: "RunBusy", "dlac__due": asked_for.tags["dlac/due"]}
+        dagster_run(instance, spec, dg.DagsterRunStatus.FAILURE, **refused)
+    [again] = scheduled(instance)
+    assert again.tags["dlac/due"] == asked_for.tags["dlac/due"]
 
 
 def test_the_snapshot_sensor_asks_once_for_each_snapshot(

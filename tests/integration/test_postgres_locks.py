@@ -48,8 +48,8 @@ def limits(engine: Engine) -> list[str]:
 
 def test_who_is_frozen_in_a_commit_holds_nobody_up(config: LakehouseConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between UPDATE and COMMIT: others commit meanwhile; it hears that its own did not land, and commits again."""
-    monkeypatch.setattr(guarded, "_POSTGRES_TIMEOUTS", dict(zip(SETTINGS, ("1s", "300ms"), strict=True)))
     frozen, other = Ledger(connect(config)), Ledger(connect(config))
+    monkeypatch.setattr(guarded, "_POSTGRES_TIMEOUTS", dict(zip(SETTINGS, ("1s", "300ms"), strict=True)))
     claim(frozen, "r", nonce="n1", replaces=0, detail={})
     stands, landed, in_time = threading.Event(), threading.Event(), []
 

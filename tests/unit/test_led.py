@@ -17,7 +17,7 @@ import pytest
 from dlac_pipeline.nodes.crew import LEADER, RESUME, VERDICT, Crew
 from dlac_pipeline.nodes.fleet import STOP, Fleet
 from dlac_pipeline.ranks.starter import RankStarter
-from dlac_pipeline.recover.attempt import SupervisedAttempt, Supervision, started
+from dlac_pipeline.recover.attempt import Regather, SupervisedAttempt, Supervision, started
 from dlac_pipeline.recover.coordinator import ResumePoint
 from dlac_pipeline.recover.led import LedAttempt, Verdict
 from dlac_pipeline.recover.leg_choice import RESUME as GOES_ON
@@ -117,6 +117,16 @@ def test_one_that_leads_hears_that_another_was_told_to_stop(imports: Supervision
             wait_until(imports.stop.is_set, what="the stop")
             assert pids() == [0]
         ranks.end()
+
+
+def test_a_machine_that_goes_away_while_it_makes_room_goes(imports: Supervision) -> None:
+    """More machines have come, and one of its ranks was told to leave: it does not train on with them."""
+    with crews(1) as (alone,):
+        attempt = _leading(imports, alone)
+        assert isinstance(attempt._ended(Mock(noticed=False, leaving=[]), grows=True), Regather)
+        assert not imports.leaves.is_set()
+        assert attempt._ended(Mock(noticed=True, leaving=[]), grows=True) == "stopped"
+        assert imports.leaves.is_set()
 
 
 def _leading(supervision: Supervision, crew: Crew) -> SupervisedAttempt:
