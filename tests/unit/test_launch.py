@@ -76,6 +76,8 @@ def children(name: str) -> list[psutil.Process]:
     found = []
     for one in psutil.Process().children():
         with suppress(psutil.Error):  # it ends just now
+            while one.status() != psutil.STATUS_ZOMBIE and not one.cmdline():
+                time.sleep(0.01)  # the kernel gives it its program just now
             if one.status() != psutil.STATUS_ZOMBIE and re.search(name, " ".join(one.cmdline())):
                 found.append(one)
     return found
