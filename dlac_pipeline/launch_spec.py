@@ -6,6 +6,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+NODES = "nodes"
+"""Why an attempt leaves that makes room for more machines; nothing ends by a moment, so this is no notice."""
 LISTENS_S = 30.0
 """What the nodes of a cluster's job get on top of their ranks' time to leave, for their last words to come out of its logs."""
 

@@ -20,7 +20,8 @@ from catalog.ledger import Ledger
 from catalog.recoveries import recoveries_of
 from dlac_pipeline.checkpoint.interval import Cost, Failures, Interval
 from dlac_pipeline.checkpoint.manager import Committed
-from dlac_pipeline.checkpoint.pulse import NODES, Beat, Says
+from dlac_pipeline.checkpoint.pulse import Beat, Says
+from dlac_pipeline.launch_spec import NODES
 from dlac_pipeline.notice import Notices
 from dlac_pipeline.preemption import Preemption, fits
 from dlac_pipeline.ranks.launch_folder import notice_file, room_file

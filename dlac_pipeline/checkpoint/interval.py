@@ -14,7 +14,8 @@ from typing import Any
 
 from catalog.recoveries import Recovery
 from catalog.run_rows import Row, trains_nothing
-from dlac_pipeline.checkpoint.pulse import BEAT_EVERY_S, NODES, NOTICES
+from dlac_pipeline.checkpoint.pulse import BEAT_EVERY_S, NOTICES
+from dlac_pipeline.launch_spec import NODES
 from dlac_pipeline.spec import CheckpointSpec
 
 MOST_OVERHEAD = 0.1

@@ -20,8 +20,6 @@ MAX_STEPS = 64
 """Steps in one beat at the most: bounds how late a notice during fast steps is heard."""
 NOTICES = ("SIGTERM", "SIGUSR1", "termination_url", "launcher")
 """Why a run is to stop: a signal, what the URL said, or the end of the launcher that started the ranks."""
-NODES = "nodes"
-"""Why an attempt leaves that makes room for more machines; nothing ends by a moment, so this is no notice."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from catalog.errors import RunBusy
 from catalog.run_rows import Row, fence_of_rows, finished_of_rows
-from dlac_pipeline.checkpoint.pulse import NODES
+from dlac_pipeline.launch_spec import NODES
 from dlac_pipeline.recover.claims import claimed_by, idle, rendezvous_of
 from dlac_pipeline.recover.incident import last_reason, left_in_order
 from dlac_pipeline.recover.patience import LOST_AFTER_S
