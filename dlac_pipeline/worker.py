@@ -152,8 +152,7 @@ class TrainingRun:
         which the job spec's `checkpoint.engine` names the adapter ("auto": by whether the model is sharded).
 
         Raises:
-            SpecInvalid: the job spec names another engine.
-            ScriptInvalid: it is no engine.
+            SpecInvalid, ScriptInvalid: the job spec names another engine, or it is none.
             ResumeMismatch: the checkpoint was saved by another kind of engine.
             WorldSizeUnsupported: the saved state cannot be converted to this number of ranks.
             CheckpointUnsafe: there is more in the checkpoint than tensors and plain values.
