@@ -2,7 +2,7 @@
 
 Each commit copies, writes and reads a table's whole metadata, and every retained snapshot is part of it. So each append
 also expires, in its own transaction, what it pushes out of the newest `KEEP_SNAPSHOTS`: nothing to schedule, nothing that
-could be half done. What a branch or a tag names stays. Expiry deletes no file: that is for catalog/orphans.py.
+could be half done. What a branch or a tag names stays. Expiry deletes no file: that is for catalog/maintenance/orphans.py.
 """
 
 from __future__ import annotations

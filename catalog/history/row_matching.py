@@ -17,12 +17,11 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 from pyiceberg.schema import Schema
 from pyiceberg.table import Table
 from pyiceberg.types import LongType, NestedField, PrimitiveType
 
-from catalog.columns import FileColumns, arrow_type, name_mapping_of
+from catalog.columns import FileColumns, arrow_type, name_mapping_of, open_parquet
 from catalog.data_files import ROW_ID_FIELD_ID, LiveFile
 from catalog.errors import AppendHistoryLost, DataFileUnreadable, DlacError, NoSuchColumn, SpecInvalid
 
@@ -66,7 +65,7 @@ def identity_keys(schema: Schema, columns: Sequence[str]) -> Keys:
         found = next((one for one in schema.fields if one.name == name), None)
         if found is None:
             raise NoSuchColumn(
-                f"expected identity column {name!r} in the table, found {schema.column_names!r}: correct it"
+                f"expected identity column {name!r} in the table, found {[one.name for one in schema.fields]!r}: correct it"
             )
         if not isinstance(found.field_type, PrimitiveType):
             raise SpecInvalid(
@@ -175,7 +174,7 @@ class _Side:
 
     def _of_file(self, one: Rows, base: int, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
         wanted, names = self.keys.read
-        with self.table.io.new_input(one.file.path).open() as stream, pq.ParquetFile(stream) as parquet:
+        with self.table.io.new_input(one.file.path).open() as stream, open_parquet(stream, wanted.fields) as parquet:
             columns = FileColumns.of(
                 parquet.schema_arrow,
                 wanted,

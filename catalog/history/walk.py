@@ -15,8 +15,8 @@ from typing import Literal
 import numpy as np
 
 from catalog.errors import AppendHistoryLost
-from catalog.history_steps import Place, Step, TableRows
-from catalog.rewrites import Keys, match
+from catalog.history.row_matching import Keys, match
+from catalog.history.steps import Place, Step, TableRows
 from catalog.snapshots import name_of
 
 OnOverwrite = Literal["stop", "read", "ignore"]

@@ -12,15 +12,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 from pyiceberg.manifest import ManifestContent, ManifestEntry, ManifestEntryStatus
 from pyiceberg.table import Table
 from pyiceberg.table.snapshots import Snapshot
 
+from catalog.columns import open_parquet
 from catalog.data_files import LiveFile, live_files, snapshot_schema
 from catalog.deletes import NO_ROWS, Deletes, Ints
 from catalog.errors import AppendHistoryLost, DataFileUnreadable
-from catalog.rewrites import Mask, Rows
+from catalog.history.row_matching import Mask, Rows
 from catalog.snapshots import name_of, snapshot_of
 
 _THREADS = 4
@@ -81,11 +81,12 @@ class TableRows:
         file = self.files(snapshot_id)[path]
         if not (file.positional or file.equality or file.vector):
             return NO_ROWS
+        schema = snapshot_schema(self.table, snapshot_id)
         deletes = self._deletes.get(snapshot_id)
         if deletes is None:
-            deletes = self._deletes[snapshot_id] = Deletes(self.table, snapshot_schema(self.table, snapshot_id))
+            deletes = self._deletes[snapshot_id] = Deletes(self.table, schema)
         try:
-            with self.table.io.new_input(path).open() as stream, pq.ParquetFile(stream) as parquet:
+            with self.table.io.new_input(path).open() as stream, open_parquet(stream, schema.fields) as parquet:
                 return deletes.dead_rows(file, parquet)
         except (OSError, pa.ArrowException) as err:
             raise DataFileUnreadable(f"expected data file {path!r}, found {err}: restore it") from err

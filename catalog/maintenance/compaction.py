@@ -19,7 +19,7 @@ from pyiceberg.io.pyarrow import ArrowScan, _dataframe_to_data_files, schema_to_
 from pyiceberg.table import FileScanTask, Table
 
 from catalog.connect import Lakehouse, reachable
-from catalog.expiry import expire_in
+from catalog.maintenance.expiry import expire_in
 from catalog.retrying import overtaken, retrying
 from catalog.transactions import LeanTransaction
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from catalog.compaction import Merged, compact
 from catalog.connect import Lakehouse
 from catalog.errors import CommitConflict
-from catalog.expiry import expire
 from catalog.lakehouse_config import KEEP_SNAPSHOTS
-from catalog.orphans import Removed, remove_orphans
+from catalog.maintenance.compaction import Merged, compact
+from catalog.maintenance.expiry import expire
+from catalog.maintenance.orphans import Removed, remove_orphans
+from catalog.older_ledger import check_warehouse
 from catalog.schemas import TABLES
 
 
@@ -37,7 +38,9 @@ def upkeep(lakehouse: Lakehouse, *, keep: int = KEEP_SNAPSHOTS) -> list[Upkept]:
     Raises:
         CatalogUnreachable: the catalog stayed away for a minute.
         LakehouseError: another table's files are among them, or they cannot be listed or deleted.
+        LedgerOlderThanStore: the catalog was restored from an older backup; nothing was changed.
     """
+    check_warehouse(lakehouse)
     return [_upkeep_of(lakehouse, name, keep) for name in TABLES]
 
 
@@ -48,7 +51,7 @@ def _upkeep_of(lakehouse: Lakehouse, name: str, keep: int) -> Upkept:
         if name == "consumption":
             merged = compact(lakehouse, name)
         expired = expire(lakehouse, name, keep=keep)
-        removed = remove_orphans(lakehouse, name)
+        removed = remove_orphans(lakehouse, name, checked=True)
     except CommitConflict:
         busy = True
     return Upkept(

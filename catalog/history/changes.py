@@ -18,9 +18,9 @@ from pyiceberg.table import Table
 from catalog.data_files import snapshot_schema
 from catalog.deletes import NO_ROWS, Ints
 from catalog.errors import AppendHistoryLost
-from catalog.history_steps import Place, Step, TableRows, steps_between
-from catalog.history_walk import Found, OnOverwrite, Portion, Walk
-from catalog.rewrites import Keys, Mask, identity_keys, match
+from catalog.history.row_matching import Keys, Mask, identity_keys, match
+from catalog.history.steps import Place, Step, TableRows, steps_between
+from catalog.history.walk import Found, OnOverwrite, Portion, Walk
 from catalog.snapshots import name_of, snapshot_of
 
 __all__ = ["History", "OnOverwrite", "Portion", "changes"]
