@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from catalog.commits import beside, names_of
-from catalog.errors import NoSuchRun, SpecInvalid
+from catalog.errors import NoSuchCheckpoint, SpecInvalid
 from catalog.ledger import Append, Ledger, RunState
 from catalog.run_rows import (
     HEAD_KINDS,
@@ -25,10 +25,13 @@ from catalog.run_rows import (
     restorable_rows,
 )
 
+_BEGINNING: Row = {"checkpoint_id": None, "step": 0}
+"""The place of a run without a checkpoint."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exclusion:
-    """Rows that a branch leaves out: those of a source for which an Iceberg expression is true."""
+    """Rows that a branch leaves out: those of a source for which a filter is true."""
 
     source: int
     """Number of the source in the job spec, from 0."""
@@ -39,14 +42,22 @@ class Exclusion:
 class Rewound:
     """What a rewind did."""
 
-    checkpoint_id: str
-    """The head now."""
+    checkpoint_id: str | None
+    """The head now; None: the run is at its beginning."""
     step: int
     left: str | None
     """The head before."""
     left_step: int
     attempt: int
     """That of the rewind itself; older ones are fenced off."""
+    excluded_rows_seen: int | None = None
+    """Rows that this rewind excludes and that the head has been trained on; None: not counted."""
+    clean_checkpoint: str | None = None
+    """Where the head has seen such rows: the newest checkpoint before it that has seen none of them; None: there is none."""
+    clean_step: int | None = None
+    """The step of that checkpoint."""
+    not_counted: str = ""
+    """Why such rows could not be counted."""
 
 
 def rewind(
@@ -54,17 +65,17 @@ def rewind(
     run: str,
     *,
     nonce: str,
-    checkpoint_id: str,
+    checkpoint_id: str | None,
     exclude: Sequence[Exclusion] = (),
     why: str = "",
     detail: dict[str, Any],
 ) -> Rewound:
     """Make a restorable checkpoint the head, and `nonce` the owner of the run, in one append; once, however often repeated.
 
-    `detail` is what the claim says besides; its attempt trains nothing.
+    Without a checkpoint the run is at its beginning again. `detail` is what the claim says besides; its attempt trains nothing.
 
     Raises:
-        NoSuchRun: the run has no such checkpoint, or it is retired or quarantined.
+        NoSuchCheckpoint: the run has no such checkpoint, or it is retired or quarantined.
         SpecInvalid: it is the head, and nothing else would change.
     """
     done: Rewound | None = None
@@ -76,29 +87,26 @@ def rewind(
         if landed:
             done = _rewound(landed[0])
             return None
-        target, fence = restorable(run, rows, None, checkpoint_id=checkpoint_id), state.fence
+        fence, target = state.fence, _BEGINNING
+        if checkpoint_id is not None:
+            target = restorable(run, rows, None, checkpoint_id=checkpoint_id)
         _check_changes(run, rows, target, exclude)
         head = checkpoint_rows(rows).get(fence.head or "", {"step": 0})
-        said = {
-            "from": fence.head,
-            "from_step": head["step"],
-            "exclude": [asdict(each) for each in exclude],
-            "why": why,
-        }
         mine = Fence(attempt=fence.attempt + 1, nonce=nonce, seq=fence.seq + 1, head=checkpoint_id)
         claims = {"replaces": fence.attempt, "rewinds": checkpoint_id, **detail}
-        row = {
-            "kind": "rewind",
-            "checkpoint_id": checkpoint_id,
-            "step": target["step"],
-            "detail": json.dumps(said),
-        }
+        row = _make_row(target, fence.head, head["step"], exclude, why)
         done = _rewound({**row, "attempt": mine.attempt})
         return Append(rows=[{"kind": "claim", "detail": json.dumps(claims)}, row], fence=mine)
 
     ledger.append(run, decide)
     assert done is not None, "an append that did not raise was decided"
     return done
+
+
+def starts_over(rows: Sequence[Row]) -> bool:
+    """Return whether a rewind to the beginning is the last thing that moved the head; `rows` in order of `seq`."""
+    moved = [row for row in rows if row["kind"] in ("checkpoint", "quarantine", "rewind") and _moves_head(row)]
+    return bool(moved) and moved[-1]["kind"] == "rewind" and moved[-1]["checkpoint_id"] is None
 
 
 def exclusions_in_force(rows: Sequence[Row]) -> tuple[Exclusion, ...]:
@@ -138,7 +146,7 @@ def checkpoint_of(run: str, rows: Sequence[Row], named: str) -> Row:
     """Of these rows that of the checkpoint with the id `named`, or of that step, retired or not.
 
     Raises:
-        NoSuchRun: there is none.
+        NoSuchCheckpoint: there is none.
         SpecInvalid: the run came by the step more than once, on several branches.
     """
     checkpoints = checkpoint_rows(rows)
@@ -147,7 +155,7 @@ def checkpoint_of(run: str, rows: Sequence[Row], named: str) -> Row:
     found = [row for row in checkpoints.values() if str(row["step"]) == named]
     if not found:
         steps = {name: row["step"] for name, row in checkpoints.items()}
-        raise NoSuchRun(
+        raise NoSuchCheckpoint(
             f"expected the id or the step of a checkpoint of run {run!r}, found {named!r}; there are {steps!r}"
         )
     newest = max(found, key=lambda row: int(row["seq"]))
@@ -189,6 +197,11 @@ def _rewinds_by_checkpoint(rows: Sequence[Row]) -> tuple[dict[str, tuple[Row, ..
     return found, now
 
 
+def _moves_head(row: Row) -> bool:
+    """Return whether a row may have moved the head: a quarantine of rows names no checkpoint."""
+    return row["kind"] == "rewind" or row["checkpoint_id"] is not None
+
+
 def _exclusions(rewinds: Sequence[Row]) -> tuple[Exclusion, ...]:
     named = [Exclusion(**each) for row in rewinds for each in json.loads(row["detail"])["exclude"]]
     return tuple(dict.fromkeys(named))
@@ -199,15 +212,32 @@ def _check_changes(run: str, rows: Sequence[Row], target: Row, exclude: Sequence
     wanted = tuple(dict.fromkeys([*_exclusions(found.get(target["checkpoint_id"], ())), *exclude]))
     if target["checkpoint_id"] == fence_of_rows(rows).head and wanted == _exclusions(now):
         raise SpecInvalid(
-            f"expected another checkpoint than the head of run {run!r}, or rows to exclude, found the head "
-            f"{target['checkpoint_id']!r} at step {target['step']} as it is: nothing to rewind"
+            f"expected another checkpoint than the head of run {run!r}, or rows to exclude, found "
+            f"{'its beginning' if target is _BEGINNING else 'the head ' + repr(target['checkpoint_id'])} at step "
+            f"{target['step']} as it is: nothing to rewind"
         )
+
+
+def _make_row(target: Row, left: str | None, left_step: int, exclude: Sequence[Exclusion], why: str) -> Row:
+    """Return the row that moves the head from the checkpoint `left` to `target`."""
+    detail = {
+        "from": left,
+        "from_step": left_step,
+        "exclude": [asdict(each) for each in exclude],
+        "why": why,
+    }
+    return {
+        "kind": "rewind",
+        "checkpoint_id": target["checkpoint_id"],
+        "step": target["step"],
+        "detail": json.dumps(detail),
+    }
 
 
 def _one_left(run: str, left: dict[str, Row], named: str) -> Row:
     try:
         return checkpoint_of(run, list(left.values()), named)
-    except NoSuchRun as err:
+    except NoSuchCheckpoint as err:
         raise SpecInvalid(
             f"expected a checkpoint of run {run!r} that is left behind and has no name, found {named!r}; left are "
             f"{sorted(left)!r}: on the surviving lineage checkpoint.keep_last says what is kept, and `dlac unname` takes a "

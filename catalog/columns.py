@@ -8,12 +8,13 @@ Iceberg type: `string`, `binary` and `list`, never their `large_` forms, and 16 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 from uuid import UUID
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -29,6 +30,10 @@ from pyiceberg.types import (
     NestedField,
     StringType,
     StructType,
+    TimestampNanoType,
+    TimestampType,
+    TimestamptzNanoType,
+    TimestamptzType,
     UUIDType,
 )
 
@@ -37,7 +42,62 @@ from catalog.errors import NoSuchColumn, UnsupportedColumn
 FIELD_ID = b"PARQUET:field_id"
 _NANOSECONDS = (pa.timestamp("ns"), pa.timestamp("ns", "UTC"))
 _PLAIN: dict[type, pa.DataType] = {StringType: pa.string(), BinaryType: pa.binary(), UUIDType: pa.binary(16)}
+_CHUNK_BYTES = 2**31 - 1
+"""The most that the values of one Arrow array of strings can take: its offsets have 32 bits."""
 _Found = tuple[pa.Field, MappedField | None]
+
+
+def open_parquet(stream: Any, fields: Iterable[NestedField], **options: Any) -> pq.ParquetFile:
+    """Open a Parquet file of which these columns of a table are read; `options` are those of `ParquetFile`.
+
+    Timestamps stored as INT96 hold any date from year 1 to 9999, as no nanoseconds in 64 bits do, so they are read in the
+    table's own unit.
+    """
+    kinds = {kind for field in fields for kind in _kinds_in(field.field_type)}
+    nanoseconds = kinds & {TimestampNanoType, TimestamptzNanoType} and not kinds & {TimestampType, TimestamptzType}
+    return pq.ParquetFile(stream, coerce_int96_timestamp_unit="ns" if nanoseconds else "us", **options)
+
+
+def _kinds_in(kind: IcebergType) -> set[type]:
+    """The classes of a type and of those inside it."""
+    inside: list[IcebergType] = []
+    if isinstance(kind, StructType):
+        inside = [field.field_type for field in kind.fields]
+    elif isinstance(kind, ListType):
+        inside = [kind.element_type]
+    elif isinstance(kind, MapType):
+        inside = [kind.key_type, kind.value_type]
+    own: set[type] = {type(kind)}
+    return own.union(*map(_kinds_in, inside))
+
+
+def concat_chunks(chunks: Sequence[Any], kind: Any) -> Any:
+    """One array of chunks of type `kind`; of strings and lists with offsets of 64 bits where those of 32 are too few."""
+    arrays = [*chunks] or [pa.array([], type=kind)]
+    if len(arrays) == 1:
+        return arrays[0]
+    try:
+        return pa.concat_arrays(arrays)
+    except pa.ArrowInvalid:
+        large = large_form(kind)
+        if large == kind:
+            raise
+        return pa.concat_arrays([array.cast(large) for array in arrays])
+
+
+def large_form(kind: Any) -> Any:
+    """The type with offsets of 64 bits, of a type of strings or lists; another type as it is."""
+    if pa.types.is_list(kind):
+        return pa.large_list(kind.value_field)
+    return {pa.string(): pa.large_string(), pa.binary(): pa.large_binary()}.get(kind, kind)
+
+
+def lacks_columns(
+    file_schema: pa.Schema, schema: Schema, names: Sequence[str], name_mapping: NameMapping | None
+) -> bool:
+    """Whether a file lacks one of the columns `names` of `schema`."""
+    in_file = _by_id(file_schema, schema, name_mapping)
+    return any(field.name in names and field.field_id not in in_file for field in schema.fields)
 
 
 def arrow_type(iceberg_type: IcebergType) -> pa.DataType:
@@ -86,9 +146,9 @@ class FileColumns:
     `in_file` are the file's top-level columns to read, `absent` the named columns that are constant here.
     """
 
-    def __init__(self, columns: Sequence[_Column]) -> None:
+    def __init__(self, columns: Sequence[_Column], places: Mapping[str, int]) -> None:
         self._columns = tuple(columns)
-        self._places: dict[str, int] | None = None
+        self._places = places
         self.in_file: list[str] = [column.in_file for column in columns if column.in_file is not None]
         self.absent: list[str] = [column.field.name for column in columns if column.in_file is None]
 
@@ -115,7 +175,7 @@ class FileColumns:
             if name not in top_level:
                 raise NoSuchColumn(f"expected column {name!r} at the top level of the table, found {list(top_level)!r}")
         in_file = _by_id(file_schema, schema, name_mapping)
-        return cls([_column(top_level[name], in_file, partition_values) for name in names])
+        return cls([_column(top_level[name], in_file, partition_values) for name in names], _places(file_schema))
 
     def align(self, table: pa.Table, rows: int) -> pa.Table:
         """The columns in the table's names and types, from what was read of `in_file`; `rows` fill the constant ones.
@@ -127,9 +187,6 @@ class FileColumns:
 
     def bounds(self, row_group: pq.RowGroupMetaData) -> dict[str, Bounds]:
         """What the file's statistics say of those columns, by name, that are in the file and not nested."""
-        if self._places is None:  # the same for every row group of the file
-            paths = (row_group.column(place).path_in_schema for place in range(row_group.num_columns))
-            self._places = {path: place for place, path in enumerate(paths)}
         found = {}
         for column in self._columns:
             place = self._places.get(column.in_file or "")
@@ -157,6 +214,23 @@ def name_mapping_of(table: Table) -> NameMapping | None:
 def field_ids(file_schema: pa.Schema) -> dict[int, pa.Field]:
     """The top-level fields of a Parquet file that carry an Iceberg field id, by that id."""
     return {int(field.metadata[FIELD_ID]): field for field in file_schema if FIELD_ID in (field.metadata or {})}
+
+
+def _places(file_schema: pa.Schema) -> dict[str, int]:
+    """The places of the columns that are not nested among a file's leaves: a path with dots may name two of them."""
+    places, place = {}, 0
+    for field in file_schema:
+        if not pa.types.is_nested(field.type):
+            places[field.name] = place
+        place += _leaves(field.type)
+    return places
+
+
+def _leaves(arrow: pa.DataType) -> int:
+    """The columns in which Parquet stores a type."""
+    if not pa.types.is_nested(arrow):
+        return 1
+    return sum(_leaves(arrow.field(place).type) for place in range(arrow.num_fields))
 
 
 def _by_id(file_schema: pa.Schema, schema: Schema, mapping: NameMapping | None) -> dict[int, _Found]:
@@ -279,8 +353,38 @@ def _cast(array: Any, wanted: pa.DataType) -> Any:
         return array
     if isinstance(array.type, pa.BaseExtensionType):
         array = array.cast(array.type.storage_type)
-    # Nanoseconds of a file lose their last digits in a table of microseconds, as in every engine.
-    return array.cast(wanted, safe=not pa.types.is_timestamp(wanted))
+    if pa.types.is_timestamp(wanted):
+        # Nanoseconds of a file lose their last digits in a table of microseconds, as in every engine.
+        return array.cast(options=pc.CastOptions(wanted, allow_time_truncate=True))
+    if large_form(wanted) == array.type and wanted != array.type and not pa.types.is_list(wanted):
+        chunks = array.chunks if isinstance(array, pa.ChunkedArray) else [array]
+        parts = [_narrow(part, wanted) for chunk in chunks for part in _split_strings(chunk)]
+        whole = pa.chunked_array(parts, type=wanted)
+        return whole if isinstance(array, pa.ChunkedArray) else concat_chunks(whole.chunks, wanted)
+    return array.cast(wanted)
+
+
+def _split_strings(array: Any) -> list[Any]:
+    """Slices of an array of large strings that each fit offsets of 32 bits; a value that does not is one alone."""
+    if not len(array):
+        return []
+    offsets = np.frombuffer(array.buffers()[1], dtype=np.int64)[array.offset : array.offset + len(array) + 1]
+    starts = [0]
+    while offsets[-1] - offsets[starts[-1]] > _CHUNK_BYTES:
+        fits = int(np.searchsorted(offsets, offsets[starts[-1]] + _CHUNK_BYTES, side="right")) - 1
+        starts.append(max(fits, starts[-1] + 1))
+    return [array.slice(start, stop - start) for start, stop in zip(starts, [*starts[1:], len(array)], strict=True)]
+
+
+def _narrow(array: Any, wanted: pa.DataType) -> Any:
+    """Large strings with offsets of 32 bits, over the same bytes."""
+    offsets = np.frombuffer(array.buffers()[1], dtype=np.int64)[array.offset : array.offset + len(array) + 1]
+    first, last = int(offsets[0]), int(offsets[-1])
+    if last - first > _CHUNK_BYTES:
+        return array.cast(wanted)  # raises: one value is too long
+    valid = pa.array(np.asarray(array.is_valid())).buffers()[1] if array.null_count else None
+    values = (array.buffers()[2] or pa.py_buffer(b"")).slice(first, last - first)
+    return pa.Array.from_buffers(wanted, len(array), [valid, pa.py_buffer((offsets - first).astype(np.int32)), values])
 
 
 def _projected(array: Any, found: Any, want: IcebergType, mapped: MappedField | None) -> Any:

@@ -10,9 +10,18 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from catalog.errors import Fenced, HeadMoved, NoSuchRun, RowsBetween, RunFinished, SpecInvalid, SteppedAside
+from catalog.errors import (
+    Fenced,
+    HeadMoved,
+    NoSuchCheckpoint,
+    NoSuchRun,
+    RowsBetween,
+    RunFinished,
+    SpecInvalid,
+    SteppedAside,
+)
 from catalog.ledger import Append, Ledger, RunState
-from catalog.run_rows import HEAD_KINDS, Fence, Row, restorable
+from catalog.run_rows import HEAD_KINDS, Fence, Row, no_such_run, restorable
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,13 +137,16 @@ def name_checkpoint(
     """Give the checkpoint of a step or with an id, or the head, a name; retention keeps it as long as it has one. Gives its id.
 
     Raises:
-        NoSuchRun: there is no such run, or no restorable checkpoint of that step.
+        NoSuchRun: there is no such run.
+        NoSuchCheckpoint: it has no restorable checkpoint of that step.
         SpecInvalid: another checkpoint of the run has the name.
     """
     named = ""
 
     def decide(state: RunState) -> Append | None:
         nonlocal named
+        if not state.exists:
+            raise no_such_run(run, ledger.runs())
         rows = ledger.rows_at(state, kinds=HEAD_KINDS)
         named = restorable(run, rows, step, checkpoint_id=checkpoint_id)["checkpoint_id"]
         holder = names_of(rows).get(name)
@@ -186,17 +198,24 @@ def unname_checkpoint(ledger: Ledger, run: str, name: str) -> str:
     """Take a name away; gives the id of the checkpoint that had it.
 
     Raises:
-        NoSuchRun: no checkpoint of such a run has the name.
+        NoSuchRun: there is no such run.
+        NoSuchCheckpoint: none of its checkpoints has the name.
     """
     held = ""
 
     def decide(state: RunState) -> Append | None:
         nonlocal held
+        if not state.exists:
+            raise no_such_run(run, ledger.runs())
         names = names_of(ledger.rows_at(state, kinds=("name",)))
         if name not in names:
             if held:
                 return None  # an earlier try has landed
-            raise NoSuchRun(f"expected a checkpoint of run {run!r} named {name!r}, found the names {sorted(names)!r}")
+            if not state.exists:
+                raise NoSuchRun(f"expected a run named {run!r} in the ledger, found none: `dlac runs` lists them")
+            raise NoSuchCheckpoint(
+                f"expected a checkpoint of run {run!r} named {name!r}, found the names {sorted(names)!r}"
+            )
         held = names[name]
         return _said_of_name(state, name, None)
 
@@ -213,7 +232,8 @@ def held(
     Whoever is killed inside leaves the name, and so the checkpoint, until `name` holds again or is taken away.
 
     Raises:
-        NoSuchRun: there is no such checkpoint, or it was retired, or found damaged, meanwhile.
+        NoSuchRun: there is no such run.
+        NoSuchCheckpoint: there is no such checkpoint, or it was retired, or found damaged, meanwhile.
     """
     target = ledger.restorable(run, step, checkpoint_id=checkpoint_id)["checkpoint_id"]
     if names_of(ledger.rows(run, kinds=("name",))).get(name, target) != target:
@@ -222,7 +242,7 @@ def held(
     try:
         yield ledger.restorable(run, checkpoint_id=named)
     finally:
-        with suppress(NoSuchRun):  # an operator took it away
+        with suppress(NoSuchCheckpoint):  # an operator took it away
             unname_checkpoint(ledger, run, name)
 
 

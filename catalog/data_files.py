@@ -1,7 +1,7 @@
 """The live data files of a snapshot, with the deletes that apply to each: our own walk over the manifests.
 
 pyiceberg's planner refuses equality deletes and does not read the fields of format v3, so manifests are read here, with
-pyiceberg's Avro reader and evaluators. A filter prunes manifests by partition summaries, files by partition and by column
+pyiceberg's Avro reader. A filter prunes manifests by partition summaries, files by partition and by column
 metrics; what partitions leave undecided is the file's residual. Deletes are matched as the Iceberg specification says, by
 sequence number, partition, and path.
 """
@@ -9,40 +9,12 @@ sequence number, partition, and path.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 from pyiceberg.avro.file import AvroFile
-from pyiceberg.expressions import (
-    AlwaysFalse,
-    AlwaysTrue,
-    And,
-    BooleanExpression,
-    BoundPredicate,
-    Not,
-    NotEqualTo,
-    NotIn,
-    NotNull,
-    NotStartsWith,
-    Or,
-    UnboundPredicate,
-)
-from pyiceberg.expressions.visitors import (
-    BooleanExpressionVisitor,
-    ResidualEvaluator,
-    _InclusiveMetricsEvaluator,
-    bind,
-    expression_evaluator,
-    extract_field_ids,
-    inclusive_projection,
-    manifest_evaluator,
-    residual_evaluator_of,
-    rewrite_not,
-    visit,
-)
 from pyiceberg.io import FileIO
 from pyiceberg.manifest import (
     MANIFEST_ENTRY_SCHEMAS,
@@ -61,10 +33,13 @@ from pyiceberg.partitioning import PartitionSpec
 from pyiceberg.schema import Schema
 from pyiceberg.table import Table
 from pyiceberg.transforms import IdentityTransform
-from pyiceberg.typedef import Record
 
 from catalog.errors import DataFileUnreadable, UnsupportedDeletes
-from catalog.snapshots import snapshot_of
+from catalog.filters.conditions import ALWAYS, Condition, Constant, Known
+from catalog.filters.facts import UNKNOWN, Facts, both, of_counts, of_partition, of_summary
+from catalog.filters.literals import from_bytes
+from catalog.guarded import decode_doubles_exactly
+from catalog.snapshots import schema_id_of, snapshot_of
 
 PATH_FIELD_ID = 2147483546
 ROW_ID_FIELD_ID = 2147483540
@@ -72,6 +47,7 @@ _FIRST_ROW_ID, _REFERENCED, _OFFSET, _SIZE = 16, 17, 18, 19  # places of the v3 
 _THREADS = 4
 Partition = tuple[int, tuple[Any, ...]]
 """Spec id and partition values."""
+decode_doubles_exactly()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,7 +77,7 @@ class LiveFile:
     bytes: int
     snapshot_id: int | None
     first_row_id: int | None
-    residual: BooleanExpression
+    residual: Condition
     positional: tuple[DeleteFile, ...] = ()
     equality: tuple[DeleteFile, ...] = ()
     vector: DeleteFile | None = None
@@ -114,52 +90,19 @@ def snapshot_schema(table: Table, snapshot_id: int) -> Schema:
     Raises:
         NoSuchSnapshot: the table has no such snapshot.
     """
-    snapshot = snapshot_of(table, snapshot_id)
-    return table.schema() if snapshot.schema_id is None else table.schemas()[snapshot.schema_id]
-
-
-class _NullIsNotTrue(BooleanExpressionVisitor[BooleanExpression]):
-    """Iceberg's evaluators count null as unequal to every value: so "unequal" says here that it is not null."""
-
-    def visit_true(self) -> BooleanExpression:
-        return AlwaysTrue()
-
-    def visit_false(self) -> BooleanExpression:
-        return AlwaysFalse()
-
-    def visit_not(self, child_result: BooleanExpression) -> BooleanExpression:
-        return Not(child_result)
-
-    def visit_and(self, left_result: BooleanExpression, right_result: BooleanExpression) -> BooleanExpression:
-        return And(left_result, right_result)
-
-    def visit_or(self, left_result: BooleanExpression, right_result: BooleanExpression) -> BooleanExpression:
-        return Or(left_result, right_result)
-
-    def visit_unbound_predicate(self, predicate: UnboundPredicate) -> BooleanExpression:
-        if isinstance(predicate, NotEqualTo | NotIn | NotStartsWith):
-            return And(predicate, NotNull(predicate.term))  # type: ignore[call-arg]  # pydantic hides the real signature
-        return predicate
-
-    def visit_bound_predicate(self, predicate: BoundPredicate) -> BooleanExpression:
-        raise TypeError(f"expected an expression by column names, found the bound {predicate!r}")
-
-
-def as_sql(expression: BooleanExpression) -> BooleanExpression:
-    """The expression without NOT, true for just those rows for which SQL says that it is true; NaN compares as false."""
-    return visit(rewrite_not(expression), _NullIsNotTrue())
+    return table.schemas()[schema_id_of(table, snapshot_of(table, snapshot_id))]
 
 
 def live_files(
     table: Table,
     snapshot_id: int,
-    expression: BooleanExpression = AlwaysTrue(),  # noqa: B008 - a constant
+    condition: Condition = ALWAYS,
     *,
     schema: Schema | None = None,
 ) -> list[LiveFile]:
-    """The data files of a snapshot that may hold rows for which `expression` is true, sorted by path.
+    """The data files of a snapshot that may hold rows for which `condition` is true, sorted by path.
 
-    `expression` names columns as `schema` does: the snapshot's own unless given.
+    `condition` is bound to `schema`: the snapshot's own unless given.
 
     Raises:
         NoSuchSnapshot: the table has no such snapshot.
@@ -167,8 +110,8 @@ def live_files(
         UnsupportedDeletes: a delete file is neither Parquet nor Puffin.
     """
     snapshot = snapshot_of(table, snapshot_id)
-    pruning = _Pruning(schema or snapshot_schema(table, snapshot_id), table.specs(), as_sql(expression))
-    data, deletes = [], _Deletes(table.specs())
+    pruning = _Pruning(schema or snapshot_schema(table, snapshot_id), table.specs(), condition)
+    data, deletes = [], _Deletes(table.specs(), table.metadata.format_version)
     for content, entry in _entries(table.io, snapshot.manifest_list, pruning):
         if content == ManifestContent.DELETES:
             deletes.add(entry)
@@ -220,54 +163,62 @@ def _read(io: FileIO, manifest: ManifestFile) -> list[ManifestEntry]:
 class _Pruning:
     """What a filter says of manifests and files, for every partition spec that the table ever had."""
 
-    def __init__(self, schema: Schema, specs: Mapping[int, PartitionSpec], expression: BooleanExpression) -> None:
-        self._schema = schema
+    def __init__(self, schema: Schema, specs: Mapping[int, PartitionSpec], condition: Condition) -> None:
         self.specs = specs
-        self.expression = expression
-        self._ids: set[int] = extract_field_ids(bind(schema, expression, case_sensitive=True))
-        self._metrics = _InclusiveMetricsEvaluator(schema, expression)
-        self._holds = cache(self._manifest_evaluator)
-        self._partition = cache(self._partition_evaluator)
-        self._evaluators = cache(self._residual_evaluator)
-        self._residuals: dict[Partition, BooleanExpression] = {}
+        self._condition = condition
+        self._kinds = {path.field_id: path.kind for path in condition.paths}
+        self._top_level = {found.field_id for found in schema.fields}
+        self._residuals: dict[Partition, tuple[Known, Condition]] = {}
 
     def may_hold(self, manifest: ManifestFile) -> bool:
         """Whether a data manifest may list a file with matching rows."""
-        return self._holds(manifest.partition_spec_id)(manifest)
+        known: dict[int, Facts] = {}
+        for part, summary in zip(
+            self.specs[manifest.partition_spec_id].fields, manifest.partitions or (), strict=False
+        ):
+            if part.source_id in self._kinds:
+                found = of_summary(part.transform, self._kinds[part.source_id], summary)
+                known[part.source_id] = both(known.get(part.source_id, UNKNOWN), found)
+        return self._condition.may_be_true(known)
 
     def may_match(self, file: DataFile) -> bool:
         """Whether a data file may have matching rows."""
-        return self._partition(file.spec_id)(file.partition) and self._metrics.eval(file)
-
-    def residual(self, file: DataFile) -> BooleanExpression:
-        """What a file's partition leaves open of the filter: one object for all files of a partition."""
-        key = _partition_of(file)
-        if key not in self._residuals:
-            self._residuals[key] = self._residual_of(file)
-        return self._residuals[key]
-
-    def _residual_of(self, file: DataFile) -> BooleanExpression:
-        """All of the filter where a partition value is null: pyiceberg compares null as Python does, not as SQL does."""
-        spec = self.specs[file.spec_id]
-        values = [file.partition[place] for place, part in enumerate(spec.fields) if part.source_id in self._ids]
-        if not values or None in values:
-            return self.expression
-        return self._evaluators(file.spec_id).residual_for(file.partition)
-
-    def _manifest_evaluator(self, spec_id: int) -> Callable[[ManifestFile], bool]:
-        return manifest_evaluator(self.specs[spec_id], self._schema, self._projection(spec_id))
-
-    def _partition_evaluator(self, spec_id: int) -> Callable[[Record], bool]:
-        partition = Schema(*self.specs[spec_id].partition_type(self._schema).fields)
-        return expression_evaluator(partition, self._projection(spec_id), case_sensitive=True)
-
-    def _residual_evaluator(self, spec_id: int) -> ResidualEvaluator:
-        return residual_evaluator_of(
-            spec=self.specs[spec_id], expr=self.expression, case_sensitive=True, schema=self._schema
+        known, residual = self._in_partition(file)
+        if isinstance(residual, Constant):
+            return residual.value
+        return residual.may_be_true(
+            {key: both(known.get(key, UNKNOWN), self._of_metrics(file, key)) for key in self._kinds}
         )
 
-    def _projection(self, spec_id: int) -> BooleanExpression:
-        return inclusive_projection(self._schema, self.specs[spec_id])(self.expression)
+    def residual(self, file: DataFile) -> Condition:
+        """What a file's partition leaves open of the filter: one object for all files of a partition."""
+        return self._in_partition(file)[1]
+
+    def _in_partition(self, file: DataFile) -> tuple[Known, Condition]:
+        key = _partition_of(file)
+        if key not in self._residuals:
+            known: dict[int, Facts] = {}
+            for place, part in enumerate(self.specs[file.spec_id].fields):
+                if part.source_id in self._kinds:
+                    found = of_partition(part.transform, self._kinds[part.source_id], file.partition[place])
+                    known[part.source_id] = both(known.get(part.source_id, UNKNOWN), found)
+            self._residuals[key] = known, self._condition.simplify(known)
+        return self._residuals[key]
+
+    def _of_metrics(self, file: DataFile, field_id: int) -> Facts:
+        """Facts from a file's column metrics; writers count nulls inside of structs differently."""
+        kind = self._kinds[field_id]
+        if not kind.is_primitive:
+            return UNKNOWN
+        lower, upper = ((bounds or {}).get(field_id) for bounds in (file.lower_bounds, file.upper_bounds))
+        return of_counts(
+            kind,
+            rows=file.record_count,
+            nulls=(file.null_value_counts or {}).get(field_id) if field_id in self._top_level else None,
+            nans=(file.nan_value_counts or {}).get(field_id),
+            lower=None if lower is None else from_bytes(kind, lower),
+            upper=None if upper is None else from_bytes(kind, upper),
+        )
 
 
 @dataclass
@@ -275,6 +226,7 @@ class _Deletes:
     """Delete files by what they apply to."""
 
     specs: Mapping[int, PartitionSpec]
+    format_version: int
     vectors: dict[str, DeleteFile] = field(default_factory=dict)
     by_path: dict[str, list[DeleteFile]] = field(default_factory=lambda: defaultdict(list))
     by_partition: dict[Partition, list[tuple[DeleteFile, DataFile]]] = field(default_factory=lambda: defaultdict(list))
@@ -287,11 +239,27 @@ class _Deletes:
             unpartitioned = self.specs[file.spec_id].is_unpartitioned()
             self.equality[None if unpartitioned else _partition_of(file)].append(found)
         elif found.offset is not None:
+            self._check_vector(file)
             self._add_vector(str(file[_REFERENCED]), found)
         elif (path := _only_path(file)) is not None:
             self.by_path[path].append(found)
         else:
             self.by_partition[_partition_of(file)].append((found, file))
+
+    def _check_vector(self, file: DataFile) -> None:
+        """Check that a released format of Iceberg allows a deletion vector as this one."""
+        problem = ""
+        if self.format_version < 3:
+            problem = f"one in a table of format v{self.format_version}"
+        elif file.file_format is not FileFormat.PUFFIN:
+            problem = f"one in a file of format {file.file_format.value}"
+        elif file[_REFERENCED] is None or file[_SIZE] is None:
+            problem = "one without the data file it belongs to, or without its size"
+        if problem:
+            raise UnsupportedDeletes(
+                f"expected deletion vectors in Puffin files of a table of format v3, found {problem}, at {file.file_path!r}: "
+                "compact the table, then plan again"
+            )
 
     def _add_vector(self, path: str, found: DeleteFile) -> None:
         other = self.vectors.setdefault(path, found)

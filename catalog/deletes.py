@@ -6,10 +6,12 @@ equality deletes are read, and only in row groups whose statistics overlap with 
 
 from __future__ import annotations
 
+import json
 import zlib
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from os import SEEK_END
 from threading import Lock
 from typing import Any, Generic, TypeVar
 
@@ -18,12 +20,13 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from pyiceberg.io import InputStream
 from pyiceberg.schema import Schema
 from pyiceberg.table import Table
 from pyiceberg.types import NestedField
 from pyroaring import BitMap64
 
-from catalog.columns import Bounds, FileColumns, field_ids, name_mapping_of
+from catalog.columns import Bounds, FileColumns, concat_chunks, field_ids, name_mapping_of, open_parquet
 from catalog.data_files import PATH_FIELD_ID, DeleteFile, LiveFile
 from catalog.errors import DataFileUnreadable, UnsupportedDeletes
 
@@ -31,6 +34,10 @@ Ints = npt.NDArray[np.int64]
 NO_ROWS: Ints = np.zeros(0, dtype=np.int64)
 _POSITION_FIELD_ID = 2147483545
 _MAGIC = b"\xd1\xd3\x39\x64"
+_PUFFIN = b"PFA1"
+_VECTOR = "deletion-vector-v1"
+_Blob = tuple[str, int, int]
+"""Type, offset and length of a blob, as a Puffin file's footer names them."""
 _T = TypeVar("_T")
 
 
@@ -43,13 +50,15 @@ class Deletes:
         self._fields = _all_fields(table, schema)
         self._positions: _Once[Mapping[str, Ints]] = _Once()
         self._values: _Once[pa.Table] = _Once()
+        self._blobs: _Once[set[_Blob] | None] = _Once()
 
     def dead_rows(self, file: LiveFile, parquet: pq.ParquetFile) -> Ints:
         """The sorted positions of the rows of `file` (opened as `parquet`) that its deletes name.
 
         Raises:
             DataFileUnreadable: a delete file is missing or cannot be decoded.
-            UnsupportedDeletes: an equality delete names columns that do not exist, or below the top level.
+            UnsupportedDeletes: a deletion vector is not in a Puffin file, or an equality delete names columns that do not
+                exist, or below the top level.
         """
         found = [self._of_positions(delete).get(file.path, NO_ROWS) for delete in file.positional]
         if file.vector is not None:
@@ -70,7 +79,14 @@ class Deletes:
     def _of_vector(self, vector: DeleteFile) -> Ints:
         with _decoding(vector), self._io.new_input(vector.path).open() as stream:
             stream.seek(vector.offset or 0)
-            return decode_vector(stream.read(vector.size_bytes or 0), vector)
+            rows = decode_vector(stream.read(vector.size_bytes or 0), vector)
+            blobs = self._blobs(vector.path, lambda: _puffin_blobs(stream, vector.path))
+        if blobs is not None and (_VECTOR, vector.offset, vector.size_bytes) not in blobs:
+            raise UnsupportedDeletes(
+                f"expected a blob of type {_VECTOR!r} at byte {vector.offset} in the footer of {vector.path!r}, found "
+                f"{sorted(blobs)!r}: compact the table, then plan again"
+            )
+        return rows
 
     def _of_values(self, file: LiveFile, parquet: pq.ParquetFile, ids: tuple[int, ...]) -> Ints:
         """Positions of the rows whose columns `ids` equal a deleted row; null equals null."""
@@ -123,7 +139,7 @@ class Deletes:
     @contextmanager
     def _opened(self, delete: DeleteFile) -> Iterator[pq.ParquetFile]:
         with _decoding(delete), self._io.new_input(delete.path).open() as stream:
-            yield pq.ParquetFile(stream)
+            yield open_parquet(stream, self._fields.values())
 
 
 @contextmanager
@@ -206,6 +222,36 @@ def decode_vector(blob: bytes, vector: DeleteFile) -> Ints:
     return rows
 
 
+def _puffin_blobs(stream: InputStream, path: str) -> set[_Blob] | None:
+    """The blobs that the footer of a Puffin file names; None where the footer is compressed.
+
+    Raises:
+        UnsupportedDeletes: it is no Puffin file.
+    """
+    stream.seek(0)
+    head, size = stream.read(len(_PUFFIN)), stream.seek(0, SEEK_END)
+    stream.seek(max(0, size - 12))
+    tail = stream.read(12)
+    length, compressed = int.from_bytes(tail[:4], "little"), bool(tail[4:5] != b"\0")
+    stream.seek(max(0, size - 16 - length))
+    start = stream.read(len(_PUFFIN))
+    if {head, start, tail[8:]} != {_PUFFIN}:
+        raise UnsupportedDeletes(
+            f"expected deletion vectors in a Puffin file, found a bare one at {path!r}, whose first bytes are {head!r}: no "
+            "released format of Iceberg allows that; compact the table, then plan again"
+        )
+    if compressed:
+        return None
+    try:
+        named = json.loads(stream.read(length))["blobs"]
+        return {(str(blob["type"]), int(blob["offset"]), int(blob["length"])) for blob in named}
+    except (ValueError, KeyError, TypeError) as err:
+        raise DataFileUnreadable(
+            f"expected the footer of Puffin file {path!r} to name its blobs, found {err!r}; restore the file, or plan another "
+            "snapshot"
+        ) from err
+
+
 def matching_rows(table: pa.Table, deleted: pa.Table) -> Ints:
     """Sorted positions of the rows of `table` that are among those of `deleted` (same columns); null equals null."""
     possible = np.ones(len(table), dtype=np.bool_)
@@ -230,8 +276,7 @@ def _keys(table: pa.Table, deleted: pa.Table) -> Ints:
 
 
 def _combined(columns: Sequence[pa.ChunkedArray]) -> pa.Array:
-    empty = pa.array([], type=columns[0].type)
-    return pa.concat_arrays([empty, *(chunk for column in columns for chunk in column.chunks)])
+    return concat_chunks([chunk for column in columns for chunk in column.chunks], columns[0].type)
 
 
 def _ranges(deleted: pa.Table) -> dict[str, tuple[Any, Any, bool]]:

@@ -16,6 +16,9 @@ from pathlib import Path
 from pyarrow.fs import LocalFileSystem
 from pyiceberg.io import OutputStream
 from pyiceberg.io.pyarrow import PyArrowFile, PyArrowFileIO
+from pyiceberg.typedef import EMPTY_DICT, Properties
+
+from catalog.relocation import Relocation, raw_path
 
 
 def fsync_directory(directory: str | Path) -> None:
@@ -25,6 +28,14 @@ def fsync_directory(directory: str | Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def make_folder_durably(folder: Path) -> None:
+    """Make a folder and all missing folders above it, and make their names durable."""
+    missing = [each for each in (folder, *folder.parents) if not each.is_dir()]
+    for each in reversed(missing):
+        each.mkdir(exist_ok=True)
+        fsync_directory(each.parent)
 
 
 @contextmanager
@@ -74,12 +85,23 @@ class _DurableFile(PyArrowFile):
         """
         if not isinstance(self._filesystem, LocalFileSystem):
             return super().create(overwrite)
-        os.makedirs(os.path.dirname(self._path), exist_ok=True)
+        make_folder_durably(Path(self._path).parent)
         return io.BufferedWriter(_SyncedFile(self._path, "wb" if overwrite else "xb"), self._buffer_size)
 
 
 class DurableFileIO(PyArrowFileIO):
-    """pyiceberg's PyArrow file I/O with durable local writes."""
+    """pyiceberg's PyArrow file I/O with durable local writes, in the folders where a moved lakehouse is now."""
+
+    @staticmethod
+    def parse_location(location: str, properties: Properties = EMPTY_DICT) -> tuple[str, str, str]:
+        """Return (scheme, host, path) of a location.
+
+        The path of a local location is taken literally: in pyiceberg's own reading `#` and `?` end it.
+        """
+        path = raw_path(location)
+        if path is None:
+            return PyArrowFileIO.parse_location(location, properties)
+        return "file", "", Relocation.of_properties(properties).here(os.path.abspath(path))
 
     def new_output(self, location: str) -> PyArrowFile:
         """The output file at `location`."""

@@ -4,18 +4,25 @@ DlacError
 ├── BadInput                  the request cannot be met as written
 │   ├── SpecInvalid           a job spec, a name or an option is wrong
 │   ├── ResumeMismatch        resuming would change something that the leg binds
-│   ├── NoSuchTable, NoSuchSnapshot, NoSuchColumn, NoSuchRun
+│   ├── CatalogMisconfigured  the catalog's address or credentials are wrong
+│   ├── NoSuchLakehouse, NoSuchTable, NoSuchSnapshot, NoSuchColumn, NoSuchRun
+│   ├── NoSuchCheckpoint      the run is known, a checkpoint or a checkpoint's name is not
+│   ├── NoSuchJobSpec         the job spec of a known run is not on this node
 │   ├── UnsupportedColumn     a column cannot become a tensor
+│   ├── UnsupportedSnapshot   the snapshot has an id or a schema that cannot be recorded or found
 │   ├── UnsupportedDeletes    the snapshot carries delete files that cannot be applied
 │   ├── TableReplaced         the table was dropped and created again since the plan
 │   ├── EmptyPlan             a pass would have no live row
 │   ├── ScriptInvalid         the training script cannot be run, or does not do its part
 │   ├── TransformFailed       the user's transform raised, rejected rows, or broke its contract
+│   ├── LogsMissing           the logs of an attempt are not on this node, or no longer
 │   ├── NothingToRehearse     no kept checkpoint has a committed successor
 │   ├── TokenizerUnreadable   a tokenizer cannot be loaded, or lacks a token
 │   └── FormatTooNew          written by a newer DLAC
 ├── LakehouseError            the lakehouse did not do its part
 │   ├── CatalogUnreachable
+│   │   └── CatalogHostUnknown  the name of its host does not resolve
+│   ├── MetadataLost          the metadata file of a table is missing or cannot be read
 │   ├── PinLost               the tag that keeps the snapshot alive is gone or moved
 │   ├── AppendHistoryLost     what was appended to a source since its plan cannot be told apart any more
 │   └── DataFileUnreadable
@@ -25,6 +32,7 @@ DlacError
 │   ├── RunFinished
 │   ├── SteppedAside          another recovery claimed the run first
 │   ├── HeadMoved             the head is not my parent under my own attempt
+│   ├── LedgerOlderThanStore  the catalog was restored from a backup that lacks committed checkpoints
 │   ├── RowsBetween           rows were appended to the run since those that a commit was made from
 │   ├── CommitConflict        `main` moved under a commit (retried by the commit loop)
 │   └── CommitOutcomeUnknown  the catalog stayed away past the deadline
@@ -37,8 +45,11 @@ DlacError
 │   └── WorldSizeUnsupported  the saved state cannot be loaded by this number of ranks
 └── TrainingFailed            the ranks died
     ├── NoProgress            several attempts in a row committed nothing
+    ├── LossNotFinite         the loss is NaN or infinite, or the weights are
+    ├── ScriptFailed          the training script raised the same exception at the same place twice in a row
     ├── LeftUnfinished        the script ended well, and the run has not
     ├── NodesMissing          fewer machines than the job wants came together
+    ├── RendezvousInvalid     the rendezvous has content that no DLAC wrote
     ├── ClusterRefused        the cluster's scheduler does not take the job
     ├── ClusterSilent         the cluster's scheduler does not answer any more; the job is left as it is
     └── Preempted             the ranks left at their deadline without a checkpoint
@@ -48,6 +59,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from catalog.masking import mask_secrets
+
 
 class DlacError(Exception):
     """Root of all errors of this project."""
@@ -55,6 +68,10 @@ class DlacError(Exception):
     exit_code: ClassVar[int] = 70
     transient: ClassVar[bool] = False
     """Whether the same request may well succeed later: an orchestrator tries again, within bounds."""
+
+    def __init__(self, *args: object) -> None:
+        """`args` as of any exception; secrets in them are masked, for errors go to logs, reports and Dagster."""
+        super().__init__(*(mask_secrets(each) if isinstance(each, str) else each for each in args))
 
 
 class BadInput(DlacError):
@@ -69,6 +86,14 @@ class SpecInvalid(BadInput):
 
 class ResumeMismatch(BadInput):
     """Resuming would change something that the leg binds."""
+
+
+class CatalogMisconfigured(BadInput):
+    """The address or the credentials of the catalog are wrong; waiting does not mend them."""
+
+
+class NoSuchLakehouse(BadInput):
+    """There is no lakehouse of DLAC at the address."""
 
 
 class NoSuchTable(BadInput):
@@ -87,12 +112,24 @@ class NoSuchRun(BadInput):
     """The ledger has no row of the named run."""
 
 
+class NoSuchCheckpoint(BadInput):
+    """The run has no checkpoint of this step, id or name that can be restored."""
+
+
+class NoSuchJobSpec(BadInput):
+    """The job spec of the run's last launch is not on this node."""
+
+
 class UnsupportedColumn(BadInput):
     """A column's type or content cannot become a tensor."""
 
 
+class UnsupportedSnapshot(BadInput):
+    """The snapshot has an id that is no signed 64-bit number, or a schema that the table's metadata lack."""
+
+
 class UnsupportedDeletes(BadInput):
-    """The snapshot carries delete files that cannot be applied: not Parquet, or on nested columns."""
+    """The snapshot carries delete files that cannot be applied: not Parquet, on nested columns, or vectors outside Puffin."""
 
 
 class TableReplaced(BadInput):
@@ -115,6 +152,10 @@ class TokenizerUnreadable(BadInput):
     """A tokenizer cannot be loaded, or lacks a token that was asked for."""
 
 
+class LogsMissing(BadInput):
+    """The logs of an attempt are not on this node, or no longer."""
+
+
 class NothingToRehearse(BadInput):
     """No checkpoint is kept that has a committed successor, whose losses could be compared."""
 
@@ -132,6 +173,21 @@ class LakehouseError(DlacError):
 
 class CatalogUnreachable(LakehouseError):
     """The catalog, or the warehouse of its tables, does not answer."""
+
+
+class CatalogHostUnknown(CatalogUnreachable):
+    """The name of the catalog's host does not resolve: a typo, or name servers that lost it while a run trained.
+
+    A launch waits for it within its own bounds. An orchestrator does not try again.
+    """
+
+    transient = False
+
+
+class MetadataLost(LakehouseError):
+    """The metadata file of a table, which the catalog names, is missing or cannot be read."""
+
+    transient = False
 
 
 class PinLost(LakehouseError):
@@ -182,6 +238,12 @@ class SteppedAside(LedgerError):
 
 class HeadMoved(LedgerError):
     """The head is neither my parent nor me, under my own attempt: a bug or a hand in the ledger."""
+
+
+class LedgerOlderThanStore(LedgerError):
+    """The catalog was restored from a backup that lacks checkpoints which were committed since: restore a newer one."""
+
+    exit_code = 87
 
 
 class RowsBetween(LedgerError):
@@ -243,6 +305,12 @@ class NodesMissing(TrainingFailed):
     """Fewer machines than the job wants came together in time."""
 
 
+class RendezvousInvalid(TrainingFailed):
+    """The rendezvous has content that no DLAC wrote, or that another version wrote."""
+
+    transient = False
+
+
 class ClusterRefused(TrainingFailed):
     """The cluster's scheduler does not take the job, or is not there."""
 
@@ -260,6 +328,20 @@ class NoProgress(TrainingFailed):
     transient = False
 
 
+class LossNotFinite(TrainingFailed):
+    """The loss of a step that was applied is NaN or infinite, or the weights are: training on would waste time."""
+
+    exit_code = 88
+    transient = False
+
+
+class ScriptFailed(TrainingFailed):
+    """The training script raised the same exception at the same place in two attempts in a row."""
+
+    exit_code = 89
+    transient = False
+
+
 class LeftUnfinished(TrainingFailed):
     """The script ended with exit status 0 before the run did."""
 
@@ -272,7 +354,7 @@ class Preempted(TrainingFailed):
     exit_code = 86
 
 
-def name_of(err: Exception) -> str:
+def name_of(err: BaseException) -> str:
     """By what name an error is told to other processes: that of the class here which it is one of, else of its own."""
     return next((each for each in type(err).__mro__ if each.__module__ == __name__), type(err)).__name__
 

@@ -11,13 +11,19 @@ and fails on a snapshot that is gone already. Under the guard, both are conflict
 
 Nor does one client, frozen or cut off between the two requests of its commit, stop everybody else's for good: PostgreSQL takes
 the row from it, and whoever waits for a row asks again. Its error is one more doubt: it reads again, and decides from the rows.
+
+A commit to SQLite is durable before it is acknowledged: files of retired checkpoints are removed after it.
 """
 
 from __future__ import annotations
 
+import struct
+from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pyiceberg.avro.reader import DoubleReader
 from pyiceberg.catalog import MetastoreCatalog
 from pyiceberg.catalog.rest import RestCatalog
 from pyiceberg.catalog.sql import SqlCatalog
@@ -30,17 +36,49 @@ from pyiceberg.table.update import (
     TableRequirement,
     TableUpdate,
 )
-from sqlalchemy import event, text
+from sqlalchemy import create_engine, event, text
+from sqlalchemy.pool import NullPool
 
 from catalog.errors import CommitConflict
+from catalog.lakehouse_config import sqlite_file
+from catalog.outages import lock_timeout_s, report_lock
 
 if TYPE_CHECKING:
+    from pyiceberg.avro.decoder import BinaryDecoder
     from pyiceberg.catalog import Catalog
+    from pyiceberg.catalog.sql import IcebergTables
     from pyiceberg.table import StagedTable, Table
     from pyiceberg.table.metadata import TableMetadata
     from pyiceberg.typedef import Identifier
     from requests import Session
-    from sqlalchemy import Connection
+    from sqlalchemy import Connection, Engine
+    from sqlalchemy.engine.interfaces import DBAPIConnection
+    from sqlalchemy.pool import ConnectionPoolEntry
+
+
+class MetadataMissing(FileNotFoundError):
+    """The metadata file at `location`, which the catalog names, is not in the warehouse."""
+
+    def __init__(self, err: FileNotFoundError, location: str) -> None:
+        super().__init__(*err.args)
+        self.location = location
+
+
+def decode_doubles_exactly() -> None:
+    """Make pyiceberg read the doubles of manifests with all 64 bits; repeating it changes nothing.
+
+    pyiceberg's compiled Avro decoder returns them with 32 bits. They are partition values: files are pruned by them, columns
+    that a data file lacks are filled with them, and pyiceberg writes them back when it merges manifests.
+    """
+    DoubleReader.read = _read_double  # type: ignore[method-assign,assignment]  # there is no hook for readers
+
+
+def _read_double(_: DoubleReader, decoder: BinaryDecoder) -> float:
+    value: float = struct.unpack("<d", decoder.read(8))[0]
+    return value
+
+
+decode_doubles_exactly()
 
 
 class GuardedSqlCatalog(SqlCatalog):
@@ -48,8 +86,18 @@ class GuardedSqlCatalog(SqlCatalog):
 
     def __init__(self, name: str, **properties: str) -> None:
         super().__init__(name, **properties)
+        if self.engine.dialect.name == "sqlite" and self.engine.url.database not in (None, "", ":memory:"):
+            # A pooled connection would read and write the deleted file after a backup was moved into its place.
+            self.engine.dispose()
+            self.engine = create_engine(self.engine.url, poolclass=NullPool)
         if self.engine.dialect.name == "postgresql":
             event.listen(self.engine, "begin", _limit_locks)
+        if self.engine.dialect.name == "sqlite":
+            event.listen(self.engine, "connect", _sync_commits)
+            self.engine.dispose()  # the connection that made the catalog's tables
+        file = sqlite_file(str(properties.get("uri", "")))
+        if file is not None:
+            _report_locks(self.engine, file, lock_timeout_s(str(properties.get("uri", ""))))
 
     def commit_table(
         self, table: Table, requirements: tuple[TableRequirement, ...], updates: tuple[TableUpdate, ...]
@@ -78,6 +126,13 @@ class GuardedSqlCatalog(SqlCatalog):
         if current_table is not None:
             _check_expiry(current_table.metadata, updates)
         return super()._update_and_stage_table(current_table, table_identifier, requirements, updates)
+
+    def _convert_orm_to_iceberg(self, orm_table: IcebergTables) -> Table:
+        """Read a table's metadata; say which file is missing."""
+        try:
+            return super()._convert_orm_to_iceberg(orm_table)
+        except FileNotFoundError as err:
+            raise MetadataMissing(err, str(orm_table.metadata_location)) from err
 
 
 class GuardedRestCatalog(RestCatalog):
@@ -115,6 +170,26 @@ GUARDED: dict[str, type[MetastoreCatalog] | type[RestCatalog]] = {"sql": Guarded
 def _limit_locks(connection: Connection) -> None:
     """In this transaction only, for a pooler may hand the connection on; what the address, role or database says stands."""
     connection.execute(_LIMIT_LOCKS, _POSTGRES_TIMEOUTS)
+
+
+def _sync_commits(connection: DBAPIConnection, _: ConnectionPoolEntry) -> None:
+    """Make SQLite sync its folder after a commit: else a power cut brings the journal back, and undoes what was acknowledged."""
+    connection.cursor().execute("PRAGMA synchronous = EXTRA")
+
+
+def _report_locks(engine: Engine, file: Path, within_s: float) -> None:
+    """Report in the log when a connection to an SQLite catalog is in use for seconds, since another process has it locked."""
+    waits: dict[int, ExitStack] = {}
+
+    def begin(_connection: object, record: ConnectionPoolEntry, _proxy: object) -> None:
+        waits[id(record)] = held = ExitStack()
+        held.enter_context(report_lock(file, within_s=within_s))
+
+    def end(_connection: object, record: ConnectionPoolEntry) -> None:
+        waits.pop(id(record), ExitStack()).close()
+
+    event.listen(engine, "checkout", begin)
+    event.listen(engine, "checkin", end)
 
 
 def _landed_or_conflict(

@@ -19,16 +19,28 @@ from pyiceberg.expressions import And, BooleanExpression
 from pyiceberg.io.pyarrow import schema_to_pyarrow
 from pyiceberg.table import Table
 
-from catalog.compaction import UPKEEP_OF_SNAPSHOT
-from catalog.connect import Lakehouse, among, equals, more_than, reachable
-from catalog.errors import CatalogUnreachable, CommitConflict, CommitOutcomeUnknown, NoSuchRun
-from catalog.expiry import expire_in
+from catalog.connect import Lakehouse, among, equals, last_sequence_number, more_than, reachable
+from catalog.errors import CatalogUnreachable, CommitConflict, CommitOutcomeUnknown
+from catalog.maintenance.compaction import UPKEEP_OF_SNAPSHOT
+from catalog.maintenance.expiry import expire_in
 from catalog.retrying import overtaken, retrying
-from catalog.run_rows import HEAD_KINDS, Fence, Row, fence_of_rows, finished_of_rows, restorable
+from catalog.run_rows import (
+    HEAD_KINDS,
+    Fence,
+    Row,
+    check_run_name,
+    fence_of_rows,
+    finished_of_rows,
+    no_such_run,
+    restorable,
+    translate_row,
+)
 from catalog.schemas import CONSUMPTION, FORMAT_VERSION
 from catalog.transactions import LeanTransaction
 
 T = TypeVar("T")
+_NAMED = 5
+"""Runs that a message names, at the most."""
 _RUN_OF_SNAPSHOT = "dlac.run"
 """Property of a snapshot: whose rows it added."""
 _ARROW = schema_to_pyarrow(CONSUMPTION, include_field_ids=False)
@@ -111,14 +123,15 @@ class Ledger:
         """
         rows = self.rows(run, kinds=HEAD_KINDS)
         if not rows:
-            raise NoSuchRun(f"expected a run named {run!r} in the ledger, found only {self.runs()!r}")
+            raise no_such_run(run, self.runs())
         return rows
 
     def restorable(self, run: str, step: int | None = None, *, checkpoint_id: str | None = None) -> Row:
         """The row of the checkpoint of a step or with an id, or of the head.
 
         Raises:
-            NoSuchRun: there is no such run, or no such checkpoint that is neither retired nor damaged.
+            NoSuchRun: there is no such run.
+            NoSuchCheckpoint: it has no such checkpoint that is neither retired nor damaged.
         """
         return restorable(run, self.head_rows(run), step, checkpoint_id=checkpoint_id)
 
@@ -148,12 +161,18 @@ class Ledger:
         """Names of all runs in the ledger, sorted."""
         return sorted(set(self.lakehouse.read_own("consumption", columns=("run",))["run"].to_pylist()))
 
+    def translate(self, rows: list[Row]) -> list[Row]:
+        """Return rows as the table has them with their places in a moved lakehouse."""
+        relocation = self.lakehouse.relocation
+        return [translate_row(row, relocation.uri_here, relocation.here) for row in rows] if relocation.moves else rows
+
     def append(self, run: str, decide: Decide) -> RunState:
         """Read, let `decide` say what to append, commit; repeat on conflict or doubt. Returns the last read.
 
         `decide` raises to refuse, and returns None when what it wants is already there.
 
         Raises:
+            SpecInvalid: a run cannot have this name, and none has it yet.
             CommitOutcomeUnknown: the catalog stayed away past the deadline, or until this was told to stop.
             LakehouseError: the warehouse cannot be written.
         """
@@ -193,7 +212,7 @@ class Ledger:
             wanted = And(wanted, more_than("seq", after))
         with reachable(self.lakehouse.config.uri):
             rows: list[Row] = table.scan(row_filter=wanted, selected_fields=columns).to_arrow().to_pylist()
-        return rows
+        return self.translate(rows)
 
 
 class _Tries:
@@ -213,7 +232,11 @@ class _Tries:
         if wanted is None:
             return state
         run, table, lakehouse = self._run, state.table, self._ledger.lakehouse
-        arrow = pa.Table.from_pylist([_complete(row, run, wanted.fence) for row in wanted.rows], schema=_ARROW)
+        relocation = lakehouse.relocation
+        completed = [_complete(row, run, wanted.fence) for row in wanted.rows]
+        if relocation.moves:
+            completed = [translate_row(row, relocation.to_recorded_uri, relocation.to_recorded) for row in completed]
+        arrow = pa.Table.from_pylist(completed, schema=_ARROW)
         with reachable(lakehouse.config.uri), overtaken(), LeanTransaction(table) as transaction:
             said = {_RUN_OF_SNAPSHOT: run, "dlac.seq": str(wanted.fence.seq)}
             transaction.append(arrow, snapshot_properties=said)
@@ -223,11 +246,14 @@ class _Tries:
             else:
                 transaction.set_properties({_property(run): _cached(wanted.fence)})
             expire_in(transaction)
+        lakehouse.remember("consumption", table)
         return RunState(run=run, table=table, fence=wanted.fence, finished=wanted.finished)
 
     def _decided_anew(self) -> tuple[RunState, Append | None]:
         state = self._ledger.state(self._run)
         wanted = self._decide(state)
+        if not state.exists:  # whoever got here: a row is for ever, and the name becomes a folder
+            check_run_name(self._run)
         self._decided = None if wanted is None else (state, wanted)
         return state, wanted
 
@@ -255,16 +281,23 @@ def _property(run: str) -> str:
 
 
 def _same_rows(run: str, before: Table, now: Table) -> bool:
-    """Whether everything that was committed in between is known, and is other runs' or moved no row."""
+    """Whether everything that was committed in between is known, and is other runs' or moved no row.
+
+    The oldest snapshot that an expiry leaves names no parent, as the first one of a table does. What tells them apart is that
+    each commit takes the next sequence number.
+    """
     read_at, snapshot = before.current_snapshot(), now.current_snapshot()
     last = None if read_at is None else read_at.snapshot_id
+    known = 0
     while snapshot is not None and snapshot.snapshot_id != last:
         said = {} if snapshot.summary is None else snapshot.summary.additional_properties
         if said.get(_RUN_OF_SNAPSHOT, run if UPKEEP_OF_SNAPSHOT not in said else "") == run:
             return False
+        known += 1
         snapshot = now.snapshot_by_id(snapshot.parent_snapshot_id or 0)
     found = None if snapshot is None else snapshot.snapshot_id
-    return found == last and before.properties.get(_property(run)) == now.properties.get(_property(run))
+    complete = known == last_sequence_number(now) - last_sequence_number(before)
+    return found == last and complete and before.properties.get(_property(run)) == now.properties.get(_property(run))
 
 
 def _cached(fence: Fence) -> str:

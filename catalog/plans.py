@@ -16,7 +16,7 @@ from pyiceberg.io.pyarrow import schema_to_pyarrow
 
 from catalog.connect import Lakehouse, equals, reachable
 from catalog.errors import FormatTooNew, LakehouseError, SpecInvalid
-from catalog.expiry import expire_in
+from catalog.maintenance.expiry import expire_in
 from catalog.retrying import overtaken, retrying
 from catalog.schemas import FORMAT_VERSION, PLANS, SLICES, WORK_UNITS
 from catalog.transactions import LeanTransaction

@@ -14,6 +14,8 @@ from catalog.plans import append_own
 from catalog.schemas import FORMAT_VERSION, RECOVERIES
 
 _ARROW = schema_to_pyarrow(RECOVERIES, include_field_ids=False)
+_OPERATOR = "operator"
+"""`noticed_by`, where no program noticed."""
 PHASES = ("detect", "schedule", "stop", "claim", "verify", "convert", "load", "first_step", "total")
 """Of a recovery, in order: the columns of its seconds without their `_s`."""
 
@@ -54,6 +56,16 @@ class Recovery:
     format_version: int = FORMAT_VERSION
     work_lost_s: float | None = 0.0
     """Training of the failed attempt that is not in any checkpoint."""
+
+    @property
+    def down_s(self) -> float:
+        """Seconds from the last sign of life until an operator started the run again; 0 where a program noticed."""
+        return self.detect_s if self.noticed_by == _OPERATOR else 0.0
+
+    @property
+    def recovered_s(self) -> float:
+        """Seconds of the recovery itself, without the operator's."""
+        return self.total_s - self.down_s
 
 
 def write_recovery(lakehouse: Lakehouse, recovery: Recovery) -> None:

@@ -6,39 +6,27 @@ metrics, for a row group by its statistics, and only where those leave it open b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.dataset as ds
 import pyarrow.parquet as pq
-from pyiceberg.conversions import to_bytes
-from pyiceberg.exceptions import ValidationError as IcebergValidationError
-from pyiceberg.expressions import AlwaysFalse, AlwaysTrue, BooleanExpression, Or
-from pyiceberg.expressions.parser import parse
-from pyiceberg.expressions.visitors import (
-    _InclusiveMetricsEvaluator,
-    _StrictMetricsEvaluator,
-    bind,
-    extract_field_ids,
-)
-from pyiceberg.io.pyarrow import expression_to_pyarrow
-from pyiceberg.manifest import DataFile
 from pyiceberg.schema import Schema
 from pyiceberg.table import Table
-from pyiceberg.types import DoubleType, FloatType, IcebergType, NestedField
-from pyparsing import ParseBaseException
+from pyiceberg.types import IcebergType
 
-from catalog.columns import Bounds, FileColumns, field_ids, name_mapping_of
-from catalog.data_files import ROW_ID_FIELD_ID, LiveFile, as_sql, live_files, snapshot_schema
+from catalog.columns import Bounds, FileColumns, field_ids, name_mapping_of, open_parquet
+from catalog.data_files import ROW_ID_FIELD_ID, LiveFile, live_files, snapshot_schema
 from catalog.deletes import NO_ROWS, Deletes
 from catalog.errors import DataFileUnreadable, NoSuchColumn, SpecInvalid, UnsupportedColumn
+from catalog.filters.conditions import Condition, Constant, combine, parse_filter
+from catalog.filters.facts import Facts, of_counts
+from catalog.filters.literals import from_arrow
 
 _THREADS = 4
 
@@ -60,81 +48,43 @@ class RowGroup:
     first_row_id: int | None = None
 
 
-def parse_filter(text: str, schema: Schema) -> BooleanExpression:
-    """The Iceberg expression in `text`; all rows when empty.
-
-    Raises:
-        SpecInvalid: it cannot be parsed.
-        NoSuchColumn: it names a column that the schema lacks.
-    """
-    if not text.strip():
-        return AlwaysTrue()
-    try:
-        expression = parse(text)
-    except ParseBaseException as err:  # its own message lists the whole grammar
-        rest = repr(text[err.loc :]) if text[err.loc :] else "its end"
-        raise SpecInvalid(
-            f"expected a filter such as \"length > 10 AND lang = 'en'\", found {text!r}, which makes no sense from "
-            f"position {err.loc} on: {rest}"
-        ) from err
-    except ValueError as err:
-        raise SpecInvalid(f"expected a filter such as \"length > 10 AND lang = 'en'\", found {text!r}: {err}") from err
-    try:
-        bind(schema, expression, case_sensitive=True)
-    except (ValueError, IcebergValidationError) as err:
-        raise NoSuchColumn(f"filter {text!r} does not fit the table's columns {schema.column_names!r}: {err}") from err
-    _check_top_level(text, expression, schema)
-    return expression
-
-
-def parse_exclusion(text: str, schema: Schema, table: Table) -> tuple[Schema, BooleanExpression]:
-    """The Iceberg expression in `text`, and the columns that it looks at under the names by which it calls them.
+def parse_exclusion(text: str, schema: Schema, table: Table) -> tuple[Schema, Condition]:
+    """The condition in `text`, and the columns that it looks at under the names by which it calls them.
 
     Where `schema` lacks a name, the newest schema of the table that has them all says which columns are meant: what was
     renamed is still found by its field id, and a column that came later is null in older files.
 
     Raises:
-        SpecInvalid: it cannot be parsed.
+        SpecInvalid: it is blank or no filter, or compares a column with what it cannot be compared with.
         NoSuchColumn: no schema of the table has all columns that it names.
     """
+    if not text.strip():
+        raise SpecInvalid(
+            f"expected rows to exclude, such as \"lang = 'en'\", found the blank {text!r}: leave the exclusion out, or name "
+            f"rows by the columns {schema.column_names!r}"
+        )
     try:
         return schema, parse_filter(text, schema)
     except NoSuchColumn:
+        now = {found.field_id: found for found in schema.fields}
         for other in sorted(table.schemas().values(), key=lambda known: known.schema_id, reverse=True):
-            with suppress(NoSuchColumn):
-                expression = parse_filter(text, other)
-                named = [other.find_field(found) for found in sorted(_fields_of(expression, other))]
-                now = {found.field_id: found for found in schema.fields}
-                columns = [now.get(each.field_id, each).model_copy(update={"name": each.name}) for each in named]
-                return Schema(*columns), expression
+            current = Schema(
+                *(now.get(each.field_id, each).model_copy(update={"name": each.name}) for each in other.fields)
+            )
+            for names in (current, other):  # fields inside of a struct may have been renamed, too
+                with suppress(NoSuchColumn):
+                    return names, parse_filter(text, names)
         raise
 
 
 def _excluded(exclude: Sequence[str], schema: Schema, table: Table) -> list[_Predicate]:
     """What the exclusions name; those that `schema` understands as one predicate."""
-    own: BooleanExpression = AlwaysFalse()
-    others = []
-    for text in exclude:
-        names, expression = parse_exclusion(text, schema, table)
-        if names is schema:
-            own = Or(own, expression)
-        else:
-            others.append(_Predicate(names, as_sql(expression)))
-    return [_Predicate(schema, as_sql(own)), *others]
-
-
-def _check_top_level(text: str, expression: BooleanExpression, schema: Schema) -> None:
-    nested = _fields_of(expression, schema) - {found.field_id for found in schema.fields}
-    if nested:
-        names = sorted(schema.find_column_name(field_id) or "" for field_id in nested)
-        raise SpecInvalid(
-            f"expected a filter on top-level columns, found {text!r}, which looks into {names!r}: filter on other columns"
-        )
-
-
-def _fields_of(expression: BooleanExpression, schema: Schema) -> set[int]:
-    found: set[int] = extract_field_ids(bind(schema, expression, case_sensitive=True))
-    return found
+    parsed = [parse_exclusion(text, schema, table) for text in exclude]
+    own = combine(False, [condition for names, condition in parsed if names is schema])
+    return [
+        _Predicate(schema, own),
+        *(_Predicate(names, condition) for names, condition in parsed if names is not schema),
+    ]
 
 
 def row_groups_of(
@@ -173,77 +123,30 @@ def row_groups_of(
 
 @dataclass(frozen=True)
 class _Predicate:
-    """An expression, as SQL understands it, decided by statistics or row by row."""
+    """A condition and the schema that it is bound to; decided by statistics or row by row."""
 
     schema: Schema
-    expression: BooleanExpression
+    condition: Condition
 
     @cached_property
     def names(self) -> list[str]:
         """The columns that it looks at."""
-        return [self.schema.find_field(found).name for found in sorted(_fields_of(self.expression, self.schema))]
+        return self.condition.columns
 
-    @cached_property
-    def _may(self) -> _InclusiveMetricsEvaluator:
-        return _InclusiveMetricsEvaluator(self.schema, self.expression)
-
-    @cached_property
-    def _must(self) -> _StrictMetricsEvaluator:
-        return _StrictMetricsEvaluator(self.schema, self.expression)
-
-    @cached_property
-    def _rows(self) -> ds.Expression:
-        return expression_to_pyarrow(bind(self.schema, self.expression, case_sensitive=True), self.schema)
-
-    def of_all(self, rows: int, bounds: dict[str, Bounds]) -> bool | None:
+    def of_all(self, rows: int, bounds: Mapping[str, Bounds]) -> bool | None:
         """Whether it is true for all rows (True) or none (False) of a row group with these statistics; None: not known."""
-        if isinstance(self.expression, AlwaysTrue | AlwaysFalse):
-            return isinstance(self.expression, AlwaysTrue)
-        metrics = _metrics(rows, {self.schema.find_field(name): bounds.get(name) for name in self.names})
-        if not self._may.eval(metrics):
-            return False
-        return True if self._must.eval(metrics) else None
-
-    def of_rows(self, table: pa.Table) -> npt.NDArray[np.bool_]:
-        """For which rows it is true; `table` has the columns `names`."""
-        position = pa.array(np.arange(len(table), dtype=np.int64))
-        found = ds.dataset(table.append_column("dlac_position", position)).to_table(
-            columns=["dlac_position"], filter=self._rows
-        )
-        true = np.zeros(len(table), dtype=np.bool_)
-        true[found["dlac_position"].to_numpy()] = True
-        return true
+        known = {
+            path.field_id: _facts(path.kind, rows, bounds[path.name])
+            for path in self.condition.paths
+            if len(path.fields) == 1 and path.name in bounds
+        }
+        decided = self.condition.simplify(known)
+        return decided.value if isinstance(decided, Constant) else None
 
 
-def _metrics(rows: int, bounds: dict[NestedField, Bounds | None]) -> DataFile:
-    """Statistics of a row group in the form that pyiceberg's evaluators take.
-
-    They take an unknown number of nulls or NaN for none: `rows + 1` says that there may be some, and not only those.
-    """
-    known = {found.field_id: (found.field_type, bound) for found, bound in bounds.items() if bound is not None}
-    return DataFile.from_args(
-        record_count=rows,
-        value_counts=dict.fromkeys((found.field_id for found in bounds), rows),
-        null_value_counts={
-            found.field_id: rows + 1 if bound is None or bound.nulls is None else bound.nulls
-            for found, bound in bounds.items()
-        },
-        nan_value_counts={
-            found.field_id: rows + 1 for found in bounds if isinstance(found.field_type, FloatType | DoubleType)
-        },
-        lower_bounds={
-            key: _as_bytes(kind, bound.lower) for key, (kind, bound) in known.items() if bound.lower is not None
-        },
-        upper_bounds={
-            key: _as_bytes(kind, bound.upper) for key, (kind, bound) in known.items() if bound.upper is not None
-        },
-    )
-
-
-def _as_bytes(kind: IcebergType, value: Any) -> bytes:
-    temporal = isinstance(value, pa.TimestampScalar | pa.Date32Scalar | pa.Time64Scalar)
-    found: bytes = to_bytes(kind, value.value if temporal else value.as_py())  # type: ignore[arg-type]  # only primitives have bounds
-    return found
+def _facts(kind: IcebergType, rows: int, bounds: Bounds) -> Facts:
+    lower, upper = (None if one is None else from_arrow(kind, one) for one in (bounds.lower, bounds.upper))
+    return of_counts(kind, rows=rows, nulls=bounds.nulls, lower=lower, upper=upper)
 
 
 class _Planner:
@@ -261,7 +164,7 @@ class _Planner:
         """The row groups of a file, from one opening of it."""
         try:
             with self._io.new_input(file.path).open() as stream:
-                return self._of_parquet(file, pq.ParquetFile(stream))
+                return self._of_parquet(file, open_parquet(stream, self._schema.fields))
         except (OSError, pa.ArrowException) as err:
             raise DataFileUnreadable(
                 f"expected a Parquet file at {file.path!r}, found {type(err).__name__}: {err}; restore the file, or plan "
@@ -293,7 +196,7 @@ class _Planner:
             first_row += footer.num_rows
         return groups
 
-    def _wanted(self, residual: BooleanExpression) -> _Predicate:
+    def _wanted(self, residual: Condition) -> _Predicate:
         """One predicate for all files that share a residual, since preparing it costs more than asking it."""
         return self._predicates.setdefault(id(residual), _Predicate(self._schema, residual))
 
@@ -323,7 +226,7 @@ class _InFile:
         if known is not None:
             return known
         read = self.parquet.read_row_group(row_group, columns=self.columns.in_file)
-        return self.predicate.of_rows(self.columns.align(read, footer.num_rows))
+        return self.predicate.condition.true_rows(self.columns.align(read, footer.num_rows))
 
 
 def _dead_rows(

@@ -6,7 +6,7 @@ from pyiceberg.table import Table
 from pyiceberg.table.snapshots import Snapshot
 
 from catalog.connect import Lakehouse, reachable
-from catalog.errors import CommitConflict, NoSuchSnapshot, PinLost, TableReplaced
+from catalog.errors import CommitConflict, NoSuchSnapshot, PinLost, TableReplaced, UnsupportedSnapshot
 from catalog.retrying import overtaken, retrying
 
 
@@ -25,6 +25,7 @@ def snapshot_of(table: Table, snapshot_id: int | None) -> Snapshot:
 
     Raises:
         NoSuchSnapshot: the table has no such snapshot, or none at all.
+        UnsupportedSnapshot: its id is no signed 64-bit number, and so cannot be recorded.
     """
     found = table.current_snapshot() if snapshot_id is None else table.snapshot_by_id(snapshot_id)
     if found is None:
@@ -33,7 +34,27 @@ def snapshot_of(table: Table, snapshot_id: int | None) -> Snapshot:
         raise NoSuchSnapshot(
             f"expected {wanted} in table {name_of(table)!r}, found only {known!r}: append rows or name one of these"
         )
+    if not -(2**63) <= found.snapshot_id < 2**63:
+        raise UnsupportedSnapshot(
+            f"expected a snapshot id of 64 bits with a sign, as Iceberg defines it, found {found.snapshot_id} in table "
+            f"{name_of(table)!r}: append to the table with a writer that keeps to the format, and read the new snapshot"
+        )
     return found
+
+
+def schema_id_of(table: Table, snapshot: Snapshot) -> int:
+    """The schema as which a snapshot is read: the one it was written with, whatever the table's is now.
+
+    Raises:
+        UnsupportedSnapshot: the table's metadata lack that schema.
+    """
+    schema_id = table.metadata.current_schema_id if snapshot.schema_id is None else snapshot.schema_id
+    if schema_id not in table.schemas():
+        raise UnsupportedSnapshot(
+            f"expected schema {schema_id} of snapshot {snapshot.snapshot_id} in the metadata of table {name_of(table)!r}, found "
+            f"only schemas {sorted(table.schemas())!r}: read another snapshot"
+        )
+    return schema_id
 
 
 def pin(lakehouse: Lakehouse, identifier: str, snapshot_id: int) -> str:

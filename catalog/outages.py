@@ -1,0 +1,196 @@
+"""What keeps a catalog from answering: a wrong address, an SQLite file that is locked, or an outage."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TypeVar
+from urllib.parse import parse_qs, urlsplit
+
+import psutil
+import requests
+from pyiceberg.exceptions import RESTError
+from sqlalchemy import make_url
+from sqlalchemy.exc import ArgumentError, DBAPIError
+
+from catalog.errors import CatalogMisconfigured
+from catalog.lakehouse_config import LakehouseConfig, sqlite_file
+
+_T = TypeVar("_T")
+_LOCK_TIMEOUT_S = 30.0
+_REPORT_AFTER_S = 2.0
+_UNKNOWN_HOST = ("Name or service not known", "nodename nor servname", "No address associated with hostname")
+_DAMAGED = ("not a database", "disk image is malformed")
+_REFUSED = (
+    "password authentication failed",
+    "no password supplied",
+    "Ident authentication failed",
+    "Peer authentication failed",
+    "invalid port number",
+    "invalid connection option",
+    "invalid URI query parameter",
+    "invalid sslmode",
+    "server does not support SSL",
+    "certificate verify failed",
+    "CERTIFICATE_VERIFY_FAILED",
+    "WRONG_VERSION_NUMBER",
+    "is not permitted to log in",
+    *_DAMAGED,
+)
+"""What servers and drivers write of requests that stay wrong, in messages without a class of their own."""
+_REFUSED_AT_FIRST = (
+    "no pg_hba.conf entry",
+    "unable to open database file",
+    "RESTError 404",
+    "RestError: Not Found",
+    "RESTError 405",
+    "RestError: Method Not Allowed",
+)
+"""What an address that never worked is answered with, and a right one during a failover or while a mount is absent."""
+_NO_DATABASE = ('database "', 'role "')
+_log = logging.getLogger(__name__)
+
+
+def check_address(config: LakehouseConfig) -> None:
+    """Check the catalog's address before anything is asked or made.
+
+    Raises:
+        CatalogMisconfigured: no catalog can have it.
+    """
+    wanted = {
+        "sql": "an address such as postgresql+psycopg2://user@host:5432/database or sqlite:////folder/catalog.db",
+        "rest": "an address such as https://host:8181",
+    }[config.type]
+    try:
+        if config.type == "rest":
+            parts = urlsplit(config.uri)
+            if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
+                raise ValueError("no http(s)://host with a port from 1 to 65535")
+            return
+        url = make_url(config.uri)
+        if url.port is not None and not 0 < url.port < 65536:
+            raise ValueError("a port outside 1 to 65535")
+        if url.get_backend_name() == "sqlite" and (url.host or url.database in (None, "", ":memory:")):
+            raise ValueError("no file that several processes can open")
+        if url.query.get("uri") == "true" and not str(url.database).startswith("file:"):
+            raise ValueError("uri=true without file: before the path, as in sqlite:///file:/folder/catalog.db?uri=true")
+        file = sqlite_file(config.uri)
+        if file is not None and file.exists() and not file.is_file():
+            raise ValueError("a folder or a device in place of the file")
+    except (ValueError, ArgumentError) as err:
+        said = str(err).splitlines()[0]
+        raise CatalogMisconfigured(
+            f"expected {wanted}, found {config.address!r} ({said}): correct lakehouse.uri"
+        ) from err
+
+
+def is_misconfigured(err: Exception, *, answered: bool = False) -> bool:
+    """Return whether a catalog that was just opened fails for its address or credentials, rather than by an outage.
+
+    `answered`: the catalog has answered at this address before.
+    """
+    if isinstance(err, ArgumentError | requests.exceptions.InvalidURL | requests.exceptions.InvalidSchema):
+        return True
+    if isinstance(err, requests.RequestException | RESTError | DBAPIError):
+        said = str(err)
+        refused = _REFUSED if answered else (*_REFUSED, *_REFUSED_AT_FIRST)
+        no_database = any(name in said for name in _NO_DATABASE) and "does not exist" in said
+        return no_database or any(each in said for each in refused)
+    if isinstance(err, sqlite3.Error | OSError):  # of the file itself
+        damaged = any(each in str(err) for each in _DAMAGED)
+        return damaged if answered else not is_locked(err)
+    return isinstance(err, ValueError)
+
+
+def is_unknown_host(err: Exception) -> bool:
+    """Return whether the name of the catalog's host does not resolve, and no name server was away."""
+    return any(said in str(err) for said in _UNKNOWN_HOST)
+
+
+def is_locked(err: Exception) -> bool:
+    """Return whether SQLite refuses since another process has the file locked."""
+    return "database is locked" in str(err) or "database table is locked" in str(err)
+
+
+def lock_timeout_s(uri: str) -> float:
+    """Return how long SQLite waits for a lock: as the catalog's address says, else half a minute."""
+    said = parse_qs(uri.partition("?")[2]).get("timeout", [])
+    with suppress(ValueError):
+        return float(said[0]) if said else _LOCK_TIMEOUT_S
+    return _LOCK_TIMEOUT_S
+
+
+def wait_for_lock(file: Path, read: Callable[[], _T], *, within_s: float) -> _T:
+    """Call `read` again while another process has the SQLite catalog in `file` locked, and report that within seconds.
+
+    Raises:
+        sqlite3.OperationalError: it was locked for `within_s`.
+    """
+    began = time.monotonic()
+    with report_lock(file, within_s=within_s):
+        while True:
+            try:
+                return read()
+            except sqlite3.OperationalError as err:
+                if not is_locked(err) or time.monotonic() - began > within_s:
+                    raise
+            time.sleep(0.05)
+
+
+@contextmanager
+def report_lock(file: Path, *, within_s: float) -> Iterator[None]:
+    """Report, if what is done here takes seconds, that the SQLite catalog in `file` is slow, and who has it locked."""
+
+    def report() -> None:
+        holder = locked_by(file)
+        found = "locked" if holder else "slow"
+        wait = (
+            f"; {holder}waiting for at most {within_s:.0f} s" if holder else ", and no lock of another process is known"
+        )
+        _log.warning(
+            "expected the catalog %s to answer at once, found it %s for %.0f s%s", file, found, _REPORT_AFTER_S, wait
+        )
+
+    timer = threading.Timer(_REPORT_AFTER_S, report)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def locked_by(file: Path) -> str:
+    """Return a clause that names the processes of this node that have an SQLite file locked; empty: none is known."""
+    holders = sorted(_holders(file))
+    if not holders:
+        return ""
+    return "".join(f"process {pid} ({_name_of(pid)}) holds a lock; " for pid in holders[:3])
+
+
+def _holders(file: Path) -> set[int]:
+    """Return the processes that have a lock on a file or on its journals; Linux lists them."""
+    inodes = set()
+    for suffix in ("", "-journal", "-wal", "-shm"):
+        with suppress(OSError):
+            inodes.add(Path(f"{file}{suffix}").stat().st_ino)
+    found = set()
+    with suppress(OSError, ValueError, IndexError):
+        for line in Path("/proc/locks").read_text().splitlines():
+            fields = line.split()
+            if fields[1] != "->" and int(fields[5].rsplit(":", 1)[-1]) in inodes:
+                found.add(int(fields[4]))
+    return {pid for pid in found if pid > 0 and pid != os.getpid()}
+
+
+def _name_of(pid: int) -> str:
+    try:
+        return psutil.Process(pid).name()
+    except psutil.Error:
+        return "unknown"

@@ -1,0 +1,40 @@
+"""JSON that every reader takes: without NaN and Infinity, which Python writes and no standard knows."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+
+def strict_json(value: object, *, default: Callable[[Any], object] = str, indent: int | None = None) -> str:
+    """Return a value as JSON text; a number that is not finite becomes null.
+
+    `default` turns what JSON has no type for into what it has.
+    """
+    return json.dumps(finite(value, default=default), allow_nan=False, indent=indent)
+
+
+def finite(value: object, *, default: Callable[[Any], object] = str) -> object:
+    """Return a value of plain types alone, in which every number is finite and None takes the place of the others."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, str | int | bool):
+        return value
+    if isinstance(value, Mapping):
+        return {_key(key): finite(each, default=default) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(each, default=default) for each in value]
+    return finite(_plain(default(value)), default=default)
+
+
+def _key(key: object) -> str:
+    return key if isinstance(key, str) else str(key)
+
+
+def _plain(value: object) -> object:
+    """Return what `default` made, if it is of a plain type; anything else as text, so that nothing is asked for ever."""
+    return (
+        value if value is None or isinstance(value, str | int | float | bool | list | tuple | Mapping) else str(value)
+    )
