@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from catalog import errors
 from catalog.connect import connect
-from catalog.errors import ClusterRefused, ClusterSilent, DlacError, NoSuchRun, TrainingFailed
+from catalog.errors import ClusterRefused, ClusterSilent, DlacError, NoSuchCheckpoint, NoSuchRun, TrainingFailed
 from catalog.ledger import Ledger
 from dlac_pipeline.launch_spec import LISTENS_S
 from dlac_pipeline.launchers.hearing import Logs
@@ -305,7 +305,7 @@ class ClusterJob:
         with suppress(DlacError):
             try:
                 return int(self._ledger().restorable(self._request.spec.run)["step"])
-            except NoSuchRun:
+            except (NoSuchCheckpoint, NoSuchRun):
                 return 0
         return None
 

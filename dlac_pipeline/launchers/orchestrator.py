@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import threading
@@ -11,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, TextIO
 
 from catalog.errors import TrainingFailed
+from catalog.plain_json import strict_json
 
 MARGIN_S = 5.0
 """What a launcher gets on top of the ranks' grace period when nobody needs it any more."""
@@ -67,7 +67,7 @@ class _Events:
         try:
             with self._saying:
                 stream = self._stream or sys.stdout
-                stream.write(json.dumps(event, default=str) + "\n")  # in one piece: on Slurm the nodes share a file
+                stream.write(strict_json(event) + "\n")  # in one piece: on Slurm the nodes share a file
                 stream.flush()
         except BrokenPipeError:  # nobody listens any more; the end of standard input says so as well
             self._stream = open(os.devnull, "w")  # noqa: SIM115 - stays open until the process ends

@@ -11,11 +11,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from catalog.errors import BadInput, SpecInvalid
+from catalog.masking import mask_setting
 from dlac_pipeline.ranks.starter import RankStarter
 from dlac_pipeline.recover.attempt import Event
 from dlac_pipeline.recover.leg_choice import Wish
 from dlac_pipeline.recover.supervise import Outcome, Supervisor
 from dlac_pipeline.request import Request
+from dlac_pipeline.spec import parse_spec
 
 if TYPE_CHECKING:
     from dlac_pipeline.launchers.cluster import ClusterJob
@@ -51,7 +53,7 @@ def launcher_for(request: Request, on_event: Callable[[Event], None], starter: R
 
 
 def rendered(request: Request) -> str:
-    """The job that a scheduler would get; nothing is submitted.
+    """The job that a scheduler would get, with *** for each secret; nothing is submitted.
 
     Raises:
         SpecInvalid: no scheduler is named, or it cannot do what the cluster section says.
@@ -59,7 +61,8 @@ def rendered(request: Request) -> str:
     """
     if request.spec.launch.on == "here":
         raise SpecInvalid("expected launch.on = 'slurm' or 'kubernetes' to render a job for, found 'here'")
-    return _cluster_job(request, lambda event: None).render()
+    shown = parse_spec(mask_setting("", request.spec.model_dump()), origin="the job spec without its secrets")
+    return _cluster_job(request.model_copy(update={"spec": shown}), lambda event: None).render()
 
 
 def _cluster_job(request: Request, on_event: Callable[[Event], None]) -> ClusterJob:

@@ -9,6 +9,7 @@ import time
 from catalog.connect import connect
 from catalog.errors import DlacError, Fenced, name_of
 from catalog.ledger import Ledger
+from dlac_pipeline.launchers.bug_report import EXIT_CODE, report_unexpected
 from dlac_pipeline.launchers.orchestrator import MARGIN_S, Orchestrator, say
 from dlac_pipeline.launchers.protocol import Launcher, launcher_for
 from dlac_pipeline.launchers.signals import on_ending_signals
@@ -36,6 +37,9 @@ def run_and_tell(launcher: Launcher) -> int:
         outcome = launcher.run()
     except DlacError as err:
         return say_error(err)
+    except Exception as err:
+        say({"event": "error", "kind": type(err).__name__, "message": report_unexpected(err)})
+        return EXIT_CODE
     say({"event": "ended", "ending": outcome.ending, "attempts": outcome.attempts, "step": outcome.step})
     return 0
 

@@ -6,18 +6,15 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from ipaddress import ip_address
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
-
-import psutil
 
 from dlac_pipeline.checkpoint.config import config_digest
 from dlac_pipeline.launch_spec import LaunchSpec
 from dlac_pipeline.nodes.crew import Crew, CutOff, agreed, free_port
 from dlac_pipeline.nodes.shares import Offer, usable_ranks
 from dlac_pipeline.nodes.talk import Words
-from dlac_pipeline.ranks.group import GLOO_INTERFACE
+from dlac_pipeline.ranks.addresses import GLOO_INTERFACE, interface_of
 from dlac_pipeline.ranks.share import Share
 from dlac_pipeline.spec import JobSpec
 
@@ -109,19 +106,6 @@ def _told_by_errors() -> Iterator[None]:
 
 def _chosen_interface(launch: LaunchSpec) -> str:
     return launch.env.get(GLOO_INTERFACE, "") or os.environ.get(GLOO_INTERFACE, "")
-
-
-def interface_of(address: str) -> str:
-    """The network interface with an address of this machine's; empty if that leads nowhere but here, or to none.
-
-    (A machine's own name often stands for a loopback address in its hosts file.)
-    """
-    with suppress(OSError):
-        found = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][4][0]
-        for name, addresses in psutil.net_if_addrs().items():
-            if any(each.address.partition("%")[0] == found for each in addresses):
-                return name if found == address or not ip_address(found).is_loopback else ""
-    return ""
 
 
 def _ranks_alone(launch: LaunchSpec, batch_size: int) -> int:

@@ -25,6 +25,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousConnectionError,
     RendezvousError,
     RendezvousParameters,
+    RendezvousStateError,
     RendezvousTimeoutError,
 )
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
@@ -37,9 +38,12 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     create_handler,
 )
 
-from catalog.errors import NodesMissing, SpecInvalid
-from dlac_pipeline.launch_spec import LaunchSpec
+from catalog.errors import NodesMissing, RendezvousInvalid, SpecInvalid
+from dlac_pipeline.launch_spec import LaunchSpec, check_port
+from dlac_pipeline.nodes.rendezvous_state import decode_state, encode_state
 from dlac_pipeline.nodes.talk import EndedElsewhere, Round, Words
+from dlac_pipeline.ranks.addresses import own_address
+from dlac_pipeline.ranks.process_group import serve_store
 
 Result = TypeVar("Result")
 _LOOK_S = 0.1
@@ -50,6 +54,8 @@ _KEEP_ALIVES = 3
 _MARGIN_S = 10.0
 """For a call beyond its own time-out: then it is the network that is silent."""
 _LEAVING = "leaving"
+_LAST_PORT = 65535
+"""A greater number would be taken modulo 65536."""
 logging.getLogger("torch.distributed.elastic.rendezvous").setLevel(logging.CRITICAL)
 """Else it warns each second of a store that is gone, which `Talk` has noticed."""
 os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
@@ -63,7 +69,7 @@ class Rendezvous:
         """`name` is the run's, and no other's that meets at the same address."""
         self._launch = launch
         self._name = name
-        self._host, _, port = launch.rendezvous.rpartition(":")
+        self._host, port = _endpoint_of(launch.rendezvous)
         self._port = int(port)
         self._handler: DynamicRendezvousHandler | None = None
         self._backend: _Backend | None = None
@@ -80,6 +86,7 @@ class Rendezvous:
         Raises:
             EndedElsewhere: the run has ended without this machine.
             NodesMissing: too few machines came, or nobody served the rendezvous, for `launch.gather_timeout_s`.
+            RendezvousInvalid: the rendezvous has content that no DLAC wrote.
         """
         deadline = time.monotonic() + self._launch.gather_timeout_s
         while not stop.is_set():
@@ -95,6 +102,11 @@ class Rendezvous:
                     continue
                 problem = str(err)
                 self.forget()
+            except RendezvousStateError as err:
+                raise RendezvousInvalid(
+                    f"expected the state of a rendezvous of this DLAC at {self._launch.rendezvous!r}, found {err}: stop what "
+                    "writes there, start the rendezvous again, and keep its port within the cluster"
+                ) from err
             except (RendezvousError, RuntimeError, OSError, NotInTime) as err:
                 problem = str(err) or type(err).__name__
                 self.forget()
@@ -204,8 +216,9 @@ class Rendezvous:
 
     def _address(self) -> str:
         """At which the others reach this machine."""
-        if _is_mine(self._host):
-            return self._host
+        own = own_address(self._host)
+        if own:
+            return own
         family, kind, _, _, where = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:  # nothing is sent
             probe.connect(where)
@@ -221,10 +234,14 @@ class Rendezvous:
 
     def _opened(self) -> TCPStore:
         patience = timedelta(seconds=self._launch.node_timeout_s)
-        self._serves = _serves_here(self._host, self._port)
-        if not self._serves and not _answers(self._host, self._port):
+        own = own_address(self._host)
+        if own and not _answers(own, self._port):
+            self._serves = True
+            return serve_store(own, self._port, timeout=patience)
+        self._serves = False
+        if not _answers(own or self._host, self._port):
             raise OSError(f"nobody answers at {self._launch.rendezvous!r}")
-        return TCPStore(self._host, self._port, is_master=self._serves, wait_for_workers=False, timeout=patience)
+        return TCPStore(own or self._host, self._port, is_master=False, wait_for_workers=False, timeout=patience)
 
 
 def _leaves(context: _RendezvousContext, deadline: float) -> _Action:
@@ -237,7 +254,10 @@ def _leaves(context: _RendezvousContext, deadline: float) -> _Action:
 
 
 class _Backend(C10dRendezvousBackend):
-    """Where the state of the rendezvous is; closed to calls that were left behind."""
+    """The place of the rendezvous' state, closed to calls that were left behind.
+
+    PyTorch's handler pickles and unpickles the state. The store has JSON: what the handler unpickles was pickled right here.
+    """
 
     def __init__(self, store: TCPStore, name: str) -> None:
         super().__init__(store, name)
@@ -247,19 +267,28 @@ class _Backend(C10dRendezvousBackend):
 
     def get_state(self) -> tuple[bytes, Any] | None:
         """The state, as of now."""
-        self._check_open()
-        return super().get_state()
+        found = self._read_state()
+        return None if found is None else (pickle.dumps(found[0]), found[1])
 
     def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
         """Change it, unless others did."""
         self._check_open()
-        return super().set_state(state, token)
+        done = super().set_state(encode_state(pickle.loads(state)), token)  # pickled by this process a moment ago
+        if done is None or len(done) == 2:
+            return done
+        content, token, has_set = done
+        return pickle.dumps(decode_state(content)), token, has_set
 
     def somebody_waits(self) -> bool:
         """Whether there is a machine beside those that take part."""
-        found = self.get_state()
-        state = pickle.loads(found[0]) if found else _RendezvousState()
-        return bool(state.wait_list or state.redundancy_list)
+        found = self._read_state()
+        return found is not None and bool(found[0].wait_list or found[0].redundancy_list)
+
+    def _read_state(self) -> tuple[_RendezvousState, Any] | None:
+        """Return the state of the store and its token; None: there is none yet."""
+        self._check_open()
+        found = super().get_state()
+        return None if found is None else (decode_state(found[0]), found[1])
 
     def _check_open(self) -> None:
         if self.closed or self.only not in ("", threading.current_thread().name):
@@ -280,21 +309,27 @@ def serve(address: str, stop: threading.Event, on_ready: Callable[[], None]) -> 
     Raises:
         SpecInvalid: nothing can listen there, or somebody else does.
     """
-    host, _, port = address.rpartition(":")
-    if not port.isdecimal() or not _serves_here(host, int(port)):
-        raise SpecInvalid(
-            f"expected host:port at which this machine can listen, found {address!r}: it is not an address of this machine, or "
-            "somebody listens there already"
-        )
-    store = TCPStore(host, int(port), is_master=True, wait_for_workers=False)
+    try:
+        check_port(address)
+    except ValueError as err:
+        raise SpecInvalid(str(err)) from err
+    host, port = _endpoint_of(address)
+    own = own_address(host) if host else ""
+    try:
+        if not own or _answers(own, int(port)):
+            raise OSError("it is not an address of this machine, or somebody listens there already")
+        store = serve_store(own, int(port))
+    except OSError as err:
+        raise SpecInvalid(f"expected host:port at which this machine can listen, found {address!r}: {err}") from err
     on_ready()
     stop.wait()
     del store
 
 
-def _serves_here(host: str, port: int) -> bool:
-    """Whether this machine is the one to serve, and none of its processes does yet."""
-    return _is_mine(host) and not _answers(host, port)
+def _endpoint_of(address: str) -> tuple[str, str]:
+    """Return host and port of host:port, where an IPv6 address has brackets."""
+    host, _, port = address.rpartition(":")
+    return host.removeprefix("[").removesuffix("]"), port
 
 
 def _answers(host: str, port: int) -> bool:
@@ -302,17 +337,6 @@ def _answers(host: str, port: int) -> bool:
     with suppress(OSError), socket.create_connection((host, port), _ANSWER_S):
         return True
     return False
-
-
-def _is_mine(host: str) -> bool:
-    """Whether the address is one of this machine's: only then something can listen on it."""
-    try:
-        family, kind, _, _, (address, *_) = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.bind((address, 0))
-    except OSError:
-        return False
-    return True
 
 
 class _Waiting:

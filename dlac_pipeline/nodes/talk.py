@@ -124,7 +124,9 @@ class Talk:
     def _go_on(self) -> None:
         while not self._ends.is_set():
             self._hurries.clear()
-            with suppress(RuntimeError, OSError):  # the store is gone, or does not answer: `cut_off` says so in time
+            with suppress(
+                RuntimeError, OSError, ValueError
+            ):  # the store is gone, or has words of strangers: `cut_off` says so
                 self._speak()
                 self._listen()
                 with self._lock:
@@ -151,15 +153,15 @@ class Talk:
         for index, said in zip(
             there, store.multi_get([_said_by(index) for index in there]) if there else (), strict=True
         ):
-            heard, words = self._heard[index], json.loads(said)
+            heard, words = self._heard[index], _words_in(said)
             with self._lock:
-                if words["beat"] != heard.words.get("beat"):
+                if words.get("beat") != heard.words.get("beat"):
                     heard.words, heard.at = words, self._now()
         with self._lock:
             wanted = sorted(self._wanted)
         for subject in wanted:
             if store.check([subject]):
-                words = json.loads(store.get(subject))
+                words = _words_in(store.get(subject))
                 with self._lock:
                     self._told[subject] = words
         if self._beat % _WAITING_EVERY == 0:
@@ -173,6 +175,18 @@ class Talk:
             silent = [index for index in silent if not check([_said_by(index)])]
             return [index for index in self._heard if index not in silent]
         return [*self._heard]
+
+
+def _words_in(said: bytes) -> Words:
+    """Return the words of a node.
+
+    Raises:
+        ValueError: these are no words of a node.
+    """
+    words = json.loads(said)
+    if not isinstance(words, dict):
+        raise ValueError(f"expected words, found {type(words).__name__}")
+    return words
 
 
 def _said_by(index: int) -> str:

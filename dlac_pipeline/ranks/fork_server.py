@@ -14,6 +14,7 @@ about to run its script, whose they are. Little is imported by this module itsel
 
 from __future__ import annotations
 
+import atexit
 import gc
 import json
 import os
@@ -124,6 +125,8 @@ def _become_rank(request: dict[str, Any], script: str, arguments: list[str], ser
     if numpy is not None:
         numpy.random.seed()
     sys.argv = ["dlac_pipeline.ranks.rank", script, *arguments]
+    # Libraries report what the frozen objects keep alive at the end, into the log, after the traceback of the script.
+    atexit.register(gc.unfreeze)
     rank.main()
     return 0
 

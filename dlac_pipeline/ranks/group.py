@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from catalog.errors import TrainingFailed
+from catalog.masking import mask_secrets
 from dlac_pipeline.ranks import undertaker
+from dlac_pipeline.ranks.addresses import GLOO_INTERFACE, LOOPBACK, interface_of
 from dlac_pipeline.ranks.launch_folder import log_file, notice_file, reason_file
 from dlac_pipeline.ranks.progress import Phase, Progress, read_progress
 from dlac_pipeline.ranks.rank import (
@@ -26,6 +28,8 @@ from dlac_pipeline.ranks.rank import (
     held_signals,
     reason_not_started,
 )
+from dlac_pipeline.ranks.rank_logs import LogBound
+from dlac_pipeline.ranks.script_errors import Origin
 from dlac_pipeline.ranks.share import Share
 from dlac_pipeline.read.memory import ALLOCATOR_SETTINGS
 from dlac_pipeline.spec import JobSpec
@@ -37,8 +41,8 @@ _TAIL_BYTES = 64 * 1024
 _KILLED_WITHIN_S = 60.0
 """What a killed rank gets to be gone: the kernel gives back its memory first, and that of its accelerator."""
 _UNDERTAKER_WITHIN_S = 5.0
-GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
-"""Names the network interface of Gloo, which without it takes the one that this machine's name resolves to, or loopback."""
+NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
+"""The same of NCCL, which looks for itself where there are several nodes."""
 GROUP_SETTINGS = {"TORCH_GLOO_LAZY_INIT": "1"}
 """Ranks connect when they first talk to each other. Else each group of n ranks begins with n * n questions to one store."""
 
@@ -57,11 +61,19 @@ class Exit:
     """What the error says besides, for programs."""
     at: float = math.inf
     """When it left its reason behind, in seconds since the epoch."""
+    where: str = ""
+    """The innermost line of the user's code in the traceback of its exception."""
+    place: str = ""
+    """Digest of the class of the exception and of the line that raised it; empty: it recorded no exception."""
+    origin: Origin = ""
+    traceback: str = ""
+    """The frames of the user's code."""
 
     def __str__(self) -> str:
         if self.code < 0:
             return f"rank {self.rank} was killed by {signal_name(-self.code)}"
-        reason = f" of {self.kind}: {self.message}" if self.kind else f" with exit status {self.code}"
+        status = self.detail.get("status", self.code)
+        reason = f" of {self.kind}: {self.message}" if self.kind else f" with exit status {status}"
         return f"rank {self.rank} died{reason}"
 
 
@@ -161,7 +173,14 @@ def environment_of(spec: JobSpec) -> dict[str, str]:
     """The environment that the ranks of a job have in common."""
     threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     own = {RUN_VARIABLE: spec.run, SUPERVISOR_VARIABLE: str(os.getpid())}
-    return {**ALLOCATOR_SETTINGS, **GROUP_SETTINGS, **os.environ, **threads, **spec.launch.env, **own}
+    alone = {} if spec.launch.max_nodes > 1 else _loopback_settings()
+    return {**ALLOCATOR_SETTINGS, **GROUP_SETTINGS, **alone, **os.environ, **threads, **spec.launch.env, **own}
+
+
+def _loopback_settings() -> dict[str, str]:
+    """Settings of ranks that all are on one node: they talk through loopback, where no other node reaches them."""
+    interface = interface_of(LOOPBACK)
+    return {GLOO_INTERFACE: interface, NCCL_INTERFACE: interface} if interface else {}
 
 
 def spawn_rank(spec: JobSpec, place: dict[str, str], log: Path) -> RankProcess:
@@ -189,6 +208,7 @@ class RankGroup:
         self.ranks = range(share.first_rank, share.first_rank + share.ranks)
         self.started_at = time.time()
         self._undertaker = _start_undertaker(folder)
+        self._logs = LogBound({rank: log_file(folder, rank) for rank in self.ranks}, spec.launch.log_mb * 2**20)
         self._processes: dict[int, RankProcess] = {}
         try:
             for rank in self.ranks:
@@ -239,7 +259,8 @@ class RankGroup:
         with contextlib.suppress(FileNotFoundError), path.open("rb") as stream:  # it may never have started
             stream.seek(max(0, stream.seek(0, os.SEEK_END) - _TAIL_BYTES))
             said = stream.read(_TAIL_BYTES)
-        return {"log": str(path), "log_tail": "\n".join(said.decode(errors="replace").splitlines()[-_TAIL_LINES:])}
+        tail = "\n".join(said.decode(errors="replace").splitlines()[-_TAIL_LINES:])
+        return {"log": str(path), "log_tail": mask_secrets(tail)}
 
     def ask_to_stop(self) -> None:
         """SIGTERM: checkpoint at the next step boundary and leave."""
@@ -255,6 +276,7 @@ class RankGroup:
         deadline = time.monotonic() + _KILLED_WITHIN_S
         gone = {rank: each.gone(max(0.0, deadline - time.monotonic())) for rank, each in self._processes.items()}
         _dismiss(self._undertaker)
+        self._logs.close()
         if not all(gone.values()):
             left = {rank: self._processes[rank].pid for rank in self.ranks if not gone[rank]}
             raise TrainingFailed(

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 _PROGRESS = re.compile(r"progress-(\d{5,})")
+_LOG = re.compile(r"rank-(\d{5,})\.log")
 
 
 def progress_file(folder: Path, rank: int) -> Path:
@@ -47,3 +48,9 @@ def pid_file(folder: Path, rank: int) -> Path:
 def log_file(folder: Path, rank: int) -> Path:
     """Its output."""
     return folder / f"rank-{rank:05d}.log"
+
+
+def logs_by_rank(folder: Path) -> dict[int, Path]:
+    """Return the files of output that a launch folder has, by rank."""
+    found = {path: _LOG.fullmatch(path.name) for path in sorted(folder.glob("rank-*"))}
+    return {int(name[1]): path for path, name in found.items() if name}

@@ -6,15 +6,17 @@ import json
 import os
 import struct
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 from dlac_pipeline.ranks.launch_folder import in_hand_file, progress_file, ranks_with_progress
 
+_ENDINGS = ("finished", "stopped", "caught_up", "left")
 _FIRST = struct.Struct("<qqdqd")
 """What every version writes; what came later is behind it."""
 _RECORD = struct.Struct(_FIRST.format + "qqqqqqqqd")
@@ -103,13 +105,41 @@ class EventWriter:
     """Tells the supervisor what happened, once for all ranks; without a launch folder there is nobody to tell."""
 
     def __init__(self, folder: Path | None, rank: int) -> None:
-        self._path = None if folder is None or rank != 0 else folder / "events.jsonl"
+        self._rank = rank
+        self._path: Path | None = None
+        self.open(folder)
+
+    def open(self, folder: Path | None) -> None:
+        """Write to this launch folder from now on."""
+        self._path = None if folder is None or self._rank != 0 else folder / "events.jsonl"
 
     def write(self, event: Mapping[str, object]) -> None:
         """Append one event."""
         if self._path is not None:
             with self._path.open("a") as stream:
                 stream.write(json.dumps({**event, "at": time.time()}) + "\n")
+
+
+def read_total_steps(folder: Path) -> int | None:
+    """The step with which the run ends, as the ranks said when they began to train; None if they did not, or cannot tell."""
+    return next((event["total_steps"] for event in reversed(_read_events(folder, ("training",)))), None)
+
+
+def read_ending(folder: Path) -> str | None:
+    """How the script of an attempt ended its run, as rank 0 said: finished, stopped, caught_up or left; None: not in order."""
+    events = _read_events(folder, ("training", *_ENDINGS))
+    ending = str(events[-1]["event"]) if events else "training"
+    return ending if ending in _ENDINGS else None
+
+
+def _read_events(folder: Path, kinds: Sequence[str]) -> list[dict[str, Any]]:
+    """The events of these kinds that rank 0 wrote; none where the folder cannot be read."""
+    try:
+        lines = (folder / "events.jsonl").read_text().splitlines(keepends=True)
+    except OSError:
+        return []
+    wanted = [f'"event": "{kind}"' for kind in kinds]
+    return [json.loads(line) for line in lines if line.endswith("\n") and any(each in line for each in wanted)]
 
 
 def read_in_hand(folder: Path, step: int) -> Iterator[list[int]]:

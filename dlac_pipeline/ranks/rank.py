@@ -21,7 +21,9 @@ from typing import Any
 from setproctitle import setproctitle
 
 from catalog.errors import DlacError, ScriptInvalid, TrainingFailed, name_of
+from catalog.masking import mask_secrets, mask_setting
 from dlac_pipeline.ranks.launch_folder import pid_file, reason_file
+from dlac_pipeline.ranks.script_errors import describe_exception, text_of
 
 RUN_VARIABLE = "DLAC_RUN"
 """Names the run, for whoever looks at processes."""
@@ -35,6 +37,8 @@ ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 """What ends a launch. Whoever ends whole process trees sends them to every process of it."""
 _PR_SET_PDEATHSIG = 1
 _RESERVED_BYTES = 16 * 1024
+_RECORDED = "_dlac_recorded"
+"""Attribute of an exception that was recorded: a second record would have a later time, and the first rank to fail is blamed."""
 
 
 def die_with_parent(parent_pid: int) -> None:
@@ -70,6 +74,7 @@ def main() -> None:
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path(script).parent))
     try:
+        _serve_group_store()
         runpy.run_path(script, run_name="__main__")
     except Exception as found:
         err = _as_said(found, script)
@@ -78,6 +83,20 @@ def main() -> None:
             traceback.print_exc()
             sys.stderr.flush()
         sys.exit(err.exit_code if isinstance(err, DlacError) else 1)
+    except BaseException as ended:  # sys.exit, a cancelled task, or an exception class of the script's own
+        leave_reason(ended)
+        raise
+
+
+def _serve_group_store() -> None:
+    """Serve the store of the process group before the script may do so: PyTorch would listen at every address.
+
+    A new Python that is the only rank does not import PyTorch for that ahead of its script.
+    """
+    if os.environ["RANK"] == "0" and (os.environ["WORLD_SIZE"] != "1" or "torch" in sys.modules):
+        from dlac_pipeline.ranks.process_group import serve_group_store
+
+        serve_group_store()
 
 
 def _as_said(err: Exception, script: str) -> Exception:
@@ -105,19 +124,46 @@ def _reason_file() -> Path:
     return reason_file(Path(os.environ[LAUNCH_VARIABLE]), int(os.environ["RANK"]))
 
 
-def leave_reason(err: Exception) -> None:
-    """Overwrite the reserved blanks, or an earlier reason: this one may be that the disk is full.
+def leave_reason(err: BaseException) -> None:
+    """Overwrite the reserved blanks, or an earlier record: this exception may be that the disk is full.
 
-    Of a DLAC error its public class is named.
+    A DLAC error is recorded under its public class, `sys.exit` with a status other than 0 without a class. An interrupt, which
+    a person sends, is not recorded.
     """
+    if isinstance(err, KeyboardInterrupt | GeneratorExit) or (isinstance(err, SystemExit) and _status_of(err) == 0):
+        return
+    if hasattr(err, _RECORDED):
+        return
+    setattr(err, _RECORDED, True)
+    exits = isinstance(err, SystemExit)
     reason = {
-        "kind": name_of(err),
-        "message": str(err)[: _RESERVED_BYTES // 8],
-        "detail": getattr(err, "detail", {}),
+        "kind": "" if exits else name_of(err),
+        "message": "" if exits else mask_secrets(text_of(err))[: _RESERVED_BYTES // 8],
+        "detail": {"status": _status_of(err)} if isinstance(err, SystemExit) else _mask_detail(err),
         "at": time.time(),
+        **describe_exception(err),
     }
     with _reason_file().open("r+b") as stream:
-        stream.write(json.dumps(reason, ensure_ascii=False).encode(errors="replace").ljust(_RESERVED_BYTES))
+        stream.write(_fit(reason).ljust(_RESERVED_BYTES))
+
+
+def _mask_detail(err: BaseException) -> Any:
+    """Return the detail of an exception as plain JSON values without secrets."""
+    return mask_setting("", json.loads(json.dumps(getattr(err, "detail", {}), default=repr)))
+
+
+def _status_of(err: SystemExit) -> int:
+    """Return the exit status that Python makes of it."""
+    return err.code if isinstance(err.code, int) else 0 if err.code is None else 1
+
+
+def _fit(reason: dict[str, Any]) -> bytes:
+    """Return the record as JSON, with the end of the traceback only where all of it exceeds the reserved bytes."""
+    while True:
+        raw = json.dumps(reason, ensure_ascii=False, default=repr).encode(errors="replace")
+        if len(raw) <= _RESERVED_BYTES or not reason["traceback"]:
+            return raw
+        reason["traceback"] = reason["traceback"][len(reason["traceback"]) // 2 + 1 :]
 
 
 def reason_not_started(err: OSError) -> dict[str, Any]:

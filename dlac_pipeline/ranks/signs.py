@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from dlac_pipeline.ranks.launch_folder import in_hand_file
-from dlac_pipeline.ranks.progress import Phase, ProgressWriter, Spent
+from dlac_pipeline.ranks.progress import Phase, Progress, ProgressWriter, Spent
 from dlac_pipeline.read.batch import Batch
 from dlac_pipeline.read.exchange import Waits
 
@@ -99,8 +99,16 @@ class Signs:
             ]
             os.pwrite(self._descriptor, json.dumps([batch.step, said]).encode() + b"\n", 0)
 
+    def now(self, phase: Phase) -> Progress:
+        """What is told of this rank now, in a phase."""
+        return Progress(self._step, phase, time.time(), self._loss_step, self._loss, self._spent())
+
     def _write(self) -> None:
-        spent = Spent(
+        told = self._spent()
+        self._writer.write(self._step, self._phase, loss_step=self._loss_step, loss=self._loss, spent=told)
+
+    def _spent(self) -> Spent:
+        return Spent(
             in_hand=self._in_hand,
             rows=self._rows,
             reading_us=int(self._reading_s * 1e6),
@@ -111,4 +119,3 @@ class Signs:
             convert_us=int(self._convert_s * 1e6),
             began=self._began,
         )
-        self._writer.write(self._step, self._phase, loss_step=self._loss_step, loss=self._loss, spent=spent)

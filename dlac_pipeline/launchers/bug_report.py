@@ -1,0 +1,45 @@
+"""An exception that DLAC does not expect: one line for people, and a file with the traceback for who mends it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import tempfile
+import time
+import traceback
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+EXIT_CODE = 70
+"""Exit status of a process that ends with such an exception: EX_SOFTWARE of sysexits.h."""
+_LIBRARIES = ("dlac", "torch", "pyiceberg", "pyarrow", "duckdb", "sqlalchemy", "dagster", "deepspeed")
+
+
+def report_unexpected(err: BaseException) -> str:
+    """Write the traceback into a file that only this user may read; return the line that names it."""
+    first = next(iter(str(err).splitlines()), "")
+    said = f"unexpected {type(err).__name__}{': ' if first else ''}{first}"
+    try:
+        log = _write_log("".join(traceback.format_exception(err)))
+    except OSError as failed:
+        return f"{said}; this is a bug of DLAC, and its traceback could not be written ({failed}): run it again with free disk"
+    return f"{said}; this is a bug of DLAC: report it with the traceback in {str(log)!r}"
+
+
+def _write_log(trace: str) -> Path:
+    """Write the traceback and the versions of what was at work."""
+    folder = Path(tempfile.gettempdir())
+    name = f"dlac-error-{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}-"
+    descriptor, path = tempfile.mkstemp(prefix=name, suffix=".log", dir=folder)
+    with os.fdopen(descriptor, "w") as stream:
+        stream.write(f"Python {platform.python_version()} on {platform.platform()}\n")
+        stream.writelines(f"{library} {_version(library)}\n" for library in _LIBRARIES)
+        stream.write(f"\n{trace}")
+    return Path(path)
+
+
+def _version(library: str) -> str:
+    try:
+        return version(library)
+    except PackageNotFoundError:
+        return "not installed"
