@@ -23,6 +23,8 @@ from dataclasses import asdict, dataclass
 import dagster as dg
 import psutil
 
+from catalog.masking import mask_secrets
+
 BEAT_EVERY_S = 5.0
 _HEARD_AFTER_BEATS = 2
 """Dagster's own interruption is to come first: a second one would kill the trainer at its last checkpoint."""
@@ -88,7 +90,9 @@ class Heartbeat:
                 self._listen()
             except Exception as err:
                 with suppress(Exception):  # Dagster may have been told to keep what is logged, in the same storage
-                    _log.warning("the storage of Dagster takes no heartbeat, it is tried again: %s", err)
+                    _log.warning(
+                        "the storage of Dagster takes no heartbeat, it is tried again: %s", mask_secrets(str(err))
+                    )
 
     def _beat(self) -> None:
         process = self._process

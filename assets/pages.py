@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -18,6 +19,11 @@ from dlac_pipeline.recover.status import run_status
 _SHOWN = 10
 _CHECKPOINT = ("step", "checkpoint_id", "committed_at", "attempt", "bytes", "state", "verified_at", "names")
 _INCIDENT = tuple(each.name for each in fields(Recovery) if each.name not in ("run", "seq", "format_version"))
+
+
+def _number(value: float) -> float | str:
+    """Return a number as metadata; one that is not finite as text, for Dagster keeps metadata as JSON."""
+    return value if math.isfinite(value) else str(value)
 
 
 def model_page(lakehouse: Lakehouse, run: str) -> dict[str, Any]:
@@ -40,13 +46,20 @@ def model_page(lakehouse: Lakehouse, run: str) -> dict[str, Any]:
     return {
         "run": run,
         "step": status["step"],
-        **({} if status["loss"] is None else {"loss": status["loss"]}),
+        **({} if status["loss"] is None else {"loss": _number(status["loss"])}),
         "state": status["state"],
         "attempts": status["attempt"],
         "head_checkpoint": status["head_checkpoint"] or "(none)",
         "recoveries": status["recoveries"],
         **pictures,
         **table("last_checkpoints", [{name: row[name] for name in _CHECKPOINT} for row in checkpoints]),
-        **table("incidents", [{name: row[name] for name in _INCIDENT} for row in incidents]),
+        **table("incidents", [_incident(row) for row in incidents]),
         "sql": sql(f"SELECT checkpoint_id, step FROM lineage WHERE run = '{run}' ORDER BY step"),
     }
+
+
+def _incident(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of `recoveries`, with what of it was the operator's time and what the recovery's."""
+    recovery = Recovery(**row)
+    found = {name: row[name] for name in _INCIDENT}
+    return {**found, "down_s": recovery.down_s, "recovered_s": recovery.recovered_s}

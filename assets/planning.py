@@ -59,11 +59,14 @@ def pinned_snapshot(context: dg.AssetExecutionContext, job: JobResource) -> dg.M
 def work_plan(context: dg.AssetExecutionContext, job: JobResource) -> dg.MaterializeResult[None]:
     """Plan the pinned snapshots; a run that goes on keeps the plans that its leg binds."""
     from catalog.plans import get_plan
+    from dlac_pipeline.plan.legs import check_readable
     from dlac_pipeline.plan.planner import make_plan
 
     with told_to_dagster(context):
         spec, lakehouse = job.job_spec(), job.lakehouse()
         committed = _last_leg(lakehouse, spec)
+        if committed is None:
+            check_readable(lakehouse, spec)
         pinned = metadata_of_this_run(context, pinned_snapshot.key).get("snapshot_id")
         snapshots = [None] * len(spec.sources) if pinned is None else [int(part) for part in pinned.split(", ")]
         rows = [

@@ -10,7 +10,14 @@ import dagster as dg
 from assets.resources import JobResource
 from assets.shown import table
 from assets.training import model_checkpoint
-from catalog.errors import CatalogUnreachable, DlacError, NoSuchRun, NothingToRehearse, StoreUnavailable
+from catalog.errors import (
+    CatalogUnreachable,
+    DlacError,
+    NoSuchJobSpec,
+    NoSuchRun,
+    NothingToRehearse,
+    StoreUnavailable,
+)
 
 if TYPE_CHECKING:
     from catalog.connect import Lakehouse
@@ -38,7 +45,7 @@ def rehearsed(
 
     try:
         done = rehearse(lakehouse, run, steps=steps, sandbox_folder=sandbox_folder)
-    except (NothingToRehearse, NoSuchRun, CatalogUnreachable, StoreUnavailable) as err:
+    except (NothingToRehearse, NoSuchRun, NoSuchJobSpec, CatalogUnreachable, StoreUnavailable) as err:
         return RehearsedRun(run=run, holds=None, said=str(err))
     except DlacError as err:
         return RehearsedRun(run=run, holds=False, said=f"{type(err).__name__}: {err}")

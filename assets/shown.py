@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import math
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
@@ -30,7 +31,7 @@ def _shown(value: object) -> str | int | float | bool:
     if isinstance(value, datetime):
         return value.isoformat(sep=" ", timespec="seconds")
     if isinstance(value, float):
-        return round(value, 3)
+        return round(value, 3) if math.isfinite(value) else str(value)  # Dagster keeps it as JSON
     if isinstance(value, (bool, int)):
         return value
     return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else "" if value is None else str(value)

@@ -12,16 +12,17 @@ from assets.resources import JobResource
 from assets.supervised import Event, supervised
 from catalog.errors import LeftUnfinished, Preempted, RunBusy, RunFinished, SteppedAside
 from dlac_pipeline.request import OPERATOR, Request
+from dlac_pipeline.spec_problems import LONGEST_WAIT_S, Section
 
 POOL = "trainers"
 """Its limit is the number of training runs that this Dagster instance trains at once; without one it has none."""
 
 
-class LaunchConfig(dg.Config):
+class LaunchConfig(Section, dg.Config):
     """How this launch takes the run over; the defaults start a run, or resume one that nobody is training."""
 
     replaces: int | None = Field(
-        default=None, description="The failed attempt that is recovered; unset: the current one."
+        default=None, ge=0, lt=2**31, description="The failed attempt that is recovered; unset: the current one."
     )
     recovers: str = Field(
         default="",
@@ -30,12 +31,14 @@ class LaunchConfig(dg.Config):
     takeover: bool = Field(
         default=False, description="Fence off a launch that is still alive, instead of being refused."
     )
-    wait_s: float = Field(default=0.0, description="Seconds to wait for another launch to leave.")
+    wait_s: float = Field(
+        default=0.0, ge=0, le=LONGEST_WAIT_S, description="Seconds to wait for another launch to leave."
+    )
     noticed_by: str = Field(
         default=OPERATOR, description="Who noticed the failure: an operator, or the sensor that requested this."
     )
     noticed_at: float | None = Field(
-        default=None, description="When, in seconds since the epoch; unset: when the launch begins."
+        default=None, ge=0, le=1e11, description="When, in seconds since the epoch; unset: when the launch begins."
     )
 
 
@@ -133,7 +136,8 @@ def _show(context: dg.AssetExecutionContext, event: Event) -> None:
         metadata = {name: value for name, value in event.items() if name not in ("event", "at", "asked")}
         context.log_event(dg.AssetObservation(asset_key=context.asset_key, metadata=metadata))
     elif event["event"] == "step":
-        context.log.debug(f"step {event['step']}: loss {event['loss']:.4f}")
+        loss = "not finite" if event["loss"] is None else f"{event['loss']:.4f}"
+        context.log.debug(f"step {event['step']}: loss {loss}")
     else:
         facts = [f"{name} {value}" for name, value in event.items() if name not in ("event", "run", "at", "asked")]
         context.log.info(f"{event['event']}: {', '.join(facts)}")

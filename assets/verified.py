@@ -9,7 +9,7 @@ from typing import Any
 from assets.shown import sql
 from catalog.commits import record_verified
 from catalog.connect import Lakehouse
-from catalog.errors import NoRestorableCheckpoint, NoSuchRun
+from catalog.errors import NoRestorableCheckpoint, NoSuchCheckpoint
 from catalog.ledger import Ledger
 from dlac_pipeline.checkpoint.files import StoreFiles
 from dlac_pipeline.checkpoint.listing import Verdict, list_checkpoints, verify_checkpoints
@@ -19,7 +19,8 @@ def verified_head(lakehouse: Lakehouse, run: str, files: StoreFiles | None) -> V
     """Read the files of the run's head again, and record what was found; None: the run has no checkpoint yet.
 
     Raises:
-        NoSuchRun: there is no such run; or its head was retired while it was read.
+        NoSuchRun: there is no such run.
+        NoSuchCheckpoint: its head was retired while it was read.
         NoRestorableCheckpoint: every checkpoint is damaged.
         StoreUnavailable: the store does not answer; that is no damage, and nothing is recorded.
     """
@@ -35,7 +36,9 @@ def verified_head(lakehouse: Lakehouse, run: str, files: StoreFiles | None) -> V
     found = verify_checkpoints(lakehouse, run, heads[0].step, files=files)
     verdict = next((each for each in found if each.checkpoint.state == "head"), None)
     if verdict is None:
-        raise NoSuchRun(f"expected the head of run {run!r} to read it again, found that it was retired meanwhile")
+        raise NoSuchCheckpoint(
+            f"expected the head of run {run!r} to read it again, found that it was retired meanwhile"
+        )
     record_verified(
         Ledger(lakehouse), run, {verdict.checkpoint.checkpoint_id: verdict.problem}, verification=token_hex(8)
     )

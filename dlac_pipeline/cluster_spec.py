@@ -5,15 +5,15 @@ from __future__ import annotations
 import re
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
+
+from dlac_pipeline.spec_problems import Section
 
 _PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*")
 
 
-class MountSpec(BaseModel):
+class MountSpec(Section):
     """What a node sees of storage outside its container."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: Literal["claim", "host"] = Field(
         default="claim", description='"claim": a persistent volume claim; "host": a folder of the machine.'
@@ -23,26 +23,27 @@ class MountSpec(BaseModel):
     read_only: bool = Field(default=False, description="Whether nodes may only read it.")
 
 
-class ClusterSpec(BaseModel):
+class ClusterSpec(Section):
     """What `launch.on` needs to know where it is a scheduler; how many nodes is said by launch.nodes."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     image: str = Field(
         default="",
         description="Container image with DLAC, the script and its data paths in it; on Slurm empty: the login node's Python.",
     )
     python: str = Field(default="python3", description="Python of the nodes.", min_length=1)
-    cpu: int = Field(default=1, description="Processors of a node.", ge=1)
+    cpu: int = Field(default=1, description="Processors of a node.", ge=1, le=65_536)
     gpu: int = Field(
         default=0,
         description="Accelerators of a node; with launch.nodes also its ranks, unless launch.nproc_per_node; without, "
         "launch.world_size counts.",
         ge=0,
+        le=4096,
     )
-    memory_mb: int = Field(default=0, description="Memory of a node in megabytes; 0: what the scheduler gives.", ge=0)
+    memory_mb: int = Field(
+        default=0, description="Memory of a node in megabytes; 0: what the scheduler gives.", ge=0, le=2**30
+    )
     time_limit_s: int = Field(
-        default=0, description="Seconds after which the scheduler ends the job; 0: its own limit.", ge=0
+        default=0, description="Seconds after which the scheduler ends the job; 0: its own limit.", ge=0, le=31_536_000
     )
     port: int = Field(
         default=29400, description="Port at which the first node serves the rendezvous.", ge=1024, le=65535
@@ -52,6 +53,7 @@ class ClusterSpec(BaseModel):
         description="Times that the scheduler starts a job again that failed: on Slurm when all nodes have ended, on Kubernetes "
         "when a pod has (healthy ones are started again as well).",
         ge=0,
+        le=1000,
     )
     env: dict[str, str] = Field(
         default_factory=dict, description="Environment variables of the nodes; launch.env are the ranks'."
@@ -80,4 +82,6 @@ class ClusterSpec(BaseModel):
         wrong = [name for name in settings if not _PLAIN.fullmatch(name)]
         if wrong:
             raise ValueError(f"expected plain names, found {wrong[0]!r}: letters, digits, '_' and '-' only")
+        if any("\0" in value for value in settings.values()):
+            raise ValueError("expected values without NUL, found one: remove it")
         return settings

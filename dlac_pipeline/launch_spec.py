@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from typing import Literal
+from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, field_validator, model_validator
+
+from dlac_pipeline.spec_problems import LONGEST_WAIT_S, MOST_NODES, Section
 
 NODES = "nodes"
 """Why an attempt leaves that makes room for more machines; nothing ends by a moment, so this is no notice."""
@@ -12,10 +15,19 @@ LISTENS_S = 30.0
 """What the nodes of a cluster's job get on top of their ranks' time to leave, for their last words to come out of its logs."""
 
 
-class LaunchSpec(BaseModel):
-    """How the ranks are started and watched."""
+def check_port(address: str) -> None:
+    """Check the port of a host:port; an empty address has none.
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    Raises:
+        ValueError: it is no port.
+    """
+    host, _, port = address.rpartition(":")
+    if address and not (host and port.isascii() and port.isdecimal() and len(port) <= 5 and 0 < int(port) < 65536):
+        raise ValueError(f"expected host:port with a port from 1 to 65535, found {address!r}: correct it")
+
+
+class LaunchSpec(Section):
+    """How the ranks are started and watched."""
 
     script: str = Field(
         description="The training script, run by every rank; relative to the spec's file. From Dagster, relative to the "
@@ -26,6 +38,7 @@ class LaunchSpec(BaseModel):
         default=1,
         description="Number of ranks; divides the batch size. With `nodes` it is chosen, whatever stands here.",
         ge=1,
+        le=MOST_NODES,
     )
     on: Literal["here", "slurm", "kubernetes"] = Field(
         default="here",
@@ -42,6 +55,7 @@ class LaunchSpec(BaseModel):
         default=0,
         description="With `nodes`: ranks that this machine can take; 0: as many as it has accelerators, one without any.",
         ge=0,
+        le=4096,
     )
     rendezvous: str = Field(
         default="",
@@ -50,19 +64,29 @@ class LaunchSpec(BaseModel):
         pattern=r"^(\S+:[0-9]+)?$",
     )
     gather_timeout_s: float = Field(
-        default=600.0, description="Seconds until the least number of nodes must be there, also behind a failure.", gt=0
+        default=600.0,
+        description="Seconds until the least number of nodes must be there, also behind a failure.",
+        gt=0,
+        le=LONGEST_WAIT_S,
     )
     last_call_s: int = Field(
-        default=5, description="Seconds for which more nodes are waited for once the least number is there.", ge=1
+        default=5,
+        description="Seconds for which more nodes are waited for once the least number is there.",
+        ge=1,
+        le=LONGEST_WAIT_S,
     )
     node_timeout_s: int = Field(
-        default=10, description="Seconds without a sign of life of a node after which it is lost.", ge=3
+        default=10,
+        description="Seconds without a sign of life of a node after which it is lost.",
+        ge=3,
+        le=LONGEST_WAIT_S,
     )
     verify_together_mb: int = Field(
         default=1024,
         description="With several nodes: a checkpoint at least so large (MiB), in a folder that they share, is verified by all "
         "of them, each its part, before it is resumed from; a smaller one by the node that leads.",
         ge=0,
+        le=2**30,
     )
     start: Literal["fork", "spawn"] = Field(
         default="fork",
@@ -85,6 +109,7 @@ class LaunchSpec(BaseModel):
         description="Seconds from a notice (SIGTERM, SIGUSR1, termination_url) until the ranks are gone, behind an emergency "
         "checkpoint if there is time for one; 0: grace_s.",
         ge=0,
+        le=LONGEST_WAIT_S,
     )
     termination_url: str = Field(
         default="",
@@ -95,16 +120,25 @@ class LaunchSpec(BaseModel):
     termination_match: str = Field(
         default="", description="Text that a notice has in it, where the URL always answers 200; empty: any 200 is one."
     )
+    log_mb: int = Field(
+        default=8,
+        description="Largest size of the log of a rank in one attempt (MiB): of a longer one the first quarter and at least the "
+        "last quarter stay; 0: no bound.",
+        ge=0,
+        le=1_000_000,
+    )
     hang_timeout_s: float = Field(
         default=600.0,
         description="Seconds without progress of a rank after which the attempt is ended and relaunched.",
         gt=0,
+        le=LONGEST_WAIT_S,
     )
     start_timeout_s: float = Field(
         default=600.0,
         description="As hang_timeout_s, while a rank starts or loads its state (or is still waited for by others that do not); "
         "the longer of the two counts.",
         gt=0,
+        le=LONGEST_WAIT_S,
     )
     new_leg: bool = Field(
         default=False,
@@ -112,29 +146,81 @@ class LaunchSpec(BaseModel):
         "steps, snapshot, seed, shuffle or block_slices; false: such a change is refused.",
     )
     attempts_without_progress: int = Field(
-        default=3, description="Attempts in a row that commit nothing before the run stops with NoProgress.", ge=1
+        default=3,
+        description="Attempts in a row that commit nothing before the run stops with NoProgress.",
+        ge=1,
+        le=1_000_000,
     )
     deaths_at_same_rows: int = Field(
         default=3,
         description="Attempts in a row that die in the same step, with its batch in hand, before the rows of that batch are "
         "quarantined and the run goes on without them; 0: never.",
         ge=0,
+        le=1_000_000,
+    )
+    on_nonfinite_loss: Literal["stop", "warn"] = Field(
+        default="stop",
+        description='"stop": the run ends with LossNotFinite at the first step whose loss is NaN or infinite, and before a '
+        'checkpoint whose weights are; "warn": it trains on, and reports it. A step that was not applied, such as one of an fp16 '
+        "overflow, does not count.",
     )
     straggler_factor: float = Field(
         default=2.0,
         description="A rank is told as a straggler when its own time in a phase is so many times the median of the other ranks'; "
         "0: never.",
         ge=0,
+        le=1e6,
     )
     straggler_s: float = Field(
-        default=1.0, description="And when it is slower than that median by at least so many seconds (per step).", ge=0
+        default=1.0,
+        description="And when it is slower than that median by at least so many seconds (per step).",
+        ge=0,
+        le=LONGEST_WAIT_S,
     )
     straggler_steps: int = Field(
-        default=5, description="Steps in a row over which reading and computing are compared.", ge=1
+        default=5, description="Steps in a row over which reading and computing are compared.", ge=1, le=1_000_000
     )
+
+    @field_validator("env", "termination_headers")
+    @classmethod
+    def _can_be_variables(cls, named: dict[str, str]) -> dict[str, str]:
+        for name, value in named.items():
+            if not name or set(name) & set("=\0\r\n ") or "\0" in value:
+                raise ValueError(
+                    f"expected names without '=', spaces and NUL, and values without NUL, found the name {name!r}: correct it"
+                )
+        return named
+
+    @field_validator("script", "args")
+    @classmethod
+    def _can_be_arguments(cls, value: str | list[str]) -> str | list[str]:
+        if any("\0" in each for each in ([value] if isinstance(value, str) else value)):
+            raise ValueError(f"expected text without NUL, found {value!r}: remove it")
+        return value
+
+    @field_validator("rendezvous")
+    @classmethod
+    def _is_a_port(cls, rendezvous: str) -> str:
+        check_port(rendezvous)
+        return rendezvous
+
+    @field_validator("termination_url")
+    @classmethod
+    def _is_a_url(cls, url: str) -> str:
+        try:
+            parts = urlsplit(url)
+            if url and (parts.port == 0 or not parts.hostname):
+                raise ValueError("no host, or port 0")
+        except ValueError as err:
+            raise ValueError(
+                f"expected http(s)://host, with a port from 1 to 65535 if any, found {url!r} ({err})"
+            ) from err
+        return url
 
     @model_validator(mode="after")
     def _nodes_meet(self) -> LaunchSpec:
+        if self.max_nodes > MOST_NODES:
+            raise ValueError(f"expected launch.nodes of at most {MOST_NODES}, found {self.nodes!r}")
         if self.min_nodes > self.max_nodes:
             raise ValueError(f"expected nodes as least:most, found {self.nodes!r}: the least number is greater")
         if self.max_nodes > 1 and not self.rendezvous and self.on == "here":

@@ -23,6 +23,7 @@ import psutil
 import requests
 
 from catalog.errors import Preempted
+from catalog.masking import mask_secrets
 from dlac_pipeline.launch_spec import LaunchSpec
 
 _log = logging.getLogger(__name__)
@@ -162,7 +163,7 @@ class Notices:
         try:
             answer = session.get(url, headers=headers, timeout=_ANSWER_WITHIN_S)
         except requests.RequestException as err:
-            return f"{type(err).__name__}: {err}"
+            return f"{type(err).__name__}: {mask_secrets(str(err))}"  # which names the address
         if answer.status_code == 200 and self._launch.termination_match in answer.text:
             self._note("termination_url")
         return "" if answer.status_code in (200, 404) else f"{answer.status_code}"

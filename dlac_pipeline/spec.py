@@ -3,49 +3,53 @@
 from __future__ import annotations
 
 import os
-import re
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from catalog.errors import SpecInvalid
-from catalog.lakehouse_config import LakehouseConfig
+from catalog.lakehouse_config import LakehouseConfig, checked_address, checked_home
+from catalog.run_rows import check_run_name
 from dlac_pipeline.cluster_spec import ClusterSpec
 from dlac_pipeline.launch_spec import LaunchSpec
-from dlac_pipeline.spec_problems import problem_said
+from dlac_pipeline.spec_problems import (
+    LONGEST_S,
+    LONGEST_WAIT_S,
+    MOST_STEPS,
+    Section,
+    place_said,
+    problem_said,
+)
 
-RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
-
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class SourceSpec(_Section):
+class SourceSpec(Section):
     """What is read."""
 
     table: str = Field(description="The Iceberg table to train from, as namespace.table.")
     name: str = Field(default="", description="Name of the source in audits and messages; empty: the table's.")
     snapshot_id: int | None = Field(
-        default=None, description="Snapshot to pin; unset: the current one when the plan is made."
+        default=None, description="Snapshot to pin; unset: the current one when the plan is made.", ge=0, lt=2**63
     )
     columns: list[str] = Field(description="Columns that become tensors, in this order.")
-    row_filter: str = Field(
-        default="", description='Rows to read, as an Iceberg expression, e.g. "length > 10"; empty: all.'
+    row_filter: str | None = Field(
+        default=None, description='Rows to read, as an SQL condition, e.g. "length > 10"; unset: all.'
     )
     exclude: list[str] = Field(
         default_factory=list,
-        description="Rows to leave out, each an Iceberg expression; may be extended later, with a new leg.",
+        description="Rows to leave out, each an SQL condition; may be extended later, with a new leg.",
     )
-    weight: float = Field(default=1.0, description="Share of the samples in a mixture, beside other weights.", gt=0)
+    weight: float = Field(
+        default=1.0, description="Share of the samples in a mixture, beside other weights.", gt=0, le=1e9
+    )
     passes: int | None = Field(
         default=None,
         description="Passes before the source leaves the mixture; 0: again and again until the run ends; unset: order.passes.",
         ge=0,
+        le=1_000_000,
     )
     follow: Literal["pinned", "appends"] = Field(
         default="pinned",
@@ -92,6 +96,29 @@ class SourceSpec(_Section):
             raise ValueError(f"expected namespace.table, found {table!r}")
         return table
 
+    @field_validator("row_filter")
+    @classmethod
+    def _selects_rows(cls, row_filter: str | None) -> str | None:
+        if row_filter is not None and not row_filter.strip():
+            raise ValueError(
+                f'expected rows to read, such as "length > 10", found the blank {row_filter!r}: leave row_filter out to read all'
+            )
+        return row_filter
+
+    @field_validator("exclude")
+    @classmethod
+    def _name_rows(cls, exclude: list[str]) -> list[str]:
+        if any(not each.strip() for each in exclude):
+            raise ValueError(
+                f"expected rows to leave out, such as \"lang = 'en'\", found a blank exclusion in {exclude!r}: remove it"
+            )
+        return exclude
+
+    @property
+    def planned_filter(self) -> str:
+        """The row filter as plans and legs record it: empty for all rows."""
+        return self.row_filter or ""
+
     @property
     def label(self) -> str:
         """The source's name, for people."""
@@ -105,20 +132,22 @@ class SourceSpec(_Section):
         return columns
 
 
-class OrderSpec(_Section):
+class OrderSpec(Section):
     """What determines the order of rows; bound by the leg."""
 
     seed: int = Field(
         default=0, description="Seed of the order and of the ranks' random number generators.", ge=0, lt=2**63
     )
-    batch_size: int = Field(description="Samples in one global batch (B), over all ranks.", ge=1)
+    batch_size: int = Field(description="Samples in one global batch (B), over all ranks.", ge=1, le=2**24)
     key_groups: int = Field(
-        default=16, description="Virtual readers (G, max_parallelism): fixed for the run; divides B.", ge=1
+        default=16, description="Virtual readers (G, max_parallelism): fixed for the run; divides B.", ge=1, le=65_536
     )
-    block_slices: int = Field(default=4, description="Slices that a key group shuffles together (S).", ge=1)
+    block_slices: int = Field(default=4, description="Slices that a key group shuffles together (S).", ge=1, le=65_536)
     shuffle: bool = Field(default=True, description="Shuffle units and rows; false: the table's own order.")
-    passes: int = Field(default=1, description="Passes over the plan before the run is finished.", ge=1)
-    steps: int | None = Field(default=None, description="Optimizer steps after which the run ends at the latest.", ge=1)
+    passes: int = Field(default=1, description="Passes over the plan before the run is finished.", ge=1, le=1_000_000)
+    steps: int | None = Field(
+        default=None, description="Optimizer steps after which the run ends at the latest.", ge=1, le=MOST_STEPS
+    )
 
     @model_validator(mode="after")
     def _divides(self) -> OrderSpec:
@@ -130,11 +159,11 @@ class OrderSpec(_Section):
         return self
 
 
-class SequenceSpec(_Section):
+class SequenceSpec(Section):
     """How documents become sequences; without a length every row is a sample."""
 
     length: int = Field(
-        default=0, description="Tokens in a sequence (T); 0: rows are samples, nothing is packed.", ge=0
+        default=0, description="Tokens in a sequence (T); 0: rows are samples, nothing is packed.", ge=0, le=2**24
     )
     column: str = Field(
         default="", description="Column of text, or of lists of tokens, behind the transform; empty: the first column."
@@ -142,23 +171,26 @@ class SequenceSpec(_Section):
     tokenizer: str = Field(default="", description="For text: a tokenizer.json, or a transformers tokenizer by name.")
     begin_token: str = Field(default="", description="Token put before each document; empty: none.")
     end_token: str = Field(default="", description="Token put behind each document; empty: none.")
-    begin_id: int | None = Field(default=None, description="As begin_token, by number.", ge=0)
-    end_id: int | None = Field(default=None, description="As end_token, by number.", ge=0)
-    pad_id: int = Field(default=0, description="Token in the empty places of the last sequences of a run.", ge=0)
+    begin_id: int | None = Field(default=None, description="As begin_token, by number.", ge=0, lt=2**31)
+    end_id: int | None = Field(default=None, description="As end_token, by number.", ge=0, lt=2**31)
+    pad_id: int = Field(
+        default=0, description="Token in the empty places of the last sequences of a run.", ge=0, lt=2**31
+    )
 
 
-class ReadSpec(_Section):
+class ReadSpec(Section):
     """How each rank reads; changes nothing about what is read."""
 
-    threads: int = Field(default=2, description="Threads of a rank that decode ahead.", ge=1)
+    threads: int = Field(default=2, description="Threads of a rank that decode ahead.", ge=1, le=1024)
     budget_mb: int = Field(
         default=1024,
         description="Megabytes of decoded blocks that a rank may hold; the blocks being read must fit.",
         ge=1,
+        le=2**24,
     )
 
 
-class CheckpointSpec(_Section):
+class CheckpointSpec(Section):
     """When and where checkpoints are taken."""
 
     store: str = Field(
@@ -171,7 +203,10 @@ class CheckpointSpec(_Section):
         description="pyiceberg properties of the store, such as s3.endpoint, besides those of the lakehouse.",
     )
     store_deadline_s: float = Field(
-        default=120.0, description="Seconds for which a request that the store fails is tried again.", ge=0
+        default=120.0,
+        description="Seconds for which a request that the store fails is tried again.",
+        ge=0,
+        le=LONGEST_WAIT_S,
     )
     local: str = Field(
         default="",
@@ -183,6 +218,7 @@ class CheckpointSpec(_Section):
         description="Newest checkpoints whose copies in `local` are kept, for a quick restart, where the store is another place; "
         "no more than keep_last.",
         ge=1,
+        le=1_000_000,
     )
     interval: Literal["fixed", "auto"] = Field(
         default="fixed",
@@ -194,19 +230,25 @@ class CheckpointSpec(_Section):
         description="Checkpoints are taken at multiples of this many optimizer steps; unset: 100, or none where every_s or "
         '"auto" say when.',
         ge=1,
+        le=MOST_STEPS,
     )
     every_s: float = Field(
         default=0.0,
         description="Seconds of training between checkpoints; 0: only steps count. With every_steps: whichever comes first.",
         ge=0,
+        le=LONGEST_S,
     )
     recovery_point_s: float = Field(
         default=0.0,
         description='For "auto": seconds of work that a failure may cost, where checkpoints are fast enough; 0: no bound.',
         ge=0,
+        le=LONGEST_S,
     )
     mtbf_s: float = Field(
-        default=86_400.0, description='For "auto": mean time between failures, until this run has failed.', gt=0
+        default=86_400.0,
+        description='For "auto": mean time between failures, until this run has failed.',
+        gt=0,
+        le=LONGEST_S,
     )
     engine: Literal["auto", "torch", "dcp", "deepspeed"] = Field(
         default="auto",
@@ -220,13 +262,27 @@ class CheckpointSpec(_Section):
         default=0,
         description="Newest checkpoints that are kept, 2 or more to have one to fall back on; 0: all. Older ones are retired.",
         ge=0,
+        le=1_000_000,
     )
     keep_every_steps: int = Field(
         default=0,
         description="Of every so many steps the first checkpoint is kept besides, at a multiple or behind it; 0: none.",
         ge=0,
+        le=MOST_STEPS,
     )
-    keep_steps: list[int] = Field(default_factory=list, description="Steps whose checkpoints are kept besides.")
+    keep_steps: list[Annotated[int, Field(ge=0, le=MOST_STEPS)]] = Field(
+        default_factory=list, description="Steps whose checkpoints are kept besides."
+    )
+
+    @field_validator("store")
+    @classmethod
+    def _is_an_address(cls, store: str) -> str:
+        return checked_address(store) if store else store
+
+    @field_validator("local")
+    @classmethod
+    def _is_a_folder(cls, local: str) -> str:
+        return checked_address(local, known=()) if local else local
 
     @model_validator(mode="after")
     def _one_way(self) -> CheckpointSpec:
@@ -248,7 +304,7 @@ class CheckpointSpec(_Section):
         return self.every_steps
 
 
-class JobSpec(_Section):
+class JobSpec(Section):
     """One training run."""
 
     run: str = Field(description="Name of the run: letters, digits, dots, dashes and underscores.")
@@ -268,11 +324,10 @@ class JobSpec(_Section):
     @field_validator("run")
     @classmethod
     def _named(cls, run: str) -> str:
-        if not RUN_NAME.fullmatch(run):
-            raise ValueError(
-                f"expected 1-100 letters, digits, '.', '_' or '-', starting with a letter or digit, found {run!r}"
-            )
-        return run
+        try:
+            return check_run_name(run)
+        except SpecInvalid as err:
+            raise ValueError(str(err)) from err
 
     @model_validator(mode="after")
     def _ranks_divide(self) -> JobSpec:
@@ -304,7 +359,12 @@ class JobSpec(_Section):
         return self.order.passes if source.passes is None else source.passes
 
     def resolved(self, home: Path) -> JobSpec:
-        """This spec with the embedded lakehouse and store of `home` where none is named."""
+        """This spec with the embedded lakehouse and store of `home` where none is named.
+
+        Raises:
+            SpecInvalid: `home` is no folder.
+        """
+        home = checked_home(home)
         made_in = self.checkpoint.local or (str(home / "checkpoints") if "://" in self.checkpoint.store else "")
         store = self.checkpoint.store or made_in or str(home / "checkpoints")
         if "://" not in store:
@@ -320,7 +380,7 @@ class JobSpec(_Section):
 
 def home_folder() -> Path:
     """The folder of the embedded lakehouse: $DLAC_HOME, else .dlac here. The one place that reads it."""
-    return Path(os.environ.get("DLAC_HOME", ".dlac"))
+    return Path(os.environ.get("DLAC_HOME") or ".dlac")
 
 
 def parse_spec(raw: dict[str, Any], *, origin: str) -> JobSpec:
@@ -333,10 +393,22 @@ def parse_spec(raw: dict[str, Any], *, origin: str) -> JobSpec:
         return JobSpec.model_validate(raw)
     except ValidationError as err:
         lines = [
-            f"  {'.'.join(str(part) for part in problem['loc']) or 'spec'}: {problem_said(problem, JobSpec)}"
-            for problem in err.errors()
+            f"  {place_said(problem['loc'], JobSpec)}: {problem_said(problem, JobSpec)}" for problem in err.errors()
         ]
         raise SpecInvalid(f"{origin} is not a valid job spec:\n" + "\n".join(lines)) from err
+
+
+def parse_recorded(raw: dict[str, Any], *, origin: str) -> JobSpec:
+    """Parse a spec that DLAC recorded itself: earlier versions wrote a missing filter as an empty text.
+
+    Raises:
+        SpecInvalid: every wrong field by name, with what was expected and found.
+    """
+    sources = [raw.get("source"), *(raw.get("mixture") or [])]
+    for source in sources:
+        if isinstance(source, dict) and source.get("row_filter") == "":
+            source["row_filter"] = None
+    return parse_spec(raw, origin=origin)
 
 
 def read_spec(path: Path) -> JobSpec:
@@ -351,7 +423,12 @@ def read_spec(path: Path) -> JobSpec:
         raise SpecInvalid(f"expected a .toml, .yaml or .yml file, found {str(path)!r}")
     try:
         raw = parser(path.read_text())
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, yaml.YAMLError) as err:
+    except yaml.YAMLError as err:  # its text quotes the line, which may have a password
+        at = getattr(err, "problem_mark", None)
+        where = "" if at is None else f" in line {at.line + 1}, column {at.column + 1}"
+        why = getattr(err, "problem", None) or type(err).__name__
+        raise SpecInvalid(f"cannot read the job spec {str(path)!r}: {why}{where}") from None
+    except (OSError, ValueError, RecursionError) as err:  # of a number of thousands of digits as well
         raise SpecInvalid(f"cannot read the job spec {str(path)!r}: {err}") from err
     if not isinstance(raw, dict):
         raise SpecInvalid(f"expected a table of settings in {str(path)!r}, found {type(raw).__name__}")

@@ -1,40 +1,186 @@
-"""What is wrong with a job spec, in words: by field, what was expected and what was found."""
+"""What is wrong with a job spec, in words: by field, what was expected and what was found; and the base of its sections.
+
+Every number of a section has a least and a greatest value. What a number of another kind (inf, nan, true) or beyond them would
+do is found out late, by a library: after the run was claimed, or not at all.
+"""
 
 from __future__ import annotations
 
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
+from types import UnionType
+from typing import Any
 
-from pydantic import BaseModel
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
+
+from catalog.masking import is_secret_name, mask_secrets
+
+_WITH_SECRETS = ("lakehouse", "checkpoint", "launch", "cluster", "params")
+"""Sections in which an unknown field may be a misplaced secret."""
+_NOT_A_SECTION = ("model_type", "model_attributes_type", "dict_type", "list_type")
+"""Problems of a value in the place of a section, of free settings or of a list."""
+LONGEST_WAIT_S = 1_209_600
+"""Two weeks: the longest time that a setting lets something wait. Timers of sockets end at 24 days."""
+LONGEST_S = 315_360_000
+"""Ten years: the longest time that is only compared."""
+MOST_STEPS = 10**12
+MOST_NODES = 65_536
+
+
+class Section(BaseModel):
+    """A section of settings, with finite numbers and no unknown field."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _finite(cls, value: Any, info: ValidationInfo) -> Any:
+        field = cls.model_fields[info.field_name or ""]
+        wrong = [each for each in (value if isinstance(value, list) else [value]) if not _fits(each)]
+        if wrong and holds_numbers(field):
+            raise ValueError(f"expected a number{_bounds_said(field)}, found {wrong[0]!r}")
+        return value
+
+
+def holds_numbers(field: FieldInfo) -> bool:
+    """Return whether a field takes a number, or a list of numbers."""
+    kinds = set(_kinds_of(field.annotation))
+    return bool(kinds & {int, float}) and bool not in kinds
+
+
+def bounds_of(field: FieldInfo) -> dict[type, float]:
+    """Return the bounds of a field's numbers: the kind of bound (`Ge`, `Gt`, `Le` or `Lt`) -> its value."""
+    found = [*field.metadata, *_metadata_of(field.annotation)]
+    return {
+        type(each): getattr(each, type(each).__name__.lower()) for each in found if isinstance(each, Ge | Gt | Le | Lt)
+    }
+
+
+def _fits(value: object) -> bool:
+    """Return whether a value is no number at all, or one that fits into 64 bits; true and false are neither."""
+    if isinstance(value, bool):
+        return False
+    try:
+        return not isinstance(value, int | float | str) or abs(float(value)) <= 2**63
+    except OverflowError:
+        return False
+    except ValueError:
+        return True  # a text that is no number: said by its type
+
+
+def _kinds_of(annotation: Any) -> Iterator[Any]:
+    if typing.get_origin(annotation) in (typing.Union, UnionType, list, typing.Annotated):
+        for each in typing.get_args(annotation):
+            yield from _kinds_of(each)
+    else:
+        yield annotation
+
+
+def _metadata_of(annotation: Any) -> Iterator[Any]:
+    """The bounds of what is in a list."""
+    if typing.get_origin(annotation) is list:
+        for each in getattr(typing.get_args(annotation)[0], "__metadata__", ()):
+            yield from getattr(each, "metadata", ())
+
+
+def _bounds_said(field: FieldInfo) -> str:
+    words = {Ge: "of at least", Gt: "above", Le: "of at most", Lt: "below"}
+    said = [f"{words[kind]} {bound}" for kind, bound in bounds_of(field).items()]
+    return f" {' and '.join(said)}" if said else ""
+
+
+def place_said(path: Sequence[str | int], root: type[BaseModel]) -> str:
+    """Return where a problem is; a key that is no name, of a table of free settings, may be a secret."""
+    free = _free_from(path, root)
+    parts = [
+        f"<{type(part).__name__}>" if at >= free and not isinstance(part, str) else str(part)
+        for at, part in enumerate(path)
+    ]
+    return mask_secrets(".".join(parts)) or "spec"
 
 
 def problem_said(problem: ErrorDetails, root: type[BaseModel]) -> str:
-    """What was expected and what was found; of sections and lists their type only."""
-    value = problem["input"]
-    found = type(value).__name__ if isinstance(value, dict | list) else repr(value)
+    """What was expected and what was found; of sections, lists and what may be a secret the type only."""
     if problem["type"] == "value_error":  # a validator above, which names what it found
-        return str(problem["ctx"]["error"])
+        return mask_secrets(str(problem["ctx"]["error"]))
     if problem["type"] == "missing":
         return problem["msg"]
+    found = _describe_found(problem, root)
     if problem["type"] == "extra_forbidden":
         return f"{_instead(problem['loc'], root)} (found {found})"
     return f"{problem['msg']} (found {found})"
 
 
+def _describe_found(problem: ErrorDetails, root: type[BaseModel]) -> str:
+    """Return the value, or its type: free settings and values of unknown fields may be secrets."""
+    value, path = problem["input"], problem["loc"]
+    is_unknown = problem["type"] == "extra_forbidden" and path[0] in _WITH_SECRETS
+    is_free = _free_from(path, root) < len(path) or problem["type"] == "invalid_key"
+    is_secret = any(isinstance(part, str) and (is_secret_name(part) or part == "args") for part in path)
+    is_whole = problem["type"] in _NOT_A_SECTION
+    if is_unknown or is_free or is_secret or is_whole or not isinstance(value, str | int | float | None):
+        return type(value).__name__
+    return mask_secrets(repr(value))
+
+
+def _free_from(path: Sequence[str | int], root: type[BaseModel]) -> int:
+    """Return the index of the first part of a path that is a key of free settings; the path's length if none is."""
+    field: FieldInfo | None = None
+    section: type[BaseModel] | None = root
+    for at, part in enumerate(path):
+        if field is not None and any(typing.get_origin(each) is dict for each in _options(field)):
+            return at
+        if isinstance(part, int) and field is not None:
+            continue
+        field = None if section is None else section.model_fields.get(str(part))
+        if field is None:
+            return len(path) if at == len(path) - 1 and isinstance(part, str) else at
+        section = _model_in(field)
+    return len(path)
+
+
+def _section_of(path: Sequence[str | int], root: type[BaseModel]) -> type[BaseModel] | None:
+    """Return the section whose field the end of a path is."""
+    section: type[BaseModel] | None = root
+    for part in path[:-1]:
+        if isinstance(part, int) or section is None:
+            continue
+        field = section.model_fields.get(part)
+        section = None if field is None else _model_in(field)
+    return section
+
+
+def _options(field: FieldInfo) -> tuple[object, ...]:
+    """Return the types that a field may have."""
+    kind = field.annotation
+    return typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, UnionType) else (kind,)
+
+
+def _model_in(field: FieldInfo) -> type[BaseModel] | None:
+    """Return the section that a field is, or a list of sections has."""
+    for kind in _options(field):
+        inner = typing.get_args(kind)[0] if typing.get_origin(kind) is list else kind
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            return inner
+    return None
+
+
+def _close(path: Sequence[str | int], section: type[BaseModel]) -> list[str]:
+    return get_close_matches(str(path[-1]), list(section.model_fields), n=1)
+
+
 def _instead(path: Sequence[str | int], root: type[BaseModel]) -> str:
     """What the unknown field at `path` was probably meant to be."""
-    section = root
-    for part in path[:-1]:
-        if isinstance(part, int):
-            continue
-        annotation = section.model_fields[str(part)].annotation
-        if typing.get_origin(annotation) is list:
-            (annotation,) = typing.get_args(annotation)
-        assert isinstance(annotation, type)
-        assert issubclass(annotation, BaseModel)
-        section = annotation
-    known = list(section.model_fields)
-    close = get_close_matches(str(path[-1]), known, n=1)
-    return f"unknown field, did you mean {close[0]!r}?" if close else f"unknown field, expected one of {known!r}"
+    section = _section_of(path, root)
+    if section is None:
+        return "unknown field"
+    close = _close(path, section)
+    return (
+        f"unknown field, did you mean {close[0]!r}?"
+        if close
+        else f"unknown field, expected one of {list(section.model_fields)!r}"
+    )

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
@@ -28,29 +29,37 @@ import torch.distributed as dist
 
 from catalog.commits import Attempt, finish
 from catalog.connect import Lakehouse
-from catalog.errors import DlacError, ResumeMismatch, ScriptInvalid
+from catalog.errors import DlacError, LossNotFinite, ScriptInvalid
 from catalog.ledger import Ledger
 from catalog.pins import let_go
-from dlac_pipeline.checkpoint.conversion import load_state
 from dlac_pipeline.checkpoint.engines import Engine, adapt, skip_shared_memory_op
+from dlac_pipeline.checkpoint.failures import failing_together
+from dlac_pipeline.checkpoint.finiteness import FinitenessCheck
 from dlac_pipeline.checkpoint.manager import Committed
 from dlac_pipeline.checkpoint.opening import open_manager
 from dlac_pipeline.checkpoint.pulse import Beat, Pulse
-from dlac_pipeline.checkpoint.rng import load_rng, rng_file, seed_rng
+from dlac_pipeline.checkpoint.rng import seed_rng
 from dlac_pipeline.checkpoint.store import name_of, tiers_of
 from dlac_pipeline.checkpoint.tree import RankTree
 from dlac_pipeline.plan.leg import Leg
-from dlac_pipeline.plan.source_order import Cursor
-from dlac_pipeline.ranks.process_group import join
+from dlac_pipeline.ranks.process_group import join, serve_group_store
 from dlac_pipeline.ranks.progress import EventWriter, Phase
-from dlac_pipeline.ranks.rank import LAUNCH_VARIABLE, leave_reason
+from dlac_pipeline.ranks.rank import LAUNCH_VARIABLE, REHEARSAL_VARIABLE, leave_reason
 from dlac_pipeline.ranks.signs import Signs
 from dlac_pipeline.read.batch import Batch
 from dlac_pipeline.read.exchange import Waits, summing_over
 from dlac_pipeline.read.open import open_leg
-from dlac_pipeline.recover.machine import folder_here
+from dlac_pipeline.recover.machine import load_checkpoint
 from dlac_pipeline.spec import JobSpec
-from dlac_pipeline.told import await_resume_point, check_restored, claimed, job_spec, open_lakehouse
+from dlac_pipeline.told import (
+    OwnRecoveries,
+    await_resume_point,
+    check_restored,
+    claimed,
+    job_spec,
+    make_own_folder,
+    open_lakehouse,
+)
 from dlac_pipeline.track.tracker import ReaderStateTracker
 from dlac_pipeline.when import When
 
@@ -78,11 +87,12 @@ def training_run(spec: str | Path | None = None, *, takeover: bool = False) -> I
         try:
             yield run
             run.leave()
-        except Exception as err:
-            if (
-                folder is not None
-            ):  # before the connections close: other ranks fail of that at once, and are not the cause
+        except BaseException as err:
+            # Before the connections close: other ranks fail of that at once, and are not the cause.
+            if folder is not None:
                 leave_reason(err)
+            else:
+                run.record_failure(err)  # no supervisor does
             raise
         finally:
             run.close()
@@ -112,11 +122,16 @@ class TrainingRun:
         self._behind = RankTree(self.rank, self.world_size, behind)
         self._pulse = Pulse(self.world_size, group)
         self._when = When(spec, self.rank, folder, self._events)
+        self._finiteness = FinitenessCheck(
+            spec.run,
+            "warn" if REHEARSAL_VARIABLE in os.environ else spec.launch.on_nonfinite_loss,
+            warn=lambda message: self._events.write({"event": "warning", "message": message}),
+        )
         held.callback(self._when.close)  # last: a peer that is gone must not keep this rank beyond its deadline
         self._lakehouse = open_lakehouse(spec, supervised=folder is not None)
+        self._recoveries = OwnRecoveries(self._lakehouse, spec, self._events)
         if folder is None:
-            tiers = self._tiers if self._first_of_machine else None
-            self.resume_point = claimed(self._lakehouse, spec, self._tree, tiers, takeover=takeover, held=held)
+            self._claim_itself(takeover=takeover, held=held)
         else:
             self.resume_point = await_resume_point(folder)
         self._open_reader(self._lakehouse)
@@ -124,6 +139,19 @@ class TrainingRun:
         self._engine: Engine | None = None
         self._batch: Batch | None = None
         self._over = False
+
+    def _claim_itself(self, *, takeover: bool, held: ExitStack) -> None:
+        """Claim the run without a supervisor; under another launcher the ranks leave signs of life all the same."""
+        began = time.time()
+        tiers = self._tiers if self._first_of_machine else None
+        self.resume_point = point = claimed(self._lakehouse, self.spec, self._tree, tiers, takeover=takeover, held=held)
+        with failing_together(self._tree, doing="making the launch folder"):
+            folder = make_own_folder(self.spec, point.nonce)
+            self._signs.close()
+            self._signs = Signs(folder, self.rank, self._waits)
+        self._events.open(folder)
+        if self.rank == 0:
+            self._recoveries.begin(point, claimed_at=began)
 
     @property
     def stopped(self) -> bool:
@@ -164,25 +192,10 @@ class TrainingRun:
         if point.folder is None:
             seed_rng(self.spec.order.seed, 0, self.rank)
             return
-        if point.engine != self._engine.name:
-            raise ResumeMismatch(
-                f"expected the engine {point.engine!r} that saved checkpoint {point.checkpoint_id!r}, found "
-                f"{self._engine.name!r}: resume with the script that the run was started with"
-            )
-        folder = folder_here(point, self._tiers, self._tree, restores=self._first_of_machine)
-        convert_s, load_s = load_state(
-            self._engine,
-            folder,
-            saved_world_size=point.world_size,
-            tree=self._tree,
-            converts=self._first_of_machine,
-            patience_s=self.spec.launch.start_timeout_s / 4,  # the conversion must have its time as well
+        convert_s, load_s = load_checkpoint(
+            self._engine, point, self.spec, self._tiers, self._tree, restores=self._first_of_machine
         )
         self._signs.loaded(convert_s=convert_s, load_s=load_s)
-        if point.world_size == self.world_size and rng_file(folder, self.rank).exists():
-            load_rng(folder, self.rank)
-        else:
-            seed_rng(self.spec.order.seed, point.step, self.rank)
 
     def batches(self) -> Iterator[Batch]:
         """This rank's part of every remaining global batch; ends behind the last step, or behind a checkpoint when asked to stop.
@@ -197,6 +210,7 @@ class TrainingRun:
         self._signs.doing(Phase.TRAINING, self.step)
         self._events.write({"event": "training", "step": self.step, "total_steps": self.total_steps})
         self._when.training()
+        self._recoveries.observe(self._signs, Phase.TRAINING)
         for batch in self._handed():
             self._batch = batch
             yield batch
@@ -231,6 +245,7 @@ class TrainingRun:
         if beat is not None:
             self._heard(beat)
         self._signs.step_done(batch.step)
+        self._recoveries.observe(self._signs, Phase.TRAINING)
         self._report(self._manager.done())
         reason = None if self.resume_point.rehearses_until else self._when.reason()
         if reason is not None:
@@ -264,6 +279,12 @@ class TrainingRun:
         self._events.write({"event": "left", "step": self.step, "total_steps": self.total_steps})
         self._signs.doing(Phase.DONE, self.step)
 
+    def record_failure(self, err: BaseException) -> None:
+        """Record without a supervisor that the run is given up, or that the recovery before the first step failed."""
+        if self.rank == 0 and isinstance(err, LossNotFinite):
+            self._recoveries.give_up(err, attempt=self._attempt.number, step=self.step)
+        self._recoveries.fail()
+
     def close(self) -> None:
         """End threads, leave the process group."""
         self._reader.close()
@@ -285,6 +306,7 @@ class TrainingRun:
         ending = "finished" if finished else "stopped" if self.stopped else "caught_up"
         self._events.write({"event": ending, "step": self._tracker.step})
         self._signs.doing(Phase.DONE, self._tracker.step)
+        self._recoveries.observe(self._signs, Phase.DONE)
         if ending == "caught_up" and self.rank == 0:
             self._let_go_of_pins()
 
@@ -328,6 +350,7 @@ class TrainingRun:
         self._tracker.losses += beat.losses
         self._signs.heard(beat.step, beat.losses[-1])
         self._when.heard(beat)
+        self._finiteness.check_losses(beat, skipped=self._tracker.skipped)
 
     def _checkpoint(self, engine: Engine, reason: str, *, wait: bool) -> None:
         for beat in self._pulse.flush():
@@ -337,8 +360,10 @@ class TrainingRun:
             if told is None:
                 return
             reason, wait = told, True
+        with failing_together(self._tree, doing="checking the weights"):  # rank 0 records that the run is given up
+            self._finiteness.check_weights(engine, self.step)
         self._signs.doing(Phase.CHECKPOINT, self.step)
-        note = self._when.note(reason)
+        note = {**self._when.note(reason), "total_steps": self.total_steps}
         if wait:
             self.settle()
             self._report(self._manager.save(engine, self._tracker, note))
@@ -355,6 +380,7 @@ class TrainingRun:
 
     def _join(self) -> dist.ProcessGroup | None:
         if self.world_size == 1:
+            serve_group_store()  # DeepSpeed makes a group of one rank
             return None
         join()
         group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=self._patience)
@@ -365,9 +391,7 @@ class TrainingRun:
         leg = Leg.from_json(point.leg)
         opened = open_leg(lakehouse, leg, self.spec)
         self._leg, self._order = leg, opened.order
-        state = (
-            opened.start_state() if point.leg_is_new else [[Cursor(*c) for c in cs] for cs in point.reader_state or []]
-        )
+        state = opened.start_state() if point.leg_is_new else point.cursors
         if not point.leg_is_new:
             check_restored(self._order, point.step, state)
         self._reader = opened.reader(

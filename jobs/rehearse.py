@@ -13,6 +13,7 @@ from pydantic import Field
 from assets.rehearsal import CHECK, RehearsedRun, judged, rehearsed
 from assets.resources import LakehouseResource
 from assets.training import model_checkpoint
+from dlac_pipeline.spec_problems import MOST_STEPS, Section
 
 if TYPE_CHECKING:
     from catalog.connect import Lakehouse
@@ -21,7 +22,7 @@ POOL = "rehearsals"
 """Its limit is the number of rehearsals at once on this Dagster instance; each takes as many ranks as the run was trained on."""
 
 
-class RehearseConfig(dg.Config):
+class RehearseConfig(Section, dg.Config):
     """Which runs are rehearsed, and how far."""
 
     runs: list[str] = Field(
@@ -30,10 +31,14 @@ class RehearseConfig(dg.Config):
     committed_within_h: float = Field(
         default=26.0,
         gt=0,
+        le=87_600,
         description="Hours, for runs that are not named: what rests since then was rehearsed before.",
     )
     steps: int | None = Field(
-        default=None, ge=1, description="Steps to do again; unset: all up to the next checkpoint, at most 20."
+        default=None,
+        ge=1,
+        le=MOST_STEPS,
+        description="Steps to do again; unset: all up to the next checkpoint, at most 20.",
     )
     sandbox: str = Field(
         default="", description="Folder for the sandbox, which holds a copy of the checkpoint; empty: temporary."

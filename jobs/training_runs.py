@@ -9,7 +9,7 @@ from typing import Any
 import dagster as dg
 
 from catalog.errors import SpecInvalid
-from dlac_pipeline.spec import JobSpec, home_folder, parse_spec
+from dlac_pipeline.spec import JobSpec, home_folder, parse_recorded
 
 MODEL = dg.AssetKey("model_checkpoint")
 """The asset that is trained: `assets.training.model_checkpoint`."""
@@ -47,7 +47,7 @@ def spec_of(run_config: Mapping[str, Any]) -> JobSpec:
     raw = raw_spec_of(run_config)
     if raw is None:
         raise SpecInvalid("expected a job spec in the run's configuration, found none")
-    return parse_spec(_with_environment(raw), origin="the run's configuration").resolved(home_folder())
+    return parse_recorded(_with_environment(raw), origin="the run's configuration").resolved(home_folder())
 
 
 def raw_spec_of(run_config: Mapping[str, Any]) -> Mapping[str, Any] | None:

@@ -6,14 +6,15 @@ import dagster as dg
 from pydantic import Field
 
 from assets.resources import LakehouseResource
-from catalog.lakehouse_config import KEEP_SNAPSHOTS
+from catalog.lakehouse_config import KEEP_SNAPSHOTS, MOST_SNAPSHOTS
+from dlac_pipeline.spec_problems import Section
 
 
-class UpkeepConfig(dg.Config):
+class UpkeepConfig(Section, dg.Config):
     """What upkeep leaves."""
 
     keep_snapshots: int = Field(
-        default=KEEP_SNAPSHOTS, ge=1, description="Snapshots to keep of each of DLAC's own tables."
+        default=KEEP_SNAPSHOTS, ge=1, le=MOST_SNAPSHOTS, description="Snapshots to keep of each of DLAC's own tables."
     )
 
 
@@ -22,7 +23,7 @@ def own_tables_in_order(
     context: dg.OpExecutionContext, config: UpkeepConfig, lakehouse: LakehouseResource
 ) -> dg.Output[None]:
     """A table of what was done, one row per table of DLAC's."""
-    from catalog.upkeep import upkeep
+    from catalog.maintenance.upkeep import upkeep
 
     done = upkeep(lakehouse.lakehouse(), keep=config.keep_snapshots)
     for each in done:

@@ -10,7 +10,8 @@ from pydantic import Field
 
 from assets.resources import LakehouseResource
 from assets.shown import table
-from catalog.errors import NoRestorableCheckpoint, NoSuchRun, StoreUnavailable
+from catalog.errors import NoRestorableCheckpoint, NoSuchCheckpoint, NoSuchJobSpec, NoSuchRun, StoreUnavailable
+from dlac_pipeline.spec_problems import Section
 
 if TYPE_CHECKING:
     from catalog.connect import Lakehouse
@@ -18,13 +19,14 @@ if TYPE_CHECKING:
     from dlac_pipeline.checkpoint.listing import Verdict
 
 
-class VerifyConfig(dg.Config):
+class VerifyConfig(Section, dg.Config):
     """Which checkpoints are read."""
 
     runs: list[str] = Field(default=[], description="Training runs; empty: all of the lakehouse.")
     not_since_h: float = Field(
         default=20.0,
         ge=0,
+        le=87_600,
         description="Hours: a checkpoint whose digests held within so many is not read again.",
     )
 
@@ -51,7 +53,7 @@ def newest_checkpoints_verified(
         began = time.monotonic()
         try:
             verdict = verified_head(place, run, _files_of(place, run))
-        except (NoSuchRun, StoreUnavailable) as err:
+        except (NoSuchCheckpoint, NoSuchRun, StoreUnavailable) as err:
             context.log.warning(f"{run}: {err}")
         except NoRestorableCheckpoint as err:
             problems.append(str(err))
@@ -90,7 +92,7 @@ def _files_of(lakehouse: "Lakehouse", run: str) -> "StoreFiles | None":
     from dlac_pipeline.checkpoint.store import tiers_of
     from dlac_pipeline.recover.claims import last_spec
 
-    with suppress(NoSuchRun):
+    with suppress(NoSuchJobSpec):
         return tiers_of(last_spec(lakehouse, run)).files
     return None
 

@@ -13,8 +13,9 @@ import duckdb
 
 from catalog.branches import checkpoint_of, last_seq_as_head
 from catalog.connect import Lakehouse
-from catalog.errors import NoSuchRun
 from catalog.ledger import Ledger
+from catalog.older_ledger import check_ledger
+from catalog.run_rows import no_such_run
 from dlac_pipeline.audit.data_files import file_problems
 from dlac_pipeline.audit.lakehouse_sql import open_audit, rows_of
 
@@ -78,7 +79,8 @@ def audit_run(lakehouse: Lakehouse, run: str, checkpoint: str | None = None) -> 
     """Audit a run, finished or not; with an id or a step, as it was when that checkpoint was its head last.
 
     Raises:
-        NoSuchRun: the ledger has no row of it, or no such checkpoint.
+        NoSuchRun: the ledger has no row of it.
+        NoSuchCheckpoint: it has no such checkpoint.
         SpecInvalid: the run came by the step more than once.
         CatalogUnreachable: the catalog does not answer.
     """
@@ -97,10 +99,13 @@ def open_run(lakehouse: Lakehouse, run: str, checkpoint: str | None = None) -> d
     """As `open_audit` for one run, for many questions; with an id or a step, as it was when that checkpoint was its head last.
 
     Raises:
-        NoSuchRun: the ledger has no row of it, or no such checkpoint.
+        NoSuchRun: the ledger has no row of it.
+        NoSuchCheckpoint: it has no such checkpoint.
         SpecInvalid: the run came by the step more than once.
         CatalogUnreachable: the catalog does not answer.
+        LedgerOlderThanStore: the catalog was restored from an older backup.
     """
+    check_ledger(lakehouse, run)
     until_seq = None
     if checkpoint is not None:
         rows = Ledger(lakehouse).head_rows(run)
@@ -108,9 +113,7 @@ def open_run(lakehouse: Lakehouse, run: str, checkpoint: str | None = None) -> d
     connection = open_audit(lakehouse, run=run, until_seq=until_seq)
     if not connection.execute("SELECT count(*) FROM consumption").fetchall()[0][0]:
         connection.close()
-        raise NoSuchRun(
-            f"expected rows of run {run!r} in the ledger, found none; it knows the runs {Ledger(lakehouse).runs()!r}"
-        )
+        raise no_such_run(run, Ledger(lakehouse).runs())
     return connection
 
 

@@ -13,6 +13,8 @@ from pyiceberg.io.pyarrow import schema_to_pyarrow
 
 from catalog.connect import Lakehouse
 from catalog.errors import UnsupportedDeletes
+from catalog.relocation import raw_path
+from catalog.run_rows import check_run_name
 from catalog.schemas import TABLES
 from dlac_pipeline.audit.audit import open_run
 from dlac_pipeline.audit.lakehouse_sql import QUESTIONS, rows_of, sql_script
@@ -65,9 +67,12 @@ def explain_sql(lakehouse: Lakehouse, run: str, checkpoint: str | None = None) -
     The example is that of its head, or of `checkpoint`, an id or a step.
 
     Raises:
-        NoSuchRun: the ledger has no row of it, or no such checkpoint.
+        NoSuchRun: the ledger has no row of it.
+        NoSuchCheckpoint: it has no such checkpoint.
+        SpecInvalid: a run cannot have this name, which the script has in its comments.
         UnsupportedDeletes: one of DLAC's tables carries delete files.
     """
+    check_run_name(run)
     with open_run(lakehouse, run, checkpoint) as connection:
         connection.execute(_LAST_ADVANCE)
         connection.execute(_LAST_POSITION)
@@ -92,7 +97,8 @@ def _table_view(lakehouse: Lakehouse, name: str) -> str:
         )
     if not tasks:
         return f"CREATE OR REPLACE VIEW {name} AS {_no_rows(name)};\n"
-    paths = sorted(task.file.file_path.removeprefix("file://") for task in tasks)
+    here = lakehouse.relocation.here
+    paths = sorted(here(raw_path(task.file.file_path) or task.file.file_path) for task in tasks)
     listed = ",\n    ".join(_quoted(path) for path in paths)
     return (
         f"CREATE OR REPLACE VIEW {name} AS FROM read_parquet([\n    {listed}\n"

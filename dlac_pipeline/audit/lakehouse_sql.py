@@ -7,8 +7,9 @@ it was opened.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import duckdb
@@ -17,6 +18,7 @@ import pyarrow.compute as pc
 from pyiceberg.expressions import AlwaysTrue, And, BooleanExpression
 
 from catalog.connect import Lakehouse, among, at_most, equals
+from catalog.errors import SpecInvalid
 
 QUESTIONS = (
     "bare_path",
@@ -49,6 +51,7 @@ _AUDIT = (
     "gaps",
     "passed_over",
     "rows_at",
+    "rows_seen",
     "consumed_at",
     "consumed_rows",
     "consumed_units",
@@ -76,6 +79,30 @@ _KEPT = ("lineage", "advances", "cuts", "legs", "leg_sources", "leg_cuts", "live
 """Views that many others use; computed once, or each of those would compute them anew."""
 _KEPT_OF_ONE_RUN = ("dead_positions", "intervals", "shortfalls", "repeats")
 """Further such views, too dear where nobody may ask for them."""
+
+
+_READING = ("SELECT", "EXPLAIN", "MULTI", "CREATE", "DROP", "INSERT", "UPDATE", "DELETE")
+"""Statements that leave files alone; tables that they make or change are in memory."""
+_WRITING = ("COPY", "EXPORT", "IMPORT", "ATTACH", "INSTALL", "LOAD", "PREPARE", "EXECUTE", "SECRET")
+_BEFORE_NAMES = frozenset(
+    {
+        *("SELECT", "DISTINCT", "AS", "FROM", "JOIN", "WHERE", "HAVING", "ON", "AND", "OR", "NOT", "IN", "BY", "CASE"),
+        *("WHEN", "THEN", "ELSE", "BETWEEN", "LIKE", "TABLE", "INTO", "UPDATE", "DESCRIBE", "SUMMARIZE", "SHOW"),
+        *(".", ",", "=", "<", ">", "<=", ">=", "<>", "!=", "+", "-", "*", "/", "%", "||", "::"),
+    }
+)
+"""Words after which one of `_WRITING` is the name of a column or a table: no statement begins there."""
+_PRAGMAS = ("table_info", "show", "show_tables", "show_tables_expanded", "database_list", "storage_info", "version")
+"""Pragmas that read what is in memory."""
+_RUNNING = ("query", "json_execute_serialized_sql")
+"""Functions that run text as SQL."""
+_LOCKED = (
+    "allow_persistent_secrets = false",
+    "allow_community_extensions = false",
+    "autoinstall_known_extensions = false",
+    "autoload_known_extensions = false",
+    "python_enable_replacements = false",
+)
 
 
 def sql_script(name: str) -> str:
@@ -121,6 +148,79 @@ def open_audit(
         if name in kept:
             connection.execute(f"CREATE TEMP TABLE {name} AS FROM main.{name}")  # a temporary table hides the view
     return connection
+
+
+def lock_to_lakehouse(connection: duckdb.DuckDBPyConnection, lakehouse: Lakehouse) -> None:
+    """Let the connection read files in a local warehouse and data files that plans name, and no others, for good.
+
+    No extension is loaded, no variable of this process is found by its name, and no setting can be changed any more.
+    """
+    folders = _local_paths(lakehouse.config.warehouse)
+    named = connection.execute("SELECT DISTINCT file_path FROM work_units").fetchall()
+    planned = sorted(path for (address,) in named for path in _local_paths(address))
+    for setting in _LOCKED:
+        connection.execute(f"SET {setting}")
+    connection.execute(f"SET allowed_directories = {_listed(folders)}")
+    connection.execute(f"SET allowed_paths = {_listed(planned)}")
+    connection.execute("SET enable_external_access = false")
+    connection.execute("SET lock_configuration = true")
+
+
+def check_reads_only(connection: duckdb.DuckDBPyConnection, query: str) -> None:
+    """Check that a query writes no file: DuckDB writes wherever it may read.
+
+    A COPY may be inside of a SELECT, and a function may run text as SQL.
+
+    Raises:
+        SpecInvalid: it has a statement or a function that might.
+        duckdb.Error: it cannot be parsed.
+    """
+    query = "".join(
+        " " if each > "\x7f" and not each.isprintable() else each for each in query
+    )  # DuckDB has them as spaces
+    statements = connection.extract_statements(query)
+    found = [each.type.name for each in statements if each.type.name not in _READING and not _is_pragma(each.query)]
+    words = [("", None), *_words_of(query), ("", None)]
+    for (before, _), (word, kind), (after, _) in zip(words, words[1:], words[2:], strict=False):
+        writes = kind == duckdb.token_type.keyword and word.upper() in _WRITING
+        # The body of a WITH is the only statement after a parenthesis: it may be a COPY, and none of the others.
+        is_name = before.upper() in _BEFORE_NAMES or (before == "(" and (word.upper() != "COPY" or after in (")", ",")))
+        if (writes and not is_name) or (word.strip('"').casefold() in _RUNNING and after.startswith("(")):
+            found.append(word)
+    if found:
+        raise SpecInvalid(
+            f"expected SQL that only reads, found {found[0]!r}: write a name in double quotes, or add --allow-files to read and "
+            "write any file"
+        )
+
+
+def _is_pragma(statement: str) -> bool:
+    """Return whether a statement is one of the pragmas that only read."""
+    words = [word.casefold() for word, _ in _words_of(statement)]
+    return words[:1] == ["pragma"] and words[1:2] != [] and words[1] in _PRAGMAS and "=" not in words
+
+
+def _words_of(query: str) -> list[tuple[str, Any]]:
+    """Return the words of a query and what they are, without its comments."""
+    text, tokens = query.encode(), duckdb.tokenize(query)
+    ends = [*(at for at, _ in tokens[1:]), len(text)]
+    words = [
+        (text[at:end].decode(errors="replace").strip(), kind) for (at, kind), end in zip(tokens, ends, strict=True)
+    ]
+    return [(word, kind) for word, kind in words if kind != duckdb.token_type.comment]
+
+
+def _local_paths(address: str) -> list[str]:
+    """Return the local path of an address as it is written and as it is resolved; nothing for an address elsewhere."""
+    scheme, colon, rest = address.partition(":")
+    if colon and scheme != "file":
+        return []
+    path = "/" + (rest if colon else address).lstrip("/")
+    return sorted({path, str(Path(path).resolve())})
+
+
+def _listed(paths: Sequence[str]) -> str:
+    return "[" + ", ".join("'" + path.replace("'", "''") + "'" for path in paths) + "]"
 
 
 def rows_of(connection: duckdb.DuckDBPyConnection, query: str, parameters: Iterable[Any] = ()) -> list[dict[str, Any]]:

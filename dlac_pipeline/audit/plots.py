@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import duckdb
 import numpy as np
-from rich.filesize import decimal
 
 from catalog.errors import BadInput
+from catalog.recoveries import Recovery
 from dlac_pipeline.audit.lakehouse_sql import rows_of
 from dlac_pipeline.audit.losses import LossCurve
+from dlac_pipeline.wording import format_bytes, format_duration
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -108,7 +109,7 @@ def draw_costs(connection: duckdb.DuckDBPyConnection, run: str) -> bytes:
     axes.set_xlabel("checkpoint, by its step")
     axes.set_ylabel("seconds until the commit")  # which writes these very rows
     axes.spines[["top", "right"]].set_visible(False)
-    size = decimal(int(np.mean([row["bytes"] or 0 for row in rows]))) if rows else "0 bytes"
+    size = format_bytes(int(np.mean([row["bytes"] or 0 for row in rows]))) if rows else "0 bytes"
     axes.set_title(f"{len(rows)} checkpoints of {size} on average", loc="left", fontsize=8)
     axes.legend(frameon=False, fontsize=8)
     return _png(figure)
@@ -130,7 +131,7 @@ def _mark_recoveries(axes: Axes, curve: LossCurve) -> None:
         label = "recovery" if number == 0 else None
         axes.axvline(recovery["resumed_step"], color=_MARK, linestyle="--", linewidth=1.2, label=label)
         axes.annotate(
-            f"{recovery['total_s']:.1f} s",
+            format_duration(Recovery(**recovery).recovered_s),
             (recovery["resumed_step"], 1.0),
             xycoords=("data", "axes fraction"),
             xytext=(3, -8),

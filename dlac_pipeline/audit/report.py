@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import base64
 import html
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -15,7 +14,8 @@ from string import Template
 from typing import Any
 
 from catalog.connect import Lakehouse
-from catalog.recoveries import PHASES
+from catalog.plain_json import strict_json
+from catalog.recoveries import PHASES, Recovery
 from dlac_pipeline.audit.audit import AuditReport, audit_open_run, open_run
 from dlac_pipeline.audit.lakehouse_sql import rows_of
 from dlac_pipeline.audit.losses import LossCurve, differing_steps, read_losses
@@ -51,7 +51,7 @@ def write_report(
     page = _page(content, losses=draw_losses(list(curves.values())), coverage=coverage)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "report.html").write_text(page)
-    (folder / "report.json").write_text(json.dumps(content, indent=2) + "\n")
+    (folder / "report.json").write_text(strict_json(content, indent=2) + "\n")
     return content
 
 
@@ -152,12 +152,14 @@ def _recoveries_table(recoveries: Sequence[Mapping[str, Any]]) -> str:
             str(recovery["resumed_step"]),
             f"{recovery['rows_replayed']:,}",
             *("" if recovery[f"{phase}_s"] is None else f"{recovery[f'{phase}_s']:.2f}" for phase in PHASES),
+            f"{Recovery(**recovery).recovered_s:.2f}",
             recovery["outcome"],
         )
         for recovery in recoveries
     ]
     phases = (f"{phase.replace('_', ' ')} (s)" for phase in PHASES)
-    return _html_table(("cause", "noticed by", "resumed at step", "rows replayed", *phases, "outcome"), rows)
+    times = (*phases, "total without the operator's time (s)")
+    return _html_table(("cause", "noticed by", "resumed at step", "rows replayed", *times, "outcome"), rows)
 
 
 def _audits_table(audits: Mapping[str, Mapping[str, Any]]) -> str:

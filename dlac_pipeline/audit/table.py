@@ -10,11 +10,11 @@ from dlac_pipeline.audit.audit import AuditReport
 
 def audit_table(report: AuditReport) -> Table:
     """The report as a Rich table of two columns: what was counted, and how much; problems come last."""
-    table = Table(title=f"Audit of run {report.run}", show_header=False, title_justify="left")
+    table = Table(title=Text(f"Audit of run {report.run}"), show_header=False, title_justify="left")
     table.add_column("what", style="bold")
     table.add_column("value", justify="right", overflow="fold")
     for what, value in _lines(report):
-        table.add_row(what, value)
+        table.add_row(what, Text(value))  # names and paths are no markup
     table.add_section()
     table.add_row("exact", Text("yes", style="green") if report.exact else Text("NO", style="bold red"))
     for problem in report.problems:

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
-from catalog.commits import Attempt, commit_checkpoint
+from catalog.commits import Attempt, check_mine, commit_checkpoint
 from catalog.connect import Lakehouse
 from catalog.durable_io import fsync_directory, write_durably
-from catalog.errors import RowsBetween
+from catalog.errors import DlacError, Fenced, LedgerOlderThanStore, RowsBetween, StoreUnavailable
 from catalog.ledger import Ledger
 from catalog.run_rows import HEAD_KINDS, checkpoint_rows, repeatable
 from dlac_pipeline.checkpoint.cursors import agreed_reader_state
 from dlac_pipeline.checkpoint.failures import failure_named, named
-from dlac_pipeline.checkpoint.manifest import FileEntry, Manifest, content_digest
+from dlac_pipeline.checkpoint.manifest import FileEntry, Manifest, content_digest, mark_committed
 from dlac_pipeline.checkpoint.retention import Retention
 from dlac_pipeline.checkpoint.rows import RowMaker, Vote
 from dlac_pipeline.checkpoint.store import MANIFEST, Tiers, storing
@@ -26,6 +27,7 @@ from dlac_pipeline.plan.order import LegOrder
 from dlac_pipeline.spec import CheckpointSpec
 from dlac_pipeline.track.tracker import ReaderStateTracker
 
+_log = logging.getLogger(__name__)
 _LIBRARIES = ("torch", "deepspeed", "numpy", "pyarrow", "pyiceberg")
 Decision = dict[str, Any]
 
@@ -83,10 +85,21 @@ class Committer:
         try:
             decision = self._commit_whatever_comes_between(votes, prepared)
         except Exception as err:  # every other rank waits for an answer
-            return {"error": named(err, doing="the coordinator's commit")}
+            return {"error": named(self._fenced_or(err), doing="the coordinator's commit")}
         self._leg_is_new = False
         self._parent, self._rows_since = decision["checkpoint_id"], []
         return decision
+
+    def _fenced_or(self, err: Exception) -> Exception:
+        """Return `Fenced` where a newer attempt owns the run: it may have removed what this one was staging."""
+        if isinstance(err, StoreUnavailable):
+            try:
+                check_mine(self._ledger.state(self._attempt.run), self._attempt)
+            except (Fenced, LedgerOlderThanStore) as cause:
+                return cause
+            except DlacError as unknown:
+                _log.debug("whether attempt %d is fenced off is not known: %s", self._attempt.number, unknown)
+        return err
 
     def _commit_whatever_comes_between(self, votes: list[Vote], prepared: Prepared) -> Decision:
         """Commit with the run's rows as they are; a catalog that is away is waited for, as by the ledger itself."""
@@ -118,26 +131,9 @@ class Committer:
         retired = retention.due(checkpoint_id, taken.step, parent)
         rows += [{"kind": "retire", "checkpoint_id": each} for each in retired]
         rows += [{**row, "checkpoint_id": checkpoint_id} for row in prepared.rows]
-        manifest = Manifest(
-            ledger_uuid=self._ledger.table_uuid,
-            run=self._attempt.run,
-            attempt=self._attempt.number,
-            checkpoint_id=checkpoint_id,
-            parent=parent,
-            step=taken.step,
-            world_size=len(votes),
-            engine=prepared.engine,
-            leg=self._leg.index,
-            reader_state=reader_state,
-            files=[FileEntry(**entry) for vote in votes for entry in vote["files"]],
-            config_digest=self._config_digest,
-            libraries={name: version(name) for name in _LIBRARIES},
-            ledger_rows=[*self._rows_since, *rows],
-        )
+        manifest = self._make_manifest(prepared, votes, checkpoint_id, reader_state, rows)
         size = sum(entry.bytes for entry in manifest.files)
-        names = {name for vote in votes for name in vote["phases"]}
-        phases = {name: max(vote["phases"].get(name, 0.0) for vote in votes) for name in names}
-        phases["vote"] = prepared.waited_s
+        phases = {**_longest_phases(votes), "vote": prepared.waited_s}
         rows[0] |= {
             "manifest_uri": self._tiers.manifest_uri(prepared.name),
             "manifest_digest": self._write(manifest, prepared.name),
@@ -148,6 +144,7 @@ class Committer:
         commit_checkpoint(
             self._ledger, self._attempt, checkpoint_id=checkpoint_id, parent=parent, rows=rows, seq=self._seq
         )
+        mark_committed(manifest, self._tiers.durable_run(), self._tiers.files.hurried())
         self._seq += 1  # not what was read last: an answer may come late, behind rows that were not seen
         retention.committed(rows[0], retired)
         return {
@@ -157,6 +154,31 @@ class Committer:
             "bytes": size,
             "phases": {**phases, "commit": time.monotonic() - started},
         }
+
+    def _make_manifest(
+        self,
+        prepared: Prepared,
+        votes: Sequence[Vote],
+        checkpoint_id: str,
+        reader_state: list[list[list[int]]],
+        rows: Sequence[dict[str, Any]],
+    ) -> Manifest:
+        return Manifest(
+            ledger_uuid=self._ledger.table_uuid,
+            run=self._attempt.run,
+            attempt=self._attempt.number,
+            checkpoint_id=checkpoint_id,
+            parent=self._parent,
+            step=prepared.taken.step,
+            world_size=len(votes),
+            engine=prepared.engine,
+            leg=self._leg.index,
+            reader_state=reader_state,
+            files=[FileEntry(**entry) for vote in votes for entry in vote["files"]],
+            config_digest=self._config_digest,
+            libraries={name: version(name) for name in _LIBRARIES},
+            ledger_rows=[*self._rows_since, *rows],
+        )
 
     def _write(self, manifest: Manifest, name: str) -> str:
         """Write the manifest, last of all files and in the store last of all places; returns its digest."""
@@ -185,3 +207,9 @@ class Committer:
         assert self._retention is not None, "made before the first commit"
         self._retention.saw(rows)
         self._rows_since += repeatable(rows)
+
+
+def _longest_phases(votes: Sequence[Vote]) -> dict[str, float]:
+    """Return for each phase of a checkpoint the seconds of the slowest rank."""
+    names = {name for vote in votes for name in vote["phases"]}
+    return {name: max(vote["phases"].get(name, 0.0) for vote in votes) for name in names}

@@ -17,6 +17,8 @@ changes no model."""
 def config_digest(spec: JobSpec) -> str:
     """BLAKE3 of the spec's training sections, and of the script with its arguments, as hex."""
     config = spec.model_dump(mode="json", include=_TRAINING)
+    for source in (config["source"], *config["mixture"]):
+        source["row_filter"] = source["row_filter"] or ""  # as earlier versions wrote a missing filter
     config["script"] = _digest_of(Path(spec.launch.script))
     config["args"] = spec.launch.args
     return blake3(json.dumps(config, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

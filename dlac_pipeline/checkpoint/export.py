@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 
 from catalog.commits import held, record_export
 from catalog.connect import Lakehouse
-from catalog.durable_io import fsync_directory, temporary_beside
-from catalog.errors import NoSuchRun
+from catalog.durable_io import fsync_directory, make_folder_durably, temporary_beside
+from catalog.errors import NoSuchCheckpoint, SpecInvalid
 from catalog.ledger import Ledger
 from catalog.run_rows import checkpoint_rows
 from dlac_pipeline.checkpoint.engines.weights import Weights, weights_of
@@ -45,10 +45,22 @@ def export_weights(
     """Write the weights of a step's checkpoint, or of the head, as safetensors, and the file's digest to the ledger.
 
     Raises:
-        NoSuchRun: there is no such run, or no restorable checkpoint of that step.
+        SpecInvalid: `path` is no file's, or `part` is blank.
+        NoSuchRun: there is no such run.
+        NoSuchCheckpoint: it has no restorable checkpoint of that step.
         CheckpointDamaged: its files are not what was committed; nothing was written.
         StoreUnavailable: the file cannot be written.
     """
+    try:
+        target = path.expanduser()
+        unusable = not path.name or path.name == ".." or "\0" in str(path) or target.is_dir() or not part.strip()
+    except (OSError, RuntimeError) as err:  # a name that is too long, or a user's folder that there is not
+        raise SpecInvalid(f"expected a file to write, found {str(path)!r} ({err}): name one") from err
+    if unusable:
+        raise SpecInvalid(
+            f"expected a file to write and the name of a part, found {str(path)!r} and {part!r}: name them, such as "
+            "weights.safetensors and --part model"
+        )
     ledger = Ledger(lakehouse)
     with (
         held(ledger, tiers.run, _hold_of(path), step=step) as row,
@@ -76,7 +88,7 @@ def _written(ledger: Ledger, manifest: Manifest, weights: Weights, path: Path, p
     }
     with temporary_beside(path) as temporary:
         with storing(path, "the file of weights"):
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_folder_durably(path.parent)
             _save(weights, temporary, about)
             _order_header(temporary)
             sync_file(temporary)
@@ -124,12 +136,12 @@ def checkpoint_of_file(lakehouse: Lakehouse, path: Path) -> dict[str, object]:
     """Which checkpoint a file of weights was exported from, by its content alone.
 
     Raises:
-        NoSuchRun: none that this lakehouse knows.
+        NoSuchCheckpoint: none that this lakehouse knows.
     """
     digest = file_digest(path)
     row = Ledger(lakehouse).export(digest)
     if row is None:
-        raise NoSuchRun(
+        raise NoSuchCheckpoint(
             f"expected {str(path)!r} to be an export that this lakehouse knows, found none with its digest {digest}"
         )
     rows = Ledger(lakehouse).head_rows(row["run"])

@@ -12,14 +12,15 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Protocol, TypeVar
-from urllib.parse import unquote, urlparse
+from urllib.parse import unquote
 
 import pyarrow.fs as pafs
 from blake3 import blake3
 from pyiceberg.io.pyarrow import PyArrowFileIO
 
-from catalog.durable_io import fsync_directory, temporary_beside, write_durably
+from catalog.durable_io import fsync_directory, make_folder_durably, temporary_beside, write_durably
 from catalog.errors import SpecInvalid, StoreUnavailable
+from catalog.masking import mask_secrets
 from catalog.retrying import is_final, retrying
 
 _CHUNK_BYTES = 8 << 20
@@ -49,12 +50,12 @@ class _Backend(Protocol):
 
 def is_local(address: str) -> bool:
     """Whether `address` is a path of this machine, or a `file://` address."""
-    return urlparse(address).scheme in ("", "file")
+    return "://" not in address or address.startswith("file://")
 
 
 def path_at(address: str) -> Path:
     """The path of a local address."""
-    return Path(unquote(urlparse(address).path)) if "://" in address else Path(address)
+    return Path(unquote(address.removeprefix("file://"))) if "://" in address else Path(address)
 
 
 def below(address: str, *names: str) -> str:
@@ -140,7 +141,7 @@ class StoreFiles:
                     raise
                 if tries == 1 and self._deadline_s > 0:
                     said = "expected to %s the checkpoint store at %s, found %s; trying again for %.0f s"
-                    _log.warning(said, doing, address, err, self._deadline_s)
+                    _log.warning(said, doing, mask_secrets(address), mask_secrets(str(err)), self._deadline_s)
                 raise _Transient(err) from err
 
         try:
@@ -179,7 +180,7 @@ def sync_file(path: Path) -> None:
 
 
 def make_below(above: Path, folder: Path) -> None:
-    """Make `folder`, and what is missing between it and `above`, which is never made itself.
+    """Make `folder`, and what is missing between it and `above`, which is never made itself; their names are durable then.
 
     Where the mount that `above` lies on is gone, nothing is written into the bare mount point, to be hidden when it is back.
 
@@ -193,6 +194,7 @@ def make_below(above: Path, folder: Path) -> None:
         for name in folder.relative_to(above).parts:
             made /= name
             made.mkdir(exist_ok=True)
+            fsync_directory(made.parent)
     except FileNotFoundError as err:
         raise OSError(f"no folder {str(above)!r}, which was there when the attempt began: mount it again") from err
 
@@ -201,7 +203,7 @@ class _Local:
     """A mounted disk."""
 
     def make(self, path: str) -> None:
-        Path(path).mkdir(parents=True, exist_ok=True)
+        make_folder_durably(Path(path))
 
     def put(self, source: Path, path: str, within: str) -> None:
         target = Path(path)

@@ -49,7 +49,13 @@ def foreign_checkpoint(folder: Path, *, tag: str | None = None) -> Foreign:
     if (folder / ".metadata").is_file():
         return Foreign(origin=folder, engine=DistributedState.name, world_size=1, copy=_dcp_copier(folder))
     latest = folder / "latest"
-    tagged = folder / (tag or (latest.read_text().strip() if latest.is_file() else "."))
+    named = tag or (latest.read_text().strip() if latest.is_file() else ".")
+    tagged = folder / named
+    if not tagged.resolve().is_relative_to(folder.resolve()):
+        raise SpecInvalid(
+            f"expected a tag that names a folder in {str(folder)!r}, found {named!r}: name that folder itself, or its tag "
+            "with --tag"
+        )
     files = sorted(tagged.glob("*.pt"))
     if not list(tagged.glob("*model_states.pt")):
         raise SpecInvalid(

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from catalog.commits import names_of
 from catalog.connect import Lakehouse
-from catalog.errors import CheckpointDamaged, NoSuchRun, StoreUnavailable
+from catalog.errors import CheckpointDamaged, NoSuchCheckpoint, StoreUnavailable
 from catalog.ledger import Ledger
 from catalog.run_rows import Row, checkpoint_rows, fence_of_rows, lineage_of
 from dlac_pipeline.checkpoint.files import StoreFiles
@@ -93,14 +93,15 @@ def verify_checkpoints(
     `progress` is told how many of how many checkpoints are done.
 
     Raises:
-        NoSuchRun: the ledger has no row of the run, or no such checkpoint that is kept.
+        NoSuchRun: the ledger has no row of the run.
+        NoSuchCheckpoint: it has no such checkpoint that is kept.
         StoreUnavailable: the store does not answer; nothing is known of the checkpoint whose turn it was, and of those behind it.
     """
     listed = [each for each in list_checkpoints(lakehouse, run) if each.state in ("head", "kept", "left")]
     chosen = [each for each in reversed(listed) if step in (None, each.step)]
     if not chosen:
         there = [each.step for each in listed]
-        raise NoSuchRun(
+        raise NoSuchCheckpoint(
             f"expected a checkpoint of run {run!r}{'' if step is None else f' at step {step}'}, found {there!r}"
         )
     for done, each in enumerate(chosen):

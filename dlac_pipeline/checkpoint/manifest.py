@@ -6,6 +6,7 @@ Format version 1. Promise: later versions read it.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -16,10 +17,12 @@ from typing import Any, TypeVar
 from blake3 import blake3
 
 from catalog.errors import CheckpointDamaged, FormatTooNew, StoreUnavailable
+from catalog.older_ledger import commit_mark, mark_in
 from catalog.schemas import FORMAT_VERSION
 from dlac_pipeline.checkpoint.files import StoreFiles, below, is_local, path_at
 from dlac_pipeline.checkpoint.store import MANIFEST, attempt_of
 
+_log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 _THREADS = 4
 
@@ -72,6 +75,20 @@ class Manifest:
         return json.dumps(asdict(self), sort_keys=True, default=str, separators=(",", ":")).encode()
 
 
+def mark_committed(manifest: Manifest, run_folder: str, files: StoreFiles) -> None:
+    """Replace the run's commit mark after the commit of this checkpoint; what fails is logged.
+
+    The mark outlives the ledger: by it a ledger that lacks the checkpoint is known to be older.
+    """
+    mark = commit_mark(
+        ledger_uuid=manifest.ledger_uuid, run=manifest.run, checkpoint_id=manifest.checkpoint_id, step=manifest.step
+    )
+    try:
+        files.write(mark_in(run_folder, manifest.ledger_uuid), mark, within=run_folder)
+    except (StoreUnavailable, OSError) as err:  # the checkpoint is committed all the same
+        _log.warning("expected to mark checkpoint %s as committed, found %s", manifest.checkpoint_id, err)
+
+
 def content_digest(content: bytes) -> str:
     """The digest by which the ledger names a manifest."""
     return blake3(content).hexdigest()
@@ -104,14 +121,40 @@ def parse_manifest(content: bytes, *, origin: str) -> Manifest:
     """A manifest as it was stored.
 
     Raises:
+        CheckpointDamaged: it is no manifest, or names a file that is not in its folder.
         FormatTooNew: a newer DLAC wrote it.
     """
-    raw = json.loads(content)
-    if raw["format_version"] > FORMAT_VERSION:
+    try:
+        raw = json.loads(content)
+        version = int(raw["format_version"])
+    except (ValueError, TypeError, KeyError) as err:
+        raise CheckpointDamaged(
+            f"expected a manifest in {origin!r}, found other content ({type(err).__name__})"
+        ) from err
+    if version > FORMAT_VERSION:
         raise FormatTooNew(
             f"manifest {origin!r} has format version {raw['format_version']}, this DLAC reads up to {FORMAT_VERSION}"
         )
-    return Manifest(**{**raw, "files": [FileEntry(**entry) for entry in raw["files"]]})
+    try:
+        manifest = Manifest(**{**raw, "files": [FileEntry(**entry) for entry in raw["files"]]})
+    except (TypeError, KeyError) as err:
+        raise CheckpointDamaged(f"expected the fields of a manifest in {origin!r}, found {err}") from err
+    _check_paths(manifest.files, origin)
+    return manifest
+
+
+def _check_paths(entries: Sequence[FileEntry], origin: str) -> None:
+    """Check that all files are below the manifest's folder, and each is named once; the manifest is not one of them."""
+    seen = {MANIFEST}
+    for entry in entries:
+        path = entry.path
+        wrong = not isinstance(path, str) or set(path.split("/")) & {"", ".", ".."} or "\\" in path
+        if wrong or not path.isprintable() or path in seen:
+            raise CheckpointDamaged(
+                f"expected distinct paths below the manifest's folder in {origin!r}, found {path!r}: nothing was read or "
+                "written there"
+            )
+        seen.add(path)
 
 
 def _content_of_copy(folder: Path, digest: str) -> bytes | None:
@@ -172,7 +215,7 @@ def verify_entries(
     entries: Sequence[FileEntry], folder: str, files: StoreFiles, done: Done = lambda done, total: None
 ) -> None:
     """As `verify_files`, of these files."""
-    of_each(entries, lambda entry: verify_file(entry, below(folder, entry.path), files), done)
+    of_each(entries, lambda entry: verify_entry(entry, folder, files), done)
 
 
 def of_each(entries: Sequence[FileEntry], work: Callable[[FileEntry], Result], done: Done) -> list[Result]:
@@ -190,6 +233,27 @@ def of_each(entries: Sequence[FileEntry], work: Callable[[FileEntry], Result], d
             pool.shutdown(wait=False, cancel_futures=True)
             raise
     return results
+
+
+def verify_entry(entry: FileEntry, folder: str, files: StoreFiles) -> None:
+    """Compare one file of the checkpoint in the folder at this address with its entry; raises as `verify_files`."""
+    check_inside(entry, folder)
+    verify_file(entry, below(folder, entry.path), files)
+
+
+def check_inside(entry: FileEntry, folder: str) -> None:
+    """Check that no symbolic link leads from a local folder to a file elsewhere.
+
+    Raises:
+        CheckpointDamaged: one does.
+    """
+    if is_local(folder):
+        path = path_at(folder)
+        if not (path / entry.path).resolve().is_relative_to(path.resolve()):
+            raise CheckpointDamaged(
+                f"expected the file {entry.path!r} in the checkpoint's folder {str(path)!r}, found a symbolic link to a place "
+                "outside of it"
+            )
 
 
 def verify_file(entry: FileEntry, address: str, files: StoreFiles) -> None:

@@ -14,6 +14,7 @@ from dlac_pipeline.checkpoint.manifest import (
     Done,
     FileEntry,
     Manifest,
+    check_inside,
     check_there,
     manifest_content,
     of_each,
@@ -76,15 +77,27 @@ def _have(entry: FileEntry, folder: Path, manifest_uri: str, files: StoreFiles) 
     """Make sure of one file of the local copy; whether it had to come from the store."""
     path, local = folder / entry.path, StoreFiles(deadline_s=0.0)
     try:
+        check_inside(entry, str(folder))
         verify_file(entry, str(path), local)
     except (CheckpointDamaged, StoreUnavailable):
         with storing(folder):
+            _remove_links(folder, path.parent)
             path.parent.mkdir(parents=True, exist_ok=True)
             with temporary_beside(path) as temporary:
                 _fetch(entry, manifest_uri, files, temporary)
                 temporary.rename(path)
         return True
     return False
+
+
+def _remove_links(folder: Path, below_it: Path) -> None:
+    """Remove the symbolic links between the folder of a local copy and a folder below it: nothing is written through one."""
+    made = folder
+    for name in below_it.relative_to(folder).parts:
+        made /= name
+        if made.is_symlink():
+            made.unlink()
+            return
 
 
 def _fetch(entry: FileEntry, manifest_uri: str, files: StoreFiles, target: Path) -> None:

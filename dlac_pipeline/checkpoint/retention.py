@@ -7,15 +7,17 @@ attempts that were replaced had staged and never committed: no row names it, and
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
 from catalog.branches import left_by_rewinds
 from catalog.commits import names_of
+from catalog.older_ledger import proven_parent
 from catalog.run_rows import Row, checkpoint_rows, lineage_of
 from dlac_pipeline.checkpoint.files import below
 from dlac_pipeline.checkpoint.removal import Removal
-from dlac_pipeline.checkpoint.store import Tiers, attempt_of, folder_uri, name_of
+from dlac_pipeline.checkpoint.store import MANIFEST, Tiers, attempt_of, folder_uri, name_of
 from dlac_pipeline.spec import CheckpointSpec
 
 _OUT = ("retire", "quarantine")
@@ -30,7 +32,10 @@ class Retention:
         self._tiers = tiers
         self._files = tiers.files.hurried()  # the end of the process waits for a removal
         self._attempt = attempt
-        self._nonces = {row["nonce"] for row in rows if row["kind"] == "claim"}
+        claims = [row for row in rows if row["kind"] == "claim"]
+        self._nonces = {row["nonce"] for row in claims}
+        self._marking = {row["nonce"] for row in claims if json.loads(row["detail"] or "{}").get("marks_commits")}
+        """Of attempts that mark each checkpoint that they commit."""
         self._rows: list[Row] = []
         self._removal = Removal(tiers, attempt, self._left_over)
         self.saw(rows)
@@ -93,5 +98,17 @@ class Retention:
             checkpoint_id, attempt, staged = named.get(name), attempt_of(name), _STAGED.search(name)
             mine = staged is not None and staged[1] in self._nonces  # not of a run of this name in another lakehouse
             unnamed = checkpoint_id is None and attempt is not None and attempt < self._attempt
-            if checkpoint_id in out or (unnamed and mine):
+            if checkpoint_id in out or (
+                unnamed and mine and self._never_committed(below(run, name), set(named.values()))
+            ):
                 yield below(run, name)
+
+    def _never_committed(self, folder: str, known: set[str]) -> bool:
+        """Whether a folder that no row names holds no committed checkpoint; in doubt it is kept.
+
+        A complete one is in doubt if its attempt was of a version without commit marks.
+        """
+        proof, nonce = proven_parent(folder, self._files), folder.rpartition("-")[2]
+        if proof is not None and proof.checkpoint_id not in known:
+            return False
+        return nonce in self._marking or MANIFEST not in self._files.children(folder)

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from catalog.durable_io import write_durably
+from catalog.durable_io import make_folder_durably, write_durably
 from catalog.errors import SpecInvalid, StoreUnavailable
 from dlac_pipeline.checkpoint.files import StoreFiles, below, is_local, make_below, path_at
 from dlac_pipeline.spec import JobSpec
@@ -74,7 +74,7 @@ class Tiers:
         """
         folder = self.local / self.run
         with storing(folder):
-            folder.mkdir(parents=True, exist_ok=True)
+            make_folder_durably(folder)
             probe = folder / f".probe-{secrets.token_hex(4)}"  # several machines may be here at once
             write_durably(probe, b"dlac")
             probe.unlink()

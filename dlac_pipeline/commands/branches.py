@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import shlex
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -9,13 +12,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from catalog.errors import NoSuchRun, SpecInvalid
+from catalog.errors import NoSuchJobSpec, SpecInvalid
+from catalog.run_rows import check_run_name
 from dlac_pipeline.commands.shared import (
+    BRANCH,
     OUT,
     AsJson,
     Home,
     RunName,
     SpecOption,
+    examples,
     lakehouse_of,
     resolved,
     show_facts,
@@ -24,6 +30,7 @@ from dlac_pipeline.commands.shared import (
 from dlac_pipeline.spec import JobSpec, parse_spec
 
 if TYPE_CHECKING:
+    from catalog.branches import Rewound
     from catalog.connect import Lakehouse
 
 app = typer.Typer()
@@ -32,10 +39,18 @@ CheckpointId = Annotated[
 ]
 
 
-@app.command()
+@app.command(
+    rich_help_panel=BRANCH,
+    epilog=examples(
+        "dlac rewind my-run --to-step 400",
+        'dlac rewind my-run --to-step 400 --exclude "lang = \'xx\'" --why "wrong language"',
+    ),
+)
 def rewind(
     run: RunName,
-    to_step: Annotated[int | None, typer.Option(help="The step of the checkpoint to go back to.")] = None,
+    to_step: Annotated[
+        int | None, typer.Option(help="The step of the checkpoint to go back to; 0: the beginning.")
+    ] = None,
     checkpoint: CheckpointId = None,
     exclude: Annotated[
         list[str] | None,
@@ -75,18 +90,55 @@ def rewind(
     if as_json:
         show_facts(asdict(done), as_json=True)
         return
+    _show_branch(run, done)
+    _show_seen(run, done, exclude or (), source)
+
+
+def _show_branch(run: str, done: Rewound) -> None:
+    """Print where the new branch begins, and which one was left."""
+    where = "begins again" if done.checkpoint_id is None else f"goes on behind checkpoint {done.checkpoint_id}"
     OUT.print(
-        f"run {run} goes on behind checkpoint {done.checkpoint_id} (step {done.step}); left behind is {done.left} (step "
+        f"run {run} {where} (step {done.step}); left behind is {done.left} (step "
         f"{done.left_step}). Attempts before {done.attempt} are fenced off: start it again with `dlac recover {run}`",
         markup=False,
         soft_wrap=True,
     )
 
 
-@app.command()
+def _show_seen(run: str, done: Rewound, exclude: Sequence[str], source: str | None) -> None:
+    """Say how many excluded rows the checkpoint has been trained on, and how to go back to where it was none."""
+    if done.not_counted:
+        OUT.print(
+            f"how many excluded rows checkpoint {done.checkpoint_id} has seen could not be counted: {done.not_counted}",
+            markup=False,
+            soft_wrap=True,
+        )
+    if not done.excluded_rows_seen:
+        return
+    words = [word for where in exclude for word in ("--exclude", where)] + (["--source", source] if source else [])
+    again = f"dlac rewind {run} --to-step {done.clean_step} {shlex.join(words)}"
+    advice = (
+        f"no earlier checkpoint that is kept has seen none of them: begin a run under another name with "
+        f"exclude = {json.dumps(list(exclude))}"
+        if done.clean_step is None
+        else f"checkpoint {done.clean_checkpoint} (step {done.clean_step}) has seen none of them: {again}"
+    )
+    OUT.print(
+        f"checkpoint {done.checkpoint_id} was trained on {done.excluded_rows_seen} of the excluded rows; {advice}",
+        markup=False,
+        soft_wrap=True,
+    )
+
+
+@app.command(
+    rich_help_panel=BRANCH,
+    epilog=examples(
+        "dlac fork my-run --as my-run-2 --spec job.toml", "dlac fork my-run --as my-run-2 --spec job.toml --step 400"
+    ),
+)
 def fork(
     run: RunName,
-    new: Annotated[str, typer.Option("--as", help="Name of the run that begins.")],
+    new: Annotated[str, typer.Option("--as", help="Name of the run that begins.", callback=check_run_name)],
     spec: Annotated[Path, typer.Option("--spec", help="Its job spec; the run that it names does not count.")],
     step: Annotated[int | None, typer.Option(help="The step of the checkpoint; unset: the head.")] = None,
     checkpoint: CheckpointId = None,
@@ -126,7 +178,7 @@ def fork(
     )
 
 
-@app.command()
+@app.command(rich_help_panel=BRANCH, epilog=examples("dlac retire my-run", "dlac retire my-run --checkpoint 400"))
 def retire(
     run: RunName,
     checkpoint: Annotated[
@@ -141,12 +193,14 @@ def retire(
     """
     from catalog.branches import retire_left
     from catalog.ledger import Ledger
+    from catalog.older_ledger import check_ledger
     from dlac_pipeline.checkpoint.retention import Retention
     from dlac_pipeline.checkpoint.store import tiers_of
 
     lakehouse = lakehouse_of(spec, home)
     job = spec_of_run(run, spec, home, lakehouse=lakehouse)
     ledger = Ledger(lakehouse)
+    check_ledger(lakehouse, run)
     gone = retire_left(ledger, run, checkpoint)
     Retention(job.checkpoint, tiers_of(job), 0, ledger.head_rows(run)).sweep()
     for row in gone:
@@ -157,6 +211,6 @@ def retire(
 
 def _known_spec(lakehouse: Lakehouse, run: str, spec: Path | None, home: Path | None) -> JobSpec | None:
     """The run's spec; None for one that was launched from another machine."""
-    with suppress(NoSuchRun):
+    with suppress(NoSuchJobSpec):
         return spec_of_run(run, spec, home, lakehouse=lakehouse)
     return None

@@ -2,72 +2,84 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from secrets import token_hex
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.filesize import decimal
-from rich.table import Table
-from rich.text import Text
 
-from catalog.errors import NoSuchRun
+from catalog.errors import NoSuchJobSpec
+from catalog.plain_json import strict_json
+from catalog.run_rows import check_checkpoint_name
 from dlac_pipeline.commands.shared import (
+    BRANCH,
+    CHECKPOINTS,
     OUT,
     AsJson,
     Home,
     RunName,
     SpecFile,
     SpecOption,
-    ago,
+    examples,
     lakehouse_of,
     resolved,
     show_facts,
+    show_table,
     spec_of_run,
     steps_bar,
 )
+from dlac_pipeline.wording import TableColumn, format_age, format_bytes
+
+if TYPE_CHECKING:
+    from dlac_pipeline.checkpoint.listing import ListedCheckpoint
 
 app = typer.Typer()
 
 
-@app.command()
+@app.command(rich_help_panel=CHECKPOINTS, epilog=examples("dlac checkpoints my-run", "dlac checkpoints my-run --json"))
 def checkpoints(run: RunName, home: Home = None, spec: SpecOption = None, as_json: AsJson = False) -> None:
     """The checkpoints of a run: step, age, size, and whether they are kept, left by a rewind, retired or damaged."""
     from dlac_pipeline.checkpoint.listing import list_checkpoints
 
     listed = list_checkpoints(lakehouse_of(spec, home), run)
     if as_json:
-        sys.stdout.write(json.dumps([asdict(each) for each in listed], default=str) + "\n")
+        sys.stdout.write(strict_json([asdict(each) for each in listed]) + "\n")
         return
-    table = Table()
-    for name in ("step", "checkpoint", "committed", "size", "attempt", "tiers", "verified", "state", "names"):
-        table.add_column(name, overflow="fold", no_wrap=name in ("step", "checkpoint", "state"))
-    for each in listed:
-        size = "" if each.bytes is None else decimal(each.bytes)
-        tiers = " ".join(each.tiers)
-        facts = (
-            each.step,
-            each.checkpoint_id,
-            ago(each.committed_at),
-            size,
-            each.attempt,
-            tiers,
-            "" if each.verified_at is None else ago(each.verified_at),
-            each.state,
-            " ".join(each.names),
-        )
-        table.add_row(*(Text(str(fact)) for fact in facts))
-    OUT.print(table)
+    columns = (
+        TableColumn(name="step", right=True),
+        TableColumn(name="state"),
+        TableColumn(name="committed"),
+        TableColumn(name="size", right=True),
+        TableColumn(name="attempt", right=True),
+        TableColumn(name="tiers"),
+        TableColumn(name="verified"),
+        TableColumn(name="checkpoint", long=True),
+        TableColumn(name="names", long=True),
+    )
+    show_table(columns, [_row_of(each) for each in listed], empty=f"run {run} has no checkpoint yet")
 
 
-@app.command()
+def _row_of(listed: ListedCheckpoint) -> tuple[str, ...]:
+    return (
+        f"{listed.step:,}",
+        listed.state,
+        format_age(listed.committed_at),
+        format_bytes(listed.bytes),
+        f"{listed.attempt:,}",
+        " ".join(listed.tiers),
+        format_age(listed.verified_at),
+        listed.checkpoint_id,
+        ", ".join(listed.names),
+    )
+
+
+@app.command(rich_help_panel=CHECKPOINTS, epilog=examples("dlac name my-run best", "dlac name my-run best --step 400"))
 def name(
     run: RunName,
-    name: Annotated[str, typer.Argument(help="The name.")],
+    name: Annotated[str, typer.Argument(help="The name.", callback=check_checkpoint_name)],
     step: Annotated[int | None, typer.Option(help="The step of the checkpoint; unset: the head.")] = None,
     home: Home = None,
     spec: SpecOption = None,
@@ -80,7 +92,7 @@ def name(
     OUT.print(f"checkpoint {checkpoint_id} is named {name}", markup=False)
 
 
-@app.command()
+@app.command(rich_help_panel=CHECKPOINTS, epilog=examples("dlac unname my-run best"))
 def unname(
     run: RunName,
     name: Annotated[str, typer.Argument(help="The name.")],
@@ -95,7 +107,7 @@ def unname(
     OUT.print(f"checkpoint {checkpoint_id} is not named {name} any more", markup=False)
 
 
-@app.command()
+@app.command(rich_help_panel=CHECKPOINTS, epilog=examples("dlac verify my-run", "dlac verify my-run --step 400"))
 def verify(
     run: RunName,
     home: Home = None,
@@ -115,7 +127,7 @@ def verify(
 
     problems: dict[str, str | None] = {}
     lakehouse, files = lakehouse_of(spec, home), None
-    with suppress(NoSuchRun):  # launched from another machine: what the lakehouse says has to do
+    with suppress(NoSuchJobSpec):  # launched from another machine: what the lakehouse says has to do
         files = tiers_of(spec_of_run(run, spec, home, lakehouse=lakehouse)).files
     with steps_bar() as bar:
         task = bar.add_task("reading checkpoints", total=None)
@@ -137,7 +149,12 @@ def verify(
         raise typer.Exit(1)
 
 
-@app.command()
+@app.command(
+    rich_help_panel=BRANCH,
+    epilog=examples(
+        "dlac adopt job.toml /old/checkpoints", "dlac adopt job.toml /old/checkpoints --tag global_step400"
+    ),
+)
 def adopt(
     spec: SpecFile,
     folder: Annotated[
@@ -163,7 +180,10 @@ def adopt(
     OUT.print(f"run {job.run} begins with checkpoint {checkpoint_id}, adopted from {found.origin}", markup=False)
 
 
-@app.command()
+@app.command(
+    rich_help_panel=CHECKPOINTS,
+    epilog=examples("dlac export my-run weights.safetensors", "dlac export my-run weights.safetensors --step 400"),
+)
 def export(
     run: RunName,
     out: Annotated[Path, typer.Argument(help="The file to write, such as weights.safetensors.")],
@@ -182,7 +202,7 @@ def export(
     show_facts(asdict(export_weights(lakehouse, tiers_of(job), out, step=step, part=part)), as_json=as_json)
 
 
-@app.command()
+@app.command(rich_help_panel=CHECKPOINTS, epilog=examples("dlac whose weights.safetensors"))
 def whose(
     file: Annotated[
         Path,

@@ -2,34 +2,42 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import asdict
 from decimal import Decimal
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.filesize import decimal
-from rich.table import Table
-from rich.text import Text
 
 from catalog.errors import SpecInvalid
-from catalog.lakehouse_config import KEEP_SNAPSHOTS
+from catalog.lakehouse_config import KEEP_SNAPSHOTS, MOST_SNAPSHOTS
+from catalog.plain_json import strict_json
 from dlac_pipeline.commands.shared import (
+    LAKEHOUSE,
     OUT,
     AsJson,
     Home,
     RunName,
     SpecOption,
-    ago,
+    examples,
     lakehouse_of,
     show_rows,
+    show_table,
 )
+from dlac_pipeline.wording import TableColumn, format_age, format_bytes, format_count
+
+if TYPE_CHECKING:
+    from catalog.pins import Pin
 
 app = typer.Typer()
 
 
-@app.command()
+@app.command(
+    rich_help_panel=LAKEHOUSE,
+    epilog=examples(
+        "dlac audit my-run", "dlac audit my-run --checkpoint 400", "dlac audit my-run --explain > audit.sql"
+    ),
+)
 def audit(
     run: RunName,
     home: Home = None,
@@ -57,41 +65,57 @@ def audit(
         return
     report = audit_run(lakehouse, run, checkpoint)
     if as_json:
-        sys.stdout.write(json.dumps(report.to_json(), default=str) + "\n")
+        sys.stdout.write(strict_json(report.to_json()) + "\n")
     else:
         OUT.print(audit_table(report))
     if not report.exact:
         raise typer.Exit(1)
 
 
-@app.command()
+@app.command(
+    rich_help_panel=LAKEHOUSE,
+    epilog=examples(
+        'dlac sql "FROM checkpoints"', "dlac sql \"SELECT step, loss FROM lineage WHERE run = 'my-run'\" --json"
+    ),
+)
 def sql(
     query: Annotated[str, typer.Argument(help='SQL in DuckDB\'s dialect, e.g. "FROM checkpoints".')],
     home: Home = None,
     spec: SpecOption = None,
     as_json: AsJson = False,
+    allow_files: Annotated[
+        bool,
+        typer.Option("--allow-files", help="Let the SQL read and write any file, and load DuckDB's extensions."),
+    ] = False,
 ) -> None:
-    """Ask the lakehouse: the tables, the views of the audit, and its macros consumed(file, row, checkpoint), touched(...)."""
+    """Ask the lakehouse: the tables, the views of the audit, and its macros consumed(file, row, checkpoint), touched(...).
+
+    SQL reads files of a local warehouse and data files that plans name. It writes none.
+    """
     import duckdb
 
-    from dlac_pipeline.audit.lakehouse_sql import open_audit
+    from dlac_pipeline.audit.lakehouse_sql import check_reads_only, lock_to_lakehouse, open_audit
 
-    with open_audit(lakehouse_of(spec, home)) as connection:
+    lakehouse = lakehouse_of(spec, home)
+    with open_audit(lakehouse) as connection:
         try:
             if not connection.extract_statements(query):
                 raise SpecInvalid(f'expected a query such as "FROM checkpoints", found {query!r}')
+            if not allow_files:
+                check_reads_only(connection, query)
+                lock_to_lakehouse(connection, lakehouse)
             result = connection.execute(query)
             names = [column[0] for column in result.description or []]
             rows = result.fetchall()
         except duckdb.Error as err:
-            raise SpecInvalid(f"expected a query that DuckDB can answer, found {query!r}: {err}") from err
+            raise SpecInvalid(f"expected a query that DuckDB can answer, found {query!r}: {err}{_advice(err)}") from err
     if as_json:
-        sys.stdout.write(json.dumps([dict(zip(names, row, strict=True)) for row in rows], default=_json_value) + "\n")
+        sys.stdout.write(strict_json([dict(zip(names, row, strict=True)) for row in rows], default=_json_value) + "\n")
         return
     show_rows(names, rows)
 
 
-@app.command()
+@app.command(rich_help_panel=LAKEHOUSE, epilog=examples("dlac pins", "dlac pins my-run", "dlac pins lake.documents"))
 def pins(
     name: Annotated[str | None, typer.Argument(help="A run or a table; unset: every pin.")] = None,
     home: Home = None,
@@ -103,21 +127,28 @@ def pins(
 
     found = pins_table(lakehouse_of(spec, home), name)
     if as_json:
-        sys.stdout.write(json.dumps([asdict(pin) for pin in found], default=str) + "\n")
+        sys.stdout.write(strict_json([asdict(pin) for pin in found]) + "\n")
         return
-    table = Table("table")
-    table.add_column("snapshot", no_wrap=True, min_width=19)
-    for name_of_column in ("made", "pinned", "needed by", "other runs", "files held", "bytes held"):
-        table.add_column(name_of_column)
-    for pin in found:
-        others = ", ".join(use.run for use in pin.uses if not use.needed)
-        pinned = "" if pin.pinned_at is None else ago(pin.pinned_at)
-        facts = (pin.snapshot_id, ago(pin.committed_at), pinned, ", ".join(pin.needed_by), others, pin.held_files)
-        table.add_row(*(Text(str(fact)) for fact in (pin.table, *facts)), Text(decimal(pin.held_bytes)))
-    OUT.print(table)
+    columns = (
+        TableColumn(name="table"),
+        TableColumn(name="snapshot", right=True),
+        TableColumn(name="made"),
+        TableColumn(name="pinned"),
+        TableColumn(name="holds back"),
+        TableColumn(name="needed by", long=True),
+        TableColumn(name="other runs", long=True),
+    )
+    show_table(columns, [_row_of(pin) for pin in found], empty="no snapshot is pinned")
 
 
-@app.command()
+def _row_of(pin: Pin) -> tuple[str, ...]:
+    held = f"{format_count(pin.held_files, 'file')}, {format_bytes(pin.held_bytes)}" if pin.held_files else "nothing"
+    others = ", ".join(use.run for use in pin.uses if not use.needed)
+    made, pinned = format_age(pin.committed_at), format_age(pin.pinned_at)
+    return pin.table, str(pin.snapshot_id), made, pinned, held, ", ".join(pin.needed_by), others
+
+
+@app.command(rich_help_panel=LAKEHOUSE, epilog=examples("dlac unpin lake.documents 1287862416068212033"))
 def unpin(
     table: Annotated[str, typer.Argument(help="The source table, as namespace.table.")],
     snapshot_id: Annotated[int, typer.Argument(help="The pinned snapshot, as `dlac pins` shows it.")],
@@ -136,29 +167,38 @@ def unpin(
     )
 
 
-@app.command()
+@app.command(rich_help_panel=LAKEHOUSE, epilog=examples("dlac upkeep", "dlac upkeep --keep 5"))
 def upkeep(
     home: Home = None,
     spec: SpecOption = None,
-    keep: Annotated[int, typer.Option(min=1, help="Snapshots to keep of each of DLAC's own tables.")] = KEEP_SNAPSHOTS,
+    keep: Annotated[
+        int, typer.Option(min=1, max=MOST_SNAPSHOTS, help="Snapshots to keep of each of DLAC's own tables.")
+    ] = KEEP_SNAPSHOTS,
     as_json: AsJson = False,
 ) -> None:
     """Put DLAC's own tables in order: merge small files, expire snapshots, remove unneeded files; safe while runs train."""
-    from catalog.upkeep import upkeep as put_in_order
+    from catalog.maintenance.upkeep import upkeep as put_in_order
 
     done = put_in_order(lakehouse_of(spec, home), keep=keep)
     if as_json:
-        sys.stdout.write(json.dumps([asdict(each) for each in done]) + "\n")
+        sys.stdout.write(strict_json([asdict(each) for each in done]) + "\n")
         return
-    table = Table("table", "files merged", "into", "snapshots expired", "files removed", "bytes removed")
-    table.columns[0].no_wrap = True
+    names = ("files merged", "into", "snapshots expired", "files removed", "size")
+    columns = (TableColumn(name="table"), *(TableColumn(name=name, right=True) for name in names))
+    rows = []
     for each in done:
         name = f"{each.table} (busy)" if each.busy else each.table
-        facts = (name, each.merged_files, each.into_files, each.expired_snapshots, each.removed_files)
-        table.add_row(*(Text(str(fact)) for fact in facts), Text(decimal(each.removed_bytes)))
-    OUT.print(table)
+        counts = (each.merged_files, each.into_files, each.expired_snapshots, each.removed_files)
+        rows.append((name, *(f"{count:,}" for count in counts), format_bytes(each.removed_bytes)))
+    show_table(columns, rows, empty="there is no table")
     if any(each.busy for each in done):
         OUT.print("busy: others committed so often that something was left for the next time", soft_wrap=True)
+
+
+def _advice(err: Exception) -> str:
+    """Return what to do about a file that SQL may not read; DuckDB says only that it is disabled."""
+    kept_out = "disabled" in str(err) or "external" in str(err)
+    return "; files outside of the lakehouse are read with --allow-files" if kept_out else ""
 
 
 def _json_value(value: object) -> object:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import sys
 from dataclasses import asdict
@@ -10,22 +9,44 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
-from rich.text import Text
 
-from dlac_pipeline.commands.shared import OUT, AsJson, Home, RunName, SpecOption, given_spec, lakehouse_of
+from catalog.plain_json import strict_json
+from catalog.run_rows import check_run_name
+from dlac_pipeline.commands.shared import (
+    OUT,
+    RECOVER,
+    AsJson,
+    Home,
+    RunName,
+    SpecOption,
+    examples,
+    given_spec,
+    lakehouse_of,
+    show_lines,
+    show_table,
+)
+from dlac_pipeline.spec_problems import MOST_STEPS
+from dlac_pipeline.wording import TableColumn, fold, format_count, format_duration, lay_out_facts
 
 if TYPE_CHECKING:
     from catalog.recoveries import Recovery
+    from dlac_pipeline.recover.rehearse import RehearsedStep
 
 app = typer.Typer()
+"""What separates the first line of a cause from the traceback and the log file."""
 
 
-@app.command()
+@app.command(
+    rich_help_panel=RECOVER,
+    epilog=examples("dlac rehearse my-run", "dlac rehearse my-run --steps 5 --sandbox /scratch"),
+)
 def rehearse(
     run: RunName,
     steps: Annotated[
-        int | None, typer.Option(min=1, help="Steps to do again; unset: all up to the next checkpoint, at most 20.")
+        int | None,
+        typer.Option(
+            min=1, max=MOST_STEPS, help="Steps to do again; unset: all up to the next checkpoint, at most 20."
+        ),
     ] = None,
     sandbox: Annotated[
         Path | None,
@@ -45,22 +66,29 @@ def rehearse(
     job = given_spec(run, spec, home)
     done = do_again(lakehouse_of(spec, home), run, spec=job, steps=steps, sandbox_folder=sandbox)
     if as_json:
-        sys.stdout.write(json.dumps(done.to_json()) + "\n")
+        sys.stdout.write(strict_json(done.to_json()) + "\n")
     else:
-        table = Table("step", "recorded", "replayed", "")
-        for each in done.steps:
-            said = "no loss recorded" if not each.compared else "identical" if each.identical else "differs"
-            skipped = ", skipped" if each.recorded_skipped or each.replayed_skipped else ""
-            table.add_row(str(each.step), repr(each.recorded), repr(each.replayed), said + skipped)
-        OUT.print(table)
+        columns = (
+            TableColumn(name="step", right=True),
+            TableColumn(name="recorded"),
+            TableColumn(name="replayed"),
+            TableColumn(name="verdict"),
+        )
+        show_table(columns, [_row_of_step(each) for each in done.steps], empty="no step was replayed")
         OUT.print(done.summary(), markup=False, soft_wrap=True)
     if not done.identical:
         raise typer.Exit(1)
 
 
-@app.command()
+@app.command(rich_help_panel=RECOVER, epilog=examples("dlac incidents my-run", "dlac incidents --json"))
 def incidents(
-    run: Annotated[str | None, typer.Argument(help="Name of the training run; unset: every run.")] = None,
+    run: Annotated[
+        str | None,
+        typer.Argument(
+            help="Name of the training run; unset: every run.",
+            callback=lambda run: None if run is None else check_run_name(run),
+        ),
+    ] = None,
     home: Home = None,
     spec: SpecOption = None,
     as_json: AsJson = False,
@@ -74,25 +102,50 @@ def incidents(
         Ledger(lakehouse).head_rows(run)  # says so if there is no such run
     found = recoveries_of(lakehouse, run)
     if as_json:
-        sys.stdout.write(json.dumps([asdict(each) for each in found], default=str) + "\n")
+        sys.stdout.write(strict_json([_facts_of(each) for each in found]) + "\n")
         return
-    table = Table("failed", "cause", show_lines=True)
-    table.add_column("phases, in seconds", no_wrap=True)
-    table.add_column("lost")
-    table.add_column("outcome")
-    for each in found:
-        failed = f"{each.run}\nattempt {each.replaced_attempt}\n{each.failed_at:%Y-%m-%d\n%H:%M:%S}"
-        cause = f"{each.cause}\nnoticed by {each.noticed_by}"
-        work = "" if each.work_lost_s is None else f"\n{each.work_lost_s:.1f} s of training"
-        lost = f"{each.rows_replayed:,} rows replayed{work}"
-        outcome = each.outcome if each.outcome == "gave up" else f"{each.outcome} at step {each.resumed_step}"
-        table.add_row(*(Text(fact) for fact in (failed, cause, _phases(each), lost, outcome)))
-    OUT.print(table)
+    if not found:
+        show_lines(fold(f"no incident of {'any run' if run is None else f'run {run}'}", OUT.width))
+    for index, each in enumerate(found):
+        show_lines([*([""] if index else []), *lay_out_facts(describe_incident(each), OUT.width)])
+
+
+def _facts_of(recovery: Recovery) -> dict[str, object]:
+    return {**asdict(recovery), "down_s": recovery.down_s, "recovered_s": recovery.recovered_s}
+
+
+def describe_incident(recovery: Recovery) -> dict[str, str | None]:
+    """Write an incident down for people: a label and a text each, without the phases that took no time."""
+    down, took = recovery.down_s, format_duration(recovery.recovered_s)
+    lost = None if recovery.work_lost_s is None else f"{format_duration(recovery.work_lost_s)} of training"
+    replayed = f"{format_count(recovery.rows_replayed, 'row')} replayed"
+    gave_up = recovery.outcome == "gave up"
+    return {
+        "run": recovery.run,
+        "failed": f"{recovery.failed_at:%Y-%m-%d %H:%M:%S} UTC, attempt {recovery.replaced_attempt}",
+        "cause": recovery.cause,
+        "noticed by": recovery.noticed_by,
+        "down": f"{format_duration(down)} until an operator started it again" if down else None,
+        "outcome": "gave up"
+        if gave_up
+        else f"{recovery.outcome} at step {recovery.resumed_step:,} (attempt {recovery.attempt})",
+        "recovery" if not gave_up else "ended": f"{took}: {_phases(recovery)}" if _phases(recovery) else took,
+        "lost": None if gave_up else replayed + (f", {lost}" if lost else ""),
+    }
+
+
+def _row_of_step(step: RehearsedStep) -> tuple[str, ...]:
+    """A rehearsed step as cells: two losses to the last digit, and whether they are the same."""
+    said = "no loss recorded" if not step.compared else "identical" if step.identical else "differs"
+    skipped = ", skipped" if step.recorded_skipped or step.replayed_skipped else ""
+    recorded = "" if step.recorded is None else repr(step.recorded)
+    return str(step.step), recorded, "" if step.replayed is None else repr(step.replayed), said + skipped
 
 
 def _phases(recovery: Recovery) -> str:
     """Those that took time, in order; older rows do not say all of them."""
     from catalog.recoveries import PHASES
 
-    seconds = {name.replace("_", " "): getattr(recovery, f"{name}_s") for name in PHASES}
-    return "\n".join(f"{name} {value:.2f}" for name, value in seconds.items() if value)
+    shown = [name for name in PHASES if name != "total" and not (name == "detect" and recovery.down_s)]
+    seconds = {name.replace("_", " "): getattr(recovery, f"{name}_s") for name in shown}
+    return ", ".join(f"{name} {format_duration(value)}" for name, value in seconds.items() if value)

@@ -3,27 +3,40 @@
 from __future__ import annotations
 
 import signal
+import sys
 import threading
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from catalog.plain_json import strict_json
+from dlac_pipeline.commands.display import TrainingDisplay, command_with, describe_outcome, describe_status, watch_run
 from dlac_pipeline.commands.shared import (
+    LOOK,
     OUT,
+    RECOVER,
+    TRAIN,
     AsJson,
     Home,
     RunName,
     SpecFile,
     SpecOption,
+    check_number,
+    examples,
     lakehouse_of,
+    place_options,
     resolved,
     show_facts,
+    show_lines,
+    show_table,
     spec_of_run,
     steps_bar,
 )
 from dlac_pipeline.request import Request
 from dlac_pipeline.spec import JobSpec, parse_spec
-from dlac_pipeline.watch import TrainingDisplay, watch_run
+from dlac_pipeline.spec_problems import LONGEST_WAIT_S
+from dlac_pipeline.wording import TableColumn, format_age, lay_out_facts
 
 if TYPE_CHECKING:
     from catalog.plans import PlanRow
@@ -31,14 +44,16 @@ if TYPE_CHECKING:
 app = typer.Typer()
 
 
-@app.command()
+@app.command(rich_help_panel=TRAIN, epilog=examples("dlac plan job.toml", "dlac plan job.toml --json"))
 def plan(spec: SpecFile, home: Home = None, as_json: AsJson = False) -> None:
     """Pin the snapshot of the source table and write its work units down."""
     from catalog.connect import connect
+    from dlac_pipeline.plan.legs import check_readable
     from dlac_pipeline.plan.planner import make_plan
 
     job = resolved(spec, home)
     lakehouse = connect(job.lakehouse)
+    check_readable(lakehouse, job)
     rows = []
     with steps_bar() as bar:
         for source in job.sources:
@@ -66,7 +81,15 @@ def _facts_of_plan(row: PlanRow) -> dict[str, object]:
     }
 
 
-@app.command()
+@app.command(
+    rich_help_panel=TRAIN,
+    epilog=examples(
+        "dlac train job.toml",
+        "dlac train job.toml --new-leg",
+        "dlac train job.toml --nodes 2:4 --rendezvous node-1:29400",
+        "dlac train job.toml --render",
+    ),
+)
 def train(
     spec: SpecFile,
     home: Home = None,
@@ -110,7 +133,7 @@ def train(
     OUT.print(rendered(request), markup=False, highlight=False, soft_wrap=True)
 
 
-@app.command()
+@app.command(rich_help_panel=TRAIN, epilog=examples("dlac rendezvous node-1:29400"))
 def rendezvous(
     address: Annotated[str, typer.Argument(help="host:port; the same that the machines of a run are given.")],
 ) -> None:
@@ -131,18 +154,36 @@ def _with_launch(job: JobSpec, asked: dict[str, object]) -> JobSpec:
     return parse_spec({**job.model_dump(), "launch": {**job.launch.model_dump(), **asked}}, origin="the command line")
 
 
-@app.command()
+@app.command(
+    rich_help_panel=RECOVER,
+    epilog=examples("dlac recover my-run", "dlac recover my-run --spec job.toml", "dlac recover my-run --wait-s 0"),
+)
 def recover(
     run: RunName,
     home: Home = None,
     spec: SpecOption = None,
-    wait_s: Annotated[float, typer.Option(help="Seconds to let a launch that is still alive leave by itself.")] = 30.0,
+    wait_s: Annotated[
+        float,
+        typer.Option(
+            help="Seconds to let a launch that is still alive leave by itself.",
+            min=0,
+            max=LONGEST_WAIT_S,
+            callback=check_number,
+        ),
+    ] = 30.0,
 ) -> None:
     """Resume a run by its name, from the committed ledger; fences off whatever may still be alive of it."""
-    _launch(Request(spec=spec_of_run(run, spec, home), takeover=True, wait_s=wait_s))
+    from catalog.ledger import Ledger
+
+    lakehouse = lakehouse_of(spec, home)
+    Ledger(lakehouse).head_rows(run)  # a typo is to begin nothing
+    _launch(Request(spec=spec_of_run(run, spec, home, lakehouse=lakehouse), takeover=True, wait_s=wait_s))
 
 
-@app.command()
+@app.command(
+    rich_help_panel=LOOK,
+    epilog=examples("dlac status my-run", "dlac status my-run --watch", "dlac status my-run --json"),
+)
 def status(
     run: RunName,
     home: Home = None,
@@ -155,15 +196,49 @@ def status(
             help="Look again each second, until the run is finished or Ctrl-C; not in a terminal: a JSON line each.",
         ),
     ] = False,
-    every_s: Annotated[float, typer.Option(help="Seconds between two looks of --watch.", min=0.1)] = 1.0,
+    every_s: Annotated[
+        float,
+        typer.Option(help="Seconds between two looks of --watch.", min=0.1, max=LONGEST_WAIT_S, callback=check_number),
+    ] = 1.0,
 ) -> None:
     """Where a run is: step, loss, last checkpoint, attempt, what rewinds exclude; with --watch also what it does."""
+    options = place_options(spec, home)
+    if watch:
+        watch_run(lambda: lakehouse_of(spec, home), run, OUT, every_s=every_s, as_json=as_json, options=options)
+        return
     from dlac_pipeline.recover.status import run_status
 
-    if watch:
-        watch_run(lakehouse_of(spec, home), run, OUT, every_s=every_s, as_json=as_json)
+    facts = run_status(lakehouse_of(spec, home), run)
+    if as_json:
+        show_facts({**facts, "next_command": command_with(facts["next_command"], options)}, as_json=True)
         return
-    show_facts(run_status(lakehouse_of(spec, home), run), as_json=as_json)
+    show_lines(lay_out_facts(describe_status(facts, options), OUT.width))
+
+
+@app.command(rich_help_panel=LOOK, epilog=examples("dlac runs", "dlac runs --json"))
+def runs(home: Home = None, spec: SpecOption = None, as_json: AsJson = False) -> None:
+    """List the runs of a lakehouse, the one that committed last first: state, step, last checkpoint, attempts."""
+    from dlac_pipeline.recover.status import list_runs
+
+    found = list_runs(lakehouse_of(spec, home))
+    if as_json:
+        sys.stdout.write(strict_json(found) + "\n")
+        return
+    columns = (
+        TableColumn(name="run", long=True),
+        TableColumn(name="state"),
+        TableColumn(name="step", right=True),
+        TableColumn(name="checkpoint"),
+        TableColumn(name="attempts", right=True),
+    )
+    show_table(columns, [_row_of_run(each) for each in found], empty="no run yet: `dlac train SPEC` starts one")
+
+
+def _row_of_run(facts: Mapping[str, Any]) -> tuple[str, ...]:
+    total = facts["total_steps"]
+    step = f"{facts['step']:,}" + (f"/{total:,}" if total else "")
+    committed = format_age(facts["head_committed_at"]) or "none yet"
+    return facts["run"], facts["launch"], step, committed, f"{facts['attempts']:,}"
 
 
 def _launch(request: Request) -> None:
@@ -176,5 +251,4 @@ def _launch(request: Request) -> None:
         on_ending_signals(launcher.leave)  # this machine's
         on_signals((signal.SIGINT,), launcher.stop)  # a person's
         outcome = launcher.run()
-    ending = outcome.ending if outcome.ending != "left" else "was left by its script, behind a checkpoint,"
-    OUT.print(f"run {run!r} {ending} at step {outcome.step} after {outcome.attempts} attempt(s)", markup=False)
+    OUT.print(describe_outcome(run, outcome, attempt=display.attempt), markup=False, soft_wrap=True)

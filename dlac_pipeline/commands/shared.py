@@ -2,30 +2,68 @@
 
 from __future__ import annotations
 
-import json
+import math
+import os
 import sys
-from collections.abc import Iterable, Sequence
-from datetime import UTC, datetime
+import unicodedata
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from catalog.errors import SpecInvalid
 from catalog.lakehouse_config import LakehouseConfig
-from dlac_pipeline.spec import JobSpec, home_folder, read_spec
+from catalog.plain_json import strict_json
+from catalog.run_rows import check_run_name
+from dlac_pipeline.spec import JobSpec, home_folder, parse_spec, read_spec
+from dlac_pipeline.wording import TableColumn, fold, format_bytes, lay_out_facts, lay_out_table
 
 if TYPE_CHECKING:
     from catalog.connect import Lakehouse
 
+TRAIN, LOOK, RECOVER = "Train", "Look", "Recover"
+BRANCH, CHECKPOINTS, LAKEHOUSE = "Branch", "Checkpoints", "Lakehouse"
+"""Groups of commands in the help of `dlac`."""
 _WIDE = 100_000
 """Columns of what is no terminal: nothing is folded, nor cut off, for the program that reads it."""
-OUT = Console(width=None if getattr(sys.stdout, "isatty", bool)() else _WIDE)
-ERR = Console(stderr=True)
+_JOINERS = "\u200c\u200d"
+"""Parts of words in some scripts, and of emoji."""
+
+
+def terminal_text(text: str) -> str:
+    """Return the text with control characters, and those that change the order of others, as escapes such as \\x1b.
+
+    Names, paths and values of tables come from others. Printed as they are, they could move the cursor and rewrite what stands
+    above. Line breaks and tabs stay.
+    """
+    if text.isprintable():
+        return text
+    return "".join(each if _is_shown(each) else each.encode("unicode_escape").decode() for each in text)
+
+
+def _is_shown(character: str) -> bool:
+    is_control = unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp")
+    return not is_control or character in ("\n", "\t", *_JOINERS)
+
+
+class _SafeConsole(Console):
+    """A console that shows control characters of what is printed, instead of obeying them."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """Render with `terminal_text`; the console's own control codes stay."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=terminal_text(segment.text))
+
+
+OUT = _SafeConsole(width=None if getattr(sys.stdout, "isatty", bool)() else _WIDE)
+ERR = _SafeConsole(stderr=True)
 
 Home = Annotated[
     Path | None,
@@ -41,8 +79,24 @@ SpecOption = Annotated[
         help="Job spec: where the lakehouse is, if not in the home folder, and how the run is set, if it was launched elsewhere.",
     ),
 ]
-RunName = Annotated[str, typer.Argument(help="Name of the training run.")]
+RunName = Annotated[str, typer.Argument(help="Name of the training run.", callback=check_run_name)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, for programs.")]
+
+
+def check_number(value: float) -> float:
+    """Return the number of an option; nan is within every bound, and refused here.
+
+    Raises:
+        typer.BadParameter: it is nan.
+    """
+    if math.isnan(value):
+        raise typer.BadParameter(f"expected a number, found {value!r}")
+    return value
+
+
+def examples(*commands: str) -> str:
+    """Write the end of a command's help: commands that can be copied, a line each."""
+    return "\n\n".join(("Examples:", *(escape(f"$ {command}") for command in commands)))
 
 
 def resolved(spec: Path, home: Path | None) -> JobSpec:
@@ -51,30 +105,28 @@ def resolved(spec: Path, home: Path | None) -> JobSpec:
 
 
 def lakehouse_of(spec: Path | None, home: Path | None) -> Lakehouse:
-    """The lakehouse to look at; the embedded one must exist, for looking creates nothing."""
+    """The lakehouse to look at, which must exist: looking creates none."""
     from catalog.connect import connect
 
-    home = home or home_folder()
-    embedded = LakehouseConfig().at_home(home)
-    config = embedded if spec is None else resolved(spec, home).lakehouse
-    if config.uri == embedded.uri and not (home / "catalog.db").is_file():
-        raise SpecInvalid(
-            f"expected a lakehouse in the home folder {str(home.resolve())!r}, found no catalog.db there: "
-            "name its home with --home or DLAC_HOME"
-        )
-    return connect(config)
+    embedded = LakehouseConfig().at_home(home or home_folder())
+    return connect(embedded if spec is None else resolved(spec, home).lakehouse, create=False)
 
 
 def given_spec(run: str, spec: Path | None, home: Path | None) -> JobSpec | None:
     """The job spec in a file, of this run whichever it names; None: none is given."""
-    return None if spec is None else resolved(spec, home).model_copy(update={"run": run})
+    if spec is None:
+        return None
+    return parse_spec(
+        {**resolved(spec, home).model_dump(), "run": run}, origin=f"{str(spec)!r} with the name of the run"
+    )
 
 
 def spec_of_run(run: str, spec: Path | None, home: Path | None, *, lakehouse: Lakehouse | None = None) -> JobSpec:
     """The run's spec: as given, or as it was launched last, for which the lakehouse is looked into, open already or not.
 
     Raises:
-        NoSuchRun: none is given, and that of the last launch is not on this machine.
+        NoSuchRun: the ledger has no row of it.
+        NoSuchJobSpec: none is given, and that of the last launch is not on this node.
     """
     from dlac_pipeline.recover.claims import last_spec
 
@@ -84,7 +136,7 @@ def spec_of_run(run: str, spec: Path | None, home: Path | None, *, lakehouse: La
 def steps_bar() -> Progress:
     """A progress bar of so many of so many."""
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
@@ -95,10 +147,13 @@ def steps_bar() -> Progress:
 
 def show_rows(names: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     """A table, or one for each row, a field per line, where that would be wider than the terminal; None is NULL."""
-    cells = [[Text("NULL", style="dim") if value is None else Text(str(value)) for value in row] for row in rows]
+    cells = [
+        [Text("NULL", style="dim") if value is None else Text(terminal_text(str(value))) for value in row]
+        for row in rows
+    ]
     table = Table()
     for name in names:
-        table.add_column(Text(name))
+        table.add_column(Text(terminal_text(name)))
     for row in cells:
         table.add_row(*row)
     if OUT.measure(table, options=OUT.options.update(width=_WIDE)).maximum <= OUT.width:
@@ -109,23 +164,45 @@ def show_rows(names: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
         one.add_column(overflow="fold")
         one.add_column(overflow="fold")
         for name, cell in zip(names, row, strict=True):
-            one.add_row(Text(name), cell)
+            one.add_row(Text(terminal_text(name)), cell)
         OUT.print(one)
 
 
-def show_facts(facts: dict[str, object], *, as_json: bool) -> None:
-    """A table of two columns, or a JSON object."""
+def show_facts(facts: Mapping[str, object], *, as_json: bool) -> None:
+    """Show facts: a label and a value on each line for people, or one JSON object."""
     if as_json:
-        sys.stdout.write(json.dumps(facts, default=str) + "\n")
+        sys.stdout.write(strict_json(facts) + "\n")
         return
-    table = Table(show_header=False)
-    for name, value in facts.items():
-        table.add_row(name.replace("_", " "), Text(str(value)))
-    OUT.print(table)
+    show_lines(
+        lay_out_facts({name.replace("_", " "): _format_fact(name, value) for name, value in facts.items()}, OUT.width)
+    )
 
 
-def ago(moment: datetime) -> str:
-    """How long ago, in days, hours and minutes."""
-    seconds = int((datetime.now(UTC) - moment).total_seconds())
-    days, hours, minutes = seconds // 86_400, seconds % 86_400 // 3600, seconds % 3600 // 60
-    return f"{days} d {hours} h ago" if days else f"{hours} h {minutes} min ago"
+def _format_fact(name: str, value: object) -> object:
+    """Return a fact as people read it."""
+    if isinstance(value, bool) or value is None:
+        return {True: "yes", False: "no", None: None}[value]
+    if name == "bytes" and isinstance(value, int):
+        return format_bytes(value)
+    if isinstance(value, datetime):
+        return f"{value:%Y-%m-%d %H:%M:%S %Z}".rstrip()
+    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else value
+
+
+def show_table(columns: Sequence[TableColumn], rows: Sequence[Sequence[str]], *, empty: str) -> None:
+    """Show a table that fits the terminal, or the sentence `empty` where there is no row."""
+    show_lines(lay_out_table(columns, rows, OUT.width) if rows else fold(empty, OUT.width))
+
+
+def show_lines(lines: Iterable[str]) -> None:
+    """Print lines as they are."""
+    for line in lines:
+        OUT.print(Text(line), soft_wrap=True)
+
+
+def place_options(spec: Path | None, home: Path | None) -> tuple[str, ...]:
+    """The options that a further command needs to find the same lakehouse."""
+    options: tuple[str, ...] = ()
+    if home is not None and str(home) != os.environ.get("DLAC_HOME", ".dlac"):
+        options += ("--home", str(home))
+    return options if spec is None else (*options, "--spec", str(spec))

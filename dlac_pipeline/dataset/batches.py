@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -13,6 +15,9 @@ ABOUT = "dlac"
 """The key under which a batch says what it is."""
 
 DictBatch = dict[str, Any]
+LastBatch = Literal["partial", "drop", "pad"]
+"""The form of a batch with fewer samples than slots: only its samples, not delivered, or filled up with zero rows."""
+LAST_BATCHES: tuple[str, ...] = get_args(LastBatch)
 
 
 def as_batch(batch: DictBatch) -> Batch:
@@ -36,15 +41,32 @@ def as_dict(batch: Batch) -> DictBatch:
     return {**batch.tensors, ABOUT: {**about, "cursors": torch.from_numpy(batch.cursors)}}
 
 
-def emptied(batch: DictBatch) -> DictBatch:
-    """The batch behind the last one of a rank: as the last, with nothing in it."""
+def remove_empty_slots(batch: Batch, ragged: Collection[str]) -> Batch:
+    """Return the batch with its samples only; `ragged` are the columns of flat values with offsets."""
+    if bool(batch.valid.all()):
+        return batch
+    kept = batch.valid
+    tensors = dict(batch.tensors)
+    for name in batch.tensors.keys() - set(ragged):
+        column = name.removesuffix(".offsets")
+        if name != column and column in ragged:  # the row of an empty slot has no values
+            offsets = batch.tensors[name]
+            tensors[name] = torch.cat([offsets[:1], offsets[1:][kept]])
+        else:
+            tensors[name] = batch.tensors[name][kept]
+    return replace(batch, tensors=tensors, valid=kept[kept], source=batch.source[kept])
+
+
+def make_empty(batch: DictBatch, *, padded: bool) -> DictBatch:
+    """Make the batch after a rank's last one: without samples, or with as many slots as before if `padded`."""
     about = batch[ABOUT]
+    slots = len(about["valid"]) if padded else 0
     empty = {
         "step": about["step"] + 1,
-        "valid": torch.zeros_like(about["valid"]),
-        "source": torch.full_like(about["source"], -1),
+        "valid": torch.zeros_like(about["valid"][:slots]),
+        "source": torch.full_like(about["source"][:slots], -1),
         "rows": 0,
         "tokens": 0,
     }
-    tensors = {name: torch.zeros_like(tensor) for name, tensor in batch.items() if name != ABOUT}
+    tensors = {name: torch.zeros_like(tensor[:slots]) for name, tensor in batch.items() if name != ABOUT}
     return {**tensors, ABOUT: {**about, **empty}}

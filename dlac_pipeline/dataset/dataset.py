@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,14 +15,16 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from catalog.connect import connect
 from catalog.errors import SpecInvalid
-from dlac_pipeline.dataset.batches import ABOUT, DictBatch, as_dict, emptied
+from dlac_pipeline.checkpoint.tree import RankTree
+from dlac_pipeline.dataset.batches import ABOUT, DictBatch, LastBatch, as_dict, make_empty, remove_empty_slots
 from dlac_pipeline.dataset.state import (
-    STATE_VERSION,
     State,
     base_of,
     check_asked,
+    check_last_batch,
+    check_position,
     cursors_of,
-    digest_of,
+    make_state,
     merge_states,
     read_state,
     start_of,
@@ -52,14 +57,26 @@ class DlacDataset(IterableDataset[DictBatch]):
     """
 
     def __init__(
-        self, spec: JobSpec, leg: Leg, *, rank: int, world_size: int, group: dist.ProcessGroup | None = None
+        self,
+        spec: JobSpec,
+        leg: Leg,
+        *,
+        rank: int,
+        world_size: int,
+        group: dist.ProcessGroup | None = None,
+        last_batch: LastBatch = "partial",
     ) -> None:
         """Made by `open_dataset`."""
         self.spec = spec
         self.leg = leg
         self.rank = rank
         self.world_size = world_size
+        self.last_batch = last_batch
         self._group = group
+        self._shares_end = group is not None
+        """Whether other ranks of torch.distributed read the same dataset; known to spawned workers, which have no group."""
+        self._agreeing = False
+        """Whether a loader that agrees with the other ranks on the end is starting its workers."""
         self._step = leg.start_step
         self._cursors = start_of(leg, self.key_groups)
         self._base: int | None = None
@@ -82,10 +99,14 @@ class DlacDataset(IterableDataset[DictBatch]):
 
     def __len__(self) -> int:
         """Batches of the whole leg, all passes; a TypeError where only reading tells."""
-        steps = self._open().order.total_steps
+        order = self._open().order
+        steps = order.total_steps
         if self._streamed or steps is None:
             raise TypeError("how many batches a streamed dataset has is known by reading it only")
-        return steps - self.leg.start_step
+        first = self.leg.start_step + 1
+        if self.last_batch != "drop":
+            return steps + 1 - first
+        return bisect_left(range(first, steps + 1), True, key=lambda step: order.valid_rows(step) < self.leg.batch_size)
 
     def __iter__(self) -> Iterator[DictBatch]:
         """The batches behind the position.
@@ -101,25 +122,26 @@ class DlacDataset(IterableDataset[DictBatch]):
 
         Of several ranks' streamed dataset it is this rank's part: `gathered_state` or `merge_states` put them together.
         """
-        text = self.leg.to_json()
-        state: State = {
-            "format_version": STATE_VERSION,
-            "leg": {"digest": digest_of(text), "json": text},
-            "step": self._step,
-            "cursors": {str(group): each for group, each in self._cursors.items()} if self._streamed else None,
-        }
         worker = get_worker_info()
+        part: dict[str, Any] | None = None
         if worker is not None:  # a part of the state of a StatefulDataLoader, which puts it back into the same worker
-            state["worker"] = {"base": self._step if self._base is None else self._base, "of": worker.num_workers}
-        return state
+            part = {"base": self._step if self._base is None else self._base, "of": worker.num_workers}
+        return make_state(
+            self.leg,
+            step=self._step,
+            cursors=self._cursors if self._streamed else None,
+            last_batch=self.last_batch,
+            worker=part,
+        )
 
     def gathered_state(self) -> State:
         """The state with the parts of all ranks; all of them call it at the same step."""
         if self._group is None or not self._streamed:
             return self.state_dict()
-        states: list[Any] = [None] * self.world_size
-        dist.all_gather_object(states, self.state_dict(), group=self._group)
-        return merge_states(states)
+        tree = RankTree(self.rank, self.world_size, self._group)
+        parts = tree.gather(json.dumps(self.state_dict()).encode())
+        gathered = tree.broadcast(None if parts is None else b"[" + b",".join(parts) + b"]")
+        return merge_states(json.loads(gathered))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to where a state stands: a counted one of any rank, a streamed one of this rank or merged; then iterate anew.
@@ -131,15 +153,16 @@ class DlacDataset(IterableDataset[DictBatch]):
             TableReplaced, PinLost: the table was made anew, or its snapshot is gone.
         """
         state = read_state(state)
+        check_last_batch(state, self.last_batch)
         leg = Leg.from_json(state["leg"]["json"])
         if leg != self.leg:
             check_asked(self.spec, leg)
             self.leg, self._opened = leg, None
+        check_position(state, self._open().order)
         self._cursors = cursors_of(state, leg, self.key_groups)
         self._step, self._base = state["step"], base_of(state)
         self._begun_in = None
         self._iteration += 1
-        self._open()
 
     def observe(self, batch: DictBatch) -> None:
         """The consumer is done with this batch, or was given it: the position is right behind it."""
@@ -163,10 +186,19 @@ class DlacDataset(IterableDataset[DictBatch]):
         while True:
             batch, counts = upcoming
             rows, tokens = counts.wait()
-            if not rows:
+            if not rows or self._is_dropped(rows, self.leg.batch_size):
                 return
             upcoming = self._ahead(batches, batch)
             yield {**batch, ABOUT: {**batch[ABOUT], "rows": rows, "tokens": tokens, "world_size": self.world_size}}
+
+    @contextmanager
+    def agreeing(self) -> Iterator[None]:
+        """Let workers that are started meanwhile read a streamed dataset of several ranks: their consumer calls `agreed`."""
+        self._agreeing = True
+        try:
+            yield
+        finally:
+            self._agreeing = False
 
     @property
     def ends_apart(self) -> bool:
@@ -182,7 +214,8 @@ class DlacDataset(IterableDataset[DictBatch]):
         return {**self.__dict__, "_opened": None, "_group": None}
 
     def _ahead(self, batches: Iterator[DictBatch], last: DictBatch | None) -> tuple[DictBatch, Counts]:
-        batch = next(batches, None) or (self._nothing() if last is None else emptied(last))
+        padded = self.last_batch == "pad"
+        batch = next(batches, None) or (self._nothing() if last is None else make_empty(last, padded=padded))
         return batch, summing_over(self._group)([batch[ABOUT]["rows"], batch[ABOUT]["tokens"]])
 
     def _nothing(self) -> DictBatch:
@@ -190,7 +223,7 @@ class DlacDataset(IterableDataset[DictBatch]):
         reader = self._reader(exchange=lambda counts: alone([1, 1]))
         batch: DictBatch
         try:
-            batch = next((as_dict(each) for each in reader), {ABOUT: {}})
+            batch = next((as_dict(self._shaped(each)) for each in reader), {ABOUT: {}})
         finally:
             reader.close()
         return {**batch, ABOUT: {**batch[ABOUT], "rows": 0, "tokens": 0}}
@@ -208,21 +241,42 @@ class DlacDataset(IterableDataset[DictBatch]):
                 "expected one iteration of a DataLoader with persistent workers, found another one begun after it was left: "
                 "its workers had read ahead; iterate dataset.loader() instead"
             )
+        if worker is not None and self._streamed and self._shares_end and not self._agreeing:
+            raise SpecInvalid(
+                f"expected a packed or transformed dataset on {self.world_size} ranks to be read through dataset.loader(), or "
+                "with num_workers=0, found a worker of another DataLoader: its ranks end at different batches, and the others "
+                "would wait for ever"
+            )
         self._begun_in = os.getpid()
         reader = self._reader(
             exchange=summing_over(self._group) if self.ends_apart and worker is None else alone,
             budget_shares=1 if worker is None else worker.num_workers,
         )
+        counts_all = not self._streamed or (self.ends_apart and worker is None)
+        full_rows = self.leg.batch_size if counts_all else self.leg.batch_size // self.world_size
         try:
             for batch in self._turns(reader):
                 if iteration != self._iteration:
                     raise SpecInvalid("expected one iteration of a dataset at a time, found that a later one was begun")
-                given = as_dict(batch)
+                if self._is_dropped(batch.rows, full_rows):
+                    break
+                given = as_dict(self._shaped(batch))
                 self.observe(given)
                 yield given
             self._begun_in = None
         finally:
             reader.close()
+
+    def _is_dropped(self, rows: int, full_rows: int) -> bool:
+        """Whether a batch with so many samples is not delivered; then no later batch is full."""
+        return self.last_batch == "drop" and rows < full_rows
+
+    def _shaped(self, batch: Batch) -> Batch:
+        """The batch without its empty slots, unless they are asked for."""
+        if self.last_batch == "pad":
+            return batch
+        kinds = [kind for source in self._open().sources for kind in source.kinds.values()]
+        return remove_empty_slots(batch, {kind.name for kind in kinds if kind.ragged})
 
     def _turns(self, reader: RankReader) -> Iterator[Batch]:
         """The batches that this process reads."""

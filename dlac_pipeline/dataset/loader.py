@@ -32,7 +32,8 @@ class DlacLoader(DataLoader[DictBatch]):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # DataLoader names its own private iterator
         self._iterator = None  # persistent workers of an iteration that was left have read ahead
-        batches: Iterator[DictBatch] = super().__iter__()
+        with self._source.agreeing():
+            batches: Iterator[DictBatch] = super().__iter__()
         if self.num_workers and self._source.ends_apart:
             batches = self._source.agreed(batches)
         for batch in batches:

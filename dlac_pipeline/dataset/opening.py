@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,10 +14,12 @@ from pydantic import BaseModel
 from catalog.connect import Lakehouse, connect
 from catalog.errors import DlacError, SpecInvalid, TrainingFailed
 from catalog.lakehouse_config import LakehouseConfig
+from dlac_pipeline.checkpoint.tree import RankTree
+from dlac_pipeline.dataset.batches import ABOUT, LAST_BATCHES, LastBatch
 from dlac_pipeline.dataset.dataset import DlacDataset
 from dlac_pipeline.dataset.state import check_asked, read_state
 from dlac_pipeline.plan.leg import Leg
-from dlac_pipeline.plan.legs import first_leg
+from dlac_pipeline.plan.legs import check_readable, first_leg
 from dlac_pipeline.plan.planner import make_plan
 from dlac_pipeline.spec import (
     JobSpec,
@@ -38,6 +41,7 @@ def open_dataset(
     rank: int | None = None,
     world_size: int | None = None,
     state: Mapping[str, Any] | str | Path | None = None,
+    last_batch: LastBatch = "partial",
     **settings: Any,
 ) -> DlacDataset:
     """This rank's dataset over what a job spec names, or over `table`, `columns`, `batch_size` and further settings of one.
@@ -47,33 +51,76 @@ def open_dataset(
     every rank calls this: rank 0 plans, and tells the others. `state`, or the folder or file that holds one, opens at that
     position, on the snapshot that it names; without it the table's current snapshot is pinned and planned.
 
+    `last_batch` says what becomes of batches for which too few samples are left: "partial" gives their samples only, so that a
+    rank may have fewer than the others or none, "drop" leaves them out on all ranks, "pad" fills them up with zero rows, which
+    batch["dlac"]["valid"] marks as False. Every rank has the same number of batches in all three.
+
     Raises:
         SpecInvalid: a setting is unknown or wrong, or the ranks do not divide the batch size.
         ResumeMismatch: `state` was read with other settings.
         BadInput, LakehouseError: as from planning and opening.
     """
+    _check_types(spec=spec, home=home, lakehouse=lakehouse, state=state)
     asked = _spec_of(spec, settings, lakehouse).resolved(Path(home) if home is not None else home_folder())
-    if any(source.follow != "pinned" for source in asked.sources):
-        raise SpecInvalid(
-            'expected sources with follow = "pinned", found "appends": only training_run goes on to new legs'
-        )
+    _check_readable(asked, last_batch)
     own_rank, own_world_size = _own_place()
     rank = own_rank if rank is None else rank
     world_size = own_world_size if world_size is None else world_size
-    if not 0 <= rank < world_size or asked.order.batch_size % world_size:
-        raise SpecInvalid(
-            f"expected 0 <= rank < world_size, and a world_size that divides the batch size {asked.order.batch_size}, "
-            f"found rank {rank} of {world_size}"
-        )
+    _check_place(rank, world_size, asked.order.batch_size)
     joined = world_size > 1 and dist.is_initialized() and (rank, world_size) == (dist.get_rank(), dist.get_world_size())
     group = dist.new_group(backend="gloo") if joined else None
     saved = read_state(state) if state is not None else None
     leg = _planned(asked, group) if saved is None else Leg.from_json(saved["leg"]["json"])
-    dataset = DlacDataset(asked, leg, rank=rank, world_size=world_size, group=group)
+    dataset = DlacDataset(asked, leg, rank=rank, world_size=world_size, group=group, last_batch=last_batch)
     if saved is not None:
         check_asked(asked, leg)
     dataset.load_state_dict(dataset.state_dict() if saved is None else saved)
+    if last_batch == "drop":
+        _check_not_empty(dataset)
     return dataset
+
+
+def _check_readable(spec: JobSpec, last_batch: str) -> None:
+    """Check what a spec asks for that training_run can do and a dataset cannot, and `last_batch`."""
+    if last_batch not in LAST_BATCHES:
+        raise SpecInvalid(f"expected last_batch to be one of {LAST_BATCHES!r}, found {last_batch!r}: correct it")
+    if any(source.follow != "pinned" for source in spec.sources):
+        raise SpecInvalid(
+            'expected sources with follow = "pinned", found "appends": only training_run goes on to new legs'
+        )
+    if any(ABOUT in source.columns and not source.transform for source in spec.sources) and not spec.sequences.length:
+        raise SpecInvalid(f"expected columns of other names than {ABOUT!r}, found it: let a transform rename it")
+
+
+def _check_not_empty(dataset: DlacDataset) -> None:
+    """Check that a dataset without its last batch has another one, where that can be known before reading."""
+    leg = dataset.leg
+    if not any(leg.streamed) and leg.steps is None and not len(dataset):
+        raise SpecInvalid(
+            f"expected enough rows for one batch of {leg.batch_size}, found fewer: last_batch='drop' would leave none; set a "
+            "smaller batch_size, or last_batch='partial'"
+        )
+
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    "spec": (JobSpec, str, Path),
+    "home": (str, Path),
+    "lakehouse": (Lakehouse, LakehouseConfig),
+    "state": (Mapping, str, Path),
+}
+
+
+def _check_types(**arguments: object) -> None:
+    """Check the types of what is no setting of a job spec; those of settings are checked with the spec.
+
+    Raises:
+        SpecInvalid: names the argument, and what it may be.
+    """
+    for name, value in arguments.items():
+        wanted = _TYPES[name]
+        if value is not None and (not isinstance(value, wanted) or isinstance(value, bool)):
+            listed = ", ".join(each.__name__ for each in wanted)
+            raise SpecInvalid(f"expected {name} of open_dataset() to be one of {listed}, found {value!r}: correct it")
 
 
 def _spec_of(
@@ -114,28 +161,48 @@ def _sections(settings: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def _check_place(rank: object, world_size: object, batch_size: int) -> None:
+    whole = type(rank) is int and type(world_size) is int  # true is an integer of Python's, and 1.0 divides as well
+    if not (whole and 0 <= rank < world_size and batch_size % world_size == 0):  # type: ignore[operator]  # whole ones
+        raise SpecInvalid(
+            f"expected 0 <= rank < world_size, and a world_size that divides the batch size {batch_size}, found rank "
+            f"{rank!r} of {world_size!r}"
+        )
+
+
 def _own_place() -> tuple[int, int]:
-    """(rank, world size) of this process."""
+    """Return (rank, world size) of this process.
+
+    Raises:
+        SpecInvalid: RANK or WORLD_SIZE is no number.
+    """
     if dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
-    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    said = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
+    try:
+        return int(said[0]), int(said[1])
+    except ValueError as err:
+        raise SpecInvalid(
+            f"expected numbers in RANK and WORLD_SIZE, found {said[0]!r} and {said[1]!r}: correct or unset them"
+        ) from err
 
 
 def _planned(spec: JobSpec, group: dist.ProcessGroup | None) -> Leg:
     """The leg that the spec asks for, on the snapshot that is current now; in a group rank 0 says which one that is."""
-    said: list[Any] = [None]
+    said: dict[str, str] | None = None
     failed: DlacError | None = None
     if group is None or dist.get_rank() == 0:
         try:
             lakehouse = connect(spec.lakehouse)
+            check_readable(lakehouse, spec)
             leg = first_leg(spec, [make_plan(lakehouse, source) for source in spec.sources])
-            said = [{"leg": leg.to_json()}]
+            said = {"leg": leg.to_json()}
         except DlacError as err:
-            failed, said = err, [{"error": str(err)}]
-    if group is not None:
-        dist.broadcast_object_list(said, src=0, group=group)
+            failed, said = err, {"error": str(err)}
+    tree = RankTree(0, 1, None) if group is None else RankTree(dist.get_rank(), dist.get_world_size(), group)
+    found = json.loads(tree.broadcast(None if said is None else json.dumps(said).encode()))
     if failed is not None:
         raise failed
-    if "error" in said[0]:
-        raise TrainingFailed(f"rank 0 could not plan the dataset: {said[0]['error']}")
-    return Leg.from_json(said[0]["leg"])
+    if "error" in found:
+        raise TrainingFailed(f"rank 0 could not plan the dataset: {found['error']}")
+    return Leg.from_json(found["leg"])

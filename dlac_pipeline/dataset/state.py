@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +12,40 @@ from torch.utils.data import get_worker_info
 
 from catalog.connect import connect
 from catalog.errors import FormatTooNew, ResumeMismatch, SpecInvalid
+from dlac_pipeline.dataset.batches import LastBatch
 from dlac_pipeline.plan.leg import Leg, told
 from dlac_pipeline.plan.legs import asked_for
+from dlac_pipeline.plan.order import LegOrder
+from dlac_pipeline.plan.source_order import Cursor, SourceOrder
 from dlac_pipeline.spec import (
     JobSpec,
 )
 
-STATE_VERSION = 1
-"""Of the state; a later DLAC reads what an earlier one wrote."""
+STATE_VERSION = 2
+"""Of the state; a later DLAC reads what an earlier one wrote. Version 1 had a digest of its leg only, and no `last_batch`."""
+_KEYS = {1: ("leg", "step", "cursors"), 2: ("leg", "step", "cursors", "last_batch", "digest")}
+"""What a state of each version holds besides `format_version`, and `worker` where it is that of a worker."""
 STATE_FILE = "dlac_reader.json"
 """The state beside a checkpoint; written last, so a checkpoint folder without it is not complete."""
 
 State = dict[str, Any]
 Cursors = dict[int, list[list[int]]]
 """Key group -> its cursor in each source."""
+
+
+def make_state(
+    leg: Leg, *, step: int, cursors: Cursors | None, last_batch: LastBatch, worker: dict[str, Any] | None
+) -> State:
+    """Make the state of a consumer that was given the batch of `step`; `cursors` where the steps do not determine them."""
+    text = leg.to_json()
+    state: State = {
+        "format_version": STATE_VERSION,
+        "leg": {"digest": digest_of(text), "json": text},
+        "step": step,
+        "cursors": None if cursors is None else {str(group): each for group, each in cursors.items()},
+        "last_batch": last_batch,
+    }
+    return _with_digest(state if worker is None else {**state, "worker": worker})
 
 
 def merge_states(states: Sequence[Mapping[str, Any]]) -> State:
@@ -35,15 +55,15 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> State:
         ResumeMismatch: they are of different steps or legs, differ in a key group that ranks share, or one is missing.
     """
     read = [read_state(state) for state in states]
-    first = read[0]
-    found = sorted({(state["step"], state["leg"]["digest"]) for state in read})
-    if len(found) > 1:
+    found = sorted({(state["step"], state["leg"]["digest"], str(state.get("last_batch"))) for state in read})
+    if len(found) != 1:
         raise ResumeMismatch(f"expected states of one step and leg, found {found!r}: merge what was saved together")
+    first = read[0]
     if first["cursors"] is None:
         return first
     merged: dict[str, Any] = {}
     for state in read:
-        for group, cursors in state["cursors"].items():
+        for group, cursors in (state["cursors"] or {}).items():
             if merged.setdefault(group, cursors) != cursors:
                 raise ResumeMismatch(
                     f"expected one cursor of key group {group}, found {merged[group]!r} and {cursors!r}"
@@ -53,33 +73,145 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> State:
         raise ResumeMismatch(
             f"expected the states of all ranks, found none with key groups {sorted(missing, key=int)!r}"
         )
-    return {**first, "cursors": {group: merged[group] for group in sorted(merged, key=int)}}
+    return _with_digest({**first, "cursors": {group: merged[group] for group in sorted(merged, key=int)}})
 
 
 def read_state(state: Mapping[str, Any] | str | Path) -> State:
-    """A state, from a file or a folder that holds one, or as it is; checked for its version and digest.
+    """A state, from a file or a folder that holds one, or as it is; checked for its version, its keys and its digest.
 
     Raises:
-        SpecInvalid: there is no such file.
+        SpecInvalid: there is no such file, or it is not the state of a dataset.
         FormatTooNew: a newer DLAC wrote it.
         ResumeMismatch: it was altered.
     """
-    found = _read_file(Path(state)) if isinstance(state, str | Path) else dict(state)
-    if found.get("format_version") != STATE_VERSION:
-        raise FormatTooNew(
-            f"expected a dataset's state of version {STATE_VERSION}, found version {found.get('format_version')!r}: upgrade DLAC"
+    found = _read_file(Path(state)) if isinstance(state, str | Path) else state
+    if not isinstance(found, Mapping) or "format_version" not in found:
+        raise SpecInvalid(
+            f"expected what a dataset's state_dict() returned, found {_described(found)}: give the state of the dataset itself, "
+            "not that of a loader around it"
         )
-    if digest_of(found["leg"]["json"]) != found["leg"]["digest"]:
-        raise ResumeMismatch("expected a state whose leg has the digest that it names, found another: it was altered")
+    found = dict(found)
+    version = found["format_version"]
+    if type(version) is not int or version not in _KEYS:
+        raise FormatTooNew(
+            f"expected a dataset's state of version {STATE_VERSION} or older, found version {version!r}: upgrade DLAC"
+        )
+    _check_content(found)
     return found
 
 
-def _read_file(path: Path) -> State:
+def _check_content(state: State) -> None:
+    """Check that nothing is missing from a state, and that its digests are those of what it holds."""
+    missing = [key for key in _KEYS[state["format_version"]] if key not in state]
+    if missing:
+        raise ResumeMismatch(
+            f"expected a dataset's state with {missing!r}, found only {sorted(map(str, state))!r}: it was altered; give what "
+            "state_dict() returned"
+        )
+    leg = state["leg"]
+    if not isinstance(leg, Mapping) or not isinstance(leg.get("json"), str):
+        raise ResumeMismatch(f"expected a state with its leg as JSON text, found {_described(leg)}: it was altered")
+    if digest_of(leg["json"]) != leg.get("digest"):
+        raise ResumeMismatch("expected a state whose leg has the digest that it names, found another: it was altered")
+    try:
+        Leg.from_json(leg["json"])
+    except (KeyError, TypeError, ValueError) as err:
+        raise ResumeMismatch(
+            f"expected a state with the record of a leg, found something else ({type(err).__name__}: {err}): it was altered"
+        ) from err
+    if state["format_version"] > 1 and state["digest"] != _digest(state):
+        raise ResumeMismatch(
+            f"expected a state with the digest {state['digest']!r} that it names, found {_digest(state)!r}: it was altered; "
+            "give what state_dict() returned, unchanged"
+        )
+
+
+def _with_digest(state: State) -> State:
+    """The state with the digest of all that it holds; of version 1, which had none, as it is."""
+    return state if state["format_version"] == 1 else {**state, "digest": _digest(state)}
+
+
+def _digest(state: State) -> str:
+    """The digest of a state's content, whatever the order of its keys."""
+    content = {name: value for name, value in state.items() if name != "digest"}
+    try:
+        return digest_of(json.dumps(content, sort_keys=True, separators=(",", ":")))
+    except (TypeError, ValueError) as err:
+        raise ResumeMismatch(f"expected a state of plain JSON data, found {err}: it was altered") from err
+
+
+def _described(value: object) -> str:
+    return f"the keys {sorted(map(str, value))!r}" if isinstance(value, Mapping) else repr(value)
+
+
+def _read_file(path: Path) -> Any:
     path = path / STATE_FILE if path.is_dir() else path
     try:
-        return dict(json.loads(path.read_text()))
+        return json.loads(path.read_text())
     except (OSError, ValueError) as err:
         raise SpecInvalid(f"expected the state of a dataset at {str(path)!r}, found {err}") from err
+
+
+def check_last_batch(state: State, asked: LastBatch) -> None:
+    """Check that a state was read with the `last_batch` that is asked for; one of version 1 does not name it."""
+    saved = state.get("last_batch", asked)
+    if saved != asked:
+        raise ResumeMismatch(
+            "the state was read with other settings than the dataset was opened with:\n"
+            f"{told({'last_batch': (saved, asked)}, bound='saved')}\ngive the saved value again, or begin without the state"
+        )
+
+
+def check_position(state: State, order: LegOrder) -> None:
+    """Check that a state's step and cursors are places of its leg.
+
+    Raises:
+        ResumeMismatch: they are not; names what is wrong.
+    """
+    step, first = state["step"], order.settings.start_step
+    last = order.total_steps if order.counted else order.settings.steps
+    if type(step) is not int or step < first or (last is not None and step > last):
+        until = "" if last is None else f" to {last}"
+        raise ResumeMismatch(
+            f"expected a state with a step of {first}{until}, found {step!r}: it was altered, or is of another dataset"
+        )
+    if order.counted != (state["cursors"] is None):
+        raise ResumeMismatch(
+            f"expected a state {'without' if order.counted else 'with'} cursors, found {_described(state['cursors'])}: it was "
+            "altered"
+        )
+    for group, cursors in (state["cursors"] or {}).items():
+        _check_cursors(str(group), cursors, order)
+
+
+def _check_cursors(group: str, cursors: Any, order: LegOrder) -> None:
+    sound = group.isdecimal() and int(group) < order.settings.key_groups
+    sound = sound and isinstance(cursors, list | tuple) and len(cursors) == len(order.sources)
+    places: Iterable[tuple[SourceOrder, Any]] = zip(order.sources, cursors, strict=True) if sound else ()
+    if not sound or not all(_is_place(int(group), source, cursor) for source, cursor in places):
+        raise ResumeMismatch(
+            f"expected the cursors of a key group below {order.settings.key_groups}, each a place in one of "
+            f"{len(order.sources)} sources, found {cursors!r} of key group {group!r}: it was altered, or is of another dataset"
+        )
+
+
+def _is_place(group: int, source: SourceOrder, cursor: object) -> bool:
+    """Whether a cursor of a key group is one of this source."""
+    if not isinstance(cursor, list | tuple) or len(cursor) != 4:
+        return False
+    if not all(type(number) is int and number >= 0 for number in cursor):
+        return False
+    place, start = Cursor(*cursor), source.start
+    passes = start.next_pass + sum(passes for _, passes in start.upcoming)
+    if not place.offset and place == Cursor(place.pass_index):
+        return source.endless or place.pass_index <= passes
+    if not source.endless and place.pass_index >= passes:
+        return False
+    try:
+        cut = source.cut_of(place.pass_index)
+        return place.block < cut.block_count(group) and place.position <= cut.block(group, place.block).rows
+    except IndexError:
+        return False
 
 
 def check_asked(spec: JobSpec, leg: Leg) -> None:

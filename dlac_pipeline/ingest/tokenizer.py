@@ -8,7 +8,7 @@ from pathlib import Path
 from blake3 import blake3
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from catalog.durable_io import write_durably
+from catalog.durable_io import make_folder_durably, write_durably
 from catalog.errors import SpecInvalid
 
 END_OF_DOCUMENT = "<|endofdocument|>"
@@ -67,7 +67,7 @@ def save_tokenizer(tokenizer: Tokenizer, path: Path) -> None:
                 "name another path, or move the file away if no table needs it"
             )
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder_durably(path.parent)
     write_durably(path, content)
 
 

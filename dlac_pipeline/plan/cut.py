@@ -41,6 +41,11 @@ class Slices:
     rows: Ints
     live: Ints
 
+    def part(self, start: int, stop: int) -> Slices:
+        """The slices start .. stop-1."""
+        chosen = slice(start, stop)
+        return Slices(self.unit[chosen], self.first[chosen], self.rows[chosen], self.live[chosen])
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Block:
@@ -199,8 +204,7 @@ class PassCut:
 
     def _block(self, group: int, index: int) -> Block:
         every, whole = self.settings.block_slices, self.slices(group)
-        chosen = slice(index * every, (index + 1) * every)
-        part = Slices(whole.unit[chosen], whole.first[chosen], whole.rows[chosen], whole.live[chosen])
+        part = whole.part(index * every, (index + 1) * every)
         rows = int(part.rows.sum())
         key = derive_key(self.settings.seed, _BLOCK, self.settings.source, self.pass_index, group, index)
         affine = choose(rows, key, shuffle=self.settings.shuffle)

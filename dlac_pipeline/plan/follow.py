@@ -14,14 +14,14 @@ import numpy as np
 from catalog.connect import Lakehouse
 from catalog.data_files import LiveFile
 from catalog.errors import EmptyPlan, ResumeMismatch
-from catalog.history import History, Portion, changes
+from catalog.history.changes import History, Portion, changes
 from catalog.pins import hold
 from catalog.row_groups import row_groups_of
-from catalog.snapshots import snapshot_of
+from catalog.snapshots import schema_id_of, snapshot_of
 from dlac_pipeline.plan.cut import CutSettings
 from dlac_pipeline.plan.leg import Leg, LegSource, QuarantinedUnit, told
 from dlac_pipeline.plan.order import ReaderState
-from dlac_pipeline.plan.planner import Plan, exclude_rows, load_plan, make_plan, schema_id_of
+from dlac_pipeline.plan.planner import Plan, exclude_rows, load_plan, make_plan
 from dlac_pipeline.plan.source_order import Cursor, SourceOrder, SourceStart
 from dlac_pipeline.plan.units import Ints
 from dlac_pipeline.spec import JobSpec, SourceSpec
@@ -67,13 +67,19 @@ def next_leg(
     changed = asked.bound() != leg.bound()
     if not (changed or unreadable or (repin and leg.following)):
         return leg
-    sources = []
+    sources, emptied = [], []
     for index, (source, mine, wanted) in enumerate(zip(spec.sources, leg.sources, asked.sources, strict=True)):
         turn = _Turn(lakehouse, source, mine, wanted, leg.cut_settings(index))
         stands = turn.finish(state[index])
         after = turn.next(stands, repin=repin, unreadable=unreadable)
         changed = changed or after.start != stands or after.snapshot_id != mine.snapshot_id
         sources.append(after)
+        emptied.append(turn.is_emptied)
+    if all(emptied):  # one of several sources may be left out as a whole
+        raise EmptyPlan(
+            f"expected live rows in {[source.table for source in spec.sources]!r}, found that the exclusions "
+            f"{[text for wanted in asked.sources for text in wanted.exclude]!r} leave none: exclude fewer rows"
+        )
     if not changed:
         return leg  # else a new one even if no source has enough for a batch: the old one would read rows that are gone
     return replace(asked, index=leg.index + 1, start_step=step, sources=tuple(sources))
@@ -108,6 +114,8 @@ class _Turn:
         self._table = lakehouse.load(source.table)
         self._plans: dict[str, Plan] = {}
         self._histories: dict[tuple[int, int], History] = {}
+        self.is_emptied = False
+        """Whether new exclusions leave no row of the source, read already or not."""
 
     def finish(self, cursors: Sequence[Cursor]) -> SourceStart:
         """Where the source stands at these cursors."""
@@ -217,12 +225,21 @@ class _Turn:
             if passes == 0 and not self._plan(plan_id).units.live_rows.any():
                 raise EmptyPlan(
                     f"expected live rows in {self._source.table!r}, which is read again and again (passes = 0), found that the "
-                    "exclusions leave none: exclude fewer rows, or give the source a number of passes"
+                    f"exclusions {list(self._wanted.exclude)!r} leave none: exclude fewer rows, or give the source a number of "
+                    "passes"
                 )
+        self.is_emptied = self._leaves_none(now)
         order = self._order(start)
         removed = before - order.open_rows()
         start = replace(start, cursors=tuple(_past_dead(order, group, c) for group, c in enumerate(start.cursors)))
         return replace(start, dealt=tuple((np.array(start.dealt) - removed).tolist()))
+
+    def _leaves_none(self, now: Mapping[str, str]) -> bool:
+        """Return whether new exclusions leave no row; `now` maps plans to what is left of them."""
+        if tuple(self._wanted.exclude) == self._mine.exclude or self._mine.follow == "appends":
+            return False
+        had, has = (any(self._plan(each).units.live_rows.any() for each in plans) for plans in (now, now.values()))
+        return had and not has
 
     def _without(self, plan_id: str, until: int, unreadable: Sequence[Unreadable]) -> str:
         """The plan that passes over what is to be passed over besides, by its id."""

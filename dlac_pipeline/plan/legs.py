@@ -6,10 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from catalog.errors import ResumeMismatch
+from pyiceberg.schema import Schema
+from pyiceberg.types import IntegerType, ListType, LongType, StringType
+
+from catalog.connect import Lakehouse
+from catalog.errors import NoSuchColumn, ResumeMismatch, SpecInvalid, UnsupportedColumn
+from catalog.snapshots import schema_id_of, snapshot_of
 from dlac_pipeline.plan.leg import Leg, LegSequences, LegSource
-from dlac_pipeline.plan.planner import Plan
+from dlac_pipeline.plan.planner import Plan, check_source
 from dlac_pipeline.plan.source_order import SourceStart
+from dlac_pipeline.rows.columns import ColumnKind, kinds_of
 from dlac_pipeline.rows.tokenizing import load_tokenizer
 from dlac_pipeline.rows.transform import load_transform
 from dlac_pipeline.spec import JobSpec, SequenceSpec, SourceSpec
@@ -27,6 +33,68 @@ def first_leg(spec: JobSpec, plans: Sequence[Plan]) -> Leg:
         for source, plan in zip(spec.sources, plans, strict=True)
     ]
     return Leg(index=0, start_step=0, sources=tuple(sources), **_settings(spec))
+
+
+def check_readable(lakehouse: Lakehouse, spec: JobSpec) -> None:
+    """Check all that reading a job's sources needs besides their rows, before anything is pinned, written or claimed.
+
+    Raises:
+        BadInput: a table, a column, a transform or the tokenizer; or the sources have different columns.
+    """
+    sequences_of(spec.sequences, spec.source)
+    if spec.sequences.tokenizer and not spec.sequences.length:
+        load_tokenizer(
+            spec.sequences.tokenizer
+        )  # a wrong path is a mistake, though rows are samples and it is not used
+    known: dict[str, dict[str, ColumnKind]] = {}
+    for source in spec.sources:
+        table = lakehouse.load(source.table)
+        schema = table.schemas()[schema_id_of(table, snapshot_of(table, source.snapshot_id))]
+        check_source(schema, source)
+        if source.transform:
+            continue
+        if spec.sequences.length:
+            _check_documents(schema, source, spec.sequences)
+        else:
+            known[source.label] = kinds_of(schema, source.columns, source.ragged, source.nullable)
+    check_alike(known)
+
+
+def check_alike(known: Mapping[str, Mapping[str, ColumnKind]]) -> None:
+    """Check that what is read from all sources (label -> columns) fits into one batch.
+
+    Raises:
+        UnsupportedColumn: it does not.
+    """
+    first, *others = known or [""]
+    for label in others:
+        if known[label] != known[first]:
+            raise UnsupportedColumn(
+                f"expected the same columns from all sources, found {list(known[first].values())!r} from "
+                f"{first!r} and {list(known[label].values())!r} from {label!r}: choose columns of one "
+                "name and type, or let a transform make them alike"
+            )
+
+
+def _check_documents(schema: Schema, source: SourceSpec, sequences: SequenceSpec) -> None:
+    name = sequences.column or source.columns[0]
+    if name not in source.columns:
+        raise NoSuchColumn(
+            f"expected sequences.column among the columns of source {source.label!r}, {source.columns!r}, found {name!r}: "
+            "add it to these columns, or name one of them"
+        )
+    kind = schema.find_field(name).field_type
+    items = kind.element_type if isinstance(kind, ListType) else None
+    if isinstance(kind, StringType) and not sequences.tokenizer:
+        raise SpecInvalid(
+            f"expected sequences.tokenizer for the texts in column {name!r} of source {source.label!r}, found none: name a "
+            "tokenizer.json"
+        )
+    if not isinstance(kind, StringType) and not isinstance(items, IntegerType | LongType):
+        raise UnsupportedColumn(
+            f"expected column {name!r} of source {source.label!r} to hold texts or lists of integers, found {kind}: name "
+            "another sequences.column, or convert it in a transform"
+        )
 
 
 def check_sources(spec: JobSpec, leg: Leg) -> None:
@@ -68,7 +136,7 @@ def _bound_of(spec: JobSpec, source: SourceSpec) -> dict[str, Any]:
         "name": source.label,
         "table": source.table,
         "columns": tuple(source.columns),
-        "row_filter": source.row_filter,
+        "row_filter": source.planned_filter,
         "exclude": tuple(source.exclude),
         "weight": source.weight,
         "passes": _passes(spec, source),

@@ -12,12 +12,15 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 from blake3 import blake3
+from pyiceberg.schema import Schema
 from pyiceberg.table import Table
 from pyiceberg.table.snapshots import Snapshot
 
 from catalog.connect import Lakehouse
 from catalog.data_files import LiveFile
-from catalog.errors import EmptyPlan
+from catalog.errors import EmptyPlan, NoSuchColumn, SpecInvalid
+from catalog.filters.conditions import parse_filter
+from catalog.history.row_matching import identity_keys
 from catalog.pins import hold
 from catalog.plans import (
     SLICES_ARROW,
@@ -30,10 +33,11 @@ from catalog.plans import (
     write_slices,
 )
 from catalog.row_groups import RowGroup, row_groups_of
-from catalog.snapshots import check_pinned, snapshot_of
+from catalog.snapshots import check_pinned, schema_id_of, snapshot_of
 from dlac_pipeline.plan.cut import PassCut
 from dlac_pipeline.plan.units import Ints, UnitTable
-from dlac_pipeline.rows.columns import check_columns
+from dlac_pipeline.rows.columns import check_columns, check_names
+from dlac_pipeline.rows.transform import ROW, load_transform
 from dlac_pipeline.spec import SourceSpec
 
 
@@ -63,20 +67,19 @@ def make_plan(
     `only` picks data files; `dead` names further dead rows, as positions in a data file (path -> sorted int64).
 
     Raises:
-        BadInput: the table, snapshot, columns or filter cannot be planned (see its subclasses).
+        BadInput: the table, snapshot, columns, transform or filter cannot be planned (see its subclasses).
         EmptyPlan: no row is live.
     """
     table = lakehouse.load(source.table)
     snapshot = snapshot_of(table, source.snapshot_id)
     schema_id = schema_id_of(table, snapshot)
     schema = table.schemas()[schema_id]
-    if not source.transform:
-        check_columns(schema, source.columns, source.ragged, source.nullable)
+    _check_fits(source, table, snapshot, schema_id)
     tag = hold(lakehouse, source.table, snapshot.snapshot_id, source.pin)
     groups = row_groups_of(
         table,
         snapshot.snapshot_id,
-        source.row_filter,
+        source.planned_filter,
         schema=schema,
         progress=progress,
         only=only,
@@ -85,10 +88,7 @@ def make_plan(
     if dead:
         groups = [_without(group, dead[group.file_path]) if group.file_path in dead else group for group in groups]
     if not any(group.rows > len(group.dead) for group in groups):
-        raise EmptyPlan(
-            f"expected live rows in snapshot {snapshot.snapshot_id} of {source.table!r} under the filter "
-            f"{source.row_filter!r}, found none of {sum(group.rows for group in groups)}: widen the filter"
-        )
+        raise _no_live_rows(table, source, snapshot.snapshot_id, schema_id, sum(group.rows for group in groups))
     return _written(
         lakehouse,
         groups,
@@ -97,19 +97,59 @@ def make_plan(
         snapshot_id=snapshot.snapshot_id,
         tag=tag,
         schema_id=schema_id,
-        row_filter=source.row_filter,
+        row_filter=source.planned_filter,
         columns=json.dumps(source.columns),
         exclude=json.dumps(source.exclude),
         base_plan_id=None,
     )
 
 
-def schema_id_of(table: Table, snapshot: Snapshot) -> int:
-    """The schema as which a snapshot is read, as engines do: the current one reads as the table is now, older ones as it was."""
-    current = table.current_snapshot()
-    if snapshot.schema_id is None or (current is not None and current.snapshot_id == snapshot.snapshot_id):
-        return table.metadata.current_schema_id
-    return snapshot.schema_id
+def _check_fits(source: SourceSpec, table: Table, snapshot: Snapshot, schema_id: int) -> None:
+    """Check that a snapshot's schema has the columns and the filter's columns; say so where the table has a newer schema."""
+    schema, current = table.schemas()[schema_id], table.metadata.current_schema_id
+    try:
+        check_source(schema, source)
+        parse_filter(source.planned_filter, schema)
+    except NoSuchColumn as err:
+        if current == schema_id:
+            raise
+        raise NoSuchColumn(
+            f"{err}; snapshot {snapshot.snapshot_id} was written with schema {schema_id}, and schema {current} of the table came "
+            "later: name columns as the snapshot does, or append to the table and read the new snapshot"
+        ) from err
+
+
+def check_source(schema: Schema, source: SourceSpec) -> None:
+    """Check all that reading a source needs besides its rows.
+
+    Raises:
+        NoSuchColumn: the table lacks a column, or an identity column.
+        UnsupportedColumn: a column cannot become a tensor.
+        SpecInvalid: an identity column is not of a primitive type, or a column has a name that transforms use.
+        TransformFailed: the transform cannot be loaded.
+    """
+    identity_keys(schema, source.identity_columns)
+    if source.transform:
+        if ROW in source.columns:
+            raise SpecInvalid(
+                f"expected columns of other names than {ROW!r}, which transforms use, found it: leave it out"
+            )
+        check_names(schema, source.columns)
+        load_transform(source.transform)
+    else:
+        check_columns(schema, source.columns, source.ragged, source.nullable)
+
+
+def _no_live_rows(table: Table, source: SourceSpec, snapshot_id: int, schema_id: int, rows: int) -> EmptyPlan:
+    """The error for a plan without live rows; it names the exclusions if the filter alone leaves some."""
+    asked = (
+        f"expected live rows in snapshot {snapshot_id} of {source.table!r} under the filter {source.planned_filter!r}"
+    )
+    if source.exclude:
+        kept = row_groups_of(table, snapshot_id, source.planned_filter, schema=table.schemas()[schema_id])
+        if any(group.rows > len(group.dead) for group in kept):
+            return EmptyPlan(f"{asked}, found that the exclusions {source.exclude!r} leave none: exclude fewer rows")
+    return EmptyPlan(f"{asked}, found none of {rows}: widen the filter")
 
 
 def exclude_rows(lakehouse: Lakehouse, plan: Plan, dead: Mapping[int, Ints]) -> Plan:

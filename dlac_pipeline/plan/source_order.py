@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dlac_pipeline.plan.cut import Block, CutSettings, PassCut, deal
+from dlac_pipeline.plan.cut import Block, CutSettings, PassCut, Slices, deal
 from dlac_pipeline.plan.units import Ints, UnitTable
 
 
@@ -78,11 +78,35 @@ class Stretch:
     block: Block
     start: int
     stop: int
+    portion: tuple[int, int] | None = None
+    """The slices of the block, first and past the last, that hold these rows; None: all of them."""
 
     @property
     def pass_index(self) -> int:
         """The pass."""
         return self.cut.pass_index
+
+    @property
+    def slices(self) -> Slices:
+        """The slices that must be decoded to read these rows."""
+        return self.block.slices if self.portion is None else self.block.slices.part(*self.portion)
+
+    def rows_of(self, live_start: int, live_stop: int) -> Ints:
+        """Rows of `slices` laid end to end that are the live rows live_start .. live_stop-1 of the block, int64."""
+        rows = self.block.rows_of(live_start, live_stop)
+        return rows if self.portion is None else rows - self.block.base[self.portion[0]]
+
+    def portions(self, slices_at_once: Sequence[int]) -> Iterator[Stretch]:
+        """Divide the rows of an unshuffled block by its slices, of which each number in `slices_at_once` are decoded together."""
+        ends = np.cumsum(self.block.slices.live)
+        first = 0
+        for count in slices_at_once:
+            last = first + count
+            start, stop = (int(ends[first - 1]) if first else 0), int(ends[last - 1])
+            part = Stretch(self.cut, self.block, max(start, self.start), min(stop, self.stop), (first, last))
+            if part.start < part.stop:
+                yield part
+            first = last
 
     @property
     def cursor(self) -> Cursor:

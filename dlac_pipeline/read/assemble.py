@@ -97,6 +97,12 @@ def _dense(kind: ColumnKind, pieces: Sequence[Piece], slots: int, length: int) -
 def _shape(kind: ColumnKind, columns: Sequence[Column], length: int) -> tuple[int, ...]:
     """The shape of a row."""
     shapes = {column.values.shape[1:] for column in columns if not _all_null(column)}
+    others = sorted(shape[0] for shape in shapes if kind.length is not None and shape != (kind.length,))
+    if others:
+        raise UnsupportedColumn(
+            f"expected lists of length {kind.length} in column {kind.name!r}, as the first list of the plan has, found lists of "
+            f'length {others[0]}: pack them with [sequences], or declare them ragged = ["{kind.name}"]'
+        )
     if len(shapes) > 1:
         raise UnsupportedColumn(
             f"expected lists of one length in column {kind.name!r}, found lengths {sorted(shape[0] for shape in shapes)!r} in "
@@ -107,7 +113,7 @@ def _shape(kind: ColumnKind, columns: Sequence[Column], length: int) -> tuple[in
 
 def _shape_without_rows(kind: ColumnKind, length: int) -> tuple[int, ...]:
     if kind.listed:
-        return (length,)
+        return (length if kind.length is None else kind.length,)
     return () if kind.width is None else (kind.width,)
 
 

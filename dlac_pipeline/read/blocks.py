@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any
@@ -13,19 +14,20 @@ from urllib.parse import urlsplit
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pyiceberg.io import FileIO
 from pyiceberg.schema import Schema
 from pyiceberg.table import Table
 from pyiceberg.table.name_mapping import NameMapping
 
-from catalog.columns import FileColumns, name_mapping_of
+from catalog.columns import FileColumns, lacks_columns, name_mapping_of, open_parquet
 from catalog.data_files import live_files
 from catalog.errors import DataFileUnreadable
-from dlac_pipeline.plan.cut import Block
+from dlac_pipeline.plan.cut import Slices
 from dlac_pipeline.plan.leg import LegSource
 from dlac_pipeline.plan.units import UnitTable
-from dlac_pipeline.read.joining import end_to_end
+from dlac_pipeline.read.joining import end_to_end, take_rows
 from dlac_pipeline.read.memory import Buffers
 
 PartitionValues = Callable[[str], Mapping[int, Any]]
@@ -73,21 +75,22 @@ class BlockDecoder:
         self._open = lru_cache(maxsize=1024)(self._footer)
         self._shared = _Once(_SHARED_BYTES)
         self._buffers = Buffers()
+        self._alone = cache(self._decoder_of)
 
     @property
     def shared_bytes(self) -> int:
         """What is kept of row groups that several key groups have slices of."""
         return self._shared.nbytes
 
-    def decode(self, units: UnitTable, block: Block) -> pa.Table:
-        """All physical rows of a block, in the order of its slices, with the types of the table.
+    def decode(self, units: UnitTable, slices: Slices) -> pa.Table:
+        """Decode all physical rows of slices, in their order, with the types of the table.
 
         Raises:
             UnitUnreadable: a file is missing or corrupt; names it and the row group.
         """
-        slices = zip(block.slices.unit.tolist(), block.slices.first.tolist(), block.slices.rows.tolist(), strict=True)
-        parts = (self._slice(units, unit, first, rows) for unit, first, rows in slices)
-        return next(parts) if len(block.slices.unit) == 1 else end_to_end(parts, block.rows, self._buffers)
+        places = zip(slices.unit.tolist(), slices.first.tolist(), slices.rows.tolist(), strict=True)
+        parts = (self._slice(units, unit, first, rows) for unit, first, rows in places)
+        return next(parts) if len(slices.unit) == 1 else end_to_end(parts, int(slices.rows.sum()), self._buffers)
 
     def _slice(self, units: UnitTable, unit: int, first: int, rows: int) -> pa.Table:
         path, row_group = units.file_paths[int(units.file[unit])], int(units.row_group[unit])
@@ -96,7 +99,7 @@ class BlockDecoder:
             return self.row_group(path, row_group, whole)
         table: pa.Table = self._shared.get((path, row_group), lambda: self.row_group(path, row_group, whole))
         # A view would keep the whole decoded row group alive, once per key group that has a slice of it.
-        return table.slice(first, rows) if 2 * rows > whole else table.take(np.arange(first, first + rows))
+        return table.slice(first, rows) if 2 * rows > whole else take_rows(table, np.arange(first, first + rows))
 
     def row_group(self, path: str, row_group: int, rows: int) -> pa.Table:
         """One row group, which was planned with `rows` rows.
@@ -104,17 +107,10 @@ class BlockDecoder:
         Raises:
             UnitUnreadable: it is missing or corrupt, or has another number of rows.
         """
-        try:
+        with self._naming(path, row_group):
             opened = self._open(path)
             names = opened.columns.in_file
             table = self._read(path, opened.metadata, row_group, names) if names else None
-        except (OSError, pa.ArrowException) as err:
-            raise UnitUnreadable(
-                f"expected row group {row_group} of {path!r} to decode, found {type(err).__name__}: {err}; restore the file, "
-                'plan another snapshot, or let such row groups be left out (on_unreadable = "quarantine")',
-                path=path,
-                row_group=row_group,
-            ) from err
         found = opened.metadata.row_group(row_group).num_rows if table is None else table.num_rows
         if found != rows:
             raise UnitUnreadable(
@@ -124,45 +120,113 @@ class BlockDecoder:
             )
         return opened.columns.align(table, rows)
 
+    def list_length(self, units: UnitTable, unit: int, name: str) -> int | None:
+        """The length of the first live list of a column in a work unit; None if all of them are null.
+
+        The footer says it where no list is null, and none dead; else the column is read.
+
+        Raises:
+            UnitUnreadable: the row group is missing or corrupt.
+        """
+        path, row_group, rows = (
+            units.file_paths[int(units.file[unit])],
+            int(units.row_group[unit]),
+            int(units.rows[unit]),
+        )
+        alone = self._alone(name)
+        with self._naming(path, row_group):
+            opened = alone._open(path)
+            if not opened.columns.in_file:
+                return None  # lists are no partition values
+            leaf = _leaf_of(opened.metadata.schema.to_arrow_schema(), opened.columns.in_file[0])
+            chunk = opened.metadata.row_group(row_group).column(leaf)
+            nulls = None if chunk.statistics is None else chunk.statistics.null_count
+            if nulls == chunk.num_values == rows:
+                return None
+            if nulls == 0 and not units.dead_rows(unit) and chunk.num_values % rows == 0 and chunk.num_values > rows:
+                return int(chunk.num_values // rows)
+        column = alone.row_group(path, row_group, rows)[name].take(units.live_offsets(unit))
+        lengths = pc.list_value_length(column).drop_null()
+        return int(lengths[0].as_py()) if len(lengths) else None
+
+    def _decoder_of(self, name: str) -> BlockDecoder:
+        """A decoder of one column."""
+        mapping, values = self._name_mapping, self._partition_values
+        return BlockDecoder(self._io, self._schema, [name], name_mapping=mapping, partition_values=values)
+
+    @contextmanager
+    def _naming(self, path: str, row_group: int) -> Iterator[None]:
+        """Name the row group in what pyarrow and the file system raise."""
+        try:
+            yield
+        except (OSError, pa.ArrowException) as err:
+            raise UnitUnreadable(
+                f"expected row group {row_group} of {path!r} to decode, found {type(err).__name__}: {err}; restore the file, "
+                'plan another snapshot, or let such row groups be left out (on_unreadable = "quarantine")',
+                path=path,
+                row_group=row_group,
+            ) from err
+
     def _read(self, path: str, metadata: pq.FileMetaData, row_group: int, names: list[str]) -> pa.Table:
         with self._io.new_input(path).open() as stream:
             # From an object store all column chunks are read in few coalesced ranges, by other threads; a disk needs no others.
             remote = urlsplit(path).scheme not in ("", "file")
-            file = pq.ParquetFile(stream, metadata=metadata, pre_buffer=remote)
+            file = open_parquet(stream, self._schema.fields, metadata=metadata, pre_buffer=remote)
             return file.read_row_group(row_group, columns=names, use_threads=False)
 
     def _footer(self, path: str) -> _Opened:
         with self._io.new_input(path).open() as stream:
-            file = pq.ParquetFile(stream)
-            columns = self._file_columns(file.schema_arrow, {})
-            if columns.absent:
-                columns = self._file_columns(file.schema_arrow, self._partition_values(path))
+            file = open_parquet(stream, self._schema.fields)
+            absent = lacks_columns(file.schema_arrow, self._schema, self._columns, self._name_mapping)
+            columns = FileColumns.of(
+                file.schema_arrow,
+                self._schema,
+                self._columns,
+                name_mapping=self._name_mapping,
+                partition_values=self._partition_values(path) if absent else {},
+            )
             return _Opened(file.metadata, columns)
 
-    def _file_columns(self, file_schema: pa.Schema, partition_values: Mapping[int, Any]) -> FileColumns:
-        return FileColumns.of(
-            file_schema,
-            self._schema,
-            self._columns,
-            name_mapping=self._name_mapping,
-            partition_values=partition_values,
-        )
 
+def open_decoder(table: Table, source: LegSource, snapshot_ids: Collection[int]) -> BlockDecoder:
+    """The decoder of a source's blocks, as the leg binds columns and schema.
 
-def open_decoder(table: Table, source: LegSource) -> BlockDecoder:
-    """The decoder of a source's blocks, as the leg binds columns and schema."""
+    `snapshot_ids` are those of the plans that are read: their manifests hold the values of columns that data files lack.
+    """
 
     @cache
     def values() -> Mapping[str, Mapping[int, Any]]:
-        return {file.path: file.partition_values for file in live_files(table, source.snapshot_id)}
+        planned = [file for each in sorted(set(snapshot_ids)) for file in live_files(table, each)]
+        return {file.path: file.partition_values for file in planned}
+
+    def values_of(path: str) -> Mapping[int, Any]:
+        found = values().get(path)
+        if found is None:
+            raise UnitUnreadable(
+                f"expected data file {path!r} in the manifests of {source.table!r} at snapshots {sorted(set(snapshot_ids))!r}, "
+                "as planned, found it in none: restore the table's metadata, or plan another snapshot"
+            )
+        return found
 
     return BlockDecoder(
         table.io,
         table.schemas()[source.schema_id],
         source.columns,
         name_mapping=name_mapping_of(table),
-        partition_values=lambda path: values().get(path, {}),
+        partition_values=values_of,
     )
+
+
+def _leaf_of(file_schema: pa.Schema, name: str) -> int:
+    """The place of a top-level column's first leaf among the column chunks of a row group."""
+    before = list(file_schema)[: file_schema.get_field_index(name)]
+    return sum(_leaves(field.type) for field in before)
+
+
+def _leaves(kind: Any) -> int:
+    if pa.types.is_dictionary(kind) or not kind.num_fields:
+        return 1
+    return sum(_leaves(kind.field(place).type) for place in range(kind.num_fields))
 
 
 class _Once:

@@ -8,8 +8,11 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from catalog.columns import large_form
 from dlac_pipeline.read.memory import Buffers, Bytes
 
+_STRING_BYTES = 2**31
+"""So many bytes of strings do not fit the offsets of a string array."""
 _LIST_ITEMS = 2**31
 """More do not fit the offsets of a list array."""
 
@@ -25,6 +28,15 @@ def end_to_end(parts: Iterable[pa.Table], rows: int, buffers: Buffers) -> pa.Tab
         for name in part.column_names:
             columns.setdefault(name, _Joined(rows, buffers)).add(part[name])
     return pa.table({name: column.joined() for name, column in columns.items()})
+
+
+def take_rows(table: pa.Table, rows: Any) -> pa.Table:
+    """These rows of a table; strings that may not fit the offsets of a string array get offsets of 64 bits."""
+    for place, column in enumerate(table.columns):
+        large = large_form(column.type)
+        if large != column.type and column.num_chunks > 1 and column.nbytes >= _STRING_BYTES:
+            table = table.set_column(place, table.field(place).with_type(large), column.cast(large))
+    return table.take(rows)
 
 
 class _Joined:
@@ -52,7 +64,10 @@ class _Joined:
             self._at += len(chunk)
 
     def joined(self) -> pa.ChunkedArray:
-        return pa.chunked_array(self._chunks or self._copied())
+        chunks = self._chunks or self._copied()
+        if len({chunk.type for chunk in chunks}) > 1:  # `take_rows` gave some of them offsets of 64 bits
+            chunks = [chunk.cast(large_form(chunk.type)) for chunk in chunks]
+        return pa.chunked_array(chunks)
 
     def _copied(self) -> list[pa.Array]:
         """What lies in `content` as an Arrow array of its type, or what was added before it could not be copied."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -11,15 +11,17 @@ import pyarrow as pa
 from pyiceberg.table import Table
 
 from catalog.connect import Lakehouse
-from catalog.errors import ResumeMismatch, UnsupportedColumn
+from catalog.errors import ResumeMismatch
 from catalog.snapshots import check_same_table
 from dlac_pipeline.plan.leg import Leg, LegSequences, LegSource
+from dlac_pipeline.plan.legs import check_alike
 from dlac_pipeline.plan.order import LegOrder, ReaderState
 from dlac_pipeline.plan.planner import Plan, load_plan
 from dlac_pipeline.plan.source_order import Cursor, Stretch
 from dlac_pipeline.plan.units import UnitTable
 from dlac_pipeline.read.blocks import BlockDecoder, open_decoder
 from dlac_pipeline.read.documents import Documents, Samples, documents_of, samples_of
+from dlac_pipeline.read.joining import take_rows
 from dlac_pipeline.read.memory import Buffers
 from dlac_pipeline.read.packing import Packer, Sampler
 from dlac_pipeline.read.prefetch import Prefetcher
@@ -106,10 +108,27 @@ class OpenLeg:
 
     def _kinds(self) -> dict[str, ColumnKind]:
         """The columns that are known beforehand: not those that a transform makes."""
-        if not self.leg.sequences.length:
-            return {name: kind for source in self.sources for name, kind in source.kinds.items()}
+        length = self.leg.sequences.length
+        if not length:
+            kinds = {name: kind for source in self.sources for name, kind in source.kinds.items()}
+            return {name: self._with_length(kind) for name, kind in kinds.items()}
         items = {"tokens": np.int64, "document": np.int32, "position": np.int32}
-        return {name: ColumnKind(name=name, items=np.dtype(kind), listed=True) for name, kind in items.items()}
+        return {
+            name: ColumnKind(name=name, items=np.dtype(kind), listed=True, length=length)
+            for name, kind in items.items()
+        }
+
+    def _with_length(self, kind: ColumnKind) -> ColumnKind:
+        """The kind with the length of its lists: that of the first list in the plans, which every rank finds alike."""
+        if not kind.listed or kind.ragged:
+            return kind
+        for source in self.sources:
+            for units in (self.units[plan_id] for plan_id in source.leg.start.live_plan_ids):
+                for unit in np.flatnonzero(units.live_rows).tolist():
+                    length = source.decoder.list_length(units, unit, kind.name)
+                    if length is not None:
+                        return replace(kind, length=length)
+        return replace(kind, length=0)
 
     def _probe(self) -> Columns:
         """Columns of some rows: for a rank that has none, what the others have."""
@@ -118,7 +137,7 @@ class OpenLeg:
             return {name: Column(nothing) for name in self._kinds()}
         for index, stretch in self._first_pass():
             opened = self.sources[index]
-            table = opened.decoder.decode(stretch.cut.units, stretch.block)
+            table = opened.decoder.decode(stretch.cut.units, stretch.slices)
             if not self.leg.streamed[index]:
                 return _as_columns(opened)(stretch, table)
             found = _as_samples(opened)(stretch, table).columns
@@ -140,7 +159,8 @@ class OpenLeg:
     def _opener(self, index: int, prefetch: Prefetcher) -> Callable[[int, Cursor], Stream]:
         source, order = self.sources[index], self.order.sources[index]
         if not self.leg.streamed[index]:
-            blocks = SourceBlocks(index, order, source.decoder, prefetch, _as_columns(source), size_of_columns)
+            columns = _as_columns(source)
+            blocks = SourceBlocks(index, order, source.decoder, prefetch, columns, size_of_columns, portions=True)
             return lambda group, cursor: RowStream(blocks.walk(group, cursor), cursor)
         if self.leg.sequences.length:
             return self._packed(
@@ -194,9 +214,11 @@ def open_leg(lakehouse: Lakehouse, leg: Leg, spec: JobSpec) -> OpenLeg:
     plans: dict[str, Plan] = {}
     sources = []
     for source, mine in zip(spec.sources, leg.sources, strict=True):
-        plans |= {plan_id: load_plan(lakehouse, plan_id, table=source.table) for plan_id in mine.start.plan_ids}
-        sources.append(_open_source(lakehouse.load(source.table), source, mine, packed=bool(leg.sequences.length)))
-    _check_alike(sources)
+        own = {plan_id: load_plan(lakehouse, plan_id, table=source.table) for plan_id in mine.start.plan_ids}
+        plans |= own
+        table, snapshots = lakehouse.load(source.table), {plan.row.snapshot_id for plan in own.values()}
+        sources.append(_open_source(table, source, mine, snapshots, packed=bool(leg.sequences.length)))
+    check_alike({source.leg.name: source.kinds for source in sources if source.kinds})
     tokenizer = load_tokenizer(spec.sequences.tokenizer) if leg.sequences.tokenizer else None
     if tokenizer is not None and tokenizer.digest != leg.sequences.tokenizer:
         raise _changed("tokenizer", spec.sequences.tokenizer)
@@ -204,26 +226,16 @@ def open_leg(lakehouse: Lakehouse, leg: Leg, spec: JobSpec) -> OpenLeg:
     return OpenLeg(leg=leg, spec=spec, order=leg.order(units), units=units, sources=tuple(sources), tokenizer=tokenizer)
 
 
-def _open_source(table: Table, spec: SourceSpec, mine: LegSource, *, packed: bool) -> OpenSource:
+def _open_source(
+    table: Table, spec: SourceSpec, mine: LegSource, snapshot_ids: Collection[int], *, packed: bool
+) -> OpenSource:
     check_same_table(spec.table, planned_uuid=mine.table_uuid, uuid=str(table.metadata.table_uuid))
     schema = table.schemas()[mine.schema_id]
     transform = load_transform(spec.transform) if spec.transform else None
     if (transform.digest if transform else "") != mine.transform:
         raise _changed("transform", spec.transform)
     kinds = {} if packed or transform else kinds_of(schema, mine.columns, mine.ragged, mine.nullable)
-    return OpenSource(leg=mine, decoder=open_decoder(table, mine), kinds=kinds, transform=transform)
-
-
-def _check_alike(sources: Sequence[OpenSource]) -> None:
-    """Check that what is read from all sources fits into one batch."""
-    known = [source for source in sources if source.kinds]
-    for source in known[1:]:
-        if dict(source.kinds) != dict(known[0].kinds):
-            raise UnsupportedColumn(
-                f"expected the same columns from all sources, found {list(known[0].kinds.values())!r} from "
-                f"{known[0].leg.name!r} and {list(source.kinds.values())!r} from {source.leg.name!r}: choose columns of one "
-                "name and type, or let a transform make them alike"
-            )
+    return OpenSource(leg=mine, decoder=open_decoder(table, mine, snapshot_ids), kinds=kinds, transform=transform)
 
 
 def _changed(what: str, name: str) -> ResumeMismatch:
@@ -235,8 +247,8 @@ def _changed(what: str, name: str) -> ResumeMismatch:
 
 def _as_columns(source: OpenSource) -> Callable[[Stretch, pa.Table], Columns]:
     def prepare(stretch: Stretch, table: pa.Table) -> Columns:
-        origin = _origin(stretch)
-        return {name: to_column(table[name], kind, origin=origin) for name, kind in source.kinds.items()}
+        origin, live = _origin(stretch), _live_mask(stretch)
+        return {name: to_column(table[name], kind, origin=origin, live=live) for name, kind in source.kinds.items()}
 
     return prepare
 
@@ -273,7 +285,19 @@ def _nbytes(prepared: Documents | Samples) -> int:
 def _live(stretch: Stretch, table: pa.Table) -> tuple[pa.Table, np.typing.NDArray[np.int64]]:
     """The rows of a stretch in reading order, and their positions in the block."""
     block = stretch.block
-    return table.take(block.rows_of(stretch.start, stretch.stop)), block.positions_of(stretch.start, stretch.stop)
+    return take_rows(table, block.rows_of(stretch.start, stretch.stop)), block.positions_of(stretch.start, stretch.stop)
+
+
+def _live_mask(stretch: Stretch) -> np.typing.NDArray[np.bool_] | None:
+    """Which rows of a stretch's slices are live; None where all are."""
+    block = stretch.block
+    if block.live_rows == block.rows:
+        return None
+    mask = np.zeros(block.rows, dtype=np.bool_)
+    mask[block.rows_of(0, block.live_rows)] = True
+    first = 0 if stretch.portion is None else int(block.base[stretch.portion[0]])
+    mask = mask[first : first + int(stretch.slices.rows.sum())]
+    return None if mask.all() else mask
 
 
 def _origin(stretch: Stretch) -> str:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 Prepared = TypeVar("Prepared")
-BlockKey = tuple[int, int, int, int]
-"""(source, pass, key group, block)."""
+BlockKey = tuple[int, int, int, int, int]
+"""(source, pass, key group, block, first slice)."""
 
 
 @dataclass(frozen=True, slots=True)

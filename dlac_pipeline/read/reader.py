@@ -173,7 +173,8 @@ class RankReader:
         if not self._lengths or any(kind.ragged for kind in kinds):
             return 0
         row_bytes = sum(
-            kind.items.itemsize * max(1, kind.width or 0, self._lengths.get(kind.name, 0)) for kind in kinds
+            kind.items.itemsize * max(1, kind.width or 0, kind.length or 0, self._lengths.get(kind.name, 0))
+            for kind in kinds
         )
         limit = max(1, _RUN_BYTES // (row_bytes * self._slots))
         limit = limit if last is None else min(limit, last - self._step)
@@ -291,7 +292,8 @@ class RankReader:
         for name, column in columns.items():
             listed = column.offsets is None and column.values.ndim == 2
             self._lengths[name] = column.values.shape[1] if listed else 0
-            self._kinds.setdefault(name, ColumnKind(name=name, items=column.values.dtype, listed=listed))
+            length = self._lengths[name] if listed else None
+            self._kinds.setdefault(name, ColumnKind(name=name, items=column.values.dtype, listed=listed, length=length))
 
 
 def _of_group(open_stream: OpenStream, group: int, source: int, cursor: Cursor) -> Stream:

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from catalog.errors import TransformFailed
-from dlac_pipeline.plan.cut import Block
+from dlac_pipeline.plan.cut import Slices
 from dlac_pipeline.plan.source_order import Cursor, SourceOrder, Stretch
 from dlac_pipeline.plan.units import Ints, UnitTable
 from dlac_pipeline.read.blocks import BlockDecoder
@@ -25,6 +25,8 @@ Columns = dict[str, Column]
 Piece = tuple[Columns, Ints]
 """Columns, and the rows of them that are the samples."""
 Prepared = TypeVar("Prepared")
+_PORTION_BYTES = 2**22
+"""Encoded bytes of slices that are worth one decoding task where rows are read in the table's order."""
 _SCRATCH = 4
 """A row group takes up to so many times its size while it is decoded: as read, decompressed, decoded, in growing buffers."""
 
@@ -59,7 +61,10 @@ class Stream(Protocol):
 
 
 class SourceBlocks(Generic[Prepared]):
-    """The blocks of one source, decoded and prepared ahead for one rank."""
+    """The blocks of one source, decoded and prepared ahead for one rank.
+
+    With `portions` a block that is not shuffled is decoded a few slices at a time, as no more of it is needed in memory.
+    """
 
     def __init__(
         self,
@@ -69,8 +74,11 @@ class SourceBlocks(Generic[Prepared]):
         prefetch: Prefetcher,
         prepare: Callable[[Stretch, pa.Table], Prepared],
         size_of: Callable[[Prepared], int],
+        *,
+        portions: bool = False,
     ) -> None:
         self.order = order
+        self._portions = portions
         self._row_bytes: float | None = None
         self._source = source
         self._decoder = decoder
@@ -84,26 +92,35 @@ class SourceBlocks(Generic[Prepared]):
 
     def wanted(self, group: int, stretch: Stretch) -> Wanted[Prepared]:
         """What prepares the block of a stretch."""
-        units, block = stretch.cut.units, stretch.block
+        units, slices = stretch.cut.units, stretch.slices
+        rows = int(slices.rows.sum())
 
         def prepare() -> Prepared:
             try:
-                return self._prepare(stretch, self._decoder.decode(units, block))
+                return self._prepare(stretch, self._decoder.decode(units, slices))
             except RowRejected as err:
-                unit, row = block.place_of(err.position)
+                unit, row = stretch.block.place_of(err.position)
                 path = units.file_paths[int(units.file[unit])]
                 raise TransformFailed(f"row {units.first_row[unit] + row} of {path!r}: {err}") from err
 
         def size_of(prepared: Prepared) -> int:
             size = self._size_of(prepared)
-            self._row_bytes = size / max(1, block.rows)
+            self._row_bytes = size / max(1, rows)
             return size
 
-        encoded = _encoded_bytes(units, block)
-        size = int(encoded.sum()) if self._row_bytes is None else int(block.rows * self._row_bytes)
-        key = (self._source, stretch.pass_index, group, block.index)
-        whole = int(units.bytes[block.slices.unit].max(initial=0))  # of a slice, too, all of the row group is decoded
+        size = int(_encoded_bytes(units, slices).sum()) if self._row_bytes is None else int(rows * self._row_bytes)
+        first = 0 if stretch.portion is None else stretch.portion[0]
+        key = (self._source, stretch.pass_index, group, stretch.block.index, first)
+        whole = int(units.bytes[slices.unit].max(initial=0))  # of a slice, too, all of the row group is decoded
         return Wanted(key, size, _SCRATCH * whole, prepare, size_of)
+
+    def stretches(self, group: int, cursor: Cursor) -> Iterator[Stretch]:
+        """Yield the stretches of a key group from a cursor on, each as large as is decoded at once."""
+        for stretch in self.order.stretches(group, self.order.consumed_at(group, cursor)):
+            if self._portions and not stretch.cut.settings.shuffle:
+                yield from stretch.portions(_slices_at_once(stretch))
+            else:
+                yield stretch
 
 
 def size_of_columns(columns: Columns) -> int:
@@ -111,9 +128,20 @@ def size_of_columns(columns: Columns) -> int:
     return sum(column.nbytes for column in columns.values())
 
 
-def _encoded_bytes(units: UnitTable, block: Block) -> Ints:
-    """What the footers say of the size of each of a block's slices, uncompressed."""
-    slices = block.slices
+def _slices_at_once(stretch: Stretch) -> list[int]:
+    """Return how many consecutive slices of a block to decode together: few small ones, or one large one."""
+    counts, size = [0], 0
+    for encoded in _encoded_bytes(stretch.cut.units, stretch.block.slices).tolist():
+        if counts[-1] and size + encoded > _PORTION_BYTES:
+            counts.append(0)
+            size = 0
+        counts[-1] += 1
+        size += encoded
+    return counts
+
+
+def _encoded_bytes(units: UnitTable, slices: Slices) -> Ints:
+    """Return the uncompressed size of each slice, estimated from the footers, int64."""
     size: Ints = units.bytes[slices.unit] * slices.rows // np.maximum(1, units.rows[slices.unit])
     return size
 
@@ -125,7 +153,7 @@ class BlockWalk(Generic[Prepared]):
         self._blocks = blocks
         self._prefetch = prefetch
         self._group = group
-        self._stretches = blocks.order.stretches(group, blocks.order.consumed_at(group, cursor))
+        self._stretches = blocks.stretches(group, cursor)
         self._current: Wanted[Prepared] | None = None
         self._upcoming = next(self._stretches, None)
         self._ask()
@@ -199,11 +227,12 @@ class RowStream:
             stop = min(stretch.stop, self._at + count - done)
             first, last = max(self._at, self._at + low - done), min(stop, self._at + high - done)
             if first < last:
-                pieces.append((self._columns, stretch.block.rows_of(first, last)))
+                pieces.append((self._columns, stretch.rows_of(first, last)))
             advances.append(self._advance(stretch, stop))
             done += stop - self._at
             self._at = stop
-        return Given(count=done, items=sum(len(rows) for _, rows in pieces), pieces=pieces, advances=advances)
+        items = sum(len(rows) for _, rows in pieces)
+        return Given(count=done, items=items, pieces=pieces, advances=merge(advances))
 
     @property
     def at_hand(self) -> int:
@@ -222,7 +251,7 @@ class RowStream:
         cursors[until == 0] = self.cursor
         if until[-1]:
             self.cursor = Cursor(*cursors[-1].tolist())
-        return Run(self._columns, stretch.block.rows_of(start, self._at), cursors)
+        return Run(self._columns, stretch.rows_of(start, self._at), cursors)
 
     def close(self) -> None:
         """Let go of the blocks."""

@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -23,6 +23,7 @@ from catalog.connect import Lakehouse
 from catalog.durable_io import write_durably
 from catalog.errors import CatalogUnreachable, DlacError, LeftUnfinished
 from catalog.ledger import Ledger
+from catalog.older_ledger import LedgerWatch
 from catalog.plans import get_plan
 from dlac_pipeline.checkpoint.files import make_below
 from dlac_pipeline.checkpoint.store import storing
@@ -130,7 +131,7 @@ class SupervisedAttempt:
         self._trains = False
         self._asked_at: float | None = None
         self._ending: Ending | None = None
-        self._head_step = 0
+        self._head_step = self._resumed_step = 0
         self._undone: list[Progress] = []
 
     @property
@@ -152,6 +153,7 @@ class SupervisedAttempt:
             except _ToldToStop:
                 return "stopped"
             self.number, self.step, self._head_step = point.attempt, point.step, point.step
+            self._resumed_step = point.step
             self.leg = leg = Leg.from_json(point.leg)
             plans = [self._waiting()(get_plan, self._lakehouse, source.plan_id) for source in leg.sources]
             live_rows = sum(plan.live_rows for plan in plans)
@@ -161,7 +163,8 @@ class SupervisedAttempt:
                 write_durably(self._folder / "resume.json", point.to_json().encode())
             self._crew.tell(RESUME, json.loads(point.to_json()))
             self._say({"event": "attempt", "attempt": point.attempt, "step": point.step, "pids": self._pids(ranks)})
-            return self._watch(ranks)
+            with closing(LedgerWatch(self._lakehouse)) as ledger:
+                return self._watch(ranks, ledger)
         finally:
             ranks.end()
             self._forward_events()
@@ -221,12 +224,13 @@ class SupervisedAttempt:
             self._incident = Incident(self._spec, point, failure)
         return point
 
-    def _watch(self, ranks: Fleet) -> Ending | Failure | Regather:
+    def _watch(self, ranks: Fleet, ledger: LedgerWatch) -> Ending | Failure | Regather:
         grows = False
         silence = Silence(self._spec.launch)
         while True:
             self._forward_events()
             self._follow_progress(ranks)
+            ledger.check()
             asked_at = self._asked_at
             if ranks.asked_to_stop:
                 self._supervision.stop.set()
@@ -299,6 +303,8 @@ class SupervisedAttempt:
         last_step = max((found.step for found in progress), default=self.step)
         mine = ranks.progress()[cause.rank]
         ranks.end()
+        words = ranks.last_words(cause.rank)
+        raised = cause.code >= 0  # a rank that a signal killed may have recorded an exception that its script caught
         failure = Failure(
             cause=str(cause),
             kind=cause.kind,
@@ -314,9 +320,17 @@ class SupervisedAttempt:
             rows=sum(found.spent.rows for found in progress),
             in_hand=0 if mine is None else max(0, mine.spent.in_hand),
             doing=Phase.STARTING.name.lower() if mine is None else mine.doing,
+            rank=cause.rank,
+            trained=mine is not None and mine.step > self._resumed_step,
+            where=cause.where if raised else "",
+            place=cause.place if raised else "",
+            origin=cause.origin if raised else "",
+            traceback=cause.traceback if raised else "",
+            log=words.get("log", ""),
         )
-        told = {"cause": failure.cause, "step": last_step, "phase": failure.doing, **ranks.last_words(cause.rank)}
-        self._say({"event": "failure", **told})
+        told = {"cause": failure.cause, "step": last_step, "phase": failure.doing, **words}
+        raised_at = {"where": failure.where, "traceback": failure.traceback} if failure.place else {}
+        self._say({"event": "failure", "rank": cause.rank, **told, **raised_at})
         if self._incident is not None:  # the recovery from the failure before has failed itself
             self._report(self._incident, "failed again")
             self._incident = None

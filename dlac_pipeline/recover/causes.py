@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -71,18 +72,27 @@ class Silence:
 
 
 def first_cause(failures: list[Exit]) -> Exit:
-    """The failure that explains the others: a named error that ends the run, a signal, else the first.
+    """Return the failure that explains the others.
 
-    When one rank dies the others follow with errors of their broken connections, and may be gone before it is. So it is with all
-    ranks of a machine that is lost.
+    When one rank dies, the others follow with errors of their broken connections, and may be gone before it. In order:
+
+    - a lost machine, as all its ranks fail with it;
+    - the first error that DLAC names or that the script raised. Before the latter comes a signal, except SIGABRT: with that
+      NCCL ends ranks whose peer is gone;
+    - a signal;
+    - the first of the others, with those last whose connection to another rank broke.
     """
-    failures = sorted(failures, key=lambda failure: (failure.kind != LOST, failure.at))
+    failures = sorted(failures, key=lambda failure: (failure.kind != LOST, failure.origin == "peer", failure.at))
     if failures[0].kind == LOST:
         return failures[0]
+    killed = [failure for failure in failures if failure.code < 0]
+    hard = any(failure.code != -signal.SIGABRT for failure in killed)
     for failure in failures:
         if errors.named(failure.kind) is not None:
             return failure
-    return next((failure for failure in failures if failure.code < 0), failures[0])
+        if failure.origin == "script" and failure.code >= 0 and not hard:
+            return failure
+    return (killed or failures)[0]
 
 
 def stuck_rank(ranks: Watched, asked_s: float) -> Exit:

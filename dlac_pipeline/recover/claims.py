@@ -8,10 +8,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from catalog.connect import Lakehouse
-from catalog.errors import NoSuchRun
+from catalog.errors import NoSuchJobSpec
+from catalog.lakehouse_config import sqlite_file
 from catalog.ledger import Ledger
+from catalog.relocation import Relocation, raw_path
 from catalog.run_rows import Row, trains_nothing
-from dlac_pipeline.spec import JobSpec, home_folder, parse_spec
+from dlac_pipeline.spec import JobSpec, home_folder, parse_recorded
+
+_ON_THE_WAY = ("steps", "seconds", "auto")
+"""Why checkpoints are taken behind which training goes on; other reasons are the end and what a run was told to leave by."""
 
 
 def launch_folder_of(rows: Sequence[Row], attempt: int) -> str:
@@ -19,26 +24,89 @@ def launch_folder_of(rows: Sequence[Row], attempt: int) -> str:
     return _said(rows, attempt, "launch_folder")
 
 
-def spec_of_attempt(rows: Sequence[Row], run: str, attempt: int) -> JobSpec:
-    """The job spec with which an attempt was launched, from its launch folder.
+def launch_folders_of(rows: Sequence[Row], attempt: int) -> list[Path]:
+    """Return the launch folders of an attempt that exist on this node: the one that its claim names, and those of led nodes.
+
+    Nodes that are led by another name no folder in the ledger. Theirs are known by the resume point in them.
+    """
+    named = launch_folder_of(rows, attempt)
+    if not named:
+        return []
+    led = [path.parent for path in sorted(Path(named).parent.glob("launch-*/resume.json")) if _resumes(path, attempt)]
+    return [each for each in dict.fromkeys((Path(named), *led)) if each.is_dir()]
+
+
+def _resumes(path: Path, attempt: int) -> bool:
+    try:
+        return bool(json.loads(path.read_bytes())["attempt"] == attempt)
+    except (OSError, ValueError, KeyError, TypeError):  # it is being written, or removed
+        return False
+
+
+def trained_attempts(rows: Sequence[Row]) -> list[int]:
+    """Return the attempts that were launched to train, oldest first."""
+    return [int(row["attempt"]) for row in rows if row["kind"] == "claim" and not trains_nothing(row)]
+
+
+def node_of(rows: Sequence[Row], attempt: int) -> str:
+    """Return the node that claimed an attempt; empty: its claim names none."""
+    return _said(rows, attempt, "host")
+
+
+def spec_of_attempt(lakehouse: Lakehouse, rows: Sequence[Row], run: str, attempt: int) -> JobSpec:
+    """The job spec with which an attempt was launched, from its launch folder, with the places of `lakehouse`.
 
     Raises:
-        NoSuchRun: it is not on this machine.
+        NoSuchJobSpec: it is not on this node.
     """
     folder = launch_folder_of(rows, attempt)
-    path = Path(folder) / "spec.json"
-    if not folder or not os.access(path, os.R_OK):
-        raise NoSuchRun(
-            f"expected the job spec of run {run!r} at {str(path)!r}, found none that may be read: name it with --spec"
+    if not folder:
+        raise NoSuchJobSpec(
+            f"expected a job spec that DLAC launched run {run!r} with, found none: name one with --spec FILE"
         )
-    return parse_spec(json.loads(path.read_text()), origin=repr(str(path))).resolved(home_folder())
+    path = Path(folder) / "spec.json"
+    if not os.access(path, os.R_OK):
+        raise NoSuchJobSpec(
+            f"expected the job spec of run {run!r} at {str(path)!r}, found none that may be read: name it with --spec FILE"
+        )
+    try:
+        spec = parse_recorded(json.loads(path.read_text()), origin=repr(str(path))).resolved(home_folder())
+    except ValueError as err:  # it was written halfway
+        raise NoSuchJobSpec(
+            f"expected the job spec of run {run!r} at {str(path)!r}, found no JSON ({err}): name it with --spec"
+        ) from err
+    return _with_places_of(lakehouse, spec)
+
+
+def _with_places_of(lakehouse: Lakehouse, spec: JobSpec) -> JobSpec:
+    """Return the spec with the lakehouse that was opened, and its store where a moved lakehouse has it."""
+    relocation = _relocation_of(lakehouse, spec)
+    here, store = relocation.here, spec.checkpoint.store
+    places = {"store": here(store) if store.startswith("/") else relocation.uri_here(store)}
+    checkpoint = spec.checkpoint.model_copy(update={**places, "local": here(spec.checkpoint.local)})
+    launch = spec.launch.model_copy(update={"script": here(spec.launch.script)})
+    return spec.model_copy(update={"lakehouse": lakehouse.config, "checkpoint": checkpoint, "launch": launch})
+
+
+def _relocation_of(lakehouse: Lakehouse, spec: JobSpec) -> Relocation:
+    """Return where the places of a spec are: it was written in another place than the catalog if both were moved between."""
+    files = sqlite_file(spec.lakehouse.uri), sqlite_file(lakehouse.config.uri)
+    warehouses = raw_path(spec.lakehouse.warehouse), raw_path(lakehouse.config.warehouse)
+    if None in files or None in warehouses:
+        return lakehouse.relocation
+    home, home_now = (str(file.parent) for file in files if file is not None)
+    warehouse, warehouse_now = (folder for folder in warehouses if folder is not None)
+    catalog_alone = home != home_now and warehouse == warehouse_now and warehouse.startswith(f"{home}/")
+    moves = [(warehouse, warehouse_now)] if catalog_alone else [(warehouse, warehouse_now), (home, home_now)]
+    moves.sort(key=lambda move: len(move[0]), reverse=True)
+    return Relocation(moves=(*moves, *lakehouse.relocation.moves))
 
 
 def last_spec(lakehouse: Lakehouse, run: str) -> JobSpec:
     """The spec with which a run was launched last, from its launch folder; rewinds launch nothing."""
     rows = Ledger(lakehouse).head_rows(run)
     launches = [row["attempt"] for row in rows if row["kind"] == "claim" and not trains_nothing(row)]
-    return spec_of_attempt(rows, run, launches[-1] if launches else 0)
+    return spec_of_attempt(lakehouse, rows, run, launches[-1] if launches else 0)
 
 
 def launcher_of(rows: Sequence[Row], attempt: int) -> str:
@@ -81,6 +149,17 @@ def attempts_without_progress(rows: Sequence[Row]) -> int:
     """Claims since the last committed checkpoint or the last rewind, or since the beginning; of attempts that train."""
     last = max((int(row["seq"]) for row in rows if row["kind"] in ("checkpoint", "rewind")), default=0)
     return sum(1 for row in rows if row["kind"] == "claim" and int(row["seq"]) > last and not trains_nothing(row))
+
+
+def left_in_order(rows: list[Row], attempt: int) -> bool:
+    """Whether the last checkpoint of an attempt is one that it took in order to leave, or had nothing left to read behind."""
+    return last_reason(rows, attempt) not in _ON_THE_WAY
+
+
+def last_reason(rows: list[Row], attempt: int) -> str:
+    """Why an attempt took its last checkpoint; that of one that took none, or did not say why, is on the way."""
+    mine = [row for row in rows if row["kind"] == "checkpoint" and row["attempt"] == attempt and row["detail"]]
+    return str(json.loads(mine[-1]["detail"]).get("reason", "steps")) if mine else "steps"
 
 
 def _said(rows: Sequence[Row], attempt: int, name: str) -> str:

@@ -18,13 +18,17 @@ from typing import Any
 
 from catalog.commits import Attempt, claim, quarantine
 from catalog.connect import Lakehouse
-from catalog.errors import CheckpointDamaged, NoRestorableCheckpoint, RunFinished, SteppedAside
+from catalog.errors import CheckpointDamaged, NoRestorableCheckpoint, RunFinished, SteppedAside, StoreUnavailable
 from catalog.ledger import Ledger, RunState
+from catalog.older_ledger import check_store, commit_marked
 from catalog.run_rows import HEAD_KINDS, Row, checkpoint_rows, lineage_of, restorable_rows, way_out
+from dlac_pipeline.checkpoint.manifest import Manifest, mark_committed
 from dlac_pipeline.checkpoint.restore import Restored, Verify, restore, verify_here
 from dlac_pipeline.checkpoint.store import Tiers, tiers_of
 from dlac_pipeline.plan.leg import Leg
-from dlac_pipeline.recover.leg_choice import RESUME, LegChooser, Wish, leg_of
+from dlac_pipeline.plan.order import ReaderState
+from dlac_pipeline.plan.source_order import Cursor
+from dlac_pipeline.recover.leg_choice import RESUME, LegChooser, Wish, leg_of, planned
 from dlac_pipeline.spec import JobSpec
 
 Verifying = Callable[[int, int, int], None]
@@ -59,6 +63,11 @@ class ResumePoint:
     verify_s: float = 0.0
     rehearses_until: int = 0
     """The step with which a rehearsal ends, which commits nothing; 0: this is none."""
+
+    @property
+    def cursors(self) -> ReaderState:
+        """The cursor of each source and key group; empty without a checkpoint."""
+        return [[Cursor(*cursor) for cursor in cursors] for cursors in self.reader_state or []]
 
     def to_json(self) -> str:
         """This resume point, for the ranks."""
@@ -101,6 +110,7 @@ def take_over(
     Raises:
         CommitOutcomeUnknown: whether the run is claimed is not known.
         SteppedAside, RunFinished: from the claim.
+        LedgerOlderThanStore: the catalog was restored from an older backup; nothing was claimed.
         ResumeMismatch: the spec asks for something else than what the run's leg binds; nothing was claimed, unless its head only
             looked damaged.
         NoRestorableCheckpoint: every checkpoint of the lineage is damaged.
@@ -108,40 +118,28 @@ def take_over(
     """
     ledger = Ledger(lakehouse, stop=stop)
     started = time.monotonic()
+    tiers = tiers_of(spec)
+    check_store(ledger, spec.run, tiers.durable_run(), tiers.files)
     before = ledger.state(spec.run)
     chooser = LegChooser(ledger, spec, wish, recovering=replaces is not None)
     leg = chooser.before_claim(before)
     if current is None:
         current = before.fence.attempt - (before.fence.nonce == nonce)  # an earlier try of this claim may have landed
     replaced = current if replaces is None else replaces
-    detail = {
-        "host": socket.gethostname(),
-        "local": spec.checkpoint.local,
-        "launch_folder": launch_folder,
-        "rendezvous": spec.launch.rendezvous,
-        "launched_by": launched_by,
-        "plan_ids": [source.plan_id for source in leg.sources],
-        "leg_plan_ids": leg.plan_ids,
-        "planned": [{"table_uuid": one.table_uuid, "snapshot_id": one.snapshot_id} for one in leg.sources],
-        **instead,
-    }
+    launched = {"launch_folder": launch_folder, "rendezvous": spec.launch.rendezvous, "launched_by": launched_by}
+    detail = {**_places_of(spec, tiers), **launched, **planned(leg), **instead}
     state = claim(ledger, spec.run, nonce=nonce, replaces=replaced, detail=detail)
     attempt = Attempt(run=spec.run, number=state.fence.attempt, nonce=nonce)
     claimed = time.monotonic()
     rows = ledger.rows(spec.run, kinds=HEAD_KINDS)
     if state.fence.head not in (before.fence.head, None):  # the attempt that was replaced committed in between
         chooser.check(leg_of(rows, state.fence.head or ""), rows)
-    found, damaged = _newest_whole(rows, state.fence.head, tiers_of(spec), verifying, verify)
+    found, damaged = _newest_whole(rows, state.fence.head, tiers, verifying, verify)
     manifest = None if found is None else found.manifest
+    if manifest is not None:
+        _mark_head(manifest, checkpoint_rows(rows), tiers)
     if damaged:
-        head_after = None if manifest is None else manifest.checkpoint_id
-        state = quarantine(ledger, attempt, damaged=damaged, head_after=head_after)
-        rows = ledger.rows(spec.run, kinds=HEAD_KINDS)
-        if manifest is None:
-            raise NoRestorableCheckpoint(
-                f"none of the checkpoints on the lineage of run {spec.run!r} can be restored; damaged: {damaged!r}; "
-                f"{way_out(spec.run, rows)}"
-            )
+        rows = _quarantine(ledger, attempt, damaged, manifest)
     if chooser.unsure or (manifest.checkpoint_id if manifest else None) != before.fence.head:
         leg = chooser.at(rows, manifest)
     return _resume_point(
@@ -180,6 +178,44 @@ def check_unfinished(state: RunState) -> None:
         raise RunFinished(
             f"run {state.run!r} is finished at checkpoint {state.fence.head!r} and takes no more attempts"
         )
+
+
+def _places_of(spec: JobSpec, tiers: Tiers) -> dict[str, Any]:
+    """Return what a claim records of this node and of the places of checkpoints."""
+    return {
+        "host": socket.gethostname(),
+        "local": spec.checkpoint.local,
+        "store": tiers.durable_run(),
+        "marks_commits": True,
+    }
+
+
+def _quarantine(ledger: Ledger, attempt: Attempt, damaged: dict[str, str], head: Manifest | None) -> list[Row]:
+    """Quarantine the damaged checkpoints before `head`, and return the rows of the run after that.
+
+    Raises:
+        NoRestorableCheckpoint: there is no head.
+    """
+    quarantine(ledger, attempt, damaged=damaged, head_after=None if head is None else head.checkpoint_id)
+    rows = ledger.rows(attempt.run, kinds=HEAD_KINDS)
+    if head is None:
+        raise NoRestorableCheckpoint(
+            f"none of the checkpoints on the lineage of run {attempt.run!r} can be restored; damaged: {damaged!r}; "
+            f"{way_out(attempt.run, rows)}"
+        )
+    return rows
+
+
+def _mark_head(head: Manifest, known: Mapping[str, Row], tiers: Tiers) -> None:
+    """Renew the run's commit mark if the attempt that committed the head was killed before it did."""
+    files, folder = tiers.files.hurried(), tiers.durable_run()
+    try:
+        mark = commit_marked(folder, head.ledger_uuid, files)
+    except StoreUnavailable:  # its copy on this node is whole
+        return
+    newest = known.get("" if mark is None else mark.checkpoint_id, {"seq": 0})
+    if int(newest["seq"]) < int(known[head.checkpoint_id]["seq"]):
+        mark_committed(head, folder, files)
 
 
 def _newest_whole(

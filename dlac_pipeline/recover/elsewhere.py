@@ -7,6 +7,7 @@ which only the orchestrator can tell to be alive.
 
 from __future__ import annotations
 
+import logging
 import math
 import socket
 import threading
@@ -16,13 +17,15 @@ from collections.abc import Callable
 from catalog.errors import RunBusy
 from catalog.run_rows import Row, fence_of_rows, finished_of_rows
 from dlac_pipeline.launch_spec import NODES
-from dlac_pipeline.recover.claims import claimed_by, idle, rendezvous_of
-from dlac_pipeline.recover.incident import last_reason, left_in_order
+from dlac_pipeline.recover.claims import claimed_by, idle, last_reason, left_in_order, rendezvous_of
 from dlac_pipeline.recover.patience import LOST_AFTER_S
 from dlac_pipeline.recover.signs import Signs, signs_of
 from dlac_pipeline.spec import JobSpec
 
+_log = logging.getLogger(__name__)
 _LOOK_S = 1.0
+_STEPS_SEEN_S = 15.0
+"""How long the ranks of a launch may show no step before its clock is believed that it is lost."""
 
 
 def refuse_if_alive_elsewhere(
@@ -34,13 +37,59 @@ def refuse_if_alive_elsewhere(
         RunBusy: it is to be taken for alive, or `stop` was set.
     """
     deadline = time.monotonic() + wait_s
+    silence = _Silence()
     while True:
         rows = rows_now()
         signs = signs_of(rows, fence_of_rows(rows).attempt)
-        if not (_counts(rows, spec, signs, launched_by) and signs.alive(lost_after_s=LOST_AFTER_S)):
+        if not _counts(rows, spec, signs, launched_by) or silence.is_lost(signs):
             return
-        if time.monotonic() >= deadline or stop.wait(_LOOK_S):
+        waits = time.monotonic() < deadline or silence.may_be_lost(signs)
+        if not waits or stop.wait(min(_LOOK_S, LOST_AFTER_S / 4)):
             raise RunBusy(_message(spec.run, fence_of_rows(rows).attempt, signs))
+
+
+class _Silence:
+    """How long a launch elsewhere was silent while it was watched from here.
+
+    Two nodes' clocks may differ by hours. So what a launch's clock says of its last sign is believed only after a watch, by
+    this node's clock alone, for as long as two of its signs are apart.
+    """
+
+    def __init__(self) -> None:
+        self._newest: tuple[float, ...] | None = None
+        self._since = 0.0
+        self._seen_alive = False
+
+    def is_lost(self, signs: Signs) -> bool:
+        """Whether it is silent for too long; of a launch on this node its lock decides."""
+        if signs.here:
+            return not signs.held
+        if math.isinf(signs.silent_s):
+            return True  # it launched nothing
+        if signs.newest != self._newest:
+            self._seen_alive = self._newest is not None
+            self._newest, self._since = signs.newest, time.monotonic()
+            if self.may_be_lost(signs):
+                _log.warning(
+                    "attempt on node %r gave its last sign of life %.0f s ago by its clock: watching for %.0f s whether another "
+                    "follows",
+                    signs.host,
+                    signs.silent_s,
+                    _watch_s(signs),
+                )
+        watched_s = time.monotonic() - self._since
+        return watched_s >= (_watch_s(signs) if self.may_be_lost(signs) else LOST_AFTER_S)
+
+    def may_be_lost(self, signs: Signs) -> bool:
+        """Whether its own clock says that it is lost, and no sign was seen meanwhile."""
+        return not (signs.here or self._seen_alive) and signs.silent_s >= LOST_AFTER_S
+
+
+def _watch_s(signs: Signs) -> float:
+    """Return how long to watch for another sign of a launch that its clock says is lost."""
+    if signs.shows_steps:
+        return min(LOST_AFTER_S, _STEPS_SEEN_S)
+    return LOST_AFTER_S if signs.rows_every_s is None else min(LOST_AFTER_S, max(_STEPS_SEEN_S, 2 * signs.rows_every_s))
 
 
 def _counts(rows: list[Row], spec: JobSpec, signs: Signs, launched_by: str) -> bool:
@@ -64,7 +113,7 @@ def _message(run: str, attempt: int, signs: Signs) -> str:
         if signs.here
         else (
             f"on machine {signs.host!r}, whose last sign of life was {silent_s:.0f} s ago",
-            f"wait {math.ceil(LOST_AFTER_S - signs.silent_s)} s, for it counts as lost if no other follows",
+            f"wait {math.ceil(max(0.0, LOST_AFTER_S - max(0.0, signs.silent_s)))} s, for it counts as lost if no other follows",
         )
     )
     return (

@@ -17,11 +17,12 @@ from pathlib import Path
 from catalog.commits import held, names_of, unname_checkpoint
 from catalog.connect import Lakehouse
 from catalog.durable_io import fsync_directory
-from catalog.errors import CheckpointDamaged, NoSuchRun, SpecInvalid
+from catalog.errors import CheckpointDamaged, NoSuchCheckpoint, SpecInvalid
 from catalog.ledger import Ledger
-from catalog.run_rows import HEAD_KINDS
+from catalog.older_ledger import check_ledger
+from catalog.run_rows import HEAD_KINDS, Row, checkpoint_rows
 from dlac_pipeline.checkpoint.files import StoreFiles, below, is_local, make_below, path_at, sync_file
-from dlac_pipeline.checkpoint.manifest import FileEntry, Manifest, read_manifest, verify_file
+from dlac_pipeline.checkpoint.manifest import FileEntry, Manifest, check_inside, read_manifest, verify_file
 from dlac_pipeline.checkpoint.store import Tiers, folder_uri, tiers_of
 from dlac_pipeline.recover.beginning import Beginning, begin, check_new
 from dlac_pipeline.recover.coordinator import new_nonce
@@ -59,12 +60,21 @@ def fork(
     `files` reaches the parent's store, if the spec's own properties do not.
 
     Raises:
-        NoSuchRun: there is no such parent, or no such checkpoint that is kept.
+        NoSuchRun: there is no such parent.
+        NoSuchCheckpoint: it has no such checkpoint that is kept.
         SpecInvalid: the spec's run exists already.
+        LedgerOlderThanStore: the catalog was restored from an older backup.
         CheckpointDamaged: the parent's files are not what was committed; nothing was begun.
         StoreUnavailable: a store is away or full; nothing was committed, and forking again goes on.
     """
     ledger, tiers = Ledger(lakehouse), tiers_of(spec)
+    check_ledger(lakehouse, parent_run)
+    rows = ledger.head_rows(parent_run)
+    if step == 0 and all(int(row["step"]) > 0 for row in checkpoint_rows(rows).values()):
+        raise NoSuchCheckpoint(
+            f"expected a checkpoint of run {parent_run!r} to begin with, found step 0, at which it had none: start run "
+            f"{spec.run!r} with `dlac train` instead"
+        )
     target = ledger.restorable(parent_run, step, checkpoint_id=checkpoint_id)
     _check_new(ledger, spec.run, parent_run)
     tiers.check_writable()
@@ -73,18 +83,7 @@ def fork(
         held(ledger, parent_run, f"{_holds_of(spec.run)}:{new_nonce()}", checkpoint_id=target["checkpoint_id"]),
     ):
         _check_new(ledger, spec.run, parent_run)
-        own = files or tiers.files
-        manifest = read_manifest(target["manifest_uri"], target["manifest_digest"], own)
-        parent = {"run": parent_run, "checkpoint_id": target["checkpoint_id"], "step": target["step"]}
-        beginning = Beginning(
-            engine=manifest.engine,
-            world_size=manifest.world_size,
-            make=lambda name, folder: _copied(manifest, folder_uri(target["manifest_uri"]), own, tiers, name, folder),
-            instead={"forks": parent},
-            note={},
-            rows=[{"kind": "fork", "step": 0, "detail": json.dumps(parent)}],
-        )
-        begun = begin(lakehouse, spec, beginning)
+        begun = begin(lakehouse, spec, _make_beginning(parent_run, target, files or tiers.files, tiers))
         _let_go(ledger, spec.run, parent_run)
     return Forked(
         run=spec.run,
@@ -92,6 +91,20 @@ def fork(
         parent_run=parent_run,
         parent_checkpoint=target["checkpoint_id"],
         parent_step=target["step"],
+    )
+
+
+def _make_beginning(parent_run: str, target: Row, files: StoreFiles, tiers: Tiers) -> Beginning:
+    """Return the beginning with the parent's checkpoint `target`, which `files` reaches."""
+    manifest = read_manifest(target["manifest_uri"], target["manifest_digest"], files)
+    parent = {"run": parent_run, "checkpoint_id": target["checkpoint_id"], "step": target["step"]}
+    return Beginning(
+        engine=manifest.engine,
+        world_size=manifest.world_size,
+        make=lambda name, folder: _copied(manifest, folder_uri(target["manifest_uri"]), files, tiers, name, folder),
+        instead={"forks": parent},
+        note={},
+        rows=[{"kind": "fork", "step": 0, "detail": json.dumps(parent)}],
     )
 
 
@@ -104,7 +117,7 @@ def _let_go(ledger: Ledger, run: str, parent_run: str) -> None:
     """Take away every hold for `run`, which exists now: also those that killed forks left, or that others have in vain."""
     for name in names_of(ledger.rows(parent_run, kinds=("name",))):
         if _holds_of(run) in (name, name.rpartition(":")[0]):  # those of older versions have no nonce
-            with suppress(NoSuchRun):  # its owner did
+            with suppress(NoSuchCheckpoint):  # its owner did
                 unname_checkpoint(ledger, parent_run, name)
 
 
@@ -131,6 +144,7 @@ def _copied(
     def take(entry: FileEntry) -> FileEntry:
         path = folder / entry.path
         make_below(folder, path.parent)
+        check_inside(entry, source)
         _take(below(source, entry.path), path, files)
         verify_file(entry, str(path), StoreFiles(deadline_s=0.0))
         if tiers.store is None:

@@ -5,7 +5,6 @@ A recovery that fails before that leaves its row as well, and so does a run that
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -18,14 +17,13 @@ from catalog.ledger import Ledger
 from catalog.recoveries import Recovery, write_recovery
 from catalog.run_rows import HEAD_KINDS, Row, checkpoint_rows, lineage_of
 from dlac_pipeline.ranks.progress import Phase, Progress, read_all_progress
-from dlac_pipeline.recover.claims import idle, launch_folder_of
+from dlac_pipeline.ranks.script_errors import Origin
+from dlac_pipeline.recover.claims import idle, launch_folder_of, left_in_order
 from dlac_pipeline.recover.coordinator import ResumePoint
 from dlac_pipeline.request import OPERATOR
 from dlac_pipeline.spec import JobSpec
 
 RecoveryOutcome = Literal["resumed", "failed again", "gave up"]
-_ON_THE_WAY = ("steps", "seconds", "auto")
-"""Why checkpoints are taken behind which training goes on; other reasons are the end and what a run was told to leave by."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,6 +53,36 @@ class Failure:
     message: str = ""
     detail: dict[str, Any] = field(default_factory=dict)
     """What the error says besides, for programs."""
+    rank: int = -1
+    """The rank that failed; -1: none is known."""
+    trained: bool = False
+    """Whether that rank had finished a step in this attempt."""
+    where: str = ""
+    """The innermost line of the user's code in the traceback of its exception."""
+    place: str = ""
+    """Digest of the class of that exception and of the line that raised it; empty: it recorded no exception."""
+    origin: Origin = ""
+    traceback: str = ""
+    log: str = ""
+    """The file of that rank's output, on its own machine."""
+
+    @property
+    def script_raised(self) -> bool:
+        """Whether the script is to blame: it raised the exception, or handed over what DLAC could not compute with in a step."""
+        return bool(self.place) and (self.origin == "script" or (self.origin == "dlac" and self.in_hand > 0))
+
+    @property
+    def summary(self) -> str:
+        """The cause in one line, with its step and place."""
+        if not self.where:
+            return self.cause
+        step = f"in step {self.in_hand}" if self.in_hand else f"while {self.doing} after step {self.last_step}"
+        return f"{self.cause.partition(chr(10))[0]}, {step}, at {self.where}"
+
+    def describe(self) -> str:
+        """Return the summary, the user's frames of the traceback and the log file, a line each."""
+        log = f"log of rank {self.rank}: {self.log}" if self.log else ""
+        return "\n".join(part for part in (self.summary, self.traceback, log) if part)
 
 
 def ended_on_purpose(cause: str, *, step: int, undone: Sequence[Progress] = ()) -> Failure:
@@ -87,10 +115,12 @@ def failure_of_attempt(
         return None
     folder = launch_folder_of(rows, attempt)
     found = read_all_progress(Path(folder)) if folder else []
+    appended = [row["committed_at"].timestamp() for row in rows if row["attempt"] == attempt and "committed_at" in row]
+    signs = [*(progress.at for progress in found), *appended]
     return Failure(
         cause=f"attempt {attempt} ended without finishing",
         noticed_by=noticed_by,
-        failed_at=min(noticed_at, max((progress.at for progress in found), default=noticed_at)),
+        failed_at=min(noticed_at, max(signs, default=noticed_at)),
         noticed_at=noticed_at,
         launched_at=launched_at,
         stopped_at=stopped_at,
@@ -98,17 +128,6 @@ def failure_of_attempt(
         began=min((progress.spent.began for progress in found), default=0.0),
         rows=sum(progress.spent.rows for progress in found),
     )
-
-
-def left_in_order(rows: list[Row], attempt: int) -> bool:
-    """Whether the last checkpoint of an attempt is one that it took in order to leave, or had nothing left to read behind."""
-    return last_reason(rows, attempt) not in _ON_THE_WAY
-
-
-def last_reason(rows: list[Row], attempt: int) -> str:
-    """Why an attempt took its last checkpoint; that of one that took none, or did not say why, is on the way."""
-    mine = [row for row in rows if row["kind"] == "checkpoint" and row["attempt"] == attempt and row["detail"]]
-    return str(json.loads(mine[-1]["detail"]).get("reason", "steps")) if mine else "steps"
 
 
 class Incident:
@@ -148,7 +167,7 @@ class Incident:
             seq=seq,
             attempt=point.attempt,
             replaced_attempt=point.replaces,
-            cause=failure.cause,
+            cause=failure.describe(),
             noticed_by=failure.noticed_by,
             failed_at=datetime.fromtimestamp(failure.failed_at, UTC),
             resumed_from=point.checkpoint_id,
@@ -169,7 +188,12 @@ class Incident:
         write_recovery(lakehouse, recovery)
         row = asdict(recovery)
         event = "recovered" if outcome == "resumed" else "recovery_failed"
-        return {"event": event, **row, "failed_at": recovery.failed_at.isoformat()}
+        times = {
+            "failed_at": recovery.failed_at.isoformat(),
+            "down_s": recovery.down_s,
+            "recovered_s": recovery.recovered_s,
+        }
+        return {"event": event, **row, **times}
 
 
 def rows_replayed(ledger: Ledger, rows: Sequence[Row], point: ResumePoint, failure: Failure, *, before_seq: int) -> int:
@@ -209,7 +233,7 @@ def gave_up(lakehouse: Lakehouse, run: str, attempt: int, failure: Failure) -> N
         seq=int(claim["seq"]),
         attempt=attempt,
         replaced_attempt=attempt,
-        cause=failure.cause,
+        cause=failure.describe(),
         noticed_by=failure.noticed_by,
         failed_at=datetime.fromtimestamp(failure.failed_at, UTC),
         resumed_from=None if head is None else head["checkpoint_id"],

@@ -19,8 +19,10 @@ from catalog.errors import (
     DataFileUnreadable,
     DlacError,
     LedgerError,
+    LossNotFinite,
     NoProgress,
     Preempted,
+    ScriptFailed,
     StoreUnavailable,
     TrainingFailed,
 )
@@ -36,7 +38,7 @@ from dlac_pipeline.recover.patience import PATIENCE_S, waiting_for
 from dlac_pipeline.recover.same_rows import Deaths, rows_in_hand
 from dlac_pipeline.recover.unreadable import damaged_row_group
 
-_TERMINAL = (BadInput, LedgerError, CheckpointError, Preempted)
+_TERMINAL = (BadInput, LedgerError, CheckpointError, Preempted, LossNotFinite)
 """Errors of a rank that another attempt would meet again, here and now."""
 
 
@@ -65,15 +67,23 @@ class Judge:
 
         Raises:
             NoProgress: none follows, for attempt after attempt has committed nothing.
+            ScriptFailed: none follows, for the script raises the same exception at the same place.
             DlacError: none follows, for it would end as this one, or none is wanted.
         """
         self._fruitless = 0 if attempt.committed else self._fruitless + 1
+        if failure.kind == LossNotFinite.__name__:
+            self.record_gave_up(failure, attempt.number)
         if not (attempt.others and self._is_of_one_machine(failure)):
             self._raise_if_final(failure)
         patiently = self._patiently
         left_out: Sequence[Unreadable] = patiently(self._damaged, failure, attempt.leg)
-        if not left_out and self._deaths.died(failure, committed=attempt.committed):
-            left_out = patiently(self._quarantined, attempt, failure)
+        if not left_out:
+            follows = self._deaths.judge(failure, committed=attempt.committed)
+            if follows == "stop":
+                self.record_gave_up(failure, attempt.number)
+                raise _hopeless(self._spec.run, attempt.number, failure)
+            if follows == "leave out":
+                left_out = patiently(self._quarantined, attempt, failure)
         if left_out:
             self._fruitless = 0
         limit = self._spec.launch.attempts_without_progress
@@ -83,8 +93,8 @@ class Judge:
         if self._fruitless >= limit and not (self._deaths.undecided and self._deaths.count >= self._fruitless):
             self.record_gave_up(failure, attempt.number)
             raise NoProgress(
-                f"{self._fruitless} attempts in a row of run {self._spec.run!r} committed nothing; the last one: "
-                f"{failure.cause}; read its logs, mend the cause, then train again"
+                f"{self._fruitless} attempts in a row of run {self._spec.run!r} committed nothing: mend the cause, then train "
+                f"again; {_logs_of(self._spec.run, attempt.number, failure)}; the last one: {failure.describe()}"
             )
         return left_out
 
@@ -112,7 +122,7 @@ class Judge:
             stuck = "the ranks were asked to leave and did not"
             what = stuck if failure.kind == STUCK else "an attempt that was to end failed"
             raise TrainingFailed(
-                f"{what}: {failure.cause}; what is committed is kept, start the run again to go on behind it"
+                f"{what}: {failure.summary}; what is committed is kept, start the run again to go on behind it"
             )
 
     def _damaged(self, failure: Failure, leg: Leg | None) -> Sequence[Unreadable]:
@@ -136,11 +146,38 @@ class Judge:
         assert attempt.leg is not None, "it has trained"
         step = failure.in_hand
         times = self._spec.launch.deaths_at_same_rows
-        reason = f"{times} attempts in a row died in step {step} with these rows in hand; the last one: {failure.cause}"
+        count = min(times, 2) if failure.script_raised else times
+        reason = (
+            f"{count} attempts in a row died in step {step} with these rows in hand; the last one: {failure.summary}"
+        )
         rows = rows_in_hand(self._lakehouse, self._spec, attempt.leg, step=step, folder=attempt.folder, reason=reason)
-        told = {"row_groups": len(rows), "rows": sum(len(each.positions) for each in rows), "reason": reason}
+        told = {
+            "row_groups": len(rows),
+            "rows": sum(len(each.positions) for each in rows),
+            "reason": reason,
+            "tentative": True,
+        }
         self._say({"event": "quarantine", "step": step, **told})
         return rows
 
     def _say(self, event: dict[str, Any]) -> None:
         self._supervision.on_event({"run": self._spec.run, **event})
+
+
+def _hopeless(run: str, attempt: int, failure: Failure) -> TrainingFailed:
+    """Return the error for a death that repeats whatever the rows are."""
+    logs = _logs_of(run, attempt, failure)
+    if failure.script_raised:
+        return ScriptFailed(
+            f"expected the script of run {run!r} to get past an exception, found the same one at the same place in two attempts "
+            f"in a row: mend the script, then train again; {logs}; {failure.describe()}"
+        )
+    return NoProgress(
+        f"expected run {run!r} to get past step {failure.in_hand} without the rows that it died with, found the same death with "
+        f"other rows: mend the cause, then train again; {logs}; {failure.describe()}"
+    )
+
+
+def _logs_of(run: str, attempt: int, failure: Failure) -> str:
+    rank = "" if failure.rank < 0 else f" --rank {failure.rank}"
+    return f"its output: `dlac logs {run} --attempt {attempt}{rank}`"

@@ -6,8 +6,9 @@ import json
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
-from catalog.branches import Exclusion, exclusions_in_force
+from catalog.branches import Exclusion, exclusions_in_force, starts_over
 from catalog.errors import (
     CheckpointDamaged,
     LedgerError,
@@ -24,7 +25,7 @@ from dlac_pipeline.checkpoint.restore import manifest_of
 from dlac_pipeline.checkpoint.store import tiers_of
 from dlac_pipeline.plan.follow import Unreadable, leaving_out, next_leg
 from dlac_pipeline.plan.leg import Leg
-from dlac_pipeline.plan.legs import asked_for, check_sources, first_leg
+from dlac_pipeline.plan.legs import asked_for, check_readable, check_sources, first_leg
 from dlac_pipeline.plan.planner import check_plan, load_plan, make_plan
 from dlac_pipeline.plan.source_order import Cursor
 from dlac_pipeline.spec import JobSpec, SourceSpec
@@ -128,18 +129,25 @@ class LegChooser:
         return asked
 
     def _first(self, rows: list[Row]) -> Leg:
-        """The leg that the run begins with; the plans of an attempt that is recovered, if the spec still asks for them."""
-        if checkpoint_rows(rows):
+        """The leg that the run begins with; the plans of an attempt that is recovered, if the spec still asks for them.
+
+        A run that a rewind has sent back to its beginning reads the snapshots of its first leg again.
+        """
+        again = starts_over(rows)
+        if checkpoint_rows(rows) and not again:
             raise NoRestorableCheckpoint(
                 f"every checkpoint on the lineage of run {self._spec.run!r} is quarantined: {way_out(self._spec.run, rows)}"
             )
-        plan_ids = self._wish.plan_ids or (self._claimed_plans(rows) if self._recovering else ())
+        spec = _as_it_began(excluding(self._spec, exclusions_in_force(rows)), rows) if again else self._spec
+        plan_ids = self._wish.plan_ids or (self._claimed_plans(rows) if self._recovering and not again else ())
+        if not plan_ids:  # what was planned earlier reads a snapshot that the table may have left since
+            check_readable(self._lakehouse, spec)
         plans = (
             [load_plan(self._lakehouse, plan_id) for plan_id in plan_ids]
             if plan_ids
-            else [make_plan(self._lakehouse, source) for source in self._spec.sources]
+            else [make_plan(self._lakehouse, source) for source in spec.sources]
         )
-        return leaving_out(self._lakehouse, self._spec, first_leg(self._spec, plans), self._wish.unreadable)
+        return leaving_out(self._lakehouse, spec, first_leg(spec, plans), self._wish.unreadable)
 
     def _claimed_plans(self, rows: list[Row]) -> tuple[str, ...]:
         """The plans for which the attempt to be recovered had claimed the run, if they are still what the spec asks for."""
@@ -168,6 +176,35 @@ def excluding(spec: JobSpec, exclusions: Sequence[Exclusion]) -> JobSpec:
     return spec.model_copy(update={"source": sources[0], "mixture": sources[1:]})
 
 
+def _as_it_began(spec: JobSpec, rows: Sequence[Row]) -> JobSpec:
+    """The spec with the snapshots of the run's first leg where it names none; a followed table is read as it is now."""
+    first = first_leg_of(rows)
+    if first is None or len(first.sources) != len(spec.sources):
+        return spec
+    sources = [
+        source.model_copy(update={"snapshot_id": mine.snapshot_id})
+        if source.snapshot_id is None and source.follow != "appends" and source.table == mine.table
+        else source
+        for source, mine in zip(spec.sources, first.sources, strict=True)
+    ]
+    return spec.model_copy(update={"source": sources[0], "mixture": sources[1:]})
+
+
+def first_leg_of(rows: Sequence[Row]) -> Leg | None:
+    """The leg that a run began with; None if it has none yet."""
+    legs = [row for row in rows if row["kind"] == "leg"]
+    return Leg.from_json(min(legs, key=lambda row: int(row["seq"]))["detail"]) if legs else None
+
+
+def planned(leg: Leg) -> dict[str, Any]:
+    """What a claim says of the plans that its attempt reads: their snapshots stay pinned."""
+    return {
+        "plan_ids": [source.plan_id for source in leg.sources],
+        "leg_plan_ids": leg.plan_ids,
+        "planned": [{"table_uuid": one.table_uuid, "snapshot_id": one.snapshot_id} for one in leg.sources],
+    }
+
+
 def _leg_excluding(leg: Leg, exclusions: Sequence[Exclusion]) -> Leg:
     sources = [
         replace(source, exclude=_with(source.exclude, index, exclusions)) for index, source in enumerate(leg.sources)
@@ -182,7 +219,7 @@ def _with(known: Sequence[str], source: int, exclusions: Sequence[Exclusion]) ->
 
 def _is_plan_of(source: SourceSpec, row: PlanRow) -> bool:
     return (
-        (row.source_table, row.row_filter) == (source.table, source.row_filter)
+        (row.source_table, row.row_filter) == (source.table, source.planned_filter)
         and json.loads(row.columns) == source.columns
         and json.loads(row.exclude) == source.exclude
         and source.snapshot_id in (None, row.snapshot_id)

@@ -6,21 +6,25 @@ without it what is known is what was committed.
 
 from __future__ import annotations
 
-import json
 import time
 from collections import deque
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from catalog.connect import Lakehouse
 from catalog.errors import CommitConflict, LakehouseError
 from catalog.ledger import Ledger
+from catalog.older_ledger import check_ledger
 from catalog.plans import find_plan
+from catalog.recoveries import Recovery, recoveries_of
 from catalog.run_rows import HEAD_KINDS, Fence, Row, checkpoint_rows, lineage_of
 from dlac_pipeline.plan.leg import Leg
-from dlac_pipeline.ranks.progress import Phase, Progress, read_all_progress
+from dlac_pipeline.ranks.progress import Phase, Progress, read_all_progress, read_total_steps
 from dlac_pipeline.recover.claims import attempts_without_progress, launch_folder_of
 from dlac_pipeline.recover.leg_choice import leg_of
+from dlac_pipeline.recover.status import Standing, standing_of
+from dlac_pipeline.wording import format_duration
 
 _OF_ADVANCES = ("seq", "checkpoint_id", "attempt", "source", "pass", "plan_id", "rows_consumed")
 _RATE_OVER_S = 15.0
@@ -33,7 +37,8 @@ class LiveStatus:
     """One run, looked at again and again."""
 
     def __init__(self, lakehouse: Lakehouse, run: str) -> None:
-        """Raises `NoSuchRun` if the ledger has no row of it."""
+        """Raises `NoSuchRun` if the ledger has no row of it, `LedgerOlderThanStore` if its catalog was restored."""
+        check_ledger(lakehouse, run)
         self._ledger = Ledger(lakehouse)
         self._run = run
         self._ledger.head_rows(run)  # says so if there is no such run
@@ -43,6 +48,8 @@ class LiveStatus:
         self._live_rows: dict[str, int] = {}
         self._steps: deque[tuple[float, int]] = deque()
         self._problem: str | None = None
+        self._recoveries: list[Recovery] = []
+        self._asked_attempt = -1
 
     @property
     def finished(self) -> bool:
@@ -64,12 +71,16 @@ class LiveStatus:
         in_danger_since = max((each for each in (committed_at, began) if each is not None), default=last_sign)
         leg = None if head is None else leg_of(self._rows, head["checkpoint_id"])
         total = self._total_steps()
+        standing = self._standing()
+        if standing.state != "training":
+            steps_per_s = None
         return {
             "run": self._run,
-            "state": "finished" if self._finished else _doing(ranks, now),
+            "state": _state(standing, ranks, now),
             "step": step,
             "total_steps": total,
             "loss": self._loss(head, ranks),
+            "steps_per_s": None if steps_per_s is None else round(steps_per_s, 3),
             **self._speed(leg, steps_per_s),
             "consumed_share": self._consumed_share(ranks),
             "checkpoint_age_s": None if committed_at is None else round(now - committed_at, 1),
@@ -80,6 +91,9 @@ class LiveStatus:
             "eta_s": None if not total or not steps_per_s else round(max(0, total - step) / steps_per_s, 1),
             "last_sign_s": None if last_sign is None else round(now - last_sign, 1),
             "problem": self._problem,
+            "launch": standing.state,
+            "launch_note": standing.note,
+            "next_command": standing.next_command,
         }
 
     def _ask_ledger(self) -> None:
@@ -97,6 +111,16 @@ class LiveStatus:
         except (LakehouseError, CommitConflict) as err:
             self._problem = str(err)
 
+    def _standing(self) -> Standing:
+        """What became of the last launch; whether the run was given up is read once, when a launch is found to be gone."""
+        standing = standing_of(self._rows, self._recoveries)
+        if standing.state in ("dead", "silent") and self._asked_attempt != self._fence.attempt:
+            with suppress(LakehouseError):
+                self._recoveries = recoveries_of(self._ledger.lakehouse, self._run)
+                self._asked_attempt = self._fence.attempt
+                return standing_of(self._rows, self._recoveries)
+        return standing
+
     def _folder(self) -> Path | None:
         folder = launch_folder_of(self._rows, self._fence.attempt)
         return Path(folder) if folder else None
@@ -108,12 +132,7 @@ class LiveStatus:
     def _total_steps(self) -> int | None:
         """As the ranks said when they began to train."""
         folder = self._folder()
-        path = None if folder is None else folder / "events.jsonl"
-        if path is None or not path.exists():
-            return None
-        lines = path.read_text().splitlines(keepends=True)
-        said = [json.loads(line) for line in lines if line.endswith("\n") and '"training"' in line]
-        return next((event["total_steps"] for event in reversed(said) if event["event"] == "training"), None)
+        return None if folder is None else read_total_steps(folder)
 
     def _rate(self, ranks: list[Progress], now: float) -> float | None:
         """Steps per second; of an attempt from its first finished step on, for until then it starts and loads."""
@@ -169,14 +188,21 @@ def _sources(rows: list[Row]) -> set[int]:
     return {int(row["source"]) for row in rows}
 
 
+def _state(standing: Standing, ranks: list[Progress], now: float) -> str:
+    """What a run does that is trained, else what became of its last launch."""
+    if standing.state != "training":
+        return standing.state
+    return _doing(ranks, now) if ranks else "starting"
+
+
 def _doing(ranks: list[Progress], now: float) -> str:
-    """What the rank does that is furthest behind; nothing is known without signs of life."""
-    if not ranks:
-        return "open"
+    """What the rank does that is furthest behind."""
     furthest_behind = min(ranks, key=lambda each: (each.step, each.at))
     silent_s = now - max(each.at for each in ranks)
     silent = furthest_behind.phase != Phase.DONE and silent_s > _SILENT_S
-    return f"{furthest_behind.doing}, no sign of life for {silent_s:.0f} s" if silent else furthest_behind.doing
+    return (
+        f"{furthest_behind.doing}, no sign of life for {format_duration(silent_s)}" if silent else furthest_behind.doing
+    )
 
 
 def _lasted_s(since: float | None, until: float | None) -> float:

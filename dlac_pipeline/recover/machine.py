@@ -5,11 +5,48 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 
+from catalog.errors import ResumeMismatch
+from dlac_pipeline.checkpoint.conversion import load_state
+from dlac_pipeline.checkpoint.engines import Engine
 from dlac_pipeline.checkpoint.failures import failing_together
 from dlac_pipeline.checkpoint.restore import restore
+from dlac_pipeline.checkpoint.rng import load_rng, rng_file, seed_rng
 from dlac_pipeline.checkpoint.store import Tiers, name_of
 from dlac_pipeline.checkpoint.tree import RankTree
 from dlac_pipeline.recover.coordinator import ResumePoint
+from dlac_pipeline.spec import JobSpec
+
+
+def load_checkpoint(
+    engine: Engine, point: ResumePoint, spec: JobSpec, tiers: Tiers, tree: RankTree, *, restores: bool
+) -> tuple[float, float]:
+    """Load the checkpoint of a resume point into an engine, and the generators of this rank. Collective.
+
+    `restores` for one rank of every machine. Gives the seconds until it was converted, and those of the load.
+
+    Raises:
+        ResumeMismatch: the checkpoint was saved by another kind of engine.
+        DlacError: from `folder_here` and `load_state`.
+    """
+    if point.engine != engine.name:
+        raise ResumeMismatch(
+            f"expected the engine {point.engine!r} that saved checkpoint {point.checkpoint_id!r}, found "
+            f"{engine.name!r}: resume with the script that the run was started with"
+        )
+    folder = folder_here(point, tiers, tree, restores=restores)
+    spent = load_state(
+        engine,
+        folder,
+        saved_world_size=point.world_size,
+        tree=tree,
+        converts=restores,
+        patience_s=spec.launch.start_timeout_s / 4,  # the conversion must have its time as well
+    )
+    if point.world_size == tree.world_size and rng_file(folder, tree.rank).exists():
+        load_rng(folder, tree.rank)
+    else:
+        seed_rng(spec.order.seed, point.step, tree.rank)
+    return spent
 
 
 def folder_here(point: ResumePoint, tiers: Tiers, tree: RankTree, *, restores: bool) -> Path:

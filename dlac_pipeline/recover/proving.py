@@ -14,7 +14,7 @@ from typing import Any
 
 from catalog.errors import DlacError
 from catalog.run_rows import Row
-from dlac_pipeline.checkpoint.files import StoreFiles, below
+from dlac_pipeline.checkpoint.files import StoreFiles
 from dlac_pipeline.checkpoint.manifest import (
     Done,
     FileEntry,
@@ -22,7 +22,7 @@ from dlac_pipeline.checkpoint.manifest import (
     read_manifest,
     store_there,
     verify_entries,
-    verify_file,
+    verify_entry,
 )
 from dlac_pipeline.checkpoint.restore import verify_here
 from dlac_pipeline.checkpoint.store import folder_uri
@@ -130,7 +130,7 @@ class Prover:
             manifest = read_manifest(told["uri"], told["digest"], self._files)
             part = parts_of(manifest.files, len(self._crew.shares))[self._crew.share.node]
             for entry in part:
-                verify_file(entry, below(folder_uri(told["uri"]), entry.path), self._files)
+                verify_entry(entry, folder_uri(told["uri"]), self._files)
                 so_far += entry.bytes
                 if not self._says(told, bytes=so_far):
                     return

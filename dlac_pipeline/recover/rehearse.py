@@ -151,7 +151,8 @@ def rehearse(
     temporary files go; it holds one copy of the checkpoint.
 
     Raises:
-        NoSuchRun: the ledger has no row of the run, or its job spec is not on this machine.
+        NoSuchRun: the ledger has no row of the run.
+        NoSuchJobSpec: the job spec of the attempt is not on this node.
         NothingToRehearse: no checkpoint is kept that has a committed successor; says what to keep.
         CheckpointDamaged: names the file that is missing, truncated or altered.
         StoreUnavailable: the store does not answer.
@@ -188,7 +189,7 @@ def _restored(
     ledger = Ledger(lakehouse)
     while True:
         chosen = _newest_with_successor(ledger, run)
-        spec = wanted or spec_of_attempt(chosen.rows, run, chosen.successor["attempt"])
+        spec = wanted or spec_of_attempt(lakehouse, chosen.rows, run, chosen.successor["attempt"])
         tiers = Tiers(run=run, local=folder, store=spec.checkpoint.store, files=tiers_of(spec).files)
         try:
             return spec, chosen, restore(chosen.checkpoint, tiers)
@@ -245,6 +246,7 @@ def _in_sandbox(spec: JobSpec, leg: Leg, successor: Row, folder: Path) -> JobSpe
     launch = spec.launch.model_copy(
         update={
             "world_size": successor["world_size"],
+            "nodes": "",  # all ranks are on this node
             "termination_url": "",
             "env": {**spec.launch.env, REHEARSAL_VARIABLE: "1"},
         }
@@ -283,7 +285,7 @@ def _check_alive(ranks: RankGroup, spec: JobSpec, silence: Silence) -> None:
     kind = errors.named(cause.kind)
     if kind is not None:
         raise kind(cause.message)
-    tail = ranks.last_words(cause.rank)["log_tail"]
+    tail = cause.traceback or ranks.last_words(cause.rank)["log_tail"]
     raise TrainingFailed(f"the rehearsal of run {spec.run!r} died, production is untouched: {cause}\n{tail}")
 
 

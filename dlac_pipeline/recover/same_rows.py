@@ -1,4 +1,4 @@
-"""Deaths at the same rows: counted by step, and from the step to the rows of the batch that was in hand.
+"""Deaths at the same rows or at the same line of the script: what follows them, and which rows were in hand.
 
 A row that kills whoever touches it ends every attempt in the same step. What another rule covers (a row group that does not
 decode, an error that another attempt would meet again, a hang, a machine that is lost) is not counted.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 from catalog import errors
 from catalog.connect import Lakehouse
@@ -25,16 +26,41 @@ from dlac_pipeline.spec import JobSpec
 
 Place = tuple[UnitTable, int, int]
 """Units of a plan, a unit of them, and a row in that."""
+AfterDeath = Literal["again", "leave out", "stop"]
+"""What follows an attempt that died: another one, one without the rows that were in hand, or none."""
+_NEVER_OF_ROWS = frozenset(
+    {"", "ImportError", "ModuleNotFoundError", "NameError", "NotImplementedError", "SyntaxError", "UnboundLocalError"}
+)
+"""Exceptions for which no row is ever to blame; empty: `sys.exit`, which is a decision of the script."""
 
 
 class Deaths:
-    """Counts attempts in a row that died in one step; `times` of them are too many, 0: never."""
+    """What follows the deaths of attempts in a row: another attempt, one without the rows in hand, or none.
+
+    A step stands for its rows, because attempts without a commit between them resume from one checkpoint. The rules:
+
+    - An exception that the script raised at one place in two attempts in a row is a bug of the script, and no attempt follows.
+    - Unless both had the same rows in hand, the script had trained other rows before, and the exception is of a class that values
+      can cause (no NameError, no `sys.exit`): then the rows may be to blame.
+    - After `times` deaths with the same rows in hand, by such an exception, a signal or `os._exit`, an attempt leaves these rows
+      out. If it dies in the same way in the same step, the rows are innocent, and no attempt follows. No checkpoint was
+      committed without them, so they are not quarantined.
+
+    A commit ends the row of attempts.
+    """
 
     def __init__(self, times: int) -> None:
+        """`times` deaths in one step are too many, 0: rows are never left out."""
         self._times = times
         self._step = 0
         self._tried = 0
-        """The last step whose rows were quarantined since the last commit; nothing gets better by doing that again."""
+        """The last step whose rows were left out since the last commit; nothing gets better by doing that again."""
+        self._tries = False
+        """Whether the attempt to judge is the first one without those rows."""
+        self._last = ""
+        """How the attempt before it died."""
+        self._trained = False
+        """Whether the script has finished a step in any attempt."""
         self.count = 0
         """Deaths in a row at the present step."""
 
@@ -43,23 +69,44 @@ class Deaths:
         """Whether more such deaths would lead to a quarantine."""
         return 0 < self.count < self._times and self._step > self._tried
 
-    def died(self, failure: Failure, *, committed: bool) -> bool:
-        """Note how an attempt ended, which had committed something or not; whether its rows in hand are to be quarantined now."""
+    def judge(self, failure: Failure, *, committed: bool) -> AfterDeath:
+        """Note how an attempt ended, which had committed something or not, and decide what follows."""
         if committed:
             self._step = self._tried = self.count = 0
-        if not _counts(failure):
+            self._tries, self._last = False, ""
+        self._trained = self._trained or committed or failure.trained
+        repeated = bool(self._last) and self._last == _manner_of(failure)
+        tries, self._tries, self._last = self._tries, False, _manner_of(failure)
+        if not _has_rows(failure):
             self._step = self.count = 0
-            return False
+            return "stop" if repeated and failure.script_raised else "again"
+        same_rows = failure.in_hand == self._step and not tries
         self.count = self.count + 1 if failure.in_hand == self._step else 1
         self._step = failure.in_hand
+        if repeated and self._is_hopeless(failure, same_rows=same_rows, tries=tries):
+            return "stop"
         if not self._times or self.count < self._times or self._step <= self._tried:
-            return False
-        self._tried, self.count = self._step, 0
-        return True
+            return "again"
+        self._tried, self._tries, self.count = self._step, True, 0
+        return "leave out"
+
+    def _is_hopeless(self, failure: Failure, *, same_rows: bool, tries: bool) -> bool:
+        """Whether a death that repeats the one before cannot be the fault of the rows in hand."""
+        if tries:  # a later step is reached only because leaving the rows out has helped
+            return failure.in_hand <= self._tried
+        blames_rows = same_rows and self._trained and bool(self._times) and failure.in_hand > self._tried
+        return failure.script_raised and (failure.kind in _NEVER_OF_ROWS or not blames_rows)
 
 
-def _counts(failure: Failure) -> bool:
-    return failure.in_hand > 0 and failure.kind not in (HANG, LOST) and errors.named(failure.kind) is None
+def _has_rows(failure: Failure) -> bool:
+    """Whether the rows in hand may be to blame: not for what another rule covers."""
+    covered = failure.kind in (HANG, LOST) or errors.named(failure.kind) is not None
+    return failure.in_hand > 0 and not covered and failure.origin not in ("passing", "peer")
+
+
+def _manner_of(failure: Failure) -> str:
+    """Return what deaths of one cause have in common, whichever rank it was: the place of the exception, or the signal."""
+    return failure.place or failure.cause.partition(" ")[2].lstrip("0123456789 ")
 
 
 def rows_in_hand(

@@ -11,6 +11,7 @@ import socket
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import psutil
@@ -36,7 +37,13 @@ class Signs:
     held: bool
     """Here only: whether a living process holds the run's lock."""
     silent_s: float
-    """Seconds since it was seen to do something: a step of a rank, or a row of its own in the ledger."""
+    """Seconds since it was seen to do something: a step of a rank, or a row of its own in the ledger. Its clock says so."""
+    newest: tuple[float, ...] = ()
+    """The moments of its signs, by its own clock: another value is a new sign, whatever the clocks say."""
+    rows_every_s: float | None = None
+    """The longest time between two rows of its own, by its own clock; None: it has fewer than two."""
+    shows_steps: bool = False
+    """Whether the steps of its ranks can be seen from here."""
 
     def alive(self, *, lost_after_s: float) -> bool:
         """Whether it is to be taken for alive; elsewhere it counts as lost after `lost_after_s` of silence."""
@@ -51,6 +58,7 @@ def signs_of(rows: list[Row], attempt: int) -> Signs:
         return Signs(host="", local="", here=False, held=False, silent_s=float("inf"))
     claim = claims[-1]
     said = [row["committed_at"].timestamp() for row in mine if row["kind"] in _ITS_OWN]
+    steps = _steps_at(claim.get("launch_folder", ""))
     host, local = claim.get("host", ""), claim.get("local", "")
     here = host == socket.gethostname()
     return Signs(
@@ -58,7 +66,10 @@ def signs_of(rows: list[Row], attempt: int) -> Signs:
         local=local,
         here=here,
         held=here and bool(local) and is_held(lock_path(local, mine[0]["run"])),  # rewinds and forks launch nothing
-        silent_s=time.time() - max([*said, *_steps_at(claim.get("launch_folder", ""))]),
+        silent_s=time.time() - max([*said, *steps]),
+        newest=(max(said), *steps),
+        rows_every_s=max((after - before for before, after in pairwise(sorted(said))), default=None),
+        shows_steps=bool(steps),
     )
 
 

@@ -146,6 +146,7 @@ class Supervisor:
             RunBusy: another launch is alive and `takeover` was not asked for.
             NodesMissing: fewer machines came together than the job spec wants.
             NoProgress: attempt after attempt committed nothing.
+            ScriptFailed: the script raised the same exception at the same place twice in a row.
             DlacError: what a rank died of, when another attempt would meet it again.
         """
         spec = self._spec
@@ -329,7 +330,7 @@ class Supervisor:
         if self._failure is None:
             raise err
         if self._failure.kind not in ("", HANG, LOST):
-            raise TrainingFailed(f"the run is finished, but its script failed afterwards: {self._failure.cause}")
+            raise TrainingFailed(f"the run is finished, but its script failed afterwards: {self._failure.describe()}")
         end = self._patiently(Ledger(lakehouse).rows, self._spec.run, kinds=("finish",))[-1]
         return Verdict(ending="finished", attempt=end["attempt"], step=end["step"])
 

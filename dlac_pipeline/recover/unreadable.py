@@ -32,7 +32,7 @@ def damaged_row_group(lakehouse: Lakehouse, spec: JobSpec, leg: Leg, path: str, 
             unit = _unit_of(plan, path, row_group)
             if unit is None:
                 continue
-            decoder = open_decoder(lakehouse.load(source.table), mine)
+            decoder = open_decoder(lakehouse.load(source.table), mine, [plan.row.snapshot_id])
             reason = _problem(decoder, plan, unit)
             if reason is None or not _store_is_there(decoder, plan, path):
                 return None

@@ -13,8 +13,8 @@ What tensors a column yields is known from the schema and from what the source d
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -42,6 +42,7 @@ from pyiceberg.types import (
     UUIDType,
 )
 
+from catalog.columns import concat_chunks
 from catalog.errors import NoSuchColumn, UnsupportedColumn
 
 Array = npt.NDArray[Any]
@@ -63,7 +64,8 @@ _FIXED_BYTES = (FixedType, UUIDType)
 class ColumnKind:
     """What tensors a column yields.
 
-    `items` is the dtype of its values, `listed` whether a row is a list of them, `width` the bytes of a row of fixed bytes.
+    `items` is the dtype of its values, `listed` whether a row is a list of them, `width` the bytes of a row of fixed bytes,
+    `length` that of every list where it is known.
     """
 
     name: str
@@ -72,6 +74,7 @@ class ColumnKind:
     listed: bool = False
     ragged: bool = False
     nullable: bool = False
+    length: int | None = None
 
     @property
     def tensors(self) -> tuple[str, ...]:
@@ -126,13 +129,40 @@ def kinds_of(
 
     Raises:
         NoSuchColumn: a column is not at the top level of the schema.
-        UnsupportedColumn: a column cannot become a tensor, or is declared to be what it cannot be.
+        UnsupportedColumn: a column cannot become a tensor, is declared to be what it cannot be, or yields a tensor with the
+            name of another column's.
     """
     fields = {field.name: field.field_type for field in schema.fields}
-    for name in (*names, *ragged, *nullable):
+    check_names(schema, (*names, *ragged, *nullable))
+    kinds = {name: _kind_of(name, fields[name], name in ragged, name in nullable) for name in names}
+    _check_tensor_names(kinds.values())
+    return kinds
+
+
+def _check_tensor_names(kinds: Iterable[ColumnKind]) -> None:
+    """Check that no two columns yield a tensor of the same name."""
+    made_by: dict[str, str] = {}
+    for kind in kinds:
+        for tensor in kind.tensors:
+            other = made_by.setdefault(tensor, kind.name)
+            if other != kind.name:
+                first, second = sorted((other, kind.name))
+                raise UnsupportedColumn(
+                    f"expected tensors of different names from columns {first!r} and {second!r}, found {tensor!r} from both: "
+                    f"leave one of them out of `columns`, or rename column {second!r} in the table"
+                )
+
+
+def check_names(schema: Schema, names: Sequence[str]) -> None:
+    """Check that every named column exists, whatever its type.
+
+    Raises:
+        NoSuchColumn: a column is not at the top level of the schema.
+    """
+    fields = [field.name for field in schema.fields]
+    for name in names:
         if name not in fields:
-            raise NoSuchColumn(f"expected column {name!r} in the table, found only {list(fields)!r}")
-    return {name: _kind_of(name, fields[name], name in ragged, name in nullable) for name in names}
+            raise NoSuchColumn(f"expected column {name!r} in the table, found only {fields!r}")
 
 
 def check_columns(
@@ -166,19 +196,41 @@ def _kind_of(name: str, column_type: IcebergType, ragged: bool, nullable: bool) 
     return ColumnKind(name=name, items=np.dtype(items), listed=listed, ragged=ragged, nullable=nullable)
 
 
-def to_column(column: pa.ChunkedArray, kind: ColumnKind, *, origin: str) -> Column:
+def to_column(
+    column: pa.ChunkedArray, kind: ColumnKind, *, origin: str, live: npt.NDArray[np.bool_] | None = None
+) -> Column:
     """A column in the table's Arrow type as arrays; views of the Arrow buffers wherever they allow it.
+
+    `live` [rows] are the rows that are read, where others are dead: those hold anything.
 
     Raises:
         UnsupportedColumn: nulls in a column not declared nullable, or inside lists; lists of different lengths in a column
             not declared ragged. Names the column and the file (`origin`).
     """
-    array = column.chunk(0) if column.num_chunks == 1 else pa.concat_arrays(column.chunks or [_none_of(column)])
-    if array.null_count and not kind.nullable:
+    array = concat_chunks(column.chunks, column.type)
+    try:
+        return _of_array(array, kind, origin)
+    except UnsupportedColumn:
+        if live is None:
+            raise
+    masked = pc.if_else(pa.array(live), array, pa.scalar(None, array.type))
+    if not kind.nullable:
+        _check_nulls(kind, masked.null_count - int((~live).sum()), origin)
+    found = _of_array(masked, replace(kind, nullable=True), origin)
+    return found if kind.nullable else replace(found, valid=None)
+
+
+def _check_nulls(kind: ColumnKind, nulls: int, origin: str) -> None:
+    if nulls:
         raise UnsupportedColumn(
-            f"expected no nulls in column {kind.name!r}, found {array.null_count} in {origin}: declare it "
+            f"expected no nulls in column {kind.name!r}, found {nulls} in {origin}: declare it "
             f'nullable = ["{kind.name}"], or filter them out with row_filter = "{kind.name} IS NOT NULL"'
         )
+
+
+def _of_array(array: Any, kind: ColumnKind, origin: str) -> Column:
+    if not kind.nullable:
+        _check_nulls(kind, array.null_count, origin)
     valid = np.asarray(array.is_valid()) if kind.nullable else None
     if kind.listed:
         return _lists(array, kind, valid, origin)
@@ -186,10 +238,6 @@ def to_column(column: pa.ChunkedArray, kind: ColumnKind, *, origin: str) -> Colu
         return _byte_strings(array, valid)
     values = _fixed_bytes(array) if pa.types.is_fixed_size_binary(array.type) else _items(array, kind.items)
     return Column(_zeroed(values, valid), None, valid)
-
-
-def _none_of(column: pa.ChunkedArray) -> pa.Array:
-    return pa.array([], type=column.type)
 
 
 def _zeroed(values: Array, valid: npt.NDArray[np.bool_] | None) -> Array:

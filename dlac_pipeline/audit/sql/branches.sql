@@ -53,7 +53,7 @@ FROM placed AS p
 JOIN opened AS o USING (run, branch)
 LEFT JOIN checkpoints AS c ON c.run = p.run AND c.checkpoint_id = p.grew_from
 UNION ALL
-SELECT run, branch, 'rewind', checkpoint_id, step, checkpoint_id, NULL, NULL, 0, true, NULL, why
+SELECT run, branch, 'rewind', checkpoint_id, CASE WHEN checkpoint_id IS NOT NULL THEN step END, checkpoint_id, NULL, NULL, 0, true, NULL, why
 FROM open_rewinds
-WHERE checkpoint_id <> head_checkpoint
+WHERE checkpoint_id IS DISTINCT FROM head_checkpoint
 ORDER BY run, branch;

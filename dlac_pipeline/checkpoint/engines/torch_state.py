@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from dlac_pipeline.checkpoint.engines.engine import Convert
 from dlac_pipeline.checkpoint.engines.plain_state import plain_state
@@ -21,6 +23,8 @@ class TorchState:
 
     name = "torch"
     _FILE = "torch-state.pt"
+    _WRAPPED = "dlac.wrapped"
+    """Beside the parts, where one has a data-parallel wrapper: part -> where in its names the wrapper put "module."."""
 
     def __init__(self, **parts: Any) -> None:
         self._parts = parts
@@ -28,7 +32,9 @@ class TorchState:
     def save(self, folder: Path, write: Write) -> None:
         """Rank 0 saves one file."""
         if not dist.is_initialized() or dist.get_rank() == 0:
-            self.write_parts(folder, write, {name: part.state_dict() for name, part in self._parts.items()})
+            states = {name: part.state_dict() for name, part in self._parts.items()}
+            wrapped = {name: places for name, part in self._parts.items() if (places := _wrapped_places(part))}
+            self.write_parts(folder, write, {**states, self._WRAPPED: wrapped} if wrapped else states)
 
     def load(self, folder: Path, *, saved_world_size: int) -> None:
         """Every rank reads it, tensors and plain values only."""
@@ -49,7 +55,17 @@ class TorchState:
     def parts_in(cls, folder: Path) -> dict[str, Any]:
         """What was saved in `folder`, by part."""
         found: dict[str, Any] = load_tensors(folder / cls._FILE)
-        return found
+        return {name: state for name, state in found.items() if name != cls._WRAPPED}
+
+    @classmethod
+    def bare_weights(cls, folder: Path, part: str) -> dict[str, torch.Tensor] | None:
+        """The tensors of a part by the names that its model has without a data-parallel wrapper; None without such a part."""
+        found: dict[str, Any] = load_tensors(folder / cls._FILE)
+        if part not in found or part == cls._WRAPPED:
+            return None
+        places = found.get(cls._WRAPPED, {}).get(part, [])
+        tensors = {name: value for name, value in found[part].items() if isinstance(value, torch.Tensor)}
+        return {_bare_name(name, places): tensor for name, tensor in tensors.items()}
 
     def conversion(self, saved_world_size: int) -> Convert | None:
         """Replicated state suits any number of ranks."""
@@ -58,3 +74,23 @@ class TorchState:
     def step_applied(self) -> bool:
         """Plain PyTorch applies every step."""
         return True
+
+
+_WRAPPER = "module."
+"""What data-parallel wrappers put before the names of the model inside."""
+
+
+def _wrapped_places(part: Any) -> list[str]:
+    """The beginnings of names that end in what a data-parallel wrapper put there; a model's own attribute `module` is none."""
+    if not isinstance(part, torch.nn.Module):
+        return []
+    wrappers = (DataParallel, DistributedDataParallel)
+    found = [name for name, module in part.named_modules() if isinstance(module, wrappers)]
+    return [f"{name}.{_WRAPPER}" if name else _WRAPPER for name in found]
+
+
+def _bare_name(name: str, places: list[str]) -> str:
+    for place in sorted(places, key=len, reverse=True):
+        if name.startswith(place):
+            name = place.removesuffix(_WRAPPER) + name.removeprefix(place)
+    return name

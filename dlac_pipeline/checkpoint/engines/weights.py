@@ -18,11 +18,14 @@ from dlac_pipeline.checkpoint.engines.torch_state import TorchState
 from dlac_pipeline.checkpoint.engines.universal import safe_classes
 
 Weights = dict[str, torch.Tensor]
+_WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+"""Names by which `torch.compile`, FSDP and activation checkpointing hold the module that they wrap; no model has them itself."""
 
 
 def weights_of(engine: str, folder: Path, *, part: str = "model") -> Weights:
     """Name -> tensor in host memory of the checkpoint that `engine` saved in `folder`; `part` where there are several models.
 
+    Names are those of the bare model: without what DDP, FSDP, `torch.compile` or activation checkpointing put before them.
     DeepSpeed's are those of its optimizer where it has any in full precision.
 
     Raises:
@@ -32,14 +35,24 @@ def weights_of(engine: str, folder: Path, *, part: str = "model") -> Weights:
     if engine not in _READERS:
         raise CheckpointError(f"expected a checkpoint of one of the engines {sorted(_READERS)!r}, found {engine!r}")
     found = _READERS[engine](folder, part)
-    return {name: tensor.detach().cpu().contiguous() for name, tensor in found.items()}
+    bare: Weights = {}
+    for name, tensor in found.items():
+        unwrapped = ".".join(each for each in name.split(".") if each not in _WRAPPERS)
+        if unwrapped in bare:
+            raise CheckpointError(
+                f"expected tensors of different names without {sorted(_WRAPPERS)!r}, found {unwrapped!r} twice: save the model "
+                "without what wraps it"
+            )
+        bare[unwrapped] = tensor.detach().cpu().contiguous()
+    return bare
 
 
 def _of_torch(folder: Path, part: str) -> Weights:
-    parts = TorchState.parts_in(folder)
-    if part not in parts:
-        raise CheckpointError(f"expected a part named {part!r} in the checkpoint, found {sorted(parts)!r}")
-    return {name: value for name, value in parts[part].items() if isinstance(value, torch.Tensor)}
+    found = TorchState.bare_weights(folder, part)
+    if found is None:
+        parts = sorted(TorchState.parts_in(folder))
+        raise CheckpointError(f"expected a part named {part!r} in the checkpoint, found {parts!r}")
+    return found
 
 
 def _of_shards(folder: Path, part: str) -> Weights:

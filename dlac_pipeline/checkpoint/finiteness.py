@@ -1,0 +1,104 @@
+"""Losses and weights that are NaN or infinite: reported, or the end of the run, as `launch.on_nonfinite_loss` says."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, Literal
+
+import torch
+from torch.nn import Module
+
+from catalog.errors import LossNotFinite
+from dlac_pipeline.checkpoint.pulse import Beat
+
+_log = logging.getLogger(__name__)
+_WAY_OUT = (
+    "look at the data and the learning rate from there, exclude rows or go back with `dlac rewind`, then train again; "
+    'launch.on_nonfinite_loss = "warn" trains on'
+)
+
+
+class FinitenessCheck:
+    """What one rank checks: the loss of every applied step, alike on all ranks, and its weights before a checkpoint."""
+
+    def __init__(self, run: str, policy: Literal["stop", "warn"], warn: Callable[[str], None]) -> None:
+        """`warn` is given a sentence, once for each series of such losses."""
+        self._run = run
+        self._policy = policy
+        self._warn = warn
+        self._in_series = False
+
+    def check_losses(self, beat: Beat, *, skipped: Collection[int]) -> None:
+        """Check the losses that a beat brings; steps that were not applied changed no weight.
+
+        Raises:
+            LossNotFinite: one is not finite, and the policy is to stop.
+        """
+        first = beat.step - len(beat.losses) + 1
+        for step, loss in enumerate(beat.losses, start=first):
+            if math.isfinite(loss):
+                self._in_series = False
+            elif step not in skipped:
+                self._report(f"expected a finite loss of run {self._run!r}, found {loss} at step {step}")
+
+    def check_weights(self, engine: object, step: int) -> None:
+        """Check the weights that a checkpoint is about to have; those of the part that this rank has.
+
+        Raises:
+            LossNotFinite: one is not finite, and the policy is to stop. No checkpoint is taken.
+        """
+        if self._policy == "warn":
+            return
+        for name, tensor in _weights(engine):
+            if not _is_finite(tensor):
+                self._report(
+                    f"expected finite weights of run {self._run!r} after step {step}, found others in {name!r}"
+                )
+
+    def _report(self, found: str) -> None:
+        if self._policy == "stop":
+            raise LossNotFinite(f"{found}; no checkpoint has them, the last committed one is kept: {_WAY_OUT}")
+        if not self._in_series:
+            self._in_series = True
+            _log.warning("%s", found)
+            self._warn(found)
+
+
+def _weights(engine: object) -> Iterator[tuple[str, torch.Tensor]]:
+    """Give the floating-point parameters of an adapter's modules; none of an adapter that has them elsewhere."""
+    own = getattr(engine, "_parts", None)
+    parts: dict[str, Any] = own if isinstance(own, dict) else {}
+    sharded, deepspeed = getattr(engine, "_model", None), getattr(getattr(engine, "_engine", None), "module", None)
+    for part, module in [*parts.items(), ("model", sharded), ("engine", deepspeed)]:
+        if isinstance(module, Module):
+            for name, parameter in module.named_parameters():
+                if parameter.requires_grad:  # a constant of the user's may well be infinite
+                    yield f"{part}.{name}", _own_part(parameter.detach())
+
+
+def _own_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this rank has of a sharded tensor."""
+    to_local = getattr(tensor, "to_local", None)
+    own: torch.Tensor = tensor if to_local is None else to_local()
+    return own
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    """Return whether all numbers are finite, in one pass and without a copy; NaN goes through minimum and maximum."""
+    if not tensor.is_floating_point() or tensor.numel() == 0:
+        return True
+    try:
+        least, most = torch.aminmax(tensor)
+    except NotImplementedError:
+        return _is_finite_converted(tensor)
+    return bool(torch.isfinite(least) & torch.isfinite(most))
+
+
+def _is_finite_converted(tensor: torch.Tensor) -> bool:
+    """Return whether all numbers of a type without arithmetic are finite, such as float8; true if it cannot be converted."""
+    try:
+        return bool(torch.isfinite(tensor.float()).all())
+    except NotImplementedError:
+        return True

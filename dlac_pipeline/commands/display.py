@@ -1,0 +1,263 @@
+"""What a person sees in the terminal of a run: of the run that this process trains a progress bar, and a line per
+checkpoint, failure and recovery; of any other run the facts that a look finds.
+"""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.text import Text
+
+from catalog.plain_json import strict_json
+from dlac_pipeline.wording import format_ago, format_bytes, format_count, format_duration, format_rate, lay_out_facts
+
+if TYPE_CHECKING:
+    from catalog.connect import Lakehouse
+    from dlac_pipeline.recover.supervise import Outcome
+
+
+class Interrupted(BaseException):
+    """Ctrl-C in a `dlac` command. For a KeyboardInterrupt click prints a word, and ends with exit status 1."""
+
+
+def watch_run(
+    open_lakehouse: Callable[[], Lakehouse],
+    run: str,
+    console: Console,
+    *,
+    every_s: float,
+    as_json: bool,
+    options: Sequence[str] = (),
+) -> None:
+    """Show where a run is, again and again, until it has ended or Ctrl-C: as text, or as lines of JSON for programs.
+
+    A run that is not there yet, or whose lakehouse is not, is waited for. `options` go with the commands that are shown.
+    """
+    with suppress(KeyboardInterrupt, Interrupted):
+        looks = _looks(open_lakehouse, run)
+        if as_json or not console.is_terminal:
+            for facts in looks:
+                console.file.write(strict_json(facts) + "\n")
+                console.file.flush()
+                if facts["state"] == "finished":
+                    return
+                time.sleep(every_s)
+        with Live(console=console, auto_refresh=False, vertical_overflow="visible") as live:
+            for facts in looks:
+                described = describe_live(facts, options)
+                live.update(Text("\n".join(lay_out_facts(described, console.width))), refresh=True)
+                if facts["state"] == "finished":
+                    return
+                time.sleep(every_s)
+
+
+def _looks(open_lakehouse: Callable[[], Lakehouse], run: str) -> Iterator[dict[str, Any]]:
+    """What each look finds: until the run is there, what is waited for."""
+    from catalog.errors import NoSuchLakehouse, NoSuchRun
+    from dlac_pipeline.recover.live_status import LiveStatus
+
+    status: LiveStatus | None = None
+    while True:
+        if status is None:
+            try:
+                status = LiveStatus(open_lakehouse(), run)
+            except (NoSuchRun, NoSuchLakehouse) as err:
+                yield {"run": run, "state": "waiting", "waits_for": str(err)}
+                continue
+        yield status.look()
+
+
+def describe_status(facts: Mapping[str, Any], options: Sequence[str] = ()) -> dict[str, str | None]:
+    """Write down for people what `run_status` found: a label and a text each, without what is not known."""
+    head = facts["head_checkpoint"]
+    checkpoints = format_count(facts["checkpoints"], "checkpoint")
+    reason = f" ({facts['checkpoint_reason']})" if facts["checkpoint_reason"] else ""
+    interval = facts["checkpoint_interval_s"]
+    fruitless = facts["attempts_without_progress"]
+    return {
+        "run": facts["run"],
+        "state": _state_of(facts),
+        "step": _step_of(facts),
+        "loss": None if facts["loss"] is None else f"{facts['loss']:.6g}",
+        "checkpoint": f"{head}, {format_ago(facts['head_age_s'])}{reason}" if head else "none committed yet",
+        "kept": checkpoints if facts["checkpoints"] else None,
+        "interval": None if interval is None else f"{format_duration(interval)}: {facts['checkpoint_interval_why']}",
+        "attempt": f"{facts['attempt']:,}",
+        "no progress": f"{format_count(fruitless, 'attempt')} since the last checkpoint" if fruitless > 1 else None,
+        "recoveries": f"{facts['recoveries']:,}" if facts["recoveries"] else None,
+        "excluded": "\n".join(facts["excluded_by_rewinds"]),
+        "last failure": facts.get("last_failure"),
+        "next": command_with(facts["next_command"], options),
+    }
+
+
+def describe_live(facts: Mapping[str, Any], options: Sequence[str] = ()) -> dict[str, str | None]:
+    """Write down for people what one look of `LiveStatus` found; of a run that is waited for, what is waited for."""
+    if facts["state"] == "waiting":
+        return {"run": facts["run"], "state": "waiting for it to start (Ctrl-C ends this)", "found": facts["waits_for"]}
+    speeds = [(facts[f"{noun}_per_s"], noun) for noun in ("steps", "samples", "tokens")]
+    at_risk = facts["at_risk_steps"]
+    share, age, sign = facts["consumed_share"], facts["checkpoint_age_s"], facts["last_sign_s"]
+    fruitless = facts["attempts_without_progress"]
+    risk = f"{format_count(at_risk, 'step')}, {format_duration(facts['at_risk_s'])} of training"
+    return {
+        "run": facts["run"],
+        "state": _state_of(facts, now=facts["state"]),
+        "step": _step_of(facts),
+        "loss": None if facts["loss"] is None else f"{facts['loss']:.6g}",
+        "speed": ", ".join(format_rate(rate, noun) for rate, noun in speeds if rate is not None),
+        "consumed": None if share is None else f"{share:.1%} of the pass",
+        "checkpoint": "none committed yet" if age is None else format_ago(age),
+        "at risk": risk if at_risk else None,
+        "attempt": f"{facts['attempt']:,}",
+        "no progress": f"{format_count(fruitless, 'attempt')} since the last checkpoint" if fruitless > 1 else None,
+        "time left": None if facts["eta_s"] is None else f"about {format_duration(facts['eta_s'])}",
+        "last sign": None if sign is None else format_ago(sign),
+        "problem": facts["problem"],
+        "next": command_with(facts["next_command"], options) if facts["launch"] != "training" else None,
+    }
+
+
+def command_with(command: str, options: Sequence[str]) -> str:
+    """A command with the options that name the lakehouse; empty if there is no command."""
+    return " ".join([command, *map(shlex.quote, options)]) if command else ""
+
+
+def _state_of(facts: Mapping[str, Any], *, now: str | None = None) -> str:
+    """The state of a run and what is known of its last launch."""
+    state = facts["launch"] if now is None else now
+    return f"{state}: {facts['launch_note']}" if facts["launch_note"] else state
+
+
+def _step_of(facts: Mapping[str, Any]) -> str:
+    """The step, of how many, and the share."""
+    step, total = facts["step"], facts["total_steps"]
+    return f"{step:,} of {total:,} ({step / total:.0%})" if total else f"{step:,}"
+
+
+class TrainingDisplay:
+    """Shows a supervisor's events; a context manager."""
+
+    def __init__(self, console: Console, run: str) -> None:
+        columns = (
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("loss {task.fields[loss]}"),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+        )
+        self._progress = Progress(*columns, console=console)
+        self._task = self._progress.add_task(f"{run}: starting", total=None, loss="-")
+        self._run = run
+        self.attempt = 0
+        """The last attempt that an event named; 0: none did."""
+
+    def __enter__(self) -> TrainingDisplay:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def show(self, event: dict[str, Any]) -> None:
+        """Show one event."""
+        kind = event["event"]
+        if kind == "training":
+            self._progress.update(
+                self._task, description=self._run, completed=event["step"], total=event["total_steps"]
+            )
+        elif kind == "verifying":
+            self._progress.update(
+                self._task,
+                description=f"{self._run}: verifying the checkpoint of step {event['step']} (MB)",
+                completed=event["bytes"] // 10**6,
+                total=max(1, event["of"] // 10**6),
+            )
+        elif kind == "step":
+            loss = "not finite" if event["loss"] is None else f"{event['loss']:.4f}"
+            self._progress.update(self._task, completed=event["step"], loss=loss)
+        elif kind in _LINES:
+            self._progress.update(self._task, completed=event["step"])
+            self.attempt = event.get("attempt", self.attempt)
+            self._print(_LINES[kind], _format_event(event))
+        elif kind == "failure":
+            self.attempt = event.get("attempt", self.attempt)
+            self._progress.update(self._task, completed=event["step"])
+            lines = (event.get("traceback") or event.get("log_tail", "")).splitlines()[-_FAILURE_LINES:]
+            self._print(_FAILURE, {"log": "", **event, "told": "".join(f"\n{line}" for line in lines)})
+        elif kind == "submitted":
+            self._print("submitted as [green]{job}[/]", event)
+        elif kind == "job":
+            self._print("[dim]the job is {state}[/]", event)
+        elif kind == "warning":
+            self._print("[yellow]warning[/] {message}", event)
+        elif kind == "quarantine":
+            what = "rows left out, to see whether they are to blame:" if event.get("tentative") else "quarantined:"
+            self._print(f"[yellow]{what}[/] {{reason}}", event)
+        elif kind == "recovered":
+            down_s = event.get("down_s", 0.0)
+            down = f"down {format_duration(down_s)} until an operator started it again, " if down_s else ""
+            took = format_duration(event["total_s"] - down_s)
+            facts = {"down": down, "took": took, "resumed_from": event["resumed_from"] or "the start"}
+            self._print(_RECOVERED, {**facts, "rows": format_count(event["rows_replayed"], "row")})
+
+    def _print(self, line: str, event: dict[str, Any]) -> None:
+        """Print a line of markup with an event's values in it, which are no markup."""
+        values = {name: escape(value) if isinstance(value, str) else value for name, value in event.items()}
+        self._progress.console.print(line.format_map(values), highlight=False, emoji=False)
+
+
+_LINES = {
+    "attempt": "attempt {attempt} {begins}",
+    "checkpoint": "checkpoint [green]{checkpoint_id}[/] step {step}, {rows}, {bytes} in {duration}",
+    "finished": "finished at step {step}",
+    "interval": "[dim]a checkpoint every {interval} of training: {why}[/]",
+    "preempted": "[yellow]preempted:[/] {message}",
+    "straggler": "[yellow]straggler:[/] {message}",
+    "stopped": "stopped after step {step}",
+    "left": "the script ended at step {step_of}, after a checkpoint: start it again to resume",
+    "caught_up": "caught up after step {step}: the next start trains what is appended",
+}
+_FAILURE = "[red]failure[/] of attempt {attempt} at step {step}: {cause}\n[dim]{log}{told}[/]"
+_FAILURE_LINES = 12
+"""Of the traceback of a failure, or of the log of a rank that recorded none."""
+_RECOVERED = "{down}[yellow]recovered[/] in {took} from {resumed_from}; {rows} replayed"
+_ENDINGS = {"caught_up": "caught up", "left": "was left by its script, after a checkpoint,"}
+
+
+def describe_outcome(run: str, outcome: Outcome, *, attempt: int) -> str:
+    """Write down for people how a run ended; `attempt` is the last one that was launched, 0 if none was."""
+    ending = _ENDINGS.get(outcome.ending, outcome.ending)
+    if not attempt:
+        return f"run {run!r} {ending} at step {outcome.step:,}"
+    launched = f" ({format_count(outcome.attempts, 'attempt')} by this command)" if outcome.attempts > 1 else ""
+    return f"run {run!r} {ending} at step {outcome.step:,} in attempt {attempt:,}{launched}"
+
+
+def _format_event(event: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an event with its facts as people read them."""
+    found = dict(event)
+    if "total_steps" in event:
+        found["step_of"] = (
+            f"{event['step']:,} of {event['total_steps']:,}" if event["total_steps"] else f"{event['step']:,}"
+        )
+    if event["event"] == "attempt":
+        found["begins"] = f"resumes after step {event['step']:,}" if event["step"] else "starts at step 0"
+    if event["event"] == "checkpoint":
+        found |= {"rows": format_count(event["rows"], "row"), "bytes": format_bytes(event["bytes"])}
+        found["duration"] = format_duration(event["duration_s"])
+    if event["event"] == "interval":
+        found["interval"] = format_duration(event["interval_s"])
+    return found

@@ -1,0 +1,204 @@
+"""The output of a run's ranks: `dlac logs`."""
+
+from __future__ import annotations
+
+import math
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from catalog.errors import DlacError, LogsMissing, SpecInvalid
+from dlac_pipeline.commands.display import Interrupted
+from dlac_pipeline.commands.shared import ERR, RECOVER, Home, RunName, SpecOption, examples, lakehouse_of
+
+if TYPE_CHECKING:
+    from catalog.ledger import Ledger
+    from catalog.run_rows import Row
+    from dlac_pipeline.ranks.rank_logs import LogReader
+
+app = typer.Typer()
+_MOST = 2**31 - 1
+_LOOK_EVERY_S = 0.2
+_ASK_EVERY_S = 2.0
+"""Of the ledger: whether the run has ended, or another attempt was claimed."""
+
+
+@app.command(rich_help_panel=RECOVER, epilog=examples("dlac logs my-run", "dlac logs my-run --rank 3 --tail 100"))
+def logs(
+    run: RunName,
+    rank: Annotated[
+        int | None, typer.Option(help="Only this rank; unset: all that have a log on this node.", min=0, max=_MOST)
+    ] = None,
+    attempt: Annotated[
+        int | None, typer.Option(help="Number of the attempt; unset: the last one.", min=1, max=_MOST)
+    ] = None,
+    tail: Annotated[
+        int | None, typer.Option(help="Only the last lines of each rank; unset: all.", min=0, max=_MOST)
+    ] = None,
+    follow: Annotated[
+        bool,
+        typer.Option(
+            "--follow", "-f", help="Print what is appended, also by later attempts, until the run ends or Ctrl-C."
+        ),
+    ] = False,
+    home: Home = None,
+    spec: SpecOption = None,
+) -> None:
+    """Print the output of the ranks, as it is on this node. Of several ranks, each line begins with its rank.
+
+    A log is bounded by launch.log_mb; logs of the newest 50 attempts are kept.
+    """
+    from catalog.ledger import Ledger
+
+    ledger = Ledger(lakehouse_of(spec, home))
+    rows = ledger.head_rows(run)
+    shown = _attempt_of(rows, run, attempt)
+    with suppress(KeyboardInterrupt, Interrupted):
+        readers = {each: _reader(path, tail) for each, path in _logs_of(rows, run, shown, rank).items()}
+        _print_lines(readers, last=not follow)
+        if follow:
+            _Follower(ledger, run, rank, shown, readers).follow(later=attempt is None)
+
+
+def _reader(path: Path, tail: int | None) -> LogReader:
+    from dlac_pipeline.ranks.rank_logs import LogReader
+
+    return LogReader(path, lines=tail)
+
+
+def _logs_of(rows: list[Row], run: str, attempt: int, rank: int | None) -> dict[int, Path]:
+    """Return the logs of an attempt that are on this node, by rank.
+
+    Raises:
+        LogsMissing: none of those that are wanted is, or they may not be read.
+    """
+    from dlac_pipeline.ranks.launch_folder import logs_by_rank
+    from dlac_pipeline.recover.claims import launch_folders_of
+
+    try:
+        folders = launch_folders_of(rows, attempt)
+        found = {each: path for folder in folders for each, path in logs_by_rank(folder).items()}
+    except OSError as err:
+        raise _unreadable(err) from err
+    if not found:
+        raise LogsMissing(_why_missing(rows, run, attempt, folders))
+    if rank is not None and rank not in found:
+        raise LogsMissing(
+            f"expected a log of rank {rank} of attempt {attempt} of run {run!r} on this node, found ranks "
+            f"{', '.join(map(str, sorted(found)))}: name one of them with --rank, or look on the other nodes of the run"
+        )
+    return {each: path for each, path in sorted(found.items()) if rank in (None, each)}
+
+
+def _attempt_of(rows: list[Row], run: str, wanted: int | None) -> int:
+    """Return the attempt that is wanted, or the last one that trains.
+
+    Raises:
+        SpecInvalid: the run has no such attempt.
+        LogsMissing: it has none at all.
+    """
+    from dlac_pipeline.recover.claims import trained_attempts
+
+    known = trained_attempts(rows)
+    if not known:
+        raise LogsMissing(f"expected an attempt of run {run!r} that trains, found none yet: `dlac train` launches one")
+    if wanted is not None and wanted not in known:
+        raise SpecInvalid(
+            f"expected an attempt of run {run!r} that trains, found --attempt {wanted}: name one of the last ones, which are "
+            f"{', '.join(map(str, known[-10:]))}"
+        )
+    return known[-1] if wanted is None else wanted
+
+
+def _why_missing(rows: list[Row], run: str, attempt: int, folders: list[Path]) -> str:
+    from dlac_pipeline.recover.claims import launch_folder_of, node_of
+
+    what = f"expected the logs of attempt {attempt} of run {run!r}"
+    folder, node = launch_folder_of(rows, attempt), node_of(rows, attempt)
+    if not folder:
+        return f"{what}, found that another launcher, such as torchrun, started its ranks: look for their output there"
+    if folders:
+        return f"{what} in {folder!r}, found none yet: the ranks have not started"
+    if node and node != socket.gethostname() and not Path(folder).parent.is_dir():
+        return f"{what} on this node, found that node {node!r} launched it: run `dlac logs {run}` there"
+    return (
+        f"{what} in {folder!r}, found no such folder: those of old attempts are removed, and a local folder is not shared by "
+        f"nodes: name a newer attempt with --attempt, or run `dlac logs {run}` on node {node!r}"
+    )
+
+
+def _named(ranks: dict[int, Path]) -> str:
+    return f"ranks {', '.join(map(str, sorted(ranks)))}"
+
+
+def _print_lines(readers: dict[int, LogReader], *, last: bool) -> bool:
+    """Print what can be read now, and the `last` time also a line that has no end; returns whether there was something."""
+    said = False
+    for rank, reader in readers.items():
+        begin = f"[rank {rank}] " if len(readers) > 1 else ""
+        for line in _lines_of(reader, last=last):
+            said = True
+            sys.stdout.write(f"{begin}{line}\n")
+    sys.stdout.flush()
+    return said
+
+
+def _lines_of(reader: LogReader, *, last: bool) -> Iterator[str]:
+    try:
+        yield from chain(reader.read(), reader.rest() if last else ())
+    except OSError as err:
+        raise _unreadable(err) from err
+
+
+def _unreadable(err: OSError) -> LogsMissing:
+    return LogsMissing(f"expected to read the logs, found {err}: run `dlac logs` as the user who trains")
+
+
+class _Follower:
+    """Prints what ranks append to their logs."""
+
+    def __init__(self, ledger: Ledger, run: str, rank: int | None, attempt: int, readers: dict[int, LogReader]) -> None:
+        self._ledger = ledger
+        self._run = run
+        self._rank = rank
+        self._attempt = attempt
+        self._readers = readers
+
+    def follow(self, *, later: bool) -> None:
+        """Print until the run ends, or its attempt where `later` attempts are not wanted."""
+        asked_at = -math.inf
+        while True:
+            if not _print_lines(self._readers, last=False):
+                time.sleep(_LOOK_EVERY_S)
+            if time.monotonic() < asked_at + _ASK_EVERY_S:
+                continue
+            asked_at = time.monotonic()
+            with suppress(DlacError):  # the catalog is unavailable for a moment; the logs are not
+                state = self._ledger.state(self._run)
+                replaced = state.fence.attempt != self._attempt
+                if state.finished or (replaced and not later):
+                    _print_lines(self._readers, last=True)
+                    return
+                self._look(state.fence.attempt)
+
+    def _look(self, attempt: int) -> None:
+        """Read the logs that have appeared since, those of a newer attempt after all of the one before.
+
+        Raises:
+            LogsMissing: the newer one has none here: its ranks have not started, or it trains nothing.
+        """
+        logs = _logs_of(self._ledger.head_rows(self._run), self._run, attempt, self._rank)
+        if attempt != self._attempt:
+            _print_lines(self._readers, last=True)
+            self._attempt, self._readers = attempt, {}
+            ERR.print(f"attempt {attempt}", style="dim", highlight=False)
+        for rank, path in logs.items():
+            if rank not in self._readers:
+                self._readers[rank] = _reader(path, None)
