@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 DEMO_HOME := $(CURDIR)/demo-lakehouse
 
-.PHONY: setup demo test lint unit soak soak-campaign ui bench peers clean
+.PHONY: setup demo test lint unit mutants soak soak-campaign ui bench peers clean
 
 setup: .venv/.ready
 
@@ -28,6 +28,9 @@ lint: setup
 
 unit: setup
 	$(BIN)/pytest -m "not soak" -n 3 --dist loadfile --no-loadscope-reorder --durations 30
+
+mutants: setup  ## changed lines at the heart of the product, each of which its tests must notice
+	$(BIN)/python -m tests.mutants
 
 soak: setup  ## the long campaigns
 	$(BIN)/pytest -m soak --timeout 7200 --hypothesis-profile "new examples"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import pickle
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import chain
@@ -14,6 +13,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's 
 
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.nodes.crew import Crew
+from dlac_pipeline.nodes.rendezvous_state import decode_state
 from dlac_pipeline.nodes.shares import Offer, shares
 from dlac_pipeline.nodes.talk import Round, Talk
 from tests.conftest import wait_until
@@ -91,7 +91,7 @@ def wait_for_spare(address: str, name: str) -> None:
     key = f"torch.rendezvous.{name}"
 
     def waits() -> bool:
-        state = pickle.loads(base64.b64decode(store.get(key)))
+        state = decode_state(base64.b64decode(store.get(key)))
         return bool(state.redundancy_list or state.wait_list)
 
     wait_until(waits, what="a spare at the rendezvous")

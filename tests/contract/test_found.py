@@ -104,6 +104,15 @@ def test_an_endless_source_of_which_nothing_is_left_is_refused(lakehouse: Lakeho
         run.turn(spec_of(LISTS, {"steps": 50}, passes=0, exclude=["row_id >= 0"]), repin=False)
 
 
+def test_new_exclusions_leave_rows(lakehouse: Lakehouse) -> None:
+    """A new leg whose exclusions leave no row of a source is refused by their name, and does not end the run."""
+    table_of(lakehouse, LISTS, 20)
+    run = Run.begin(lakehouse, spec_of(LISTS, {}))
+    run.attempt(steps=1)
+    with pytest.raises(EmptyPlan, match=r"exclusions \['row_id >= 0'\] leave none"):
+        run.turn(spec_of(LISTS, {}, exclude=["row_id >= 0"]), repin=False)
+
+
 def ids_of(batches: Sequence[GlobalBatch]) -> set[int]:
     """The row ids in these batches."""
     return {row for batch in batches for row in batch.tensors["row_id"][batch.valid].tolist()}

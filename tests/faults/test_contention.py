@@ -21,12 +21,12 @@ import yaml
 import catalog.retrying
 import dlac_pipeline as dlac
 from catalog.commits import Attempt, claim, commit_checkpoint
-from catalog.compaction import MIN_FILES
 from catalog.connect import Lakehouse, connect
 from catalog.lakehouse_config import LakehouseConfig
 from catalog.ledger import Ledger
+from catalog.maintenance.compaction import MIN_FILES
+from catalog.maintenance.upkeep import upkeep
 from catalog.run_rows import Row, fence_of_rows
-from catalog.upkeep import upkeep
 from tests.conftest import wait_until
 from tests.postgres_server import needs_postgres, postgres
 

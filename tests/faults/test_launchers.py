@@ -18,6 +18,9 @@ import psutil
 import pytest
 import yaml
 
+from catalog.recoveries import recoveries_of
+from dlac_pipeline.audit.audit import audit_run
+from dlac_pipeline.recover.status import run_status
 from tests.conftest import PROGRAMS, wait_until
 from tests.faults.test_preemption import check_gone, metadata_server
 from tests.ports import own_port
@@ -144,6 +147,46 @@ def test_a_termination_url_leads_to_an_emergency_checkpoint(campaign: Arena, lau
         assert under.process.wait(timeout=60) == 0, under.log.read_text()[-3000:]
         assert "told to leave (termination_url)" in under.log.read_text()
     check_left_and_finish(campaign, launcher, run, "termination_url")
+
+
+def test_relaunch_by_torchrun_leaves_incident(campaign: Arena) -> None:
+    """A rank that is killed under torchrun is an incident: who noticed, since when, what was lost, and where it resumed.
+
+    So is a run whose launcher is gone and that an operator starts again: the time until then is not the recovery's.
+    """
+    run = "torchrun-incidents"
+    with launched(campaign, "torchrun", run, max_restarts=1, pause_s=0.1) as under:
+        wait_until(partial(_commits, campaign, run, 1), what="a checkpoint of attempt 1")
+        os.kill(under.ranks()[-1].pid, signal.SIGKILL)
+        wait_until(partial(_commits, campaign, run, 2), what="a checkpoint of attempt 2")
+        status = run_status(campaign.lakehouse, run)
+        assert (status["launch"], status["total_steps"]) == ("training", 63)
+        ranks = under.ranks()
+        for number in (signal.SIGSTOP, signal.SIGKILL):  # at once: a rank that loses its launcher leaves in good order
+            for pid in (under.process.pid, *(rank.pid for rank in ranks)):
+                os.kill(pid, number)
+        check_gone(ranks)
+    dead = run_status(campaign.lakehouse, run)
+    assert (dead["launch"], dead["next_command"]) == ("dead", f"dlac recover {run} --spec FILE")
+    with launched(campaign, "torchrun", run, max_restarts=1) as again:
+        assert again.process.wait(timeout=200) == 0, again.log.read_text()[-3000:]
+    first, second = recoveries_of(campaign.lakehouse, run)
+    assert [(each.noticed_by, each.outcome) for each in (first, second)] == [
+        ("torchrun", "resumed"),
+        ("operator", "resumed"),
+    ]
+    assert [(each.replaced_attempt, each.attempt) for each in (first, second)] == [(1, 2), (2, 3)]
+    resumed = {row["checkpoint_id"]: row["step"] for row in campaign.rows(run, "checkpoint")}
+    for each in (first, second):
+        done = max(entry["step"] for entry in campaign.entries(run) if entry["attempt"] == each.replaced_attempt)
+        assert resumed[each.resumed_from or ""] == each.resumed_step
+        steps = done - each.resumed_step  # a rank may be killed after its entry and before its sign of life
+        assert (steps - 1) * 32 <= each.rows_replayed <= (steps + 1) * 32
+        parts = ("detect", "schedule", "stop", "claim", "verify", "convert", "load", "first_step")
+        assert 0 < sum(getattr(each, f"{part}_s") or 0.0 for part in parts) <= each.total_s
+    assert (first.down_s, second.down_s) == (0.0, second.detect_s)
+    assert second.recovered_s == second.total_s - second.detect_s > 0
+    assert audit_run(campaign.lakehouse, run).exact
 
 
 @pytest.mark.soak

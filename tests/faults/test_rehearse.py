@@ -169,7 +169,7 @@ def test_the_job_asks_it_of_every_run_and_its_check_fails_if_one_differs(arena: 
     assert both.passed
     assert "steady: steps" in (both.description or "")
     assert "2 losses bit-identical" in (both.description or "")
-    launched = spec_of_attempt(arena.rows("drifts"), "drifts", 1)
+    launched = spec_of_attempt(arena.lakehouse, arena.rows("drifts"), "drifts", 1)
     changed = launched.model_copy(update={"launch": launched.launch.model_copy(update={"env": {"NOISE_SEED": "1"}})})
     (Path(launch_folder_of(arena.rows("drifts"), 1)) / "spec.json").write_text(changed.model_dump_json())
     (differing,) = evaluations(runs=["steady", "drifts", "nobody"])

@@ -78,16 +78,6 @@ def test_what_a_run_that_follows_its_table_leaves_out_is_left_out_once(arena: Ar
 
 
 @pytest.mark.soak
-def test_a_script_that_fails_whatever_the_rows_ends_without_progress(campaign: Arena) -> None:
-    """The rows of its step are left out once, which does not help; then it gives up, and the ledger has no quarantine."""
-    launch = campaign.launch(campaign.spec("hopeless-whatever", "always_fails.py", world_size=1))
-    assert launch.wait() == 85
-    assert len(launch.of("quarantine")) == 1
-    assert [row["attempt"] for row in campaign.rows("hopeless-whatever")] == [1, 2, 3, 4, 5, 6]
-    assert not campaign.rows("hopeless-whatever", "quarantine")
-
-
-@pytest.mark.soak
 def test_packed_documents_that_kill_are_quarantined(arena: Arena) -> None:
     """A row of tokens that are packed into sequences: the rows of the batch are those that the ranks told of it."""
     rows = arena.lakehouse.catalog.create_table

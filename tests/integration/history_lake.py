@@ -15,8 +15,8 @@ from pyiceberg.table.snapshots import Operation
 
 from catalog.connect import connect
 from catalog.data_files import live_files
-from catalog.history import History, changes
-from catalog.history_steps import TableRows
+from catalog.history.changes import History, changes
+from catalog.history.steps import TableRows
 from catalog.lakehouse_config import LakehouseConfig
 from tests.snapshots import DeleteFile, commit_snapshot, position_rows
 

@@ -90,13 +90,14 @@ class HandTable:
         ids: bool = True,
         statistics: bool = True,
         row_id: int | None = None,
+        footer: bool = True,
     ) -> str:
-        """Commit a data file; `ids` leaves its field ids away. Returns its path."""
+        """Commit a data file and return its path; without `ids` it has no field ids, without `footer` no statistics in it."""
         schema = schema or self.schemas[-1]
         arrow = schema_to_pyarrow(schema, include_field_ids=ids)
         written = rows.select(arrow.names).cast(arrow) if ids else rows
         path = self._path("data.parquet")
-        pq.write_table(written, path, row_group_size=row_group_rows)
+        pq.write_table(written, path, row_group_size=row_group_rows, write_statistics=footer)
         found = self._statistics(path, schema) if statistics else {"record_count": len(rows), "split_offsets": None}
         file = self._file(path, DataFileContent.DATA, partition, **found, first_row_id=row_id)
         self._commit([file], spec, sequence)
@@ -155,11 +156,17 @@ class HandTable:
         self._note(file, spec, partition, columns=tuple(rows.column_names))
         return path
 
-    def delete_vectors(self, deletes: Mapping[str, Sequence[int]], *, sequence: int | None = None) -> str:
-        """Commit one Puffin file with a deletion vector for each data file."""
+    def delete_vectors(
+        self,
+        deletes: Mapping[str, Sequence[int]],
+        *,
+        sequence: int | None = None,
+        file_format: FileFormat = FileFormat.PUFFIN,
+    ) -> str:
+        """Commit one Puffin file with a deletion vector for each data file; the manifest calls it `file_format`."""
         path = self._path("vectors.puffin")
         blobs = {one: vector_blob(positions) for one, positions in deletes.items()}
-        offset, files = 4, []
+        offset, files, named = 4, [], []
         for one, blob in blobs.items():
             more = {
                 "record_count": len(set(deletes[one])),
@@ -167,9 +174,10 @@ class HandTable:
                 "content_offset": offset,
                 "content_size_in_bytes": len(blob),
             }
-            files.append(self._file(path, DataFileContent.POSITION_DELETES, (), **more, file_format=FileFormat.PUFFIN))
+            files.append(self._file(path, DataFileContent.POSITION_DELETES, (), **more, file_format=file_format))
+            named.append({"type": "deletion-vector-v1", "offset": offset, "length": len(blob)})
             offset += len(blob)
-        footer = json.dumps({"blobs": []}).encode()
+        footer = json.dumps({"blobs": named}).encode()
         tail = b"PFA1" + footer + len(footer).to_bytes(4, "little") + bytes(4) + b"PFA1"
         Path(path).write_bytes(b"PFA1" + b"".join(blobs.values()) + tail)
         self._commit(files, 0, sequence)

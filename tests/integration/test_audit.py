@@ -168,7 +168,7 @@ def test_skipped_steps_are_counted_as_not_applied(lake: Lake) -> None:
 
 def test_an_unknown_run_is_refused(lake: Lake) -> None:
     """The error names the run that was asked for and the runs that there are."""
-    with pytest.raises(NoSuchRun, match=r"expected rows of run 'nobody'.*'faulty'.*'reference'"):
+    with pytest.raises(NoSuchRun, match=r"expected a run named 'nobody'.*'faulty'"):
         audit_run(lake.lakehouse, "nobody")
 
 

@@ -15,13 +15,13 @@ from sqlalchemy.exc import OperationalError
 from catalog.commits import Attempt, claim, commit_checkpoint
 from catalog.connect import Lakehouse, connect
 from catalog.errors import LakehouseError, SpecInvalid
-from catalog.expiry import expire
 from catalog.ledger import Ledger
-from catalog.orphans import remove_orphans
+from catalog.maintenance.expiry import expire
+from catalog.maintenance.orphans import remove_orphans
+from catalog.maintenance.upkeep import upkeep
 from catalog.pins import list_pins, unpin
 from catalog.plans import find_plan
 from catalog.run_rows import Row
-from catalog.upkeep import upkeep
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.audit.explain import explain_sql
 from dlac_pipeline.audit.lakehouse_sql import open_audit, rows_of

@@ -14,9 +14,9 @@ from catalog.commits import Attempt, claim, commit_checkpoint
 from catalog.connect import Lakehouse, connect
 from catalog.errors import CommitConflict, CommitOutcomeUnknown, Fenced
 from catalog.ledger import Append, Ledger, RunState
+from catalog.maintenance.upkeep import upkeep
 from catalog.recoveries import Recovery, recoveries_of, write_recovery
 from catalog.run_rows import Fence
-from catalog.upkeep import upkeep
 
 if TYPE_CHECKING:
     from tests.conftest import Arena
@@ -116,7 +116,7 @@ def test_a_commit_whose_snapshot_has_been_expired_before_anybody_looked(
     once(monkeypatch, landed_long_ago)
     assert checkpoint(ledger, "a").fence == Fence(attempt=1, nonce="n1", seq=2, head="a")
     assert len(ledger.rows(RUN, kinds=["checkpoint"])) == 1
-    claim(ledger, "a third", nonce="y", replaces=0, detail={})
+    claim(ledger, "third", nonce="y", replaces=0, detail={})
     table = ledger.lakehouse.own("consumption")
     for snapshot in table.snapshots():
         table.scan(snapshot_id=snapshot.snapshot_id).to_arrow()

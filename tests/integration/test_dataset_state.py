@@ -168,21 +168,130 @@ def test_a_state_of_something_else_is_refused(datasets: Datasets, name: str) -> 
             load()
 
 
+def as_version_1(state: dict[str, Any]) -> dict[str, Any]:
+    """A state as DLAC wrote it before version 2."""
+    kept = {name: value for name, value in state.items() if name not in ("digest", "last_batch")}
+    return {**kept, "format_version": 1}
+
+
+@pytest.mark.parametrize("kind", ["rows", "packed"])
+def test_state_of_version_1_loads(datasets: Datasets, kind: str) -> None:
+    """States without a digest and without `last_batch` resume where they stand, whatever `last_batch` is asked for."""
+    whole, dataset = datasets.whole(kind), datasets.open(kind)
+    for _ in islice(dataset, 4):
+        pass
+    old = as_version_1(dataset.state_dict())
+    assert seen(datasets.open(kind, state=old)) == whole[4:]
+    assert seen(datasets.open(kind, state=merge_states([old]), last_batch="pad"))[0] == whole[4]
+
+
+NO_STATES: dict[str, Any] = {
+    "empty": {},
+    "loader": {"_snapshot": {"_snapshot_step": 3}},
+    "list": [1, 2],
+    "number": 7,
+}
+
+
+@pytest.mark.parametrize("name", NO_STATES)
+def test_other_data_is_no_state(datasets: Datasets, tmp_path: Path, name: str) -> None:
+    """A mapping of something else, or a file with other JSON, is refused as what it is."""
+    path = tmp_path / "state.json"
+    path.write_text(json.dumps(NO_STATES[name]))
+    for state in (path, NO_STATES[name]) if isinstance(NO_STATES[name], dict) else (path,):
+        with pytest.raises(SpecInvalid, match=r"expected what a dataset's state_dict\(\) returned"):
+            datasets.open(state=state)
+
+
+def without(state: dict[str, Any], key: str) -> dict[str, Any]:
+    """A state that lacks a key."""
+    return {name: value for name, value in state.items() if name != key}
+
+
+@pytest.mark.parametrize("kind", ["rows", "packed"])
+@pytest.mark.parametrize("version", [1, 2])
+def test_state_without_a_key_is_refused(datasets: Datasets, kind: str, version: int) -> None:
+    """Each key that a state has must be there; the message names the one that is missing."""
+    state = datasets.open(kind).state_dict()
+    state = state if version == 2 else as_version_1(state)
+    for key in without(state, "format_version"):
+        with pytest.raises(ResumeMismatch, match=rf"dataset's state with \['{key}'\]"):
+            datasets.open(kind, state=without(state, key))
+    with pytest.raises(ResumeMismatch, match="its leg as JSON text, found None"):
+        datasets.open(kind, state={**state, "leg": None})
+
+
+@pytest.mark.parametrize("kind", ["rows", "packed"])
+def test_altered_position_is_refused(datasets: Datasets, kind: str) -> None:
+    """A digest covers step, cursors and `last_batch`; loading the unaltered state afterwards still works."""
+    dataset = datasets.open(kind)
+    next(iter(dataset))
+    state = dataset.state_dict()
+    cursors = {group: [[0, 0, 3, 0]] for group in map(str, range(4))}
+    for change in ({"step": 2}, {"step": 10**9}, {"cursors": cursors}, {"last_batch": "drop"}, {"extra": 1}):
+        with pytest.raises(ResumeMismatch, match=r"with the digest .* it was altered"):
+            dataset.load_state_dict({**state, **change})
+    dataset.load_state_dict(json.loads(json.dumps(state)))
+    assert dataset.step == 1
+
+
+STEPS = [10**9, 76, -1, 2.0, "3", None, True]
+CURSORS: list[Any] = [
+    {"0": [[9, 0, 0, 0]]},
+    {"0": [[0, 10**6, 0, 0]]},
+    {"0": [[0, 0, 10**9, 0]]},
+    {"0": [[0, 0, -1, 0]]},
+    {"0": [[0, 0, 1]]},
+    {"0": [[0, 0, "1", 0]]},
+    {"0": []},
+    {"9": [[0, 0, 0, 0]]},
+    {"x": [[0, 0, 0, 0]]},
+    None,
+]
+
+
+def test_impossible_step_is_refused(datasets: Datasets) -> None:
+    """Without a digest to look at (version 1) a step outside the leg is named, with the steps that there are."""
+    old = as_version_1(datasets.open().state_dict())
+    for step in STEPS:
+        with pytest.raises(ResumeMismatch, match=rf"a step of 0 to 75, found {step!r}"):
+            datasets.open(state={**old, "step": step})
+    packed = as_version_1(datasets.open("packed", steps=5).state_dict())
+    with pytest.raises(ResumeMismatch, match="a step of 0 to 5, found 6"):
+        datasets.open("packed", steps=5, state={**packed, "step": 6})
+
+
+def test_impossible_cursors_are_refused(datasets: Datasets) -> None:
+    """Without a digest to look at (version 1) cursors outside the plan are named."""
+    old = as_version_1(datasets.open("packed").state_dict())
+    for cursors in CURSORS:
+        changed = cursors if cursors is None else {**old["cursors"], **cursors}
+        with pytest.raises(ResumeMismatch, match=r"expected (the|a state with) cursors"):
+            datasets.open("packed", state={**old, "cursors": changed})
+    counted = as_version_1(datasets.open().state_dict())
+    with pytest.raises(ResumeMismatch, match="expected a state without cursors"):
+        datasets.open(state={**counted, "cursors": old["cursors"]})
+
+
 def test_a_state_that_is_damaged_or_partial_is_refused(datasets: Datasets) -> None:
     """An altered leg, a newer version, another rank's cursors, and parts that do not belong together."""
     state = datasets.open().state_dict()
     wrong: list[tuple[type[DlacError], str, Callable[[], Any]]] = [
-        (FormatTooNew, "version 2", lambda: datasets.open(state={**state, "format_version": 2})),
+        (FormatTooNew, "version 3", lambda: datasets.open(state={**state, "format_version": 3})),
         (ResumeMismatch, "altered", lambda: datasets.open(state={**state, "leg": {**state["leg"], "digest": "0"}})),
         (SpecInvalid, "found .*No such file", lambda: datasets.open(state=datasets.home / "none.json")),
-        (ResumeMismatch, "one step and leg", lambda: merge_states([state, {**state, "step": 3}])),
+        (ResumeMismatch, "one step and leg", lambda: merge_states([state, {**as_version_1(state), "step": 3}])),
+        (ResumeMismatch, "one step and leg", lambda: merge_states([])),
     ]
     parts = [datasets.open("packed", rank=rank, world_size=4).state_dict() for rank in range(4)]
-    other = {**parts[0], "cursors": {"0": [[0, 0, 1, 0]]}}
+    read_on = datasets.open("packed", rank=0, world_size=4)
+    next(iter(read_on))
+    other = {**as_version_1(read_on.state_dict()), "step": 0}
+    old = as_version_1(parts[0])
     wrong += [
         (ResumeMismatch, r"key groups \[2\]", lambda: datasets.open("packed", rank=2, world_size=4, state=parts[1])),
         (ResumeMismatch, r"none with key groups \['1', '3'\]", lambda: merge_states([parts[0], parts[2]])),
-        (ResumeMismatch, "one cursor of key group 0", lambda: merge_states([parts[0], other])),
+        (ResumeMismatch, "one cursor of key group 0", lambda: merge_states([old, other])),
     ]
     for error, message, call in wrong:
         with pytest.raises(error, match=message):

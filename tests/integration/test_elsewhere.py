@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -139,3 +141,66 @@ def test_an_attempt_that_has_ended_in_order_or_only_adopts_is_not_alive(arena: A
         arena.train(following)
     assert arena.rows("f", "finish") == []
     look(arena, following)
+
+
+def test_clock_ahead_fences_no_healthy_run(arena: Arena, spec: JobSpec) -> None:
+    """This node's clock is an hour ahead; steps of the other launch are seen, in a folder that both share."""
+    lost_after(arena, 120.0)
+    arena.table("src.long", appends=(4000,))
+    healthy = arena.spec("r", table="src.long", every_steps=10_000, pause_s=0.1, passes=5)
+    launch = arena.launch(healthy)
+    launch.wait_for("training")
+    arena.monkeypatch.setattr("dlac_pipeline.recover.signs.time", Clock(ahead_s=3600.0))
+    with machine(arena), pytest.raises(RunBusy, match="attempt 1 on machine"):
+        Supervisor(healthy).run()
+    assert [row["attempt"] for row in arena.rows("r", "claim")] == [1]
+    assert launch.process.poll() is None
+
+
+@pytest.mark.parametrize("lives", [True, False])
+def test_commits_alone_show_life(arena: Arena, spec: JobSpec, lives: bool) -> None:
+    """Where no steps are seen, the next commit within twice the longest interval tells; without one the launch is lost."""
+    lost_after(arena, 120.0)
+    arena.monkeypatch.setattr("dlac_pipeline.recover.elsewhere._STEPS_SEEN_S", 0.1)
+    arena.monkeypatch.setattr("dlac_pipeline.recover.elsewhere._LOOK_S", 0.05)
+    with machine(arena):
+        arena.train(spec, until=3)
+    rows = arena.rows("r", "claim", "checkpoint")
+    for row in rows:
+        row["committed_at"] -= timedelta(hours=1)
+    claim, *_, last = rows
+    claim["committed_at"] = last["committed_at"] - timedelta(seconds=0.5)
+    looks: list[int] = []
+
+    def rows_now() -> list[dict[str, Any]]:
+        looks.append(len(rows))
+        if lives and len(looks) == 4:
+            rows.append({**last, "seq": last["seq"] + 1, "committed_at": last["committed_at"] + timedelta(seconds=0.5)})
+        return rows
+
+    refused = pytest.raises(RunBusy, match="node7") if lives else nullcontext()
+    with refused:
+        refuse_if_alive_elsewhere(rows_now, spec, launched_by="", wait_s=0.0, stop=threading.Event())
+    assert len(looks) > 3
+
+
+def test_clock_behind_is_watched_out(arena: Arena, spec: JobSpec) -> None:
+    """The signs of a dead launch are an hour ahead: it counts as lost after the usual time of this node's own clock."""
+    with machine(arena):
+        take_over(arena.lakehouse, spec, nonce=new_nonce())
+    lost_after(arena, 2.0)
+    arena.monkeypatch.setattr("dlac_pipeline.recover.signs.time", Clock(ahead_s=-3600.0))
+    with pytest.raises(RunBusy, match="wait 2 s"):
+        look(arena, spec)
+    look(arena, spec, wait_s=600.0)
+
+
+class Clock:
+    """The time module on a node whose clock is wrong."""
+
+    def __init__(self, *, ahead_s: float) -> None:
+        self._ahead_s = ahead_s
+
+    def time(self) -> float:
+        """Seconds since the epoch, as this node has them."""
+        return time.time() + self._ahead_s

@@ -6,27 +6,34 @@ import json
 import os
 import shutil
 import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import yaml
 from safetensors import safe_open
 from safetensors.torch import load_file
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.nn.parallel import DistributedDataParallel
 
 import dlac_pipeline
 from catalog.commits import name_checkpoint, names_of
 from catalog.connect import connect
-from catalog.errors import CheckpointDamaged, CheckpointError, NoSuchRun, StoreUnavailable
+from catalog.errors import CheckpointDamaged, CheckpointError, NoSuchCheckpoint, StoreUnavailable
 from catalog.ledger import Ledger
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.audit.lakehouse_sql import open_audit
 from dlac_pipeline.checkpoint import export
+from dlac_pipeline.checkpoint.engines.distributed_state import DistributedState
+from dlac_pipeline.checkpoint.engines.torch_state import TorchState
 from dlac_pipeline.checkpoint.engines.weights import weights_of
 from dlac_pipeline.checkpoint.export import checkpoint_of_file, export_weights
 from dlac_pipeline.checkpoint.store import folder_of, tiers_of
+from dlac_pipeline.checkpoint.writing import Direct
 from tests.conftest import Arena, wait_until
 from tests.integration.test_cli import dlac
 
@@ -58,7 +65,7 @@ def test_the_file_has_the_weights_and_leads_back(arena: Arena) -> None:
     assert audit_run(arena.lakehouse, "r").exact
     with deployed.open("ab") as stream:
         stream.write(b"x")
-    with pytest.raises(NoSuchRun, match=r"deployed.bin.*found none with its digest"):
+    with pytest.raises(NoSuchCheckpoint, match=r"deployed.bin.*found none with its digest"):
         checkpoint_of_file(arena.lakehouse, deployed)
 
 
@@ -83,7 +90,7 @@ def test_what_cannot_be_exported_is_refused(arena: Arena) -> None:
     tiers, out = tiers_of(spec), arena.home / "weights"
     with pytest.raises(CheckpointError, match=r"named 'student' in the checkpoint, found \['model'\]"):
         export_weights(arena.lakehouse, tiers, out, part="student")
-    with pytest.raises(NoSuchRun, match=r"at step 20 that is kept, found those of steps \[10\]"):
+    with pytest.raises(NoSuchCheckpoint, match=r"at step 20 that is kept, found those of steps \[10\]"):
         export_weights(arena.lakehouse, tiers, out, step=20)
     (row,) = arena.lineage("r")
     (folder_of(row["manifest_uri"]) / "torch-state.pt").unlink()
@@ -158,9 +165,6 @@ def test_a_full_disk_is_named(arena: Arena, small_disk: Path) -> None:
 
 def test_shards_become_whole(tmp_path: Path) -> None:
     """A checkpoint of `DistributedState` gives the tensors that the model has."""
-    from dlac_pipeline.checkpoint.engines.distributed_state import DistributedState
-    from dlac_pipeline.checkpoint.writing import Direct
-
     model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3))
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.randn(5, 4)).sum().backward()
@@ -170,6 +174,56 @@ def test_shards_become_whole(tmp_path: Path) -> None:
     state = model.state_dict()
     assert found.keys() == state.keys()
     assert all(torch.equal(found[name], state[name]) for name in state)
+
+
+class Held(torch.nn.Module):
+    """A model whose own attribute is called `module`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.BatchNorm1d(2))
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path) -> Iterator[None]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+WRAPPINGS: dict[str, Callable[[Any], Any]] = {
+    "bare": lambda model: model,
+    "ddp": DistributedDataParallel,
+    "compiled": torch.compile,
+    "ddp of compiled": lambda model: DistributedDataParallel(torch.compile(model)),
+    "compiled ddp": lambda model: torch.compile(DistributedDataParallel(model)),
+    "data parallel": torch.nn.DataParallel,
+    "checkpointed": checkpoint_wrapper,
+}
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("engine", ["torch", "dcp"])
+@pytest.mark.parametrize("wrapping", WRAPPINGS)
+@pytest.mark.parametrize("model", [Held, lambda: torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.BatchNorm1d(2))])
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method")
+def test_weights_load_into_the_bare_model(tmp_path: Path, model: Callable[[], Any], wrapping: str, engine: str) -> None:
+    """Whatever wraps the model while it trains; an attribute `module` of its own stays, and checkpoints load as they did."""
+    if (engine, wrapping) == ("dcp", "data parallel"):
+        pytest.skip("DCP does not know DataParallel")
+    bare = model()
+    wrapped = WRAPPINGS[wrapping](bare)
+    state: Any = TorchState(model=wrapped) if engine == "torch" else DistributedState(model=wrapped)
+    state.save(tmp_path, Direct().write)
+    found = weights_of(engine, tmp_path)
+    again = model()
+    again.load_state_dict(found)
+    assert all(torch.equal(value, bare.state_dict()[name]) for name, value in again.state_dict().items())
+    with torch.no_grad():
+        next(bare.parameters()).zero_()
+    state.load(tmp_path, saved_world_size=1)
+    assert torch.equal(next(bare.parameters()), next(again.parameters()))
 
 
 @pytest.mark.soak
@@ -189,4 +243,4 @@ def test_the_command_line_exports_and_asks(arena: Arena) -> None:
     stranger.write_bytes(b"not an export")
     refused = dlac("whose", str(stranger), home=arena.home)
     assert refused.returncode != 0
-    assert "NoSuchRun" in refused.stderr
+    assert "NoSuchCheckpoint" in refused.stderr

@@ -19,7 +19,7 @@ import yaml
 import dlac_pipeline as dlac
 from catalog.commits import name_checkpoint, names_of
 from catalog.connect import connect
-from catalog.errors import CheckpointDamaged, NoSuchRun, SpecInvalid, StoreUnavailable
+from catalog.errors import CheckpointDamaged, NoSuchCheckpoint, NoSuchRun, SpecInvalid, StoreUnavailable
 from catalog.ledger import Ledger
 from catalog.run_rows import HEAD_KINDS
 from dlac_pipeline.audit.audit import audit_run
@@ -29,6 +29,7 @@ from dlac_pipeline.checkpoint.files import StoreFiles
 from dlac_pipeline.checkpoint.listing import verify_checkpoints
 from dlac_pipeline.checkpoint.store import folder_of
 from dlac_pipeline.recover.fork import fork
+from dlac_pipeline.recover.rewind import rewind_run
 from dlac_pipeline.spec import JobSpec
 from tests.conftest import Arena, wait_until
 from tests.integration.test_cli import dlac as dlac_command
@@ -137,6 +138,21 @@ def rows_seen(arena: Arena, connection: duckdb.DuckDBPyConnection, macro: str, t
     return {row_id for (row_id,) in found.fetchall()}
 
 
+def test_rewound_fork_counts_ancestors(arena: Arena) -> None:
+    """Excluded rows that only the run it was forked from was trained on have been seen by the fork as well."""
+    arena.table(appends=(400,))
+    settings: dict[str, Any] = {"world_size": 1, "passes": 1, "every_steps": 3}
+    before = arena.train(arena.spec("a", **settings), until=7)
+    spec = arena.spec("b", seed=4, **settings)
+    fork(arena.lakehouse, spec, "a", step=6)
+    after = arena.train(spec, until=7)
+    seen = {row for step, rows in before.items() if step <= 6 for row in rows}
+    seen |= {row for step, rows in after.items() if step <= 3 for row in rows}
+    done = rewind_run(arena.lakehouse, "b", nonce="op", step=3, exclude=["even = true"])
+    assert done.excluded_rows_seen == sum(row % 2 == 0 for row in seen)
+    assert done.clean_step is None
+
+
 def test_forks_that_cannot_be_are_refused(arena: Arena) -> None:
     """A retired step, a name that is taken, a parent that is none, or a damaged one: no run begins, nothing is held."""
     arena.table(appends=(500, 500))
@@ -154,7 +170,7 @@ def test_forks_that_cannot_be_are_refused(arena: Arena) -> None:
         assert arena.rows("new", "checkpoint") == []
         assert names(arena, "a") == []
 
-    refused(NoSuchRun, r"at step 10 that is kept, found those of steps \[30, 32\]", new, "a", step=10)
+    refused(NoSuchCheckpoint, r"at step 10 that is kept, found those of steps \[30, 32\]", new, "a", step=10)
     refused(NoSuchRun, "expected a run named 'nobody'", new, "nobody")
     refused(SpecInvalid, "no run named 'b' yet, found one with 0 checkpoints", arena.spec("b", world_size=1), "a")
     refused(SpecInvalid, "no run named 'a' yet, found one with 4 checkpoints", arena.spec("a", world_size=1), "a")

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from catalog.errors import AppendHistoryLost, NoSuchSnapshot
-from catalog.history import changes
+from catalog.history.changes import changes
 from tests.integration.history_lake import Lake
 
 

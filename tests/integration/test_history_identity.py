@@ -6,7 +6,7 @@ import pyarrow as pa
 import pytest
 
 from catalog.errors import AppendHistoryLost, NoSuchColumn, SpecInvalid
-from catalog.history import changes
+from catalog.history.changes import changes
 from tests.integration.history_lake import SCHEMA, Lake, rows_of
 
 

@@ -12,9 +12,9 @@ from pyiceberg.table import Table
 
 from catalog.connect import connect
 from catalog.errors import DataFileUnreadable, SpecInvalid, UnsupportedColumn
-from catalog.history_steps import TableRows
+from catalog.history.row_matching import Mask, Rows, identity_keys, match
+from catalog.history.steps import TableRows
 from catalog.lakehouse_config import LakehouseConfig
-from catalog.rewrites import Mask, Rows, identity_keys, match
 
 COLUMNS: dict[str, tuple[pa.DataType, Any]] = {
     "whole": (pa.int32(), lambda n: n - 2),

@@ -6,7 +6,7 @@ import pytest
 from pyiceberg.table.snapshots import Operation
 
 from catalog.errors import AppendHistoryLost
-from catalog.history import OnOverwrite
+from catalog.history.changes import OnOverwrite
 from tests.integration.history_lake import Keyed, Lake, read_from, rows_of
 
 

@@ -7,8 +7,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from catalog.errors import AppendHistoryLost
-from catalog.history import History
-from catalog.history_steps import TableRows
+from catalog.history.changes import History
+from catalog.history.steps import TableRows
 from tests.integration.history_lake import Keyed, Lake, read, rows_of
 
 Change = tuple[str, int, int]

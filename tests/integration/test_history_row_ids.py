@@ -11,7 +11,7 @@ from pyiceberg.schema import Schema
 from pyiceberg.types import LongType, NestedField
 
 from catalog.errors import AppendHistoryLost
-from catalog.history import History, changes
+from catalog.history.changes import History, changes
 from tests.integration.history_lake import new_keys, read_from
 from tests.integration.iceberg_writer import IO, HandTable
 

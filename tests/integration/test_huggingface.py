@@ -229,6 +229,28 @@ def test_a_trainer_that_was_given_more_than_it_trained_on_does_not_save(home: Pa
         trainer.train()
 
 
+def test_trainer_trains_on_rows_alone(home: Path) -> None:
+    """237 rows in batches of 8: the last step is trained on 5 rows, before and after a resume in the last batch."""
+    settings: dict[str, Any] = {"passes": 1, "row_filter": "row_id < 237"}
+    dataset = opened(home, **settings)
+    assert trainer_of(home, dataset, max_steps=29, save_steps=29).train().global_step == 29
+    dataset = opened(home, **settings, state=last_checkpoint(home / "out"))
+    trainer_of(home, dataset).train(resume_from_checkpoint=last_checkpoint(home / "out"))
+    trained = consumed(home)
+    assert [len(rows) for rows in trained] == [8] * 29 + [5]
+    assert sorted(row for rows in trained for row in rows) == list(range(237))
+
+
+def test_accelerate_loop_trains_on_rows_alone(home: Path) -> None:
+    """A prepared loader, the dataset's own or a plain one, delivers the rows and nothing beside them."""
+    accelerator = accelerate.Accelerator(cpu=True)
+    for own in (True, False):
+        dataset = opened(home, passes=1, row_filter="row_id < 237")
+        loader = dataset.loader() if own else torch.utils.data.DataLoader(dataset, batch_size=None)
+        found = [row for batch in accelerator.prepare(loader) for row in inputs(batch)["x"].tolist()]
+        assert sorted(found) == list(range(237))
+
+
 def test_a_dataset_on_another_snapshot_is_refused(home: Path) -> None:
     """Resuming with a dataset that was opened without the checkpoint's state, after an append: the message says how to."""
     trainer_of(home, opened(home), max_steps=5).train()

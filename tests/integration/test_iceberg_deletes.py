@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pyiceberg.manifest import FileFormat
 from pyiceberg.partitioning import PartitionField, PartitionSpec
 from pyiceberg.schema import Schema
 from pyiceberg.transforms import IdentityTransform
@@ -20,7 +22,7 @@ from catalog.deletes import matching_rows
 from catalog.errors import DataFileUnreadable, NoSuchSnapshot, UnsupportedDeletes
 from catalog.row_groups import row_groups_of
 from tests.integration.iceberg_oracle import live_positions, oracle
-from tests.integration.iceberg_writer import HandTable
+from tests.integration.iceberg_writer import HandTable, vector_blob
 
 SCHEMA = Schema(
     NestedField(1, "id", LongType(), required=False),
@@ -151,7 +153,6 @@ def test_positions_past_32_bits_are_read() -> None:
     """The second map of a 64-bit roaring bitmap holds positions from 2^32 on."""
     from catalog.data_files import DeleteFile
     from catalog.deletes import decode_vector
-    from tests.integration.iceberg_writer import vector_blob
 
     positions = [0, 7, 2**32 + 1, 2**33]
     vector = DeleteFile(path="p", rows=4, sequence_number=1, offset=4, size_bytes=1)
@@ -167,6 +168,61 @@ def test_a_damaged_vector_is_named(tmp_path: Path) -> None:
     blob[20] ^= 1
     puffin.write_bytes(blob)
     with pytest.raises(DataFileUnreadable, match=r"a deletion vector at byte 4 of .*vectors\.puffin"):
+        row_groups_of(hand.table, hand.snapshot_id, "")
+
+
+def footer_of(blobs: object, flags: int = 0) -> bytes:
+    """The footer of a Puffin file that names these blobs."""
+    payload = json.dumps({"blobs": blobs}).encode()
+    return b"PFA1" + payload + len(payload).to_bytes(4, "little") + bytes([flags, 0, 0, 0]) + b"PFA1"
+
+
+def foot(vector: bytes, kind: str = "deletion-vector-v1", offset: int = 4) -> bytes:
+    """The footer of a Puffin file with one deletion vector, or something that it calls otherwise."""
+    return footer_of([{"type": kind, "offset": offset, "length": len(vector)}])
+
+
+CONTAINERS: dict[str, tuple[Callable[[bytes], bytes], str]] = {
+    "bare": (lambda blob: bytes(4) + blob, "found a bare one at"),
+    "no footer": (lambda blob: b"PFA1" + blob, "found a bare one at"),
+    "no head": (lambda blob: bytes(4) + blob + foot(blob), "found a bare one at"),
+    "unnamed": (lambda blob: b"PFA1" + blob + footer_of([]), r"in the footer of .*, found \[\]"),
+    "other type": (lambda blob: b"PFA1" + blob + foot(blob, "apache-datasketches-theta-v1"), "in the footer of"),
+    "other place": (lambda blob: b"PFA1" + blob + foot(blob, offset=5), "in the footer of"),
+}
+
+
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_vector_outside_puffin_is_refused(tmp_path: Path, name: str) -> None:
+    """A vector whose file is no Puffin file, or does not name it, is refused though its own checksum holds."""
+    contain, message = CONTAINERS[name]
+    hand = HandTable(tmp_path / "t", [SCHEMA], version=3)
+    path = hand.append(rows(range(8)))
+    puffin = Path(hand.delete_vectors({path: [1, 2]}))
+    puffin.write_bytes(contain(vector_blob([1, 2])))
+    with pytest.raises(UnsupportedDeletes, match=message):
+        row_groups_of(hand.table, hand.snapshot_id, "")
+
+
+def test_compressed_puffin_footer_is_read(tmp_path: Path) -> None:
+    """A footer that is compressed cannot be looked into: the vector counts by its checksum."""
+    hand = HandTable(tmp_path / "t", [SCHEMA], version=3)
+    path = hand.append(rows(range(8)))
+    puffin = Path(hand.delete_vectors({path: [1, 2]}))
+    puffin.write_bytes(b"PFA1" + vector_blob([1, 2]) + footer_of([], flags=1))
+    assert live_positions(row_groups_of(hand.table, hand.snapshot_id, "")) == {path: [0, 3, 4, 5, 6, 7]}
+
+
+def test_vector_that_no_format_allows(tmp_path: Path) -> None:
+    """Vectors in a table of format v2, in a file that is called Parquet, and without Puffin's format are refused."""
+    hand = HandTable(tmp_path / "v2", [SCHEMA], version=3)
+    hand.delete_vectors({hand.append(rows(range(8))): [1]})
+    hand.version = 2
+    with pytest.raises(UnsupportedDeletes, match=r"found one in a table of format v2, at .*vectors\.puffin"):
+        row_groups_of(hand.table, hand.snapshot_id, "")
+    hand = HandTable(tmp_path / "v3", [SCHEMA], version=3)
+    hand.delete_vectors({hand.append(rows(range(8))): [1]}, file_format=FileFormat.PARQUET)
+    with pytest.raises(UnsupportedDeletes, match="found one in a file of format PARQUET"):
         row_groups_of(hand.table, hand.snapshot_id, "")
 
 

@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from catalog.commits import Attempt, claim, commit_checkpoint, finish, quarantine
-from catalog.compaction import compact
+from catalog.branches import rewind
+from catalog.commits import Attempt, claim, commit_checkpoint, finish, name_checkpoint, quarantine
 from catalog.connect import connect
-from catalog.errors import Fenced, HeadMoved, RowsBetween, RunFinished, SteppedAside
+from catalog.errors import Fenced, HeadMoved, NoSuchCheckpoint, RowsBetween, RunFinished, SteppedAside
+from catalog.lakehouse_config import KEEP_SNAPSHOTS
 from catalog.ledger import Append, Ledger, RunState
-from catalog.run_rows import Fence, Row
+from catalog.maintenance.compaction import compact
+from catalog.run_rows import Fence, Row, out_of, restorable_rows
 
 if TYPE_CHECKING:
     from tests.conftest import Arena
@@ -191,6 +193,29 @@ def test_what_was_decided_is_decided_again_once_the_run_has_other_rows(arena: Ar
     assert looks == [1, 2]
 
 
+@pytest.mark.parametrize("known", [False, True], ids=["empty ledger", "other rows"])
+def test_expired_history_is_decided_again(arena: Arena, known: bool) -> None:
+    """A claim that is late by a whole run, which was claimed, finished and pushed out of the history, is refused."""
+    ledger, others = Ledger(arena.lakehouse), Ledger(arena.lakehouse)
+    if known:
+        claim(others, "another", nonce="n", replaces=0, detail={})
+    looks: list[bool] = []
+
+    def decide(state: RunState) -> Append | None:
+        looks.append(state.finished)
+        if state.finished:
+            raise RunFinished("it is finished")
+        finish(others, claimed(others), step=0)
+        for number in range(KEEP_SNAPSHOTS + 1):
+            claim(others, f"busy-{number}", nonce="n", replaces=0, detail={})
+        return Append(rows=[{"kind": "claim"}], fence=Fence(attempt=1, nonce="late", seq=1))
+
+    with pytest.raises(RunFinished):
+        ledger.append(RUN, decide)
+    assert looks == [False, True]
+    assert [row["kind"] for row in ledger.rows(RUN)] == ["claim", "finish"]
+
+
 def test_a_merge_of_files_does_not_undo_what_was_decided(arena: Arena) -> None:
     """It moves no row."""
     ledger, others = Ledger(arena.lakehouse), Ledger(arena.lakehouse)
@@ -212,3 +237,41 @@ def test_a_merge_of_files_does_not_undo_what_was_decided(arena: Arena) -> None:
 def _named(state: RunState, name: str) -> Append:
     row = {"kind": "name", "detail": json.dumps({"name": name})}
     return Append(rows=[row], fence=replace(state.fence, seq=state.fence.seq + 1))
+
+
+def test_quarantined_checkpoint_is_not_restorable(arena: Arena) -> None:
+    """A damaged checkpoint is in no list of those that can be restored, rewound to, named or exported, by id or by step."""
+    ledger = Ledger(arena.lakehouse)
+    attempt = claimed(ledger)
+    checkpoint(ledger, attempt, "a", None)
+    checkpoint(ledger, attempt, "b", "a")
+    quarantine(ledger, attempt, damaged={"b": "a flipped bit"}, head_after="a")
+    assert out_of(ledger.rows(RUN)) == {"b"}
+    assert set(restorable_rows(ledger.rows(RUN))) == {"a"}
+    with pytest.raises(NoSuchCheckpoint, match=r"'b' that is kept, found \['a'\]"):
+        ledger.restorable(RUN, checkpoint_id="b")
+    with pytest.raises(NoSuchCheckpoint, match="'b'"):
+        rewind(ledger, RUN, nonce="n2", checkpoint_id="b", detail={})
+    with pytest.raises(NoSuchCheckpoint, match="'b'"):
+        name_checkpoint(ledger, RUN, "best", checkpoint_id="b")
+
+
+def test_other_launch_is_fenced(arena: Arena) -> None:
+    """An attempt with the owner's number and another nonce, as of a restored catalog, is refused."""
+    ledger = Ledger(arena.lakehouse)
+    claimed(ledger)
+    with pytest.raises(Fenced, match=r"attempt 1 \(other\).*owned by attempt 1 \(n1\)"):
+        checkpoint(ledger, Attempt(run=RUN, number=1, nonce="other"), "a", None)
+    assert len(ledger.rows(RUN)) == 1
+
+
+def test_rows_between_are_noticed(arena: Arena) -> None:
+    """A checkpoint whose rows were made before others appended to the run is not committed with these rows."""
+    ledger = Ledger(arena.lakehouse)
+    attempt = claimed(ledger)
+    checkpoint(ledger, attempt, "a", None)
+    name_checkpoint(ledger, RUN, "best")
+    rows: list[Row] = [{"kind": "checkpoint", "checkpoint_id": "b", "parent": "a"}]
+    with pytest.raises(RowsBetween, match="expected 2 to be the last seq of run 'r1', found 3"):
+        commit_checkpoint(ledger, attempt, checkpoint_id="b", parent="a", rows=rows, seq=2)
+    assert commit_checkpoint(ledger, attempt, checkpoint_id="b", parent="a", rows=rows, seq=3).fence.head == "b"

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +12,7 @@ from catalog.ledger import Ledger
 from dlac_pipeline.ranks.progress import Phase, ProgressWriter, Spent
 from dlac_pipeline.recover.coordinator import take_over
 from dlac_pipeline.recover.live_status import LiveStatus
+from dlac_pipeline.recover.run_lock import run_lock
 from dlac_pipeline.recover.status import run_status
 
 if TYPE_CHECKING:
@@ -67,47 +70,51 @@ def test_a_checkpoint_that_is_committed_meanwhile_is_no_step_0(arena: Arena, mon
 
 
 def test_what_is_at_risk_ends_with_the_last_sign_of_life(arena: Arena, tmp_path: Path) -> None:
-    """Nothing while no step is done; a run whose processes are gone loses no more from then on, and is told as silent."""
-    folder = claimed_again(arena, tmp_path)
+    """Nothing while no step is done; ranks that hang are shown as silent, and a launch that is gone as dead."""
     began = time.time() - 1000
-    ProgressWriter(folder, 0).write(5, Phase.TRAINING, spent=Spent(in_hand=6, began=began))
-    facts = LiveStatus(arena.lakehouse, "r").look()
-    assert (facts["state"], facts["at_risk_steps"], facts["at_risk_s"]) == ("computing", 0, 0.0)
-    ProgressWriter(folder, 0).write(7, Phase.TRAINING, spent=Spent(in_hand=8, rows=64, began=began))
-    with arena.monkeypatch.context() as patched:
-        later = time.time() + 5000
-        patched.setattr(time, "time", lambda: later)
+    with claimed_again(arena, tmp_path) as folder:
+        ProgressWriter(folder, 0).write(5, Phase.TRAINING, spent=Spent(in_hand=6, began=began))
         facts = LiveStatus(arena.lakehouse, "r").look()
-    assert re.fullmatch(r"computing, no sign of life for \d{4} s", str(facts["state"]))
+        assert (facts["state"], facts["at_risk_steps"], facts["at_risk_s"]) == ("computing", 0, 0.0)
+        ProgressWriter(folder, 0).write(7, Phase.TRAINING, spent=Spent(in_hand=8, rows=64, began=began))
+        with arena.monkeypatch.context() as patched:
+            later = time.time() + 5000
+            patched.setattr(time, "time", lambda: later)
+            facts = LiveStatus(arena.lakehouse, "r").look()
+    assert re.fullmatch(r"computing, no sign of life for 1 h 2\d min", str(facts["state"]))
     assert facts["at_risk_steps"] == 2
     assert facts["at_risk_s"] < 4000 < facts["last_sign_s"]
+    dead = LiveStatus(arena.lakehouse, "r").look()
+    assert (dead["state"], dead["at_risk_steps"], dead["samples_per_s"]) == ("dead", 2, None)
 
 
 def test_what_is_consumed_behind_a_pass_is_of_the_next(arena: Arena, tmp_path: Path) -> None:
     """Also before a checkpoint of it is committed."""
-    folder = claimed_again(arena, tmp_path)
-    status = LiveStatus(arena.lakehouse, "r")
-    for rows, share in ((0, 160 / 500), (340, 1.0), (400, 60 / 500)):
-        ProgressWriter(folder, 0).write(5 + rows // 32, Phase.TRAINING, spent=Spent(rows=rows))
-        assert status.look()["consumed_share"] == share
+    with claimed_again(arena, tmp_path) as folder:
+        status = LiveStatus(arena.lakehouse, "r")
+        for rows, share in ((0, 160 / 500), (340, 1.0), (400, 60 / 500)):
+            ProgressWriter(folder, 0).write(5 + rows // 32, Phase.TRAINING, spent=Spent(rows=rows))
+            assert status.look()["consumed_share"] == share
 
 
 def test_a_rate_begins_with_the_first_finished_step(arena: Arena, tmp_path: Path) -> None:
     """What came before was starting and loading, and would make the first estimate too long."""
-    folder = claimed_again(arena, tmp_path)
-    status = LiveStatus(arena.lakehouse, "r")
     rates = []
-    for step, rows in ((5, 0), (6, 32), (7, 64)):
-        ProgressWriter(folder, 0).write(step, Phase.TRAINING, spent=Spent(rows=rows))
-        rates.append(status.look()["samples_per_s"])
+    with claimed_again(arena, tmp_path) as folder:
+        status = LiveStatus(arena.lakehouse, "r")
+        for step, rows in ((5, 0), (6, 32), (7, 64)):
+            ProgressWriter(folder, 0).write(step, Phase.TRAINING, spent=Spent(rows=rows))
+            rates.append(status.look()["samples_per_s"])
     assert rates[:2] == [None, None]
     assert rates[2] is not None
 
 
-def claimed_again(arena: Arena, folder: Path) -> Path:
-    """The launch folder of an attempt that goes on behind step 5 of a run; it has no ranks but what a test writes down."""
+@contextmanager
+def claimed_again(arena: Arena, folder: Path) -> Iterator[Path]:
+    """The launch folder of a living attempt after step 5 of a run; it has no ranks but what a test writes down."""
     arena.table(appends=(500,))
     spec = arena.spec("r", world_size=1, passes=2, every_steps=5)
     arena.train(spec, until=7)
-    take_over(arena.lakehouse, spec, nonce="n", launch_folder=str(folder))
-    return folder
+    with run_lock(spec.checkpoint.local, "r", wait_s=0, takeover=False):
+        take_over(arena.lakehouse, spec, nonce="n", launch_folder=str(folder))
+        yield folder

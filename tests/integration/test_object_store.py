@@ -19,7 +19,7 @@ from catalog.connect import connect
 from catalog.errors import CatalogUnreachable
 from catalog.lakehouse_config import LakehouseConfig
 from catalog.ledger import Append, Ledger
-from catalog.upkeep import upkeep
+from catalog.maintenance.upkeep import upkeep
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.plan.legs import first_leg
 from dlac_pipeline.plan.planner import make_plan

@@ -20,7 +20,7 @@ from catalog.lakehouse_config import LakehouseConfig
 from catalog.pins import hold, let_go, list_pins, pins_table, unpin
 from catalog.plans import PlanRow
 from catalog.schemas import CONSUMPTION, PLANS
-from catalog.snapshots import pin, tag_of
+from catalog.snapshots import is_pinned, pin, tag_of
 
 ROWS = pa.table({"k": pa.array([1, 2, 3], pa.int64())})
 
@@ -340,3 +340,20 @@ def test_a_read_only_database(lakehouse: Lakehouse, tmp_path: Path) -> None:
         hold(reader, "src.t", snapshot, "tag")
     assert hold(reader, "src.t", snapshot, "none") == ""
     catalog.close()
+
+
+def test_pin_that_vanishes_is_set_again(lakehouse: Lakehouse, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tag that a racing expiry dropped right after it was made is missed at the second look, and made again."""
+    snapshot = append(lakehouse)
+    real, tagged = lakehouse.catalog.commit_table, []
+
+    def commit_table(*request: Any) -> Any:
+        answer = real(*request)
+        tagged.append(answer)
+        if len(tagged) == 1:
+            lakehouse.load("src.t").manage_snapshots().remove_tag(tag_of(snapshot)).commit()
+        return answer
+
+    monkeypatch.setattr(lakehouse.catalog, "commit_table", commit_table)
+    assert pin(lakehouse, "src.t", snapshot) == tag_of(snapshot)
+    assert is_pinned(lakehouse.load("src.t"), "src.t", snapshot)

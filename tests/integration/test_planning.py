@@ -23,12 +23,15 @@ from catalog.errors import (
     PinLost,
     SpecInvalid,
     TableReplaced,
+    TokenizerUnreadable,
+    TransformFailed,
     UnsupportedColumn,
 )
 from catalog.lakehouse_config import LakehouseConfig
 from catalog.snapshots import pin, tag_of
+from dlac_pipeline.plan.legs import check_readable
 from dlac_pipeline.plan.planner import load_plan, make_plan
-from dlac_pipeline.spec import SourceSpec
+from dlac_pipeline.spec import SourceSpec, parse_spec
 
 if TYPE_CHECKING:
     from tests.conftest import Arena
@@ -101,6 +104,13 @@ def test_racing_planners_leave_one_plan(arena: Arena, monkeypatch: pytest.Monkey
         ({"columns": ["x", "y"]}, NoSuchColumn, r"column 'y' .* found only .*'row_id'"),
         ({"columns": ["even"], "ragged": ["even"]}, UnsupportedColumn, r"'even'"),
         ({"row_filter": "row_id > 1000"}, EmptyPlan, r"'row_id > 1000'"),
+        (
+            {"exclude": ["even = true", "even = false"]},
+            EmptyPlan,
+            r"exclusions \['even = true', 'even = false'\] leave none",
+        ),
+        ({"row_filter": "row_id > 1000", "exclude": ["even = true"]}, EmptyPlan, r"widen the filter"),
+        ({"row_filter": "row_id = true"}, SpecInvalid, r"'row_id' of type long .* found true"),
         ({"row_filter": "row_id >"}, SpecInvalid, r"found 'row_id >'"),
         ({"row_filter": "colour = 'red'"}, NoSuchColumn, r"colour"),
     ],
@@ -209,3 +219,62 @@ def test_a_catalog_that_cannot_be_reached_is_named(config: LakehouseConfig) -> N
     """A wrong address is one clear error that repeats the address."""
     with pytest.raises(CatalogUnreachable, match=r"nowhere|127\.0\.0\.1:9"):
         connect(config)
+
+
+UNREADABLE: list[tuple[dict[str, Any], type[DlacError], str]] = [
+    ({"identity_columns": ["row_id", "nowhere"]}, NoSuchColumn, r"identity column 'nowhere' .*'row_id', 'x'"),
+    ({"identity_columns": ["x"]}, SpecInvalid, "identity column 'x' to be of a primitive type"),
+    ({"transform": "nowhere.py:f"}, TransformFailed, "'nowhere.py'"),
+    (
+        {"transform": "no.such.module:f"},
+        TransformFailed,
+        "'no.such.module' to be imported, found ModuleNotFoundError",
+    ),
+    ({"transform": "json:nothing"}, TransformFailed, "a function 'nothing' in 'json'"),
+    ({"transform": "json:loads", "columns": ["row_id", "y"]}, NoSuchColumn, r"'y' .*'row_id', 'x'"),
+    (
+        {"sequences": {"length": 4, "column": "x"}},
+        UnsupportedColumn,
+        "'x' of source 'src.t' to hold texts or lists",
+    ),
+    ({"sequences": {"length": 4, "column": "name"}}, NoSuchColumn, r"\['row_id', 'x'\], found 'name'"),
+    (
+        {"columns": ["name"], "sequences": {"length": 4}},
+        SpecInvalid,
+        "sequences.tokenizer for the texts in column 'name'",
+    ),
+    ({"sequences": {"length": 4, "tokenizer": "nowhere.json"}}, TokenizerUnreadable, "'nowhere.json'"),
+    (
+        {"mixture": [{"table": "src.t", "name": "b", "columns": ["row_id"]}]},
+        UnsupportedColumn,
+        "'src.t' and .* 'b'",
+    ),
+    ({"mixture": [{"table": "src.u", "columns": ["row_id", "x"]}]}, NoSuchTable, "'src.u'"),
+]
+"""Jobs that reading would refuse: what is changed, the error, and what it names."""
+
+
+def test_unreadable_jobs_claim_nothing(arena: Arena) -> None:
+    """What reading would refuse is refused by planning and by training, with nothing pinned, planned or claimed."""
+    raw = arena.spec("r").model_dump()
+    for changes, error, message in UNREADABLE:
+        source = {name: value for name, value in changes.items() if name in SourceSpec.model_fields}
+        others = {name: value for name, value in changes.items() if name not in source}
+        spec = parse_spec({**raw, "source": {**raw["source"], **source}, **others}, origin="the test")
+        with pytest.raises(error, match=message):
+            check_readable(arena.lakehouse, spec)
+        with pytest.raises(error, match=message):
+            arena.train(spec)
+    assert set(arena.lakehouse.load("src.t").refs()) == {"main"}
+    assert arena.lakehouse.own("plans").scan().count() == 0
+    assert arena.rows("r") == []
+
+
+def test_excluded_rows_are_dead(arena: Arena) -> None:
+    """Rows that an exclusion names are in the plan's units, and are not read."""
+    plan = make_plan(arena.lakehouse, source(exclude=["row_id < 7", "row_id = 59"]))
+    assert (plan.row.rows, plan.row.live_rows) == (60, 52)
+    found = sorted(
+        offsets.tolist() for offsets in plan.units.dead.values()
+    )  # the order of the files is that of their names
+    assert found == [list(range(7)), [9]]

@@ -12,6 +12,7 @@ import torch
 from catalog.errors import DataFileUnreadable, SpecInvalid, UnsupportedColumn
 from dlac_pipeline.plan.legs import first_leg
 from dlac_pipeline.plan.planner import Plan, make_plan
+from dlac_pipeline.read import streams
 from dlac_pipeline.read.batch import Batch
 from dlac_pipeline.read.open import open_leg
 from dlac_pipeline.spec import OrderSpec, SourceSpec
@@ -28,7 +29,7 @@ def table(arena: Arena) -> None:
     arena.table(appends=(3, 1, 7, 110, 2, 14), row_group_rows=20)
 
 
-def plan_of(arena: Arena, *columns: str, row_filter: str = "") -> Plan:
+def plan_of(arena: Arena, *columns: str, row_filter: str | None = None) -> Plan:
     """A plan of these columns; all of them unless named."""
     return make_plan(
         arena.lakehouse,
@@ -40,7 +41,7 @@ def read(
     arena: Arena, plan: Plan, *, world_size: int = 1, step: int = 0, order: OrderSpec = ORDER, budget_bytes: int = 2**20
 ) -> list[list[Batch]]:
     """The batches of every remaining step, by rank."""
-    spec = arena.spec("r", columns=list(plan.columns), row_filter=plan.row.row_filter)
+    spec = arena.spec("r", columns=list(plan.columns), row_filter=plan.row.row_filter or None)
     spec = spec.model_copy(update={"order": order})
     opened = open_leg(arena.lakehouse, first_leg(spec, [plan]), spec)
     batches = []
@@ -118,6 +119,57 @@ def test_a_filter_leaves_only_its_rows(arena: Arena) -> None:
     assert plan.row.live_rows == len(wanted)
     seen = sorted(row for _, ids in global_batches(read(arena, plan)) for row in ids)
     assert seen == sorted(2 * wanted)
+
+
+@pytest.mark.usefixtures("table")
+@pytest.mark.parametrize("portion_bytes", [1, 2**22])
+def test_portions_change_no_batch(arena: Arena, monkeypatch: pytest.MonkeyPatch, portion_bytes: int) -> None:
+    """In the table's order the batches are the same, from any step, however few slices are decoded at a time."""
+    order = ORDER.model_copy(update={"shuffle": False, "block_slices": 4})
+    plan = plan_of(arena, row_filter="even = true")
+    monkeypatch.setattr(streams, "_PORTION_BYTES", 2**40)
+    whole = global_batches(read(arena, plan, order=order))
+    monkeypatch.setattr(streams, "_PORTION_BYTES", portion_bytes)
+    for step in (0, 1, 3):
+        assert global_batches(read(arena, plan, order=order, step=step)) == whole[step:]
+
+
+@pytest.mark.parametrize("portion_bytes", [1, 2**40])
+def test_portions_pass_dead_nulls_over(arena: Arena, monkeypatch: pytest.MonkeyPatch, portion_bytes: int) -> None:
+    """Rows that a filter drops may be null, also where a block is decoded a few slices at a time."""
+    monkeypatch.setattr(streams, "_PORTION_BYTES", portion_bytes)
+    values = pa.array([None if row % 7 == 3 else float(row) for row in range(120)])
+    rows = pa.table({"row_id": pa.array(range(120)), "v": values})
+    arena.lakehouse.catalog.create_table("src.t", rows.schema, properties={"write.parquet.row-group-limit": "10"})
+    arena.lakehouse.load("src.t").append(rows)
+    plan = plan_of(arena, "row_id", "v", row_filter="v is not null")
+    order = ORDER.model_copy(update={"shuffle": False, "block_slices": 4, "passes": 1})
+    found = [
+        pair
+        for batch in read(arena, plan, order=order)[0]
+        for pair in zip(batch["row_id"][batch.valid].tolist(), batch["v"][batch.valid].tolist(), strict=True)
+    ]
+    assert sorted(found) == [(row, float(row)) for row in range(120) if row % 7 != 3]
+
+
+def test_table_order_holds_few_slices(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the table's order a reader keeps one portion of a block and the next one, and not the block."""
+    arena.table(appends=(960,), row_group_rows=20)
+    plan = plan_of(arena)
+    peaks = {}
+    for portion_bytes in (1, 2**40):
+        monkeypatch.setattr(streams, "_PORTION_BYTES", portion_bytes)
+        order = ORDER.model_copy(update={"shuffle": False, "block_slices": 8})
+        spec = arena.spec("r", columns=list(plan.columns)).model_copy(update={"order": order})
+        opened = open_leg(arena.lakehouse, first_leg(spec, [plan]), spec)
+        with closing(opened.reader(rank=0, world_size=1)) as reader:
+            rows = 0
+            for batch in reader:
+                rows += len(batch["row_id"])
+                reader.prefetch.settle()
+            peaks[portion_bytes] = reader.prefetch.peak_bytes
+    assert rows == 2 * 960
+    assert peaks[1] < peaks[2**40] / 2
 
 
 @pytest.mark.usefixtures("table")

@@ -18,7 +18,7 @@ from catalog.connect import connect
 from catalog.errors import SteppedAside
 from catalog.lakehouse_config import LakehouseConfig
 from catalog.ledger import Ledger
-from catalog.upkeep import upkeep
+from catalog.maintenance.upkeep import upkeep
 from dlac_pipeline.audit.audit import audit_run
 from tests.conftest import PROGRAMS, Arena, wait_until
 from tests.ports import own_port

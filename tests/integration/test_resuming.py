@@ -6,11 +6,13 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pyarrow as pa
 import pytest
 import torch
 
 from catalog.errors import (
     CheckpointDamaged,
+    CursorMismatch,
     FormatTooNew,
     NoRestorableCheckpoint,
     ResumeMismatch,
@@ -270,3 +272,25 @@ def test_another_number_of_sources_or_plans_is_named_before_anything_is_claimed(
     with pytest.raises(SpecInvalid, match=r"a plan for each of the 1 sources of run 'r1', found 2"):
         take_over(arena.lakehouse, spec, nonce="n", wish=Wish(plan_ids=("a", "b")))
     assert [row["attempt"] for row in arena.rows("r1", "claim")] == [1]
+
+
+def test_shifted_cursor_is_refused(arena: Arena, spec: JobSpec) -> None:
+    """A reader state that the order contradicts is refused, also where manifest and ledger agree on it."""
+    arena.train(spec, until=7)
+    row = newest(arena)
+    path = folder_of(row["manifest_uri"]) / MANIFEST
+    manifest = json.loads(path.read_bytes())
+    manifest["reader_state"][0][2][2] += 1
+    content = json.dumps(manifest).encode()
+    path.write_bytes(content)
+    table = arena.lakehouse.own("consumption")
+    rows = table.scan().to_arrow()
+    digests = [
+        content_digest(content) if each == row["manifest_digest"] else each
+        for each in rows["manifest_digest"].to_pylist()
+    ]
+    index = rows.column_names.index("manifest_digest")
+    field = rows.schema.field(index)
+    table.overwrite(rows.set_column(index, field, pa.array(digests, field.type)))
+    with pytest.raises(CursorMismatch, match=r"cursor of key group 2 in source 0 .* after step 5"):
+        arena.train(spec)

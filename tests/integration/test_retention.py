@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from catalog.commits import name_checkpoint, unname_checkpoint
-from catalog.errors import NoSuchRun, RunFinished, SpecInvalid, StoreUnavailable
+from catalog.errors import NoSuchCheckpoint, RunFinished, SpecInvalid, StoreUnavailable
 from catalog.ledger import Ledger
 from catalog.run_rows import Row
 from dlac_pipeline import TorchState, training_run
@@ -214,7 +214,7 @@ def test_the_command_line_lists_and_verifies(arena: Arena) -> None:
     with open_audit(arena.lakehouse) as connection:
         said = connection.sql("SELECT step, problem IS NULL FROM verifications ORDER BY seq, step").fetchall()
     assert said == [(15, True), (16, True), (15, True), (16, False), (15, True)]
-    with pytest.raises(NoSuchRun, match="at step 5, found"):
+    with pytest.raises(NoSuchCheckpoint, match="at step 5, found"):
         list(verify_checkpoints(arena.lakehouse, "r", 5))
 
 
@@ -315,7 +315,7 @@ def test_names_are_refused_where_they_would_mislead(arena: Arena) -> None:
     arena.table()
     arena.train(arena.spec("r", world_size=1, passes=1, keep_last=2))
     ledger = Ledger(arena.lakehouse)
-    with pytest.raises(NoSuchRun, match=r"at step 20 that is kept, found those of steps \[60, 63\]"):
+    with pytest.raises(NoSuchCheckpoint, match=r"at step 20 that is kept, found those of steps \[60, 63\]"):
         name_checkpoint(ledger, "r", "early", step=20)
     named = dlac("name", "r", "best", "--step", "60", home=arena.home)
     assert "is named best" in named.stdout
@@ -323,7 +323,7 @@ def test_names_are_refused_where_they_would_mislead(arena: Arena) -> None:
     with pytest.raises(SpecInvalid, match="'best' to name no checkpoint"):
         name_checkpoint(ledger, "r", "best")
     assert dlac("unname", "r", "best", home=arena.home).returncode == 0
-    with pytest.raises(NoSuchRun, match=r"named 'best', found the names \[\]"):
+    with pytest.raises(NoSuchCheckpoint, match=r"named 'best', found the names \[\]"):
         unname_checkpoint(ledger, "r", "best")
     with pytest.raises(RunFinished):
         arena.train(arena.spec("r", world_size=1, passes=1, keep_last=2))

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
+import pyarrow as pa
 import pytest
+import torch
+import yaml
 
+import dlac_pipeline
 from catalog.branches import exclusions_in_force, retire_left
 from catalog.commits import Attempt, commit_checkpoint
 from catalog.errors import (
@@ -14,6 +19,7 @@ from catalog.errors import (
     EmptyPlan,
     Fenced,
     NoRestorableCheckpoint,
+    NoSuchCheckpoint,
     NoSuchColumn,
     NoSuchRun,
     ResumeMismatch,
@@ -34,7 +40,7 @@ from dlac_pipeline.recover.incident import failure_of_attempt
 from dlac_pipeline.recover.rewind import rewind_run
 from dlac_pipeline.recover.status import run_status
 from dlac_pipeline.spec import JobSpec
-from tests.conftest import Arena, Steps
+from tests.conftest import Arena, Steps, source_rows
 from tests.integration.test_cli import dlac
 
 
@@ -57,7 +63,10 @@ def test_a_branch_that_leaves_out_all_that_is_left_ends_there(arena: Arena, tmp_
     transform = {"transform": f"{script}:same"} if streamed else {}
     spec = arena.spec("r", world_size=1, passes=1, every_steps=2, **transform)
     arena.train(spec)
-    rewind_run(arena.lakehouse, "r", nonce="op1", step=4, exclude=["row_id >= 0"])
+    with pytest.raises(EmptyPlan, match=r"'row_id >= 0'\] leaves none"):
+        rewind_run(arena.lakehouse, "r", nonce="op0", step=4, exclude=["row_id >= 0"])
+    seen = rows_until(arena.recorded("r"), 4)
+    rewind_run(arena.lakehouse, "r", nonce="op1", step=4, exclude=[f"row_id not in ({str(seen)[1:-1]})"])
     assert arena.train(spec) == {}
     target, last = arena.lineage("r")[-2:]
     assert (target["step"], last["step"], last["parent"]) == (4, 4, target["checkpoint_id"])
@@ -101,7 +110,7 @@ def test_a_new_branch_leaves_out_rows_and_both_are_exact(arena: Arena) -> None:
     assert audit_run(arena.lakehouse, "r", done.checkpoint_id).rows_consumed == 30 * 32
     with pytest.raises(SpecInvalid, match=r"at step 40, found.*name one of these"):
         audit_run(arena.lakehouse, "r", "40")
-    with pytest.raises(NoSuchRun, match="found '7'"):
+    with pytest.raises(NoSuchCheckpoint, match="found '7'"):
         audit_run(arena.lakehouse, "r", "7")
     with pytest.raises(RunFinished):
         arena.train(spec)
@@ -135,7 +144,7 @@ def test_an_abandoned_branch_can_be_taken_up_again(arena: Arena) -> None:
     second = arena.head("r")
     with open_audit(arena.lakehouse) as connection:
         assert connection.sql("SELECT count(*) FROM branches").fetchall() == [(2,)]
-    with pytest.raises(NoSuchRun, match="'nobody' that is kept"):
+    with pytest.raises(NoSuchCheckpoint, match="'nobody' that is kept"):
         rewind_run(arena.lakehouse, "r", nonce="op2", checkpoint_id="nobody")
     rewind_run(arena.lakehouse, "r", nonce="op3", checkpoint_id=first)
     with open_audit(arena.lakehouse) as connection:
@@ -163,7 +172,7 @@ def test_rewinds_that_would_change_nothing_or_cannot_be_are_refused(arena: Arena
         assert arena.rows("r") == before
 
     refused(SpecInvalid, "nothing to rewind", step=40)
-    refused(NoSuchRun, r"at step 10 that is kept, found those of steps \[20, 30, 40\]", step=10)
+    refused(NoSuchCheckpoint, r"at step 10 that is kept, found those of steps \[20, 30, 40\]", step=10)
     refused(
         SpecInvalid,
         r"makes no sense .*columns of 'src.t' are \['row_id', 'x.element', 'x', 'even', 'name'\]",
@@ -232,6 +241,86 @@ def test_a_rewind_is_one_append_that_fences_and_counts_as_no_failure(arena: Aren
     assert not Ledger(arena.lakehouse).state("r").finished
 
 
+def rows_trained_on(steps: Steps) -> dict[int, int]:
+    """Row id -> the step that was trained on it."""
+    return {row: step for step, rows in steps.items() for row in rows}
+
+
+def test_excluded_rows_that_were_seen_are_counted(arena: Arena) -> None:
+    """Of a rewind that comes too late the report says how many rows, and which checkpoint has seen none of them."""
+    arena.table()
+    spec = arena.spec("r", world_size=1, passes=1)
+    step_of = rows_trained_on(arena.train(spec, until=55))
+    row = {step: next(row for row, at in step_of.items() if at == step) for step in (5, 15, 20, 21, 45)}
+    late = [f"row_id IN ({row[15]}, {row[21]})", f"row_id = {row[45]} OR row_id = 1500"]
+    within_40 = sum(step_of.get(each, 99) <= 40 for each in (row[15], row[21], row[45], 1500))
+    done = rewind_run(arena.lakehouse, "r", nonce="op1", step=40, exclude=late)
+    first = min(step_of[row[15]], step_of.get(1500, 99))
+    clean = 10 if first > 10 else None
+    assert (done.excluded_rows_seen, done.clean_step, done.not_counted) == (within_40, clean, "")
+    assert rewind_run(arena.lakehouse, "r", nonce="op1", step=40, exclude=late) == done
+    done = rewind_run(arena.lakehouse, "r", nonce="op2", step=20, exclude=[f"row_id IN ({row[20]}, {row[21]})"])
+    assert (done.excluded_rows_seen, done.clean_step) == (1, 10)
+    assert done.clean_checkpoint == arena.lineage("r")[0]["checkpoint_id"]
+    done = rewind_run(arena.lakehouse, "r", nonce="op3", step=20, exclude=[f"row_id = {row[21]} AND name IS NOT NULL"])
+    assert (done.excluded_rows_seen, done.clean_step) == (0, None)
+    done = rewind_run(arena.lakehouse, "r", nonce="op4", step=10, exclude=[f"row_id = {row[5]}"])
+    assert (done.excluded_rows_seen, done.clean_step) == (1, None)
+    assert rewind_run(arena.lakehouse, "r", nonce="op5", step=20).excluded_rows_seen is None
+    arena.train(spec)
+    assert audit_run(arena.lakehouse, "r").exact
+
+
+def test_command_line_reports_rows_seen(arena: Arena) -> None:
+    """The command says how many rows and prints the rewind that goes further back; `--json` has both."""
+    arena.table(appends=(500,))
+    spec = arena.spec("r", world_size=1, passes=2, every_steps=5)
+    step_of = rows_trained_on({step: rows for step, rows in arena.train(spec, until=17).items() if step <= 15})
+    seen = [row for row, step in step_of.items() if step > 5][:3]
+    where = f"row_id IN ({', '.join(map(str, seen))})"
+    spec_path = str(arena.home / "r.yaml")
+    options = ["--to-step", "15", "--exclude", where, "--spec", spec_path]
+    said = dlac("rewind", "r", *options, home=arena.home)
+    assert said.returncode == 0, said.stderr
+    assert "was trained on 3 of the excluded rows" in said.stdout
+    assert f"dlac rewind r --to-step 5 --exclude '{where}'" in said.stdout
+    said = dlac("rewind", "r", *options[:2], "--exclude", "row_id > 0", *options[4:], "--json", home=arena.home)
+    report = json.loads(said.stdout)
+    assert (report["excluded_rows_seen"], report["clean_step"]) == (len(step_of.keys() - {0}), None)
+
+
+@pytest.mark.parametrize("kind", ["packed", "transformed"])
+def test_rows_seen_in_part_are_counted(arena: Arena, tmp_path: Path, kind: str) -> None:
+    """A row whose first tokens were trained on has been seen; one that the transform left out has not."""
+    script = tmp_path / "transforms.py"
+    script.write_text("import pyarrow.compute as pc\ndef even(batch):\n    return batch.filter(batch['even'])\n")
+    rows = source_rows(0, 400)
+    lists = pa.array([[row] * 7 for row in range(400)], pa.list_(pa.int32()))
+    arena.lakehouse.catalog.create_table("src.t", rows.append_column("tokens", lists).schema)
+    arena.lakehouse.load("src.t").append(rows.append_column("tokens", lists))
+    more: dict[str, Any] = {"columns": ["row_id", "x", "even"], "transform": f"{script}:even"}
+    if kind == "packed":
+        more = {"columns": ["tokens"]}
+    spec = arena.spec("r", world_size=1, passes=1, every_steps=3, batch_size=8, steps=9, **more)
+    if kind == "packed":
+        spec = JobSpec.model_validate({**spec.model_dump(), "sequences": {"length": 5}})
+    path = arena.home / "r.yaml"
+    path.write_text(yaml.safe_dump(spec.model_dump()))
+    arena.monkeypatch.setenv("DLAC_HOME", str(arena.home))
+    seen: set[int] = set()
+    with dlac_pipeline.training_run(path) as run:
+        run.restore(dlac_pipeline.TorchState(model=torch.nn.Linear(1, 1)))
+        for batch in run.batches():
+            if batch.step <= 6:
+                column = batch["tokens" if kind == "packed" else "row_id"]
+                mask = batch["document"] > 0 if kind == "packed" else batch.valid
+                seen |= set(column[mask].tolist())
+            run.step_done(0.0)
+    done = rewind_run(arena.lakehouse, "r", nonce="op", step=6, exclude=["row_id < 399"])
+    assert done.excluded_rows_seen == len(seen - {399})
+    assert done.clean_step is None
+
+
 def test_a_spec_that_asks_for_more_than_the_rewind_is_refused(arena: Arena) -> None:
     """What rewinds exclude needs no new leg; anything else is still refused by name."""
     arena.table()
@@ -261,7 +350,10 @@ def test_a_mixture_excludes_rows_of_the_source_that_is_named(arena: Arena) -> No
     ):
         with pytest.raises(error, match=said):
             rewind_run(arena.lakehouse, "r", nonce="op", step=3, exclude=["row_id >= 0"], **wish)  # type: ignore[arg-type]  # a name
-    rewind_run(arena.lakehouse, "r", nonce="op", step=3, exclude=["even = true"], source="src.u")
+    done = rewind_run(arena.lakehouse, "r", nonce="op", step=3, exclude=["even = true"], source="src.u")
+    with open_audit(arena.lakehouse, run="r") as connection:
+        question = "SELECT count(*) FROM consumed_rows WHERE source = 1 AND row % 2 = 0"
+        assert connection.execute(question).fetchall() == [(done.excluded_rows_seen,)]
     arena.train(spec, until=15)
     with open_audit(arena.lakehouse, run="r") as connection:
         seen = rows_of(
@@ -302,7 +394,7 @@ def test_what_a_rewind_left_is_kept_until_it_is_retired(arena: Arena) -> None:
     shown = dlac("audit", "r", "--checkpoint", left or "", "--json", home=arena.home)
     assert (shown.returncode, json.loads(shown.stdout)["exact"]) == (0, True)
     assert audit_run(arena.lakehouse, "r").exact
-    with pytest.raises(NoSuchRun, match="that is kept"):
+    with pytest.raises(NoSuchCheckpoint, match="that is kept"):
         rewind_run(arena.lakehouse, "r", nonce="op", checkpoint_id=left)
     assert [row["kind"] for row in arena.rows("r", *HEAD_KINDS) if row["kind"] == "rewind"] == ["rewind"]
 
@@ -323,3 +415,63 @@ def test_a_lineage_that_is_damaged_whole_names_the_branches_that_are_left(arena:
             arena.train(spec)
     rewind_run(arena.lakehouse, "r", nonce="op2", checkpoint_id=left)
     assert min(arena.train(spec)) == 31
+
+
+@pytest.mark.parametrize("exclude", [[], ["row_id < 500"]], ids=["same rows", "fewer rows"])
+def test_rewind_to_step_zero(arena: Arena, exclude: list[str]) -> None:
+    """A finished run begins again as a new branch, on the snapshot it began with; the old branch stays auditable."""
+    table = arena.table()
+    spec = arena.spec("r", world_size=1, passes=1)
+    old = arena.train(spec)
+    left = arena.head("r")
+    table.append(source_rows(2000, 100))
+    done = rewind_run(arena.lakehouse, "r", nonce="op1", step=0, exclude=exclude, why="from scratch")
+    assert (done.checkpoint_id, done.step, done.left) == (None, 0, left)
+    assert rewind_run(arena.lakehouse, "r", nonce="op1", step=0) == done
+    assert run_status(arena.lakehouse, "r")["step"] == 0
+    assert audit_run(arena.lakehouse, "r").exact
+    with pytest.raises(SpecInvalid, match="its beginning"):
+        rewind_run(arena.lakehouse, "r", nonce="op2", step=0, exclude=exclude)
+    arena.train(spec, until=25)  # twice: the second attempt resumes the branch, and its exclusions hold
+    new = arena.train(spec)
+    expected = sorted(range(500 if exclude else 0, 2000))
+    assert recorded(arena, "r") == expected
+    assert recorded(arena, "r", left) == sorted(range(2000))
+    if not exclude:
+        assert new == {step: rows for step, rows in old.items() if step in new}
+    for checkpoint in (None, left):
+        report = audit_run(arena.lakehouse, "r", checkpoint)
+        assert (report.exact, report.finished) == (True, True)
+    with open_audit(arena.lakehouse) as connection:
+        branches = rows_of(
+            connection, "SELECT begun_by, grew_from, surviving FROM branches WHERE run = 'r' ORDER BY branch"
+        )
+    assert [tuple(row.values()) for row in branches] == [("start", None, False), ("rewind", None, True)]
+    states = {each.state for each in list_checkpoints(arena.lakehouse, "r") if each.checkpoint_id in {left}}
+    assert states == {"left"}
+    rewind_run(arena.lakehouse, "r", nonce="op3", checkpoint_id=left)
+    assert arena.head("r") == left
+
+
+def test_rewind_to_step_zero_refused(arena: Arena) -> None:
+    """Where no row is left, or nothing is committed. An older launch is fenced off, and retention spares the old branch."""
+    arena.table(appends=(200,))
+    spec = arena.spec("r", world_size=1, passes=1, every_steps=2, keep_last=1)
+    arena.train(spec, until=1)
+    with pytest.raises(SpecInvalid, match="at its beginning"):
+        rewind_run(arena.lakehouse, "r", nonce="op0", step=0)
+    arena.train(spec, until=6)
+    left = arena.head("r")
+    with pytest.raises(EmptyPlan, match="leaves none: exclude fewer rows"):
+        rewind_run(arena.lakehouse, "r", nonce="op1", step=0, exclude=["row_id >= 0"])
+    attempt = arena.rows("r", "claim")[-1]
+    rewind_run(arena.lakehouse, "r", nonce="op2", step=0, exclude=["row_id < 20"])
+    stale = Attempt(run="r", number=attempt["attempt"], nonce=attempt["nonce"])
+    with pytest.raises(Fenced):
+        commit_checkpoint(Ledger(arena.lakehouse), stale, checkpoint_id="x", parent=left, rows=[])
+    arena.train(spec)
+    assert folder_of(
+        {row["checkpoint_id"]: row for row in arena.rows("r", "checkpoint")}[left]["manifest_uri"]
+    ).exists()
+    assert recorded(arena, "r") == list(range(20, 200))
+    assert audit_run(arena.lakehouse, "r").exact

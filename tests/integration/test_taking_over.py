@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import json
+import shutil
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
 from catalog.commits import claim
-from catalog.errors import CatalogUnreachable, ResumeMismatch, SteppedAside
+from catalog.errors import CatalogUnreachable, Fenced, ResumeMismatch, SteppedAside
+from catalog.ledger import Ledger
+from dlac_pipeline import TorchState, training_run
 from dlac_pipeline.checkpoint.store import MANIFEST, folder_of
 from dlac_pipeline.recover.coordinator import ResumePoint, new_nonce, take_over
 from dlac_pipeline.recover.rewind import rewind_run
 from dlac_pipeline.recover.supervise import Supervisor
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from catalog.connect import Lakehouse
+    from dlac_pipeline.checkpoint.writing import Write
     from tests.conftest import Arena
 
 
@@ -63,3 +71,35 @@ def test_a_leg_is_checked_under_the_claim_where_the_head_only_looked_damaged(are
     assert json.loads(point.leg)["sources"][0]["exclude"] == ["row_id >= 150"]
     with pytest.raises(ResumeMismatch):
         taken(arena.spec("r", world_size=1, passes=1, every_steps=2, batch_size=16))
+
+
+class _Swept(TorchState):
+    """A state whose staging folder is removed while it is saved, as the sweep of the next launch does."""
+
+    lakehouse: Lakehouse
+
+    def save(self, folder: Path, write: Write) -> None:
+        """Claim the run for another launch, remove the folder, then save into it."""
+        claim(Ledger(self.lakehouse), "r", nonce="next", replaces=1, detail={})
+        shutil.rmtree(folder)
+        super().save(folder, write)
+
+
+def test_swept_staging_is_fenced_off(arena: Arena) -> None:
+    """A superseded launch whose staging folder was removed dies of `Fenced`, and not of a store that is full."""
+    arena.table(appends=(200,))
+    spec = arena.spec("r", world_size=1, passes=1, every_steps=2)
+    path = arena.home / "r.yaml"
+    path.write_text(spec.model_dump_json())
+    arena.monkeypatch.setenv("DLAC_HOME", str(arena.home))
+    state = _Swept(model=torch.nn.Linear(4, 1))
+    state.lakehouse = arena.lakehouse
+    with pytest.raises(Fenced, match="owned by attempt 2"):
+        _train(path, state)
+
+
+def _train(path: Path, state: TorchState) -> None:
+    with training_run(path) as run:
+        run.restore(state)
+        for _ in run.batches():
+            run.step_done(0.0)

@@ -18,6 +18,7 @@ import yaml
 
 import dlac_pipeline
 from catalog.errors import CheckpointDamaged, StoreUnavailable
+from catalog.ledger import Ledger
 from dlac_pipeline import DistributedState, TorchState
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.checkpoint.files import StoreFiles
@@ -71,7 +72,8 @@ def test_the_store_has_all_and_the_local_folder_the_newest(arena: Arena, spec: J
         (15, ["local", "store"]),
     ]
     assert all(row["manifest_uri"].startswith(far.as_uri()) for row in arena.lineage("r1"))
-    assert {path.name for path in (far / "r1").iterdir()} == {".dlac", "attempt-0001"}
+    mark = f"committed-{Ledger(arena.lakehouse).table_uuid}.json"
+    assert {path.name for path in (far / "r1").iterdir()} == {".dlac", "attempt-0001", mark}
     assert not list(arena.home.rglob("*.tmp-*"))
     listed = json.loads(dlac("checkpoints", "r1", "--json", home=arena.home).stdout)
     assert [each["tiers"] for each in listed] == [["store"], ["local", "store"], ["local", "store"]]

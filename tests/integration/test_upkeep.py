@@ -15,17 +15,17 @@ from pyiceberg.catalog.sql import SqlCatalog
 from pyiceberg.table import CommitTableResponse
 
 from catalog.commits import Attempt, claim, commit_checkpoint
-from catalog.compaction import MIN_FILES, compact
 from catalog.connect import Lakehouse, connect
 from catalog.errors import CommitConflict, LakehouseError
-from catalog.expiry import expire
 from catalog.lakehouse_config import KEEP_SNAPSHOTS
 from catalog.ledger import Ledger
-from catalog.orphans import remove_orphans
+from catalog.maintenance.compaction import MIN_FILES, compact
+from catalog.maintenance.expiry import expire
+from catalog.maintenance.orphans import remove_orphans
+from catalog.maintenance.upkeep import upkeep
 from catalog.retrying import retrying
 from catalog.run_rows import Row
 from catalog.schemas import TABLES
-from catalog.upkeep import upkeep
 from jobs.definitions import defs
 
 if TYPE_CHECKING:
@@ -306,7 +306,7 @@ def test_a_table_that_is_always_busy_is_left_for_the_next_time(ledger: Ledger, m
         raise CommitConflict("somebody else was faster")
 
     monkeypatch.setattr(SqlCatalog, "commit_table", refused)
-    monkeypatch.setattr("catalog.compaction.retrying", partial(retrying, 0.5))
+    monkeypatch.setattr("catalog.maintenance.compaction.retrying", partial(retrying, 0.5))
     (busy,) = [each for each in upkeep(ledger.lakehouse) if each.busy]
     assert (busy.table, busy.merged_files) == ("consumption", 0)
     monkeypatch.undo()

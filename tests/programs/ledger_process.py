@@ -24,8 +24,8 @@ from catalog.connect import Lakehouse, connect
 from catalog.errors import DlacError
 from catalog.lakehouse_config import LakehouseConfig
 from catalog.ledger import Ledger
+from catalog.maintenance.upkeep import upkeep
 from catalog.run_rows import Row
-from catalog.upkeep import upkeep
 
 
 def lakehouse_at(home: str) -> Lakehouse:

@@ -1,7 +1,8 @@
 """A tiny model trained on a table of (row_id, x): plain PyTorch, gradients averaged by hand, and a journal of its own.
 
 Params let it misbehave: `dies_at` a step, `deadly_row`: die of SIGSEGV where that is in the batch, `deadlock_at` a step,
-`slow_rank` by `slow_s` seconds in each forward part. $NOISE_SEED adds noise to the loss that no saved generator knows.
+`slow_rank` by `slow_s` seconds in each forward part, `nan_from` a step: losses are NaN.
+$NOISE_SEED adds noise to the loss that no saved generator knows.
 
 The journal holds the row ids that were in the tensors of each finished step: evidence that is not DLAC's.
 """
@@ -57,6 +58,8 @@ def train(run: dlac.TrainingRun) -> None:
         features = batch["x"].to(torch.float32)
         residual = model(features).squeeze(-1) - features.sum(-1)
         loss = batch.mean(residual**2 + noise * torch.rand(len(features)))
+        if 0 < int(params.get("nan_from", "0")) <= batch.step:
+            loss = loss * float("nan")
         if "NOISE_SEED" in os.environ:
             generator = torch.Generator().manual_seed(int(os.environ["NOISE_SEED"]) + batch.step)
             loss = loss + torch.rand((), generator=generator)

@@ -6,7 +6,9 @@ import uuid
 from decimal import Decimal
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
@@ -35,7 +37,7 @@ from pyiceberg.types import (
     UUIDType,
 )
 
-from catalog.columns import FileColumns, arrow_type
+from catalog.columns import FileColumns, arrow_type, concat_chunks
 from catalog.errors import NoSuchColumn, UnsupportedColumn
 
 
@@ -271,3 +273,30 @@ def test_statistics_are_told_in_the_tables_types() -> None:
     assert (found["text"].lower.as_py(), found["text"].upper.as_py()) == ("b", "x")
     assert (found["real"].lower, found["real"].upper) == (pa.scalar(1.0), pa.scalar(2.0))
     assert found["ns"].upper.value == 1_000_000_007
+
+
+def test_values_beyond_32_bit_offsets() -> None:
+    """What does not fit one array with offsets of 32 bits gets offsets of 64, or is cut into several arrays."""
+    lists = pa.ListArray.from_arrays([0, 2**30], pa.nulls(2**30))  # nulls take no memory
+    joined = concat_chunks([lists] * 3, lists.type)
+    assert (pa.types.is_large_list(joined.type), len(joined), len(joined.values)) == (True, 3, 3 * 2**30)
+    ends = np.array([0, 2**30, 2**31 - 2**20, 2**31 + 5])
+    texts = pa.LargeStringArray.from_buffers(3, pa.py_buffer(ends), pa.py_buffer(np.zeros(2**31 + 5, np.uint8)))
+    schema = Schema(optional(1, "s", StringType()))
+    columns = FileColumns.of(pa.schema({"s": pa.large_string()}), schema, ["s"])
+    found = columns.align(pa.table({"s": texts}), 3)["s"]
+    assert (found.type, [len(chunk) for chunk in found.chunks]) == (pa.string(), [2, 1])
+    assert [int(pc.binary_length(chunk)[0].as_py()) for chunk in found.chunks] == [2**30, 2**20 + 5]
+    one = texts.slice(0, 1)
+    longest = pa.LargeStringArray.from_buffers(1, pa.py_buffer(np.array([0, 2**31 + 5])), texts.buffers()[2])
+    assert columns.align(pa.table({"s": one}), 1)["s"].num_chunks == 1
+    with pytest.raises(UnsupportedColumn, match="column 's' as string, found large_string"):
+        columns.align(pa.table({"s": longest}), 1)
+
+
+def test_timestamps_that_overflow_are_refused() -> None:
+    """Microseconds of the year 9999 do not fit a column of nanoseconds, and are not wrapped into another year."""
+    schema = Schema(optional(1, "t", TimestampNanoType()))
+    far = pa.table({"t": pa.array([dt.datetime(9999, 12, 31)], pa.timestamp("us"))})
+    with pytest.raises(UnsupportedColumn, match="out of bounds timestamp"):
+        read(parquet(far), schema)

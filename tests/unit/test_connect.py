@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import errno
 import socket
+import sqlite3
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 from typing import Literal
 
 import pytest
+from sqlalchemy.exc import OperationalError
 
 from catalog import guarded
 from catalog.connect import connect, reachable
-from catalog.errors import CatalogUnreachable, LakehouseError
+from catalog.errors import CatalogMisconfigured, CatalogUnreachable, DlacError, LakehouseError
 from catalog.lakehouse_config import LakehouseConfig
+from catalog.outages import is_misconfigured
+from dlac_pipeline import told
+from dlac_pipeline.spec import JobSpec, parse_spec
 from tests.ports import own_port
 
 
@@ -76,12 +82,61 @@ def test_no_error_tells_the_password_of_the_catalog(kind: Literal["sql", "rest"]
     assert "s3cr3t" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("status", "kind"), [(401, LakehouseError), (403, LakehouseError), (503, CatalogUnreachable)])
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [(401, CatalogMisconfigured), (403, CatalogMisconfigured), (404, CatalogMisconfigured), (503, CatalogUnreachable)],
+)
 def test_a_rest_catalog_that_refuses_is_told_from_one_that_is_away(status: int, kind: type[Exception]) -> None:
     """Credentials do not mend themselves: nothing is repeated."""
-    with answering(status) as uri, pytest.raises(LakehouseError) as caught:
+    with answering(status) as uri, pytest.raises(DlacError) as caught:
         connect(LakehouseConfig(type="rest", uri=uri))
     assert type(caught.value) is kind
+
+
+@pytest.mark.parametrize("status", [404, 405])
+def test_failover_of_rest_is_outage(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The supervisor of a rank has opened this catalog before; a password that is refused is no outage."""
+    monkeypatch.setattr(told, "PATIENCE_S", 0.0)
+    for code, kind in {status: CatalogUnreachable, 401: CatalogMisconfigured}.items():
+        with answering(code) as uri, pytest.raises(DlacError) as caught:
+            told.open_lakehouse(spec_with_catalog("rest", uri), supervised=True)
+        assert type(caught.value) is kind
+
+
+@pytest.mark.parametrize(("answered", "kind"), [(True, CatalogUnreachable), (False, CatalogMisconfigured)])
+def test_unopened_file_is_outage(answered: bool, kind: type[Exception], tmp_path: Path) -> None:
+    """SQLite cannot open a file of which the journal is a folder, as it cannot where a mount is absent."""
+    config = LakehouseConfig().at_home(tmp_path)
+    connect(config)
+    with closing(sqlite3.connect(tmp_path / "catalog.db")) as connection:
+        connection.execute("PRAGMA journal_mode = WAL")
+    (tmp_path / "catalog.db-wal").mkdir()
+    with pytest.raises(DlacError, match="unable to open database file") as caught:
+        connect(config, answered=answered)
+    assert type(caught.value) is kind
+
+
+def test_refused_host_is_outage_later() -> None:
+    """The standby that a failover promotes may not list the nodes yet."""
+    refused = OperationalError("", None, Exception('FATAL: no pg_hba.conf entry for host "10.0.0.1"'))
+    assert is_misconfigured(refused)
+    assert not is_misconfigured(refused, answered=True)
+    wrong = OperationalError("", None, Exception('FATAL: password authentication failed for user "me"'))
+    assert is_misconfigured(wrong, answered=True)
+
+
+def spec_with_catalog(kind: str, uri: str) -> JobSpec:
+    """A job spec whose lakehouse has this catalog."""
+    return parse_spec(
+        {
+            "run": "r",
+            "source": {"table": "src.t", "columns": ["x"]},
+            "order": {"batch_size": 32},
+            "launch": {"script": "train.py"},
+            "lakehouse": {"type": kind, "uri": uri, "warehouse": "/tmp/none"},
+        },
+        origin="the test",
+    )
 
 
 @pytest.mark.parametrize(
@@ -121,6 +176,8 @@ def answering(status: int) -> Iterator[str]:
     with HTTPServer(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()

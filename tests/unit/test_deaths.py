@@ -1,4 +1,4 @@
-"""Which deaths count as deaths at the same rows, and when that leads to a quarantine."""
+"""Deaths of attempts in a row: another attempt, one without the rows in hand, or none."""
 
 from __future__ import annotations
 
@@ -7,55 +7,129 @@ from typing import Any
 import pytest
 
 from dlac_pipeline.nodes.fleet import LOST
-from dlac_pipeline.ranks.group import HANG
+from dlac_pipeline.ranks.group import HANG, Exit
+from dlac_pipeline.recover.causes import first_cause
 from dlac_pipeline.recover.incident import Failure
 from dlac_pipeline.recover.same_rows import Deaths
 
 
-def death(step: int, **said: Any) -> Failure:
+def death(step: int, cause: str = "rank 0 was killed by SIGSEGV", **said: Any) -> Failure:
     """An attempt that died with the batch of a step in hand."""
     moments: dict[str, Any] = dict.fromkeys(("failed_at", "noticed_at", "launched_at", "stopped_at"), 0.0)
-    return Failure(cause="rank 0 died", noticed_by="supervisor", last_step=step - 1, in_hand=step, **moments, **said)
+    return Failure(cause=cause, noticed_by="supervisor", last_step=max(0, step - 1), in_hand=step, **moments, **said)
 
 
-def verdicts(deaths: Deaths, *steps: int) -> list[bool]:
-    """Whether the rows in hand are to be quarantined, after each of these deaths without a commit in between."""
-    return [deaths.died(death(step), committed=False) for step in steps]
+def raised(step: int, place: str = "train.py:7", **said: Any) -> Failure:
+    """An attempt whose script raised an exception in a step; 0: outside of one."""
+    defaults = {"kind": "ValueError", "origin": "script", "trained": step > 1, "place": place}
+    return death(step, **{"cause": "rank 0 died of ValueError: no", **defaults, **said})
 
 
-def test_the_third_death_in_one_step_is_one_too_many() -> None:
-    """Only in a row: another step in between begins anew."""
-    assert verdicts(Deaths(3), 7, 7, 7) == [False, False, True]
-    assert verdicts(Deaths(3), 7, 7, 8, 7, 7, 7) == [False] * 5 + [True]
+def verdicts(deaths: Deaths, *failures: Failure | int) -> list[str]:
+    """What follows each of these deaths without a commit in between."""
+    found = (each if isinstance(each, Failure) else death(each) for each in failures)
+    return [deaths.judge(each, committed=False) for each in found]
 
 
-def test_a_commit_in_between_begins_anew() -> None:
+AGAIN, OUT, STOP = "again", "leave out", "stop"
+
+
+def test_third_death_leaves_rows_out() -> None:
+    """Only in a row: another step in between begins the count at one."""
+    assert verdicts(Deaths(3), 7, 7, 7) == [AGAIN, AGAIN, OUT]
+    assert verdicts(Deaths(3), 7, 7, 8, 7, 7, 7) == [AGAIN] * 5 + [OUT]
+
+
+def test_commit_resets_deaths() -> None:
     """An attempt that committed something has not died at the rows that the one before died at, as a step goes by once only."""
     deaths = Deaths(2)
-    assert not deaths.died(death(7), committed=False)
-    assert not deaths.died(death(7), committed=True)
-    assert deaths.died(death(7), committed=False)
+    assert deaths.judge(death(7), committed=False) == AGAIN
+    assert deaths.judge(death(7), committed=True) == AGAIN
+    assert deaths.judge(death(7), committed=False) == OUT
 
 
-def test_what_another_rule_covers_is_not_counted() -> None:
-    """Hangs, lost machines, errors of DLAC, and deaths without a batch in hand; a script's own error and a signal count."""
+def test_other_rules_blame_no_rows() -> None:
+    """Hangs, lost nodes, errors of DLAC, what may pass, and deaths without a batch do not count, a signal does."""
     for said in ({"kind": HANG}, {"kind": LOST}, {"kind": "DataFileUnreadable"}, {"kind": "StoreUnavailable"}):
-        assert not Deaths(1).died(death(7, **said), committed=False)
-    assert not Deaths(1).died(death(0), committed=False)
-    assert Deaths(1).died(death(7, kind="ZeroDivisionError"), committed=False)
-    assert Deaths(1).died(death(7, kind="OSError"), committed=False)
+        assert verdicts(Deaths(1), death(7, **said)) == [AGAIN]
+    for origin in ("passing", "peer"):
+        assert verdicts(Deaths(1), *[raised(7, origin=origin)] * 4) == [AGAIN] * 4
+    assert verdicts(Deaths(1), 0) == [AGAIN]
+    assert verdicts(Deaths(1), death(7, kind="ZeroDivisionError")) == [OUT]
+    assert verdicts(Deaths(1), death(7, kind="OSError")) == [OUT]
 
 
-def test_a_quarantine_that_did_not_help_is_not_repeated() -> None:
+def test_same_death_with_other_rows_stops() -> None:
     """Rows that take the place of others in the same step are not to blame; those of a later step may be."""
-    deaths = Deaths(2)
-    assert verdicts(deaths, 7, 7, 7, 7, 7, 7) == [False, True, False, False, False, False]
-    assert verdicts(deaths, 9, 9) == [False, True]
+    assert verdicts(Deaths(2), 7, 7, 7) == [AGAIN, OUT, STOP]
+    assert verdicts(Deaths(2), 7, 7, 9, 9, 9) == [AGAIN, OUT, AGAIN, OUT, STOP]
+    otherwise = death(7, "rank 0 died with exit status 3")
+    assert verdicts(Deaths(2), 7, 7, otherwise, otherwise) == [AGAIN, OUT, AGAIN, AGAIN]
+
+
+@pytest.mark.parametrize(
+    ("failures", "expected"),
+    [
+        ([raised(0), raised(0)], [AGAIN, STOP]),
+        ([raised(0), raised(5)], [AGAIN, STOP]),
+        ([raised(1), raised(1)], [AGAIN, STOP]),
+        ([raised(5), raised(7)], [AGAIN, STOP]),
+        ([raised(5)] * 4, [AGAIN, AGAIN, OUT, STOP]),
+        ([*[raised(5)] * 3, raised(4)], [AGAIN, AGAIN, OUT, STOP]),
+        ([*[raised(5)] * 3, *[raised(6)] * 4], [AGAIN, AGAIN, OUT, AGAIN, AGAIN, OUT, STOP]),
+        ([*[raised(5)] * 3, death(3), raised(5), raised(5)], [AGAIN, AGAIN, OUT, AGAIN, AGAIN, STOP]),
+        ([raised(5), *[raised(5, "train.py:9")] * 3], [AGAIN, AGAIN, OUT, STOP]),
+        ([raised(0), death(0), raised(0)], [AGAIN] * 3),
+        ([raised(0, origin="dlac")] * 3, [AGAIN] * 3),
+        ([raised(1, origin="dlac")] * 2, [AGAIN, STOP]),
+        ([raised(5, kind="", cause="rank 0 died with exit status 3")] * 2, [AGAIN, STOP]),
+        ([raised(5, kind="NameError")] * 2, [AGAIN, STOP]),
+    ],
+)
+def test_same_exception_twice_stops(failures: list[Failure], expected: list[str]) -> None:
+    """Unless the rows in hand were the same both times and may be to blame: then these are left out once."""
+    assert verdicts(Deaths(3), *failures) == expected
+
+
+def test_rows_blamed_by_setting() -> None:
+    """0: the rows are never left out, so the same exception ends the run; 1: they are left out after one death."""
+    assert verdicts(Deaths(0), raised(5), raised(5)) == [AGAIN, STOP]
+    assert verdicts(Deaths(1), raised(1), raised(1)) == [OUT, STOP]
+
+
+def test_progress_forgives_exceptions() -> None:
+    """A script that fails now and then, with checkpoints in between, is launched again each time."""
+    deaths = Deaths(3)
+    assert [deaths.judge(raised(step), committed=True) for step in (5, 9, 14, 21)] == [AGAIN] * 4
 
 
 @pytest.mark.parametrize(("times", "died", "undecided"), [(5, 4, True), (5, 5, False), (0, 3, False), (3, 0, False)])
-def test_more_deaths_are_waited_for_only_where_they_would_decide(times: int, died: int, undecided: bool) -> None:
+def test_no_progress_waits_for_decision(times: int, died: int, undecided: bool) -> None:
     """So NoProgress does not strike before the rows are quarantined, and strikes where they never will be."""
     deaths = Deaths(times)
     verdicts(deaths, *[7] * died)
     assert deaths.undecided == undecided
+
+
+SCRIPT = Exit(rank=1, code=1, kind="ValueError", at=5.0, origin="script", place="x")
+PEER = Exit(rank=0, code=1, kind="RuntimeError", at=4.0, origin="peer", place="y")
+
+
+@pytest.mark.parametrize(
+    ("failures", "blamed"),
+    [
+        ([PEER, SCRIPT], 1),
+        ([PEER, Exit(rank=1, code=3)], 1),
+        ([PEER, Exit(rank=1, code=-9)], 1),
+        ([SCRIPT, Exit(rank=2, code=-6)], 1),
+        ([SCRIPT, Exit(rank=2, code=-11)], 2),
+        ([SCRIPT, Exit(rank=2, code=74, kind="StoreUnavailable", at=6.0)], 1),
+        ([SCRIPT, Exit(rank=2, code=80, kind="Fenced", at=3.0)], 2),
+        ([PEER, Exit(rank=2, code=80, kind="Fenced", at=6.0)], 2),
+        ([SCRIPT, Exit(rank=3, code=1, kind=LOST, at=0.0)], 3),
+        ([PEER], 0),
+    ],
+)
+def test_first_to_fail_is_blamed(failures: list[Exit], blamed: int) -> None:
+    """The ranks whose connection to it broke are not, nor those that NCCL aborts."""
+    assert first_cause(failures).rank == blamed

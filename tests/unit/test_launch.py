@@ -178,6 +178,19 @@ def test_of_a_long_log_only_the_end_is_read(tmp_path: Path) -> None:
     assert peak_bytes < 2**22
 
 
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_log_of_talkative_rank_is_bounded(tmp_path: Path, start: str) -> None:
+    """Its last words stay, however it was started, and the record of its exception."""
+    script = "import os\nfor _ in range(300):\n    os.write(1, b'x' * 10**5 + b'\\n')\nraise ValueError('the end')"
+    with started(spec_of(tmp_path, script, start=start, log_mb=1), tmp_path) as ranks:
+        wait_until(ranks.all_exited, what="the rank's end")
+        (failure,) = ranks.failures()
+    assert (failure.kind, failure.origin) == ("ValueError", "script")
+    assert failure.where.endswith(":4 in <module>")
+    assert log_file(tmp_path, 0).stat().st_size <= 2**20
+    assert ranks.last_words(0)["log_tail"].endswith("ValueError: the end")
+
+
 def test_a_server_that_does_not_answer_is_a_hang(tmp_path: Path) -> None:
     """It is waited for as long as a rank may be silent while it starts."""
     spec = spec_of(tmp_path, SLEEPS, hang_timeout_s=0.1, start_timeout_s=1.0, env=held_up(tmp_path))

@@ -36,6 +36,7 @@ def test_machines_that_share_a_folder_leave_each_other_theirs(tmp_path: Path, mo
     count = 4
     spec, crew = Mock(), Mock(shares=[Mock()] * count, share=Mock(first_rank=0, ranks=0))
     spec.model_dump_json.return_value = "{}"
+    spec.launch.log_mb = 0
     (tmp_path / "r").mkdir()
     made = [tmp_path / "r" / f"launch-{number:04}" for number in range(count)]
     for folder in made:

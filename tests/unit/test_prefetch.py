@@ -35,7 +35,7 @@ def wanted(
             begun.append(block)
         return size
 
-    return Wanted((0, 0, 0, block), estimate, scratch, prepare, int)
+    return Wanted((0, 0, 0, block, 0), estimate, scratch, prepare, int)
 
 
 def test_blocks_are_prepared_ahead_as_long_as_they_fit(prefetch: Prefetcher) -> None:

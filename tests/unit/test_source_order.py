@@ -356,3 +356,31 @@ def test_uneven_groups_are_levelled(rows: int, dealt: list[int]) -> None:
     assert given_now.sum() == rows
     after = before + given_now
     assert not (given_now > 0).any() or after[given_now > 0].max() - after.min() <= 1
+
+
+@EXAMPLES
+@given(unit_tables(), cut_settings(), st.data())
+def test_portions_keep_the_order(units: UnitTable, cut: CutSettings, data: st.DataObject) -> None:
+    """The portions of an unshuffled stretch hold its rows in its order, and only the slices that they need."""
+    order = SourceOrder(SourceStart.fresh(cut.key_groups, [("p", 1)]), {"p": units}, replace(cut, shuffle=False))
+    group = data.draw(st.integers(0, cut.key_groups - 1))
+    for stretch in order.stretches(group, data.draw(st.integers(0, 5))):
+        at_once = _divided(len(stretch.block.slices.unit), data.draw(st.integers(1, 3)))
+        portions = list(stretch.portions(at_once))
+        found = [place for part in portions for place in _places_in(part)]
+        assert found == places_of(stretch)
+        assert portions[-1].cursor == stretch.cursor
+
+
+def _divided(slices: int, at_once: int) -> list[int]:
+    return [min(at_once, slices - first) for first in range(0, slices, at_once)]
+
+
+def _places_in(part: Stretch) -> list[Place]:
+    slices = part.slices
+    laid = [
+        (int(unit), int(first) + row)
+        for unit, first, rows in zip(slices.unit, slices.first, slices.rows, strict=True)
+        for row in range(int(rows))
+    ]
+    return [laid[row] for row in part.rows_of(part.start, part.stop).tolist()]

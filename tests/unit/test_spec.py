@@ -9,7 +9,7 @@ from pydantic import BaseModel
 
 from catalog.errors import SpecInvalid
 from dlac_pipeline import training_run
-from dlac_pipeline.spec import JobSpec, parse_spec, read_spec
+from dlac_pipeline.spec import JobSpec, parse_recorded, parse_spec, read_spec
 
 GOOD: dict[str, Any] = {
     "run": "r1",
@@ -62,6 +62,29 @@ def test_what_is_wrong_is_named(raw: dict[str, Any], message: str) -> None:
     with pytest.raises(SpecInvalid, match=message) as caught:
         parse_spec(raw, origin="'job.toml'")
     assert str(caught.value).startswith("'job.toml' is not a valid job spec:")
+
+
+def test_recorded_blank_filter_is_none() -> None:
+    """A spec that version 0.1 recorded, with an empty text for no filter, is still read; what users write is not."""
+    recorded = changed("source", row_filter="")
+    with pytest.raises(SpecInvalid, match="found the blank ''"):
+        parse_spec(recorded, origin="test")
+    assert parse_recorded(recorded, origin="test").source.row_filter is None
+
+
+@pytest.mark.parametrize("blank", ["", " ", "\t\n"])
+@pytest.mark.parametrize("where", ["source", "mixture"])
+@pytest.mark.parametrize("setting", ["row_filter", "exclude"])
+def test_blank_filters_are_refused(setting: str, where: str, blank: str) -> None:
+    """An empty template variable neither selects nor excludes all rows, in any source; a spec survives its own dump."""
+    more = {setting: ["x > 1", blank] if setting == "exclude" else blank}
+    source = {**GOOD["source"], "name": "more", **more}
+    raw = {**GOOD, "source": source} if where == "source" else {**GOOD, "mixture": [source]}
+    with pytest.raises(SpecInvalid, match=rf"(?s){where}.*{setting}: .*blank"):
+        parse_spec(raw, origin="it")
+    spec = parse_spec(GOOD, origin="it")
+    assert parse_spec(spec.model_dump(), origin="it") == spec
+    assert spec.source.planned_filter == ""
 
 
 def test_a_message_holds_neither_sections_nor_the_parsers_own_words() -> None:
@@ -125,6 +148,8 @@ def test_toml_and_yaml_say_the_same(tmp_path: Path, name: str, text: str) -> Non
         ("job.ini", "", r"expected a \.toml, \.yaml or \.yml file"),
         ("job.toml", "run = ", r"cannot read the job spec"),
         ("job.yaml", "a: [", r"cannot read the job spec"),
+        ("job.toml", f"run = {'1' * 5000}", r"cannot read the job spec"),
+        ("job.yaml", f"run: {'1' * 5000}", r"cannot read the job spec"),
         ("job.yaml", "- a\n- b\n", r"expected a table of settings .* found list"),
     ],
 )

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from dlac_pipeline.watch import TrainingDisplay
+from dlac_pipeline.commands.display import TrainingDisplay
 
 
 def shown(event: dict[str, Any]) -> str:
@@ -27,7 +27,7 @@ def shown(event: dict[str, Any]) -> str:
         ),
         (
             {"event": "interval", "step": 4, "interval_s": 31.25, "why": "[/a] 1 failure"},
-            "a checkpoint every 31.2 s of training: [/a] 1 failure\n",
+            "a checkpoint every 31 s of training: [/a] 1 failure\n",
         ),
         (
             {"event": "preempted", "step": 4, "message": "told to leave (SIGTERM), within 5 s"},
@@ -39,8 +39,29 @@ def shown(event: dict[str, Any]) -> str:
             "recovered in 1.2 s from [/a]; 3 rows replayed\n",
         ),
         (
-            {"event": "recovered", "total_s": 1.25, "resumed_from": None, "rows_replayed": 3},
-            "recovered in 1.2 s from the start; 3 rows replayed\n",
+            {"event": "recovered", "total_s": 1.25, "resumed_from": None, "rows_replayed": 1},
+            "recovered in 1.2 s from the start; 1 row replayed\n",
+        ),
+        (
+            {"event": "recovered", "total_s": 240.0, "down_s": 231.0, "resumed_from": "c", "rows_replayed": 0},
+            "down 3 min 51 s until an operator started it again, recovered in 9 s from c; 0 rows replayed\n",
+        ),
+        (
+            {
+                "event": "checkpoint",
+                "checkpoint_id": "c",
+                "step": 10,
+                "rows": 1,
+                "bytes": 19_314,
+                "duration_s": 0.42,
+            },
+            "checkpoint c step 10, 1 row, 19.3 kB in 0.4 s\n",
+        ),
+        ({"event": "attempt", "attempt": 5, "step": 1_234}, "attempt 5 resumes after step 1,234\n"),
+        ({"event": "attempt", "attempt": 1, "step": 0}, "attempt 1 starts at step 0\n"),
+        (
+            {"event": "left", "step": 7, "total_steps": None},
+            "the script ended at step 7, after a checkpoint: start it again to resume\n",
         ),
     ],
 )
@@ -57,3 +78,13 @@ def test_verifying_has_a_bar() -> None:
         {"event": "verifying", "step": 40, "bytes": 3 * 10**9, "of": 12 * 10**9}
     )
     assert "3000/12000" in shown({"event": "verifying", "step": 40, "bytes": 3 * 10**9, "of": 12 * 10**9})
+
+
+def test_failure_shows_traceback() -> None:
+    """The last lines of the script's traceback, or those of the log if no exception was recorded, or neither."""
+    event = {"event": "failure", "attempt": 1, "step": 4, "cause": "rank 0 died"}
+    trace = "\n".join(["Traceback (most recent call last):", *map(str, range(20)), "ValueError: [/b]"])
+    assert "rank 0 died\n/log\n9\n" in shown({**event, "log": "/log", "log_tail": "noise", "traceback": trace})
+    assert "ValueError: [/b]" in shown({**event, "log": "/log", "log_tail": "noise", "traceback": trace})
+    assert "rank 0 died\n/log\nnoise\n" in shown({**event, "log": "/log", "log_tail": "noise", "traceback": ""})
+    assert "rank 0 died" in shown(event)

@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+
+from catalog.connect import connect
+from catalog.ledger import Ledger
+from catalog.run_rows import Row, checkpoint_rows, fence_of_rows, restorable_rows
+from dlac_pipeline.audit.audit import audit_run
+from dlac_pipeline.checkpoint.restore import restore
+from dlac_pipeline.checkpoint.store import tiers_of
+from dlac_pipeline.plan.leg import Leg
+from dlac_pipeline.read.open import open_leg
+from dlac_pipeline.spec import JobSpec, read_spec
+from tests.conftest import PROGRAMS
+from tests.power import Disk, Names
+
+RUN = "r"
+STEPS = 6
+_STRIDE = 5
+"""Moments apart: what a missing sync breaks stays broken for longer."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recorded:
+    """A run from an empty disk to its end, with a checkpoint at every other step and retention of the last one."""
+
+    disk: Disk
+    path: Path
+
+    @property
+    def spec(self) -> JobSpec:
+        """Return its job spec."""
+        return read_spec(self.path).resolved(self.disk.root / "home")
+
+    def train(self, environment: dict[str, str]) -> None:
+        """Train it to its end, from wherever it is."""
+        places = {"DLAC_HOME": str(self.disk.root / "home"), "PYTHONPATH": str(PROGRAMS.parents[1])}
+        program = [sys.executable, str(PROGRAMS / "train_powered.py"), str(self.path)]
+        subprocess.run(program, check=True, env={**environment, **places})
+
+    @property
+    def moments(self) -> list[int]:
+        """Return the moments before and after each acknowledgement, and some in between."""
+        every = range(1, self.disk.moments)
+        steps = [moment for moment in every if self.acknowledged(moment) != self.acknowledged(moment - 1)]
+        return sorted({*every[::_STRIDE], *steps, *(moment - 1 for moment in steps), every[-1]})
+
+    def acknowledged(self, moment: int) -> int:
+        """Return the step of the last checkpoint that training knew as committed at a moment."""
+        return max((int(step) for step in self.disk.marks(moment)), default=0)
+
+    def rows_left(self) -> list[Row]:
+        """Return the run's ledger rows after a power cut, having checked that whatever they name is whole."""
+        spec = self.spec
+        if not Path(spec.lakehouse.uri.removeprefix("sqlite:///")).is_file():
+            return []
+        lakehouse = connect(spec.lakehouse)
+        rows = Ledger(lakehouse).rows(RUN)
+        for row in restorable_rows(rows).values():
+            restore(row, tiers_of(spec))
+        for row in rows:
+            if row["kind"] == "leg":
+                open_leg(lakehouse, Leg.from_json(row["detail"]), spec)
+        return rows
+
+
+@pytest.fixture(scope="module", params=["one place", "copied to a store"])
+def recorded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Recorded:
+    """The recorded run, with its checkpoints in one place, or made in a folder and copied to the store."""
+    folder = tmp_path_factory.mktemp("power")
+    disk = Disk(folder / "disk", folder / "log")
+    store = {} if request.param == "one place" else {"local": str(folder / "fast"), "store": str(disk.root / "store")}
+    raw = {
+        "run": RUN,
+        "source": {"table": "src.t", "columns": ["row_id", "x"]},
+        "order": {"batch_size": 8, "key_groups": 2},
+        "checkpoint": {"every_steps": 2, "keep_last": 1, "local_keep": 1, **store},
+        "launch": {"script": str(PROGRAMS / "train_powered.py")},
+    }
+    path = folder / "job.yaml"
+    path.write_text(yaml.safe_dump(raw))
+    made = Recorded(disk=disk, path=path)
+    made.train(disk.environment)
+    return made
+
+
+@pytest.mark.parametrize("names", ["synced", "early"])
+def test_power_cut_keeps_invariants(recorded: Recorded, names: Names) -> None:
+    """Whenever the power is cut, all that the ledger names is whole, and no acknowledged checkpoint is lost."""
+    for moment in recorded.moments:
+        recorded.disk.cut(moment, names)
+        rows = recorded.rows_left()
+        head = checkpoint_rows(rows).get(fence_of_rows(rows).head or "", {"step": 0})
+        assert head["step"] >= recorded.acknowledged(moment), f"moment {moment} of {recorded.disk.moments}"
+    assert recorded.acknowledged(recorded.disk.moments) == STEPS
+
+
+def test_training_resumes_after_cut(recorded: Recorded) -> None:
+    """A run that lost its power after its first checkpoint trains to its end, and is exact."""
+    moments = range(recorded.disk.moments)
+    recorded.disk.cut(next(moment for moment in moments if recorded.acknowledged(moment)))
+    recorded.train({**recorded.disk.environment, "LD_PRELOAD": ""})
+    report = audit_run(connect(recorded.spec.lakehouse), RUN)
+    assert report.exact
+    assert restorable_rows(Ledger(connect(recorded.spec.lakehouse)).rows(RUN)).popitem()[1]["step"] == STEPS

@@ -1,0 +1,110 @@
+"""Scripts with bugs: a run stops when the script raises the same exception at the same place, and no innocent row is left out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from catalog.recoveries import recoveries_of
+from dlac_pipeline.audit.audit import audit_run
+
+if TYPE_CHECKING:
+    from tests.conftest import Arena
+
+SCRIPT_FAILED = 89
+
+
+@pytest.mark.parametrize(
+    ("bug", "settings", "attempts", "said"),
+    [
+        ("step", {"at": 5}, 4, "ZeroDivisionError: no way past step 5"),
+        *(
+            pytest.param(*case, marks=pytest.mark.soak)
+            for case in (
+                ("import", {"env": {"IMPORT_BUG": "1"}}, 2, "ModuleNotFoundError"),
+                ("start", {}, 2, "KeyError"),
+                ("step", {"at": 1}, 2, "ZeroDivisionError: no way past step 1"),
+                ("step", {"at": 5, "every_steps": 1}, 4, "in compute"),
+                ("other_steps", {}, 2, "ZeroDivisionError"),
+                ("between", {"at": 3}, 2, "IndexError: the evaluation has no such metric"),
+                ("exit", {"at": 3}, 2, "SystemExit: 3"),
+                ("shape", {"at": 1}, 2, "in compute"),
+                ("rank_1", {"at": 2, "world_size": 2}, 2, "NameError: name 'undefined_name'"),
+            )
+        ),
+    ],
+)
+def test_repeated_exception_stops_run(
+    campaign: Arena, bug: str, settings: dict[str, Any], attempts: int, said: str
+) -> None:
+    """Two attempts, or one without the rows in hand after `deaths_at_same_rows` of them where these could be to blame."""
+    run = f"bug-{bug}-{settings.get('at', 0)}-{settings.get('every_steps', 0)}"
+    spec = campaign.spec(run, "train_raising.py", **{"world_size": 1, "every_steps": 50, "bug": bug, **settings})
+    launch = campaign.launch(spec)
+    assert launch.wait() == SCRIPT_FAILED, launch.events
+    (error,) = launch.of("error")
+    assert error["kind"] == "ScriptFailed"
+    assert said in error["message"]
+    assert "train_raising.py" in error["message"]
+    assert "rank-0000" in error["message"]
+    assert len(launch.of("attempt")) == attempts
+    assert not campaign.rows(run, "quarantine")
+    (gave_up,) = [each for each in recoveries_of(campaign.lakehouse, run) if each.outcome == "gave up"]
+    assert said in gave_up.cause
+
+
+@pytest.mark.soak
+def test_innocent_rows_are_trained_once_mended(arena: Arena) -> None:
+    """The rows that a broken script had in hand are in no quarantine: the mended script trains all of them."""
+    arena.table(appends=(300,))
+    spec = arena.spec("r", "train_raising.py", world_size=1, passes=1, every_steps=2, bug="step", at=5)
+    assert arena.launch(spec).wait() == SCRIPT_FAILED
+    mended = spec.model_copy(update={"params": {**spec.params, "bug": ""}})
+    launch = arena.launch(mended)
+    assert launch.wait() == 0, launch.stderr
+    report = audit_run(arena.lakehouse, "r")
+    assert (report.exact, report.problems) == (True, ())
+    assert (report.rows_consumed, report.rows_quarantined) == (300, 0)
+
+
+def test_raising_row_is_quarantined(arena: Arena) -> None:
+    """A row for which the script raises is left out after three attempts, and the run goes to its end without it."""
+    arena.table(appends=(300,))
+    spec = arena.spec("r", "train_raising.py", world_size=1, passes=1, every_steps=2, bug="row", row=0)
+    batches = arena.train(spec.model_copy(update={"run": "before"}))
+    row = batches[5][0]
+    launch = arena.launch(spec.model_copy(update={"params": {**spec.params, "row": str(row)}}))
+    assert launch.wait() == 0, launch.events
+    assert len(launch.of("attempt")) == 4
+    report = audit_run(arena.lakehouse, "r")
+    assert (report.exact, report.problems) == (True, ())
+    assert (report.rows_consumed, report.rows_quarantined) == (300 - len(batches[5]), len(batches[5]))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("bug", "attempts"), [("os_exit", 4), ("network", 3)])
+def test_unexplained_deaths_end_without_progress(campaign: Arena, bug: str, attempts: int) -> None:
+    """A bare exit status is tried with other rows first; an exception that may pass is no bug, and blames no rows."""
+    run = f"unexplained-{bug}"
+    settings: dict[str, Any] = {"world_size": 2, "every_steps": 50, "bug": bug, "at": 3}
+    launch = campaign.launch(campaign.spec(run, "train_raising.py", **settings))
+    assert launch.wait() == 85, launch.events
+    assert len(launch.of("attempt")) == attempts
+    assert not campaign.rows(run, "quarantine")
+    if bug == "os_exit":
+        assert {failure["cause"] for failure in launch.of("failure")} == {"rank 1 died with exit status 3"}
+
+
+@pytest.mark.soak
+def test_last_words_of_failure_name_script(campaign: Arena) -> None:
+    """The failure event has the rank, the line of the script and the user's frames, without those of DLAC."""
+    settings: dict[str, Any] = {"world_size": 2, "every_steps": 50, "bug": "rank_1", "at": 2}
+    launch = campaign.launch(campaign.spec("names-script", "train_raising.py", **settings, attempts_without_progress=1))
+    launch.wait()
+    failure = launch.of("failure")[0]
+    assert failure["rank"] == 1
+    assert failure["where"].partition(":")[0].endswith("train_raising.py")
+    assert "undefined_name" in failure["traceback"]
+    assert "runpy" not in failure["traceback"]
+    assert failure["log"].endswith("rank-00001.log")

@@ -1,0 +1,234 @@
+"""What the `dlac` command does about faults of its surroundings, and about exceptions that nothing expects."""
+
+from __future__ import annotations
+
+import io
+import json
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from catalog.connect import connect
+from catalog.errors import CatalogMisconfigured, CatalogUnreachable
+from catalog.lakehouse_config import LakehouseConfig
+from dlac_pipeline import cli
+from tests.conftest import Arena
+
+_READS = (
+    ("status", "r"),
+    ("checkpoints", "r"),
+    ("audit", "r"),
+    ("incidents",),
+    ("pins",),
+    ("sql", "FROM checkpoints"),
+    ("upkeep",),
+    ("verify", "r"),
+    ("retire", "r"),
+    ("recover", "r"),
+    ("rehearse", "r"),
+    ("export", "r", "w.safetensors"),
+    ("name", "r", "best"),
+)
+_SPEC = """\
+run = "r"
+[source]
+table = "src.t"
+columns = ["x"]
+[order]
+batch_size = 8
+key_groups = 8
+[launch]
+script = "x.py"
+"""
+
+
+def run_here(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str
+) -> tuple[int, str, str]:
+    """Run a command in this process; its exit status, and what it wrote."""
+    monkeypatch.setattr(sys, "argv", ["dlac", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    said = capsys.readouterr()
+    return int(ended.value.code or 0), said.out, said.err
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Arena]:
+    """A lakehouse with a finished run whose last losses are NaN."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        arena = Arena(tmp_path_factory.mktemp("trained") / "home", monkeypatch)
+        arena.table(appends=(100,))
+        spec = arena.spec("r", world_size=1, passes=1, every_steps=2, nan_from=2, on_nonfinite_loss="warn")
+        launch = arena.launch(spec)
+        assert launch.wait() == 0, launch.stderr
+        yield arena
+        arena.close()
+
+
+@pytest.mark.parametrize("arguments", [each for each in _READS if each[0] != "recover"])
+def test_looking_makes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
+) -> None:
+    """Also where a job spec names the places: the error says that there is no lakehouse, and what makes one."""
+    spec = tmp_path / "typo.toml"
+    places = f'[lakehouse]\nuri = "sqlite:///{tmp_path}/typo/catalog.db"\nwarehouse = "{tmp_path}/typo/tables"\n'
+    spec.write_text(_SPEC + places)
+    status, _, err = run_here(monkeypatch, capsys, *arguments, "--spec", str(spec), "--home", str(tmp_path / "home"))
+    assert status == 64
+    assert "dlac train" in err
+    assert [path.name for path in tmp_path.iterdir()] == ["typo.toml"]
+
+
+@pytest.mark.parametrize("damage", ["missing", "cut off"])
+@pytest.mark.parametrize("table", ["consumption", "plans"])
+def test_lost_metadata_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], table: str, damage: str
+) -> None:
+    """Every command names the table and the file, and says what to do."""
+    lakehouse = connect(LakehouseConfig().at_home(tmp_path))
+    path = Path(lakehouse.own(table).metadata_location.removeprefix("file://"))
+    if damage == "missing":
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[:100] if damage == "cut off" else b"{}")
+    for arguments in _READS[:3] + _READS[4:7]:
+        status, _, err = run_here(monkeypatch, capsys, *arguments, "--home", str(tmp_path))
+        assert status == 69, (arguments, err)
+        assert "MetadataLost" in err
+        assert f"dlac.{table}" in err
+        assert "restore" in err
+
+
+@pytest.mark.parametrize(
+    "content", [b"this is no database, but a text that is long enough for one" * 9, b"SQLite format 3\0" + b"\1" * 99]
+)
+def test_damaged_catalog_is_no_outage(tmp_path: Path, content: bytes) -> None:
+    """Waiting does not mend a file that SQLite cannot read."""
+    (tmp_path / "catalog.db").write_bytes(content)
+    with pytest.raises(CatalogMisconfigured, match=r"catalog\.db"):
+        connect(LakehouseConfig().at_home(tmp_path))
+
+
+def test_locked_catalog_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Who has it locked is said while it is waited for, and again in the error."""
+    config = LakehouseConfig().at_home(tmp_path)
+    connect(config)
+    hold = "import sqlite3, sys\nc = sqlite3.connect(sys.argv[1], isolation_level=None)\nc.execute('BEGIN EXCLUSIVE')\n"
+    command = [sys.executable, "-c", f"{hold}print(1, flush=True)\nsys.stdin.read()", str(tmp_path / "catalog.db")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        holder.stdout.readline()
+        with pytest.raises(CatalogUnreachable, match=f"process {holder.pid} "):
+            connect(config.model_copy(update={"uri": f"{config.uri}?timeout=2.5"}), create=False)
+        assert f"found it locked for 2 s; process {holder.pid} " in caplog.text
+        holder.kill()
+
+
+def test_lock_is_waited_for_while_committing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It is reported as slow: no other process has a lock on it."""
+    config = LakehouseConfig().at_home(tmp_path)
+    lakehouse = connect(config)
+    with closing(sqlite3.connect(tmp_path / "catalog.db", isolation_level=None, check_same_thread=False)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        release = threading.Timer(3.0, lambda: other.execute("ROLLBACK"))
+        release.start()
+        lakehouse.create_namespace("made_late")
+        release.join()
+    assert "slow for" in caplog.text
+    assert "locked" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("status", "r", "--json"),
+        ("status", "r", "--json", "--watch"),
+        ("audit", "r", "--json"),
+        ("incidents", "--json"),
+        ("checkpoints", "r", "--json"),
+        ("sql", "SELECT 'nan'::DOUBLE AS a, ['inf'::FLOAT] AS b", "--json"),
+        ("pins", "--json"),
+    ],
+)
+def test_json_is_strict(
+    trained: Arena, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
+) -> None:
+    """A loss that is NaN is null: every reader of JSON takes what is printed."""
+    status, out, err = run_here(monkeypatch, capsys, *arguments, "--home", str(trained.home))
+    assert status == 0, err
+    for line in out.splitlines():
+        json.loads(line, parse_constant=lambda name: pytest.fail(f"found {name}"))
+
+
+def test_unexpected_exception_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The traceback is in a file that only this user may read, and the exit status is that of a bug."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+
+    def fail(*_: object, **__: object) -> None:
+        raise KeyError("[/b] of nothing")
+
+    monkeypatch.setattr("catalog.connect.connect", fail)
+    status, out, err = run_here(monkeypatch, capsys, "status", "r", "--home", str(tmp_path))
+    assert (status, out, len(err.splitlines())) == (70, "", 1)
+    assert "unexpected KeyError: '[/b] of nothing'" in err
+    [log] = tmp_path.glob("dlac-error-*.log")
+    assert str(log) in err
+    assert "Traceback" in log.read_text()
+    assert log.stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.parametrize(
+    "arguments", [("pins", "r"), ("pins", "nodots"), ("unpin", "nodots", "1"), ("unpin", ".", "1"), ("export", "r", "")]
+)
+def test_odd_names_are_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
+) -> None:
+    """No traceback: the error names what was given."""
+    connect(LakehouseConfig().at_home(tmp_path))
+    status, _, err = run_here(monkeypatch, capsys, *arguments, "--home", str(tmp_path))
+    assert (status, len(err.splitlines())) == (64, 1), err
+
+
+def test_markup_in_adopted_path_is_shown(arena: Arena) -> None:
+    """The provenance of an adopted run is shown as it is, whatever its folder is called."""
+    from rich.console import Console
+
+    from dlac_pipeline.audit.audit import audit_run
+    from dlac_pipeline.audit.table import audit_table
+
+    arena.table(appends=(100,))
+    arena.train(arena.spec("r", world_size=1, passes=1))
+    report = audit_run(arena.lakehouse, "r")
+    console = Console(width=300, record=True, file=io.StringIO())
+    for name in ("/x[/b]", "/x[red]trusted", "[link=http://x]y"):
+        object.__setattr__(report, "adopted_from", name)
+        console.print(audit_table(report))
+        assert f"adopted from {name}" in console.export_text()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGPIPE])
+def test_leaving_early_is_quiet(trained: Arena, number: signal.Signals) -> None:
+    """Ctrl-C, and a reader such as `head` that has gone, print nothing."""
+    command = [str(Path(sys.executable).parent / "dlac"), "status", "r", "--home", str(trained.home)]
+    command = [*command[:1], "sql", "FROM range(200000)", "--json", *command[3:]]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.read(1)
+        if number == signal.SIGINT:
+            process.send_signal(number)
+        process.stdout.close()
+        said = process.stderr.read()
+    assert said == b""
+    assert process.returncode in (0, 128 + number, 128 + signal.SIGPIPE)  # 0: all was in the pipe by then

@@ -1,0 +1,130 @@
+"""Losses and weights that are NaN or infinite, under `launch.on_nonfinite_loss`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+import dlac_pipeline as dlac
+from catalog.errors import LossNotFinite
+from catalog.recoveries import recoveries_of
+from dlac_pipeline.audit.report import write_report
+from dlac_pipeline.checkpoint.finiteness import FinitenessCheck
+from dlac_pipeline.recover.status import run_status
+from tests.conftest import Arena
+
+
+def train(
+    arena: Arena, losses: dict[int, float], *, applied: bool | None = None, poison: int = 0, **changes: Any
+) -> int:
+    """Train in this process with these losses at some steps; the weights are NaN after step `poison`. Returns the last step."""
+    spec = arena.spec("r", world_size=1, passes=1, every_steps=5, **changes)
+    path = arena.home / "r.yaml"
+    path.write_text(yaml.safe_dump(spec.model_dump()))
+    arena.monkeypatch.setenv("DLAC_HOME", str(arena.home))
+    model = torch.nn.Linear(4, 1)
+    with dlac.training_run(path) as run:
+        run.restore(dlac.TorchState(model=model))
+        for batch in run.batches():
+            if batch.step == poison:
+                with torch.no_grad():
+                    model.weight[0, 1] = float("nan")
+            loss = losses.get(batch.step, 1.0)
+            run.step_done(loss, applied=applied if batch.step in losses else None)
+    return run.step
+
+
+@pytest.mark.parametrize("loss", [float("nan"), float("inf"), float("-inf")])
+def test_nonfinite_loss_stops_run(arena: Arena, loss: float) -> None:
+    """The head is the checkpoint before, and status says why the run was given up."""
+    arena.table(appends=(600,))
+    with pytest.raises(LossNotFinite, match="at step 10"):
+        train(arena, {10: loss})
+    status = run_status(arena.lakehouse, "r")
+    assert (status["step"], status["state"]) == (5, "open")
+    assert "LossNotFinite" in status["gave_up"]
+
+
+def test_skipped_step_may_overflow(arena: Arena) -> None:
+    """A step that the engine did not apply has changed no weight."""
+    arena.table(appends=(600,))
+    assert train(arena, {3: float("nan"), 5: float("inf")}, applied=False) == 19
+    assert run_status(arena.lakehouse, "r")["state"] == "finished"
+
+
+def test_nonfinite_weights_are_no_head(arena: Arena) -> None:
+    """Weights that became NaN in a step with a finite loss do not get into a checkpoint."""
+    arena.table(appends=(600,))
+    with pytest.raises(LossNotFinite, match=r"'model\.weight'"):
+        train(arena, {}, poison=9)
+    assert run_status(arena.lakehouse, "r")["step"] == 5
+
+
+@pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float4_e2m1fn_x2"])
+def test_small_floats_are_checked(name: str) -> None:
+    """PyTorch has no minimum of float8; a type that cannot even be converted does not fail a checkpoint."""
+    kind = getattr(torch, name)
+    check = FinitenessCheck("r", "stop", warn=lambda _: None)
+    model = torch.nn.Linear(4, 1, bias=False)
+    model.weight = torch.nn.Parameter(torch.zeros(1, 4, dtype=torch.uint8).view(kind))
+    check.check_weights(dlac.TorchState(model=model), 1)
+    if name != "float4_e2m1fn_x2":
+        model.weight = torch.nn.Parameter(torch.full((1, 4), 255, dtype=torch.uint8).view(kind))
+        with pytest.raises(LossNotFinite, match=r"'model\.weight'"):
+            check.check_weights(dlac.TorchState(model=model), 1)
+
+
+def test_warn_trains_on(arena: Arena) -> None:
+    """The run finishes, and reports and status can still be read by strict programs."""
+    arena.table(appends=(600,))
+    assert train(arena, {19: float("nan"), 7: float("inf")}, on_nonfinite_loss="warn") == 19
+    assert run_status(arena.lakehouse, "r")["state"] == "finished"
+    write_report(arena.lakehouse, {"reference": "r", "faulty": "r"}, arena.home / "report", {})
+    text = (arena.home / "report" / "report.json").read_text()
+    json.loads(text, parse_constant=lambda name: pytest.fail(f"found {name}"))
+
+
+def test_supervisor_does_not_relaunch_nan(arena: Arena) -> None:
+    """One attempt, its own exit status, no quarantined row, and one row that says that it was given up."""
+    arena.table(appends=(600,))
+    launch = arena.launch(arena.spec("r", passes=1, every_steps=5, nan_from=8))
+    assert launch.wait() == LossNotFinite.exit_code, launch.stderr
+    assert len(launch.of("attempt")) == 1
+    assert not launch.of("quarantine")
+    assert [each.outcome for each in recoveries_of(arena.lakehouse, "r")] == ["gave up"]
+    assert run_status(arena.lakehouse, "r")["step"] == 5
+
+
+_POISONED = """
+import sys, torch, dlac_pipeline as dlac
+model = torch.nn.Linear(4, 1)
+with dlac.training_run(sys.argv[1]) as run:
+    run.restore(dlac.TorchState(model=model))
+    for batch in run.batches():
+        if run.rank == 1 and batch.step == 4:
+            torch.nn.init.constant_(model.weight, float("nan"))
+        run.step_done(1.0)
+"""
+
+
+def test_other_ranks_verdict_is_recorded(arena: Arena) -> None:
+    """Without a supervisor rank 0 records that the run is given up, also if the NaN is in the weights of rank 1."""
+    arena.table(appends=(600,))
+    path, script = arena.home / "r.yaml", arena.home / "poisoned.py"
+    path.write_text(yaml.safe_dump(arena.spec("r", passes=1, every_steps=5).model_dump()))
+    script.write_text(_POISONED)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    environment = {**os.environ, "DLAC_HOME": str(arena.home), "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(
+        [*torchrun, str(script), str(path)], env=environment, capture_output=True, text=True, check=False
+    )
+    assert ended.returncode != 0
+    assert [each.outcome for each in recoveries_of(arena.lakehouse, "r")] == ["gave up"], ended.stderr[-3000:]
+    assert "LossNotFinite" in run_status(arena.lakehouse, "r")["gave_up"]

@@ -1,0 +1,322 @@
+"""A ledger that is older than its checkpoint store: refused by name wherever it is met, and nothing is deleted."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sqlite3
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+import pyarrow.fs as pafs
+import pytest
+import torch
+import yaml
+from sqlalchemy import create_engine, text
+
+import dlac_pipeline
+from catalog.connect import Lakehouse, connect
+from catalog.errors import CatalogUnreachable, LedgerOlderThanStore
+from catalog.lakehouse_config import LakehouseConfig
+from catalog.maintenance.upkeep import upkeep
+from catalog.metadata_files import TableFolder
+from catalog.older_ledger import WarehouseReader, check_warehouse, commit_marked
+from dlac_pipeline.audit.audit import audit_run
+from dlac_pipeline.checkpoint import committing
+from dlac_pipeline.recover.rewind import rewind_run
+from dlac_pipeline.recover.status import run_status
+from tests.conftest import Arena, wait_until
+from tests.postgres_server import needs_postgres, postgres
+
+if TYPE_CHECKING:
+    from dlac_pipeline.spec import JobSpec
+    from tests.object_store import ObjectStore
+
+
+def files_of(arena: Arena) -> set[Path]:
+    """Every file of the store and of the warehouse."""
+    folders = (arena.home / "checkpoints" / "r", arena.home / "warehouse")
+    return {path for folder in folders for path in folder.rglob("*") if path.is_file()}
+
+
+def restore_catalog(arena: Arena, backup: Path, *, how: str = "copied") -> None:
+    """Put the backup into the place of the catalog: into the file, or as another file."""
+    if how == "copied":
+        shutil.copy(backup, arena.home / "catalog.db")
+    else:
+        Path(shutil.copy(backup, arena.home / "moved.db")).rename(arena.home / "catalog.db")
+
+
+def reconnect(arena: Arena) -> None:
+    """Open the lakehouse as a new process does."""
+    arena.lakehouse = connect(arena.config.at_home(arena.home))
+
+
+def in_new_process(arena: Arena, work: Callable[[], object]) -> None:
+    """Open the lakehouse, then work with it."""
+    reconnect(arena)
+    work()
+
+
+def rolled_back(arena: Arena, *, backup_at: int, until: int, **settings: Any) -> JobSpec:
+    """A run whose catalog was backed up when it had died in step `backup_at`, and restored when it had in step `until`."""
+    arena.table()
+    spec = arena.spec("r", world_size=1, passes=1, **settings)
+    if backup_at:
+        arena.train(spec, until=backup_at)
+    backup = Path(shutil.copy(arena.home / "catalog.db", arena.home / "backup.db"))
+    arena.train(spec, until=until)
+    restore_catalog(arena, backup)
+    return spec
+
+
+def check_refused(arena: Arena, spec: JobSpec) -> None:
+    """Everything that reads or writes the run is refused by name, and every file stays."""
+    before = files_of(arena)
+    for refused in (
+        lambda: arena.train(spec),
+        lambda: run_status(arena.lakehouse, "r"),
+        lambda: audit_run(arena.lakehouse, "r"),
+        lambda: rewind_run(arena.lakehouse, "r", nonce="n", step=10),
+        lambda: upkeep(arena.lakehouse),
+    ):
+        with pytest.raises(LedgerOlderThanStore, match=r"older backup; nothing was deleted.*restore the newest"):
+            in_new_process(arena, refused)
+    assert before <= files_of(arena)
+
+
+@pytest.mark.parametrize(("every", "until"), [(5, 32), (1, 40), (10, 23)], ids=["many", "metadata gone", "one"])
+def test_older_ledger_is_refused(arena: Arena, every: int, until: int) -> None:
+    """Training, status, audit, rewind and upkeep: after any number of commits, also if the catalog's own files are gone."""
+    spec = rolled_back(arena, backup_at=15, until=until, every_steps=every)
+    check_refused(arena, spec)
+
+
+def test_one_commit_is_missed(arena: Arena) -> None:
+    """A catalog that lacks nothing but the last commit of a live attempt: the mark in the store tells of it."""
+    arena.table()
+    spec = arena.spec("r", world_size=1, passes=1)
+    (arena.home / "r.yaml").write_text(yaml.safe_dump(spec.model_dump()))
+    arena.monkeypatch.setenv("DLAC_HOME", str(arena.home))
+    with suppress(RuntimeError), dlac_pipeline.training_run(arena.home / "r.yaml") as run:
+        run.restore(dlac_pipeline.TorchState(model=torch.nn.Linear(4, 1)))
+        for batch in run.batches():
+            if batch.step == 20:
+                backup = shutil.copy(arena.home / "catalog.db", arena.home / "backup.db")
+            run.step_done(0.0)
+            if batch.step == 20:
+                raise RuntimeError("killed")
+    restore_catalog(arena, Path(backup))
+    check_refused(arena, spec)
+
+
+def test_restored_store_and_warehouse_work(arena: Arena) -> None:
+    """A lakehouse that is restored as a whole trains on, and its audit is exact."""
+    arena.table()
+    spec = arena.spec("r", world_size=1, passes=1)
+    arena.train(spec, until=25)
+    shutil.copytree(arena.home, arena.home.with_name("backup"))
+    arena.train(spec, until=45)
+    shutil.rmtree(arena.home)
+    shutil.copytree(arena.home.with_name("backup"), arena.home)
+    reconnect(arena)
+    arena.train(spec)
+    assert audit_run(arena.lakehouse, "r").exact
+    upkeep(arena.lakehouse)
+
+
+def test_warehouse_restored_without_store(arena: Arena) -> None:
+    """Catalog and warehouse are of one backup, and the store is newer: the store alone tells of it."""
+    arena.table()
+    spec = arena.spec("r", world_size=1, passes=1)
+    arena.train(spec, until=15)
+    shutil.copytree(arena.home / "warehouse", arena.home / "backup")
+    backup = shutil.copy(arena.home / "catalog.db", arena.home / "backup.db")
+    arena.train(spec, until=45)
+    restore_catalog(arena, Path(backup))
+    shutil.rmtree(arena.home / "warehouse")
+    shutil.copytree(arena.home / "backup", arena.home / "warehouse")
+    before = files_of(arena)
+    reconnect(arena)
+    with pytest.raises(LedgerOlderThanStore, match="newest step is 10, while step 40"):
+        arena.train(spec)
+    for refused in (run_status, audit_run):
+        with pytest.raises(LedgerOlderThanStore, match="newest step is 10, while step 40"):
+            refused(arena.lakehouse, "r")
+    assert before <= files_of(arena)
+
+
+def test_lost_claims_are_no_loss(arena: Arena) -> None:
+    """Nothing was committed after the backup but claims: the run trains on, and what was left over goes in the end."""
+    arena.table()
+    spec = arena.spec("r", world_size=1, passes=1)
+    arena.train(spec, until=15)
+    backup = shutil.copy(arena.home / "catalog.db", arena.home / "backup.db")
+    for _ in range(3):
+        arena.train(spec, until=18)
+    restore_catalog(arena, Path(backup))
+    reconnect(arena)
+    assert run_status(arena.lakehouse, "r")["step"] == 10
+    arena.train(spec)
+    assert audit_run(arena.lakehouse, "r").exact
+    upkeep(arena.lakehouse)
+
+
+@pytest.mark.parametrize("backup_at", ["before the run", "before the ledger"])
+def test_forgotten_run_is_refused(arena: Arena, backup_at: str) -> None:
+    """A catalog so old that it has no row of the run, or no ledger at all: a new run of this name is refused."""
+    if backup_at == "before the ledger":
+        shutil.rmtree(arena.home)
+        arena.home.mkdir()
+        empty = sqlite3.connect(arena.home / "catalog.db")
+        empty.close()
+        backup = shutil.copy(arena.home / "catalog.db", arena.home.with_name("backup.db"))
+        arena.__post_init__()
+        arena.table()
+    else:
+        arena.table()
+        backup = shutil.copy(arena.home / "catalog.db", arena.home.with_name("backup.db"))
+    spec = arena.spec("r", world_size=1, passes=1)
+    arena.train(spec, until=25)
+    restore_catalog(arena, Path(backup))
+    before = files_of(arena)
+    if backup_at == "before the ledger":
+        reconnect(arena)
+        arena.lakehouse.create_namespace("src")
+        arena.lakehouse.catalog.register_table("src.t", newest(arena.home / "warehouse" / "src" / "t"))
+    with pytest.raises(LedgerOlderThanStore, match=r"newest step is 0, while step 20|of run 'r'"):
+        arena.train(spec)
+    for refused in (run_status, audit_run):
+        with pytest.raises(LedgerOlderThanStore):
+            refused(arena.lakehouse, "r")
+    assert before <= files_of(arena)
+
+
+def newest(table: Path) -> str:
+    """The newest metadata file of a table."""
+    return max((table / "metadata").glob("*.metadata.json")).as_uri()
+
+
+def test_store_in_a_bucket(arena: Arena, store: ObjectStore) -> None:
+    """Checkpoints in an object store: their mark and their parents are found there, and every object stays."""
+    arena.table()
+    places: dict[str, Any] = {"store": "s3://lake/checkpoints/", "store_properties": store.properties()}
+    spec = arena.spec("r", world_size=1, passes=1, **places)
+    arena.train(spec, until=15)
+    lake = shutil.copytree(arena.home / "warehouse", arena.home / "lake")
+    backup = shutil.copy(arena.home / "catalog.db", arena.home / "backup.db")
+    arena.train(spec, until=35)
+    shutil.rmtree(arena.home / "warehouse")
+    lake.rename(arena.home / "warehouse")
+    restore_catalog(arena, Path(backup))
+    selector = pafs.FileSelector("lake/checkpoints/r", recursive=True)
+    before = {info.path for info in store.files.get_file_info(selector)}
+    for proof in ("the mark", "the parents"):
+        if proof == "the parents":
+            (mark,) = (path for path in before if "/committed-" in path)
+            store.files.delete_file(mark)
+            before.discard(mark)
+        with pytest.raises(LedgerOlderThanStore, match="newest step is 10, while step 30"):
+            arena.train(spec)
+        assert {info.path for info in store.files.get_file_info(selector)} == before
+
+
+@needs_postgres[0]
+@needs_postgres[1]
+def test_postgres_restored_from_a_dump(arena: Arena) -> None:
+    """The rows of a PostgreSQL catalog are put back to an older state: the same is refused."""
+    with postgres() as address:
+        arena.config = LakehouseConfig(uri=address)
+        arena.__post_init__()
+        arena.table()
+        spec = arena.spec("r", world_size=1, passes=1)
+        arena.train(spec, until=15)
+        engine = create_engine(address)
+        with engine.begin() as connection:
+            connection.execute(text("CREATE TABLE dump AS SELECT * FROM iceberg_tables"))
+        arena.train(spec, until=35)
+        with engine.begin() as connection:
+            connection.execute(
+                text(
+                    "UPDATE iceberg_tables t SET metadata_location = d.metadata_location FROM dump d "
+                    "WHERE t.table_name = d.table_name AND t.table_namespace = d.table_namespace"
+                )
+            )
+        engine.dispose()
+        check_refused(arena, spec)
+
+
+def test_crash_before_commit_is_swept(arena: Arena) -> None:
+    """A complete checkpoint whose commit never landed raises no alarm, and goes after the next first commit."""
+    arena.table()
+    spec = arena.spec("r", world_size=1, passes=1)
+
+    def die(*given: object, **how: object) -> None:
+        raise KeyboardInterrupt  # between the manifest and the commit
+
+    arena.train(spec, until=15)
+    with arena.monkeypatch.context() as patched:
+        patched.setattr(committing, "commit_checkpoint", die)
+        with pytest.raises(KeyboardInterrupt):
+            arena.train(spec)
+    (leaf,) = (arena.home / "checkpoints" / "r").glob("attempt-0002/*/manifest.json")
+    assert run_status(arena.lakehouse, "r")["step"] == 10
+    arena.train(spec)
+    wait_until(lambda: not leaf.exists(), what="the removal of what was never committed")
+    assert audit_run(arena.lakehouse, "r").exact
+
+
+@pytest.mark.parametrize(
+    "content", ['{"a": 1}', "[]", "null", '{"table-uuid": "UUID"}', '{"table-uuid": "UUID", "snapshots": [1]}']
+)
+def test_stray_metadata_proves_nothing(arena: Arena, content: str) -> None:
+    """A file that is named as metadata and is none of a table raises no alarm, and no error of a library."""
+    table = arena.lakehouse.own("consumption")
+    content = content.replace("UUID", str(table.metadata.table_uuid))
+    (arena.home / "warehouse" / "dlac" / "consumption" / "metadata" / "99999-a.metadata.json").write_text(content)
+    check_warehouse(arena.lakehouse)
+    check_warehouse(arena.lakehouse, "r", exists=False)
+
+
+def test_outage_is_no_stray_metadata(arena: Arena) -> None:
+    """An object store that does not answer while a metadata file is read is an outage."""
+
+    def fail(self: TableFolder, path: str) -> dict[str, Any]:
+        raise OSError("When reading information for key: AWS Error NETWORK_CONNECTION during GetObject operation")
+
+    (arena.home / "warehouse" / "dlac" / "consumption" / "metadata" / "99999-a.metadata.json").write_text("{}")
+    arena.monkeypatch.setattr(TableFolder, "metadata", fail)
+    with pytest.raises(CatalogUnreachable, match="NETWORK_CONNECTION"):
+        check_warehouse(arena.lakehouse)
+
+
+def test_mark_without_step_counts(arena: Arena) -> None:
+    """A commit mark proves its checkpoint, whatever its step is."""
+    said = {"ledger_uuid": "u", "run": "r", "checkpoint_id": "c", "step": None}
+    (arena.home / "committed-u.json").write_text(json.dumps(said))
+    proof = commit_marked(str(arena.home), "u", WarehouseReader(arena.lakehouse))
+    assert proof is not None
+    assert (proof.checkpoint_id, proof.step) == ("c", 0)
+
+
+def test_many_orphans_cost_one_read(arena: Arena) -> None:
+    """The ledger is read once per check, however many metadata files it does not name."""
+    arena.table()
+    arena.train(arena.spec("r", world_size=1, passes=1), until=15)
+    metadata = arena.home / "warehouse" / "dlac" / "consumption" / "metadata"
+    content = max(metadata.glob("*.metadata.json")).read_text()
+    other = content.replace(str(arena.lakehouse.own("consumption").metadata.table_uuid), str(uuid4()))
+    for number in range(5):
+        (metadata / f"{number:05}-orphan.metadata.json").write_text(other)
+    read_own, reads = Lakehouse.read_own, []
+
+    def count(self: Lakehouse, name: str, *given: Any, **how: Any) -> Any:
+        reads.append(name)
+        return read_own(self, name, *given, **how)
+
+    arena.monkeypatch.setattr(Lakehouse, "read_own", count)
+    check_warehouse(arena.lakehouse, "r", exists=False)
+    assert reads == ["consumption"]

@@ -1,0 +1,324 @@
+"""Values as the pinned snapshot defines them: timestamps, partition values, names and shapes of tensors, ids, schemas."""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from pyiceberg.partitioning import PartitionField, PartitionSpec
+from pyiceberg.schema import Schema
+from pyiceberg.table import Table
+from pyiceberg.transforms import IdentityTransform
+from pyiceberg.types import (
+    DateType,
+    IcebergType,
+    IntegerType,
+    LongType,
+    NestedField,
+    StringType,
+    TimestampType,
+)
+
+from catalog.connect import Lakehouse, connect
+from catalog.errors import (
+    DataFileUnreadable,
+    NoSuchColumn,
+    SpecInvalid,
+    UnsupportedColumn,
+    UnsupportedSnapshot,
+)
+from catalog.lakehouse_config import LakehouseConfig
+from catalog.plans import get_plan
+from catalog.row_groups import row_groups_of
+from catalog.snapshots import snapshot_of
+from dlac_pipeline.dataset import DlacDataset, open_dataset
+from dlac_pipeline.plan.planner import make_plan
+from dlac_pipeline.spec import SourceSpec
+
+
+@pytest.fixture
+def lakehouse(tmp_path: Path) -> Lakehouse:
+    """An empty lakehouse."""
+    found = connect(LakehouseConfig().at_home(tmp_path))
+    found.create_namespace("src")
+    return found
+
+
+def made(lakehouse: Lakehouse, *files: pa.Table, **properties: str) -> Table:
+    """The table `src.t` of these files."""
+    lakehouse.catalog.create_table("src.t", files[0].schema, properties=properties)
+    for rows in files:
+        lakehouse.load("src.t").append(rows)
+    return lakehouse.load("src.t")
+
+
+def data_files(table: Table) -> list[Path]:
+    """The table's data files, in the order in which they were appended."""
+    tasks = table.scan().plan_files()
+    return sorted(
+        (Path(task.file.file_path.removeprefix("file://")) for task in tasks), key=lambda at: at.stat().st_mtime_ns
+    )
+
+
+def opened(lakehouse: Lakehouse, *columns: str, **settings: Any) -> DlacDataset:
+    """A dataset over `src.t`."""
+    defaults: dict[str, Any] = {"batch_size": 4, "key_groups": 2, "shuffle": False}
+    return open_dataset(lakehouse=lakehouse, table="src.t", columns=list(columns), **{**defaults, **settings})
+
+
+FAR = [
+    dt.datetime(9999, 12, 31, 23, 59, 59, 999999),
+    dt.datetime(1, 1, 1),
+    dt.datetime(2262, 4, 12),
+    dt.datetime(2000, 1, 1),
+]
+
+
+def test_int96_timestamps_of_any_year(lakehouse: Lakehouse) -> None:
+    """Timestamps that old writers stored as INT96 are those that were written, in tensors and under a filter."""
+    instants = pa.array([each.replace(tzinfo=dt.UTC) for each in FAR], pa.timestamp("us", "UTC"))
+    rows = pa.table({"id": range(4), "t": pa.array(FAR, pa.timestamp("us")), "u": instants})
+    (path,) = data_files(made(lakehouse, rows))
+    pq.write_table(pq.read_table(path), path, use_deprecated_int96_timestamps=True)
+    assert pq.read_metadata(path).schema.column(1).physical_type == "INT96"
+    (batch,) = opened(lakehouse, "id", "t", "u")
+    wanted = rows["t"].cast(pa.int64()).to_numpy()[batch["id"].numpy()]
+    assert batch["t"].tolist() == batch["u"].tolist() == wanted.tolist()
+    for text, ids in (
+        ("t > '9000-01-01T00:00:00'", [0]),
+        ("t < '1700-01-01T00:00:00'", [1]),
+        ("t = '2262-04-12T00:00:00'", [2]),
+    ):
+        assert sorted(row for batch in opened(lakehouse, "id", row_filter=text) for row in batch["id"].tolist()) == ids
+        excluded = [row for batch in opened(lakehouse, "id", exclude=[text]) for row in batch["id"].tolist()]
+        assert sorted(excluded) == sorted({0, 1, 2, 3} - set(ids))
+
+
+VALUES: dict[str, tuple[IcebergType, Any, Any]] = {
+    "number": (LongType(), 7, 7),
+    "small": (IntegerType(), -3, -3),
+    "day": (DateType(), dt.date(2020, 1, 2), (dt.date(2020, 1, 2) - dt.date(1970, 1, 1)).days),
+    "instant": (TimestampType(), dt.datetime(1969, 12, 31, 23, 59, 59), -1_000_000),
+}
+
+
+@pytest.mark.parametrize("required", [True, False])
+@pytest.mark.parametrize("name", VALUES)
+def test_partition_column_absent_from_files(lakehouse: Lakehouse, name: str, required: bool) -> None:
+    """A column that data files lack, as files of Hive do, is the file's identity partition value, also where it is required."""
+    kind, value, wanted = VALUES[name]
+    schema = Schema(NestedField(1, "id", LongType(), required=False), NestedField(2, "part", kind, required=required))
+    spec = PartitionSpec(PartitionField(2, 1000, IdentityTransform(), "part"))
+    lakehouse.catalog.create_table("src.t", schema, partition_spec=spec)
+    arrow = lakehouse.load("src.t").schema().as_arrow()
+    lakehouse.load("src.t").append(pa.table({"id": range(6), "part": [value] * 6}, schema=arrow))
+    (path,) = data_files(lakehouse.load("src.t"))
+    pq.write_table(pq.read_table(path, partitioning=None).drop_columns(["part"]), path)
+    found = [
+        pair
+        for batch in opened(lakehouse, "id", "part")
+        for pair in zip(*map(torch.Tensor.tolist, (batch["id"], batch["part"])), strict=True)
+    ]
+    assert sorted(found) == [(row, wanted) for row in range(6)]
+
+
+def test_partition_values_of_every_plan(lakehouse: Lakehouse) -> None:
+    """A file of an earlier plan, gone from the snapshot that was planned last, keeps its partition value."""
+    from dlac_pipeline.plan.leg import Leg
+    from dlac_pipeline.read.blocks import open_decoder
+
+    schema = Schema(NestedField(1, "id", LongType(), required=False), NestedField(2, "part", LongType(), required=True))
+    spec = PartitionSpec(PartitionField(2, 1000, IdentityTransform(), "part"))
+    lakehouse.catalog.create_table("src.t", schema, partition_spec=spec)
+    table = lakehouse.load("src.t")
+    for part in (1, 2):
+        table.append(pa.table({"id": range(3), "part": [part] * 3}, schema=table.schema().as_arrow()))
+    paths = data_files(table)
+    for path in paths:
+        pq.write_table(pq.read_table(path, partitioning=None).drop_columns(["part"]), path)
+    before = snapshot_of(table, None).snapshot_id
+    table.delete("part = 1")
+    leg: Leg = opened(lakehouse, "id", "part").leg
+    after = leg.sources[0].snapshot_id
+    assert after != before
+    decoder = open_decoder(table, leg.sources[0], [before, after])
+    assert decoder.row_group(f"file://{paths[0]}", 0, 3)["part"].to_pylist() == [1, 1, 1]
+    with pytest.raises(DataFileUnreadable, match="found it in none"):
+        open_decoder(table, leg.sources[0], [after]).row_group(f"file://{paths[0]}", 0, 3)
+
+
+TAKEN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "string": ({"v": ["a"] * 4, "v.offsets": range(4)}, {}),
+    "ragged": ({"v": [[1], [1, 2], [], [3]], "v.offsets": range(4)}, {"ragged": ["v"]}),
+    "nullable": ({"y": [1, None, 2, 3], "y.valid": range(4)}, {"nullable": ["y"]}),
+    "nested names": ({"v": ["a"] * 4, "v.offsets": ["b"] * 4}, {}),
+    "both": ({"v.offsets": [1, None, 2, 3], "v.offsets.valid": range(4)}, {"nullable": ["v.offsets"]}),
+}
+
+
+@pytest.mark.parametrize("name", TAKEN)
+@pytest.mark.parametrize("turned", [False, True])
+def test_tensor_names_that_collide(lakehouse: Lakehouse, name: str, turned: bool) -> None:
+    """A column with the name of what another column yields is refused by both names, when planning; alone it is read."""
+    columns, settings = TAKEN[name]
+    made(lakehouse, pa.table({key: pa.array(value) for key, value in columns.items()}))
+    names = sorted(columns, reverse=turned)
+    with pytest.raises(
+        UnsupportedColumn,
+        match=rf"from columns '{min(columns)}' and '{max(columns)}', found '{max(columns)}' from both",
+    ):
+        opened(lakehouse, *names, **settings)
+    (batch,) = opened(lakehouse, max(columns))
+    assert max(columns) in batch
+
+
+@pytest.mark.parametrize("name", ["dlac", "dlac_row"])
+def test_reserved_names_are_refused(lakehouse: Lakehouse, tmp_path: Path, name: str) -> None:
+    """Names that batches, and the batches of transforms, use for something else are refused before anything is read."""
+    made(lakehouse, pa.table({name: range(4)}))
+    script = tmp_path / "transforms.py"
+    script.write_text("def same(batch):\n    return batch\n")
+    more = {"transform": f"{script}:same"} if name == "dlac_row" else {}
+    with pytest.raises(SpecInvalid, match=rf"of other names than '{name}'"):
+        opened(lakehouse, name, **more)
+
+
+def test_filter_on_a_reserved_name(lakehouse: Lakehouse) -> None:
+    """A column of any name can be filtered on, row by row."""
+    made(lakehouse, pa.table({"dlac_position": [5, 1, 7, 2], "id": range(4)}))
+    (batch,) = opened(lakehouse, "id", row_filter="dlac_position > 4")
+    assert sorted(batch["id"].tolist()) == [0, 2]
+
+
+def lists(*rows: Any) -> pa.Table:
+    """Rows with lists."""
+    return pa.table({"x": pa.array(rows, pa.list_(pa.int32()))})
+
+
+def shapes(lakehouse: Lakehouse, world_size: int, **settings: Any) -> list[list[tuple[int, ...]]]:
+    """The shape of `x` in every batch, by rank."""
+    return [
+        [
+            tuple(batch["x"].shape)
+            for batch in opened(lakehouse, "x", rank=rank, world_size=world_size, last_batch="pad", **settings)
+        ]
+        for rank in range(world_size)
+    ]
+
+
+@pytest.mark.parametrize("empty", [[None] * 8, [None] * 7 + [[1, 2, 3]]])
+@pytest.mark.parametrize("statistics", [True, pytest.param(False, marks=pytest.mark.soak)])
+def test_width_of_nullable_lists(lakehouse: Lakehouse, empty: Sequence[Any], statistics: bool) -> None:
+    """Ranks whose rows are all null have tensors as wide as the others', wherever the first list of the plan is."""
+    table = made(lakehouse, lists(*[None] * 8), lists(*empty), lists(*[[1, 2, 3]] * 16))
+    if not statistics:
+        for path in data_files(table):
+            pq.write_table(pq.read_table(path), path, write_statistics=False)
+    for world_size in (1, 4):
+        found = shapes(lakehouse, world_size, nullable=["x"], key_groups=4)
+        assert found == [[(4 // world_size, 3)] * 8] * world_size
+
+
+def test_width_of_all_null_lists(lakehouse: Lakehouse) -> None:
+    """Where there is no list at all, every rank has tensors without width."""
+    made(lakehouse, lists(*[None] * 8), lists(*[None] * 8))
+    assert shapes(lakehouse, 2, nullable=["x"]) == [[(2, 0)] * 4] * 2
+
+
+@pytest.mark.parametrize("nullable", [True, False])
+def test_other_width_is_refused_by_rank(lakehouse: Lakehouse, nullable: bool) -> None:
+    """Lists of another length than the plan's first are refused by the rank that has them, though all of its rows have it."""
+    made(lakehouse, lists(*[[1, 2]] * 8), lists(*[[1, 2, 3]] * 8))
+    more = {"nullable": ["x"]} if nullable else {}
+    with pytest.raises(
+        UnsupportedColumn, match=r"lists of length [23] in column 'x', as the first list of the plan has, found .* [23]"
+    ):
+        shapes(lakehouse, 2, **more)
+
+
+@pytest.mark.parametrize("row_filter", ["x IS NOT NULL", "kept = true"])
+def test_dead_rows_shape_nothing(lakehouse: Lakehouse, row_filter: str) -> None:
+    """Nulls, and lists of other lengths, in rows that the filter drops are not looked at."""
+    dead = [None, None] if "NULL" in row_filter else [[1, 2, 3], [9]]
+    rows = lists(dead[0], [1, 2], dead[1], [3, 4]).append_column("kept", pa.array([False, True, False, True]))
+    made(lakehouse, rows)
+    (batch,) = opened(lakehouse, "x", row_filter=row_filter)
+    assert sorted(batch["x"].tolist()) == [[1, 2], [3, 4]]
+    text = pa.table({"s": ["a", None, "bc", None], "x": rows["x"]})
+    lakehouse.catalog.create_table("src.u", text.schema)
+    lakehouse.load("src.u").append(text)
+    (batch,) = open_dataset(
+        lakehouse=lakehouse, table="src.u", columns=["s"], batch_size=2, key_groups=1, row_filter="s IS NOT NULL"
+    )
+    assert sorted(batch["s"].tolist()) == [97, 98, 99]
+
+
+def unsigned(table: Table, tmp_path: Path, snapshot_id: int) -> Table:
+    """The table as a writer leaves it that counts snapshot ids without a sign."""
+    from pyiceberg.table import StaticTable
+
+    metadata = json.loads(table.metadata.model_dump_json())
+    text = json.dumps(metadata).replace(str(table.metadata.current_snapshot_id), str(snapshot_id))
+    path = tmp_path / "unsigned.metadata.json"
+    path.write_text(text)
+    return StaticTable.from_metadata(str(path))
+
+
+@pytest.mark.parametrize("snapshot_id", [2**63, 2**64 - 1])
+def test_unsigned_snapshot_id_is_refused(lakehouse: Lakehouse, tmp_path: Path, snapshot_id: int) -> None:
+    """It cannot be recorded in a plan, and is named with what to do."""
+    table = unsigned(made(lakehouse, pa.table({"id": range(4)})), tmp_path, snapshot_id)
+    for asked in (None, snapshot_id):
+        with pytest.raises(
+            UnsupportedSnapshot, match=f"64 bits with a sign, as Iceberg defines it, found {snapshot_id} in table"
+        ):
+            snapshot_of(table, asked)
+    with pytest.raises(UnsupportedSnapshot):
+        row_groups_of(table, snapshot_id, "")
+    with pytest.raises(SpecInvalid, match=f"snapshot_id.*found {snapshot_id}"):
+        opened(lakehouse, "id", snapshot_id=snapshot_id)
+
+
+def test_plan_binds_the_schema_of_its_snapshot(lakehouse: Lakehouse) -> None:
+    """Columns and filters are those of the snapshot, before and after later commits; the way to newer ones is named."""
+    table = made(lakehouse, pa.table({"id": range(4), "old": range(4)}))
+    first = make_plan(lakehouse, SourceSpec(table="src.t", columns=["id", "old"], row_filter="old > 1"))
+    with table.update_schema() as update:
+        update.rename_column("old", "new")
+        update.add_column("later", StringType())
+    again = make_plan(lakehouse, SourceSpec(table="src.t", columns=["id", "old"], row_filter="old > 1"))
+    assert again.row.plan_id == first.row.plan_id
+    assert get_plan(lakehouse, again.row.plan_id).schema_id == 0
+    for column, row_filter in (("new", None), ("later", None), ("id", "new > 1")):
+        with pytest.raises(
+            NoSuchColumn, match=r"was written with schema 0, and schema 1 of the table came later: name columns"
+        ):
+            make_plan(lakehouse, SourceSpec(table="src.t", columns=[column], row_filter=row_filter))
+    lakehouse.load("src.t").append(pa.table({"id": [9], "new": [9], "later": ["x"]}))
+    wanted = SourceSpec(table="src.t", columns=["id", "old"], row_filter="old > 1", snapshot_id=first.row.snapshot_id)
+    assert make_plan(lakehouse, wanted).row == first.row
+    (batch,) = opened(lakehouse, "id", "new", row_filter="new > 2")
+    assert sorted(batch["new"].tolist()) == [3, 9]
+
+
+def test_large_strings_of_a_block(lakehouse: Lakehouse, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of more string bytes than 32-bit offsets can name are read, whatever is taken of them."""
+    text = [f"row {row} {'x' * row}" for row in range(40)]
+    rows = pa.table({"id": range(40), "s": text, "b": [each.encode() for each in text]})
+    made(lakehouse, rows, **{"write.parquet.row-group-limit": "10"})
+    wanted = dict(enumerate(text))
+    for limit in (2**31, 16):
+        monkeypatch.setattr("dlac_pipeline.read.joining._STRING_BYTES", limit)
+        for batch in opened(lakehouse, "id", "s", "b", key_groups=4, shuffle=True, block_slices=3):
+            for column in ("s", "b"):
+                starts = batch[f"{column}.offsets"].tolist()
+                found = [bytes(batch[column][a:b].tolist()).decode() for a, b in pairwise(starts)]
+                assert found == [wanted[row] for row in batch["id"].tolist()]

@@ -1,0 +1,41 @@
+"""A run on a machine that may lose its power, from where it is to its end: `train_powered.py SPEC`.
+
+It makes the lakehouse and the source table where they are missing, and marks every step whose checkpoint was acknowledged.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+import dlac_pipeline as dlac
+from catalog.connect import connect
+from dlac_pipeline.spec import home_folder, read_spec
+from tests.power import mark
+
+ROWS = 48
+
+
+def main(path: Path) -> None:
+    """Do all of it."""
+    spec = read_spec(path).resolved(home_folder())
+    lakehouse = connect(spec.lakehouse)
+    if not lakehouse.catalog.table_exists("src.t"):
+        rows = pa.table({"row_id": np.arange(ROWS), "x": np.linspace(0, 1, ROWS, dtype=np.float32)})
+        lakehouse.create_namespace("src")
+        lakehouse.catalog.create_table("src.t", rows.schema).append(rows)
+    with dlac.training_run(path) as run:
+        model = torch.nn.Linear(1, 1)
+        run.restore(dlac.TorchState(model=model))
+        for batch in run.batches():
+            run.step_done(batch.mean(model(batch["x"][:, None]).squeeze(-1)))
+            if batch.step % (spec.checkpoint.steps_between or 1) == 0:
+                mark(f"{batch.step}")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

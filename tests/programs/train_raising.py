@@ -1,0 +1,60 @@
+"""A script with a bug, which param `bug` names; `at` is the step, and `row` the row, at which it shows.
+
+It prints a line before it fails, and journals nothing.
+"""
+
+import os
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+
+import dlac_pipeline as dlac
+
+
+def compute(run: dlac.TrainingRun, batch: dlac.Batch, model: torch.nn.Module) -> torch.Tensor:
+    """The loss of a batch, unless the bug is in here."""
+    bug, at = run.spec.params["bug"], int(run.spec.params.get("at", "0"))
+    if bug == "row" and int(run.spec.params["row"]) in batch["row_id"][batch.valid].tolist():
+        raise ValueError(f"the label of step {batch.step} is no number")
+    if batch.step == at or (bug == "other_steps" and batch.step == 2 + run.resume_point.attempt):
+        print(f"rank {run.rank} is at step {batch.step}", flush=True)
+        if bug in ("step", "other_steps"):
+            raise ZeroDivisionError(f"no way past step {batch.step}")
+        if bug == "rank_1" and run.rank == 1:
+            undefined_name  # type: ignore[name-defined]  # noqa: B018, F821 - the bug
+        if bug == "exit" and run.rank == run.world_size - 1:
+            sys.exit(3)
+        if bug == "os_exit" and run.rank == run.world_size - 1:
+            os._exit(3)
+        if bug == "network":
+            raise ConnectionResetError("the tracker is away")
+        if bug == "shape":
+            return batch.mean(torch.ones(len(batch["x"]) + 1))
+    return batch.mean((model(batch["x"].to(torch.float32)).squeeze(-1)) ** 2)
+
+
+def main() -> None:
+    """Train, until then."""
+    with dlac.training_run() as run:
+        bug, at = run.spec.params["bug"], int(run.spec.params.get("at", "0"))
+        if bug == "start":
+            raise KeyError(f"param {time.time()}")
+        model = torch.nn.Linear(4, 1)
+        run.restore(dlac.TorchState(model=model))
+        for batch in run.batches():
+            loss = compute(run, batch, model)
+            loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+            if run.world_size > 1:
+                for parameter in model.parameters():
+                    dist.all_reduce(parameter.grad)
+            run.step_done(loss)
+            if bug == "between" and batch.step == at:
+                raise IndexError("the evaluation has no such metric")
+
+
+if __name__ == "__main__":
+    if "IMPORT_BUG" in os.environ:
+        import no_such_module  # type: ignore[import-not-found]  # noqa: F401 - the bug
+    main()

@@ -1,0 +1,127 @@
+"""Addresses of folders, buckets and catalogs: one spelling of each, and typos refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from catalog.connect import connect
+from catalog.errors import CatalogMisconfigured, CatalogUnreachable, SpecInvalid
+from catalog.lakehouse_config import LakehouseConfig, checked_address, checked_home, sqlite_file
+from catalog.relocation import Relocation
+from dlac_pipeline.launch_spec import LaunchSpec
+from dlac_pipeline.spec import CheckpointSpec
+
+_TYPOS = ("s3:/bucket", "s3:bucket", "s3//bucket/x", "S3:/b", "s4://bucket", "http://host/x", "s3://", "gs:///x")
+_OTHERS = ("file://host/x", "file:x", " ", "a\0b", "a\nb", "~no-such-user-here/x")
+
+
+@pytest.mark.parametrize("address", [*_TYPOS, *_OTHERS])
+def test_malformed_address_is_refused(address: str) -> None:
+    """It would become a local folder of that name; the warehouse and the store refuse it alike."""
+    for make in (checked_address, lambda one: CheckpointSpec(store=one), lambda one: LakehouseConfig(warehouse=one)):
+        with pytest.raises((ValueError, ValidationError), match="expected a folder"):
+            make(address)
+
+
+@pytest.mark.parametrize(
+    ("address", "spelling"),
+    [
+        ("/a/b", "/a/b"),
+        ("~/ck", str(Path.home() / "ck")),
+        ("ck", str(Path.cwd() / "ck")),
+        ("./s3:", str(Path.cwd() / "s3:")),
+        ("file:///a b/c#d", "file:///a b/c#d"),
+        ("file:/a", "file:///a"),
+        ("s3://bucket/path/", "s3://bucket/path"),
+        ("hdfs:///path", "hdfs:///path"),
+    ],
+)
+def test_address_has_one_spelling(address: str, spelling: str) -> None:
+    """Absolute, `~` expanded, and the same if it is read again."""
+    assert checked_address(address) == spelling
+    assert checked_address(spelling) == spelling
+
+
+def test_relative_warehouse_is_durable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It is resolved once, and its files are written by the file I/O that syncs."""
+    monkeypatch.chdir(tmp_path)
+    config = LakehouseConfig(uri="sqlite:///own.db", warehouse="tables")
+    assert config.warehouse == f"file://{tmp_path}/tables"
+    assert config.uri == f"sqlite:///{tmp_path}/own.db"
+    lakehouse = connect(config)
+    monkeypatch.chdir("/")
+    assert type(lakehouse.own("plans").io).__name__ == "DurableFileIO"
+    assert {path.name for path in tmp_path.iterdir()} == {"own.db", "tables"}
+
+
+@pytest.mark.parametrize("home", [" ", "s3://bucket", "gs:/x", "a\0b", "~no-such-user-here"])
+def test_home_is_a_local_folder(home: str) -> None:
+    """A bucket or a name that no folder can have is refused by name."""
+    with pytest.raises(SpecInvalid, match="local folder as home"):
+        checked_home(Path(home))
+
+
+@pytest.mark.parametrize("name", ["", " ", "a..b", ".a", "a\n"])
+def test_blank_namespace_is_refused(name: str) -> None:
+    """A namespace of DLAC's tables has a name in each of its parts."""
+    with pytest.raises(ValidationError, match="expected a name"):
+        LakehouseConfig(namespace=name)
+
+
+@pytest.mark.parametrize("name", ["a?b", "a#b", "a%20b", "a b", "雪"])
+def test_sqlite_file_is_found_again(name: str, tmp_path: Path) -> None:
+    """What is an escape or a separator in an address is part of a folder's name."""
+    home = tmp_path / name
+    assert sqlite_file(LakehouseConfig().at_home(home).uri) == home / "catalog.db"
+
+
+@pytest.mark.parametrize(
+    ("kind", "uri"),
+    [
+        ("sql", "mysq://host/lake"),
+        ("sql", "/tmp/catalog.db"),
+        ("sql", "postgresql+psycopg2://me@host:99999/lake"),
+        ("sql", "postgresql+psycopg2://me@host:port/lake"),
+        ("sql", "sqlite://tmp/catalog.db"),
+        ("sql", "sqlite://"),
+        ("sql", "sqlite:////dev/null"),
+        ("sql", "sqlite:////tmp/catalog.db?mode=ro&uri=true"),
+        ("rest", "localhost:8181"),
+        ("rest", "http://"),
+        ("rest", "http://127.0.0.1:99999"),
+        ("rest", "ftp://host"),
+    ],
+)
+def test_wrong_catalog_address_is_no_outage(kind: str, uri: str) -> None:
+    """Waiting does not mend it: nothing is repeated, and the setting is named."""
+    with pytest.raises(CatalogMisconfigured, match=r"lakehouse\.uri"):
+        connect(LakehouseConfig.model_validate({"type": kind, "uri": uri, "warehouse": "/tmp/none"}))
+    assert not CatalogMisconfigured.transient
+    assert not issubclass(CatalogMisconfigured, CatalogUnreachable)
+
+
+@pytest.mark.parametrize("rendezvous", ["host:65536", "host:0", "host:99999999", ":80", "host:٣"])
+def test_port_is_in_range(rendezvous: str) -> None:
+    """A port is a number from 1 to 65535."""
+    with pytest.raises(ValidationError, match=r"65535|pattern"):
+        LaunchSpec(script="x.py", rendezvous=rendezvous)
+
+
+@pytest.mark.parametrize("env", [{"": "x"}, {"A=B": "x"}, {"A\0": "x"}, {"A": "x\0"}])
+def test_variable_can_be_set(env: dict[str, str]) -> None:
+    """No process can be started with such an environment."""
+    with pytest.raises(ValidationError, match="expected names without"):
+        LaunchSpec(script="x.py", env=env)
+
+
+def test_relocation_goes_both_ways() -> None:
+    """Paths are translated as whole names, the deepest folder first, and addresses keep their escapes."""
+    moved = Relocation(moves=(("/a/wh", "/x"), ("/a", "/b c")))
+    assert [moved.here(path) for path in ("/a", "/a/wh/t", "/ab", "/a/z")] == ["/b c", "/x/t", "/ab", "/b c/z"]
+    assert moved.uri_here("file:///a/z%23") == "file:///b%20c/z%23"
+    assert moved.to_recorded_uri("file:///b%20c/z%23") == "file:///a/z%23"
+    assert moved.uri_here("s3://a/z") == "s3://a/z"
+    assert Relocation.of_properties(moved.properties()) == moved

@@ -1,0 +1,59 @@
+"""Cursors: what the ranks vote, and what a checkpoint restores, must be what the order says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from catalog.errors import CursorMismatch
+from dlac_pipeline.checkpoint.cursors import agreed_reader_state
+from dlac_pipeline.checkpoint.rows import Vote
+from dlac_pipeline.plan.source_order import Cursor
+from dlac_pipeline.told import check_restored
+from tests.legs import order_of, units_of
+
+ORDER = order_of(units_of([40, 40]))
+STEP = 3
+
+
+def votes(**changes: Any) -> list[Vote]:
+    """The votes of two ranks after a step, with something else in the second one."""
+    state = ORDER.reader_state(STEP)
+    nothing: Vote = {
+        "failure": None,
+        "files": [],
+        "phases": {},
+        "step": STEP,
+        "groups": [],
+        "cursors": [],
+        "advances": [],
+    }
+    made = [
+        {**nothing, "groups": groups, "cursors": [[list(source[group]) for source in state] for group in groups]}
+        for groups in ([0, 1], [2, 3])
+    ]
+    return [made[0], {**made[1], **changes}]
+
+
+def test_agreeing_ranks_are_believed() -> None:
+    """The reader state is the cursors of all key groups, by source."""
+    assert agreed_reader_state(ORDER, votes(), STEP) == [[list(each) for each in ORDER.reader_state(STEP)[0]]]
+
+
+def test_disagreeing_rank_is_refused() -> None:
+    """A rank that stands elsewhere than the order says, or at another step, keeps the checkpoint from being committed."""
+    shifted = [[[0, 0, 1, 0]], [[0, 0, 1, 0]]]
+    with pytest.raises(CursorMismatch, match=r"key group 2 at .* after step 3, rank 1 reported \[\[0, 0, 1, 0\]\]"):
+        agreed_reader_state(ORDER, votes(cursors=shifted), STEP)
+    with pytest.raises(CursorMismatch, match="expected rank 1 at step 3, found step 4"):
+        agreed_reader_state(ORDER, votes(step=STEP + 1), STEP)
+
+
+def test_shifted_cursor_is_named() -> None:
+    """A restored cursor that is not where the order says is refused with its source and key group."""
+    state = ORDER.reader_state(STEP)
+    check_restored(ORDER, STEP, state)
+    state[0][1] = Cursor(0, 0, state[0][1].position + 1)
+    with pytest.raises(CursorMismatch, match="cursor of key group 1 in source 0"):
+        check_restored(ORDER, STEP, state)

@@ -1,0 +1,165 @@
+"""Files of a checkpoint are in its folder, whatever its manifest and its links say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from catalog.errors import CheckpointDamaged, SpecInvalid
+from dlac_pipeline.checkpoint.files import StoreFiles, file_digest
+from dlac_pipeline.checkpoint.foreign import foreign_checkpoint
+from dlac_pipeline.checkpoint.manifest import FileEntry, Manifest, content_digest, parse_manifest, verify_files
+from dlac_pipeline.checkpoint.restore import restore
+from dlac_pipeline.checkpoint.store import Tiers
+
+BAD_PATHS: list[Any] = [
+    "",
+    ".",
+    "..",
+    "../x",
+    "a/../../x",
+    "a/..",
+    "/etc/passwd",
+    "//x",
+    "a//b",
+    "a/",
+    "./a",
+    "a\\b",
+    "..\\x",
+    "a\nb",
+    "a\x00",
+    "a\x1b[2J",
+    "manifest.json",
+    None,
+    7,
+    ["a"],
+]
+
+
+def manifest_with(*entries: FileEntry) -> Manifest:
+    """A manifest of these files."""
+    return Manifest(
+        ledger_uuid="u",
+        run="r",
+        attempt=1,
+        checkpoint_id="c",
+        parent=None,
+        step=1,
+        world_size=1,
+        engine="torch",
+        leg=0,
+        reader_state=[],
+        files=list(entries),
+        libraries={},
+        ledger_rows=[],
+    )
+
+
+@pytest.mark.parametrize("path", BAD_PATHS)
+def test_path_elsewhere_is_damage(path: Any) -> None:
+    """A manifest that names a file outside of its folder is refused before anything is read or written."""
+    content = manifest_with(FileEntry(path=path, bytes=1, digest="d")).to_bytes()
+    with pytest.raises(CheckpointDamaged, match="below the manifest's folder"):
+        parse_manifest(content, origin="m")
+
+
+def test_path_named_twice_is_damage() -> None:
+    """Two entries would be written at once."""
+    twice = [FileEntry(path="a", bytes=1, digest="d")] * 2
+    with pytest.raises(CheckpointDamaged, match="distinct"):
+        parse_manifest(manifest_with(*twice).to_bytes(), origin="m")
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff", b"[]", b"null", b"{}", b'{"format_version": 1}'])
+def test_other_content_is_damage(content: bytes) -> None:
+    """What is no manifest is told as damage."""
+    with pytest.raises(CheckpointDamaged):
+        parse_manifest(content, origin="m")
+
+
+def test_paths_below_are_read() -> None:
+    """Folders below and odd characters are no harm."""
+    entries = [FileEntry(path=path, bytes=1, digest="d") for path in ("a", "b/c.pt", "b/..d", "é e")]
+    assert parse_manifest(manifest_with(*entries).to_bytes(), origin="m").files == entries
+
+
+def checkpoint_in(folder: Path) -> tuple[dict[str, str], FileEntry]:
+    """A checkpoint of one file in a store at `folder`: its ledger row and its entry."""
+    at = folder / "r" / "attempt-0001" / "step-1"
+    (at / "part").mkdir(parents=True)
+    (at / "part" / "state").write_bytes(b"weights")
+    entry = FileEntry(path="part/state", bytes=7, digest=file_digest(at / "part" / "state"))
+    content = manifest_with(entry).to_bytes()
+    (at / "manifest.json").write_bytes(content)
+    return {"manifest_uri": (at / "manifest.json").as_uri(), "manifest_digest": content_digest(content)}, entry
+
+
+@pytest.mark.parametrize("linked", ["part", "part/state"])
+def test_link_out_is_damage(tmp_path: Path, linked: str) -> None:
+    """A file that is elsewhere is not the checkpoint's, even if its content is the same."""
+    row, entry = checkpoint_in(tmp_path / "store")
+    folder = tmp_path / "store" / "r" / "attempt-0001" / "step-1"
+    files = StoreFiles(deadline_s=0)
+    verify_files(manifest_with(entry), str(folder), files)
+    (tmp_path / "elsewhere").mkdir()
+    (folder / linked).rename(tmp_path / "elsewhere" / "moved")
+    (folder / linked).symlink_to(tmp_path / "elsewhere" / "moved")
+    with pytest.raises(CheckpointDamaged, match="symbolic link"):
+        verify_files(manifest_with(entry), folder.as_uri(), files)
+    tiers = Tiers(run="r", local=tmp_path / "store", store=None, files=files)
+    with pytest.raises(CheckpointDamaged, match="symbolic link"):
+        restore(row, tiers)
+
+
+@pytest.mark.parametrize("linked", ["part", "part/state"])
+def test_linked_copy_is_mended(tmp_path: Path, linked: str) -> None:
+    """A local copy with a link out is made anew from the store; nothing is written where the link leads."""
+    row, _ = checkpoint_in(tmp_path / "store")
+    tiers = Tiers(
+        run="r", local=tmp_path / "local", store=(tmp_path / "store").as_uri(), files=StoreFiles(deadline_s=0)
+    )
+    copy = restore(row, tiers).folder
+    outside = tmp_path / "outside"
+    (copy / linked).rename(outside)
+    kept = outside / "state" if linked == "part" else outside
+    kept.write_bytes(b"theirs!")
+    (copy / linked).symlink_to(outside)
+    assert restore(row, tiers).fetched == ["part/state"]
+    assert kept.read_bytes() == b"theirs!"
+    assert not (copy / linked).is_symlink()
+    assert (copy / "part" / "state").read_bytes() == b"weights"
+
+
+@pytest.mark.parametrize("row", [{"path": "../../../../pwned"}, {"path": "/tmp/pwned"}])
+def test_restore_writes_nothing_elsewhere(tmp_path: Path, row: dict[str, str]) -> None:
+    """A committed manifest that points out of its folder does not make a file there."""
+    found, _ = checkpoint_in(tmp_path / "store")
+    path = tmp_path / "store" / "r" / "attempt-0001" / "step-1" / "manifest.json"
+    raw = json.loads(path.read_bytes())
+    raw["files"][0].update(row)
+    path.write_bytes(json.dumps(raw).encode())
+    found["manifest_digest"] = content_digest(path.read_bytes())
+    tiers = Tiers(
+        run="r", local=tmp_path / "local", store=(tmp_path / "store").as_uri(), files=StoreFiles(deadline_s=0)
+    )
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(CheckpointDamaged):
+        restore(found, tiers)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("tag", ["../other", "/etc", "a/../../other"])
+@pytest.mark.parametrize("latest", [True, False])
+def test_tag_elsewhere_is_refused(tmp_path: Path, tag: str, latest: bool) -> None:
+    """DeepSpeed's file `latest`, which others wrote, names no folder elsewhere."""
+    for name in ("mine", "other"):
+        (tmp_path / name).mkdir()
+        torch.save({"module": {}}, tmp_path / name / "mp_rank_00_model_states.pt")
+    (tmp_path / "mine" / "a").mkdir()
+    (tmp_path / "mine" / "latest").write_text(tag if latest else "a")
+    with pytest.raises(SpecInvalid, match="tag"):
+        foreign_checkpoint(tmp_path / "mine", tag=None if latest else tag)

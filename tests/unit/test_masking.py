@@ -1,0 +1,345 @@
+"""Secrets are masked in all that is shown."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import re
+from pathlib import Path
+from typing import Any, cast
+from urllib.parse import quote
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from catalog.errors import SpecInvalid, StoreUnavailable
+from catalog.lakehouse_config import LakehouseConfig
+from catalog.masking import is_secret_name, mask_secrets, mask_setting
+from dlac_pipeline.checkpoint.files import StoreFiles
+from dlac_pipeline.launchers.node import REQUEST_VARIABLE, unpacked
+from dlac_pipeline.launchers.protocol import rendered
+from dlac_pipeline.request import Request
+from dlac_pipeline.spec import parse_spec, read_spec
+
+SECRET = "Hunter2Hunter2"
+NAMES = [
+    "password",
+    "passwd",
+    "pwd",
+    "passphrase",
+    "secret",
+    "token",
+    "apikey",
+    "api_key",
+    "api-key",
+    "x-api-key",
+    "X-API-Key",
+    "credential",
+    "credentials",
+    "sig",
+    "signature",
+    "X-Amz-Signature",
+    "X-Amz-Credential",
+    "X-Amz-Security-Token",
+    "X-Goog-Signature",
+    "AWSAccessKeyId",
+    "Authorization",
+    "auth",
+    "auth_token",
+    "access_token",
+    "accessToken",
+    "refresh_token",
+    "client_secret",
+    "clientSecret",
+    "PGPASSWORD",
+    "AWS_SECRET_ACCESS_KEY",
+    "AZURE_STORAGE_KEY",
+    "HF_TOKEN",
+    "WANDB_API_KEY",
+    "s3.secret-access-key",
+    "s3.session-token",
+    "s3.access-key-id",
+    "adls.account-key",
+    "adls.sas-token",
+    "gcs.oauth2.token",
+    "private_key",
+    "sslpassword",
+    "Cookie",
+    "jwt",
+    "bearer",
+    "dsn",
+]
+HARMLESS = [
+    "begin_token",
+    "end_token",
+    "pad_token",
+    "tokens",
+    "tokenizer",
+    "n_tokens",
+    "key_groups",
+    "keys",
+    "compass",
+    "passes",
+    "author",
+    "design",
+    "pin",
+    "assign",
+    "s3.endpoint",
+    "secretName",
+    "password_file",
+    "steps",
+    "namespace",
+    "keep_last",
+]
+USABLE = st.text(st.characters(codec="ascii", categories=("L", "N")), min_size=8, max_size=30).map("Zq9".__add__)
+URL_SECRETS = st.text(min_size=1, max_size=30).map(lambda text: "Zq9" + quote(text, safe=""))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_secret_names_are_known(name: str) -> None:
+    """In settings, headers, variables and parameters, whatever their spelling."""
+    assert is_secret_name(name)
+    assert is_secret_name(quote(name, safe="").replace("_", "%5F"))
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_harmless_names_stay(name: str) -> None:
+    """What people need to see is shown."""
+    assert not is_secret_name(name)
+    assert mask_secrets(f"expected {name}=12, found {name} = 'x' and {name}: y") == (
+        f"expected {name}=12, found {name} = 'x' and {name}: y"
+    )
+
+
+@given(st.sampled_from(NAMES), USABLE, st.sampled_from(["", "more text", "&b=2", "#x", "' in y", ", and"]))
+def test_named_secrets_are_masked(name: str, secret: str, tail: str) -> None:
+    """In queries, in quotes, in JSON, as variables and as options."""
+    forms = [
+        f"https://h/x?a=1&{name}={secret}{tail}",
+        f"s3://b/x?{name}={secret}{tail}",
+        f"?{name}={secret}{tail}",
+        f"found '{name}': '{secret}'{tail}",
+        f"{name}={secret} {tail}",
+        f"{name} = '{secret}' {tail}",
+        json.dumps({name: secret}),
+        json.dumps(json.dumps({name: secret})),
+        repr({name: secret}),
+        f"--{name} {secret} {tail}",
+        f"--{name}={secret} {tail}",
+    ]
+    for form in forms:
+        shown = mask_secrets(form)
+        assert secret not in shown, form
+        assert mask_secrets(shown) == shown
+
+
+@given(
+    URL_SECRETS, st.sampled_from(["", "me", "me%40corp"]), st.sampled_from(["postgresql+psycopg2", "https", "redis"])
+)
+def test_passwords_of_addresses_are_masked(secret: str, user: str, scheme: str) -> None:
+    """Host and path stay, for people to see what is meant."""
+    shown = mask_secrets(f"expected {scheme}://{user}:{secret}@db:5432/lake to answer")
+    assert secret not in shown
+    assert shown == f"expected {scheme}://{user}:***@db:5432/lake to answer"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"https://me:a@{SECRET}@h/x",
+        f"https://me:a/{SECRET}@h/x",
+        f"postgres://u:pa {SECRET}@h/d",
+        f"me:{SECRET}@host/x",
+        f"https://{SECRET}{SECRET}@github.com/x",
+        f"Authorization: Bearer {SECRET}",
+        f"Authorization: Basic {SECRET}==",
+        f"'Bearer {SECRET}'",
+        f"x-api-key: {SECRET}",
+        f"password: {SECRET}",
+        f"?api%5Fkey={SECRET}",
+        f"?api%255Fkey={SECRET}",
+        f"?key={SECRET}&b=1",
+        f"AccountName=x;AccountKey={SECRET}==;EndpointSuffix=core",
+        f"password=ab,c;'d{SECRET}",
+        f'{{"password": "a\\"{SECRET}"}}',
+        f"password='{SECRET}",
+        f"ValueError: password={SECRET}",
+        f"OSError: https: 'token={SECRET}'",
+        f"AWS_SECRET_ACCESS_KEY={SECRET}/{SECRET}",
+        f"/data/token={SECRET}/part-0",
+        f"me:{SECRET}@10.0.0.1/x",
+        "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiJ" + SECRET + ".sig",
+        f"hf_{SECRET}{SECRET}",
+        f"-----BEGIN RSA PRIVATE KEY-----\n{SECRET}\n-----END RSA PRIVATE KEY-----",
+    ],
+)
+def test_odd_secrets_are_masked(text: str) -> None:
+    """Forms that a narrow net lets through."""
+    assert SECRET not in mask_secrets(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "expected host:port at 10.0.0.1:80, found 'x'",
+        "sequences.begin_token: Input should be a valid string",
+        "expected a token 'x' in tokenizer 'y', found none",
+        "lakehouse.password: unknown field",
+        "s3.secret-access-key: Input should be a valid string",
+        "git@github.com:x/y",
+        "s3://bucket/a:b@c",
+        "sqlite:////home/x/catalog.db?timeout=30",
+        "rank 0 died of DataFileUnreadable: row group 3",
+        "ns.table:rows@5",
+        "expected ns.table:rows@5, found ns.table:rows@6.",
+        "https://x-access-token:***@github.com/x",
+    ],
+)
+def test_messages_stay_readable(text: str) -> None:
+    """A wide net is no veil."""
+    assert mask_secrets(text) == text
+
+
+@pytest.mark.parametrize("before", ["/data", "s3://b/data", "found '/data", "FileNotFoundError: /data"])
+def test_partition_path_keeps_file(before: str) -> None:
+    """The folder of a Hive partition may be named like a secret, and the file in it is to be found."""
+    text = f"{before}/year=2024/token={SECRET}/secret={SECRET}/part-0.parquet"
+    assert mask_secrets(text) == f"{before}/year=2024/token=***/secret=***/part-0.parquet"
+
+
+def test_long_text_is_masked_quickly() -> None:
+    """Time grows with the length, not with its square: a message may have megabytes."""
+    for text in ("a:" * 20_000, "token=/" * 20_000, "a=" * 20_000, "/token=" * 20_000):
+        assert len(mask_secrets(text)) <= len(text)
+
+
+def test_settings_are_masked_by_name() -> None:
+    """Sections, lists and numbers too."""
+    shown = mask_setting(
+        "",
+        {
+            "env": {"HF_TOKEN": 5, "A": "b"},
+            "properties": {"s3.secret-access-key": SECRET},
+            "args": [f"--token={SECRET}"],
+        },
+    )
+    assert shown == {
+        "env": {"HF_TOKEN": "***", "A": "b"},
+        "properties": {"s3.secret-access-key": "***"},
+        "args": ["--token=***"],
+    }
+
+
+GOOD: dict[str, Any] = {
+    "run": "r",
+    "source": {"table": "src.t", "columns": ["x"]},
+    "order": {"batch_size": 32},
+    "launch": {"script": "train.py"},
+}
+
+
+def spec_with(section: str, **values: Any) -> dict[Any, Any]:
+    """A spec with further fields in a section."""
+    return {**GOOD, section: {**GOOD.get(section, {}), **values}}
+
+
+NUMBER = 8675309
+BAD_SPECS: list[dict[Any, Any]] = [
+    spec_with("lakehouse", password=SECRET),
+    spec_with("lakehouse", password=NUMBER),
+    spec_with("lakehouse", pasword=SECRET),
+    spec_with("lakehouse", xyz=SECRET),
+    spec_with("lakehouse", nam=SECRET),
+    spec_with("lakehouse", token={"a": SECRET}),
+    spec_with("lakehouse", properties={"s3.secret-access-key": NUMBER}),
+    spec_with("lakehouse", properties={"s3.region": NUMBER}),
+    spec_with("lakehouse", properties={NUMBER: SECRET}),
+    spec_with("lakehouse", properties={NUMBER: NUMBER}),
+    spec_with("lakehouse", properties=SECRET),
+    spec_with("lakehouse", properties=[SECRET]),
+    spec_with("lakehouse", type=f"https://me:{SECRET}@h"),
+    spec_with("launch", env={"A": NUMBER}),
+    spec_with("launch", env={NUMBER: SECRET}),
+    spec_with("launch", termination_headers={"Authorization": NUMBER}),
+    spec_with("launch", termination_headers={"X": [SECRET]}),
+    spec_with("launch", termination_url=f"ftp://me:{SECRET}@h"),
+    spec_with("launch", termination_url=f"me:{SECRET}@h"),
+    spec_with("launch", rendezvous=f"http://me:{SECRET}@h"),
+    spec_with("launch", args=[NUMBER]),
+    spec_with("checkpoint", store_properties={"a": NUMBER}),
+    spec_with("checkpoint", store_properties={"a": {"b": SECRET}}),
+    spec_with("params", token=NUMBER),
+    spec_with("cluster", env={"A": NUMBER}),
+    spec_with("cluster", options={"A": NUMBER}),
+    {**GOOD, "password": SECRET},
+    GOOD | cast(Any, {NUMBER: SECRET}),
+    {**GOOD, "lakehouse": SECRET},
+    {**GOOD, "params": SECRET},
+]
+
+
+@pytest.mark.parametrize("raw", BAD_SPECS)
+def test_invalid_spec_shows_no_secret(raw: dict[str, Any]) -> None:
+    """Neither in its message nor in that of its cause, which a traceback has."""
+    with pytest.raises(SpecInvalid) as refused:
+        parse_spec(raw, origin="the test")
+    assert SECRET not in f"{refused.value} {refused.value!r} {refused.value.__cause__} {refused.value.__context__}"
+    assert str(NUMBER) not in f"{refused.value} {refused.value!r}"
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("job.yaml", f"lakehouse:\n  password: {SECRET}: x\n"),
+        ("job.yaml", f"lakehouse: {{password: {SECRET}\n"),
+        ("job.yaml", f"lakehouse: !!python/object:x {SECRET}\n"),
+        ("job.toml", f'[lakehouse]\npassword = "{SECRET}\n'),
+        ("job.toml", f'[lakehouse]\npassword = "{SECRET}"\n'),
+    ],
+)
+def test_broken_file_shows_no_secret(tmp_path: Path, name: str, text: str) -> None:
+    """A parser quotes the line that it stumbles over."""
+    (tmp_path / name).write_text(text)
+    with pytest.raises(SpecInvalid) as refused:
+        read_spec(tmp_path / name)
+    assert SECRET not in f"{refused.value} {refused.value.__cause__}"
+
+
+def test_every_error_is_masked() -> None:
+    """Whoever raises it, and however it is printed."""
+    err = SpecInvalid(f"expected x at 'https://h?apikey={SECRET}', found y")
+    assert SECRET not in f"{err} {err!r} {err.args}"
+    assert LakehouseConfig(uri=f"https://me:{SECRET}@h").address == "https://me:***@h"
+
+
+def test_store_warning_is_masked(caplog: pytest.LogCaptureFixture) -> None:
+    """An address in the log has no password."""
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.EIO, f"no answer from https://h?sig={SECRET}")
+
+    with caplog.at_level(logging.WARNING), pytest.raises(StoreUnavailable) as refused:
+        StoreFiles(deadline_s=0.01)._tried(fail, f"/b?token={SECRET}", "read")
+    assert "***" in caplog.text
+    assert SECRET not in f"{caplog.text} {refused.value}"
+
+
+@pytest.mark.parametrize("on", ["slurm", "kubernetes"])
+def test_rendered_job_is_masked(on: str) -> None:
+    """Neither in its environment nor in the request that the nodes get."""
+    raw = spec_with("launch", on=on, nodes="2", env={"HF_TOKEN": SECRET})
+    raw["lakehouse"] = {
+        "warehouse": "s3://b/w",
+        "uri": f"postgresql://me:{SECRET}@db/lake",
+        "properties": {"s3.secret-access-key": SECRET},
+    }
+    raw["checkpoint"] = {"store": "s3://b/c", "store_properties": {"s3.session-token": SECRET}}
+    raw["cluster"] = {"env": {"WANDB_API_KEY": SECRET, "A": "shown"}, **({"image": "i"} if on == "kubernetes" else {})}
+    job = rendered(Request(spec=parse_spec(raw, origin="the test").resolved(Path("/home/x"))))
+    assert "shown" in job
+    assert SECRET not in job
+    packed = re.search(r"eJ[\w-]{100,}=*", job)
+    assert packed is not None
+    assert SECRET not in unpacked({REQUEST_VARIABLE: packed[0]}).model_dump_json()

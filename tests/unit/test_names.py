@@ -1,0 +1,164 @@
+"""Names that people give: of runs, and of checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from catalog.commits import claim
+from catalog.connect import Lakehouse, connect
+from catalog.errors import NoSuchRun, SpecInvalid
+from catalog.lakehouse_config import LakehouseConfig
+from catalog.ledger import Ledger
+from catalog.run_rows import check_checkpoint_name, check_run_name, no_such_run
+from dlac_pipeline.audit.explain import explain_sql
+from dlac_pipeline.cli import app
+from tests.conftest import Arena
+
+BAD_RUNS = [
+    "",
+    " ",
+    "..",
+    "../../x",
+    "/tmp/x",
+    "a/b",
+    "a\\b",
+    ".hidden",
+    "-x",
+    "a b",
+    "a\n",
+    "a\nDROP TABLE t; --",
+    "a\x00",
+    "a\x1b[2J",
+    "a\u202e",
+    "é",
+    "a" * 101,
+    "'; --",
+    "[/b]",
+]
+BAD_NAMES = [
+    "",
+    " ",
+    "\t",
+    " x",
+    "x ",
+    "a\nb",
+    "a\x1b[2J",
+    "a\x9b",
+    "a\u202eb",
+    "\x00",
+    "fork:b",
+    "fork:b:1",
+    "export:h:/x",
+    "EXPORT:h",
+    "x" * 201,
+]
+
+
+@pytest.mark.parametrize("run", BAD_RUNS)
+def test_bad_run_name_is_refused(run: str) -> None:
+    """It would be a folder elsewhere, or more than a word in a script."""
+    with pytest.raises(SpecInvalid, match="name of a run"):
+        check_run_name(run)
+
+
+@pytest.mark.parametrize("run", ["a", "0", "a.b_c-d", "a" * 100, "A..b"])
+def test_good_run_name_passes(run: str) -> None:
+    """Letters, digits and three signs."""
+    assert check_run_name(run) == run
+
+
+@pytest.mark.parametrize("name", BAD_NAMES)
+def test_bad_checkpoint_name_is_refused(name: str) -> None:
+    """Blank, invisible, or one by which DLAC itself holds checkpoints."""
+    with pytest.raises(SpecInvalid, match=r"expected a name"):
+        check_checkpoint_name(name)
+
+
+@pytest.mark.parametrize("name", ["release-1", "best so far", "forked", "é", "v1:final"])
+def test_good_checkpoint_name_passes(name: str) -> None:
+    """Whatever else can be printed."""
+    assert check_checkpoint_name(name) == name
+
+
+def test_missing_run_names_close_ones() -> None:
+    """A typo is answered with what it may have been; of very many runs the first are named."""
+    assert "did you mean 'night-3'" in str(no_such_run("nigth-3", ["day-1", "night-3"]))
+    assert "did you mean 'Base'" in str(no_such_run("bASE", ["Base"]))
+    assert "and 990 more" in str(no_such_run("zzz", [f"r{number}" for number in range(1000)]))
+
+
+@pytest.fixture(scope="module")
+def lakehouse(tmp_path_factory: pytest.TempPathFactory) -> Lakehouse:
+    """A ledger with a claim of run "night-3"."""
+    found = connect(LakehouseConfig().at_home(tmp_path_factory.mktemp("home")))
+    claim(Ledger(found), "night-3", nonce="n", replaces=0, detail={})
+    return found
+
+
+def test_ledger_begins_no_bad_run(lakehouse: Lakehouse) -> None:
+    """Whoever asks: a row is for ever."""
+    before = Ledger(lakehouse).runs()
+    with pytest.raises(SpecInvalid):
+        claim(Ledger(lakehouse), "../../x", nonce="n", replaces=0, detail={})
+    assert Ledger(lakehouse).runs() == before
+
+
+def test_script_of_bad_name_is_refused(lakehouse: Lakehouse) -> None:
+    """A line break would end the comment that has the name."""
+    with pytest.raises(SpecInvalid):
+        explain_sql(lakehouse, "night-3\nCOPY x TO 'y';")
+
+
+COMMANDS = [
+    ["recover", "RUN"],
+    ["recover", "RUN", "--spec", "SPEC"],
+    ["status", "RUN"],
+    ["status", "RUN", "--spec", "SPEC"],
+    ["audit", "RUN"],
+    ["audit", "RUN", "--explain"],
+    ["checkpoints", "RUN"],
+    ["incidents", "RUN"],
+    ["rehearse", "RUN", "--spec", "SPEC"],
+    ["verify", "RUN", "--spec", "SPEC"],
+    ["export", "RUN", "w.safetensors", "--spec", "SPEC"],
+    ["name", "RUN", "good", "--spec", "SPEC"],
+    ["unname", "RUN", "good", "--spec", "SPEC"],
+    ["retire", "RUN", "--spec", "SPEC"],
+    ["rewind", "RUN", "--to-step", "1", "--spec", "SPEC"],
+    ["fork", "RUN", "--as", "new", "--spec", "SPEC"],
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+@pytest.mark.parametrize(("run", "error"), [("nigth-3", NoSuchRun), ("../../x", SpecInvalid), ("a\nb", SpecInvalid)])
+def test_command_creates_nothing(arena: Arena, command: list[str], run: str, error: type[Exception]) -> None:
+    """A command that needs a run and finds none names close ones; it makes no row, no folder and no file."""
+    claim(Ledger(arena.lakehouse), "night-3", nonce="n", replaces=0, detail={})
+    job = arena.home / "job.json.yaml"
+    job.write_text(arena.spec("night-3").model_dump_json())
+    before = sorted(path for path in arena.home.parent.rglob("*") if "catalog.db" not in path.name)
+    said = {"RUN": run, "SPEC": str(job), "w.safetensors": str(arena.home / "w.safetensors")}
+    arguments = [said.get(word, word) for word in command]
+    with pytest.raises(error) as refused:
+        app([*arguments, "--home", str(arena.home)], standalone_mode=False)
+    assert error is SpecInvalid or "did you mean 'night-3'" in str(refused.value)
+    assert sorted(path for path in arena.home.parent.rglob("*") if "catalog.db" not in path.name) == before
+    assert Ledger(arena.lakehouse).runs() == ["night-3"]
+
+
+@pytest.mark.parametrize("new", ["../../x", "a\nb", ""])
+def test_fork_begins_no_bad_run(arena: Arena, new: str) -> None:
+    """The name of the new run is checked as that of the old one."""
+    job = arena.home / "job.yaml"
+    job.write_text(arena.spec("night-3").model_dump_json())
+    with pytest.raises(SpecInvalid, match="name of a run"):
+        app(["fork", "night-3", "--as", new, "--spec", str(job), "--home", str(arena.home)], standalone_mode=False)
+
+
+def test_name_command_refuses_holds(arena: Arena) -> None:
+    """An operator gives no checkpoint a name by which DLAC holds others."""
+    with pytest.raises(SpecInvalid, match="fork:"):
+        app(["name", "r", "fork:b:1", "--home", str(arena.home)], standalone_mode=False)
+    assert Path(arena.home).is_dir()

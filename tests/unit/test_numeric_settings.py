@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+import importlib
+import math
+import pkgutil
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from pydantic import BaseModel, ValidationError
+from typer.core import TyperGroup
+from typer.main import get_command
+from typer.testing import CliRunner
+
+import assets
+import catalog
+import dlac_pipeline
+import jobs
+from catalog.errors import SpecInvalid
+from dlac_pipeline.cli import app
+from dlac_pipeline.dataset import open_dataset
+from dlac_pipeline.launch_spec import LaunchSpec
+from dlac_pipeline.spec_problems import bounds_of, holds_numbers, problem_said
+
+ABSURD = [math.inf, -math.inf, math.nan, "inf", "-Infinity", "nan", 1e308, -1e308, 10**30, 10**400, -1, True, False]
+"""What no numeric setting takes; 2**63 is one for all but seeds and ids, and too large for these as well."""
+
+
+def models() -> set[type[BaseModel]]:
+    """Every pydantic model of the packages; what Dagster is shown of a job spec is checked as a job spec."""
+    for package in (assets, catalog, dlac_pipeline, jobs):
+        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            if not module.name.endswith("__main__"):
+                importlib.import_module(module.name)
+    found, pending = set(), [BaseModel]
+    while pending:
+        pending += (below := pending.pop().__subclasses__())
+        found |= {each for each in below if each.__module__.startswith(("assets.", "catalog.", "dlac_", "jobs."))}
+    return {each for each in found if each.__module__ not in ("assets.config", "dlac_pipeline.nodes.rendezvous_state")}
+
+
+def numeric_settings() -> Iterator[tuple[type[BaseModel], str]]:
+    """Every numeric field of every model."""
+    for model in sorted(models(), key=lambda each: (each.__module__, each.__name__)):
+        for name, field in model.model_fields.items():
+            if holds_numbers(field):
+                yield model, name
+
+
+def test_every_number_is_bounded() -> None:
+    """Each numeric field has a least and a greatest value, and refuses absurd ones by its name, with bound and value."""
+    settings = list(numeric_settings())
+    assert {"weight", "world_size", "cpu", "keep_steps", "wait_s", "outage_s", "keep_snapshots"} <= {
+        name for _, name in settings
+    }
+    for model, name in settings:
+        field = model.model_fields[name]
+        assert len(bounds_of(field)) == 2, f"{model.__name__}.{name} has no finite bounds"
+        for value in (*ABSURD, 2**63):
+            listed = str(field.annotation).startswith("list")
+            with pytest.raises(ValidationError) as caught:
+                model.model_validate({name: [value] if listed else value})
+            said = [problem_said(each, model) for each in caught.value.errors() if each["loc"][0] == name]
+            assert said, f"{model.__name__}.{name} takes {value!r}"
+            assert repr(value) in said[0], said
+            assert any(str(bound) in said[0] for bound in bounds_of(field).values()), said
+
+
+LOOKED_UP = {"step", "to_step", "snapshot_id"}
+"""Numbers that must name something that exists, whatever they are."""
+
+
+def kind(option: Any) -> object:
+    """The type of an option or argument of the command line."""
+    return option.type_descriptor.annotation
+
+
+def bounds(option: Any) -> tuple[str, str]:
+    """The least and the greatest value of an option."""
+    return str(option.min), str(option.max)
+
+
+def test_every_option_is_bounded() -> None:
+    """Each numeric option of the command line has bounds, or is a setting; what is beyond them is refused."""
+    runner, command = CliRunner(), get_command(app)
+    assert isinstance(command, TyperGroup)
+    found = 0
+    for name, each in command.commands.items():
+        for option in each.params:
+            if kind(option) not in (int, float) or option.name in LOOKED_UP | set(LaunchSpec.model_fields):
+                continue
+            found += 1
+            for value in ("inf", "nan", "1e308", str(10**30), "-1"):
+                needed = ["x" for one in each.params if one.param_type_name == "argument"]
+                result = runner.invoke(app, [name, *needed, f"{option.opts[0]}={value}"])
+                assert result.exit_code == 2, (name, option.name, value, result.output, result.exception)
+                assert f"--{str(option.name).replace('_', '-')}" in result.output
+                said = (value, *bounds(option), "valid integer")
+                assert any(each in result.output for each in said), result.output
+    assert found >= 4
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan, 1e308, 10**30, -1, 0, 1.0, True, "2"])
+def test_absurd_ranks_are_refused(value: Any) -> None:
+    """`open_dataset` takes whole numbers of ranks that share the batch, and says what it found."""
+    settings: dict[str, Any] = {"table": "src.t", "columns": ["x"], "batch_size": 16}
+    with pytest.raises(SpecInvalid, match="found rank 0 of " + re.escape(repr(value))):
+        open_dataset(rank=0, world_size=value, **settings)
+    if value != 0:
+        with pytest.raises(SpecInvalid, match=f"found rank {re.escape(repr(value))} of 1"):
+            open_dataset(rank=value, world_size=1, **settings)
+
+
+def test_absurd_dataset_settings_are_refused() -> None:
+    """Numeric settings of `open_dataset` are those of the job spec, and refused in the same words."""
+    with pytest.raises(
+        SpecInvalid, match=r"order\.batch_size: expected a number of at least 1 and of at most \d+, found inf"
+    ):
+        open_dataset(table="src.t", columns=["x"], batch_size=math.inf)
+
+
+def test_ranks_from_environment_are_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A RANK that is no number is refused by its name."""
+    monkeypatch.setenv("RANK", "first")
+    with pytest.raises(SpecInvalid, match="RANK and WORLD_SIZE, found 'first' and '1'"):
+        open_dataset(table="src.t", columns=["x"], batch_size=16)

@@ -1,0 +1,140 @@
+"""Logs of ranks: bounded while they are written, and read without harm to a terminal."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dlac_pipeline.ranks import rank_logs
+from dlac_pipeline.ranks.rank_logs import LogBound, LogReader, cut_middle, readable
+from tests.conftest import wait_until
+
+BOUND = 2**20
+WRITES = """
+import os, sys
+count, rest = int(sys.argv[1]), sys.argv[2].encode()
+for line in range(count):
+    os.write(1, b"line %09d %s\\n" % (line, rest))
+os.write(1, b"ValueError: the end\\n")
+"""
+
+
+def write_beside_bound(log: Path, count: int, rest: str = "x" * 80) -> None:
+    """Have another process append so many lines to a log that is bounded meanwhile."""
+    bound = LogBound({0: log, 1: log.with_name("never-written")}, BOUND)
+    with log.open("ab") as stream:
+        subprocess.run([sys.executable, "-c", WRITES, str(count), rest], stdout=stream, check=True)
+    bound.close()
+    bound.close()
+
+
+def is_exact(folder: Path) -> bool:
+    """Return whether a file system can take the middle out of a file."""
+    file = folder / "scratch"
+    file.write_bytes(b"a" * BOUND)
+    with file.open("r+b") as stream:
+        return rank_logs._collapse(stream.fileno(), 4096, 4096)
+
+
+@pytest.mark.parametrize("collapses", [True, False])
+def test_log_stays_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, collapses: bool) -> None:
+    """The first and the last lines stay, whichever way the file system allows, and a line in between says what is missing."""
+    if not collapses:
+        monkeypatch.setattr(rank_logs, "_collapse", lambda *_: False)
+    log = tmp_path / "rank-00000.log"
+    write_beside_bound(log, 100_000)
+    raw = log.read_bytes()
+    assert BOUND // 2 <= len(raw) <= BOUND
+    lines = raw.split(b"\n")
+    assert lines[0].startswith(b"line 000000000 ")
+    assert lines[-3].startswith(b"line 000099999 ")
+    assert lines[-2] == b"ValueError: the end"
+    (mark,) = [line for line in lines if line.startswith(b"[...")]
+    assert b"launch.log_mb" in mark
+    ends = [int(line.split()[1]) for line in lines[lines.index(mark) + 2 : -2]]
+    assert not (collapses and is_exact(tmp_path)) or ends == list(range(ends[0], 100_000))
+
+
+def test_endless_line_stays_bounded(tmp_path: Path) -> None:
+    """A log without any newline is cut as well."""
+    log = tmp_path / "rank-00000.log"
+    log.write_bytes(b"a" * BOUND + b"b" * 30 * BOUND + b"ValueError: the end")
+    LogBound({0: log}, BOUND).close()
+    raw = log.read_bytes()
+    assert len(raw) <= BOUND
+    assert raw.startswith(b"a" * 1000)
+    assert raw.endswith(b"ValueError: the end")
+
+
+def test_small_logs_are_left(tmp_path: Path) -> None:
+    """A log within its bound is not touched, nor any log without a bound."""
+    log = tmp_path / "rank-00000.log"
+    log.write_bytes(b"a" * BOUND)
+    LogBound({0: log}, BOUND).close()
+    LogBound({0: log}, 0).close()
+    assert log.read_bytes() == b"a" * BOUND
+    assert cut_middle(log, 4 * BOUND) == 0
+
+
+def test_log_is_bounded_while_written(tmp_path: Path) -> None:
+    """The bound does not wait for the end of the rank."""
+    log = tmp_path / "rank-00000.log"
+    bound = LogBound({0: log}, BOUND)
+    with log.open("ab", buffering=0) as stream:
+        stream.write(b"a" * 5 * BOUND)
+        wait_until(lambda: log.stat().st_size <= BOUND, what="a smaller log")
+        stream.write(b"after")
+    bound.close()
+    assert log.read_bytes().endswith(b"after")
+
+
+@pytest.mark.parametrize(
+    ("written", "lines", "expected"),
+    [
+        (b"", 3, []),
+        (b"a\nb\nc\n", 2, ["b", "c"]),
+        (b"a\nb\nc", 2, ["b", "c"]),
+        (b"a\nb\nc\n", 9, ["a", "b", "c"]),
+        (b"a\nb\n", 0, []),
+        (b"a\n\n\nb\n", 2, ["", "b"]),
+        (b"a\nb\n", None, ["a", "b"]),
+        (b"x" * 3 * 2**20 + b"\nb\n", 1, ["b"]),
+        (b"a\n" * 3 * 2**20, 2, ["a", "a"]),
+    ],
+)
+def test_last_lines_of_log(tmp_path: Path, written: bytes, lines: int | None, expected: list[str]) -> None:
+    """As many lines as are asked for, ended or not."""
+    log = tmp_path / "log"
+    log.write_bytes(written)
+    reader = LogReader(log, lines=lines)
+    assert [*reader.read(), *reader.rest()] == expected
+
+
+def test_reader_follows_log(tmp_path: Path) -> None:
+    """A line is read once it has ended; a log that was cut meanwhile says so, and is read from there on."""
+    log = tmp_path / "log"
+    reader = LogReader(log)
+    assert list(reader.read()) == []
+    log.write_bytes(b"a\nb")
+    assert list(reader.read()) == ["a"]
+    with log.open("ab") as stream:
+        stream.write(b"c\n")
+    assert list(reader.read()) == ["bc"]
+    log.write_bytes(b"x\n")
+    (cut,) = reader.read()
+    assert "left out" in cut
+    with log.open("ab") as stream:
+        stream.write(b"d\n")
+    assert list(reader.read()) == ["d"]
+
+
+def test_lines_are_harmless() -> None:
+    """Progress bars keep their last text, and escape sequences lose their effect."""
+    assert readable(b"10%\r20%\r30%\r") == "30%"
+    assert (
+        readable(b"\x1b[2J\x1b]0;title\x07\x1b[1;31mtext\x1b[0m\x07\x9b\tmore \xff")
+        == "text\N{REPLACEMENT CHARACTER}\tmore \N{REPLACEMENT CHARACTER}"
+    )

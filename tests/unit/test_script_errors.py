@@ -1,0 +1,141 @@
+"""The record of an exception that ends a rank: the line of the user's code, and which party it blames."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dlac_pipeline.ranks import rank
+from dlac_pipeline.ranks.launch_folder import reason_file
+from dlac_pipeline.ranks.rank import LAUNCH_VARIABLE, leave_reason
+from dlac_pipeline.ranks.script_errors import describe_exception
+
+
+def fail(folder: Path, statement: str) -> BaseException:
+    """Run a script of one function that ends with an exception, and return that."""
+    script = folder / "train.py"
+    script.write_text(f"import errno, json, os, requests, socket, sys\ndef train():\n    {statement}\n\ntrain()\n")
+    with pytest.raises(BaseException) as found:  # noqa: PT011 - also those that end a process
+        runpy.run_path(str(script), run_name="__main__")
+    return found.value
+
+
+@pytest.mark.parametrize(
+    ("statement", "origin"),
+    [
+        ("raise ValueError('no')", "script"),
+        ("open('/no/such/file')", "script"),
+        ("import no_such_module", "script"),
+        ("undefined", "script"),
+        ("json.loads('{')", "script"),
+        ("sys.exit(3)", "script"),
+        ("raise MemoryError", "script"),
+        ("raise RuntimeError('CUDA error: device-side assert triggered')", "script"),
+        ("raise ConnectionRefusedError(errno.ECONNREFUSED, 'no')", "passing"),
+        ("raise OSError(errno.EIO, 'no')", "passing"),
+        ("raise OSError(errno.ENOSPC, 'no')", "passing"),
+        ("socket.create_connection(('127.0.0.1', 1), timeout=1)", "passing"),
+        ("raise KeyError('weights') from TimeoutError()", "passing"),
+        ("raise RuntimeError('CUDA error: uncorrectable ECC error encountered')", "passing"),
+        ("raise OSError('When uploading part: AWS Error NETWORK_CONNECTION during UploadPart: no answer')", "passing"),
+        ("raise OSError('AWS Error ACCESS_DENIED during PutObject')", "script"),
+        ("raise FileNotFoundError('AWS Error NO_SUCH_KEY')", "script"),
+        ("raise OSError('Not a Parquet file')", "script"),
+        ("raise __import__('urllib.error').error.HTTPError('u', 503, 'm', {}, None)", "passing"),
+        ("raise __import__('urllib.error').error.HTTPError('u', 404, 'm', {}, None)", "script"),
+        ("answer = requests.Response(); answer.status_code = 502; answer.raise_for_status()", "passing"),
+        ("answer = requests.Response(); answer.status_code = 429; answer.raise_for_status()", "passing"),
+        ("answer = requests.Response(); answer.status_code = 403; answer.raise_for_status()", "script"),
+        ("raise RuntimeError('[gloo/transport/tcp/pair.cc:534] Connection closed by peer [::1]:9')", "peer"),
+        ("raise type('DistBackendError', (RuntimeError,), {})('NCCL error')", "peer"),
+        ("from dlac_pipeline.plan.affine import choose; choose('three', 1, shuffle=True)", "dlac"),
+        ("from catalog.errors import Fenced; raise Fenced('no')", ""),
+    ],
+)
+def test_origin_of_exception(tmp_path: Path, statement: str, origin: str) -> None:
+    """What may pass is told from a bug also where the script wraps it."""
+    record = describe_exception(fail(tmp_path, statement))
+    assert record["origin"] == origin
+    assert record["where"] == f"{tmp_path / 'train.py'}:3 in train"
+    assert "<frozen" not in record["traceback"]
+    assert "line 3, in train" in record["traceback"]
+
+
+def test_place_ignores_message(tmp_path: Path) -> None:
+    """Exceptions of one class from one line are the same, whatever they say; another class or line is another."""
+    statements = ["raise ValueError(1)", "raise ValueError(2)", "raise KeyError(1)", "pass; raise ValueError(1)"]
+    places = [describe_exception(fail(tmp_path, each))["place"] for each in statements]
+    assert places[0] == places[1] == places[3]
+    moved = describe_exception(fail(tmp_path, "pass\n    raise ValueError(1)"))["place"]
+    assert len({places[0], places[2], moved}) == 3
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "raise ValueError('x' * 10**6)",
+        "raise ValueError('\\x00\\x1b' * 10**6)",
+        "raise ValueError('\\udcff' * 10**6)",
+        "raise ExceptionGroup('many', [ValueError('é' * 10**5)] * 50)",
+        "train()",
+        "raise type('Odd', (Exception,), {'__str__': lambda self: 1 / 0})()",
+        "err = ValueError(); err.__context__ = err; raise err",
+        "err = ValueError(); err.detail = {'rows': {1, 2}}; raise err",
+    ],
+)
+def test_any_exception_fits_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, statement: str) -> None:
+    """The record keeps its reserved size, so that it can be written on a full disk, and names the class."""
+    monkeypatch.setenv(LAUNCH_VARIABLE, str(tmp_path))
+    monkeypatch.setenv("RANK", "0")
+    file = reason_file(tmp_path, 0)
+    file.write_bytes(b" " * rank._RESERVED_BYTES)
+    err = fail(tmp_path, statement)
+    leave_reason(err)
+    record: dict[str, Any] = json.loads(file.read_bytes())
+    assert file.stat().st_size == rank._RESERVED_BYTES
+    assert record["kind"] == type(err).__name__
+    assert record["where"].endswith(":3 in train")
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "raise ValueError('password=Hunter2Hunter2')",
+        "raise KeyError('x') from ValueError('https://me:Hunter2Hunter2@h/x')",
+        "raise ValueError('password=' + 'Hun-ter2'.replace('-', '') * 1000)",
+        "err = ValueError(); err.detail = {'token': 'Hunter2Hunter2', 'rows': {'token=Hunter2Hunter2'}}; raise err",
+        "err = ValueError('x'); err.add_note('token=Hunter2Hunter2'); raise err",
+        "raise ExceptionGroup('many', [ValueError('token=Hunter2Hunter2')])",
+    ],
+)
+def test_record_shows_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, statement: str) -> None:
+    """Neither in the message nor in the traceback, the detail or the place."""
+    monkeypatch.setenv(LAUNCH_VARIABLE, str(tmp_path))
+    monkeypatch.setenv("RANK", "0")
+    file = reason_file(tmp_path, 0)
+    file.write_bytes(b" " * rank._RESERVED_BYTES)
+    leave_reason(fail(tmp_path, statement))
+    record = json.loads(file.read_bytes())
+    assert "Hunter2" not in json.dumps(record)
+    assert "line 3, in train" in record["traceback"] or "* 1000" in statement
+
+
+def test_first_record_keeps_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exception that passes two handlers is recorded once; `sys.exit(0)` is no failure."""
+    monkeypatch.setenv(LAUNCH_VARIABLE, str(tmp_path))
+    monkeypatch.setenv("RANK", "0")
+    file = reason_file(tmp_path, 0)
+    file.write_bytes(b" " * rank._RESERVED_BYTES)
+    leave_reason(SystemExit(0))
+    leave_reason(SystemExit(None))
+    assert not file.read_bytes().strip()
+    err = SystemExit("no data")
+    leave_reason(err)
+    first = file.read_bytes()
+    leave_reason(err)
+    assert file.read_bytes() == first
+    assert json.loads(first)["detail"] == {"status": 1}

@@ -1,0 +1,246 @@
+"""What became of the last launch of a run, and what its status looks like in a terminal."""
+
+from __future__ import annotations
+
+import json
+import socket
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from catalog.recoveries import Recovery
+from catalog.run_rows import Row
+from dlac_pipeline.commands.display import command_with, describe_live, describe_outcome, describe_status
+from dlac_pipeline.commands.recovery import describe_incident
+from dlac_pipeline.recover.run_lock import run_lock
+from dlac_pipeline.recover.status import standing_of
+from dlac_pipeline.recover.supervise import Outcome
+from dlac_pipeline.request import OPERATOR
+from dlac_pipeline.wording import lay_out_facts
+
+LONG = "team-nlp.llama-continual-pretraining-2026-11-23-with-a-very-long-name-of-a-run"
+LONG_AGO = datetime.now(UTC) - timedelta(hours=3)
+
+
+def rows(*appended: Row, run: str = "r") -> list[Row]:
+    """Rows of a run, in order of `seq`."""
+    common = {"run": run, "nonce": "n", "parent": None, "head_after": None, "committed_at": LONG_AGO, "detail": "{}"}
+    return [{**common, "attempt": 1, "seq": seq, **row} for seq, row in enumerate(appended, start=1)]
+
+
+def claim(attempt: int = 1, *, host: str = "", **detail: Any) -> Row:
+    """A launch on this node, unless it names another one."""
+    said = {"host": host or socket.gethostname(), **detail}
+    return {"kind": "claim", "attempt": attempt, "detail": json.dumps(said)}
+
+
+def checkpoint(step: int, reason: str, attempt: int = 1) -> Row:
+    """A checkpoint and why it was taken."""
+    name = f"r-{step}"
+    detail = json.dumps({"bytes": 1, "reason": reason})
+    return {
+        "kind": "checkpoint",
+        "attempt": attempt,
+        "checkpoint_id": name,
+        "head_after": name,
+        "step": step,
+        "detail": detail,
+    }
+
+
+def test_held_lock_means_training(tmp_path: Path) -> None:
+    """The lock decides, and at once: who holds it trains, and is named; without its holder the launch is dead."""
+    (tmp_path / "r").mkdir()
+    mine = rows(claim(local=str(tmp_path)), checkpoint(10, "steps"))
+    with run_lock(str(tmp_path), "r", wait_s=0, takeover=False):
+        standing = standing_of(mine)
+        assert (standing.state, standing.next_command) == ("training", "dlac status r --watch")
+    standing = standing_of(mine)
+    assert (standing.state, standing.next_command) == ("dead", "dlac recover r --spec FILE")
+    assert "last sign of life 3 h" in standing.note
+
+
+def test_next_command_needs_spec(tmp_path: Path) -> None:
+    """Where the job spec of the last launch is on this node, the name of the run is enough."""
+    folder = tmp_path / "launch-1"
+    folder.mkdir()
+    mine = rows(claim(local=str(tmp_path), launch_folder=str(folder)), run="a b")
+    assert standing_of(mine).next_command == "dlac recover 'a b' --spec FILE"
+    (folder / "spec.json").touch()
+    assert standing_of(mine).next_command == "dlac recover 'a b'"
+    assert command_with("dlac recover r", ("--home", "/a b")) == "dlac recover r --home '/a b'"
+    assert command_with("", ("--home", "x")) == ""
+
+
+@pytest.mark.parametrize(
+    ("appended", "state"),
+    [
+        ((claim(), checkpoint(10, "SIGTERM")), "stopped"),
+        ((claim(), checkpoint(10, "left")), "stopped"),
+        ((claim(), checkpoint(10, "end")), "caught up"),
+        ((claim(), checkpoint(10, "nodes")), "dead"),
+        ((claim(), checkpoint(10, "end"), {"kind": "finish"}), "finished"),
+        ((claim(), checkpoint(10, "auto"), claim(2, rewinds="r-10")), "rewound"),
+        ((claim(forks={"run": "p"}),), "forked"),
+        ((claim(adopts="x"),), "adopted"),
+        ((claim(host="node-7"), checkpoint(10, "steps")), "silent"),
+        ((), "unknown"),
+    ],
+)
+def test_endings_are_told_apart(appended: tuple[Row, ...], state: str) -> None:
+    """What was ended in order has not died; a node that was not heard of for long is silent."""
+    assert standing_of(rows(*appended)).state == state
+
+
+def test_recent_commit_elsewhere_means_training() -> None:
+    """Another node is known by what it writes; an orchestrator's dead launch is recovered by its sensor."""
+    fresh = rows(claim(host="node-7"), {**checkpoint(10, "steps"), "committed_at": datetime.now(UTC)})
+    assert standing_of(fresh).state == "training"
+    assert "node-7" in standing_of(fresh).note
+    assert "Dagster run abc" in standing_of(rows(claim(launched_by="abc"))).note
+
+
+def test_stop_without_checkpoint_is_known(tmp_path: Path) -> None:
+    """A launch that was told to stop before it had anything to commit said so in its launch folder."""
+    (tmp_path / "events.jsonl").write_text('{"event": "training", "step": 0, "total_steps": 9}\n{"event": "stopped"}\n')
+    assert standing_of(rows(claim(launch_folder=str(tmp_path)))).state == "stopped"
+
+
+def recovery(**changes: Any) -> Recovery:
+    """A recovery from a rank that died."""
+    phases = {"detect_s": 0.4, "stop_s": 0.1, "claim_s": 0.2, "verify_s": 0.3, "load_s": 2.0, "first_step_s": 1.0}
+    facts = {
+        "run": "r",
+        "seq": 9,
+        "attempt": 2,
+        "replaced_attempt": 1,
+        "cause": "rank 1 died",
+        "noticed_by": "supervisor",
+    }
+    more = {"failed_at": LONG_AGO, "resumed_from": "r-10", "resumed_step": 10, "rows_replayed": 1, "outcome": "resumed"}
+    return Recovery(**{**facts, **more, **phases, "total_s": 4.0, **changes})
+
+
+def test_gave_up_is_not_dead() -> None:
+    """No attempt followed: its cause is shown, and the incidents are the next thing to look at."""
+    standing = standing_of(rows(claim()), [recovery(attempt=1, outcome="gave up")])
+    assert (standing.state, standing.note, standing.command) == ("given up", "rank 1 died", ("incidents", "r"))
+
+
+def test_operator_time_is_no_recovery() -> None:
+    """Of 240 s between the death and the first step 231 s were the operator's; a supervisor's own notice is recovery."""
+    mine = describe_incident(recovery(noticed_by=OPERATOR, detect_s=231.0, total_s=240.0))
+    assert mine["down"] == "3 min 51 s until an operator started it again"
+    assert (mine["recovery"] or "").startswith("9 s: ")
+    assert "detect" not in (mine["recovery"] or "")
+    own = describe_incident(recovery())
+    assert own["down"] is None
+    assert (own["recovery"], own["lost"]) == (
+        "4 s: detect 0.4 s, stop 0.1 s, claim 0.2 s, verify 0.3 s, load 2 s, first step 1 s",
+        "1 row replayed, 0 s of training",
+    )
+
+
+def test_outcome_names_the_attempt() -> None:
+    """It is the run's attempt, and how many of them this command launched if it was not one."""
+    fifth = Outcome(ending="finished", attempts=1, step=1200)
+    assert describe_outcome("r", fifth, attempt=5) == "run 'r' finished at step 1,200 in attempt 5"
+    again = Outcome(ending="caught_up", attempts=3, step=19)
+    assert (
+        describe_outcome("r", again, attempt=5)
+        == "run 'r' caught up at step 19 in attempt 5 (3 attempts by this command)"
+    )
+    assert (
+        describe_outcome("r", Outcome(ending="stopped", attempts=0, step=0), attempt=0) == "run 'r' stopped at step 0"
+    )
+
+
+STATUS: dict[str, Any] = {
+    "run": LONG,
+    "state": "open",
+    "step": 1234,
+    "loss": 0.123456789,
+    "head_checkpoint": f"{LONG}-000001234-a2809855",
+    "head_age_s": 600.0,
+    "checkpoint_reason": "auto",
+    "checkpoint_interval_s": 31.25,
+    "checkpoint_interval_why": "what a checkpoint costs, and 2 failures in the last hours",
+    "checkpoints": 1,
+    "attempt": 3,
+    "attempts_without_progress": 2,
+    "excluded_by_rewinds": ["doc_id < 900", "lang = 'xx'"],
+    "recoveries": 2,
+    "total_steps": 20_000,
+    "launch": "dead",
+    "launch_note": "attempt 3 has no process on this node any more, last sign of life 10 min ago",
+    "next_command": "dlac recover r",
+}
+FRESH: dict[str, Any] = {
+    **dict.fromkeys(STATUS),
+    "run": "r",
+    "step": 0,
+    "checkpoints": 0,
+    "attempt": 1,
+    "attempts_without_progress": 1,
+    "excluded_by_rewinds": [],
+    "recoveries": 0,
+    "launch": "training",
+    "launch_note": "",
+    "next_command": "",
+}
+LIVE: dict[str, Any] = {
+    "run": LONG,
+    "state": "computing",
+    "step": 15,
+    "total_steps": None,
+    "loss": None,
+    "steps_per_s": 0.42,
+    "samples_per_s": 13.44,
+    "tokens_per_s": None,
+    "consumed_share": 0.5,
+    "checkpoint_age_s": 7500.0,
+    "at_risk_steps": 1,
+    "at_risk_s": 2.0,
+    "attempt": 1,
+    "attempts_without_progress": 0,
+    "eta_s": None,
+    "last_sign_s": 0.1,
+    "problem": None,
+    "launch": "training",
+    "launch_note": "attempt 1, process 4711 on this node",
+    "next_command": "dlac status r --watch",
+}
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_status_fits_the_terminal(width: int) -> None:
+    """However long names are: no line is longer, and nothing is None, also of a run without a checkpoint."""
+    waiting = {"run": LONG, "state": "waiting", "waits_for": "expected a run named " + LONG}
+    silent = {
+        **LIVE,
+        **{name: None for name in LIVE if name.endswith("_s") and name != "at_risk_s"},
+        "at_risk_steps": 0,
+    }
+    described = [
+        *(describe_status(each, ("--home", "/deep/" * 20)) for each in (STATUS, FRESH)),
+        *(describe_live(each) for each in (LIVE, silent, waiting)),
+        describe_incident(recovery(cause="KeyError: " + LONG * 3)),
+    ]
+    for facts in described:
+        lines = lay_out_facts(facts, width)
+        assert max(map(len, lines)) <= width
+        assert not any("None" in line or "0/s" in line or "per |" in line for line in lines)
+
+
+def test_status_says_what_counts() -> None:
+    """Share, age, interval and the next command with the place of the lakehouse; rates have their units."""
+    shown = describe_status(STATUS, ("--home", "/lake"))
+    assert shown["step"] == "1,234 of 20,000 (6%)"
+    assert shown["checkpoint"] == f"{LONG}-000001234-a2809855, 10 min ago (auto)"
+    assert (shown["kept"], shown["no progress"]) == ("1 checkpoint", "2 attempts since the last checkpoint")
+    assert shown["next"] == "dlac recover r --home /lake"
+    live = describe_live(LIVE)
+    assert (live["speed"], live["checkpoint"]) == ("0.42 steps/s, 13 samples/s", "2 h 5 min ago")
+    assert (live["at risk"], live["next"]) == ("1 step, 2 s of training", None)
