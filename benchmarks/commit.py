@@ -24,11 +24,11 @@ import catalog.ledger
 from benchmarks.figures import Figure, report
 from catalog.commits import Attempt, claim, commit_checkpoint
 from catalog.connect import connect
-from catalog.expiry import expire_in
 from catalog.lakehouse_config import LakehouseConfig
 from catalog.ledger import Ledger
+from catalog.maintenance.expiry import expire_in
+from catalog.maintenance.upkeep import upkeep
 from catalog.run_rows import HEAD_KINDS
-from catalog.upkeep import upkeep
 
 _RUNS, _ADVANCES, _UPKEEP_EVERY = 4, 64, 500
 

@@ -56,7 +56,7 @@ def open_loader(job: Job, state: bytes | None) -> DlacLoader:
         home=job.home,
         table=job.table,
         columns=["tokens"] if job.packed else ["row_id", "tokens"],
-        row_filter=f"kind < {KINDS // 2}" if job.filtered else "",
+        row_filter=f"kind < {KINDS // 2}" if job.filtered else None,
         batch_size=job.batch_size,
         seed=job.seed,
         shuffle=job.shuffle,
