@@ -141,8 +141,8 @@ def rendezvous(
 
     Without this one of the machines serves it, and the others cannot meet while that one is away.
     """
+    from dlac_pipeline.elastic.endpoint import serve
     from dlac_pipeline.launchers.signals import on_signals
-    from dlac_pipeline.nodes.rendezvous import serve
 
     stop = threading.Event()
     on_signals((signal.SIGINT, signal.SIGTERM), stop.set)

@@ -52,6 +52,13 @@ def listen_at(address: str, port: int) -> socket.socket:
     return listener
 
 
+def free_port() -> int:
+    """Return a port at which no process listens, on any address of this node."""
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        return int(listener.getsockname()[1])
+
+
 def interface_of(address: str) -> str:
     """Return the network interface with an address of this node; empty if that leads nowhere but here, or to none.
 

@@ -37,7 +37,7 @@ def models() -> set[type[BaseModel]]:
     while pending:
         pending += (below := pending.pop().__subclasses__())
         found |= {each for each in below if each.__module__.startswith(("assets.", "catalog.", "dlac_", "jobs."))}
-    return {each for each in found if each.__module__ not in ("assets.config", "dlac_pipeline.nodes.rendezvous_state")}
+    return {each for each in found if each.__module__ != "assets.config"}
 
 
 def numeric_settings() -> Iterator[tuple[type[BaseModel], str]]:
