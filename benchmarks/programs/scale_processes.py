@@ -90,7 +90,7 @@ def _gather(number: int, count: int, port: int, barrier: Barrier) -> list[Part]:
     )
     parts: list[Part] = []
     os.environ[KEY_VARIABLE] = "the benchmark's nodes"
-    with closing(Membership(spec, ledger="benchmark")) as membership:
+    with closing(Membership.of_job(spec, ledger="benchmark")) as membership:
         for attempt in (0, 1):
             with _timed(barrier, parts):
                 round_ = membership.next_round(attempt, threading.Event(), lambda: None)

@@ -12,11 +12,11 @@ records of all nodes. Any other node reads one record, the lease, and what that 
 
 from __future__ import annotations
 
-import logging
 import secrets
 import threading
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING
 
 from dlac_pipeline.elastic.rank_assignment import Offer, RoundPlan, assign_ranks, usable_ranks
 from dlac_pipeline.elastic.sealed_store import Message, Sealed, SealedStore
@@ -24,7 +24,9 @@ from dlac_pipeline.launch_spec import LaunchSpec
 from dlac_pipeline.ranks.addresses import free_port
 from dlac_pipeline.ranks.watched_time import watched_time
 
-_log = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]  # torch's __init__ does not re-export by name
+
 _EVERY_S = 0.25
 _LAST_TICK_S = 1.0
 _LEASE = "lease"
@@ -75,6 +77,8 @@ class Heartbeat:
         self._to_announce: dict[str, Message] = {}
         self._announced: dict[str, Message] = {}
         self._versions: dict[str, int] = {}
+        self._leader_left = False
+        """Whether the leader waits for another round than the one that this node is in."""
         self._published: dict[str, Message] = {}
         """What this node wrote as the leader of this round."""
         self._end: Message | None = None
@@ -100,6 +104,11 @@ class Heartbeat:
             self._announced, self._versions = {}, {}
             self._enough_since = None
         self._hurries.set()
+
+    @property
+    def store(self) -> Store:
+        """The store beneath, for what needs no seal."""
+        return self._store.store
 
     @property
     def plan(self) -> RoundPlan | None:
@@ -196,7 +205,7 @@ class Heartbeat:
     def lost(self, slot: int) -> bool:
         """Return whether another member was silent for too long while the store answered."""
         with self._lock:
-            deposed = self._is_leader(slot) and self._lease["slot"] != slot
+            deposed = self._is_leader(slot) and (self._lease["slot"] != slot or self._leader_left)
             left = self._in_round and self.has_moved_on(slot)
             return (
                 deposed
@@ -434,9 +443,12 @@ class Heartbeat:
             news = {subject: v for subject, v in lease["announced"].items() if self._versions.get(subject) != v}
         for subject, version in news.items() if mine else ():
             message = self._store.read(_announcement(lease, subject, version)).message
-            if message is not None:
-                with self._lock:
-                    self._announced[subject], self._versions[subject] = message, version
+            if message is None:
+                return
+            with self._lock:
+                self._announced[subject], self._versions[subject] = message, version
+        with self._lock:  # only now: a leader's last announcement counts more than its absence
+            self._leader_left = mine and not lease["training"]
 
     def _heard_at(self, slot: int) -> float:
         if self.leads:

@@ -22,6 +22,8 @@ from dlac_pipeline.ranks.share import Share
 from dlac_pipeline.spec import JobSpec
 
 if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]  # torch's __init__ does not re-export by name
+
     from dlac_pipeline.elastic.endpoint import Endpoint
 
 _LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
@@ -40,27 +42,42 @@ class EndedElsewhere(Exception):
 
 
 class Membership:
-    """Of one node in one job; without `launch.nodes` the node is by itself."""
+    """Of one node in one run; without `launch.nodes` the node is by itself."""
 
-    def __init__(self, spec: JobSpec, *, ledger: str) -> None:
-        """`ledger` identifies the ledger: runs of other lakehouses may have the same name, and the same rendezvous.
+    def __init__(self, name: str, launch: LaunchSpec, *, batch_size: int, config: str) -> None:
+        """`name`: that of the run, among all that meet at one address; `config`: digest of what the node would train.
 
         Raises:
             SpecInvalid: several nodes, and no secret that they share.
         """
-        self._launch = spec.launch
-        self._batch_size = spec.order.batch_size
+        self._launch = launch
+        self._batch_size = batch_size
         self._endpoint: Endpoint | None = None
         self._heartbeat: Heartbeat | None = None
         self._ended_before: str | None = None
-        if spec.launch.max_nodes > 1:
-            self._secret = shared_secret(spec.launch)
-            self._prefix = f"dlac/{spec.run}@{ledger}"
-            self._config = config_digest(spec)
+        if launch.max_nodes > 1:
+            self._secret = shared_secret(launch)
+            self._prefix = f"dlac/{name}"
+            self._config = config
             with _quiet_import():
                 from dlac_pipeline.elastic.endpoint import Endpoint
 
-            self._endpoint = Endpoint(spec.launch.rendezvous, timeout_s=spec.launch.node_timeout_s)
+            self._endpoint = Endpoint(launch.rendezvous, timeout_s=launch.node_timeout_s)
+
+    @classmethod
+    def of_job(cls, spec: JobSpec, *, ledger: str) -> Membership:
+        """Return the membership in a job's run; `ledger` identifies the ledger: other lakehouses have runs of the same name.
+
+        Raises:
+            SpecInvalid: several nodes, and no secret that they share.
+        """
+        config = config_digest(spec) if spec.launch.max_nodes > 1 else ""
+        return cls(f"{spec.run}@{ledger}", spec.launch, batch_size=spec.order.batch_size, config=config)
+
+    @property
+    def store(self) -> Store | None:
+        """The store through which the nodes meet; None: there is no other node, or no connection."""
+        return None if self._heartbeat is None else self._heartbeat.store
 
     def next_round(self, attempt: int, stop: threading.Event, still_wanted: Callable[[], None]) -> Round | None:
         """Return the round of the next attempt; None: `stop` was set meanwhile.

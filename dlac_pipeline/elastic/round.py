@@ -30,6 +30,7 @@ class Round:
     def __init__(self, share: Share, *, plan: RoundPlan | None = None, heartbeat: Heartbeat | None = None) -> None:
         """`share`: this node's; a node by itself has neither plan nor heartbeat."""
         self.share = share
+        self.number = 0 if plan is None else plan.number
         self.shares: Sequence[Share] = (share,)
         self.hosts = [socket.gethostname()]
         self._slots: Sequence[int] = ()

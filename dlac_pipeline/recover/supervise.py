@@ -167,7 +167,7 @@ class Supervisor:
         self._patiently(tiers_of(spec).check_writable)
         lakehouse = self._patiently(connect, spec.lakehouse)
         ledger = self._patiently(lambda: Ledger(lakehouse).table_uuid)
-        with closing(Membership(spec, ledger=ledger)) as membership, self._lock:
+        with closing(Membership.of_job(spec, ledger=ledger)) as membership, self._lock:
             supervision = Supervision(
                 spec=spec,
                 lakehouse=lakehouse,

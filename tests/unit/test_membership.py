@@ -269,7 +269,7 @@ def next_round(node: Membership, attempt: int = 0) -> Any:
 def test_spare_learns_of_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """The node that serves the store leaves last: those that wait have read how the run ended."""
     spec = job(own_port(), nodes="2")
-    serves, other, spare = (Membership(spec, ledger="l") for _ in range(3))
+    serves, other, spare = (Membership.of_job(spec, ledger="l") for _ in range(3))
     with ThreadPoolExecutor(2) as pool:
         joined = pool.submit(next_round, serves)
         wait_until(lambda: serves._endpoint is not None and serves._endpoint.serves, what="the store")
@@ -295,11 +295,14 @@ def test_cut_off_node_learns_of_the_end() -> None:
         serving = pool.submit(serve, f"127.0.0.1:{port}", ends, ready.set)
         try:
             assert ready.wait(300)
-            before = Membership(spec, ledger="l")
+            before = Membership.of_job(spec, ledger="l")
             assert next_round(before).leads
             before.end_run({"ending": "finished"})
             before.close()
-            with closing(Membership(spec, ledger="l")) as other, closing(Membership(spec, ledger="l")) as cut_off:
+            with (
+                closing(Membership.of_job(spec, ledger="l")) as other,
+                closing(Membership.of_job(spec, ledger="l")) as cut_off,
+            ):
                 joined = pool.submit(next_round, other)
                 wait_until(lambda: other._heartbeat is not None and other._heartbeat.leads, what="the lease")
                 assert not next_round(cut_off).leads
@@ -317,7 +320,7 @@ def test_cut_off_node_learns_of_the_end() -> None:
 def test_missing_nodes_are_reported() -> None:
     """Too few nodes within the time are an error that says how many came."""
     spec = job(own_port(), nodes="2", gather_timeout_s=3)
-    with closing(Membership(spec, ledger="l")) as node, pytest.raises(NodesMissing, match="found only 1"):
+    with closing(Membership.of_job(spec, ledger="l")) as node, pytest.raises(NodesMissing, match="found only 1"):
         next_round(node)
 
 
@@ -325,7 +328,7 @@ def test_silent_rendezvous_is_reported() -> None:
     """An address of another node at which no store answers is named."""
     spec = job(own_port(), nodes="2", gather_timeout_s=2)
     launch_ = spec.launch.model_copy(update={"rendezvous": "192.0.2.1:29400", "node_timeout_s": 3})
-    silent = Membership(spec.model_copy(update={"launch": launch_}), ledger="l")
+    silent = Membership.of_job(spec.model_copy(update={"launch": launch_}), ledger="l")
     with closing(silent) as node, pytest.raises(NodesMissing, match=r"192\.0\.2\.1:29400"):
         next_round(node)
 
@@ -333,7 +336,7 @@ def test_silent_rendezvous_is_reported() -> None:
 def test_stop_ends_the_wait() -> None:
     """A node that is asked to stop while it waits has no round."""
     stop = threading.Event()
-    with closing(Membership(job(own_port(), nodes="2"), ledger="l")) as node, ThreadPoolExecutor(1) as pool:
+    with closing(Membership.of_job(job(own_port(), nodes="2"), ledger="l")) as node, ThreadPoolExecutor(1) as pool:
         waits = pool.submit(node.next_round, 0, stop, lambda: None)
         time.sleep(0.5)
         stop.set()
@@ -345,5 +348,5 @@ def test_several_nodes_need_a_key(monkeypatch: pytest.MonkeyPatch, secret: str) 
     """Without a secret, or with a short one, a run of several nodes does not begin."""
     monkeypatch.setenv(KEY_VARIABLE, secret)
     with pytest.raises(SpecInvalid, match="openssl rand -hex 32"):
-        Membership(job(1), ledger="l")
-    membership.Membership(job(1, nodes="", rendezvous=""), ledger="l").close()
+        Membership.of_job(job(1), ledger="l")
+    membership.Membership.of_job(job(1, nodes="", rendezvous=""), ledger="l").close()
