@@ -34,13 +34,13 @@ def lock_timeout_s(uri: str) -> float:
 
 
 def locked_by(file: Path) -> str:
-    """Return a clause that names the processes of this node that have an SQLite file locked; empty: none is known."""
+    """Return a clause that names the processes of this node that have an SQLite file locked, empty if none is known."""
     holders = sorted(_holders(file))
     return "".join(f"process {pid} ({_name_of(pid)}) holds a lock; " for pid in holders[:3])
 
 
 class ReportingConnection(sqlite3.Connection):
-    """A connection to an SQLite catalog that reports after seconds that it waits for a lock; without a wait it costs nothing.
+    """A connection to an SQLite catalog that reports after seconds that it waits for a lock.
 
     SQLite itself waits without a word. So it is given the first seconds of the time-out, then the report is made, and the
     statement, which had no effect, is repeated with the rest.
@@ -66,7 +66,7 @@ class ReportingConnection(sqlite3.Connection):
         self.wait(super().commit)
 
     def wait(self, work: Callable[..., _T], *arguments: Any) -> _T:
-        """Call `work`; if that waits in vain for seconds, report it and call `work` again for the rest of the time-out.
+        """Call `work`. If that waits in vain for seconds, report it and call `work` again for the rest of the time-out.
 
         Raises:
             sqlite3.OperationalError: another process had the file locked all the time, or SQLite refused at once.

@@ -67,7 +67,7 @@ class FinitenessCheck:
 
 
 def _weights(engine: object) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the floating-point parameters of an adapter's modules; none of an adapter of the user's that names none."""
+    """Yield the floating-point parameters of an adapter's modules. A user's own adapter may name none."""
     modules: Callable[[], Mapping[str, Any]] = getattr(engine, "modules", dict)
     for part, module in modules().items():
         if isinstance(module, Module):

@@ -161,7 +161,7 @@ def _claim(
     current: int | None,
     detail: Mapping[str, Any],
 ) -> _Claimed:
-    """Choose the leg as far as the ledger tells, and claim the run; raises as `take_over`."""
+    """Choose the leg as far as the ledger tells, and claim the run. Raises as `take_over`."""
     before = ledger.state(run)
     leg = chooser.before_claim(before)
     if current is None:
@@ -175,7 +175,7 @@ def _claim(
 def _resolve(
     ledger: Ledger, claimed: _Claimed, chooser: LegChooser, tiers: Tiers, verifying: Verifying, verify: Verify
 ) -> _Resolved:
-    """Find the newest whole checkpoint, quarantine the damaged ones after it, and choose its leg; raises as `take_over`."""
+    """Find the newest whole checkpoint, quarantine the damaged ones after it, and choose its leg. Raises as `take_over`."""
     rows = ledger.rows(claimed.attempt.run, kinds=HEAD_KINDS)
     if claimed.head not in (claimed.head_before, None):  # the attempt that was replaced committed in between
         chooser.check(leg_of(rows, claimed.head or ""), rows)

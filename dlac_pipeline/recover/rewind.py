@@ -248,7 +248,10 @@ def _seen_before(
 
 
 def _newest_before(rows: Sequence[Row], target: str, seen_by: Collection[str]) -> str | None:
-    """Return the newest restorable checkpoint before all of `seen_by`; None if there is none, or one is of another run."""
+    """Return the newest restorable checkpoint before all of `seen_by`.
+
+    None if there is none, or if one of `seen_by` is of another run.
+    """
     places = {name: place for place, name in enumerate(lineage_of(rows, target))}
     if not places.keys() >= set(seen_by):
         return None

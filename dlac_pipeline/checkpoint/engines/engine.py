@@ -41,7 +41,7 @@ class Engine(Protocol):
         """
 
     def modules(self) -> Mapping[str, Any]:
-        """Return the modules whose weights a checkpoint has, by name; parts that are no modules may be among them."""
+        """Return the modules whose weights a checkpoint has, by name. Parts that are no modules may be among them."""
 
     def step_applied(self) -> bool:
         """Whether the engine applied the last optimizer step (false on an fp16 overflow)."""
