@@ -47,18 +47,11 @@ from catalog.guarded import GUARDED, MetadataMissing
 from catalog.lakehouse_config import LakehouseConfig, sqlite_file
 from catalog.masking import mask_secrets
 from catalog.metadata_files import newest_metadata
-from catalog.outages import (
-    check_address,
-    is_locked,
-    is_misconfigured,
-    is_unknown_host,
-    lock_timeout_s,
-    locked_by,
-    wait_for_lock,
-)
+from catalog.outages import check_address, is_misconfigured, is_unknown_host
 from catalog.relocation import MADE_AT, Recorded, Relocation, find_relocation, raw_path, read_recorded
 from catalog.retrying import may_pass, rereading, retrying
 from catalog.schemas import FORMAT_VERSION, FORMAT_VERSION_PROPERTY, TABLES
+from catalog.sqlite_locks import is_locked, locked_by
 
 _T = TypeVar("_T")
 _TABLE_PROPERTIES = {
@@ -351,7 +344,7 @@ def _read_places(config: LakehouseConfig, *, answered: bool) -> Recorded | None:
     if file is None:
         return None
     try:
-        return wait_for_lock(file, lambda: read_recorded(file, config), within_s=lock_timeout_s(config.uri))
+        return read_recorded(file, config)
     except (sqlite3.Error, OSError) as err:
         kind = CatalogMisconfigured if is_misconfigured(err, answered=answered) else CatalogUnreachable
         raise kind(

@@ -18,10 +18,9 @@ A commit to SQLite is durable before it is acknowledged: files of retired checkp
 from __future__ import annotations
 
 import struct
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pyiceberg.avro.reader import DoubleReader
 from pyiceberg.catalog import MetastoreCatalog
@@ -41,9 +40,11 @@ from sqlalchemy.pool import NullPool
 
 from catalog.errors import CommitConflict
 from catalog.lakehouse_config import sqlite_file
-from catalog.outages import lock_timeout_s, report_lock
+from catalog.sqlite_locks import ReportingConnection
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from pyiceberg.avro.decoder import BinaryDecoder
     from pyiceberg.catalog import Catalog
     from pyiceberg.catalog.sql import IcebergTables
@@ -51,7 +52,7 @@ if TYPE_CHECKING:
     from pyiceberg.table.metadata import TableMetadata
     from pyiceberg.typedef import Identifier
     from requests import Session
-    from sqlalchemy import Connection, Engine
+    from sqlalchemy import Connection, Dialect
     from sqlalchemy.engine.interfaces import DBAPIConnection
     from sqlalchemy.pool import ConnectionPoolEntry
 
@@ -86,18 +87,17 @@ class GuardedSqlCatalog(SqlCatalog):
 
     def __init__(self, name: str, **properties: str) -> None:
         super().__init__(name, **properties)
-        if self.engine.dialect.name == "sqlite" and self.engine.url.database not in (None, "", ":memory:"):
+        file = sqlite_file(properties["uri"])
+        if file is not None:
             # A pooled connection would read and write the deleted file after a backup was moved into its place.
             self.engine.dispose()
             self.engine = create_engine(self.engine.url, poolclass=NullPool)
+            event.listen(self.engine, "do_connect", partial(_connect_reporting, file))
         if self.engine.dialect.name == "postgresql":
             event.listen(self.engine, "begin", _limit_locks)
         if self.engine.dialect.name == "sqlite":
             event.listen(self.engine, "connect", _sync_commits)
             self.engine.dispose()  # the connection that made the catalog's tables
-        file = sqlite_file(str(properties.get("uri", "")))
-        if file is not None:
-            _report_locks(self.engine, file, lock_timeout_s(str(properties.get("uri", ""))))
 
     def commit_table(
         self, table: Table, requirements: tuple[TableRequirement, ...], updates: tuple[TableUpdate, ...]
@@ -177,19 +177,11 @@ def _sync_commits(connection: DBAPIConnection, _: ConnectionPoolEntry) -> None:
     connection.cursor().execute("PRAGMA synchronous = EXTRA")
 
 
-def _report_locks(engine: Engine, file: Path, within_s: float) -> None:
-    """Report in the log when a connection to an SQLite catalog is in use for seconds, since another process has it locked."""
-    waits: dict[int, ExitStack] = {}
-
-    def begin(_connection: object, record: ConnectionPoolEntry, _proxy: object) -> None:
-        waits[id(record)] = held = ExitStack()
-        held.enter_context(report_lock(file, within_s=within_s))
-
-    def end(_connection: object, record: ConnectionPoolEntry) -> None:
-        waits.pop(id(record), ExitStack()).close()
-
-    event.listen(engine, "checkout", begin)
-    event.listen(engine, "checkin", end)
+def _connect_reporting(
+    file: Path, _dialect: Dialect, _entry: ConnectionPoolEntry, arguments: Sequence[str], options: dict[str, Any]
+) -> ReportingConnection:
+    """Open an SQLite catalog for SQLAlchemy so that a long wait for a lock is reported."""
+    return ReportingConnection(arguments[0], file=file, **options)
 
 
 def _landed_or_conflict(

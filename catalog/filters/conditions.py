@@ -18,12 +18,12 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 from pyiceberg.schema import Schema
-from pyiceberg.types import DoubleType, FloatType, NestedField, StringType, StructType
+from pyiceberg.types import NestedField, StringType, StructType
 
 from catalog.errors import NoSuchColumn, SpecInvalid
 from catalog.filters.facts import UNKNOWN, Facts
 from catalog.filters.grammar import EXAMPLE, Atom, Junction, Negation, Syntax, Truth, WrittenLiteral, parse_syntax
-from catalog.filters.literals import LiteralPlace, hint_for, place_of, to_python
+from catalog.filters.literals import FLOATS, LiteralPlace, hint_for, place_of, to_python
 
 Known = Mapping[int, Facts]
 """Facts by the field id of a column, or of a field inside a struct."""
@@ -181,7 +181,7 @@ class _OnOne(Condition):
 
     @cached_property
     def _has_nan(self) -> bool:
-        return isinstance(self.path.kind, FloatType | DoubleType)
+        return isinstance(self.path.kind, FLOATS)
 
     def _may_be_nan(self, facts: Facts) -> bool:
         return self._has_nan and facts.may_be_nan

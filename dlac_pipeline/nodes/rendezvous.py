@@ -54,8 +54,6 @@ _KEEP_ALIVES = 3
 _MARGIN_S = 10.0
 """For a call beyond its own time-out: then it is the network that is silent."""
 _LEAVING = "leaving"
-_LAST_PORT = 65535
-"""A greater number would be taken modulo 65536."""
 logging.getLogger("torch.distributed.elastic.rendezvous").setLevel(logging.CRITICAL)
 """Else it warns each second of a store that is gone, which `Talk` has noticed."""
 os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"

@@ -105,14 +105,12 @@ def _relocation_of(lakehouse: Lakehouse, spec: JobSpec) -> Relocation:
 def last_spec(lakehouse: Lakehouse, run: str) -> JobSpec:
     """The spec with which a run was launched last, from its launch folder; rewinds launch nothing."""
     rows = Ledger(lakehouse).head_rows(run)
-    launches = [row["attempt"] for row in rows if row["kind"] == "claim" and not trains_nothing(row)]
-    return spec_of_attempt(lakehouse, rows, run, launches[-1] if launches else 0)
+    return spec_of_attempt(lakehouse, rows, run, max(trained_attempts(rows), default=0))
 
 
 def launcher_of(rows: Sequence[Row], attempt: int) -> str:
     """The orchestrator's run that launched an attempt, or the last before it that trains; empty if it was started by hand."""
-    launches = [row["attempt"] for row in rows if row["kind"] == "claim" and not trains_nothing(row)]
-    return _said(rows, max((each for each in launches if each <= attempt), default=0), "launched_by")
+    return _said(rows, max((each for each in trained_attempts(rows) if each <= attempt), default=0), "launched_by")
 
 
 def claimed_by(rows: Sequence[Row], attempt: int) -> str:

@@ -239,15 +239,24 @@ def _seen_before(
     count = len({(source, path, row) for source, path, row, _ in seen})
     if not count:
         return {"excluded_rows_seen": 0}
-    lineage, by = lineage_of(rows, target), {checkpoint for *_, checkpoint in seen}
-    earlier = [] if by - set(lineage) else lineage[max(map(lineage.index, by)) + 1 :]
-    kept = restorable_rows(rows)
-    clean = next((each for each in earlier if each in kept), None)
+    clean = _newest_before(rows, target, {checkpoint for *_, checkpoint in seen})
     return {
         "excluded_rows_seen": count,
         "clean_checkpoint": clean,
         "clean_step": None if clean is None else int(checkpoint_rows(rows)[clean]["step"]),
     }
+
+
+def _newest_before(rows: Sequence[Row], target: str, seen_by: Collection[str]) -> str | None:
+    """Return the newest restorable checkpoint before all of `seen_by`.
+
+    None if there is none, or if one of `seen_by` is of another run.
+    """
+    places = {name: place for place, name in enumerate(lineage_of(rows, target))}
+    if not places.keys() >= set(seen_by):
+        return None
+    oldest, kept = max(places[name] for name in seen_by), restorable_rows(rows)
+    return next((name for name, place in places.items() if place > oldest and name in kept), None)
 
 
 _SeenRow = tuple[int, str, int, str]

@@ -25,6 +25,7 @@ from dlac_pipeline.recover.claims import (
     launch_folder_of,
     launcher_of,
     left_in_order,
+    trained_attempts,
 )
 from dlac_pipeline.recover.patience import LOST_AFTER_S
 from dlac_pipeline.recover.run_lock import lock_path
@@ -165,8 +166,9 @@ def _standing_of_launch(rows: list[Row], run: str, attempt: int, recoveries: Seq
     if not signs.here and signs.silent_s < LOST_AFTER_S:
         note = f"attempt {attempt} on node {signs.host}, last sign of life {format_ago(signs.silent_s)}"
         return Standing(state="training", note=note, command=("status", run, "--watch"))
-    if any((each.attempt, each.outcome) == (attempt, "gave up") for each in recoveries):
-        return Standing(state="given up", note=recoveries[-1].cause.partition("\n")[0], command=("incidents", run))
+    given_up = [each.cause for each in recoveries if (each.attempt, each.outcome) == (attempt, "gave up")]
+    if given_up:
+        return Standing(state="given up", note=given_up[-1].partition("\n")[0], command=("incidents", run))
     return _describe_lost(rows, run, attempt, signs)
 
 
@@ -200,8 +202,7 @@ def _ended_in_order(rows: list[Row], attempt: int) -> str | None:
 
 def _resume(rows: list[Row], run: str, attempt: int) -> tuple[str, ...]:
     """The command that resumes a run, with a job spec where that of its last launch is not on this node."""
-    launched = [row["attempt"] for row in rows if row["kind"] == "claim" and idle_kind(rows, row["attempt"]) is None]
-    folder = launch_folder_of(rows, launched[-1]) if launched else ""
+    folder = launch_folder_of(rows, max(trained_attempts(rows), default=0))
     known = bool(folder) and (Path(folder) / "spec.json").is_file()
     return ("recover", run) if known else ("recover", run, "--spec", _SPEC)
 

@@ -37,7 +37,7 @@ from dlac_pipeline.checkpoint.listing import list_checkpoints
 from dlac_pipeline.checkpoint.store import folder_of
 from dlac_pipeline.recover.claims import attempts_without_progress, launcher_of
 from dlac_pipeline.recover.incident import failure_of_attempt
-from dlac_pipeline.recover.rewind import rewind_run
+from dlac_pipeline.recover.rewind import _newest_before, rewind_run
 from dlac_pipeline.recover.status import run_status
 from dlac_pipeline.spec import JobSpec
 from tests.conftest import Arena, Steps, source_rows
@@ -475,3 +475,25 @@ def test_rewind_to_step_zero_refused(arena: Arena) -> None:
     ).exists()
     assert recorded(arena, "r") == list(range(20, 200))
     assert audit_run(arena.lakehouse, "r").exact
+
+
+def test_long_lineage_is_searched_once() -> None:
+    """Each checkpoint that has seen excluded rows is looked up, not searched for along the lineage."""
+
+    class Name(str):
+        compared = 0
+        __hash__ = str.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            Name.compared += 1
+            return str.__eq__(self, other)
+
+    names = [Name(f"c{step}") for step in range(200)]
+    rows = [
+        {"kind": "checkpoint", "checkpoint_id": name, "parent": names[step - 1] if step else None, "seq": step}
+        for step, name in enumerate(names)
+    ]
+    seen_by = [Name(name) for name in names[100:]]
+    assert _newest_before(rows, names[-1], seen_by) == "c99"
+    assert Name.compared < 10 * len(names)
+    assert _newest_before(rows, names[-1], [Name("of another run")]) is None

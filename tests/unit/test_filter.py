@@ -22,7 +22,6 @@ from pyiceberg.types import (
     IntegerType,
     ListType,
     LongType,
-    NestedField,
     StringType,
     StructType,
     TimestampType,
@@ -31,9 +30,11 @@ from pyiceberg.types import (
     UUIDType,
 )
 
+from catalog.columns import arrow_type
 from catalog.errors import NoSuchColumn, SpecInvalid
 from catalog.filters.conditions import parse_filter
 from catalog.filters.facts import of_counts, of_partition
+from tests.iceberg_schemas import optional_fields
 
 NAN = float("nan")
 DAYS = [dt.date(1969, 12, 31), dt.date(2024, 1, 31), dt.date(2024, 2, 1), dt.date(1, 1, 1)]
@@ -45,33 +46,31 @@ TIMES = [
     dt.datetime(9999, 12, 31),
 ]
 PRICES = [Decimal("0.10"), Decimal("1.50"), Decimal("-1.50"), Decimal("9999999.99")]
-COLUMNS: dict[str, tuple[IcebergType, pa.DataType, list[Any]]] = {
-    "n": (LongType(), pa.int64(), [1, 2, 2**63 - 1, -(2**63), None]),
-    "small": (IntegerType(), pa.int32(), [1, 2, 2**31 - 1, -(2**31), None]),
-    "x": (DoubleType(), pa.float64(), [0.0, -0.0, NAN, 0.1, None]),
-    "f": (FloatType(), pa.float32(), [0.1, NAN, 3.4028234663852886e38, float("inf"), None]),
-    "ok": (BooleanType(), pa.bool_(), [True, False, True, False, None]),
-    "s": (StringType(), pa.string(), ["a", "a_b", "axb", "a%", None]),
-    "raw": (BinaryType(), pa.binary(), [b"a", b"\xff", b"", b"ab", None]),
-    "key": (UUIDType(), pa.binary(16), [uuid.UUID(int=n).bytes for n in range(4)] + [None]),
-    "day": (DateType(), pa.date32(), [*DAYS, None]),
-    "clock": (TimeType(), pa.time64("us"), [*CLOCKS, None]),
-    "ts": (TimestampType(), pa.timestamp("us"), [*TIMES, None]),
-    "tz": (TimestamptzType(), pa.timestamp("us", "UTC"), [*(time.replace(tzinfo=dt.UTC) for time in TIMES), None]),
-    "price": (DecimalType(9, 2), pa.decimal128(9, 2), [*PRICES, None]),
-    "a.b": (LongType(), pa.int64(), [1, 2, 3, 4, None]),
+COLUMNS: dict[str, tuple[IcebergType, list[Any]]] = {
+    "n": (LongType(), [1, 2, 2**63 - 1, -(2**63), None]),
+    "small": (IntegerType(), [1, 2, 2**31 - 1, -(2**31), None]),
+    "x": (DoubleType(), [0.0, -0.0, NAN, 0.1, None]),
+    "f": (FloatType(), [0.1, NAN, 3.4028234663852886e38, float("inf"), None]),
+    "ok": (BooleanType(), [True, False, True, False, None]),
+    "s": (StringType(), ["a", "a_b", "axb", "a%", None]),
+    "raw": (BinaryType(), [b"a", b"\xff", b"", b"ab", None]),
+    "key": (UUIDType(), [uuid.UUID(int=n).bytes for n in range(4)] + [None]),
+    "day": (DateType(), [*DAYS, None]),
+    "clock": (TimeType(), [*CLOCKS, None]),
+    "ts": (TimestampType(), [*TIMES, None]),
+    "tz": (TimestamptzType(), [*(time.replace(tzinfo=dt.UTC) for time in TIMES), None]),
+    "price": (DecimalType(9, 2), [*PRICES, None]),
+    "a.b": (LongType(), [1, 2, 3, 4, None]),
 }  # fmt: skip
-STRUCT = StructType(
-    NestedField(101, "b", LongType(), required=False), NestedField(102, "c.d", LongType(), required=False)
-)
+STRUCT = StructType(*optional_fields({"b": LongType(), "c.d": LongType()}, first_id=101))
 SCHEMA = Schema(
-    *(NestedField(place, name, kind, required=False) for place, (name, (kind, _, _)) in enumerate(COLUMNS.items(), 1)),
-    NestedField(100, "st", STRUCT, required=False),
-    NestedField(103, "list", ListType(104, LongType(), element_required=False), required=False),
+    *optional_fields({name: kind for name, (kind, _) in COLUMNS.items()}),
+    *optional_fields({"st": STRUCT}, first_id=100),
+    *optional_fields({"list": ListType(104, LongType(), element_required=False)}, first_id=103),
 )
 TABLE = pa.table(
     {
-        **{name: pa.array(values, arrow) for name, (_, arrow, values) in COLUMNS.items()},
+        **{name: pa.array(values, arrow_type(kind)) for name, (kind, values) in COLUMNS.items()},
         "st": [{"b": 1, "c.d": 10}, {"b": 2, "c.d": None}, None, {"b": None, "c.d": 10}, {"b": 1, "c.d": 20}],
         "list": [[1], [], None, [None], None],
     }

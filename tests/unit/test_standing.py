@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,21 @@ def test_next_command_needs_spec(tmp_path: Path) -> None:
     assert command_with("", ("--home", "x")) == ""
 
 
+def test_many_attempts_cost_few_passes() -> None:
+    """The rows of a long run are gone through as often for many attempts as for few."""
+
+    class Counted(list[Row]):
+        passes = 0
+
+        def __iter__(self) -> Iterator[Row]:
+            self.passes += 1
+            return super().__iter__()
+
+    few, many = (Counted(rows(*map(claim, range(1, count)))) for count in (3, 50))
+    assert (standing_of(few).state, standing_of(many).state) == ("dead", "dead")
+    assert many.passes == few.passes
+
+
 @pytest.mark.parametrize(
     ("appended", "state"),
     [
@@ -125,7 +141,7 @@ def recovery(**changes: Any) -> Recovery:
 
 def test_gave_up_is_not_dead() -> None:
     """No attempt followed: its cause is shown, and the incidents are the next thing to look at."""
-    standing = standing_of(rows(claim()), [recovery(attempt=1, outcome="gave up")])
+    standing = standing_of(rows(claim()), [recovery(attempt=1, outcome="gave up"), recovery(attempt=2, cause="later")])
     assert (standing.state, standing.note, standing.command) == ("given up", "rank 1 died", ("incidents", "r"))
 
 
