@@ -11,7 +11,7 @@ from pyiceberg.types import IntegerType, ListType, LongType, StringType
 
 from catalog.connect import Lakehouse
 from catalog.errors import NoSuchColumn, ResumeMismatch, SpecInvalid, UnsupportedColumn
-from catalog.snapshots import schema_id_of, snapshot_of
+from catalog.snapshots import snapshot_of
 from dlac_pipeline.plan.leg import Leg, LegSequences, LegSource
 from dlac_pipeline.plan.planner import Plan, check_source
 from dlac_pipeline.plan.source_order import SourceStart
@@ -43,14 +43,12 @@ def check_readable(lakehouse: Lakehouse, spec: JobSpec) -> None:
     """
     sequences_of(spec.sequences, spec.source)
     if spec.sequences.tokenizer and not spec.sequences.length:
-        load_tokenizer(
-            spec.sequences.tokenizer
-        )  # a wrong path is a mistake, though rows are samples and it is not used
+        # a wrong path is a mistake, although rows are samples and the tokenizer is not used
+        load_tokenizer(spec.sequences.tokenizer)
     known: dict[str, dict[str, ColumnKind]] = {}
     for source in spec.sources:
         table = lakehouse.load(source.table)
-        schema = table.schemas()[schema_id_of(table, snapshot_of(table, source.snapshot_id))]
-        check_source(schema, source)
+        schema = check_source(table, source, snapshot_of(table, source.snapshot_id))
         if source.transform:
             continue
         if spec.sequences.length:
@@ -122,7 +120,7 @@ def asked_for(spec: JobSpec, leg: Leg, table_uuids: Mapping[str, str]) -> Leg:
         snapshot = None if source.follow == "appends" else source.snapshot_id
         planned: dict[str, Any] = {
             "table_uuid": table_uuids.get(source.table, f"(no table {source.table})"),
-            "snapshot_id": snapshot or (mine.snapshot_id if mine else 0),
+            "snapshot_id": (mine.snapshot_id if mine else 0) if snapshot is None else snapshot,
             "schema_id": mine.schema_id if mine else 0,
             "plan_id": mine.plan_id if mine else "",
         }
