@@ -21,6 +21,7 @@ from catalog.branches import Exclusion, Rewound, rewind
 from catalog.connect import Lakehouse
 from catalog.data_files import LiveFile
 from catalog.errors import DlacError, EmptyPlan, LedgerError, SpecInvalid
+from catalog.filters.conditions import filter_names
 from catalog.history.changes import OnOverwrite, changes
 from catalog.ledger import Ledger
 from catalog.older_ledger import check_ledger, check_store
@@ -184,7 +185,7 @@ def _check_fits(table: Table, mine: LegSource, where: str) -> None:
     try:
         parse_exclusion(where, schema, table)
     except SpecInvalid as err:
-        raise SpecInvalid(f"{err}; columns of {mine.name!r} are {schema.column_names!r}") from err
+        raise SpecInvalid(f"{err}; columns of {mine.name!r} are {filter_names(schema)!r}") from err
 
 
 def _check_leaves_some(
