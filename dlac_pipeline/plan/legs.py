@@ -41,6 +41,7 @@ def check_readable(lakehouse: Lakehouse, spec: JobSpec) -> None:
     Raises:
         BadInput: a table, a column, a transform or the tokenizer; or the sources have different columns.
     """
+    check_tokens(spec.sequences)
     sequences_of(spec.sequences, spec.source)
     if spec.sequences.tokenizer and not spec.sequences.length:
         # a wrong path is a mistake, although rows are samples and the tokenizer is not used
@@ -56,6 +57,21 @@ def check_readable(lakehouse: Lakehouse, spec: JobSpec) -> None:
         else:
             known[source.label] = kinds_of(schema, source.columns, source.ragged, source.nullable)
     check_alike(known)
+
+
+def check_tokens(sequences: SequenceSpec) -> None:
+    """Check that tokens are named by text only beside a tokenizer, which alone knows their numbers.
+
+    Raises:
+        SpecInvalid: they are named without one.
+    """
+    for name in ("begin", "end"):
+        token = getattr(sequences, f"{name}_token")
+        if token and not sequences.tokenizer:
+            raise SpecInvalid(
+                f"expected sequences.tokenizer beside {name}_token, found {name}_token {token!r} without one: name a "
+                f"tokenizer.json, or give the token's number as {name}_id"
+            )
 
 
 def check_alike(known: Mapping[str, Mapping[str, ColumnKind]]) -> None:
