@@ -117,12 +117,15 @@ def _show_seen(run: str, done: Rewound, exclude: Sequence[str], source: str | No
         return
     words = [word for where in exclude for word in ("--exclude", where)] + (["--source", source] if source else [])
     again = f"dlac rewind {run} --to-step {done.clean_step} {shlex.join(words)}"
-    advice = (
-        f"no earlier checkpoint that is kept has seen none of them: begin a run under another name with "
-        f"exclude = {json.dumps(list(exclude))}"
-        if done.clean_step is None
-        else f"checkpoint {done.clean_checkpoint} (step {done.clean_step}) has seen none of them: {again}"
-    )
+    if done.clean_step is None:
+        advice = (
+            "no earlier checkpoint that is kept has seen none of them, and the run began with a checkpoint: begin a run under "
+            f"another name with exclude = {json.dumps(list(exclude))}"
+        )
+    elif done.clean_checkpoint is None:
+        advice = f"no earlier checkpoint that is kept has seen none of them: begin the run again with {again}"
+    else:
+        advice = f"checkpoint {done.clean_checkpoint} (step {done.clean_step}) has seen none of them: {again}"
     OUT.print(
         f"checkpoint {done.checkpoint_id} was trained on {done.excluded_rows_seen} of the excluded rows; {advice}",
         markup=False,

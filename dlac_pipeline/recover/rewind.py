@@ -118,7 +118,7 @@ def _report_again(ledger: Ledger, rows: list[Row], landed: Row, spec: JobSpec | 
 def _target(run: str, rows: list[Row], step: int | None, checkpoint_id: str | None) -> Row | None:
     """Return the row of the checkpoint to go back to; None for the beginning of a run that began with no checkpoint."""
     if step == 0 and checkpoint_id is None:
-        first = min(checkpoint_rows(rows).values(), key=lambda row: int(row["seq"]), default=None)
+        first = _first_checkpoint(rows)
         if first is None:
             raise SpecInvalid(
                 f"expected a checkpoint of run {run!r}, found none: it is at its beginning, nothing to rewind"
@@ -127,6 +127,11 @@ def _target(run: str, rows: list[Row], step: int | None, checkpoint_id: str | No
             return None
         checkpoint_id = first["checkpoint_id"]  # it was adopted or forked: without that state it cannot begin
     return restorable(run, rows, step, checkpoint_id=checkpoint_id)
+
+
+def _first_checkpoint(rows: Sequence[Row]) -> Row | None:
+    """Return the row of the first checkpoint of a run; its step is 0 if the run was adopted or forked."""
+    return min(checkpoint_rows(rows).values(), key=lambda row: int(row["seq"]), default=None)
 
 
 def _first_leg(run: str, rows: Sequence[Row]) -> Leg:
@@ -244,11 +249,12 @@ def _seen_before(
     earlier = [] if by - set(lineage) else lineage[max(map(lineage.index, by)) + 1 :]
     kept = restorable_rows(rows)
     clean = next((each for each in earlier if each in kept), None)
-    return {
-        "excluded_rows_seen": count,
-        "clean_checkpoint": clean,
-        "clean_step": None if clean is None else int(checkpoint_rows(rows)[clean]["step"]),
-    }
+    if clean is not None:
+        clean_step = int(checkpoint_rows(rows)[clean]["step"])
+        return {"excluded_rows_seen": count, "clean_checkpoint": clean, "clean_step": clean_step}
+    first = _first_checkpoint(rows)
+    has_beginning = first is not None and int(first["step"]) > 0
+    return {"excluded_rows_seen": count, "clean_step": 0 if has_beginning else None}
 
 
 _SeenRow = tuple[int, str, int, str]
