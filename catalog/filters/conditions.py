@@ -318,7 +318,10 @@ class IsAmong(_OnOne):
 
 @dataclass(frozen=True)
 class IsLike(_OnOne):
-    """A text matches a LIKE pattern that starts with `prefix`; `rest` is the pattern behind it, None if anything may follow."""
+    """A text matches a LIKE pattern that starts with `prefix`.
+
+    `rest` is the pattern after the prefix; None if any text may follow.
+    """
 
     prefix: str = ""
     rest: str | None = None

@@ -96,10 +96,10 @@ def rewind(
 
 def _show_branch(run: str, done: Rewound) -> None:
     """Print where the new branch begins, and which one was left."""
-    where = "begins again" if done.checkpoint_id is None else f"goes on behind checkpoint {done.checkpoint_id}"
+    where = "begins again" if done.checkpoint_id is None else f"resumes after checkpoint {done.checkpoint_id}"
     OUT.print(
-        f"run {run} {where} (step {done.step}); left behind is {done.left} (step "
-        f"{done.left_step}). Attempts before {done.attempt} are fenced off: start it again with `dlac recover {run}`",
+        f"run {run} {where} (step {done.step}). Its head was {done.left} (step {done.left_step}), on the branch that it leaves. "
+        f"Attempts before {done.attempt} are fenced off: start it again with `dlac recover {run}`",
         markup=False,
         soft_wrap=True,
     )

@@ -254,7 +254,7 @@ def _leaves(context: _RendezvousContext, deadline: float) -> _Action:
 
 
 class _Backend(C10dRendezvousBackend):
-    """The place of the rendezvous' state, closed to calls that were left behind.
+    """The place of the rendezvous' state, closed to calls that their caller no longer waits for.
 
     PyTorch's handler pickles and unpickles the state. The store has JSON: what the handler unpickles was pickled right here.
     """

@@ -86,7 +86,7 @@ def check_alike(known: Mapping[str, Mapping[str, ColumnKind]]) -> None:
             raise UnsupportedColumn(
                 f"expected the same columns from all sources, found {list(known[first].values())!r} from "
                 f"{first!r} and {list(known[label].values())!r} from {label!r}: choose columns of one "
-                "name and type, or let a transform make them alike"
+                "name and type, or let a transform return the same columns for all sources"
             )
 
 

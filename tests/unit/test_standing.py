@@ -105,7 +105,7 @@ def test_recent_commit_elsewhere_means_training() -> None:
 
 
 def test_stop_without_checkpoint_is_known(tmp_path: Path) -> None:
-    """A launch that was told to stop before it had anything to commit said so in its launch folder."""
+    """A launch that was asked to stop before it had anything to commit recorded that in its launch folder."""
     (tmp_path / "events.jsonl").write_text('{"event": "training", "step": 0, "total_steps": 9}\n{"event": "stopped"}\n')
     assert standing_of(rows(claim(launch_folder=str(tmp_path)))).state == "stopped"
 
