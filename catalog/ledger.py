@@ -256,7 +256,8 @@ class _Tries:
     def _decided_anew(self) -> tuple[RunState, Append | None]:
         state = self._ledger.state(self._run)
         wanted = self._decide(state)
-        if not state.exists:  # whoever got here: a row is for ever, and the name becomes a folder
+        # before the first row of a run, whichever command appends it: a row is permanent, and the name becomes a folder
+        if not state.exists:
             check_run_name(self._run)
         self._decided = None if wanted is None else (state, wanted)
         return state, wanted

@@ -234,7 +234,7 @@ def check_warehouse(lakehouse: Lakehouse, run: str | None = None, *, exists: boo
     try:
         folder = TableFolder(table)
         unnamed = folder.unnamed_metadata(table)
-    except (LakehouseError, OSError):  # a catalog's server may let nobody list its warehouse
+    except (LakehouseError, OSError):  # a catalog's server may forbid listing its warehouse
         return
     current = version_of(table.metadata_location)
     wanted = unnamed if run is None or not exists else [path for path in unnamed if version_of(path) > current]

@@ -52,9 +52,11 @@ class Relocation:
 
     @staticmethod
     def of_properties(properties: Mapping[str, str]) -> Relocation:
-        """Return what `properties` tells."""
-        told = properties.get(PROPERTY)
-        return Relocation(moves=tuple((before, now) for before, now in json.loads(told))) if told else _NOT_MOVED
+        """Return the relocation that `properties` records."""
+        recorded = properties.get(PROPERTY)
+        return (
+            Relocation(moves=tuple((before, now) for before, now in json.loads(recorded))) if recorded else _NOT_MOVED
+        )
 
     @staticmethod
     def _uri(uri: str, moves: tuple[tuple[str, str], ...]) -> str:

@@ -65,12 +65,12 @@ _HINTS: dict[type, str] = {
     BinaryType: "text in single quotes, or bytes such as X'0aff'",
     FixedType: "text in single quotes, or bytes such as X'0aff'",
     UUIDType: "a UUID in single quotes",
-    DateType: "a date such as '2024-01-31'",
-    TimeType: "a time such as '12:30:00'",
-    TimestampType: "a time without a zone such as '2024-01-31T12:30:00'",
-    TimestampNanoType: "a time without a zone such as '2024-01-31T12:30:00'",
-    TimestamptzType: "a time such as '2024-01-31T12:30:00+00:00'",
-    TimestamptzNanoType: "a time such as '2024-01-31T12:30:00+00:00'",
+    DateType: "a date such as DATE '2024-01-31'",
+    TimeType: "a time such as TIME '12:30:00'",
+    TimestampType: "a timestamp without a zone such as TIMESTAMP '2024-01-31 12:30:00'",
+    TimestampNanoType: "a timestamp without a zone such as TIMESTAMP '2024-01-31 12:30:00'",
+    TimestamptzType: "a timestamp such as TIMESTAMP '2024-01-31 12:30:00+00:00'",
+    TimestamptzNanoType: "a timestamp such as TIMESTAMP '2024-01-31 12:30:00+00:00'",
 }
 
 

@@ -21,7 +21,10 @@ _WAY_OUT = (
 
 
 class FinitenessCheck:
-    """What one rank checks: the loss of every applied step, alike on all ranks, and its weights before a checkpoint."""
+    """The checks of one rank for NaN and infinity.
+
+    All ranks have the same verdict on the loss of an applied step. Each rank checks its own weights before a checkpoint.
+    """
 
     def __init__(self, run: str, policy: Literal["stop", "warn"], warn: Callable[[str], None]) -> None:
         """`warn` is given a sentence, once for each series of such losses."""

@@ -42,7 +42,7 @@ from catalog.errors import NodesMissing, RendezvousInvalid, SpecInvalid
 from dlac_pipeline.launch_spec import LaunchSpec, check_port
 from dlac_pipeline.nodes.rendezvous_state import decode_state, encode_state
 from dlac_pipeline.nodes.talk import EndedElsewhere, Round, Words
-from dlac_pipeline.ranks.addresses import own_address
+from dlac_pipeline.ranks.addresses import own_address, stands_for_loopback
 from dlac_pipeline.ranks.process_group import serve_store
 
 Result = TypeVar("Result")
@@ -112,7 +112,7 @@ class Rendezvous:
                 raise NodesMissing(
                     f"expected {self._launch.nodes} nodes at {self._launch.rendezvous!r} within "
                     f"{self._launch.gather_timeout_s:.0f} s, found too few, or nobody there: {problem}; start the same command "
-                    "on the others, the one with that address first"
+                    f"on the others, the one with that address first{_hint_of_loopback(self._host)}"
                 )
             still_wanted()
             stop.wait(_AGAIN_S)
@@ -252,7 +252,7 @@ def _leaves(context: _RendezvousContext, deadline: float) -> _Action:
 
 
 class _Backend(C10dRendezvousBackend):
-    """The place of the rendezvous' state, closed to calls that were left behind.
+    """The place of the rendezvous' state, closed to calls that their caller no longer waits for.
 
     PyTorch's handler pickles and unpickles the state. The store has JSON: what the handler unpickles was pickled right here.
     """
@@ -328,6 +328,15 @@ def _endpoint_of(address: str) -> tuple[str, str]:
     """Return host and port of host:port, where an IPv6 address has brackets."""
     host, _, port = address.rpartition(":")
     return host.removeprefix("[").removesuffix("]"), port
+
+
+def _hint_of_loopback(host: str) -> str:
+    """Return what to write where a host stands for this node alone; empty where other nodes may reach it."""
+    if not stands_for_loopback(host):
+        return ""
+    return (
+        f"; {host!r} stands for a loopback address on this node: give an IP address, or a name that other nodes resolve"
+    )
 
 
 def _answers(host: str, port: int) -> bool:

@@ -1,6 +1,6 @@
 """The state of PyTorch's rendezvous as JSON: what a store holds may come from anyone who reaches its port.
 
-PyTorch pickles this state, and reading a pickle runs what it is told to. Here a state is read field by field.
+PyTorch pickles this state, and reading a pickle runs the code that it names. Here a state is read field by field.
 """
 
 from __future__ import annotations

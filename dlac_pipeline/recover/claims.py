@@ -16,7 +16,7 @@ from catalog.run_rows import Row, trains_nothing
 from dlac_pipeline.spec import JobSpec, home_folder, parse_recorded
 
 _ON_THE_WAY = ("steps", "seconds", "auto")
-"""Why checkpoints are taken behind which training goes on; other reasons are the end and what a run was told to leave by."""
+"""Reasons for checkpoints after which training continues. Other reasons are the end of the run and what asked it to stop."""
 
 
 def launch_folder_of(rows: Sequence[Row], attempt: int) -> str:
@@ -150,7 +150,7 @@ def attempts_without_progress(rows: Sequence[Row]) -> int:
 
 
 def left_in_order(rows: list[Row], attempt: int) -> bool:
-    """Whether the last checkpoint of an attempt is one that it took in order to leave, or had nothing left to read behind."""
+    """Whether an attempt took its last checkpoint in order to exit, or as it had nothing left to read."""
     return last_reason(rows, attempt) not in _ON_THE_WAY
 
 

@@ -45,7 +45,7 @@ _COLUMNS = (
     "committed_at",
     "detail",
 )
-_SPEC = "FILE"
+SPEC_PLACEHOLDER = "FILE"
 """Stands in a command for a job spec whose place is not known here."""
 
 
@@ -82,7 +82,6 @@ def run_status(lakehouse: Lakehouse, run: str) -> dict[str, Any]:
     given_up = [each.cause for each in recoveries if each.outcome == "gave up" and each.attempt == fence.attempt]
     said = {} if head is None or not head["detail"] else json.loads(head["detail"])
     losses = [] if head is None else head["losses"] or []
-    failed = max(recoveries, key=lambda each: each.failed_at, default=None)
     return {
         "run": run,
         "state": "finished" if finished else "open",
@@ -99,12 +98,22 @@ def run_status(lakehouse: Lakehouse, run: str) -> dict[str, Any]:
         "excluded_by_rewinds": [each.where for each in exclusions_in_force(rows)],
         "recoveries": sum(each.outcome == "resumed" for each in recoveries),
         "gave_up": given_up[-1] if given_up and not finished else None,
-        "last_failure": None if failed is None else failed.cause,
+        "last_failure": current_failure(rows, recoveries),
         "total_steps": _total_steps(rows),
         "launch": standing.state,
         "launch_note": standing.note,
         "next_command": standing.next_command,
     }
+
+
+def current_failure(rows: list[Row], recoveries: Sequence[Recovery]) -> str | None:
+    """Return the cause of the last failure, unless a later attempt has committed a checkpoint or the run is finished."""
+    last = max(recoveries, key=lambda each: each.failed_at, default=None)
+    if last is None or finished_of_rows(rows):
+        return None
+    failed = last.attempt if last.outcome == "gave up" else last.replaced_attempt
+    later = any(each["attempt"] > failed for each in checkpoint_rows(rows).values())
+    return None if later else last.cause
 
 
 def list_runs(lakehouse: Lakehouse) -> list[dict[str, Any]]:
@@ -204,7 +213,7 @@ def _resume(rows: list[Row], run: str, attempt: int) -> tuple[str, ...]:
     """The command that resumes a run, with a job spec where that of its last launch is not on this node."""
     folder = launch_folder_of(rows, max(trained_attempts(rows), default=0))
     known = bool(folder) and (Path(folder) / "spec.json").is_file()
-    return ("recover", run) if known else ("recover", run, "--spec", _SPEC)
+    return ("recover", run) if known else ("recover", run, "--spec", SPEC_PLACEHOLDER)
 
 
 def _total_steps(rows: list[Row]) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import re
 import uuid
 from decimal import Decimal
 from typing import Any
@@ -127,6 +128,10 @@ def rows_of(text: str) -> list[int]:
         ("ts = '2024-01-31'", [0]),
         ("ts > '2024-01-31 11:59:59.9999999'", [1, 3]),
         ("ts < timestamp '1970-01-01T00:00'", [2]),
+        ("ts > TIMESTAMP '2024-01-31 00:00:00'", [1, 3]),
+        ("ts between DATE '2024-01-31' and TIMESTAMP '2024-01-31 12:00:00'", [0, 1]),
+        ("tz in (TIMESTAMP '2024-01-31 02:00:00+02:00')", [0]),
+        ("clock = TIME '12:00:00'", [1]),
         ("tz = '2024-01-31T02:00:00+02:00'", [0]),
         ("tz = '2024-01-31T00:00:00Z'", [0]),
         ("tz = '2024-01-31T00:00:00'", [0]),
@@ -240,6 +245,22 @@ def test_incomparable_literals_are_refused(text: str, column: str, kind: str, li
 
 
 @pytest.mark.parametrize(
+    ("column", "written"),
+    [
+        ("day", "DATE '2024-01-31'"),
+        ("clock", "TIME '12:30:00'"),
+        ("ts", "TIMESTAMP '2024-01-31 12:30:00'"),
+        ("tz", "TIMESTAMP '2024-01-31 12:30:00+00:00'"),
+    ],
+)
+def test_integers_are_no_times(column: str, written: str) -> None:
+    """An integer has no unit of time: the error names a literal that the column can be compared with."""
+    with pytest.raises(SpecInvalid, match=f"such as {re.escape(written)}, found 5 .*: write it in that form"):
+        parse_filter(f"{column} > 5", SCHEMA)
+    rows_of(f"{column} > {written}")
+
+
+@pytest.mark.parametrize(
     ("text", "where"),
     [
         ("n > 1 n", "position 6 on: 'n'"),
@@ -275,8 +296,20 @@ def test_blank_filters_are_refused() -> None:
 @pytest.mark.parametrize("text", ["colour = 'red'", "st.z = 1", "st.b.c = 1", '"st.b" = 1', "N = 1"])
 def test_unknown_columns_are_named(text: str) -> None:
     """A name is that of a column, or of a field of a struct."""
-    with pytest.raises(NoSuchColumn, match="found no field with name"):
+    with pytest.raises(
+        NoSuchColumn, match=r"expected one of the columns .* 'st', 'st.b', 'st.c.d', 'list'.*name one of these"
+    ):
         parse_filter(text, SCHEMA)
+
+
+@pytest.mark.parametrize("text", ["list.element = 1", "list.item is null", "list.element.b = 1"])
+def test_list_items_are_not_named(text: str) -> None:
+    """A filter cannot look into a list: the error lists the column alone, and says what may be asked of it."""
+    with pytest.raises(NoSuchColumn, match=r"found 'list[.].*the list 'list'; write list IS NULL") as caught:
+        parse_filter(text, SCHEMA)
+    listed, _, _ = str(caught.value).partition("in filter")
+    assert "'list'" in listed
+    assert "element" not in listed
 
 
 def test_truncated_extremes_are_kept() -> None:

@@ -1,14 +1,18 @@
 from __future__ import annotations
 
 import gc
+import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
+from catalog.errors import NodesMissing
 from dlac_pipeline.launch_spec import LaunchSpec
 from dlac_pipeline.nodes.rendezvous import Rendezvous, serve
 from dlac_pipeline.nodes.talk import EndedElsewhere
+from dlac_pipeline.ranks import addresses
 from tests.crews import wait_for_spare
 from tests.ports import own_port
 
@@ -28,6 +32,26 @@ def meet(rendezvous: Rendezvous) -> None:
     """Take part, and look once more behind that, as machines do."""
     join(rendezvous)
     rendezvous.check_goes_on()
+
+
+def test_loopback_is_named_when_nodes_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hosts file maps a node's own name to 127.0.1.1, where no other node reaches it: the error says what to give."""
+    resolved, resolve = [], socket.getaddrinfo
+
+    def lookup(host: object, *args: Any, **options: Any) -> Any:
+        resolved.append(host)
+        return resolve("127.0.1.1" if host == "node1.cluster" else host, *args, **options)  # type: ignore[arg-type]  # passed on
+
+    monkeypatch.setattr(socket, "getaddrinfo", lookup)
+    monkeypatch.setattr(addresses, "_routed_address", lambda: "")
+    launch = LaunchSpec(
+        script="x", nodes="2", rendezvous=f"node1.cluster:{own_port()}", gather_timeout_s=1, last_call_s=1
+    )
+    with pytest.raises(
+        NodesMissing, match=r"'node1.cluster' stands for a loopback address .*: give an IP address, or a name"
+    ):
+        Rendezvous(launch, "r").join(NEVER, lambda: None)
+    assert "node1.cluster" in resolved
 
 
 def test_one_that_waits_hears_of_the_end_before_who_serves_the_rendezvous_is_gone() -> None:
