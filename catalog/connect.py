@@ -43,7 +43,7 @@ from catalog.errors import (
     NoSuchTable,
     SpecInvalid,
 )
-from catalog.guarded import GUARDED, MetadataMissing
+from catalog.guarded import MetadataMissing, guarded_catalog
 from catalog.lakehouse_config import LakehouseConfig, sqlite_file
 from catalog.masking import mask_secrets
 from catalog.metadata_files import newest_metadata
@@ -363,7 +363,7 @@ def _open(config: LakehouseConfig, relocation: Relocation, *, create: bool) -> C
         properties.setdefault("init_catalog_tables", "false")
     for delay_s in (0.1, 0.5):
         try:
-            return GUARDED[config.type](config.name, **properties)
+            return guarded_catalog(config.type)(config.name, **properties)
         except ModuleNotFoundError as err:
             raise SpecInvalid(
                 f"the catalog at {config.address!r} needs the Python module {err.name!r}: install it"
@@ -372,7 +372,7 @@ def _open(config: LakehouseConfig, relocation: Relocation, *, create: bool) -> C
             if is_locked(err) or is_misconfigured(err):
                 raise
             time.sleep(delay_s)
-    return GUARDED[config.type](config.name, **properties)
+    return guarded_catalog(config.type)(config.name, **properties)
 
 
 def equals(column: str, value: str) -> BooleanExpression:

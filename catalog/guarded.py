@@ -18,13 +18,11 @@ A commit to SQLite is durable before it is acknowledged: files of retired checkp
 from __future__ import annotations
 
 import struct
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pyiceberg.avro.reader import DoubleReader
-from pyiceberg.catalog import MetastoreCatalog
-from pyiceberg.catalog.rest import RestCatalog
 from pyiceberg.catalog.sql import SqlCatalog
 from pyiceberg.exceptions import CommitFailedException
 from pyiceberg.table import CommitTableResponse
@@ -135,23 +133,35 @@ class GuardedSqlCatalog(SqlCatalog):
             raise MetadataMissing(err, str(orm_table.metadata_location)) from err
 
 
-class GuardedRestCatalog(RestCatalog):
-    """An Iceberg REST catalog behind the guard, of which every request is answered in time or has failed."""
+@cache
+def _guarded_rest_catalog() -> type[Catalog]:
+    """Return the guarded REST catalog: importing pyiceberg's takes a tenth of the start of a command."""
+    from pyiceberg.catalog.rest import RestCatalog
 
-    def _create_session(self) -> Session:
-        session = super()._create_session()
-        session.request = partial(session.request, timeout=_REST_TIMEOUT_S)  # type: ignore[method-assign]
-        return session
+    class GuardedRestCatalog(RestCatalog):
+        """An Iceberg REST catalog behind the guard, of which every request is answered in time or has failed."""
 
-    def commit_table(
-        self, table: Table, requirements: tuple[TableRequirement, ...], updates: tuple[TableUpdate, ...]
-    ) -> CommitTableResponse:
-        """Commit, or raise `CommitConflict` when the commit surely did not land."""
-        try:
-            response: CommitTableResponse = super().commit_table(table, requirements, updates)
-        except CommitFailedException as err:
-            return _landed_or_conflict(self, table, updates, err)
-        return response
+        def _create_session(self) -> Session:
+            session = super()._create_session()
+            session.request = partial(session.request, timeout=_REST_TIMEOUT_S)  # type: ignore[method-assign]
+            return session
+
+        def commit_table(
+            self, table: Table, requirements: tuple[TableRequirement, ...], updates: tuple[TableUpdate, ...]
+        ) -> CommitTableResponse:
+            """Commit, or raise `CommitConflict` when the commit surely did not land."""
+            try:
+                response: CommitTableResponse = super().commit_table(table, requirements, updates)
+            except CommitFailedException as err:
+                return _landed_or_conflict(self, table, updates, err)
+            return response
+
+    return GuardedRestCatalog
+
+
+def guarded_catalog(kind: str) -> type[Catalog]:
+    """Return the guarded class of a kind of catalog: "sql" or "rest"."""
+    return GuardedSqlCatalog if kind == "sql" else _guarded_rest_catalog()
 
 
 _REST_TIMEOUT_S = (10.0, 60.0)
@@ -164,7 +174,6 @@ _LIMIT_LOCKS = text(
     "WHERE name IN ('lock_timeout', 'idle_in_transaction_session_timeout') "
     "AND source IN ('default', 'configuration file', 'command line')"  # a day, where some services run the server
 )
-GUARDED: dict[str, type[MetastoreCatalog] | type[RestCatalog]] = {"sql": GuardedSqlCatalog, "rest": GuardedRestCatalog}
 
 
 def _limit_locks(connection: Connection) -> None:
