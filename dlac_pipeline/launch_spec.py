@@ -70,7 +70,7 @@ class LaunchSpec(Section):
     )
     gather_timeout_s: float = Field(
         default=600.0,
-        description="Seconds until the least number of nodes must be there, also behind a failure.",
+        description="Seconds until the least number of nodes must have joined, at the start and after a failure.",
         gt=0,
         le=LONGEST_WAIT_S,
     )

@@ -19,7 +19,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's 
 
 from catalog.errors import SpecInvalid
 from dlac_pipeline.launch_spec import check_port
-from dlac_pipeline.ranks.addresses import own_address
+from dlac_pipeline.ranks.addresses import own_address, stands_for_loopback
 from dlac_pipeline.ranks.process_group import serve_store
 
 Result = TypeVar("Result")
@@ -57,6 +57,16 @@ class Endpoint:
         if not _answers(own or self._host, self._port):
             raise OSError(f"no rendezvous answers at {self._address!r}")
         return TCPStore(own or self._host, self._port, is_master=False, wait_for_workers=False, timeout=self._timeout)
+
+    @property
+    def hint(self) -> str:
+        """What to write where the host stands for this node alone; empty where other nodes may reach it."""
+        if not stands_for_loopback(self._host):
+            return ""
+        return (
+            f"; {self._host!r} stands for a loopback address on this node: give an IP address, or a name that other nodes "
+            "resolve"
+        )
 
     def local_address(self) -> str:
         """Return the address at which the other nodes reach this one.

@@ -196,13 +196,14 @@ class Membership:
 
     def _missing(self, beat: Heartbeat | None, problem: str) -> NodesMissing:
         launch = self._launch
+        assert self._endpoint is not None, "of several nodes"
         if beat is not None:
             problem = f"only {beat.nodes_ready}"
             if beat.is_foreign:
                 problem = "nodes with another key: give all nodes the same one"
         return NodesMissing(
             f"expected {launch.nodes} nodes at {launch.rendezvous!r} within {launch.gather_timeout_s:.0f} s, found {problem}; "
-            "start the same command on the others, the one with that address first"
+            f"start the same command on the others, the one with that address first{self._endpoint.hint}"
         )
 
 

@@ -247,7 +247,7 @@ def test_a_store_that_cannot_be_written_is_named(arena: Arena, spec: JobSpec, st
 class Unloadable(torch.nn.Linear):
     """A model whose state has something that loading refuses."""
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]  # torch overloads it
         """Return the state with a plain object in it."""
         return {**super().state_dict(*args, **kwargs), "extra": object()}
 

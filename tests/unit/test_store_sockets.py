@@ -20,7 +20,7 @@ from dlac_pipeline.elastic.rank_assignment import Offer
 from dlac_pipeline.elastic.sealed_store import SealedStore
 from dlac_pipeline.launch_spec import LaunchSpec
 from dlac_pipeline.ranks import addresses, process_group
-from dlac_pipeline.ranks.addresses import listen_at, own_address
+from dlac_pipeline.ranks.addresses import listen_at, own_address, stands_for_loopback
 from tests.conftest import wait_until
 from tests.crews import SECRET, heartbeat, round_of
 from tests.ports import own_port
@@ -167,6 +167,12 @@ def test_hidden_name_stands_for_route(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monkeypatch.setattr(addresses, "_routed_address", lambda: "")
     assert own_address("node1") == "127.0.0.1"
+
+
+def test_loopback_names_are_known() -> None:
+    """A name that resolves to loopback alone reaches no other node; one that resolves to nothing is no such name."""
+    assert all(map(stands_for_loopback, ("127.0.1.1", "::1", "localhost")))
+    assert not any(map(stands_for_loopback, ("198.51.100.7", "no.such.node.invalid", "a" * 300)))
 
 
 def test_other_node_has_no_address() -> None:
