@@ -324,6 +324,13 @@ def test_missing_nodes_are_reported() -> None:
         next_round(node)
 
 
+def test_loopback_name_is_explained() -> None:
+    """The report says what to write where the rendezvous' name stands for this node alone."""
+    spec = job(own_port(), nodes="2", gather_timeout_s=2)
+    with closing(Membership.of_job(spec, ledger="l")) as node, pytest.raises(NodesMissing, match="give an IP address"):
+        next_round(node)
+
+
 def test_silent_rendezvous_is_reported() -> None:
     """An address of another node at which no store answers is named."""
     spec = job(own_port(), nodes="2", gather_timeout_s=2)
