@@ -33,7 +33,7 @@ from pyiceberg.table import StaticTable, Table
 from pyiceberg.table.metadata import TableMetadataUtil
 
 from catalog.connect import Lakehouse, among, equals, reachable
-from catalog.errors import DlacError, LakehouseError, LedgerOlderThanStore
+from catalog.errors import LakehouseError, LedgerOlderThanStore
 from catalog.ledger import Ledger
 from catalog.metadata_files import TableFolder, version_of
 from catalog.run_rows import Row, checkpoint_rows
@@ -132,8 +132,10 @@ class LedgerWatch:
                 self._found = err
                 _log.error("%s", err)
                 return
-            except DlacError as err:  # the next look, or the next commit, may find the catalog again
-                _log.debug("the ledger was not looked at: %s", err)
+            except (
+                Exception
+            ) as err:  # of a driver or a file system; the next look, or the next commit, may find the catalog again
+                _log.debug("the ledger was not looked at: %r", err)
 
 
 def commit_mark(*, ledger_uuid: str, run: str, checkpoint_id: str, step: int) -> bytes:
@@ -156,7 +158,10 @@ def check_ledger(lakehouse: Lakehouse, run: str) -> None:
     for folder in _run_folders(rows):
         try:
             newer = newer_in_store(ledger, run, folder, WarehouseReader(lakehouse), rows=rows)
-        except (OSError, ValueError):
+        except (OSError, ValueError) as err:
+            _log.warning(
+                "expected to compare the ledger with the store %s, found %s: the comparison was left out", folder, err
+            )
             continue
         _refuse(lakehouse, newer, rows)
 

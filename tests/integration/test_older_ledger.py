@@ -385,3 +385,21 @@ def counted(work: Callable[..., Any], calls: list[str]) -> Callable[..., Any]:
         return work(*arguments, **options)
 
     return call
+
+
+def test_watch_survives_unknown_errors() -> None:
+    """An error of a driver or a file system does not end the watch of a live run's ledger."""
+    looks = iter([RuntimeError("a driver's"), OSError("a file system's"), LedgerOlderThanStore("older")])
+
+    def own(name: str) -> None:
+        raise next(looks)
+
+    watch = older_ledger.LedgerWatch(cast("Lakehouse", SimpleNamespace(own=own)), every_s=0.01)
+
+    def is_reported() -> bool:
+        with suppress(LedgerOlderThanStore):
+            watch.check()
+            return False
+        return True
+
+    wait_until(is_reported, what="the report")
