@@ -229,7 +229,7 @@ def test_one_that_comes_before_the_first_checkpoint_does_not_end_the_run(campaig
     os.kill(rank, signal.SIGCONT)
     assert [launch.wait() for launch in (first, comes)] == [0, 0], (first.stderr, comes.stderr)
     assert first.of("checkpoint")[0]["reason"] == "nodes"
-    assert not first.of("failure") + first.of("preempted")
+    assert not first.of("failure") + first.of("preempted"), first.of("failure")
     (met,) = first.of("recovered")
     assert (met["cause"], met["rows_replayed"], met["work_lost_s"]) == ("more nodes have come", 0, 0.0)
     check_exact(campaign, spec.run, [1, 2])
