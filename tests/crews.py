@@ -12,7 +12,7 @@ import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's __init__ does not re-export by name
 
 from dlac_pipeline.audit.audit import audit_run
-from dlac_pipeline.elastic.heartbeat import Heartbeat
+from dlac_pipeline.elastic.heartbeat import NodeHeartbeat
 from dlac_pipeline.elastic.rank_assignment import Offer
 from dlac_pipeline.elastic.round import Round
 from dlac_pipeline.elastic.sealed_store import SealedStore
@@ -36,7 +36,7 @@ def rounds(count: int, *, timeout_s: int = 60) -> Iterator[list[Round]]:
     """
     server = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     launch = LaunchSpec(script="x", nodes=str(count), rendezvous="127.0.0.1:1", node_timeout_s=timeout_s, last_call_s=1)
-    beats: list[Heartbeat] = []
+    beats: list[NodeHeartbeat] = []
     with ExitStack() as stack:
         for place in range(count):
             beats.append(heartbeat(server.port, launch, batch_size=count))
@@ -49,13 +49,13 @@ def rounds(count: int, *, timeout_s: int = 60) -> Iterator[list[Round]]:
         yield [stack.enter_context(round_of(beat)) for beat in beats]
 
 
-def heartbeat(port: int, launch: LaunchSpec, *, batch_size: int = 2, secret: str = SECRET) -> Heartbeat:
+def heartbeat(port: int, launch: LaunchSpec, *, batch_size: int = 2, secret: str = SECRET) -> NodeHeartbeat:
     """Start a node's heartbeat at a store on this node."""
     store = SealedStore(TCPStore("127.0.0.1", port, None, False, wait_for_workers=False), secret, "dlac/r")
-    return Heartbeat(store, launch, batch_size=batch_size, ended_before=None)
+    return NodeHeartbeat(store, launch, batch_size=batch_size, ended_before=None)
 
 
-def round_of(beat: Heartbeat) -> Round:
+def round_of(beat: NodeHeartbeat) -> Round:
     """Return the round that a node is a member of."""
     plan = beat.plan
     assert plan is not None

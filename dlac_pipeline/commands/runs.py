@@ -141,12 +141,12 @@ def rendezvous(
 
     Without this one of the machines serves it, and the others cannot meet while that one is away.
     """
-    from dlac_pipeline.elastic.endpoint import serve
+    from dlac_pipeline.elastic.endpoint import serve_rendezvous
     from dlac_pipeline.launchers.signals import on_signals
 
     stop = threading.Event()
     on_signals((signal.SIGINT, signal.SIGTERM), stop.set)
-    serve(address, stop, lambda: OUT.print(f"serving the rendezvous at {address}", markup=False))
+    serve_rendezvous(address, stop, lambda: OUT.print(f"serving the rendezvous at {address}", markup=False))
 
 
 def _with_launch(job: JobSpec, asked: dict[str, object]) -> JobSpec:

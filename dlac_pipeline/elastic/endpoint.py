@@ -83,7 +83,7 @@ class Endpoint:
             return str(probe.getsockname()[0])
 
 
-def serve(address: str, stop: threading.Event, on_ready: Callable[[], None]) -> None:
+def serve_rendezvous(address: str, stop: threading.Event, on_ready: Callable[[], None]) -> None:
     """Serve a rendezvous at host:port until `stop` is set, on a node that outlives those that meet there.
 
     Raises:

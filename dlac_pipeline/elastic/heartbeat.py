@@ -56,7 +56,7 @@ class _Peer:
     """Last round that it took part in."""
 
 
-class Heartbeat:
+class NodeHeartbeat:
     """Of one node, over one connection to the store of its run."""
 
     def __init__(self, store: SealedStore, launch: LaunchSpec, *, batch_size: int, ended_before: str | None) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from catalog.errors import NodesMissing, SpecInvalid
 from dlac_pipeline.checkpoint.config import config_digest
-from dlac_pipeline.elastic.heartbeat import Heartbeat
+from dlac_pipeline.elastic.heartbeat import NodeHeartbeat
 from dlac_pipeline.elastic.rank_assignment import Offer, usable_ranks
 from dlac_pipeline.elastic.round import Round
 from dlac_pipeline.elastic.sealed_store import Message, SealedStore, shared_secret
@@ -53,7 +53,7 @@ class Membership:
         self._launch = launch
         self._batch_size = batch_size
         self._endpoint: Endpoint | None = None
-        self._heartbeat: Heartbeat | None = None
+        self._heartbeat: NodeHeartbeat | None = None
         self._ended_before: str | None = None
         if launch.max_nodes > 1:
             self._secret = shared_secret(launch)
@@ -148,7 +148,7 @@ class Membership:
             time.sleep(_POLL_S)
         beat.close(leaves=True)
 
-    def _connected(self, stop: threading.Event) -> Heartbeat | None:
+    def _connected(self, stop: threading.Event) -> NodeHeartbeat | None:
         """Return the heartbeat of this node, begun where there is none; None: `stop` was set meanwhile."""
         if self._heartbeat is None:
             assert self._endpoint is not None, "of several nodes"
@@ -158,12 +158,12 @@ class Membership:
             if store is None:
                 return None
             sealed = SealedStore(store, self._secret, self._prefix)
-            self._heartbeat = Heartbeat(
+            self._heartbeat = NodeHeartbeat(
                 sealed, self._launch, batch_size=self._batch_size, ended_before=self._ended_before
             )
         return self._heartbeat
 
-    def _look(self, beat: Heartbeat) -> Round | None:
+    def _look(self, beat: NodeHeartbeat) -> Round | None:
         """Return the round that this node is a member of by now, if it is.
 
         Raises:
@@ -194,7 +194,7 @@ class Membership:
             attempt=attempt,
         )
 
-    def _missing(self, beat: Heartbeat | None, problem: str) -> NodesMissing:
+    def _missing(self, beat: NodeHeartbeat | None, problem: str) -> NodesMissing:
         launch = self._launch
         assert self._endpoint is not None, "of several nodes"
         if beat is not None:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from types import TracebackType
 
-from dlac_pipeline.elastic.heartbeat import Heartbeat
+from dlac_pipeline.elastic.heartbeat import NodeHeartbeat
 from dlac_pipeline.elastic.rank_assignment import RoundPlan
 from dlac_pipeline.elastic.sealed_store import Message
 from dlac_pipeline.ranks.share import Share
@@ -27,7 +27,7 @@ _PART_S = 5.0
 class Round:
     """Nodes of one attempt, by their places; a context manager."""
 
-    def __init__(self, share: Share, *, plan: RoundPlan | None = None, heartbeat: Heartbeat | None = None) -> None:
+    def __init__(self, share: Share, *, plan: RoundPlan | None = None, heartbeat: NodeHeartbeat | None = None) -> None:
         """`share`: this node's; a node by itself has neither plan nor heartbeat."""
         self.share = share
         self.number = 0 if plan is None else plan.number

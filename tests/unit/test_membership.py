@@ -15,8 +15,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's 
 
 from catalog.errors import NodesMissing, SpecInvalid
 from dlac_pipeline.elastic import membership
-from dlac_pipeline.elastic.endpoint import serve
-from dlac_pipeline.elastic.heartbeat import Heartbeat
+from dlac_pipeline.elastic.endpoint import serve_rendezvous
+from dlac_pipeline.elastic.heartbeat import NodeHeartbeat
 from dlac_pipeline.elastic.membership import EndedElsewhere, Membership
 from dlac_pipeline.elastic.rank_assignment import Offer, RoundPlan, assign_ranks
 from dlac_pipeline.elastic.round import Round
@@ -63,11 +63,11 @@ def store() -> TCPStore:
 
 
 @pytest.fixture
-def start(store: TCPStore) -> Iterator[Callable[..., Heartbeat]]:
+def start(store: TCPStore) -> Iterator[Callable[..., NodeHeartbeat]]:
     """A function that starts another node's heartbeat at the store, and waits for its slot."""
     with ExitStack() as stack:
 
-        def started(settings: LaunchSpec, *, batch_size: int = 4) -> Heartbeat:
+        def started(settings: LaunchSpec, *, batch_size: int = 4) -> NodeHeartbeat:
             beat = heartbeat(store.port, settings, batch_size=batch_size)
             stack.callback(beat.close, leaves=False)
             wait_until(lambda: beat.slot > 0, what="a slot")
@@ -76,7 +76,7 @@ def start(store: TCPStore) -> Iterator[Callable[..., Heartbeat]]:
         yield started
 
 
-def plan_of(beat: Heartbeat) -> RoundPlan:
+def plan_of(beat: NodeHeartbeat) -> RoundPlan:
     """Wait until a node is a member of a round, and return its plan."""
     wait_until(lambda: beat.plan is not None, what="a round")
     plan = beat.plan
@@ -94,7 +94,7 @@ def is_asked(node: Round) -> bool:
     return bool(node.message_of(0).get("asks"))
 
 
-def is_refused(beat: Heartbeat) -> bool:
+def is_refused(beat: NodeHeartbeat) -> bool:
     """Return whether a node knows which node would train another job."""
     return "found another one on b than on a" in beat.refused
 
@@ -128,7 +128,7 @@ def test_messages_reach_leader_and_back() -> None:
         assert not any(node.lost() or node.cut_off for node in (leader, first, second))
 
 
-def test_next_round_forgets_messages(start: Callable[..., Heartbeat]) -> None:
+def test_next_round_forgets_messages(start: Callable[..., NodeHeartbeat]) -> None:
     """Messages and announcements belong to their round."""
     leader, other = start(launch("2")), start(launch("2"))
     for beat in (leader, other):
@@ -147,7 +147,7 @@ def test_next_round_forgets_messages(start: Callable[..., Heartbeat]) -> None:
     assert "step" not in first.message_of(second.slot)
 
 
-def test_survivor_leads_next_round(start: Callable[..., Heartbeat]) -> None:
+def test_survivor_leads_next_round(start: Callable[..., NodeHeartbeat]) -> None:
     """A leader whose heartbeat stops is lost, and the survivor forms a round without it."""
     lost = start(launch("1:2", timeout_s=3))
     lost.seek(offer("a"))
@@ -163,7 +163,7 @@ def test_survivor_leads_next_round(start: Callable[..., Heartbeat]) -> None:
     assert ([member.slot for member in plan.members], survivor.leads) == ([survivor.slot], True)
 
 
-def test_departure_needs_no_timeout(start: Callable[..., Heartbeat]) -> None:
+def test_departure_needs_no_timeout(start: Callable[..., NodeHeartbeat]) -> None:
     """A leader that leaves gives its lease back, and a node that leaves is lost at once."""
     settings = launch("1:3", timeout_s=3600)
     beats = [start(settings, batch_size=6) for _ in range(3)]
@@ -181,7 +181,7 @@ def test_departure_needs_no_timeout(start: Callable[..., Heartbeat]) -> None:
     assert len(plan_of(rest[1]).members) == 1
 
 
-def test_node_that_knows_most_leads(start: Callable[..., Heartbeat]) -> None:
+def test_node_that_knows_most_leads(start: Callable[..., NodeHeartbeat]) -> None:
     """A newcomer with the lease hands it over to the node that took part in the latest attempt."""
     newcomer, veteran = start(launch("2")), start(launch("2"))
     newcomer.seek(offer("new"))
@@ -191,7 +191,7 @@ def test_node_that_knows_most_leads(start: Callable[..., Heartbeat]) -> None:
     assert veteran.leads
 
 
-def test_spare_is_admitted_later(start: Callable[..., Heartbeat]) -> None:
+def test_spare_is_admitted_later(start: Callable[..., NodeHeartbeat]) -> None:
     """A node beyond the largest number waits, sees that others train, and replaces a lost one."""
     settings = launch("2", timeout_s=3)
     beats = [start(settings) for _ in range(2)]
@@ -211,7 +211,7 @@ def test_spare_is_admitted_later(start: Callable[..., Heartbeat]) -> None:
     assert [member.offer.host for member in plan_of(spare).members] == ["a", "spare"]
 
 
-def test_newcomer_makes_room_to_grow(start: Callable[..., Heartbeat]) -> None:
+def test_newcomer_makes_room_to_grow(start: Callable[..., NodeHeartbeat]) -> None:
     """A leader knows that a node waits with which there would be more ranks."""
     leader = start(launch("1:2"))
     leader.seek(offer("a"))
@@ -221,7 +221,7 @@ def test_newcomer_makes_room_to_grow(start: Callable[..., Heartbeat]) -> None:
     wait_until(lambda: leader.could_grow, what="the newcomer")
 
 
-def test_other_job_is_refused(start: Callable[..., Heartbeat]) -> None:
+def test_other_job_is_refused(start: Callable[..., NodeHeartbeat]) -> None:
     """Nodes that would train something else are named to all."""
     beats = [start(launch("2")) for _ in range(2)]
     beats[0].seek(offer("a", config="x"))
@@ -243,7 +243,7 @@ def test_lost_store_cuts_nodes_off() -> None:
     beat.close(leaves=False)
 
 
-def test_left_behind_node_is_cut_off(start: Callable[..., Heartbeat]) -> None:
+def test_left_behind_node_is_cut_off(start: Callable[..., NodeHeartbeat]) -> None:
     """A node without which the others began another round does not train on."""
     settings = launch("1:2", timeout_s=3)
     beats = [start(settings) for _ in range(2)]
@@ -292,7 +292,7 @@ def test_cut_off_node_learns_of_the_end() -> None:
     spec = job(port)
     ready, ends = threading.Event(), threading.Event()
     with ThreadPoolExecutor(2) as pool:
-        serving = pool.submit(serve, f"127.0.0.1:{port}", ends, ready.set)
+        serving = pool.submit(serve_rendezvous, f"127.0.0.1:{port}", ends, ready.set)
         try:
             assert ready.wait(300)
             before = Membership.of_job(spec, ledger="l")

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's __init__ does not re-export by name
 
 from catalog.errors import SpecInvalid
-from dlac_pipeline.elastic.endpoint import Endpoint, serve
+from dlac_pipeline.elastic.endpoint import Endpoint, serve_rendezvous
 from dlac_pipeline.elastic.rank_assignment import Offer
 from dlac_pipeline.elastic.sealed_store import SealedStore
 from dlac_pipeline.launch_spec import LaunchSpec
@@ -52,7 +52,7 @@ def test_served_rendezvous_listens_there_only() -> None:
     """`dlac rendezvous` takes connections at its address and refuses them at another one of this node."""
     port, ready, ends = own_port(), threading.Event(), threading.Event()
     with ThreadPoolExecutor(1) as pool:
-        serving = pool.submit(serve, f"127.0.0.1:{port}", ends, ready.set)
+        serving = pool.submit(serve_rendezvous, f"127.0.0.1:{port}", ends, ready.set)
         try:
             assert ready.wait(60)
             assert (answers("127.0.0.1", port), answers(OTHER_LOOPBACK, port)) == (True, False)
@@ -73,7 +73,7 @@ def test_node_serves_its_address_only() -> None:
 def test_unusable_rendezvous_is_refused(address: str) -> None:
     """An address at which this node cannot listen is named."""
     with pytest.raises(SpecInvalid, match="host:port"):
-        serve(address, NEVER, lambda: None)
+        serve_rendezvous(address, NEVER, lambda: None)
 
 
 def test_group_store_listens_at_master(monkeypatch: pytest.MonkeyPatch) -> None:
