@@ -56,7 +56,16 @@ class Endpoint:
             return self._served
         if not _answers(own or self._host, self._port):
             raise OSError(f"no rendezvous answers at {self._address!r}")
-        return TCPStore(own or self._host, self._port, is_master=False, wait_for_workers=False, timeout=self._timeout)
+        return self.open_client(timeout_s=self._timeout.total_seconds())
+
+    def open_client(self, *, timeout_s: float) -> TCPStore:
+        """Return a new connection to a store that is served; its calls wait for a key so long at most.
+
+        Raises:
+            RuntimeError: no store answers.
+        """
+        host, patience = own_address(self._host) or self._host, timedelta(seconds=timeout_s)
+        return TCPStore(host, self._port, is_master=False, wait_for_workers=False, timeout=patience)
 
     @property
     def hint(self) -> str:

@@ -76,7 +76,7 @@ class DlacRendezvous(RendezvousHandler):
         assert round_ is not None, "nothing stops it"
         self._round, self._attempt = round_, self._attempt + 1
         share = round_.share
-        store = self._membership.store or HashStore()
+        store = self._membership.open_store() or HashStore()
         return RendezvousInfo(
             PrefixStore(f"round-{round_.number}", store),
             share.node,

@@ -16,16 +16,12 @@ import secrets
 import threading
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING
 
 from dlac_pipeline.elastic.rank_assignment import Offer, RoundPlan, assign_ranks, usable_ranks
 from dlac_pipeline.elastic.sealed_store import Message, Sealed, SealedStore
 from dlac_pipeline.launch_spec import LaunchSpec
 from dlac_pipeline.ranks.addresses import free_port
 from dlac_pipeline.ranks.watched_time import watched_time
-
-if TYPE_CHECKING:
-    from torch.distributed import Store  # type: ignore[attr-defined]  # torch's __init__ does not re-export by name
 
 _EVERY_S = 0.25
 _LAST_TICK_S = 1.0
@@ -104,11 +100,6 @@ class NodeHeartbeat:
             self._announced, self._versions = {}, {}
             self._enough_since = None
         self._hurries.set()
-
-    @property
-    def store(self) -> Store:
-        """The store beneath, for what needs no seal."""
-        return self._store.store
 
     @property
     def plan(self) -> RoundPlan | None:

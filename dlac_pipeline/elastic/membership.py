@@ -74,10 +74,13 @@ class Membership:
         config = config_digest(spec) if spec.launch.max_nodes > 1 else ""
         return cls(f"{spec.run}@{ledger}", spec.launch, batch_size=spec.order.batch_size, config=config)
 
-    @property
-    def store(self) -> Store | None:
-        """The store through which the nodes meet; None: there is no other node, or no connection."""
-        return None if self._heartbeat is None else self._heartbeat.store
+    def open_store(self) -> Store | None:
+        """Return another connection to the store through which the nodes meet; None: there is no other node.
+
+        Raises:
+            OSError, RuntimeError: the store does not answer.
+        """
+        return None if self._endpoint is None else self._endpoint.open_client(timeout_s=self._launch.gather_timeout_s)
 
     def next_round(self, attempt: int, stop: threading.Event, still_wanted: Callable[[], None]) -> Round | None:
         """Return the round of the next attempt; None: `stop` was set meanwhile.

@@ -12,7 +12,9 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +30,8 @@ Message = dict[str, Any]
 KEY_VARIABLE = "DLAC_RENDEZVOUS_KEY"
 """Environment variable with the secret that all nodes of a run share."""
 _SHORTEST_KEY = 16
+_WAIT_S = 1.0
+"""A call waits no longer for a key that a stranger deleted a moment ago."""
 _ABSENT = "absent"
 """Never a sealed message: comparing with it reads a value without waiting for one."""
 
@@ -47,35 +51,37 @@ class SealedStore:
 
     def __init__(self, store: Store, secret: str, prefix: str) -> None:
         """All users of one prefix have the same secret."""
-        self.store = store
+        store.set_timeout(timedelta(seconds=_WAIT_S))
+        self._store = store
         self._prefix = prefix
         self._fernet = Fernet(base64.urlsafe_b64encode(hashlib.sha256(secret.encode()).digest()))
 
     def publish(self, name: str, message: Message) -> None:
         """Write a message over whatever is stored under this name."""
-        self.store.set(self._key(name), self._seal(name, message))
+        self._store.set(self._key(name), self._seal(name, message))
 
     def replace(self, name: str, found: Sealed, message: Message) -> Sealed:
         """Write a message if `found` is still what is stored; return what is stored then."""
         raw = self._seal(name, message)
-        stored = self.store.compare_set(self._key(name), found.raw, raw)  # type: ignore[arg-type]  # bytes as well
+        stored = self._store.compare_set(self._key(name), found.raw, raw)  # type: ignore[arg-type]  # bytes as well
         return self._opened(name, stored)
 
     def read(self, name: str) -> Sealed:
         """Return what is stored under this name, without waiting for it."""
-        return self._opened(name, self.store.compare_set(self._key(name), _ABSENT, ""))
+        return self._opened(name, self._store.compare_set(self._key(name), _ABSENT, ""))
 
     def read_all(self, names: Sequence[str]) -> list[Sealed]:
         """Return what is stored under each name: with two questions to the store if all of them exist."""
         keys = [self._key(name) for name in names]
-        if not keys or self.store.check(keys):
-            found = self.store.multi_get(keys) if keys else []
-            return [self._opened(name, raw) for name, raw in zip(names, found, strict=True)]
+        with suppress(RuntimeError):  # a key was deleted since it was looked for
+            if not keys or self._store.check(keys):
+                found = self._store.multi_get(keys) if keys else []
+                return [self._opened(name, raw) for name, raw in zip(names, found, strict=True)]
         return [self.read(name) for name in names]
 
     def count_up(self, name: str, by: int) -> int:
         """Add to a counter and return it."""
-        return int(self.store.add(self._key(name), by))
+        return int(self._store.add(self._key(name), by))
 
     def _key(self, name: str) -> str:
         return f"{self._prefix}/{name}"
