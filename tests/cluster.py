@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, ClassVar
 
+from dlac_pipeline.launchers.schedulers import Kubernetes
 from torchx.schedulers.api import Stream
 from torchx.specs import AppDef
 
-from dlac_pipeline.launchers.schedulers import Kubernetes
 from dlac_pipeline.request import Request
 from dlac_pipeline.spec import JobSpec, parse_spec
 

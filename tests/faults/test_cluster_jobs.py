@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-
 from dlac_pipeline.launchers.cluster import ClusterJob
+
 from dlac_pipeline.recover.supervise import Outcome
 from dlac_pipeline.request import Request
 from dlac_pipeline.spec import parse_spec

@@ -11,9 +11,9 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from dlac_pipeline import supervisor
 from dlac_pipeline.nodes.crew import RESUME, Crew
 from dlac_pipeline.nodes.talk import Words
+from dlac_pipeline.supervisor import __main__ as supervisor
 
 _tell = Crew.tell
 

@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 import yaml
+from dlac_pipeline.launchers.cluster import SILENT_S, ClusterJob
 from torchx.schedulers.local_scheduler import LocalScheduler
 
 from catalog.errors import ClusterSilent, NoProgress, SpecInvalid, TrainingFailed
 from dlac_pipeline.launchers import cluster
-from dlac_pipeline.launchers.cluster import SILENT_S, ClusterJob
-from dlac_pipeline.launchers.node import meeting_host, packed, unpacked
 from dlac_pipeline.launchers.protocol import launcher_for, rendered
 from dlac_pipeline.recover.supervise import Outcome, Supervisor
 from dlac_pipeline.request import Request
 from dlac_pipeline.spec import parse_spec
+from dlac_pipeline.supervisor.node import meeting_host, packed, unpacked
 from tests.cluster import Processes, asked
 
 SLURM = {"cpu": 8, "gpu": 4, "memory_mb": 64_000, "time_limit_s": 93_784, "partition": "h100", "account": "lm"} | {
@@ -63,7 +63,7 @@ def test_a_slurm_job_has_a_supervisor_on_each_node_and_outlives_the_loss_of_some
     (srun,) = re.findall(r"^srun (.*)$", script, re.MULTILINE)
     words = shlex.split(srun)
     assert {"--wait=0", "--kill-on-bad-exit=0", "--no-kill", "--cpus-per-task=8", "--open-mode=append"} <= set(words)
-    assert words[-3:] == ["python3", "-m", "dlac_pipeline.launchers.node"]
+    assert words[-3:] == ["python3", "-m", "dlac_pipeline.supervisor.node"]
     (export,) = [word.split(",") for word in words if word.startswith("--export=")]
     environment = dict(pair.split("=", 1) for pair in export[1:])
     assert environment["NCCL_DEBUG"] == "WARN"
@@ -95,7 +95,7 @@ def test_a_kubernetes_job_has_a_supervisor_in_each_pod_with_time_to_checkpoint()
     assert all(pod["nodeSelector"] == {"pool": "h100"} for pod in pods)
     (container,) = pods[3]["containers"]
     assert container["image"] == "registry.example/dlac:1"
-    assert container["command"] == ["python3", "-m", "dlac_pipeline.launchers.node"]
+    assert container["command"] == ["python3", "-m", "dlac_pipeline.supervisor.node"]
     wanted = {"cpu": "8000m", "memory": "64000M", "nvidia.com/gpu": "4"}
     assert container["resources"] == {"limits": wanted, "requests": wanted}
     mounted = {mount["mountPath"]: mount.get("readOnly") for mount in container["volumeMounts"]}

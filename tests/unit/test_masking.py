@@ -18,10 +18,10 @@ from catalog.errors import SpecInvalid, StoreUnavailable
 from catalog.lakehouse_config import LakehouseConfig
 from catalog.masking import is_secret_name, mask_secrets, mask_setting
 from dlac_pipeline.checkpoint.files import StoreFiles
-from dlac_pipeline.launchers.node import REQUEST_VARIABLE, unpacked
 from dlac_pipeline.launchers.protocol import rendered
 from dlac_pipeline.request import Request
 from dlac_pipeline.spec import parse_spec, read_spec
+from dlac_pipeline.supervisor.node import REQUEST_VARIABLE, unpacked
 
 SECRET = "Hunter2Hunter2"
 NAMES = [

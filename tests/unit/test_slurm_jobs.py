@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from dlac_pipeline.launchers.cluster import ClusterJob
+from dlac_pipeline.launchers.hearing import Log
+from dlac_pipeline.launchers.schedulers import Slurm
 
 from catalog.commits import Attempt, claim, commit_checkpoint
 from catalog.connect import connect
@@ -19,14 +22,11 @@ from catalog.lakehouse_config import LakehouseConfig
 from catalog.ledger import Ledger
 from catalog.run_rows import Row
 from dlac_pipeline.launchers import cluster
-from dlac_pipeline.launchers.cluster import ClusterJob
-from dlac_pipeline.launchers.hearing import Log
-from dlac_pipeline.launchers.node import this_start
-from dlac_pipeline.launchers.orchestrator import say
-from dlac_pipeline.launchers.schedulers import Slurm
 from dlac_pipeline.recover.supervise import Outcome
 from dlac_pipeline.request import Request
 from dlac_pipeline.spec import parse_spec
+from dlac_pipeline.supervisor.node import this_start
+from dlac_pipeline.supervisor.orchestrator import say
 from tests.cluster import GOOD, asked
 
 RUN = GOOD["run"]

@@ -1,0 +1,241 @@
+"""Kubernetes: a JobSet, or a TrainJob of Kubeflow with the same pods, and a secret with the request. All rendered from templates.
+
+The official client submits, looks, reads logs and deletes.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from importlib.resources import files
+from string import Template
+from typing import Any
+
+import yaml
+
+from dlac_pipeline.launchers.scheduler import ANSWER_S, FIRST_NODE_VARIABLE, JobState, for_nodes, leave_s, name_of
+from dlac_pipeline.request import REQUEST_FILE_VARIABLE, Request, pack
+
+NODE = "node"
+"""Name of the node's container in each pod."""
+_FOLDER, _FILE = "/etc/dlac", "request"
+_GROUPS = {
+    "JobSet": ("jobset.x-k8s.io", "v1alpha2", "jobsets"),
+    "TrainJob": ("trainer.kubeflow.org", "v1alpha1", "trainjobs"),
+    "TrainingRuntime": ("trainer.kubeflow.org", "v1alpha1", "trainingruntimes"),
+}
+_JOBSET_LABEL, _INDEX_LABEL = "jobset.sigs.k8s.io/jobset-name", "batch.kubernetes.io/job-completion-index"
+_QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
+_OVERLAP_S = 30
+"""Seconds of log that are asked for twice, for clocks that differ. A line is read once, by its time."""
+Document = dict[str, Any]
+
+
+class Kubernetes:
+    """A job of one pod per node. A pod that is preempted or evicted is replaced, and the others continue."""
+
+    name = "Kubernetes"
+
+    def __init__(self, request: Request) -> None:
+        cluster = request.spec.cluster
+        self._namespace = cluster.namespace or "default"
+        self._kind = "TrainJob" if cluster.kind == "trainjob" else "JobSet"
+        self._read_to: dict[str, str] = {}
+        self._read_at: float | None = None
+
+    def render(self, request: Request) -> str:
+        """Return the manifests."""
+        return yaml.safe_dump_all(documents(request), sort_keys=False)
+
+    def submit(self, request: Request) -> str:
+        """Create the job, and the secret that its pods wait for; the job owns what else is created. Return its name."""
+        secret, *others = documents(request)
+        for document in others:
+            self._custom("create", document["kind"], body=document, dry_run="All")
+        created = [self._custom("create", document["kind"], body=document) for document in others]
+        job = created[-1]
+        owner = {name: job[name] for name in ("apiVersion", "kind")}
+        owner |= {name: job["metadata"][name] for name in ("name", "uid")}
+        owned = {"metadata": {"ownerReferences": [owner]}}
+        try:
+            for document in created[:-1]:
+                self._custom("patch", document["kind"], name=document["metadata"]["name"], body=owned)
+            body = {**secret, "metadata": {**secret["metadata"], **owned["metadata"]}}
+            _core().create_namespaced_secret(self._namespace, body, _request_timeout=ANSWER_S)
+        except Exception:
+            self.cancel(owner["name"])
+            raise
+        return str(owner["name"])
+
+    def state(self, job: str) -> JobState | None:
+        """Return the job's state by its conditions."""
+        from kubernetes.client import ApiException
+
+        try:
+            found = self._custom("get", self._kind, name=job)
+        except ApiException as err:
+            if err.status == 404:
+                return None
+            raise
+        status = found.get("status") or {}
+        true = {one["type"] for one in status.get("conditions") or [] if one["status"] == "True"}
+        if "deletionTimestamp" in found["metadata"]:
+            return JobState(name="CANCELLED")
+        if over := true & {"Complete", "Completed", "Failed"}:
+            return JobState(name="FAILED" if "Failed" in over else "COMPLETED", over=True)
+        jobs = status.get("replicatedJobsStatus") or status.get("jobsStatus") or []
+        return JobState(name="RUNNING" if any(one.get("active") for one in jobs) else "PENDING")
+
+    def read(self, job: str) -> list[tuple[str, str]]:
+        """Return what the pods' logs have gained; a pod that replaces another continues its log."""
+        core, now = _core(), time.monotonic()
+        since = {} if self._read_at is None else {"since_seconds": int(now - self._read_at) + _OVERLAP_S}
+        pods = core.list_namespaced_pod(
+            self._namespace, label_selector=f"{_JOBSET_LABEL}={job}", _request_timeout=ANSWER_S
+        )
+        pieces = []
+        for pod in pods.items:
+            if pod.status.phase == "Pending":
+                continue
+            known = since if pod.metadata.uid in self._read_to else {}
+            answer = core.read_namespaced_pod_log(
+                pod.metadata.name,
+                self._namespace,
+                container=NODE,
+                timestamps=True,
+                _preload_content=False,
+                _request_timeout=ANSWER_S,
+                **known,
+            )
+            pieces.append(
+                (pod.metadata.labels[_INDEX_LABEL], self._new(pod.metadata.uid, answer.data.decode(errors="replace")))
+            )
+        self._read_at = now
+        return pieces
+
+    def _new(self, pod: str, log: str) -> str:
+        """Return the whole lines of a log that were not read yet; each begins with its time."""
+        read_to = self._read_to.get(pod, "")
+        lines = [line for line in log.splitlines(keepends=True) if line.endswith("\n") and line.split(" ")[0] > read_to]
+        self._read_to[pod] = lines[-1].split(" ")[0] if lines else read_to
+        return "".join(lines)
+
+    def requeue(self, job: str) -> None:
+        """Do nothing: a lost pod is replaced, the first one too."""
+
+    def cancel(self, job: str) -> None:
+        """Delete the job: its pods get SIGTERM and their grace period."""
+        from kubernetes.client import ApiException
+
+        try:
+            self._custom("delete", self._kind, name=job, propagation_policy="Foreground")
+        except ApiException as err:
+            if err.status != 404:
+                raise
+
+    def _custom(self, verb: str, kind: str, **arguments: Any) -> Any:
+        from kubernetes import client
+
+        group, version, plural = _GROUPS[kind]
+        call = getattr(client.CustomObjectsApi(_api()), f"{verb}_namespaced_custom_object")
+        return call(
+            group=group,
+            version=version,
+            namespace=self._namespace,
+            plural=plural,
+            _request_timeout=ANSWER_S,
+            **arguments,
+        )
+
+
+def _api() -> Any:
+    """Return a client with the settings of the pod in which this process runs, or else of the user's kubeconfig."""
+    from kubernetes import client, config
+
+    config.load_config()  # type: ignore[no-untyped-call]  # the client is typed in part only
+    return client.ApiClient()
+
+
+def _core() -> Any:
+    from kubernetes import client
+
+    return client.CoreV1Api(_api())
+
+
+def documents(request: Request) -> list[Document]:
+    """Return the secret, then what the cluster is to run: the last document is the job."""
+    launch, cluster = request.spec.launch, request.spec.cluster
+    name = f"{name_of(request)}-{secrets.token_hex(3)}"
+    environment = {
+        **cluster.env,
+        FIRST_NODE_VARIABLE: f"{name}-node-0-0.{name}",
+        REQUEST_FILE_VARIABLE: f"{_FOLDER}/{_FILE}",
+    }
+    resources = {"cpu": cluster.cpu, "memory": f"{cluster.memory_mb}M", "nvidia.com/gpu": cluster.gpu}
+    mounts = [
+        {"name": "request", "mountPath": _FOLDER, "readOnly": True},
+        {"name": "shm", "mountPath": "/dev/shm"},
+    ]
+    volumes: list[Document] = [
+        {"name": "request", "secret": {"secretName": name}},
+        {"name": "shm", "emptyDir": {"medium": "Memory"}},
+    ]
+    for number, mount in enumerate(cluster.mounts):
+        mounts.append({"name": f"mount-{number}", "mountPath": mount.path, "readOnly": mount.read_only})
+        volumes.append({"name": f"mount-{number}", **mount.volume()})
+    filled: dict[str, object] = {
+        "name": name,
+        "labels": {_QUEUE_LABEL: cluster.queue} if cluster.queue else None,
+        "least": launch.min_nodes,
+        "most": launch.max_nodes,
+        "time_limit_s": cluster.time_limit_s or None,
+        "retries": cluster.retries,
+        "leave_s": leave_s(request),
+        "service_account": cluster.service_account or None,
+        "priority_class": cluster.priority_class or None,
+        "image": cluster.image,
+        "python": cluster.python,
+        # Kubernetes reads $(NAME) in a value, and $$ as one dollar
+        "environment": [{"name": key, "value": value.replace("$", "$$")} for key, value in environment.items()],
+        "resources": {key: str(value) for key, value in resources.items() if value not in (0, "0M")},
+        "volume_mounts": mounts,
+        "volumes": volumes,
+    }
+    jobset = _filled("jobset.yaml", filled)
+    job = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]
+    job["template"] = merged(job["template"], cluster.pod)
+    secret = {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": {"name": name},
+        "stringData": {_FILE: pack(for_nodes(request))},
+    }
+    if cluster.kind == "trainjob":
+        return [secret, *_filled("trainjob.yaml", {**filled, "jobset_spec": jobset["spec"]})]
+    return [secret, jobset]
+
+
+def _filled(template: str, values: dict[str, object]) -> Any:
+    """Return a template with its values in, each written as JSON, which is YAML; settings without a value are left out."""
+    text = files(__package__).joinpath(template).read_text()
+    return _without_nulls(
+        yaml.safe_load(Template(text).substitute({key: json.dumps(one) for key, one in values.items()}))
+    )
+
+
+def _without_nulls(node: Any) -> Any:
+    if isinstance(node, dict):
+        return {key: _without_nulls(value) for key, value in node.items() if value is not None}
+    return [_without_nulls(value) for value in node] if isinstance(node, list) else node
+
+
+def merged(base: Any, patch: Any) -> Any:
+    """Return `base` with `patch` merged in: mappings by key, lists of named things by name, other lists one after the other."""
+    if isinstance(base, dict) and isinstance(patch, dict):
+        return base | {key: merged(base[key], value) if key in base else value for key, value in patch.items()}
+    if not (isinstance(base, list) and isinstance(patch, list)):
+        return patch
+    patches = {one["name"]: one for one in patch if isinstance(one, dict) and "name" in one}
+    found = [merged(one, patches.pop(one.get("name"), {})) if isinstance(one, dict) else one for one in base]
+    return [*found, *(one for one in patch if not isinstance(one, dict) or one.get("name") in {None, *patches})]
