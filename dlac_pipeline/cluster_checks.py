@@ -78,7 +78,7 @@ def _check_options(cluster: ClusterSpec) -> None:
 
 def _check_mounted(spec: JobSpec) -> None:
     """Refuse folders of a pod's own, which end with it: the next pod would find no checkpoint, nor any table."""
-    mounts = [Path(mount.path) for mount in spec.cluster.mounts if not mount.read_only]
+    mounts = [Path(mount.path) for mount in spec.cluster.mounts if mount.writable]
     for container in _containers(spec.cluster):
         added = container.get("volumeMounts", []) if container["name"] == NODE else []
         mounts += [Path(mount["mountPath"]) for mount in added if not mount.get("readOnly")]

@@ -22,7 +22,14 @@ class MountSpec(Section):
     )
     source: str = Field(description="Name of the claim or of the secret, or path on the node.", min_length=1)
     path: str = Field(description="Where nodes see it.", pattern=r"^/")
-    read_only: bool = Field(default=False, description="Whether nodes may only read it, as is always so for a secret.")
+    read_only: bool = Field(
+        default=False, description="Whether nodes may only read it; a secret is read-only in any case."
+    )
+
+    @property
+    def writable(self) -> bool:
+        """Whether nodes may write to it."""
+        return not self.read_only and self.kind != "secret"
 
     def volume(self) -> dict[str, Any]:
         """Return the volume as Kubernetes writes it."""

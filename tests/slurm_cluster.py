@@ -103,11 +103,13 @@ class SlurmCluster:
         found = [process for process in psutil.process_iter() if _node_of(process) == name]
         sessions = {os.getsid(process.pid) for process in found}
         found += [one for one in psutil.process_iter() if one.name() == "slurmstepd" and os.getsid(one.pid) in sessions]
-        found.append(psutil.Process(self._daemons.pop(name).pid))
+        daemon = self._daemons.pop(name)
+        found.append(psutil.Process(daemon.pid))
         for kill in (psutil.Process.suspend, psutil.Process.kill):
             for process in found:
                 with suppress(psutil.NoSuchProcess):
                     kill(process)
+        daemon.wait()
 
     def ask(self, *command: str) -> str:
         """Return what a command of Slurm writes; empty if it fails."""

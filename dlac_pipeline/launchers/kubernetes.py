@@ -182,7 +182,7 @@ def documents(request: Request) -> list[Document]:
         {"name": "shm", "emptyDir": {"medium": "Memory"}},
     ]
     for number, mount in enumerate(cluster.mounts):
-        mounts.append({"name": f"mount-{number}", "mountPath": mount.path, "readOnly": mount.read_only})
+        mounts.append({"name": f"mount-{number}", "mountPath": mount.path, "readOnly": not mount.writable})
         volumes.append({"name": f"mount-{number}", **mount.volume()})
     filled: dict[str, object] = {
         "name": name,

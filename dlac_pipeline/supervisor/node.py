@@ -2,8 +2,8 @@
 
 It supervises the ranks of its node. Standard output: one event per line of JSON; what libraries and users' code print goes to
 standard error. SIGTERM, by which schedulers preempt, evict and cancel, makes the node leave after a checkpoint; the run continues
-if enough other nodes are left. Exit status: 0 if the run is finished, UNFINISHED_EXIT_CODE if the node left before, or that of the
-error.
+if enough other nodes are left. Exit status: 0 if the run is finished, UNFINISHED_EXIT_CODE if the node left before, or the
+status of the error.
 """
 
 from __future__ import annotations

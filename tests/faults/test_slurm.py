@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import signal
+import re
 import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import pytest
 
 from dlac_pipeline.launchers.cluster_job import ClusterJob
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from tests.conftest import Arena
 
 pytestmark = needs_slurm
-ROWS = list(range(2000))
+SLOW = {"slow_rank": 0, "slow_s": 0.1}
+RANK = re.compile(r"dlac r1 rank 0/")
 
 
 @pytest.fixture
@@ -36,13 +37,18 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlurmClus
         yield running
 
 
+def request_for(arena: Arena, *, nodes: str, **changes: Any) -> Request:
+    """Return a request for a job with a rank on each node."""
+    spec = arena.spec("r1", on="slurm", nodes=nodes, nproc_per_node=1, passes=1, **changes)
+    cluster = {"python": sys.executable, "cpu": 2, "port": own_port()}
+    return Request(spec=parse_spec(spec.model_dump() | {"cluster": cluster}, origin="the test"), repin=True)
+
+
 class Following:
     """`dlac train` on a thread: a job, its events, and its outcome."""
 
     def __init__(self, arena: Arena, *, nodes: str, **changes: Any) -> None:
-        spec = arena.spec("r1", on="slurm", nodes=nodes, nproc_per_node=1, passes=1, **changes)
-        cluster = {"python": sys.executable, "cpu": 2, "port": own_port()}
-        request = Request(spec=parse_spec(spec.model_dump() | {"cluster": cluster}, origin="the test"), repin=True)
+        request = request_for(arena, nodes=nodes, **changes)
         self.events: list[dict[str, Any]] = []
         self.job = ClusterJob(request, Slurm(), self.events.append, look_s=0.5, gone_s=5.0)
         self._ended: list[Outcome | Exception] = []
@@ -94,16 +100,126 @@ def rows_of(steps: Steps) -> list[int]:
     return sorted(row for step in steps.values() for row in step)
 
 
-def check_exact(arena: Arena) -> None:
+def check_exact(arena: Arena, rows: int = 2000) -> None:
     """Each row of the table was consumed once, as the script and the ledger both have it."""
-    assert rows_of(arena.journal("r1")) == rows_of(arena.recorded("r1")) == ROWS
+    assert rows_of(arena.journal("r1")) == rows_of(arena.recorded("r1")) == list(range(rows))
 
 
 def test_range_takes_all_idle_nodes(arena: Arena, slurm: SlurmCluster) -> None:
     """A job of 2 to 3 nodes gets three of three, and trains each row once."""
-    arena.table()
-    following = Following(arena, nodes="2:3", batch_size=24)
+    arena.table(appends=(240,))
+    following = Following(arena, nodes="2:3", batch_size=24, every_steps=5)
     outcome = following.outcome()
-    assert (outcome.ending, outcome.step) == ("finished", arena.lineage("r1")[-1]["step"])
+    assert (outcome.ending, outcome.step) == ("finished", 10)
     assert {row["world_size"] for row in arena.lineage("r1")} == {3}
+    assert {event["checkpoint_id"] for event in following.of("checkpoint")} == {
+        row["checkpoint_id"] for row in arena.lineage("r1")
+    }
+    check_exact(arena, rows=240)
+
+
+@pytest.mark.soak
+def test_fixed_nodes_train_exactly(arena: Arena, slurm: SlurmCluster) -> None:
+    """A job of 2 nodes gets two of three."""
+    arena.table()
+    assert Following(arena, nodes="2").outcome().ending == "finished"
+    assert {row["world_size"] for row in arena.lineage("r1")} == {2}
+    check_exact(arena)
+
+
+@pytest.mark.soak
+def test_cancelled_job_leaves_checkpoint(arena: Arena, slurm: SlurmCluster) -> None:
+    """`dlac train` cancels its job, whose nodes checkpoint; the next job trains the rest."""
+    arena.table()
+    stopped = Following(arena, nodes="2", **SLOW)
+    stopped.wait_for("checkpoint")
+    stopped.job.stop()
+    assert stopped.outcome().ending == "stopped"
+    done = arena.lineage("r1")[-1]["step"]
+    assert "JobState=CANCELLED" in slurm.job(stopped.number)
+    assert Following(arena, nodes="2").outcome().ending == "finished"
+    assert done < arena.lineage("r1")[-1]["step"]
+    check_exact(arena)
+
+
+@pytest.mark.soak
+def test_killed_rank_is_relaunched(arena: Arena, slurm: SlurmCluster) -> None:
+    """The nodes relaunch the attempt; Slurm sees the same job."""
+    arena.table()
+    following = Following(arena, nodes="2", **SLOW)
+    following.wait_for("checkpoint")
+    rank = next(one for one in psutil.process_iter(["name", "cmdline"]) if RANK.match(" ".join(one.info["cmdline"])))
+    rank.kill()
+    assert following.outcome().ending == "finished"
+    assert "Restarts=0" in slurm.job(following.number)
+    assert len(arena.rows("r1", "claim")) == 2
+    check_exact(arena)
+
+
+@pytest.mark.soak
+def test_job_outlives_other_node(arena: Arena, slurm: SlurmCluster) -> None:
+    """A node that is not the first is lost: the two others train the rest, in the same start of the job."""
+    arena.table()
+    following = Following(arena, nodes="2:3", batch_size=24, **SLOW)
+    following.wait_for("checkpoint")
+    slurm.lose("n3")
+    assert following.outcome().ending == "finished"
+    assert "Restarts=0" in slurm.job(following.number)
+    assert {row["world_size"] for row in arena.lineage("r1")} == {3, 2}
+    check_exact(arena)
+
+
+@pytest.mark.soak
+def test_lost_first_node_requeues(arena: Arena, slurm: SlurmCluster) -> None:
+    """The batch script is lost with the first node: the job is queued again, and trains the rest on the two others."""
+    arena.table()
+    following = Following(arena, nodes="2:3", batch_size=24, **SLOW)
+    following.wait_for("checkpoint")
+    slurm.lose("n1")
+    assert following.outcome().ending == "finished"
+    assert any("has lost its first node" in event["message"] for event in following.of("warning"))
+    assert "Restarts=1" in slurm.job(following.number)
+    check_exact(arena)
+
+
+@pytest.mark.soak
+def test_orphaned_job_ends(arena: Arena, slurm: SlurmCluster) -> None:
+    """The first node is lost, and no `dlac train` follows: the last node that ends also ends the job."""
+    arena.table()
+    slurm_client = Slurm()
+    job = slurm_client.submit(request_for(arena, nodes="2:3", batch_size=24, **SLOW))
+    wait_until(lambda: bool(arena.rows("r1", "checkpoint")), what="a checkpoint", within_s=120)
+    slurm.lose("n1")
+    wait_until(lambda: "JobState=RUNNING" not in slurm.job(job), what="the job's end", within_s=180)
+    assert re.search("JobState=(CANCELLED|COMPLETING)|Restarts=1", slurm.job(job))
+
+
+@pytest.mark.soak
+def test_preempted_job_is_requeued(arena: Arena, slurm: SlurmCluster) -> None:
+    """A job of a higher partition takes the nodes: the run leaves after a checkpoint, is queued again, and trains the rest."""
+    arena.table()
+    following = Following(arena, nodes="2:3", batch_size=24, **SLOW)
+    following.wait_for("checkpoint")
+    slurm.ask("sbatch", "--partition=high", "--nodes=3", "--cpus-per-task=2", "--ntasks=3", "--wrap=sleep 5")
+    assert following.outcome().ending == "finished"
+    states = following.states
+    assert "PREEMPTED" in states
+    assert states.index("PREEMPTED") < states.index("PENDING", states.index("RUNNING"))
+    assert "Restarts=1" in slurm.job(following.number)
+    assert len(arena.rows("r1", "claim")) == 2
+    check_exact(arena)
+
+
+@pytest.mark.soak
+def test_controller_restart_is_outlasted(arena: Arena, slurm: SlurmCluster) -> None:
+    """A controller that is away has not ended the job; it is followed again once it answers."""
+    arena.table()
+    following = Following(arena, nodes="2", **SLOW)
+    following.wait_for("checkpoint")
+    slurm.stop("slurmctld")
+    following.wait_for("warning")
+    slurm.start("slurmctld")
+    assert following.outcome().ending == "finished"
+    assert len(following.of("warning")) == 1
+    assert len(arena.rows("r1", "claim")) == 1
     check_exact(arena)
