@@ -52,7 +52,7 @@ class Kubernetes:
         """Create the job, and the secret that its pods wait for; the job owns what else is created. Return its name."""
         secret, *others = documents(request)
         for document in others:
-            self._custom("create", document["kind"], body=document, dry_run="All")
+            self._custom("create", document["kind"], body=document, dry_run="All", field_validation="Strict")
         created = [self._custom("create", document["kind"], body=document) for document in others]
         job = created[-1]
         owner = {name: job[name] for name in ("apiVersion", "kind")}

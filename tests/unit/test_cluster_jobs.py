@@ -44,8 +44,8 @@ Events = list[dict[str, Any]]
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of the lakehouse; nodes have no time for last events."""
-    monkeypatch.setattr(cluster_job, "LISTENS_S", 0.1)
+    """The folder of the lakehouse; nodes have a second for their last events."""
+    monkeypatch.setattr(cluster_job, "LISTENS_S", 1.0)
     return tmp_path
 
 
