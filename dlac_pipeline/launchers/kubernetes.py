@@ -14,12 +14,11 @@ from typing import Any
 
 import yaml
 
-from dlac_pipeline.launchers.scheduler import ANSWER_S, FIRST_NODE_VARIABLE, JobState, for_nodes, leave_s, name_of
-from dlac_pipeline.request import REQUEST_FILE_VARIABLE, Request, pack
+from dlac_pipeline.cluster_checks import NODE
+from dlac_pipeline.cluster_spec import ClusterSpec
+from dlac_pipeline.launchers.scheduler import ANSWER_S, JobState, leave_s, name_of
+from dlac_pipeline.request import Request, pack
 
-NODE = "node"
-"""Name of the node's container in each pod."""
-_FOLDER, _FILE = "/etc/dlac", "request"
 _GROUPS = {
     "JobSet": ("jobset.x-k8s.io", "v1alpha2", "jobsets"),
     "TrainJob": ("trainer.kubeflow.org", "v1alpha1", "trainjobs"),
@@ -45,7 +44,7 @@ class Kubernetes:
         self._read_at: float | None = None
 
     def render(self, request: Request) -> str:
-        """Return the manifests."""
+        """Return the manifests; asks no cluster."""
         return yaml.safe_dump_all(documents(request), sort_keys=False)
 
     def submit(self, request: Request) -> str:
@@ -167,25 +166,15 @@ def documents(request: Request) -> list[Document]:
     """Return the secret, then what the cluster is to run: the last document is the job."""
     launch, cluster = request.spec.launch, request.spec.cluster
     name = f"{name_of(request)}-{secrets.token_hex(3)}"
-    environment = {
-        **cluster.env,
-        FIRST_NODE_VARIABLE: f"{name}-node-0-0.{name}",
-        REQUEST_FILE_VARIABLE: f"{_FOLDER}/{_FILE}",
+    resources = {
+        "cpu": cluster.cpu,
+        "nvidia.com/gpu": cluster.gpu,
+        "memory": cluster.memory_mb and f"{cluster.memory_mb}M",
     }
-    resources = {"cpu": cluster.cpu, "memory": f"{cluster.memory_mb}M", "nvidia.com/gpu": cluster.gpu}
-    mounts = [
-        {"name": "request", "mountPath": _FOLDER, "readOnly": True},
-        {"name": "shm", "mountPath": "/dev/shm"},
-    ]
-    volumes: list[Document] = [
-        {"name": "request", "secret": {"secretName": name}},
-        {"name": "shm", "emptyDir": {"medium": "Memory"}},
-    ]
-    for number, mount in enumerate(cluster.mounts):
-        mounts.append({"name": f"mount-{number}", "mountPath": mount.path, "readOnly": not mount.writable})
-        volumes.append({"name": f"mount-{number}", **mount.volume()})
-    filled: dict[str, object] = {
+    values: dict[str, object] = {
         "name": name,
+        "request": pack(request),
+        "first_node": f"{name}-node-0-0.{name}",
         "labels": {_QUEUE_LABEL: cluster.queue} if cluster.queue else None,
         "least": launch.min_nodes,
         "most": launch.max_nodes,
@@ -196,32 +185,34 @@ def documents(request: Request) -> list[Document]:
         "priority_class": cluster.priority_class or None,
         "image": cluster.image,
         "python": cluster.python,
-        # Kubernetes reads $(NAME) in a value, and $$ as one dollar
-        "environment": [{"name": key, "value": value.replace("$", "$$")} for key, value in environment.items()],
-        "resources": {key: str(value) for key, value in resources.items() if value not in (0, "0M")},
-        "volume_mounts": mounts,
-        "volumes": volumes,
+        "resources": {key: str(value) for key, value in resources.items() if value},
     }
-    jobset = _filled("jobset.yaml", filled)
+    secret, jobset = _filled("jobset.yaml", values)
     job = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]
-    job["template"] = merged(job["template"], cluster.pod)
-    secret = {
-        "apiVersion": "v1",
-        "kind": "Secret",
-        "metadata": {"name": name},
-        "stringData": {_FILE: pack(for_nodes(request))},
-    }
+    job["template"] = merged(merged(job["template"], _additions(cluster)), cluster.pod)
     if cluster.kind == "trainjob":
-        return [secret, *_filled("trainjob.yaml", {**filled, "jobset_spec": jobset["spec"]})]
+        return [secret, *_filled("trainjob.yaml", {**values, "jobset_spec": jobset["spec"]})]
     return [secret, jobset]
 
 
-def _filled(template: str, values: dict[str, object]) -> Any:
-    """Return a template with its values in, each written as JSON, which is YAML; settings without a value are left out."""
-    text = files(__package__).joinpath(template).read_text()
-    return _without_nulls(
-        yaml.safe_load(Template(text).substitute({key: json.dumps(one) for key, one in values.items()}))
-    )
+def _additions(cluster: ClusterSpec) -> Document:
+    """Return the user's variables and mounts, as a part of a pod. Kubernetes reads $(NAME) in a value, and $$ as one dollar."""
+    mounts = {f"mount-{number}": mount for number, mount in enumerate(cluster.mounts)}
+    node = {
+        "name": NODE,
+        "env": [{"name": key, "value": value.replace("$", "$$")} for key, value in cluster.env.items()],
+        "volumeMounts": [
+            {"name": name, "mountPath": mount.path, "readOnly": not mount.writable} for name, mount in mounts.items()
+        ],
+    }
+    return {"spec": {"containers": [node], "volumes": [{"name": name, **one.volume()} for name, one in mounts.items()]}}
+
+
+def _filled(template: str, values: dict[str, object]) -> list[Document]:
+    """Return the documents of a template, with values written as JSON, which is YAML. Settings without a value are left out."""
+    text = Template(files(__package__).joinpath(template).read_text())
+    filled = text.substitute({key: json.dumps(value) for key, value in values.items()})
+    return [_without_nulls(document) for document in yaml.safe_load_all(filled)]
 
 
 def _without_nulls(node: Any) -> Any:

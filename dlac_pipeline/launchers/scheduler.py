@@ -64,12 +64,3 @@ def name_of(request: Request) -> str:
 def leave_s(request: Request) -> int:
     """Return the whole seconds from SIGTERM until a node is gone."""
     return math.ceil(request.spec.launch.leave_s) + _MARGIN_S
-
-
-def for_nodes(request: Request) -> Request:
-    """Return the request of a node: where nodes have accelerators, each has as many ranks."""
-    spec = request.spec
-    if not spec.launch.nodes or spec.launch.nproc_per_node or not spec.cluster.gpu:
-        return request
-    launch = spec.launch.model_copy(update={"nproc_per_node": spec.cluster.gpu})
-    return request.model_copy(update={"spec": spec.model_copy(update={"launch": launch})})

@@ -34,6 +34,15 @@ _RESTARTS_VARIABLE = "SLURM_RESTART_COUNT"
 """Slurm: how often the job was queued again; absent the first time."""
 
 
+def for_node(request: Request, environment: Mapping[str, str]) -> Request:
+    """Return the request with the address where all nodes meet. Where nodes have accelerators, each has as many ranks."""
+    launch, cluster = request.spec.launch, request.spec.cluster
+    meets = f"{environment.get(FIRST_NODE_VARIABLE, 'localhost')}:{cluster.port}"
+    ranks = launch.nproc_per_node or (cluster.gpu if launch.nodes else 0)
+    launch = launch.model_copy(update={"rendezvous": meets, "nproc_per_node": ranks})
+    return request.model_copy(update={"spec": request.spec.model_copy(update={"launch": launch})})
+
+
 def of_this_start(request: Request) -> Request:
     """Return the request of a job that its scheduler starts again: then the job's own last attempt is the one to replace."""
     if request.replaces is None or not request.launched_by:
@@ -67,9 +76,7 @@ def main() -> int:
         request = unpack(os.environ)
     except SpecInvalid as err:
         return say_error(err)
-    meets = f"{os.environ.get(FIRST_NODE_VARIABLE, 'localhost')}:{request.spec.cluster.port}"
-    launch = request.spec.launch.model_copy(update={"rendezvous": meets})
-    request = request.model_copy(update={"spec": request.spec.model_copy(update={"launch": launch})})
+    request = for_node(request, os.environ)
     with suppress(DlacError):  # the supervisor waits for a catalog that is unavailable
         request = of_this_start(request)
     supervisor = supervisor_of(request, say)

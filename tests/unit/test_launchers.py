@@ -17,6 +17,7 @@ from dlac_pipeline.launchers.protocol import launcher_for, rendered
 from dlac_pipeline.recover.supervise import Supervisor
 from dlac_pipeline.request import Request, pack, unpack
 from dlac_pipeline.spec import parse_spec
+from dlac_pipeline.supervisor.node import for_node
 from tests.cluster import asked
 
 SLURM = {"cpu": 8, "gpu": 4, "memory_mb": 64_000, "time_limit_s": 93_784, "partition": "h100", "account": "lm"} | {
@@ -78,16 +79,14 @@ def test_slurm_script_asks_for_range() -> None:
 
 
 def test_slurm_script_carries_request() -> None:
-    """Variables reach the nodes as they are written; where nodes have accelerators, each has as many ranks."""
+    """Variables reach the nodes as they are written, and the request as it went in."""
     env = {"NCCL_DEBUG": "WARN", "A": "pa$$word, 'x' $(HOME) ${app_id}\n%"}
     script = rendered(asked("slurm", {**SLURM, "env": env}))
     exports = script[script.index("export ") : script.index("export DLAC_FIRST_NODE")]
     said = subprocess.run(["bash"], input=f"{exports}\nenv -0", text=True, check=True, capture_output=True).stdout
     environment = dict(pair.split("=", 1) for pair in said.rstrip("\0").split("\0"))
     assert {name: environment[name] for name in env} == env
-    carried = unpack(environment)
-    assert carried.spec.launch.nproc_per_node == 4
-    assert (carried.replaces, carried.launched_by) == (3, "dagster-run")
+    assert unpack(environment) == asked("slurm", {**SLURM, "env": env})
 
 
 def test_fixed_number_is_no_range() -> None:
@@ -246,6 +245,15 @@ def test_local_lakehouse_is_refused(tmp_path: Path) -> None:
 def test_launcher_here_is_supervisor() -> None:
     """launch.on = "here" is what it always was."""
     assert isinstance(launcher_for(asked("here", {}, rendezvous="h:1"), print), Supervisor)
+
+
+def test_node_meets_at_first() -> None:
+    """At the port of the cluster section; where nodes have accelerators, each has as many ranks unless the spec says otherwise."""
+    environment = {"DLAC_FIRST_NODE": "gpu01"}
+    launch = for_node(asked("slurm", {"gpu": 4, "port": 29401}), environment).spec.launch
+    assert (launch.rendezvous, launch.nproc_per_node) == ("gpu01:29401", 4)
+    assert for_node(asked("slurm", {"gpu": 4}, nproc_per_node=2), environment).spec.launch.nproc_per_node == 2
+    assert for_node(asked("slurm", {"gpu": 4}, nodes=""), environment).spec.launch.nproc_per_node == 0
 
 
 def test_request_is_one_word() -> None:
