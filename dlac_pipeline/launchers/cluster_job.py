@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from typing import TypeVar
 
 from catalog import errors
 from catalog.connect import connect
@@ -24,6 +25,7 @@ from dlac_pipeline.recover.attempt import Event
 from dlac_pipeline.recover.supervise import Outcome
 from dlac_pipeline.request import Request
 
+Answer = TypeVar("Answer")
 SILENT_S = 3600.0
 """Seconds until a scheduler that does not answer is given up: expired credentials are not renewed by waiting."""
 GONE_S = 60.0
@@ -246,24 +248,25 @@ class ClusterJob:
         )
 
     def _is_finished(self) -> bool:
-        with suppress(DlacError):
-            return self._ledger().state(self._request.spec.run).finished
-        return False
-
-    def _head_step(self) -> int | None:
-        """Step of the last checkpoint; 0 before the first. None: the ledger cannot be asked."""
-        with suppress(DlacError):
-            try:
-                return int(self._ledger().restorable(self._request.spec.run)["step"])
-            except (NoSuchCheckpoint, NoSuchRun):
-                return 0
-        return None
+        return bool(self._asked(lambda ledger: ledger.state(self._request.spec.run).finished))
 
     def _position(self) -> int | None:
         """Number of the run's last row. None: the ledger cannot be asked."""
+        return self._asked(lambda ledger: ledger.state(self._request.spec.run).fence.seq)
+
+    def _head_step(self) -> int | None:
+        """Step of the last checkpoint. None: the ledger cannot be asked."""
+        return self._asked(lambda ledger: _step_of_head(ledger, self._request.spec.run))
+
+    def _asked(self, question: Callable[[Ledger], Answer]) -> Answer | None:
         with suppress(DlacError):
-            return self._ledger().state(self._request.spec.run).fence.seq
+            return question(Ledger(connect(self._request.spec.lakehouse)))
         return None
 
-    def _ledger(self) -> Ledger:
-        return Ledger(connect(self._request.spec.lakehouse))
+
+def _step_of_head(ledger: Ledger, run: str) -> int:
+    """Return the step of the last checkpoint; 0 before the first."""
+    try:
+        return int(ledger.restorable(run)["step"])
+    except (NoSuchCheckpoint, NoSuchRun):
+        return 0

@@ -248,7 +248,7 @@ def test_launcher_here_is_supervisor() -> None:
 
 
 def test_node_meets_at_first() -> None:
-    """At the port of the cluster section; where nodes have accelerators, each has as many ranks unless the spec says otherwise."""
+    """At the port of the cluster section. Where nodes have accelerators, each has as many ranks or as the spec says."""
     environment = {"DLAC_FIRST_NODE": "gpu01"}
     launch = for_node(asked("slurm", {"gpu": 4, "port": 29401}), environment).spec.launch
     assert (launch.rendezvous, launch.nproc_per_node) == ("gpu01:29401", 4)
