@@ -35,7 +35,7 @@ SlurmctldPort={port}
 SlurmUser={user}
 SlurmdUser={user}
 AuthType=auth/none
-AuthInfo=cred_expire=2
+AuthInfo=cred_expire=6
 CryptoType=crypto/none
 CredType=cred/none
 StateSaveLocation={folder}/state

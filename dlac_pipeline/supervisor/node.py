@@ -60,9 +60,8 @@ def this_start(environment: Mapping[str, str]) -> str:
 def end_orphan(job: str, *, finished: bool) -> None:
     """End this node's job of Slurm if its first node is lost, and the batch script with it; unless it is finished, requeue it."""
     slurm = Slurm()
-    with suppress(
-        OSError, subprocess.SubprocessError
-    ):  # a container has no commands of Slurm: the launcher does the same
+    # A container has no commands of Slurm. `dlac train` does the same.
+    with suppress(OSError, subprocess.SubprocessError):
         state = slurm.state(job)
         if state is not None and state.first_node_lost:
             (slurm.cancel if finished else slurm.requeue)(job)
