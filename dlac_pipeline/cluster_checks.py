@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from catalog.errors import BadInput, SpecInvalid
+from catalog.errors import SpecInvalid
 from dlac_pipeline.cluster_spec import ClusterSpec
 from dlac_pipeline.spec import JobSpec, home_folder
 
@@ -30,7 +29,6 @@ def check_cluster(spec: JobSpec) -> None:
 
     Raises:
         SpecInvalid: a setting, or the lakehouse, is not for it.
-        BadInput: the client of Kubernetes is not installed.
     """
     if spec.lakehouse.uri.startswith("sqlite"):
         raise SpecInvalid(
@@ -48,8 +46,6 @@ def check_cluster(spec: JobSpec) -> None:
         )
     _check_pod(spec.cluster)
     _check_mounted(spec)
-    if find_spec("kubernetes") is None:
-        raise BadInput('expected the client of Kubernetes, found none: pip install "dlac[cluster]"')
 
 
 def store_in_doubt(spec: JobSpec) -> str | None:

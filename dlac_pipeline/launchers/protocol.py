@@ -7,9 +7,10 @@ submits a job in which every node runs a supervisor, and follows it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Protocol
 
-from catalog.errors import SpecInvalid
+from catalog.errors import BadInput, SpecInvalid
 from catalog.masking import mask_setting
 from dlac_pipeline.cluster_checks import check_cluster
 from dlac_pipeline.ranks.starter import RankStarter
@@ -49,6 +50,8 @@ def launcher_for(request: Request, on_event: Callable[[Event], None], starter: R
     """
     if request.spec.launch.on == "here":
         return supervisor_of(request, on_event, starter)
+    if request.spec.launch.on == "kubernetes" and find_spec("kubernetes") is None:
+        raise BadInput('expected the client of Kubernetes, found none: pip install "dlac[cluster]"')
     return _cluster_job(request, on_event)
 
 

@@ -12,7 +12,8 @@ import yaml
 from kubeflow_trainer_api import models
 from kubernetes_validate import validate
 
-from catalog.errors import SpecInvalid
+from catalog.errors import BadInput, SpecInvalid
+from dlac_pipeline.launchers import protocol
 from dlac_pipeline.launchers.protocol import launcher_for, rendered
 from dlac_pipeline.recover.supervise import Supervisor
 from dlac_pipeline.request import Request, pack, unpack
@@ -240,6 +241,14 @@ def test_local_lakehouse_is_refused(tmp_path: Path) -> None:
     raw = request.spec.model_dump() | {"lakehouse": {}}
     with pytest.raises(SpecInvalid, match=r"expected lakehouse\.uri that the nodes of the job reach, found 'sqlite:"):
         launcher_for(Request(spec=parse_spec(raw, origin="the test").resolved(tmp_path)), print)
+
+
+def test_missing_client_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job can be rendered without the client of Kubernetes, and not be submitted."""
+    monkeypatch.setattr(protocol, "find_spec", lambda name: None)
+    with pytest.raises(BadInput, match=r"pip install \"dlac\[cluster\]\""):
+        launcher_for(asked("kubernetes", KUBERNETES), print)
+    assert "kind: JobSet" in rendered(asked("kubernetes", KUBERNETES))
 
 
 def test_launcher_here_is_supervisor() -> None:
