@@ -88,14 +88,17 @@ class Cluster:
         self.folder = folder
         self.objects: dict[tuple[str, str], Document] = {}
         self.pods: dict[str, list[Pod]] = {}
-        self.dry_runs: list[str] = []
+        self.checked: list[str] = []
+        self.refused = ""
+        """Kind of object that is refused."""
 
-    def create(self, plural: str, document: Document, *, dry: bool) -> Document:
+    def create(self, plural: str, document: Document, *, strict: bool) -> Document | None:
         """Create an object; its job starts when the secret that its pods mount exists."""
         name = document["metadata"]["name"]
-        if dry:
-            self.dry_runs.append(document["kind"])
-            return document
+        if document["kind"] == self.refused:
+            return None
+        if strict:
+            self.checked.append(document["kind"])
         document["metadata"]["uid"] = str(uuid.uuid4())
         self.objects[plural, name] = document
         if plural == "secrets":
@@ -133,6 +136,8 @@ class Cluster:
         if (plural, name) not in self.objects:
             return None
         self.objects[plural, name]["metadata"]["deletionTimestamp"] = "2026-11-23T00:00:00Z"
+        if name not in self.pods:
+            return self.objects.pop((plural, name))
         for pod in self.pods.get(name, []):
             pod.end(signal.SIGTERM)
         return self.objects[plural, name]
@@ -161,7 +166,7 @@ def _handler(cluster: Cluster) -> type[BaseHTTPRequestHandler]:
 
         def _of_objects(self, plural: str, name: str, body: Any, query: dict[str, list[str]]) -> Document | None:
             if self.command == "POST":
-                return cluster.create(plural, body, dry=query.get("dryRun") == ["All"])
+                return cluster.create(plural, body, strict=query.get("fieldValidation") == ["Strict"])
             if self.command == "PATCH":
                 return cluster.patch(plural, name, body)
             return cluster.delete(plural, name) if self.command == "DELETE" else cluster.get(plural, name)

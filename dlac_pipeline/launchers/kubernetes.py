@@ -50,33 +50,33 @@ class Kubernetes:
     def submit(self, request: Request) -> str:
         """Create the job, and the secret that its pods wait for; the job owns what else is created. Return its name."""
         secret, *others = documents(request)
-        for document in others:
-            self._custom("create", document["kind"], body=document, dry_run="All", field_validation="Strict")
-        created = [self._custom("create", document["kind"], body=document) for document in others]
-        job = created[-1]
-        owner = {name: job[name] for name in ("apiVersion", "kind")}
-        owner |= {name: job["metadata"][name] for name in ("name", "uid")}
-        owned = {"metadata": {"ownerReferences": [owner]}}
         try:
-            for document in created[:-1]:
+            # one after the other: a TrainJob is refused before its runtime exists
+            created = [self._custom("create", one["kind"], body=one, field_validation="Strict") for one in others]
+            job = created[-1]["metadata"]
+            owner = {
+                "apiVersion": others[-1]["apiVersion"],
+                "kind": others[-1]["kind"],
+                "name": job["name"],
+                "uid": job["uid"],
+            }
+            owned = {"metadata": {"ownerReferences": [owner]}}
+            for document in others[:-1]:
                 self._custom("patch", document["kind"], name=document["metadata"]["name"], body=owned)
-            body = {**secret, "metadata": {**secret["metadata"], **owned["metadata"]}}
-            _core().create_namespaced_secret(self._namespace, body, _request_timeout=ANSWER_S)
+            _client("CoreV1Api").create_namespaced_secret(
+                self._namespace, merged(secret, owned), _request_timeout=ANSWER_S
+            )
         except Exception:
-            self.cancel(owner["name"])
+            for document in others:
+                self._custom("delete", document["kind"], name=document["metadata"]["name"])
             raise
-        return str(owner["name"])
+        return str(job["name"])
 
     def state(self, job: str) -> JobState | None:
         """Return the job's state by its conditions."""
-        from kubernetes.client import ApiException
-
-        try:
-            found = self._custom("get", self._kind, name=job)
-        except ApiException as err:
-            if err.status == 404:
-                return None
-            raise
+        found = self._custom("get", self._kind, name=job)
+        if found is None:
+            return None
         status = found.get("status") or {}
         true = {one["type"] for one in status.get("conditions") or [] if one["status"] == "True"}
         if "deletionTimestamp" in found["metadata"]:
@@ -88,7 +88,7 @@ class Kubernetes:
 
     def read(self, job: str) -> list[tuple[str, str]]:
         """Return what the pods' logs have gained; a pod that replaces another continues its log."""
-        core, now = _core(), time.monotonic()
+        core, now = _client("CoreV1Api"), time.monotonic()
         since = {} if self._read_at is None else {"since_seconds": int(now - self._read_at) + _OVERLAP_S}
         pods = core.list_namespaced_pod(
             self._namespace, label_selector=f"{_JOBSET_LABEL}={job}", _request_timeout=ANSWER_S
@@ -125,41 +125,29 @@ class Kubernetes:
 
     def cancel(self, job: str) -> None:
         """Delete the job: its pods get SIGTERM and their grace period."""
-        from kubernetes.client import ApiException
-
-        try:
-            self._custom("delete", self._kind, name=job, propagation_policy="Foreground")
-        except ApiException as err:
-            if err.status != 404:
-                raise
+        self._custom("delete", self._kind, name=job, propagation_policy="Foreground")
 
     def _custom(self, verb: str, kind: str, **arguments: Any) -> Any:
-        from kubernetes import client
+        """Call the API of a custom resource. None: there is no such object to get or delete."""
+        from kubernetes.client import ApiException
 
         group, version, plural = _GROUPS[kind]
-        call = getattr(client.CustomObjectsApi(_api()), f"{verb}_namespaced_custom_object")
-        return call(
-            group=group,
-            version=version,
-            namespace=self._namespace,
-            plural=plural,
-            _request_timeout=ANSWER_S,
-            **arguments,
-        )
+        place = {"group": group, "version": version, "namespace": self._namespace, "plural": plural}
+        call = getattr(_client("CustomObjectsApi"), f"{verb}_namespaced_custom_object")
+        try:
+            return call(**place, **arguments, _request_timeout=ANSWER_S)
+        except ApiException as err:
+            if err.status == 404 and verb in ("get", "delete"):
+                return None
+            raise
 
 
-def _api() -> Any:
+def _client(api: str) -> Any:
     """Return a client with the settings of the pod in which this process runs, or else of the user's kubeconfig."""
     from kubernetes import client, config
 
     config.load_config()  # type: ignore[no-untyped-call]  # the client is typed in part only
-    return client.ApiClient()
-
-
-def _core() -> Any:
-    from kubernetes import client
-
-    return client.CoreV1Api(_api())
+    return getattr(client, api)()
 
 
 def documents(request: Request) -> list[Document]:

@@ -72,7 +72,7 @@ def rows_of(steps: Steps) -> list[int]:
 
 @pytest.mark.parametrize("kind", ["jobset", "trainjob"])
 def test_pods_are_followed(arena: Arena, cluster: Cluster, tmp_path: Path, kind: str) -> None:
-    """The cluster checks the job before it is created, and its owner takes all else along; each pod's events come once."""
+    """The cluster checks each field of what it takes, and the job owns all else; each pod's events come once."""
     done = '{"event": "ended", "ending": "finished", "attempts": 2, "step": 9}'
     python = program(tmp_path, f"""echo '{{"event": "step", "step": 1}}'; sleep 1; echo '{done}'""")
     job, events = job_of(arena, nodes="2", cluster={"python": python, "kind": kind})
@@ -80,7 +80,7 @@ def test_pods_are_followed(arena: Arena, cluster: Cluster, tmp_path: Path, kind:
     assert [event["event"] for event in events].count("step") == 2
     name = events[0]["job"]
     assert [event["state"] for event in events if event["event"] == "job"] == ["RUNNING", "COMPLETED"]
-    assert cluster.dry_runs == (["JobSet"] if kind == "jobset" else ["TrainingRuntime", "TrainJob"])
+    assert cluster.checked == (["JobSet"] if kind == "jobset" else ["TrainingRuntime", "TrainJob"])
     owner = cluster.objects["secrets", name]["metadata"]["ownerReferences"][0]
     assert owner["uid"] == cluster.objects[f"{kind}s", name]["metadata"]["uid"]
 
@@ -114,6 +114,17 @@ def test_expired_credentials_are_named(
     job, _ = job_of(arena, nodes="1")
     with pytest.raises(ClusterRefused, match=r"expected Kubernetes to take the job of run 'r1', found .*401"):
         job.run()
+    assert cluster.objects == {}
+
+
+@pytest.mark.parametrize("refused", ["TrainJob", "Secret"])
+def test_refused_job_leaves_nothing(arena: Arena, cluster: Cluster, refused: str) -> None:
+    """What was created before is deleted."""
+    cluster.refused = refused
+    job, _ = job_of(arena, nodes="1", cluster={"kind": "trainjob"})
+    with pytest.raises(ClusterRefused):
+        job.run()
+    assert cluster.checked
     assert cluster.objects == {}
 
 
