@@ -101,8 +101,9 @@ class SlurmCluster:
     def lose(self, name: str) -> None:
         """Kill a node with all its processes, before any of them can report."""
         found = [process for process in psutil.process_iter() if _node_of(process) == name]
-        sessions = {os.getsid(process.pid) for process in found}
-        found += [one for one in psutil.process_iter() if one.name() == "slurmstepd" and os.getsid(one.pid) in sessions]
+        sessions = {_session_of(process) for process in found} - {None}
+        shepherds = [one for one in psutil.process_iter(["name"]) if one.info["name"] == "slurmstepd"]
+        found += [shepherd for shepherd in shepherds if _session_of(shepherd) in sessions]
         daemon = self._daemons.pop(name)
         found.append(psutil.Process(daemon.pid))
         for kill in (psutil.Process.suspend, psutil.Process.kill):
@@ -136,6 +137,14 @@ def _node_of(process: psutil.Process) -> str | None:
     try:
         return process.environ().get("SLURMD_NODENAME")
     except psutil.Error:
+        return None
+
+
+def _session_of(process: psutil.Process) -> int | None:
+    """Return the session of a process, which it shares with the shepherd that Slurm started for it."""
+    try:
+        return os.getsid(process.pid)
+    except ProcessLookupError:
         return None
 
 

@@ -172,13 +172,14 @@ def test_job_outlives_other_node(arena: Arena, slurm: SlurmCluster) -> None:
 @pytest.mark.soak
 def test_lost_first_node_requeues(arena: Arena, slurm: SlurmCluster) -> None:
     """The batch script is lost with the first node: the job is queued again, and trains the rest on the two others."""
-    arena.table()
-    following = Following(arena, nodes="2:3", batch_size=24, **SLOW)
+    arena.table()  # training outlasts the time that the controller takes to miss a node
+    following = Following(arena, nodes="2:3", batch_size=24, slow_rank=0, slow_s=1.0)
     following.wait_for("checkpoint")
     slurm.lose("n1")
     assert following.outcome().ending == "finished"
     assert any("has lost its first node" in event["message"] for event in following.of("warning"))
     assert "Restarts=1" in slurm.job(following.number)
+    assert len(arena.rows("r1", "claim")) >= 2
     check_exact(arena)
 
 
