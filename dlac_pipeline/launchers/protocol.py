@@ -35,10 +35,10 @@ class Launcher(Protocol):
         """
 
     def stop(self) -> None:
-        """Ask for an orderly end: checkpoint, then leave. From any thread; a signal has one call it (`supervisor/signals.py`)."""
+        """Ask for an orderly end: checkpoint, then leave. May be called from any thread (`supervisor/signals.py`)."""
 
     def leave(self) -> None:
-        """The same, while the run goes on without this machine if there are enough others."""
+        """Ask this node alone to leave. The run continues if enough others are left."""
 
 
 def launcher_for(request: Request, on_event: Callable[[Event], None], starter: RankStarter | None = None) -> Launcher:

@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 import pytest
+import yaml
 
+from catalog.lakehouse_config import LakehouseConfig
 from dlac_pipeline.launchers.cluster_job import ClusterJob
 from dlac_pipeline.launchers.slurm import Slurm
 from dlac_pipeline.recover.supervise import Outcome
 from dlac_pipeline.request import Request
 from dlac_pipeline.spec import parse_spec
-from tests.conftest import Steps, wait_until
+from tests.conftest import Arena, Steps, wait_until
 from tests.ports import own_port
+from tests.postgres_server import postgres
 from tests.slurm_cluster import SlurmCluster, needs_slurm, slurm_cluster
-
-if TYPE_CHECKING:
-    from tests.conftest import Arena
 
 pytestmark = needs_slurm
 SLOW = {"slow_rank": 0, "slow_s": 0.1}
@@ -116,6 +118,24 @@ def test_range_takes_all_idle_nodes(arena: Arena, slurm: SlurmCluster) -> None:
         row["checkpoint_id"] for row in arena.lineage("r1")
     }
     check_exact(arena, rows=240)
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(shutil.which("initdb") is None, reason="needs PostgreSQL's initdb and postgres on the PATH")
+def test_command_follows_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slurm: SlurmCluster) -> None:
+    """`dlac train` submits the job, shows its states and checkpoints, and ends with the status of the run."""
+    with postgres() as address:
+        arena = Arena(tmp_path / "home", monkeypatch, config=LakehouseConfig(uri=address))
+        arena.table(appends=(240,))
+        spec = request_for(arena, nodes="2:3", batch_size=24, every_steps=5).spec
+        job = tmp_path / "job.yaml"
+        job.write_text(yaml.safe_dump(spec.model_dump()))
+        command = [sys.executable, "-m", "dlac_pipeline.cli", "train", str(job)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr + logs()
+        assert "submitted as 1" in done.stdout
+        assert "the job is RUNNING" in done.stdout
+        assert {row["world_size"] for row in arena.lineage("r1")} == {3}
 
 
 @pytest.mark.soak
