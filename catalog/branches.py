@@ -55,7 +55,7 @@ class Rewound:
     clean_checkpoint: str | None = None
     """Where the head has seen such rows: the newest checkpoint before it that has seen none of them; None: there is none."""
     clean_step: int | None = None
-    """The step of that checkpoint."""
+    """The step of that checkpoint. Where there is none: 0 if the run can begin again, None if it was adopted or forked."""
     not_counted: str = ""
     """Why such rows could not be counted."""
 

@@ -146,9 +146,10 @@ class FileColumns:
     `in_file` are the file's top-level columns to read, `absent` the named columns that are constant here.
     """
 
-    def __init__(self, columns: Sequence[_Column], places: Mapping[str, int]) -> None:
+    def __init__(self, columns: Sequence[_Column], first_leaves: Mapping[str, int]) -> None:
         self._columns = tuple(columns)
-        self._places = places
+        self.first_leaves = first_leaves
+        """Top-level column of the file -> place of its first leaf among the column chunks of a row group."""
         self.in_file: list[str] = [column.in_file for column in columns if column.in_file is not None]
         self.absent: list[str] = [column.field.name for column in columns if column.in_file is None]
 
@@ -175,7 +176,7 @@ class FileColumns:
             if name not in top_level:
                 raise NoSuchColumn(f"expected column {name!r} at the top level of the table, found {list(top_level)!r}")
         in_file = _by_id(file_schema, schema, name_mapping)
-        return cls([_column(top_level[name], in_file, partition_values) for name in names], _places(file_schema))
+        return cls([_column(top_level[name], in_file, partition_values) for name in names], _first_leaves(file_schema))
 
     def align(self, table: pa.Table, rows: int) -> pa.Table:
         """The columns in the table's names and types, from what was read of `in_file`; `rows` fill the constant ones.
@@ -189,8 +190,10 @@ class FileColumns:
         """What the file's statistics say of those columns, by name, that are in the file and not nested."""
         found = {}
         for column in self._columns:
-            place = self._places.get(column.in_file or "")
-            if place is not None and (statistics := row_group.column(place).statistics) is not None:
+            if column.in_file is None or pa.types.is_nested(column.found):
+                continue
+            statistics = row_group.column(self.first_leaves[column.in_file]).statistics
+            if statistics is not None:
                 nulls = statistics.null_count if statistics.has_null_count else None
                 found[column.field.name] = Bounds(nulls, *_extremes(statistics, column))
         return found
@@ -216,12 +219,11 @@ def field_ids(file_schema: pa.Schema) -> dict[int, pa.Field]:
     return {int(field.metadata[FIELD_ID]): field for field in file_schema if FIELD_ID in (field.metadata or {})}
 
 
-def _places(file_schema: pa.Schema) -> dict[str, int]:
-    """The places of the columns that are not nested among a file's leaves: a path with dots may name two of them."""
+def _first_leaves(file_schema: pa.Schema) -> dict[str, int]:
+    """Return the place of each top-level column's first leaf: by place, because a path with dots may name two leaves."""
     places, place = {}, 0
     for field in file_schema:
-        if not pa.types.is_nested(field.type):
-            places[field.name] = place
+        places[field.name] = place
         place += _leaves(field.type)
     return places
 

@@ -14,7 +14,6 @@ from catalog.errors import (
     Fenced,
     HeadMoved,
     NoSuchCheckpoint,
-    NoSuchRun,
     RowsBetween,
     RunFinished,
     SpecInvalid,
@@ -211,8 +210,6 @@ def unname_checkpoint(ledger: Ledger, run: str, name: str) -> str:
         if name not in names:
             if held:
                 return None  # an earlier try has landed
-            if not state.exists:
-                raise NoSuchRun(f"expected a run named {run!r} in the ledger, found none: `dlac runs` lists them")
             raise NoSuchCheckpoint(
                 f"expected a checkpoint of run {run!r} named {name!r}, found the names {sorted(names)!r}"
             )

@@ -43,22 +43,15 @@ from catalog.errors import (
     NoSuchTable,
     SpecInvalid,
 )
-from catalog.guarded import GUARDED, MetadataMissing
+from catalog.guarded import MetadataMissing, guarded_catalog
 from catalog.lakehouse_config import LakehouseConfig, sqlite_file
 from catalog.masking import mask_secrets
 from catalog.metadata_files import newest_metadata
-from catalog.outages import (
-    check_address,
-    is_locked,
-    is_misconfigured,
-    is_unknown_host,
-    lock_timeout_s,
-    locked_by,
-    wait_for_lock,
-)
+from catalog.outages import check_address, is_misconfigured, is_unknown_host
 from catalog.relocation import MADE_AT, Recorded, Relocation, find_relocation, raw_path, read_recorded
 from catalog.retrying import may_pass, rereading, retrying
 from catalog.schemas import FORMAT_VERSION, FORMAT_VERSION_PROPERTY, TABLES
+from catalog.sqlite_locks import is_locked, locked_by
 
 _T = TypeVar("_T")
 _TABLE_PROPERTIES = {
@@ -351,7 +344,7 @@ def _read_places(config: LakehouseConfig, *, answered: bool) -> Recorded | None:
     if file is None:
         return None
     try:
-        return wait_for_lock(file, lambda: read_recorded(file, config), within_s=lock_timeout_s(config.uri))
+        return read_recorded(file, config)
     except (sqlite3.Error, OSError) as err:
         kind = CatalogMisconfigured if is_misconfigured(err, answered=answered) else CatalogUnreachable
         raise kind(
@@ -370,7 +363,7 @@ def _open(config: LakehouseConfig, relocation: Relocation, *, create: bool) -> C
         properties.setdefault("init_catalog_tables", "false")
     for delay_s in (0.1, 0.5):
         try:
-            return GUARDED[config.type](config.name, **properties)
+            return guarded_catalog(config.type)(config.name, **properties)
         except ModuleNotFoundError as err:
             raise SpecInvalid(
                 f"the catalog at {config.address!r} needs the Python module {err.name!r}: install it"
@@ -379,7 +372,7 @@ def _open(config: LakehouseConfig, relocation: Relocation, *, create: bool) -> C
             if is_locked(err) or is_misconfigured(err):
                 raise
             time.sleep(delay_s)
-    return GUARDED[config.type](config.name, **properties)
+    return guarded_catalog(config.type)(config.name, **properties)
 
 
 def equals(column: str, value: str) -> BooleanExpression:

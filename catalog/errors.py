@@ -49,7 +49,6 @@ DlacError
     ├── ScriptFailed          the training script raised the same exception at the same place twice in a row
     ├── LeftUnfinished        the script ended well, and the run has not
     ├── NodesMissing          fewer machines than the job wants came together
-    ├── RendezvousInvalid     the rendezvous has content that no DLAC wrote
     ├── ClusterRefused        the cluster's scheduler does not take the job
     ├── ClusterSilent         the cluster's scheduler does not answer any more; the job is left as it is
     └── Preempted             the ranks left at their deadline without a checkpoint
@@ -303,12 +302,6 @@ class TrainingFailed(DlacError):
 
 class NodesMissing(TrainingFailed):
     """Fewer machines than the job wants came together in time."""
-
-
-class RendezvousInvalid(TrainingFailed):
-    """The rendezvous has content that no DLAC wrote, or that another version wrote."""
-
-    transient = False
 
 
 class ClusterRefused(TrainingFailed):

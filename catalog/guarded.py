@@ -18,14 +18,11 @@ A commit to SQLite is durable before it is acknowledged: files of retired checkp
 from __future__ import annotations
 
 import struct
-from contextlib import ExitStack
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pyiceberg.avro.reader import DoubleReader
-from pyiceberg.catalog import MetastoreCatalog
-from pyiceberg.catalog.rest import RestCatalog
 from pyiceberg.catalog.sql import SqlCatalog
 from pyiceberg.exceptions import CommitFailedException
 from pyiceberg.table import CommitTableResponse
@@ -41,9 +38,11 @@ from sqlalchemy.pool import NullPool
 
 from catalog.errors import CommitConflict
 from catalog.lakehouse_config import sqlite_file
-from catalog.outages import lock_timeout_s, report_lock
+from catalog.sqlite_locks import ReportingConnection
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from pyiceberg.avro.decoder import BinaryDecoder
     from pyiceberg.catalog import Catalog
     from pyiceberg.catalog.sql import IcebergTables
@@ -51,7 +50,7 @@ if TYPE_CHECKING:
     from pyiceberg.table.metadata import TableMetadata
     from pyiceberg.typedef import Identifier
     from requests import Session
-    from sqlalchemy import Connection, Engine
+    from sqlalchemy import Connection, Dialect
     from sqlalchemy.engine.interfaces import DBAPIConnection
     from sqlalchemy.pool import ConnectionPoolEntry
 
@@ -86,18 +85,17 @@ class GuardedSqlCatalog(SqlCatalog):
 
     def __init__(self, name: str, **properties: str) -> None:
         super().__init__(name, **properties)
-        if self.engine.dialect.name == "sqlite" and self.engine.url.database not in (None, "", ":memory:"):
+        file = sqlite_file(properties["uri"])
+        if file is not None:
             # A pooled connection would read and write the deleted file after a backup was moved into its place.
             self.engine.dispose()
             self.engine = create_engine(self.engine.url, poolclass=NullPool)
+            event.listen(self.engine, "do_connect", partial(_connect_reporting, file))
         if self.engine.dialect.name == "postgresql":
             event.listen(self.engine, "begin", _limit_locks)
         if self.engine.dialect.name == "sqlite":
             event.listen(self.engine, "connect", _sync_commits)
             self.engine.dispose()  # the connection that made the catalog's tables
-        file = sqlite_file(str(properties.get("uri", "")))
-        if file is not None:
-            _report_locks(self.engine, file, lock_timeout_s(str(properties.get("uri", ""))))
 
     def commit_table(
         self, table: Table, requirements: tuple[TableRequirement, ...], updates: tuple[TableUpdate, ...]
@@ -135,23 +133,35 @@ class GuardedSqlCatalog(SqlCatalog):
             raise MetadataMissing(err, str(orm_table.metadata_location)) from err
 
 
-class GuardedRestCatalog(RestCatalog):
-    """An Iceberg REST catalog behind the guard, of which every request is answered in time or has failed."""
+@cache
+def _guarded_rest_catalog() -> type[Catalog]:
+    """Return the guarded REST catalog: importing pyiceberg's takes a tenth of the start of a command."""
+    from pyiceberg.catalog.rest import RestCatalog
 
-    def _create_session(self) -> Session:
-        session = super()._create_session()
-        session.request = partial(session.request, timeout=_REST_TIMEOUT_S)  # type: ignore[method-assign]
-        return session
+    class GuardedRestCatalog(RestCatalog):
+        """An Iceberg REST catalog behind the guard, of which every request is answered in time or has failed."""
 
-    def commit_table(
-        self, table: Table, requirements: tuple[TableRequirement, ...], updates: tuple[TableUpdate, ...]
-    ) -> CommitTableResponse:
-        """Commit, or raise `CommitConflict` when the commit surely did not land."""
-        try:
-            response: CommitTableResponse = super().commit_table(table, requirements, updates)
-        except CommitFailedException as err:
-            return _landed_or_conflict(self, table, updates, err)
-        return response
+        def _create_session(self) -> Session:
+            session = super()._create_session()
+            session.request = partial(session.request, timeout=_REST_TIMEOUT_S)  # type: ignore[method-assign]
+            return session
+
+        def commit_table(
+            self, table: Table, requirements: tuple[TableRequirement, ...], updates: tuple[TableUpdate, ...]
+        ) -> CommitTableResponse:
+            """Commit, or raise `CommitConflict` when the commit surely did not land."""
+            try:
+                response: CommitTableResponse = super().commit_table(table, requirements, updates)
+            except CommitFailedException as err:
+                return _landed_or_conflict(self, table, updates, err)
+            return response
+
+    return GuardedRestCatalog
+
+
+def guarded_catalog(kind: str) -> type[Catalog]:
+    """Return the guarded class of a kind of catalog: "sql" or "rest"."""
+    return GuardedSqlCatalog if kind == "sql" else _guarded_rest_catalog()
 
 
 _REST_TIMEOUT_S = (10.0, 60.0)
@@ -164,7 +174,6 @@ _LIMIT_LOCKS = text(
     "WHERE name IN ('lock_timeout', 'idle_in_transaction_session_timeout') "
     "AND source IN ('default', 'configuration file', 'command line')"  # a day, where some services run the server
 )
-GUARDED: dict[str, type[MetastoreCatalog] | type[RestCatalog]] = {"sql": GuardedSqlCatalog, "rest": GuardedRestCatalog}
 
 
 def _limit_locks(connection: Connection) -> None:
@@ -177,19 +186,11 @@ def _sync_commits(connection: DBAPIConnection, _: ConnectionPoolEntry) -> None:
     connection.cursor().execute("PRAGMA synchronous = EXTRA")
 
 
-def _report_locks(engine: Engine, file: Path, within_s: float) -> None:
-    """Report in the log when a connection to an SQLite catalog is in use for seconds, since another process has it locked."""
-    waits: dict[int, ExitStack] = {}
-
-    def begin(_connection: object, record: ConnectionPoolEntry, _proxy: object) -> None:
-        waits[id(record)] = held = ExitStack()
-        held.enter_context(report_lock(file, within_s=within_s))
-
-    def end(_connection: object, record: ConnectionPoolEntry) -> None:
-        waits.pop(id(record), ExitStack()).close()
-
-    event.listen(engine, "checkout", begin)
-    event.listen(engine, "checkin", end)
+def _connect_reporting(
+    file: Path, _dialect: Dialect, _entry: ConnectionPoolEntry, arguments: Sequence[str], options: dict[str, Any]
+) -> ReportingConnection:
+    """Open an SQLite catalog for SQLAlchemy so that a long wait for a lock is reported."""
+    return ReportingConnection(arguments[0], file=file, **options)
 
 
 def _landed_or_conflict(

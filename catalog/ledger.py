@@ -39,8 +39,6 @@ from catalog.schemas import CONSUMPTION, FORMAT_VERSION
 from catalog.transactions import LeanTransaction
 
 T = TypeVar("T")
-_NAMED = 5
-"""Runs that a message names, at the most."""
 _RUN_OF_SNAPSHOT = "dlac.run"
 """Property of a snapshot: whose rows it added."""
 _ARROW = schema_to_pyarrow(CONSUMPTION, include_field_ids=False)
@@ -100,9 +98,15 @@ class Ledger:
         rows = self._scan(table, run, columns=columns, kinds=HEAD_KINDS)  # every append has a row of one of them
         return RunState(run=run, table=table, fence=fence_of_rows(rows), finished=finished_of_rows(rows))
 
-    def rows(self, run: str, *, kinds: Sequence[str] = (), after: int = 0) -> list[Row]:
-        """All rows of a run behind the `seq` named by `after`, in order of `seq`, restricted to `kinds` when given."""
-        return self.lakehouse.look("consumption", lambda table: self._sorted(table, run, kinds=kinds, after=after))
+    def rows(
+        self, run: str, *, kinds: Sequence[str] = (), after: int = 0, columns: tuple[str, ...] = ("*",)
+    ) -> list[Row]:
+        """Return the rows of a run after the `seq` named by `after`, in order of `seq`, restricted to `kinds` when given.
+
+        Of `columns` only, one of which is `seq`.
+        """
+        wanted = {"kinds": kinds, "after": after, "columns": columns}
+        return self.lakehouse.look("consumption", lambda table: self._sorted(table, run, **wanted))
 
     def rows_at(
         self, state: RunState, *, kinds: Sequence[str] = (), after: int = 0, columns: tuple[str, ...] = ("*",)
@@ -252,7 +256,8 @@ class _Tries:
     def _decided_anew(self) -> tuple[RunState, Append | None]:
         state = self._ledger.state(self._run)
         wanted = self._decide(state)
-        if not state.exists:  # whoever got here: a row is for ever, and the name becomes a folder
+        # before the first row of a run, whichever command appends it: a row is permanent, and the name becomes a folder
+        if not state.exists:
             check_run_name(self._run)
         self._decided = None if wanted is None else (state, wanted)
         return state, wanted

@@ -24,13 +24,16 @@ from typing import Any, Protocol
 from urllib.parse import unquote, urlparse
 
 from pyarrow.fs import FileSelector
+from pyiceberg.catalog.noop import NoopCatalog
 from pyiceberg.exceptions import ValidationError
 from pyiceberg.expressions import And, BooleanExpression
+from pyiceberg.io import FileIO
 from pyiceberg.io.pyarrow import PyArrowFileIO
 from pyiceberg.table import StaticTable, Table
+from pyiceberg.table.metadata import TableMetadataUtil
 
 from catalog.connect import Lakehouse, among, equals, reachable
-from catalog.errors import DlacError, LakehouseError, LedgerOlderThanStore
+from catalog.errors import LakehouseError, LedgerOlderThanStore
 from catalog.ledger import Ledger
 from catalog.metadata_files import TableFolder, version_of
 from catalog.run_rows import Row, checkpoint_rows
@@ -41,6 +44,7 @@ _MANIFEST = "manifest.json"
 _LOSSES = ("checkpoint", "rewind")
 """Kinds of rows whose loss changes what a run trains from. Lost claims cost nothing but a number."""
 _COLUMNS = ("run", "seq", "kind", "nonce", "checkpoint_id", "step", "manifest_uri")
+_COLUMNS_OF_RUN = ("seq", "kind", "attempt", "checkpoint_id", "step", "manifest_uri", "detail")
 Key = tuple[str, str, str, int, str]
 
 
@@ -128,8 +132,10 @@ class LedgerWatch:
                 self._found = err
                 _log.error("%s", err)
                 return
-            except DlacError as err:  # the next look, or the next commit, may find the catalog again
-                _log.debug("the ledger was not looked at: %s", err)
+            except (
+                Exception
+            ) as err:  # of a driver or a file system; the next look, or the next commit, may find the catalog again
+                _log.debug("the ledger was not looked at: %r", err)
 
 
 def commit_mark(*, ledger_uuid: str, run: str, checkpoint_id: str, step: int) -> bytes:
@@ -147,12 +153,15 @@ def check_ledger(lakehouse: Lakehouse, run: str) -> None:
         LedgerOlderThanStore: one is newer.
     """
     ledger = Ledger(lakehouse)
-    rows = ledger.rows(run, kinds=("claim", "checkpoint"))
+    rows = _rows_of(ledger, run)
     check_warehouse(lakehouse, run, exists=bool(rows))
     for folder in _run_folders(rows):
         try:
             newer = newer_in_store(ledger, run, folder, WarehouseReader(lakehouse), rows=rows)
-        except (OSError, ValueError):
+        except (OSError, ValueError) as err:
+            _log.warning(
+                "expected to compare the ledger with the store %s, found %s: the comparison was left out", folder, err
+            )
             continue
         _refuse(lakehouse, newer, rows)
 
@@ -164,33 +173,37 @@ def check_store(ledger: Ledger, run: str, folder: str, files: StoreReader) -> No
         LedgerOlderThanStore: it has one.
         StoreUnavailable: the store does not answer.
     """
-    rows = ledger.rows(run, kinds=("claim", "checkpoint"))
+    rows = _rows_of(ledger, run)
     check_warehouse(ledger.lakehouse, run, exists=bool(rows))
     _refuse(ledger.lakehouse, newer_in_store(ledger, run, folder, files, rows=rows), rows)
+
+
+def _rows_of(ledger: Ledger, run: str) -> list[Row]:
+    return ledger.rows(run, kinds=("claim", "checkpoint"), columns=_COLUMNS_OF_RUN)
 
 
 def newer_in_store(ledger: Ledger, run: str, folder: str, files: StoreReader, *, rows: list[Row]) -> Newer | None:
     """Return a committed checkpoint in the run's folder that the ledger lacks; None if there is none.
 
-    Folders are listed. Only marks and what no row names are read: no more than the left-overs of failed attempts, in an intact
-    ledger.
+    Folders are listed from the newest attempt on that committed: a lost checkpoint was committed after all known ones. Only
+    marks and what no row names are read: no more than the left-overs of the last attempts, in an intact ledger.
     """
-    uuid = ledger.table_uuid
+    uuid, rows_by_id = ledger.table_uuid, checkpoint_rows(rows)
     mark = commit_marked(folder, uuid, files)
     proofs = [] if mark is None or mark.run != run else [mark]
     strangers: set[str] = set()
-    for address in _unnamed_folders(folder, files, rows):
+    for address in _unnamed_folders(folder, files, list(rows_by_id.values())):
         nonce = address.rpartition("-")[2]
         proof = None if nonce in strangers else proven_parent(address, files)
         if proof is not None and (proof.ledger_uuid, proof.run) != (uuid, run):
             strangers.add(nonce)  # of a run of this name in another lakehouse, or of another run
-        elif proof is not None and proof.checkpoint_id not in checkpoint_rows(rows):
+        elif proof is not None and proof.checkpoint_id not in rows_by_id:
             proofs.append(proof)
             break
-    suspects = [proof for proof in proofs if proof.checkpoint_id not in checkpoint_rows(rows)]
+    suspects = [proof for proof in proofs if proof.checkpoint_id not in rows_by_id]
     if not suspects:
         return None
-    known = checkpoint_rows(ledger.rows(run, kinds=("checkpoint",)))  # one may have been committed since
+    known = checkpoint_rows(_rows_of(ledger, run))  # one may have been committed since
     lost = [each for each in suspects if each.ledger_uuid == uuid and each.checkpoint_id not in known]
     newest = max(lost, key=lambda each: each.step, default=None)
     return None if newest is None else Newer(run=run, step=newest.step, place=newest.place)
@@ -226,14 +239,14 @@ def check_warehouse(lakehouse: Lakehouse, run: str | None = None, *, exists: boo
     try:
         folder = TableFolder(table)
         unnamed = folder.unnamed_metadata(table)
-    except (LakehouseError, OSError):  # a catalog's server may let nobody list its warehouse
+    except (LakehouseError, OSError):  # a catalog's server may forbid listing its warehouse
         return
     current = version_of(table.metadata_location)
     wanted = unnamed if run is None or not exists else [path for path in unnamed if version_of(path) > current]
     rows = _KnownRows(lakehouse, run)
     for path in wanted:
         with reachable(lakehouse.config.uri):
-            newer = _newer_state(rows, folder, path)
+            newer = _newer_state(rows, table, folder, path)
         if newer is not None:
             _refuse(lakehouse, newer, Ledger(lakehouse).rows(newer.run, kinds=("checkpoint",)))
 
@@ -247,30 +260,37 @@ class _KnownRows:
         self.run = run
         self._wanted: BooleanExpression = kinds if run is None else And(kinds, equals("run", run))
         self._known: set[Key] = set()
+        self._whole: set[int] = set()
+        """Snapshots of which the ledger has every row: many failed commits are built on one snapshot."""
 
     def lost(self, state: Table, snapshot_id: int | None) -> list[Row]:
         """Return the rows of a state that the ledger lacks."""
-        if snapshot_id is None or state.snapshot_by_id(snapshot_id) is None:
+        if snapshot_id is None or snapshot_id in self._whole or state.snapshot_by_id(snapshot_id) is None:
             return []
         scan = state.scan(row_filter=self._wanted, selected_fields=_COLUMNS, snapshot_id=snapshot_id)
         found = scan.to_arrow().to_pylist()
         if any(_key(row) not in self._known for row in found):  # it may have been committed since
             rows = self.lakehouse.read_own("consumption", self._wanted, columns=_COLUMNS).to_pylist()
             self._known = {_key(row) for row in rows}
-        return [row for row in found if _key(row) not in self._known]
+        lost = [row for row in found if _key(row) not in self._known]
+        if not lost:
+            self._whole.add(snapshot_id)
+        return lost
 
 
-def _newer_state(rows: _KnownRows, folder: TableFolder, path: str) -> Newer | None:
-    """Return what an unnamed metadata file has that the ledger lacks; None if nothing is proven to be committed."""
+def _newer_state(rows: _KnownRows, table: Table, folder: TableFolder, path: str) -> Newer | None:
+    """Return what an unnamed metadata file has that the ledger lacks; None if nothing is proven to be committed.
+
+    `table` is the ledger as it was before: what it lacks is looked for again in the rows.
+    """
     content, location = folder.metadata(path), folder.location_of(path)
-    table = rows.lakehouse.own("consumption")
     mine = content.get("table-uuid") == str(table.metadata.table_uuid)
     if not content or not (mine or rows.run is not None):
         return None
+    state = _state_of(content, location, table.io)
+    if state is None:
+        return None
     try:
-        state = _read_state(location, table)
-        if state is None:
-            return None
         parent = _built_on(state)
         if parent is not None and not (mine and parent in _history(table)):
             lost = rows.lost(state, parent)
@@ -285,12 +305,14 @@ def _newer_state(rows: _KnownRows, folder: TableFolder, path: str) -> Newer | No
     return None
 
 
-def _read_state(location: str, table: Table) -> StaticTable | None:
-    """Return the table as a metadata file has it; None for a file with something else in it."""
+def _state_of(content: dict[str, Any], location: str, io: FileIO) -> StaticTable | None:
+    """Return the table as the content of a metadata file has it; None for content of something else."""
     try:
-        return StaticTable.from_metadata(location, table.io.properties)
+        metadata = TableMetadataUtil.parse_obj(content)
     except (ValidationError, ValueError, KeyError, TypeError, AttributeError):
         return None
+    name = ("static-table", location)
+    return StaticTable(name, metadata, metadata_location=location, io=io, catalog=NoopCatalog(name[0]))
 
 
 def _lost_checkpoint(lakehouse: Lakehouse, lost: list[Row], ledger_uuid: str, location: str) -> Newer | None:
@@ -346,16 +368,22 @@ def _run_folders(rows: list[Row]) -> list[str]:
     return list(dict.fromkeys(each for each in (*found, *claims) if each))
 
 
-def _unnamed_folders(folder: str, files: StoreReader, rows: list[Row]) -> list[str]:
-    """Return the addresses of checkpoints' folders that no row names, the newest attempt and step first."""
-    named = {"/".join(str(row["manifest_uri"]).split("/")[-3:-1]) for row in checkpoint_rows(rows).values()}
-    attempts = [each for each in files.children(folder) if _is_attempt(each)]
+def _unnamed_folders(folder: str, files: StoreReader, committed: list[Row]) -> list[str]:
+    """Return the addresses of folders that no checkpoint's row names, of no attempt before the last that committed.
+
+    The newest attempt and step come first.
+    """
+    named = {"/".join(str(row["manifest_uri"]).split("/")[-3:-1]) for row in committed}
+    last = max((int(row["attempt"]) for row in committed), default=0)
+    attempts = [each for each in files.children(folder) if _number_of_attempt(each) >= last]
     found = [f"{each}/{step}" for each in attempts for step in files.children(f"{folder}/{each}")]
     return [f"{folder}/{name}" for name in sorted(found, reverse=True) if name not in named and "/step-" in name]
 
 
-def _is_attempt(name: str) -> bool:
-    return name.startswith("attempt-") and name.removeprefix("attempt-").isdigit()
+def _number_of_attempt(name: str) -> int:
+    """Return the number of the attempt that a folder is named after; -1 for another folder."""
+    number = name.removeprefix("attempt-")
+    return int(number) if number != name and number.isdecimal() else -1
 
 
 def _proof_of(said: Mapping[str, Any], place: str) -> Proof:

@@ -1,19 +1,10 @@
-"""What keeps a catalog from answering: a wrong address, an SQLite file that is locked, or an outage."""
+"""What keeps a catalog from answering: a wrong address, wrong credentials, or an outage."""
 
 from __future__ import annotations
 
-import logging
-import os
 import sqlite3
-import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
-from typing import TypeVar
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import urlsplit
 
-import psutil
 import requests
 from pyiceberg.exceptions import RESTError
 from sqlalchemy import make_url
@@ -21,10 +12,8 @@ from sqlalchemy.exc import ArgumentError, DBAPIError
 
 from catalog.errors import CatalogMisconfigured
 from catalog.lakehouse_config import LakehouseConfig, sqlite_file
+from catalog.sqlite_locks import is_locked
 
-_T = TypeVar("_T")
-_LOCK_TIMEOUT_S = 30.0
-_REPORT_AFTER_S = 2.0
 _UNKNOWN_HOST = ("Name or service not known", "nodename nor servname", "No address associated with hostname")
 _DAMAGED = ("not a database", "disk image is malformed")
 _REFUSED = (
@@ -54,7 +43,6 @@ _REFUSED_AT_FIRST = (
 )
 """What an address that never worked is answered with, and a right one during a failover or while a mount is absent."""
 _NO_DATABASE = ('database "', 'role "')
-_log = logging.getLogger(__name__)
 
 
 def check_address(config: LakehouseConfig) -> None:
@@ -111,86 +99,3 @@ def is_misconfigured(err: Exception, *, answered: bool = False) -> bool:
 def is_unknown_host(err: Exception) -> bool:
     """Return whether the name of the catalog's host does not resolve, and no name server was away."""
     return any(said in str(err) for said in _UNKNOWN_HOST)
-
-
-def is_locked(err: Exception) -> bool:
-    """Return whether SQLite refuses since another process has the file locked."""
-    return "database is locked" in str(err) or "database table is locked" in str(err)
-
-
-def lock_timeout_s(uri: str) -> float:
-    """Return how long SQLite waits for a lock: as the catalog's address says, else half a minute."""
-    said = parse_qs(uri.partition("?")[2]).get("timeout", [])
-    with suppress(ValueError):
-        return float(said[0]) if said else _LOCK_TIMEOUT_S
-    return _LOCK_TIMEOUT_S
-
-
-def wait_for_lock(file: Path, read: Callable[[], _T], *, within_s: float) -> _T:
-    """Call `read` again while another process has the SQLite catalog in `file` locked, and report that within seconds.
-
-    Raises:
-        sqlite3.OperationalError: it was locked for `within_s`.
-    """
-    began = time.monotonic()
-    with report_lock(file, within_s=within_s):
-        while True:
-            try:
-                return read()
-            except sqlite3.OperationalError as err:
-                if not is_locked(err) or time.monotonic() - began > within_s:
-                    raise
-            time.sleep(0.05)
-
-
-@contextmanager
-def report_lock(file: Path, *, within_s: float) -> Iterator[None]:
-    """Report, if what is done here takes seconds, that the SQLite catalog in `file` is slow, and who has it locked."""
-
-    def report() -> None:
-        holder = locked_by(file)
-        found = "locked" if holder else "slow"
-        wait = (
-            f"; {holder}waiting for at most {within_s:.0f} s" if holder else ", and no lock of another process is known"
-        )
-        _log.warning(
-            "expected the catalog %s to answer at once, found it %s for %.0f s%s", file, found, _REPORT_AFTER_S, wait
-        )
-
-    timer = threading.Timer(_REPORT_AFTER_S, report)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-
-
-def locked_by(file: Path) -> str:
-    """Return a clause that names the processes of this node that have an SQLite file locked; empty: none is known."""
-    holders = sorted(_holders(file))
-    if not holders:
-        return ""
-    return "".join(f"process {pid} ({_name_of(pid)}) holds a lock; " for pid in holders[:3])
-
-
-def _holders(file: Path) -> set[int]:
-    """Return the processes that have a lock on a file or on its journals; Linux lists them."""
-    inodes = set()
-    for suffix in ("", "-journal", "-wal", "-shm"):
-        with suppress(OSError):
-            inodes.add(Path(f"{file}{suffix}").stat().st_ino)
-    found = set()
-    with suppress(OSError, ValueError, IndexError):
-        for line in Path("/proc/locks").read_text().splitlines():
-            fields = line.split()
-            if fields[1] != "->" and int(fields[5].rsplit(":", 1)[-1]) in inodes:
-                found.add(int(fields[4]))
-    return {pid for pid in found if pid > 0 and pid != os.getpid()}
-
-
-def _name_of(pid: int) -> str:
-    try:
-        return psutil.Process(pid).name()
-    except psutil.Error:
-        return "unknown"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import re
-import sqlite3
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from urllib.parse import quote, unquote, urlsplit
 
 from catalog.errors import LakehouseError
 from catalog.lakehouse_config import LakehouseConfig, sqlite_file
+from catalog.sqlite_locks import ReportingConnection, lock_timeout_s
 
 PROPERTY = "dlac.relocation"
 """Property of the catalog, given to its file I/O: where the folders of a moved lakehouse are."""
@@ -52,9 +52,11 @@ class Relocation:
 
     @staticmethod
     def of_properties(properties: Mapping[str, str]) -> Relocation:
-        """Return what `properties` tells."""
-        told = properties.get(PROPERTY)
-        return Relocation(moves=tuple((before, now) for before, now in json.loads(told))) if told else _NOT_MOVED
+        """Return the relocation that `properties` records."""
+        recorded = properties.get(PROPERTY)
+        return (
+            Relocation(moves=tuple((before, now) for before, now in json.loads(recorded))) if recorded else _NOT_MOVED
+        )
 
     @staticmethod
     def _uri(uri: str, moves: tuple[tuple[str, str], ...]) -> str:
@@ -85,15 +87,16 @@ class Recorded:
 
 
 def read_recorded(file: Path, config: LakehouseConfig) -> Recorded:
-    """Read what the catalog in `file` records; nothing is created.
+    """Read what the catalog in `file` records, and wait while another process has it locked; nothing is created.
 
     Raises:
-        sqlite3.Error: it cannot be read now, or is no SQLite file.
+        sqlite3.Error: it cannot be read, or is no SQLite file.
     """
     if not file.is_file() or file.stat().st_size == 0:
         return Recorded()
     # Writable, though nothing is written: after a power cut SQLite must first roll an unfinished commit back.
-    with closing(sqlite3.connect(f"file:{quote(str(file))}?mode=rw", uri=True, timeout=0.0)) as connection:
+    address, timeout_s = f"file:{quote(str(file))}?mode=rw", lock_timeout_s(config.uri)
+    with closing(ReportingConnection(address, uri=True, file=file, timeout=timeout_s)) as connection:
         names = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
         if not {"iceberg_tables", "iceberg_namespace_properties"} <= names:
             return Recorded()

@@ -24,7 +24,7 @@ from catalog.columns import Bounds, FileColumns, field_ids, name_mapping_of, ope
 from catalog.data_files import ROW_ID_FIELD_ID, LiveFile, live_files, snapshot_schema
 from catalog.deletes import NO_ROWS, Deletes
 from catalog.errors import DataFileUnreadable, NoSuchColumn, SpecInvalid, UnsupportedColumn
-from catalog.filters.conditions import Condition, Constant, combine, parse_filter
+from catalog.filters.conditions import Condition, Constant, combine, filter_names, parse_filter
 from catalog.filters.facts import Facts, of_counts
 from catalog.filters.literals import from_arrow
 
@@ -61,7 +61,7 @@ def parse_exclusion(text: str, schema: Schema, table: Table) -> tuple[Schema, Co
     if not text.strip():
         raise SpecInvalid(
             f"expected rows to exclude, such as \"lang = 'en'\", found the blank {text!r}: leave the exclusion out, or name "
-            f"rows by the columns {schema.column_names!r}"
+            f"rows by the columns {filter_names(schema)!r}"
         )
     try:
         return schema, parse_filter(text, schema)

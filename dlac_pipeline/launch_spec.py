@@ -63,9 +63,14 @@ class LaunchSpec(Section):
         "scheduler's job find it by themselves.",
         pattern=r"^(\S+:[0-9]+)?$",
     )
+    rendezvous_key_file: str = Field(
+        default="",
+        description="With several nodes: a file with the secret that all of them share, at least 16 characters; empty: the "
+        "environment variable DLAC_RENDEZVOUS_KEY. A node without it can neither join, read nor stop the run.",
+    )
     gather_timeout_s: float = Field(
         default=600.0,
-        description="Seconds until the least number of nodes must be there, also behind a failure.",
+        description="Seconds until the least number of nodes must have joined, at the start and after a failure.",
         gt=0,
         le=LONGEST_WAIT_S,
     )

@@ -32,7 +32,10 @@ class SourceSpec(Section):
     table: str = Field(description="The Iceberg table to train from, as namespace.table.")
     name: str = Field(default="", description="Name of the source in audits and messages; empty: the table's.")
     snapshot_id: int | None = Field(
-        default=None, description="Snapshot to pin; unset: the current one when the plan is made.", ge=0, lt=2**63
+        default=None,
+        description="Snapshot to pin; unset: the current one when the plan is made.",
+        ge=-(2**63),
+        lt=2**63,
     )
     columns: list[str] = Field(description="Columns that become tensors, in this order.")
     row_filter: str | None = Field(

@@ -158,8 +158,11 @@ class OwnRecoveries:
         """The recovery under way."""
 
     def begin(self, point: ResumePoint, *, claimed_at: float) -> None:
-        """Begin to record the recovery of this attempt, if an attempt before it failed."""
-        self._incident = _own_incident(self._lakehouse, self._spec, point, claimed_at=claimed_at)
+        """Begin to record the recovery of this attempt, if an attempt before it failed. A run does not die of its report."""
+        try:
+            self._incident = _own_incident(self._lakehouse, self._spec, point, claimed_at=claimed_at)
+        except DlacError as err:
+            _log.warning("the recovery cannot be recorded: %s", err)
 
     def observe(self, signs: Signs, phase: Phase) -> None:
         """Record the recovery once the first step of the attempt is done."""

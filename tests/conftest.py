@@ -35,6 +35,8 @@ from catalog.run_rows import Row
 from dlac_pipeline.launch_spec import LaunchSpec
 from dlac_pipeline.spec import CheckpointSpec, JobSpec, OrderSpec, SourceSpec, parse_spec
 
+os.environ["DLAC_RENDEZVOUS_KEY"] = "a secret of the tests' nodes"
+
 if TYPE_CHECKING:
     from tests.object_store import Network, ObjectStore  # which needs this module
 

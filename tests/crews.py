@@ -1,8 +1,8 @@
-"""Several machines: jobs that they train together, and what holds of them in the end; and crews that talk in one process."""
+"""Several machines: jobs that they train together, and what holds of them in the end; and rounds of nodes in one process."""
 
 from __future__ import annotations
 
-import base64
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import chain
@@ -12,10 +12,11 @@ import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's __init__ does not re-export by name
 
 from dlac_pipeline.audit.audit import audit_run
-from dlac_pipeline.nodes.crew import Crew
-from dlac_pipeline.nodes.rendezvous_state import decode_state
-from dlac_pipeline.nodes.shares import Offer, shares
-from dlac_pipeline.nodes.talk import Round, Talk
+from dlac_pipeline.elastic.heartbeat import Heartbeat
+from dlac_pipeline.elastic.rank_assignment import Offer
+from dlac_pipeline.elastic.round import Round
+from dlac_pipeline.elastic.sealed_store import SealedStore
+from dlac_pipeline.launch_spec import LaunchSpec
 from tests.conftest import wait_until
 from tests.ports import own_port
 
@@ -23,25 +24,50 @@ if TYPE_CHECKING:
     from dlac_pipeline.spec import JobSpec
     from tests.conftest import Arena, Launch
 
+SECRET = os.environ["DLAC_RENDEZVOUS_KEY"]
+"""Of all tests' nodes."""
+
 
 @contextmanager
-def crews(count: int, *, patience_s: float = 60.0) -> Iterator[list[Crew]]:
-    """So many machines of one attempt with a rank each, by their places; their talk goes through a real store.
+def rounds(count: int, *, timeout_s: int = 60) -> Iterator[list[Round]]:
+    """Yield one round of `count` nodes with a rank each, as each of them sees it, by their places; through a real store.
 
-    None counts as lost because this process was not given the processor for a while: who is to be lost says `patience_s`.
+    A node that is to be lost gets a short `timeout_s`: this process may lack the processor for seconds.
     """
     server = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    offers = [Offer(host=f"host-{place}", address="127.0.0.1", ranks=1) for place in range(count)]
-    found = shares(offers, batch_size=count, port=1)
-
-    def crew(place: int) -> Crew:
-        store = TCPStore("127.0.0.1", server.port, None, False, wait_for_workers=False)
-        met = Round(index=place, count=count, store=store, waiting=lambda: 0, address="127.0.0.1")
-        talk = Talk(met, {}, patience_s=patience_s)
-        return Crew(found[place], all_shares=found, offers=offers, places=range(count), talk=talk)
-
+    launch = LaunchSpec(script="x", nodes=str(count), rendezvous="127.0.0.1:1", node_timeout_s=timeout_s, last_call_s=1)
+    beats: list[Heartbeat] = []
     with ExitStack() as stack:
-        yield [stack.enter_context(crew(place)) for place in range(count)]
+        for place in range(count):
+            beats.append(heartbeat(server.port, launch, batch_size=count))
+            stack.callback(beats[-1].close, leaves=False)
+            beats[-1].seek(Offer(host=f"host-{place}", address="127.0.0.1", ranks=1))
+            if not place:
+                wait_until(lambda: beats[0].leads, what="the first node's lease")
+            wait_until(lambda: beats[-1].slot > 0, what="a slot")
+        wait_until(lambda: all(beat.plan is not None for beat in beats), what="the round")
+        yield [stack.enter_context(round_of(beat)) for beat in beats]
+
+
+def heartbeat(port: int, launch: LaunchSpec, *, batch_size: int = 2, secret: str = SECRET) -> Heartbeat:
+    """Start a node's heartbeat at a store on this node."""
+    store = SealedStore(TCPStore("127.0.0.1", port, None, False, wait_for_workers=False), secret, "dlac/r")
+    return Heartbeat(store, launch, batch_size=batch_size, ended_before=None)
+
+
+def round_of(beat: Heartbeat) -> Round:
+    """Return the round that a node is a member of."""
+    plan = beat.plan
+    assert plan is not None
+    place = plan.place_of(beat.slot)
+    assert place is not None
+    return Round(plan.share(place), plan=plan, heartbeat=beat)
+
+
+def silence(node: Round) -> None:
+    """Stop a node's heartbeat, as SIGKILL does."""
+    assert node._heartbeat is not None
+    node._heartbeat.close(leaves=False)
 
 
 def job(campaign: Arena, run: str, **changes: Any) -> JobSpec:
@@ -84,15 +110,15 @@ def wait_for_checkpoint(campaign: Arena, run: str, world_size: int) -> None:
     )
 
 
-def wait_for_spare(address: str, name: str) -> None:
-    """Wait until a machine waits beside those that take part in a rendezvous, by its own record."""
-    host, _, port = address.rpartition(":")
+def wait_for_spare(spec: JobSpec, ledger: str) -> None:
+    """Wait until a node waits beside those that train, by the lease of the node that leads."""
+    host, _, port = spec.launch.rendezvous.rpartition(":")
     store = TCPStore(host, int(port), None, False, wait_for_workers=False)
-    key = f"torch.rendezvous.{name}"
+    sealed = SealedStore(store, SECRET, f"dlac/{spec.run}@{ledger}")
 
     def waits() -> bool:
-        state = decode_state(base64.b64decode(store.get(key)))
-        return bool(state.redundancy_list or state.wait_list)
+        lease = sealed.read("lease").message
+        return lease is not None and lease["training"] and lease["ready"] > 0
 
     wait_until(waits, what="a spare at the rendezvous")
 

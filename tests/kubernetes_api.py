@@ -33,12 +33,13 @@ Document = dict[str, Any]
 class Pod:
     """A process, and its log with a time before each line."""
 
-    def __init__(self, name: str, index: int, template: Document, request: Path) -> None:
+    def __init__(self, name: str, index: int, template: Document, secret: Path) -> None:
         self.name, self.index, self.uid = name, index, str(uuid.uuid4())
         (container,) = template["spec"]["containers"]
         environment = {one["name"]: one["value"].replace("$$", "$") for one in container["env"]}
         # paths and names of the pod, as they are on this host
-        environment |= {"DLAC_REQUEST_FILE": str(request), "DLAC_FIRST_NODE": "localhost"}
+        environment |= {"DLAC_REQUEST_FILE": str(secret / "request"), "DLAC_FIRST_NODE": "localhost"}
+        environment |= {"DLAC_RENDEZVOUS_KEY_FILE": str(secret / "rendezvous-key")}
         self.lines: list[str] = []
         self._process = subprocess.Popen(
             container["command"],
@@ -102,14 +103,15 @@ class Cluster:
         document["metadata"]["uid"] = str(uuid.uuid4())
         self.objects[plural, name] = document
         if plural == "secrets":
-            request = self.folder / f"request-{name}"
-            request.write_text(document["stringData"]["request"])
+            secret = self.folder / f"secret-{name}"
+            secret.mkdir()
+            for key, value in document["stringData"].items():
+                (secret / key).write_text(value)
             jobset = self.objects.get(("jobsets", name)) or self.objects["trainingruntimes", name]["spec"]["template"]
             (job,) = jobset["spec"]["replicatedJobs"]
             spec = job["template"]["spec"]
             self.pods[name] = [
-                Pod(f"{name}-node-0-{index}-x", index, spec["template"], request)
-                for index in range(spec["parallelism"])
+                Pod(f"{name}-node-0-{index}-x", index, spec["template"], secret) for index in range(spec["parallelism"])
             ]
         return document
 

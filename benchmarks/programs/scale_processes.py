@@ -22,8 +22,9 @@ import torch
 import torch.distributed as dist
 
 from dlac_pipeline.checkpoint.tree import RankTree
-from dlac_pipeline.nodes.crew import free_port
-from dlac_pipeline.nodes.machines import Machines
+from dlac_pipeline.elastic.membership import Membership
+from dlac_pipeline.elastic.sealed_store import KEY_VARIABLE
+from dlac_pipeline.ranks.addresses import free_port
 from dlac_pipeline.ranks.group import GROUP_SETTINGS
 from dlac_pipeline.spec import parse_spec
 
@@ -88,12 +89,13 @@ def _gather(number: int, count: int, port: int, barrier: Barrier) -> list[Part]:
         origin="the benchmark",
     )
     parts: list[Part] = []
-    with closing(Machines(spec, ledger="benchmark")) as machines:
+    os.environ[KEY_VARIABLE] = "the benchmark's nodes"
+    with closing(Membership.of_job(spec, ledger="benchmark")) as membership:
         for attempt in (0, 1):
             with _timed(barrier, parts):
-                crew = machines.gather(attempt, threading.Event(), lambda: None)
-            assert crew is not None, "nobody stops it"
-            crew.__exit__(None, None, None)
+                round_ = membership.next_round(attempt, threading.Event(), lambda: None)
+            assert round_ is not None, "nothing stops it"
+            round_.__exit__(None, None, None)
     return parts
 
 

@@ -18,12 +18,12 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 from pyiceberg.schema import Schema
-from pyiceberg.types import DoubleType, FloatType, NestedField, StringType, StructType
+from pyiceberg.types import ListType, MapType, NestedField, StringType, StructType
 
 from catalog.errors import NoSuchColumn, SpecInvalid
 from catalog.filters.facts import UNKNOWN, Facts
 from catalog.filters.grammar import EXAMPLE, Atom, Junction, Negation, Syntax, Truth, WrittenLiteral, parse_syntax
-from catalog.filters.literals import LiteralPlace, hint_for, place_of, to_python
+from catalog.filters.literals import FLOATS, LiteralPlace, hint_for, place_of, to_python
 
 Known = Mapping[int, Facts]
 """Facts by the field id of a column, or of a field inside a struct."""
@@ -181,7 +181,7 @@ class _OnOne(Condition):
 
     @cached_property
     def _has_nan(self) -> bool:
-        return isinstance(self.path.kind, FloatType | DoubleType)
+        return isinstance(self.path.kind, FLOATS)
 
     def _may_be_nan(self, facts: Facts) -> bool:
         return self._has_nan and facts.may_be_nan
@@ -318,7 +318,10 @@ class IsAmong(_OnOne):
 
 @dataclass(frozen=True)
 class IsLike(_OnOne):
-    """A text matches a LIKE pattern that starts with `prefix`; `rest` is the pattern behind it, None if anything may follow."""
+    """A text matches a LIKE pattern that starts with `prefix`.
+
+    `rest` is the pattern after the prefix; None if any text may follow.
+    """
 
     prefix: str = ""
     rest: str | None = None
@@ -414,7 +417,7 @@ class _Binder:
         return SpecInvalid(
             f"expected column {path.name!r} of type {path.kind} to be compared with {wanted}, found {literal.text} in filter "
             f"{self._text!r}: "
-            + ("write IS NAN or IS NOT NAN" if nan else "change the literal, or name another column")
+            + ("write IS NAN or IS NOT NAN" if nan else "write it in that form, or name another column")
         )
 
     def _like(self, path: FieldPath, literal: WrittenLiteral, negated: bool) -> Condition:
@@ -437,10 +440,34 @@ class _Binder:
         fields = _descend(self._schema.fields, names)
         if fields is None:
             raise NoSuchColumn(
-                f"filter {self._text!r} does not fit the table's columns {self._schema.column_names!r}: expected one of them, "
-                f"found no field with name {'.'.join(names)}"
+                f"expected one of the columns {filter_names(self._schema)!r} in filter {self._text!r}, found "
+                f"{'.'.join(names)!r}: {_hint_inside(self._schema, names) or 'name one of these'}"
             )
         return FieldPath(fields)
+
+
+def filter_names(schema: Schema) -> list[str]:
+    """Return the names that a filter may have: of columns, and of fields inside structs, not of what lists and maps hold."""
+    return _names_below(schema.fields, "")
+
+
+def _names_below(fields: Sequence[NestedField], prefix: str) -> list[str]:
+    found = []
+    for field in fields:
+        found.append(prefix + field.name)
+        if isinstance(field.field_type, StructType):
+            found += _names_below(field.field_type.fields, f"{prefix}{field.name}.")
+    return found
+
+
+def _hint_inside(schema: Schema, names: tuple[str, ...]) -> str:
+    """Return what to write where a name leads into a list or a map; empty where it does not."""
+    for count in range(len(names) - 1, 0, -1):
+        outer = _descend(schema.fields, names[:count])
+        if outer is not None and isinstance(outer[-1].field_type, ListType | MapType):
+            name, kind = FieldPath(outer).name, "list" if isinstance(outer[-1].field_type, ListType) else "map"
+            return f"a filter cannot look into the {kind} {name!r}; write {name} IS NULL or IS NOT NULL, or name another column"
+    return ""
 
 
 def _descend(fields: Sequence[NestedField], names: tuple[str, ...]) -> tuple[NestedField, ...] | None:

@@ -20,24 +20,11 @@ from pyiceberg.transforms import (
     TruncateTransform,
     YearTransform,
 )
-from pyiceberg.types import (
-    BinaryType,
-    DecimalType,
-    DoubleType,
-    FixedType,
-    FloatType,
-    IcebergType,
-    IntegerType,
-    LongType,
-    StringType,
-    TimestampNanoType,
-    TimestamptzNanoType,
-)
+from pyiceberg.types import DecimalType, IcebergType, IntegerType
 
-from catalog.filters.literals import DAY_NS, from_bytes, from_python, limits_of, to_python, unit_ns
+from catalog.filters.literals import DAY_NS, FLOATS, INTEGERS, from_bytes, from_python, limits_of, to_python, unit_ns
 
 _GREATEST_CHARACTER = "\U0010ffff"
-_FLOATS = (FloatType, DoubleType)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,7 +71,7 @@ def of_counts(
     return Facts(
         may_be_null=nulls != 0,
         may_have_value=nulls is None or nulls < rows,
-        may_be_nan=isinstance(kind, _FLOATS) and nans != 0,
+        may_be_nan=isinstance(kind, FLOATS) and nans != 0,
         lower=lower,
         upper=upper,
     )
@@ -102,7 +89,7 @@ def of_partition(transform: Transform[Any, Any], kind: IcebergType, value: Any) 
     if isinstance(value, float) and isnan(value):
         return NO_NULL
     lower, upper = _range(transform, kind, value, value)
-    nan = isinstance(kind, _FLOATS) and not isinstance(transform, IdentityTransform)
+    nan = isinstance(kind, FLOATS) and not isinstance(transform, IdentityTransform)
     return Facts(may_be_null=False, may_be_nan=nan, lower=lower, upper=upper)
 
 
@@ -110,7 +97,7 @@ def of_summary(transform: Transform[Any, Any], kind: IcebergType, summary: Parti
     """Return what a manifest's summary of one partition field says of the field's source column."""
     if not _is_known(transform):
         return UNKNOWN
-    found = replace(UNKNOWN if summary.contains_null else NO_NULL, may_be_nan=isinstance(kind, _FLOATS))
+    found = replace(UNKNOWN if summary.contains_null else NO_NULL, may_be_nan=isinstance(kind, FLOATS))
     if isinstance(transform, BucketTransform) or summary.lower_bound is None or summary.upper_bound is None:
         return found
     stored = kind if _keeps_type(transform) else IntegerType()
@@ -143,7 +130,7 @@ def _keeps_type(transform: Transform[Any, Any]) -> bool:
 
 
 def _in_bucket(transform: BucketTransform[Any], kind: IcebergType, bucket: int) -> Callable[[Any], bool] | None:
-    if isinstance(kind, TimestampNanoType | TimestamptzNanoType):
+    if unit_ns(kind) == 1:
         return None  # engines disagree on the unit that is hashed
     bucket_of = transform.transform(kind)
     return lambda value: bucket_of(to_python(kind, value)) == bucket
@@ -161,9 +148,9 @@ def _range(transform: Transform[Any, Any], kind: IcebergType, least: Any, greate
 
 
 def _truncated(width: int, kind: IcebergType, least: Any, greatest: Any) -> tuple[Any, Any]:
-    if isinstance(kind, StringType | BinaryType | FixedType):
+    if isinstance(greatest, str | bytes):
         return least, _after_prefix(greatest)
-    if isinstance(kind, IntegerType | LongType):
+    if isinstance(kind, INTEGERS):
         low, high = limits_of(kind)
         # Engines that overflow put the least values of the type among its greatest.
         return (None, None) if greatest > high - width else (None if least < low else least, greatest + width - 1)

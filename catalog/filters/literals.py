@@ -40,6 +40,8 @@ from pyiceberg.types import (
 from catalog.filters.grammar import Value
 
 DAY_NS = 86_400_000_000_000
+FLOATS = (FloatType, DoubleType)
+INTEGERS = (IntegerType, LongType)
 _NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?")
 _INFINITE = re.compile(r"([+-]?)inf(?:inity)?", re.IGNORECASE)
 _DATE = re.compile(r"(\d{4})-(\d\d)-(\d\d)")
@@ -63,12 +65,12 @@ _HINTS: dict[type, str] = {
     BinaryType: "text in single quotes, or bytes such as X'0aff'",
     FixedType: "text in single quotes, or bytes such as X'0aff'",
     UUIDType: "a UUID in single quotes",
-    DateType: "a date such as '2024-01-31'",
-    TimeType: "a time such as '12:30:00'",
-    TimestampType: "a time without a zone such as '2024-01-31T12:30:00'",
-    TimestampNanoType: "a time without a zone such as '2024-01-31T12:30:00'",
-    TimestamptzType: "a time such as '2024-01-31T12:30:00+00:00'",
-    TimestamptzNanoType: "a time such as '2024-01-31T12:30:00+00:00'",
+    DateType: "a date such as DATE '2024-01-31'",
+    TimeType: "a time such as TIME '12:30:00'",
+    TimestampType: "a timestamp without a zone such as TIMESTAMP '2024-01-31 12:30:00'",
+    TimestampNanoType: "a timestamp without a zone such as TIMESTAMP '2024-01-31 12:30:00'",
+    TimestamptzType: "a timestamp such as TIMESTAMP '2024-01-31 12:30:00+00:00'",
+    TimestamptzNanoType: "a timestamp such as TIMESTAMP '2024-01-31 12:30:00+00:00'",
 }
 
 
@@ -86,9 +88,9 @@ def place_of(kind: IcebergType, literal: Value) -> LiteralPlace | None:
     if isinstance(kind, DecimalType):
         greatest = 10**kind.precision - 1
         return _on_grid(_number(literal), 10**kind.scale, (-greatest, greatest))
-    if isinstance(kind, IntegerType | LongType):
+    if isinstance(kind, INTEGERS):
         return _on_grid(_number(literal), 1, limits_of(kind))
-    if isinstance(kind, FloatType | DoubleType):
+    if isinstance(kind, FLOATS):
         return _among_floats(kind, literal)
     if type(kind) in _UNITS_NS:
         return _on_grid(_nanoseconds(kind, literal), Fraction(1, _UNITS_NS[type(kind)]), limits_of(kind))
@@ -119,7 +121,7 @@ def from_python(kind: IcebergType, value: Any) -> Any:
 
 def from_bytes(kind: IcebergType, stored: bytes) -> Any:
     """Return the comparable value of a bound as Iceberg stores it, perhaps before its column was widened; None if unknown."""
-    if isinstance(kind, FloatType | DoubleType):
+    if isinstance(kind, FLOATS):
         value = struct.unpack("<f" if len(stored) == 4 else "<d", stored)[0]
         return None if isnan(value) else value
     if isinstance(kind, StringType):

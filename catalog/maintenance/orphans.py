@@ -1,8 +1,8 @@
 """Files of DLAC's own tables that no retained snapshot names: what expiry and compaction leave, and commits that failed.
 
 A file that is not named yet may belong to a commit under way. So: list the files, move `main`, read the table again, and
-delete what was listed and is still not named. Whoever wrote a listed file had read the table before; `main` has moved since,
-so its commit is refused if it has not landed, and it repeats itself with new files, as every writer of these tables does.
+delete what was listed and is still not named. The writer of a listed file had read the table before `main` moved. If its commit
+has not landed, the catalog refuses it, and the writer repeats it with new files, as every writer of these tables does.
 """
 
 from __future__ import annotations

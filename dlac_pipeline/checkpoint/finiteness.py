@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -21,7 +21,10 @@ _WAY_OUT = (
 
 
 class FinitenessCheck:
-    """What one rank checks: the loss of every applied step, alike on all ranks, and its weights before a checkpoint."""
+    """The checks of one rank for NaN and infinity.
+
+    All ranks have the same verdict on the loss of an applied step. Each rank checks its own weights before a checkpoint.
+    """
 
     def __init__(self, run: str, policy: Literal["stop", "warn"], warn: Callable[[str], None]) -> None:
         """`warn` is given a sentence, once for each series of such losses."""
@@ -67,11 +70,9 @@ class FinitenessCheck:
 
 
 def _weights(engine: object) -> Iterator[tuple[str, torch.Tensor]]:
-    """Give the floating-point parameters of an adapter's modules; none of an adapter that has them elsewhere."""
-    own = getattr(engine, "_parts", None)
-    parts: dict[str, Any] = own if isinstance(own, dict) else {}
-    sharded, deepspeed = getattr(engine, "_model", None), getattr(getattr(engine, "_engine", None), "module", None)
-    for part, module in [*parts.items(), ("model", sharded), ("engine", deepspeed)]:
+    """Yield the floating-point parameters of an adapter's modules. A user's own adapter may name none."""
+    modules: Callable[[], Mapping[str, Any]] = getattr(engine, "modules", dict)
+    for part, module in modules().items():
         if isinstance(module, Module):
             for name, parameter in module.named_parameters():
                 if parameter.requires_grad:  # a constant of the user's may well be infinite

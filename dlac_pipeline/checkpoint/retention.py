@@ -92,15 +92,14 @@ class Retention:
         """
         out = {row["checkpoint_id"] for row in self._rows if row["kind"] == "retire"}
         named = {name_of(row["manifest_uri"]): row["checkpoint_id"] for row in checkpoint_rows(self._rows).values()}
+        known = set(named.values())
         files, run = self._files, self._tiers.durable_run()
         attempts = [name for name in files.children(run) if attempt_of(name) is not None]
         for name in [f"{each}/{step}" for each in attempts for step in files.children(below(run, each))]:
             checkpoint_id, attempt, staged = named.get(name), attempt_of(name), _STAGED.search(name)
             mine = staged is not None and staged[1] in self._nonces  # not of a run of this name in another lakehouse
             unnamed = checkpoint_id is None and attempt is not None and attempt < self._attempt
-            if checkpoint_id in out or (
-                unnamed and mine and self._never_committed(below(run, name), set(named.values()))
-            ):
+            if checkpoint_id in out or (unnamed and mine and self._never_committed(below(run, name), known)):
                 yield below(run, name)
 
     def _never_committed(self, folder: str, known: set[str]) -> bool:

@@ -96,10 +96,10 @@ def rewind(
 
 def _show_branch(run: str, done: Rewound) -> None:
     """Print where the new branch begins, and which one was left."""
-    where = "begins again" if done.checkpoint_id is None else f"goes on behind checkpoint {done.checkpoint_id}"
+    where = "begins again" if done.checkpoint_id is None else f"resumes after checkpoint {done.checkpoint_id}"
     OUT.print(
-        f"run {run} {where} (step {done.step}); left behind is {done.left} (step "
-        f"{done.left_step}). Attempts before {done.attempt} are fenced off: start it again with `dlac recover {run}`",
+        f"run {run} {where} (step {done.step}). Its head was {done.left} (step {done.left_step}), on the branch that it leaves. "
+        f"Attempts before {done.attempt} are fenced off: start it again with `dlac recover {run}`",
         markup=False,
         soft_wrap=True,
     )
@@ -117,12 +117,15 @@ def _show_seen(run: str, done: Rewound, exclude: Sequence[str], source: str | No
         return
     words = [word for where in exclude for word in ("--exclude", where)] + (["--source", source] if source else [])
     again = f"dlac rewind {run} --to-step {done.clean_step} {shlex.join(words)}"
-    advice = (
-        f"no earlier checkpoint that is kept has seen none of them: begin a run under another name with "
-        f"exclude = {json.dumps(list(exclude))}"
-        if done.clean_step is None
-        else f"checkpoint {done.clean_checkpoint} (step {done.clean_step}) has seen none of them: {again}"
-    )
+    if done.clean_step is None:
+        advice = (
+            "no earlier checkpoint that is kept has seen none of them, and the run began with a checkpoint: begin a run under "
+            f"another name with exclude = {json.dumps(list(exclude))}"
+        )
+    elif done.clean_checkpoint is None:
+        advice = f"no earlier checkpoint that is kept has seen none of them: begin the run again with {again}"
+    else:
+        advice = f"checkpoint {done.clean_checkpoint} (step {done.clean_step}) has seen none of them: {again}"
     OUT.print(
         f"checkpoint {done.checkpoint_id} was trained on {done.excluded_rows_seen} of the excluded rows; {advice}",
         markup=False,

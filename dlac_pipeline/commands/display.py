@@ -128,7 +128,14 @@ def describe_live(facts: Mapping[str, Any], options: Sequence[str] = ()) -> dict
 
 
 def command_with(command: str, options: Sequence[str]) -> str:
-    """A command with the options that name the lakehouse; empty if there is no command."""
+    """Return a command with the options that name the lakehouse; empty if there is no command.
+
+    A job spec among the options takes the place of one that the command leaves open.
+    """
+    from dlac_pipeline.recover.status import SPEC_PLACEHOLDER
+
+    if "--spec" in options:
+        command = command.removesuffix(f" --spec {SPEC_PLACEHOLDER}")
     return " ".join([command, *map(shlex.quote, options)]) if command else ""
 
 

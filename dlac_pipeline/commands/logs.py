@@ -134,10 +134,6 @@ def _why_missing(rows: list[Row], run: str, attempt: int, folders: list[Path]) -
     )
 
 
-def _named(ranks: dict[int, Path]) -> str:
-    return f"ranks {', '.join(map(str, sorted(ranks)))}"
-
-
 def _print_lines(readers: dict[int, LogReader], *, last: bool) -> bool:
     """Print what can be read now, and the `last` time also a line that has no end; returns whether there was something."""
     said = False

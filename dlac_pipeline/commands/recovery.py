@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from dlac_pipeline.recover.rehearse import RehearsedStep
 
 app = typer.Typer()
-"""What separates the first line of a cause from the traceback and the log file."""
 
 
 @app.command(

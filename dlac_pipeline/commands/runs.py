@@ -141,7 +141,7 @@ def rendezvous(
 
     Without this one of the machines serves it, and the others cannot meet while that one is away.
     """
-    from dlac_pipeline.nodes.rendezvous import serve
+    from dlac_pipeline.elastic.endpoint import serve
     from dlac_pipeline.supervisor.signals import on_signals
 
     stop = threading.Event()

@@ -79,5 +79,11 @@ def _check_arguments(args: Any, dataset: DlacDataset) -> None:
         wrong.append(
             "a number of batches that gradient_accumulation_steps divides, or the last of them are not applied"
         )
+    if dataset.may_end_unevenly:
+        raise SpecInvalid(
+            f"expected last_batch='drop' or 'pad' for a Trainer on {dataset.world_size} ranks, found 'partial': a rank without "
+            "samples in the last batch would have a loss of NaN, and ranks with fewer would count as much as the others; give "
+            "open_dataset() last_batch='drop', or 'pad' and mask what batch['dlac']['valid'] marks"
+        )
     if wrong:
         raise SpecInvalid("expected of the TrainingArguments:\n  " + "\n  ".join(wrong))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import operator
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch.distributed as dist
 from pydantic import BaseModel
@@ -19,7 +20,7 @@ from dlac_pipeline.dataset.batches import ABOUT, LAST_BATCHES, LastBatch
 from dlac_pipeline.dataset.dataset import DlacDataset
 from dlac_pipeline.dataset.state import check_asked, read_state
 from dlac_pipeline.plan.leg import Leg
-from dlac_pipeline.plan.legs import check_readable, first_leg
+from dlac_pipeline.plan.legs import check_readable, check_tokens, first_leg
 from dlac_pipeline.plan.planner import make_plan
 from dlac_pipeline.spec import (
     JobSpec,
@@ -38,8 +39,8 @@ def open_dataset(
     *,
     home: str | Path | None = None,
     lakehouse: Lakehouse | LakehouseConfig | None = None,
-    rank: int | None = None,
-    world_size: int | None = None,
+    rank: SupportsIndex | None = None,
+    world_size: SupportsIndex | None = None,
     state: Mapping[str, Any] | str | Path | None = None,
     last_batch: LastBatch = "partial",
     **settings: Any,
@@ -64,8 +65,8 @@ def open_dataset(
     asked = _spec_of(spec, settings, lakehouse).resolved(Path(home) if home is not None else home_folder())
     _check_readable(asked, last_batch)
     own_rank, own_world_size = _own_place()
-    rank = own_rank if rank is None else rank
-    world_size = own_world_size if world_size is None else world_size
+    rank = own_rank if rank is None else _whole("rank", rank)
+    world_size = own_world_size if world_size is None else _whole("world_size", world_size)
     _check_place(rank, world_size, asked.order.batch_size)
     joined = world_size > 1 and dist.is_initialized() and (rank, world_size) == (dist.get_rank(), dist.get_world_size())
     group = dist.new_group(backend="gloo") if joined else None
@@ -86,10 +87,12 @@ def _check_readable(spec: JobSpec, last_batch: str) -> None:
         raise SpecInvalid(f"expected last_batch to be one of {LAST_BATCHES!r}, found {last_batch!r}: correct it")
     if any(source.follow != "pinned" for source in spec.sources):
         raise SpecInvalid(
-            'expected sources with follow = "pinned", found "appends": only training_run goes on to new legs'
+            'expected sources with follow = "pinned", found "appends": set "pinned", or train with training_run, which alone '
+            "can start new legs"
         )
     if any(ABOUT in source.columns and not source.transform for source in spec.sources) and not spec.sequences.length:
         raise SpecInvalid(f"expected columns of other names than {ABOUT!r}, found it: let a transform rename it")
+    check_tokens(spec.sequences)
 
 
 def _check_not_empty(dataset: DlacDataset) -> None:
@@ -161,12 +164,27 @@ def _sections(settings: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _check_place(rank: object, world_size: object, batch_size: int) -> None:
-    whole = type(rank) is int and type(world_size) is int  # true is an integer of Python's, and 1.0 divides as well
-    if not (whole and 0 <= rank < world_size and batch_size % world_size == 0):  # type: ignore[operator]  # whole ones
+def _whole(name: str, value: SupportsIndex) -> int:
+    """Return an integer of any library as Python's.
+
+    Raises:
+        SpecInvalid: it is no integer; neither a bool nor 1.0 is one.
+    """
+    try:
+        if str(getattr(value, "dtype", type(value).__name__)).endswith("bool"):
+            raise TypeError("a bool")
+        return operator.index(value)
+    except TypeError as err:
+        raise SpecInvalid(
+            f"expected {name} of open_dataset() to be an integer, found {value!r} of type {type(value).__name__}: give an int"
+        ) from err
+
+
+def _check_place(rank: int, world_size: int, batch_size: int) -> None:
+    if not (0 <= rank < world_size and batch_size % world_size == 0):
         raise SpecInvalid(
             f"expected 0 <= rank < world_size, and a world_size that divides the batch size {batch_size}, found rank "
-            f"{rank!r} of {world_size!r}"
+            f"{rank!r} of {world_size!r}: correct them, or batch_size"
         )
 
 

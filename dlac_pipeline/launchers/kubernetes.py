@@ -16,7 +16,7 @@ import yaml
 
 from dlac_pipeline.cluster_checks import NODE
 from dlac_pipeline.cluster_spec import ClusterSpec
-from dlac_pipeline.launchers.scheduler import ANSWER_S, JobState, leave_s, name_of
+from dlac_pipeline.launchers.scheduler import ANSWER_S, JobState, leave_s, name_of, new_key
 from dlac_pipeline.request import Request, pack
 
 _GROUPS = {
@@ -162,6 +162,7 @@ def documents(request: Request) -> list[Document]:
     values: dict[str, object] = {
         "name": name,
         "request": pack(request),
+        "rendezvous_key": new_key(),
         "first_node": f"{name}-node-0-0.{name}",
         "labels": {_QUEUE_LABEL: cluster.queue} if cluster.queue else None,
         "least": launch.min_nodes,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import secrets
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,6 +14,8 @@ UNFINISHED_EXIT_CODE = 3
 """Exit status of a node that was asked to leave before the run was finished; less than the status of every DlacError."""
 FIRST_NODE_VARIABLE = "DLAC_FIRST_NODE"
 """Environment variable with the address of the node that serves the rendezvous."""
+KEY_FILE_VARIABLE = "DLAC_RENDEZVOUS_KEY_FILE"
+"""Environment variable that names a file with the secret of the rendezvous."""
 ANSWER_S = 60.0
 """Seconds until a question to a scheduler counts as unanswered: across a broken network its client would wait for ever."""
 _MARGIN_S = 10
@@ -64,3 +67,8 @@ def name_of(request: Request) -> str:
 def leave_s(request: Request) -> int:
     """Return the whole seconds from SIGTERM until a node is gone."""
     return math.ceil(request.spec.launch.leave_s) + _MARGIN_S
+
+
+def new_key() -> str:
+    """Return the secret that the nodes of one job share: they meet without the user's."""
+    return secrets.token_hex(32)

@@ -9,7 +9,8 @@ from importlib.resources import files
 from pathlib import Path
 from string import Template
 
-from dlac_pipeline.launchers.scheduler import ANSWER_S, UNFINISHED_EXIT_CODE, JobState, leave_s, name_of
+from dlac_pipeline.elastic.sealed_store import KEY_VARIABLE
+from dlac_pipeline.launchers.scheduler import ANSWER_S, UNFINISHED_EXIT_CODE, JobState, leave_s, name_of, new_key
 from dlac_pipeline.request import REQUEST_VARIABLE, Request, pack
 
 _ENDED = {
@@ -49,7 +50,7 @@ class Slurm:
         }
         lines = [f"#SBATCH --{name}={value}" for name, value in options.items() if value]
         lines += [f"#SBATCH --{name}={value}".rstrip("=") for name, value in cluster.options.items()]
-        environment = {**cluster.env, REQUEST_VARIABLE: pack(request)}
+        environment = {KEY_VARIABLE: new_key(), **cluster.env, REQUEST_VARIABLE: pack(request)}
         least, most = launch.min_nodes, launch.max_nodes
         return Template(files(__package__).joinpath("job.sbatch").read_text()).substitute(
             name=name_of(request),

@@ -11,7 +11,7 @@ from pyiceberg.types import IntegerType, ListType, LongType, StringType
 
 from catalog.connect import Lakehouse
 from catalog.errors import NoSuchColumn, ResumeMismatch, SpecInvalid, UnsupportedColumn
-from catalog.snapshots import schema_id_of, snapshot_of
+from catalog.snapshots import snapshot_of
 from dlac_pipeline.plan.leg import Leg, LegSequences, LegSource
 from dlac_pipeline.plan.planner import Plan, check_source
 from dlac_pipeline.plan.source_order import SourceStart
@@ -41,16 +41,15 @@ def check_readable(lakehouse: Lakehouse, spec: JobSpec) -> None:
     Raises:
         BadInput: a table, a column, a transform or the tokenizer; or the sources have different columns.
     """
+    check_tokens(spec.sequences)
     sequences_of(spec.sequences, spec.source)
     if spec.sequences.tokenizer and not spec.sequences.length:
-        load_tokenizer(
-            spec.sequences.tokenizer
-        )  # a wrong path is a mistake, though rows are samples and it is not used
+        # a wrong path is a mistake, although rows are samples and the tokenizer is not used
+        load_tokenizer(spec.sequences.tokenizer)
     known: dict[str, dict[str, ColumnKind]] = {}
     for source in spec.sources:
         table = lakehouse.load(source.table)
-        schema = table.schemas()[schema_id_of(table, snapshot_of(table, source.snapshot_id))]
-        check_source(schema, source)
+        schema = check_source(table, source, snapshot_of(table, source.snapshot_id))
         if source.transform:
             continue
         if spec.sequences.length:
@@ -58,6 +57,21 @@ def check_readable(lakehouse: Lakehouse, spec: JobSpec) -> None:
         else:
             known[source.label] = kinds_of(schema, source.columns, source.ragged, source.nullable)
     check_alike(known)
+
+
+def check_tokens(sequences: SequenceSpec) -> None:
+    """Check that tokens are named by text only beside a tokenizer, which alone knows their numbers.
+
+    Raises:
+        SpecInvalid: they are named without one.
+    """
+    for name in ("begin", "end"):
+        token = getattr(sequences, f"{name}_token")
+        if token and not sequences.tokenizer:
+            raise SpecInvalid(
+                f"expected sequences.tokenizer beside {name}_token, found {name}_token {token!r} without one: name a "
+                f"tokenizer.json, or give the token's number as {name}_id"
+            )
 
 
 def check_alike(known: Mapping[str, Mapping[str, ColumnKind]]) -> None:
@@ -72,7 +86,7 @@ def check_alike(known: Mapping[str, Mapping[str, ColumnKind]]) -> None:
             raise UnsupportedColumn(
                 f"expected the same columns from all sources, found {list(known[first].values())!r} from "
                 f"{first!r} and {list(known[label].values())!r} from {label!r}: choose columns of one "
-                "name and type, or let a transform make them alike"
+                "name and type, or let a transform return the same columns for all sources"
             )
 
 
@@ -122,7 +136,7 @@ def asked_for(spec: JobSpec, leg: Leg, table_uuids: Mapping[str, str]) -> Leg:
         snapshot = None if source.follow == "appends" else source.snapshot_id
         planned: dict[str, Any] = {
             "table_uuid": table_uuids.get(source.table, f"(no table {source.table})"),
-            "snapshot_id": snapshot or (mine.snapshot_id if mine else 0),
+            "snapshot_id": (mine.snapshot_id if mine else 0) if snapshot is None else snapshot,
             "schema_id": mine.schema_id if mine else 0,
             "plan_id": mine.plan_id if mine else "",
         }

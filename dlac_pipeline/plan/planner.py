@@ -72,9 +72,7 @@ def make_plan(
     """
     table = lakehouse.load(source.table)
     snapshot = snapshot_of(table, source.snapshot_id)
-    schema_id = schema_id_of(table, snapshot)
-    schema = table.schemas()[schema_id]
-    _check_fits(source, table, snapshot, schema_id)
+    schema = check_source(table, source, snapshot)
     tag = hold(lakehouse, source.table, snapshot.snapshot_id, source.pin)
     groups = row_groups_of(
         table,
@@ -88,7 +86,7 @@ def make_plan(
     if dead:
         groups = [_without(group, dead[group.file_path]) if group.file_path in dead else group for group in groups]
     if not any(group.rows > len(group.dead) for group in groups):
-        raise _no_live_rows(table, source, snapshot.snapshot_id, schema_id, sum(group.rows for group in groups))
+        raise _no_live_rows(table, source, snapshot.snapshot_id, schema.schema_id, sum(group.rows for group in groups))
     return _written(
         lakehouse,
         groups,
@@ -96,7 +94,7 @@ def make_plan(
         table_uuid=str(table.metadata.table_uuid),
         snapshot_id=snapshot.snapshot_id,
         tag=tag,
-        schema_id=schema_id,
+        schema_id=schema.schema_id,
         row_filter=source.planned_filter,
         columns=json.dumps(source.columns),
         exclude=json.dumps(source.exclude),
@@ -104,30 +102,32 @@ def make_plan(
     )
 
 
-def _check_fits(source: SourceSpec, table: Table, snapshot: Snapshot, schema_id: int) -> None:
-    """Check that a snapshot's schema has the columns and the filter's columns; say so where the table has a newer schema."""
-    schema, current = table.schemas()[schema_id], table.metadata.current_schema_id
-    try:
-        check_source(schema, source)
-        parse_filter(source.planned_filter, schema)
-    except NoSuchColumn as err:
-        if current == schema_id:
-            raise
-        raise NoSuchColumn(
-            f"{err}; snapshot {snapshot.snapshot_id} was written with schema {schema_id}, and schema {current} of the table came "
-            "later: name columns as the snapshot does, or append to the table and read the new snapshot"
-        ) from err
-
-
-def check_source(schema: Schema, source: SourceSpec) -> None:
-    """Check all that reading a source needs besides its rows.
+def check_source(table: Table, source: SourceSpec, snapshot: Snapshot) -> Schema:
+    """Return the schema as which a snapshot is read, after checking all that reading the source needs besides its rows.
 
     Raises:
-        NoSuchColumn: the table lacks a column, or an identity column.
+        NoSuchColumn: the schema lacks a column of the source, of its filter or of its identity.
         UnsupportedColumn: a column cannot become a tensor.
-        SpecInvalid: an identity column is not of a primitive type, or a column has a name that transforms use.
+        SpecInvalid: an identity column is not of a primitive type, a column has a name that transforms use, or the text of the
+            filter is no filter.
         TransformFailed: the transform cannot be loaded.
+        UnsupportedSnapshot: the table's metadata lack the schema.
     """
+    schema, newest = table.schemas()[schema_id_of(table, snapshot)], table.schema()
+    try:
+        _check_schema(schema, source)
+    except NoSuchColumn as err:
+        if not _is_added(schema, newest, source):
+            raise
+        raise NoSuchColumn(
+            f"{err}; snapshot {snapshot.snapshot_id} was written with schema {schema.schema_id}, and the table has a newer "
+            f"schema, {newest.schema_id}, with that name: name columns as the snapshot does, or read a snapshot of the newer "
+            "schema, such as the next append makes"
+        ) from err
+    return schema
+
+
+def _check_schema(schema: Schema, source: SourceSpec) -> None:
     identity_keys(schema, source.identity_columns)
     if source.transform:
         if ROW in source.columns:
@@ -138,6 +138,24 @@ def check_source(schema: Schema, source: SourceSpec) -> None:
         load_transform(source.transform)
     else:
         check_columns(schema, source.columns, source.ragged, source.nullable)
+    parse_filter(source.planned_filter, schema)
+
+
+def _is_added(schema: Schema, newest: Schema, source: SourceSpec) -> bool:
+    """Return whether the newest schema of the table has a name of the source that `schema` lacks."""
+    added = {field.name for field in newest.fields} - {field.name for field in schema.fields}
+    if added & {*source.columns, *source.identity_columns}:
+        return True
+    return _fits(newest, source.planned_filter) and not _fits(schema, source.planned_filter)
+
+
+def _fits(schema: Schema, row_filter: str) -> bool:
+    """Return whether the schema has all columns of a filter."""
+    try:
+        parse_filter(row_filter, schema)
+    except NoSuchColumn:
+        return False
+    return True
 
 
 def _no_live_rows(table: Table, source: SourceSpec, snapshot_id: int, schema_id: int, rows: int) -> EmptyPlan:

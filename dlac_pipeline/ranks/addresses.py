@@ -34,6 +34,14 @@ def own_address(host: str) -> str:
     return ""
 
 
+def stands_for_loopback(host: str) -> bool:
+    """Return whether all addresses that `host` resolves to on this node are loopback's, which no other node reaches."""
+    with suppress(OSError, UnicodeError):
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+        return all(_is_loopback(str(address[0])) for *_, address in found)
+    return False
+
+
 def listen_at(address: str, port: int) -> socket.socket:
     """Return a socket that listens at this address of this node and at no other; port 0: any that is free.
 
@@ -50,6 +58,13 @@ def listen_at(address: str, port: int) -> socket.socket:
         listener.close()
         raise
     return listener
+
+
+def free_port() -> int:
+    """Return a port at which no process listens, on any address of this node."""
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        return int(listener.getsockname()[1])
 
 
 def interface_of(address: str) -> str:

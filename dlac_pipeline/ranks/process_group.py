@@ -45,7 +45,7 @@ def join() -> None:
 def serve_store(address: str, port: int, *, timeout: timedelta = _STORE_TIMEOUT, shared: bool = False) -> TCPStore:
     """Serve a store at one address of this node; PyTorch by itself listens at every address, whichever it is given.
 
-    `shared`: whoever serves a store at this port in this process later gets this one.
+    `shared`: a later call in this process for the same port returns this store.
 
     Raises:
         OSError: another process listens there.

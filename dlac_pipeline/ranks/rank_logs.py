@@ -94,7 +94,7 @@ def _collapse(descriptor: int, start: int, count: int) -> bool:
 
 
 def _copy_end(path: Path, descriptor: int, head: int, tail: int) -> int:
-    """Truncate a file behind its head and append its end again; returns the number of bytes that this leaves out."""
+    """Remove the middle of a file, so that its head and its tail remain; returns the number of removed bytes."""
     size = os.fstat(descriptor).st_size
     end = os.pread(descriptor, tail, size - tail)
     for _ in range(_COPY_ROUNDS):  # a rank may write faster than this reads

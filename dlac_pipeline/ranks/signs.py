@@ -100,12 +100,12 @@ class Signs:
             os.pwrite(self._descriptor, json.dumps([batch.step, said]).encode() + b"\n", 0)
 
     def now(self, phase: Phase) -> Progress:
-        """What is told of this rank now, in a phase."""
+        """Return the progress of this rank now, in a phase."""
         return Progress(self._step, phase, time.time(), self._loss_step, self._loss, self._spent())
 
     def _write(self) -> None:
-        told = self._spent()
-        self._writer.write(self._step, self._phase, loss_step=self._loss_step, loss=self._loss, spent=told)
+        spent = self._spent()
+        self._writer.write(self._step, self._phase, loss_step=self._loss_step, loss=self._loss, spent=spent)
 
     def _spent(self) -> Spent:
         return Spent(

@@ -138,7 +138,7 @@ class BlockDecoder:
             opened = alone._open(path)
             if not opened.columns.in_file:
                 return None  # lists are no partition values
-            leaf = _leaf_of(opened.metadata.schema.to_arrow_schema(), opened.columns.in_file[0])
+            leaf = opened.columns.first_leaves[opened.columns.in_file[0]]
             chunk = opened.metadata.row_group(row_group).column(leaf)
             nulls = None if chunk.statistics is None else chunk.statistics.null_count
             if nulls == chunk.num_values == rows:
@@ -215,18 +215,6 @@ def open_decoder(table: Table, source: LegSource, snapshot_ids: Collection[int])
         name_mapping=name_mapping_of(table),
         partition_values=values_of,
     )
-
-
-def _leaf_of(file_schema: pa.Schema, name: str) -> int:
-    """The place of a top-level column's first leaf among the column chunks of a row group."""
-    before = list(file_schema)[: file_schema.get_field_index(name)]
-    return sum(_leaves(field.type) for field in before)
-
-
-def _leaves(kind: Any) -> int:
-    if pa.types.is_dictionary(kind) or not kind.num_fields:
-        return 1
-    return sum(_leaves(kind.field(place).type) for place in range(kind.num_fields))
 
 
 class _Once:

@@ -119,7 +119,7 @@ class OpenLeg:
         }
 
     def _with_length(self, kind: ColumnKind) -> ColumnKind:
-        """The kind with the length of its lists: that of the first list in the plans, which every rank finds alike."""
+        """Return the kind with the length of its lists: that of the first list in the plans, the same on every rank."""
         if not kind.listed or kind.ragged:
             return kind
         for source in self.sources:

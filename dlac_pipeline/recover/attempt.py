@@ -27,8 +27,8 @@ from catalog.older_ledger import LedgerWatch
 from catalog.plans import get_plan
 from dlac_pipeline.checkpoint.files import make_below
 from dlac_pipeline.checkpoint.store import storing
-from dlac_pipeline.nodes.crew import RESUME, Crew
-from dlac_pipeline.nodes.fleet import Fleet
+from dlac_pipeline.elastic.all_ranks import AllRanks
+from dlac_pipeline.elastic.round import RESUME, Round
 from dlac_pipeline.plan.leg import Leg
 from dlac_pipeline.ranks.group import Exit, RankGroup, Starter
 from dlac_pipeline.ranks.launch_folder import room_file
@@ -107,11 +107,11 @@ class SupervisedAttempt:
     """One attempt, led from here; `replaces` and `failure` name the one before it, and what that died of."""
 
     def __init__(
-        self, supervision: Supervision, crew: Crew, *, wish: Wish, replaces: int | None, failure: Failure | None
+        self, supervision: Supervision, round_: Round, *, wish: Wish, replaces: int | None, failure: Failure | None
     ) -> None:
         self._supervision = supervision
-        self._crew = crew
-        self._spec = spec_for(supervision.spec, crew)
+        self._round = round_
+        self._spec = spec_for(supervision.spec, round_)
         self._lakehouse = supervision.lakehouse
         self._wish = wish
         self._replaces = replaces
@@ -137,7 +137,7 @@ class SupervisedAttempt:
     @property
     def others(self) -> list[int]:
         """The other machines of this attempt."""
-        return self._crew.others
+        return self._round.others
 
     @property
     def folder(self) -> Path:
@@ -146,7 +146,7 @@ class SupervisedAttempt:
 
     def run(self) -> Ending | Failure | Regather:
         """The whole attempt. No rank of this machine is left when it returns or raises."""
-        ranks = Fleet(started(self._spec, self._folder, self._crew, self._supervision.starter), self._crew)
+        ranks = AllRanks(started(self._spec, self._folder, self._round, self._supervision.starter), self._round)
         try:  # they import their libraries while the run is claimed
             try:
                 point = self._take_over()
@@ -161,7 +161,7 @@ class SupervisedAttempt:
                 self._say({"event": "warning", "message": message})
             with storing(self._folder):
                 write_durably(self._folder / "resume.json", point.to_json().encode())
-            self._crew.tell(RESUME, json.loads(point.to_json()))
+            self._round.announce(RESUME, json.loads(point.to_json()))
             self._say({"event": "attempt", "attempt": point.attempt, "step": point.step, "pids": self._pids(ranks)})
             with closing(LedgerWatch(self._lakehouse)) as ledger:
                 return self._watch(ranks, ledger)
@@ -180,7 +180,7 @@ class SupervisedAttempt:
     def _waiting(self) -> tenacity.Retrying:
         return self._supervision.waiting(replaces=self._replaces)
 
-    def _pids(self, ranks: Fleet) -> list[int]:
+    def _pids(self, ranks: AllRanks) -> list[int]:
         """Process ids of this machine's ranks, which may still import; told to stop, they need not come up first."""
         while not ranks.started:
             if ranks.asked_to_stop:
@@ -206,7 +206,7 @@ class SupervisedAttempt:
             launch_folder=str(self._folder),
             launched_by=self._supervision.launched_by,
             verifying=self._verifying,
-            verify=Provers(self._crew, least_bytes=self._spec.launch.verify_together_mb * 2**20).verify,
+            verify=Provers(self._round, least_bytes=self._spec.launch.verify_together_mb * 2**20).verify,
             stop=self._supervision.stop,
         )
         failure = self._failure
@@ -224,7 +224,7 @@ class SupervisedAttempt:
             self._incident = Incident(self._spec, point, failure)
         return point
 
-    def _watch(self, ranks: Fleet, ledger: LedgerWatch) -> Ending | Failure | Regather:
+    def _watch(self, ranks: AllRanks, ledger: LedgerWatch) -> Ending | Failure | Regather:
         grows = False
         silence = Silence(self._spec.launch)
         while True:
@@ -248,7 +248,7 @@ class SupervisedAttempt:
                 self._follow_progress(ranks)
                 return self._ended(ranks, grows=grows)
             now = time.monotonic()  # the wall clock may be set meanwhile
-            grows = grows or (self._crew.could_grow and asked_at is None and self._trains and self._made_room())
+            grows = grows or (self._round.could_grow and asked_at is None and self._trains and self._made_room())
             if self._supervision.stop.is_set() and asked_at is None:
                 self._asked_at = asked_at = now
                 ranks.ask_to_stop()
@@ -269,7 +269,7 @@ class SupervisedAttempt:
             return False
         return True
 
-    def _ended(self, ranks: Fleet, *, grows: bool) -> Ending | Regather:
+    def _ended(self, ranks: AllRanks, *, grows: bool) -> Ending | Regather:
         """How it has ended; where machines come or go and nobody has stopped the run, it goes on with those that are there.
 
         Raises:
@@ -297,7 +297,7 @@ class SupervisedAttempt:
         """What it ended of on purpose, with what it had no time to commit."""
         return ended_on_purpose(cause, step=self.step, undone=self._undone)
 
-    def _failed(self, ranks: Fleet, cause: Exit) -> Failure:
+    def _failed(self, ranks: AllRanks, cause: Exit) -> Failure:
         noticed_at = time.time()
         progress = [found for found in ranks.progress() if found is not None]
         last_step = max((found.step for found in progress), default=self.step)
@@ -336,7 +336,7 @@ class SupervisedAttempt:
             self._incident = None
         return failure
 
-    def _follow_progress(self, ranks: Fleet) -> None:
+    def _follow_progress(self, ranks: AllRanks) -> None:
         progress = ranks.progress()
         if any(found is None for found in progress):
             return
@@ -384,13 +384,13 @@ class SupervisedAttempt:
         self._supervision.on_event({"run": self._spec.run, "attempt": self.number, **event})
 
 
-def spec_for(spec: JobSpec, crew: Crew) -> JobSpec:
+def spec_for(spec: JobSpec, round_: Round) -> JobSpec:
     """The job spec with the number of ranks that the machines of an attempt have."""
-    launch = spec.launch.model_copy(update={"world_size": crew.share.world_size})
+    launch = spec.launch.model_copy(update={"world_size": round_.share.world_size})
     return spec.model_copy(update={"launch": launch})
 
 
-def started(spec: JobSpec, folder: Path, crew: Crew, starter: Starter) -> RankGroup:
+def started(spec: JobSpec, folder: Path, round_: Round, starter: Starter) -> RankGroup:
     """This machine's ranks, with a new launch folder.
 
     Raises:
@@ -401,8 +401,8 @@ def started(spec: JobSpec, folder: Path, crew: Crew, starter: Starter) -> RankGr
         path = folder / "spec.json"
         path.touch(mode=0o600)  # credentials may stand in it
         path.write_text(spec.model_dump_json())
-    forget_launches(folder.parent, keep=KEEP_LAUNCHES * len(crew.shares))
-    return RankGroup(spec, folder, crew.share, starter)
+    forget_launches(folder.parent, keep=KEEP_LAUNCHES * len(round_.shares))
+    return RankGroup(spec, folder, round_.share, starter)
 
 
 def forget_launches(folder: Path, *, keep: int) -> None:

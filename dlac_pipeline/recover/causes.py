@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from catalog import errors
+from dlac_pipeline.elastic.all_ranks import LOST
 from dlac_pipeline.launch_spec import LaunchSpec
-from dlac_pipeline.nodes.fleet import LOST
 from dlac_pipeline.ranks.group import HANG, Exit
 from dlac_pipeline.ranks.progress import Phase, Progress
 from dlac_pipeline.ranks.watched_time import watched_time

@@ -16,7 +16,7 @@ from catalog.run_rows import Row, trains_nothing
 from dlac_pipeline.spec import JobSpec, home_folder, parse_recorded
 
 _ON_THE_WAY = ("steps", "seconds", "auto")
-"""Why checkpoints are taken behind which training goes on; other reasons are the end and what a run was told to leave by."""
+"""Reasons for checkpoints after which training continues. Other reasons are the end of the run and what asked it to stop."""
 
 
 def launch_folder_of(rows: Sequence[Row], attempt: int) -> str:
@@ -105,14 +105,12 @@ def _relocation_of(lakehouse: Lakehouse, spec: JobSpec) -> Relocation:
 def last_spec(lakehouse: Lakehouse, run: str) -> JobSpec:
     """The spec with which a run was launched last, from its launch folder; rewinds launch nothing."""
     rows = Ledger(lakehouse).head_rows(run)
-    launches = [row["attempt"] for row in rows if row["kind"] == "claim" and not trains_nothing(row)]
-    return spec_of_attempt(lakehouse, rows, run, launches[-1] if launches else 0)
+    return spec_of_attempt(lakehouse, rows, run, max(trained_attempts(rows), default=0))
 
 
 def launcher_of(rows: Sequence[Row], attempt: int) -> str:
     """The orchestrator's run that launched an attempt, or the last before it that trains; empty if it was started by hand."""
-    launches = [row["attempt"] for row in rows if row["kind"] == "claim" and not trains_nothing(row)]
-    return _said(rows, max((each for each in launches if each <= attempt), default=0), "launched_by")
+    return _said(rows, max((each for each in trained_attempts(rows) if each <= attempt), default=0), "launched_by")
 
 
 def claimed_by(rows: Sequence[Row], attempt: int) -> str:
@@ -152,7 +150,7 @@ def attempts_without_progress(rows: Sequence[Row]) -> int:
 
 
 def left_in_order(rows: list[Row], attempt: int) -> bool:
-    """Whether the last checkpoint of an attempt is one that it took in order to leave, or had nothing left to read behind."""
+    """Whether an attempt took its last checkpoint in order to exit, or as it had nothing left to read."""
     return last_reason(rows, attempt) not in _ON_THE_WAY
 
 

@@ -116,42 +116,79 @@ def take_over(
         NoRestorableCheckpoint: every checkpoint of the lineage is damaged.
         AppendHistoryLost: what was appended to a followed table cannot be told apart any more; nothing was claimed.
     """
-    ledger = Ledger(lakehouse, stop=stop)
     started = time.monotonic()
-    tiers = tiers_of(spec)
+    ledger, tiers = Ledger(lakehouse, stop=stop), tiers_of(spec)
     check_store(ledger, spec.run, tiers.durable_run(), tiers.files)
-    before = ledger.state(spec.run)
     chooser = LegChooser(ledger, spec, wish, recovering=replaces is not None)
+    launched = {"launch_folder": launch_folder, "rendezvous": spec.launch.rendezvous, "launched_by": launched_by}
+    detail = {**_places_of(spec, tiers), **launched, **instead}
+    claimed = _claim(ledger, spec.run, chooser, nonce=nonce, replaces=replaces, current=current, detail=detail)
+    claimed_at = time.monotonic()
+    found = _resolve(ledger, claimed, chooser, tiers, verifying, verify)
+    return _resume_point(claimed, found, claim_s=claimed_at - started, verify_s=time.monotonic() - claimed_at)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Claimed:
+    """A run that this launch owns."""
+
+    attempt: Attempt
+    replaced: int
+    leg: Leg
+    """As the ledger told before the claim."""
+    head_before: str | None
+    head: str | None
+    """Of the claim: the attempt that was replaced may have committed in between."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Resolved:
+    """The checkpoint to resume from, if there is one, and the rows of the run after its quarantines."""
+
+    leg: Leg
+    rows: list[Row]
+    restored: Restored | None
+    quarantined: list[str]
+
+
+def _claim(
+    ledger: Ledger,
+    run: str,
+    chooser: LegChooser,
+    *,
+    nonce: str,
+    replaces: int | None,
+    current: int | None,
+    detail: Mapping[str, Any],
+) -> _Claimed:
+    """Choose the leg as far as the ledger tells, and claim the run. Raises as `take_over`."""
+    before = ledger.state(run)
     leg = chooser.before_claim(before)
     if current is None:
         current = before.fence.attempt - (before.fence.nonce == nonce)  # an earlier try of this claim may have landed
     replaced = current if replaces is None else replaces
-    launched = {"launch_folder": launch_folder, "rendezvous": spec.launch.rendezvous, "launched_by": launched_by}
-    detail = {**_places_of(spec, tiers), **launched, **planned(leg), **instead}
-    state = claim(ledger, spec.run, nonce=nonce, replaces=replaced, detail=detail)
-    attempt = Attempt(run=spec.run, number=state.fence.attempt, nonce=nonce)
-    claimed = time.monotonic()
-    rows = ledger.rows(spec.run, kinds=HEAD_KINDS)
-    if state.fence.head not in (before.fence.head, None):  # the attempt that was replaced committed in between
-        chooser.check(leg_of(rows, state.fence.head or ""), rows)
-    found, damaged = _newest_whole(rows, state.fence.head, tiers, verifying, verify)
+    state = claim(ledger, run, nonce=nonce, replaces=replaced, detail={**detail, **planned(leg)})
+    attempt = Attempt(run=run, number=state.fence.attempt, nonce=nonce)
+    return _Claimed(attempt=attempt, replaced=replaced, leg=leg, head_before=before.fence.head, head=state.fence.head)
+
+
+def _resolve(
+    ledger: Ledger, claimed: _Claimed, chooser: LegChooser, tiers: Tiers, verifying: Verifying, verify: Verify
+) -> _Resolved:
+    """Find the newest whole checkpoint, quarantine the damaged ones after it, and choose its leg. Raises as `take_over`."""
+    rows = ledger.rows(claimed.attempt.run, kinds=HEAD_KINDS)
+    if claimed.head not in (claimed.head_before, None):  # the attempt that was replaced committed in between
+        chooser.check(leg_of(rows, claimed.head or ""), rows)
+    found, damaged = _newest_whole(rows, claimed.head, tiers, verifying, verify)
     manifest = None if found is None else found.manifest
     if manifest is not None:
         _mark_head(manifest, checkpoint_rows(rows), tiers)
     if damaged:
-        rows = _quarantine(ledger, attempt, damaged, manifest)
-    if chooser.unsure or (manifest.checkpoint_id if manifest else None) != before.fence.head:
+        rows = _quarantine(ledger, claimed.attempt, damaged, manifest)
+    leg = claimed.leg
+    if chooser.unsure or (manifest.checkpoint_id if manifest else None) != claimed.head_before:
         leg = chooser.at(rows, manifest)
-    return _resume_point(
-        attempt,
-        replaced,
-        leg,
-        rows,
-        found,
-        quarantined=list(damaged),
-        claim_s=claimed - started,
-        verify_s=time.monotonic() - claimed,
-    )
+    return _Resolved(leg=leg, rows=rows, restored=found, quarantined=list(damaged))
 
 
 def check_current(lakehouse: Lakehouse, run: str, attempt: int | None) -> None:
@@ -233,38 +270,28 @@ def _newest_whole(
     return None, damaged
 
 
-def _resume_point(
-    attempt: Attempt,
-    replaced: int,
-    leg: Leg,
-    rows: list[Row],
-    found: Restored | None,
-    *,
-    quarantined: list[str],
-    claim_s: float,
-    verify_s: float,
-) -> ResumePoint:
-    manifest = None if found is None else found.manifest
-    before = None if manifest is None else leg_of(rows, manifest.checkpoint_id)
+def _resume_point(claimed: _Claimed, found: _Resolved, *, claim_s: float, verify_s: float) -> ResumePoint:
+    manifest = None if found.restored is None else found.restored.manifest
+    before = None if manifest is None else leg_of(found.rows, manifest.checkpoint_id)
     base = ResumePoint(
-        attempt=attempt.number,
-        nonce=attempt.nonce,
-        replaces=replaced,
-        leg=leg.to_json(),
-        leg_is_new=before is None or leg.index != before.index,
-        leaves_out_more=leg.leaves_out_more_than(before),
-        quarantined=quarantined,
+        attempt=claimed.attempt.number,
+        nonce=claimed.attempt.nonce,
+        replaces=claimed.replaced,
+        leg=found.leg.to_json(),
+        leg_is_new=before is None or found.leg.index != before.index,
+        leaves_out_more=found.leg.leaves_out_more_than(before),
+        quarantined=found.quarantined,
         claim_s=claim_s,
         verify_s=verify_s,
     )
-    if found is None or manifest is None:
+    if found.restored is None or manifest is None:
         return base
-    row = checkpoint_rows(rows)[manifest.checkpoint_id]
+    row = checkpoint_rows(found.rows)[manifest.checkpoint_id]
     return replace(
         base,
         step=manifest.step,
         checkpoint_id=manifest.checkpoint_id,
-        folder=str(found.folder),
+        folder=str(found.restored.folder),
         host=socket.gethostname(),
         manifest_uri=row["manifest_uri"],
         manifest_digest=row["manifest_digest"],

@@ -122,7 +122,7 @@ class Judge:
             stuck = "the ranks were asked to leave and did not"
             what = stuck if failure.kind == STUCK else "an attempt that was to end failed"
             raise TrainingFailed(
-                f"{what}: {failure.summary}; what is committed is kept, start the run again to go on behind it"
+                f"{what}: {failure.summary}; what is committed is kept, start the run again to resume after it"
             )
 
     def _damaged(self, failure: Failure, leg: Leg | None) -> Sequence[Unreadable]:

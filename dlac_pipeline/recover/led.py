@@ -14,8 +14,8 @@ from typing import Any
 
 from catalog.durable_io import write_durably
 from dlac_pipeline.checkpoint.store import storing, tiers_of
-from dlac_pipeline.nodes.crew import LEADER, RESUME, VERDICT, Crew
-from dlac_pipeline.nodes.fleet import ASKS, LEAVE, STOP, words_of
+from dlac_pipeline.elastic.all_ranks import ASKS, LEAVE, STOP, report_of
+from dlac_pipeline.elastic.round import LEADER, RESUME, VERDICT, Round
 from dlac_pipeline.ranks.group import RankGroup
 from dlac_pipeline.recover.attempt import POLL_S, Ending, Supervision, spec_for, started
 from dlac_pipeline.recover.coordinator import ResumePoint, new_nonce
@@ -59,13 +59,13 @@ class Verdict:
 class LedAttempt:
     """One attempt; `attempt` is the last one of the run that this machine has heard of."""
 
-    def __init__(self, supervision: Supervision, crew: Crew, *, attempt: int) -> None:
+    def __init__(self, supervision: Supervision, round_: Round, *, attempt: int) -> None:
         self._supervision = supervision
-        self._crew = crew
-        self._spec = spec_for(supervision.spec, crew)
+        self._round = round_
+        self._spec = spec_for(supervision.spec, round_)
         self._folder = Path(self._spec.checkpoint.local) / self._spec.run / f"launch-{new_nonce()}"
         self._point: ResumePoint | None = None
-        self._prover = Prover(crew, tiers_of(self._spec).files)
+        self._prover = Prover(round_, tiers_of(self._spec).files)
         self._attempt = attempt
         self._said_at = 0.0
         self._told_of_start = False
@@ -73,17 +73,17 @@ class LedAttempt:
 
     def run(self) -> Verdict:
         """The whole attempt. No rank of this machine is left when it returns or raises."""
-        ranks = started(self._spec, self._folder, self._crew, self._supervision.starter)
+        ranks = started(self._spec, self._folder, self._round, self._supervision.starter)
         try:
             while True:
                 self._say(ranks)
                 self._resume()
                 self._tell_of_start(ranks)
-                verdict = self._crew.told(VERDICT)
+                verdict = self._round.announced(VERDICT)
                 if verdict is not None:
-                    self._crew.has_heard()
+                    self._round.acknowledge()
                     return Verdict.of(verdict)
-                if self._crew.cut_off or LEADER in self._crew.lost():
+                if self._round.cut_off or LEADER in self._round.lost():
                     return self._deserted(ranks)
                 if self._asked_at is None and ranks.noticed:
                     self._supervision.leave()
@@ -104,17 +104,17 @@ class LedAttempt:
         if time.monotonic() < self._said_at + _SAY_EVERY_S:
             return
         self._said_at = time.monotonic()
-        answers = bool(self._crew.words(LEADER).get(ASKS))  # before looking at the ranks
+        answers = bool(self._round.message_of(LEADER).get(ASKS))  # before looking at the ranks
         asked = ""
         if self._supervision.stop.is_set():
             asked = LEAVE if self._supervision.leaves.is_set() else STOP
-        self._crew.say({**words_of(ranks, asked=asked, answers=answers), **self._prover.words})
+        self._round.publish({**report_of(ranks, asked=asked, answers=answers), **self._prover.words})
 
     def _resume(self) -> None:
         if self._point is not None:
             return
         self._prover.look()
-        told = self._crew.told(RESUME)
+        told = self._round.announced(RESUME)
         if told is None:
             return
         self._prover.close()
@@ -125,31 +125,31 @@ class LedAttempt:
 
     def _tell_of_start(self, ranks: RankGroup) -> None:
         """Once the ranks are processes: until then they import, and this machine listens."""
-        point, share = self._point, self._crew.share
+        point, share = self._point, self._round.share
         if self._told_of_start or point is None or not ranks.started:
             return
         self._told_of_start = True
         event = {"event": "attempt", "attempt": point.attempt, "step": point.step, "pids": ranks.pids}
         self._tell(
-            {**event, "leader": self._crew.hosts[LEADER], "ranks": list(ranks.ranks), "world_size": share.world_size}
+            {**event, "leader": self._round.hosts[LEADER], "ranks": list(ranks.ranks), "world_size": share.world_size}
         )
 
     def _deserted(self, ranks: RankGroup) -> Verdict:
         """The leader is lost: whoever of the others leads next finds in the ledger how far it had come."""
         now = time.time()
         known = [found for found in ranks.progress() if found is not None]
-        host = self._crew.hosts[LEADER]
-        which = "lost the rendezvous" if self._crew.cut_off else f"lost node {host}, which led"
+        host = self._round.hosts[LEADER]
+        which = "lost the rendezvous" if self._round.cut_off else f"lost node {host}, which led"
         failure = Failure(
             cause=f"attempt {self._attempt} {which}",
             noticed_by="supervisor",
-            failed_at=now if self._crew.cut_off else now - self._crew.silent_s(LEADER),
+            failed_at=now if self._round.cut_off else now - self._round.silent_s(LEADER),
             noticed_at=now,
             launched_at=now,
             stopped_at=now,
             last_step=max((found.step for found in known), default=0),
             began=min((found.spent.began for found in known), default=0.0),
-            rows=sum(found.spent.rows for found in known) * self._crew.share.world_size // max(1, len(known)),
+            rows=sum(found.spent.rows for found in known) * self._round.share.world_size // max(1, len(known)),
         )
         self._tell({"event": "failure", "cause": failure.cause, "step": failure.last_step, "phase": failure.doing})
         return Verdict(again=failure, attempt=self._attempt)

@@ -196,7 +196,7 @@ def _state(standing: Standing, ranks: list[Progress], now: float) -> str:
 
 
 def _doing(ranks: list[Progress], now: float) -> str:
-    """What the rank does that is furthest behind."""
+    """Return what the slowest rank does; if all ranks have been silent for long, also for how long."""
     furthest_behind = min(ranks, key=lambda each: (each.step, each.at))
     silent_s = now - max(each.at for each in ranks)
     silent = furthest_behind.phase != Phase.DONE and silent_s > _SILENT_S

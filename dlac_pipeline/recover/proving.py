@@ -26,8 +26,8 @@ from dlac_pipeline.checkpoint.manifest import (
 )
 from dlac_pipeline.checkpoint.restore import verify_here
 from dlac_pipeline.checkpoint.store import folder_uri
-from dlac_pipeline.nodes.crew import LEADER, Crew
-from dlac_pipeline.nodes.talk import Words
+from dlac_pipeline.elastic.round import LEADER, Round
+from dlac_pipeline.elastic.sealed_store import Message
 
 PROVE, PROVED = "prove", "proved"
 """What the leader tells: which checkpoint; and the word of the others: how far each has read its part, and what it found."""
@@ -50,20 +50,20 @@ def parts_of(entries: Sequence[FileEntry], machines: int) -> list[list[FileEntry
 class Provers:
     """The leader's side."""
 
-    def __init__(self, crew: Crew, *, least_bytes: int) -> None:
+    def __init__(self, round_: Round, *, least_bytes: int) -> None:
         """Checkpoints smaller than `least_bytes` are read by the leader alone: telling the others would take longer."""
-        self._crew = crew
+        self._round = round_
         self._least_bytes = least_bytes
         self._asked = 0
 
     def verify(self, row: Row, manifest: Manifest, files: StoreFiles, done: Done) -> None:
         """As `verify_here`, with the help of the others; what `done` raises ends it."""
         total = sum(entry.bytes for entry in manifest.files)
-        if not self._crew.others or total < self._least_bytes:
+        if not self._round.others or total < self._least_bytes:
             verify_here(row, manifest, files, done)
             return
         uri = row["manifest_uri"]
-        parts = parts_of(manifest.files, 1 + len(self._crew.others))
+        parts = parts_of(manifest.files, 1 + len(self._round.others))
         held = dict.fromkeys(range(len(parts)), 0)
 
         def hear(place: int, so_far: int) -> None:
@@ -74,24 +74,24 @@ class Provers:
             verify_entries(parts[place], folder_uri(uri), files, lambda so_far, _: hear(place, so_far))
 
         self._asked += 1
-        self._crew.tell(PROVE, {"uri": uri, "digest": row["manifest_digest"], "asked": self._asked})
+        self._round.announce(PROVE, {"uri": uri, "digest": row["manifest_digest"], "asked": self._asked})
         began = time.monotonic()
         with store_there(uri, files):
             read(LEADER)
             until = 2 * time.monotonic() - began + _ANSWER_S
-            for place in self._crew.others:
+            for place in self._round.others:
                 if not self._holds(place, until, partial(hear, place)):
                     read(place)
 
     def _holds(self, place: int, until: float, hear: Callable[[int], None]) -> bool:
         """Whether a machine says that all its part holds; false as soon as it says otherwise, or is not waited for any more."""
         while True:
-            words: Words = self._crew.words(place).get(PROVED, {})
+            words: Message = self._round.message_of(place).get(PROVED, {})
             answer = words if words.get("asked") == self._asked else {}
             hear(answer.get("bytes", 0))
             if "holds" in answer:
                 return bool(answer["holds"])
-            if time.monotonic() > until or self._crew.cut_off or place in self._crew.lost():
+            if time.monotonic() > until or self._round.cut_off or place in self._round.lost():
                 return False
             time.sleep(_POLL_S)
 
@@ -102,20 +102,20 @@ class Prover:
     The thread is one that nobody waits for: it may hang in a file system that does not answer.
     """
 
-    def __init__(self, crew: Crew, files: StoreFiles) -> None:
-        self._crew = crew
+    def __init__(self, round_: Round, files: StoreFiles) -> None:
+        self._round = round_
         self._files = files
-        self._wanted: Words = {}
-        self._said: Words = {}
+        self._wanted: Message = {}
+        self._said: Message = {}
 
     @property
-    def words(self) -> Words:
+    def words(self) -> Message:
         """For the leader."""
         return {PROVED: self._said} if self._said else {}
 
     def look(self) -> None:
         """Begin to read, if the leader has told of another checkpoint, or asks again."""
-        told = self._crew.told(PROVE)
+        told = self._round.announced(PROVE)
         if told is not None and told != self._wanted:
             self._wanted = told
             threading.Thread(target=self._read, args=(told,), name="proving", daemon=True).start()
@@ -124,11 +124,11 @@ class Prover:
         """Read no further than the file in hand."""
         self._wanted = {}
 
-    def _read(self, told: Words) -> None:
+    def _read(self, told: Message) -> None:
         so_far = 0
         try:
             manifest = read_manifest(told["uri"], told["digest"], self._files)
-            part = parts_of(manifest.files, len(self._crew.shares))[self._crew.share.node]
+            part = parts_of(manifest.files, len(self._round.shares))[self._round.share.node]
             for entry in part:
                 verify_entry(entry, folder_uri(told["uri"]), self._files)
                 so_far += entry.bytes
@@ -139,7 +139,7 @@ class Prover:
         else:
             self._says(told, bytes=so_far, holds=True)
 
-    def _says(self, told: Words, **words: Any) -> bool:
+    def _says(self, told: Message, **words: Any) -> bool:
         """Say how far it is; false: nobody asks any more."""
         wanted = self._wanted == told
         if wanted:

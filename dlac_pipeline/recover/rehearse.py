@@ -23,9 +23,9 @@ from catalog.run_rows import Row, checkpoint_rows, fence_of_rows, out_of
 from dlac_pipeline.checkpoint.config import config_digest
 from dlac_pipeline.checkpoint.restore import Restored, restore
 from dlac_pipeline.checkpoint.store import Tiers, tiers_of
-from dlac_pipeline.nodes.crew import free_port
 from dlac_pipeline.plan.leg import Leg
 from dlac_pipeline.plan.legs import check_sources
+from dlac_pipeline.ranks.addresses import free_port
 from dlac_pipeline.ranks.group import RankGroup
 from dlac_pipeline.ranks.rank import REHEARSAL_VARIABLE
 from dlac_pipeline.ranks.share import Share

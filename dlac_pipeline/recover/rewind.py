@@ -21,6 +21,7 @@ from catalog.branches import Exclusion, Rewound, rewind
 from catalog.connect import Lakehouse
 from catalog.data_files import LiveFile
 from catalog.errors import DlacError, EmptyPlan, LedgerError, SpecInvalid
+from catalog.filters.conditions import filter_names
 from catalog.history.changes import OnOverwrite, changes
 from catalog.ledger import Ledger
 from catalog.older_ledger import check_ledger, check_store
@@ -117,7 +118,7 @@ def _report_again(ledger: Ledger, rows: list[Row], landed: Row, spec: JobSpec | 
 def _target(run: str, rows: list[Row], step: int | None, checkpoint_id: str | None) -> Row | None:
     """Return the row of the checkpoint to go back to; None for the beginning of a run that began with no checkpoint."""
     if step == 0 and checkpoint_id is None:
-        first = min(checkpoint_rows(rows).values(), key=lambda row: int(row["seq"]), default=None)
+        first = _first_checkpoint(rows)
         if first is None:
             raise SpecInvalid(
                 f"expected a checkpoint of run {run!r}, found none: it is at its beginning, nothing to rewind"
@@ -126,6 +127,11 @@ def _target(run: str, rows: list[Row], step: int | None, checkpoint_id: str | No
             return None
         checkpoint_id = first["checkpoint_id"]  # it was adopted or forked: without that state it cannot begin
     return restorable(run, rows, step, checkpoint_id=checkpoint_id)
+
+
+def _first_checkpoint(rows: Sequence[Row]) -> Row | None:
+    """Return the row of the first checkpoint of a run; its step is 0 if the run was adopted or forked."""
+    return min(checkpoint_rows(rows).values(), key=lambda row: int(row["seq"]), default=None)
 
 
 def _first_leg(run: str, rows: Sequence[Row]) -> Leg:
@@ -184,7 +190,7 @@ def _check_fits(table: Table, mine: LegSource, where: str) -> None:
     try:
         parse_exclusion(where, schema, table)
     except SpecInvalid as err:
-        raise SpecInvalid(f"{err}; columns of {mine.name!r} are {schema.column_names!r}") from err
+        raise SpecInvalid(f"{err}; columns of {mine.name!r} are {filter_names(schema)!r}") from err
 
 
 def _check_leaves_some(
@@ -239,15 +245,25 @@ def _seen_before(
     count = len({(source, path, row) for source, path, row, _ in seen})
     if not count:
         return {"excluded_rows_seen": 0}
-    lineage, by = lineage_of(rows, target), {checkpoint for *_, checkpoint in seen}
-    earlier = [] if by - set(lineage) else lineage[max(map(lineage.index, by)) + 1 :]
-    kept = restorable_rows(rows)
-    clean = next((each for each in earlier if each in kept), None)
-    return {
-        "excluded_rows_seen": count,
-        "clean_checkpoint": clean,
-        "clean_step": None if clean is None else int(checkpoint_rows(rows)[clean]["step"]),
-    }
+    clean = _newest_before(rows, target, {checkpoint for *_, checkpoint in seen})
+    if clean is not None:
+        clean_step = int(checkpoint_rows(rows)[clean]["step"])
+        return {"excluded_rows_seen": count, "clean_checkpoint": clean, "clean_step": clean_step}
+    first = _first_checkpoint(rows)
+    has_beginning = first is not None and int(first["step"]) > 0
+    return {"excluded_rows_seen": count, "clean_step": 0 if has_beginning else None}
+
+
+def _newest_before(rows: Sequence[Row], target: str, seen_by: Collection[str]) -> str | None:
+    """Return the newest restorable checkpoint before all of `seen_by`.
+
+    None if there is none, or if one of `seen_by` is of another run.
+    """
+    places = {name: place for place, name in enumerate(lineage_of(rows, target))}
+    if not places.keys() >= set(seen_by):
+        return None
+    oldest, kept = max(places[name] for name in seen_by), restorable_rows(rows)
+    return next((name for name, place in places.items() if place > oldest and name in kept), None)
 
 
 _SeenRow = tuple[int, str, int, str]

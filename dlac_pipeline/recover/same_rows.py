@@ -12,7 +12,7 @@ from typing import Literal
 
 from catalog import errors
 from catalog.connect import Lakehouse
-from dlac_pipeline.nodes.fleet import LOST
+from dlac_pipeline.elastic.all_ranks import LOST
 from dlac_pipeline.plan.follow import Unreadable
 from dlac_pipeline.plan.leg import Leg
 from dlac_pipeline.plan.order import LegOrder

@@ -25,6 +25,7 @@ from dlac_pipeline.recover.claims import (
     launch_folder_of,
     launcher_of,
     left_in_order,
+    trained_attempts,
 )
 from dlac_pipeline.recover.patience import LOST_AFTER_S
 from dlac_pipeline.recover.run_lock import lock_path
@@ -44,7 +45,7 @@ _COLUMNS = (
     "committed_at",
     "detail",
 )
-_SPEC = "FILE"
+SPEC_PLACEHOLDER = "FILE"
 """Stands in a command for a job spec whose place is not known here."""
 
 
@@ -81,7 +82,6 @@ def run_status(lakehouse: Lakehouse, run: str) -> dict[str, Any]:
     given_up = [each.cause for each in recoveries if each.outcome == "gave up" and each.attempt == fence.attempt]
     said = {} if head is None or not head["detail"] else json.loads(head["detail"])
     losses = [] if head is None else head["losses"] or []
-    failed = max(recoveries, key=lambda each: each.failed_at, default=None)
     return {
         "run": run,
         "state": "finished" if finished else "open",
@@ -98,12 +98,22 @@ def run_status(lakehouse: Lakehouse, run: str) -> dict[str, Any]:
         "excluded_by_rewinds": [each.where for each in exclusions_in_force(rows)],
         "recoveries": sum(each.outcome == "resumed" for each in recoveries),
         "gave_up": given_up[-1] if given_up and not finished else None,
-        "last_failure": None if failed is None else failed.cause,
+        "last_failure": current_failure(rows, recoveries),
         "total_steps": _total_steps(rows),
         "launch": standing.state,
         "launch_note": standing.note,
         "next_command": standing.next_command,
     }
+
+
+def current_failure(rows: list[Row], recoveries: Sequence[Recovery]) -> str | None:
+    """Return the cause of the last failure, unless a later attempt has committed a checkpoint or the run is finished."""
+    last = max(recoveries, key=lambda each: each.failed_at, default=None)
+    if last is None or finished_of_rows(rows):
+        return None
+    failed = last.attempt if last.outcome == "gave up" else last.replaced_attempt
+    later = any(each["attempt"] > failed for each in checkpoint_rows(rows).values())
+    return None if later else last.cause
 
 
 def list_runs(lakehouse: Lakehouse) -> list[dict[str, Any]]:
@@ -165,8 +175,9 @@ def _standing_of_launch(rows: list[Row], run: str, attempt: int, recoveries: Seq
     if not signs.here and signs.silent_s < LOST_AFTER_S:
         note = f"attempt {attempt} on node {signs.host}, last sign of life {format_ago(signs.silent_s)}"
         return Standing(state="training", note=note, command=("status", run, "--watch"))
-    if any((each.attempt, each.outcome) == (attempt, "gave up") for each in recoveries):
-        return Standing(state="given up", note=recoveries[-1].cause.partition("\n")[0], command=("incidents", run))
+    given_up = [each.cause for each in recoveries if (each.attempt, each.outcome) == (attempt, "gave up")]
+    if given_up:
+        return Standing(state="given up", note=given_up[-1].partition("\n")[0], command=("incidents", run))
     return _describe_lost(rows, run, attempt, signs)
 
 
@@ -200,10 +211,9 @@ def _ended_in_order(rows: list[Row], attempt: int) -> str | None:
 
 def _resume(rows: list[Row], run: str, attempt: int) -> tuple[str, ...]:
     """The command that resumes a run, with a job spec where that of its last launch is not on this node."""
-    launched = [row["attempt"] for row in rows if row["kind"] == "claim" and idle_kind(rows, row["attempt"]) is None]
-    folder = launch_folder_of(rows, launched[-1]) if launched else ""
+    folder = launch_folder_of(rows, max(trained_attempts(rows), default=0))
     known = bool(folder) and (Path(folder) / "spec.json").is_file()
-    return ("recover", run) if known else ("recover", run, "--spec", _SPEC)
+    return ("recover", run) if known else ("recover", run, "--spec", SPEC_PLACEHOLDER)
 
 
 def _total_steps(rows: list[Row]) -> int | None:

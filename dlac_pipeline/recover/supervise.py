@@ -34,10 +34,9 @@ from catalog.ledger import Ledger
 from catalog.plans import get_plan
 from catalog.run_rows import HEAD_KINDS
 from dlac_pipeline.checkpoint.store import tiers_of
-from dlac_pipeline.nodes.crew import VERDICT, Crew
-from dlac_pipeline.nodes.fleet import LOST
-from dlac_pipeline.nodes.machines import Machines
-from dlac_pipeline.nodes.talk import EndedElsewhere
+from dlac_pipeline.elastic.all_ranks import LOST
+from dlac_pipeline.elastic.membership import EndedElsewhere, Membership
+from dlac_pipeline.elastic.round import VERDICT, Round
 from dlac_pipeline.ranks.group import HANG
 from dlac_pipeline.ranks.starter import RankStarter
 from dlac_pipeline.recover.attempt import (
@@ -79,7 +78,7 @@ class _Launch:
     """What a supervisor has once catalog and store have answered."""
 
     supervision: Supervision
-    machines: Machines
+    membership: Membership
     judge: Judge
 
     @property
@@ -168,7 +167,7 @@ class Supervisor:
         self._patiently(tiers_of(spec).check_writable)
         lakehouse = self._patiently(connect, spec.lakehouse)
         ledger = self._patiently(lambda: Ledger(lakehouse).table_uuid)
-        with closing(Machines(spec, ledger=ledger)) as machines, self._lock:
+        with closing(Membership.of_job(spec, ledger=ledger)) as membership, self._lock:
             supervision = Supervision(
                 spec=spec,
                 lakehouse=lakehouse,
@@ -181,23 +180,23 @@ class Supervisor:
                 launched_at=self._launched_at,
                 launched_by=self._launched_by,
             )
-            launch = _Launch(supervision=supervision, machines=machines, judge=Judge(supervision))
+            launch = _Launch(supervision=supervision, membership=membership, judge=Judge(supervision))
             while True:
                 try:
-                    crew = self._gathered(launch)
+                    round_ = self._next_round(launch)
                 except RunFinished as err:
                     return self._concluded(self._finished_before(lakehouse, err))
                 except EndedElsewhere as ended:
-                    return self._concluded(Verdict.of(ended.words))
-                if crew is None:
+                    return self._concluded(Verdict.of(ended.message))
+                if round_ is None:
                     return self._outcome("stopped")
-                with crew:
-                    verdict = self._lead(launch, crew) if crew.leads else self._be_led(supervision, crew)
+                with round_:
+                    verdict = self._lead(launch, round_) if round_.leads else self._be_led(supervision, round_)
                     if verdict.again is None or self._stop.is_set():
-                        crew.part()
+                        round_.part()
                         return self._concluded(verdict)
-                    if crew.cut_off:
-                        machines.cut_off()
+                    if round_.cut_off:
+                        membership.forget()
 
     def _concluded(self, verdict: Verdict) -> Outcome:
         """How the run has ended for this machine; raises what it has died of."""
@@ -210,15 +209,15 @@ class Supervisor:
     def _outcome(self, ending: Ending) -> Outcome:
         return Outcome(ending=ending, attempts=self._attempts, step=self._step)
 
-    def _gathered(self, launch: _Launch) -> Crew | None:
-        """The machines of the next attempt; None: told to stop meanwhile.
+    def _next_round(self, launch: _Launch) -> Round | None:
+        """Return the round of the next attempt; None: asked to stop meanwhile.
 
         Raises:
-            NodesMissing: too few came together.
-            RunFinished, EndedElsewhere: the run has ended without this machine.
+            NodesMissing: too few nodes came.
+            RunFinished, EndedElsewhere: the run has ended without this node.
         """
         try:
-            return launch.machines.gather(
+            return launch.membership.next_round(
                 self._replaces or 0, self._stop, lambda: self._check_unfinished(launch.lakehouse)
             )
         except NodesMissing:
@@ -226,7 +225,7 @@ class Supervisor:
                 launch.judge.record_gave_up(self._failure, self._replaces)
             raise
 
-    def _lead(self, launch: _Launch, crew: Crew) -> Verdict:
+    def _lead(self, launch: _Launch, round_: Round) -> Verdict:
         """An attempt, and what is decided of it for all its machines.
 
         Raises:
@@ -234,44 +233,44 @@ class Supervisor:
         """
         error: DlacError | None = None
         try:
-            verdict = self._attempted(launch, crew)
+            verdict = self._attempted(launch, round_)
         except DlacError as err:
-            if self._others_went_on(launch.lakehouse, crew, err):
+            if self._others_went_on(launch.lakehouse, round_, err):
                 verdict = Verdict(again=ended_on_purpose(f"others went on: {err}", step=self._step))
             else:
                 error, verdict = err, Verdict(error=(errors.name_of(err), str(err)), step=self._step)
         self._step = verdict.step
         if verdict.again is None and not self._leaves.is_set():
-            launch.machines.announce(verdict.words())  # before anybody leaves, who may serve the rendezvous
-        crew.tell(VERDICT, verdict.words())
-        crew.has_heard()
+            launch.membership.end_run(verdict.words())  # before this node exits, which may serve the rendezvous
+        round_.announce(VERDICT, verdict.words())
+        round_.acknowledge()
         if error is not None:
-            crew.part()
+            round_.part()
             raise error
         return verdict
 
-    def _be_led(self, supervision: Supervision, crew: Crew) -> Verdict:
+    def _be_led(self, supervision: Supervision, round_: Round) -> Verdict:
         """An attempt that another machine leads, and decides."""
         self._lock.close()
         self._holds_lock, self._was_led = False, True
         self._attempts += 1
-        verdict = LedAttempt(supervision, crew, attempt=self._replaces or 0).run()
+        verdict = LedAttempt(supervision, round_, attempt=self._replaces or 0).run()
         self._replaces = verdict.attempt or self._replaces
         self._failure, self._step = verdict.again, verdict.step
         return verdict
 
-    def _others_went_on(self, lakehouse: Lakehouse, crew: Crew, err: DlacError) -> bool:
+    def _others_went_on(self, lakehouse: Lakehouse, round_: Round, err: DlacError) -> bool:
         """Whether machines of this rendezvous have trained on while this one, which led, was cut off: it meets them again."""
         meets = self._spec.launch.rendezvous
         if isinstance(err, CatalogUnreachable):
-            return crew.cut_off
+            return round_.cut_off
         if not meets or not isinstance(err, SteppedAside):
             return False
         ledger = Ledger(lakehouse)
         attempt = self._patiently(ledger.state, self._spec.run).fence.attempt
         return meets == rendezvous_of(self._patiently(ledger.rows, self._spec.run, kinds=("claim",)), attempt)
 
-    def _attempted(self, launch: _Launch, crew: Crew) -> Verdict:
+    def _attempted(self, launch: _Launch, round_: Round) -> Verdict:
         """An attempt, if the run may be claimed."""
         try:
             self._hold_lock(launch.lakehouse)
@@ -282,14 +281,14 @@ class Supervisor:
             self._was_led = False
         while True:
             attempt = SupervisedAttempt(
-                launch.supervision, crew, wish=self._wish, replaces=self._replaces, failure=self._failure
+                launch.supervision, round_, wish=self._wish, replaces=self._replaces, failure=self._failure
             )
             self._attempts += 1
             try:
                 return self._decided(launch, attempt)
             except SteppedAside:
                 before = self._replaces or 0
-                late = before if crew.others else self._to_replace(launch.lakehouse, before)
+                late = before if round_.others else self._to_replace(launch.lakehouse, before)
                 if late == before:
                     raise
                 self._replaces = late

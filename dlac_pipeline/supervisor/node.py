@@ -21,7 +21,7 @@ from catalog.connect import connect
 from catalog.errors import DlacError, SpecInvalid
 from catalog.ledger import Ledger
 from dlac_pipeline.launchers.protocol import supervisor_of
-from dlac_pipeline.launchers.scheduler import FIRST_NODE_VARIABLE, UNFINISHED_EXIT_CODE
+from dlac_pipeline.launchers.scheduler import FIRST_NODE_VARIABLE, KEY_FILE_VARIABLE, UNFINISHED_EXIT_CODE
 from dlac_pipeline.launchers.slurm import Slurm
 from dlac_pipeline.recover.claims import to_replace
 from dlac_pipeline.request import Request, unpack
@@ -35,11 +35,13 @@ _RESTARTS_VARIABLE = "SLURM_RESTART_COUNT"
 
 
 def for_node(request: Request, environment: Mapping[str, str]) -> Request:
-    """Return the request with the address where all nodes meet. Where nodes have accelerators, each has as many ranks."""
+    """Return the request with the address and the key of the rendezvous. Where nodes have accelerators, each has as many ranks."""
     launch, cluster = request.spec.launch, request.spec.cluster
     meets = f"{environment.get(FIRST_NODE_VARIABLE, 'localhost')}:{cluster.port}"
     ranks = launch.nproc_per_node or (cluster.gpu if launch.nodes else 0)
-    launch = launch.model_copy(update={"rendezvous": meets, "nproc_per_node": ranks})
+    key_file = launch.rendezvous_key_file or environment.get(KEY_FILE_VARIABLE, "")
+    here = {"rendezvous": meets, "rendezvous_key_file": key_file, "nproc_per_node": ranks}
+    launch = launch.model_copy(update=here)
     return request.model_copy(update={"spec": request.spec.model_copy(update={"launch": launch})})
 
 

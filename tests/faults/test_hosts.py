@@ -19,7 +19,7 @@ import pytest
 
 from catalog.errors import NodesMissing
 from catalog.lakehouse_config import LakehouseConfig
-from dlac_pipeline.nodes.crew import free_port
+from dlac_pipeline.ranks.addresses import free_port
 from tests.conftest import Arena, wait_until
 from tests.crews import check_exact, job, leader_of, wait_for_checkpoint
 from tests.hosts import SWITCH_HOST, Host, host, switched

@@ -46,7 +46,7 @@ def test_one_is_lost_and_another_one_comes(campaign: Arena, together: JobSpec) -
     (rank,) = leader.of("attempt")[-1]["pids"]
     os.kill(rank, signal.SIGSTOP)  # or it may be done before the new one has started
     new = campaign.launch(together)
-    wait_for_spare(together.launch.rendezvous, f"{together.run}@{Ledger(campaign.lakehouse).table_uuid}")
+    wait_for_spare(together, Ledger(campaign.lakehouse).table_uuid)
     os.kill(rank, signal.SIGCONT)
     assert [leader.wait(), new.wait()] == [0, 0], (leader.stderr, new.stderr)
     assert leader.of("regather")[0]["cause"] == "more nodes have come"
@@ -148,7 +148,7 @@ def test_a_stop_stops_one_that_waits(campaign: Arena) -> None:
     spec = job(campaign, "stop-with-spare", nodes="2", passes=20)
     leader, other = trained_together(campaign, spec)
     spare = campaign.launch(spec)
-    wait_for_spare(spec.launch.rendezvous, f"{spec.run}@{Ledger(campaign.lakehouse).table_uuid}")
+    wait_for_spare(spec, Ledger(campaign.lakehouse).table_uuid)
     os.kill(leader.process.pid, signal.SIGTERM)
     for launch in (leader, other, spare):
         assert launch.wait() == 0, launch.stderr
@@ -225,11 +225,11 @@ def test_one_that_comes_before_the_first_checkpoint_does_not_end_the_run(campaig
     (rank,) = first.of("attempt")[0]["pids"]
     os.kill(rank, signal.SIGSTOP)
     comes = campaign.launch(spec)
-    wait_for_spare(spec.launch.rendezvous, f"{spec.run}@{Ledger(campaign.lakehouse).table_uuid}")
+    wait_for_spare(spec, Ledger(campaign.lakehouse).table_uuid)
     os.kill(rank, signal.SIGCONT)
     assert [launch.wait() for launch in (first, comes)] == [0, 0], (first.stderr, comes.stderr)
     assert first.of("checkpoint")[0]["reason"] == "nodes"
-    assert not first.of("failure") + first.of("preempted")
+    assert not first.of("failure") + first.of("preempted"), first.of("failure")
     (met,) = first.of("recovered")
     assert (met["cause"], met["rows_replayed"], met["work_lost_s"]) == ("more nodes have come", 0, 0.0)
     check_exact(campaign, spec.run, [1, 2])

@@ -18,7 +18,6 @@ from random import Random
 from typing import Any
 
 import pyarrow as pa
-from pyiceberg.io.pyarrow import schema_to_pyarrow
 from pyiceberg.partitioning import PartitionField, PartitionSpec
 from pyiceberg.schema import Schema
 from pyiceberg.transforms import (
@@ -53,38 +52,42 @@ from pyiceberg.types import (
     UUIDType,
 )
 
+from tests.iceberg_schemas import arrow_fields, optional_fields
 from tests.integration.iceberg_writer import HandTable
 
 DAY_US = 86_400_000_000
 FLOAT_MAX = struct.unpack("<f", b"\xff\xff\x7f\x7f")[0]
 SCHEMA = Schema(
-    NestedField(1, "i", IntegerType(), required=False),
-    NestedField(2, "l", LongType(), required=False),
-    NestedField(3, "f", FloatType(), required=False),
-    NestedField(4, "d", DoubleType(), required=False),
-    NestedField(5, "b", BooleanType(), required=False),
-    NestedField(6, "s", StringType(), required=False),
-    NestedField(7, "bin", BinaryType(), required=False),
-    NestedField(8, "fx", FixedType(3), required=False),
-    NestedField(9, "u", UUIDType(), required=False),
-    NestedField(10, "day", DateType(), required=False),
-    NestedField(11, "clock", TimeType(), required=False),
-    NestedField(12, "ts", TimestampType(), required=False),
-    NestedField(13, "tz", TimestamptzType(), required=False),
-    NestedField(14, "price", DecimalType(9, 2), required=False),
-    NestedField(15, "big", DecimalType(38, 10), required=False),
-    NestedField(16, "a.b", LongType(), required=False),
+    *optional_fields(
+        {
+            "i": IntegerType(),
+            "l": LongType(),
+            "f": FloatType(),
+            "d": DoubleType(),
+            "b": BooleanType(),
+            "s": StringType(),
+            "bin": BinaryType(),
+            "fx": FixedType(3),
+            "u": UUIDType(),
+            "day": DateType(),
+            "clock": TimeType(),
+            "ts": TimestampType(),
+            "tz": TimestamptzType(),
+            "price": DecimalType(9, 2),
+            "big": DecimalType(38, 10),
+            "a.b": LongType(),
+        }
+    ),
     NestedField(
         17,
         "st",
         StructType(
-            NestedField(18, "n", LongType(), required=False),
-            NestedField(19, "x.y", StringType(), required=False),
-            NestedField(20, "deep", StructType(NestedField(21, "d", DoubleType(), required=False)), required=False),
+            *optional_fields({"n": LongType(), "x.y": StringType()}, first_id=18),
+            NestedField(20, "deep", StructType(*optional_fields({"d": DoubleType()}, first_id=21)), required=False),
         ),
         required=False,
     ),
-    NestedField(22, "list", ListType(23, LongType(), element_required=False), required=False),
+    *optional_fields({"list": ListType(23, LongType(), element_required=False)}, first_id=22),
 )
 
 
@@ -358,10 +361,7 @@ def arrow_of(rows: Sequence[dict[str, Any]]) -> pa.Table:
     return pa.table(columns, schema=pa.schema(_ARROW))
 
 
-_ARROW = [
-    pa.field(each.name, pa.binary(16) if each.type == pa.uuid() else each.type)
-    for each in schema_to_pyarrow(SCHEMA, include_field_ids=False)
-]
+_ARROW = arrow_fields(SCHEMA)
 
 
 # Filters: a tree that is written as text and decided for a row.

@@ -8,6 +8,7 @@ from pyiceberg.expressions import And, EqualTo
 from catalog.ledger import Ledger
 from catalog.run_rows import Row
 from dlac_pipeline.audit.audit import audit_run
+from dlac_pipeline.audit.lakehouse_sql import open_audit
 from tests.integration.audit_runs import Change, changed, is_advance, rows_named, unchanged, until_step, without
 from tests.integration.conftest import Lake
 
@@ -18,10 +19,16 @@ def test_an_advance_recorded_twice_is_found(lake: Lake) -> None:
     def doubled(rows: list[Row]) -> list[Row]:
         return [*rows, rows_named(rows, "advance")[3]]
 
-    report = lake.audit_forged(doubled)
+    name = lake.forge(doubled)
+    report = audit_run(lake.lakehouse, name)
     advance = rows_named(Ledger(lake.lakehouse).rows("faulty"), "advance")[3]
     assert (report.exact, report.rows_duplicated, report.rows_missing) == (False, advance["rows_consumed"], 0)
     assert any("once, found them again in checkpoint" in problem for problem in report.problems)
+    with open_audit(lake.lakehouse) as connection:
+        covered = connection.execute(
+            "SELECT count_if(rows_consumed > live_rows), sum(rows_repeated)::BIGINT FROM coverage WHERE run = ?", [name]
+        ).fetchone()
+    assert covered == (0, advance["rows_consumed"])
 
 
 def test_overlapping_advances_are_found(lake: Lake) -> None:

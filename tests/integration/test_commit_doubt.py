@@ -98,6 +98,29 @@ def test_a_commit_in_doubt_is_recorded_once(
     check_readable(ledger.lakehouse)
 
 
+def test_landed_append_is_no_conflict(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An append that landed succeeds although the catalog refused its replay, also where no rows decide."""
+    table = ledger.lakehouse.own("plans")
+    rows = table.scan().to_arrow()
+    once(monkeypatch, landed_but_refused)
+    table.append(rows)
+    assert len(table.history()) == 1
+    check_readable(ledger.lakehouse)
+
+
+def test_refused_append_is_a_conflict(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An append that did not land fails as a conflict."""
+
+    def refused(commit: Commit, request: Any) -> CommitTableResponse:
+        raise CommitFailedException("another commit was first")
+
+    table = ledger.lakehouse.own("plans")
+    once(monkeypatch, refused)
+    with pytest.raises(CommitConflict, match="did not land"):
+        table.append(table.scan().to_arrow())
+    assert ledger.lakehouse.own("plans").current_snapshot() is None
+
+
 def test_a_commit_whose_snapshot_has_been_expired_before_anybody_looked(
     ledger: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -26,6 +27,8 @@ def test_settings_are_checked(datasets: Datasets, tmp_path: Path) -> None:
         ("found both: \\['table'\\]", lambda: open_dataset(path, table="src.a")),
         ("found rank 2 of 2", lambda: datasets.open(rank=2, world_size=2)),
         ("found rank 0 of 3", lambda: datasets.open(rank=0, world_size=3)),
+        ("beside end_token, found end_token '</s>' without one", lambda: datasets.open(end_token="</s>")),
+        ("beside begin_token, .*'<s>'.* as begin_id", lambda: datasets.open("packed", begin_token="<s>")),
         ('found "appends"', lambda: datasets.open(follow="appends")),
         ("of other names than 'dlac'", lambda: next(iter(datasets.open(transform="named")))),
     ]
@@ -56,6 +59,14 @@ def test_a_job_spec_opens_the_same_dataset(datasets: Datasets, tmp_path: Path, m
     dataset = open_dataset(by_path.spec)
     assert (dataset.rank, dataset.world_size, dataset.key_groups) == (1, 4, range(1, 2))
     assert next(iter(dataset))["row_id"].tolist() == datasets.whole("rows")[0]["row_id"][2:4]
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.uint8, torch.tensor])
+def test_integers_of_libraries_are_ranks(datasets: Datasets, kind: Callable[[int], Any]) -> None:
+    """Rank and world size may come from NumPy or PyTorch: they become Python's integers, as states need them."""
+    dataset = datasets.open(rank=kind(1), world_size=kind(2))
+    assert (type(dataset.rank), type(dataset.world_size)) == (int, int)
+    assert next(iter(dataset))["row_id"].tolist() == datasets.whole("rows")[0]["row_id"][4:]
 
 
 def test_a_rank_alone_counts_for_itself(datasets: Datasets) -> None:

@@ -215,6 +215,23 @@ def test_arguments_that_would_not_be_exact_are_refused(home: Path) -> None:
             trainer_of(home, opened(home), **arguments).train()
 
 
+def test_uneven_last_batch_is_refused(home: Path) -> None:
+    """On several ranks a Trainer needs last batches of one size; one that is full, or one rank, needs nothing."""
+
+    def begin(kind: str = "rows", **settings: Any) -> None:
+        dataset = opened(home, kind, rank=0, **{"passes": 1, "world_size": 2, **settings})
+        args = transformers.TrainingArguments(str(home / "out"), ignore_data_skip=True, num_train_epochs=1)
+        trainer_callback(dataset).on_train_begin(args, transformers.TrainerState(), None)
+
+    begin()
+    short = {"row_filter": "row_id < 237"}
+    for settings in ({"world_size": 1}, {"last_batch": "drop"}, {"last_batch": "pad"}, {"steps": 29}):
+        begin(**short, **settings)
+    for kind, settings in (("rows", short), ("packed", {})):
+        with pytest.raises(SpecInvalid, match=r"for a Trainer on 2 ranks, found 'partial'.*give .* last_batch='drop'"):
+            begin(kind, **settings)
+
+
 def test_a_trainer_that_was_given_more_than_it_trained_on_does_not_save(home: Path) -> None:
     """A batch that somebody else took from the dataset is noticed at the next checkpoint."""
     dataset = opened(home)

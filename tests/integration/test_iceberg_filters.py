@@ -32,26 +32,24 @@ from catalog.data_files import live_files
 from catalog.errors import NoSuchColumn, SpecInvalid
 from catalog.filters.conditions import parse_filter
 from catalog.row_groups import row_groups_of
+from tests.iceberg_schemas import arrow_fields, optional_fields
 from tests.integration.iceberg_oracle import live_positions
 from tests.integration.iceberg_writer import HandTable
 
 SCHEMA = Schema(
-    NestedField(1, "n", LongType(), required=False),
-    NestedField(2, "s", StringType(), required=False),
-    NestedField(3, "x", DoubleType(), required=False),
-    NestedField(4, "day", DateType(), required=False),
-    NestedField(5, "ts", TimestampType(), required=False),
-    NestedField(6, "ok", BooleanType(), required=False),
-    NestedField(7, "price", DecimalType(9, 2), required=False),
+    *optional_fields(
+        {
+            "n": LongType(),
+            "s": StringType(),
+            "x": DoubleType(),
+            "day": DateType(),
+            "ts": TimestampType(),
+            "ok": BooleanType(),
+            "price": DecimalType(9, 2),
+        }
+    )
 )
-TYPES = {
-    "n": pa.int64(),
-    "s": pa.string(),
-    "x": pa.float64(),
-    "day": pa.date32(),
-    "ts": pa.timestamp("us"),
-    "ok": pa.bool_(),
-}
+TYPES = {each.name: each.type for each in arrow_fields(SCHEMA) if each.name != "price"}
 START = dt.datetime(2024, 1, 1)
 
 

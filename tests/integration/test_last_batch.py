@@ -112,7 +112,7 @@ def test_ragged_and_nullable_columns_are_cut_together(uneven: Datasets) -> None:
 
 @pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.soak), 8])
 def test_ranks_have_as_many_batches(uneven: Datasets, world_size: int) -> None:
-    """Ranks that ask nobody have the same number of batches and together the rows, each once; the mean is that of one rank."""
+    """Without a process group ranks have equally many batches, and together every row once; the mean is that of one rank."""
     parts = {
         policy: [
             list(uneven.open(table="src.c", passes=1, rank=rank, world_size=world_size, last_batch=policy))
@@ -152,7 +152,7 @@ def test_resuming_before_the_last_batch(uneven: Datasets, policy: str) -> None:
 
 
 def test_stateful_loader_resumes_in_last_batch(uneven: Datasets) -> None:
-    """Workers' own states before the last, shorter batch and behind it."""
+    """Workers' own states before and after the last, shorter batch."""
     whole = ids(uneven.open(table="src.c", passes=1))
     for cut in (37, 38):
         loader = stateful(uneven.open(table="src.c", passes=1), 2)

@@ -74,7 +74,7 @@ def test_logs_of_led_nodes(arena: Arena, logs: Logs) -> None:
 
 
 def test_missing_logs_are_explained(arena: Arena, logs: Logs) -> None:
-    """Another node, an old attempt, another launcher, a start that is under way, and a wrong number are told apart."""
+    """The reason is named: another node, an old attempt, another launcher, a start that is under way, or a wrong number."""
     code, out, err = logs("r")
     assert (code, out) == (64, "")
     assert "NoSuchRun" in err

@@ -16,6 +16,7 @@ import dlac_pipeline as dlac
 from catalog.errors import LossNotFinite
 from catalog.recoveries import recoveries_of
 from dlac_pipeline.audit.report import write_report
+from dlac_pipeline.checkpoint.engines.distributed_state import DistributedState
 from dlac_pipeline.checkpoint.finiteness import FinitenessCheck
 from dlac_pipeline.recover.status import run_status
 from tests.conftest import Arena
@@ -79,6 +80,15 @@ def test_small_floats_are_checked(name: str) -> None:
         model.weight = torch.nn.Parameter(torch.full((1, 4), 255, dtype=torch.uint8).view(kind))
         with pytest.raises(LossNotFinite, match=r"'model\.weight'"):
             check.check_weights(dlac.TorchState(model=model), 1)
+
+
+def test_other_modules_are_checked() -> None:
+    """A module beside a sharded model, such as an average of it, is no less in the checkpoint."""
+    average = torch.nn.Linear(4, 1)
+    torch.nn.init.constant_(average.bias, float("nan"))
+    engine = DistributedState(model=torch.nn.Linear(4, 1), average=average)
+    with pytest.raises(LossNotFinite, match=r"'average\.bias'"):
+        FinitenessCheck("r", "stop", warn=lambda _: None).check_weights(engine, 1)
 
 
 def test_warn_trains_on(arena: Arena) -> None:

@@ -8,7 +8,8 @@ import sqlite3
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 from uuid import uuid4
 
 import pyarrow.fs as pafs
@@ -18,12 +19,15 @@ import yaml
 from sqlalchemy import create_engine, text
 
 import dlac_pipeline
+from catalog import older_ledger
 from catalog.connect import Lakehouse, connect
 from catalog.errors import CatalogUnreachable, LedgerOlderThanStore
 from catalog.lakehouse_config import LakehouseConfig
+from catalog.ledger import Ledger
 from catalog.maintenance.upkeep import upkeep
 from catalog.metadata_files import TableFolder
-from catalog.older_ledger import WarehouseReader, check_warehouse, commit_marked
+from catalog.older_ledger import WarehouseReader, check_warehouse, commit_marked, newer_in_store
+from catalog.run_rows import Row, checkpoint_rows
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.checkpoint import committing
 from dlac_pipeline.recover.rewind import rewind_run
@@ -311,12 +315,91 @@ def test_many_orphans_cost_one_read(arena: Arena) -> None:
     other = content.replace(str(arena.lakehouse.own("consumption").metadata.table_uuid), str(uuid4()))
     for number in range(5):
         (metadata / f"{number:05}-orphan.metadata.json").write_text(other)
-    read_own, reads = Lakehouse.read_own, []
-
-    def count(self: Lakehouse, name: str, *given: Any, **how: Any) -> Any:
-        reads.append(name)
-        return read_own(self, name, *given, **how)
-
-    arena.monkeypatch.setattr(Lakehouse, "read_own", count)
+    calls: list[str] = []
+    for method in ("read_own", "load"):
+        arena.monkeypatch.setattr(Lakehouse, method, counted(getattr(Lakehouse, method), calls))
+    arena.monkeypatch.setattr(older_ledger, "_newest_of", lambda lakehouse: "")
     check_warehouse(arena.lakehouse, "r", exists=False)
-    assert reads == ["consumption"]
+    assert calls.count("read_own") == 1
+    assert calls.count("load") == 2  # one by the check, one by that read
+
+
+class Store:
+    """A checkpoint store in memory that records which folders are listed."""
+
+    def __init__(self, files: dict[str, dict[str, Any]]) -> None:
+        self.files = files
+        self.listed: list[str] = []
+
+    def children(self, address: str) -> list[str]:
+        """Return the names in a folder."""
+        self.listed.append(address)
+        return sorted(
+            {path.removeprefix(f"{address}/").split("/")[0] for path in self.files if path.startswith(address)}
+        )
+
+    def read(self, address: str) -> bytes:
+        """Return a file."""
+        if address not in self.files:
+            raise FileNotFoundError(address)
+        return json.dumps(self.files[address]).encode()
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_old_attempts_are_not_listed(lost: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lost checkpoints come after all known ones: a long run costs few listings, and its rows are gone through few times."""
+
+    def folder(attempt: int, step: int) -> str:
+        return f"store/r/attempt-{attempt:04}/step-{step:09}-n{attempt}/manifest.json"
+
+    def manifest(step: int) -> dict[str, Any]:
+        return {"ledger_uuid": "u", "run": "r", "parent": f"c{step - 1}", "step": step}
+
+    rows: list[Row] = [
+        {
+            "kind": "checkpoint",
+            "checkpoint_id": f"c{step}",
+            "step": step,
+            "attempt": step,
+            "manifest_uri": folder(step, step),
+        }
+        for step in range(1, 21)
+    ]
+    committed = {row["manifest_uri"]: manifest(row["step"]) for row in rows}
+    left_over = {folder(20, 21 + number): manifest(21) for number in range(20)}
+    store = Store({**committed, **left_over, **({folder(21, 23): manifest(23)} if lost else {})})
+    passes: list[str] = []
+    monkeypatch.setattr(older_ledger, "checkpoint_rows", counted(checkpoint_rows, passes))
+    ledger = cast(Ledger, SimpleNamespace(table_uuid="u", rows=lambda *_, **__: rows))
+    newer = newer_in_store(ledger, "r", "store/r", store, rows=rows)
+    assert (newer is not None) == lost
+    assert store.listed == ["store/r", "store/r/attempt-0020", *(["store/r/attempt-0021"] if lost else [])]
+    assert len(passes) <= 2
+
+
+def counted(work: Callable[..., Any], calls: list[str]) -> Callable[..., Any]:
+    """Return a function that does the same and records its name with each call."""
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        calls.append(work.__name__)
+        return work(*arguments, **options)
+
+    return call
+
+
+def test_watch_survives_unknown_errors() -> None:
+    """An error of a driver or a file system does not end the watch of a live run's ledger."""
+    looks = iter([RuntimeError("a driver's"), OSError("a file system's"), LedgerOlderThanStore("older")])
+
+    def own(name: str) -> None:
+        raise next(looks)
+
+    watch = older_ledger.LedgerWatch(cast("Lakehouse", SimpleNamespace(own=own)), every_s=0.01)
+
+    def is_reported() -> bool:
+        with suppress(LedgerOlderThanStore):
+            watch.check()
+            return False
+        return True
+
+    wait_until(is_reported, what="the report")

@@ -244,6 +244,22 @@ def test_a_store_that_cannot_be_written_is_named(arena: Arena, spec: JobSpec, st
     assert arena.rows("r1", "checkpoint") == []
 
 
+class Unloadable(torch.nn.Linear):
+    """A model whose state has something that loading refuses."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]  # torch overloads it
+        """Return the state with a plain object in it."""
+        return {**super().state_dict(*args, **kwargs), "extra": object()}
+
+
+def test_failed_vote_prevents_commit(spec: JobSpec, arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that cannot save its state votes no, and the checkpoint is not committed without it."""
+    monkeypatch.setattr(torch.nn, "Linear", Unloadable)
+    with pytest.raises(SpecInvalid, match="extra"):
+        arena.train(spec)
+    assert arena.rows("r1", "checkpoint") == []
+
+
 def test_a_rank_that_leaves_out_step_done_is_told(arena: Arena, spec: JobSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch that is never reported as done stops the run before the next one: nothing is recorded behind its back."""
     monkeypatch.setattr("dlac_pipeline.worker.TrainingRun.step_done", lambda self, loss: None)

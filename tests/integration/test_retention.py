@@ -108,6 +108,21 @@ def test_an_interrupted_removal_goes_on_with_what_nobody_committed(arena: Arena)
     assert foreign.exists()
 
 
+def test_sweep_spares_own_attempt(tmp_path: Path) -> None:
+    """The sweep removes what an older attempt staged and never committed, and leaves what its own attempt is staging."""
+    rows: list[Row] = [
+        {"kind": "claim", "nonce": nonce, "detail": json.dumps({"marks_commits": True})} for nonce in ("aaaa", "bbbb")
+    ]
+    older = tmp_path / "r" / "attempt-0001" / "step-000000010-aaaa"
+    own = tmp_path / "r" / "attempt-0002" / "step-000000020-bbbb"
+    for folder in (older, own):
+        folder.mkdir(parents=True)
+        (folder / "rng-00000.pt").write_text("staged")
+    tiers = Tiers(run="r", local=tmp_path, store=None, files=StoreFiles())
+    Retention(CheckpointSpec(), tiers, 2, rows).sweep()
+    assert (older.exists(), own.exists()) == (False, True)
+
+
 def test_a_store_that_was_moved_keeps_its_checkpoints(arena: Arena) -> None:
     """The store lies elsewhere now, behind a link: what was committed under the old path is not taken for left over."""
     arena.table()

@@ -31,6 +31,7 @@ from catalog.connect import Lakehouse, connect
 from catalog.errors import (
     DataFileUnreadable,
     NoSuchColumn,
+    NoSuchSnapshot,
     SpecInvalid,
     UnsupportedColumn,
     UnsupportedSnapshot,
@@ -40,7 +41,7 @@ from catalog.plans import get_plan
 from catalog.row_groups import row_groups_of
 from catalog.snapshots import snapshot_of
 from dlac_pipeline.dataset import DlacDataset, open_dataset
-from dlac_pipeline.plan.planner import make_plan
+from dlac_pipeline.plan.planner import Plan, make_plan
 from dlac_pipeline.spec import SourceSpec
 
 
@@ -287,6 +288,19 @@ def test_unsigned_snapshot_id_is_refused(lakehouse: Lakehouse, tmp_path: Path, s
         opened(lakehouse, "id", snapshot_id=snapshot_id)
 
 
+@pytest.mark.parametrize("snapshot_id", [-(2**63), -5, 0, 5, 2**63 - 1])
+def test_any_long_may_name_a_snapshot(lakehouse: Lakehouse, snapshot_id: int) -> None:
+    """An id that the table lacks is refused with those that it has, as Iceberg allows ids of any sign."""
+    known = made(lakehouse, pa.table({"id": range(4)})).snapshots()[0].snapshot_id
+    with pytest.raises(NoSuchSnapshot, match=rf"expected snapshot {snapshot_id} in .*found only \[{known}\]"):
+        opened(lakehouse, "id", snapshot_id=snapshot_id)
+
+
+def planned(lakehouse: Lakehouse, *columns: str, **settings: Any) -> Plan:
+    """A plan of `src.t`."""
+    return make_plan(lakehouse, SourceSpec(table="src.t", columns=list(columns), **settings))
+
+
 def test_plan_binds_the_schema_of_its_snapshot(lakehouse: Lakehouse) -> None:
     """Columns and filters are those of the snapshot, before and after later commits; the way to newer ones is named."""
     table = made(lakehouse, pa.table({"id": range(4), "old": range(4)}))
@@ -298,10 +312,16 @@ def test_plan_binds_the_schema_of_its_snapshot(lakehouse: Lakehouse) -> None:
     assert again.row.plan_id == first.row.plan_id
     assert get_plan(lakehouse, again.row.plan_id).schema_id == 0
     for column, row_filter in (("new", None), ("later", None), ("id", "new > 1")):
-        with pytest.raises(
-            NoSuchColumn, match=r"was written with schema 0, and schema 1 of the table came later: name columns"
-        ):
-            make_plan(lakehouse, SourceSpec(table="src.t", columns=[column], row_filter=row_filter))
+        for read in (planned, opened):
+            with pytest.raises(
+                NoSuchColumn,
+                match="was written with schema 0, and the table has a newer schema, 1, with that name: name",
+            ):
+                read(lakehouse, column, row_filter=row_filter)
+    for column, row_filter in (("typo", None), ("id", "typo > 1")):
+        with pytest.raises(NoSuchColumn) as caught:
+            opened(lakehouse, column, row_filter=row_filter)
+        assert "newer schema" not in str(caught.value)
     lakehouse.load("src.t").append(pa.table({"id": [9], "new": [9], "later": ["x"]}))
     wanted = SourceSpec(table="src.t", columns=["id", "old"], row_filter="old > 1", snapshot_id=first.row.snapshot_id)
     assert make_plan(lakehouse, wanted).row == first.row

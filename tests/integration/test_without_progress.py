@@ -10,7 +10,7 @@ import pytest
 from catalog.commits import claim
 from catalog.errors import NoProgress
 from catalog.ledger import Ledger
-from dlac_pipeline.nodes.crew import Crew
+from dlac_pipeline.elastic.round import Round
 from dlac_pipeline.ranks.share import Share
 from dlac_pipeline.ranks.starter import RankStarter
 from dlac_pipeline.recover.attempt import SupervisedAttempt, Supervision
@@ -40,7 +40,7 @@ def attempts(arena: Arena, count: int) -> tuple[Judge, list[SupervisedAttempt]]:
     made = []
     for number in range(1, count + 1):
         claim(Ledger(arena.lakehouse), "r", nonce=f"n{number}", replaces=number - 1, detail={})
-        crew = Crew(Share(world_size=1, ranks=1, port=1))
+        crew = Round(Share(world_size=1, ranks=1, port=1))
         made.append(SupervisedAttempt(supervision, crew, wish=RESUME, replaces=None, failure=None))
         made[-1].number = number
     return Judge(supervision), made

@@ -11,21 +11,21 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from dlac_pipeline.nodes.crew import RESUME, Crew
-from dlac_pipeline.nodes.talk import Words
+from dlac_pipeline.elastic.round import RESUME, Round
+from dlac_pipeline.elastic.sealed_store import Message
 from dlac_pipeline.supervisor import __main__ as supervisor
 
-_tell = Crew.tell
+_announce = Round.announce
 
 
-def _killed(crew: Crew, subject: str, words: Words) -> None:
+def _killed(round_: Round, subject: str, message: Message) -> None:
     if subject == RESUME:
         with suppress(FileExistsError):
             Path(sys.argv[1]).open("x").close()
             os.kill(os.getpid(), signal.SIGKILL)
-    _tell(crew, subject, words)
+    _announce(round_, subject, message)
 
 
 if __name__ == "__main__":
-    Crew.tell = _killed  # type: ignore[method-assign, assignment]
+    Round.announce = _killed  # type: ignore[method-assign, assignment]
     sys.exit(supervisor.main())

@@ -20,7 +20,7 @@ _OTHERS = ("file://host/x", "file:x", " ", "a\0b", "a\nb", "~no-such-user-here/x
 
 @pytest.mark.parametrize("address", [*_TYPOS, *_OTHERS])
 def test_malformed_address_is_refused(address: str) -> None:
-    """It would become a local folder of that name; the warehouse and the store refuse it alike."""
+    """It would become a local folder of that name: the warehouse and the store both refuse it."""
     for make in (checked_address, lambda one: CheckpointSpec(store=one), lambda one: LakehouseConfig(warehouse=one)):
         with pytest.raises((ValueError, ValidationError), match="expected a folder"):
             make(address)

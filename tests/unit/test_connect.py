@@ -15,7 +15,7 @@ from typing import Literal
 import pytest
 from sqlalchemy.exc import OperationalError
 
-from catalog import guarded
+from catalog import guarded, sqlite_locks
 from catalog.connect import connect, reachable
 from catalog.errors import CatalogMisconfigured, CatalogUnreachable, DlacError, LakehouseError
 from catalog.lakehouse_config import LakehouseConfig
@@ -181,3 +181,73 @@ def answering(status: int) -> Iterator[str]:
         finally:
             server.shutdown()
             thread.join()
+
+
+def hold_lock(file: Path, *statements: str, for_s: float) -> threading.Timer:
+    """Lock an SQLite file in this process, as another one would, and let go of it after a while."""
+    other = sqlite3.connect(file, isolation_level=None, check_same_thread=False)
+    for statement in statements:
+        other.execute(statement).fetchall()
+    release = threading.Timer(for_s, other.close)
+    release.start()
+    return release
+
+
+@pytest.fixture
+def reporting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[sqlite_locks.ReportingConnection]:
+    """A connection that reports after 0.2 s."""
+    monkeypatch.setattr(sqlite_locks, "_REPORT_AFTER_S", 0.2)
+    file = tmp_path / "catalog.db"
+    with closing(sqlite_locks.ReportingConnection(str(file), file=file, timeout=5.0)) as connection:
+        connection.execute("CREATE TABLE t (a)")
+        yield connection
+
+
+@pytest.mark.parametrize(
+    ("held", "statement"),
+    [
+        (("BEGIN EXCLUSIVE",), "SELECT * FROM t"),
+        (("BEGIN IMMEDIATE",), "INSERT INTO t VALUES (1)"),
+        (("BEGIN", "SELECT * FROM t"), "INSERT INTO t VALUES (1)"),
+    ],
+    ids=["read", "write", "commit"],
+)
+def test_lock_wait_is_reported(
+    reporting: sqlite_locks.ReportingConnection,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    held: tuple[str, ...],
+    statement: str,
+) -> None:
+    """Each statement that can wait reports it once, and succeeds when the lock is released."""
+    release = hold_lock(tmp_path / "catalog.db", *held, for_s=0.6)
+    reporting.cursor().execute(statement)
+    reporting.commit()
+    release.join()
+    assert len(caplog.messages) == 1
+    assert "found it locked for 0 s; waiting for at most 5 s" in caplog.text
+
+
+def test_deadlock_is_not_waited_for(
+    reporting: sqlite_locks.ReportingConnection, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """SQLite refuses one of two transactions that wait for each other at once: to repeat its statement would be in vain."""
+    with closing(sqlite3.connect(tmp_path / "catalog.db", isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        reporting.execute("BEGIN")
+        reporting.execute("SELECT * FROM t").fetchall()
+        other.execute("INSERT INTO t VALUES (1)")
+        other.execute("PRAGMA busy_timeout = 0")
+        with pytest.raises(sqlite3.OperationalError, match="locked"):
+            other.execute("COMMIT")  # it waits for the reader
+        with pytest.raises(sqlite3.OperationalError, match="locked"):
+            reporting.execute("INSERT INTO t VALUES (2)")
+    assert not caplog.messages
+
+
+def test_catalog_starts_no_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A catalog that is not locked is asked without a thread that watches."""
+    lakehouse = connect(LakehouseConfig().at_home(tmp_path))
+    monkeypatch.setattr(threading.Thread, "start", lambda self: pytest.fail(f"started {self.name}"))
+    lakehouse.create_namespace("made")
+    assert ("made",) in lakehouse.catalog.list_namespaces()

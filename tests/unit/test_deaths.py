@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dlac_pipeline.nodes.fleet import LOST
+from dlac_pipeline.elastic.all_ranks import LOST
 from dlac_pipeline.ranks.group import HANG, Exit
 from dlac_pipeline.recover.causes import first_cause
 from dlac_pipeline.recover.incident import Failure

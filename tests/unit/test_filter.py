@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import re
 import uuid
 from decimal import Decimal
 from typing import Any
@@ -22,7 +23,6 @@ from pyiceberg.types import (
     IntegerType,
     ListType,
     LongType,
-    NestedField,
     StringType,
     StructType,
     TimestampType,
@@ -31,9 +31,11 @@ from pyiceberg.types import (
     UUIDType,
 )
 
+from catalog.columns import arrow_type
 from catalog.errors import NoSuchColumn, SpecInvalid
 from catalog.filters.conditions import parse_filter
 from catalog.filters.facts import of_counts, of_partition
+from tests.iceberg_schemas import optional_fields
 
 NAN = float("nan")
 DAYS = [dt.date(1969, 12, 31), dt.date(2024, 1, 31), dt.date(2024, 2, 1), dt.date(1, 1, 1)]
@@ -45,33 +47,31 @@ TIMES = [
     dt.datetime(9999, 12, 31),
 ]
 PRICES = [Decimal("0.10"), Decimal("1.50"), Decimal("-1.50"), Decimal("9999999.99")]
-COLUMNS: dict[str, tuple[IcebergType, pa.DataType, list[Any]]] = {
-    "n": (LongType(), pa.int64(), [1, 2, 2**63 - 1, -(2**63), None]),
-    "small": (IntegerType(), pa.int32(), [1, 2, 2**31 - 1, -(2**31), None]),
-    "x": (DoubleType(), pa.float64(), [0.0, -0.0, NAN, 0.1, None]),
-    "f": (FloatType(), pa.float32(), [0.1, NAN, 3.4028234663852886e38, float("inf"), None]),
-    "ok": (BooleanType(), pa.bool_(), [True, False, True, False, None]),
-    "s": (StringType(), pa.string(), ["a", "a_b", "axb", "a%", None]),
-    "raw": (BinaryType(), pa.binary(), [b"a", b"\xff", b"", b"ab", None]),
-    "key": (UUIDType(), pa.binary(16), [uuid.UUID(int=n).bytes for n in range(4)] + [None]),
-    "day": (DateType(), pa.date32(), [*DAYS, None]),
-    "clock": (TimeType(), pa.time64("us"), [*CLOCKS, None]),
-    "ts": (TimestampType(), pa.timestamp("us"), [*TIMES, None]),
-    "tz": (TimestamptzType(), pa.timestamp("us", "UTC"), [*(time.replace(tzinfo=dt.UTC) for time in TIMES), None]),
-    "price": (DecimalType(9, 2), pa.decimal128(9, 2), [*PRICES, None]),
-    "a.b": (LongType(), pa.int64(), [1, 2, 3, 4, None]),
+COLUMNS: dict[str, tuple[IcebergType, list[Any]]] = {
+    "n": (LongType(), [1, 2, 2**63 - 1, -(2**63), None]),
+    "small": (IntegerType(), [1, 2, 2**31 - 1, -(2**31), None]),
+    "x": (DoubleType(), [0.0, -0.0, NAN, 0.1, None]),
+    "f": (FloatType(), [0.1, NAN, 3.4028234663852886e38, float("inf"), None]),
+    "ok": (BooleanType(), [True, False, True, False, None]),
+    "s": (StringType(), ["a", "a_b", "axb", "a%", None]),
+    "raw": (BinaryType(), [b"a", b"\xff", b"", b"ab", None]),
+    "key": (UUIDType(), [uuid.UUID(int=n).bytes for n in range(4)] + [None]),
+    "day": (DateType(), [*DAYS, None]),
+    "clock": (TimeType(), [*CLOCKS, None]),
+    "ts": (TimestampType(), [*TIMES, None]),
+    "tz": (TimestamptzType(), [*(time.replace(tzinfo=dt.UTC) for time in TIMES), None]),
+    "price": (DecimalType(9, 2), [*PRICES, None]),
+    "a.b": (LongType(), [1, 2, 3, 4, None]),
 }  # fmt: skip
-STRUCT = StructType(
-    NestedField(101, "b", LongType(), required=False), NestedField(102, "c.d", LongType(), required=False)
-)
+STRUCT = StructType(*optional_fields({"b": LongType(), "c.d": LongType()}, first_id=101))
 SCHEMA = Schema(
-    *(NestedField(place, name, kind, required=False) for place, (name, (kind, _, _)) in enumerate(COLUMNS.items(), 1)),
-    NestedField(100, "st", STRUCT, required=False),
-    NestedField(103, "list", ListType(104, LongType(), element_required=False), required=False),
+    *optional_fields({name: kind for name, (kind, _) in COLUMNS.items()}),
+    *optional_fields({"st": STRUCT}, first_id=100),
+    *optional_fields({"list": ListType(104, LongType(), element_required=False)}, first_id=103),
 )
 TABLE = pa.table(
     {
-        **{name: pa.array(values, arrow) for name, (_, arrow, values) in COLUMNS.items()},
+        **{name: pa.array(values, arrow_type(kind)) for name, (kind, values) in COLUMNS.items()},
         "st": [{"b": 1, "c.d": 10}, {"b": 2, "c.d": None}, None, {"b": None, "c.d": 10}, {"b": 1, "c.d": 20}],
         "list": [[1], [], None, [None], None],
     }
@@ -128,6 +128,10 @@ def rows_of(text: str) -> list[int]:
         ("ts = '2024-01-31'", [0]),
         ("ts > '2024-01-31 11:59:59.9999999'", [1, 3]),
         ("ts < timestamp '1970-01-01T00:00'", [2]),
+        ("ts > TIMESTAMP '2024-01-31 00:00:00'", [1, 3]),
+        ("ts between DATE '2024-01-31' and TIMESTAMP '2024-01-31 12:00:00'", [0, 1]),
+        ("tz in (TIMESTAMP '2024-01-31 02:00:00+02:00')", [0]),
+        ("clock = TIME '12:00:00'", [1]),
         ("tz = '2024-01-31T02:00:00+02:00'", [0]),
         ("tz = '2024-01-31T00:00:00Z'", [0]),
         ("tz = '2024-01-31T00:00:00'", [0]),
@@ -241,6 +245,22 @@ def test_incomparable_literals_are_refused(text: str, column: str, kind: str, li
 
 
 @pytest.mark.parametrize(
+    ("column", "written"),
+    [
+        ("day", "DATE '2024-01-31'"),
+        ("clock", "TIME '12:30:00'"),
+        ("ts", "TIMESTAMP '2024-01-31 12:30:00'"),
+        ("tz", "TIMESTAMP '2024-01-31 12:30:00+00:00'"),
+    ],
+)
+def test_integers_are_no_times(column: str, written: str) -> None:
+    """An integer has no unit of time: the error names a literal that the column can be compared with."""
+    with pytest.raises(SpecInvalid, match=f"such as {re.escape(written)}, found 5 .*: write it in that form"):
+        parse_filter(f"{column} > 5", SCHEMA)
+    rows_of(f"{column} > {written}")
+
+
+@pytest.mark.parametrize(
     ("text", "where"),
     [
         ("n > 1 n", "position 6 on: 'n'"),
@@ -276,8 +296,20 @@ def test_blank_filters_are_refused() -> None:
 @pytest.mark.parametrize("text", ["colour = 'red'", "st.z = 1", "st.b.c = 1", '"st.b" = 1', "N = 1"])
 def test_unknown_columns_are_named(text: str) -> None:
     """A name is that of a column, or of a field of a struct."""
-    with pytest.raises(NoSuchColumn, match="found no field with name"):
+    with pytest.raises(
+        NoSuchColumn, match=r"expected one of the columns .* 'st', 'st.b', 'st.c.d', 'list'.*name one of these"
+    ):
         parse_filter(text, SCHEMA)
+
+
+@pytest.mark.parametrize("text", ["list.element = 1", "list.item is null", "list.element.b = 1"])
+def test_list_items_are_not_named(text: str) -> None:
+    """A filter cannot look into a list: the error lists the column alone, and says what may be asked of it."""
+    with pytest.raises(NoSuchColumn, match=r"found 'list[.].*the list 'list'; write list IS NULL") as caught:
+        parse_filter(text, SCHEMA)
+    listed, _, _ = str(caught.value).partition("in filter")
+    assert "'list'" in listed
+    assert "element" not in listed
 
 
 def test_truncated_extremes_are_kept() -> None:

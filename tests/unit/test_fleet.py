@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from dlac_pipeline.nodes.crew import LEADER, Crew
-from dlac_pipeline.nodes.fleet import ASKS, LEAVE, LOST, Fleet, words_of
+from dlac_pipeline.elastic.all_ranks import ASKS, LEAVE, LOST, AllRanks, report_of
+from dlac_pipeline.elastic.round import LEADER, Round
 from dlac_pipeline.ranks.group import RankGroup
 from dlac_pipeline.ranks.launch_folder import in_hand_file
 from dlac_pipeline.ranks.progress import Phase, Progress, ProgressWriter
 from dlac_pipeline.spec import JobSpec, parse_spec
 from tests.conftest import wait_until
-from tests.crews import crews
+from tests.crews import rounds, silence
 
 WAITS = """
 import os, sys, time
@@ -34,10 +34,10 @@ sys.exit(int(told.read_text()))
 class Machines:
     """One rank on each of several machines, and the fleet that the first leads."""
 
-    def __init__(self, groups: list[RankGroup], crews: list[Crew]) -> None:
+    def __init__(self, groups: list[RankGroup], crews: list[Round]) -> None:
         self.groups = groups
         self.crews = crews
-        self.fleet = Fleet(groups[LEADER], crews[LEADER])
+        self.fleet = AllRanks(groups[LEADER], crews[LEADER])
 
     def exits(self, rank: int, code: int) -> None:
         """Have a rank end."""
@@ -46,9 +46,9 @@ class Machines:
 
     def say(self, place: int, **changes: Any) -> None:
         """What a machine that is led says again and again, once."""
-        answers = bool(self.crews[place].words(LEADER).get(ASKS))
-        words = words_of(self.groups[place], asked=str(changes.pop("asked", "")), answers=answers)
-        self.crews[place].say({**words, **changes})
+        answers = bool(self.crews[place].message_of(LEADER).get(ASKS))
+        words = report_of(self.groups[place], asked=str(changes.pop("asked", "")), answers=answers)
+        self.crews[place].publish({**words, **changes})
 
     def until(self, holds: Callable[[], Any], what: str) -> None:
         """Wait, while all that are led say how they are."""
@@ -69,10 +69,10 @@ def pair(tmp_path: Path) -> Iterator[Machines]:
 
 
 @contextmanager
-def machines(folder: Path, count: int, *, patience_s: float = 60.0) -> Iterator[Machines]:
+def machines(folder: Path, count: int, *, timeout_s: int = 60) -> Iterator[Machines]:
     """So many, with a launch folder each."""
     spec = waiting_job(folder)
-    with crews(count, patience_s=patience_s) as talking, ExitStack() as stack:
+    with rounds(count, timeout_s=timeout_s) as talking, ExitStack() as stack:
         groups = []
         for place, crew in enumerate(talking):
             (launch := folder / f"launch-{place}").mkdir()
@@ -120,7 +120,7 @@ def test_a_sign_of_life_that_could_not_be_written_down_is_brought_later(pair: Ma
     ProgressWriter(pair.groups[1].folder, 1).write(7, Phase.TRAINING)
     folder = pair.groups[LEADER].folder
     folder.rename(away := folder.with_name("away"))
-    pair.until(lambda: pair.crews[LEADER].words(1).get("progress"), "its words")
+    pair.until(lambda: pair.crews[LEADER].message_of(1).get("progress"), "its words")
     assert pair.fleet.progress() == [None, None]
     away.rename(folder)
     pair.until(lambda: pair.fleet.progress()[1] is not None, "the other rank's progress")
@@ -139,14 +139,14 @@ def test_a_sign_of_life_elsewhere_is_brought_once_however_often_it_is_told(pair:
 
     wait_until(lambda: told() is not None, what="the other rank's progress")
     first = told()
-    beats = int(pair.crews[LEADER].words(1)["beat"]) + 3
-    wait_until(lambda: bool(told()) and pair.crews[LEADER].words(1)["beat"] > beats, what="more words")
+    beats = int(pair.crews[LEADER].message_of(1)["beat"]) + 3
+    wait_until(lambda: bool(told()) and pair.crews[LEADER].message_of(1)["beat"] > beats, what="more words")
     assert told() == first
 
 
 def test_a_failure_is_told_once_all_machines_have_been_heard_of_it(pair: Machines) -> None:
     """What broke here may have begun elsewhere: the other machine's rank died first, and had told nobody yet."""
-    pair.until(lambda: pair.crews[LEADER].words(1).get("progress") is not None, "its words")
+    pair.until(lambda: pair.crews[LEADER].message_of(1).get("progress") is not None, "its words")
     pair.exits(1, 3)
     pair.exits(0, 1)
     assert pair.fleet.failures() == []  # the other one is asked
@@ -157,9 +157,9 @@ def test_a_failure_is_told_once_all_machines_have_been_heard_of_it(pair: Machine
 
 def test_a_machine_that_is_silent_is_lost_and_comes_before_what_follows_from_it(tmp_path: Path) -> None:
     """Of three: the second one goes, the third one's rank dies of that and is still asked."""
-    with machines(tmp_path, 3, patience_s=5.0) as three:
-        three.until(lambda: all(three.crews[LEADER].words(place) for place in (1, 2)), "their words")
-        three.crews[1].__exit__(None, None, None)
+    with machines(tmp_path, 3, timeout_s=5) as three:
+        three.until(lambda: all(three.crews[LEADER].message_of(place) for place in (1, 2)), "their words")
+        silence(three.crews[1])
         three.exits(2, 1)
 
         def told() -> bool:

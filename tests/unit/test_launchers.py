@@ -265,6 +265,19 @@ def test_node_meets_at_first() -> None:
     assert for_node(asked("slurm", {"gpu": 4}, nodes=""), environment).spec.launch.nproc_per_node == 0
 
 
+def test_job_has_its_own_key() -> None:
+    """Nodes meet with a secret of the job, which no other job has; on Kubernetes it is a file."""
+    keys = [re.findall("export DLAC_RENDEZVOUS_KEY=(.*)", rendered(asked("slurm", {}))) for _ in range(2)]
+    assert keys[0] != keys[1]
+    found = manifests({})
+    assert len(found["Secret"]["stringData"]["rendezvous-key"]) == 64
+    environment = {"DLAC_RENDEZVOUS_KEY_FILE": "/etc/dlac/rendezvous-key"}
+    assert (
+        for_node(asked("kubernetes", {"image": "i"}), environment).spec.launch.rendezvous_key_file
+        == "/etc/dlac/rendezvous-key"
+    )
+
+
 def test_request_is_one_word() -> None:
     """What carries it has no sign that a shell or a scheduler would read, and comes out as it went in."""
     request = asked("slurm", SLURM)

@@ -14,8 +14,8 @@ from unittest.mock import Mock
 
 import pytest
 
-from dlac_pipeline.nodes.crew import LEADER, RESUME, VERDICT, Crew
-from dlac_pipeline.nodes.fleet import STOP, Fleet
+from dlac_pipeline.elastic.all_ranks import STOP, AllRanks
+from dlac_pipeline.elastic.round import LEADER, RESUME, VERDICT, Round
 from dlac_pipeline.ranks.starter import RankStarter
 from dlac_pipeline.recover.attempt import Regather, SupervisedAttempt, Supervision, started
 from dlac_pipeline.recover.coordinator import ResumePoint
@@ -24,7 +24,7 @@ from dlac_pipeline.recover.leg_choice import RESUME as GOES_ON
 from dlac_pipeline.request import OPERATOR
 from dlac_pipeline.spec import JobSpec, parse_spec
 from tests.conftest import wait_until
-from tests.crews import crews
+from tests.crews import rounds, silence
 
 POINT = ResumePoint(attempt=1, nonce="n", replaces=0, leg="{}", leg_is_new=True)
 
@@ -82,38 +82,38 @@ def beside(call: Callable[[], Any], supervision: Supervision) -> Iterator[Callab
 
 def test_one_that_is_led_passes_a_stop_on_and_hears_the_verdict(imports: Supervision) -> None:
     """Told where the attempt resumes, it does not wait for its ranks alone."""
-    with crews(2) as (leader, led):
+    with rounds(2) as (leader, led):
         attempt = LedAttempt(imports, led, attempt=0)
-        leader.tell(RESUME, asdict(POINT))
+        leader.announce(RESUME, asdict(POINT))
         with beside(attempt.run, imports) as verdict:
             wait_until(lambda: _resumed(imports.spec), what="its hearing of the resume point")
             imports.stop.set()
-            wait_until(lambda: leader.words(1).get("asked") == STOP, what="its word")
-            leader.tell(VERDICT, Verdict(ending="stopped", attempt=1).words())
+            wait_until(lambda: leader.message_of(1).get("asked") == STOP, what="its word")
+            leader.announce(VERDICT, Verdict(ending="stopped", attempt=1).words())
             assert verdict().ending == "stopped"
 
 
 def test_one_that_is_led_notices_that_the_leader_is_lost(imports: Supervision) -> None:
     """And does not wait for its ranks to end the attempt."""
-    with crews(2, patience_s=5.0) as (leader, led):
-        leader.say({})
-        leader.tell(RESUME, asdict(POINT))
+    with rounds(2, timeout_s=5) as (leader, led):
+        leader.publish({})
+        leader.announce(RESUME, asdict(POINT))
         attempt = LedAttempt(imports, led, attempt=0)
         with beside(attempt.run, imports) as verdict:
             wait_until(lambda: _resumed(imports.spec), what="its hearing of the resume point")
-            leader.__exit__(None, None, None)
+            silence(leader)
             found = verdict()
             assert "which led" in found.again.cause
 
 
 def test_one_that_leads_hears_that_another_was_told_to_stop(imports: Supervision) -> None:
     """Before its own ranks have come up, which are told to stop then."""
-    with crews(2) as (leader, other):
+    with rounds(2) as (leader, other):
         attempt = _leading(imports, leader)
-        ranks = Fleet(started(imports.spec, attempt.folder, leader, imports.starter), leader)
+        ranks = AllRanks(started(imports.spec, attempt.folder, leader, imports.starter), leader)
         with beside(lambda: attempt._pids(ranks), imports) as pids:
-            other.say({"asked": STOP})
-            wait_until(lambda: leader.words(1).get("asked") == STOP, what="its word")
+            other.publish({"asked": STOP})
+            wait_until(lambda: leader.message_of(1).get("asked") == STOP, what="its word")
             wait_until(imports.stop.is_set, what="the stop")
             assert pids() == [0]
         ranks.end()
@@ -121,7 +121,7 @@ def test_one_that_leads_hears_that_another_was_told_to_stop(imports: Supervision
 
 def test_a_machine_that_goes_away_while_it_makes_room_goes(imports: Supervision) -> None:
     """More machines have come, and one of its ranks was told to leave: it does not train on with them."""
-    with crews(1) as (alone,):
+    with rounds(1) as (alone,):
         attempt = _leading(imports, alone)
         assert isinstance(attempt._ended(Mock(noticed=False, leaving=[]), grows=True), Regather)
         assert not imports.leaves.is_set()
@@ -129,7 +129,7 @@ def test_a_machine_that_goes_away_while_it_makes_room_goes(imports: Supervision)
         assert imports.leaves.is_set()
 
 
-def _leading(supervision: Supervision, crew: Crew) -> SupervisedAttempt:
+def _leading(supervision: Supervision, crew: Round) -> SupervisedAttempt:
     assert crew.share.node == LEADER
     return SupervisedAttempt(supervision, crew, wish=GOES_ON, replaces=None, failure=None)
 

@@ -76,7 +76,7 @@ def test_path_named_twice_is_damage() -> None:
 
 @pytest.mark.parametrize("content", [b"", b"\xff", b"[]", b"null", b"{}", b'{"format_version": 1}'])
 def test_other_content_is_damage(content: bytes) -> None:
-    """What is no manifest is told as damage."""
+    """Content that is no manifest is reported as damage."""
     with pytest.raises(CheckpointDamaged):
         parse_manifest(content, origin="m")
 
@@ -117,7 +117,7 @@ def test_link_out_is_damage(tmp_path: Path, linked: str) -> None:
 
 @pytest.mark.parametrize("linked", ["part", "part/state"])
 def test_linked_copy_is_mended(tmp_path: Path, linked: str) -> None:
-    """A local copy with a link out is made anew from the store; nothing is written where the link leads."""
+    """A local copy with a link out is replaced from the store; nothing is written where the link leads."""
     row, _ = checkpoint_in(tmp_path / "store")
     tiers = Tiers(
         run="r", local=tmp_path / "local", store=(tmp_path / "store").as_uri(), files=StoreFiles(deadline_s=0)

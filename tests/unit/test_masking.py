@@ -307,7 +307,7 @@ def test_broken_file_shows_no_secret(tmp_path: Path, name: str, text: str) -> No
 
 
 def test_every_error_is_masked() -> None:
-    """Whoever raises it, and however it is printed."""
+    """The secret is masked in every error and in every form of it: text, repr and arguments."""
     err = SpecInvalid(f"expected x at 'https://h?apikey={SECRET}', found y")
     assert SECRET not in f"{err} {err!r} {err.args}"
     assert LakehouseConfig(uri=f"https://me:{SECRET}@h").address == "https://me:***@h"

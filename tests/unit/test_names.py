@@ -98,7 +98,7 @@ def lakehouse(tmp_path_factory: pytest.TempPathFactory) -> Lakehouse:
 
 
 def test_ledger_begins_no_bad_run(lakehouse: Lakehouse) -> None:
-    """Whoever asks: a row is for ever."""
+    """The ledger refuses a bad name from every caller, as a row is permanent."""
     before = Ledger(lakehouse).runs()
     with pytest.raises(SpecInvalid):
         claim(Ledger(lakehouse), "../../x", nonce="n", replaces=0, detail={})

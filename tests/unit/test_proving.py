@@ -12,10 +12,10 @@ import pytest
 from catalog.errors import CheckpointDamaged, StoreUnavailable
 from dlac_pipeline.checkpoint.files import StoreFiles, file_digest
 from dlac_pipeline.checkpoint.manifest import FileEntry, Manifest, content_digest
-from dlac_pipeline.nodes.crew import Crew
+from dlac_pipeline.elastic.round import Round
 from dlac_pipeline.recover import proving
 from dlac_pipeline.recover.proving import Prover, Provers, parts_of
-from tests.crews import crews
+from tests.crews import rounds, silence
 
 MACHINES = 3
 
@@ -171,20 +171,20 @@ def together(
     """A leader and those that it leads, which look for what they are told; `silent` says nothing any more."""
     ends = threading.Event()
 
-    def be_led(crew: Crew, files: Reads) -> None:
+    def be_led(crew: Round, files: Reads) -> None:
         with closing(Prover(crew, files)) as prover:
             while not ends.wait(0.05):
                 prover.look()
-                crew.say(prover.words)
+                crew.publish(prover.words)
 
-    with crews(len(reads), patience_s=60.0 if silent is None else 5.0) as machines:
+    with rounds(len(reads), timeout_s=60 if silent is None else 5) as machines:
         led = [
             threading.Thread(target=be_led, args=(machines[place], reads[place]))
             for place in range(1, len(reads))
             if proves and place != silent
         ]
         if silent is not None:
-            machines[silent].__exit__(None, None, None)
+            silence(machines[silent])
         for thread in led:
             thread.start()
         try:

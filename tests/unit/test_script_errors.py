@@ -57,7 +57,7 @@ def fail(folder: Path, statement: str) -> BaseException:
     ],
 )
 def test_origin_of_exception(tmp_path: Path, statement: str, origin: str) -> None:
-    """What may pass is told from a bug also where the script wraps it."""
+    """A passing failure is not taken for a bug, even where the script wraps it."""
     record = describe_exception(fail(tmp_path, statement))
     assert record["origin"] == origin
     assert record["where"] == f"{tmp_path / 'train.py'}:3 in train"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from catalog.run_rows import Row
 from dlac_pipeline.commands.display import command_with, describe_live, describe_outcome, describe_status
 from dlac_pipeline.commands.recovery import describe_incident
 from dlac_pipeline.recover.run_lock import run_lock
-from dlac_pipeline.recover.status import standing_of
+from dlac_pipeline.recover.status import current_failure, standing_of
 from dlac_pipeline.recover.supervise import Outcome
 from dlac_pipeline.request import OPERATOR
 from dlac_pipeline.wording import lay_out_facts
@@ -72,6 +73,23 @@ def test_next_command_needs_spec(tmp_path: Path) -> None:
     assert standing_of(mine).next_command == "dlac recover 'a b'"
     assert command_with("dlac recover r", ("--home", "/a b")) == "dlac recover r --home '/a b'"
     assert command_with("", ("--home", "x")) == ""
+    given = command_with("dlac recover r --spec FILE", ("--home", "/lake", "--spec", "job.toml"))
+    assert given == "dlac recover r --home /lake --spec job.toml"
+
+
+def test_many_attempts_cost_few_passes() -> None:
+    """The rows of a long run are gone through as often for many attempts as for few."""
+
+    class Counted(list[Row]):
+        passes = 0
+
+        def __iter__(self) -> Iterator[Row]:
+            self.passes += 1
+            return super().__iter__()
+
+    few, many = (Counted(rows(*map(claim, range(1, count)))) for count in (3, 50))
+    assert (standing_of(few).state, standing_of(many).state) == ("dead", "dead")
+    assert many.passes == few.passes
 
 
 @pytest.mark.parametrize(
@@ -103,7 +121,7 @@ def test_recent_commit_elsewhere_means_training() -> None:
 
 
 def test_stop_without_checkpoint_is_known(tmp_path: Path) -> None:
-    """A launch that was told to stop before it had anything to commit said so in its launch folder."""
+    """A launch that was asked to stop before it had anything to commit recorded that in its launch folder."""
     (tmp_path / "events.jsonl").write_text('{"event": "training", "step": 0, "total_steps": 9}\n{"event": "stopped"}\n')
     assert standing_of(rows(claim(launch_folder=str(tmp_path)))).state == "stopped"
 
@@ -125,8 +143,21 @@ def recovery(**changes: Any) -> Recovery:
 
 def test_gave_up_is_not_dead() -> None:
     """No attempt followed: its cause is shown, and the incidents are the next thing to look at."""
-    standing = standing_of(rows(claim()), [recovery(attempt=1, outcome="gave up")])
+    standing = standing_of(rows(claim()), [recovery(attempt=1, outcome="gave up"), recovery(attempt=2, cause="later")])
     assert (standing.state, standing.note, standing.command) == ("given up", "rank 1 died", ("incidents", "r"))
+
+
+def test_old_failure_is_not_shown() -> None:
+    """A failure concerns the present until a later attempt has committed a checkpoint, or the run is finished."""
+    failed = [recovery(attempt=2, replaced_attempt=1)]
+    begun = (claim(), checkpoint(10, "steps"), claim(2))
+    assert current_failure(rows(*begun), failed) == "rank 1 died"
+    assert current_failure(rows(*begun, checkpoint(20, "steps", 2)), failed) is None
+    assert current_failure(rows(*begun, {"kind": "finish"}), failed) is None
+    gave_up = [*failed, recovery(attempt=2, outcome="gave up", cause="rank 0 hangs", failed_at=datetime.now(UTC))]
+    assert current_failure(rows(*begun, checkpoint(20, "steps", 2)), gave_up) == "rank 0 hangs"
+    assert current_failure(rows(*begun, claim(3), checkpoint(20, "steps", 3)), gave_up) is None
+    assert current_failure(rows(*begun), []) is None
 
 
 def test_operator_time_is_no_recovery() -> None:

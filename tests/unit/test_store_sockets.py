@@ -6,23 +6,23 @@ import os
 import pickle
 import socket
 import threading
-from base64 import b64encode
+import time
 from concurrent.futures import ThreadPoolExecutor
-from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's __init__ does not re-export by name
-from torch.distributed.elastic.rendezvous import RendezvousStateError
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
 
-from catalog.errors import RendezvousInvalid, SpecInvalid
+from catalog.errors import SpecInvalid
+from dlac_pipeline.elastic.endpoint import Endpoint, serve
+from dlac_pipeline.elastic.rank_assignment import Offer
+from dlac_pipeline.elastic.sealed_store import SealedStore
 from dlac_pipeline.launch_spec import LaunchSpec
-from dlac_pipeline.nodes.rendezvous import Rendezvous, serve
-from dlac_pipeline.nodes.rendezvous_state import decode_state, encode_state
 from dlac_pipeline.ranks import addresses, process_group
-from dlac_pipeline.ranks.addresses import listen_at, own_address
+from dlac_pipeline.ranks.addresses import listen_at, own_address, stands_for_loopback
+from tests.conftest import wait_until
+from tests.crews import SECRET, heartbeat, round_of
 from tests.ports import own_port
 
 NEVER = threading.Event()
@@ -64,11 +64,9 @@ def test_served_rendezvous_listens_there_only() -> None:
 def test_node_serves_its_address_only() -> None:
     """So does a node that serves the rendezvous of its run."""
     port = own_port()
-    launch = LaunchSpec(script="x", nodes="1:2", rendezvous=f"127.0.0.1:{port}", last_call_s=1)
-    rendezvous = Rendezvous(launch, "r")
-    assert rendezvous.join(NEVER, lambda: None) is not None
+    store = Endpoint(f"127.0.0.1:{port}", timeout_s=60).connect()
     assert (answers("127.0.0.1", port), answers(OTHER_LOOPBACK, port)) == (True, False)
-    rendezvous.leave()
+    assert store.port == port
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:99999", "no.such.node.invalid:1", ":80", "127.0.0.1", "127.0.0.1:x"])
@@ -93,64 +91,68 @@ def test_group_store_listens_at_master(monkeypatch: pytest.MonkeyPatch) -> None:
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("content", [b"{}", b"null", b"[" * 100_000, b"\xff", b'{"round": 1}'])
-@pytest.mark.parametrize("encoded", [True, False])
-def test_foreign_content_is_refused(content: bytes, encoded: bool) -> None:
-    """A rendezvous with content of strangers ends the join with an error that says so."""
-    check_join_refuses(b64encode(content).decode() if encoded else content.decode(errors="replace") or " ")
-
-
-def test_stored_pickle_is_not_run(tmp_path: Path) -> None:
-    """A pickle in the rendezvous' place does nothing on the nodes that join."""
-    check_join_refuses(b64encode(pickle.dumps(Strike(tmp_path / "struck"))).decode())
-    assert not (tmp_path / "struck").exists()
-
-
-def check_join_refuses(content: str) -> None:
-    """Join at a store that a stranger has written to."""
+def test_stranger_writes_in_vain(tmp_path: Path) -> None:
+    """Whatever a stranger without the key writes, overwrites or deletes, two nodes meet, and nothing of it is run."""
     server = process_group.serve_store("127.0.0.1", own_port())
     stranger = TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
-    stranger.set("torch.rendezvous.r", content)
-    launch = LaunchSpec(script="x", nodes="2", rendezvous=f"127.0.0.1:{server.port}", last_call_s=1)
-    rendezvous = Rendezvous(launch, "r")
-    with pytest.raises(RendezvousInvalid, match="keep its port within the cluster"):
-        rendezvous.join(NEVER, lambda: None)
-    rendezvous.leave()
+    strike = pickle.dumps(Strike(tmp_path / "struck")).decode("latin-1")
+    launch = LaunchSpec(script="x", nodes="2", rendezvous=f"127.0.0.1:{server.port}", last_call_s=1, node_timeout_s=60)
+    beats = [heartbeat(server.port, launch) for _ in range(2)]
+    for place, beat in enumerate(beats):
+        beat.seek(Offer(host=f"host-{place}", address="127.0.0.1", ranks=1))
 
+    def together() -> bool:
+        for name in ("lease", "node/1", "node/2", "round/1/1"):
+            stranger.set(f"dlac/r/{name}", strike)
+            stranger.delete_key(f"dlac/r/{name}")
+        time.sleep(1.5)  # a flood would keep the nodes apart
+        return all(beat.plan is not None for beat in beats)
 
-def test_pickle_beside_members_is_not_run(tmp_path: Path) -> None:
-    """A state that a stranger replaces while nodes wait is not run by the ones that wait."""
-    server = process_group.serve_store("127.0.0.1", own_port())
-    launch = LaunchSpec(script="x", nodes="2", rendezvous=f"127.0.0.1:{server.port}", last_call_s=1)
-    waiting = Rendezvous(launch, "r")
-    with ThreadPoolExecutor(1) as pool:
-        joined = pool.submit(waiting.join, NEVER, lambda: None)
-        server.wait(["torch.rendezvous.r"])
-        server.set("torch.rendezvous.r", b64encode(pickle.dumps(Strike(tmp_path / "struck"))).decode())
-        with pytest.raises(RendezvousInvalid):
-            joined.result()
+    stranger.set("dlac/r/lease", strike)
+    wait_until(together, what="the round")
+    leader, other = sorted((round_of(beat) for beat in beats), key=lambda each: each.share.node)
+    leader.announce("resume", {"step": 7})
+    stranger.set("dlac/r/lease", strike)
+    wait_until(lambda: other.announced("resume") == {"step": 7}, what="the announcement")
+    assert not any(
+        "host-" in str(stranger.get(f"dlac/r/{name}")) for name in ("lease", "node/1", "node/2", "round/1/1")
+    )
+    for beat in beats:
+        beat.close(leaves=True)
     assert not (tmp_path / "struck").exists()
 
 
-def test_state_survives_its_encoding() -> None:
-    """What is read is what was written, and equal states have equal bytes."""
-    nodes = [_NodeDesc("10.0.0.1", 7, number) for number in range(3)]
-    state = _RendezvousState()
-    state.round, state.complete, state.deadline = 4, True, datetime.now(UTC)
-    state.participants = {nodes[1]: 1, nodes[0]: 0}
-    state.wait_list, state.redundancy_list = {nodes[2]}, {nodes[0]}
-    state.last_heartbeats = dict.fromkeys(nodes, datetime.now(UTC))
-    read = decode_state(encode_state(state))
-    assert vars(read) == vars(state)
-    state.participants = dict(reversed(state.participants.items()))
-    assert encode_state(state) == encode_state(read)
+def test_old_message_is_no_news() -> None:
+    """A lease that a stranger wrote down and writes again later does not set the nodes back."""
+    server = process_group.serve_store("127.0.0.1", own_port())
+    stranger = TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
+    beat = heartbeat(server.port, LaunchSpec(script="x", nodes="1:2", rendezvous="127.0.0.1:1", last_call_s=1))
+    beat.seek(Offer(host="a", address="127.0.0.1", ranks=1))
+    wait_until(lambda: beat.leads, what="the lease")
+    old = stranger.get("dlac/r/lease")
+    wait_until(lambda: beat.plan is not None, what="the round")
+    stranger.set("dlac/r/lease", old.decode())
+    time.sleep(2.0)
+    plan = beat.plan
+    assert plan is not None
+    assert (plan.number, beat.leads, beat.cut_off) == (1, True, False)
+    beat.close(leaves=True)
 
 
-def test_naive_moment_is_refused() -> None:
-    """A moment without a time zone could not be compared."""
-    content = encode_state(_RendezvousState()).replace(b'"deadline":null', b'"deadline":"2026-01-01T00:00:00"')
-    with pytest.raises(RendezvousStateError):
-        decode_state(content)
+def test_message_belongs_to_its_name() -> None:
+    """A sealed message is nothing under another name, or under another key."""
+    store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    ours, theirs = (SealedStore(store, secret, "dlac/r") for secret in (SECRET, "another secret of nodes"))
+    ours.publish("a", {"step": 1})
+    raw = ours.read("a").raw
+    store.set("dlac/r/b", raw.decode())
+    assert (ours.read("a").message, ours.read("b").message, theirs.read("a").message) == ({"step": 1}, None, None)
+    assert b"step" not in raw
+    assert (ours.read("c").raw, ours.read("b").raw) == (b"", raw)
+    store.set("dlac/r/d", b"\xff\xfe")  # type: ignore[arg-type]  # bytes as well
+    assert ours.replace("d", ours.read("d"), {"step": 2}).message == {"step": 2}
+    assert ours.replace("d", ours.read("a"), {"step": 3}).message == {"step": 2}
+    assert [each.message for each in ours.read_all(["a", "d", "e"])] == [{"step": 1}, {"step": 2}, None]
 
 
 def test_hidden_name_stands_for_route(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,6 +167,12 @@ def test_hidden_name_stands_for_route(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monkeypatch.setattr(addresses, "_routed_address", lambda: "")
     assert own_address("node1") == "127.0.0.1"
+
+
+def test_loopback_names_are_known() -> None:
+    """A name that resolves to loopback alone reaches no other node; one that resolves to nothing is no such name."""
+    assert all(map(stands_for_loopback, ("127.0.1.1", "::1", "localhost")))
+    assert not any(map(stands_for_loopback, ("198.51.100.7", "no.such.node.invalid", "a" * 300)))
 
 
 def test_other_node_has_no_address() -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from catalog.errors import CatalogUnreachable
+from dlac_pipeline import told
 from dlac_pipeline.recover.coordinator import ResumePoint
-from dlac_pipeline.told import await_resume_point
+from dlac_pipeline.told import OwnRecoveries, await_resume_point
 
 POINT = ResumePoint(attempt=2, nonce="n", replaces=1, leg="{}", leg_is_new=False, step=7)
 
@@ -31,3 +34,19 @@ def test_a_rank_looks_for_its_resume_point_often_at_first(
     assert await_resume_point(tmp_path) == POINT
     assert sum(pauses) - there_after_s <= 0.02 + there_after_s / 20
     assert len(pauses) <= 10 * there_after_s + 50
+
+
+def test_unrecorded_recovery_does_not_end_run(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The catalog is unavailable right after the claim: rank 0 trains with the others, and logs a warning."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise CatalogUnreachable("no answer")
+
+    monkeypatch.setattr(told, "_own_incident", fail)
+    nothing = cast(Any, None)
+    recoveries = OwnRecoveries(nothing, nothing, nothing)
+    recoveries.begin(nothing, claimed_at=0.0)
+    recoveries.fail()
+    assert "no answer" in caplog.text

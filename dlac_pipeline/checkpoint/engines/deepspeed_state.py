@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,10 @@ class DeepSpeedState:
 
     def _convert(self, source: Path, target: Path) -> None:
         to_universal(source / self.TAG, target / self.TAG)
+
+    def modules(self) -> Mapping[str, Any]:
+        """Return the engine's module."""
+        return {"engine": self._engine.module}
 
     def step_applied(self) -> bool:
         """False when DeepSpeed skipped the step because of an overflow."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -63,6 +63,10 @@ class DistributedState:
     def conversion(self, saved_world_size: int) -> Convert | None:
         """None: parts are put together anew when they are loaded."""
         return None
+
+    def modules(self) -> Mapping[str, Any]:
+        """Return the sharded model and the other parts."""
+        return {"model": self._model, **self._rest.modules()}
 
     def step_applied(self) -> bool:
         """PyTorch applies every step, unless the script says otherwise to `step_done`."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from dlac_pipeline.checkpoint.writing import Write
 
@@ -39,6 +39,9 @@ class Engine(Protocol):
         Raises:
             WorldSizeUnsupported: nothing does.
         """
+
+    def modules(self) -> Mapping[str, Any]:
+        """Return the modules whose weights a checkpoint has, by name. Parts that are no modules may be among them."""
 
     def step_applied(self) -> bool:
         """Whether the engine applied the last optimizer step (false on an fp16 overflow)."""

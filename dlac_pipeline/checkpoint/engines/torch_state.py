@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,10 @@ class TorchState:
     def conversion(self, saved_world_size: int) -> Convert | None:
         """Replicated state suits any number of ranks."""
         return None
+
+    def modules(self) -> Mapping[str, Any]:
+        """Return the parts."""
+        return self._parts
 
     def step_applied(self) -> bool:
         """Plain PyTorch applies every step."""

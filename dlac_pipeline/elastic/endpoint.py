@@ -1,0 +1,146 @@
+"""The store through which the nodes of a run meet: PyTorch's TCPStore at a host:port, served by the node with that address.
+
+A network that has gone silent may block a call without an end, so none is made on the caller's thread.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotInTime
+from contextlib import suppress
+from datetime import timedelta
+from typing import TypeVar
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's __init__ does not re-export by name
+
+from catalog.errors import SpecInvalid
+from dlac_pipeline.launch_spec import check_port
+from dlac_pipeline.ranks.addresses import own_address, stands_for_loopback
+from dlac_pipeline.ranks.process_group import serve_store
+
+Result = TypeVar("Result")
+_POLL_S = 0.1
+_CONNECT_S = 2.0
+
+
+class Endpoint:
+    """The host:port of a rendezvous; the node with that address serves it, once, for as long as this object exists."""
+
+    def __init__(self, address: str, *, timeout_s: float) -> None:
+        """`timeout_s`: how long a call to the store may take."""
+        self._address = address
+        self._host, self._port = _split(address)
+        self._timeout = timedelta(seconds=timeout_s)
+        self._served: TCPStore | None = None
+
+    @property
+    def serves(self) -> bool:
+        """Whether this process serves the store."""
+        return self._served is not None
+
+    def connect(self) -> TCPStore:
+        """Return a new connection to the store, or the store itself where this process serves it.
+
+        Raises:
+            OSError, RuntimeError: no store answers.
+        """
+        own = own_address(self._host)
+        if self._served is not None:
+            return self._served
+        if own and not _answers(own, self._port):
+            self._served = serve_store(own, self._port, timeout=self._timeout)
+            return self._served
+        if not _answers(own or self._host, self._port):
+            raise OSError(f"no rendezvous answers at {self._address!r}")
+        return TCPStore(own or self._host, self._port, is_master=False, wait_for_workers=False, timeout=self._timeout)
+
+    @property
+    def hint(self) -> str:
+        """What to write where the host stands for this node alone; empty where other nodes may reach it."""
+        if not stands_for_loopback(self._host):
+            return ""
+        return (
+            f"; {self._host!r} stands for a loopback address on this node: give an IP address, or a name that other nodes "
+            "resolve"
+        )
+
+    def local_address(self) -> str:
+        """Return the address at which the other nodes reach this one.
+
+        Raises:
+            OSError: there is no route to the endpoint.
+        """
+        own = own_address(self._host)
+        if own:
+            return own
+        family, kind, _, _, where = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:  # nothing is sent
+            probe.connect(where)
+            return str(probe.getsockname()[0])
+
+
+def serve(address: str, stop: threading.Event, on_ready: Callable[[], None]) -> None:
+    """Serve a rendezvous at host:port until `stop` is set, on a node that outlives those that meet there.
+
+    Raises:
+        SpecInvalid: it is no address of this node, or another process listens there.
+    """
+    try:
+        check_port(address)
+    except ValueError as err:
+        raise SpecInvalid(str(err)) from err
+    host, port = _split(address)
+    own = own_address(host) if host else ""
+    try:
+        if not own or _answers(own, port):
+            raise OSError("it is not an address of this node, or another process listens there already")
+        store = serve_store(own, port)
+    except OSError as err:
+        raise SpecInvalid(f"expected host:port at which this node can listen, found {address!r}: {err}") from err
+    on_ready()
+    stop.wait()
+    del store
+
+
+def in_time(call: Callable[[], Result], within_s: float, *, over: Callable[[], bool] = lambda: False) -> Result | None:
+    """Return what the call returns, made on a thread that is abandoned if it does not end; None: `over` became true.
+
+    Raises:
+        NotInTime: it did not end.
+    """
+    future: Future[Result] = Future()
+
+    def work() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as err:
+            future.set_exception(err)
+
+    threading.Thread(target=work, name="rendezvous", daemon=True).start()
+    deadline = time.monotonic() + within_s
+    while True:
+        with suppress(NotInTime):
+            return future.result(_POLL_S)
+        if future.done():
+            return future.result()
+        if time.monotonic() > deadline:
+            raise NotInTime
+        if over():
+            return None
+
+
+def _split(address: str) -> tuple[str, int]:
+    """Return host and port of host:port, where an IPv6 address has brackets."""
+    host, _, port = address.rpartition(":")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def _answers(host: str, port: int) -> bool:
+    """Return whether a process listens there: TCPStore prints its whole stack where none does."""
+    with suppress(OSError), socket.create_connection((host, port), _CONNECT_S):
+        return True
+    return False

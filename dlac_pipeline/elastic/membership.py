@@ -1,0 +1,236 @@
+"""This node's membership in a run: round after round with the nodes that exist, within what the job spec wants."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from catalog.errors import NodesMissing, SpecInvalid
+from dlac_pipeline.checkpoint.config import config_digest
+from dlac_pipeline.elastic.heartbeat import Heartbeat
+from dlac_pipeline.elastic.rank_assignment import Offer, usable_ranks
+from dlac_pipeline.elastic.round import Round
+from dlac_pipeline.elastic.sealed_store import Message, SealedStore, shared_secret
+from dlac_pipeline.launch_spec import LaunchSpec
+from dlac_pipeline.ranks.addresses import GLOO_INTERFACE, free_port, interface_of
+from dlac_pipeline.ranks.share import Share
+from dlac_pipeline.spec import JobSpec
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]  # torch's __init__ does not re-export by name
+
+    from dlac_pipeline.elastic.endpoint import Endpoint
+
+_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
+_POLL_S = 0.05
+_CONNECT_AGAIN_S = 1.0
+_WANTED_EVERY_S = 5.0
+_FAREWELL_S = 5.0
+
+
+class EndedElsewhere(Exception):
+    """The nodes that trained have ended the run, and announced how."""
+
+    def __init__(self, message: Message) -> None:
+        super().__init__(message)
+        self.message = message
+
+
+class Membership:
+    """Of one node in one run; without `launch.nodes` the node is by itself."""
+
+    def __init__(self, name: str, launch: LaunchSpec, *, batch_size: int, config: str) -> None:
+        """`name`: that of the run, among all that meet at one address; `config`: digest of what the node would train.
+
+        Raises:
+            SpecInvalid: several nodes, and no secret that they share.
+        """
+        self._launch = launch
+        self._batch_size = batch_size
+        self._endpoint: Endpoint | None = None
+        self._heartbeat: Heartbeat | None = None
+        self._ended_before: str | None = None
+        if launch.max_nodes > 1:
+            self._secret = shared_secret(launch)
+            self._prefix = f"dlac/{name}"
+            self._config = config
+            with _quiet_import():
+                from dlac_pipeline.elastic.endpoint import Endpoint
+
+            self._endpoint = Endpoint(launch.rendezvous, timeout_s=launch.node_timeout_s)
+
+    @classmethod
+    def of_job(cls, spec: JobSpec, *, ledger: str) -> Membership:
+        """Return the membership in a job's run; `ledger` identifies the ledger: other lakehouses have runs of the same name.
+
+        Raises:
+            SpecInvalid: several nodes, and no secret that they share.
+        """
+        config = config_digest(spec) if spec.launch.max_nodes > 1 else ""
+        return cls(f"{spec.run}@{ledger}", spec.launch, batch_size=spec.order.batch_size, config=config)
+
+    @property
+    def store(self) -> Store | None:
+        """The store through which the nodes meet; None: there is no other node, or no connection."""
+        return None if self._heartbeat is None else self._heartbeat.store
+
+    def next_round(self, attempt: int, stop: threading.Event, still_wanted: Callable[[], None]) -> Round | None:
+        """Return the round of the next attempt; None: `stop` was set meanwhile.
+
+        `attempt` is the last one of the run that this node took part in. `still_wanted` is called every few seconds, and raises
+        where there is nothing left to wait for.
+
+        Raises:
+            EndedElsewhere: the run has ended without this node.
+            NodesMissing: too few nodes came, or no rendezvous answered, for `launch.gather_timeout_s`.
+            SpecInvalid: another node would train something else.
+        """
+        if self._endpoint is None:
+            ranks = _ranks_alone(self._launch, self._batch_size)
+            return Round(Share(world_size=ranks, ranks=ranks, port=free_port()))
+        deadline = time.monotonic() + self._launch.gather_timeout_s
+        wanted_at = time.monotonic() + _WANTED_EVERY_S
+        problem, sought = "", False
+        while not stop.is_set():
+            try:
+                beat = self._connected(stop)
+            except (OSError, RuntimeError, TimeoutError) as err:
+                beat, problem = None, str(err) or type(err).__name__
+                stop.wait(_CONNECT_AGAIN_S)
+            if beat is not None and not sought:
+                beat.seek(self._offer(attempt))
+                sought = True
+            if beat is not None:
+                found = self._look(beat)
+                if found is not None:
+                    return found
+                if beat.others_train:
+                    deadline = time.monotonic() + self._launch.gather_timeout_s
+                if beat.cut_off:
+                    self.forget()
+                    sought, problem = False, "the rendezvous does not answer"
+            now = time.monotonic()
+            if now >= deadline:
+                raise self._missing(beat, problem)
+            if now >= wanted_at:
+                still_wanted()
+                wanted_at = now + _WANTED_EVERY_S
+            stop.wait(_POLL_S)
+        return None
+
+    def end_run(self, message: Message) -> None:
+        """Announce how the run has ended, also to nodes that wait. One that does not read it finds out from the ledger."""
+        if self._heartbeat is not None:
+            self._heartbeat.end_run(message)
+
+    def forget(self) -> None:
+        """Use another connection for the next round; a node that serves the store goes on serving it."""
+        beat, self._heartbeat = self._heartbeat, None
+        if beat is not None:
+            self._ended_before = beat.ended_before
+            beat.close(leaves=False)
+
+    def close(self) -> None:
+        """Leave, so that the others need not wait until this node counts as lost.
+
+        The node that serves the store leaves last: those that wait read there how the run has ended.
+        """
+        beat, self._heartbeat = self._heartbeat, None
+        if beat is None or self._endpoint is None:
+            return
+        deadline = time.monotonic() + _FAREWELL_S
+        while self._endpoint.serves and not (beat.all_know_the_end or beat.cut_off) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        beat.close(leaves=True)
+
+    def _connected(self, stop: threading.Event) -> Heartbeat | None:
+        """Return the heartbeat of this node, begun where there is none; None: `stop` was set meanwhile."""
+        if self._heartbeat is None:
+            assert self._endpoint is not None, "of several nodes"
+            from dlac_pipeline.elastic.endpoint import in_time
+
+            store = in_time(self._endpoint.connect, 2.0 * self._launch.node_timeout_s, over=stop.is_set)
+            if store is None:
+                return None
+            sealed = SealedStore(store, self._secret, self._prefix)
+            self._heartbeat = Heartbeat(
+                sealed, self._launch, batch_size=self._batch_size, ended_before=self._ended_before
+            )
+        return self._heartbeat
+
+    def _look(self, beat: Heartbeat) -> Round | None:
+        """Return the round that this node is a member of by now, if it is.
+
+        Raises:
+            EndedElsewhere, SpecInvalid: there will be none.
+        """
+        plan = beat.plan
+        place = None if plan is None else plan.place_of(beat.slot)
+        if plan is not None and place is not None:
+            return Round(plan.share(place), plan=plan, heartbeat=beat)
+        if beat.end is not None:
+            raise EndedElsewhere(beat.end)
+        if beat.refused:
+            raise SpecInvalid(
+                f"expected the same training job on all nodes, {beat.refused}: start all with the same job spec (sources, order, "
+                "params), script and arguments"
+            )
+        return None
+
+    def _offer(self, attempt: int) -> Offer:
+        assert self._endpoint is not None, "of several nodes"
+        address = self._endpoint.local_address()
+        return Offer(
+            host=socket.gethostname(),
+            address=address,
+            interface=_chosen_interface(self._launch) or interface_of(address),
+            config=self._config,
+            ranks=_ranks_here(self._launch),
+            attempt=attempt,
+        )
+
+    def _missing(self, beat: Heartbeat | None, problem: str) -> NodesMissing:
+        launch = self._launch
+        assert self._endpoint is not None, "of several nodes"
+        if beat is not None:
+            problem = f"only {beat.nodes_ready}"
+            if beat.is_foreign:
+                problem = "nodes with another key: give all nodes the same one"
+        return NodesMissing(
+            f"expected {launch.nodes} nodes at {launch.rendezvous!r} within {launch.gather_timeout_s:.0f} s, found {problem}; "
+            f"start the same command on the others, the one with that address first{self._endpoint.hint}"
+        )
+
+
+@contextmanager
+def _quiet_import() -> Iterator[None]:
+    """Import PyTorch so that its C++ prints no stack for each lost connection, of which Python gets an error anyway."""
+    if _LOG_LEVEL in os.environ:
+        yield
+        return
+    os.environ[_LOG_LEVEL] = "ERROR"
+    try:
+        yield
+    finally:
+        del os.environ[_LOG_LEVEL]  # it is not for the ranks
+
+
+def _chosen_interface(launch: LaunchSpec) -> str:
+    return launch.env.get(GLOO_INTERFACE, "") or os.environ.get(GLOO_INTERFACE, "")
+
+
+def _ranks_alone(launch: LaunchSpec, batch_size: int) -> int:
+    return usable_ranks(batch_size, _ranks_here(launch)) if launch.nodes else launch.world_size
+
+
+def _ranks_here(launch: LaunchSpec) -> int:
+    if launch.nproc_per_node:
+        return launch.nproc_per_node
+    import torch
+
+    return torch.accelerator.device_count() or 1

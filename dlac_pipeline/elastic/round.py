@@ -1,0 +1,119 @@
+"""One round, as one of its nodes sees it: its share of the ranks, which node leads, and the messages of the others.
+
+The leader claims the run, announces where it resumes, watches all ranks, and decides how the attempt has ended. Every other node
+starts its ranks and does as the leader announces. A node by itself leads, and has no others.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Sequence
+from types import TracebackType
+
+from dlac_pipeline.elastic.heartbeat import Heartbeat
+from dlac_pipeline.elastic.rank_assignment import RoundPlan
+from dlac_pipeline.elastic.sealed_store import Message
+from dlac_pipeline.ranks.share import Share
+
+RESUME, VERDICT = "resume", "verdict"
+"""What a leader announces: where the attempt resumes, and how it has ended."""
+LEADER = 0
+"""Place of the leader."""
+_POLL_S = 0.02
+_PART_S = 5.0
+
+
+class Round:
+    """Nodes of one attempt, by their places; a context manager."""
+
+    def __init__(self, share: Share, *, plan: RoundPlan | None = None, heartbeat: Heartbeat | None = None) -> None:
+        """`share`: this node's; a node by itself has neither plan nor heartbeat."""
+        self.share = share
+        self.number = 0 if plan is None else plan.number
+        self.shares: Sequence[Share] = (share,)
+        self.hosts = [socket.gethostname()]
+        self._slots: Sequence[int] = ()
+        if plan is not None:
+            self.shares = [plan.share(place) for place in range(len(plan.members))]
+            self.hosts = [member.offer.host for member in plan.members]
+            self._slots = [member.slot for member in plan.members]
+        self._heartbeat = heartbeat
+        self._message: Message = {}
+
+    @property
+    def leads(self) -> bool:
+        """Whether this node leads."""
+        return self.share.node == LEADER
+
+    @property
+    def others(self) -> list[int]:
+        """Places of the other nodes."""
+        return [place for place in range(len(self.shares)) if place != self.share.node]
+
+    @property
+    def could_grow(self) -> bool:
+        """Whether nodes wait with which there would be more ranks; known to the leader."""
+        return self._heartbeat is not None and self._heartbeat.could_grow
+
+    @property
+    def cut_off(self) -> bool:
+        """Whether this node has reached no other for too long, or the others have begun another round."""
+        return self._heartbeat is not None and self._heartbeat.cut_off
+
+    def lost(self) -> list[int]:
+        """Return the places of nodes that have been silent for too long; a node that does not lead watches the leader only."""
+        beat = self._heartbeat
+        return [] if beat is None else [place for place in self.others if beat.lost(self._slots[place])]
+
+    def publish(self, message: Message) -> None:
+        """Replace this node's message: to the leader, or, from the leader, to all."""
+        self._message = message
+        if self._heartbeat is not None:
+            self._heartbeat.publish(message)
+
+    def message_of(self, place: int) -> Message:
+        """Return the last message of another node; empty: none yet."""
+        assert self._heartbeat is not None, "there is another node"
+        return self._heartbeat.message_of(self._slots[place])
+
+    def silent_s(self, place: int) -> float:
+        """Return for how many seconds another node has written nothing new."""
+        assert self._heartbeat is not None, "there is another node"
+        return self._heartbeat.silent_s(self._slots[place])
+
+    def announce(self, subject: str, message: Message) -> None:
+        """Announce something to all nodes, as the leader; the last message of a subject stands."""
+        if self._heartbeat is not None:
+            self._heartbeat.announce(subject, message)
+
+    def announced(self, subject: str) -> Message | None:
+        """Return what the leader announced."""
+        return None if self._heartbeat is None else self._heartbeat.announced(subject)
+
+    def acknowledge(self) -> None:
+        """Publish that this node has received the verdict."""
+        self.publish({**self._message, "parted": True})
+
+    def part(self) -> None:
+        """Wait until all have received the verdict after which this node exits: the store goes with the node that serves it."""
+        self.acknowledge()
+        deadline = time.monotonic() + _PART_S
+        while time.monotonic() < deadline and not all(self._has_parted(place) for place in self.others):
+            time.sleep(_POLL_S)
+
+    def _has_parted(self, place: int) -> bool:
+        beat, slot = self._heartbeat, self._slots[place]
+        assert beat is not None, "there is another node"
+        if not self.leads:
+            return place != LEADER or beat.lost(slot) or bool(beat.message_of(slot).get("parted"))
+        return beat.lost(slot) or beat.has_moved_on(slot) or bool(beat.message_of(slot).get("parted"))
+
+    def __enter__(self) -> Round:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._heartbeat is not None:
+            self._heartbeat.end_round()

@@ -1,0 +1,114 @@
+"""Sealed messages in a store of torch: without the key none can be read, and none is accepted.
+
+In: torch's store, a secret. Out: JSON messages by name. A message is encrypted and authenticated together with its name (Fernet
+of `cryptography`). Nothing of a store is unpickled. A stranger who reaches the port can still delete and overwrite: what is
+overwritten counts as not written, and its writer writes it again.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cryptography.fernet import Fernet, InvalidToken
+
+from catalog.errors import SpecInvalid
+from dlac_pipeline.launch_spec import LaunchSpec
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]  # torch's __init__ does not re-export by name
+
+Message = dict[str, Any]
+KEY_VARIABLE = "DLAC_RENDEZVOUS_KEY"
+"""Environment variable with the secret that all nodes of a run share."""
+_SHORTEST_KEY = 16
+_ABSENT = "absent"
+"""Never a sealed message: comparing with it reads a value without waiting for one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sealed:
+    """What is stored under a name."""
+
+    raw: bytes = b""
+    """As it is stored; empty: nothing is."""
+    message: Message | None = None
+    """None: nothing is stored, or it was not sealed with this key under this name."""
+
+
+class SealedStore:
+    """Messages under the prefix of one run."""
+
+    def __init__(self, store: Store, secret: str, prefix: str) -> None:
+        """All users of one prefix have the same secret."""
+        self.store = store
+        self._prefix = prefix
+        self._fernet = Fernet(base64.urlsafe_b64encode(hashlib.sha256(secret.encode()).digest()))
+
+    def publish(self, name: str, message: Message) -> None:
+        """Write a message over whatever is stored under this name."""
+        self.store.set(self._key(name), self._seal(name, message))
+
+    def replace(self, name: str, found: Sealed, message: Message) -> Sealed:
+        """Write a message if `found` is still what is stored; return what is stored then."""
+        raw = self._seal(name, message)
+        stored = self.store.compare_set(self._key(name), found.raw, raw)  # type: ignore[arg-type]  # bytes as well
+        return self._opened(name, stored)
+
+    def read(self, name: str) -> Sealed:
+        """Return what is stored under this name, without waiting for it."""
+        return self._opened(name, self.store.compare_set(self._key(name), _ABSENT, ""))
+
+    def read_all(self, names: Sequence[str]) -> list[Sealed]:
+        """Return what is stored under each name: with two questions to the store if all of them exist."""
+        keys = [self._key(name) for name in names]
+        if not keys or self.store.check(keys):
+            found = self.store.multi_get(keys) if keys else []
+            return [self._opened(name, raw) for name, raw in zip(names, found, strict=True)]
+        return [self.read(name) for name in names]
+
+    def count_up(self, name: str, by: int) -> int:
+        """Add to a counter and return it."""
+        return int(self.store.add(self._key(name), by))
+
+    def _key(self, name: str) -> str:
+        return f"{self._prefix}/{name}"
+
+    def _seal(self, name: str, message: Message) -> str:
+        return self._fernet.encrypt(json.dumps([self._key(name), message]).encode()).decode()
+
+    def _opened(self, name: str, raw: bytes) -> Sealed:
+        if raw == _ABSENT.encode():
+            return Sealed()
+        try:
+            key, message = json.loads(self._fernet.decrypt(raw))
+        except (InvalidToken, ValueError):
+            return Sealed(raw=raw)
+        return Sealed(raw=raw, message=message if key == self._key(name) else None)
+
+
+def shared_secret(launch: LaunchSpec) -> str:
+    """Return the secret that the nodes of a run share: from the environment, or from the file that the job spec names.
+
+    Raises:
+        SpecInvalid: there is none, or a short one.
+    """
+    file = launch.rendezvous_key_file
+    try:
+        secret = Path(file).read_text().strip() if file else os.environ.get(KEY_VARIABLE, "").strip()
+    except (OSError, ValueError) as err:
+        raise SpecInvalid(f"expected a readable file at launch.rendezvous_key_file = {file!r}, found {err}") from err
+    if len(secret) >= _SHORTEST_KEY:
+        return secret
+    where = f"in {file!r}" if file else f"in the environment variable {KEY_VARIABLE}"
+    raise SpecInvalid(
+        f"expected a secret of at least {_SHORTEST_KEY} characters that all nodes of the run share, found {len(secret)} {where}: "
+        f"make one with `openssl rand -hex 32`, and give it to every node in {KEY_VARIABLE}, or in a file that "
+        "launch.rendezvous_key_file names"
+    )

@@ -1,0 +1,359 @@
+"""Nodes meet, form rounds, lose each other and end runs, through a real store."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
+from functools import partial
+from typing import Any
+
+import pytest
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's __init__ does not re-export by name
+
+from catalog.errors import NodesMissing, SpecInvalid
+from dlac_pipeline.elastic import membership
+from dlac_pipeline.elastic.endpoint import serve
+from dlac_pipeline.elastic.heartbeat import Heartbeat
+from dlac_pipeline.elastic.membership import EndedElsewhere, Membership
+from dlac_pipeline.elastic.rank_assignment import Offer, RoundPlan, assign_ranks
+from dlac_pipeline.elastic.round import Round
+from dlac_pipeline.elastic.sealed_store import KEY_VARIABLE
+from dlac_pipeline.launch_spec import LaunchSpec
+from dlac_pipeline.spec import JobSpec, parse_spec
+from tests.conftest import wait_until
+from tests.crews import heartbeat, round_of, rounds
+from tests.ports import own_port
+
+NEVER = threading.Event()
+
+
+def offer(host: str, *, ranks: int = 1, attempt: int = 0, config: str = "") -> Offer:
+    """What a node of a test brings."""
+    return Offer(host=host, address="127.0.0.1", ranks=ranks, attempt=attempt, config=config)
+
+
+def launch(nodes: str, *, timeout_s: int = 60, **changes: Any) -> LaunchSpec:
+    """Return settings of several nodes that gather quickly."""
+    return LaunchSpec(
+        script="x", nodes=nodes, rendezvous="127.0.0.1:1", node_timeout_s=timeout_s, last_call_s=1, **changes
+    )
+
+
+def job(port: int, **changes: Any) -> JobSpec:
+    """Return a job of up to two nodes that meet at a port of this one."""
+    settings = {"nodes": "1:2", "nproc_per_node": 1, "last_call_s": 1, "gather_timeout_s": 120, "node_timeout_s": 60}
+    return parse_spec(
+        {
+            "run": "r",
+            "source": {"table": "src.t", "columns": ["x"]},
+            "order": {"batch_size": 4, "key_groups": 4, "steps": 1},
+            "launch": {"script": "x.py", "rendezvous": f"127.0.0.1:{port}", **settings, **changes},
+        },
+        origin="the test",
+    )
+
+
+@pytest.fixture
+def store() -> TCPStore:
+    """A store at a port of this node."""
+    return TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+
+
+@pytest.fixture
+def start(store: TCPStore) -> Iterator[Callable[..., Heartbeat]]:
+    """A function that starts another node's heartbeat at the store, and waits for its slot."""
+    with ExitStack() as stack:
+
+        def started(settings: LaunchSpec, *, batch_size: int = 4) -> Heartbeat:
+            beat = heartbeat(store.port, settings, batch_size=batch_size)
+            stack.callback(beat.close, leaves=False)
+            wait_until(lambda: beat.slot > 0, what="a slot")
+            return beat
+
+        yield started
+
+
+def plan_of(beat: Heartbeat) -> RoundPlan:
+    """Wait until a node is a member of a round, and return its plan."""
+    wait_until(lambda: beat.plan is not None, what="a round")
+    plan = beat.plan
+    assert plan is not None
+    return plan
+
+
+def has_announcement(node: Round) -> bool:
+    """Return whether the leader's announcement is known."""
+    return node.announced("resume") == {"step": 7}
+
+
+def is_asked(node: Round) -> bool:
+    """Return whether the leader's message is known."""
+    return bool(node.message_of(0).get("asks"))
+
+
+def is_refused(beat: Heartbeat) -> bool:
+    """Return whether a node knows which node would train another job."""
+    return "found another one on b than on a" in beat.refused
+
+
+def test_largest_dividing_world_size() -> None:
+    """Ranks divide the batch. A node without a rank is no member. Nodes of the last round come before others."""
+    offers = {1: offer("a", ranks=2), 2: offer("b", ranks=2), 3: offer("c", ranks=2)}
+    members = assign_ranks(offers, leader=2, stay=[3], batch_size=4, most_nodes=3)
+    assert [(member.slot, member.first_rank, member.ranks) for member in members] == [(2, 0, 2), (3, 2, 2)]
+    uneven = assign_ranks(offers, leader=1, stay=[], batch_size=3, most_nodes=3)
+    assert [(member.slot, member.first_rank, member.ranks) for member in uneven] == [(1, 0, 2), (2, 2, 1)]
+    plan = RoundPlan(number=3, port=5, members=members)
+    assert RoundPlan.of(plan.message()) == plan
+    assert [plan.share(place).node for place in range(2)] == [0, 1]
+
+
+def test_messages_reach_leader_and_back() -> None:
+    """The leader reads every node's message. Every node reads the leader's and what it announces."""
+    with rounds(3) as (leader, first, second):
+        first.publish({"step": 1})
+        second.publish({"step": 2})
+        wait_until(lambda: leader.message_of(2).get("step") == 2, what="the second node's message")
+        wait_until(lambda: leader.message_of(1).get("step") == 1, what="the first node's message")
+        leader.publish({"asks": True})
+        leader.announce("resume", {"step": 7})
+        for node in (first, second):
+            wait_until(partial(has_announcement, node), what="the announcement")
+            wait_until(partial(is_asked, node), what="the leader's message")
+        leader.announce("resume", {"step": 8})
+        wait_until(lambda: first.announced("resume") == {"step": 8}, what="the later announcement")
+        assert not any(node.lost() or node.cut_off for node in (leader, first, second))
+
+
+def test_next_round_forgets_messages(start: Callable[..., Heartbeat]) -> None:
+    """Messages and announcements belong to their round."""
+    leader, other = start(launch("2")), start(launch("2"))
+    for beat in (leader, other):
+        beat.seek(offer("a"))
+    assert {plan_of(beat).number for beat in (leader, other)} == {1}
+    first, second = (leader, other) if leader.leads else (other, leader)
+    first.announce("resume", {"step": 1})
+    second.publish({"step": 1})
+    wait_until(lambda: second.announced("resume") is not None, what="the announcement")
+    wait_until(lambda: first.message_of(second.slot).get("step") == 1, what="the message")
+    for beat in (first, second):
+        beat.end_round()
+        beat.seek(offer("a", attempt=1))
+    assert {plan_of(beat).number for beat in (first, second)} == {2}
+    assert second.announced("resume") is None
+    assert "step" not in first.message_of(second.slot)
+
+
+def test_survivor_leads_next_round(start: Callable[..., Heartbeat]) -> None:
+    """A leader whose heartbeat stops is lost, and the survivor forms a round without it."""
+    lost = start(launch("1:2", timeout_s=3))
+    lost.seek(offer("a"))
+    wait_until(lambda: lost.leads, what="the lease")
+    survivor = start(launch("1:2", timeout_s=3))
+    survivor.seek(offer("b"))
+    assert len(plan_of(survivor).members) == 2
+    lost.close(leaves=False)
+    wait_until(lambda: survivor.lost(lost.slot), what="the loss")
+    survivor.end_round()
+    survivor.seek(offer("b", attempt=1))
+    plan = plan_of(survivor)
+    assert ([member.slot for member in plan.members], survivor.leads) == ([survivor.slot], True)
+
+
+def test_departure_needs_no_timeout(start: Callable[..., Heartbeat]) -> None:
+    """A leader that leaves gives its lease back, and a node that leaves is lost at once."""
+    settings = launch("1:3", timeout_s=3600)
+    beats = [start(settings, batch_size=6) for _ in range(3)]
+    for beat in beats:
+        beat.seek(offer("a"))
+    assert len(plan_of(beats[0]).members) == 3
+    leader = next(beat for beat in beats if beat.leads)
+    rest = [beat for beat in beats if beat is not leader]
+    rest[0].close(leaves=True)
+    wait_until(lambda: leader.lost(rest[0].slot), what="the departure")
+    leader.close(leaves=True)
+    wait_until(lambda: rest[1].lost(leader.slot), what="the leader's departure")
+    rest[1].end_round()
+    rest[1].seek(offer("a", attempt=1))
+    assert len(plan_of(rest[1]).members) == 1
+
+
+def test_node_that_knows_most_leads(start: Callable[..., Heartbeat]) -> None:
+    """A newcomer with the lease hands it over to the node that took part in the latest attempt."""
+    newcomer, veteran = start(launch("2")), start(launch("2"))
+    newcomer.seek(offer("new"))
+    wait_until(lambda: newcomer.leads, what="the lease")
+    veteran.seek(offer("old", attempt=4))
+    assert [member.offer.host for member in plan_of(newcomer).members] == ["old", "new"]
+    assert veteran.leads
+
+
+def test_spare_is_admitted_later(start: Callable[..., Heartbeat]) -> None:
+    """A node beyond the largest number waits, sees that others train, and replaces a lost one."""
+    settings = launch("2", timeout_s=3)
+    beats = [start(settings) for _ in range(2)]
+    for beat in beats:
+        beat.seek(offer("a"))
+    plan_of(beats[0])
+    spare = start(settings)
+    spare.seek(offer("spare"))
+    wait_until(lambda: spare.others_train, what="the others' round")
+    leader = next(beat for beat in beats if beat.leads)
+    assert not leader.could_grow
+    (other,) = (beat for beat in beats if beat is not leader)
+    other.close(leaves=False)
+    wait_until(lambda: leader.lost(other.slot), what="the loss")
+    leader.end_round()
+    leader.seek(offer("a", attempt=1))
+    assert [member.offer.host for member in plan_of(spare).members] == ["a", "spare"]
+
+
+def test_newcomer_makes_room_to_grow(start: Callable[..., Heartbeat]) -> None:
+    """A leader knows that a node waits with which there would be more ranks."""
+    leader = start(launch("1:2"))
+    leader.seek(offer("a"))
+    assert plan_of(leader).world_size == 1
+    assert not leader.could_grow
+    start(launch("1:2")).seek(offer("b"))
+    wait_until(lambda: leader.could_grow, what="the newcomer")
+
+
+def test_other_job_is_refused(start: Callable[..., Heartbeat]) -> None:
+    """Nodes that would train something else are named to all."""
+    beats = [start(launch("2")) for _ in range(2)]
+    beats[0].seek(offer("a", config="x"))
+    wait_until(lambda: beats[0].leads, what="the lease")
+    beats[1].seek(offer("b", config="y"))
+    for beat in beats:
+        wait_until(partial(is_refused, beat), what="the refusal")
+        assert beat.plan is None
+
+
+def test_lost_store_cuts_nodes_off() -> None:
+    """A node whose store is gone knows it although its main thread waits."""
+    store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    beat = heartbeat(store.port, launch("1:2", timeout_s=3))
+    beat.seek(offer("a"))
+    plan_of(beat)
+    del store
+    wait_until(lambda: beat.cut_off, what="the silence")
+    beat.close(leaves=False)
+
+
+def test_left_behind_node_is_cut_off(start: Callable[..., Heartbeat]) -> None:
+    """A node without which the others began another round does not train on."""
+    settings = launch("1:2", timeout_s=3)
+    beats = [start(settings) for _ in range(2)]
+    for beat in beats:
+        beat.seek(offer("a"))
+    plan_of(beats[0])
+    leader = next(beat for beat in beats if beat.leads)
+    (other,) = (beat for beat in beats if beat is not leader)
+    round_ = round_of(other)
+    with other._lock:  # its thread stands still, as in a suspended process
+        wait_until(lambda: leader.lost(other.slot), what="the loss")
+        leader.end_round()
+        leader.seek(offer("a", attempt=1))
+        assert len(plan_of(leader).members) == 1
+    wait_until(lambda: round_.cut_off, what="the others' round")
+
+
+def next_round(node: Membership, attempt: int = 0) -> Any:
+    """Return the node's next round; leave when the run has ended."""
+    return node.next_round(attempt, NEVER, lambda: None)
+
+
+def test_spare_learns_of_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The node that serves the store leaves last: those that wait have read how the run ended."""
+    spec = job(own_port(), nodes="2")
+    serves, other, spare = (Membership.of_job(spec, ledger="l") for _ in range(3))
+    with ThreadPoolExecutor(2) as pool:
+        joined = pool.submit(next_round, serves)
+        wait_until(lambda: serves._endpoint is not None and serves._endpoint.serves, what="the store")
+        assert next_round(other) is not None
+        leader = serves if joined.result().leads else other
+        waits = pool.submit(next_round, spare)
+        wait_until(lambda: spare._heartbeat is not None and spare._heartbeat.others_train, what="the spare")
+        leader.end_run({"ending": "stopped"})
+        other.close()
+        serves.close()
+        with pytest.raises(EndedElsewhere) as ended:
+            waits.result()
+    spare.close()
+    assert ended.value.message["ending"] == "stopped"
+
+
+def test_cut_off_node_learns_of_the_end() -> None:
+    """The end that an earlier launch announced is no news. The one that is found on coming back is."""
+    port = own_port()
+    spec = job(port)
+    ready, ends = threading.Event(), threading.Event()
+    with ThreadPoolExecutor(2) as pool:
+        serving = pool.submit(serve, f"127.0.0.1:{port}", ends, ready.set)
+        try:
+            assert ready.wait(300)
+            before = Membership.of_job(spec, ledger="l")
+            assert next_round(before).leads
+            before.end_run({"ending": "finished"})
+            before.close()
+            with (
+                closing(Membership.of_job(spec, ledger="l")) as other,
+                closing(Membership.of_job(spec, ledger="l")) as cut_off,
+            ):
+                joined = pool.submit(next_round, other)
+                wait_until(lambda: other._heartbeat is not None and other._heartbeat.leads, what="the lease")
+                assert not next_round(cut_off).leads
+                cut_off.forget()
+                joined.result()
+                other.end_run({"ending": "stopped"})
+                with pytest.raises(EndedElsewhere) as ended:
+                    next_round(cut_off)
+        finally:
+            ends.set()
+        serving.result()
+    assert ended.value.message["ending"] == "stopped"
+
+
+def test_missing_nodes_are_reported() -> None:
+    """Too few nodes within the time are an error that says how many came."""
+    spec = job(own_port(), nodes="2", gather_timeout_s=3)
+    with closing(Membership.of_job(spec, ledger="l")) as node, pytest.raises(NodesMissing, match="found only 1"):
+        next_round(node)
+
+
+def test_loopback_name_is_explained() -> None:
+    """The report says what to write where the rendezvous' name stands for this node alone."""
+    spec = job(own_port(), nodes="2", gather_timeout_s=2)
+    with closing(Membership.of_job(spec, ledger="l")) as node, pytest.raises(NodesMissing, match="give an IP address"):
+        next_round(node)
+
+
+def test_silent_rendezvous_is_reported() -> None:
+    """An address of another node at which no store answers is named."""
+    spec = job(own_port(), nodes="2", gather_timeout_s=2)
+    launch_ = spec.launch.model_copy(update={"rendezvous": "192.0.2.1:29400", "node_timeout_s": 3})
+    silent = Membership.of_job(spec.model_copy(update={"launch": launch_}), ledger="l")
+    with closing(silent) as node, pytest.raises(NodesMissing, match=r"192\.0\.2\.1:29400"):
+        next_round(node)
+
+
+def test_stop_ends_the_wait() -> None:
+    """A node that is asked to stop while it waits has no round."""
+    stop = threading.Event()
+    with closing(Membership.of_job(job(own_port(), nodes="2"), ledger="l")) as node, ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(node.next_round, 0, stop, lambda: None)
+        time.sleep(0.5)
+        stop.set()
+        assert waits.result(30) is None
+
+
+@pytest.mark.parametrize("secret", ["", "short"])
+def test_several_nodes_need_a_key(monkeypatch: pytest.MonkeyPatch, secret: str) -> None:
+    """Without a secret, or with a short one, a run of several nodes does not begin."""
+    monkeypatch.setenv(KEY_VARIABLE, secret)
+    with pytest.raises(SpecInvalid, match="openssl rand -hex 32"):
+        Membership.of_job(job(1), ledger="l")
+    membership.Membership.of_job(job(1, nodes="", rendezvous=""), ledger="l").close()
