@@ -35,7 +35,7 @@ _RESTARTS_VARIABLE = "SLURM_RESTART_COUNT"
 
 
 def for_node(request: Request, environment: Mapping[str, str]) -> Request:
-    """Return the request with the address and the key of the rendezvous. Where nodes have accelerators, each has as many ranks."""
+    """Return the request with address and key of the rendezvous. Where nodes have accelerators, each has as many ranks."""
     launch, cluster = request.spec.launch, request.spec.cluster
     meets = f"{environment.get(FIRST_NODE_VARIABLE, 'localhost')}:{cluster.port}"
     ranks = launch.nproc_per_node or (cluster.gpu if launch.nodes else 0)
