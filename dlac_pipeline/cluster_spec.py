@@ -13,14 +13,31 @@ _PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*")
 
 
 class MountSpec(Section):
-    """What a node sees of storage outside its container."""
+    """A volume from outside a node's container."""
 
-    kind: Literal["claim", "host"] = Field(
-        default="claim", description='"claim": a persistent volume claim; "host": a folder of the machine.'
+    kind: Literal["claim", "host", "secret"] = Field(
+        default="claim",
+        description='"claim": a persistent volume claim; "host": a folder of the node; "secret": a secret, a file for each key '
+        "that only the owner reads (mode 0400).",
     )
-    source: str = Field(description="Name of the claim, or path on the machine.", min_length=1)
+    source: str = Field(description="Name of the claim or of the secret, or path on the node.", min_length=1)
     path: str = Field(description="Where nodes see it.", pattern=r"^/")
-    read_only: bool = Field(default=False, description="Whether nodes may only read it.")
+    read_only: bool = Field(
+        default=False, description="Whether nodes may only read it; a secret is read-only in any case."
+    )
+
+    @property
+    def writable(self) -> bool:
+        """Whether nodes may write to it."""
+        return not self.read_only and self.kind != "secret"
+
+    def volume(self) -> dict[str, Any]:
+        """Return the volume as Kubernetes writes it."""
+        if self.kind == "secret":
+            return {"secret": {"secretName": self.source, "defaultMode": 0o400}}
+        if self.kind == "host":
+            return {"hostPath": {"path": self.source}}
+        return {"persistentVolumeClaim": {"claimName": self.source}}
 
 
 class ClusterSpec(Section):
@@ -50,8 +67,8 @@ class ClusterSpec(Section):
     )
     retries: int = Field(
         default=0,
-        description="Times that the scheduler starts a job again that failed: on Slurm when all nodes have ended, on Kubernetes "
-        "when a pod has (healthy ones are started again as well).",
+        description="Times that a failed job is started again: on Slurm when all nodes have ended (a preemption counts as well), "
+        "on Kubernetes each pod by itself. Preempted jobs and pods are started again in any case.",
         ge=0,
         le=1000,
     )
@@ -65,7 +82,11 @@ class ClusterSpec(Section):
         description='Slurm: further options of sbatch by their long names, e.g. {constraint = "h100"}; empty for those '
         'without a value, e.g. {exclusive = ""}.',
     )
-    queue: str = Field(default="", description="Kubernetes: Volcano's queue.")
+    kind: Literal["jobset", "trainjob"] = Field(
+        default="jobset",
+        description='Kubernetes: "jobset": a JobSet; "trainjob": a TrainJob of Kubeflow Trainer with the same pods.',
+    )
+    queue: str = Field(default="", description="Kubernetes: local queue of Kueue.")
     namespace: str = Field(default="", description="Kubernetes: namespace; empty: default.")
     service_account: str = Field(default="", description="Kubernetes: service account of the pods.")
     priority_class: str = Field(default="", description="Kubernetes: priority class of the job.")

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+import base64
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
 
+from pydantic import Field, ValidationError
+
+from catalog.errors import SpecInvalid
 from dlac_pipeline.spec import JobSpec
 from dlac_pipeline.spec_problems import LONGEST_WAIT_S, Section
 
 OPERATOR = "operator"
 """Who notices, where no program did: a person who starts a run again."""
+REQUEST_VARIABLE = "DLAC_REQUEST"
+"""Environment variable that carries the request to the nodes of a cluster job."""
+REQUEST_FILE_VARIABLE = "DLAC_REQUEST_FILE"
+"""Environment variable that names a file with the request: on Kubernetes it is a secret."""
 
 
 class Request(Section):
@@ -30,3 +40,25 @@ class Request(Section):
     """The orchestrator's run; empty: nobody's, and a takeover is noticed at the next commit only."""
     fence_look_s: float = Field(default=10.0, gt=0, le=LONGEST_WAIT_S)
     """Seconds between two looks whether another launch has taken the run over."""
+
+
+def pack(request: Request) -> str:
+    """Return a request as one word of letters, digits, '-', '_' and '='."""
+    return base64.urlsafe_b64encode(zlib.compress(request.model_dump_json().encode())).decode()
+
+
+def unpack(environment: Mapping[str, str]) -> Request:
+    """Return the request that the environment of a node carries, or names a file of.
+
+    Raises:
+        SpecInvalid: there is none, or another version wrote it.
+    """
+    try:
+        file = environment.get(REQUEST_FILE_VARIABLE)
+        word = Path(file).read_text() if file else environment[REQUEST_VARIABLE]
+        return Request.model_validate_json(zlib.decompress(base64.urlsafe_b64decode(word)))
+    except (KeyError, OSError, ValueError, zlib.error, ValidationError) as err:
+        raise SpecInvalid(
+            f"expected a request of this DLAC in ${REQUEST_VARIABLE} or ${REQUEST_FILE_VARIABLE}, found none: submit the job "
+            f"with the version that its image has ({err})"
+        ) from err

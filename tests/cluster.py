@@ -1,16 +1,13 @@
-"""A scheduler that is at hand: TorchX's own for local processes, given the very job that Kubernetes would get."""
+"""Requests for a cluster, and a scheduler without one: its answers are given, and what is asked of it is kept."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import Any
 
-from torchx.schedulers.api import Stream
-from torchx.specs import AppDef
-
-from dlac_pipeline.launchers.schedulers import Kubernetes
+from dlac_pipeline.launchers.scheduler import JobState
 from dlac_pipeline.request import Request
-from dlac_pipeline.spec import JobSpec, parse_spec
+from dlac_pipeline.spec import parse_spec
 
 GOOD: dict[str, Any] = {
     "run": "Web_text.v2",
@@ -20,10 +17,16 @@ GOOD: dict[str, Any] = {
     "checkpoint": {"store": "s3://bucket/checkpoints"},
     "lakehouse": {"uri": "postgresql+psycopg2://db/dlac", "warehouse": "s3://bucket/lake"},
 }
+PENDING, RUNNING = JobState(name="PENDING"), JobState(name="RUNNING")
+COMPLETED, FAILED, CANCELLED, PREEMPTED = (
+    JobState(name=name, over=True) for name in ("COMPLETED", "FAILED", "CANCELLED", "PREEMPTED")
+)
+LOST = JobState(name="RUNNING", first_node_lost=True)
+Answer = JobState | Exception | None | Callable[[], JobState | None]
 
 
 def asked(on: str, cluster: dict[str, Any], **launch: Any) -> Request:
-    """A request for a job on a scheduler."""
+    """Return a request for a job on a scheduler."""
     return Request(
         spec=parse_spec(
             {**GOOD, "launch": {**GOOD["launch"], "on": on, **launch}, "cluster": cluster}, origin="the test"
@@ -33,22 +36,49 @@ def asked(on: str, cluster: dict[str, Any], **launch: Any) -> Request:
     )
 
 
-class Processes(Kubernetes):
-    """Each pod's command as a process here."""
+class Scripted:
+    """A scheduler whose answers come one after the other; the last one stays. An answer may be an error, or be computed."""
 
-    name: ClassVar[str] = "local_cwd"
-    stream: ClassVar[Stream] = Stream.STDOUT
+    name = "Slurm"
 
-    def __init__(self, spec: JobSpec, logs: Path) -> None:
-        super().__init__(spec)
-        self._logs = logs
+    def __init__(self, *answers: Answer, log: str = "") -> None:
+        self._answers = list(answers)
+        self.log = log
+        self.calls: list[str] = []
+        self.refuses: dict[str, list[Exception]] = {}
+        """Errors of the next calls by a name."""
 
-    def app(self, request: Request) -> AppDef:
-        """The job; $REPLICA tells its processes apart."""
-        app = super().app(request)
-        app.roles[0].env["REPLICA"] = "${replica_id}"
-        return app
+    def _called(self, name: str) -> None:
+        self.calls.append(name)
+        if self.refuses.get(name):
+            raise self.refuses[name].pop(0)
 
-    def options(self, request: Request, *, render: bool) -> dict[str, Any]:
-        """Where its logs are."""
-        return {"log_dir": str(self._logs)}
+    def render(self, request: Request) -> str:
+        """Return no job."""
+        return ""
+
+    def submit(self, request: Request) -> str:
+        """Take the job."""
+        self._called("submit")
+        return "7"
+
+    def state(self, job: str) -> JobState | None:
+        """Give the next answer."""
+        self._called("state")
+        answer = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer() if callable(answer) else answer
+
+    def read(self, job: str) -> list[tuple[str, str]]:
+        """Give what was added to the log."""
+        piece, self.log = self.log, ""
+        return [("", piece)]
+
+    def requeue(self, job: str) -> None:
+        """Note it."""
+        self._called("requeue")
+
+    def cancel(self, job: str) -> None:
+        """Note it."""
+        self._called("cancel")

@@ -1,17 +1,18 @@
 """Launchers: what runs a job to its end, wherever `launch.on` says.
 
-In: a request. Out: events for whoever watches, and how the run ended. Recovery happens where the ranks are, in the supervisor;
-a launcher of a cluster submits a job in which every node runs one, and follows it.
+In: a request. Out: events, and how the run ended. Recovery happens beside the ranks, in the supervisor. The launcher of a cluster
+submits a job in which every node runs a supervisor, and follows it.
 """
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Protocol
 
 from catalog.errors import BadInput, SpecInvalid
 from catalog.masking import mask_setting
+from dlac_pipeline.cluster_checks import check_cluster
 from dlac_pipeline.ranks.starter import RankStarter
 from dlac_pipeline.recover.attempt import Event
 from dlac_pipeline.recover.leg_choice import Wish
@@ -20,7 +21,7 @@ from dlac_pipeline.request import Request
 from dlac_pipeline.spec import parse_spec
 
 if TYPE_CHECKING:
-    from dlac_pipeline.launchers.cluster import ClusterJob
+    from dlac_pipeline.launchers.cluster_job import ClusterJob
 
 
 class Launcher(Protocol):
@@ -34,30 +35,31 @@ class Launcher(Protocol):
         """
 
     def stop(self) -> None:
-        """Ask for an orderly end: checkpoint, then leave. From any thread; a signal has one call it (`launchers/signals.py`)."""
+        """Ask for an orderly end: checkpoint, then leave. May be called from any thread (`supervisor/signals.py`)."""
 
     def leave(self) -> None:
-        """The same, while the run goes on without this machine if there are enough others."""
+        """Ask this node alone to leave. The run continues if enough others are left."""
 
 
 def launcher_for(request: Request, on_event: Callable[[Event], None], starter: RankStarter | None = None) -> Launcher:
-    """The launcher that the job spec names in `launch.on`; `starter` has begun to import, if there is one.
+    """Return the launcher that the job spec names in `launch.on`. `starter`, if there is one, has begun to import for the ranks.
 
     Raises:
-        SpecInvalid: the cluster section says what its scheduler cannot do.
-        BadInput: TorchX is not installed.
+        SpecInvalid: the scheduler cannot do what the job spec says.
+        BadInput: the client of Kubernetes is not installed.
     """
     if request.spec.launch.on == "here":
         return supervisor_of(request, on_event, starter)
+    if request.spec.launch.on == "kubernetes" and find_spec("kubernetes") is None:
+        raise BadInput('expected the client of Kubernetes, found none: pip install "dlac[cluster]"')
     return _cluster_job(request, on_event)
 
 
 def rendered(request: Request) -> str:
-    """The job that a scheduler would get, with *** for each secret; nothing is submitted.
+    """Return the job that a scheduler would get, with *** for each secret. Nothing is submitted.
 
     Raises:
-        SpecInvalid: no scheduler is named, or it cannot do what the cluster section says.
-        BadInput: TorchX is not installed.
+        SpecInvalid: no scheduler is named, or it cannot do what the job spec says.
     """
     if request.spec.launch.on == "here":
         raise SpecInvalid("expected launch.on = 'slurm' or 'kubernetes' to render a job for, found 'here'")
@@ -66,12 +68,12 @@ def rendered(request: Request) -> str:
 
 
 def _cluster_job(request: Request, on_event: Callable[[Event], None]) -> ClusterJob:
-    if importlib.util.find_spec("torchx") is None:
-        raise BadInput('expected TorchX, through which jobs are submitted, found none: pip install "dlac[cluster]"')
-    from dlac_pipeline.launchers.cluster import ClusterJob
-    from dlac_pipeline.launchers.schedulers import scheduler_of
+    from dlac_pipeline.launchers.cluster_job import ClusterJob
+    from dlac_pipeline.launchers.kubernetes import Kubernetes
+    from dlac_pipeline.launchers.slurm import Slurm
 
-    return ClusterJob(request, scheduler_of(request.spec), on_event)
+    check_cluster(request.spec)
+    return ClusterJob(request, Slurm() if request.spec.launch.on == "slurm" else Kubernetes(request), on_event)
 
 
 def supervisor_of(

@@ -203,7 +203,17 @@ def test_commands_are_grouped_with_examples(here: Command) -> None:
 @pytest.mark.parametrize("arguments", [["--help"], ["status", "r"], ["runs"], ["status", "r", "--json"]])
 def test_looking_imports_no_training_library(runs_of_one: Arena, arguments: list[str]) -> None:
     """A command that only looks starts without what trains, what asks SQL, and what draws."""
-    left = {"torch", "deepspeed", "duckdb", "transformers", "pandas", "dagster", "matplotlib", "tokenizers", "torchx"}
+    left = {
+        "torch",
+        "deepspeed",
+        "duckdb",
+        "transformers",
+        "pandas",
+        "dagster",
+        "matplotlib",
+        "tokenizers",
+        "kubernetes",
+    }
     if "--help" in arguments:
         left |= {"pyiceberg", "pyarrow", "sqlalchemy", "numpy", "psutil", "requests"}
     code = (

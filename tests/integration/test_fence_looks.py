@@ -13,9 +13,9 @@ from catalog.commits import claim
 from catalog.connect import Lakehouse, connect
 from catalog.errors import CatalogUnreachable
 from catalog.ledger import Ledger, RunState
-from dlac_pipeline.launchers import serving
 from dlac_pipeline.recover.supervise import Outcome
 from dlac_pipeline.request import Request
+from dlac_pipeline.supervisor import serving
 from tests.conftest import wait_until
 
 if TYPE_CHECKING:

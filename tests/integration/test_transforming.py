@@ -12,8 +12,7 @@ import pytest
 
 from catalog.errors import ResumeMismatch, TransformFailed
 from dlac_pipeline.audit.audit import audit_run
-from dlac_pipeline.launchers.node import REQUEST_VARIABLE, packed
-from dlac_pipeline.request import Request
+from dlac_pipeline.request import REQUEST_VARIABLE, Request, pack
 
 if TYPE_CHECKING:
     from tests.conftest import Arena
@@ -91,7 +90,7 @@ def test_a_changed_transform_is_refused(arena: Arena, script: str) -> None:
     assert min(arena.train(spec)) == 7
 
 
-@pytest.mark.parametrize("program", ["dlac_pipeline.supervisor", "dlac_pipeline.launchers.node"])
+@pytest.mark.parametrize("program", ["dlac_pipeline.supervisor", "dlac_pipeline.supervisor.node"])
 def test_what_a_transform_prints_is_no_event(arena: Arena, tmp_path: Path, program: str) -> None:
     """Supervisors import it; what it prints, and what a library writes to its descriptor, goes to standard error."""
     (tmp_path / "prints.py").write_text(
@@ -103,7 +102,7 @@ def test_what_a_transform_prints_is_no_event(arena: Arena, tmp_path: Path, progr
         (tmp_path / "stderr").open("wb") as stderr,
         subprocess.Popen(
             [sys.executable, "-m", program],
-            env={**os.environ, REQUEST_VARIABLE: packed(request)},
+            env={**os.environ, REQUEST_VARIABLE: pack(request)},
             stdin=subprocess.PIPE,  # its end would be the supervisor's
             stdout=subprocess.PIPE,
             stderr=stderr,

@@ -11,9 +11,9 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from dlac_pipeline import supervisor
 from dlac_pipeline.elastic.round import RESUME, Round
 from dlac_pipeline.elastic.sealed_store import Message
+from dlac_pipeline.supervisor import __main__ as supervisor
 
 _announce = Round.announce
 

@@ -2,26 +2,24 @@ from __future__ import annotations
 
 import re
 import shlex
-import stat
 import subprocess
-import threading
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from torchx.schedulers.local_scheduler import LocalScheduler
+from kubeflow_trainer_api import models
+from kubernetes_validate import validate
 
-from catalog.errors import ClusterSilent, NoProgress, SpecInvalid, TrainingFailed
-from dlac_pipeline.launchers import cluster
-from dlac_pipeline.launchers.cluster import SILENT_S, ClusterJob
-from dlac_pipeline.launchers.node import meeting_host, packed, unpacked
+from catalog.errors import BadInput, SpecInvalid
+from dlac_pipeline.launchers import protocol
 from dlac_pipeline.launchers.protocol import launcher_for, rendered
-from dlac_pipeline.recover.supervise import Outcome, Supervisor
-from dlac_pipeline.request import Request
+from dlac_pipeline.recover.supervise import Supervisor
+from dlac_pipeline.request import Request, pack, unpack
 from dlac_pipeline.spec import parse_spec
-from tests.cluster import Processes, asked
+from dlac_pipeline.supervisor.node import for_node
+from tests.cluster import asked
 
 SLURM = {"cpu": 8, "gpu": 4, "memory_mb": 64_000, "time_limit_s": 93_784, "partition": "h100", "account": "lm"} | {
     "options": {"constraint": "ib"},
@@ -32,23 +30,35 @@ KUBERNETES = {"image": "registry.example/dlac:1", "cpu": 8, "gpu": 4, "memory_mb
     "namespace": "ml",
     "service_account": "trainer",
     "time_limit_s": 3600,
+    "retries": 2,
     "mounts": [
         {"source": "scratch", "path": "/scratch"},
         {"kind": "host", "source": "/d", "path": "/d", "read_only": True},
+        {"kind": "secret", "source": "postgres", "path": "/secrets/postgres"},
     ],
     "pod": {"spec": {"nodeSelector": {"pool": "h100"}}},
 }
 
 
-def test_a_slurm_job_has_a_supervisor_on_each_node_and_outlives_the_loss_of_some() -> None:
-    """The script asks for nodes from least to most, warns them in time for a checkpoint, and ends nobody with somebody else."""
+def manifests(cluster: Mapping[str, Any], **launch: Any) -> dict[str, Any]:
+    """Return what is rendered for Kubernetes, by kind."""
+    text = rendered(asked("kubernetes", {"image": "i", **cluster}, **launch))
+    return {document["kind"]: document for document in yaml.safe_load_all(text)}
+
+
+def job_of(jobset: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the one job of a JobSet."""
+    (job,) = jobset["spec"]["replicatedJobs"]
+    return dict(job["template"])
+
+
+def test_slurm_script_asks_for_range() -> None:
+    """The script asks for nodes from least to most, warns them in time for a checkpoint, and no node ends another."""
     script = rendered(asked("slurm", SLURM))
-    (sbatch,) = re.findall(r"^#SBATCH (.*)$", script, re.MULTILINE)
-    assert set(sbatch.split()) == {
-        "--job-name=dlac-web-text-v2-0",
+    assert set(re.findall(r"^#SBATCH (.*)$", script, re.MULTILINE)) == {
+        "--job-name=dlac-web-text-v2",
         "--requeue",
         "--nodes=2-4",
-        "--ntasks-per-node=1",
         "--no-kill",
         "--signal=TERM@100",
         "--cpus-per-task=8",
@@ -56,52 +66,146 @@ def test_a_slurm_job_has_a_supervisor_on_each_node_and_outlives_the_loss_of_some
         "--mem=64000",
         "--time=26:03:04",
         "--partition=h100",
+        "--account=lm",
         "--constraint=ib",
+        "--open-mode=append",
+        "--output=slurm-%j-nodes.err",
     }
-    assert "sbatch --parsable --account=lm" in script
-    assert "TORCHX_MAX_RETRIES=2" in script
-    (srun,) = re.findall(r"^srun (.*)$", script, re.MULTILINE)
+    (srun,) = re.findall(r"^srun (.*)$", script.replace("\\\n", ""), re.MULTILINE)
     words = shlex.split(srun)
-    assert {"--wait=0", "--kill-on-bad-exit=0", "--no-kill", "--cpus-per-task=8", "--open-mode=append"} <= set(words)
-    assert words[-3:] == ["python3", "-m", "dlac_pipeline.launchers.node"]
-    (export,) = [word.split(",") for word in words if word.startswith("--export=")]
-    environment = dict(pair.split("=", 1) for pair in export[1:])
-    assert environment["NCCL_DEBUG"] == "WARN"
-    carried = unpacked(environment)
-    assert carried.spec.launch.nproc_per_node == 4
-    assert (carried.replaces, carried.launched_by) == (3, "dagster-run")
+    assert {"--ntasks-per-node=1", "--ntasks=$SLURM_JOB_NUM_NODES", "--cpus-per-task=8", "--no-kill"} <= set(words)
+    assert {"--wait=0", "--kill-on-bad-exit=0", "--open-mode=append"} <= set(words)
+    assert words[-3:] == ["python3", "-m", "dlac_pipeline.supervisor.node"]
     assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
 
 
-def test_a_fixed_number_of_nodes_is_asked_for_as_that() -> None:
+def test_slurm_script_carries_request() -> None:
+    """Variables reach the nodes as they are written, and the request as it went in."""
+    env = {"NCCL_DEBUG": "WARN", "A": "pa$$word, 'x' $(HOME) ${app_id}\n%"}
+    script = rendered(asked("slurm", {**SLURM, "env": env}))
+    exports = script[script.index("export ") : script.index("export DLAC_FIRST_NODE")]
+    said = subprocess.run(["bash"], input=f"{exports}\nenv -0", text=True, check=True, capture_output=True).stdout
+    environment = dict(pair.split("=", 1) for pair in said.rstrip("\0").split("\0"))
+    assert {name: environment[name] for name in env} == env
+    assert unpack(environment) == asked("slurm", {**SLURM, "env": env})
+
+
+def test_fixed_number_is_no_range() -> None:
     """Without a range there is none in the script, and without accelerators the ranks are as the spec says."""
     script = rendered(asked("slurm", {}, nodes="3", nproc_per_node=2))
-    assert "--nodes=3 " in script
+    assert "--nodes=3\n" in script
     assert "gpus" not in script
 
 
-def test_a_kubernetes_job_has_a_supervisor_in_each_pod_with_time_to_checkpoint() -> None:
-    """Volcano begins with the least number of pods; each has the grace period, its mounts, and the request."""
-    job = yaml.safe_load(rendered(asked("kubernetes", KUBERNETES)))
-    tasks = job["spec"]["tasks"]
-    assert (job["kind"], job["spec"]["queue"]) == ("Job", "train")
-    assert [task["minAvailable"] for task in tasks] == [1, 1, 0, 0]
-    pods = [task["template"]["spec"] for task in tasks]
-    assert {pod["terminationGracePeriodSeconds"] for pod in pods} == {100}
-    assert {pod["activeDeadlineSeconds"] for pod in pods} == {3600}
-    assert {pod["serviceAccountName"] for pod in pods} == {"trainer"}
-    assert {pod["restartPolicy"] for pod in pods} == {"Never"}
-    assert {pod["shareProcessNamespace"] for pod in pods} == {True}
-    assert all(pod["nodeSelector"] == {"pool": "h100"} for pod in pods)
-    (container,) = pods[3]["containers"]
-    assert container["image"] == "registry.example/dlac:1"
-    assert container["command"] == ["python3", "-m", "dlac_pipeline.launchers.node"]
-    wanted = {"cpu": "8000m", "memory": "64000M", "nvidia.com/gpu": "4"}
+@pytest.mark.parametrize(
+    ("code", "restarts", "facts", "again"),
+    [
+        (0, 0, "JobState=RUNNING PreemptTime=2026-11-23T08:38:48 ", False),
+        (3, 9, "JobState=RUNNING PreemptTime=2026-11-23T08:38:48 ", True),
+        (3, 0, "JobState=CANCELLED PreemptTime=2026-11-23T08:38:48 ", False),
+        (3, 0, "JobState=RUNNING PreemptTime=None ", False),
+        (85, 1, "JobState=RUNNING PreemptTime=None ", True),
+        (85, 2, "JobState=RUNNING PreemptTime=None ", False),
+    ],
+    ids=["finished", "preempted", "cancelled", "at the time limit", "failed", "failed too often"],
+)
+def test_slurm_script_requeues_itself(tmp_path: Path, code: int, restarts: int, facts: str, again: bool) -> None:
+    """A preempted job is queued again whatever Slurm does with it, and a failed one as often as `retries` says."""
+    script = rendered(asked("slurm", SLURM))
+    programs = f"""
+        srun() {{ return {code}; }}
+        sleep() {{ :; }}
+        scontrol() {{ [ "$1" = requeue ] && touch again || echo "JobId=7 {facts}Reason=None"; }}
+    """
+    environment = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "PATH": "/usr/bin:/bin"}
+    environment |= {"SLURM_RESTART_COUNT": str(restarts)} if restarts else {}
+    done = subprocess.run(
+        ["bash"], input=programs + script, text=True, check=False, cwd=tmp_path, env=environment, capture_output=True
+    )
+    assert done.returncode == code, done.stderr
+    assert (tmp_path / "again").exists() == again
+
+
+@pytest.mark.parametrize("version", ["1.31", "1.37"])
+def test_jobset_satisfies_schemas(version: str) -> None:
+    """Kubernetes' own schema takes the job with its pods, strictly, and the official model of a JobSet loses nothing of it."""
+    found = manifests(KUBERNETES)
+    assert list(found) == ["Secret", "JobSet"]
+    jobset = found["JobSet"]
+    model = models.JobsetV1alpha2JobSet.from_dict(jobset)
+    assert model is not None
+    assert model.to_dict() == jobset
+    job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "j"}, "spec": job_of(jobset)["spec"]}
+    validate(job, version, strict=True)
+    validate(found["Secret"], version, strict=True)
+
+
+def test_trainjob_satisfies_schemas() -> None:
+    """A runtime with the same pods, and a TrainJob that starts it: the official models lose nothing of either."""
+    found = manifests({**KUBERNETES, "kind": "trainjob"})
+    assert list(found) == ["Secret", "TrainingRuntime", "TrainJob"]
+    runtime = models.TrainerV1alpha1TrainingRuntime.from_dict(found["TrainingRuntime"])
+    job = models.TrainerV1alpha1TrainJob.from_dict(found["TrainJob"])
+    assert runtime is not None
+    assert job is not None
+    assert runtime.to_dict() == found["TrainingRuntime"]
+    assert job.to_dict() == found["TrainJob"]
+    assert job.spec is not None
+    assert job.spec.runtime_ref.name == found["TrainingRuntime"]["metadata"]["name"]
+    template = found["TrainingRuntime"]["spec"]["template"]
+    assert job_of(template)["spec"]["completions"] == 4
+    assert job_of(template)["metadata"]["labels"] == {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
+
+
+def test_pods_get_time_to_checkpoint() -> None:
+    """The grace period is the deadline's; a preempted pod is replaced; the job succeeds with its least number of nodes."""
+    jobset = manifests(KUBERNETES)["JobSet"]
+    job = job_of(jobset)["spec"]
+    assert jobset["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": "train"}
+    assert (job["parallelism"], job["completions"], job["backoffLimitPerIndex"]) == (4, 4, 2)
+    assert job["activeDeadlineSeconds"] == 3600
+    assert job["successPolicy"] == {"rules": [{"succeededCount": 2}]}
+    (rule,) = job["podFailurePolicy"]["rules"]
+    assert (rule["action"], rule["onPodConditions"][0]["type"]) == ("Ignore", "DisruptionTarget")
+    pod = job["template"]["spec"]
+    assert (pod["terminationGracePeriodSeconds"], pod["restartPolicy"]) == (100, "Never")
+    assert (pod["serviceAccountName"], pod["nodeSelector"]) == ("trainer", {"pool": "h100"})
+    (container,) = pod["containers"]
+    assert container["command"] == ["python3", "-m", "dlac_pipeline.supervisor.node"]
+    wanted = {"cpu": "8", "memory": "64000M", "nvidia.com/gpu": "4"}
     assert container["resources"] == {"limits": wanted, "requests": wanted}
+
+
+def test_secrets_are_files() -> None:
+    """The request is a secret of its own in a folder; the user's are mounted for their owner alone to read."""
+    found = manifests(KUBERNETES)
+    pod = job_of(found["JobSet"])["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
     mounted = {mount["mountPath"]: mount.get("readOnly") for mount in container["volumeMounts"]}
-    assert mounted == {"/dev/shm": None, "/scratch": False, "/d": True}
-    carried = unpacked({one["name"]: one["value"] for one in container["env"]})
-    assert carried.spec.launch.nproc_per_node == 4
+    assert mounted == {"/etc/dlac": True, "/dev/shm": None, "/scratch": False, "/d": True, "/secrets/postgres": True}
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    assert volumes["request"]["secret"]["secretName"] == found["Secret"]["metadata"]["name"]
+    assert volumes["mount-2"]["secret"] == {"secretName": "postgres", "defaultMode": 0o400}
+    environment = {one["name"]: one["value"] for one in container["env"]}
+    assert environment["DLAC_REQUEST_FILE"] == "/etc/dlac/request"
+    assert "DLAC_REQUEST" not in environment
+
+
+def test_request_is_read_from_file(tmp_path: Path) -> None:
+    """The secret's file holds what a variable would."""
+    request = asked("slurm", SLURM)
+    (tmp_path / "request").write_text(pack(request))
+    assert unpack({"DLAC_REQUEST_FILE": str(tmp_path / "request")}) == request
+    with pytest.raises(SpecInvalid, match="expected a request of this DLAC"):
+        unpack({"DLAC_REQUEST_FILE": str(tmp_path / "none")})
+
+
+def test_first_pod_serves_rendezvous() -> None:
+    """By the name that a JobSet gives its first pod."""
+    jobset = manifests({})["JobSet"]
+    name = jobset["metadata"]["name"]
+    (container,) = job_of(jobset)["spec"]["template"]["spec"]["containers"]
+    assert {"name": "DLAC_FIRST_NODE", "value": f"{name}-node-0-0.{name}"} in container["env"]
 
 
 @pytest.mark.parametrize(
@@ -109,7 +213,6 @@ def test_a_kubernetes_job_has_a_supervisor_in_each_pod_with_time_to_checkpoint()
     [
         ("slurm", {"mounts": KUBERNETES["mounts"]}, r"expected no cluster\.mounts with launch\.on = 'slurm'"),
         ("slurm", {"namespace": "ml"}, r"expected no cluster\.namespace .* found 'ml'"),
-        ("slurm", {"env": {"A": "1,2"}}, r"cluster\.env\.A without commas .* found '1,2'"),
         ("slurm", {"options": {"signal": "B:USR1"}}, r"cluster\.options .* found 'signal'"),
         ("slurm", {"options": {"--x": "1"}}, r"cluster\.options: expected plain names, found '--x'"),
         ("slurm", {"time_limit_s": -1}, r"cluster\.time_limit_s: .*found -1"),
@@ -126,15 +229,13 @@ def test_a_kubernetes_job_has_a_supervisor_in_each_pod_with_time_to_checkpoint()
         ("nomad", {}, r"launch\.on: .*found 'nomad'"),
     ],
 )
-def test_what_a_scheduler_cannot_do_is_refused_before_anything_is_submitted(
-    on: str, cluster: dict[str, Any], message: str
-) -> None:
+def test_impossible_cluster_is_refused(on: str, cluster: dict[str, Any], message: str) -> None:
     """Settings of another scheduler, values that it would cut or that say what DLAC says itself: by name, with what was found."""
     with pytest.raises(SpecInvalid, match=message):
         rendered(asked(on, cluster, rendezvous="h:1"))
 
 
-def test_a_lakehouse_on_one_host_is_refused(tmp_path: Path) -> None:
+def test_local_lakehouse_is_refused(tmp_path: Path) -> None:
     """The embedded catalog is not where nodes are."""
     request = asked("slurm", {})
     raw = request.spec.model_dump() | {"lakehouse": {}}
@@ -142,227 +243,46 @@ def test_a_lakehouse_on_one_host_is_refused(tmp_path: Path) -> None:
         launcher_for(Request(spec=parse_spec(raw, origin="the test").resolved(tmp_path)), print)
 
 
-def test_without_a_scheduler_the_launcher_is_the_supervisor() -> None:
+def test_missing_client_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job can be rendered without the client of Kubernetes, and not be submitted."""
+    monkeypatch.setattr(protocol, "find_spec", lambda name: None)
+    with pytest.raises(BadInput, match=r"pip install \"dlac\[cluster\]\""):
+        launcher_for(asked("kubernetes", KUBERNETES), print)
+    assert "kind: JobSet" in rendered(asked("kubernetes", KUBERNETES))
+
+
+def test_launcher_here_is_supervisor() -> None:
     """launch.on = "here" is what it always was."""
     assert isinstance(launcher_for(asked("here", {}, rendezvous="h:1"), print), Supervisor)
 
 
-@pytest.mark.parametrize(
-    ("environment", "host"),
-    [
-        ({}, "localhost"),
-        ({"SLURM_JOB_NODELIST": "gpu07"}, "gpu07"),
-        ({"SLURM_JOB_NODELIST": "gpu[01-04,07],cpu1"}, "gpu01"),
-        ({"SLURM_JOB_NODELIST": "a1,b[2-3]"}, "a1"),
-        ({"SLURM_JOB_NODELIST": "rack[2-3]node[08,11]-ib"}, "rack2node08-ib"),
-        ({"VC_NODE_0_HOSTS": "job-node-0-0.job"}, "job-node-0-0.job"),
-    ],
-)
-def test_nodes_meet_at_the_first_of_them(environment: dict[str, str], host: str) -> None:
-    """Slurm's short form of its nodes, and Volcano's name of the first pod."""
-    assert meeting_host(environment) == host
+def test_node_meets_at_first() -> None:
+    """At the port of the cluster section. Where nodes have accelerators, each has as many ranks or as the spec says."""
+    environment = {"DLAC_FIRST_NODE": "gpu01"}
+    launch = for_node(asked("slurm", {"gpu": 4, "port": 29401}), environment).spec.launch
+    assert (launch.rendezvous, launch.nproc_per_node) == ("gpu01:29401", 4)
+    assert for_node(asked("slurm", {"gpu": 4}, nproc_per_node=2), environment).spec.launch.nproc_per_node == 2
+    assert for_node(asked("slurm", {"gpu": 4}, nodes=""), environment).spec.launch.nproc_per_node == 0
 
 
-def test_a_request_travels_as_one_plain_word() -> None:
-    """What carries it has no sign that a shell, Slurm or TorchX would read, and comes out as it went in."""
+def test_job_has_its_own_key() -> None:
+    """Nodes meet with a secret of the job, which no other job has; on Kubernetes it is a file."""
+    keys = [re.findall("export DLAC_RENDEZVOUS_KEY=(.*)", rendered(asked("slurm", {}))) for _ in range(2)]
+    assert keys[0] != keys[1]
+    found = manifests({})
+    assert len(found["Secret"]["stringData"]["rendezvous-key"]) == 64
+    environment = {"DLAC_RENDEZVOUS_KEY_FILE": "/etc/dlac/rendezvous-key"}
+    assert (
+        for_node(asked("kubernetes", {"image": "i"}), environment).spec.launch.rendezvous_key_file
+        == "/etc/dlac/rendezvous-key"
+    )
+
+
+def test_request_is_one_word() -> None:
+    """What carries it has no sign that a shell or a scheduler would read, and comes out as it went in."""
     request = asked("slurm", SLURM)
-    assert re.fullmatch(r"[A-Za-z0-9_=-]+", packed(request))
-    assert unpacked({"DLAC_REQUEST": packed(request)}) == request
-    for wrong in ({}, {"DLAC_REQUEST": "x"}, {"DLAC_REQUEST": packed(request)[:-9]}):
+    assert re.fullmatch(r"[A-Za-z0-9_=-]+", pack(request))
+    assert unpack({"DLAC_REQUEST": pack(request)}) == request
+    for wrong in ({}, {"DLAC_REQUEST": "x"}, {"DLAC_REQUEST": pack(request)[:-9]}):
         with pytest.raises(SpecInvalid, match="expected a request of this DLAC"):
-            unpacked(wrong)
-
-
-STEP = '{"event": "checkpoint", "step": 5}'
-DONE = '{"event": "ended", "ending": "finished", "attempts": 2, "step": 9}'
-LEFT = '{"event": "ended", "ending": "stopped", "attempts": 1, "step": 5}'
-NO_PROGRESS = '{"event": "error", "kind": "NoProgress", "message": "three times"}'
-
-
-def job_of(
-    folder: Path,
-    *nodes: str,
-    told: Callable[[dict[str, Any]], None] = lambda event: None,
-    silent_s: float = SILENT_S,
-) -> tuple[ClusterJob, list[dict[str, Any]]]:
-    """A job of TorchX's local scheduler whose nodes are shell scripts, and what is passed on of it."""
-    program = folder / "node"
-    cases = "\n".join(f"*-{number}) {script};;" for number, script in enumerate(nodes))
-    program.write_text(f'#!/bin/sh\ncase "node-$REPLICA" in\n{cases}\nesac\n')
-    program.chmod(program.stat().st_mode | stat.S_IXUSR)
-    request = asked(
-        "kubernetes",
-        {"image": str(folder), "python": str(program)},
-        deadline_s=1,
-        nodes=str(len(nodes)),
-    )
-    raw = request.spec.model_dump() | {"lakehouse": {}}
-    request = Request(spec=parse_spec(raw, origin="the test").resolved(folder))
-    events: list[dict[str, Any]] = []
-    scheduler = Processes(request.spec, folder / "logs")
-
-    def hear(event: dict[str, Any]) -> None:
-        events.append(event)
-        told(event)
-
-    # Twice `look_s` is what the last words of nodes get behind the end of their job.
-    return ClusterJob(request, scheduler, hear, look_s=0.4, silent_s=silent_s), events
-
-
-def followed(folder: Path, *nodes: str) -> tuple[Outcome, list[dict[str, Any]]]:
-    """How it is judged, and what was passed on of it."""
-    job, events = job_of(folder, *nodes)
-    return job.run(), events
-
-
-def test_a_job_is_followed_by_what_its_nodes_say(tmp_path: Path) -> None:
-    """Events come in, other lines do not; one node's word that the run is done outweighs another's loss."""
-    outcome, events = followed(
-        tmp_path,
-        f"echo hello; echo '{{'; echo '{STEP}'; echo '{DONE}'",
-        f"echo '{LEFT}'",
-        f"echo '{NO_PROGRESS}'; exit 1",
-    )
-    assert outcome == Outcome(ending="finished", attempts=2, step=9)
-    assert [event for event in events if event["event"] == "checkpoint"] == [
-        {"run": "Web_text.v2", "event": "checkpoint", "step": 5}
-    ]
-    assert events[0]["event"] == "submitted"
-    assert {event["event"] for event in events} == {"submitted", "job", "checkpoint"}
-
-
-def test_a_job_whose_nodes_fail_ends_with_their_error(tmp_path: Path) -> None:
-    """The class and message of what the nodes said, whoever left before."""
-    with pytest.raises(NoProgress, match="three times"):
-        followed(tmp_path, f"echo '{LEFT}'", f"echo '{NO_PROGRESS}'; exit 85")
-
-
-def test_a_job_whose_nodes_name_an_error_of_another_version_ends_with_what_they_said(tmp_path: Path) -> None:
-    """Whatever the name may mean here."""
-    with pytest.raises(TrainingFailed, match="ClassVar: three times"):
-        followed(tmp_path, f"echo '{NO_PROGRESS.replace('NoProgress', 'ClassVar')}'; exit 85")
-
-
-def test_a_job_whose_nodes_say_nothing_failed(tmp_path: Path) -> None:
-    """Not knowing how it ended is a failure that says where to look."""
-    with pytest.raises(TrainingFailed, match=r"job local_cwd://.* found FAILED in local_cwd"):
-        followed(tmp_path, "exit 7")
-
-
-def fail(monkeypatch: pytest.MonkeyPatch, question: str, fails: Callable[[int], bool]) -> list[int]:
-    """Have a scheduler fail those questions of a kind whose numbers say so; the numbers of all that were asked."""
-    asked: list[int] = []
-    answers = getattr(LocalScheduler, question)
-
-    def answer(self: LocalScheduler, app_id: str) -> Any:
-        asked.append(len(asked))
-        if fails(asked[-1]):
-            raise PermissionError("the credentials have expired")
-        return answers(self, app_id)
-
-    monkeypatch.setattr(LocalScheduler, question, answer)
-    return asked
-
-
-def test_a_scheduler_that_never_answers_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its client waits on a network that has gone silent: that is no answer either."""
-    ended = threading.Event()
-    fail(monkeypatch, "describe", lambda number: not ended.wait())
-    monkeypatch.setattr(cluster, "_ANSWERS_WITHIN_S", 0.3)
-    job, _ = job_of(tmp_path, "exec sleep 30", silent_s=1.0)
-    with pytest.raises(ClusterSilent, match="TimeoutError: no answer within"):
-        job.run()
-    ended.set()
-
-
-def test_a_scheduler_that_answers_no_more_is_given_up_and_its_job_left_as_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """That it does not answer is said once; in the end, where the job can be looked at. Nobody has cancelled it."""
-    cancelled = fail(monkeypatch, "cancel", lambda number: False)
-    fail(monkeypatch, "describe", lambda number: True)
-    job, events = job_of(tmp_path, "exec sleep 30", silent_s=1.0)
-    with pytest.raises(ClusterSilent, match=r"job local_cwd://.*PermissionError: .* left as it is.*dlac status"):
-        job.run()
-    (warning,) = [event["message"] for event in events if event["event"] == "warning"]
-    assert re.search("answer about job local_cwd://.*have expired; it is asked again", warning)
-    assert not cancelled
-
-
-def test_an_outage_of_the_scheduler_is_outlasted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It answers again, and the run ends as its nodes say; that it was away was told of once."""
-    away, warned = threading.Event(), threading.Event()
-    behind: list[int] = []
-
-    def fails(number: int) -> bool:
-        """From the job's first state on, until it was asked eight times behind the warning."""
-        if warned.is_set():
-            behind.append(number)
-        if len(behind) < 8:
-            return away.is_set()
-        (tmp_path / "done").touch()
-        return False
-
-    def told(event: dict[str, Any]) -> None:
-        if event["event"] == "job":
-            away.set()
-        if event["event"] == "warning":
-            warned.set()
-
-    fail(monkeypatch, "describe", fails)
-    job, events = job_of(tmp_path, f"while [ ! -e {tmp_path}/done ]; do sleep 0.1; done; echo '{DONE}'", told=told)
-    assert job.run() == Outcome(ending="finished", attempts=2, step=9)
-    assert [event["event"] for event in events].count("warning") == 1
-
-
-def test_a_cancellation_that_fails_in_passing_is_repeated_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The job was not told to leave: it is told at the next look, not after the time that it would have had."""
-    monkeypatch.setattr(cluster, "LISTENS_S", 1.0)
-    asked = fail(monkeypatch, "cancel", lambda number: number == 0)
-    job, events = job_of(tmp_path, f"sleep 30; echo '{DONE}'")
-    job.stop()
-    assert job.run().ending == "stopped"
-    assert len(asked) == 2
-    assert [event["event"] for event in events].count("warning") == 1
-
-
-def test_what_stays_of_a_job_behind_its_finished_run_is_cancelled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of an elastic job on Kubernetes: pods for which there was never room; no scheduler ends them."""
-    monkeypatch.setattr(cluster, "LISTENS_S", 1.0)
-    cancelled = fail(monkeypatch, "cancel", lambda number: False)
-    job, _ = job_of(tmp_path, f"echo '{DONE}'", "exec sleep 300")
-    assert job.run() == Outcome(ending="finished", attempts=2, step=9)
-    assert cancelled
-
-
-def test_nodes_that_still_work_behind_a_finished_run_are_not_cancelled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A script may go on behind its run, on one node longer than on the others."""
-    monkeypatch.setattr(cluster, "LISTENS_S", 0.2)
-    cancelled = fail(monkeypatch, "cancel", lambda number: False)
-
-    def told(event: dict[str, Any]) -> None:
-        if event["event"] == "checkpoint":
-            (tmp_path / "heard").touch()
-
-    heard = f"while [ ! -e {tmp_path}/heard ]; do sleep 0.1; done"
-    job, _ = job_of(tmp_path, f"{heard}; echo '{DONE}'", f"echo '{STEP}'; {heard}; sleep 3; echo '{DONE}'", told=told)
-    assert job.run().ending == "finished"
-    assert not cancelled
-
-
-def test_a_fault_of_whoever_is_told_of_a_job_is_not_taken_for_the_schedulers(tmp_path: Path) -> None:
-    """It ends the launcher, and is seen."""
-
-    def told(event: dict[str, Any]) -> None:
-        if event["event"] == "job":
-            raise ZeroDivisionError
-
-    job, _ = job_of(tmp_path, f"sleep 5; echo '{DONE}'", told=told)
-    with pytest.raises(ZeroDivisionError):
-        job.run()
+            unpack(wrong)

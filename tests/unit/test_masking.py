@@ -18,9 +18,8 @@ from catalog.errors import SpecInvalid, StoreUnavailable
 from catalog.lakehouse_config import LakehouseConfig
 from catalog.masking import is_secret_name, mask_secrets, mask_setting
 from dlac_pipeline.checkpoint.files import StoreFiles
-from dlac_pipeline.launchers.node import REQUEST_VARIABLE, unpacked
 from dlac_pipeline.launchers.protocol import rendered
-from dlac_pipeline.request import Request
+from dlac_pipeline.request import REQUEST_VARIABLE, Request, unpack
 from dlac_pipeline.spec import parse_spec, read_spec
 
 SECRET = "Hunter2Hunter2"
@@ -342,4 +341,4 @@ def test_rendered_job_is_masked(on: str) -> None:
     assert SECRET not in job
     packed = re.search(r"eJ[\w-]{100,}=*", job)
     assert packed is not None
-    assert SECRET not in unpacked({REQUEST_VARIABLE: packed[0]}).model_dump_json()
+    assert SECRET not in unpack({REQUEST_VARIABLE: packed[0]}).model_dump_json()

@@ -16,9 +16,9 @@ import sys
 from pydantic import ValidationError
 
 from catalog.errors import SpecInvalid
-from dlac_pipeline.launchers.orchestrator import Orchestrator, keep_events_apart
 from dlac_pipeline.ranks.starter import RankStarter
 from dlac_pipeline.request import Request
+from dlac_pipeline.supervisor.orchestrator import Orchestrator, keep_events_apart
 
 
 def main() -> int:
@@ -28,13 +28,13 @@ def main() -> int:
     try:
         request = Request.model_validate_json(sys.stdin.readline())
     except ValidationError as err:
-        from dlac_pipeline.launchers.serving import say_error
+        from dlac_pipeline.supervisor.serving import say_error
 
         return say_error(SpecInvalid(f"not a valid request: {err}"))
     orchestrator = Orchestrator()
     if request.spec.launch.on == "here":
         starter.begin(request.spec)
-    from dlac_pipeline.launchers.serving import serve
+    from dlac_pipeline.supervisor.serving import serve
 
     return serve(request, starter, orchestrator)
 

@@ -9,13 +9,13 @@ import time
 from catalog.connect import connect
 from catalog.errors import DlacError, Fenced, name_of
 from catalog.ledger import Ledger
-from dlac_pipeline.launchers.bug_report import EXIT_CODE, report_unexpected
-from dlac_pipeline.launchers.orchestrator import MARGIN_S, Orchestrator, say
+from dlac_pipeline.bug_report import EXIT_CODE, report_unexpected
 from dlac_pipeline.launchers.protocol import Launcher, launcher_for
-from dlac_pipeline.launchers.signals import on_ending_signals
 from dlac_pipeline.ranks.starter import RankStarter
 from dlac_pipeline.recover.claims import launcher_of
 from dlac_pipeline.request import Request
+from dlac_pipeline.supervisor.orchestrator import MARGIN_S, Orchestrator, say
+from dlac_pipeline.supervisor.signals import on_ending_signals
 
 
 def serve(request: Request, starter: RankStarter, orchestrator: Orchestrator) -> int:
@@ -31,8 +31,8 @@ def serve(request: Request, starter: RankStarter, orchestrator: Orchestrator) ->
     return run_and_tell(launcher)
 
 
-def run_and_tell(launcher: Launcher) -> int:
-    """Run it to its end and say how that came; returns the exit status."""
+def run_and_tell(launcher: Launcher, *, stopped: int = 0) -> int:
+    """Run it to its end and report how it ended; returns the exit status, which is `stopped` if it was asked to leave."""
     try:
         outcome = launcher.run()
     except DlacError as err:
@@ -41,7 +41,7 @@ def run_and_tell(launcher: Launcher) -> int:
         say({"event": "error", "kind": type(err).__name__, "message": report_unexpected(err)})
         return EXIT_CODE
     say({"event": "ended", "ending": outcome.ending, "attempts": outcome.attempts, "step": outcome.step})
-    return 0
+    return stopped if outcome.ending == "stopped" else 0
 
 
 def say_error(err: DlacError) -> int:

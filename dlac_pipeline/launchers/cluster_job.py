@@ -1,0 +1,272 @@
+"""A run as one job of a cluster: submit it, follow it, cancel it, and judge how it ended.
+
+The nodes recover by themselves (`supervisor/node.py`). Their events come from the scheduler's logs, which may lag or be lost.
+Whether the run is finished is in the ledger: a scheduler's "completed" only says that no process is left.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from typing import TypeVar
+
+from catalog import errors
+from catalog.connect import connect
+from catalog.errors import ClusterRefused, ClusterSilent, DlacError, NoSuchCheckpoint, NoSuchRun, TrainingFailed
+from catalog.ledger import Ledger
+from dlac_pipeline.cluster_checks import store_in_doubt
+from dlac_pipeline.launch_spec import LISTENS_S
+from dlac_pipeline.launchers.events import NodeEvents
+from dlac_pipeline.launchers.scheduler import JobState, Scheduler
+from dlac_pipeline.recover.attempt import Event
+from dlac_pipeline.recover.supervise import Outcome
+from dlac_pipeline.request import Request
+
+Answer = TypeVar("Answer")
+SILENT_S = 3600.0
+"""Seconds until a scheduler that does not answer is given up: expired credentials are not renewed by waiting."""
+GONE_S = 60.0
+"""Seconds for which a scheduler must not know a job before the job counts as ended."""
+
+
+class ClusterJob:
+    """A launcher: one job of one scheduler."""
+
+    def __init__(
+        self,
+        request: Request,
+        scheduler: Scheduler,
+        on_event: Callable[[Event], None] = lambda event: None,
+        *,
+        look_s: float = 5.0,
+        silent_s: float = SILENT_S,
+        gone_s: float = GONE_S,
+    ) -> None:
+        """`look_s` is the time between two questions to the scheduler; the other two stand in for the constants above."""
+        self._request = request
+        self._scheduler = scheduler
+        self._on_event = on_event
+        self._look_s = look_s
+        self._silent_s = silent_s
+        self._gone_s = gone_s
+        self._stop = threading.Event()
+        self._events = NodeEvents(self._report)
+        self._leave_s = request.spec.launch.leave_s + LISTENS_S
+        self._cancel_again_at = 0.0
+        self._ending_since: float | None = None
+        self._over_since: float | None = None
+        self._silent_since: float | None = None
+        self._unknown_since: tuple[float, int | None] | None = None
+        """Since when the scheduler knows no such job, and the position of the ledger then."""
+
+    def stop(self) -> None:
+        """Cancel the job: its nodes leave after a checkpoint."""
+        self._stop.set()
+
+    leave = stop
+    """A job that no process follows would end unseen."""
+
+    def render(self) -> str:
+        """Return the job as its scheduler would get it. Nothing is submitted, and no cluster is asked."""
+        return self._scheduler.render(self._request).strip()
+
+    def run(self) -> Outcome:
+        """Submit the job and follow it to its end.
+
+        Raises:
+            ClusterRefused: the scheduler does not take it.
+            ClusterSilent: the scheduler stopped answering; the job is left as it is.
+            TrainingFailed: the job ended before the run, and no node reported why.
+            DlacError: the error that its nodes reported.
+        """
+        if doubt := store_in_doubt(self._request.spec):
+            self._warn(doubt)
+        job = self._submit()
+        self._report({"event": "submitted", "job": job})
+        state = self._follow(job)
+        self._read_logs(job)
+        return self._judge(job, state)
+
+    def _submit(self) -> str:
+        try:
+            return self._scheduler.submit(self._request)
+        except Exception as err:  # whatever Slurm's commands or the client of Kubernetes raise
+            raise ClusterRefused(
+                f"expected {self._scheduler.name} to take the job of run {self._request.spec.run!r}, found "
+                f"{type(err).__name__}: {err}; `dlac train --render` shows the job"
+            ) from err
+
+    def _follow(self, job: str) -> str:
+        """Look at the job until it has ended; return its last state. A job that is queued again has not ended.
+
+        Raises:
+            ClusterSilent: the scheduler stopped answering, and the run is not known to be finished.
+        """
+        state, shown = JobState(name=""), ""
+        while not self._has_ended(state):
+            failed: Exception | None = None
+            try:
+                state = self._look(job, state)
+            except Exception as err:  # whatever Slurm's commands or the client of Kubernetes raise
+                failed = err
+            try:
+                self._act(job, state)
+            except Exception as err:
+                failed = failed or err
+            if state.name != shown:
+                shown = state.name
+                self._report({"event": "job", "job": job, "state": shown})
+            if failed is None:
+                self._silent_since = None
+            elif self._is_given_up(job, failed):
+                break
+            self._read_logs(job)
+            self._pause()
+        return state.name
+
+    def _look(self, job: str, last: JobState) -> JobState:
+        """Return the job's state. A job that the scheduler does not know counts as ended, but not while the run commits."""
+        state = self._scheduler.state(job)
+        if state is not None:
+            self._unknown_since = None
+            return state
+        now, position = time.monotonic(), self._position()
+        if self._unknown_since is None and self._ending_since is None:
+            self._warn(f"expected {self._scheduler.name} to know job {job}, found no such job: it is asked again")
+        if self._unknown_since is None or self._unknown_since[1] != position:
+            self._unknown_since = (now, position)
+        gone = self._ending_since is not None or now - self._unknown_since[0] >= self._gone_s
+        return replace(last, over=gone or self._events.is_done)
+
+    def _act(self, job: str, state: JobState) -> None:
+        """Cancel a job that is to end, and again where that changed nothing. Queue a job again that has lost its first node."""
+        if state.over or self._unknown_since is not None:
+            return
+        if self._is_to_end() or (state.first_node_lost and self._is_finished()):
+            self._cancel(job)
+        elif state.first_node_lost:
+            self._warn(f"job {job} has lost its first node, on which its batch script ran: it is queued again")
+            try:
+                self._scheduler.requeue(job)
+            except ConnectionError as err:
+                self._warn(f"expected {self._scheduler.name} to queue job {job} again, found {err}: it is cancelled")
+                self._cancel(job)
+
+    def _cancel(self, job: str) -> None:
+        now = time.monotonic()
+        self._ending_since = self._ending_since or now
+        if now >= self._cancel_again_at:
+            self._scheduler.cancel(job)
+            self._cancel_again_at = now + self._leave_s
+
+    def _is_to_end(self) -> bool:
+        """Whether the job is to be cancelled: on request, or because a part of it stays after the run is done."""
+        if self._stop.is_set():
+            return True
+        stays_s = LISTENS_S if self._events.all_ended else self._silent_s
+        return self._events.is_done and self._events.quiet_s > stays_s
+
+    def _has_ended(self, state: JobState) -> bool:
+        """Whether the job is over and its logs are read: a state that lasts for one look may be on the way to the queue."""
+        if self._ending_since is not None and self._events.is_done:
+            return True
+        if not state.over:
+            self._over_since = None
+            return False
+        now = time.monotonic()
+        self._over_since = self._over_since or now
+        read = bool(self._events.last_events) and self._events.quiet_s > self._look_s
+        return now - self._over_since >= self._look_s * (1 if read else 2)
+
+    def _is_given_up(self, job: str, err: Exception) -> bool:
+        """Bear a question without an answer; return whether to follow no longer, since it is known how the run ended.
+
+        Raises:
+            ClusterSilent: the scheduler has not answered for too long.
+        """
+        now, found = time.monotonic(), f"found {type(err).__name__}: {err}"
+        expected = f"expected {self._scheduler.name} to answer about job {job}"
+        if self._silent_since is None:
+            self._silent_since = now
+            self._warn(f"{expected}, {found}; it is asked again")
+        bears_s = self._silent_s if self._ending_since is None else min(self._silent_s, self._leave_s)
+        if self._ending_since is not None and self._events.last_events:
+            return self._events.quiet_s > self._look_s
+        if now - max(self._silent_since, self._ending_since or 0.0) <= bears_s:
+            return False
+        if self._events.is_done or self._is_finished():
+            return True
+        raise ClusterSilent(
+            f"{expected}, {found}, for {bears_s:.0f} s; the job is left as it is, and may still train: look with `dlac status "
+            f"{self._request.spec.run} --watch`, and cancel it with {self._scheduler.name}'s own commands"
+        ) from err
+
+    def _read_logs(self, job: str) -> None:
+        pieces: list[tuple[str, str]] = []
+        with suppress(Exception):  # no log yet, or none any more
+            pieces = self._scheduler.read(job)
+        for log, piece in pieces:
+            self._events.read(log, piece)
+
+    def _pause(self) -> None:
+        if self._ending_since is not None:
+            time.sleep(min(self._look_s, 1.0))  # Kubernetes drops the log with the pod
+        else:
+            self._stop.wait(self._look_s)
+
+    def _warn(self, message: str) -> None:
+        self._report({"event": "warning", "message": message})
+
+    def _report(self, event: Event) -> None:
+        self._on_event({"run": self._request.spec.run, **event})
+
+    def _judge(self, job: str, state: str) -> Outcome:
+        """Return how the run ended. One node's report that it is done outweighs those of nodes that were lost or left before."""
+        ended = [event for event in self._events.last_events if event["event"] == "ended"]
+        done = [event for event in ended if event["ending"] != "stopped"]
+        failed = [event for event in self._events.last_events if event["event"] == "error"]
+        if not done and self._is_finished():
+            return Outcome(ending="finished", attempts=0, step=self._head_step() or 0)
+        if not done and failed:
+            raise errors.revived(failed[-1]["kind"], failed[-1]["message"], default=TrainingFailed)
+        if not done and state == "PREEMPTED" and not self._stop.is_set():
+            raise TrainingFailed(
+                f"expected {self._scheduler.name} to queue job {job} again after its preemption, found it ended at step "
+                f"{self._head_step()}: start the run again, `dlac train` resumes it"
+            )
+        if ended:
+            last = max(done or ended, key=lambda event: int(event["step"]))
+            return Outcome(ending=last["ending"], attempts=last["attempts"], step=last["step"])
+        if self._stop.is_set() and (step := self._head_step()) is not None:
+            return Outcome(ending="stopped", attempts=0, step=step)
+        raise TrainingFailed(
+            f"expected job {job} to report how it ended, found {state or 'nothing'} in {self._scheduler.name}: read its "
+            "logs there"
+        )
+
+    def _is_finished(self) -> bool:
+        return bool(self._asked(lambda ledger: ledger.state(self._request.spec.run).finished))
+
+    def _position(self) -> int | None:
+        """Number of the run's last row. None: the ledger cannot be asked."""
+        return self._asked(lambda ledger: ledger.state(self._request.spec.run).fence.seq)
+
+    def _head_step(self) -> int | None:
+        """Step of the last checkpoint. None: the ledger cannot be asked."""
+        return self._asked(lambda ledger: _step_of_head(ledger, self._request.spec.run))
+
+    def _asked(self, question: Callable[[Ledger], Answer]) -> Answer | None:
+        with suppress(DlacError):
+            return question(Ledger(connect(self._request.spec.lakehouse)))
+        return None
+
+
+def _step_of_head(ledger: Ledger, run: str) -> int:
+    """Return the step of the last checkpoint; 0 before the first."""
+    try:
+        return int(ledger.restorable(run)["step"])
+    except (NoSuchCheckpoint, NoSuchRun):
+        return 0

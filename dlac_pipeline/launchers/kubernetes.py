@@ -1,0 +1,221 @@
+"""Kubernetes: a JobSet, or a TrainJob of Kubeflow with the same pods, and a secret with the request. All rendered from templates.
+
+The official client submits, looks, reads logs and deletes.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from importlib.resources import files
+from string import Template
+from typing import Any
+
+import yaml
+
+from dlac_pipeline.cluster_checks import NODE
+from dlac_pipeline.cluster_spec import ClusterSpec
+from dlac_pipeline.launchers.scheduler import ANSWER_S, JobState, leave_s, name_of, new_key
+from dlac_pipeline.request import Request, pack
+
+_GROUPS = {
+    "JobSet": ("jobset.x-k8s.io", "v1alpha2", "jobsets"),
+    "TrainJob": ("trainer.kubeflow.org", "v1alpha1", "trainjobs"),
+    "TrainingRuntime": ("trainer.kubeflow.org", "v1alpha1", "trainingruntimes"),
+}
+_JOBSET_LABEL, _INDEX_LABEL = "jobset.sigs.k8s.io/jobset-name", "batch.kubernetes.io/job-completion-index"
+_QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
+_OVERLAP_S = 30
+"""Seconds of log that are asked for twice, for clocks that differ. A line is read once, by its time."""
+Document = dict[str, Any]
+
+
+class Kubernetes:
+    """A job of one pod per node. A pod that is preempted or evicted is replaced, and the others continue."""
+
+    name = "Kubernetes"
+
+    def __init__(self, request: Request) -> None:
+        cluster = request.spec.cluster
+        self._namespace = cluster.namespace or "default"
+        self._kind = "TrainJob" if cluster.kind == "trainjob" else "JobSet"
+        self._read_to: dict[str, str] = {}
+        self._read_at: float | None = None
+
+    def render(self, request: Request) -> str:
+        """Return the manifests; asks no cluster."""
+        return yaml.safe_dump_all(documents(request), sort_keys=False)
+
+    def submit(self, request: Request) -> str:
+        """Create the job, and the secret that its pods wait for; the job owns what else is created. Return its name."""
+        secret, *others = documents(request)
+        try:
+            # one after the other: a TrainJob is refused before its runtime exists
+            created = [self._custom("create", one["kind"], body=one, field_validation="Strict") for one in others]
+            job = created[-1]["metadata"]
+            owner = {
+                "apiVersion": others[-1]["apiVersion"],
+                "kind": others[-1]["kind"],
+                "name": job["name"],
+                "uid": job["uid"],
+            }
+            owned = {"metadata": {"ownerReferences": [owner]}}
+            for document in others[:-1]:
+                self._custom("patch", document["kind"], name=document["metadata"]["name"], body=owned)
+            _client("CoreV1Api").create_namespaced_secret(
+                self._namespace, merged(secret, owned), _request_timeout=ANSWER_S
+            )
+        except Exception:
+            for document in others:
+                self._custom("delete", document["kind"], name=document["metadata"]["name"])
+            raise
+        return str(job["name"])
+
+    def state(self, job: str) -> JobState | None:
+        """Return the job's state by its conditions."""
+        found = self._custom("get", self._kind, name=job)
+        if found is None:
+            return None
+        status = found.get("status") or {}
+        true = {one["type"] for one in status.get("conditions") or [] if one["status"] == "True"}
+        if "deletionTimestamp" in found["metadata"]:
+            return JobState(name="CANCELLED")
+        if over := true & {"Complete", "Completed", "Failed"}:
+            return JobState(name="FAILED" if "Failed" in over else "COMPLETED", over=True)
+        jobs = status.get("replicatedJobsStatus") or status.get("jobsStatus") or []
+        return JobState(name="RUNNING" if any(one.get("active") for one in jobs) else "PENDING")
+
+    def read(self, job: str) -> list[tuple[str, str]]:
+        """Return what the pods' logs have gained; a pod that replaces another continues its log."""
+        core, now = _client("CoreV1Api"), time.monotonic()
+        since = {} if self._read_at is None else {"since_seconds": int(now - self._read_at) + _OVERLAP_S}
+        pods = core.list_namespaced_pod(
+            self._namespace, label_selector=f"{_JOBSET_LABEL}={job}", _request_timeout=ANSWER_S
+        )
+        pieces = []
+        for pod in pods.items:
+            if pod.status.phase == "Pending":
+                continue
+            known = since if pod.metadata.uid in self._read_to else {}
+            answer = core.read_namespaced_pod_log(
+                pod.metadata.name,
+                self._namespace,
+                container=NODE,
+                timestamps=True,
+                _preload_content=False,
+                _request_timeout=ANSWER_S,
+                **known,
+            )
+            pieces.append(
+                (pod.metadata.labels[_INDEX_LABEL], self._new(pod.metadata.uid, answer.data.decode(errors="replace")))
+            )
+        self._read_at = now
+        return pieces
+
+    def _new(self, pod: str, log: str) -> str:
+        """Return the whole lines of a log that were not read yet; each begins with its time."""
+        read_to = self._read_to.get(pod, "")
+        lines = [line for line in log.splitlines(keepends=True) if line.endswith("\n") and line.split(" ")[0] > read_to]
+        self._read_to[pod] = lines[-1].split(" ")[0] if lines else read_to
+        return "".join(lines)
+
+    def requeue(self, job: str) -> None:
+        """Do nothing: a lost pod is replaced, the first one too."""
+
+    def cancel(self, job: str) -> None:
+        """Delete the job: its pods get SIGTERM and their grace period."""
+        self._custom("delete", self._kind, name=job, propagation_policy="Foreground")
+
+    def _custom(self, verb: str, kind: str, **arguments: Any) -> Any:
+        """Call the API of a custom resource. None: there is no such object to get or delete."""
+        from kubernetes.client import ApiException
+
+        group, version, plural = _GROUPS[kind]
+        place = {"group": group, "version": version, "namespace": self._namespace, "plural": plural}
+        call = getattr(_client("CustomObjectsApi"), f"{verb}_namespaced_custom_object")
+        try:
+            return call(**place, **arguments, _request_timeout=ANSWER_S)
+        except ApiException as err:
+            if err.status == 404 and verb in ("get", "delete"):
+                return None
+            raise
+
+
+def _client(api: str) -> Any:
+    """Return a client with the settings of the pod in which this process runs, or else of the user's kubeconfig."""
+    from kubernetes import client, config
+
+    config.load_config()  # type: ignore[no-untyped-call]  # the client is typed in part only
+    return getattr(client, api)()
+
+
+def documents(request: Request) -> list[Document]:
+    """Return the secret, then what the cluster is to run: the last document is the job."""
+    launch, cluster = request.spec.launch, request.spec.cluster
+    name = f"{name_of(request)}-{secrets.token_hex(3)}"
+    resources = {
+        "cpu": cluster.cpu,
+        "nvidia.com/gpu": cluster.gpu,
+        "memory": cluster.memory_mb and f"{cluster.memory_mb}M",
+    }
+    values: dict[str, object] = {
+        "name": name,
+        "request": pack(request),
+        "rendezvous_key": new_key(),
+        "first_node": f"{name}-node-0-0.{name}",
+        "labels": {_QUEUE_LABEL: cluster.queue} if cluster.queue else None,
+        "least": launch.min_nodes,
+        "most": launch.max_nodes,
+        "time_limit_s": cluster.time_limit_s or None,
+        "retries": cluster.retries,
+        "leave_s": leave_s(request),
+        "service_account": cluster.service_account or None,
+        "priority_class": cluster.priority_class or None,
+        "image": cluster.image,
+        "python": cluster.python,
+        "resources": {key: str(value) for key, value in resources.items() if value},
+    }
+    secret, jobset = _filled("jobset.yaml", values)
+    job = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]
+    job["template"] = merged(merged(job["template"], _additions(cluster)), cluster.pod)
+    if cluster.kind == "trainjob":
+        return [secret, *_filled("trainjob.yaml", {**values, "jobset_spec": jobset["spec"]})]
+    return [secret, jobset]
+
+
+def _additions(cluster: ClusterSpec) -> Document:
+    """Return the user's variables and mounts, as a part of a pod. Kubernetes reads $(NAME) in a value, and $$ as one dollar."""
+    mounts = {f"mount-{number}": mount for number, mount in enumerate(cluster.mounts)}
+    node = {
+        "name": NODE,
+        "env": [{"name": key, "value": value.replace("$", "$$")} for key, value in cluster.env.items()],
+        "volumeMounts": [
+            {"name": name, "mountPath": mount.path, "readOnly": not mount.writable} for name, mount in mounts.items()
+        ],
+    }
+    return {"spec": {"containers": [node], "volumes": [{"name": name, **one.volume()} for name, one in mounts.items()]}}
+
+
+def _filled(template: str, values: dict[str, object]) -> list[Document]:
+    """Return the documents of a template, with values written as JSON, which is YAML. Settings without a value are left out."""
+    text = Template(files(__package__).joinpath(template).read_text())
+    filled = text.substitute({key: json.dumps(value) for key, value in values.items()})
+    return [_without_nulls(document) for document in yaml.safe_load_all(filled)]
+
+
+def _without_nulls(node: Any) -> Any:
+    if isinstance(node, dict):
+        return {key: _without_nulls(value) for key, value in node.items() if value is not None}
+    return [_without_nulls(value) for value in node] if isinstance(node, list) else node
+
+
+def merged(base: Any, patch: Any) -> Any:
+    """Return `base` with `patch` merged in: mappings by key, lists of named things by name, other lists one after the other."""
+    if isinstance(base, dict) and isinstance(patch, dict):
+        return base | {key: merged(base[key], value) if key in base else value for key, value in patch.items()}
+    if not (isinstance(base, list) and isinstance(patch, list)):
+        return patch
+    patches = {one["name"]: one for one in patch if isinstance(one, dict) and "name" in one}
+    found = [merged(one, patches.pop(one.get("name"), {})) if isinstance(one, dict) else one for one in base]
+    return [*found, *(one for one in patch if not isinstance(one, dict) or one.get("name") in {None, *patches})]

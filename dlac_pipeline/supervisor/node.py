@@ -1,0 +1,94 @@
+"""The process on every node of a cluster job: `python -m dlac_pipeline.supervisor.node`, with the request in its environment.
+
+It supervises the ranks of its node. Standard output: one event per line of JSON; what libraries and users' code print goes to
+standard error. SIGTERM, by which schedulers preempt, evict and cancel, makes the node leave after a checkpoint; the run continues
+if enough other nodes are left. Exit status: 0 if the run is finished, UNFINISHED_EXIT_CODE if the node left before, or the
+status of the error.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+
+from catalog.connect import connect
+from catalog.errors import DlacError, SpecInvalid
+from catalog.ledger import Ledger
+from dlac_pipeline.launchers.protocol import supervisor_of
+from dlac_pipeline.launchers.scheduler import FIRST_NODE_VARIABLE, KEY_FILE_VARIABLE, UNFINISHED_EXIT_CODE
+from dlac_pipeline.launchers.slurm import Slurm
+from dlac_pipeline.recover.claims import to_replace
+from dlac_pipeline.request import Request, unpack
+from dlac_pipeline.supervisor.orchestrator import keep_events_apart, say
+from dlac_pipeline.supervisor.serving import run_and_tell, say_error, stop_when_replaced
+from dlac_pipeline.supervisor.signals import on_ending_signals
+
+_JOB_VARIABLE = "SLURM_JOB_ID"
+_RESTARTS_VARIABLE = "SLURM_RESTART_COUNT"
+"""Slurm: how often the job was queued again; absent the first time."""
+
+
+def for_node(request: Request, environment: Mapping[str, str]) -> Request:
+    """Return the request with address and key of the rendezvous. Where nodes have accelerators, each has as many ranks."""
+    launch, cluster = request.spec.launch, request.spec.cluster
+    meets = f"{environment.get(FIRST_NODE_VARIABLE, 'localhost')}:{cluster.port}"
+    ranks = launch.nproc_per_node or (cluster.gpu if launch.nodes else 0)
+    key_file = launch.rendezvous_key_file or environment.get(KEY_FILE_VARIABLE, "")
+    here = {"rendezvous": meets, "rendezvous_key_file": key_file, "nproc_per_node": ranks}
+    launch = launch.model_copy(update=here)
+    return request.model_copy(update={"spec": request.spec.model_copy(update={"launch": launch})})
+
+
+def of_this_start(request: Request) -> Request:
+    """Return the request of a job that its scheduler starts again: then the job's own last attempt is the one to replace."""
+    if request.replaces is None or not request.launched_by:
+        return request
+    claims = Ledger(connect(request.spec.lakehouse)).rows(request.spec.run, kinds=("claim",))
+    attempt = to_replace(claims, request.replaces, launched_by=request.launched_by)
+    return request.model_copy(update={"replaces": attempt})
+
+
+def this_start(environment: Mapping[str, str]) -> str:
+    """Return a name of this start of the job: the same on all nodes of Slurm, which share a log; else this process's own."""
+    return environment.get(_RESTARTS_VARIABLE, "0") if _JOB_VARIABLE in environment else str(time.time_ns())
+
+
+def end_orphan(job: str, *, finished: bool) -> None:
+    """End this node's job of Slurm if its first node is lost, and the batch script with it; unless it is finished, requeue it."""
+    slurm = Slurm()
+    # A container has no commands of Slurm. `dlac train` does the same.
+    with suppress(OSError, subprocess.SubprocessError):
+        state = slurm.state(job)
+        if state is not None and state.first_node_lost:
+            (slurm.cancel if finished else slurm.requeue)(job)
+
+
+def main() -> int:
+    """Supervise this node's ranks; returns the exit status."""
+    keep_events_apart()
+    say({"event": "node", "host": socket.gethostname(), "start": this_start(os.environ)})
+    try:
+        request = unpack(os.environ)
+    except SpecInvalid as err:
+        return say_error(err)
+    request = for_node(request, os.environ)
+    with suppress(DlacError):  # the supervisor waits for a catalog that is unavailable
+        request = of_this_start(request)
+    supervisor = supervisor_of(request, say)
+    on_ending_signals(supervisor.leave)
+    if request.launched_by:
+        threading.Thread(target=stop_when_replaced, args=(supervisor, request), daemon=True).start()
+    code = run_and_tell(supervisor, stopped=UNFINISHED_EXIT_CODE)
+    if job := os.environ.get(_JOB_VARIABLE):
+        end_orphan(job, finished=code == 0)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

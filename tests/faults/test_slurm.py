@@ -1,0 +1,246 @@
+"""Runs as jobs of a real Slurm on this host: a controller and three nodes, which are lost, preempted and restarted."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+from catalog.lakehouse_config import LakehouseConfig
+from dlac_pipeline.launchers.cluster_job import ClusterJob
+from dlac_pipeline.launchers.slurm import Slurm
+from dlac_pipeline.recover.supervise import Outcome
+from dlac_pipeline.request import Request
+from dlac_pipeline.spec import parse_spec
+from tests.conftest import Arena, Steps, wait_until
+from tests.ports import own_port
+from tests.postgres_server import postgres
+from tests.slurm_cluster import SlurmCluster, needs_slurm, slurm_cluster
+
+pytestmark = needs_slurm
+SLOW = {"slow_rank": 0, "slow_s": 0.1}
+RANK = re.compile(r"dlac r1 rank 0/")
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlurmCluster]:
+    """A Slurm with three idle nodes; jobs are submitted from the test's folder."""
+    monkeypatch.chdir(tmp_path)
+    with slurm_cluster(tmp_path / "slurm", monkeypatch) as running:
+        yield running
+
+
+def request_for(arena: Arena, *, nodes: str, **changes: Any) -> Request:
+    """Return a request for a job with a rank on each node."""
+    spec = arena.spec("r1", on="slurm", nodes=nodes, nproc_per_node=1, passes=1, **changes)
+    cluster = {"python": sys.executable, "cpu": 2, "port": own_port()}
+    return Request(spec=parse_spec(spec.model_dump() | {"cluster": cluster}, origin="the test"), repin=True)
+
+
+class Following:
+    """`dlac train` on a thread: a job, its events, and its outcome."""
+
+    def __init__(self, arena: Arena, *, nodes: str, **changes: Any) -> None:
+        request = request_for(arena, nodes=nodes, **changes)
+        self.events: list[dict[str, Any]] = []
+        self.job = ClusterJob(request, Slurm(), self.events.append, look_s=0.5, gone_s=5.0)
+        self._ended: list[Outcome | Exception] = []
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._ended.append(self.job.run())
+        except Exception as err:
+            self._ended.append(err)
+
+    @property
+    def number(self) -> str:
+        """Slurm's number of the job."""
+        return str(self.wait_for("submitted")["job"])
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        """Return its events of one kind."""
+        return [event for event in self.events if event["event"] == kind]
+
+    def wait_for(self, kind: str, count: int = 1) -> dict[str, Any]:
+        """Wait until so many events of a kind have come; return the last of them."""
+        wait_until(lambda: len(self.of(kind)) >= count or bool(self._ended), what=f"{kind} event", within_s=120)
+        assert len(self.of(kind)) >= count, f"{self._ended} {self.events[-5:]} {logs()}"
+        return self.of(kind)[count - 1]
+
+    def outcome(self) -> Outcome:
+        """Wait for its end."""
+        self._thread.join(180)
+        assert self._ended, f"still followed: {self.events[-5:]} {logs()}"
+        if isinstance(self._ended[0], Exception):
+            raise self._ended[0]
+        return self._ended[0]
+
+    @property
+    def states(self) -> list[str]:
+        """The states of the job, one after the other."""
+        return [event["state"] for event in self.of("job")]
+
+
+def logs() -> str:
+    """Return the end of what the nodes of all jobs wrote to standard error."""
+    return "\n".join(path.read_text()[-3000:] for path in Path().glob("slurm-*.err"))
+
+
+def rows_of(steps: Steps) -> list[int]:
+    """Return all rows of all steps, sorted."""
+    return sorted(row for step in steps.values() for row in step)
+
+
+def check_exact(arena: Arena, rows: int = 2000) -> None:
+    """Each row of the table was consumed once, as the script and the ledger both have it."""
+    assert rows_of(arena.journal("r1")) == rows_of(arena.recorded("r1")) == list(range(rows))
+
+
+def test_range_takes_all_idle_nodes(arena: Arena, slurm: SlurmCluster) -> None:
+    """A job of 2 to 3 nodes gets three of three, and trains each row once."""
+    arena.table(appends=(240,))
+    following = Following(arena, nodes="2:3", batch_size=24, every_steps=5)
+    outcome = following.outcome()
+    assert (outcome.ending, outcome.step) == ("finished", 10)
+    assert {row["world_size"] for row in arena.lineage("r1")} == {3}
+    assert {event["checkpoint_id"] for event in following.of("checkpoint")} == {
+        row["checkpoint_id"] for row in arena.lineage("r1")
+    }
+    check_exact(arena, rows=240)
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(shutil.which("initdb") is None, reason="needs PostgreSQL's initdb and postgres on the PATH")
+def test_command_follows_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slurm: SlurmCluster) -> None:
+    """`dlac train` submits the job, shows its states and checkpoints, and ends with the status of the run."""
+    with postgres() as address:
+        arena = Arena(tmp_path / "home", monkeypatch, config=LakehouseConfig(uri=address))
+        arena.table(appends=(240,))
+        spec = request_for(arena, nodes="2:3", batch_size=24, every_steps=5).spec
+        job = tmp_path / "job.yaml"
+        job.write_text(yaml.safe_dump(spec.model_dump()))
+        command = [sys.executable, "-m", "dlac_pipeline.cli", "train", str(job)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr + logs()
+        assert "submitted as 1" in done.stdout
+        assert "the job is RUNNING" in done.stdout
+        assert {row["world_size"] for row in arena.lineage("r1")} == {3}
+
+
+@pytest.mark.soak
+def test_fixed_nodes_train_exactly(arena: Arena, slurm: SlurmCluster) -> None:
+    """A job of 2 nodes gets two of three."""
+    arena.table()
+    assert Following(arena, nodes="2").outcome().ending == "finished"
+    assert {row["world_size"] for row in arena.lineage("r1")} == {2}
+    check_exact(arena)
+
+
+@pytest.mark.soak
+def test_cancelled_job_leaves_checkpoint(arena: Arena, slurm: SlurmCluster) -> None:
+    """`dlac train` cancels its job, whose nodes checkpoint; the next job trains the rest."""
+    arena.table()
+    stopped = Following(arena, nodes="2", **SLOW)
+    stopped.wait_for("checkpoint")
+    stopped.job.stop()
+    assert stopped.outcome().ending == "stopped"
+    done = arena.lineage("r1")[-1]["step"]
+    assert "JobState=CANCELLED" in slurm.job(stopped.number)
+    assert Following(arena, nodes="2").outcome().ending == "finished"
+    assert done < arena.lineage("r1")[-1]["step"]
+    check_exact(arena)
+
+
+@pytest.mark.soak
+def test_killed_rank_is_relaunched(arena: Arena, slurm: SlurmCluster) -> None:
+    """The nodes relaunch the attempt; Slurm sees the same job."""
+    arena.table()
+    following = Following(arena, nodes="2", **SLOW)
+    following.wait_for("checkpoint")
+    rank = next(one for one in psutil.process_iter(["name", "cmdline"]) if RANK.match(" ".join(one.info["cmdline"])))
+    rank.kill()
+    assert following.outcome().ending == "finished"
+    assert "Restarts=0" in slurm.job(following.number)
+    assert len(arena.rows("r1", "claim")) == 2
+    check_exact(arena)
+
+
+@pytest.mark.soak
+def test_job_outlives_other_node(arena: Arena, slurm: SlurmCluster) -> None:
+    """A node that is not the first is lost: the two others train the rest, in the same start of the job."""
+    arena.table()
+    following = Following(arena, nodes="2:3", batch_size=24, **SLOW)
+    following.wait_for("checkpoint")
+    slurm.lose("n3")
+    assert following.outcome().ending == "finished"
+    assert "Restarts=0" in slurm.job(following.number)
+    assert {row["world_size"] for row in arena.lineage("r1")} == {3, 2}
+    check_exact(arena)
+
+
+@pytest.mark.soak
+def test_lost_first_node_requeues(arena: Arena, slurm: SlurmCluster) -> None:
+    """The batch script is lost with the first node: the job is queued again, and trains the rest on the two others."""
+    arena.table()  # training outlasts the time that the controller takes to miss a node
+    following = Following(arena, nodes="2:3", batch_size=24, slow_rank=0, slow_s=1.0)
+    following.wait_for("checkpoint")
+    slurm.lose("n1")
+    assert following.outcome().ending == "finished"
+    assert any("has lost its first node" in event["message"] for event in following.of("warning"))
+    assert "Restarts=1" in slurm.job(following.number)
+    assert len(arena.rows("r1", "claim")) >= 2
+    check_exact(arena)
+
+
+@pytest.mark.soak
+def test_orphaned_job_ends(arena: Arena, slurm: SlurmCluster) -> None:
+    """The first node is lost, and no `dlac train` follows: the last node that ends also ends the job."""
+    arena.table()
+    slurm_client = Slurm()
+    job = slurm_client.submit(request_for(arena, nodes="2:3", batch_size=24, **SLOW))
+    wait_until(lambda: bool(arena.rows("r1", "checkpoint")), what="a checkpoint", within_s=120)
+    slurm.lose("n1")
+    wait_until(lambda: "JobState=RUNNING" not in slurm.job(job), what="the job's end", within_s=180)
+    assert re.search("JobState=(CANCELLED|COMPLETING)|Restarts=1", slurm.job(job))
+
+
+@pytest.mark.soak
+def test_preempted_job_is_requeued(arena: Arena, slurm: SlurmCluster) -> None:
+    """A job of a higher partition takes the nodes: the run leaves after a checkpoint, is queued again, and trains the rest."""
+    arena.table()
+    following = Following(arena, nodes="2:3", batch_size=24, **SLOW)
+    following.wait_for("checkpoint")
+    slurm.ask("sbatch", "--partition=high", "--nodes=3", "--cpus-per-task=2", "--ntasks=3", "--wrap=sleep 5")
+    assert following.outcome().ending == "finished"
+    states = following.states
+    assert "PREEMPTED" in states
+    assert states.index("PREEMPTED") < states.index("PENDING", states.index("RUNNING"))
+    assert "Restarts=1" in slurm.job(following.number)
+    assert len(arena.rows("r1", "claim")) == 2
+    check_exact(arena)
+
+
+@pytest.mark.soak
+def test_controller_restart_is_outlasted(arena: Arena, slurm: SlurmCluster) -> None:
+    """A controller that is away has not ended the job; it is followed again once it answers."""
+    arena.table()
+    following = Following(arena, nodes="2", **SLOW)
+    following.wait_for("checkpoint")
+    slurm.stop("slurmctld")
+    following.wait_for("warning")
+    slurm.start("slurmctld")
+    assert following.outcome().ending == "finished"
+    assert len(following.of("warning")) == 1
+    assert len(arena.rows("r1", "claim")) == 1
+    check_exact(arena)
