@@ -301,7 +301,7 @@ def connect(config: LakehouseConfig, *, create: bool = True, answered: bool = Fa
         CatalogMisconfigured: its address or its credentials are wrong.
         NoSuchLakehouse: there is none, and none is to be made.
     """
-    check_address(config)
+    check_address(config, answered=answered)
     recorded = _read_places(config, answered=answered)
     if not create and recorded is not None and recorded.ledger_metadata is None:
         raise _no_lakehouse(config)
@@ -343,6 +343,11 @@ def _read_places(config: LakehouseConfig, *, answered: bool) -> Recorded | None:
     file = sqlite_file(config.uri)
     if file is None:
         return None
+    if answered and not file.is_file():
+        raise CatalogUnreachable(
+            f"expected the SQLite catalog of this run at {str(file)!r}, found no such file any more: mount its folder, or "
+            "restore the file"
+        )
     try:
         return read_recorded(file, config)
     except (sqlite3.Error, OSError) as err:

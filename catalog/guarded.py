@@ -17,6 +17,7 @@ A commit to SQLite is durable before it is acknowledged: files of retired checkp
 
 from __future__ import annotations
 
+import sqlite3
 import struct
 from functools import cache, partial
 from pathlib import Path
@@ -189,7 +190,9 @@ def _sync_commits(connection: DBAPIConnection, _: ConnectionPoolEntry) -> None:
 def _connect_reporting(
     file: Path, _dialect: Dialect, _entry: ConnectionPoolEntry, arguments: Sequence[str], options: dict[str, Any]
 ) -> ReportingConnection:
-    """Open an SQLite catalog for SQLAlchemy so that a long wait for a lock is reported."""
+    """Open an SQLite catalog for SQLAlchemy: report a long wait for a lock, and do not make a file that is gone."""
+    if not file.exists():
+        raise sqlite3.OperationalError("unable to open database file: it is gone")
     return ReportingConnection(arguments[0], file=file, **options)
 
 

@@ -45,8 +45,11 @@ _REFUSED_AT_FIRST = (
 _NO_DATABASE = ('database "', 'role "')
 
 
-def check_address(config: LakehouseConfig) -> None:
+def check_address(config: LakehouseConfig, *, answered: bool = False) -> None:
     """Check the catalog's address before anything is asked or made.
+
+    `answered`: the catalog has answered at this address before. A folder in place of its file is an outage then, such as a mount
+    point without its mount.
 
     Raises:
         CatalogMisconfigured: no catalog can have it.
@@ -69,7 +72,7 @@ def check_address(config: LakehouseConfig) -> None:
         if url.query.get("uri") == "true" and not str(url.database).startswith("file:"):
             raise ValueError("uri=true without file: before the path, as in sqlite:///file:/folder/catalog.db?uri=true")
         file = sqlite_file(config.uri)
-        if file is not None and file.exists() and not file.is_file():
+        if file is not None and not answered and file.exists() and not file.is_file():
             raise ValueError("a folder or a device in place of the file")
     except (ValueError, ArgumentError) as err:
         said = str(err).splitlines()[0]
