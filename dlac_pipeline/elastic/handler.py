@@ -1,9 +1,9 @@
 """DLAC's rounds as a rendezvous backend of torchrun: `torchrun --rdzv-backend dlac --rdzv-endpoint HOST:PORT ... train.py`.
 
 torchrun's agent asks for a round, starts its ranks, and asks several times a second whether there should be another round. There
-should be one when a node was lost, when a node failed or came that makes more ranks, and when the leader was lost. The agent then
-stops its ranks with SIGTERM, so that they commit a checkpoint, and none of this counts as a restart. The first rank of the group
-claims the run (`training_run("job.toml")`).
+should be one when a node was lost or its ranks failed, when a node came that makes more ranks, and when the leader was lost.
+The agent then stops its ranks with SIGTERM, so that they commit a checkpoint, and does not count a restart. It counts failures
+of its own ranks, also those that follow from a lost node. The first rank claims the run (`training_run("job.toml")`).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # torch's
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
+    RendezvousConnectionError,
     RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
@@ -76,9 +77,12 @@ class DlacRendezvous(RendezvousHandler):
         assert round_ is not None, "nothing stops it"
         self._round, self._attempt = round_, self._attempt + 1
         share = round_.share
-        store = self._membership.open_store() or HashStore()
+        try:
+            store = self._membership.open_store() or HashStore()
+        except (OSError, RuntimeError) as err:
+            raise RendezvousConnectionError(str(err)) from err
         return RendezvousInfo(
-            PrefixStore(f"round-{round_.number}", store),
+            PrefixStore(f"dlac/{self._run_id}/agents/round-{round_.number}", store),
             share.node,
             len(round_.shares),
             RendezvousStoreInfo(share.address, share.port),
@@ -113,8 +117,8 @@ class DlacRendezvous(RendezvousHandler):
 def create_handler(parameters: RendezvousParameters) -> DlacRendezvous:
     """Return the handler of an agent, from torchrun's arguments.
 
-    `--rdzv-conf` takes `timeout` (seconds to wait for the least number of nodes), `last_call_timeout`, `node_timeout`, `key_file`
-    and `batch_size`.
+    `--rdzv-conf` takes `timeout` (seconds to wait for the least number of nodes; torchrun gives 900), `last_call_timeout`,
+    `node_timeout`, `key_file` and `batch_size`.
     """
     several = parameters.max_nodes > 1
     launch = LaunchSpec(
@@ -123,7 +127,7 @@ def create_handler(parameters: RendezvousParameters) -> DlacRendezvous:
         nproc_per_node=1,  # the agent counts its own ranks
         rendezvous=parameters.endpoint if several else "",
         rendezvous_key_file=str(parameters.get("key_file", "")),
-        gather_timeout_s=float(parameters.get("timeout", 600)),
+        gather_timeout_s=float(parameters.get("timeout", 900)),
         last_call_s=parameters.get_as_int("last_call_timeout", 5) or 5,
         node_timeout_s=parameters.get_as_int("node_timeout", 10) or 10,
     )

@@ -3,7 +3,7 @@
 A thread talks to the store a few times a second, so that a silent network does not block the node. A node that leads reads the
 records of all nodes. Any other node reads one record, the lease, and what that announces. Only this node's own clock counts.
 
-    slots               counter: each connection of a node takes the next number
+    slots               the last slot: each connection of a node takes the next one
     node/SLOT           a node's record: its offer while it waits for a round, its message to the leader during one
     lease               the leader's record: its slot, its round, its message to all, how the run has ended
     round/N/SLOT        the plan of round N as the leader in SLOT formed it
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import secrets
 import threading
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 
@@ -28,10 +29,14 @@ _LAST_TICK_S = 1.0
 _LEASE = "lease"
 _REPEAT = 16
 """Ticks after which a leader writes again what it announced: a stranger may have overwritten it."""
+_BUSY_MARGIN_S = 10.0
+"""What nodes get on top of the time in which ranks leave, until a round is formed without them."""
 _FORGET = 20
 """Time-outs of silence after which a node is read only now and then."""
 _NO_LEASE: Message = {
     "slot": 0,
+    "id": "",
+    "slots": 0,
     "beat": 0,
     "round": 0,
     "formed_by": 0,
@@ -47,6 +52,8 @@ class _Peer:
     """Another node, as the leader has read it."""
 
     record: Message = field(default_factory=dict)
+    beat: int = -1
+    """Last beat that was read; -1: none yet. The first one may be of a node that died long ago, and counts for nothing."""
     heard_at: float = 0.0
     entered: int = 0
     """Last round that it took part in."""
@@ -62,7 +69,10 @@ class NodeHeartbeat:
         self._launch = launch
         self._batch_size = batch_size
         self._now = watched_time()
+        self._id = secrets.token_hex(8)
         self._slot = 0
+        self._own = Sealed()
+        """This node's record as it is stored."""
         self._beat = 0
         self._offer: Offer | None = None
         self._offers: dict[int, Offer] = {}
@@ -78,10 +88,9 @@ class NodeHeartbeat:
         self._published: dict[str, Message] = {}
         """What this node wrote as the leader of this round."""
         self._end: Message | None = None
-        self._refused = ""
         self._lease: Message = _NO_LEASE
         self._lease_raw = b""
-        self._lease_at = self._spoke_at = self._now()
+        self._lease_at = self._lease_raw_at = self._spoke_at = self._now()
         self._peers: dict[int, _Peer] = {}
         self._enough_since: float | None = None
         self._leaves = False
@@ -121,9 +130,10 @@ class NodeHeartbeat:
 
     @property
     def refused(self) -> str:
-        """Why the leader forms no round; empty: it would."""
+        """Why the leader forms no round with this node; empty: it would."""
         with self._lock:
-            return self._refused or str(self._lease.get("refused", ""))
+            hosts = self._lease.get("refused", {})
+            return "" if not hosts.get("slots") or self._slot not in hosts["slots"] else str(hosts["why"])
 
     @property
     def nodes_ready(self) -> int:
@@ -158,8 +168,9 @@ class NodeHeartbeat:
         with self._lock:
             if self._plan is None or not self._offers or len(self._plan.members) >= self._launch.max_nodes:
                 return False
-            room = self._launch.max_nodes - len(self._plan.members)
-            waiting = sorted((offer.ranks for offer in self._offers.values()), reverse=True)[:room]
+            room, config = self._launch.max_nodes - len(self._plan.members), self._plan.members[0].offer.config
+            others = {slot: offer for slot, offer in self._offers.items() if self._plan.place_of(slot) is None}
+            waiting = sorted((offer.ranks for offer in others.values() if offer.config == config), reverse=True)[:room]
             offered = sum(member.offer.ranks for member in self._plan.members) + sum(waiting)
             return usable_ranks(self._batch_size, offered) > self._plan.world_size
 
@@ -254,11 +265,15 @@ class NodeHeartbeat:
                 self._depart()
 
     def _tick(self) -> None:
-        if not self._slot:
-            self._slot = self._store.count_up("slots", 1)
         lease = self._store.read(_LEASE)
         self._note_lease(lease)
+        if not self._slot:
+            self._take_slot()
+        if not self._slot:
+            return
         self._publish_record()
+        if not self._slot:
+            return
         if self.leads:
             self._lead(lease)
         elif self._may_lead(lease):
@@ -269,37 +284,48 @@ class NodeHeartbeat:
     @property
     def leads(self) -> bool:
         """Whether this node has the lease."""
-        return bool(self._slot) and self._lease["slot"] == self._slot
+        return bool(self._slot) and (self._lease["slot"], self._lease["id"]) == (self._slot, self._id)
 
     def _note_lease(self, found: Sealed) -> None:
         with self._lock:
-            if found.raw != self._lease_raw:
-                self._lease_raw, self._lease_at = found.raw, self._now()
-                if (
-                    found.message is not None and found.message["beat"] >= self._lease["beat"]
-                ):  # no old one, written again
-                    self._lease = found.message
-            ended = self._lease["ended"]
+            if found.raw == self._lease_raw:
+                return
+            self._lease_raw, self._lease_raw_at = found.raw, self._now()
+            if found.message is None or found.message["beat"] < self._lease["beat"]:
+                return  # a stranger's, or an old one that a stranger wrote again
+            self._lease, self._lease_at = found.message, self._now()
             if self.ended_before is None:
+                ended = self._lease["ended"]
                 self.ended_before = "" if ended is None else str(ended["id"])
 
     def _publish_record(self) -> None:
         self._beat += 1
         with self._lock:
             ended = self._lease["ended"]
-            record: Message = {"beat": self._beat, "knows_end": ended and ended["id"]}
+            record: Message = {"id": self._id, "beat": self._beat, "knows_end": ended and ended["id"]}
             if self._in_round and self._plan is not None:
                 record |= {"round": self._plan.number, "message": self._message}
             elif self._offer is not None:
                 record["offer"] = asdict(self._offer)
-        self._store.publish(f"node/{self._slot}", record)
+        self._write_record(record)
+
+    def _write_record(self, record: Message) -> None:
+        """Write this node's record, or give the slot up: another node has it, too, where a stranger deleted the last slot."""
+        for _ in range(2):
+            self._own = self._store.replace(f"node/{self._slot}", self._own, record)
+            if self._own.message == record:
+                return
+        if self._own.message is not None and self._own.message["id"] != self._id:
+            with self._lock:
+                self._slot, self._own = 0, Sealed()
 
     def _may_lead(self, found: Sealed) -> bool:
         """Whether this node, which waits, takes the lease: nobody has it, or its holder is silent or has left."""
         with self._lock:
             if self._offer is None or self._in_round:
                 return False
-            silent = self._lease_at < self._now() - self._launch.node_timeout_s
+            heard_at = self._lease_raw_at if self._lease is _NO_LEASE else self._lease_at
+            silent = heard_at < self._now() - self._launch.node_timeout_s
             return (
                 (not found.raw and self._lease is _NO_LEASE)
                 or (bool(self._lease["beat"]) and not self._lease["slot"])
@@ -323,10 +349,19 @@ class NodeHeartbeat:
             lease |= self._gather(lease)
         else:
             lease |= {"message": message, "training": self._end is None, "ready": len(self._offers)}
+            lease["refused"] = self._late_refusal()
         self._write_lease(found, lease)
         if self._beat % _REPEAT == 0:
             for name, published in self._published.items():
                 self._store.publish(name, published)
+
+    def _late_refusal(self) -> Message:
+        """Return which nodes that wait would train another job than the round that trains."""
+        with self._lock:
+            if self._plan is None:
+                return {}
+            members = {self._slot: self._plan.members[0].offer}
+            return _refuse({**self._offers, **members}, self._slot, stay=[self._slot])
 
     def _publish(self, name: str, message: Message) -> None:
         self._published[name] = message
@@ -336,7 +371,9 @@ class NodeHeartbeat:
         """Lead from now on. The node that led, and was silent, is lost already."""
         with self._lock:
             before, silent_since = self._lease["slot"], self._lease_at
-        self._write_lease(found, {**self._lease, "slot": self._slot, "training": False, "refused": "", "message": {}})
+        self._write_lease(
+            found, {**self._lease, "slot": self._slot, "id": self._id, "training": False, "refused": {}, "message": {}}
+        )
         with self._lock:
             if self.leads and before:
                 self._peers[before] = _Peer(heard_at=silent_since)
@@ -345,9 +382,22 @@ class NodeHeartbeat:
     def _write_lease(self, found: Sealed, lease: Message) -> None:
         self._note_lease(self._store.replace(_LEASE, found, {**lease, "beat": self._lease["beat"] + 1}))
 
+    def _take_slot(self) -> None:
+        found = self._store.read("slots")
+        slot = self._last_slot(found) + 1
+        wanted = {"last": slot, "by": self._id}
+        if self._store.replace("slots", found, wanted).message == wanted:
+            self._slot = slot
+
+    def _last_slot(self, found: Sealed) -> int:
+        """Return the last slot; a stranger may have deleted its record, or written an old one again."""
+        return max(self._slot, int(self._lease["slots"]), 0 if found.message is None else int(found.message["last"]))
+
     def _read_nodes(self) -> None:
-        last = self._store.count_up("slots", 0)
+        slots = self._store.read("slots")
         with self._lock:
+            last = self._last_slot(slots)
+            self._lease["slots"] = last
             now, forgotten_s = self._now(), _FORGET * self._launch.node_timeout_s
             for slot in range(1, last + 1):
                 self._peers.setdefault(slot, _Peer(heard_at=now))
@@ -357,13 +407,16 @@ class NodeHeartbeat:
             read = [
                 slot for slot, fresh in known.items() if slot != self._slot and (fresh or self._beat % _REPEAT == 0)
             ]
-            wrote = [slot for slot in read if self._peers[slot].record]
+            wrote = [slot for slot in read if self._peers[slot].beat >= 0]
         found = zip(wrote, self._store.read_all([f"node/{slot}" for slot in wrote]), strict=True)
         new = ((slot, self._store.read(f"node/{slot}")) for slot in read if slot not in wrote)
         for slot, sealed in (*found, *new):
             with self._lock:
                 peer, record = self._peers[slot], sealed.message
-                if record is not None and record["beat"] > peer.record.get("beat", 0):
+                if record is None or record["beat"] <= peer.beat:
+                    continue
+                is_first, peer.beat = peer.beat < 0, record["beat"]
+                if not is_first or "gone" in record:
                     peer.record, peer.heard_at = record, self._now()
                     peer.entered = record.get("round", peer.entered)
         with self._lock:
@@ -374,25 +427,17 @@ class NodeHeartbeat:
         """Return what the lease says of the next round: that it is formed, who leads instead, or how many nodes are ready."""
         with self._lock:
             assert self._offer is not None
-            offers = {**self._offers, self._slot: self._offer}
-            before = self._members_before(lease)
+            mine, before = self._offer, self._members_before(lease)
+            offers = {**self._offers, self._slot: mine}
             busy = [slot for slot in before if slot not in offers and slot in self._peers and not self.lost(slot)]
-        said: Message = {
-            "training": False,
-            "ready": len(offers),
-            "message": {},
-            "refused": _differs(offers, self._slot),
-        }
-        now, enough = self._now(), len(offers) >= self._launch.min_nodes
-        if busy or not enough or said["refused"]:
-            self._enough_since = None
-            return said
-        self._enough_since = now if self._enough_since is None else self._enough_since
-        if len(offers) < self._launch.max_nodes and now - self._enough_since < self._launch.last_call_s:
+        refused = _refuse(offers, self._slot, stay=before)
+        offers = {slot: offer for slot, offer in offers.items() if slot not in refused.get("slots", ())}
+        said: Message = {"training": False, "ready": len(offers), "message": {}, "refused": refused}
+        if self._slot not in offers or not self._is_time(len(offers), busy=bool(busy)):
             return said
         knows_most = max(offers, key=lambda slot: (offers[slot].attempt, slot == self._slot))
-        if knows_most != self._slot and offers[knows_most].attempt > self._offer.attempt:
-            return {**said, "slot": knows_most}
+        if offers[knows_most].attempt > mine.attempt:
+            return {**said, "slot": knows_most, "id": self._peers[knows_most].record["id"]}
         members = assign_ranks(
             offers, leader=self._slot, stay=before, batch_size=self._batch_size, most_nodes=self._launch.max_nodes
         )
@@ -400,6 +445,18 @@ class NodeHeartbeat:
         self._published = {}
         self._publish(f"round/{plan.number}/{self._slot}", plan.message())
         return {**said, "round": plan.number, "formed_by": self._slot, "announced": {}, "training": True}
+
+    def _is_time(self, ready: int, *, busy: bool) -> bool:
+        """Return whether a round of the nodes that are ready is formed now, or others are waited for."""
+        now, launch = self._now(), self._launch
+        if ready < launch.min_nodes:
+            self._enough_since = None
+            return False
+        self._enough_since = now if self._enough_since is None else self._enough_since
+        waited_s = now - self._enough_since
+        if busy:  # a node of the last round still ends its ranks; one that hangs is not waited for without an end
+            return waited_s >= launch.leave_s + _BUSY_MARGIN_S
+        return ready >= launch.max_nodes or waited_s >= launch.last_call_s
 
     def _members_before(self, lease: Message) -> list[int]:
         """Return the slots of the last round, as far as this node knows it."""
@@ -430,7 +487,8 @@ class NodeHeartbeat:
 
     def _read_announcements(self) -> None:
         with self._lock:
-            lease, mine = self._lease, self._in_round and not self.leads
+            lease, number = self._lease, 0 if self._plan is None else self._plan.number
+            mine = self._in_round and not self.leads and lease["round"] == number
             news = {subject: v for subject, v in lease["announced"].items() if self._versions.get(subject) != v}
         for subject, version in news.items() if mine else ():
             message = self._store.read(_announcement(lease, subject, version)).message
@@ -454,7 +512,7 @@ class NodeHeartbeat:
 
     def _depart(self) -> None:
         self._beat += 1
-        self._store.publish(f"node/{self._slot}", {"beat": self._beat, "gone": True, "knows_end": None})
+        self._write_record({"id": self._id, "beat": self._beat, "gone": True, "knows_end": None})
         lease = self._store.read(_LEASE)
         if lease.message is not None and lease.message["slot"] == self._slot:
             self._store.replace(_LEASE, lease, {**lease.message, "slot": 0, "training": False})
@@ -464,7 +522,16 @@ def _announcement(lease: Message, subject: str, version: int) -> str:
     return f"round/{lease['round']}/{lease['formed_by']}/{subject}/{version}"
 
 
-def _differs(offers: dict[int, Offer], mine: int) -> str:
-    """Return which nodes would train another job; empty: none."""
-    hosts = [offer.host for offer in offers.values() if offer.config != offers[mine].config]
-    return f"found another one on {', '.join(hosts)} than on {offers[mine].host}" if hosts else ""
+def _refuse(offers: Mapping[int, Offer], mine: int, *, stay: Collection[int]) -> Message:
+    """Return the slots of nodes that would train another job, and why they are refused; empty: all would train the same.
+
+    Before the first round all are refused, for it is not known whose job is meant.
+    """
+    other = [slot for slot, offer in offers.items() if offer.config != offers[mine].config]
+    if not other:
+        return {}
+    hosts = ", ".join(offers[slot].host for slot in other)
+    return {
+        "slots": other if stay else [*offers],
+        "why": f"found another one on {hosts} than on {offers[mine].host}",
+    }

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 from catalog.errors import NodesMissing, SpecInvalid
@@ -31,6 +32,8 @@ _POLL_S = 0.05
 _CONNECT_AGAIN_S = 1.0
 _WANTED_EVERY_S = 5.0
 _FAREWELL_S = 5.0
+_AGENTS_WAIT_S = 60.0
+"""How long the agents of one round wait for each other: all of them exist when it is formed."""
 
 
 class EndedElsewhere(Exception):
@@ -80,7 +83,7 @@ class Membership:
         Raises:
             OSError, RuntimeError: the store does not answer.
         """
-        return None if self._endpoint is None else self._endpoint.open_client(timeout_s=self._launch.gather_timeout_s)
+        return None if self._endpoint is None else self._endpoint.open_client(timeout_s=_AGENTS_WAIT_S)
 
     def next_round(self, attempt: int, stop: threading.Event, still_wanted: Callable[[], None]) -> Round | None:
         """Return the round of the next attempt; None: `stop` was set meanwhile.
@@ -96,18 +99,22 @@ class Membership:
         if self._endpoint is None:
             ranks = _ranks_alone(self._launch, self._batch_size)
             return Round(Share(world_size=ranks, ranks=ranks, port=free_port()))
+        from dlac_pipeline.elastic.endpoint import in_time
+
         deadline = time.monotonic() + self._launch.gather_timeout_s
         wanted_at = time.monotonic() + _WANTED_EVERY_S
         problem, sought = "", False
         while not stop.is_set():
             try:
                 beat = self._connected(stop)
+                if beat is not None and not sought:
+                    offer = in_time(partial(self._offer, attempt), self._launch.node_timeout_s, over=stop.is_set)
+                    if offer is not None:
+                        beat.seek(offer)
+                        sought = True
             except (OSError, RuntimeError, TimeoutError) as err:
                 beat, problem = None, str(err) or type(err).__name__
                 stop.wait(_CONNECT_AGAIN_S)
-            if beat is not None and not sought:
-                beat.seek(self._offer(attempt))
-                sought = True
             if beat is not None:
                 found = self._look(beat)
                 if found is not None:

@@ -90,9 +90,9 @@ def assign_ranks(
 ) -> tuple[Member, ...]:
     """Return the members of a round by what the nodes in each slot offer; a node without a rank is none.
 
-    The leader is first. Nodes of the last round (`stay`) come before others.
+    The leader is first. Nodes of the last round (`stay`) come before others, and of these the ones with the most ranks.
     """
-    order = sorted(offers, key=lambda slot: (slot != leader, slot not in stay, slot))[:most_nodes]
+    order = sorted(offers, key=lambda slot: (slot != leader, slot not in stay, -offers[slot].ranks, slot))[:most_nodes]
     left = usable_ranks(batch_size, sum(offers[slot].ranks for slot in order))
     members: list[Member] = []
     first = 0

@@ -62,8 +62,10 @@ class SealedStore:
 
     def replace(self, name: str, found: Sealed, message: Message) -> Sealed:
         """Write a message if `found` is still what is stored; return what is stored then."""
-        raw = self._seal(name, message)
-        stored = self._store.compare_set(self._key(name), found.raw, raw)  # type: ignore[arg-type]  # bytes as well
+        key, raw = self._key(name), self._seal(name, message)
+        stored = self._store.compare_set(key, found.raw, raw)  # type: ignore[arg-type]  # bytes as well
+        if found.raw and stored == found.raw:  # that is how a store answers that the key was deleted
+            stored = self._store.compare_set(key, "", raw)
         return self._opened(name, stored)
 
     def read(self, name: str) -> Sealed:
@@ -78,10 +80,6 @@ class SealedStore:
                 found = self._store.multi_get(keys) if keys else []
                 return [self._opened(name, raw) for name, raw in zip(names, found, strict=True)]
         return [self.read(name) for name in names]
-
-    def count_up(self, name: str, by: int) -> int:
-        """Add to a counter and return it."""
-        return int(self._store.add(self._key(name), by))
 
     def _key(self, name: str) -> str:
         return f"{self._prefix}/{name}"

@@ -266,7 +266,7 @@ def test_filters_know_renamed_widened_and_later_columns(tmp_path: Path) -> None:
     assert rows_of("a IS NULL") == [(first, 0), (first, 1), (first, 2), (second, 1)]
     assert rows_of("later = 7 AND number IS NOT NULL") == [(first, 0), (first, 1)]
     assert rows_of("later != 7") == [(second, 0), (second, 1)]
-    with pytest.raises(NoSuchColumn, match=r"filter .*field with name b"):
+    with pytest.raises(NoSuchColumn, match=r"filter .*found 'b': name one of these"):
         rows_of("b = 'x'")
 
 

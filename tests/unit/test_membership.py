@@ -106,6 +106,8 @@ def test_largest_dividing_world_size() -> None:
     assert [(member.slot, member.first_rank, member.ranks) for member in members] == [(2, 0, 2), (3, 2, 2)]
     uneven = assign_ranks(offers, leader=1, stay=[], batch_size=3, most_nodes=3)
     assert [(member.slot, member.first_rank, member.ranks) for member in uneven] == [(1, 0, 2), (2, 2, 1)]
+    large = {**offers, 4: offer("d", ranks=8)}
+    assert [member.slot for member in assign_ranks(large, leader=1, stay=[2], batch_size=24, most_nodes=3)] == [1, 2, 4]
     plan = RoundPlan(number=3, port=5, members=members)
     assert RoundPlan.of(plan.message()) == plan
     assert [plan.share(place).node for place in range(2)] == [0, 1]
@@ -232,6 +234,52 @@ def test_other_job_is_refused(start: Callable[..., NodeHeartbeat]) -> None:
         assert beat.plan is None
 
 
+def test_late_node_of_other_job_is_refused(start: Callable[..., NodeHeartbeat]) -> None:
+    """A node that comes late and would train something else is refused, and does not end the round that trains."""
+    leader = start(launch("1:2"))
+    leader.seek(offer("a", config="x"))
+    plan_of(leader)
+    late = start(launch("1:2"))
+    late.seek(offer("b", config="y"))
+    wait_until(partial(is_refused, late), what="the refusal")
+    assert not leader.refused
+    assert not leader.could_grow
+
+
+def test_offer_of_dead_node_is_ignored(start: Callable[..., NodeHeartbeat]) -> None:
+    """What a node offered that died while it waited neither joins the next round nor refuses another job."""
+    dead = start(launch("2", timeout_s=3))
+    dead.seek(offer("dead", config="x"))
+    wait_until(lambda: dead.leads, what="the lease")
+    waits = start(launch("2", timeout_s=3))
+    waits.seek(offer("dead, too", config="y"))
+    for beat in (dead, waits):
+        beat.close(leaves=False)
+    alive = start(launch("1:2", timeout_s=3))
+    alive.seek(offer("alive", config="z"))
+    refused: list[str] = []
+
+    def has_round() -> bool:
+        refused.append(alive.refused)
+        return alive.plan is not None
+
+    wait_until(has_round, what="a round")
+    assert [member.offer.host for member in plan_of(alive).members] == ["alive"]
+    assert not any(refused)
+
+
+def test_members_are_no_newcomers(start: Callable[..., NodeHeartbeat]) -> None:
+    """Right after a round was formed its own members do not make it grow."""
+    beats = [start(launch("1:4")) for _ in range(2)]
+    for beat in beats:
+        beat.seek(offer("a"))
+    plan_of(beats[0])
+    (leader,) = (beat for beat in beats if beat.leads)
+    until = time.monotonic() + 1.5
+    while time.monotonic() < until:
+        assert not leader.could_grow
+
+
 def test_lost_store_cuts_nodes_off() -> None:
     """A node whose store is gone knows it although its main thread waits."""
     store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
@@ -249,7 +297,7 @@ def test_left_behind_node_is_cut_off(start: Callable[..., NodeHeartbeat]) -> Non
     beats = [start(settings) for _ in range(2)]
     for beat in beats:
         beat.seek(offer("a"))
-    plan_of(beats[0])
+    assert all(plan_of(beat) for beat in beats)
     leader = next(beat for beat in beats if beat.leads)
     (other,) = (beat for beat in beats if beat is not leader)
     round_ = round_of(other)

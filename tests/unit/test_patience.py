@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from catalog.connect import connect
 from catalog.errors import CatalogUnreachable
 from catalog.lakehouse_config import LakehouseConfig
 from dlac_pipeline.recover.patience import waiting_for
@@ -51,10 +52,20 @@ def test_a_recovery_that_knows_no_attempt_waits_for_the_catalog_until_it_is_told
 def test_a_supervised_rank_waits_for_the_catalog_that_its_claim_waits_for(tmp_path: Path) -> None:
     """One that died meanwhile would fail the very attempt whose claim gets through; a rank of its own is told at once."""
     spec = spec_without_catalog(tmp_path)
+    place, aside = tmp_path / "file", tmp_path / "aside"
+    place.unlink()
+    known = connect(spec.lakehouse).own("consumption").metadata
+    place.rename(aside)
+    place.touch()
     with pytest.raises(CatalogUnreachable):
         open_lakehouse(spec, supervised=False)
-    threading.Timer(0.6, (tmp_path / "file").unlink).start()
-    assert open_lakehouse(spec, supervised=True).own("consumption").metadata
+
+    def restore() -> None:
+        place.unlink()
+        aside.rename(place)
+
+    threading.Timer(0.6, restore).start()
+    assert open_lakehouse(spec, supervised=True).own("consumption").metadata == known
 
 
 def test_what_comes_back_is_used_and_what_stays_away_is_raised() -> None:
