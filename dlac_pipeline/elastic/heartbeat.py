@@ -274,6 +274,8 @@ class NodeHeartbeat:
         self._publish_record()
         if not self._slot:
             return
+        if self._slot > self._lease["slots"]:
+            self._restore_slots()
         if self.leads:
             self._lead(lease)
         elif self._may_lead(lease):
@@ -312,12 +314,13 @@ class NodeHeartbeat:
     def _write_record(self, record: Message) -> None:
         """Write this node's record, or give the slot up: another node has it, too, where a stranger deleted the last slot."""
         for _ in range(2):
-            self._own = self._store.replace(f"node/{self._slot}", self._own, record)
-            if self._own.message == record:
+            found = self._own = self._store.replace(f"node/{self._slot}", self._own, record)
+            if found.message == record:
                 return
-        if self._own.message is not None and self._own.message["id"] != self._id:
-            with self._lock:
-                self._slot, self._own = 0, Sealed()
+            if found.message is not None and found.message["id"] != self._id:
+                with self._lock:
+                    self._slot, self._own = 0, Sealed()
+                return
 
     def _may_lead(self, found: Sealed) -> bool:
         """Whether this node, which waits, takes the lease: nobody has it, or its holder is silent or has left."""
@@ -337,7 +340,7 @@ class NodeHeartbeat:
         self._read_nodes()
         with self._lock:
             lease = dict(self._lease)
-            announced, self._to_announce = self._to_announce, {}
+            announced = dict(self._to_announce)
             message, waits = self._message, self._offer is not None and not self._in_round
             if self._end is not None:
                 lease["ended"] = self._end
@@ -351,6 +354,11 @@ class NodeHeartbeat:
             lease |= {"message": message, "training": self._end is None, "ready": len(self._offers)}
             lease["refused"] = self._late_refusal()
         self._write_lease(found, lease)
+        with self._lock:  # a lease that was overwritten meanwhile announces nothing
+            done = [each for each in announced if self._lease["announced"].get(each) == lease["announced"].get(each)]
+            for subject in done:
+                if self._to_announce.get(subject) is announced[subject]:
+                    del self._to_announce[subject]
         if self._beat % _REPEAT == 0:
             for name, published in self._published.items():
                 self._store.publish(name, published)
@@ -388,6 +396,12 @@ class NodeHeartbeat:
         wanted = {"last": slot, "by": self._id}
         if self._store.replace("slots", found, wanted).message == wanted:
             self._slot = slot
+
+    def _restore_slots(self) -> None:
+        """Write the last slot again, unless its record knows of this node: a stranger may have deleted it."""
+        found = self._store.read("slots")
+        if found.message is None or found.message["last"] < self._slot:
+            self._store.replace("slots", found, {"last": self._slot, "by": self._id})
 
     def _last_slot(self, found: Sealed) -> int:
         """Return the last slot; a stranger may have deleted its record, or written an old one again."""
