@@ -140,7 +140,7 @@ def _guarded_rest_catalog() -> type[Catalog]:
     from pyiceberg.catalog.rest import RestCatalog
 
     class GuardedRestCatalog(RestCatalog):
-        """An Iceberg REST catalog behind the guard, of which every request is answered in time or has failed."""
+        """A guarded Iceberg REST catalog. A request that is not answered in time fails."""
 
         def _create_session(self) -> Session:
             session = super()._create_session()

@@ -323,7 +323,7 @@ class NodeHeartbeat:
                 return
 
     def _may_lead(self, found: Sealed) -> bool:
-        """Whether this node, which waits, takes the lease: nobody has it, or its holder is silent or has left."""
+        """Return whether this node, which waits, takes the lease: it is free, or its holder is silent or has left."""
         with self._lock:
             if self._offer is None or self._in_round:
                 return False

@@ -139,7 +139,7 @@ class Membership:
             self._heartbeat.end_run(message)
 
     def forget(self) -> None:
-        """Use another connection for the next round; a node that serves the store goes on serving it."""
+        """Use another connection for the next round; a node that serves the store keeps serving it."""
         beat, self._heartbeat = self._heartbeat, None
         if beat is not None:
             self._ended_before = beat.ended_before
