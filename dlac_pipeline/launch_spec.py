@@ -98,6 +98,11 @@ class LaunchSpec(Section):
         description='"fork": ranks are forked from a process that has imported their libraries, so that a relaunch does not '
         'import them; "spawn": each rank is a new Python.',
     )
+    preload: list[str] = Field(
+        default_factory=list,
+        description='With start = "fork": modules that this process imports besides PyTorch and DLAC, such as "deepspeed". '
+        "Modules that begin threads or open an accelerator at import are refused.",
+    )
     env: dict[str, str] = Field(
         default_factory=dict,
         description="Environment variables set for the ranks; also for what is imported ahead of them. OMP_NUM_THREADS is 1 "
@@ -195,6 +200,14 @@ class LaunchSpec(Section):
                     f"expected names without '=', spaces and NUL, and values without NUL, found the name {name!r}: correct it"
                 )
         return named
+
+    @field_validator("preload")
+    @classmethod
+    def _can_be_modules(cls, modules: list[str]) -> list[str]:
+        for module in modules:
+            if not all(part.isidentifier() for part in module.split(".")):
+                raise ValueError(f"expected names of modules, as in an import, found {module!r}: correct it")
+        return modules
 
     @field_validator("script", "args")
     @classmethod

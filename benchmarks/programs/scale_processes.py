@@ -25,7 +25,7 @@ from dlac_pipeline.checkpoint.tree import RankTree
 from dlac_pipeline.elastic.membership import Membership
 from dlac_pipeline.elastic.sealed_store import KEY_VARIABLE
 from dlac_pipeline.ranks.addresses import free_port
-from dlac_pipeline.ranks.group import GROUP_SETTINGS
+from dlac_pipeline.ranks.environment import GROUP_SETTINGS
 from dlac_pipeline.spec import parse_spec
 
 _FORK = multiprocessing.get_context("fork")  # torch is imported once

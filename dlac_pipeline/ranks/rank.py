@@ -1,60 +1,58 @@
-"""The process of one rank: `python -m dlac_pipeline.ranks.rank SCRIPT ARGS...`, started by the launcher.
+"""The process of one rank: `main` is the entry point that torch's elastic agent starts.
 
-It dies with its supervisor, runs the training script as `__main__`, and leaves the reason behind when that fails.
+A rank ends with its supervisor, runs the training script as `__main__`, and records why that failed.
 """
 
 from __future__ import annotations
 
-import ctypes
+import atexit
+import fcntl
 import json
 import os
 import runpy
+import select
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from multiprocessing import parent_process
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from setproctitle import setproctitle
+from setproctitle import getproctitle, setproctitle
 
-from catalog.errors import DlacError, ScriptInvalid, TrainingFailed, name_of
+from catalog.errors import DlacError, ScriptInvalid, name_of
 from catalog.masking import mask_secrets, mask_setting
-from dlac_pipeline.ranks.launch_folder import pid_file, reason_file
+from dlac_pipeline.ranks.launch_folder import log_file, pid_file, reason_file
 from dlac_pipeline.ranks.script_errors import describe_exception, text_of
 
 RUN_VARIABLE = "DLAC_RUN"
 """Names the run, for whoever looks at processes."""
 LAUNCH_VARIABLE = "DLAC_LAUNCH"
 """Names the launch folder; set by the launcher for every rank."""
-SUPERVISOR_VARIABLE = "DLAC_SUPERVISOR_PID"
-"""Names the process that a rank must not outlive."""
 REHEARSAL_VARIABLE = "DLAC_REHEARSAL"
 """Set to 1 for the ranks of a rehearsal, for scripts with side effects."""
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 """What ends a launch. Whoever ends whole process trees sends them to every process of it."""
-_PR_SET_PDEATHSIG = 1
+_OWN_PACKAGES = ("catalog", "dlac_pipeline")
+_INTERRUPTED = 128 + signal.SIGINT
+"""Exit status of a script that a keyboard interrupt ended, as shells report it."""
 _RESERVED_BYTES = 16 * 1024
 _RECORDED = "_dlac_recorded"
 """Attribute of an exception that was recorded: a second record would have a later time, and the first rank to fail is blamed."""
 
 
-def die_with_parent(parent_pid: int) -> None:
-    """Have the kernel kill this process when its parent dies; leave at once if it is dead already. Linux only."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:
-        os._exit(1)
+getproctitle()  # it finds the place of the title only before the environment is changed
 
 
 @contextmanager
 def held_signals() -> Iterator[None]:
-    """A process that is started in here is born with the signals that end a launch held back, and answers none of them.
+    """Block the signals that end a launch in processes that are started meanwhile; a rank unblocks them before its script.
 
-    For those between the supervisor and its ranks: they live as long as the supervisor, and are to outlive such a signal, for
-    the ranks commit a checkpoint then.
+    The fork server never unblocks them: it must outlive such a signal, for the ranks commit a checkpoint then.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
     try:
@@ -63,29 +61,87 @@ def held_signals() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def main() -> None:
-    """Run the script named by the arguments."""
-    die_with_parent(int(os.environ[SUPERVISOR_VARIABLE]))
-    setproctitle(f"dlac {os.environ[RUN_VARIABLE]} rank {os.environ['RANK']}/{os.environ['WORLD_SIZE']}")
-    _reason_file().write_bytes(b" " * _RESERVED_BYTES)
-    pid_file(Path(os.environ[LAUNCH_VARIABLE]), int(os.environ["RANK"])).write_text(str(os.getpid()))
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING_SIGNALS)  # a forked rank had them held back: none was lost since
-    script, *arguments = sys.argv[1:]
+def main(script: str, *arguments: str) -> NoReturn:
+    """Run the training script, in a process of `multiprocessing` whose environment names the rank."""
+    folder, rank = Path(os.environ[LAUNCH_VARIABLE]), int(os.environ["RANK"])
+    with suppress(PermissionError):  # it leads one already
+        os.setpgid(0, 0)
+    _end_with_supervisor()
+    with log_file(folder, rank).open("ab") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    setproctitle(f"dlac {os.environ[RUN_VARIABLE]} rank {rank}/{os.environ['WORLD_SIZE']}")
+    reason_file(folder, rank).write_bytes(b" " * _RESERVED_BYTES)
+    pid_file(folder, rank).write_text(str(os.getpid()))
+    _be_a_new_python(script, arguments)
+    code = _run(script)
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
+    atexit._run_exitfuncs()  # multiprocessing leaves them out
+    sys.exit(code or None)  # torch takes None for an end, and 0 for a function that has a result
+
+
+def _end_with_supervisor() -> None:
+    """Have the kernel kill this process group when the supervisor ends, whichever way: the pipe between the two breaks then.
+
+    That holds for a rank that is stopped or hangs, and for what it has started. Linux only.
+    """
+    parent = parent_process()
+    if parent is None or sys.platform != "linux":
+        return
+    pipe = int(parent.sentinel)
+    fcntl.fcntl(pipe, fcntl.F_SETOWN, -os.getpgrp())
+    fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
+    if select.select([pipe], [], [], 0)[0]:  # it has ended already
+        os._exit(1)
+
+
+def _be_a_new_python(script: str, arguments: tuple[str, ...]) -> None:
+    """Give the script what it would find if Python had been started with it, also in a forked process."""
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed()
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path(script).parent))
+    _forget_shadowed(Path(script).parent)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING_SIGNALS)
+
+
+def _forget_shadowed(folder: Path) -> None:
+    """Forget libraries that were imported, and have the name of a module beside the script: the script is to find its own."""
+    beside = {path.stem for path in folder.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()}
+    for name in [name for name in sys.modules if name.partition(".")[0] in beside.difference(_OWN_PACKAGES)]:
+        file = getattr(sys.modules[name], "__file__", None)
+        if file and name != "__main__" and not Path(file).is_relative_to(folder):
+            del sys.modules[name]
+
+
+def _run(script: str) -> int:
+    """Run the script; return its exit status. The reason of a failure is recorded."""
     try:
         _serve_group_store()
         runpy.run_path(script, run_name="__main__")
-    except Exception as found:
+    except SystemExit as ended:
+        leave_reason(ended)
+        if not isinstance(ended.code, int | None):
+            _print_to_log(str(ended.code))
+        return _status_of(ended)
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    except BaseException as found:  # a cancelled task, or an exception class of the script's own, among them
         err = _as_said(found, script)
         leave_reason(err)
-        with suppress(OSError):  # the log may lie on the disk that is full
-            traceback.print_exc()
-            sys.stderr.flush()
-        sys.exit(err.exit_code if isinstance(err, DlacError) else 1)
-    except BaseException as ended:  # sys.exit, a cancelled task, or an exception class of the script's own
-        leave_reason(ended)
-        raise
+        _print_to_log(traceback.format_exc())
+        return err.exit_code if isinstance(err, DlacError) else 1
+    return 0
+
+
+def _print_to_log(text: str) -> None:
+    with suppress(OSError):  # the log may be on the disk that is full
+        sys.stderr.write(text.rstrip("\n") + "\n")
+        sys.stderr.flush()
 
 
 def _serve_group_store() -> None:
@@ -99,7 +155,7 @@ def _serve_group_store() -> None:
         serve_group_store()
 
 
-def _as_said(err: Exception, script: str) -> Exception:
+def _as_said(err: BaseException, script: str) -> BaseException:
     """The error of a script that ended with one; what every attempt would meet again, as that.
 
     A module that is missing is not: the file system that it lies on may be mounted later than the machine is back.
@@ -164,13 +220,3 @@ def _fit(reason: dict[str, Any]) -> bytes:
         if len(raw) <= _RESERVED_BYTES or not reason["traceback"]:
             return raw
         reason["traceback"] = reason["traceback"][len(reason["traceback"]) // 2 + 1 :]
-
-
-def reason_not_started(err: OSError) -> dict[str, Any]:
-    """Why a rank never started, told as one that it has left behind."""
-    found = f"expected to start a process for this rank, found {err}: see the limits on processes and memory"
-    return {"kind": TrainingFailed.__name__, "message": found}
-
-
-if __name__ == "__main__":
-    main()

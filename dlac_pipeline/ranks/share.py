@@ -1,4 +1,4 @@
-"""Which of an attempt's ranks one machine has."""
+"""The share of an attempt's ranks that one node has."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Share:
-    """The ranks of one machine in one attempt: `ranks` of `world_size`, beginning with `first_rank`."""
+    """The ranks of one node in one attempt: `ranks` of `world_size`, beginning with `first_rank`."""
 
     world_size: int
     ranks: int
     first_rank: int = 0
     node: int = 0
-    """The machine's place; 0 leads."""
+    """The node's place; 0 leads."""
+    nodes: int = 1
+    """Number of nodes in the attempt."""
     address: str = "127.0.0.1"
-    """The leader's, where ranks meet."""
+    """Address of the leader, where ranks meet."""
     port: int = 0
     interface: str = ""
-    """This machine's, through which its ranks talk to the others'; empty: whichever the libraries choose."""
+    """Network interface of this node's ranks; empty: the libraries choose one."""

@@ -29,8 +29,9 @@ from dlac_pipeline.checkpoint.files import make_below
 from dlac_pipeline.checkpoint.store import storing
 from dlac_pipeline.elastic.all_ranks import AllRanks
 from dlac_pipeline.elastic.round import RESUME, Round
+from dlac_pipeline.elastic.starter import RankStarter
 from dlac_pipeline.plan.leg import Leg
-from dlac_pipeline.ranks.group import Exit, RankGroup, Starter
+from dlac_pipeline.ranks.group import Exit, RankGroup
 from dlac_pipeline.ranks.launch_folder import room_file
 from dlac_pipeline.ranks.progress import Phase, Progress
 from dlac_pipeline.recover.causes import Silence, first_cause, stuck_rank
@@ -65,7 +66,7 @@ class Supervision:
 
     spec: JobSpec
     lakehouse: Lakehouse
-    starter: Starter
+    starter: RankStarter
     """Starts the ranks."""
     on_event: Callable[[Event], None]
     stop: threading.Event
@@ -390,7 +391,7 @@ def spec_for(spec: JobSpec, round_: Round) -> JobSpec:
     return spec.model_copy(update={"launch": launch})
 
 
-def started(spec: JobSpec, folder: Path, round_: Round, starter: Starter) -> RankGroup:
+def started(spec: JobSpec, folder: Path, round_: Round, starter: RankStarter) -> RankGroup:
     """This machine's ranks, with a new launch folder.
 
     Raises:
@@ -402,7 +403,7 @@ def started(spec: JobSpec, folder: Path, round_: Round, starter: Starter) -> Ran
         path.touch(mode=0o600)  # credentials may stand in it
         path.write_text(spec.model_dump_json())
     forget_launches(folder.parent, keep=KEEP_LAUNCHES * len(round_.shares))
-    return RankGroup(spec, folder, round_.share, starter)
+    return starter.start(spec, folder, round_.share)
 
 
 def forget_launches(folder: Path, *, keep: int) -> None:

@@ -9,7 +9,8 @@ from typing import Protocol
 from catalog import errors
 from dlac_pipeline.elastic.all_ranks import LOST
 from dlac_pipeline.launch_spec import LaunchSpec
-from dlac_pipeline.ranks.group import HANG, Exit
+from dlac_pipeline.ranks.group import Exit
+from dlac_pipeline.ranks.processes import HANG
 from dlac_pipeline.ranks.progress import Phase, Progress
 from dlac_pipeline.ranks.watched_time import watched_time
 

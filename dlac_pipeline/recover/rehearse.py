@@ -10,6 +10,7 @@ import json
 import struct
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from catalog.run_rows import Row, checkpoint_rows, fence_of_rows, out_of
 from dlac_pipeline.checkpoint.config import config_digest
 from dlac_pipeline.checkpoint.restore import Restored, restore
 from dlac_pipeline.checkpoint.store import Tiers, tiers_of
+from dlac_pipeline.elastic.starter import RankStarter
 from dlac_pipeline.plan.leg import Leg
 from dlac_pipeline.plan.legs import check_sources
 from dlac_pipeline.ranks.addresses import free_port
@@ -261,15 +263,16 @@ def _replayed(spec: JobSpec, folder: Path, point: ResumePoint) -> dict[str, Any]
     (launch / "spec.json").write_text(spec.model_dump_json())
     write_durably(launch / "resume.json", point.to_json().encode())
     world_size = spec.launch.world_size
-    ranks = RankGroup(spec, launch, Share(world_size=world_size, ranks=world_size, port=free_port()))
     silence = Silence(spec.launch)
-    try:
-        while not ranks.all_exited():
+    with closing(RankStarter()) as starter:
+        ranks = starter.start(spec, launch, Share(world_size=world_size, ranks=world_size, port=free_port()))
+        try:
+            while not ranks.all_exited():
+                _check_alive(ranks, spec, silence)
+                time.sleep(_POLL_S)
             _check_alive(ranks, spec, silence)
-            time.sleep(_POLL_S)
-        _check_alive(ranks, spec, silence)
-    finally:
-        ranks.end()
+        finally:
+            ranks.end()
     events = launch / "events.jsonl"
     said = [json.loads(line) for line in events.read_text().splitlines()] if events.exists() else []
     return next((event for event in said if event["event"] == "rehearsed"), {"losses": [], "skipped": []})

@@ -19,7 +19,7 @@ from dlac_pipeline.plan.order import LegOrder
 from dlac_pipeline.plan.planner import load_plan
 from dlac_pipeline.plan.source_order import SourceOrder
 from dlac_pipeline.plan.units import UnitTable
-from dlac_pipeline.ranks.group import HANG
+from dlac_pipeline.ranks.processes import HANG
 from dlac_pipeline.ranks.progress import read_in_hand
 from dlac_pipeline.recover.incident import Failure
 from dlac_pipeline.spec import JobSpec

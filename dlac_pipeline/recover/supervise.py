@@ -37,8 +37,8 @@ from dlac_pipeline.checkpoint.store import tiers_of
 from dlac_pipeline.elastic.all_ranks import LOST
 from dlac_pipeline.elastic.membership import EndedElsewhere, Membership
 from dlac_pipeline.elastic.round import VERDICT, Round
-from dlac_pipeline.ranks.group import HANG
-from dlac_pipeline.ranks.starter import RankStarter
+from dlac_pipeline.elastic.starter import RankStarter
+from dlac_pipeline.ranks.processes import HANG
 from dlac_pipeline.recover.attempt import (
     Ending,
     Event,

@@ -16,7 +16,7 @@ import sys
 from pydantic import ValidationError
 
 from catalog.errors import SpecInvalid
-from dlac_pipeline.ranks.starter import RankStarter
+from dlac_pipeline.elastic.starter import RankStarter
 from dlac_pipeline.request import Request
 from dlac_pipeline.supervisor.orchestrator import Orchestrator, keep_events_apart
 

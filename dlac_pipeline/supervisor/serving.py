@@ -10,8 +10,8 @@ from catalog.connect import connect
 from catalog.errors import DlacError, Fenced, name_of
 from catalog.ledger import Ledger
 from dlac_pipeline.bug_report import EXIT_CODE, report_unexpected
+from dlac_pipeline.elastic.starter import RankStarter
 from dlac_pipeline.launchers.protocol import Launcher, launcher_for
-from dlac_pipeline.ranks.starter import RankStarter
 from dlac_pipeline.recover.claims import launcher_of
 from dlac_pipeline.request import Request
 from dlac_pipeline.supervisor.orchestrator import MARGIN_S, Orchestrator, say

@@ -11,8 +11,8 @@ from catalog.commits import claim
 from catalog.errors import NoProgress
 from catalog.ledger import Ledger
 from dlac_pipeline.elastic.round import Round
+from dlac_pipeline.elastic.starter import RankStarter
 from dlac_pipeline.ranks.share import Share
-from dlac_pipeline.ranks.starter import RankStarter
 from dlac_pipeline.recover.attempt import SupervisedAttempt, Supervision
 from dlac_pipeline.recover.incident import ended_on_purpose
 from dlac_pipeline.recover.judge import Judge

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from dlac_pipeline.elastic.all_ranks import LOST
-from dlac_pipeline.ranks.group import HANG, Exit
+from dlac_pipeline.ranks.group import Exit
+from dlac_pipeline.ranks.processes import HANG
 from dlac_pipeline.recover.causes import first_cause
 from dlac_pipeline.recover.incident import Failure
 from dlac_pipeline.recover.same_rows import Deaths

@@ -13,6 +13,7 @@ import pytest
 
 from dlac_pipeline.elastic.all_ranks import ASKS, LEAVE, LOST, AllRanks, report_of
 from dlac_pipeline.elastic.round import LEADER, Round
+from dlac_pipeline.elastic.starter import RankStarter
 from dlac_pipeline.ranks.group import RankGroup
 from dlac_pipeline.ranks.launch_folder import in_hand_file
 from dlac_pipeline.ranks.progress import Phase, Progress, ProgressWriter
@@ -76,7 +77,7 @@ def machines(folder: Path, count: int, *, timeout_s: int = 60) -> Iterator[Machi
         groups = []
         for place, crew in enumerate(talking):
             (launch := folder / f"launch-{place}").mkdir()
-            groups.append(RankGroup(spec, launch, crew.share))
+            groups.append(RankStarter().start(spec, launch, crew.share))
             stack.callback(groups[-1].end)
         yield Machines(groups, talking)
 

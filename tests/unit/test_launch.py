@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import multiprocessing.spawn
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,11 +20,15 @@ import psutil
 import pytest
 
 from catalog.errors import TrainingFailed
-from dlac_pipeline.ranks.group import HANG, Exit, RankGroup, RankProcess, spawn_rank
+from dlac_pipeline.elastic import fork_server
+from dlac_pipeline.elastic.starter import RankStarter
+from dlac_pipeline.ranks import group, processes
+from dlac_pipeline.ranks.addresses import free_port
+from dlac_pipeline.ranks.group import Exit, RankGroup
 from dlac_pipeline.ranks.launch_folder import log_file
+from dlac_pipeline.ranks.processes import HANG
 from dlac_pipeline.ranks.rank import pid_of
 from dlac_pipeline.ranks.share import Share
-from dlac_pipeline.ranks.starter import RankStarter
 from dlac_pipeline.spec import JobSpec, parse_spec
 from tests.conftest import wait_until
 
@@ -58,7 +63,7 @@ def spec_of(folder: Path, script: str, **launch: Any) -> JobSpec:
 def started(spec: JobSpec, folder: Path, ranks: int = 1) -> Iterator[RankGroup]:
     """Ranks of a job, as its supervisor starts and ends them."""
     with closing(RankStarter()) as starter:
-        group = RankGroup(spec, folder, Share(world_size=ranks, ranks=ranks, port=1), starter)
+        group = starter.start(spec, folder, Share(world_size=ranks, ranks=ranks, port=free_port()))
         try:
             yield group
         finally:
@@ -92,29 +97,32 @@ def runs(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("start", ["fork", "spawn"])
-def test_a_signal_to_every_process_is_the_ranks_to_answer(tmp_path: Path, start: str) -> None:
-    """Whoever ends a process tree signals the fork server and the undertaker, too: the ranks leave in good order all the same."""
+def test_signals_to_all_reach_ranks(tmp_path: Path, start: str) -> None:
+    """Who ends a process tree signals the fork server and multiprocessing's tracker, too: the ranks leave in good order."""
     with started(spec_of(tmp_path, LEAVES, start=start), tmp_path) as ranks:
-        between = [*children("fork.server"), *children("undertaker")]
-        assert len(between) == (2 if start == "fork" else 1)
+        between = [*children("resource_tracker"), *children("fork.?server")]
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
             for process in between:  # while they start
                 process.send_signal(number)
-        wait_until((tmp_path / "ready").exists, what="the script")
-        for process in between:
-            process.send_signal(signal.SIGTERM)
+        wait_until(lambda: (tmp_path / "ready").exists() or bool(ranks.failures()), what="the script")
+        assert ranks.failures() == []
+        between = [*children("resource_tracker"), *children("fork.?server")]
+        assert len(between) == (2 if start == "fork" else 1)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+            for process in between:
+                process.send_signal(number)
         ranks.ask_to_stop()
         wait_until(ranks.all_exited, what="the rank's end")
         assert (ranks.failures(), (tmp_path / "left").exists()) == ([], True)
-        assert all(process.is_running() for process in between)
-    assert not any(process.is_running() for process in between)
+        assert all(map(runs, [process.pid for process in between]))
 
 
 @pytest.mark.parametrize("start", ["fork", "spawn"])
-def test_processes_are_told_apart_by_their_titles(tmp_path: Path, start: str) -> None:
-    """In `ps`: each rank with its run, the fork server, and the undertaker with the launch that it watches."""
+def test_processes_have_titles(tmp_path: Path, start: str) -> None:
+    """`ps` shows each rank with its run, and the fork server."""
     with started(spec_of(tmp_path, LEAVES, start=start), tmp_path, ranks=2) as ranks:
-        wait_until((tmp_path / "ready").exists, what="the script")
+        wait_until(lambda: (tmp_path / "ready").exists() or bool(ranks.failures()), what="the script")
+        assert ranks.failures() == []
         wait_until(
             lambda: " ".join(psutil.Process(ranks.pids[1]).cmdline()).strip() == "dlac r rank 1/2", what="a title"
         )
@@ -122,7 +130,6 @@ def test_processes_are_told_apart_by_their_titles(tmp_path: Path, start: str) ->
         assert above is not None
         assert (above.pid == os.getpid()) == (start == "spawn")
         assert start == "spawn" or " ".join(above.cmdline()).strip() == "dlac r fork server"
-        assert [one.cmdline()[-1] for one in children("undertaker.py")] == [str(tmp_path)]
 
 
 def test_a_rank_gets_the_signals_dispositions_of_a_new_python(tmp_path: Path) -> None:
@@ -146,18 +153,16 @@ Path(sys.argv[0]).with_suffix(".found").write_text(repr(found))
     assert "True" not in forked
 
 
-def test_a_server_that_dies_before_it_has_forked_is_the_reason_of_its_ranks(tmp_path: Path) -> None:
-    """There is no log of such a rank, and the failure names that of the server."""
-    with started(spec_of(tmp_path, SLEEPS, env=held_up(tmp_path)), tmp_path, ranks=2) as ranks:
-        (server,) = children("fork.server")
-        server.kill()
+def test_dead_server_is_the_reason(tmp_path: Path) -> None:
+    """Ranks that it has not started have no log, and the failure names that of the server."""
+    (tmp_path / "own_library.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)")
+    with started(spec_of(tmp_path, SLEEPS, preload=["own_library"]), tmp_path, ranks=2) as ranks:
         assert ranks.pids == [0, 0]
         failures = ranks.failures()
         assert [(failure.rank, failure.code, failure.kind) for failure in failures] == [
             (0, 1, "TrainingFailed"),
             (1, 1, "TrainingFailed"),
         ]
-        assert "SIGKILL" in failures[0].message
         assert "fork-server-" in failures[0].message
         assert ranks.last_words(0)["log_tail"] == ""
 
@@ -191,160 +196,147 @@ def test_log_of_talkative_rank_is_bounded(tmp_path: Path, start: str) -> None:
     assert ranks.last_words(0)["log_tail"].endswith("ValueError: the end")
 
 
-def test_a_server_that_does_not_answer_is_a_hang(tmp_path: Path) -> None:
+def test_silent_server_is_a_hang(tmp_path: Path) -> None:
     """It is waited for as long as a rank may be silent while it starts."""
     spec = spec_of(tmp_path, SLEEPS, hang_timeout_s=0.1, start_timeout_s=1.0, env=held_up(tmp_path))
     began = time.monotonic()
     with started(spec, tmp_path, ranks=2) as ranks:
-        (server,) = children("fork.server")
-        server.suspend()
+        wait_until(lambda: bool(children("fork.?server")), what="the server")
+        children("fork.?server")[0].suspend()
         assert ranks.pids == [0, 0]
         assert time.monotonic() - began >= 1.0
         assert [failure.kind for failure in ranks.failures()] == [HANG, HANG]
+    assert children("fork.?server") == []
 
 
-def test_what_cannot_be_imported_ahead_fails_in_the_rank(tmp_path: Path) -> None:
-    """Where it is read, and in the script's own order; the server only says so in its log."""
-    (tmp_path / "library").mkdir()
-    (tmp_path / "library" / "accelerate.py").write_text("raise RuntimeError('no such device')")
-    spec = spec_of(tmp_path, "import accelerate", env={"PYTHONPATH": str(tmp_path / "library")})
-    with started(spec, tmp_path) as ranks:
-        wait_until(ranks.all_exited, what="the rank's end")
-        (failure,) = ranks.failures()
-        assert (failure.kind, failure.message) == ("RuntimeError", "no such device")
-        assert "could not be imported ahead" in (tmp_path / "r" / f"fork-server-{socket.gethostname()}.log").read_text()
+THREAD = "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True, name='flusher').start()"
 
 
-def test_a_server_that_dies_takes_its_ranks_along_and_another_one_follows(tmp_path: Path) -> None:
-    """They count as killed; the next attempt's ranks come from a new server."""
+@pytest.mark.parametrize(
+    ("library", "found"),
+    [("raise RuntimeError('no such device')", "no such device"), (THREAD, "threads"), (None, "ModuleNotFoundError")],
+    ids=["raises", "begins a thread", "missing"],
+)
+def test_unusable_preload_is_refused(tmp_path: Path, library: str | None, found: str) -> None:
+    """The failure names the module and what to do."""
+    if library is not None:
+        (tmp_path / "own_library.py").write_text(library)
+    with started(spec_of(tmp_path, "pass", preload=["own_library"]), tmp_path, ranks=2) as ranks:
+        wait_until(ranks.all_exited, what="the ranks' end")
+        failure = ranks.failures()[0]
+    assert failure.kind == "TrainingFailed"
+    assert "'own_library' of launch.preload" in failure.message
+    assert found in failure.message
+    assert 'launch.start = "spawn"' in failure.message
+
+
+def test_preloaded_modules_are_shared(tmp_path: Path) -> None:
+    """A module beside the script is imported once, in the fork server."""
+    (tmp_path / "own_library.py").write_text("import os\nimported_by = os.getpid()")
+    script = "import os, sys, own_library\nsys.exit(own_library.imported_by != os.getppid())"
+    with started(spec_of(tmp_path, script, preload=["own_library"]), tmp_path, ranks=2) as ranks:
+        wait_until(ranks.all_exited, what="the ranks' end")
+        assert ranks.failures() == []
+
+
+def test_dead_server_ends_attempt(tmp_path: Path) -> None:
+    """How its ranks ended is not known, which the failure says. The next attempt's ranks come from a new server."""
     spec = spec_of(tmp_path, SLEEPS)
     with closing(RankStarter()) as starter:
         for attempt in range(2):
             folder = tmp_path / str(attempt)
             folder.mkdir()
-            ranks = RankGroup(spec, folder, Share(world_size=2, ranks=2, port=1), starter)
+            ranks = starter.start(spec, folder, Share(world_size=2, ranks=2, port=free_port()))
             pids = ranks.pids
-            (server,) = children("fork.server")
+            (server,) = children("fork.?server")
             server.kill()
             wait_until(ranks.all_exited, what="the ranks' end")
-            assert [failure.code for failure in ranks.failures()] == [-signal.SIGKILL] * 2
+            assert [failure.kind for failure in ranks.failures()] == ["TrainingFailed"] * 2
             ranks.end()
             assert not any(map(runs, pids))
 
 
-@pytest.mark.parametrize(
-    ("customized", "kind", "code"),
-    [
-        ("import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()", "", 3),
-        (
-            "import os\ndef fork():\n    raise BlockingIOError(11, 'no more processes')\nos.fork = fork",
-            "TrainingFailed",
-            1,
-        ),
-    ],
-    ids=["thread", "no processes"],
-)
-def test_a_server_that_cannot_fork(tmp_path: Path, customized: str, kind: str, code: int) -> None:
-    """Beside a library's thread ranks are spawned, and end as they do; a rank whose fork fails has failed, and says of what."""
-    (tmp_path / "sitecustomize.py").write_text(customized)
-    spec = spec_of(tmp_path, "import signal, sys\nsys.exit(3)", env={"PYTHONPATH": str(tmp_path)})
-    with started(spec, tmp_path, ranks=2) as ranks:
-        wait_until(ranks.all_exited, what="the ranks' end")
-        assert [(failure.kind, failure.code) for failure in ranks.failures()] == [(kind, code)] * 2
-        assert ("no more processes" in ranks.failures()[0].message) == bool(kind)
-        assert all(ranks.pids) != bool(kind)
-        assert ("is spawned" in (tmp_path / "r" / f"fork-server-{socket.gethostname()}.log").read_text()) != bool(kind)
+def test_unstartable_ranks_have_failed(tmp_path: Path) -> None:
+    """There is no Python to start."""
+    python = multiprocessing.spawn.get_executable()
+    multiprocessing.set_executable(str(tmp_path / "python"))
+    try:
+        with started(spec_of(tmp_path, SLEEPS, start="spawn"), tmp_path, ranks=2) as ranks:
+            wait_until(ranks.all_exited, what="that it is known")
+            assert [failure.rank for failure in ranks.failures()] == [0, 1]
+    finally:
+        multiprocessing.set_executable(python)
 
 
-def test_a_rank_that_cannot_be_started_has_failed(tmp_path: Path) -> None:
-    """Its siblings are ended with it: nothing is left behind, and the failure says what the system said."""
-    spec = spec_of(tmp_path, SLEEPS)
-
-    def second_fails(spec: JobSpec, place: dict[str, str], log: Path) -> RankProcess:
-        if place["RANK"] == "1":
-            raise BlockingIOError(11, "Resource temporarily unavailable")
-        return spawn_rank(spec, place, log)
-
-    ranks = RankGroup(spec, tmp_path, Share(world_size=3, ranks=3, port=1), second_fails)
-    (failure,) = ranks.failures()
-    assert (failure.rank, failure.kind) == (1, "TrainingFailed")
-    assert "Resource temporarily unavailable" in failure.message
-    pids = ranks.pids
-    ranks.end()
-    ranks.end()
-    assert pids[1] == 0
-    assert not any(map(runs, pids))
+def test_unkillable_rank_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not waited for without an end, and another attempt beside it would meet the same device."""
+    with started(spec_of(tmp_path, SLEEPS), tmp_path) as ranks:
+        (pid,) = ranks.pids
+        with monkeypatch.context() as patched:
+            patched.setattr(group, "_KILLED_WITHIN_S", 0.1)
+            patched.setattr(processes, "runs", lambda pid: True)
+            with pytest.raises(TrainingFailed, match=str(pid)):
+                ranks.end()
 
 
-def test_an_error_while_ranks_are_started_leaves_none(tmp_path: Path) -> None:
-    """Whatever it is, interrupts among them."""
-    spec, begun = spec_of(tmp_path, SLEEPS), []
-
-    def interrupted(spec: JobSpec, place: dict[str, str], log: Path) -> RankProcess:
-        if place["RANK"] == "1":
-            raise KeyboardInterrupt
-        begun.append(spawn_rank(spec, place, log))
-        return begun[0]
-
-    with pytest.raises(KeyboardInterrupt):
-        RankGroup(spec, tmp_path, Share(world_size=2, ranks=2, port=1), interrupted)
-    assert begun[0].poll() == -signal.SIGKILL
-    assert children("undertaker") == []
-
-
-class Held:
-    """A rank that the kernel does not let go."""
-
-    pid = 4242
-    started = True
-
-    def poll(self) -> None:
-        """It runs."""
-
-    def reason(self) -> dict[str, Any]:
-        """It has started."""
-        return {}
-
-    def gone(self, within_s: float) -> bool:
-        """It never is."""
-        return False
-
-    def signal(self, number: signal.Signals) -> None:
-        """It hears nothing."""
-
-
-def test_a_rank_that_cannot_be_killed_ends_the_run_with_its_process_named(tmp_path: Path) -> None:
-    """Nobody waits for it without an end, and another attempt beside it would meet the same device."""
-    ranks = RankGroup(spec_of(tmp_path, SLEEPS), tmp_path, Share(world_size=1, ranks=1, port=1), lambda *_: Held())
-    with pytest.raises(TrainingFailed, match="4242"):
-        ranks.end()
-
-
-def test_a_server_that_is_stopped_keeps_nobody_from_ending_its_ranks(tmp_path: Path) -> None:
-    """It cannot say that a rank has ended, and is ended itself."""
-    with closing(RankStarter()) as starter:
-        rank = starter(
-            spec_of(tmp_path, SLEEPS), {"RANK": "0", "WORLD_SIZE": "1", "DLAC_LAUNCH": str(tmp_path)}, tmp_path / "log"
-        )
-        pid = rank.pid
-        (server,) = children("fork.server")
+def test_stopped_server_does_not_matter(tmp_path: Path) -> None:
+    """It cannot report that a rank has ended; the ranks are ended all the same."""
+    with started(spec_of(tmp_path, SLEEPS), tmp_path) as ranks:
+        (pid,) = ranks.pids
+        (server,) = children("fork.?server")
         server.suspend()
-        rank.signal(signal.SIGKILL)
-        assert rank.gone(0.2)
-        assert not server.is_running()
+        began = time.monotonic()
+        ranks.end()
+        assert time.monotonic() - began < 30
         assert not runs(pid)
+    fork_server.end()
+
+
+ENDS = """
+import atexit, sys, threading, time
+from pathlib import Path
+ended = Path(__file__).with_name("ended")
+atexit.register(lambda: ended.write_text(ended.read_text() + " exit"))
+threading.Thread(target=lambda: (time.sleep(0.2), ended.write_text("thread"))).start()
+"""
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+@pytest.mark.parametrize(("end", "code"), [("", 0), ("sys.exit()", 0), ("sys.exit(7)", 7), ("sys.exit('why')", 1)])
+def test_scripts_end_as_in_python(tmp_path: Path, start: str, end: str, code: int) -> None:
+    """Its threads are waited for, its exit functions run, and its exit status is the rank's."""
+    with started(spec_of(tmp_path, ENDS + end, start=start), tmp_path) as ranks:
+        wait_until(ranks.all_exited, what="the rank's end")
+        assert [failure.code for failure in ranks.failures()] == [code] * (code > 0), ranks.last_words(0)
+        assert ("why" in ranks.last_words(0)["log_tail"]) == ("why" in end)
+    assert (tmp_path / "ended").read_text() == "thread exit"
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_scripts_start_as_in_python(tmp_path: Path, start: str) -> None:
+    """Arguments are passed on as they are, and a module beside the script hides a library of its name."""
+    (tmp_path / "tenacity.py").write_text("own = True")
+    script = """
+import sys, tenacity
+assert tenacity.own
+assert sys.argv[1:] == ["${local_rank}", "$$", "--x=$HOME"], sys.argv
+assert sys.modules["__main__"].__file__ == sys.argv[0]
+"""
+    spec = spec_of(tmp_path, script, start=start, args=["${local_rank}", "$$", "--x=$HOME"])
+    with started(spec, tmp_path) as ranks:
+        wait_until(ranks.all_exited, what="the rank's end")
+        assert ranks.failures() == [], ranks.last_words(0)
 
 
 SUPERVISOR = """
-import sys, time
+import json, sys, time
 from pathlib import Path
-from dlac_pipeline.ranks.group import RankGroup
+from dlac_pipeline.elastic.starter import RankStarter
+from dlac_pipeline.ranks.addresses import free_port
 from dlac_pipeline.ranks.share import Share
-from dlac_pipeline.ranks.starter import RankStarter
 from dlac_pipeline.spec import parse_spec
-import json
 spec = parse_spec(json.loads(sys.argv[1]), origin="the test")
-group = RankGroup(spec, Path(sys.argv[2]), Share(world_size=1, ranks=1, port=1), RankStarter())
+group = RankStarter().start(spec, Path(sys.argv[2]), Share(world_size=1, ranks=1, port=free_port()))
 time.sleep(60)
 """
 PARENT = """
@@ -356,17 +348,27 @@ time.sleep(60)
 """
 
 
-def test_what_a_rank_has_started_dies_with_a_supervisor_that_never_asked_who_it_is(tmp_path: Path) -> None:
-    """The undertaker finds the ranks in the launch folder, so also before the claim, and those of a rehearsal."""
-    spec = spec_of(tmp_path, PARENT)
-    supervisor = subprocess.Popen([sys.executable, "-c", SUPERVISOR, spec.model_dump_json(), str(tmp_path)])
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_everything_ends_with_supervisor(tmp_path: Path, start: str) -> None:
+    """A rank that is stopped ends with a killed supervisor, what it has started as well, and the fork server.
+
+    The supervisor's own script is not run again in its ranks.
+    """
+    spec = spec_of(tmp_path, PARENT, start=start)
+    (tmp_path / "supervisor.py").write_text(SUPERVISOR)
+    command = [sys.executable, str(tmp_path / "supervisor.py"), spec.model_dump_json(), str(tmp_path)]
+    supervisor = subprocess.Popen(command)
     file = tmp_path / "child"
     wait_until(lambda: file.exists() and bool(file.read_text()), what="the rank's child")
-    child = int(file.read_text())
-    assert os.getpgid(child) == pid_of(tmp_path, 0)
+    child, rank = int(file.read_text()), pid_of(tmp_path, 0)
+    others = [one.pid for one in psutil.Process(supervisor.pid).children(recursive=True)]
+    assert len(others) == {"fork": 4, "spawn": 3}[start]
+    assert os.getpgid(child) == rank
+    os.kill(rank, signal.SIGSTOP)
     supervisor.kill()
     supervisor.wait()
-    wait_until(lambda: not runs(child), what="the child's end", within_s=40)  # by itself it ends later
+    for pid in (rank, child, *others):
+        wait_until(lambda pid=pid: not runs(pid), what="its end", within_s=40)  # type: ignore[misc]  # by itself it ends later
 
 
 def test_a_signal_without_a_name_is_told_by_its_number() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,9 +13,10 @@ from unittest.mock import Mock
 
 import pytest
 
+from dlac_pipeline.elastic import fork_server
 from dlac_pipeline.elastic.all_ranks import STOP, AllRanks
 from dlac_pipeline.elastic.round import LEADER, RESUME, VERDICT, Round
-from dlac_pipeline.ranks.starter import RankStarter
+from dlac_pipeline.elastic.starter import RankStarter
 from dlac_pipeline.recover.attempt import Regather, SupervisedAttempt, Supervision, started
 from dlac_pipeline.recover.coordinator import ResumePoint
 from dlac_pipeline.recover.led import LedAttempt, Verdict
@@ -32,20 +32,19 @@ POINT = ResumePoint(attempt=1, nonce="n", replaces=0, leg="{}", leg_is_new=True)
 @pytest.fixture
 def imports(tmp_path: Path) -> Iterator[Supervision]:
     """Of a job whose ranks import a library that takes an hour."""
-    (tmp_path / "script.py").write_text("import accelerate\n")
-    (tmp_path / "accelerate.py").write_text("import time\ntime.sleep(3600)\n")
+    (tmp_path / "script.py").touch()
+    (tmp_path / "slow_library.py").write_text("import time\ntime.sleep(3600)\n")
     starter = RankStarter()
     yield _supervision(_spec(tmp_path), starter)
     starter.close()
 
 
 def _spec(folder: Path) -> JobSpec:
-    paths = f"{folder}:{os.environ.get('PYTHONPATH', '')}"
     raw = {
         "run": "r",
         "source": {"table": "src.t", "columns": ["x"]},
         "order": {"batch_size": 4, "key_groups": 4, "steps": 1},
-        "launch": {"script": str(folder / "script.py"), "env": {"PYTHONPATH": paths}},
+        "launch": {"script": str(folder / "script.py"), "preload": ["slow_library"]},
     }
     spec = parse_spec(raw, origin="the test").resolved(folder)
     (Path(spec.checkpoint.local) / spec.run).mkdir(parents=True)
@@ -76,8 +75,7 @@ def beside(call: Callable[[], Any], supervision: Supervision) -> Iterator[Callab
         try:
             yield lambda: future.result(300)
         finally:
-            assert isinstance(supervision.starter, RankStarter)
-            supervision.starter.close()
+            fork_server.end()
 
 
 def test_one_that_is_led_passes_a_stop_on_and_hears_the_verdict(imports: Supervision) -> None:

@@ -1,0 +1,132 @@
+"""DLAC's elastic agent: torch's, which starts the processes of a node's ranks, with a share of the ranks that each round assigns.
+
+torch's agent restarts ranks by count, and stops all of them as soon as it sees that one ended. DLAC's supervisor decides by
+progress, and first collects the reasons of all ranks. So it asks this agent to start and to stop, and watches the ranks itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import sys
+import types
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # torch's __init__ does not re-export by name
+from torch.distributed.elastic.agent.server.api import Worker, WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
+
+from dlac_pipeline.elastic import fork_server
+from dlac_pipeline.elastic.handler import DlacRendezvous
+from dlac_pipeline.ranks import rank
+from dlac_pipeline.ranks.environment import environment_of_attempt, set_environment
+from dlac_pipeline.ranks.processes import Processes
+from dlac_pipeline.ranks.rank import held_signals
+from dlac_pipeline.ranks.share import Share
+from dlac_pipeline.spec import JobSpec
+
+_ROLE = "dlac"
+_UNLIMITED = 2**31 - 1
+"""Restarts that torch allows: how many there are is decided by their progress."""
+_METHODS = {"fork": "forkserver", "spawn": "spawn"}
+# It warns that signals are not handled on another thread than the main one: the supervisor handles them.
+logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.ERROR)
+
+
+class RankAgent(LocalElasticAgent):
+    """The agent of one node in one run, attempt after attempt."""
+
+    def __init__(self, spec: JobSpec) -> None:
+        launch = spec.launch
+        joined = launch.model_copy(update={"nodes": ""})  # the supervisor has met the other nodes
+        # torch replaces ${local_rank} and the like in arguments.
+        arguments = tuple(each.replace("$", "$$") for each in (launch.script, *launch.args))
+        workers = WorkerSpec(
+            role=_ROLE,
+            local_world_size=1,
+            rdzv_handler=DlacRendezvous(spec.run, joined, batch_size=spec.order.batch_size),
+            entrypoint=rank.main,
+            args=arguments,
+            max_restarts=_UNLIMITED,
+        )
+        super().__init__(workers, logs_specs=_OwnLogs(), start_method=_METHODS[launch.start])
+        self._environment: Mapping[str, str] = {}
+        self._has_started = False
+
+    def start_processes(self, spec: JobSpec, folder: Path, share: Share) -> Processes:
+        """Start this node's ranks of an attempt, and return their processes by rank; `folder` is the launch folder.
+
+        A fork server that still imports is waited for.
+
+        Raises:
+            TrainingFailed: the fork server has ended.
+            OSError: a process cannot be started.
+        """
+        self._note_share(share)
+        self._environment = environment_of_attempt(spec, share, folder)
+        around = fork_server.environment_of_server(spec) if fork_server.is_used(spec) else self._environment
+        before = set(multiprocessing.active_children())
+        try:
+            with set_environment(around), held_signals(), _without_main_module():
+                self._start_workers(self._worker_group)
+        except Exception as err:
+            for process in set(multiprocessing.active_children()) - before:
+                process.kill()
+            raise (fork_server.why_gone(spec) or err) from err
+        started: Any = self._pcontext
+        return {share.first_rank + local: process for local, process in enumerate(started._pc.processes)}
+
+    def _note_share(self, share: Share) -> None:
+        group: Any = self._worker_group  # torch declares its fields as None
+        group.spec.local_world_size = share.ranks
+        group.store = HashStore()  # torch wants one, and gives it to nobody
+        group.group_rank, group.group_world_size = share.node, share.nodes
+        group.master_addr, group.master_port = share.address, share.port
+        group.workers = [
+            Worker(
+                local_rank=local,
+                global_rank=share.first_rank + local,
+                role_rank=share.first_rank + local,
+                world_size=share.world_size,
+                role_world_size=share.world_size,
+            )
+            for local in range(share.ranks)
+        ]
+        self._remaining_restarts -= self._has_started
+        self._has_started = True
+
+    def _set_local_rank_env(self, worker_env: dict[str, str | None], local_rank: int, spec: WorkerSpec) -> None:
+        super()._set_local_rank_env(worker_env, local_rank, spec)
+        worker_env.update(self._environment)
+
+
+class _OwnLogs(LogsSpecs):
+    """No log of torch's: each rank writes into its own, in the launch folder."""
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """Return no destinations."""
+        nothing = dict.fromkeys(envs, "")
+        for environment in envs.values():
+            environment["TORCHELASTIC_ERROR_FILE"] = ""
+        return LogsDest(nothing, nothing, {}, {}, dict.fromkeys(envs, os.devnull), "", "")
+
+    @property
+    def root_log_dir(self) -> str:
+        """Return no folder."""
+        return os.devnull
+
+
+@contextmanager
+def _without_main_module() -> Iterator[None]:
+    """Keep multiprocessing from importing this process's main module in each rank: a rank has a script of its own."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main

@@ -1,0 +1,85 @@
+"""What multiprocessing's fork server imports, once per supervisor, so that ranks start without importing it.
+
+The fork server imports this module, and this module the rest. A fork copies the calling thread alone: what is imported must
+begin no thread, and open no accelerator. In: environment variable PRELOAD_VARIABLE. Out: modules, imported, or the reason why
+the server ended, in a file.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import json
+import os
+import signal
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+from setproctitle import setproctitle
+
+PRELOAD_VARIABLE = "DLAC_PRELOAD"
+"""Set for the fork server alone: `title`, `log`, `problem` (two files), `folder` of the script, `modules` of the job spec."""
+_ALWAYS = ("torch.distributed.elastic.multiprocessing.api", "dlac_pipeline.worker", "dlac_pipeline.dataset")
+_FORKABLE_THREADS = frozenset({"jemalloc_bg_thd"})
+"""Threads of libraries that begin them again in a forked process."""
+_PR_SET_PDEATHSIG = 1
+
+
+def preload(wanted: dict[str, str | list[str]]) -> None:
+    """Import what ranks need. The process ends, with its reason in a file, if that must not be forked."""
+    setproctitle(str(wanted["title"]))
+    _print_into(str(wanted["log"]))
+    _end_with_parent(signal.SIGKILL)  # an import may hang; afterwards the server ends with its last client
+    for name in _ALWAYS:
+        importlib.import_module(name)
+    sys.path.insert(0, str(wanted["folder"]))
+    for name in wanted["modules"]:
+        _import(name, Path(str(wanted["problem"])))
+    gc.collect()
+    gc.freeze()  # shared memory stays shared
+    _end_with_parent(0)
+
+
+def _import(name: str, problem: Path) -> None:
+    try:
+        importlib.import_module(name)
+        threads = _threads()
+        if threads:
+            raise RuntimeError(f"it began the threads {threads}, which do not survive a fork")
+        torch = sys.modules["torch"]
+        if torch.accelerator.is_available() and torch.get_device_module().is_initialized():
+            raise RuntimeError("it opened the accelerator, which does not survive a fork")
+    except Exception as err:
+        problem.write_text(
+            f"expected to import {name!r} of launch.preload before ranks are forked, found {type(err).__name__}: {err}; take it "
+            'off that list, or set launch.start = "spawn"'
+        )
+        os._exit(1)
+
+
+def _threads() -> list[str]:
+    """Return the names of threads that a forked process would miss."""
+    found = []
+    for task in Path("/proc/self/task").glob("*"):
+        with suppress(OSError):  # it has ended meanwhile
+            name = (task / "comm").read_text().strip()
+            if int(task.name) != os.getpid() and name not in _FORKABLE_THREADS:
+                found.append(name)
+    return found
+
+
+def _print_into(log: str) -> None:
+    with open(log, "ab") as stream:
+        os.dup2(stream.fileno(), 1)
+        os.dup2(stream.fileno(), 2)
+
+
+def _end_with_parent(number: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
+
+
+if PRELOAD_VARIABLE in os.environ:
+    preload(json.loads(os.environ.pop(PRELOAD_VARIABLE)))

@@ -1,0 +1,154 @@
+"""The processes of one node's ranks in one attempt: started in the background, signalled by process group, waited for.
+
+In: a function that starts processes of `multiprocessing`. Out: process ids and exit codes by rank.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import psutil
+
+from catalog.errors import DlacError, TrainingFailed, name_of
+
+HANG = "Hang"
+"""Kind of the failure of a rank that shows no progress."""
+_POLL_S = 0.01
+_STARTER_ENDS_S = 5.0
+_UNKNOWN = 255
+"""Exit status that multiprocessing gives a process whose fork server has ended."""
+
+Reason = dict[str, Any]
+"""Fields of `ranks.group.Exit`."""
+Processes = Mapping[int, BaseProcess]
+"""By rank."""
+
+
+class RankProcesses:
+    """Processes that a thread starts, so that the supervisor can answer meanwhile."""
+
+    def __init__(
+        self,
+        ranks: range,
+        start: Callable[[], Processes],
+        *,
+        abort: Callable[[], None],
+        why_unknown: Callable[[], DlacError | None],
+        patience_s: float,
+    ) -> None:
+        """`start` returns or raises once `abort` was called. A start that takes `patience_s` seconds hangs.
+
+        `why_unknown` returns why the exit status of a rank is not known, if it is not.
+        """
+        self.ranks = ranks
+        self._abort = abort
+        self._why_unknown = why_unknown
+        self._patience_s = patience_s
+        self._deadline = time.monotonic() + patience_s
+        self._processes: Processes = {}
+        self._reason: Reason = {}
+        self._aborted_by: signal.Signals | None = None
+        self._started = threading.Event()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._start, args=(start,), name="ranks", daemon=True)
+        self._thread.start()
+
+    @property
+    def started(self) -> bool:
+        """Whether all process ids are known, or it is known that there will be none."""
+        if not self._started.is_set() and time.monotonic() > self._deadline:
+            message = f"the ranks were not started within {self._patience_s:.0f} s: see the fork server's log"
+            self._reason = {"kind": HANG, "message": message}
+            self._abort()
+            self._thread.join(_STARTER_ENDS_S)
+            self._started.set()
+        return self._started.is_set()
+
+    def reason(self, rank: int) -> Reason:
+        """Return why a rank could not be started, or why its end is not known; empty: neither is so."""
+        if rank in self._processes and self.exit_code(rank) == _UNKNOWN:
+            why = self._why_unknown()
+            return {} if why is None else reason_not_started(why)
+        return self._reason if self.started and self._aborted_by is None else {}
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids in the order of ranks, 0 for one that was not started. Waits until they are known."""
+        while not self.started:
+            time.sleep(_POLL_S)
+        return [self._pid(rank) for rank in self.ranks]
+
+    def exit_code(self, rank: int) -> int | None:
+        """Return the exit status of a rank; negative: the signal that killed it, None: it runs, or will."""
+        if rank in self._processes:
+            return self._processes[rank].exitcode
+        if not self.started:
+            return None
+        return 1 if self._aborted_by is None else -self._aborted_by
+
+    def signal(self, number: signal.Signals) -> None:
+        """Signal the process group of every rank that runs; ranks that have not been started never are."""
+        if not self._started.is_set():
+            self._aborted_by = number
+            self._abort()
+            self._thread.join(_STARTER_ENDS_S)
+        for rank in self._processes:
+            alive = self.exit_code(rank) is None
+            if alive or number == signal.SIGKILL:
+                signal_rank(self._pid(rank), number, alive=alive)
+
+    def wait_until_gone(self, within_s: float) -> dict[int, int]:
+        """Wait for the end of all ranks; return those that are left, as process ids by rank."""
+        deadline = time.monotonic() + within_s
+        left = {rank: self._pid(rank) for rank in self._processes}
+        while left := {rank: pid for rank, pid in left.items() if runs(pid)}:
+            if time.monotonic() > deadline:
+                break
+            time.sleep(_POLL_S)
+        for process in self._processes.values():
+            process.join(0)  # reaps it
+        self._ended.set()
+        return left
+
+    def _start(self, start: Callable[[], Processes]) -> None:
+        try:
+            self._processes = start()
+        except Exception as err:
+            self._reason = self._reason or reason_not_started(err)
+        self._started.set()
+        self._ended.wait()  # torch interrupts a rank when the thread that started it ends
+
+    def _pid(self, rank: int) -> int:
+        return (self._processes[rank].pid or 0) if rank in self._processes else 0
+
+
+def reason_not_started(err: Exception) -> Reason:
+    """Return the reason of a rank that was not started, in the form in which ranks record theirs."""
+    if isinstance(err, DlacError):
+        return {"kind": name_of(err), "message": str(err)}
+    found = f"expected to start a process for this rank, found {err!r}: see the limits on processes and memory"
+    return {"kind": TrainingFailed.__name__, "message": found}
+
+
+def signal_rank(pid: int, number: signal.Signals, *, alive: bool) -> None:
+    """Signal the process group of a rank. A rank that is `alive` and has not made its group yet is signalled alone."""
+    with suppress(ProcessLookupError, PermissionError):
+        try:
+            os.killpg(pid, number)
+        except ProcessLookupError:
+            if alive:
+                os.kill(pid, number)
+
+
+def runs(pid: int) -> bool:
+    """Return whether a process runs. One that has ended, and whose parent has not asked how, does not."""
+    with suppress(psutil.Error):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False
