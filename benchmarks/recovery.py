@@ -51,7 +51,7 @@ def main() -> None:
             measured[side] += found
             phases += recovered if side == "forked" else []
             print(json.dumps({"side": side, "recovery_s": found}), flush=True)
-    figures = beside_bare(measured, "forked")
+    figures = beside_bare(measured, "forked", most=1.0)
     spawned, bare = (statistics.median(measured[side]) for side in ("spawned", "bare"))
     figures["spawned_over_bare"] = Figure(value=spawned / bare, unit="ratio")
     for phase in _PHASES:

@@ -103,6 +103,19 @@ class LaunchSpec(Section):
         description='With start = "fork": modules that this process imports besides PyTorch and DLAC, such as "deepspeed". '
         "Modules that begin threads or open an accelerator at import are refused.",
     )
+    max_restarts: int = Field(
+        default=-1,
+        description="Restarts after failures before the run stops, as torchrun's option; -1: unlimited while there is progress.",
+        ge=-1,
+        le=1_000_000,
+    )
+    numa_binding: Literal["", "node", "socket", "exclusive", "core-complex"] = Field(
+        default="",
+        description="Binding of ranks to the cores beside their accelerator, as torchrun's option; empty: none.",
+    )
+    virtual_local_rank: bool = Field(
+        default=False, description="Each rank sees its accelerator alone, as device 0, as torchrun's option."
+    )
     env: dict[str, str] = Field(
         default_factory=dict,
         description="Environment variables set for the ranks; also for what is imported ahead of them. OMP_NUM_THREADS is 1 "

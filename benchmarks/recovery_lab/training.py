@@ -46,6 +46,7 @@ def job(stamps: Path, *, start: str) -> dict[str, Any]:
             "script": str(PROGRAMS / "recovery_rank.py"),
             "world_size": RANKS,
             "start": start,
+            "preload": ["deepspeed"],
             "env": {"DS_ACCELERATOR": "cpu"},
         },
         "params": {"stamps": str(stamps)},

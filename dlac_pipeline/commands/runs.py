@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
@@ -86,11 +87,13 @@ def _facts_of_plan(row: PlanRow) -> dict[str, object]:
     epilog=examples(
         "dlac train job.toml",
         "dlac train job.toml --new-leg",
-        "dlac train job.toml --nodes 2:4 --rendezvous node-1:29400",
+        "dlac train job.toml --nnodes 2:4 --nproc-per-node 8 --rdzv-endpoint node-1:29400",
         "dlac train job.toml --render",
     ),
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
 )
 def train(
+    context: typer.Context,
     spec: SpecFile,
     home: Home = None,
     takeover: Annotated[
@@ -110,20 +113,21 @@ def train(
         str | None, typer.Option(help='Machines that train it together: "4", or "2:4" for 2 to 4.')
     ] = None,
     rendezvous: Annotated[str | None, typer.Option(help="host:port at which they meet.")] = None,
-    nproc_per_node: Annotated[
-        int | None, typer.Option(help="Ranks that this machine takes; 0: one per accelerator.")
-    ] = None,
     render: Annotated[
         bool, typer.Option("--render", help="Print the job that the scheduler would get, and submit nothing.")
     ] = False,
 ) -> None:
     """Train a run to its end; resumes it where its last committed checkpoint is. Ctrl-C stops it behind a checkpoint.
 
-    With --nodes the same command is started on each of them; one that gets SIGTERM leaves the run to the others. With launch.on
-    = "slurm" or "kubernetes" it is submitted as one job, which is followed from here, and cancelled with it.
+    Options and PET_* variables of torchrun mean the same here: --nnodes, --nproc-per-node, --rdzv-endpoint, --rdzv-conf,
+    --standalone, --max-restarts, --start-method, --shutdown-timeout, --numa-binding, --virtual-local-rank.
+
+    With several nodes the same command is started on each of them. A node that gets SIGTERM leaves the run to the others. With
+    launch.on = "slurm" or "kubernetes" one job is submitted, followed from here, and cancelled with this command.
     """
-    asked = {"new_leg": new_leg or None, "nodes": nodes, "rendezvous": rendezvous, "nproc_per_node": nproc_per_node}
-    job = _with_launch(resolved(spec, home), {name: value for name, value in asked.items() if value is not None})
+    job = _with_torchrun_options(resolved(spec, home), context.args)
+    asked = {"new_leg": new_leg or None, "nodes": nodes, "rendezvous": rendezvous}
+    job = _with_launch(job, {name: value for name, value in asked.items() if value is not None})
     request = Request(spec=job, plan_ids=tuple(plan_id or ()), repin=True, takeover=takeover)
     if not render:
         _launch(request)
@@ -147,6 +151,15 @@ def rendezvous(
     stop = threading.Event()
     on_signals((signal.SIGINT, signal.SIGTERM), stop.set)
     serve_rendezvous(address, stop, lambda: OUT.print(f"serving the rendezvous at {address}", markup=False))
+
+
+def _with_torchrun_options(job: JobSpec, options: list[str]) -> JobSpec:
+    from dlac_pipeline.elastic.torchrun_options import are_given, launch_settings
+
+    environment = os.environ if job.launch.on == "here" else {}
+    if not are_given(options, environment):
+        return job
+    return _with_launch(job, launch_settings(options, environment, job.launch, job.run))
 
 
 def _with_launch(job: JobSpec, asked: dict[str, object]) -> JobSpec:

@@ -20,9 +20,11 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # torch's
 from torch.distributed.elastic.agent.server.api import Worker, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
+from torch.numa.binding import AffinityMode, NumaOptions
 
 from dlac_pipeline.elastic import fork_server
 from dlac_pipeline.elastic.handler import DlacRendezvous
+from dlac_pipeline.launch_spec import LaunchSpec
 from dlac_pipeline.ranks import rank
 from dlac_pipeline.ranks.environment import environment_of_attempt, set_environment
 from dlac_pipeline.ranks.processes import Processes
@@ -52,7 +54,9 @@ class RankAgent(LocalElasticAgent):
             rdzv_handler=DlacRendezvous(spec.run, joined, batch_size=spec.order.batch_size),
             entrypoint=rank.main,
             args=arguments,
-            max_restarts=_UNLIMITED,
+            max_restarts=_UNLIMITED if launch.max_restarts < 0 else launch.max_restarts,
+            numa_options=_numa_options(launch),
+            virtual_local_rank=launch.virtual_local_rank,
         )
         super().__init__(workers, logs_specs=_OwnLogs(), start_method=_METHODS[launch.start])
         self._environment: Mapping[str, str] = {}
@@ -119,6 +123,10 @@ class _OwnLogs(LogsSpecs):
     def root_log_dir(self) -> str:
         """Return no folder."""
         return os.devnull
+
+
+def _numa_options(launch: LaunchSpec) -> NumaOptions | None:
+    return NumaOptions(affinity_mode=AffinityMode(launch.numa_binding)) if launch.numa_binding else None
 
 
 @contextmanager

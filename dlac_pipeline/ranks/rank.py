@@ -75,10 +75,8 @@ def main(script: str, *arguments: str) -> NoReturn:
     pid_file(folder, rank).write_text(str(os.getpid()))
     _be_a_new_python(script, arguments)
     code = _run(script)
-    for thread in threading.enumerate():
-        if thread is not threading.current_thread() and not thread.daemon:
-            thread.join()
-    atexit._run_exitfuncs()  # multiprocessing leaves them out
+    threading._shutdown()  # type: ignore[attr-defined]  # as Python does before exit functions, which
+    atexit._run_exitfuncs()  # multiprocessing leaves out
     sys.exit(code or None)  # torch takes None for an end, and 0 for a function that has a result
 
 

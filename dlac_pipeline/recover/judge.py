@@ -49,7 +49,7 @@ class Judge:
         self._supervision = supervision
         self._spec = supervision.spec
         self._lakehouse = supervision.lakehouse
-        self._fruitless = 0
+        self._fruitless = self._failed = 0
         self._deaths = Deaths(self._spec.launch.deaths_at_same_rows)
 
     def went_on(self, attempt: SupervisedAttempt) -> None:
@@ -68,6 +68,7 @@ class Judge:
         Raises:
             NoProgress: none follows, for attempt after attempt has committed nothing.
             ScriptFailed: none follows, for the script raises the same exception at the same place.
+            TrainingFailed: none follows, for `launch.max_restarts` is reached.
             DlacError: none follows, for it would end as this one, or none is wanted.
         """
         self._fruitless = 0 if attempt.committed else self._fruitless + 1
@@ -84,6 +85,7 @@ class Judge:
                 raise _hopeless(self._spec.run, attempt.number, failure)
             if follows == "leave out":
                 left_out = patiently(self._quarantined, attempt, failure)
+        self._check_restarts(attempt.number, failure)
         if left_out:
             self._fruitless = 0
         limit = self._spec.launch.attempts_without_progress
@@ -97,6 +99,16 @@ class Judge:
                 f"again; {_logs_of(self._spec.run, attempt.number, failure)}; the last one: {failure.describe()}"
             )
         return left_out
+
+    def _check_restarts(self, attempt: int, failure: Failure) -> None:
+        most = self._spec.launch.max_restarts
+        self._failed += 1
+        if 0 <= most < self._failed:
+            self.record_gave_up(failure, attempt)
+            raise TrainingFailed(
+                f"{self._failed} attempts of run {self._spec.run!r} failed, with launch.max_restarts = {most}: mend the cause, "
+                f"then train again; {_logs_of(self._spec.run, attempt, failure)}; the last one: {failure.describe()}"
+            )
 
     @property
     def _patiently(self) -> tenacity.Retrying:

@@ -88,7 +88,7 @@ def test_a_signal_to_one_rank_is_heard_by_all(campaign: Arena, number: signal.Si
 @pytest.mark.soak
 @pytest.mark.parametrize("start", ["fork", "spawn"])
 def test_a_signal_to_the_whole_process_tree_leads_to_a_checkpoint(campaign: Arena, start: str) -> None:
-    """As machines that shut down and batch systems send it: to the fork server and the undertaker as well."""
+    """As machines that shut down and batch systems send it: to the fork server and multiprocessing's tracker as well."""
     run = f"whole-tree-{start}"
     launch = campaign.launch(campaign.spec(run, start=start, **TRAINING))
     launch.wait_for("checkpoint")

@@ -73,9 +73,9 @@ def test_a_stop_is_a_checkpoint_and_an_orderly_end(campaign: Arena, number: sign
 @pytest.mark.soak
 def test_a_stop_while_the_ranks_still_come_up_does_not_wait_for_them(campaign: Arena, tmp_path: Path) -> None:
     """Its fork server imports a library that takes an hour: told to stop, the launch ends all the same."""
-    (tmp_path / "slow.py").write_text("import accelerate\n")
-    (tmp_path / "accelerate.py").write_text("import time\ntime.sleep(3600)\n")
-    spec = campaign.spec("stopped-early", env={"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"})
+    (tmp_path / "slow.py").touch()
+    (tmp_path / "slow_library.py").write_text("import time\ntime.sleep(3600)\n")
+    spec = campaign.spec("stopped-early", preload=["slow_library"])
     slow = spec.launch.model_copy(update={"script": str(tmp_path / "slow.py")})
     launch = campaign.launch(spec.model_copy(update={"launch": slow}))
     wait_until(lambda: bool(campaign.rows("stopped-early", "claim")), what="the claim")

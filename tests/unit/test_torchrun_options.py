@@ -1,0 +1,81 @@
+"""torchrun's options and PET_* variables on `dlac train`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from catalog.errors import SpecInvalid
+from dlac_pipeline.elastic.torchrun_options import are_given, launch_settings
+from dlac_pipeline.launch_spec import LaunchSpec
+
+LAUNCH = LaunchSpec(script="train.py")
+SEVERAL = LaunchSpec(script="train.py", nodes="2:4", rendezvous="node-1:29400")
+
+
+def settings(*options: str, launch: LaunchSpec = LAUNCH, **variables: str) -> dict[str, Any]:
+    """What options and variables replace, for the run `r`."""
+    return launch_settings(options, variables, launch, "r")
+
+
+@pytest.mark.parametrize(
+    ("options", "replaced"),
+    [
+        (["--nproc-per-node", "2"], {"world_size": 2}),
+        (["--nproc_per_node=2", "--standalone"], {"nodes": "", "rendezvous": "", "world_size": 2}),
+        (
+            ["--nnodes", "2:4", "--nproc-per-node", "8", "--rdzv-endpoint", "node-1:29500"],
+            {"nodes": "2:4", "nproc_per_node": 8, "rendezvous": "node-1:29500"},
+        ),
+        (["--rdzv-endpoint", "node-1"], {"rendezvous": "node-1:29400"}),
+        (["--master-addr", "node-1", "--master-port", "1234", "--node-rank", "1"], {"rendezvous": "node-1:1234"}),
+        (["--rdzv-conf", "timeout=60,key_file=/k"], {"gather_timeout_s": "60", "rendezvous_key_file": "/k"}),
+        (["--max-restarts", "0", "--start-method", "spawn"], {"max_restarts": 0, "start": "spawn"}),
+        (["--rdzv-backend", "c10d", "--rdzv-id", "r", "--shutdown-timeout", "9"], {"grace_s": 9}),
+        ([], {}),
+    ],
+)
+def test_options_become_settings(options: list[str], replaced: dict[str, Any]) -> None:
+    """Only those that are given; torchrun's defaults replace nothing."""
+    assert settings(*options) == replaced
+
+
+def test_options_outweigh_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in torchrun."""
+    monkeypatch.setenv("PET_NNODES", "3")
+    monkeypatch.setenv("PET_NPROC_PER_NODE", "4")
+    assert settings(PET_NNODES="3", PET_NPROC_PER_NODE="4") == {"nodes": "3", "nproc_per_node": "4"} | {
+        "nproc_per_node": 4
+    }
+    assert settings("--nnodes", "2", PET_NNODES="3", PET_NPROC_PER_NODE="4")["nodes"] == "2"
+
+
+def test_ranks_per_node_follow_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job of several nodes keeps them where only the number of ranks is given."""
+    assert settings("--nproc-per-node", "2", launch=SEVERAL) == {"nproc_per_node": 2}
+    assert settings("--nnodes", "1", "--nproc-per-node", "2", launch=SEVERAL) == {"nodes": "", "world_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--tee", "3"], "--tee"),
+        (["--no-such-option"], "no-such-option"),
+        (["other.py"], "other.py"),
+        (["--rdzv-id", "x"], "--rdzv-id = 'r'"),
+        (["--rdzv-conf", "is_host=1"], "is_host"),
+        (["--nproc-per-node", "many"], "many"),
+        (["--max-restarts", "few"], "few"),
+    ],
+)
+def test_meaningless_options_are_refused(options: list[str], message: str) -> None:
+    """The error names the option."""
+    with pytest.raises(SpecInvalid, match=message):
+        settings(*options)
+
+
+def test_nothing_given_needs_no_parser() -> None:
+    """Without an option or a variable of torchrun, PyTorch is not imported for them."""
+    assert not are_given([], {"PATH": "/bin"})
+    assert are_given([], {"PET_NNODES": "2"})
