@@ -39,7 +39,7 @@ def is_used(spec: JobSpec) -> bool:
     return spec.launch.start == "fork"
 
 
-def begin(spec: JobSpec) -> None:
+def start_server(spec: JobSpec) -> None:
     """Start the server for a job, unless one runs that was started for the same, or that has ranks.
 
     Raises:
@@ -52,7 +52,7 @@ def begin(spec: JobSpec) -> None:
     with _LOCK:
         if _processes() and (wanted == _RUNNING or multiprocessing.active_children()):
             return
-        end()
+        end_server()
         _prepare_files(spec)
         _RUNNING.update(wanted)
         multiprocessing.set_forkserver_preload(["dlac_pipeline.elastic.preload"])
@@ -68,14 +68,14 @@ def environment_of_server(spec: JobSpec) -> dict[str, str]:
     return {"OPENBLAS_NUM_THREADS": "1", **environment_of(spec), PRELOAD_VARIABLE: json.dumps(_preload_of(spec))}
 
 
-def end_idle() -> None:
+def end_idle_server() -> None:
     """End the server unless it has ranks: those of another supervisor in this process."""
     with _LOCK:
         if not multiprocessing.active_children():
-            end()
+            end_server()
 
 
-def end() -> None:
+def end_server() -> None:
     """End the server; ranks that it has not started never are."""
     found = _processes()
     for process in found:

@@ -30,7 +30,7 @@ class RankStarter:
         """Let the fork server import what ranks need, before it is known whether there will be any."""
         with suppress(OSError):  # a folder or script that is unavailable is reported where it is used
             if Path(spec.launch.script).is_file():
-                fork_server.begin(spec)
+                fork_server.start_server(spec)
 
     def start(self, spec: JobSpec, folder: Path, share: Share) -> RankGroup:
         """Start this node's ranks of an attempt; `folder` is the launch folder."""
@@ -46,10 +46,10 @@ class RankStarter:
 
     def close(self) -> None:
         """Start nothing any more."""
-        fork_server.end_idle()
+        fork_server.end_idle_server()
 
     def _start(self, spec: JobSpec, folder: Path, share: Share) -> Processes:
-        fork_server.begin(spec)
+        fork_server.start_server(spec)
         if self._agent is None:
             from dlac_pipeline.elastic.agent import RankAgent  # PyTorch, while the run is claimed
 
@@ -60,4 +60,4 @@ class RankStarter:
 def _abort(spec: JobSpec) -> None:
     """Keep the fork server from starting ranks; a new Python is not waited for."""
     if fork_server.is_used(spec):
-        fork_server.end()
+        fork_server.end_server()

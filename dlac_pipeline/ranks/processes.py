@@ -108,7 +108,7 @@ class RankProcesses:
         """Wait for the end of all ranks; return those that are left, as process ids by rank."""
         deadline = time.monotonic() + within_s
         left = {rank: self._pid(rank) for rank in self._processes}
-        while left := {rank: pid for rank, pid in left.items() if runs(pid)}:
+        while left := {rank: pid for rank, pid in left.items() if is_running(pid)}:
             if time.monotonic() > deadline:
                 break
             time.sleep(_POLL_S)
@@ -147,7 +147,7 @@ def signal_rank(pid: int, number: signal.Signals, *, alive: bool) -> None:
                 os.kill(pid, number)
 
 
-def runs(pid: int) -> bool:
+def is_running(pid: int) -> bool:
     """Return whether a process runs. One that has ended, and whose parent has not asked how, does not."""
     with suppress(psutil.Error):
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE

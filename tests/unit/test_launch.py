@@ -274,7 +274,7 @@ def test_unkillable_rank_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         (pid,) = ranks.pids
         with monkeypatch.context() as patched:
             patched.setattr(group, "_KILLED_WITHIN_S", 0.1)
-            patched.setattr(processes, "runs", lambda pid: True)
+            patched.setattr(processes, "is_running", lambda pid: True)
             with pytest.raises(TrainingFailed, match=str(pid)):
                 ranks.end()
 
@@ -289,7 +289,7 @@ def test_stopped_server_does_not_matter(tmp_path: Path) -> None:
         ranks.end()
         assert time.monotonic() - began < 30
         assert not runs(pid)
-    fork_server.end()
+    fork_server.end_server()
 
 
 ENDS = """

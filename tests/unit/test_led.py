@@ -75,7 +75,7 @@ def beside(call: Callable[[], Any], supervision: Supervision) -> Iterator[Callab
         try:
             yield lambda: future.result(300)
         finally:
-            fork_server.end()
+            fork_server.end_server()
 
 
 def test_one_that_is_led_passes_a_stop_on_and_hears_the_verdict(imports: Supervision) -> None:
