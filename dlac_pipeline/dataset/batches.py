@@ -44,6 +44,8 @@ def as_dict(batch: Batch) -> DictBatch:
 
 def copy_batch(batch: DictBatch, copies: DeviceCopies) -> DictBatch:
     """Return a batch with its tensors where `copies` brings them; its cursors stay in host memory, where states are made."""
+    if not copies.acts:
+        return batch
     moved: DictBatch = copies.copy({**batch, ABOUT: {**batch[ABOUT], "cursors": None}})
     return {**moved, ABOUT: {**moved[ABOUT], "cursors": batch[ABOUT]["cursors"]}}
 

@@ -52,6 +52,8 @@ class Batch:
 
     def copy_with(self, copies: DeviceCopies) -> Batch:
         """Return the batch with its tensors, `valid` and `source` where `copies` brings them."""
+        if not copies.acts:
+            return self
         tensors, valid, source = copies.copy((self.tensors, self.valid, self.source))
         return replace(self, tensors=tensors, valid=valid, source=source)
 

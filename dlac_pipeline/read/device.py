@@ -50,9 +50,14 @@ class DeviceCopies:
         self._moves = moves
         self._stream: torch.Stream | None = None
 
+    @property
+    def acts(self) -> bool:
+        """Whether there is anything to do with a batch."""
+        return self.pins or self._moves
+
     def copy(self, batch: Any) -> Any:
         """Return `batch` with its tensors in page-locked memory or on the device; itself if nothing is to be done."""
-        if not (self.pins or self._moves):
+        if not self.acts:
             return batch
         pinned = _map_tensors(batch, self._pin) if self.pins else batch
         return self._copy_beside(pinned) if self._moves else pinned
@@ -97,7 +102,7 @@ def _device_named(device: Device) -> torch.device:
         known += [torch.device(accelerator.type, index) for index in range(torch.accelerator.device_count())]
     try:
         named = torch.device(device)
-    except RuntimeError:
+    except (RuntimeError, TypeError):
         named = None
     if named is not None and named.type == "cpu":
         return named
