@@ -136,6 +136,8 @@ class TrainingRun:
             self.resume_point = await_resume_point(folder)
         self._open_reader(self._lakehouse)
         self._when.resumed(self.resume_point, self._lakehouse)
+        # The attempt before may have died of a row, and a device says so some steps late: this one finds the step.
+        self._pulse.waits_for_losses = self.resume_point.replaces > 0
         self._engine: Engine | None = None
         self._batch: Batch | None = None
         self._over = False
@@ -377,6 +379,7 @@ class TrainingRun:
         else:
             self._report(self._manager.begin(engine, self._tracker, note))
         self._when.taken()
+        self._pulse.waits_for_losses = False
         self._signs.doing(Phase.TRAINING, self.step)
 
     def _report(self, committed: Committed | None) -> None:

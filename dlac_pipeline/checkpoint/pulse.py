@@ -84,6 +84,8 @@ class Pulse:
         self._group = group
         self._steps_per_beat = 1
         self._losses: list[ReadLoss] = []
+        self.waits_for_losses = False
+        """Whether the host waits for every loss in its own step, so that an error of the device is raised in that of its rows."""
         self._late_steps = 0
         """How many of the last losses no beat waits for: 1 if those of any rank come from an accelerator."""
         self._says = Says()
@@ -95,7 +97,7 @@ class Pulse:
         """Note a finished step, and send a beat when it is time; returns the one that has arrived meanwhile."""
         beat = self._receive()
         self._step, self._says = step, says
-        self._losses.append(start_reading(loss))
+        self._losses.append(start_reading(loss, waits=self.waits_for_losses))
         if len(self._losses) >= self._steps_per_beat + self._late_steps:
             self._send(late_steps=self._late_steps)
         return beat

@@ -30,12 +30,15 @@ class ReadLoss:
         return float(self.number)
 
 
-def start_reading(loss: torch.Tensor | float) -> ReadLoss:
-    """Begin to read a loss. One on an accelerator is copied after the work that was launched there, without waiting for it."""
+def start_reading(loss: torch.Tensor | float, *, waits: bool = False) -> ReadLoss:
+    """Begin to read a loss. One on an accelerator is copied after the work that was launched there.
+
+    The copy is not waited for, unless `waits` says so.
+    """
     if not isinstance(loss, torch.Tensor):
         return ReadLoss(loss, None)
     accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None or loss.device.type != accelerator.type:
+    if waits or accelerator is None or loss.device.type != accelerator.type:
         return ReadLoss(loss.item(), None)
     gather = getattr(loss, "full_tensor", None)  # a DTensor has it
     number = loss if gather is None else gather()

@@ -44,6 +44,17 @@ def test_device_run_is_identical(arena: Arena) -> None:
     assert len(losses[1]) == len(expected) == 19
 
 
+def test_next_attempt_waits_for_losses(arena: Arena) -> None:
+    """Until its first checkpoint: what the device reports late would be blamed on the rows of a later step."""
+    arena.table(appends=(600,))
+    assert use(arena, "train", spec_of(arena, "device", dies_at=8)).returncode == 1
+    said = use(arena, "train", spec_of(arena, "device"))
+    assert said.returncode == 0, said.stderr
+    found = json.loads(said.stdout.splitlines()[-1])
+    assert list(found["seen"]) == [str(step) for step in range(6, 20)]
+    assert found["waited"] == [True] * 5 + [False] * 9
+
+
 def test_device_nan_stops_run(arena: Arena) -> None:
     """The head is the checkpoint before the first such loss, which is found before the next one."""
     arena.table(appends=(600,))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from typing import Any
 
@@ -13,7 +14,10 @@ import dlac_pipeline as dlac
 
 
 def train(path: str) -> dict[str, Any]:
-    """Train a model of the host with batches and losses of the device; param `nan_from`: losses are NaN from a step on."""
+    """Train a model of the host with batches and losses of the device.
+
+    Params: losses are NaN from step `nan_from` on; the process ends behind step `dies_at`.
+    """
     model = torch.nn.Linear(4, 1)
     seen: dict[int, Any] = {}
     waited = []
@@ -26,7 +30,9 @@ def train(path: str) -> dict[str, Any]:
             loss = batch.mean(batch["x"].to(torch.float32).sum(-1))
             fake_device.LOG.clear()
             run.step_done(loss * float("nan") if 0 < nan_from <= batch.step else loss)
-            waited.append([line for line in fake_device.LOG if line == "waited for a number"])
+            waited.append("waited for a number" in fake_device.LOG)
+            if batch.step == int(run.spec.params.get("dies_at", "0")):
+                os._exit(1)
     return {"seen": seen, "waited": waited}
 
 

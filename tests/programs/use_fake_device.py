@@ -83,6 +83,17 @@ def use_losses() -> dict[str, Any]:
     return {"beats": beats, "flushed": flushed, "read_at": read_at}
 
 
+def use_waiting_pulse() -> list[list[str]]:
+    """Report steps whose losses are waited for, and then some that are not."""
+    pulse, logs = Pulse(1, None), []
+    for step in range(1, 5):
+        pulse.waits_for_losses = step <= 2
+        LOG.clear()
+        pulse.step_done(step, loss=fake_device.FakeTensor(torch.tensor(float(step))), says=Says())
+        logs.append(list(LOG))
+    return logs
+
+
 def use_mixed_losses() -> list[Any]:
     """Report steps of two ranks, of which only one has its loss on a device; the beats that each of them hears."""
     sent: list[torch.Tensor] = []
@@ -158,6 +169,7 @@ def main() -> None:
             "batches": use_batches(),
             "losses": use_losses(),
             "mixed": use_mixed_losses(),
+            "waiting": use_waiting_pulse(),
             "copies": use_copies(Path(folder)),
             "generators": use_generators(Path(folder), module),
             "unknown": use_unknown(),

@@ -61,6 +61,12 @@ def test_loss_is_read_late(found: Any) -> None:
     assert not any("waited for a number" in log for log in losses["read_at"])
 
 
+def test_loss_can_be_waited_for(found: Any) -> None:
+    """An attempt after a failure has the error of a device in the step of its rows."""
+    waiting = found["waiting"]
+    assert ["waited for a number" in log for log in waiting] == [True, True, False, False]
+
+
 def test_ranks_agree_on_late_losses(found: Any) -> None:
     """A rank whose loss is a number, such as a stage of a pipeline, sends beats of the same steps as the others."""
     assert found["mixed"] == [[None, None], [[1, [2.0]]] * 2, [None, None], [[2, [4.0]]] * 2]
