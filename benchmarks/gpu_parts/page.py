@@ -19,7 +19,7 @@ _LOADING = (
     ("loading_batches_differing", "batches that differ between the two ways"),
     ("copied_over_plain", "step with `loader(device=...)` / with `.to(device)`"),
     ("plain_over_plain", "the same side against itself (A/A)"),
-    ("plain_over_plain_spread", "its interquartile range"),
+    ("plain_over_plain_spread", "interquartile range of that"),
     ("data_share_of_step", "share of the step beyond one with a batch that is on the device already"),
     ("host_waits_for_batch", "share of the step in which the host asks for a batch"),
 )
@@ -27,12 +27,12 @@ _CHECKPOINTS = (
     ("checkpoint_parameters", "parameters of the model"),
     ("checkpoint_bytes", "bytes of a checkpoint"),
     ("checkpoint_stall_s", "training waits per checkpoint"),
-    ("checkpoint_stall_alone", "of a block without one"),
+    ("checkpoint_stall_alone", "the same, as a share of a block without a checkpoint"),
     ("checkpoint_with_over_without", "block with a checkpoint / without"),
-    ("checkpoint_throughput", "throughput with checkpoints"),
-    ("checkpoint_without_over_without_low", "block without one / the one before (A/A), lowest"),
-    ("checkpoint_without_over_without_high", "highest"),
-    ("checkpoint_committed_within_s", "committed after at most"),
+    ("checkpoint_throughput", "throughput with one checkpoint per block / without"),
+    ("checkpoint_without_over_without_low", "block without / the one before (A/A), lowest"),
+    ("checkpoint_without_over_without_high", "block without / the one before (A/A), highest"),
+    ("checkpoint_committed_within_s", "longest time until a checkpoint was committed"),
 )
 
 
@@ -59,7 +59,7 @@ def page_of(found: Found) -> str:
         "## Batches of the reader",
         "",
         f"A GPT of {_model(found)}. The sides take turns; each reads alone, its first steps left out.",
-        f"Medians of {_value(figures, 'loading_pairs')} pairs of {_value(figures, 'loading_steps_of_segment')} steps.",
+        f"Medians of {_value(figures, 'loading_pairs')} pairs, each of {_value(figures, 'loading_steps_of_segment')} steps.",
         "",
         *_table(figures, _LOADING),
         "",
@@ -121,12 +121,12 @@ def _kernels(kernels: Found, device: str) -> list[str]:
     names = [f"- `{name}`" for name in kernels["kernels"]] or ["- none"]
     differing = kernels["differing_gradients"]
     return [
-        f"Of which PyTorch warns in a training step of that GPT on `{device}`, under "
+        f"PyTorch warns of these in a training step of that GPT on `{device}`, under "
         "`torch.use_deterministic_algorithms(True, warn_only=True)`:",
         "",
         *names,
         "",
-        f"Gradients of a step that is repeated differ in {len(differing)} of {kernels['parameters']} parameters"
+        f"Of {kernels['parameters']} parameters {len(differing)} have another gradient when the step is repeated"
         f"{': ' + ', '.join(differing[:8]) if differing else ''}.",
     ]
 
@@ -158,4 +158,6 @@ def _value(figures: Found, name: str) -> str:
         return "?"
     value, unit = figures[name]["value"], figures[name]["unit"]
     number = f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:.3g}"
-    return number if unit == "ratio" else f"{number} {unit}"
+    if unit.startswith("%"):
+        return f"{number} %"
+    return f"{number} {unit}" if unit in ("s", "ms", "bytes") else number

@@ -63,10 +63,10 @@ def test_page_shows_what_failed() -> None:
     kept = Figure(value=1.01, unit="ratio", bar="<= 1.02")
     page = page_of(found_on(_ON_GPU, demo_differing_losses_deterministic=missed, checkpoint_with_over_without=kept))
     assert "- **checkpoints failed:** RuntimeError: no room" in page
-    assert "| 3 steps | <= 0, **missed** |" in page
+    assert "| 3 | <= 0, **missed** |" in page
     assert "| 1.01 | <= 1.02 |" in page
     assert "- `cumsum_cuda_kernel`" in page
-    assert "differ in 1 of 28 parameters: token.weight." in page
+    assert "Of 28 parameters 1 have another gradient when the step is repeated: token.weight." in page
 
 
 def test_loading_compares_pairs() -> None:
