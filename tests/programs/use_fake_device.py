@@ -127,7 +127,12 @@ def use_copies(folder: Path) -> dict[str, Any]:
     copies.write(folder / "state.pt", {"sharded": sharded, "whole": shard})
     staged = copies._states[0][1]
     shard.host.zero_()
+    on_host, staged_bytes = Copies(CopyMemory()), []
+    for tensor in (plain, plain.to_local()):
+        on_host.write(folder / "state.pt", tensor)
+        staged_bytes.append(on_host.bytes)
     found = {
+        "staged_bytes": staged_bytes,
         "sharded_on": staged["sharded"].to_local().device.type,
         "whole_on": staged["whole"].device.type,
         "numbers": staged["sharded"].to_local().tolist(),
