@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 DEMO_HOME := $(CURDIR)/demo-lakehouse
 
-.PHONY: setup demo test lint unit mutants soak soak-campaign ui bench peers clean
+.PHONY: setup demo test lint unit mutants soak soak-campaign gpu ui bench peers clean
 
 setup: .venv/.ready
 
@@ -39,12 +39,15 @@ soak-campaign: setup  ## 2 hours, 200 faults of mixed kinds; keeps soak.json, an
 	$(BIN)/python -m benchmarks.soak --out soak.json
 	$(BIN)/python -m benchmarks.soak --docs soak.json
 
+gpu: setup  ## figures of this machine's accelerator, at most 40 minutes; keeps gpu.json, and writes docs/gpu.md of it
+	$(BIN)/python -m benchmarks.gpu --out gpu.json; status=$$?; $(BIN)/python -m benchmarks.gpu --docs gpu.json && exit $$status
+
 ui: setup  ## the Dagster UI on the demo's lakehouse
 	test -d $(DEMO_HOME)/dagster || { echo "expected the demo's lakehouse in $(DEMO_HOME), found none: run 'make demo' first"; exit 1; }
 	DAGSTER_HOME=$(DEMO_HOME)/dagster DLAC_HOME=$(DEMO_HOME) $(BIN)/dagster dev -w workspace.yaml
 
-bench: setup  ## every benchmark but peers and soak, each with a JSON object as its last line
-	for program in $(filter-out benchmarks/peers.py benchmarks/soak.py benchmarks/figures.py,$(wildcard benchmarks/[a-z]*.py)); do $(BIN)/python -m benchmarks.$$(basename $$program .py) || exit 1; done
+bench: setup  ## every benchmark but gpu, peers and soak, each with a JSON object as its last line
+	for program in $(filter-out benchmarks/gpu.py benchmarks/peers.py benchmarks/soak.py benchmarks/figures.py,$(wildcard benchmarks/[a-z]*.py)); do $(BIN)/python -m benchmarks.$$(basename $$program .py) || exit 1; done
 
 peers: setup  ## DLAC beside other loaders; makes .venv-peers and .venv-peers-mosaic on the first run
 	$(BIN)/python -m benchmarks.peers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,11 +23,12 @@ class Figure:
         relation, limit = self.bar.split()
         return self.value <= float(limit) if relation == "<=" else self.value >= float(limit)
 
+    def to_json(self) -> dict[str, Any]:
+        """Return it as plain data."""
+        return {"value": round(self.value, 6), "unit": self.unit, "bar": self.bar, "holds": self.holds}
 
-def report(benchmark: str, figures: dict[str, Figure]) -> None:
-    """Print the closing line."""
-    shown = {
-        name: {"value": round(figure.value, 6), "unit": figure.unit, "bar": figure.bar, "holds": figure.holds}
-        for name, figure in figures.items()
-    }
-    print(json.dumps({"benchmark": benchmark, "figures": shown}), flush=True)
+
+def report(benchmark: str, figures: dict[str, Figure], **about: str) -> None:
+    """Print the closing line; `about` names what was measured, where it is not always the same."""
+    shown = {name: figure.to_json() for name, figure in figures.items()}
+    print(json.dumps({"benchmark": benchmark, **about, "figures": shown}), flush=True)

@@ -1,8 +1,9 @@
 """What checkpoints behind training cost a whole training: `python -m benchmarks.training [--quick]`.
 
-One rank trains one model on the CPU, in blocks of about 30 s; every other block begins with an asynchronous checkpoint, which is
-committed within it. A block with one stands beside the two without that surround it, and those beside each other. Writing and
-digesting share the two cores with training. The first checkpoint, which takes fresh memory, is told apart.
+One rank trains one model on the device of this machine, in blocks of about 30 s. Every other block begins with an asynchronous
+checkpoint, which is committed within it. A block with one stands beside the two without that surround it, and those beside each
+other. On the CPU writing and digesting share the cores with training. The first checkpoint, which takes fresh memory, is told
+apart.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ _SCRIPT = Path(__file__).parent / "programs" / "training_rank.py"
 _FULL = {"width": "768", "layers": "10", "vocabulary": "18432", "tokens": "32"}
 _QUICK = {"width": "384", "layers": "4", "vocabulary": "4096", "tokens": "32"}
 _BATCH = 8
+_TRIED = 4
+"""Steps of a block before it is known how long they take."""
 Measured = dict[str, Any]
 
 
@@ -36,23 +39,37 @@ def main() -> None:
     """Train, and report."""
     quick = "--quick" in sys.argv[1:]
     params, block_s, pairs = (_QUICK, 3.0, 4) if quick else (_FULL, 30.0, 11)
+    figures = measure_training(params, block_s=block_s, pairs=pairs, environment={"OMP_NUM_THREADS": "2"})
+    report("training", figures | {"load_average_1min": Figure(value=os.getloadavg()[0], unit="processes")})
+
+
+def measure_training(
+    params: dict[str, str], *, block_s: float, pairs: int, environment: dict[str, str]
+) -> dict[str, Figure]:
+    """Train in blocks with and without a checkpoint, on the device of this machine."""
     with tempfile.TemporaryDirectory(prefix="dlac-training-") as home:
-        tried = _train(Path(home), params, block=4, pairs=1)["stamps_s"]
-    block = round(block_s / statistics.median(after - before for before, after in pairwise(tried)))
+        tried = _train(Path(home), params, _TRIED, 1, environment)["stamps_s"][_TRIED - 1 :: _TRIED]
+    block = max(_TRIED, round(_TRIED * block_s / min(after - before for before, after in pairwise(tried))))
     with tempfile.TemporaryDirectory(prefix="dlac-training-") as home:
-        found = _train(Path(home), params, block, pairs)
+        found = _train(Path(home), params, block, pairs, environment)
     blocks = [after - before for before, after in pairwise(found["stamps_s"][block - 1 :: block])]
     taken, without = blocks[1::2], blocks[0::2]
     print(json.dumps({"with": taken, "without": without, "checkpoints": found["checkpoints"]}), flush=True)
+    return {"parameters": Figure(value=found["parameters"], unit="parameters")} | _figures(
+        taken, without, found["checkpoints"]
+    )
+
+
+def _figures(taken: list[float], without: list[float], checkpoints: list[dict[str, Any]]) -> dict[str, Figure]:
+    """Return the figures of blocks with a checkpoint, of those without, and of the checkpoints."""
     around = [statistics.mean(pair) for pair in pairwise(without)]
     ratios = [one / beside for one, beside in zip(taken, around, strict=True)]
     same = [after / before for before, after in pairwise(without)]
-    phases = [event["phases"] for event in found["checkpoints"][1:]]
+    phases = [event["phases"] for event in checkpoints[1:]]
     stalls = statistics.median(each["stall"] for each in phases)
-    figures = {
-        "parameters": Figure(value=found["parameters"], unit="parameters"),
-        "pairs": Figure(value=pairs - 1, unit="blocks"),
-        "bytes": Figure(value=found["checkpoints"][-1]["bytes"], unit="bytes"),
+    return {
+        "pairs": Figure(value=len(ratios) - 1, unit="blocks"),
+        "bytes": Figure(value=checkpoints[-1]["bytes"], unit="bytes"),
         "block_without_s": Figure(value=statistics.median(without), unit="s"),
         "block_with_s": Figure(value=statistics.median(taken[1:]), unit="s"),
         "with_over_without": Figure(value=statistics.median(ratios[1:]), unit="ratio", bar="<= 1.02"),
@@ -62,12 +79,10 @@ def main() -> None:
         "stall_s": Figure(value=stalls, unit="s"),
         "stall_alone": Figure(value=100 * stalls / statistics.median(without), unit="% of a block"),
         "committed_within_s": Figure(value=max(each["total"] for each in phases), unit="s"),
-        "load_average_1min": Figure(value=os.getloadavg()[0], unit="processes"),
     }
-    report("training", figures)
 
 
-def _train(home: Path, params: dict[str, str], block: int, pairs: int) -> Measured:
+def _train(home: Path, params: dict[str, str], block: int, pairs: int, environment: dict[str, str]) -> Measured:
     """Times of the steps' ends, and the checkpoints at the beginnings of blocks."""
     steps = block * (2 * pairs + 2)
     lakehouse = connect(LakehouseConfig().at_home(home))
@@ -80,8 +95,8 @@ def _train(home: Path, params: dict[str, str], block: int, pairs: int) -> Measur
             "source": {"table": "src.rows", "columns": ["row_id"]},
             "order": {"batch_size": _BATCH, "key_groups": 1},
             "checkpoint": {"every_steps": 2 * block, "mode": "asynchronous", "keep_last": 1},
-            "launch": {"script": str(_SCRIPT), "env": {"OMP_NUM_THREADS": "2"}},
-            "params": {**params, "steps": str(steps), "out": str(home / "measured.json")},
+            "launch": {"script": str(_SCRIPT), "env": environment},
+            "params": {**params, "block": str(block), "steps": str(steps), "out": str(home / "measured.json")},
         },
         origin="the benchmark",
     ).resolved(home)

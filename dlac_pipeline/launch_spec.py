@@ -183,9 +183,9 @@ class LaunchSpec(Section):
     )
     on_nonfinite_loss: Literal["stop", "warn"] = Field(
         default="stop",
-        description='"stop": the run ends with LossNotFinite at the first step whose loss is NaN or infinite, and before a '
-        'checkpoint whose weights are; "warn": it trains on, and reports it. A step that was not applied, such as one of an fp16 '
-        "overflow, does not count.",
+        description='"stop": the run ends with LossNotFinite soon after the first step whose loss is NaN or infinite, and before '
+        'a checkpoint of that step or of such weights; "warn": it trains on, and reports it. A step that was not applied, such '
+        "as one of an fp16 overflow, does not count.",
     )
     straggler_factor: float = Field(
         default=2.0,

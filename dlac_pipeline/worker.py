@@ -46,7 +46,7 @@ from dlac_pipeline.ranks.process_group import join, serve_group_store
 from dlac_pipeline.ranks.progress import EventWriter, Phase
 from dlac_pipeline.ranks.rank import LAUNCH_VARIABLE, REHEARSAL_VARIABLE, leave_reason
 from dlac_pipeline.ranks.signs import Signs
-from dlac_pipeline.read.batch import Batch
+from dlac_pipeline.read.batch import Batch, copy_batches
 from dlac_pipeline.read.exchange import Waits, summing_over
 from dlac_pipeline.read.open import open_leg
 from dlac_pipeline.recover.machine import load_checkpoint
@@ -136,6 +136,8 @@ class TrainingRun:
             self.resume_point = await_resume_point(folder)
         self._open_reader(self._lakehouse)
         self._when.resumed(self.resume_point, self._lakehouse)
+        # The attempt before may have died of a row, and a device says so some steps late: this one finds the step.
+        self._pulse.waits_for_losses = self.resume_point.replaces > 0
         self._engine: Engine | None = None
         self._batch: Batch | None = None
         self._over = False
@@ -197,11 +199,18 @@ class TrainingRun:
         )
         self._signs.loaded(convert_s=convert_s, load_s=load_s)
 
-    def batches(self) -> Iterator[Batch]:
+    def batches(
+        self, *, device: torch.device | str | int | None = None, pin_memory: bool | None = None
+    ) -> Iterator[Batch]:
         """This rank's part of every remaining global batch; ends behind the last step, or behind a checkpoint when asked to stop.
+
+        `device` is where batches are copied to, on a stream beside the computation; without it they are in host memory.
+        `pin_memory` puts them into page-locked memory: by default if they go to an accelerator. Without an accelerator both
+        change nothing.
 
         Raises:
             ScriptInvalid: `restore` was not called, or `step_done` was left out.
+            SpecInvalid: the device is not on this machine.
         """
         if self._engine is None:
             raise ScriptInvalid(
@@ -211,7 +220,7 @@ class TrainingRun:
         self._events.write({"event": "training", "step": self.step, "total_steps": self.total_steps})
         self._when.training()
         self._recoveries.observe(self._signs, Phase.TRAINING)
-        for batch in self._handed():
+        for batch in copy_batches(self._handed(), device=device, pin_memory=pin_memory):
             self._batch = batch
             yield batch
             if self._batch is not None:
@@ -227,7 +236,8 @@ class TrainingRun:
     def step_done(self, loss: torch.Tensor | float, *, applied: bool | None = None) -> None:
         """Record that the optimizer step of the last batch is done; takes a checkpoint when one is due.
 
-        `loss` is this rank's `batch.mean(...)`; `applied` defaults to what the engine says.
+        `loss` is this rank's `batch.mean(...)`; `applied` defaults to what the engine says. A loss on an accelerator is read when
+        the next step is done, so that the device is not waited for.
 
         Raises:
             ScriptInvalid: there is no batch whose step could be done.
@@ -239,9 +249,8 @@ class TrainingRun:
             raise ScriptInvalid("expected a batch from run.batches() before run.step_done(loss)")
         self._batch = None
         self._tracker.step_done(batch, applied=engine.step_applied() if applied is None else applied)
-        said = loss.item() if isinstance(loss, torch.Tensor) else loss
         says = self._when.step_done(batch.step, behind=self._manager.under_way)
-        beat = self._pulse.step_done(batch.step, loss=said, says=says)
+        beat = self._pulse.step_done(batch.step, loss=loss, says=says)
         if beat is not None:
             self._heard(beat)
         self._signs.step_done(batch.step)
@@ -370,6 +379,7 @@ class TrainingRun:
         else:
             self._report(self._manager.begin(engine, self._tracker, note))
         self._when.taken()
+        self._pulse.waits_for_losses = False
         self._signs.doing(Phase.TRAINING, self.step)
 
     def _report(self, committed: Committed | None) -> None:

@@ -15,22 +15,27 @@ def main() -> None:
     """Train to the end."""
     with dlac.training_run() as run:
         params = run.spec.params
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        device = torch.device("cpu") if accelerator is None else accelerator
         width, layers, tokens = int(params["width"]), int(params["layers"]), int(params["tokens"])
         layer = torch.nn.TransformerEncoderLayer(width, 12, 4 * width, dropout=0.0, batch_first=True)
         head = torch.nn.Linear(width, int(params["vocabulary"]))
         body = torch.nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
         embedding = torch.nn.Embedding(int(params["vocabulary"]), width)
-        model = torch.nn.Sequential(embedding, body, head)
+        model = torch.nn.Sequential(embedding, body, head).to(device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
         run.restore(dlac.TorchState(model=model, optimizer=optimizer))
         stamps: list[float] = []
-        for batch in run.batches():
-            rows = batch["row_id"][:, None] * 31 + torch.arange(tokens)
+        positions = torch.arange(tokens, device=device)
+        for batch in run.batches(device=device):
+            rows = batch["row_id"][:, None] * 31 + positions
             logits = model(rows % int(params["vocabulary"]))
             loss = logits.float().logsumexp(-1).mean()
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
+            if accelerator is not None and batch.step % int(params["block"]) == 0:
+                torch.accelerator.synchronize()  # else a block would end when the host has launched it
             stamps.append(time.perf_counter())
             if batch.step == int(params["steps"]):
                 found = {"stamps_s": stamps, "parameters": sum(parameter.numel() for parameter in model.parameters())}

@@ -3,6 +3,10 @@
 It adds no barrier: a beat that is sent when step n is done is looked at when step n+1 is done, and has long arrived. Every
 rank sees the same beat at the same step, so all stop, and checkpoint, at the same optimizer-step boundary. How many steps
 go into the next beat is worked out from what the beat itself carried, hence alike on all ranks.
+
+A loss that an accelerator computes is read a step later, so that the host does not wait for the device. If any rank has such a
+loss, the beats of all ranks cover the steps up to the one before the last. The first beat announces it, and waits for the loss of
+the first step. A flush waits for every loss.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from catalog.errors import CursorMismatch
+from dlac_pipeline.track.losses import ReadLoss, start_reading
 
 BEAT_EVERY_S = 2.0
 MAX_STEPS = 64
@@ -57,6 +62,20 @@ class Beat:
     """Whether the attempt is to leave for more machines to take part."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """A beat under way."""
+
+    step: int
+    """The last finished step of this rank."""
+    covered_step: int
+    """The last step whose loss is in it."""
+    count: int
+    """Of those losses."""
+    said: torch.Tensor
+    work: dist.Work | None
+
+
 class Pulse:
     """The beats of one rank; `group` is None when there is only one. Its methods are collective, in step order."""
 
@@ -64,34 +83,40 @@ class Pulse:
         self._world_size = world_size
         self._group = group
         self._steps_per_beat = 1
-        self._losses: list[float] = []
+        self._losses: list[ReadLoss] = []
+        self.waits_for_losses = False
+        """Whether the host waits for every loss in its own step, so that an error of the device is raised in that of its rows."""
+        self._late_steps = 0
+        """How many of the last losses no beat waits for: 1 if those of any rank come from an accelerator."""
         self._says = Says()
         self._step = 0
         self._sent_at: float | None = None
-        self._pending: tuple[int, int, torch.Tensor, dist.Work | None] | None = None
+        self._pending: _Sent | None = None
 
-    def step_done(self, step: int, *, loss: float, says: Says) -> Beat | None:
+    def step_done(self, step: int, *, loss: torch.Tensor | float, says: Says) -> Beat | None:
         """Note a finished step, and send a beat when it is time; returns the one that has arrived meanwhile."""
         beat = self._receive()
         self._step, self._says = step, says
-        self._losses.append(loss)
-        if len(self._losses) >= self._steps_per_beat:
-            self._send()
+        self._losses.append(start_reading(loss, waits=self.waits_for_losses))
+        if len(self._losses) >= self._steps_per_beat + self._late_steps:
+            self._send(late_steps=self._late_steps)
         return beat
 
     def flush(self) -> list[Beat]:
         """Everything that was said up to the last finished step; waits for it."""
         beats = [self._receive()]
         if self._losses:
-            self._send()
+            self._send(late_steps=0)
             beats.append(self._receive())
         return [beat for beat in beats if beat is not None]
 
-    def _send(self) -> None:
+    def _send(self, *, late_steps: int) -> None:
+        """Send the losses of all steps but the last `late_steps`, and what this rank says besides."""
         now = time.monotonic()
         elapsed_s = BEAT_EVERY_S if self._sent_at is None else now - self._sent_at
         self._sent_at = now
-        padding = [0.0] * (MAX_STEPS - len(self._losses))
+        count = len(self._losses) - late_steps
+        losses = [loss.wait() for loss in self._losses[:count]]
         says = self._says
         notices = [float(says.notice == each) for each in NOTICES]
         numbers = [
@@ -101,12 +126,14 @@ class Pulse:
             float(says.due),
             says.needed_s,
             float(says.makes_room),
+            float(any(loss.is_late for loss in self._losses)),
             *notices,
         ]
-        said = torch.tensor([*numbers, *self._losses, *padding], dtype=torch.float64)
+        padding = [0.0] * (MAX_STEPS - count)
+        said = torch.tensor([*numbers, *losses, *padding], dtype=torch.float64)
         work = dist.all_reduce(said, group=self._group, async_op=True) if self._world_size > 1 else None
-        self._pending = (self._step, len(self._losses), said, work)
-        self._losses = []
+        self._pending = _Sent(self._step, self._step - late_steps, count, said, work)
+        self._losses = self._losses[count:]
 
     def _receive(self) -> Beat | None:
         """The beat under way, if there is one.
@@ -116,22 +143,22 @@ class Pulse:
         """
         if self._pending is None:
             return None
-        step, count, said, work = self._pending
-        self._pending = None
-        if work is not None:
-            work.wait()
-        steps, elapsed_s, ages_s, due, needed_s, makes_room, *rest = said.tolist()
+        sent, self._pending = self._pending, None
+        if sent.work is not None:
+            sent.work.wait()
+        steps, elapsed_s, ages_s, due, needed_s, makes_room, late, *rest = sent.said.tolist()
         notices, losses = rest[: len(NOTICES)], rest[len(NOTICES) :]
-        if steps != step * self._world_size:
+        if steps != sent.step * self._world_size:
             raise CursorMismatch(
-                f"expected all {self._world_size} ranks at step {step}, found steps that sum to {steps:.0f}: "
+                f"expected all {self._world_size} ranks at step {sent.step}, found steps that sum to {steps:.0f}: "
                 "every rank must call step_done once per batch"
             )
-        step_s = max(elapsed_s / self._world_size / count, 1e-6)
+        step_s = max(elapsed_s / self._world_size / sent.count, 1e-6)
         self._steps_per_beat = max(1, min(MAX_STEPS, int(BEAT_EVERY_S / step_s)))
+        self._late_steps = int(late > 0)
         return Beat(
-            step,
-            [loss / self._world_size for loss in losses[:count]],
+            sent.covered_step,
+            [loss / self._world_size for loss in losses[: sent.count]],
             notice=next((name for name, ranks in zip(NOTICES, notices, strict=True) if ranks), None),
             notice_age_s=ages_s / max(1.0, sum(notices)),
             due=due > 0,

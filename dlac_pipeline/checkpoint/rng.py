@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +21,7 @@ def rng_file(folder: Path, rank: int) -> Path:
 
 
 def save_rng(folder: Path, rank: int, write: Write) -> None:
-    """Save Python's, NumPy's and PyTorch's generators of this rank."""
+    """Save Python's, NumPy's and PyTorch's generators of this rank, those of its accelerators included."""
     version, internal, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     state = {
@@ -32,7 +34,8 @@ def save_rng(folder: Path, rank: int, write: Write) -> None:
             float(cached),
         ],
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "cuda": [],  # expected by DLAC 0.1, whichever accelerator there is
+        **_accelerator_states(),
     }
     write(rng_file(folder, rank), state)
 
@@ -49,8 +52,31 @@ def load_rng(folder: Path, rank: int) -> None:
     name, keys, position, has_gauss, cached = state["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
     torch.set_rng_state(state["torch"])
-    for device, generator in zip(range(torch.cuda.device_count()), state["cuda"], strict=False):
-        torch.cuda.set_rng_state(generator, device)  # there may be fewer here than where it was saved
+    _set_accelerator_states(state)
+
+
+def _accelerator_states() -> dict[str, list[torch.Tensor]]:
+    """Return the type of this machine's accelerators, with the state of each one's generator."""
+    devices, module = _accelerators()
+    if not hasattr(module, "get_rng_state"):
+        return {}
+    return {devices[0].type: [module.get_rng_state(device) for device in devices]}
+
+
+def _set_accelerator_states(state: Mapping[str, Any]) -> None:
+    """Set the generators of the accelerators to what was saved of the same type; there may be fewer here than there were."""
+    devices, module = _accelerators()
+    for device, generator in zip(devices, state.get(devices[0].type, []) if devices else [], strict=False):
+        module.set_rng_state(generator, device)
+
+
+def _accelerators() -> tuple[list[torch.device], Any]:
+    """Return this machine's accelerators, and PyTorch's module for them; neither if there is none."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return [], None
+    devices = [torch.device(accelerator.type, index) for index in range(torch.accelerator.device_count())]
+    return devices, torch.get_device_module(accelerator)
 
 
 def seed_rng(seed: int, step: int, rank: int) -> None:

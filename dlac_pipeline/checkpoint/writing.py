@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dlac_pipeline.checkpoint.streamed import write_state
+from dlac_pipeline.read.device import can_pin_memory
 
 
 class Write(Protocol):
@@ -71,7 +73,7 @@ class CopyMemory:
 
     def copy_of(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
         """The bytes of a storage on any device, in host memory."""
-        pinned = storage.device.type == "cuda"
+        pinned = storage.device.type != "cpu" and can_pin_memory()
         free = self._free[storage.nbytes(), pinned]
         if free:
             mine = free.pop()
@@ -136,9 +138,13 @@ class Copies:
         return copy.deepcopy(value)
 
     def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Copy a tensor into host memory; one that is made of others, such as a DTensor, of copies of these."""
         plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
+        if not plain and is_traceable_wrapper_subclass(tensor):
+            return self._made_of_copies(tensor)
         if not plain or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
-            return copy.deepcopy(tensor.detach())
+            own = tensor.detach()
+            return copy.deepcopy(own) if own.device.type == "cpu" else own.cpu()
         storage = tensor.untyped_storage()
         key = storage.data_ptr(), storage.nbytes()
         if key not in self._storages:
@@ -148,6 +154,14 @@ class Copies:
         mine = self._storages[key]
         made = torch.empty(0, dtype=tensor.dtype).set_(mine, tensor.storage_offset(), tensor.size(), tensor.stride())
         return torch.nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else made
+
+    def _made_of_copies(self, tensor: Any) -> torch.Tensor:
+        """Make the same kind of tensor of copies of its tensors; what else it is made of, such as a device mesh, is shared."""
+        names, rest = tensor.__tensor_flatten__()
+        parts = {name: getattr(tensor, name) for name in names}
+        copied = {name: self._tensor(part) if isinstance(part, torch.Tensor) else part for name, part in parts.items()}
+        made: torch.Tensor = tensor.__tensor_unflatten__(copied, rest, tensor.size(), tensor.stride())
+        return made
 
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:

@@ -10,6 +10,7 @@ import torch
 
 from catalog.errors import SpecInvalid
 from dlac_pipeline.read.batch import Batch
+from dlac_pipeline.read.device import DeviceCopies
 
 ABOUT = "dlac"
 """The key under which a batch says what it is."""
@@ -39,6 +40,14 @@ def as_dict(batch: Batch) -> DictBatch:
     names = ("step", "valid", "source", "rows", "tokens", "world_size")
     about = {name: getattr(batch, name) for name in names}
     return {**batch.tensors, ABOUT: {**about, "cursors": torch.from_numpy(batch.cursors)}}
+
+
+def copy_batch(batch: DictBatch, copies: DeviceCopies) -> DictBatch:
+    """Return a batch with its tensors where `copies` brings them; its cursors stay in host memory, where states are made."""
+    if not copies.acts:
+        return batch
+    moved: DictBatch = copies.copy({**batch, ABOUT: {**batch[ABOUT], "cursors": None}})
+    return {**moved, ABOUT: {**moved[ABOUT], "cursors": batch[ABOUT]["cursors"]}}
 
 
 def remove_empty_slots(batch: Batch, ragged: Collection[str]) -> Batch:

@@ -33,6 +33,7 @@ from dlac_pipeline.plan.leg import Leg
 from dlac_pipeline.plan.order import ReaderState
 from dlac_pipeline.plan.source_order import Cursor
 from dlac_pipeline.read.batch import Batch
+from dlac_pipeline.read.device import Device
 from dlac_pipeline.read.exchange import summing_over
 from dlac_pipeline.read.open import OpenLeg, open_leg
 from dlac_pipeline.read.reader import Counts, Exchange, RankReader, alone, groups_of_slots
@@ -170,15 +171,27 @@ class DlacDataset(IterableDataset[DictBatch]):
         self._step = int(about["step"])
         self._cursors = dict(zip(self.key_groups, about["cursors"].tolist(), strict=True))
 
-    def loader(self, *, inputs: Callable[[DictBatch], Any] | None = None, **options: Any) -> DlacLoader:
+    def loader(
+        self,
+        *,
+        inputs: Callable[[DictBatch], Any] | None = None,
+        device: Device | None = None,
+        pin_memory: bool | None = None,
+        **options: Any,
+    ) -> DlacLoader:
         """A `DataLoader` over this dataset through which `state_dict()` knows what the consumer was given.
 
-        `inputs` makes of a batch what the model takes, in the workers if there are any; the loader then yields that. `options`
-        are those of DataLoader: num_workers, pin_memory, prefetch_factor, persistent_workers, multiprocessing_context, ...
+        `inputs` makes of a batch what the model takes, in the workers if there are any; the loader then yields that. `device`
+        is where batches are copied to, on a stream beside the computation. `pin_memory` puts them into page-locked memory: by
+        default if they go to an accelerator. Without an accelerator both change nothing. `options` are the others of DataLoader:
+        num_workers, prefetch_factor, persistent_workers, multiprocessing_context, ...
+
+        Raises:
+            SpecInvalid: the device is not on this machine.
         """
         from dlac_pipeline.dataset.loader import DlacLoader
 
-        return DlacLoader(self, inputs, options)
+        return DlacLoader(self, inputs, device=device, pin_memory=pin_memory, options=options)
 
     def agreed(self, batches: Iterator[DictBatch]) -> Iterator[DictBatch]:
         """Batches of this rank alone, with `rows` and `tokens` of all ranks, and empty ones until all have ended."""

@@ -8,27 +8,36 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from dlac_pipeline.dataset.batches import ABOUT, DictBatch
+from dlac_pipeline.dataset.batches import ABOUT, DictBatch, copy_batch
 from dlac_pipeline.dataset.dataset import DlacDataset
+from dlac_pipeline.read.device import Device, DeviceCopies
 
 
 class DlacLoader(DataLoader[DictBatch]):
     """A `DataLoader` of whole batches that tells its dataset what the consumer is given.
 
     Iterating it again goes on where the consumer stands, with new workers. Accelerate's `prepare` leaves it as it is: ranks are
-    shared out already, and nothing may be read ahead of the consumer; moving batches to a device is left to the caller.
+    shared out already, and nothing may be read ahead of the consumer. Batches are on `device`, or in host memory without one.
     """
 
     _is_accelerate_prepared = True
 
     def __init__(
-        self, dataset: DlacDataset, inputs: Callable[[DictBatch], Any] | None, options: Mapping[str, Any]
+        self,
+        dataset: DlacDataset,
+        inputs: Callable[[DictBatch], Any] | None,
+        *,
+        device: Device | None,
+        pin_memory: bool | None,
+        options: Mapping[str, Any],
     ) -> None:
+        self._copies = DeviceCopies(device, pin_memory=pin_memory)
         # Where ranks end apart, empty batches are made here: what is made of them cannot be made in a worker.
         self._late = inputs if dataset.ends_apart else None
         early = None if dataset.ends_apart else inputs
         self._source, self._unwraps = dataset, early is not None
-        super().__init__(dataset, batch_size=None, collate_fn=_Inputs(early), **options)
+        # DataLoader pins in a thread of its own where it has workers.
+        super().__init__(dataset, batch_size=None, collate_fn=_Inputs(early), pin_memory=self._copies.pins, **options)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # DataLoader names its own private iterator
         self._iterator = None  # persistent workers of an iteration that was left have read ahead
@@ -38,8 +47,15 @@ class DlacLoader(DataLoader[DictBatch]):
             batches = self._source.agreed(batches)
         for batch in batches:
             self._source.observe(batch)
-            given = batch["inputs"] if self._unwraps else batch
-            yield given if self._late is None else self._late(given)
+            yield self._hand_out(batch)
+
+    def _hand_out(self, batch: DictBatch) -> Any:
+        """Return what the consumer is given of a batch, where it asked for it."""
+        if self._unwraps:
+            return self._copies.copy(batch["inputs"])
+        if self._late is not None:
+            return self._copies.copy(self._late(batch))
+        return copy_batch(batch, self._copies)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from dlac_pipeline.plan.units import Ints
+from dlac_pipeline.read.device import Device, DeviceCopies
 from dlac_pipeline.read.line import BlockAdvance
 
 Moved = tuple[int, int, BlockAdvance]
@@ -20,7 +21,10 @@ def _nothing() -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
-    """One rank's part of a global batch, in host memory; B/W slots, of which those at the end of the last pass may be empty."""
+    """One rank's part of a global batch; B/W slots, of which those at the end of the last pass may be empty.
+
+    In host memory, or on the device that was asked for.
+    """
 
     step: int
     """The optimizer step that this batch is for, counted from 1."""
@@ -46,6 +50,13 @@ class Batch:
         """The tensor of one column."""
         return self.tensors[column]
 
+    def copy_with(self, copies: DeviceCopies) -> Batch:
+        """Return the batch with its tensors, `valid` and `source` where `copies` brings them."""
+        if not copies.acts:
+            return self
+        tensors, valid, source = copies.copy((self.tensors, self.valid, self.source))
+        return replace(self, tensors=tensors, valid=valid, source=source)
+
     def mean(self, per_sample: torch.Tensor) -> torch.Tensor:
         """This rank's share of the global mean of `per_sample` [B/W], times the number of ranks; on the same device.
 
@@ -60,5 +71,17 @@ class Batch:
 
     def _share(self, losses: torch.Tensor, *, counted: torch.Tensor, of: int) -> torch.Tensor:
         self.on_mean()
-        share = torch.where(counted.to(losses.device), losses, torch.zeros_like(losses)).sum()
+        there = counted.to(losses.device, non_blocking=counted.is_pinned())
+        share = torch.where(there, losses, torch.zeros_like(losses)).sum()
         return share * (self.world_size / of)
+
+
+def copy_batches(batches: Iterable[Batch], *, device: Device | None, pin_memory: bool | None) -> Iterator[Batch]:
+    """Yield the batches with their tensors on a device, or in page-locked memory, as `DeviceCopies` says.
+
+    Raises:
+        SpecInvalid: the device is not on this machine.
+    """
+    copies = DeviceCopies(device, pin_memory=pin_memory)
+    for batch in batches:
+        yield batch.copy_with(copies)

@@ -92,7 +92,7 @@ class Judge:
         if self._fruitless >= limit:  # a commit can land and its event be lost
             rows = patiently(Ledger(self._lakehouse).rows, self._spec.run, kinds=HEAD_KINDS)
             self._fruitless = min(self._fruitless, attempts_without_progress(rows))
-        if self._fruitless >= limit and not (self._deaths.undecided and self._deaths.count >= self._fruitless):
+        if self._fruitless >= limit and not (self._deaths.undecided and self._deaths.in_a_row >= self._fruitless):
             self.record_gave_up(failure, attempt.number)
             raise NoProgress(
                 f"{self._fruitless} attempts in a row of run {self._spec.run!r} committed nothing: mend the cause, then train "

@@ -24,6 +24,8 @@ from dlac_pipeline.ranks.progress import read_in_hand
 from dlac_pipeline.recover.incident import Failure
 from dlac_pipeline.spec import JobSpec
 
+_OF_ACCELERATOR = "AcceleratorError"
+"""PyTorch's exception for what a device reports: in any step after the one that is at fault, unless the host waits in each."""
 Place = tuple[UnitTable, int, int]
 """Units of a plan, a unit of them, and a row in that."""
 AfterDeath = Literal["again", "leave out", "stop"]
@@ -46,6 +48,9 @@ class Deaths:
       out. If it dies in the same way in the same step, the rows are innocent, and no attempt follows. No checkpoint was
       committed without them, so they are not quarantined.
 
+    - What an accelerator reports in an attempt that may not have waited for it in every step blames no rows and no place: that of
+      the first attempt, and of one that had committed something. The attempt after it waits.
+
     A commit ends the row of attempts.
     """
 
@@ -63,17 +68,30 @@ class Deaths:
         """Whether the script has finished a step in any attempt."""
         self.count = 0
         """Deaths in a row at the present step."""
+        self._judged = False
+        """Whether an attempt was judged."""
+        self._late = 0
+        """Deaths before these that an accelerator had reported late: 1 or 0."""
 
     @property
     def undecided(self) -> bool:
         """Whether more such deaths would lead to a quarantine."""
         return 0 < self.count < self._times and self._step > self._tried
 
+    @property
+    def in_a_row(self) -> int:
+        """Attempts in a row that died at the present step, as far as is known."""
+        return self.count + self._late
+
     def judge(self, failure: Failure, *, committed: bool) -> AfterDeath:
         """Note how an attempt ended, which had committed something or not, and decide what follows."""
         if committed:
             self._step = self._tried = self.count = 0
-            self._tries, self._last = False, ""
+            self._tries, self._last, self._late = False, "", 0
+        was_judged, self._judged = self._judged, True
+        if failure.kind == _OF_ACCELERATOR and (committed or not was_judged):
+            self._late = int(not committed)
+            return "again"
         self._trained = self._trained or committed or failure.trained
         repeated = bool(self._last) and self._last == _manner_of(failure)
         tries, self._tries, self._last = self._tries, False, _manner_of(failure)

@@ -35,8 +35,8 @@ def main() -> None:
         config = deepspeed_config(samples_per_rank, lr=float(run.spec.params.get("lr", "5e-3")))
         engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
         run.restore(engine)
-        for batch in run.batches():
-            loss = batch.mean(engine(batch["tokens"].to(engine.device)))
+        for batch in run.batches(device=engine.device):
+            loss = batch.mean(engine(batch["tokens"]))
             engine.backward(loss)
             engine.step()
             run.step_done(loss)

@@ -41,6 +41,28 @@ def test_third_death_leaves_rows_out() -> None:
     assert verdicts(Deaths(3), 7, 7, 8, 7, 7, 7) == [AGAIN] * 5 + [OUT]
 
 
+def test_late_death_blames_nothing() -> None:
+    """The first error of an accelerator may be of another step; the attempts after it wait, and have the rows in hand."""
+
+    def reported(step: int) -> Failure:
+        return raised(step, kind="AcceleratorError")
+
+    deaths = Deaths(3)
+    assert verdicts(deaths, reported(12), reported(10), reported(10)) == [AGAIN] * 3
+    assert deaths.undecided
+    assert deaths.in_a_row == 3  # three attempts without progress do not end the run
+    assert verdicts(deaths, reported(10), reported(10)) == [OUT, STOP]
+
+
+def test_late_death_after_commit() -> None:
+    """An attempt that had committed something did not wait for its device any more."""
+    deaths = Deaths(2)
+    assert deaths.judge(raised(5), committed=False) == AGAIN
+    assert deaths.judge(raised(12, kind="AcceleratorError"), committed=True) == AGAIN
+    assert (deaths.count, deaths.in_a_row) == (0, 0)
+    assert verdicts(deaths, *[raised(10, kind="AcceleratorError")] * 2) == [AGAIN, OUT]
+
+
 def test_commit_resets_deaths() -> None:
     """An attempt that committed something has not died at the rows that the one before died at, as a step goes by once only."""
     deaths = Deaths(2)

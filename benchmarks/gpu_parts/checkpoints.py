@@ -1,0 +1,25 @@
+"""Asynchronous checkpoints of a model on the device: what training waits, and what they cost its throughput."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from benchmarks.figures import Figure
+from benchmarks.gpu_parts.machine import Machine
+from benchmarks.gpu_parts.sizes import Sizes
+from benchmarks.training import measure_training
+
+_SHOWN = (
+    *("parameters", "bytes", "pairs", "stall_s", "stall_alone", "block_without_s", "with_over_without"),
+    *("without_over_without_low", "without_over_without_high", "committed_within_s"),
+)
+
+
+def measure_checkpoints(machine: Machine, sizes: Sizes) -> dict[str, Figure]:
+    """Measure blocks with and without a checkpoint; the bar holds for an accelerator and blocks of full length only."""
+    environment = {} if machine.accelerated else {"OMP_NUM_THREADS": "2"}
+    found = measure_training(sizes.training, block_s=sizes.block_s, pairs=sizes.block_pairs, environment=environment)
+    judged = machine.accelerated and sizes.block_s >= 15.0
+    figures = {f"checkpoint_{name}": found[name] if judged else replace(found[name], bar=None) for name in _SHOWN}
+    throughput = 100 / found["with_over_without"].value
+    return figures | {"checkpoint_throughput": Figure(value=throughput, unit="% of that without")}

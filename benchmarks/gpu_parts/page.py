@@ -1,0 +1,163 @@
+"""A measurement as a page of the docs: from its JSON to Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+Found = dict[str, Any]
+_DEMO = (
+    ("demo_steps", "steps of each run"),
+    ("demo_recoveries", "recoveries from SIGKILL of a rank"),
+    ("demo_differing_losses", "steps with another loss than the undisturbed run, bit by bit"),
+    ("demo_runs_not_exact", "runs whose audit is not exact"),
+    ("demo_recovery_s", "from the kill to the first new step"),
+)
+_LOADING = (
+    ("loading_parameters", "parameters of the model"),
+    ("loading_step_ms", "step"),
+    ("loading_batches_differing", "batches that differ between the two ways"),
+    ("copied_over_plain", "step with `loader(device=...)` / with `.to(device)`"),
+    ("plain_over_plain", "the same side against itself (A/A)"),
+    ("plain_over_plain_spread", "interquartile range of that"),
+    ("data_share_of_step", "share of the step beyond one with a batch that is on the device already"),
+    ("host_waits_for_batch", "share of the step in which the host asks for a batch"),
+)
+_CHECKPOINTS = (
+    ("checkpoint_parameters", "parameters of the model"),
+    ("checkpoint_bytes", "bytes of a checkpoint"),
+    ("checkpoint_stall_s", "training waits per checkpoint"),
+    ("checkpoint_stall_alone", "the same, as a share of a block without a checkpoint"),
+    ("checkpoint_with_over_without", "block with a checkpoint / without"),
+    ("checkpoint_throughput", "throughput with one checkpoint per block / without"),
+    ("checkpoint_without_over_without_low", "block without / the one before (A/A), lowest"),
+    ("checkpoint_without_over_without_high", "block without / the one before (A/A), highest"),
+    ("checkpoint_committed_within_s", "longest time until a checkpoint was committed"),
+)
+
+
+def page_of(found: Found) -> str:
+    """Return the page."""
+    machine, figures = found["machine"], found["figures"]
+    lines = [
+        "# On an accelerator",
+        "",
+        "Written by `python -m benchmarks.gpu --docs gpu.json`. `make gpu` measures the machine on which it is called, in at",
+        "most 40 minutes, and writes this page.",
+        "",
+        f"**This one: {_device(machine)}**, {machine['system']}, PyTorch {machine['torch']}, on {found['day']}, in "
+        f"{found['minutes']:.0f} minutes, load average {figures['load_average_1min']['value']:.1f}"
+        f"{', with `--quick`: the figures show that the program runs, and little else' if found['quick'] else ''}.",
+        "",
+        *(f"- **{part} failed:** {why}" for part, why in found["failed"].items()),
+        *(f"- Not run: {what}." for what in missing(machine)),
+        "",
+        "## The demo, killed",
+        "",
+        *_demo(found),
+        "",
+        "## Batches of the reader",
+        "",
+        f"A GPT of {_model(found)}. The sides take turns; each reads alone, its first steps left out.",
+        f"Medians of {_value(figures, 'loading_pairs')} pairs, each of {_value(figures, 'loading_steps_of_segment')} steps.",
+        "",
+        *_table(figures, _LOADING),
+        "",
+        "## Asynchronous checkpoints",
+        "",
+        f"A transformer with AdamW, in blocks with and without a checkpoint, {_value(figures, 'checkpoint_pairs')} pairs; "
+        f"a block takes {_value(figures, 'checkpoint_block_without_s')}.",
+        "",
+        *_table(figures, _CHECKPOINTS),
+        "",
+        "## Nondeterministic kernels",
+        "",
+        *_kernels(found["kernels"], machine["device"]),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def missing(machine: Found) -> list[str]:
+    """Return what this machine could not show."""
+    if not machine["count"]:
+        return [
+            "anything on an accelerator, as this machine has none: NCCL, page-locked memory, the copy stream, staging from a "
+            "device, and an accelerator's own kernels. All figures are those of the CPU, where both ways of a batch are one"
+        ]
+    if machine["count"] == 1:
+        return [f"{machine['backend']} between several accelerators, as this machine has one"]
+    return []
+
+
+def _device(machine: Found) -> str:
+    if not machine["count"]:
+        return f"no accelerator, `{machine['device']}`"
+    return f"{machine['count']} x {machine['name']}, `{machine['device']}`"
+
+
+def _demo(found: Found) -> list[str]:
+    machine, figures = found["machine"], found["figures"]
+    ranks = min(2, machine["count"] or 2)
+    lines = [
+        f"`examples/gpt/train.py` under DeepSpeed, {ranks} {'ranks' if ranks > 1 else 'rank'}, backend {machine['backend']}; "
+        "a rank is killed after half of the steps.",
+        "",
+    ]
+    for kernels in ("deterministic", "default"):
+        named = [(f"{name}_{kernels}", f"{what}, {kernels} kernels") for name, what in _DEMO]
+        lines += [line for line in _table(figures, named) if kernels == "deterministic" or not line.startswith(_HEAD)]
+    return lines
+
+
+def _model(found: Found) -> str:
+    size = found["sizes"]["model"]
+    return f"{size['layers']} layers and width {size['d_model']}, {size['batch']} sequences of {size['length']} tokens per step"
+
+
+def _kernels(kernels: Found, device: str) -> list[str]:
+    if not kernels:
+        return ["Not found: see above."]
+    names = [f"- `{name}`" for name in kernels["kernels"]] or ["- none"]
+    differing = kernels["differing_gradients"]
+    return [
+        f"PyTorch warns of these in a training step of that GPT on `{device}`, under "
+        "`torch.use_deterministic_algorithms(True, warn_only=True)`:",
+        "",
+        *names,
+        "",
+        f"Of {kernels['parameters']} parameters {len(differing)} have another gradient when the step is repeated"
+        f"{': ' + ', '.join(differing[:8]) if differing else ''}.",
+    ]
+
+
+_HEAD = ("| figure", "|---")
+
+
+def _table(figures: Found, named: Iterable[tuple[str, str]]) -> list[str]:
+    rows = [
+        (what, _value(figures, name), "" if figures[name]["bar"] is None else _bar(figures[name]))
+        for name, what in named
+        if name in figures
+    ]
+    if not rows:
+        return []
+    return ["| figure | value | bar |", "|---|---|---|", *map(_row, rows)]
+
+
+def _row(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def _bar(figure: Found) -> str:
+    return figure["bar"] if figure["holds"] else f"{figure['bar']}, **missed**"
+
+
+def _value(figures: Found, name: str) -> str:
+    if name not in figures:
+        return "?"
+    value, unit = figures[name]["value"], figures[name]["unit"]
+    number = f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:.3g}"
+    if unit.startswith("%"):
+        return f"{number} %"
+    return f"{number} {unit}" if unit in ("s", "ms", "bytes") else number

@@ -1,0 +1,80 @@
+"""How large and how long each part is: for an accelerator, for the CPU, and for a quick look."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelSize:
+    """A GPT and its batches."""
+
+    vocab_size: int
+    d_model: int
+    layers: int
+    heads: int
+    length: int
+    """Tokens of a sequence."""
+    batch: int
+    """Sequences of a step."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sizes:
+    """Of all parts."""
+
+    corpus: str
+    """Folder of the standard library whose sources the demo trains on; empty: all of it."""
+    demo_batch: int
+    demo_every_steps: int
+    model: ModelSize
+    segment_s: float
+    """Seconds of the steps that are measured at a time."""
+    pairs: int
+    training: dict[str, str]
+    """Params of the training with and without checkpoints."""
+    block_s: float
+    block_pairs: int
+
+
+_SMALL = ModelSize(vocab_size=1024, d_model=64, layers=2, heads=4, length=129, batch=16)
+ACCELERATOR = Sizes(
+    corpus="",
+    demo_batch=512,
+    demo_every_steps=25,
+    model=ModelSize(vocab_size=8192, d_model=768, layers=10, heads=12, length=513, batch=32),
+    segment_s=5.0,
+    pairs=10,
+    training={"width": "768", "layers": "10", "vocabulary": "18432", "tokens": "256"},
+    block_s=15.0,
+    block_pairs=11,
+)
+CPU = Sizes(
+    corpus="asyncio",
+    demo_batch=128,
+    demo_every_steps=5,
+    model=_SMALL,
+    segment_s=3.0,
+    pairs=10,
+    training={"width": "384", "layers": "4", "vocabulary": "4096", "tokens": "32"},
+    block_s=5.0,
+    block_pairs=11,
+)
+QUICK = Sizes(
+    corpus="asyncio",
+    demo_batch=64,
+    demo_every_steps=5,
+    model=_SMALL,
+    segment_s=0.4,
+    pairs=3,
+    training={"width": "96", "layers": "1", "vocabulary": "512", "tokens": "16"},
+    block_s=0.5,
+    block_pairs=3,
+)
+
+
+def sizes_for(*, accelerated: bool, quick: bool) -> Sizes:
+    """Return the sizes for a machine."""
+    if quick:
+        return QUICK
+    return ACCELERATOR if accelerated else CPU

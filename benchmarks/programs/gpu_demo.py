@@ -1,0 +1,26 @@
+"""The demo's training script, unchanged.
+
+With $DETERMINISTIC=1 PyTorch takes deterministic kernels only, and fails where it has none.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from pathlib import Path
+
+import torch
+
+_EXAMPLE = Path(__file__).parents[2] / "examples" / "gpt"
+
+
+def main() -> None:
+    """Choose kernels, and train."""
+    torch.use_deterministic_algorithms(os.environ.get("DETERMINISTIC") == "1")
+    sys.path.insert(0, str(_EXAMPLE))
+    runpy.run_path(str(_EXAMPLE / "train.py"), run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

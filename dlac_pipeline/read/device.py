@@ -1,0 +1,133 @@
+"""The way of batches to an accelerator: page-locked host memory first, then a copy on a stream beside the computation.
+
+In: tensors in host memory, in dicts, lists and tuples. Out: the same with tensors on the device, in the same order and with the
+same contents. Where there is no accelerator nothing is copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+import torch
+
+from catalog.errors import SpecInvalid
+
+Device = torch.device | str | int
+"""As PyTorch names a device."""
+
+
+@cache
+def can_pin_memory() -> bool:
+    """Return whether this process can allocate page-locked memory; only the backend of an accelerator gives it."""
+    if not torch.accelerator.is_available():
+        return False
+    try:
+        torch.empty(1, pin_memory=True)
+    except RuntimeError:  # a backend without such an allocator
+        return False
+    return True
+
+
+class DeviceCopies:
+    """Copies the batches of one consumer to its device.
+
+    The copy of a batch waits for no computation, and the host does not wait for the copy: what the consumer launches next on the
+    current stream does.
+    """
+
+    def __init__(self, device: Device | None, *, pin_memory: bool | None = None) -> None:
+        """Without a device tensors stay in host memory. `pin_memory`: page-locked; None: if they go to an accelerator.
+
+        Raises:
+            SpecInvalid: PyTorch does not know the device, or this machine does not have it.
+        """
+        self._device = None if device is None else _device_named(device)
+        moves = self._device is not None and self._device.type != "cpu"
+        self.pins = (moves if pin_memory is None else pin_memory) and can_pin_memory()
+        """Whether tensors are put into page-locked memory."""
+        self._moves = moves
+        self._stream: torch.Stream | None = None
+
+    @property
+    def acts(self) -> bool:
+        """Whether there is anything to do with a batch."""
+        return self.pins or self._moves
+
+    def copy(self, batch: Any) -> Any:
+        """Return `batch` with its tensors in page-locked memory or on the device; itself if nothing is to be done."""
+        if not self.acts:
+            return batch
+        pinned = _map_tensors(batch, self._pin) if self.pins else batch
+        return self._copy_beside(pinned) if self._moves else pinned
+
+    def _copy_beside(self, batch: Any) -> Any:
+        assert self._device is not None
+        if not _has_streams(self._device):
+            return _map_tensors(batch, self._to_device)
+        if self._stream is None:
+            self._stream = torch.Stream(device=self._device)
+        with self._stream:
+            copied = _map_tensors(batch, self._to_device)
+        current = torch.accelerator.current_stream(self._device)
+        current.wait_stream(self._stream)
+        # The memory is the copy stream's: it must not be given to the next copy while the computation reads it.
+        _map_tensors(copied, lambda tensor: _record_use(tensor, current))
+        return copied
+
+    def _pin(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.pin_memory() if tensor.device.type == "cpu" else tensor
+
+    def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        # From other memory a copy that nobody waits for may read what the reader has overwritten since.
+        return tensor.to(self._device, non_blocking=tensor.is_pinned())
+
+
+def _record_use(tensor: torch.Tensor, stream: torch.Stream) -> torch.Tensor:
+    if tensor.device.type != "cpu":
+        tensor.record_stream(stream)
+    return tensor
+
+
+def _device_named(device: Device) -> torch.device:
+    """Return the device, with the index that is current now.
+
+    Raises:
+        SpecInvalid: it is neither the host nor one of this machine's accelerators.
+    """
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    known = [torch.device("cpu")]
+    if accelerator is not None:
+        known += [torch.device(accelerator.type, index) for index in range(torch.accelerator.device_count())]
+    try:
+        named = torch.device(device)
+    except (RuntimeError, TypeError):
+        named = None
+    if named is not None and named.type == "cpu":
+        return named
+    if named is not None and accelerator is not None and named == torch.device(accelerator.type):
+        named = torch.device(accelerator.type, torch.accelerator.current_device_index())
+    if named is None or named not in known:
+        raise SpecInvalid(
+            f"expected device to be one of {[str(each) for each in known]!r}, found {device!r}: name one of these, or leave "
+            "device out"
+        )
+    return named
+
+
+def _has_streams(device: torch.device) -> bool:
+    return hasattr(torch.get_device_module(device), "Stream")
+
+
+def _map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return `value` with each tensor changed, through dicts, lists and tuples; anything else stays as it is."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {key: _map_tensors(each, change) for key, each in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_map_tensors(each, change) for each in value))
+    if type(value) in (list, tuple):
+        return type(value)(_map_tensors(each, change) for each in value)
+    return value

@@ -1,0 +1,135 @@
+"""The parts of `benchmarks.gpu` that compute and write, without a measurement."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.figures import Figure
+from benchmarks.gpu import PARTS
+from benchmarks.gpu_parts.loading import loading_figures
+from benchmarks.gpu_parts.machine import PROGRAMS
+from benchmarks.gpu_parts.page import page_of
+
+_ON_CPU = {
+    "device": "cpu",
+    "name": "2 cores",
+    "count": 0,
+    "backend": "gloo",
+    "torch": "2.13",
+    "system": "2 cores, Linux",
+}
+_ON_GPU = {**_ON_CPU, "device": "cuda", "name": "NVIDIA H200", "count": 1, "backend": "nccl"}
+
+
+def found_on(machine: dict[str, Any], **figures: Figure) -> dict[str, Any]:
+    """Return what a measurement keeps, with some figures."""
+    shown = {"load_average_1min": Figure(value=1.0, unit="processes"), **figures}
+    return {
+        "machine": machine,
+        "quick": False,
+        "sizes": {"model": {"layers": 2, "d_model": 64, "batch": 16, "length": 129}},
+        "day": "2026-11-23",
+        "minutes": 12.3,
+        "kernels": {"kernels": ["cumsum_cuda_kernel"], "differing_gradients": ["token.weight"], "parameters": 28},
+        "failed": {"checkpoints": "RuntimeError: no room"},
+        "figures": {name: figure.to_json() for name, figure in shown.items()},
+    }
+
+
+def test_page_without_accelerator_says_so() -> None:
+    """Neither a reader in a hurry nor a search may take the CPU's figures for others."""
+    page = page_of(found_on(_ON_CPU))
+    assert "**This one: no accelerator, `cpu`**" in page
+    assert "- Not run: anything on an accelerator" in page
+
+
+def test_page_names_its_device() -> None:
+    """One accelerator shows nothing of what several say to each other."""
+    page = page_of(found_on(_ON_GPU))
+    assert "1 x NVIDIA H200, `cuda`" in page
+    assert "- Not run: nccl between several accelerators" in page
+    assert "Not run" not in page_of(found_on({**_ON_GPU, "count": 2}))
+
+
+def test_page_shows_what_failed() -> None:
+    """A part that failed, a bar that is missed, kernels by name."""
+    missed = Figure(value=3, unit="steps", bar="<= 0")
+    kept = Figure(value=1.01, unit="ratio", bar="<= 1.02")
+    page = page_of(found_on(_ON_GPU, demo_differing_losses_deterministic=missed, checkpoint_with_over_without=kept))
+    assert "- **checkpoints failed:** RuntimeError: no room" in page
+    assert "| 3 | <= 0, **missed** |" in page
+    assert "| 1.01 | <= 1.02 |" in page
+    assert "- `cumsum_cuda_kernel`" in page
+    assert "Of 28 parameters 1 have another gradient when the step is repeated: token.weight." in page
+
+
+def test_loading_compares_pairs() -> None:
+    """Ratios are those of segments of one round; a step beyond the one without a reader is the reader's."""
+
+    def segments(*seconds: float) -> list[dict[str, float]]:
+        return [{"seconds": each, "waited_s": 0.1 * each} for each in seconds]
+
+    sides = {
+        "plain": segments(2.0, 4.0, 8.0),
+        "copied": segments(1.0, 2.0, 4.0),
+        "held": segments(0.5, 1.0, 2.0),
+        "plain again": segments(2.0, 4.0, 12.0),
+    }
+    figures = loading_figures({"segments": sides, "steps": 10, "differing": 1, "parameters": 5})
+    values = {name: figure.value for name, figure in figures.items()}
+    assert (values["copied_over_plain"], values["data_share_of_step"]) == (0.5, 50.0)
+    assert (values["plain_over_plain"], values["plain_over_plain_spread"]) == (1.0, 0.25)
+    assert values["host_waits_for_batch"] == pytest.approx(10.0)
+    assert not figures["loading_batches_differing"].holds
+
+
+def test_kernels_are_named() -> None:
+    """Of an operation that has no deterministic implementation on the CPU either."""
+    code = (
+        "import json, torch, gpu_kernels\n"
+        "pooled, at = torch.nn.functional.max_pool1d(torch.rand(1, 1, 8), 2, return_indices=True)\n"
+        "print(json.dumps(gpu_kernels.name_kernels(lambda: torch.nn.functional.max_unpool1d(pooled, at, 2))))\n"
+        "print(torch.are_deterministic_algorithms_enabled())"
+    )
+    said = subprocess.run([sys.executable, "-c", code], cwd=PROGRAMS, capture_output=True, text=True, check=True)
+    names, enabled = said.stdout.splitlines()
+    assert json.loads(names) == ["max_unpooling2d_forward_out"]
+    assert enabled == "False"
+
+
+def test_parts_run_on_cpu(tmp_path: Path) -> None:
+    """The program that a machine with an accelerator runs, in two of its parts; `make soak` runs all."""
+    out = tmp_path / "gpu.json"
+    command = [sys.executable, "-m", "benchmarks.gpu", "--quick", "--out", str(out)]
+    only = ["--only", "kernels", "--only", "loading"]
+    done = subprocess.run([*command, *only], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    last = json.loads(done.stdout.splitlines()[-1])
+    assert last["benchmark"] == "gpu"
+    assert last["figures"]["loading_batches_differing"] == {"value": 0, "unit": "batches", "bar": "<= 0", "holds": True}
+    kept = json.loads(out.read_text())
+    assert kept["figures"] == last["figures"]
+    assert kept["machine"]["device"] == last["device"]
+    assert f"`{last['device']}`" in page_of(kept)
+
+
+@pytest.mark.soak
+def test_all_parts_run_on_cpu(tmp_path: Path) -> None:
+    """Every part, the demo killed and recovered with the same losses; the page has all of them."""
+    out = tmp_path / "gpu.json"
+    command = [sys.executable, "-m", "benchmarks.gpu", "--quick", "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    kept = json.loads(out.read_text())
+    assert not kept["failed"]
+    if kept["machine"]["device"] == "cpu":
+        took = {name for name in kept["figures"] if name.endswith("_took_s")}
+        assert took == {f"{part}_took_s" for part in PARTS if part != "demo-default"}
+    assert kept["figures"]["demo_recoveries_deterministic"]["value"] >= 1
+    assert "?" not in page_of(kept)
