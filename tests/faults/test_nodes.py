@@ -88,6 +88,10 @@ def test_the_rendezvous_is_away_for_a_while(campaign: Arena, together: JobSpec, 
     spec = together.model_copy(update={"launch": together.launch.model_copy(update={"nodes": "2"})})
     server = _rendezvous(address)
     try:
+        assert server.stdout is not None
+        assert (
+            "serving" in server.stdout.readline()
+        )  # a node that finds no rendezvous at its own address serves one itself
         launches = trained_together(campaign, spec)
         server.send_signal(signal.SIGSTOP if back == "continued" else signal.SIGKILL)
         for launch in launches:
@@ -95,17 +99,18 @@ def test_the_rendezvous_is_away_for_a_while(campaign: Arena, together: JobSpec, 
         if back == "continued":
             server.send_signal(signal.SIGCONT)
         else:
-            server.wait()
-            server = _rendezvous(address)
+            server.communicate()
+            server = _rendezvous(address)  # which ends at once if a node already serves there
         assert [launch.wait() for launch in launches] == [0, 0], [launch.stderr for launch in launches]
     finally:
         server.kill()
-        server.wait()
+        server.communicate()
     check_exact(campaign, spec.run, [2])
 
 
-def _rendezvous(address: str) -> subprocess.Popen[bytes]:
-    return subprocess.Popen([sys.executable, "-m", "dlac_pipeline.cli", "rendezvous", address])
+def _rendezvous(address: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "dlac_pipeline.cli", "rendezvous", address]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
 @pytest.mark.soak
