@@ -11,6 +11,7 @@ import json
 import os
 import resource
 import socket
+import stat
 import struct
 import sys
 import threading
@@ -122,13 +123,17 @@ def _counts(port: int) -> dict[str, float]:
     """Return what this node has used so far."""
     own, ended = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
     sent_bytes = received_bytes = messages = 0
-    for descriptor in os.listdir("/proc/self/fd"):
-        with suppress(OSError), socket.socket(fileno=os.dup(int(descriptor))) as each:
-            if each.type == socket.SOCK_STREAM and each.getpeername()[1] == port:
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        with suppress(OSError):  # it was closed since, or has no peer
+            if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(descriptor)) as each:
+                if each.family == socket.AF_UNIX or each.getpeername()[1] != port:
+                    continue
                 info = each.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
-                sent, received = _BYTES.unpack_from(info, _BYTES_AT)
-                sent_bytes, received_bytes = sent_bytes + sent, received_bytes + received
-                messages += sum(_SEGMENTS.unpack_from(info, _SEGMENTS_AT))
+            sent, received = _BYTES.unpack_from(info, _BYTES_AT)
+            sent_bytes, received_bytes = sent_bytes + sent, received_bytes + received
+            messages += sum(_SEGMENTS.unpack_from(info, _SEGMENTS_AT))
     return {
         "cpu_s": own.ru_utime + own.ru_stime,
         "children_cpu_s": ended.ru_utime + ended.ru_stime,
