@@ -6,6 +6,7 @@ records of all nodes. Any other node reads one record, the lease, and what that 
     slots               the last slot: each connection of a node takes the next one
     node/SLOT           a node's record: its offer while it waits for a round, its message to the leader during one
     lease               the leader's record: its slot, its round, its message to all, how the run has ended
+    member/SLOT         the part of the last round's plan that is for the node in SLOT
     round/N/SLOT        the plan of round N as the leader in SLOT formed it
     round/N/SLOT/...    what that leader announced
 """
@@ -166,9 +167,9 @@ class NodeHeartbeat:
     def could_grow(self) -> bool:
         """Whether nodes wait with which there would be more ranks; known to the leader."""
         with self._lock:
-            if self._plan is None or not self._offers or len(self._plan.members) >= self._launch.max_nodes:
+            if self._plan is None or not self._offers or self._plan.nodes >= self._launch.max_nodes:
                 return False
-            room, config = self._launch.max_nodes - len(self._plan.members), self._plan.members[0].offer.config
+            room, config = self._launch.max_nodes - self._plan.nodes, self._plan.members[0].offer.config
             others = {slot: offer for slot, offer in self._offers.items() if self._plan.place_of(slot) is None}
             waiting = sorted((offer.ranks for offer in others.values() if offer.config == config), reverse=True)[:room]
             offered = sum(member.offer.ranks for member in self._plan.members) + sum(waiting)
@@ -315,7 +316,8 @@ class NodeHeartbeat:
         """Write this node's record, or give the slot up: another node has it, too, where a stranger deleted the last slot."""
         for _ in range(2):
             found = self._own = self._store.replace(f"node/{self._slot}", self._own, record)
-            if found.message == record:
+            stored = found.message or {}
+            if (stored.get("id"), stored.get("beat")) == (self._id, record["beat"]):
                 return
             if found.message is not None and found.message["id"] != self._id:
                 with self._lock:
@@ -422,8 +424,9 @@ class NodeHeartbeat:
                 slot for slot, fresh in known.items() if slot != self._slot and (fresh or self._beat % _REPEAT == 0)
             ]
             wrote = [slot for slot in read if self._peers[slot].beat >= 0]
+            silent = [slot for slot in read if self._peers[slot].beat < 0]
         found = zip(wrote, self._store.read_all([f"node/{slot}" for slot in wrote]), strict=True)
-        new = ((slot, self._store.read(f"node/{slot}")) for slot in read if slot not in wrote)
+        new = ((slot, self._store.read(f"node/{slot}")) for slot in silent)
         for slot, sealed in (*found, *new):
             with self._lock:
                 peer, record = self._peers[slot], sealed.message
@@ -441,7 +444,9 @@ class NodeHeartbeat:
         """Return what the lease says of the next round: that it is formed, who leads instead, or how many nodes are ready."""
         with self._lock:
             assert self._offer is not None
-            mine, before = self._offer, self._members_before(lease)
+            mine = self._offer
+        before = self._members_before(lease)
+        with self._lock:
             offers = {**self._offers, self._slot: mine}
             busy = [slot for slot in before if slot not in offers and slot in self._peers and not self.lost(slot)]
         refused = _refuse(offers, self._slot, stay=before)
@@ -455,9 +460,13 @@ class NodeHeartbeat:
         members = assign_ranks(
             offers, leader=self._slot, stay=before, batch_size=self._batch_size, most_nodes=self._launch.max_nodes
         )
-        plan = RoundPlan(number=lease["round"] + 1, port=free_port(), members=members)
+        plan = RoundPlan.form(members, number=lease["round"] + 1, port=free_port())
         self._published = {}
         self._publish(f"round/{plan.number}/{self._slot}", plan.message())
+        mine_of = {"formed_by": self._slot}
+        self._store.publish_all(
+            {f"member/{member.slot}": mine_of | plan.part(member.place).message() for member in members}
+        )
         return {**said, "round": plan.number, "formed_by": self._slot, "announced": {}, "training": True}
 
     def _is_time(self, ready: int, *, busy: bool) -> bool:
@@ -473,31 +482,46 @@ class NodeHeartbeat:
         return ready >= launch.max_nodes or waited_s >= launch.last_call_s
 
     def _members_before(self, lease: Message) -> list[int]:
-        """Return the slots of the last round, as far as this node knows it."""
-        if self._plan is None or self._plan.number != lease["round"]:
+        """Return the slots of the last round, as far as this node knows it: one that did not lead it reads its plan now."""
+        with self._lock:
+            plan = self._plan
+        if plan is None or plan.number != lease["round"]:
             return []
-        return [member.slot for member in self._plan.members]
+        if not plan.is_whole:
+            plan = self._read_plan(plan.number, lease["formed_by"]) or plan
+            with self._lock:
+                self._plan = plan
+        return [member.slot for member in plan.members]
 
     def _read_round(self) -> None:
         """Read the plan of a round that was formed; a member is in it from then on."""
         with self._lock:
             number, formed_by = self._lease["round"], self._lease["formed_by"]
             known = 0 if self._plan is None else self._plan.number
-        if not number or number == known:
-            return
-        message = self._store.read(f"round/{number}/{formed_by}").message
-        if message is None:
-            return
-        plan = RoundPlan.of(message)
-        with self._lock:
-            if self._in_round:
+            if not number or number == known or self._in_round:
                 return  # `cut_off` reports that the others went on
+        plan = self._read_part(number, formed_by) or self._read_plan(number, formed_by)
+        if plan is None:
+            return
+        with self._lock:
             self._plan = plan
             if self._offer is not None and plan.place_of(self._slot) is not None:
                 self._in_round, self._offer, self._enough_since = True, None, None
                 now = self._now()
                 for member in plan.members:
                     self._peers.setdefault(member.slot, _Peer()).heard_at = now
+
+    def _read_part(self, number: int, formed_by: int) -> RoundPlan | None:
+        """Read this node's part of a round's plan; None: the node leads, is no member, or a stranger overwrote the part."""
+        message = None if formed_by == self._slot else self._store.read(f"member/{self._slot}").message
+        if message is None or (message["number"], message.pop("formed_by")) != (number, formed_by):
+            return None
+        return RoundPlan.of(message)
+
+    def _read_plan(self, number: int, formed_by: int) -> RoundPlan | None:
+        """Read all of a round's plan."""
+        message = self._store.read(f"round/{number}/{formed_by}").message
+        return None if message is None else RoundPlan.of(message)
 
     def _read_announcements(self) -> None:
         with self._lock:

@@ -6,7 +6,7 @@ In: what the nodes offer. Out: the members of a round, the leader first, and how
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from dlac_pipeline.ranks.share import Share
@@ -34,6 +34,8 @@ class Member:
     """A node of a round."""
 
     slot: int
+    place: int
+    """Number of the node in the round; 0 leads."""
     offer: Offer
     first_rank: int
     ranks: int
@@ -41,24 +43,45 @@ class Member:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoundPlan:
-    """Members of one round, the leader first, and the port of the process group's store at the leader."""
+    """One round: its size, the port of the process group's store at the leader, and its members, the leader first.
+
+    The leader knows all members. Any other node reads its own part, which has the leader and itself.
+    """
 
     number: int
     port: int
+    nodes: int
+    world_size: int
     members: tuple[Member, ...]
 
+    @classmethod
+    def form(cls, members: tuple[Member, ...], *, number: int, port: int) -> RoundPlan:
+        """Return the plan of a round with all its members."""
+        ranks = sum(member.ranks for member in members)
+        return cls(number=number, port=port, nodes=len(members), world_size=ranks, members=members)
+
     @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return sum(member.ranks for member in self.members)
+    def is_whole(self) -> bool:
+        """Whether all members are known."""
+        return len(self.members) == self.nodes
+
+    def part(self, place: int) -> RoundPlan:
+        """Return the plan with the leader and one other member, of the same size however many nodes there are."""
+        return replace(self, members=(self.members[0], self.members[place]) if place else self.members[:1])
 
     def place_of(self, slot: int) -> int | None:
-        """Return the place of a node; None: it is no member."""
-        return next((place for place, member in enumerate(self.members) if member.slot == slot), None)
+        """Return the place of a node; None: it is no member, as far as is known."""
+        return next((member.place for member in self.members if member.slot == slot), None)
+
+    def member(self, place: int) -> Member:
+        """Return the node at a place, which is known."""
+        if self.is_whole:
+            return self.members[place]
+        return next(member for member in self.members if member.place == place)
 
     def share(self, place: int) -> Share:
-        """Return the ranks of the node at a place."""
-        member = self.members[place]
+        """Return the ranks of the node at a place, which is known."""
+        member = self.member(place)
         return Share(
             world_size=self.world_size,
             ranks=member.ranks,
@@ -77,7 +100,7 @@ class RoundPlan:
     def of(cls, message: Mapping[str, Any]) -> RoundPlan:
         """Return the plan that `message()` made."""
         members = tuple(Member(**{**member, "offer": Offer(**member["offer"])}) for member in message["members"])
-        return cls(number=message["number"], port=message["port"], members=members)
+        return cls(**{**message, "members": members})
 
 
 def usable_ranks(batch_size: int, available: int) -> int:
@@ -99,6 +122,7 @@ def assign_ranks(
     for slot in order:
         ranks = min(offers[slot].ranks, left)
         if ranks:
-            members.append(Member(slot=slot, offer=offers[slot], first_rank=first, ranks=ranks))
+            member = Member(slot=slot, place=len(members), offer=offers[slot], first_rank=first, ranks=ranks)
+            members.append(member)
         first, left = first + ranks, left - ranks
     return tuple(members)

@@ -108,7 +108,7 @@ def test_largest_dividing_world_size() -> None:
     assert [(member.slot, member.first_rank, member.ranks) for member in uneven] == [(1, 0, 2), (2, 2, 1)]
     large = {**offers, 4: offer("d", ranks=8)}
     assert [member.slot for member in assign_ranks(large, leader=1, stay=[2], batch_size=24, most_nodes=3)] == [1, 2, 4]
-    plan = RoundPlan(number=3, port=5, members=members)
+    plan = RoundPlan.form(members, number=3, port=5)
     assert RoundPlan.of(plan.message()) == plan
     assert [plan.share(place).node for place in range(2)] == [0, 1]
 
