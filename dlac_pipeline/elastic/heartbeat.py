@@ -32,6 +32,8 @@ _REPEAT = 16
 """Ticks after which a leader writes again what it announced: a stranger may have overwritten it."""
 _BUSY_MARGIN_S = 10.0
 """What nodes get on top of the time in which ranks leave, until a round is formed without them."""
+_SLOT_TRIES = 16
+"""Attempts at a slot in one tick: all nodes of a run may start at once."""
 _FORGET = 20
 """Time-outs of silence after which a node is read only now and then."""
 _NO_LEASE: Message = {
@@ -75,6 +77,7 @@ class NodeHeartbeat:
         self._own = Sealed()
         """This node's record as it is stored."""
         self._beat = 0
+        self._looks = 0
         self._offer: Offer | None = None
         self._offers: dict[int, Offer] = {}
         """Of the nodes that wait, known to the leader."""
@@ -123,6 +126,11 @@ class NodeHeartbeat:
         return self._slot
 
     @property
+    def looks(self) -> int:
+        """How often this node has read the store: what it knows of others changes with that alone."""
+        return self._looks
+
+    @property
     def others_train(self) -> bool:
         """Whether a live leader has a round without this node."""
         with self._lock:
@@ -141,6 +149,12 @@ class NodeHeartbeat:
         """Number of nodes that wait for a round, this one included, as far as it knows."""
         with self._lock:
             return max(1, int(self._lease.get("ready", 0)))
+
+    @property
+    def nodes_known(self) -> int:
+        """Number of nodes that wait for a round or took part in the last one, as far as this node knows."""
+        with self._lock:
+            return max(self.nodes_ready, 1 if self._plan is None else self._plan.nodes)
 
     @property
     def is_foreign(self) -> bool:
@@ -259,6 +273,7 @@ class NodeHeartbeat:
                 self._tick()
                 with self._lock:
                     self._spoke_at = self._now()
+                    self._looks += 1
             self._hurries.wait(_EVERY_S)
         if self._leaves and self._slot:
             with suppress(RuntimeError, OSError):
@@ -394,10 +409,13 @@ class NodeHeartbeat:
 
     def _take_slot(self) -> None:
         found = self._store.read("slots")
-        slot = self._last_slot(found) + 1
-        wanted = {"last": slot, "by": self._id}
-        if self._store.replace("slots", found, wanted).message == wanted:
-            self._slot = slot
+        for _ in range(_SLOT_TRIES):
+            slot = self._last_slot(found) + 1
+            wanted = {"last": slot, "by": self._id}
+            found = self._store.replace("slots", found, wanted)
+            if found.message == wanted:
+                self._slot = slot
+                return
 
     def _restore_slots(self) -> None:
         """Write the last slot again, unless its record knows of this node: a stranger may have deleted it."""

@@ -78,6 +78,11 @@ class Round:
         """Whether this node has reached no other for too long, or the others have begun another round."""
         return self._heartbeat is not None and self._heartbeat.cut_off
 
+    @property
+    def looks(self) -> int:
+        """A number that changes before anything does that this node knows of the others; 0: there are none."""
+        return 0 if self._heartbeat is None else self._heartbeat.looks
+
     def lost(self) -> list[int]:
         """Return the places of nodes that have been silent for too long; a node that does not lead watches the leader only."""
         beat = self._heartbeat

@@ -156,7 +156,7 @@ def test_survivor_leads_next_round(start: Callable[..., NodeHeartbeat]) -> None:
     wait_until(lambda: lost.leads, what="the lease")
     survivor = start(launch("1:2", timeout_s=3))
     survivor.seek(offer("b"))
-    assert len(plan_of(survivor).members) == 2
+    assert plan_of(survivor).nodes == 2
     lost.close(leaves=False)
     wait_until(lambda: survivor.lost(lost.slot), what="the loss")
     survivor.end_round()
@@ -171,7 +171,7 @@ def test_departure_needs_no_timeout(start: Callable[..., NodeHeartbeat]) -> None
     beats = [start(settings, batch_size=6) for _ in range(3)]
     for beat in beats:
         beat.seek(offer("a"))
-    assert len(plan_of(beats[0]).members) == 3
+    assert plan_of(beats[0]).nodes == 3
     leader = next(beat for beat in beats if beat.leads)
     rest = [beat for beat in beats if beat is not leader]
     rest[0].close(leaves=True)
@@ -180,7 +180,7 @@ def test_departure_needs_no_timeout(start: Callable[..., NodeHeartbeat]) -> None
     wait_until(lambda: rest[1].lost(leader.slot), what="the leader's departure")
     rest[1].end_round()
     rest[1].seek(offer("a", attempt=1))
-    assert len(plan_of(rest[1]).members) == 1
+    assert plan_of(rest[1]).nodes == 1
 
 
 def test_node_that_knows_most_leads(start: Callable[..., NodeHeartbeat]) -> None:
@@ -305,7 +305,7 @@ def test_left_behind_node_is_cut_off(start: Callable[..., NodeHeartbeat]) -> Non
         wait_until(lambda: leader.lost(other.slot), what="the loss")
         leader.end_round()
         leader.seek(offer("a", attempt=1))
-        assert len(plan_of(leader).members) == 1
+        assert plan_of(leader).nodes == 1
     wait_until(lambda: round_.cut_off, what="the others' round")
 
 
