@@ -26,6 +26,13 @@ from dlac_pipeline.ranks.addresses import free_port
 from dlac_pipeline.ranks.watched_time import watched_time
 
 _EVERY_S = 0.25
+"""Between two beats of a node that waits for a round or for the resume point, and of the node that leads."""
+_QUIET_S = 1.0
+"""Between two beats of another node while all train: it hurries if it has news."""
+_BRISK_FOR_S = 5.0
+"""Time after the last news in which a node beats as often as if it waited."""
+_LEADS_OFTEN = 256
+"""Nodes up to which the leader reads them all that often; of more it reads as many per second."""
 _LAST_TICK_S = 1.0
 _LEASE = "lease"
 _REPEAT = 16
@@ -36,6 +43,8 @@ _SLOT_TRIES = 16
 """Attempts at a slot in one tick: all nodes of a run may start at once."""
 _FORGET = 20
 """Time-outs of silence after which a node is read only now and then."""
+_NEWS = ("slot", "round", "announced", "message", "training", "ended")
+"""Parts of the lease whose change is news to the nodes that do not lead."""
 _NO_LEASE: Message = {
     "slot": 0,
     "id": "",
@@ -98,8 +107,10 @@ class NodeHeartbeat:
         self._peers: dict[int, _Peer] = {}
         self._enough_since: float | None = None
         self._leaves = False
+        self._brisk_until = self._now() + _BRISK_FOR_S
         self._closing = threading.Event()
         self._hurries = threading.Event()
+        self._has_news = threading.Event()
         self._lock = threading.RLock()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._thread.start()
@@ -189,10 +200,17 @@ class NodeHeartbeat:
             offered = sum(member.offer.ranks for member in self._plan.members) + sum(waiting)
             return usable_ranks(self._batch_size, offered) > self._plan.world_size
 
-    def publish(self, message: Message) -> None:
-        """Replace this node's message: to the leader, or, from the leader, to all."""
+    def publish(self, message: Message, *, hurry: bool = False) -> None:
+        """Replace this node's message: to the leader, or, from the leader, to all; without `hurry` with the next beat."""
         with self._lock:
             self._message = message
+        if hurry:
+            self._hurries.set()
+
+    def wait_for_news(self, within_s: float) -> None:
+        """Wait until the lease has something new for this node, so long at most."""
+        self._has_news.wait(within_s)
+        self._has_news.clear()
 
     def announce(self, subject: str, message: Message) -> None:
         """Announce something to all members of the round; the last message of a subject stands."""
@@ -274,11 +292,24 @@ class NodeHeartbeat:
                 with self._lock:
                     self._spoke_at = self._now()
                     self._looks += 1
-            self._hurries.wait(_EVERY_S)
+            self._hurries.wait(self._pause_s())
         if self._leaves and self._slot:
             with suppress(RuntimeError, OSError):
                 self._tick()
                 self._depart()
+
+    def _pause_s(self) -> float:
+        """Return the time until the next beat."""
+        with self._lock:
+            if self.leads:
+                return _EVERY_S * max(1.0, len(self._peers) / _LEADS_OFTEN)
+            trains = self._in_round and bool(self._announced)
+            is_quiet = (trains or self.others_train) and self._now() > self._brisk_until
+            return min(_QUIET_S, self._launch.node_timeout_s / 10) if is_quiet else _EVERY_S
+
+    def _note_news(self) -> None:
+        self._brisk_until = self._now() + _BRISK_FOR_S
+        self._has_news.set()
 
     def _tick(self) -> None:
         lease = self._store.read(_LEASE)
@@ -311,6 +342,8 @@ class NodeHeartbeat:
             self._lease_raw, self._lease_raw_at = found.raw, self._now()
             if found.message is None or found.message["beat"] < self._lease["beat"]:
                 return  # a stranger's, or an old one that a stranger wrote again
+            if any(found.message.get(name) != self._lease.get(name) for name in _NEWS):
+                self._note_news()
             self._lease, self._lease_at = found.message, self._now()
             if self.ended_before is None:
                 ended = self._lease["ended"]
@@ -552,6 +585,7 @@ class NodeHeartbeat:
                 return
             with self._lock:
                 self._announced[subject], self._versions[subject] = message, version
+                self._note_news()
         with self._lock:  # only now: a leader's last announcement counts more than its absence
             self._leader_left = mine and not lease["training"]
 

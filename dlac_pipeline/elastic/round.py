@@ -21,6 +21,8 @@ RESUME, VERDICT = "resume", "verdict"
 """What a leader announces: where the attempt resumes, and how it has ended."""
 LEADER = 0
 """Place of the leader."""
+_EACH_BEAT = ("now", "progress", "in_hand")
+"""Parts of a message that always change: they wait for the next beat."""
 _POLL_S = 0.02
 _PART_S = 5.0
 
@@ -91,9 +93,10 @@ class Round:
 
     def publish(self, message: Message) -> None:
         """Replace this node's message: to the leader, or, from the leader, to all."""
-        self._message = message
+        before, self._message = self._message, message
+        is_news = any(before.get(name) != message[name] for name in message if name not in _EACH_BEAT)
         if self._heartbeat is not None:
-            self._heartbeat.publish(message)
+            self._heartbeat.publish(message, hurry=is_news)
 
     def message_of(self, place: int) -> Message:
         """Return the last message of another node; empty: none yet."""
@@ -104,6 +107,13 @@ class Round:
         """Return for how many seconds another node has written nothing new."""
         assert self._heartbeat is not None, "there is another node"
         return self._heartbeat.silent_s(self._slots[place])
+
+    def wait(self, within_s: float) -> None:
+        """Wait until this node has read something new, so long at most."""
+        if self._heartbeat is None:
+            time.sleep(within_s)
+        else:
+            self._heartbeat.wait_for_news(within_s)
 
     def announce(self, subject: str, message: Message) -> None:
         """Announce something to all nodes, as the leader; the last message of a subject stands."""
