@@ -87,7 +87,8 @@ class Fleet:
 
     def listen(self, seconds: float) -> list[Message]:
         """Return what the nodes tell in so many seconds."""
-        deadline, found = time.monotonic() + seconds, []
+        deadline = time.monotonic() + seconds
+        found: list[Message] = []
         while (left_s := deadline - time.monotonic()) > 0:
             found += self.messages(left_s)
         return found
@@ -159,10 +160,10 @@ def _fork_server(address: str) -> int:
     if not pid:
         try:
             die_with_parent(os.getppid())
-            serve_rendezvous(address, threading.Event(), lambda: os.write(says, b"!") and None)
+            serve_rendezvous(address, threading.Event(), lambda: os.close(says))
         finally:
             os._exit(1)
     os.close(says)
-    assert os.read(ready, 1), "the rendezvous is served"
+    os.read(ready, 1)  # which ends once the child has closed its side
     os.close(ready)
     return pid

@@ -1,10 +1,12 @@
-"""The job that a fleet recovers, and the real training that commits its checkpoint: `python -m benchmarks.control_lab.job SPEC`."""
+"""The job that a fleet recovers, and the real training that commits its checkpoint before, in a process apart."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
+from contextlib import suppress
 from math import lcm
 from pathlib import Path
 from typing import Any
@@ -17,12 +19,17 @@ from dlac_pipeline.recover.supervise import Supervisor
 from dlac_pipeline.spec import JobSpec, parse_spec
 
 _SCRIPT = Path(__file__).parents[1] / "programs" / "control_rank.py"
+_APART = (sys.executable, "-m", "benchmarks.control_lab.job")
 _ROWS = 2**20
 _KEY_GROUPS = 8
 
 
-def make_source(home: Path, catalog: str) -> None:
-    """Make a lakehouse with the table that is trained on."""
+def make_source_apart(home: Path, catalog: str) -> None:
+    """Make a lakehouse with the table that is trained on, in a process apart: this one is to have no threads of libraries."""
+    subprocess.run([*_APART, "source", str(home), catalog], check=True)
+
+
+def _make_source(home: Path, catalog: str) -> None:
     lakehouse = connect(LakehouseConfig(uri=catalog).at_home(home))
     lakehouse.create_namespace("src")
     table = pa.table({"x": pa.array(range(_ROWS), pa.int32())})
@@ -44,10 +51,16 @@ def job(home: Path, catalog: str, *, run: str, counts: list[int], launch: dict[s
 
 def commit_checkpoint(spec: JobSpec) -> list[str]:
     """Train in a process apart until a checkpoint is committed; return the modules that a supervisor had imported by then."""
-    command = [sys.executable, "-m", "benchmarks.control_lab.job", spec.model_dump_json()]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE)
+    done = subprocess.run([*_APART, "train", spec.model_dump_json()], check=True, stdout=subprocess.PIPE)
     modules: list[str] = json.loads(done.stdout.splitlines()[-1])
     return modules
+
+
+def import_all(modules: list[str]) -> None:
+    """Import what supervisors import, so that forked ones have it."""
+    for name in modules:
+        with suppress(ImportError):  # a module that only its own package can make
+            importlib.import_module(name)
 
 
 def _train(spec: JobSpec) -> None:
@@ -60,5 +73,8 @@ def _train(spec: JobSpec) -> None:
 
 
 if __name__ == "__main__":
-    _train(JobSpec.model_validate_json(sys.argv[1]))
-    print(json.dumps(sorted(name for name in sys.modules if name.partition(".")[0] != "__main__")))
+    if sys.argv[1] == "source":
+        _make_source(Path(sys.argv[2]), sys.argv[3])
+    else:
+        _train(JobSpec.model_validate_json(sys.argv[2]))
+        print(json.dumps(sorted(set(sys.modules) - {"__main__"})))

@@ -32,14 +32,26 @@ from dlac_pipeline.spec import JobSpec
 
 _PIPE_BUF = 4096
 """So much is written to a pipe at once, whoever else writes."""
-_TOLD = ("attempt", "step", "cause", "leader", "pids", "outcome", "total_s", "detect_s", "claim_s", "verify_s", "message")
+_TOLD = (
+    "attempt",
+    "step",
+    "cause",
+    "leader",
+    "pids",
+    "outcome",
+    "total_s",
+    "detect_s",
+    "claim_s",
+    "verify_s",
+    "message",
+)
 _BYTES = struct.Struct("@QQ")
 _SEGMENTS = struct.Struct("@II")
 _BYTES_AT, _SEGMENTS_AT, _INFO_BYTES = 120, 152, 192
 """Where tcp_info has the bytes that were sent and received, and the segments with data that were received and sent."""
 
 
-class CountedStore(TCPStore):  # type: ignore[misc]  # torch's is untyped
+class CountedStore(TCPStore):
     """PyTorch's store, which counts the operations of this process."""
 
     operations = 0
@@ -64,7 +76,7 @@ class CountedStore(TCPStore):  # type: ignore[misc]  # torch's is untyped
         return self._counted(super().multi_get, *args, **kwargs)
 
     def multi_set(self, *args: Any, **kwargs: Any) -> Any:  # noqa: D102  # as above
-        return self._counted(super().multi_set, *args, **kwargs)
+        return self._counted(super().multi_set, *args, **kwargs)  # type: ignore[misc]  # torch's declarations lack it
 
     def _counted(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         CountedStore.operations += 1
@@ -80,7 +92,7 @@ def run_node(number: int, spec: JobSpec, record: bytes, asked: int, told: int, l
     try:
         die_with_parent(os.getppid())
         _redirect(log)
-        endpoint.TCPStore = CountedStore  # type: ignore[misc]  # the client's side; the server is another process
+        vars(endpoint)["TCPStore"] = CountedStore  # the client's side; the server is another process
         port = int(spec.launch.rendezvous.rpartition(":")[2])
 
         def tell(message: dict[str, Any]) -> None:

@@ -150,7 +150,6 @@ class AllRanks:
             for rank, text in message["in_hand"].items():
                 in_hand_file(self.folder, int(rank)).write_text(text)
 
-
     def _note_progress(self, rank: int) -> None:
         found = read_progress(self.folder, rank)
         if found is not None:

@@ -65,7 +65,8 @@ class SealedStore:
     def publish_all(self, messages: Mapping[str, Message]) -> None:
         """Write many messages as `publish` does, with one question to the store."""
         keys = [self._key(name) for name in messages]
-        self._store.multi_set(keys, [self._seal(name, message) for name, message in messages.items()])
+        sealed = [self._seal(name, message) for name, message in messages.items()]
+        self._store.multi_set(keys, sealed)  # type: ignore[attr-defined]  # torch's declarations lack it
 
     def replace(self, name: str, found: Sealed, message: Message) -> Sealed:
         """Write a message if `found` is still what is stored; return what is stored then."""
