@@ -18,6 +18,8 @@ KILLED = {LEADER: 1, ONE: 1, EIGHT: 8, RACK: 32}
 """Number of nodes that a scenario kills."""
 _START_S = 300.0
 _RECOVER_S = 300.0
+_SETTLE_S = 6.0
+"""Until nodes are as quiet as in the middle of a training."""
 _IDLE_S = 6.0
 
 
@@ -64,6 +66,7 @@ def recover(spec: JobSpec, home: Path, *, nodes: int, scenario: str) -> Recovery
         started = _resumed(fleet, after=0, within_s=_START_S)
         start_s = max(each["at"] for each in started.values()) - began
         attempt = max(each["attempt"] for each in started.values())
+        fleet.listen(_SETTLE_S)
         idle = _idle(fleet, leader=_leader(started))
         before, server_before = fleet.counts(), _processor_s(fleet.server_pid)
         at = fleet.kill(_doomed(fleet, scenario, _leader(started)))

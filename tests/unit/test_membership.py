@@ -165,6 +165,75 @@ def test_survivor_leads_next_round(start: Callable[..., NodeHeartbeat]) -> None:
     assert ([member.slot for member in plan.members], survivor.leads) == ([survivor.slot], True)
 
 
+def test_members_read_own_part(start: Callable[..., NodeHeartbeat], store: TCPStore) -> None:
+    """A node that is led knows the leader and itself. Once it leads, it waits for the other members of the last round."""
+    settings = launch("1:3", timeout_s=3600)
+    beats = [start(settings, batch_size=6) for _ in range(3)]
+    for beat in beats:
+        beat.seek(offer("a"))
+    assert {plan_of(beat).number for beat in beats} == {1}
+    leader = next(beat for beat in beats if beat.leads)
+    (heir, rest) = (beat for beat in beats if beat is not leader)
+    for led in (heir, rest):
+        plan = plan_of(led)
+        assert [member.slot for member in plan.members] == [leader.slot, led.slot]
+        assert (plan.nodes, plan.world_size, plan.share(plan.members[1].place).ranks) == (3, 3, 1)
+    assert plan_of(leader).is_whole
+    leader.close(leaves=True)
+    wait_until(lambda: heir.lost(leader.slot), what="the leader's departure")
+    heir.end_round()
+    heir.seek(offer("a", attempt=1))
+    wait_until(lambda: heir.leads, what="the lease")
+    time.sleep(2 * settings.last_call_s)
+    assert heir.plan is None, "a member that still ends its ranks is waited for"
+    rest.end_round()
+    rest.seek(offer("a", attempt=1))
+    assert plan_of(heir).nodes == 2
+
+
+def test_lost_part_is_read_from_plan(start: Callable[..., NodeHeartbeat], store: TCPStore) -> None:
+    """A member whose part of the plan a stranger deletes reads the whole plan."""
+    settings = launch("2", timeout_s=3600)
+    beats = [start(settings, batch_size=2) for _ in range(2)]
+    stranger = TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)
+    over = threading.Event()
+
+    def strike() -> None:
+        while not over.is_set():
+            for beat in beats:
+                stranger.delete_key(f"dlac/r/member/{beat.slot}")
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(strike)
+        try:
+            for beat in beats:
+                beat.seek(offer("a"))
+            assert [plan_of(beat).nodes for beat in beats] == [2, 2]
+        finally:
+            over.set()
+
+
+def test_training_node_beats_seldom(start: Callable[..., NodeHeartbeat]) -> None:
+    """A node that trains reads the store less often than the leader, and at once when it has news."""
+    settings = launch("2", timeout_s=60)
+    beats = [start(settings, batch_size=2) for _ in range(2)]
+    for beat in beats:
+        beat.seek(offer("a"))
+    assert all(plan_of(beat) for beat in beats)
+    leader, led = beats if beats[0].leads else reversed(beats)
+    leader.announce("resume", {"step": 7})
+    wait_until(lambda: led.announced("resume") is not None, what="the announcement")
+
+    def looks() -> tuple[int, int]:
+        before = leader.looks, led.looks
+        wait_until(lambda: leader.looks >= before[0] + 8, what="two seconds of beats")
+        return leader.looks - before[0], led.looks - before[1]
+
+    wait_until(lambda: (each := looks())[1] <= each[0] / 2, what="rare beats")
+    led.publish({"failures": ["rank 1"]}, hurry=True)
+    wait_until(lambda: bool(leader.message_of(led.slot).get("failures")), what="the news")
+
+
 def test_departure_needs_no_timeout(start: Callable[..., NodeHeartbeat]) -> None:
     """A leader that leaves gives its lease back, and a node that leaves is lost at once."""
     settings = launch("1:3", timeout_s=3600)

@@ -102,7 +102,7 @@ def test_stranger_writes_in_vain(tmp_path: Path) -> None:
         beat.seek(Offer(host=f"host-{place}", address="127.0.0.1", ranks=1))
 
     def together() -> bool:
-        for name in ("lease", "slots", "node/1", "node/2", "round/1/1", "round/1/2"):
+        for name in ("lease", "slots", "node/1", "node/2", "member/1", "member/2", "round/1/1", "round/1/2"):
             stranger.set(f"dlac/r/{name}", strike)
             stranger.delete_key(f"dlac/r/{name}")
         time.sleep(1.5)  # a flood would keep the nodes apart
