@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 
-from dlac_pipeline.elastic.rank_assignment import Offer, RoundPlan, assign_ranks, usable_ranks
+from dlac_pipeline.elastic.plan_records import name_of_plan, publish_parts, read_part, read_plan
+from dlac_pipeline.elastic.rank_assignment import Offer, RoundPlan, assign_ranks, refuse_other_jobs, usable_ranks
 from dlac_pipeline.elastic.sealed_store import Message, Sealed, SealedStore
 from dlac_pipeline.launch_spec import LaunchSpec
 from dlac_pipeline.ranks.addresses import free_port
@@ -419,7 +419,7 @@ class NodeHeartbeat:
             if self._plan is None:
                 return {}
             members = {self._slot: self._plan.members[0].offer}
-            return _refuse({**self._offers, **members}, self._slot, stay=[self._slot])
+            return refuse_other_jobs({**self._offers, **members}, self._slot, stay=[self._slot])
 
     def _publish(self, name: str, message: Message) -> None:
         self._published[name] = message
@@ -500,7 +500,7 @@ class NodeHeartbeat:
         with self._lock:
             offers = {**self._offers, self._slot: mine}
             busy = [slot for slot in before if slot not in offers and slot in self._peers and not self.lost(slot)]
-        refused = _refuse(offers, self._slot, stay=before)
+        refused = refuse_other_jobs(offers, self._slot, stay=before)
         offers = {slot: offer for slot, offer in offers.items() if slot not in refused.get("slots", ())}
         said: Message = {"training": False, "ready": len(offers), "message": {}, "refused": refused}
         if self._slot not in offers or not self._is_time(len(offers), busy=bool(busy)):
@@ -513,11 +513,8 @@ class NodeHeartbeat:
         )
         plan = RoundPlan.form(members, number=lease["round"] + 1, port=free_port())
         self._published = {}
-        self._publish(f"round/{plan.number}/{self._slot}", plan.message())
-        mine_of = {"formed_by": self._slot}
-        self._store.publish_all(
-            {f"member/{member.slot}": mine_of | plan.part(member.place).message() for member in members}
-        )
+        self._publish(name_of_plan(plan.number, self._slot), plan.message())
+        publish_parts(self._store, plan, formed_by=self._slot)
         return {**said, "round": plan.number, "formed_by": self._slot, "announced": {}, "training": True}
 
     def _is_time(self, ready: int, *, busy: bool) -> bool:
@@ -539,7 +536,7 @@ class NodeHeartbeat:
         if plan is None or plan.number != lease["round"]:
             return []
         if not plan.is_whole:
-            plan = self._read_plan(plan.number, lease["formed_by"]) or plan
+            plan = read_plan(self._store, number=plan.number, formed_by=lease["formed_by"]) or plan
             with self._lock:
                 self._plan = plan
         return [member.slot for member in plan.members]
@@ -551,7 +548,9 @@ class NodeHeartbeat:
             known = 0 if self._plan is None else self._plan.number
             if not number or number == known or self._in_round:
                 return  # `cut_off` reports that the others went on
-        plan = self._read_part(number, formed_by) or self._read_plan(number, formed_by)
+        is_own = formed_by == self._slot
+        part = None if is_own else read_part(self._store, self._slot, number=number, formed_by=formed_by)
+        plan = part or read_plan(self._store, number=number, formed_by=formed_by)
         if plan is None:
             return
         with self._lock:
@@ -561,18 +560,6 @@ class NodeHeartbeat:
                 now = self._now()
                 for member in plan.members:
                     self._peers.setdefault(member.slot, _Peer()).heard_at = now
-
-    def _read_part(self, number: int, formed_by: int) -> RoundPlan | None:
-        """Read this node's part of a round's plan; None: the node leads, is no member, or a stranger overwrote the part."""
-        message = None if formed_by == self._slot else self._store.read(f"member/{self._slot}").message
-        if message is None or (message["number"], message.pop("formed_by")) != (number, formed_by):
-            return None
-        return RoundPlan.of(message)
-
-    def _read_plan(self, number: int, formed_by: int) -> RoundPlan | None:
-        """Read all of a round's plan."""
-        message = self._store.read(f"round/{number}/{formed_by}").message
-        return None if message is None else RoundPlan.of(message)
 
     def _read_announcements(self) -> None:
         with self._lock:
@@ -609,19 +596,4 @@ class NodeHeartbeat:
 
 
 def _announcement(lease: Message, subject: str, version: int) -> str:
-    return f"round/{lease['round']}/{lease['formed_by']}/{subject}/{version}"
-
-
-def _refuse(offers: Mapping[int, Offer], mine: int, *, stay: Collection[int]) -> Message:
-    """Return the slots of nodes that would train another job, and why they are refused; empty: all would train the same.
-
-    Before the first round all are refused, for it is not known whose job is meant.
-    """
-    other = [slot for slot, offer in offers.items() if offer.config != offers[mine].config]
-    if not other:
-        return {}
-    hosts = ", ".join(offers[slot].host for slot in other)
-    return {
-        "slots": other if stay else [*offers],
-        "why": f"found another one on {hosts} than on {offers[mine].host}",
-    }
+    return f"{name_of_plan(lease['round'], lease['formed_by'])}/{subject}/{version}"

@@ -126,3 +126,18 @@ def assign_ranks(
             members.append(member)
         first, left = first + ranks, left - ranks
     return tuple(members)
+
+
+def refuse_other_jobs(offers: Mapping[int, Offer], mine: int, *, stay: Collection[int]) -> dict[str, Any]:
+    """Return the slots of nodes that would train another job, and why they are refused; empty: all would train the same.
+
+    Before the first round all are refused, for it is not known whose job is meant.
+    """
+    other = [slot for slot, offer in offers.items() if offer.config != offers[mine].config]
+    if not other:
+        return {}
+    hosts = ", ".join(offers[slot].host for slot in other)
+    return {
+        "slots": other if stay else [*offers],
+        "why": f"found another one on {hosts} than on {offers[mine].host}",
+    }
