@@ -141,6 +141,8 @@ def _figures(each: Recovery) -> dict[str, Figure]:
         f"{key}_store_cpu": Figure(value=each.server_cpu_s, unit="s of the store"),
         f"{key}_memory": Figure(value=each.memory_mb, unit="MiB of all supervisors"),
         f"{key}_leader_cpu": Figure(value=_cpu_s(each.leader), unit="s"),
+        f"{key}_leader_cpu_since_noticed": Figure(value=each.leader_busy_s, unit="s"),
+        f"{key}_store_cpu_since_noticed": Figure(value=each.server_busy_s, unit="s"),
         f"{key}_node_cpu": Figure(value=_cpu_s(each.others), unit="s, median"),
         f"{key}_node_cpu_most": Figure(value=_cpu_s(each.most), unit="s"),
         f"{key}_node_cpu_while_training": Figure(value=1e3 * each.idle["cpu_s"], unit="ms per second"),

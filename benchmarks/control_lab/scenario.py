@@ -51,8 +51,12 @@ class Recovery:
     """What one of the other nodes used, the median."""
     most: Mapping[str, float]
     """The same of the one that used most."""
+    leader_busy_s: float
+    """Processor time of that node since it knew of the loss: what came before is in the time-out."""
     server_cpu_s: float
     """Processor time of the store's process from the kill until the end."""
+    server_busy_s: float
+    """The same since the loss was known."""
     attempts: int
     """Attempts that it took: 1, unless one failed on the way."""
     memory_mb: float
@@ -72,11 +76,12 @@ def recover(spec: JobSpec, home: Path, *, nodes: int, scenario: str) -> Recovery
         at = fleet.kill(_doomed(fleet, scenario, _leader(started)))
         failures: list[Message] = []
         resumed = _resumed(fleet, after=attempt, within_s=_RECOVER_S, failures=failures)
-        server_cpu_s = _processor_s(fleet.server_pid) - server_before
+        server_cpu_s = _processor_s(fleet.server_pid)
         memory_mb = fleet.memory_bytes / 2**20
         leader = _leader(resumed)
         used = {number: _less(resumed[number], before[number]) for number in fleet.alive}
         points = {number: _point_of(home, number) for number in fleet.alive}
+    noticed = next(each for each in failures if each["node"] == leader)
     others = [each for number, each in used.items() if number != leader]
     said = json.loads(points[leader].read_bytes())
     return Recovery(
@@ -84,7 +89,7 @@ def recover(spec: JobSpec, home: Path, *, nodes: int, scenario: str) -> Recovery
         scenario=scenario,
         start_s=start_s,
         idle=idle,
-        noticed_s=min(each["at"] for each in failures) - at,
+        noticed_s=failures[0]["at"] - at,
         formed_s=(points[leader].parent / "spec.json").stat().st_mtime - at,
         claim_s=said["claim_s"],
         verify_s=said["verify_s"],
@@ -94,7 +99,9 @@ def recover(spec: JobSpec, home: Path, *, nodes: int, scenario: str) -> Recovery
         leader=used[leader],
         others={name: median(each[name] for each in others) for name in COUNTED},
         most={name: max(each[name] for each in others) for name in COUNTED},
-        server_cpu_s=server_cpu_s,
+        leader_busy_s=resumed[leader]["cpu_s"] - noticed["cpu_s"],
+        server_cpu_s=server_cpu_s - server_before,
+        server_busy_s=server_cpu_s - failures[0]["server_cpu_s"],
         attempts=said["attempt"] - attempt,
         memory_mb=memory_mb,
     )
@@ -106,7 +113,7 @@ def _resumed(fleet: Fleet, *, after: int, within_s: float, failures: list[Messag
 
     def done(message: Message) -> bool:
         if message["event"] == "failure" and failures is not None:
-            failures.append(message)
+            failures.append({**message, "server_cpu_s": _processor_s(fleet.server_pid)})
         if message["event"] == "attempt" and message["attempt"] > after:
             found[message["node"]] = message
         return set(found) >= set(fleet.alive) and len({found[each]["attempt"] for each in fleet.alive}) == 1
