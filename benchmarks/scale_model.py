@@ -1,14 +1,20 @@
-"""Recovery at 8 to 4,096 nodes, from measured parts: `python -m benchmarks.scale_model [--quick]`.
+"""Recovery at 8 to 4,096 nodes, from measured parts: `python -m benchmarks.scale_model [--quick] [--control FILE]`.
 
-A model, not a measurement: nobody here has 256 nodes. Each part of a recovery is measured on this machine with the product's
-own code, in the same run, and put together by stated assumptions. What grows with nodes or ranks (meeting again, process
-groups, votes) is measured with 2 to 32 processes; beyond that everything is extrapolated by the curve a + b n + c n^2 (none of
-them negative) through the medians, and called so. A second of a process's processor time counts as a second, for a node has
-processors of its own, and two cores for 32 processes say nothing else; the store through which all talk is one thread, whose
-time is added. `--quick`: up to 8 processes, smaller files.
+A model, not a measurement. Each part of a recovery is measured on this machine with the product's own code and put together by
+stated assumptions. What grows with nodes or ranks is extrapolated by the curve a + c n log2 n (neither negative) nearest to what
+was measured:
+
+- coordination: processor time of the leader and of the store since the loss is known, in recoveries of real supervisors
+  (`benchmarks/control_plane.py`); FILE has what that printed, without it 8 and 32 nodes are measured;
+- process groups and votes: 2 to 32 processes. Beside it stands Gloo's own start-up as published: 18, 25 and 85 s at 2,048,
+  4,096 and 8,192 ranks (pull request 408 of Gloo), as c n log2 n.
+
+A second of a process's processor time counts as a second, for a node has processors of its own. `--quick`: up to 8 processes,
+smaller files.
 
 `a_rank_dies`: a rank is killed, all nodes are there again. `a_node_is_lost`: the others wait until it counts as lost, and then
-for a last call; the state's conversion to fewer ranks is not in it.
+for a last call; the state's conversion to fewer ranks is not in it. `resume_point`: until all nodes have the verified resume
+point. `first_step`: until the first step, with process groups as measured here; `first_step_gloo`: as Gloo published them.
 """
 
 from __future__ import annotations
@@ -17,27 +23,31 @@ import json
 import os
 import random
 import statistics
-import sys
 import tempfile
 import time
+from argparse import ArgumentParser
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import combinations
 from math import log2
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from benchmarks.control_lab.scenario import ONE
+from benchmarks.control_plane import figures_of, lakehouse, measure
 from benchmarks.figures import Figure, report
-from benchmarks.programs.scale_processes import Together, gathered, joined
+from benchmarks.programs.scale_processes import Together, joined
 from benchmarks.recovery import campaign
 from dlac_pipeline.checkpoint.files import StoreFiles, file_digest
 from dlac_pipeline.checkpoint.manifest import FileEntry, verify_entries
 from dlac_pipeline.launch_spec import LaunchSpec
 
 _NODES = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
-_BAR_NODES, _BAR_S = 256, 45
+_BARS_S = {256: 45, 4096: 60}
+_CONTROL_NODES = (8, 32)
+_GLOO_S = {2048: 18.0, 4096: 25.0, 8192: 85.0}
+"""Seconds in which Gloo starts so many ranks, as its pull request 408 says."""
 _REPEATS = 3
 Curve = Callable[[float], float]
 
@@ -70,7 +80,7 @@ SAID = (
     "all ranks at once as it answers two, and the model's first step is as short",
     "host names resolve at once: torch looks up the name of every peer when it connects, and a resolver that drops bursts costs "
     "5 s (found here with 20 processes and more: measured_store_connect, not in the model)",
-    "the curve measured from 2 to 32 processes goes on",
+    "the curve a + c n log2 n goes on: coordination beyond 256 nodes, process groups and votes beyond 32 processes",
 )
 
 
@@ -84,19 +94,25 @@ class Measured:
     file_s: float
     """Of a file, whatever is in it."""
     load_rate: float
-    gather: Curve
-    """Of the nodes: to meet again."""
+    coordinate: Curve
+    """Of the nodes: to agree on the next round, its resume point and the start of ranks, without time-outs."""
     group: Curve
     """Of the ranks: to make a process group."""
+    gloo: Curve
+    """The same, as Gloo published it."""
     vote: Curve
     """Of the ranks: a vote up and the decision down."""
 
 
 def main() -> None:
     """Measure the parts, put them together, and report."""
-    quick = "--quick" in sys.argv[1:]
+    options = ArgumentParser()
+    options.add_argument("--quick", action="store_true")
+    options.add_argument("--control", type=Path, help="what benchmarks.control_plane printed")
+    chosen = options.parse_args()
+    quick = chosen.quick
+    control = _control_plane() if chosen.control is None else _printed(chosen.control)
     counts = (2, 4, 8) if quick else (2, 4, 8, 16, 32)
-    meetings = {count: _medians([gathered(count)["again"] for _ in range(_REPEATS)]) for count in counts}
     joins = {count: [joined(count, lazily=True) for _ in range(_REPEATS)] for count in counts}
     eager = {count: _medians([joined(count, lazily=False)["group"] for _ in range(_REPEATS)]) for count in counts}
     groups = {count: _medians([each["group"] for each in runs]) for count, runs in joins.items()}
@@ -112,44 +128,44 @@ def main() -> None:
         verify_rate=verify_rate,
         file_s=file_s,
         load_rate=load_rate,
-        gather=_meeting(meetings),
+        coordinate=_coordinating(control),
         group=_grows(groups),
+        gloo=_proportional(_GLOO_S),
         vote=_voting(votes),
     )
     figures = {f"assumed_{name}": Figure(value=value, unit=unit) for name, (value, unit) in ASSUMED.items()}
     figures |= _measured_figures(parts)
-    for name, measured in (("gather", meetings), ("group", groups), ("group_by_default", eager), ("vote", votes)):
+    for name, measured in (("group", groups), ("group_by_default", eager), ("vote", votes)):
         figures |= _grown(name, measured)
-    figures[f"groups_by_default_{_BAR_NODES}"] = Figure(
-        value=GROUPS * _grows(eager)(RANKS_PER_NODE * _BAR_NODES), unit="s, extrapolated, not in the model"
-    )
+    for nodes, each in control.items():
+        figures |= {f"measured_{name}_{nodes}_nodes": Figure(value=value, unit="s") for name, value in each.items()}
+    for ranks, seconds in _GLOO_S.items():
+        figures[f"gloo_published_{ranks}"] = Figure(value=seconds, unit="s")
+        figures[f"gloo_fitted_{ranks}"] = Figure(value=parts.gloo(ranks), unit="s")
     figures["measured_store_connect"] = Figure(
         value=max(each["connect"].wall_s for each in joins[counts[-1]]),
         unit=f"s, {counts[-1]} processes at once, worst",
     )
-    report("scale_model", figures | _modelled(parts, counts[-1]))
+    report("scale_model", figures | _modelled(parts))
 
 
-def _modelled(parts: Measured, most: int) -> dict[str, Figure]:
-    """Both recoveries at every size, and at the one with a bar what the first consists of."""
+def _modelled(parts: Measured) -> dict[str, Figure]:
+    """Both recoveries at every size, and at those with a bar what they consist of."""
     launch = LaunchSpec(script="")
+    timeouts_s = launch.node_timeout_s + launch.last_call_s
     found = {}
     for nodes in _NODES:
-        unit = "s" if RANKS_PER_NODE * nodes <= most else "s, extrapolated"
+        bar = f"<= {_BARS_S[nodes]}" if nodes in _BARS_S else None
         phases = phases_at(parts, nodes)
-        total = sum(phases.values())
-        bar = f"<= {_BAR_S}" if nodes == _BAR_NODES else None
-        found[f"a_rank_dies_{nodes}"] = Figure(value=total, unit=unit, bar=bar)
-        lost = total - phases["detect"] + launch.node_timeout_s + launch.last_call_s
-        found[f"a_node_is_lost_{nodes}"] = Figure(value=lost, unit=unit, bar=bar)
-        if nodes == _BAR_NODES:
-            found |= {f"{name}_{nodes}": Figure(value=value, unit=unit) for name, value in phases.items()}
-            read_s = PARAMETERS * BYTES_PER_PARAMETER / (parts.verify_rate * nodes)
-            left_s = _BAR_S - total + read_s + phases["load"] - parts.fixed["load_s"]
-            per_byte = 1 / (parts.verify_rate * nodes) + 1 / (parts.load_rate * RANKS_PER_NODE * nodes)
-            found[f"largest_checkpoint_within_{_BAR_S}_s_{nodes}"] = Figure(
-                value=max(0.0, left_s) / per_byte / 1e9, unit="GB, extrapolated"
-            )
+        to_point = phases["coordinate"] + phases["verify"]
+        to_step = to_point + sum(phases[name] for name in ("groups", "load", "votes", "first_step"))
+        with_gloo = to_step - phases["groups"] + phases["groups_gloo"]
+        for name, total in (("resume_point", to_point), ("first_step", to_step), ("first_step_gloo", with_gloo)):
+            lost, dies = f"a_node_is_lost_{name}_{nodes}", f"a_rank_dies_{name}_{nodes}"
+            found[lost] = Figure(value=total + timeouts_s, unit="s, modelled", bar=bar)
+            found[dies] = Figure(value=total + phases["detect"], unit="s, modelled", bar=bar)
+        if nodes in _BARS_S:
+            found |= {f"{name}_{nodes}": Figure(value=value, unit="s, modelled") for name, value in phases.items()}
     return found
 
 
@@ -159,12 +175,12 @@ def phases_at(parts: Measured, nodes: int) -> dict[str, float]:
     size = PARAMETERS * BYTES_PER_PARAMETER
     return {
         "detect": parts.fixed["detect_s"],
-        "stop": parts.fixed["stop_s"],
-        "gather": parts.gather(nodes),
-        "claim": parts.fixed["claim_s"],
+        "coordinate": parts.coordinate(nodes),
         "verify": (size / parts.verify_rate + ASSUMED["files_per_rank"][0] * ranks * parts.file_s) / nodes
         + ASSUMED["told_and_answered"][0],
         "groups": GROUPS * parts.group(ranks),
+        "groups_gloo": parts.gloo(ranks),
+        "groups_gloo_of_a_rank_per_node": parts.gloo(nodes),
         "load": parts.fixed["load_s"] + size / ranks / parts.load_rate,
         "votes": VOTES * parts.vote(ranks),
         "first_step": parts.fixed["first_step_s"],
@@ -191,14 +207,33 @@ def _grown(name: str, measured: dict[int, Together]) -> dict[str, Figure]:
     return found
 
 
-def _meeting(measured: dict[int, Together]) -> Curve:
-    """Waits between two looks, as the slowest meeting had them, and what all do through the store on top.
+def _control_plane() -> dict[int, dict[str, float]]:
+    """Measure recoveries of real supervisors."""
+    with lakehouse() as (home, catalog):
+        found = [measure(home, catalog, nodes=nodes, scenario=ONE) for nodes in _CONTROL_NODES]
+    return _points({name: {"value": figure.value} for name, figure in figures_of(found).items()})
 
-    A node reads what each other one said, twice, a request at a time.
-    """
-    waits_s = max(each.wall_s for each in measured.values())
-    work = _grows(measured)
-    return lambda nodes: waits_s + work(nodes) + 4 * nodes * ROUND_TRIP_S
+
+def _printed(file: Path) -> dict[int, dict[str, float]]:
+    """Read recoveries of real supervisors that another program measured."""
+    return _points(json.loads(file.read_text().splitlines()[-1])["figures"])
+
+
+def _points(figures: Mapping[str, Mapping[str, float]]) -> dict[int, dict[str, float]]:
+    """Return what a recovery from the loss of one node took, by the number of nodes."""
+    sizes = sorted(int(name.split("_")[1]) for name in figures if name.startswith(f"{ONE}_") and name.endswith("_wall"))
+    names = ("beyond_timeouts", "leader_cpu_since_noticed", "store_cpu_since_noticed")
+    return {nodes: {name: figures[f"{ONE}_{nodes}_{name}"]["value"] for name in names} for nodes in sizes}
+
+
+def _coordinating(measured: Mapping[int, Mapping[str, float]]) -> Curve:
+    """Time of the smallest fleet, in which little waits for a processor, and what leader and store work more for more nodes."""
+    busy = {
+        nodes: each["leader_cpu_since_noticed"] + each["store_cpu_since_noticed"] for nodes, each in measured.items()
+    }
+    work = _curve(busy)
+    least = min(measured)
+    return lambda nodes: measured[least]["beyond_timeouts"] + max(0.0, work(nodes) - work(least))
 
 
 def _voting(measured: dict[int, Together]) -> Curve:
@@ -215,17 +250,23 @@ def _grows(measured: dict[int, Together]) -> Curve:
     return lambda count: process(count) + server(count)
 
 
-def _curve(measured: dict[int, float]) -> Curve:
-    """The curve a + b n + c n^2 without negative parts that is nearest to what was measured."""
+def _curve(measured: Mapping[int, float]) -> Curve:
+    """The curve a + c n log2 n without negative parts that is nearest to what was measured."""
     counts, seconds = np.array([*measured], dtype=float), np.array([*measured.values()])
-    fits = []
-    for powers in (chosen for size in (1, 2, 3) for chosen in combinations((0, 1, 2), size)):
-        basis = counts[:, None] ** np.array(powers)
-        factors = np.linalg.lstsq(basis, seconds, rcond=None)[0]
-        if (factors >= 0).all():
-            fits.append((float(((basis @ factors - seconds) ** 2).sum()), powers, factors))
-    _, powers, factors = min(fits, key=lambda fit: fit[0])
-    return lambda count: float(sum(factor * count**power for power, factor in zip(powers, factors, strict=True)))
+    basis = np.stack([np.ones_like(counts), counts * np.log2(counts)], axis=1)
+    constant, factor = np.linalg.lstsq(basis, seconds, rcond=None)[0]
+    if factor < 0:
+        constant, factor = float(seconds.mean()), 0.0
+    if constant < 0:
+        return _proportional(measured)
+    return lambda count: float(constant + factor * count * log2(count))
+
+
+def _proportional(measured: Mapping[int, float]) -> Curve:
+    """The curve c n log2 n that is nearest to what was measured."""
+    basis = np.array([count * log2(count) for count in measured])
+    factor = float(basis @ np.array([*measured.values()]) / (basis @ basis))
+    return lambda count: factor * count * log2(count)
 
 
 def _medians(runs: list[Together]) -> Together:

@@ -25,10 +25,11 @@ needs_postgres = [
 
 
 @contextmanager
-def postgres(*, listens: str = "", under: Sequence[str] = ()) -> Iterator[str]:
+def postgres(*, listens: str = "", under: Sequence[str] = (), connections: int = 100) -> Iterator[str]:
     """A PostgreSQL server on a socket in a folder of its own; gives an address in SQLAlchemy's form.
 
-    `listens`: an IP address on whose network everybody is let in as well; `under`: a command that runs another one in its place.
+    `listens`: an IP address on whose network everybody is let in as well; `under`: a command that runs another one in its place;
+    `connections`: how many clients there may be at once.
     """
     user = pwd.getpwnam("nobody") if os.getuid() == 0 else pwd.getpwuid(os.getuid())  # it refuses to run as root
     folder = Path(tempfile.mkdtemp(prefix="dlac-postgres-"))
@@ -43,6 +44,7 @@ def postgres(*, listens: str = "", under: Sequence[str] = ()) -> Iterator[str]:
                 stream.write(f"host all all {listens}/24 trust\n")
             under = [*under, "setpriv", f"--reuid={user.pw_uid}", f"--regid={user.pw_gid}", "--clear-groups"]
         settings = ["-k", str(folder), "-c", f"listen_addresses={listens}", "-c", "fsync=off"]
+        settings += ["-c", f"max_connections={connections}"]
         command = [*under, "postgres", "-D", data, *settings]
         options = {"cwd": folder} if under else who
         with subprocess.Popen(command, stderr=subprocess.DEVNULL, **options) as server:

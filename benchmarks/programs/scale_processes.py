@@ -1,6 +1,6 @@
-"""What benchmarks/scale_model.py measures with many processes: nodes that meet, ranks that join, votes.
+"""What benchmarks/scale_model.py measures with many processes: ranks that join, and votes.
 
-Every process stands for a node, or a rank, with a processor of its own: what counts is the processor time that it takes, not how
+Every process stands for a rank with a processor of its own: what counts is the processor time that it takes, not how
 long it waits for its turn on two cores. The store through which all talk is a process apart, whose one thread all of them share.
 """
 
@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.queues import SimpleQueue
@@ -22,11 +21,8 @@ import torch
 import torch.distributed as dist
 
 from dlac_pipeline.checkpoint.tree import RankTree
-from dlac_pipeline.elastic.membership import Membership
-from dlac_pipeline.elastic.sealed_store import KEY_VARIABLE
 from dlac_pipeline.ranks.addresses import free_port
 from dlac_pipeline.ranks.environment import GROUP_SETTINGS
-from dlac_pipeline.spec import parse_spec
 
 _FORK = multiprocessing.get_context("fork")  # torch is imported once
 _VOTE = b"v" * 2048
@@ -56,11 +52,6 @@ class Together:
     """Of the store's."""
 
 
-def gathered(nodes: int) -> dict[str, Together]:
-    """So many nodes meet, part, and meet again, as after a failure."""
-    return dict(zip(("first", "again"), _measured(nodes, _gather, parts=2), strict=True))
-
-
 def joined(ranks: int, *, lazily: bool) -> dict[str, Together]:
     """So many ranks connect to the store, make a process group, then another one, then vote.
 
@@ -71,32 +62,6 @@ def joined(ranks: int, *, lazily: bool) -> dict[str, Together]:
     if lazily:
         os.environ.update(GROUP_SETTINGS)
     return dict(zip(("connect", "first_group", "group", "vote"), _measured(ranks, _join, parts=4), strict=True))
-
-
-def _gather(number: int, count: int, port: int, barrier: Barrier) -> list[Part]:
-    spec = parse_spec(
-        {
-            "run": "scale",
-            "source": {"table": "src.rows", "columns": ["x"]},
-            "order": {"batch_size": 64, "key_groups": 64},
-            "launch": {
-                "script": "none.py",
-                "nodes": str(count),
-                "nproc_per_node": 1,
-                "rendezvous": f"127.0.0.1:{port}",
-            },
-        },
-        origin="the benchmark",
-    )
-    parts: list[Part] = []
-    os.environ[KEY_VARIABLE] = "the benchmark's nodes"
-    with closing(Membership.of_job(spec, ledger="benchmark")) as membership:
-        for attempt in (0, 1):
-            with _timed(barrier, parts):
-                round_ = membership.next_round(attempt, threading.Event(), lambda: None)
-            assert round_ is not None, "nothing stops it"
-            round_.__exit__(None, None, None)
-    return parts
 
 
 def _join(number: int, count: int, port: int, barrier: Barrier) -> list[Part]:

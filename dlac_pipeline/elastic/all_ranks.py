@@ -34,6 +34,11 @@ class AllRanks:
         self.kept_errors = own.kept_errors
         self._own = own
         self._round = round_
+        self._looks = -1
+        self._messages: dict[int, Message] = {}
+        """Of the other nodes by place, as of the last look at the store; so are lost nodes and their ranks' progress."""
+        self._lost_places: list[int] = []
+        self._progress: dict[int, Progress] = {}
         self._beats: dict[int, int] = {}
         self._later_s: dict[int, float] = {}
         self._records: dict[str, str] = {}
@@ -58,25 +63,26 @@ class AllRanks:
     @property
     def leaving(self) -> list[str]:
         """Host names of the other nodes that were asked to leave."""
-        asked = (place for place in self._round.others if self._round.message_of(place).get("asked") == LEAVE)
+        asked = (place for place, message in self._looked().items() if message.get("asked") == LEAVE)
         return [self._round.hosts[place] for place in asked]
 
     @property
     def asked_to_stop(self) -> bool:
         """Whether another node was asked to stop the run."""
-        return any(self._round.message_of(place).get("asked") == STOP for place in self._round.others)
+        return any(message.get("asked") == STOP for message in self._looked().values())
 
     def progress(self) -> list[Progress | None]:
         """Return the last heartbeat of each rank."""
-        for place in self._round.others:
-            self._copy(self._round.message_of(place), place)
-        return [read_progress(self.folder, rank) for rank in range(self._round.share.world_size)]
+        self._looked()
+        own = {rank: read_progress(self.folder, rank) for rank in self._own.ranks}
+        known = {**self._progress, **own}
+        return [known.get(rank) for rank in range(self._round.share.world_size)]
 
     def failures(self) -> list[Exit]:
         """Return the ranks that failed, once all nodes have reported: what broke here may have begun elsewhere."""
         found = [*self._lost(), *self._own.failures()]
-        for place in self._round.others:
-            found += [self._exit_of(failure, place) for failure in self._round.message_of(place).get("failures", ())]
+        for place, message in self._looked().items():
+            found += [self._exit_of(failure, place) for failure in message.get("failures", ())]
         if not found:
             return []
         if not self._asks:
@@ -86,19 +92,30 @@ class AllRanks:
 
     def all_exited(self) -> bool:
         """Return whether no rank is running."""
-        others = (self._round.message_of(place).get("exited", False) for place in self._round.others)
-        return self._own.all_exited() and all(others)
+        return self._own.all_exited() and all(message.get("exited", False) for message in self._looked().values())
 
     def last_words(self, rank: int) -> dict[str, str]:
         """Return where a rank's log is, and its last lines."""
         return self._own.last_words(rank) if rank in self._own.ranks else self._last_words.get(rank, {})
 
+    def _looked(self) -> dict[int, Message]:
+        """Return the last messages of the other nodes. They are gone through once for each look at the store: there are many."""
+        looks = self._round.looks
+        if looks != self._looks:
+            self._looks = looks
+            self._messages = {place: self._round.message_of(place) for place in self._round.others}
+            self._lost_places = self._round.lost()
+            for place, message in self._messages.items():
+                self._copy(message, place)
+        return self._messages
+
     def _lost(self) -> list[Exit]:
         """Return the first rank of each lost node; it precedes the failures that follow from it."""
         if self._round.cut_off:
             return [Exit(rank=0, code=1, kind=LOST, message="this node has lost the rendezvous", at=0.0)]
+        self._looked()
         found = []
-        for place in self._round.lost():
+        for place in self._lost_places:
             share, host = self._round.shares[place], self._round.hosts[place]
             silent_s = self._round.silent_s(place)
             which = f"node {host} ({share.ranks} ranks) gave no sign of life for {silent_s:.0f} s"
@@ -110,8 +127,8 @@ class AllRanks:
         """Return whether a node has not reported since something broke, and still may."""
         if self._round.cut_off:
             return False
-        lost = self._round.lost()
-        return any(not self._round.message_of(place).get(ANSWERS) for place in self._round.others if place not in lost)
+        lost = set(self._lost_places)
+        return any(not message.get(ANSWERS) for place, message in self._looked().items() if place not in lost)
 
     def _exit_of(self, failure: Message, place: int) -> Exit:
         self._last_words[failure["exit"]["rank"]] = failure["last_words"]
@@ -129,8 +146,14 @@ class AllRanks:
                 if self._records.get(rank) != record:
                     write_record(self.folder, int(rank), bytes.fromhex(record), later_s=later_s)
                     self._records[rank] = record
+                    self._note_progress(int(rank))
             for rank, text in message["in_hand"].items():
                 in_hand_file(self.folder, int(rank)).write_text(text)
+
+    def _note_progress(self, rank: int) -> None:
+        found = read_progress(self.folder, rank)
+        if found is not None:
+            self._progress[rank] = found
 
 
 def report_of(ranks: RankGroup, *, asked: str, answers: bool) -> Message:

@@ -6,6 +6,7 @@ records of all nodes. Any other node reads one record, the lease, and what that 
     slots               the last slot: each connection of a node takes the next one
     node/SLOT           a node's record: its offer while it waits for a round, its message to the leader during one
     lease               the leader's record: its slot, its round, its message to all, how the run has ended
+    member/SLOT         the part of the last round's plan that is for the node in SLOT
     round/N/SLOT        the plan of round N as the leader in SLOT formed it
     round/N/SLOT/...    what that leader announced
 
@@ -23,6 +24,7 @@ from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 
+from dlac_pipeline.elastic.plan_records import name_of_plan, publish_parts, read_part, read_plan
 from dlac_pipeline.elastic.rank_assignment import Offer, RoundPlan, assign_ranks, refuse_other_jobs, usable_ranks
 from dlac_pipeline.elastic.sealed_store import Message, Sealed, SealedStore
 from dlac_pipeline.launch_spec import LaunchSpec
@@ -30,14 +32,25 @@ from dlac_pipeline.ranks.addresses import free_port
 from dlac_pipeline.ranks.watched_time import watched_time
 
 _EVERY_S = 0.25
+"""Between two beats of a node that waits for a round or for the resume point, and of the node that leads."""
+_QUIET_S = 1.0
+"""Between two beats of another node while all train: it hurries if it has news."""
+_BRISK_FOR_S = 5.0
+"""Time after the last news in which a node beats as often as if it waited."""
+_LEADS_OFTEN = 256
+"""Nodes up to which the leader reads them all that often; of more it reads as many per second."""
 _LAST_TICK_S = 1.0
 _LEASE = "lease"
 _REPEAT = 16
 """Ticks after which a leader writes again what it announced: a stranger may have overwritten it."""
 _BUSY_MARGIN_S = 10.0
 """What nodes get on top of the time in which ranks leave, until a round is formed without them."""
+_SLOT_TRIES = 16
+"""Attempts at a slot in one tick: all nodes of a run may start at once."""
 _FORGET = 20
 """Time-outs of silence after which a node is read only now and then."""
+_NEWS = ("slot", "round", "announced", "message", "training", "ended")
+"""Parts of the lease whose change is news to the nodes that do not lead."""
 _NO_LEASE: Message = {
     "slot": 0,
     "id": "",
@@ -95,6 +108,7 @@ class NodeHeartbeat:
         """This node's record as it is stored."""
         self._beat = 0
         self._ticks = 0
+        self._looks = 0
         self._offer: Offer | None = None
         self._offers: dict[int, Offer] = {}
         """Of the nodes that wait, known to the leader."""
@@ -115,8 +129,10 @@ class NodeHeartbeat:
         self._peers: dict[int, _Peer] = {}
         self._enough_since: float | None = None
         self._leaves = False
+        self._brisk_until = self._now() + _BRISK_FOR_S
         self._closing = threading.Event()
         self._hurries = threading.Event()
+        self._has_news = threading.Event()
         self._lock = threading.RLock()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._thread.start()
@@ -154,6 +170,11 @@ class NodeHeartbeat:
         return self._ids
 
     @property
+    def looks(self) -> int:
+        """How often this node has read the store: what it knows of others changes with that alone."""
+        return self._looks
+
+    @property
     def others_train(self) -> bool:
         """Whether a live leader has a round without this node."""
         with self._lock:
@@ -172,6 +193,12 @@ class NodeHeartbeat:
         """Number of nodes that wait for a round, this one included, as far as it knows."""
         with self._lock:
             return max(1, int(self._lease.get("ready", 0)))
+
+    @property
+    def nodes_known(self) -> int:
+        """Number of nodes that wait for a round or took part in the last one, as far as this node knows."""
+        with self._lock:
+            return max(self.nodes_ready, 1 if self._plan is None else self._plan.nodes)
 
     @property
     def is_foreign(self) -> bool:
@@ -199,19 +226,26 @@ class NodeHeartbeat:
     def could_grow(self) -> bool:
         """Whether nodes wait with which there would be more ranks; known to the leader."""
         with self._lock:
-            if self._plan is None or not self._offers or len(self._plan.members) >= self._launch.max_nodes:
+            if self._plan is None or not self._offers or self._plan.nodes >= self._launch.max_nodes:
                 return False
-            room, config = self._launch.max_nodes - len(self._plan.members), self._plan.members[0].offer.config
+            room, config = self._launch.max_nodes - self._plan.nodes, self._plan.members[0].offer.config
             members = [member.slot for member in self._plan.members]
             others = {slot: offer for slot, offer in self._offers.items() if slot not in members}
             waiting = sorted((offer.ranks for offer in others.values() if offer.config == config), reverse=True)[:room]
             offered = sum(member.offer.ranks for member in self._plan.members) + sum(waiting)
             return usable_ranks(self._batch_size, offered) > self._plan.world_size
 
-    def publish(self, message: Message) -> None:
-        """Replace this node's message: to the leader, or, from the leader, to all."""
+    def publish(self, message: Message, *, hurry: bool = False) -> None:
+        """Replace this node's message: to the leader, or, from the leader, to all; without `hurry` with the next beat."""
         with self._lock:
             self._message = message
+        if hurry:
+            self._hurries.set()
+
+    def wait_for_news(self, within_s: float) -> None:
+        """Wait until the lease has something new for this node, so long at most."""
+        self._has_news.wait(within_s)
+        self._has_news.clear()
 
     def announce(self, subject: str, message: Message) -> None:
         """Announce something to all members of the round; the last message of a subject stands."""
@@ -292,11 +326,25 @@ class NodeHeartbeat:
                 self._tick()
                 with self._lock:
                     self._spoke_at = self._now()
-            self._hurries.wait(_EVERY_S)
+                    self._looks += 1
+            self._hurries.wait(self._pause_s())
         if self._leaves and self._slot:
             with suppress(RuntimeError, OSError):
                 self._tick()
                 self._depart()
+
+    def _pause_s(self) -> float:
+        """Return the time until the next beat."""
+        with self._lock:
+            if self.leads:
+                return _EVERY_S * max(1.0, len(self._peers) / _LEADS_OFTEN)
+            trains = self._in_round and bool(self._announced)
+            is_quiet = (trains or self.others_train) and self._now() > self._brisk_until
+            return min(_QUIET_S, self._launch.node_timeout_s / 10) if is_quiet else _EVERY_S
+
+    def _note_news(self) -> None:
+        self._brisk_until = self._now() + _BRISK_FOR_S
+        self._has_news.set()
 
     def _tick(self) -> None:
         self._ticks += 1
@@ -330,6 +378,8 @@ class NodeHeartbeat:
             self._lease_raw, self._lease_raw_at = found.raw, self._now()
             if found.message is None or found.message["beat"] < self._lease["beat"]:
                 return  # a stranger's, or an old one that a stranger wrote again
+            if any(found.message.get(name) != self._lease.get(name) for name in _NEWS):
+                self._note_news()
             self._lease, self._lease_at = found.message, self._now()
             if self.ended_before is None:
                 ended = self._lease["ended"]
@@ -351,7 +401,8 @@ class NodeHeartbeat:
         """Write this node's record, or give the slot up: another node has it, too, where a stranger deleted the last slot."""
         for _ in range(2):
             found = self._own = self._store.replace(f"node/{self._slot}", self._own, record)
-            if found.message == record:
+            stored = found.message or {}
+            if (stored.get("id"), stored.get("beat")) == (self._id, record["beat"]):
                 return
             if found.message is not None and found.message["id"] != self._id and found.message["beat"] >= self._slot_at:
                 with self._lock:
@@ -447,10 +498,13 @@ class NodeHeartbeat:
 
     def _take_slot(self) -> None:
         found = self._store.read("slots")
-        slot = self._last_slot(found) + 1
-        wanted = {"last": slot, "by": self._id}
-        if self._store.replace("slots", found, wanted).message == wanted:
-            self._slot, self._slot_at = slot, _later(0)
+        for _ in range(_SLOT_TRIES):
+            slot = self._last_slot(found) + 1
+            wanted = {"last": slot, "by": self._id}
+            found = self._store.replace("slots", found, wanted)
+            if found.message == wanted:
+                self._slot, self._slot_at = slot, _later(0)
+                return
 
     def _restore_slots(self) -> None:
         """Write the last slot again, unless its record knows of this node: a stranger may have deleted it."""
@@ -477,8 +531,9 @@ class NodeHeartbeat:
                 slot for slot, fresh in known.items() if slot != self._slot and (fresh or self._ticks % _REPEAT == 0)
             ]
             wrote = [slot for slot in read if self._peers[slot].beat >= 0]
+            silent = [slot for slot in read if self._peers[slot].beat < 0]
         found = zip(wrote, self._store.read_all([f"node/{slot}" for slot in wrote]), strict=True)
-        new = ((slot, self._store.read(f"node/{slot}")) for slot in read if slot not in wrote)
+        new = ((slot, self._store.read(f"node/{slot}")) for slot in silent)
         for slot, sealed in (*found, *new):
             with self._lock:
                 peer, record = self._peers[slot], sealed.message
@@ -496,7 +551,9 @@ class NodeHeartbeat:
         """Return what the lease says of the next round: that it is formed, who leads instead, or how many nodes are ready."""
         with self._lock:
             assert self._offer is not None
-            mine, before = self._offer, self._members_before(lease)
+            mine = self._offer
+        before = self._members_before(lease)
+        with self._lock:
             offers = {**self._offers, self._slot: mine}
             busy = [slot for slot in before if slot not in offers and slot in self._peers and not self.lost(slot)]
         ids = self._ids_of(offers)
@@ -511,9 +568,10 @@ class NodeHeartbeat:
         members = assign_ranks(
             offers, ids, leader=self._slot, stay=before, batch_size=self._batch_size, most_nodes=self._launch.max_nodes
         )
-        plan = RoundPlan(number=_later(lease["round"]), port=free_port(), members=members)
+        plan = RoundPlan.form(members, number=_later(lease["round"]), port=free_port())
         self._published = {}
-        self._publish(f"round/{plan.number}/{self._slot}", plan.message())
+        self._publish(name_of_plan(plan.number, self._slot), plan.message())
+        publish_parts(self._store, plan, formed_by=self._slot)
         return {**said, "round": plan.number, "formed_by": self._slot, "announced": {}, "training": True}
 
     def _is_time(self, ready: int, *, busy: bool) -> bool:
@@ -529,25 +587,30 @@ class NodeHeartbeat:
         return ready >= launch.max_nodes or waited_s >= launch.last_call_s
 
     def _members_before(self, lease: Message) -> list[int]:
-        """Return the slots of the last round, as far as this node knows it."""
-        if self._plan is None or self._plan.number != lease["round"]:
+        """Return the slots of the last round, as far as this node knows it: one that did not lead it reads its plan now."""
+        with self._lock:
+            plan = self._plan
+        if plan is None or plan.number != lease["round"]:
             return []
-        return [member.slot for member in self._plan.members]
+        if not plan.is_whole:
+            plan = read_plan(self._store, number=plan.number, formed_by=lease["formed_by"]) or plan
+            with self._lock:
+                self._plan = plan
+        return [member.slot for member in plan.members]
 
     def _read_round(self) -> None:
         """Read the plan of a round that was formed; a member is in it from then on."""
         with self._lock:
             number, formed_by = self._lease["round"], self._lease["formed_by"]
             known = 0 if self._plan is None else self._plan.number
-        if not number or number == known:
-            return
-        message = self._store.read(f"round/{number}/{formed_by}").message
-        if message is None:
-            return
-        plan = RoundPlan.of(message)
-        with self._lock:
-            if self._in_round:
+            if not number or number == known or self._in_round:
                 return  # `cut_off` reports that the others went on
+        is_own = formed_by == self._slot
+        part = None if is_own else read_part(self._store, self._slot, number=number, formed_by=formed_by)
+        plan = part or read_plan(self._store, number=number, formed_by=formed_by)
+        if plan is None:
+            return
+        with self._lock:
             self._plan = plan
             if self._offer is not None and plan.place_of(self._slot, self._id) is not None:
                 self._in_round, self._offer, self._enough_since = True, None, None
@@ -566,6 +629,7 @@ class NodeHeartbeat:
                 return
             with self._lock:
                 self._announced[subject], self._versions[subject] = message, version
+                self._note_news()
         with self._lock:  # only now: a leader's last announcement counts more than its absence
             self._leader_left = mine and not lease["training"]
 
@@ -589,7 +653,7 @@ class NodeHeartbeat:
 
 
 def _announcement(lease: Message, subject: str, version: int) -> str:
-    return f"round/{lease['round']}/{lease['formed_by']}/{subject}/{version}"
+    return f"{name_of_plan(lease['round'], lease['formed_by'])}/{subject}/{version}"
 
 
 def _later(number: int) -> int:

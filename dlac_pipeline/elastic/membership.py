@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import socket
 import threading
 import time
@@ -31,6 +32,8 @@ _LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 _POLL_S = 0.05
 _CONNECT_AGAIN_S = 1.0
 _WANTED_EVERY_S = 5.0
+_WANTED_BY = 16
+"""Nodes that look whether the run has ended that often; more of them look less often: it is a question to the catalog."""
 _FAREWELL_S = 5.0
 _AGENTS_WAIT_S = 60.0
 """How long the agents of one round wait for each other: all of them exist when it is formed."""
@@ -103,7 +106,7 @@ class Membership:
         from dlac_pipeline.elastic.endpoint import in_time
 
         deadline = time.monotonic() + self._launch.gather_timeout_s
-        wanted_at = time.monotonic() + _WANTED_EVERY_S
+        looked_at, share = time.monotonic(), random.uniform(0.5, 1.0)  # the nodes do not all look at once
         problem, sought = "", False
         while not stop.is_set():
             try:
@@ -128,9 +131,9 @@ class Membership:
             now = time.monotonic()
             if now >= deadline:
                 raise self._missing(beat, problem)
-            if now >= wanted_at:
+            if now >= looked_at + share * self._wanted_every_s(beat):
                 still_wanted()
-                wanted_at = now + _WANTED_EVERY_S
+                looked_at = now
             stop.wait(_POLL_S)
         return None
 
@@ -195,6 +198,11 @@ class Membership:
                 "params), script and arguments"
             )
         return None
+
+    def _wanted_every_s(self, beat: NodeHeartbeat | None) -> float:
+        """Return how often this node looks whether the run has ended: the leader often, of many others each seldom."""
+        nodes = 1 if beat is None or beat.leads else beat.nodes_known
+        return _WANTED_EVERY_S * max(1.0, nodes / _WANTED_BY)
 
     def _offer(self, attempt: int) -> Offer:
         assert self._endpoint is not None, "of several nodes"

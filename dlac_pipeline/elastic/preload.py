@@ -31,7 +31,7 @@ def preload(wanted: dict[str, str | list[str]]) -> None:
     """Import what ranks need. The process ends, with its reason in a file, if that must not be forked."""
     setproctitle(str(wanted["title"]))
     _print_into(str(wanted["log"]))
-    _end_with_parent(signal.SIGKILL)  # an import may hang; afterwards the server ends with its last client
+    end_with_parent(signal.SIGKILL)  # an import may hang; afterwards the server ends with its last client
     for name in _ALWAYS:
         importlib.import_module(name)
     sys.path.insert(0, str(wanted["folder"]))
@@ -39,7 +39,7 @@ def preload(wanted: dict[str, str | list[str]]) -> None:
         _import(name, Path(str(wanted["problem"])))
     gc.collect()
     gc.freeze()  # shared memory stays shared
-    _end_with_parent(0)
+    end_with_parent(0)
 
 
 def _import(name: str, problem: Path) -> None:
@@ -76,7 +76,8 @@ def _print_into(log: str) -> None:
         os.dup2(stream.fileno(), 2)
 
 
-def _end_with_parent(number: int) -> None:
+def end_with_parent(number: int) -> None:
+    """Have the kernel send this signal when the thread that started this process ends; 0: none any more. Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
 

@@ -6,7 +6,7 @@ In: what the nodes offer. Out: the members of a round, the leader first, and how
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from dlac_pipeline.ranks.share import Share
@@ -36,6 +36,8 @@ class Member:
     slot: int
     id: str
     """Random name of the node's connection: a plan of an earlier time, which a stranger wrote again, has another one."""
+    place: int
+    """Number of the node in the round; 0 leads."""
     offer: Offer
     first_rank: int
     ranks: int
@@ -43,25 +45,45 @@ class Member:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoundPlan:
-    """Members of one round, the leader first, and the port of the process group's store at the leader."""
+    """One round: its size, the port of the process group's store at the leader, and its members, the leader first.
+
+    The leader knows all members. Any other node reads its own part, which has the leader and itself.
+    """
 
     number: int
     port: int
+    nodes: int
+    world_size: int
     members: tuple[Member, ...]
 
+    @classmethod
+    def form(cls, members: tuple[Member, ...], *, number: int, port: int) -> RoundPlan:
+        """Return the plan of a round with all its members."""
+        ranks = sum(member.ranks for member in members)
+        return cls(number=number, port=port, nodes=len(members), world_size=ranks, members=members)
+
     @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return sum(member.ranks for member in self.members)
+    def is_whole(self) -> bool:
+        """Whether all members are known."""
+        return len(self.members) == self.nodes
+
+    def part(self, place: int) -> RoundPlan:
+        """Return the plan with the leader and one other member, of the same size however many nodes there are."""
+        return replace(self, members=(self.members[0], self.members[place]) if place else self.members[:1])
 
     def place_of(self, slot: int, id_: str) -> int | None:
-        """Return the place of a node by its slot and its id; None: it is no member."""
-        found = ((member.slot, member.id) for member in self.members)
-        return next((place for place, each in enumerate(found) if each == (slot, id_)), None)
+        """Return the place of a node by its slot and its id; None: it is no member, as far as is known."""
+        return next((member.place for member in self.members if (member.slot, member.id) == (slot, id_)), None)
+
+    def member(self, place: int) -> Member:
+        """Return the node at a place, which is known."""
+        if self.is_whole:
+            return self.members[place]
+        return next(member for member in self.members if member.place == place)
 
     def share(self, place: int) -> Share:
-        """Return the ranks of the node at a place."""
-        member = self.members[place]
+        """Return the ranks of the node at a place, which is known."""
+        member = self.member(place)
         return Share(
             world_size=self.world_size,
             ranks=member.ranks,
@@ -81,7 +103,7 @@ class RoundPlan:
     def of(cls, message: Mapping[str, Any]) -> RoundPlan:
         """Return the plan that `message()` made."""
         members = tuple(Member(**{**member, "offer": Offer(**member["offer"])}) for member in message["members"])
-        return cls(number=message["number"], port=message["port"], members=members)
+        return cls(**{**message, "members": members})
 
 
 def usable_ranks(batch_size: int, available: int) -> int:
@@ -109,7 +131,10 @@ def assign_ranks(
     for slot in order:
         ranks = min(offers[slot].ranks, left)
         if ranks:
-            members.append(Member(slot=slot, id=ids[slot], offer=offers[slot], first_rank=first, ranks=ranks))
+            member = Member(
+                slot=slot, id=ids[slot], place=len(members), offer=offers[slot], first_rank=first, ranks=ranks
+            )
+            members.append(member)
         first, left = first + ranks, left - ranks
     return tuple(members)
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
+from typing import overload
 
 from dlac_pipeline.elastic.heartbeat import NodeHeartbeat
 from dlac_pipeline.elastic.rank_assignment import RoundPlan
@@ -20,8 +21,29 @@ RESUME, VERDICT = "resume", "verdict"
 """What a leader announces: where the attempt resumes, and how it has ended."""
 LEADER = 0
 """Place of the leader."""
+_EACH_BEAT = ("now", "progress", "in_hand")
+"""Parts of a message that always change: they wait for the next beat."""
 _POLL_S = 0.02
 _PART_S = 5.0
+
+
+class _Shares(Sequence[Share]):
+    """The share of each node by its place; a node that does not lead knows the leader's and its own."""
+
+    def __init__(self, plan: RoundPlan) -> None:
+        self._plan = plan
+
+    def __len__(self) -> int:
+        return self._plan.nodes
+
+    @overload
+    def __getitem__(self, place: int) -> Share: ...
+    @overload
+    def __getitem__(self, place: slice) -> Sequence[Share]: ...
+    def __getitem__(self, place: int | slice) -> Share | Sequence[Share]:
+        if isinstance(place, slice):
+            return [self._plan.share(each) for each in range(len(self))[place]]
+        return self._plan.share(range(len(self))[place])
 
 
 class Round:
@@ -31,13 +53,15 @@ class Round:
         """`share`: this node's; a node by itself has neither plan nor heartbeat."""
         self.share = share
         self.number = 0 if plan is None else plan.number
-        self.shares: Sequence[Share] = (share,)
-        self.hosts = [socket.gethostname()]
-        self._slots: Sequence[int] = ()
+        self.shares: Sequence[Share] = (share,) if plan is None else _Shares(plan)
+        self.hosts: Mapping[int, str] = {0: socket.gethostname()}
+        """Host names by place; a node that does not lead knows the leader's and its own."""
+        self._slots: Mapping[int, int] = {}
         if plan is not None:
-            self.shares = [plan.share(place) for place in range(len(plan.members))]
-            self.hosts = [member.offer.host for member in plan.members]
-            self._slots = [member.slot for member in plan.members]
+            self.hosts = {member.place: member.offer.host for member in plan.members}
+            self._slots = {member.place: member.slot for member in plan.members}
+        self.others = [place for place in range(len(self.shares)) if place != share.node]
+        """Places of the other nodes."""
         self._heartbeat = heartbeat
         self._message: Message = {}
 
@@ -45,11 +69,6 @@ class Round:
     def leads(self) -> bool:
         """Whether this node leads."""
         return self.share.node == LEADER
-
-    @property
-    def others(self) -> list[int]:
-        """Places of the other nodes."""
-        return [place for place in range(len(self.shares)) if place != self.share.node]
 
     @property
     def could_grow(self) -> bool:
@@ -61,16 +80,23 @@ class Round:
         """Whether this node has reached no other for too long, or the others have begun another round."""
         return self._heartbeat is not None and self._heartbeat.cut_off
 
+    @property
+    def looks(self) -> int:
+        """A number that changes before anything does that this node knows of the others; 0: there are none."""
+        return 0 if self._heartbeat is None else self._heartbeat.looks
+
     def lost(self) -> list[int]:
         """Return the places of nodes that have been silent for too long; a node that does not lead watches the leader only."""
         beat = self._heartbeat
-        return [] if beat is None else [place for place in self.others if beat.lost(self._slots[place])]
+        watched = self.others if self.leads else [LEADER]
+        return [] if beat is None else [place for place in watched if beat.lost(self._slots[place])]
 
     def publish(self, message: Message) -> None:
         """Replace this node's message: to the leader, or, from the leader, to all."""
-        self._message = message
+        before, self._message = self._message, message
+        is_news = any(before.get(name) != message[name] for name in message if name not in _EACH_BEAT)
         if self._heartbeat is not None:
-            self._heartbeat.publish(message)
+            self._heartbeat.publish(message, hurry=is_news)
 
     def message_of(self, place: int) -> Message:
         """Return the last message of another node; empty: none yet."""
@@ -81,6 +107,13 @@ class Round:
         """Return for how many seconds another node has written nothing new."""
         assert self._heartbeat is not None, "there is another node"
         return self._heartbeat.silent_s(self._slots[place])
+
+    def wait(self, within_s: float) -> None:
+        """Wait until this node has read something new, so long at most."""
+        if self._heartbeat is None:
+            time.sleep(within_s)
+        else:
+            self._heartbeat.wait_for_news(within_s)
 
     def announce(self, subject: str, message: Message) -> None:
         """Announce something to all nodes, as the leader; the last message of a subject stands."""
@@ -99,15 +132,15 @@ class Round:
         """Wait until all have received the verdict after which this node exits: the store goes with the node that serves it."""
         self.acknowledge()
         deadline = time.monotonic() + _PART_S
-        while time.monotonic() < deadline and not all(self._has_parted(place) for place in self.others):
+        awaited = self.others if self.leads else [LEADER]
+        while time.monotonic() < deadline and not all(self._has_parted(place) for place in awaited):
             time.sleep(_POLL_S)
 
     def _has_parted(self, place: int) -> bool:
         beat, slot = self._heartbeat, self._slots[place]
         assert beat is not None, "there is another node"
-        if not self.leads:
-            return place != LEADER or beat.lost(slot) or bool(beat.message_of(slot).get("parted"))
-        return beat.lost(slot) or beat.has_moved_on(slot) or bool(beat.message_of(slot).get("parted"))
+        moved_on = self.leads and beat.has_moved_on(slot)
+        return beat.lost(slot) or moved_on or bool(beat.message_of(slot).get("parted"))
 
     def __enter__(self) -> Round:
         return self

@@ -11,8 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import Any, Protocol
 
 import psutil
 
@@ -27,7 +26,24 @@ _UNKNOWN = 255
 
 Reason = dict[str, Any]
 """Fields of `ranks.group.Exit`."""
-Processes = Mapping[int, BaseProcess]
+
+
+class RankProcess(Protocol):
+    """A started process, as those of `multiprocessing`."""
+
+    @property
+    def pid(self) -> int | None:
+        """Its process id."""
+
+    @property
+    def exitcode(self) -> int | None:
+        """Its exit status; negative: the signal that killed it, None: it runs."""
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait for its end, and reap it."""
+
+
+Processes = Mapping[int, RankProcess]
 """By rank."""
 
 

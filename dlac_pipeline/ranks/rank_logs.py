@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import IO
 
 _LOOK_EVERY_S = 0.1
+_QUIET_S = 1.0
+"""Between two looks at logs that did not grow between the last two."""
 _COLLAPSE_RANGE = 0x08
 _BLOCK_BYTES = 4096
 _LEFT_OUT = "[... {} bytes of this log were left out here, see launch.log_mb ...]"
@@ -39,6 +41,7 @@ class LogBound:
         self._logs = dict(logs)
         self._max_bytes = max_bytes
         self._left_out_bytes = dict.fromkeys(logs, 0)
+        self._sizes: dict[int, int] = {}
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
         if max_bytes:
@@ -54,14 +57,21 @@ class LogBound:
             self._look()
 
     def _watch(self) -> None:
-        while not self._closed.wait(_LOOK_EVERY_S):
-            self._look()
+        pause_s = _LOOK_EVERY_S
+        while not self._closed.wait(pause_s):
+            pause_s = _LOOK_EVERY_S if self._look() else _QUIET_S
 
-    def _look(self) -> None:
+    def _look(self) -> bool:
+        """Cut the logs that are too large; return whether one of them has grown since the last look."""
+        has_grown = False
         for rank, path in self._logs.items():
             with suppress(OSError):  # it does not exist yet, or its file system is unavailable for a moment
-                if path.stat().st_size > self._max_bytes:
+                size = path.stat().st_size
+                has_grown = has_grown or size > self._sizes.get(rank, 0)
+                self._sizes[rank] = size
+                if size > self._max_bytes:
                     self._left_out_bytes[rank] += cut_middle(path, self._max_bytes, before=self._left_out_bytes[rank])
+        return has_grown
 
 
 def cut_middle(path: Path, max_bytes: int, *, before: int = 0) -> int:

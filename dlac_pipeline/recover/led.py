@@ -17,12 +17,14 @@ from dlac_pipeline.checkpoint.store import storing, tiers_of
 from dlac_pipeline.elastic.all_ranks import ASKS, LEAVE, STOP, report_of
 from dlac_pipeline.elastic.round import LEADER, RESUME, VERDICT, Round
 from dlac_pipeline.ranks.group import RankGroup
-from dlac_pipeline.recover.attempt import POLL_S, Ending, Supervision, spec_for, started
+from dlac_pipeline.recover.attempt import Ending, Supervision, spec_for, started
 from dlac_pipeline.recover.coordinator import ResumePoint, new_nonce
 from dlac_pipeline.recover.incident import Failure
 from dlac_pipeline.recover.proving import Prover
 
 _SAY_EVERY_S = 0.2
+_LOOK_EVERY_S = 0.25
+"""Between two looks at this node's ranks; what the leader announces is read as soon as it has come."""
 _LEAVE_MARGIN_S = 5.0
 """What ranks that were asked to leave get on top of their deadline, as the leader waits for them as well."""
 
@@ -95,7 +97,7 @@ class LedAttempt:
                     and time.monotonic() > self._asked_at + self._spec.launch.leave_s + _LEAVE_MARGIN_S
                 ):
                     return Verdict(attempt=self._attempt)
-                time.sleep(POLL_S)
+                self._round.wait(_LOOK_EVERY_S)
         finally:
             self._prover.close()
             ranks.end()

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from heapq import heapreplace
 from typing import Any
 
 from catalog.errors import DlacError
@@ -39,11 +40,11 @@ _ANSWER_S = 5.0
 def parts_of(entries: Sequence[FileEntry], machines: int) -> list[list[FileEntry]]:
     """The files of each machine, by its place: about as many bytes for each, and the same wherever it is worked out."""
     parts: list[list[FileEntry]] = [[] for _ in range(machines)]
-    sizes = [0] * machines
+    sizes = [(0, place) for place in range(machines)]  # a heap: there may be as many machines as files
     for entry in sorted(entries, key=lambda each: (-each.bytes, each.path)):
-        place = sizes.index(min(sizes))
+        size, place = sizes[0]
         parts[place].append(entry)
-        sizes[place] += entry.bytes
+        heapreplace(sizes, (size + entry.bytes, place))
     return parts
 
 

@@ -110,7 +110,7 @@ def test_largest_dividing_world_size() -> None:
     large = {**offers, 4: offer("d", ranks=8)}
     largest = assign_ranks(large, ids, leader=1, stay=[2], batch_size=24, most_nodes=3)
     assert [(member.slot, member.id) for member in largest] == [(1, "a"), (2, "b"), (4, "d")]
-    plan = RoundPlan(number=3, port=5, members=members)
+    plan = RoundPlan.form(members, number=3, port=5)
     assert RoundPlan.of(plan.message()) == plan
     assert [plan.share(place).node for place in range(2)] == [0, 1]
     assert (plan.place_of(3, "c"), plan.place_of(3, "b"), plan.place_of(1, "a")) == (1, None, None)
@@ -160,7 +160,7 @@ def test_survivor_leads_next_round(start: Callable[..., NodeHeartbeat]) -> None:
     wait_until(lambda: lost.leads, what="the lease")
     survivor = start(launch("1:2", timeout_s=3))
     survivor.seek(offer("b"))
-    assert len(plan_of(survivor).members) == 2
+    assert plan_of(survivor).nodes == 2
     lost.close(leaves=False)
     wait_until(lambda: survivor.lost(lost.slot), what="the loss")
     survivor.end_round()
@@ -169,13 +169,82 @@ def test_survivor_leads_next_round(start: Callable[..., NodeHeartbeat]) -> None:
     assert ([member.slot for member in plan.members], survivor.leads) == ([survivor.slot], True)
 
 
+def test_members_read_own_part(start: Callable[..., NodeHeartbeat], store: TCPStore) -> None:
+    """A node that is led knows the leader and itself. Once it leads, it waits for the other members of the last round."""
+    settings = launch("1:3", timeout_s=3600)
+    beats = [start(settings, batch_size=6) for _ in range(3)]
+    for beat in beats:
+        beat.seek(offer("a"))
+    assert len({plan_of(beat).number for beat in beats}) == 1
+    leader = next(beat for beat in beats if beat.leads)
+    (heir, rest) = (beat for beat in beats if beat is not leader)
+    for led in (heir, rest):
+        plan = plan_of(led)
+        assert [member.slot for member in plan.members] == [leader.slot, led.slot]
+        assert (plan.nodes, plan.world_size, plan.share(plan.members[1].place).ranks) == (3, 3, 1)
+    assert plan_of(leader).is_whole
+    leader.close(leaves=True)
+    wait_until(lambda: heir.lost(leader.slot), what="the leader's departure")
+    heir.end_round()
+    heir.seek(offer("a", attempt=1))
+    wait_until(lambda: heir.leads, what="the lease")
+    time.sleep(2 * settings.last_call_s)
+    assert heir.plan is None, "a member that still ends its ranks is waited for"
+    rest.end_round()
+    rest.seek(offer("a", attempt=1))
+    assert plan_of(heir).nodes == 2
+
+
+def test_lost_part_is_read_from_plan(start: Callable[..., NodeHeartbeat], store: TCPStore) -> None:
+    """A member whose part of the plan a stranger deletes reads the whole plan."""
+    settings = launch("2", timeout_s=3600)
+    beats = [start(settings, batch_size=2) for _ in range(2)]
+    stranger = TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)
+    over = threading.Event()
+
+    def strike() -> None:
+        while not over.is_set():
+            for beat in beats:
+                stranger.delete_key(f"dlac/r/member/{beat.slot}")
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(strike)
+        try:
+            for beat in beats:
+                beat.seek(offer("a"))
+            assert [plan_of(beat).nodes for beat in beats] == [2, 2]
+        finally:
+            over.set()
+
+
+def test_training_node_beats_seldom(start: Callable[..., NodeHeartbeat]) -> None:
+    """A node that trains reads the store less often than the leader, and at once when it has news."""
+    settings = launch("2", timeout_s=60)
+    beats = [start(settings, batch_size=2) for _ in range(2)]
+    for beat in beats:
+        beat.seek(offer("a"))
+    assert all(plan_of(beat) for beat in beats)
+    leader, led = beats if beats[0].leads else reversed(beats)
+    leader.announce("resume", {"step": 7})
+    wait_until(lambda: led.announced("resume") is not None, what="the announcement")
+
+    def looks() -> tuple[int, int]:
+        before = leader.looks, led.looks
+        wait_until(lambda: leader.looks >= before[0] + 8, what="two seconds of beats")
+        return leader.looks - before[0], led.looks - before[1]
+
+    wait_until(lambda: (each := looks())[1] <= each[0] / 2, what="rare beats")
+    led.publish({"failures": ["rank 1"]}, hurry=True)
+    wait_until(lambda: bool(leader.message_of(led.slot).get("failures")), what="the news")
+
+
 def test_departure_needs_no_timeout(start: Callable[..., NodeHeartbeat]) -> None:
     """A leader that leaves gives its lease back, and a node that leaves is lost at once."""
     settings = launch("1:3", timeout_s=3600)
     beats = [start(settings, batch_size=6) for _ in range(3)]
     for beat in beats:
         beat.seek(offer("a"))
-    assert len(plan_of(beats[0]).members) == 3
+    assert plan_of(beats[0]).nodes == 3
     leader = next(beat for beat in beats if beat.leads)
     rest = [beat for beat in beats if beat is not leader]
     rest[0].close(leaves=True)
@@ -184,7 +253,7 @@ def test_departure_needs_no_timeout(start: Callable[..., NodeHeartbeat]) -> None
     wait_until(lambda: rest[1].lost(leader.slot), what="the leader's departure")
     rest[1].end_round()
     rest[1].seek(offer("a", attempt=1))
-    assert len(plan_of(rest[1]).members) == 1
+    assert plan_of(rest[1]).nodes == 1
 
 
 def test_node_that_knows_most_leads(start: Callable[..., NodeHeartbeat]) -> None:
@@ -309,7 +378,7 @@ def test_left_behind_node_is_cut_off(start: Callable[..., NodeHeartbeat]) -> Non
         wait_until(lambda: leader.lost(other.slot), what="the loss")
         leader.end_round()
         leader.seek(offer("a", attempt=1))
-        assert len(plan_of(leader).members) == 1
+        assert plan_of(leader).nodes == 1
     wait_until(lambda: round_.cut_off, what="the others' round")
 
 

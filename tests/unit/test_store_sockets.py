@@ -106,7 +106,8 @@ def test_stranger_writes_in_vain(tmp_path: Path) -> None:
         beat.seek(Offer(host=f"host-{place}", address="127.0.0.1", ranks=1))
 
     def together() -> bool:
-        for name in {*stranger.list_keys(), "dlac/r/lease", "dlac/r/slots", "dlac/r/node/1", "dlac/r/node/2"}:
+        names = {f"dlac/r/{name}" for name in ("lease", "slots", "node/1", "node/2", "member/1", "member/2")}
+        for name in {*stranger.list_keys(), *names}:
             stranger.set(name, strike)
             stranger.delete_key(name)
         time.sleep(1.5)  # a flood would keep the nodes apart

@@ -1,0 +1,169 @@
+"""A fleet: the store of a rendezvous, and as many nodes as are wanted, each a process forked from this one.
+
+In: a job spec. Out: what the nodes tell, as it comes.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks.control_lab.node import run_node
+from benchmarks.control_lab.stub_starter import finished_step
+from dlac_pipeline.elastic.endpoint import serve_rendezvous
+from dlac_pipeline.elastic.preload import end_with_parent
+from dlac_pipeline.spec import JobSpec
+
+Message = dict[str, Any]
+_ANSWER_S = 60.0
+_STEP = 1_000_000
+"""A step past every checkpoint's."""
+
+
+class Fleet:
+    """The nodes by number; those that were killed are gone."""
+
+    def __init__(self, spec: JobSpec, home: Path, *, nodes: int) -> None:
+        """Fork all of them."""
+        self.alive: list[int] = []
+        self._home = home
+        self._told, self._tells = os.pipe()
+        self._rest = b""
+        self._pids: dict[int, int] = {}
+        self._asks: dict[int, int] = {}
+        self.server_pid = _fork_server(spec.launch.rendezvous)
+        record = finished_step(_STEP)
+        gc.collect()
+        gc.freeze()  # a collection in a child would copy all that it looks at
+        for number in range(nodes):
+            self._start(number, spec, record)
+
+    def _start(self, number: int, spec: JobSpec, record: bytes) -> None:
+        local = str(self._home / "local" / f"node-{number:03d}")
+        checkpoint = spec.checkpoint.model_copy(update={"local": local})
+        mine = spec.model_copy(update={"checkpoint": checkpoint})
+        asked, asks = os.pipe()
+        pid = os.fork()
+        if not pid:
+            os.close(self._told)
+            for each in (*self._asks.values(), asks):
+                os.close(each)
+            run_node(number, mine, record, asked, self._tells, self._home / f"node-{number:03d}.log")
+        os.close(asked)
+        self._pids[number], self._asks[number] = pid, asks
+        self.alive.append(number)
+
+    def messages(self, within_s: float) -> Iterator[Message]:
+        """Yield what the nodes tell, until nothing has come for so long."""
+        while select.select([self._told], [], [], within_s)[0]:
+            *lines, self._rest = (self._rest + os.read(self._told, 2**16)).split(b"\n")
+            yield from map(json.loads, lines)
+
+    def until(self, done: Callable[[Message], bool], *, within_s: float, what: str) -> list[Message]:
+        """Return what the nodes tell up to the message with which it is done.
+
+        Raises:
+            TimeoutError: that does not come.
+        """
+        deadline, found = time.monotonic() + within_s, []
+        while time.monotonic() < deadline:
+            for message in self.messages(0.2):
+                found.append(message)
+                if done(message):
+                    return found
+        last = "\n".join(json.dumps(each) for each in found[-5:])
+        raise TimeoutError(f"expected {what} within {within_s:.0f} s, found {len(found)} messages, at last:\n{last}")
+
+    def listen(self, seconds: float) -> list[Message]:
+        """Return what the nodes tell in so many seconds."""
+        deadline = time.monotonic() + seconds
+        found: list[Message] = []
+        while (left_s := deadline - time.monotonic()) > 0:
+            found += self.messages(left_s)
+        return found
+
+    def counts(self) -> dict[int, Message]:
+        """Return what each node has used so far."""
+        for number in self.alive:
+            os.write(self._asks[number], b"?")
+        found: dict[int, Message] = {}
+
+        def done(message: Message) -> bool:
+            if message["event"] == "counts":
+                found[message["node"]] = message
+            return len(found) == len(self.alive)
+
+        self.until(done, within_s=_ANSWER_S, what="the counts of all nodes")
+        return found
+
+    def kill(self, numbers: Collection[int]) -> float:
+        """SIGKILL nodes with all their processes, as a loss of power does; return when."""
+        doomed = [each for number in numbers for each in _with_children(self._pids[number])]
+        at = time.time()
+        for pid in doomed:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._forget(numbers)
+        return at
+
+    def close(self) -> None:
+        """End what is left."""
+        self.kill([*self.alive])
+        os.kill(self.server_pid, signal.SIGKILL)
+        os.waitpid(self.server_pid, 0)
+        os.close(self._told)
+        os.close(self._tells)
+
+    def _forget(self, numbers: Collection[int]) -> None:
+        for number in numbers:
+            os.waitpid(self._pids.pop(number), 0)
+            os.close(self._asks.pop(number))
+            self.alive.remove(number)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Memory of the supervisors that they share with no other process."""
+        return sum(psutil.Process(pid).memory_full_info().uss for pid in self._pids.values())
+
+
+@contextmanager
+def running(spec: JobSpec, home: Path, *, nodes: int) -> Iterator[Fleet]:
+    """Run a fleet."""
+    fleet = Fleet(spec, home, nodes=nodes)
+    try:
+        yield fleet
+    finally:
+        fleet.close()
+
+
+def _with_children(pid: int) -> list[int]:
+    with suppress(psutil.Error):
+        return [pid, *(each.pid for each in psutil.Process(pid).children(recursive=True))]
+    return []
+
+
+def _fork_server(address: str) -> int:
+    """Serve the rendezvous in a process apart, on which no node's life depends."""
+    ready, says = os.pipe()
+    pid = os.fork()
+    if not pid:
+        try:
+            end_with_parent(signal.SIGKILL)
+            serve_rendezvous(address, threading.Event(), lambda: os.close(says))
+        finally:
+            os._exit(1)
+    os.close(says)
+    os.read(ready, 1)  # which ends once the child has closed its side
+    os.close(ready)
+    return pid

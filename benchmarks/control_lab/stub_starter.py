@@ -1,0 +1,76 @@
+"""The one seam between a real supervisor and its stub ranks: a starter that starts `stub_rank.py` in place of the script.
+
+All else of a launch is the product's: its folder, the process group of each rank, the signals.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
+
+from dlac_pipeline.elastic.starter import RankStarter
+from dlac_pipeline.ranks.group import RankGroup
+from dlac_pipeline.ranks.launch_folder import pid_file, progress_file
+from dlac_pipeline.ranks.processes import Processes, RankProcesses
+from dlac_pipeline.ranks.progress import Phase, ProgressWriter, read_record
+from dlac_pipeline.ranks.share import Share
+from dlac_pipeline.spec import JobSpec
+
+_STUB = Path(__file__).with_name("stub_rank.py")
+
+
+class StubStarter(RankStarter):
+    """Starts each rank as a bare Python that imports nothing; there is no fork server."""
+
+    def __init__(self, record: bytes) -> None:
+        """`record`: the progress that each rank writes once it has the resume point."""
+        super().__init__()
+        self._record = record.hex()
+
+    def begin(self, spec: JobSpec) -> None:
+        """Import nothing ahead."""
+
+    def start(self, spec: JobSpec, folder: Path, share: Share) -> RankGroup:
+        """Start stubs."""
+        ranks = range(share.first_rank, share.first_rank + share.ranks)
+        start = partial(self._start_stubs, ranks, folder)
+        processes = RankProcesses(ranks, start, abort=lambda: None, why_unknown=lambda: None, patience_s=60.0)
+        return RankGroup(folder, processes, log_mb=0)
+
+    def _start_stubs(self, ranks: range, folder: Path) -> Processes:
+        return {rank: _Stub(folder, rank, self._record) for rank in ranks}
+
+
+class _Stub:
+    """The process of one stub."""
+
+    def __init__(self, folder: Path, rank: int, record: str) -> None:
+        files = [folder / "resume.json", pid_file(folder, rank), progress_file(folder, rank)]
+        command = [sys.executable, "-I", "-S", str(_STUB), *map(str, files), record]
+        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0)
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    @property
+    def exitcode(self) -> int | None:
+        """Its exit status."""
+        return self._process.poll()
+
+    def join(self, timeout: float | None = None) -> None:
+        """Reap it."""
+        self._process.poll()
+
+
+def finished_step(step: int) -> bytes:
+    """Return the record of a rank that has finished a step."""
+    with tempfile.TemporaryDirectory() as folder:
+        writer = ProgressWriter(Path(folder), 0)
+        writer.write(step, Phase.TRAINING)
+        writer.close()
+        return read_record(Path(folder), 0)
