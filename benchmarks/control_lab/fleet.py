@@ -1,6 +1,7 @@
 """A fleet: the store of a rendezvous, and as many nodes as are wanted, each a process forked from this one.
 
-In: a job spec. Out: what the nodes tell, as it comes.
+In: a job spec. Out: what the nodes tell, as it comes. Nodes of a cluster start on processors of their own, these take turns. So
+each node reads the secret of the run from a pipe, in which it is written once all nodes wait for theirs: they meet at one time.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 import os
 import select
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -23,10 +25,13 @@ from benchmarks.control_lab.node import run_node
 from benchmarks.control_lab.stub_starter import finished_step
 from dlac_pipeline.elastic.endpoint import serve_rendezvous
 from dlac_pipeline.elastic.preload import end_with_parent
+from dlac_pipeline.elastic.sealed_store import KEY_VARIABLE
 from dlac_pipeline.spec import JobSpec
 
 Message = dict[str, Any]
 _ANSWER_S = 60.0
+_START_S = 300.0
+_LOOK_S = 0.1
 _STEP = 1_000_000
 """A step past every checkpoint's."""
 
@@ -40,6 +45,7 @@ class Fleet:
         self._home = home
         self._told, self._tells = os.pipe()
         self._rest = b""
+        self._keys = Path(tempfile.mkdtemp(prefix="keys-", dir=home))
         self._pids: dict[int, int] = {}
         self._asks: dict[int, int] = {}
         self.server_pid = _fork_server(spec.launch.rendezvous)
@@ -48,11 +54,15 @@ class Fleet:
         gc.freeze()  # a collection in a child would copy all that it looks at
         for number in range(nodes):
             self._start(number, spec, record)
+        self.opened_at = self._open_gate(os.environ[KEY_VARIABLE].encode())
 
     def _start(self, number: int, spec: JobSpec, record: bytes) -> None:
         local = str(self._home / "local" / f"node-{number:03d}")
         checkpoint = spec.checkpoint.model_copy(update={"local": local})
-        mine = spec.model_copy(update={"checkpoint": checkpoint})
+        key = self._keys / str(number)
+        os.mkfifo(key)
+        launch = spec.launch.model_copy(update={"rendezvous_key_file": str(key)})
+        mine = spec.model_copy(update={"checkpoint": checkpoint, "launch": launch})
         asked, asks = os.pipe()
         pid = os.fork()
         if not pid:
@@ -63,6 +73,22 @@ class Fleet:
         os.close(asked)
         self._pids[number], self._asks[number] = pid, asks
         self.alive.append(number)
+
+    def _open_gate(self, secret: bytes) -> float:
+        """Give all nodes the secret once all of them wait for it; return when."""
+        readers: dict[int, int] = {}
+        deadline = time.monotonic() + _START_S
+        while len(readers) < len(self.alive):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"expected {len(self.alive)} nodes at the gate, found {len(readers)}")
+            for number in set(self.alive) - set(readers):
+                with suppress(OSError):  # nobody reads it yet
+                    readers[number] = os.open(self._keys / str(number), os.O_WRONLY | os.O_NONBLOCK)
+            time.sleep(_LOOK_S)
+        for descriptor in readers.values():
+            os.write(descriptor, secret)
+            os.close(descriptor)
+        return time.time()
 
     def messages(self, within_s: float) -> Iterator[Message]:
         """Yield what the nodes tell, until nothing has come for so long."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +29,7 @@ class Recovery:
     nodes: int
     scenario: str
     start_s: float
-    """From the first fork until all nodes had the first attempt's resume point."""
+    """Until all nodes had the first attempt's resume point, since all of them could meet."""
     idle: Mapping[str, float]
     """What a node that does not lead uses per second while all train, the median."""
     noticed_s: float
@@ -65,10 +64,9 @@ class Recovery:
 
 def recover(spec: JobSpec, home: Path, *, nodes: int, scenario: str) -> Recovery:
     """Start a fleet, kill as the scenario says, and measure."""
-    began = time.time()
     with running(spec, home, nodes=nodes) as fleet:
         started = _resumed(fleet, after=0, within_s=_START_S)
-        start_s = max(each["at"] for each in started.values()) - began
+        start_s = max(each["at"] for each in started.values()) - fleet.opened_at
         attempt = max(each["attempt"] for each in started.values())
         fleet.listen(_SETTLE_S)
         idle = _idle(fleet, leader=_leader(started))

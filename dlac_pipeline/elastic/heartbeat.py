@@ -19,11 +19,12 @@ from __future__ import annotations
 
 import secrets
 import threading
-import time
 from collections.abc import Collection, Iterable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 
+from dlac_pipeline.elastic.beat_interval import BRISK_FOR_S, pause_of_leader, pause_of_node
+from dlac_pipeline.elastic.lease import LEASE, NO_LEASE, Peer, later_number, name_of_announcement
 from dlac_pipeline.elastic.plan_records import name_of_plan, publish_parts, read_part, read_plan
 from dlac_pipeline.elastic.rank_assignment import Offer, RoundPlan, assign_ranks, refuse_other_jobs, usable_ranks
 from dlac_pipeline.elastic.sealed_store import Message, Sealed, SealedStore
@@ -31,16 +32,7 @@ from dlac_pipeline.launch_spec import LaunchSpec
 from dlac_pipeline.ranks.addresses import free_port
 from dlac_pipeline.ranks.watched_time import watched_time
 
-_EVERY_S = 0.25
-"""Between two beats of a node that waits for a round or for the resume point, and of the node that leads."""
-_QUIET_S = 1.0
-"""Between two beats of another node while all train: it hurries if it has news."""
-_BRISK_FOR_S = 5.0
-"""Time after the last news in which a node beats as often as if it waited."""
-_LEADS_OFTEN = 256
-"""Nodes up to which the leader reads them all that often; of more it reads as many per second."""
 _LAST_TICK_S = 1.0
-_LEASE = "lease"
 _REPEAT = 16
 """Ticks after which a leader writes again what it announced: a stranger may have overwritten it."""
 _BUSY_MARGIN_S = 10.0
@@ -51,31 +43,6 @@ _FORGET = 20
 """Time-outs of silence after which a node is read only now and then."""
 _NEWS = ("slot", "round", "announced", "message", "training", "ended")
 """Parts of the lease whose change is news to the nodes that do not lead."""
-_NO_LEASE: Message = {
-    "slot": 0,
-    "id": "",
-    "slots": 0,
-    "beat": 0,
-    "round": 0,
-    "formed_by": 0,
-    "announced": {},
-    "message": {},
-    "training": False,
-    "ended": None,
-}
-
-
-@dataclass(slots=True)
-class _Peer:
-    """Another node, as the leader has read it."""
-
-    record: Message = field(default_factory=dict)
-    id: str = ""
-    beat: int = -1
-    """Last beat that was read; -1: none yet. The first one may be of a node that died long ago, and counts for nothing."""
-    heard_at: float = 0.0
-    entered: int = 0
-    """Last round that it took part in."""
 
 
 class NodeHeartbeat:
@@ -123,13 +90,13 @@ class NodeHeartbeat:
         self._published: dict[str, Message] = {}
         """What this node wrote as the leader of this round."""
         self._end: Message | None = None
-        self._lease: Message = _NO_LEASE
+        self._lease: Message = NO_LEASE
         self._lease_raw = b""
         self._lease_at = self._lease_raw_at = self._spoke_at = self._now()
-        self._peers: dict[int, _Peer] = {}
+        self._peers: dict[int, Peer] = {}
         self._enough_since: float | None = None
         self._leaves = False
-        self._brisk_until = self._now() + _BRISK_FOR_S
+        self._brisk_until = self._now() + BRISK_FOR_S
         self._closing = threading.Event()
         self._hurries = threading.Event()
         self._has_news = threading.Event()
@@ -204,7 +171,7 @@ class NodeHeartbeat:
     def is_foreign(self) -> bool:
         """Whether the lease has content that this node's key does not open."""
         with self._lock:
-            return self._lease is _NO_LEASE and bool(self._lease_raw)
+            return self._lease is NO_LEASE and bool(self._lease_raw)
 
     @property
     def end(self) -> Message | None:
@@ -337,18 +304,18 @@ class NodeHeartbeat:
         """Return the time until the next beat."""
         with self._lock:
             if self.leads:
-                return _EVERY_S * max(1.0, len(self._peers) / _LEADS_OFTEN)
+                return pause_of_leader(len(self._peers))
             trains = self._in_round and bool(self._announced)
             is_quiet = (trains or self.others_train) and self._now() > self._brisk_until
-            return min(_QUIET_S, self._launch.node_timeout_s / 10) if is_quiet else _EVERY_S
+            return pause_of_node(is_quiet=is_quiet, node_timeout_s=self._launch.node_timeout_s)
 
     def _note_news(self) -> None:
-        self._brisk_until = self._now() + _BRISK_FOR_S
+        self._brisk_until = self._now() + BRISK_FOR_S
         self._has_news.set()
 
     def _tick(self) -> None:
         self._ticks += 1
-        lease = self._store.read(_LEASE)
+        lease = self._store.read(LEASE)
         self._note_lease(lease)
         if not self._slot and not self._has_foreign_leader():
             self._take_slot()
@@ -386,7 +353,7 @@ class NodeHeartbeat:
                 self.ended_before = "" if ended is None else str(ended["id"])
 
     def _publish_record(self) -> None:
-        self._beat = _later(self._beat)
+        self._beat = later_number(self._beat)
         with self._lock:
             ended = self._lease["ended"]
             known = ended is not None and (ended["id"] == self.ended_before or not self._ids.isdisjoint(ended["to"]))
@@ -414,10 +381,10 @@ class NodeHeartbeat:
         with self._lock:
             if self._offer is None or self._in_round:
                 return False
-            heard_at = self._lease_raw_at if self._lease is _NO_LEASE else self._lease_at
+            heard_at = self._lease_raw_at if self._lease is NO_LEASE else self._lease_at
             silent = heard_at < self._now() - self._launch.node_timeout_s
             return (
-                (not found.raw and self._lease is _NO_LEASE)
+                (not found.raw and self._lease is NO_LEASE)
                 or (bool(self._lease["beat"]) and not self._lease["slot"])
                 or silent
             )
@@ -433,7 +400,7 @@ class NodeHeartbeat:
                 lease["ended"] = {**self._end, "to": self._uninformed()}
         for subject, news in announced.items():
             version = lease["announced"].get(subject, 0) + 1
-            self._publish(_announcement(lease, subject, version), news)
+            self._publish(name_of_announcement(lease, subject, version), news)
             lease["announced"] = {**lease["announced"], subject: version}
         if waits:
             lease |= self._gather(lease)
@@ -485,11 +452,11 @@ class NodeHeartbeat:
         )
         with self._lock:
             if self.leads and before:
-                self._peers[before] = _Peer(id=id_before, heard_at=silent_since)
+                self._peers[before] = Peer(id=id_before, heard_at=silent_since)
         self._hurries.set()
 
     def _write_lease(self, found: Sealed, lease: Message) -> None:
-        self._note_lease(self._store.replace(_LEASE, found, {**lease, "beat": _later(self._lease["beat"])}))
+        self._note_lease(self._store.replace(LEASE, found, {**lease, "beat": later_number(self._lease["beat"])}))
 
     def _has_foreign_leader(self) -> bool:
         """Return whether nodes with another key meet here: this node would only overwrite what they write."""
@@ -503,7 +470,7 @@ class NodeHeartbeat:
             wanted = {"last": slot, "by": self._id}
             found = self._store.replace("slots", found, wanted)
             if found.message == wanted:
-                self._slot, self._slot_at = slot, _later(0)
+                self._slot, self._slot_at = slot, later_number(0)
                 return
 
     def _restore_slots(self) -> None:
@@ -523,7 +490,7 @@ class NodeHeartbeat:
             self._lease["slots"] = last
             now, forgotten_s = self._now(), _FORGET * self._launch.node_timeout_s
             for slot in range(1, last + 1):
-                self._peers.setdefault(slot, _Peer(heard_at=now))
+                self._peers.setdefault(slot, Peer(heard_at=now))
             known = {
                 slot: now - peer.heard_at < forgotten_s for slot, peer in self._peers.items() if not self._gone(slot)
             }
@@ -568,7 +535,7 @@ class NodeHeartbeat:
         members = assign_ranks(
             offers, ids, leader=self._slot, stay=before, batch_size=self._batch_size, most_nodes=self._launch.max_nodes
         )
-        plan = RoundPlan.form(members, number=_later(lease["round"]), port=free_port())
+        plan = RoundPlan.form(members, number=later_number(lease["round"]), port=free_port())
         self._published = {}
         self._publish(name_of_plan(plan.number, self._slot), plan.message())
         publish_parts(self._store, plan, formed_by=self._slot)
@@ -616,7 +583,7 @@ class NodeHeartbeat:
                 self._in_round, self._offer, self._enough_since = True, None, None
                 now = self._now()
                 for member in plan.members:
-                    self._peers.setdefault(member.slot, _Peer()).heard_at = now
+                    self._peers.setdefault(member.slot, Peer()).heard_at = now
 
     def _read_announcements(self) -> None:
         with self._lock:
@@ -624,7 +591,7 @@ class NodeHeartbeat:
             mine = self._in_round and not self.leads and lease["round"] == number
             news = {subject: v for subject, v in lease["announced"].items() if self._versions.get(subject) != v}
         for subject, version in news.items() if mine else ():
-            message = self._store.read(_announcement(lease, subject, version)).message
+            message = self._store.read(name_of_announcement(lease, subject, version)).message
             if message is None:
                 return
             with self._lock:
@@ -645,17 +612,8 @@ class NodeHeartbeat:
         return bool(slot in self._peers and self._peers[slot].record.get("gone"))
 
     def _depart(self) -> None:
-        self._beat = _later(self._beat)
+        self._beat = later_number(self._beat)
         self._write_record({"id": self._id, "beat": self._beat, "gone": True, "knows_end": None})
-        lease = self._store.read(_LEASE)
+        lease = self._store.read(LEASE)
         if lease.message is not None and lease.message["slot"] == self._slot:
-            self._store.replace(_LEASE, lease, {**lease.message, "slot": 0, "training": False})
-
-
-def _announcement(lease: Message, subject: str, version: int) -> str:
-    return f"{name_of_plan(lease['round'], lease['formed_by'])}/{subject}/{version}"
-
-
-def _later(number: int) -> int:
-    """Return a greater number, at least the milliseconds since 1970."""
-    return max(number + 1, time.time_ns() // 10**6)
+            self._store.replace(LEASE, lease, {**lease.message, "slot": 0, "training": False})
