@@ -137,12 +137,11 @@ class Committer:
         manifest = self._make_manifest(prepared, votes, checkpoint_id, reader_state, rows)
         size = sum(entry.bytes for entry in manifest.files)
         phases = {**_longest_phases(votes), "vote": prepared.waited_s}
-        holders = {} if self._holders_known else describe_holders(holders_of(votes))
         rows[0] |= {
             "manifest_uri": self._tiers.manifest_uri(prepared.name),
             "manifest_digest": self._write(manifest, prepared.name),
             "model_digest": manifest.model_digest,
-            "detail": json.dumps({"bytes": size, "phases": phases, **holders, **prepared.note}),
+            "detail": json.dumps({"bytes": size, "phases": phases, **self._holders(votes), **prepared.note}),
         }
         started = time.monotonic()
         commit_checkpoint(
@@ -159,6 +158,10 @@ class Committer:
             "bytes": size,
             "phases": {**phases, "commit": time.monotonic() - started},
         }
+
+    def _holders(self, votes: Sequence[Vote]) -> dict[str, Any]:
+        """Return what the first checkpoint of an attempt records of the nodes with local copies; later ones record nothing."""
+        return {} if self._holders_known else describe_holders(holders_of(votes))
 
     def _make_manifest(
         self,

@@ -57,25 +57,21 @@ class NodeHeartbeat:
         ended_before: str | None,
         ids_before: Collection[str] = (),
     ) -> None:
-        """`ended_before` names the end of a run that an earlier launch announced; None: take the one that is found first.
-
-        `ids_before` are the ids of this node's connections before this one.
-        """
+        """`ended_before`: end of a run that an earlier launch announced; None: the one found first. `ids_before`: see `ids`."""
         self.ended_before = ended_before
         self._store = store
         self._launch = launch
         self._batch_size = batch_size
         self._now = watched_time()
         self._id = secrets.token_hex(8)
-        self._ids = frozenset({self._id, *ids_before})
+        self.ids = frozenset({self._id, *ids_before})
+        """Of this node's connections, this one and those before."""
         self._slot = 0
-        self._slot_at = 0
-        """When this node took its slot: a record of another node in it that has an earlier beat is an old one."""
+        self._wrote_at = 0
+        """Beat of this node's last record in its slot: another node's record there with an earlier one is an old one."""
         self._own = Sealed()
         """This node's record as it is stored."""
-        self._beat = 0
-        self._ticks = 0
-        self._looks = 0
+        self._beat = self._ticks = self._looks = 0
         self._offer: Offer | None = None
         self._offers: dict[int, Offer] = {}
         """Of the nodes that wait, known to the leader."""
@@ -132,11 +128,6 @@ class NodeHeartbeat:
         return None if plan is None else plan.place_of(self._slot, self._id)
 
     @property
-    def ids(self) -> frozenset[str]:
-        """Ids of this node's connections, this one and those before."""
-        return self._ids
-
-    @property
     def looks(self) -> int:
         """How often this node has read the store: what it knows of others changes with that alone."""
         return self._looks
@@ -178,7 +169,7 @@ class NodeHeartbeat:
         """How the run has ended since this node came."""
         with self._lock:
             found = self._lease["ended"]
-            news = found is not None and found["id"] != self.ended_before and not self._ids.isdisjoint(found["to"])
+            news = found is not None and found["id"] != self.ended_before and not self.ids.isdisjoint(found["to"])
             return found["message"] if news else None
 
     @property
@@ -356,7 +347,7 @@ class NodeHeartbeat:
         self._beat = later_number(self._beat)
         with self._lock:
             ended = self._lease["ended"]
-            known = ended is not None and (ended["id"] == self.ended_before or not self._ids.isdisjoint(ended["to"]))
+            known = ended is not None and (ended["id"] == self.ended_before or not self.ids.isdisjoint(ended["to"]))
             record: Message = {"id": self._id, "beat": self._beat, "knows_end": ended["id"] if known else None}
             if self._in_round and self._plan is not None:
                 record |= {"round": self._plan.number, "message": self._message}
@@ -368,10 +359,11 @@ class NodeHeartbeat:
         """Write this node's record, or give the slot up: another node has it, too, where a stranger deleted the last slot."""
         for _ in range(2):
             found = self._own = self._store.replace(f"node/{self._slot}", self._own, record)
-            stored = found.message or {}
-            if (stored.get("id"), stored.get("beat")) == (self._id, record["beat"]):
+            other = found.message
+            if other is not None and (other["id"], other["beat"]) == (self._id, record["beat"]):
+                self._wrote_at = record["beat"]
                 return
-            if found.message is not None and found.message["id"] != self._id and found.message["beat"] >= self._slot_at:
+            if other is not None and other["id"] != self._id and other["beat"] >= self._wrote_at:
                 with self._lock:
                     self._slot, self._own = 0, Sealed()
                 return
@@ -470,7 +462,7 @@ class NodeHeartbeat:
             wanted = {"last": slot, "by": self._id}
             found = self._store.replace("slots", found, wanted)
             if found.message == wanted:
-                self._slot, self._slot_at = slot, later_number(0)
+                self._slot, self._wrote_at = slot, later_number(0) - int(1000 * self._launch.node_timeout_s)
                 return
 
     def _restore_slots(self) -> None:
@@ -606,7 +598,10 @@ class NodeHeartbeat:
         return self._lease_at if slot in (self._lease["slot"], self._lease["formed_by"]) else self._spoke_at
 
     def _is_leader(self, slot: int) -> bool:
-        return self._plan is not None and self._plan.members[0].slot == slot
+        if self._plan is None or self._plan.members[0].slot != slot:
+            return False
+        known = self._peers[slot].id if slot in self._peers else ""
+        return known in ("", self._plan.members[0].id)
 
     def _gone(self, slot: int) -> bool:
         return bool(slot in self._peers and self._peers[slot].record.get("gone"))
