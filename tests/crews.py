@@ -59,7 +59,7 @@ def round_of(beat: NodeHeartbeat) -> Round:
     """Return the round that a node is a member of."""
     plan = beat.plan
     assert plan is not None
-    place = plan.place_of(beat.slot)
+    place = beat.place
     assert place is not None
     return Round(plan.share(place), plan=plan, heartbeat=beat)
 

@@ -8,17 +8,22 @@ records of all nodes. Any other node reads one record, the lease, and what that 
     lease               the leader's record: its slot, its round, its message to all, how the run has ended
     round/N/SLOT        the plan of round N as the leader in SLOT formed it
     round/N/SLOT/...    what that leader announced
+
+A stranger may have written down what nodes wrote to an earlier store with the same key, and write it again. So beats and numbers
+of rounds begin at the milliseconds since 1970 and count up: what is older has lower ones. A plan, a refusal and the end of the
+run name the nodes that they are for by their ids, which are random, and count for these only.
 """
 
 from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Collection, Mapping
+import time
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 
-from dlac_pipeline.elastic.rank_assignment import Offer, RoundPlan, assign_ranks, usable_ranks
+from dlac_pipeline.elastic.rank_assignment import Offer, RoundPlan, assign_ranks, refuse_other_jobs, usable_ranks
 from dlac_pipeline.elastic.sealed_store import Message, Sealed, SealedStore
 from dlac_pipeline.launch_spec import LaunchSpec
 from dlac_pipeline.ranks.addresses import free_port
@@ -52,6 +57,7 @@ class _Peer:
     """Another node, as the leader has read it."""
 
     record: Message = field(default_factory=dict)
+    id: str = ""
     beat: int = -1
     """Last beat that was read; -1: none yet. The first one may be of a node that died long ago, and counts for nothing."""
     heard_at: float = 0.0
@@ -62,18 +68,30 @@ class _Peer:
 class NodeHeartbeat:
     """Of one node, over one connection to the store of its run."""
 
-    def __init__(self, store: SealedStore, launch: LaunchSpec, *, batch_size: int, ended_before: str | None) -> None:
-        """`ended_before` names the end of a run that an earlier launch announced; None: take the one that is found first."""
+    def __init__(
+        self,
+        store: SealedStore,
+        launch: LaunchSpec,
+        *,
+        batch_size: int,
+        ended_before: str | None,
+        ids_before: Collection[str] = (),
+    ) -> None:
+        """`ended_before`: end of a run that an earlier launch announced; None: the one found first. `ids_before`: see `ids`."""
         self.ended_before = ended_before
         self._store = store
         self._launch = launch
         self._batch_size = batch_size
         self._now = watched_time()
         self._id = secrets.token_hex(8)
+        self.ids = frozenset({self._id, *ids_before})
+        """Of this node's connections, this one and those before."""
         self._slot = 0
+        self._wrote_at = 0
+        """Beat of this node's last record in its slot: another node's record there with an earlier one is an old one."""
         self._own = Sealed()
         """This node's record as it is stored."""
-        self._beat = 0
+        self._beat = self._ticks = 0
         self._offer: Offer | None = None
         self._offers: dict[int, Offer] = {}
         """Of the nodes that wait, known to the leader."""
@@ -122,6 +140,12 @@ class NodeHeartbeat:
         return self._slot
 
     @property
+    def place(self) -> int | None:
+        """This node's place in its round; None: it is no member of one."""
+        plan = self.plan
+        return None if plan is None else plan.place_of(self._slot, self._id)
+
+    @property
     def others_train(self) -> bool:
         """Whether a live leader has a round without this node."""
         with self._lock:
@@ -133,7 +157,7 @@ class NodeHeartbeat:
         """Why the leader forms no round with this node; empty: it would."""
         with self._lock:
             hosts = self._lease.get("refused", {})
-            return "" if not hosts.get("slots") or self._slot not in hosts["slots"] else str(hosts["why"])
+            return str(hosts["why"]) if self._id in hosts.get("ids", ()) else ""
 
     @property
     def nodes_ready(self) -> int:
@@ -152,7 +176,8 @@ class NodeHeartbeat:
         """How the run has ended since this node came."""
         with self._lock:
             found = self._lease["ended"]
-            return found["message"] if found is not None and found["id"] != self.ended_before else None
+            news = found is not None and found["id"] != self.ended_before and not self.ids.isdisjoint(found["to"])
+            return found["message"] if news else None
 
     @property
     def cut_off(self) -> bool:
@@ -169,7 +194,8 @@ class NodeHeartbeat:
             if self._plan is None or not self._offers or len(self._plan.members) >= self._launch.max_nodes:
                 return False
             room, config = self._launch.max_nodes - len(self._plan.members), self._plan.members[0].offer.config
-            others = {slot: offer for slot, offer in self._offers.items() if self._plan.place_of(slot) is None}
+            members = [member.slot for member in self._plan.members]
+            others = {slot: offer for slot, offer in self._offers.items() if slot not in members}
             waiting = sorted((offer.ranks for offer in others.values() if offer.config == config), reverse=True)[:room]
             offered = sum(member.offer.ranks for member in self._plan.members) + sum(waiting)
             return usable_ranks(self._batch_size, offered) > self._plan.world_size
@@ -265,9 +291,10 @@ class NodeHeartbeat:
                 self._depart()
 
     def _tick(self) -> None:
+        self._ticks += 1
         lease = self._store.read(_LEASE)
         self._note_lease(lease)
-        if not self._slot:
+        if not self._slot and not self._has_foreign_leader():
             self._take_slot()
         if not self._slot:
             return
@@ -301,10 +328,11 @@ class NodeHeartbeat:
                 self.ended_before = "" if ended is None else str(ended["id"])
 
     def _publish_record(self) -> None:
-        self._beat += 1
+        self._beat = _later(self._beat)
         with self._lock:
             ended = self._lease["ended"]
-            record: Message = {"id": self._id, "beat": self._beat, "knows_end": ended and ended["id"]}
+            known = ended is not None and (ended["id"] == self.ended_before or not self.ids.isdisjoint(ended["to"]))
+            record: Message = {"id": self._id, "beat": self._beat, "knows_end": ended["id"] if known else None}
             if self._in_round and self._plan is not None:
                 record |= {"round": self._plan.number, "message": self._message}
             elif self._offer is not None:
@@ -315,9 +343,11 @@ class NodeHeartbeat:
         """Write this node's record, or give the slot up: another node has it, too, where a stranger deleted the last slot."""
         for _ in range(2):
             found = self._own = self._store.replace(f"node/{self._slot}", self._own, record)
-            if found.message == record:
+            other = found.message
+            if other == record:
+                self._wrote_at = record["beat"]
                 return
-            if found.message is not None and found.message["id"] != self._id:
+            if other is not None and other["id"] != self._id and other["beat"] >= self._wrote_at:
                 with self._lock:
                     self._slot, self._own = 0, Sealed()
                 return
@@ -343,7 +373,7 @@ class NodeHeartbeat:
             announced = dict(self._to_announce)
             message, waits = self._message, self._offer is not None and not self._in_round
             if self._end is not None:
-                lease["ended"] = self._end
+                lease["ended"] = {**self._end, "to": self._uninformed()}
         for subject, news in announced.items():
             version = lease["announced"].get(subject, 0) + 1
             self._publish(_announcement(lease, subject, version), news)
@@ -359,7 +389,7 @@ class NodeHeartbeat:
             for subject in done:
                 if self._to_announce.get(subject) is announced[subject]:
                     del self._to_announce[subject]
-        if self._beat % _REPEAT == 0:
+        if self._ticks % _REPEAT == 0:
             for name, published in self._published.items():
                 self._store.publish(name, published)
 
@@ -369,7 +399,21 @@ class NodeHeartbeat:
             if self._plan is None:
                 return {}
             members = {self._slot: self._plan.members[0].offer}
-            return _refuse({**self._offers, **members}, self._slot, stay=[self._slot])
+            offers = {**self._offers, **members}
+            return refuse_other_jobs(offers, self._ids_of(offers), self._slot, stay=[self._slot])
+
+    def _ids_of(self, slots: Iterable[int]) -> dict[int, str]:
+        """Return the ids of nodes, this one among them or not."""
+        return {slot: self._id if slot == self._slot else self._peers[slot].id for slot in slots}
+
+    def _uninformed(self) -> list[str]:
+        """Return the ids of nodes that get no verdict in this round: those that wait, and those that are lost."""
+        known = {slot: peer for slot, peer in self._peers.items() if peer.id and not self._gone(slot)}
+        return [
+            each.id
+            for slot, each in known.items()
+            if not each.record or "offer" in each.record or self.lost(slot)  # of a new node only the id is known
+        ]
 
     def _publish(self, name: str, message: Message) -> None:
         self._published[name] = message
@@ -378,24 +422,29 @@ class NodeHeartbeat:
     def _take_lease(self, found: Sealed) -> None:
         """Lead from now on. The node that led, and was silent, is lost already."""
         with self._lock:
-            before, silent_since = self._lease["slot"], self._lease_at
+            before, id_before, silent_since = self._lease["slot"], self._lease["id"], self._lease_at
         self._write_lease(
             found, {**self._lease, "slot": self._slot, "id": self._id, "training": False, "refused": {}, "message": {}}
         )
         with self._lock:
             if self.leads and before:
-                self._peers[before] = _Peer(heard_at=silent_since)
+                self._peers[before] = _Peer(id=id_before, heard_at=silent_since)
         self._hurries.set()
 
     def _write_lease(self, found: Sealed, lease: Message) -> None:
-        self._note_lease(self._store.replace(_LEASE, found, {**lease, "beat": self._lease["beat"] + 1}))
+        self._note_lease(self._store.replace(_LEASE, found, {**lease, "beat": _later(self._lease["beat"])}))
+
+    def _has_foreign_leader(self) -> bool:
+        """Return whether nodes with another key meet here: this node would only overwrite what they write."""
+        with self._lock:
+            return self.is_foreign and self._lease_raw_at > self._now() - self._launch.node_timeout_s
 
     def _take_slot(self) -> None:
         found = self._store.read("slots")
         slot = self._last_slot(found) + 1
         wanted = {"last": slot, "by": self._id}
         if self._store.replace("slots", found, wanted).message == wanted:
-            self._slot = slot
+            self._slot, self._wrote_at = slot, _later(0) - int(1000 * self._launch.node_timeout_s)
 
     def _restore_slots(self) -> None:
         """Write the last slot again, unless its record knows of this node: a stranger may have deleted it."""
@@ -419,7 +468,7 @@ class NodeHeartbeat:
                 slot: now - peer.heard_at < forgotten_s for slot, peer in self._peers.items() if not self._gone(slot)
             }
             read = [
-                slot for slot, fresh in known.items() if slot != self._slot and (fresh or self._beat % _REPEAT == 0)
+                slot for slot, fresh in known.items() if slot != self._slot and (fresh or self._ticks % _REPEAT == 0)
             ]
             wrote = [slot for slot in read if self._peers[slot].beat >= 0]
         found = zip(wrote, self._store.read_all([f"node/{slot}" for slot in wrote]), strict=True)
@@ -429,7 +478,7 @@ class NodeHeartbeat:
                 peer, record = self._peers[slot], sealed.message
                 if record is None or record["beat"] <= peer.beat:
                     continue
-                is_first, peer.beat = peer.beat < 0, record["beat"]
+                is_first, peer.beat, peer.id = peer.beat < 0, record["beat"], record["id"]
                 if not is_first or "gone" in record:
                     peer.record, peer.heard_at = record, self._now()
                     peer.entered = record.get("round", peer.entered)
@@ -444,18 +493,19 @@ class NodeHeartbeat:
             mine, before = self._offer, self._members_before(lease)
             offers = {**self._offers, self._slot: mine}
             busy = [slot for slot in before if slot not in offers and slot in self._peers and not self.lost(slot)]
-        refused = _refuse(offers, self._slot, stay=before)
-        offers = {slot: offer for slot, offer in offers.items() if slot not in refused.get("slots", ())}
+        ids = self._ids_of(offers)
+        refused = refuse_other_jobs(offers, ids, self._slot, stay=before)
+        offers = {slot: offer for slot, offer in offers.items() if ids[slot] not in refused.get("ids", ())}
         said: Message = {"training": False, "ready": len(offers), "message": {}, "refused": refused}
         if self._slot not in offers or not self._is_time(len(offers), busy=bool(busy)):
             return said
         knows_most = max(offers, key=lambda slot: (offers[slot].attempt, slot == self._slot))
         if offers[knows_most].attempt > mine.attempt:
-            return {**said, "slot": knows_most, "id": self._peers[knows_most].record["id"]}
+            return {**said, "slot": knows_most, "id": ids[knows_most]}
         members = assign_ranks(
-            offers, leader=self._slot, stay=before, batch_size=self._batch_size, most_nodes=self._launch.max_nodes
+            offers, ids, leader=self._slot, stay=before, batch_size=self._batch_size, most_nodes=self._launch.max_nodes
         )
-        plan = RoundPlan(number=lease["round"] + 1, port=free_port(), members=members)
+        plan = RoundPlan(number=_later(lease["round"]), port=free_port(), members=members)
         self._published = {}
         self._publish(f"round/{plan.number}/{self._slot}", plan.message())
         return {**said, "round": plan.number, "formed_by": self._slot, "announced": {}, "training": True}
@@ -493,7 +543,7 @@ class NodeHeartbeat:
             if self._in_round:
                 return  # `cut_off` reports that the others went on
             self._plan = plan
-            if self._offer is not None and plan.place_of(self._slot) is not None:
+            if self._offer is not None and plan.place_of(self._slot, self._id) is not None:
                 self._in_round, self._offer, self._enough_since = True, None, None
                 now = self._now()
                 for member in plan.members:
@@ -519,13 +569,16 @@ class NodeHeartbeat:
         return self._lease_at if slot in (self._lease["slot"], self._lease["formed_by"]) else self._spoke_at
 
     def _is_leader(self, slot: int) -> bool:
-        return self._plan is not None and self._plan.members[0].slot == slot
+        if self._plan is None or self._plan.members[0].slot != slot:
+            return False
+        known = self._peers[slot].id if slot in self._peers else ""
+        return known in ("", self._plan.members[0].id)
 
     def _gone(self, slot: int) -> bool:
         return bool(slot in self._peers and self._peers[slot].record.get("gone"))
 
     def _depart(self) -> None:
-        self._beat += 1
+        self._beat = _later(self._beat)
         self._write_record({"id": self._id, "beat": self._beat, "gone": True, "knows_end": None})
         lease = self._store.read(_LEASE)
         if lease.message is not None and lease.message["slot"] == self._slot:
@@ -536,16 +589,6 @@ def _announcement(lease: Message, subject: str, version: int) -> str:
     return f"round/{lease['round']}/{lease['formed_by']}/{subject}/{version}"
 
 
-def _refuse(offers: Mapping[int, Offer], mine: int, *, stay: Collection[int]) -> Message:
-    """Return the slots of nodes that would train another job, and why they are refused; empty: all would train the same.
-
-    Before the first round all are refused, for it is not known whose job is meant.
-    """
-    other = [slot for slot, offer in offers.items() if offer.config != offers[mine].config]
-    if not other:
-        return {}
-    hosts = ", ".join(offers[slot].host for slot in other)
-    return {
-        "slots": other if stay else [*offers],
-        "why": f"found another one on {hosts} than on {offers[mine].host}",
-    }
+def _later(number: int) -> int:
+    """Return a greater number, at least the milliseconds since 1970."""
+    return max(number + 1, time.time_ns() // 10**6)

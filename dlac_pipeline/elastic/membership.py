@@ -6,7 +6,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
@@ -58,6 +58,7 @@ class Membership:
         self._endpoint: Endpoint | None = None
         self._heartbeat: NodeHeartbeat | None = None
         self._ended_before: str | None = None
+        self._ids_before: Collection[str] = ()
         if launch.max_nodes > 1:
             self._secret = shared_secret(launch)
             self._prefix = f"dlac/{name}"
@@ -142,7 +143,7 @@ class Membership:
         """Use another connection for the next round; a node that serves the store keeps serving it."""
         beat, self._heartbeat = self._heartbeat, None
         if beat is not None:
-            self._ended_before = beat.ended_before
+            self._ended_before, self._ids_before = beat.ended_before, beat.ids
             beat.close(leaves=False)
 
     def close(self) -> None:
@@ -169,7 +170,11 @@ class Membership:
                 return None
             sealed = SealedStore(store, self._secret, self._prefix)
             self._heartbeat = NodeHeartbeat(
-                sealed, self._launch, batch_size=self._batch_size, ended_before=self._ended_before
+                sealed,
+                self._launch,
+                batch_size=self._batch_size,
+                ended_before=self._ended_before,
+                ids_before=self._ids_before,
             )
         return self._heartbeat
 
@@ -179,8 +184,7 @@ class Membership:
         Raises:
             EndedElsewhere, SpecInvalid: there will be none.
         """
-        plan = beat.plan
-        place = None if plan is None else plan.place_of(beat.slot)
+        plan, place = beat.plan, beat.place
         if plan is not None and place is not None:
             return Round(plan.share(place), plan=plan, heartbeat=beat)
         if beat.end is not None:

@@ -34,6 +34,8 @@ class Member:
     """A node of a round."""
 
     slot: int
+    id: str
+    """Random name of the node's connection: a plan of an earlier time, which a stranger wrote again, has another one."""
     offer: Offer
     first_rank: int
     ranks: int
@@ -52,9 +54,10 @@ class RoundPlan:
         """Number of ranks."""
         return sum(member.ranks for member in self.members)
 
-    def place_of(self, slot: int) -> int | None:
-        """Return the place of a node; None: it is no member."""
-        return next((place for place, member in enumerate(self.members) if member.slot == slot), None)
+    def place_of(self, slot: int, id_: str) -> int | None:
+        """Return the place of a node by its slot and its id; None: it is no member."""
+        found = ((member.slot, member.id) for member in self.members)
+        return next((place for place, each in enumerate(found) if each == (slot, id_)), None)
 
     def share(self, place: int) -> Share:
         """Return the ranks of the node at a place."""
@@ -86,9 +89,15 @@ def usable_ranks(batch_size: int, available: int) -> int:
 
 
 def assign_ranks(
-    offers: Mapping[int, Offer], *, leader: int, stay: Collection[int], batch_size: int, most_nodes: int
+    offers: Mapping[int, Offer],
+    ids: Mapping[int, str],
+    *,
+    leader: int,
+    stay: Collection[int],
+    batch_size: int,
+    most_nodes: int,
 ) -> tuple[Member, ...]:
-    """Return the members of a round by what the nodes in each slot offer; a node without a rank is none.
+    """Return the members of a round by what the nodes in each slot offer, and by their ids; a node without a rank is none.
 
     The leader is first. Nodes of the last round (`stay`) come before others, and of these the ones with the most ranks.
     """
@@ -99,6 +108,21 @@ def assign_ranks(
     for slot in order:
         ranks = min(offers[slot].ranks, left)
         if ranks:
-            members.append(Member(slot=slot, offer=offers[slot], first_rank=first, ranks=ranks))
+            members.append(Member(slot=slot, id=ids[slot], offer=offers[slot], first_rank=first, ranks=ranks))
         first, left = first + ranks, left - ranks
     return tuple(members)
+
+
+def refuse_other_jobs(
+    offers: Mapping[int, Offer], ids: Mapping[int, str], mine: int, *, stay: Collection[int]
+) -> dict[str, Any]:
+    """Return the ids of nodes that would train another job, and why they are refused; empty: all would train the same.
+
+    Before the first round all are refused, for it is not known whose job is meant.
+    """
+    other = [slot for slot, offer in offers.items() if offer.config != offers[mine].config]
+    if not other:
+        return {}
+    hosts = ", ".join(offers[slot].host for slot in other)
+    refused = other if stay else offers
+    return {"ids": [ids[slot] for slot in refused], "why": f"found another one on {hosts} than on {offers[mine].host}"}

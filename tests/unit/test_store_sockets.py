@@ -7,7 +7,10 @@ import pickle
 import socket
 import threading
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -16,6 +19,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's 
 
 from catalog.errors import SpecInvalid
 from dlac_pipeline.elastic.endpoint import Endpoint, serve_rendezvous
+from dlac_pipeline.elastic.heartbeat import NodeHeartbeat
 from dlac_pipeline.elastic.rank_assignment import Offer
 from dlac_pipeline.elastic.sealed_store import SealedStore
 from dlac_pipeline.launch_spec import LaunchSpec
@@ -102,9 +106,9 @@ def test_stranger_writes_in_vain(tmp_path: Path) -> None:
         beat.seek(Offer(host=f"host-{place}", address="127.0.0.1", ranks=1))
 
     def together() -> bool:
-        for name in ("lease", "slots", "node/1", "node/2", "round/1/1", "round/1/2"):
-            stranger.set(f"dlac/r/{name}", strike)
-            stranger.delete_key(f"dlac/r/{name}")
+        for name in {*stranger.list_keys(), "dlac/r/lease", "dlac/r/slots", "dlac/r/node/1", "dlac/r/node/2"}:
+            stranger.set(name, strike)
+            stranger.delete_key(name)
         time.sleep(1.5)  # a flood would keep the nodes apart
         return all(beat.plan is not None for beat in beats)
 
@@ -114,9 +118,9 @@ def test_stranger_writes_in_vain(tmp_path: Path) -> None:
     leader.announce("resume", {"step": 7})
     stranger.set("dlac/r/lease", strike)
     wait_until(lambda: other.announced("resume") == {"step": 7}, what="the announcement")
-    (slot,) = (beat.slot for beat in beats if beat.leads)
-    names = ("lease", "node/1", "node/2", f"round/1/{slot}")
-    assert not any("host-" in str(stranger.get(f"dlac/r/{name}")) for name in names)
+    names = stranger.list_keys()
+    assert any("/round/" in name for name in names)
+    assert not any("host-" in str(stranger.get(name)) for name in names)
     for beat in beats:
         beat.close(leaves=True)
     assert not (tmp_path / "struck").exists()
@@ -131,12 +135,89 @@ def test_old_message_is_no_news() -> None:
     wait_until(lambda: beat.leads, what="the lease")
     old = stranger.get("dlac/r/lease")
     wait_until(lambda: beat.plan is not None, what="the round")
+    plan = beat.plan
     stranger.set("dlac/r/lease", old.decode())
     time.sleep(2.0)
-    plan = beat.plan
-    assert plan is not None
-    assert (plan.number, beat.leads, beat.cut_off) == (1, True, False)
+    assert beat.plan == plan
+    assert (beat.leads, beat.cut_off) == (True, False)
     beat.close(leaves=True)
+
+
+@pytest.mark.parametrize("when", ["before the round", "in the round"])
+def test_earlier_store_is_no_news(when: str) -> None:
+    """What nodes wrote to an earlier store with the same key, and a stranger writes to this one, changes nothing."""
+    written: dict[str, list[bytes]] = {}
+    earlier = process_group.serve_store("127.0.0.1", own_port())
+    with meeting(earlier.port) as (leader, follower):
+        leader.announce("resume", {"step": 7})
+        wait_until(lambda: follower.announced("resume") is not None, what="the announcement")
+        for _ in range(12):
+            _note(earlier, written)
+            time.sleep(0.5)
+        leader.end_run({"ending": "stopped"})
+        time.sleep(1.0)
+        _note(earlier, written)
+    later = process_group.serve_store("127.0.0.1", own_port())
+    stranger = TCPStore("127.0.0.1", later.port, is_master=False, wait_for_workers=False)
+    pieces = count()
+
+    def replay() -> None:
+        piece = next(pieces)
+        for name, values in written.items():
+            stranger.set(name, values[min(piece, len(values) - 1)].decode())
+
+    with meeting(later.port, on_tick=replay if when == "before the round" else lambda: None) as (leader, follower):
+        rounds_ = [round_of(beat) for beat in (leader, follower)]
+        for _ in range(16):
+            replay()
+            time.sleep(0.5)
+            assert [(beat.cut_off, beat.end, beat.refused) for beat in (leader, follower)] == [(False, None, "")] * 2
+            assert [round_.lost() for round_ in rounds_] == [[], []]
+        leader.announce("resume", {"step": 9})
+        wait_until(lambda: follower.announced("resume") == {"step": 9}, what="the announcement")
+        assert [beat.leads for beat in (leader, follower)] == [True, False]
+
+
+def _note(store: TCPStore, written: dict[str, list[bytes]]) -> None:
+    """Add the values of all keys to what was noted."""
+    for name in store.list_keys():
+        written.setdefault(name, []).append(store.get(name))
+
+
+@contextmanager
+def meeting(port: int, *, on_tick: Callable[[], None] = lambda: None) -> Iterator[list[NodeHeartbeat]]:
+    """Yield two nodes in one round, the leader first; `on_tick` is called twice a second until they are."""
+    launch = LaunchSpec(script="x", nodes="2", rendezvous=f"127.0.0.1:{port}", last_call_s=1, node_timeout_s=3)
+    beats = [heartbeat(port, launch) for _ in range(2)]
+    for place, beat in enumerate(beats):
+        beat.seek(Offer(host=f"host-{place}", address="127.0.0.1", ranks=1))
+
+    def together() -> bool:
+        on_tick()
+        time.sleep(0.5)
+        assert [beat.end for beat in beats] == [None, None]
+        return all(beat.place is not None for beat in beats)
+
+    wait_until(together, what="the round")
+    yield sorted(beats, key=lambda each: each.place or 0)
+    for beat in beats:
+        beat.close(leaves=True)
+
+
+def test_other_key_disturbs_nobody() -> None:
+    """A node with another key takes no slot while others meet, so that it overwrites no record; it knows why it waits."""
+    server = process_group.serve_store("127.0.0.1", own_port())
+    launch = LaunchSpec(script="x", nodes="1:2", rendezvous="127.0.0.1:1", last_call_s=1, node_timeout_s=60)
+    beat = heartbeat(server.port, launch)
+    beat.seek(Offer(host="a", address="127.0.0.1", ranks=1))
+    wait_until(lambda: beat.place is not None, what="the round")
+    other = heartbeat(server.port, launch, secret="another secret of nodes")
+    other.seek(Offer(host="b", address="127.0.0.1", ranks=1))
+    wait_until(lambda: other.is_foreign, what="the foreign lease")
+    time.sleep(1.5)
+    assert (other.slot, other.plan, beat.leads, beat.cut_off) == (0, None, True, False)
+    for each in (beat, other):
+        each.close(leaves=True)
 
 
 def test_message_belongs_to_its_name() -> None:
