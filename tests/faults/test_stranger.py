@@ -1,0 +1,218 @@
+"""A stranger in another network namespace tries to join, read, stop and poison a run, and fails.
+
+The nodes and the stranger are hosts of a test's own (`tests/hosts.py`). The lakehouse is in a folder that the nodes share.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from cryptography.fernet import Fernet
+
+from catalog.errors import NodesMissing, SpecInvalid
+from catalog.ledger import Ledger
+from dlac_pipeline.elastic.sealed_store import KEY_VARIABLE
+from tests.conftest import PROGRAMS, wait_until
+from tests.crews import SECRET, check_exact, job
+from tests.hosts import Host, host, switched
+
+if TYPE_CHECKING:
+    from tests.conftest import Arena, Launch
+
+PORT = 29400
+"""Free on every host of a test."""
+LISTENS = "0A"
+"""State of a listening socket in /proc/net/tcp."""
+
+
+@dataclass
+class Lan:
+    """A switch, and the hosts on it."""
+
+    arena: Arena
+    stack: ExitStack
+
+    def host(self, name: str) -> Host:
+        """Return another host."""
+        return self.stack.enter_context(host(name))
+
+
+@pytest.fixture
+def lan(arena: Arena) -> Iterator[Lan]:
+    """A switch, and a lakehouse with a table in a folder that all hosts see."""
+    arena.table()
+    with ExitStack() as stack:
+        stack.enter_context(switched())
+        stack.callback(arena.close)
+        yield Lan(arena, stack)
+
+
+class Stranger:
+    """`tests/programs/stranger.py` on a host."""
+
+    def __init__(self, on: Host, rendezvous: str, prefix: str, folder: Path) -> None:
+        folder.mkdir()
+        self._folder = folder
+        self.strike = folder / "struck"
+        address, _, port = rendezvous.rpartition(":")
+        program = [sys.executable, str(PROGRAMS / "stranger.py")]
+        arguments = [address, port, prefix, str(folder / "report.json"), str(self.strike)]
+        with (folder / "log").open("wb") as log:
+            self.process = subprocess.Popen([*on.command, *program, *arguments], stdout=log, stderr=log)
+
+    def report(self) -> dict[str, Any]:
+        """Have it end, and return what it did and read."""
+        (self._folder / "enough").touch()
+        assert self.process.wait(60) == 0, (self._folder / "log").read_text()[-3000:]
+        found: dict[str, Any] = json.loads((self._folder / "report.json").read_text())
+        return found
+
+    def close(self) -> None:
+        """End it."""
+        self.process.kill()
+        self.process.wait()
+
+
+def with_key(on: Host, key: str) -> list[str]:
+    """Return a command that runs a program on a host with a key of its own; empty: without one."""
+    change = [f"{KEY_VARIABLE}={key}"] if key else ["-u", KEY_VARIABLE]
+    return [*on.command, "env", *change]
+
+
+def opened(raw: str) -> tuple[str, Any]:
+    """Return a message that a node sealed, and the name under which it did."""
+    cipher = Fernet(base64.urlsafe_b64encode(hashlib.sha256(SECRET.encode()).digest()))
+    key, message = json.loads(cipher.decrypt(raw))
+    return key, message
+
+
+def listening(on: Host) -> set[tuple[str, int]]:
+    """Return the addresses, as the kernel writes them, and the ports at which processes of a host listen."""
+    command = ["ip", "netns", "exec", on.name, "cat", "/proc/net/tcp", "/proc/net/tcp6"]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    fields = [line.split() for line in lines if ":" in line.split()[0] and line.split()[3] == LISTENS]
+    return {(address, int(port, 16)) for address, _, port in (each[1].partition(":") for each in fields)}
+
+
+def is_loopback(address: str) -> bool:
+    """Return whether an address as the kernel writes it, in words of little-endian order, is one of loopback."""
+    raw = b"".join(bytes.fromhex(address[at : at + 8])[::-1] for at in range(0, len(address), 8))
+    family = socket.AF_INET if len(raw) == 4 else socket.AF_INET6
+    text = socket.inet_ntop(family, raw).removeprefix("::ffff:")
+    return text.startswith("127.") or text == "::1"
+
+
+def reached(of: Host, ports: list[int], *, by: Host) -> list[int]:
+    """Return the ports of a host that take a connection of another one."""
+    program = (
+        "import socket, sys\n"
+        "for port in sys.argv[2:]:\n"
+        "    with socket.socket() as probe:\n"
+        "        probe.settimeout(2)\n"
+        "        if probe.connect_ex((sys.argv[1], int(port))) == 0:\n"
+        "            print(port)\n"
+    )
+    command = [*by.command, sys.executable, "-c", program, of.address, *map(str, ports)]
+    return [int(port) for port in subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()]
+
+
+def watch_sockets(on: Host, launch: Launch, *, by: Host) -> tuple[set[tuple[str, int]], list[int]]:
+    """Return all listening sockets of a host until a launch ends, and those of its ports that another host reached."""
+    found: set[tuple[str, int]] = set()
+    open_to: list[int] = []
+    while launch.process.poll() is None:
+        new = listening(on) - found
+        found |= new
+        if new:
+            open_to += reached(on, [port for _, port in new], by=by)
+        time.sleep(0.05)
+    return found, open_to
+
+
+def test_stranger_learns_and_changes_nothing(lan: Lan, tmp_path: Path) -> None:
+    """Two nodes train exactly, whatever a stranger without the key does to their store each second; it was there before, too.
+
+    The nodes are stopped once, and meet again at an empty store. There the stranger writes what it saw at the first one.
+    """
+    node, other, elsewhere = (lan.host(f"dlac-{name}") for name in ("a", "b", "x"))
+    times = {"node_timeout_s": 20, "gather_timeout_s": 300}
+    spec = job(lan.arena, "watched", nodes="2", rendezvous=f"{node.address}:{PORT}", **times)
+    prefix = f"dlac/{spec.run}@{Ledger(lan.arena.lakehouse).table_uuid}"
+    stranger = Stranger(elsewhere, spec.launch.rendezvous, prefix, tmp_path / "stranger")
+    lan.stack.callback(stranger.close)
+    launches = [lan.arena.launch(spec, under=each.command) for each in (node, other)]
+    wait_until(lambda: bool(lan.arena.rows(spec.run, "checkpoint")), what="a checkpoint")
+    assert reached(node, [PORT], by=elsewhere) == [PORT]
+    os.kill(launches[0].process.pid, signal.SIGTERM)
+    _check_ended(launches, "stopped")
+    _check_ended([lan.arena.launch(spec, under=each.command) for each in (node, other)], "finished")
+    report = stranger.report()
+    assert len(report["done"]) == 10, report["done"]
+    assert len(lan.arena.rows(spec.run, "claim")) == 2
+    assert not stranger.strike.exists()
+    check_exact(lan.arena, spec.run, [2])
+    resumed_from = [row for row in lan.arena.lineage(spec.run) if row["attempt"] == 1][-1]
+    folder = resumed_from["manifest_uri"].rsplit("/", 2)[1]
+    _check_unreadable(report["read"], prefix, secrets=[node.name, other.name, node.address, folder])
+
+
+def _check_ended(launches: list[Launch], ending: str) -> None:
+    """Check that all launches end so, and none failed meanwhile."""
+    assert [launch.wait() for launch in launches] == [0, 0], [launch.stderr[-3000:] for launch in launches]
+    assert [launch.of("ended")[0]["ending"] for launch in launches] == [ending] * 2
+    assert [launch.of("failure") for launch in launches] == [[], []]
+
+
+def _check_unreadable(read: dict[str, list[str]], prefix: str, *, secrets: list[str]) -> None:
+    """Check that a stranger read where the run resumes and who trains, and could not make sense of it."""
+    values = [raw for key, found in read.items() for raw in found if key.startswith(prefix)]
+    messages = [opened(raw) for raw in values]
+    assert {message["attempt"] for key, message in messages if "/resume/" in key} == {1, 2}
+    known = json.dumps(messages)
+    assert [secret for secret in secrets if secret not in known] == []
+    for raw in values:
+        inside = base64.urlsafe_b64decode(raw)
+        assert not any(secret.encode() in inside or secret in raw for secret in [*secrets, "attempt", "step"])
+
+
+@pytest.mark.parametrize("key", ["", "not the key of these nodes"])
+def test_stranger_does_not_join(lan: Lan, key: str) -> None:
+    """A node without the key is told what it lacks; two nodes that have it train on in one attempt."""
+    node, other, elsewhere = (lan.host(f"dlac-{name}") for name in ("a", "b", "x"))
+    spec = job(lan.arena, "joined", nodes="2:3", rendezvous=f"{node.address}:{PORT}", batch_size=24)
+    launches = [lan.arena.launch(spec, under=each.command) for each in (node, other)]
+    wait_until(lambda: bool(lan.arena.rows(spec.run, "checkpoint")), what="a checkpoint")
+    launch = spec.launch.model_copy(update={"gather_timeout_s": 3.0})
+    joins = lan.arena.launch(spec.model_copy(update={"launch": launch}), under=with_key(elsewhere, key))
+    assert joins.wait() == (NodesMissing if key else SpecInvalid).exit_code
+    wanted = "nodes with another key" if key else "openssl rand -hex 32"
+    assert wanted in joins.of("error")[0]["message"]
+    assert [each.wait() for each in launches] == [0, 0], [each.stderr[-3000:] for each in launches]
+    assert len(lan.arena.rows(spec.run, "claim")) == 1
+    check_exact(lan.arena, spec.run, [2], batch_size=24)
+
+
+def test_lone_node_is_unreachable(lan: Lan) -> None:
+    """A run of one node, of two ranks, listens on loopback only, from its start to its end."""
+    node, elsewhere = lan.host("dlac-a"), lan.host("dlac-x")
+    spec = lan.arena.spec("lone", passes=1)
+    launch = lan.arena.launch(spec, under=node.command)
+    found, open_to = watch_sockets(node, launch, by=elsewhere)
+    assert launch.wait() == 0, launch.stderr[-3000:]
+    assert found
+    assert [address for address, _ in found if not is_loopback(address)] == []
+    assert open_to == []
