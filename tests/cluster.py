@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from dlac_pipeline.launchers.scheduler import JobState
@@ -45,6 +45,8 @@ class Scripted:
         self._answers = list(answers)
         self.log = log
         self.calls: list[str] = []
+        self.near: list[str] = []
+        """Nodes that the job should have."""
         self.refuses: dict[str, list[Exception]] = {}
         """Errors of the next calls by a name."""
 
@@ -53,12 +55,13 @@ class Scripted:
         if self.refuses.get(name):
             raise self.refuses[name].pop(0)
 
-    def render(self, request: Request) -> str:
+    def render(self, request: Request, near: Sequence[str] = ()) -> str:
         """Return no job."""
         return ""
 
-    def submit(self, request: Request) -> str:
+    def submit(self, request: Request, near: Sequence[str]) -> str:
         """Take the job."""
+        self.near = [*near]
         self._called("submit")
         return "7"
 

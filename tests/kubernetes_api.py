@@ -36,7 +36,8 @@ class Pod:
     def __init__(self, name: str, index: int, template: Document, secret: Path) -> None:
         self.name, self.index, self.uid = name, index, str(uuid.uuid4())
         (container,) = template["spec"]["containers"]
-        environment = {one["name"]: one["value"].replace("$$", "$") for one in container["env"]}
+        environment = {one["name"]: one["value"].replace("$$", "$") for one in container["env"] if "value" in one}
+        environment["DLAC_NODE_NAME"] = f"node-{index}"  # the one that names a field of the pod
         # paths and names of the pod, as they are on this host
         environment |= {"DLAC_REQUEST_FILE": str(secret / "request"), "DLAC_FIRST_NODE": "localhost"}
         environment |= {"DLAC_RENDEZVOUS_KEY_FILE": str(secret / "rendezvous-key")}

@@ -16,6 +16,7 @@ from catalog.durable_io import fsync_directory, write_durably
 from catalog.errors import DlacError, Fenced, LedgerOlderThanStore, RowsBetween, StoreUnavailable
 from catalog.ledger import Ledger
 from catalog.run_rows import HEAD_KINDS, checkpoint_rows, repeatable
+from dlac_pipeline.checkpoint.copies import describe_holders, holders_of
 from dlac_pipeline.checkpoint.cursors import agreed_reader_state
 from dlac_pipeline.checkpoint.failures import failure_named, named
 from dlac_pipeline.checkpoint.manifest import FileEntry, Manifest, content_digest, mark_committed
@@ -77,6 +78,8 @@ class Committer:
         self._config_digest = config_digest
         self._tiers = tiers
         self._retention: Retention | None = None
+        self._holders_known = False
+        """Whether a row of this attempt records the nodes with local copies."""
         self._seq = 0
         """The run's last that is known here."""
 
@@ -138,13 +141,14 @@ class Committer:
             "manifest_uri": self._tiers.manifest_uri(prepared.name),
             "manifest_digest": self._write(manifest, prepared.name),
             "model_digest": manifest.model_digest,
-            "detail": json.dumps({"bytes": size, "phases": phases, **prepared.note}),
+            "detail": json.dumps({"bytes": size, "phases": phases, **self._holders(votes), **prepared.note}),
         }
         started = time.monotonic()
         commit_checkpoint(
             self._ledger, self._attempt, checkpoint_id=checkpoint_id, parent=parent, rows=rows, seq=self._seq
         )
         mark_committed(manifest, self._tiers.durable_run(), self._tiers.files.hurried())
+        self._holders_known = True
         self._seq += 1  # not what was read last: an answer may come late, behind rows that were not seen
         retention.committed(rows[0], retired)
         return {
@@ -154,6 +158,10 @@ class Committer:
             "bytes": size,
             "phases": {**phases, "commit": time.monotonic() - started},
         }
+
+    def _holders(self, votes: Sequence[Vote]) -> dict[str, Any]:
+        """Return what the first checkpoint of an attempt records of the nodes with local copies; later ones record nothing."""
+        return {} if self._holders_known else describe_holders(holders_of(votes))
 
     def _make_manifest(
         self,

@@ -1,17 +1,31 @@
-"""The copies before the store: the newest stay on this machine for a quick restart, the others make room."""
+"""The copies before the store: the newest stay on this machine for a quick restart, the others make room.
+
+The ledger records which nodes have them, so that the next job is placed there. The nodes of an attempt stay the same: the first
+checkpoint of each attempt records them.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 import shutil
+import socket
 from collections import deque
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from catalog.errors import StoreUnavailable
+from catalog.run_rows import Row, checkpoint_rows, fence_of_rows
 from dlac_pipeline.checkpoint.conversion import discard_conversion
 from dlac_pipeline.checkpoint.store import MANIFEST, Tiers
 
 _log = logging.getLogger(__name__)
+NODE_NAME_VARIABLE = "DLAC_NODE_NAME"
+"""Environment variable with the name that Kubernetes gives the node; a pod's host name is another one."""
+_SLURM_NODE_VARIABLE = "SLURMD_NODENAME"
+_NODES = "nodes"
 
 
 class LocalCopies:
@@ -59,3 +73,36 @@ def _removed(folder: Path) -> None:
         shutil.rmtree(folder)
     except OSError as err:
         _log.warning("expected to remove the local copy %s, found %s; the next checkpoint tries again", folder, err)
+
+
+def node_name(environment: Mapping[str, str] = os.environ) -> str:
+    """Return the name by which a scheduler asks for this node; its host name where there is no scheduler."""
+    return environment.get(NODE_NAME_VARIABLE) or environment.get(_SLURM_NODE_VARIABLE) or socket.gethostname()
+
+
+def holders_of(votes: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the nodes whose ranks wrote local copies, those with the most bytes first."""
+    held: dict[str, int] = {}
+    for vote in votes:
+        if node := vote.get("node", ""):
+            held[node] = held.get(node, 0) + sum(entry["bytes"] for entry in vote["files"])
+    return sorted(held, key=lambda node: (-held[node], node))
+
+
+def describe_holders(nodes: Sequence[str]) -> dict[str, Any]:
+    """Return what a checkpoint's row says of the nodes with a copy of it."""
+    return {_NODES: list(nodes)} if nodes else {}
+
+
+def nodes_with_newest(rows: Sequence[Row]) -> list[str]:
+    """Return the nodes with a copy of the head of a run, by the run's rows; empty: none, or none is known."""
+    head = checkpoint_rows(rows).get(fence_of_rows(rows).head or "")
+    if head is None:
+        return []
+    same_attempt = (
+        row for row in checkpoint_rows(rows).values() if row["attempt"] == head["attempt"] and row["detail"]
+    )
+    found: list[str] = next(
+        (detail[_NODES] for row in same_attempt if _NODES in (detail := json.loads(row["detail"]))), []
+    )
+    return found

@@ -22,7 +22,7 @@ import msgpack
 from catalog.commits import Attempt
 from catalog.errors import DlacError
 from dlac_pipeline.checkpoint.committing import Committer, Prepared
-from dlac_pipeline.checkpoint.copies import LocalCopies
+from dlac_pipeline.checkpoint.copies import LocalCopies, node_name
 from dlac_pipeline.checkpoint.engines import Engine
 from dlac_pipeline.checkpoint.failures import failure_named, named
 from dlac_pipeline.checkpoint.manifest import FileEntry
@@ -280,6 +280,7 @@ class CheckpointManager:
         taken = staged.taken
         return {
             "failure": failure,
+            "node": "" if self._tiers.store is None else node_name(),
             "files": [asdict(entry) for entry in entries],
             "phases": staged.phases,
             "step": taken.step,

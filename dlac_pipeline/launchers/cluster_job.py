@@ -17,6 +17,8 @@ from catalog import errors
 from catalog.connect import connect
 from catalog.errors import ClusterRefused, ClusterSilent, DlacError, NoSuchCheckpoint, NoSuchRun, TrainingFailed
 from catalog.ledger import Ledger
+from catalog.run_rows import HEAD_KINDS
+from dlac_pipeline.checkpoint.copies import nodes_with_newest
 from dlac_pipeline.cluster_checks import store_in_doubt
 from dlac_pipeline.launch_spec import LISTENS_S
 from dlac_pipeline.launchers.events import NodeEvents
@@ -91,8 +93,11 @@ class ClusterJob:
         return self._judge(job, state)
 
     def _submit(self) -> str:
+        near = (
+            self._asked(lambda ledger: nodes_with_newest(ledger.rows(self._request.spec.run, kinds=HEAD_KINDS))) or []
+        )
         try:
-            return self._scheduler.submit(self._request)
+            return self._scheduler.submit(self._request, near)
         except Exception as err:  # whatever Slurm's commands or the client of Kubernetes raise
             raise ClusterRefused(
                 f"expected {self._scheduler.name} to take the job of run {self._request.spec.run!r}, found "

@@ -1,6 +1,9 @@
 """Kubernetes: a JobSet, or a TrainJob of Kubeflow with the same pods, and a secret with the request. All rendered from templates.
 
 The official client submits, looks, reads logs and deletes.
+
+Nodes that hold the newest checkpoint are preferred by an affinity of the pods, which Kubernetes ignores where those nodes have no
+room. Pods hold copies only in a folder of the node: where `checkpoint.local` is on no host mount, no node is preferred.
 """
 
 from __future__ import annotations
@@ -8,7 +11,9 @@ from __future__ import annotations
 import json
 import secrets
 import time
+from collections.abc import Sequence
 from importlib.resources import files
+from pathlib import Path
 from string import Template
 from typing import Any
 
@@ -25,6 +30,7 @@ _GROUPS = {
     "TrainingRuntime": ("trainer.kubeflow.org", "v1alpha1", "trainingruntimes"),
 }
 _JOBSET_LABEL, _INDEX_LABEL = "jobset.sigs.k8s.io/jobset-name", "batch.kubernetes.io/job-completion-index"
+_NODE_LABEL = "kubernetes.io/hostname"
 _QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 _OVERLAP_S = 30
 """Seconds of log that are asked for twice, for clocks that differ. A line is read once, by its time."""
@@ -43,13 +49,13 @@ class Kubernetes:
         self._read_to: dict[str, str] = {}
         self._read_at: float | None = None
 
-    def render(self, request: Request) -> str:
-        """Return the manifests; asks no cluster."""
-        return yaml.safe_dump_all(documents(request), sort_keys=False)
+    def render(self, request: Request, near: Sequence[str] = ()) -> str:
+        """Return the manifests, in which pods prefer the nodes in `near`; asks no cluster."""
+        return yaml.safe_dump_all(documents(request, near), sort_keys=False)
 
-    def submit(self, request: Request) -> str:
+    def submit(self, request: Request, near: Sequence[str]) -> str:
         """Create the job, and the secret that its pods wait for; the job owns what else is created. Return its name."""
-        secret, *others = documents(request)
+        secret, *others = documents(request, near)
         try:
             # one after the other: a TrainJob is refused before its runtime exists
             created = [self._custom("create", one["kind"], body=one, field_validation="Strict") for one in others]
@@ -150,7 +156,7 @@ def _client(api: str) -> Any:
     return getattr(client, api)()
 
 
-def documents(request: Request) -> list[Document]:
+def documents(request: Request, near: Sequence[str] = ()) -> list[Document]:
     """Return the secret, then what the cluster is to run: the last document is the job."""
     launch, cluster = request.spec.launch, request.spec.cluster
     name = f"{name_of(request)}-{secrets.token_hex(3)}"
@@ -178,6 +184,8 @@ def documents(request: Request) -> list[Document]:
     }
     secret, jobset = _filled("jobset.yaml", values)
     job = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]
+    if near and _keeps_copies(request):
+        job["template"] = merged(job["template"], _preference(near))
     job["template"] = merged(merged(job["template"], _additions(cluster)), cluster.pod)
     if cluster.kind == "trainjob":
         return [secret, *_filled("trainjob.yaml", {**values, "jobset_spec": jobset["spec"]})]
@@ -195,6 +203,19 @@ def _additions(cluster: ClusterSpec) -> Document:
         ],
     }
     return {"spec": {"containers": [node], "volumes": [{"name": name, **one.volume()} for name, one in mounts.items()]}}
+
+
+def _keeps_copies(request: Request) -> bool:
+    """Return whether local copies of checkpoints are in a folder of the node, which outlives the pod."""
+    mounts = [mount.path for mount in request.spec.cluster.mounts if mount.kind == "host" and mount.writable]
+    return any(Path(request.spec.checkpoint.local).is_relative_to(path) for path in mounts)
+
+
+def _preference(nodes: Sequence[str]) -> Document:
+    """Return a part of a pod by which it prefers nodes."""
+    named = {"key": _NODE_LABEL, "operator": "In", "values": [*nodes]}
+    term = {"weight": 100, "preference": {"matchExpressions": [named]}}
+    return {"spec": {"affinity": {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [term]}}}}
 
 
 def _filled(template: str, values: dict[str, object]) -> list[Document]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -40,11 +41,11 @@ class Scheduler(Protocol):
     def name(self) -> str:
         """Its name in messages."""
 
-    def render(self, request: Request) -> str:
-        """Return the job as text; asks no cluster."""
+    def render(self, request: Request, near: Sequence[str] = ()) -> str:
+        """Return the job as text; asks no cluster. `near`: nodes that it should have."""
 
-    def submit(self, request: Request) -> str:
-        """Submit the job and return its id."""
+    def submit(self, request: Request, near: Sequence[str]) -> str:
+        """Submit the job and return its id. It gets nodes of `near` where they are free: they hold the newest checkpoint."""
 
     def state(self, job: str) -> JobState | None:
         """Return the job's state. None: the scheduler answered, and knows no such job."""

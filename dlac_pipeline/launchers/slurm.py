@@ -1,10 +1,19 @@
-"""Slurm: one batch script, rendered from `job.sbatch`, and the commands that submit, look at, requeue and cancel its job."""
+"""Slurm: one batch script, rendered from `job.sbatch`, and the commands that submit, look at, requeue and cancel its job.
+
+Nodes that hold the newest checkpoint are preferred. Slurm has no option for that: `--prefer` names features of nodes and not
+nodes (a job that prefers an unknown feature is refused), and `--nodelist` is a requirement, for which a job waits without an end
+if the node is down. So the job requires those of the nodes that are idle when it is submitted, and the requirement is dropped
+(`scontrol update ReqNodeList=`) once the job has been pending for half a minute.
+"""
 
 from __future__ import annotations
 
 import re
 import shlex
 import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib.resources import files
 from pathlib import Path
 from string import Template
@@ -26,6 +35,12 @@ _ENDED = {
 }
 _UNKNOWN = "Invalid job id"
 """Slurm's answer about a job that it does not know, or knows no longer. Any other failure is no answer."""
+_NONE = "(null)"
+PREFERS_S = 30.0
+"""Seconds for which a pending job waits for the nodes that hold the newest checkpoint."""
+_REFUSES_NODES = r"\bnodes?\b"
+_PLACES = {"nodelist", "nodefile", "exclude"}
+"""Options of sbatch by which the user places the job."""
 
 
 class Slurm:
@@ -33,12 +48,17 @@ class Slurm:
 
     name = "Slurm"
 
-    def __init__(self) -> None:
+    def __init__(self, *, prefers_s: float = PREFERS_S) -> None:
+        """`prefers_s` stands in for the constant above."""
         self._log = Path()
         self._read_bytes = 0
+        self._prefers_s = prefers_s
+        self._prefers = False
+        """Whether the job requires nodes only for a while."""
+        self._pending_since: float | None = None
 
-    def render(self, request: Request) -> str:
-        """Return the batch script."""
+    def render(self, request: Request, near: Sequence[str] = ()) -> str:
+        """Return the batch script of a job that requires the nodes in `near`."""
         launch, cluster = request.spec.launch, request.spec.cluster
         limit_s = cluster.time_limit_s
         options = {
@@ -46,6 +66,7 @@ class Slurm:
             "account": cluster.account,
             "gpus-per-node": cluster.gpu,
             "mem": cluster.memory_mb,
+            "nodelist": ",".join(near),
             "time": limit_s and f"{limit_s // 3600}:{limit_s // 60 % 60:02}:{limit_s % 60:02}",
         }
         lines = [f"#SBATCH --{name}={value}" for name, value in options.items() if value]
@@ -65,9 +86,18 @@ class Slurm:
             retries=cluster.retries,
         )
 
-    def submit(self, request: Request) -> str:
-        """Submit the job and return its id."""
-        job = _answer("sbatch", "--parsable", script=self.render(request)).strip().partition(";")[0]
+    def submit(self, request: Request, near: Sequence[str]) -> str:
+        """Submit the job and return its id. It gets any nodes where Slurm refuses it on the idle ones of `near`."""
+        cluster, most = request.spec.cluster, request.spec.launch.max_nodes
+        idle = [] if _PLACES & set(cluster.options) else _idle(near, cluster.partition)[:most]
+        try:
+            said = _answer("sbatch", "--parsable", script=self.render(request, idle))
+        except ConnectionError as err:
+            if not idle or not re.search(_REFUSES_NODES, str(err)):
+                raise
+            idle = []
+            said = _answer("sbatch", "--parsable", script=self.render(request))
+        job, self._prefers = said.strip().partition(";")[0], bool(idle)
         self._log, self._read_bytes = Path(f"slurm-{job}-nodes.out").absolute(), 0
         return job
 
@@ -79,11 +109,23 @@ class Slurm:
             if _UNKNOWN not in str(err):
                 raise
             return _accounted(job)
+        self._prefer_no_longer(job, facts)
         name, preempted = facts["JobState"], facts.get("PreemptTime", "None") != "None"
         if preempted and name not in ("PENDING", "CANCELLED"):  # Slurm before 24.05 calls it COMPLETED or FAILED
             return JobState(name="PREEMPTED", over=name in _ENDED)
         lost = name == "RUNNING" and facts["BatchHost"] not in _expanded(facts["NodeList"])
         return JobState(name=name, over=name in _ENDED, first_node_lost=lost)
+
+    def _prefer_no_longer(self, job: str, facts: Mapping[str, str]) -> None:
+        """Drop the nodes that a job requires if it is pending for too long; also one that is queued again after a loss."""
+        if not self._prefers or facts["JobState"] != "PENDING" or facts.get("ReqNodeList", _NONE) == _NONE:
+            self._pending_since = None
+            return
+        now = time.monotonic()
+        self._pending_since = self._pending_since or now
+        if now - self._pending_since >= self._prefers_s:
+            with suppress(ConnectionError):  # it has just started
+                _answer("scontrol", "update", f"JobId={job}", "ReqNodeList=")
 
     def read(self, job: str) -> list[tuple[str, str]]:
         """Return what the nodes' common output has gained, in whole lines."""
@@ -101,6 +143,19 @@ class Slurm:
     def cancel(self, job: str) -> None:
         """Cancel the job."""
         _answer("scancel", job)
+
+
+def _idle(nodes: Sequence[str], partition: str) -> list[str]:
+    """Return those of the nodes that are idle, in their order; none if Slurm does not answer."""
+    if not nodes:
+        return []
+    question = ["sinfo", "--noheader", "--Node", "--format=%N %t", f"--nodes={','.join(nodes)}"]
+    try:
+        said = _answer(*question, *([f"--partition={partition}"] if partition else []))
+    except (ConnectionError, OSError, subprocess.TimeoutExpired):
+        return []
+    idle = {name for name, _, state in (line.partition(" ") for line in said.splitlines()) if state.strip() == "idle"}
+    return [node for node in nodes if node in idle]
 
 
 def _accounted(job: str) -> JobState | None:

@@ -17,7 +17,7 @@ import yaml
 
 from catalog.lakehouse_config import LakehouseConfig
 from dlac_pipeline.launchers.cluster_job import ClusterJob
-from dlac_pipeline.launchers.slurm import Slurm
+from dlac_pipeline.launchers.slurm import PREFERS_S, Slurm
 from dlac_pipeline.recover.supervise import Outcome
 from dlac_pipeline.request import Request
 from dlac_pipeline.spec import parse_spec
@@ -27,7 +27,7 @@ from tests.postgres_server import postgres
 from tests.slurm_cluster import SlurmCluster, needs_slurm, slurm_cluster
 
 pytestmark = needs_slurm
-SLOW = {"slow_rank": 0, "slow_s": 0.1}
+SLOW: dict[str, Any] = {"slow_rank": 0, "slow_s": 0.1}
 RANK = re.compile(r"dlac r1 rank 0/")
 
 
@@ -39,20 +39,21 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlurmClus
         yield running
 
 
-def request_for(arena: Arena, *, nodes: str, **changes: Any) -> Request:
-    """Return a request for a job with a rank on each node."""
+def request_for(arena: Arena, *, nodes: str, on_node: str = "", **changes: Any) -> Request:
+    """Return a request for a job with a rank on each node; `on_node` is one that the user requires."""
     spec = arena.spec("r1", on="slurm", nodes=nodes, nproc_per_node=1, passes=1, **changes)
-    cluster = {"python": sys.executable, "cpu": 2, "port": own_port()}
+    options = {"nodelist": on_node} if on_node else {}
+    cluster = {"python": sys.executable, "cpu": 2, "port": own_port(), "options": options}
     return Request(spec=parse_spec(spec.model_dump() | {"cluster": cluster}, origin="the test"), repin=True)
 
 
 class Following:
     """`dlac train` on a thread: a job, its events, and its outcome."""
 
-    def __init__(self, arena: Arena, *, nodes: str, **changes: Any) -> None:
+    def __init__(self, arena: Arena, *, nodes: str, prefers_s: float = PREFERS_S, **changes: Any) -> None:
         request = request_for(arena, nodes=nodes, **changes)
         self.events: list[dict[str, Any]] = []
-        self.job = ClusterJob(request, Slurm(), self.events.append, look_s=0.5, gone_s=5.0)
+        self.job = ClusterJob(request, Slurm(prefers_s=prefers_s), self.events.append, look_s=0.5, gone_s=5.0)
         self._ended: list[Outcome | Exception] = []
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
@@ -208,7 +209,7 @@ def test_orphaned_job_ends(arena: Arena, slurm: SlurmCluster) -> None:
     """The first node is lost, and no `dlac train` follows: the last node that ends also ends the job."""
     arena.table()
     slurm_client = Slurm()
-    job = slurm_client.submit(request_for(arena, nodes="2:3", batch_size=24, **SLOW))
+    job = slurm_client.submit(request_for(arena, nodes="2:3", batch_size=24, **SLOW), near=[])
     wait_until(lambda: bool(arena.rows("r1", "checkpoint")), what="a checkpoint", within_s=120)
     slurm.lose("n1")
     wait_until(lambda: "JobState=RUNNING" not in slurm.job(job), what="the job's end", within_s=180)
@@ -243,4 +244,50 @@ def test_controller_restart_is_outlasted(arena: Arena, slurm: SlurmCluster) -> N
     assert following.outcome().ending == "finished"
     assert len(following.of("warning")) == 1
     assert len(arena.rows("r1", "claim")) == 1
+    check_exact(arena)
+
+
+def leave_copy_on(node: str, arena: Arena) -> dict[str, Any]:
+    """Train on one node until a checkpoint is committed, and stop; returns the folders of the run's checkpoints."""
+    places: dict[str, Any] = {"store": str(arena.home / "far"), "local": str(arena.home / "near")}
+    stopped = Following(arena, nodes="1", on_node=node, **places, **SLOW)
+    stopped.wait_for("checkpoint")
+    stopped.job.stop()
+    assert stopped.outcome().ending == "stopped"
+    return places
+
+
+@pytest.mark.soak
+def test_resumed_job_gets_holder(arena: Arena, slurm: SlurmCluster) -> None:
+    """A run resumes on the node that holds its newest checkpoint, though Slurm would have taken another."""
+    arena.table()
+    places = leave_copy_on("n3", arena)
+    resumed = Following(arena, nodes="1", **places)
+    assert resumed.outcome().ending == "finished"
+    assert re.search(r" ReqNodeList=n3 .* NodeList=n3 ", slurm.job(resumed.number))
+    check_exact(arena)
+
+
+@pytest.mark.soak
+def test_lost_holder_is_not_awaited(arena: Arena, slurm: SlurmCluster) -> None:
+    """The node that holds the checkpoint is lost while the job runs: the job is queued again, and soon gets another node."""
+    arena.table()
+    places = leave_copy_on("n3", arena)
+    resumed = Following(arena, nodes="1", prefers_s=2.0, **places, **SLOW)
+    resumed.wait_for("checkpoint")
+    slurm.lose("n3")
+    assert resumed.outcome().ending == "finished"
+    assert re.search(r" ReqNodeList=\(null\) .* NodeList=n[12] ", slurm.job(resumed.number))
+    check_exact(arena)
+
+
+@pytest.mark.soak
+def test_down_holder_is_not_required(arena: Arena, slurm: SlurmCluster) -> None:
+    """A node that is not idle when the job is submitted is not required at all."""
+    arena.table()
+    places = leave_copy_on("n3", arena)
+    slurm.ask("scontrol", "update", "NodeName=n3", "State=DRAIN", "Reason=test")
+    resumed = Following(arena, nodes="1", **places)
+    assert resumed.outcome().ending == "finished"
+    assert re.search(r" ReqNodeList=\(null\) .* NodeList=n[12] ", slurm.job(resumed.number))
     check_exact(arena)

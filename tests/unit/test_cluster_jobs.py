@@ -350,7 +350,7 @@ def test_log_is_read_in_whole_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.chdir(tmp_path)
     answer_with(monkeypatch, {"sbatch": "7;cluster\n"})
     client = Slurm()
-    assert client.submit(asked("slurm", {})) == "7"
+    assert client.submit(asked("slurm", {}), near=[]) == "7"
     log = tmp_path / "slurm-7-nodes.out"
     log.write_text(f"{STEP}{DONE[:9]}")
     assert client.read("7") == [("", STEP)]

@@ -1,0 +1,186 @@
+"""What it saves to resume on a node that holds the newest checkpoint: `python -m benchmarks.placement [--quick]`.
+
+A run of one rank with a state of 300 MB (--quick: 32 MB) commits a checkpoint to an S3 server of this machine. Then a launch
+claims the run and finds its resume point (`take_over`), in turn with the local copy, as on a node that the launcher prefers, and
+without, as on any other. A forwarder before the server counts the bytes that come from the store. The server is a Python program
+on the same processors. Another store has other seconds and the same bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import torch
+import yaml
+
+import dlac_pipeline as dlac
+from benchmarks.figures import Figure, report
+from catalog.connect import Lakehouse, connect
+from catalog.lakehouse_config import LakehouseConfig
+from catalog.ledger import Ledger
+from catalog.run_rows import HEAD_KINDS
+from dlac_pipeline.checkpoint.copies import node_name, nodes_with_newest
+from dlac_pipeline.recover.coordinator import new_nonce, take_over
+from dlac_pipeline.spec import JobSpec, parse_spec
+from tests.object_store import object_store
+
+_WIDTH = 4096
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Resume:
+    """One launch that found its resume point."""
+
+    bytes: int
+    """From the store."""
+    verify_s: float
+    """Until the checkpoint was there and all its digests held."""
+    total_s: float
+    """With the claim."""
+
+
+class _Forwarder:
+    """Forwards connections to a port, and counts the bytes that come back."""
+
+    def __init__(self, port: int) -> None:
+        self.bytes = 0
+        self._port = port
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            near, _ = self._listener.accept()
+            far = socket.create_connection(("127.0.0.1", self._port))
+            threading.Thread(target=self._forward, args=(near, far, lambda size: None), daemon=True).start()
+            threading.Thread(target=self._forward, args=(far, near, self._count), daemon=True).start()
+
+    def _count(self, size: int) -> None:
+        self.bytes += size
+
+    def _forward(self, source: socket.socket, target: socket.socket, count: Callable[[int], None]) -> None:
+        with suppress(OSError):
+            while content := source.recv(1 << 18):
+                count(len(content))
+                target.sendall(content)
+            target.shutdown(socket.SHUT_WR)
+
+
+def main() -> None:
+    """Measure both sides in turn, and report."""
+    quick = "--quick" in sys.argv[1:]
+    rounds, parameters = (3, 8_000_000) if quick else (10, 75_000_000)
+    with tempfile.TemporaryDirectory(prefix="dlac-placement-") as folder:
+        home = Path(folder)
+        with object_store(home) as server:
+            forwarder = _Forwarder(server.port)
+            spec = _spec(home, server.properties(forwarder.url))
+            lakehouse = _prepare(home, spec, parameters)
+            holders = nodes_with_newest(Ledger(lakehouse).rows(spec.run, kinds=HEAD_KINDS))
+            assert holders == [node_name()], holders
+            held, other = [], []
+            for _ in range(rounds + 1):
+                held.append(_resume(lakehouse, spec, forwarder))
+                other.append(_resume(lakehouse, _on_other_node(home, spec), forwarder))
+        state_bytes = sum(path.stat().st_size for path in (home / "node").rglob("*") if path.is_file())
+    print(json.dumps({"held": [each.total_s for each in held], "other": [each.total_s for each in other]}), flush=True)
+    figures = _figures(held[1:], other[1:], state_bytes)  # the first round warms the page cache
+    figures["load_average_1min"] = Figure(value=os.getloadavg()[0], unit="processes")
+    report("placement", figures)
+
+
+def _spec(home: Path, properties: dict[str, str]) -> JobSpec:
+    return parse_spec(
+        {
+            "run": "placement",
+            "source": {"table": "src.rows", "columns": ["row_id"]},
+            "order": {"batch_size": 8, "key_groups": 1},
+            "checkpoint": {
+                **{"every_steps": 1, "mode": "synchronous", "local": str(home / "node")},
+                **{"store": "s3://lake/checkpoints", "store_properties": properties},
+            },
+            "launch": {"script": "here.py"},
+        },
+        origin="the benchmark",
+    ).resolved(home)
+
+
+def _prepare(home: Path, spec: JobSpec, parameters: int) -> Lakehouse:
+    """Commit one checkpoint of a state of so many parameters, and leave the run."""
+    lakehouse = connect(LakehouseConfig().at_home(home))
+    lakehouse.create_namespace("src")
+    table = pa.table({"row_id": pa.array(np.arange(64))})
+    lakehouse.catalog.create_table("src.rows", table.schema).append(table)
+    job = home / "job.yaml"
+    job.write_text(yaml.safe_dump(spec.model_dump(mode="json")))
+    os.environ["DLAC_HOME"] = str(home)
+    with dlac.training_run(job) as run:
+        run.restore(dlac.TorchState(model=torch.nn.Linear(_WIDTH, parameters // _WIDTH)))
+        for batch in run.batches():
+            if batch.step > 1:
+                break
+            run.step_done(torch.tensor(0.0))
+    return lakehouse
+
+
+def _on_other_node(home: Path, spec: JobSpec) -> JobSpec:
+    """Return the spec with a local folder that has no copy."""
+    local = home / "other-node"
+    shutil.rmtree(local, ignore_errors=True)
+    return spec.model_copy(update={"checkpoint": spec.checkpoint.model_copy(update={"local": str(local)})})
+
+
+def _resume(lakehouse: Lakehouse, spec: JobSpec, forwarder: _Forwarder) -> _Resume:
+    before, started = forwarder.bytes, time.perf_counter()
+    point = take_over(lakehouse, spec, nonce=new_nonce())
+    total_s = time.perf_counter() - started
+    assert point.step == 1
+    return _Resume(bytes=forwarder.bytes - before, verify_s=point.verify_s, total_s=total_s)
+
+
+def _figures(held: Sequence[_Resume], other: Sequence[_Resume], state_bytes: int) -> dict[str, Figure]:
+    ratios = [mine.total_s / theirs.total_s for mine, theirs in zip(held, other, strict=True)]
+    figures = {"state_bytes": Figure(value=state_bytes, unit="bytes")}
+    for name, side in (("preferred", held), ("other", other)):
+        same = [later.total_s / first.total_s for first, later in pairwise(side)]
+        figures |= {
+            f"{name}_bytes_from_store": Figure(value=statistics.median(each.bytes for each in side), unit="bytes"),
+            f"{name}_verify_s": Figure(value=statistics.median(each.verify_s for each in side), unit="s"),
+            f"{name}_claim_to_resume_point_s": Figure(value=statistics.median(each.total_s for each in side), unit="s"),
+            f"{name}_same_side_ratio": Figure(value=statistics.median(same), unit="ratio"),
+            f"{name}_same_side_spread": Figure(value=_spread(same), unit="ratio"),
+        }
+    share = max(each.bytes for each in held) / state_bytes
+    return figures | {
+        "preferred_share_of_state": Figure(value=100 * share, unit="%", bar="<= 0.1"),
+        "preferred_over_other": Figure(value=statistics.median(ratios), unit="ratio", bar="<= 1"),
+        "preferred_over_other_spread": Figure(value=_spread(ratios), unit="ratio"),
+    }
+
+
+def _spread(values: Sequence[float]) -> float:
+    """Return the interquartile range; 0 of fewer than two values."""
+    if len(values) < 2:
+        return 0.0
+    first, _, third = statistics.quantiles(values, n=4)
+    return third - first
+
+
+if __name__ == "__main__":
+    main()
