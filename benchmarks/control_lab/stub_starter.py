@@ -40,7 +40,7 @@ class StubStarter(RankStarter):
         processes = RankProcesses(ranks, start, abort=lambda: None, why_unknown=lambda: None, patience_s=60.0)
         return RankGroup(folder, processes, log_mb=0)
 
-    def _start_stubs(self, ranks: range, folder: Path) -> Processes:
+    def _start_stubs(self, ranks: range, folder: Path, processes: RankProcesses) -> Processes:
         return {rank: _Stub(folder, rank, self._record) for rank in ranks}
 
 

@@ -16,12 +16,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # torch's __init__ does not re-export by name
 from torch.distributed.elastic.agent.server.api import Worker, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 from torch.numa.binding import AffinityMode, NumaOptions
 
+from catalog.errors import SpecInvalid
 from dlac_pipeline.elastic import fork_server
 from dlac_pipeline.elastic.handler import DlacRendezvous
 from dlac_pipeline.launch_spec import LaunchSpec
@@ -35,6 +37,9 @@ from dlac_pipeline.spec import JobSpec
 _ROLE = "dlac"
 _UNLIMITED = 2**31 - 1
 """Restarts that torch allows: how many there are is decided by their progress."""
+_IDENTITY = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
+"""Variables that say which rank this is; this process may have been started with some of another launcher."""
+_SERVER_ENDS_S = 2.0
 _METHODS = {"fork": "forkserver", "spawn": "spawn"}
 # It warns that signals are not handled on another thread than the main one: the supervisor handles them.
 logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.ERROR)
@@ -73,15 +78,18 @@ class RankAgent(LocalElasticAgent):
         """
         self._note_share(share)
         self._environment = environment_of_attempt(spec, share, folder)
-        around = fork_server.environment_of_server(spec) if fork_server.is_used(spec) else self._environment
+        around = {} if fork_server.is_used(spec) else self._environment
         before = set(multiprocessing.active_children())
         try:
             with set_environment(around), held_signals(), _without_main_module():
                 self._start_workers(self._worker_group)
+            gone = fork_server.why_gone(spec)
+            if gone is not None:
+                raise gone
         except Exception as err:
             for process in set(multiprocessing.active_children()) - before:
                 process.kill()
-            raise (fork_server.why_gone(spec) or err) from err
+            raise (fork_server.why_gone(spec, within_s=_SERVER_ENDS_S) or err) from err
         started: Any = self._pcontext
         return {share.first_rank + local: process for local, process in enumerate(started._pc.processes)}
 
@@ -106,7 +114,10 @@ class RankAgent(LocalElasticAgent):
 
     def _set_local_rank_env(self, worker_env: dict[str, str | None], local_rank: int, spec: WorkerSpec) -> None:
         super()._set_local_rank_env(worker_env, local_rank, spec)
+        by_torch = dict(worker_env)
         worker_env.update(self._environment)
+        fixed = ("CUDA_VISIBLE_DEVICES", *_IDENTITY) if spec.virtual_local_rank else _IDENTITY
+        worker_env.update({name: value for name, value in by_torch.items() if name.startswith(fixed)})
 
 
 class _OwnLogs(LogsSpecs):
@@ -126,6 +137,10 @@ class _OwnLogs(LogsSpecs):
 
 
 def _numa_options(launch: LaunchSpec) -> NumaOptions | None:
+    if launch.numa_binding and not torch.cuda.is_available():
+        raise SpecInvalid(
+            f"expected accelerators for launch.numa_binding = {launch.numa_binding!r}, found none: leave it empty on this node"
+        )
     return NumaOptions(affinity_mode=AffinityMode(launch.numa_binding)) if launch.numa_binding else None
 
 

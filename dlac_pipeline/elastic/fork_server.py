@@ -9,15 +9,13 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import re
+import signal
 import socket
 import threading
 import time
 from contextlib import suppress
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
-
-import psutil
 
 from catalog.errors import TrainingFailed
 from dlac_pipeline.elastic.preload import PRELOAD_VARIABLE
@@ -31,7 +29,9 @@ _ENDS_WITHIN_S = 5.0
 _POLL_S = 0.01
 _LOCK = threading.Lock()
 _RUNNING: dict[str, object] = {}
-"""What the running server has imported, and in which environment."""
+"""What the running server was started for, and its process id."""
+_USERS: list[object] = []
+"""Starts and ranks that need the server."""
 
 
 def is_used(spec: JobSpec) -> bool:
@@ -39,56 +39,62 @@ def is_used(spec: JobSpec) -> bool:
     return spec.launch.start == "fork"
 
 
+def add_user(user: object) -> None:
+    """Keep the server as it is for ranks that it has, or is about to have, until `remove_user`."""
+    with _LOCK:
+        _USERS.append(user)
+
+
+def remove_user(user: object) -> None:
+    """Take back `add_user`; also a second time."""
+    with _LOCK:
+        if user in _USERS:
+            _USERS.remove(user)
+
+
 def start_server(spec: JobSpec) -> None:
-    """Start the server for a job, unless one runs that was started for the same, or that has ranks.
+    """Start the server for a job, unless one runs that was started for the same, or that other ranks use.
 
     Raises:
         OSError: it cannot be started.
     """
     if not is_used(spec):
         return
-    environment = environment_of_server(spec)
     wanted = {"environment": spec.launch.env, **_preload_of(spec)}
     with _LOCK:
-        if _processes() and (wanted == _RUNNING or multiprocessing.active_children()):
+        if is_alive() and (_RUNNING["for"] == wanted or len(_USERS) > 1):
             return
-        end_server()
+        _kill()
         _prepare_files(spec)
-        _RUNNING.update(wanted)
         multiprocessing.set_forkserver_preload(["dlac_pipeline.elastic.preload"])
         with held_signals():
             resource_tracker.ensure_running()  # it unblocks signals
-        with held_signals(), set_environment(environment):
+        # OpenBLAS would begin threads at import.
+        own = {"OPENBLAS_NUM_THREADS": "1", PRELOAD_VARIABLE: json.dumps(_preload_of(spec))}
+        with held_signals(), set_environment({**environment_of(spec), **own}):
             forkserver.ensure_running()
+        _RUNNING.update({"for": wanted, "pid": _pid()})
 
 
-def environment_of_server(spec: JobSpec) -> dict[str, str]:
-    """Return the environment of the server for a job. Whoever starts ranks sets it: multiprocessing replaces a dead server."""
-    # OpenBLAS would begin threads at import.
-    return {"OPENBLAS_NUM_THREADS": "1", **environment_of(spec), PRELOAD_VARIABLE: json.dumps(_preload_of(spec))}
+def is_alive() -> bool:
+    """Return whether the server runs that was started last; multiprocessing replaces a dead one by one that imports nothing."""
+    pid = _pid()
+    return pid is not None and pid == _RUNNING.get("pid") and not _has_ended(pid)
 
 
-def end_idle_server() -> None:
-    """End the server unless it has ranks: those of another supervisor in this process."""
+def end_server(*, only_user: object = None) -> None:
+    """End the server, unless ranks use it besides those of `only_user`. Ranks that it has not started never are."""
     with _LOCK:
-        if not multiprocessing.active_children():
-            end_server()
+        if all(user is only_user for user in _USERS):
+            _kill()
 
 
-def end_server() -> None:
-    """End the server; ranks that it has not started never are."""
-    found = _processes()
-    for process in found:
-        with suppress(psutil.Error):
-            process.kill()
-    deadline = time.monotonic() + _ENDS_WITHIN_S
-    while not all(_has_ended(process.pid) for process in found) and time.monotonic() < deadline:
+def why_gone(spec: JobSpec, *, within_s: float = 0.0) -> TrainingFailed | None:
+    """Return why the server has ended, which may take a moment; None: it runs, or is not used."""
+    deadline = time.monotonic() + within_s
+    while is_used(spec) and is_alive() and time.monotonic() < deadline:
         time.sleep(_POLL_S)
-
-
-def why_gone(spec: JobSpec) -> TrainingFailed | None:
-    """Return why the server has ended; None: it runs, or is not used."""
-    if not is_used(spec) or _processes():
+    if not is_used(spec) or is_alive():
         return None
     log, problem = _files_of(spec)
     with suppress(OSError):
@@ -121,14 +127,20 @@ def _files_of(spec: JobSpec) -> tuple[Path, Path]:
     return log, log.with_suffix(f".{os.getpid()}")
 
 
-def _processes() -> list[psutil.Process]:
-    """Return the servers of this process: one, or none."""
-    found = []
-    for child in psutil.Process().children():
-        with suppress(psutil.Error):
-            if re.search("fork.?server", " ".join(child.cmdline())) and child.status() != psutil.STATUS_ZOMBIE:
-                found.append(child)
-    return found
+def _pid() -> int | None:
+    """Return the process id of multiprocessing's server; None: none was started."""
+    return vars(forkserver._forkserver).get("_forkserver_pid")
+
+
+def _kill() -> None:
+    pid = _pid()
+    if pid is None or _has_ended(pid):
+        return
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + _ENDS_WITHIN_S
+    while not _has_ended(pid) and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
 
 
 def _has_ended(pid: int) -> bool:

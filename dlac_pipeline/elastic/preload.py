@@ -32,11 +32,12 @@ def preload(wanted: dict[str, str | list[str]]) -> None:
     setproctitle(str(wanted["title"]))
     _print_into(str(wanted["log"]))
     end_with_parent(signal.SIGKILL)  # an import may hang; afterwards the server ends with its last client
+    problem = Path(str(wanted["problem"]))
     for name in _ALWAYS:
-        importlib.import_module(name)
+        _import(name, problem)
     sys.path.insert(0, str(wanted["folder"]))
     for name in wanted["modules"]:
-        _import(name, Path(str(wanted["problem"])))
+        _import(name, problem)
     gc.collect()
     gc.freeze()  # shared memory stays shared
     end_with_parent(0)

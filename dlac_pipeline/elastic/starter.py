@@ -34,30 +34,28 @@ class RankStarter:
 
     def start(self, spec: JobSpec, folder: Path, share: Share) -> RankGroup:
         """Start this node's ranks of an attempt; `folder` is the launch folder."""
-        launch = spec.launch
+        launch, user = spec.launch, object()
+        fork_server.add_user(user)
         processes = RankProcesses(
             range(share.first_rank, share.first_rank + share.ranks),
             partial(self._start, spec, folder, share),
-            abort=partial(_abort, spec),
+            abort=partial(fork_server.end_server, only_user=user),
             why_unknown=partial(fork_server.why_gone, spec),
+            on_gone=partial(fork_server.remove_user, user),
             patience_s=max(launch.hang_timeout_s, launch.start_timeout_s),
         )
         return RankGroup(folder, processes, log_mb=launch.log_mb)
 
     def close(self) -> None:
         """Start nothing any more."""
-        fork_server.end_idle_server()
+        fork_server.end_server()
 
-    def _start(self, spec: JobSpec, folder: Path, share: Share) -> Processes:
-        fork_server.start_server(spec)
+    def _start(self, spec: JobSpec, folder: Path, share: Share, processes: RankProcesses) -> Processes:
         if self._agent is None:
             from dlac_pipeline.elastic.agent import RankAgent  # PyTorch, while the run is claimed
 
             self._agent = RankAgent(spec)
+        if not processes.is_wanted:
+            return {}
+        fork_server.start_server(spec)
         return self._agent.start_processes(spec, folder, share)
-
-
-def _abort(spec: JobSpec) -> None:
-    """Keep the fork server from starting ranks; a new Python is not waited for."""
-    if fork_server.is_used(spec):
-        fork_server.end_server()

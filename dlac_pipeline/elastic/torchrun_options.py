@@ -94,7 +94,8 @@ def _take_meeting_point(given: dict[str, Any], settings: dict[str, Any], run: st
     if not endpoint and address:
         endpoint = f"{address}:{port or 29500}"
     if endpoint:
-        settings["rendezvous"] = endpoint if ":" in endpoint else f"{endpoint}:29400"  # torchrun's default
+        has_port = ":" in endpoint.rpartition("]")[2]
+        settings["rendezvous"] = endpoint if has_port else f"{endpoint}:29400"  # torchrun's default
     name = given.pop("rdzv_id", run)
     if name != run:
         raise SpecInvalid(

@@ -53,25 +53,32 @@ class RankProcesses:
     def __init__(
         self,
         ranks: range,
-        start: Callable[[], Processes],
+        start: Callable[[RankProcesses], Processes],
         *,
         abort: Callable[[], None],
         why_unknown: Callable[[], DlacError | None],
+        on_gone: Callable[[], None] = lambda: None,
         patience_s: float,
     ) -> None:
-        """`start` returns or raises once `abort` was called. A start that takes `patience_s` seconds hangs.
+        """`abort` may end a start early. A start that takes `patience_s` seconds hangs.
 
-        `why_unknown` returns why the exit status of a rank is not known, if it is not.
+        `why_unknown` returns why the exit status of a rank is not known, if it is not. `on_gone` is called once all are gone.
         """
         self.ranks = ranks
         self._abort = abort
         self._why_unknown = why_unknown
+        self._on_gone = on_gone
+        self._lock = threading.Lock()
         self._patience_s = patience_s
         self._deadline = time.monotonic() + patience_s
         self._processes: Processes = {}
         self._reason: Reason = {}
         self._aborted_by: signal.Signals | None = None
+        self._gave_up = False
         self._started = threading.Event()
+        """Whether it is known which ranks there are."""
+        self._starting = threading.Event()
+        """Whether the start is over."""
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._start, args=(start,), name="ranks", daemon=True)
         self._thread.start()
@@ -82,10 +89,13 @@ class RankProcesses:
         if not self._started.is_set() and time.monotonic() > self._deadline:
             message = f"the ranks were not started within {self._patience_s:.0f} s: see the fork server's log"
             self._reason = {"kind": HANG, "message": message}
-            self._abort()
-            self._thread.join(_STARTER_ENDS_S)
-            self._started.set()
+            self._give_up()
         return self._started.is_set()
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether ranks are still to be started."""
+        return not self._gave_up
 
     def reason(self, rank: int) -> Reason:
         """Return why a rank could not be started, or why its end is not known; empty: neither is so."""
@@ -113,8 +123,7 @@ class RankProcesses:
         """Signal the process group of every rank that runs; ranks that have not been started never are."""
         if not self._started.is_set():
             self._aborted_by = number
-            self._abort()
-            self._thread.join(_STARTER_ENDS_S)
+            self._give_up()
         for rank in self._processes:
             alive = self.exit_code(rank) is None
             if alive or number == signal.SIGKILL:
@@ -123,6 +132,7 @@ class RankProcesses:
     def wait_until_gone(self, within_s: float) -> dict[int, int]:
         """Wait for the end of all ranks; return those that are left, as process ids by rank."""
         deadline = time.monotonic() + within_s
+        self._starting.wait(_STARTER_ENDS_S)  # a start that goes on kills its ranks itself
         left = {rank: self._pid(rank) for rank in self._processes}
         while left := {rank: pid for rank, pid in left.items() if is_running(pid)}:
             if time.monotonic() > deadline:
@@ -131,15 +141,31 @@ class RankProcesses:
         for process in self._processes.values():
             process.join(0)  # reaps it
         self._ended.set()
+        self._on_gone()
         return left
 
-    def _start(self, start: Callable[[], Processes]) -> None:
+    def _start(self, start: Callable[[RankProcesses], Processes]) -> None:
         try:
-            self._processes = start()
+            processes = start(self)
         except Exception as err:
-            self._reason = self._reason or reason_not_started(err)
-        self._started.set()
+            processes, self._reason = {}, self._reason or reason_not_started(err)
+        with self._lock:
+            self._processes = processes
+            if self._gave_up:
+                for process in processes.values():
+                    signal_rank(process.pid or 0, signal.SIGKILL, alive=process.exitcode is None)
+            self._started.set()
+            self._starting.set()
         self._ended.wait()  # torch interrupts a rank when the thread that started it ends
+
+    def _give_up(self) -> None:
+        """Have the thread start no ranks any more; it kills those that it has just started."""
+        with self._lock:
+            if self._started.is_set():
+                return
+            self._gave_up = True
+            self._started.set()
+        self._abort()
 
     def _pid(self, rank: int) -> int:
         return (self._processes[rank].pid or 0) if rank in self._processes else 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import fcntl
 import json
+import multiprocessing
 import os
 import runpy
 import select
@@ -63,21 +64,32 @@ def held_signals() -> Iterator[None]:
 
 def main(script: str, *arguments: str) -> NoReturn:
     """Run the training script, in a process of `multiprocessing` whose environment names the rank."""
+    try:
+        _prepare(script, arguments)
+    except Exception as err:
+        _print_to_log(traceback.format_exc())
+        with suppress(OSError):
+            leave_reason(err)
+        sys.exit(1)
+    code = _run(script)
+    threading._shutdown()  # type: ignore[attr-defined]  # as Python does before exit functions, which
+    atexit._run_exitfuncs()  # multiprocessing leaves out
+    sys.exit(code or None)  # torch takes None for an end, and 0 for a function that has a result
+
+
+def _prepare(script: str, arguments: tuple[str, ...]) -> None:
     folder, rank = Path(os.environ[LAUNCH_VARIABLE]), int(os.environ["RANK"])
     with suppress(PermissionError):  # it leads one already
         os.setpgid(0, 0)
     _end_with_supervisor()
-    with log_file(folder, rank).open("ab") as log:
+    with log_file(folder, rank).open("ab") as log, open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     setproctitle(f"dlac {os.environ[RUN_VARIABLE]} rank {rank}/{os.environ['WORLD_SIZE']}")
     reason_file(folder, rank).write_bytes(b" " * _RESERVED_BYTES)
     pid_file(folder, rank).write_text(str(os.getpid()))
     _be_a_new_python(script, arguments)
-    code = _run(script)
-    threading._shutdown()  # type: ignore[attr-defined]  # as Python does before exit functions, which
-    atexit._run_exitfuncs()  # multiprocessing leaves out
-    sys.exit(code or None)  # torch takes None for an end, and 0 for a function that has a result
 
 
 def _end_with_supervisor() -> None:
@@ -102,7 +114,13 @@ def _be_a_new_python(script: str, arguments: tuple[str, ...]) -> None:
     if numpy is not None:
         numpy.random.seed()
     sys.argv = [script, *arguments]
-    sys.path.insert(0, str(Path(script).parent))
+    paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    sys.path[:0] = [str(Path(script).parent), *(path for path in paths if path not in sys.path)]
+    multiprocessing.set_start_method(None, force=True)  # else its processes start as this one was
+    multiprocessing.current_process().name = "MainProcess"
+    for descriptor in map(int, os.listdir("/proc/self/fd") if sys.platform == "linux" else ()):
+        with suppress(OSError):  # the listing's own
+            os.set_inheritable(descriptor, descriptor <= 2)
     _forget_shadowed(Path(script).parent)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING_SIGNALS)
 

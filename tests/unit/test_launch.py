@@ -313,19 +313,60 @@ def test_scripts_end_as_in_python(tmp_path: Path, start: str, end: str, code: in
 
 
 @pytest.mark.parametrize("start", ["fork", "spawn"])
-def test_scripts_start_as_in_python(tmp_path: Path, start: str) -> None:
-    """Arguments are passed on as they are, and a module beside the script hides a library of its name."""
+def test_scripts_start_as_in_python(tmp_path: Path, start: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arguments are passed on as they are, and a module beside the script hides a library of its name.
+
+    Variables of another launcher do not say which rank this is. PYTHONPATH counts. Standard input is empty, and processes of
+    the script start as they do without DLAC.
+    """
     (tmp_path / "tenacity.py").write_text("own = True")
+    (tmp_path / "library").mkdir()
+    (tmp_path / "library" / "own_library.py").touch()
+    monkeypatch.setenv("RANK", "5")
+    monkeypatch.setenv("WORLD_SIZE", "9")
+    monkeypatch.setenv("MASTER_ADDR", "elsewhere")
     script = """
-import sys, tenacity
+import multiprocessing, os, sys, own_library, tenacity
 assert tenacity.own
 assert sys.argv[1:] == ["${local_rank}", "$$", "--x=$HOME"], sys.argv
 assert sys.modules["__main__"].__file__ == sys.argv[0]
+found = [os.environ[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "OWN")]
+assert found == ["0", "1", "127.0.0.1", "value"], found
+assert multiprocessing.get_start_method(allow_none=True) is None
+assert multiprocessing.current_process().name == "MainProcess"
+assert os.read(0, 1) == b""
 """
-    spec = spec_of(tmp_path, script, start=start, args=["${local_rank}", "$$", "--x=$HOME"])
+    environment = {"PYTHONPATH": str(tmp_path / "library"), "OWN": "value", "RANK": "7"}
+    spec = spec_of(tmp_path, script, start=start, args=["${local_rank}", "$$", "--x=$HOME"], env=environment)
     with started(spec, tmp_path) as ranks:
         wait_until(ranks.all_exited, what="the rank's end")
         assert ranks.failures() == [], ranks.last_words(0)
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_stop_during_start_starts_nothing(tmp_path: Path, start: str) -> None:
+    """No rank begins after the group was ended, and the stop does not wait for imports."""
+    (tmp_path / "slow_library.py").write_text("import time\ntime.sleep(5)")
+    script = "from pathlib import Path\nPath(__file__).with_name('began').touch()"
+    with started(spec_of(tmp_path, script, start=start, preload=["slow_library"]), tmp_path, ranks=2) as ranks:
+        ranks.ask_to_stop()
+        assert ranks.all_exited()
+        assert [failure.code for failure in ranks.failures()] == [-signal.SIGTERM] * 2
+    time.sleep(3)
+    assert not (tmp_path / "began").exists()
+    assert children("dlac r rank") == children("fork.?server") == []
+
+
+def test_one_stop_leaves_other_ranks(tmp_path: Path) -> None:
+    """Two supervisors of one process share the fork server: what one of them ends, the other does not notice."""
+    folders = [tmp_path / name for name in ("first", "second")]
+    for folder in folders:
+        folder.mkdir()
+    with started(spec_of(folders[0], SLEEPS), folders[0]) as first:
+        wait_until(lambda: all(first.pids), what="its rank")
+        with started(spec_of(folders[1], SLEEPS), folders[1]) as second:
+            second.ask_to_stop()
+        assert not first.all_exited()
 
 
 SUPERVISOR = """

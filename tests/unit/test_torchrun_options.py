@@ -29,6 +29,7 @@ def settings(*options: str, launch: LaunchSpec = LAUNCH, **variables: str) -> di
             {"nodes": "2:4", "nproc_per_node": 8, "rendezvous": "node-1:29500"},
         ),
         (["--rdzv-endpoint", "node-1"], {"rendezvous": "node-1:29400"}),
+        (["--rdzv-endpoint", "[::1]"], {"rendezvous": "[::1]:29400"}),
         (["--master-addr", "node-1", "--master-port", "1234", "--node-rank", "1"], {"rendezvous": "node-1:1234"}),
         (["--rdzv-conf", "timeout=60,key_file=/k"], {"gather_timeout_s": "60", "rendezvous_key_file": "/k"}),
         (["--max-restarts", "0", "--start-method", "spawn"], {"max_restarts": 0, "start": "spawn"}),
