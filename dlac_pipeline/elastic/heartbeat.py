@@ -23,11 +23,11 @@ from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import asdict
 
-from dlac_pipeline.elastic.beat_interval import BRISK_FOR_S, pause_of_leader, pause_of_node
 from dlac_pipeline.elastic.lease import LEASE, NO_LEASE, Peer, later_number, name_of_announcement
 from dlac_pipeline.elastic.plan_records import name_of_plan, publish_parts, read_part, read_plan
 from dlac_pipeline.elastic.rank_assignment import Offer, RoundPlan, assign_ranks, refuse_other_jobs, usable_ranks
 from dlac_pipeline.elastic.sealed_store import Message, Sealed, SealedStore
+from dlac_pipeline.elastic.timing import BRISK_FOR_S, LastCall, pause_of_leader, pause_of_node
 from dlac_pipeline.launch_spec import LaunchSpec
 from dlac_pipeline.ranks.addresses import free_port
 from dlac_pipeline.ranks.watched_time import watched_time
@@ -35,8 +35,6 @@ from dlac_pipeline.ranks.watched_time import watched_time
 _LAST_TICK_S = 1.0
 _REPEAT = 16
 """Ticks after which a leader writes again what it announced: a stranger may have overwritten it."""
-_BUSY_MARGIN_S = 10.0
-"""What nodes get on top of the time in which ranks leave, until a round is formed without them."""
 _SLOT_TRIES = 16
 """Attempts at a slot in one tick: all nodes of a run may start at once."""
 _FORGET = 20
@@ -90,7 +88,7 @@ class NodeHeartbeat:
         self._lease_raw = b""
         self._lease_at = self._lease_raw_at = self._spoke_at = self._now()
         self._peers: dict[int, Peer] = {}
-        self._enough_since: float | None = None
+        self._last_call = LastCall(launch, self._now)
         self._leaves = False
         self._brisk_until = self._now() + BRISK_FOR_S
         self._closing = threading.Event()
@@ -107,7 +105,7 @@ class NodeHeartbeat:
         with self._lock:
             self._offer, self._in_round, self._message = offer, False, {}
             self._announced, self._versions = {}, {}
-            self._enough_since = None
+            self._last_call.begin_anew()
         self._hurries.set()
 
     @property
@@ -519,7 +517,7 @@ class NodeHeartbeat:
         refused = refuse_other_jobs(offers, ids, self._slot, stay=before)
         offers = {slot: offer for slot, offer in offers.items() if ids[slot] not in refused.get("ids", ())}
         said: Message = {"training": False, "ready": len(offers), "message": {}, "refused": refused}
-        if self._slot not in offers or not self._is_time(len(offers), busy=bool(busy)):
+        if self._slot not in offers or not self._last_call.is_over(len(offers), busy=bool(busy)):
             return said
         knows_most = max(offers, key=lambda slot: (offers[slot].attempt, slot == self._slot))
         if offers[knows_most].attempt > mine.attempt:
@@ -532,18 +530,6 @@ class NodeHeartbeat:
         self._publish(name_of_plan(plan.number, self._slot), plan.message())
         publish_parts(self._store, plan, formed_by=self._slot)
         return {**said, "round": plan.number, "formed_by": self._slot, "announced": {}, "training": True}
-
-    def _is_time(self, ready: int, *, busy: bool) -> bool:
-        """Return whether a round of the nodes that are ready is formed now, or others are waited for."""
-        now, launch = self._now(), self._launch
-        if ready < launch.min_nodes:
-            self._enough_since = None
-            return False
-        self._enough_since = now if self._enough_since is None else self._enough_since
-        waited_s = now - self._enough_since
-        if busy:  # a node of the last round still ends its ranks; one that hangs is not waited for without an end
-            return waited_s >= launch.leave_s + _BUSY_MARGIN_S
-        return ready >= launch.max_nodes or waited_s >= launch.last_call_s
 
     def _members_before(self, lease: Message) -> list[int]:
         """Return the slots of the last round, as far as this node knows it: one that did not lead it reads its plan now."""
@@ -572,7 +558,8 @@ class NodeHeartbeat:
         with self._lock:
             self._plan = plan
             if self._offer is not None and plan.place_of(self._slot, self._id) is not None:
-                self._in_round, self._offer, self._enough_since = True, None, None
+                self._in_round, self._offer = True, None
+                self._last_call.begin_anew()
                 now = self._now()
                 for member in plan.members:
                     self._peers.setdefault(member.slot, Peer()).heard_at = now
