@@ -559,7 +559,6 @@ class NodeHeartbeat:
             self._plan = plan
             if self._offer is not None and plan.place_of(self._slot, self._id) is not None:
                 self._in_round, self._offer = True, None
-                self._last_call.begin_anew()
                 now = self._now()
                 for member in plan.members:
                     self._peers.setdefault(member.slot, Peer()).heard_at = now

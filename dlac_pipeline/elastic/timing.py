@@ -39,7 +39,7 @@ class LastCall:
         self._enough_since = None
 
     def is_over(self, ready: int, *, busy: bool) -> bool:
-        """Return whether a round of the nodes that are ready is formed now. `busy`: a node of the last round still ends its ranks."""
+        """Return whether a round of the nodes that are ready is formed. `busy`: a node of the last one still ends its ranks."""
         if ready < self._launch.min_nodes:
             self._enough_since = None
             return False
