@@ -369,7 +369,7 @@ class NodeHeartbeat:
     def _may_lead(self, found: Sealed) -> bool:
         """Return whether this node, which waits, takes the lease: it is free, or its holder is silent or has left."""
         with self._lock:
-            if self._offer is None or self._in_round:
+            if self._offer is None or self._in_round or self.refused:  # a lease that it took would refuse nobody
                 return False
             heard_at = self._lease_raw_at if self._lease is NO_LEASE else self._lease_at
             silent = heard_at < self._now() - self._launch.node_timeout_s

@@ -305,6 +305,9 @@ def test_other_job_is_refused(start: Callable[..., NodeHeartbeat]) -> None:
     for beat in beats:
         wait_until(partial(is_refused, beat), what="the refusal")
         assert beat.plan is None
+    beats[0].close(leaves=True)
+    time.sleep(1.0)
+    assert is_refused(beats[1])  # which did not take the lease that was given back
 
 
 def test_late_node_of_other_job_is_refused(start: Callable[..., NodeHeartbeat]) -> None:
