@@ -103,10 +103,10 @@ class LaunchSpec(Section):
         description='With start = "fork": modules that this process imports besides PyTorch and DLAC, such as "deepspeed". '
         "Modules that begin threads or open an accelerator at import are refused.",
     )
-    max_restarts: int = Field(
-        default=-1,
-        description="Restarts after failures before the run stops, as torchrun's option; -1: unlimited while there is progress.",
-        ge=-1,
+    max_restarts: int | None = Field(
+        default=None,
+        description="Restarts after failures before the run stops, as torchrun's option; unset: unlimited while there is progress.",
+        ge=0,
         le=1_000_000,
     )
     numa_binding: Literal["", "node", "socket", "exclusive", "core-complex"] = Field(

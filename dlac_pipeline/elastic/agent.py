@@ -59,7 +59,7 @@ class RankAgent(LocalElasticAgent):
             rdzv_handler=DlacRendezvous(spec.run, joined, batch_size=spec.order.batch_size),
             entrypoint=rank.main,
             args=arguments,
-            max_restarts=_UNLIMITED if launch.max_restarts < 0 else launch.max_restarts,
+            max_restarts=_UNLIMITED if launch.max_restarts is None else launch.max_restarts,
             numa_options=_numa_options(launch),
             virtual_local_rank=launch.virtual_local_rank,
         )

@@ -103,7 +103,7 @@ class Judge:
     def _check_restarts(self, attempt: int, failure: Failure) -> None:
         most = self._spec.launch.max_restarts
         self._failed += 1
-        if 0 <= most < self._failed:
+        if most is not None and self._failed > most:
             self.record_gave_up(failure, attempt)
             raise TrainingFailed(
                 f"{self._failed} attempts of run {self._spec.run!r} failed, with launch.max_restarts = {most}: mend the cause, "

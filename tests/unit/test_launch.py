@@ -98,16 +98,15 @@ def runs(pid: int) -> bool:
 
 @pytest.mark.parametrize("start", ["fork", "spawn"])
 def test_signals_to_all_reach_ranks(tmp_path: Path, start: str) -> None:
-    """Who ends a process tree signals the fork server and multiprocessing's tracker, too: the ranks leave in good order."""
+    """Who ends a process tree signals the fork server, too: the ranks leave in good order."""
     with started(spec_of(tmp_path, LEAVES, start=start), tmp_path) as ranks:
-        between = [*children("resource_tracker"), *children("fork.?server")]
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
-            for process in between:  # while they start
+            for process in children("fork.?server"):  # while they start
                 process.send_signal(number)
         wait_until(lambda: (tmp_path / "ready").exists() or bool(ranks.failures()), what="the script")
         assert ranks.failures() == []
-        between = [*children("resource_tracker"), *children("fork.?server")]
-        assert len(between) == (2 if start == "fork" else 1)
+        between = children("fork.?server")
+        assert len(between) == (start == "fork")
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
             for process in between:
                 process.send_signal(number)
