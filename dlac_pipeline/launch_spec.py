@@ -105,7 +105,7 @@ class LaunchSpec(Section):
     )
     max_restarts: int | None = Field(
         default=None,
-        description="Restarts after failures before the run stops, as torchrun's option; unset: unlimited while there is progress.",
+        description="Restarts after failures before the run stops, as torchrun's option; unset: any number with progress.",
         ge=0,
         le=1_000_000,
     )

@@ -46,7 +46,8 @@ _RECORDED = "_dlac_recorded"
 """Attribute of an exception that was recorded: a second record would have a later time, and the first rank to fail is blamed."""
 
 
-getproctitle()  # it finds the place of the title only before the environment is changed
+if "--multiprocessing-fork" in sys.orig_argv:
+    getproctitle()  # it finds the place of the title only before the environment is changed
 
 
 @contextmanager
