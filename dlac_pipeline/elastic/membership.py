@@ -35,6 +35,8 @@ _WANTED_EVERY_S = 5.0
 _WANTED_BY = 16
 """Nodes that look whether the run has ended that often; more of them look less often: it is a question to the catalog."""
 _FAREWELL_S = 5.0
+_REFUSAL_S = 2.0
+"""How long a node that serves the store and would train another job stays: the others read that in the meantime."""
 _AGENTS_WAIT_S = 60.0
 """How long the agents of one round wait for each other: all of them exist when it is formed."""
 
@@ -152,11 +154,13 @@ class Membership:
     def close(self) -> None:
         """Leave, so that the others need not wait until this node counts as lost.
 
-        The node that serves the store leaves last: those that wait read there how the run has ended.
+        The node that serves the store leaves last: those that wait read there how the run has ended, or that they are refused.
         """
         beat, self._heartbeat = self._heartbeat, None
         if beat is None or self._endpoint is None:
             return
+        if self._endpoint.serves and beat.refused:
+            time.sleep(_REFUSAL_S)
         deadline = time.monotonic() + _FAREWELL_S
         while self._endpoint.serves and not (beat.all_know_the_end or beat.cut_off) and time.monotonic() < deadline:
             time.sleep(_POLL_S)

@@ -310,6 +310,28 @@ def test_other_job_is_refused(start: Callable[..., NodeHeartbeat]) -> None:
     assert is_refused(beats[1])  # which did not take the lease that was given back
 
 
+def test_all_nodes_hear_refusal() -> None:
+    """The node that serves the store and leads does not take the store away before the other has read the refusal."""
+    port = own_port()
+    started = threading.Event()
+
+    def refusal(spec: JobSpec) -> str:
+        with closing(Membership.of_job(spec, ledger="l")) as node:
+            started.set()
+            try:
+                next_round(node)
+            except SpecInvalid as err:
+                return str(err)  # not the error itself, whose frames would keep the store
+        return ""
+
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(refusal, job(port, nodes="2", gather_timeout_s=30))
+        assert started.wait(60)
+        time.sleep(1.0)
+        second = pool.submit(refusal, job(port, nodes="2", gather_timeout_s=30, args=["--other"]))
+        assert ["found another one" in each.result(60) for each in (first, second)] == [True, True]
+
+
 def test_late_node_of_other_job_is_refused(start: Callable[..., NodeHeartbeat]) -> None:
     """A node that comes late and would train something else is refused, and does not end the round that trains."""
     leader = start(launch("1:2"))
