@@ -89,7 +89,7 @@ class RoundPlan:
             ranks=member.ranks,
             first_rank=member.first_rank,
             node=place,
-            nodes=len(self.members),
+            nodes=self.nodes,
             address=self.members[0].offer.address,
             port=self.port,
             interface=member.offer.interface,

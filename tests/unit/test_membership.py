@@ -113,6 +113,7 @@ def test_largest_dividing_world_size() -> None:
     plan = RoundPlan.form(members, number=3, port=5)
     assert RoundPlan.of(plan.message()) == plan
     assert [plan.share(place).node for place in range(2)] == [0, 1]
+    assert RoundPlan.form(largest, number=3, port=5).part(2).share(2).nodes == 3
     assert (plan.place_of(3, "c"), plan.place_of(3, "b"), plan.place_of(1, "a")) == (1, None, None)
 
 
