@@ -80,7 +80,7 @@ SAID = (
     "all ranks at once as it answers two, and the model's first step is as short",
     "host names resolve at once: torch looks up the name of every peer when it connects, and a resolver that drops bursts costs "
     "5 s (found here with 20 processes and more: measured_store_connect, not in the model)",
-    "the curve a + c n log2 n goes on: coordination beyond 256 nodes, process groups and votes beyond 32 processes",
+    "the curve a + c n log2 n holds for coordination beyond 256 nodes, process groups and votes beyond 32 processes",
 )
 
 

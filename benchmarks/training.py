@@ -2,8 +2,8 @@
 
 One rank trains one model on the device of this machine, in blocks of about 30 s. Every other block begins with an asynchronous
 checkpoint, which is committed within it. A block with one stands beside the two without that surround it, and those beside each
-other. On the CPU writing and digesting share the cores with training. The first checkpoint, which takes fresh memory, is told
-apart.
+other. On the CPU writing and digesting share the cores with training. The first checkpoint, which takes fresh memory, is reported
+separately.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ class Fleet:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"expected {len(self.alive)} nodes at the gate, found {len(readers)}")
             for number in set(self.alive) - set(readers):
-                with suppress(OSError):  # nobody reads it yet
+                with suppress(OSError):  # its reader has not opened it yet
                     readers[number] = os.open(self._keys / str(number), os.O_WRONLY | os.O_NONBLOCK)
             time.sleep(_LOOK_S)
         for descriptor in readers.values():

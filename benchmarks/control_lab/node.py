@@ -32,7 +32,7 @@ from dlac_pipeline.recover.supervise import Supervisor
 from dlac_pipeline.spec import JobSpec
 
 _PIPE_BUF = 4096
-"""So much is written to a pipe at once, whoever else writes."""
+"""Bytes that one write puts into a pipe in one piece, also beside other writers."""
 _TOLD = (
     "attempt",
     "step",
@@ -84,10 +84,10 @@ class CountedStore(TCPStore):
         return call(*args, **kwargs)
 
 
-def run_node(number: int, spec: JobSpec, record: bytes, asked: int, told: int, log: Path) -> None:
+def run_node(number: int, spec: JobSpec, record: bytes, asked: int, reports: int, log: Path) -> None:
     """Supervise until the end, in a forked child; never returns.
 
-    `asked`: a pipe, each byte from which asks for the counts; `told`: the pipe that takes events and counts as JSON lines.
+    `asked`: a pipe, each byte from which asks for the counts; `reports`: the pipe that takes events and counts as JSON lines.
     """
     status = 1
     try:
@@ -99,7 +99,7 @@ def run_node(number: int, spec: JobSpec, record: bytes, asked: int, told: int, l
         def tell(message: dict[str, Any]) -> None:
             line = json.dumps({"node": number, "at": time.time(), **message, **_counts(port)}).encode() + b"\n"
             assert len(line) <= _PIPE_BUF, "else lines of two nodes mix"
-            os.write(told, line)
+            os.write(reports, line)
 
         def on_event(event: dict[str, Any]) -> None:
             if event["event"] != "verifying":

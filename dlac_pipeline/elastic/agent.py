@@ -96,7 +96,7 @@ class RankAgent(LocalElasticAgent):
     def _note_share(self, share: Share) -> None:
         group: Any = self._worker_group  # torch declares its fields as None
         group.spec.local_world_size = share.ranks
-        group.store = HashStore()  # torch wants one, and gives it to nobody
+        group.store = HashStore()  # torch requires a store, and does not use this one
         group.group_rank, group.group_world_size = share.node, share.nodes
         group.master_addr, group.master_port = share.address, share.port
         group.workers = [

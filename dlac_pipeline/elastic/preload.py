@@ -34,16 +34,16 @@ def preload(wanted: dict[str, str | list[str]]) -> None:
     end_with_parent(signal.SIGKILL)  # an import may hang; afterwards the server ends with its last client
     problem = Path(str(wanted["problem"]))
     for name in _ALWAYS:
-        _import(name, problem)
+        _import(name, problem, advice="")
     sys.path.insert(0, str(wanted["folder"]))
     for name in wanted["modules"]:
-        _import(name, problem)
+        _import(name, problem, advice="take it off launch.preload, or ")
     gc.collect()
     gc.freeze()  # shared memory stays shared
     end_with_parent(0)
 
 
-def _import(name: str, problem: Path) -> None:
+def _import(name: str, problem: Path, *, advice: str) -> None:
     try:
         importlib.import_module(name)
         threads = _threads()
@@ -54,8 +54,8 @@ def _import(name: str, problem: Path) -> None:
             raise RuntimeError("it opened the accelerator, which does not survive a fork")
     except Exception as err:
         problem.write_text(
-            f"expected to import {name!r} of launch.preload before ranks are forked, found {type(err).__name__}: {err}; take it "
-            'off that list, or set launch.start = "spawn"'
+            f"expected to import {name!r} before ranks are forked, found {type(err).__name__}: {err}; {advice}set "
+            'launch.start = "spawn"'
         )
         os._exit(1)
 

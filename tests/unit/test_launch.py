@@ -224,7 +224,8 @@ def test_unusable_preload_is_refused(tmp_path: Path, library: str | None, found:
         wait_until(ranks.all_exited, what="the ranks' end")
         failure = ranks.failures()[0]
     assert failure.kind == "TrainingFailed"
-    assert "'own_library' of launch.preload" in failure.message
+    assert "'own_library'" in failure.message
+    assert "take it off launch.preload" in failure.message
     assert found in failure.message
     assert 'launch.start = "spawn"' in failure.message
 
