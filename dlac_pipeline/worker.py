@@ -67,6 +67,9 @@ _log = logging.getLogger(__name__)
 _GROUP_TIMEOUT_S = 86_400.0
 """How long ranks wait for each other: one may convert or fetch a large checkpoint. Who hangs, the supervisor ends."""
 
+_BEHIND_TAG = 1
+"""Of messages between the threads that write a checkpoint while training goes on."""
+
 
 @contextmanager
 def training_run(spec: str | Path | None = None, *, takeover: bool = False) -> Iterator[TrainingRun]:
@@ -114,13 +117,10 @@ class TrainingRun:
         seed_rng(spec.order.seed, 0, 0)  # alike on all ranks until `restore`, so that models are initialized alike
         skip_shared_memory_op()
         self._patience = timedelta(seconds=max(_GROUP_TIMEOUT_S, spec.launch.hang_timeout_s))
-        group = self._join()
-        self._batches_group = None if group is None else dist.new_group(backend="gloo", timeout=self._patience)
-        """Apart from the other messages: a batch is read ahead while these are under way."""
-        self._tree = RankTree(self.rank, self.world_size, group)
-        behind = None if group is None else dist.new_group(backend="gloo", timeout=self._patience)
-        self._behind = RankTree(self.rank, self.world_size, behind)
-        self._pulse = Pulse(self.world_size, group)
+        self._group = self._join()
+        self._tree = RankTree(self.rank, self.world_size, self._group)
+        self._behind = RankTree(self.rank, self.world_size, self._group, tag=_BEHIND_TAG)
+        self._pulse = Pulse(self.world_size, self._group)
         self._when = When(spec, self.rank, folder, self._events)
         self._finiteness = FinitenessCheck(
             spec.run,
@@ -393,6 +393,10 @@ class TrainingRun:
             serve_group_store()  # DeepSpeed makes a group of one rank
             return None
         join()
+        return self._new_group()
+
+    def _new_group(self) -> dist.ProcessGroup:
+        """Make a group of all ranks for messages between processors; collective."""
         group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=self._patience)
         return group
 
@@ -404,12 +408,14 @@ class TrainingRun:
         state = opened.start_state() if point.leg_is_new else point.cursors
         if not point.leg_is_new:
             check_restored(self._order, point.step, state)
+        apart = None if self._group is None or opened.order.counted else self._new_group()
+        """For the lengths of batches: a script may read ahead in a thread, and collectives of a group need one order."""
         self._reader = opened.reader(
             rank=self.rank,
             world_size=self.world_size,
             step=point.step,
             state=state,
-            exchange=summing_over(self._batches_group, self._waits),
+            exchange=summing_over(apart, self._waits),
         )
         groups = self._reader.groups
         self._tracker = ReaderStateTracker(

@@ -1,6 +1,7 @@
 """Votes up and decisions down a binomial tree of ranks: depth and messages per rank are O(log n).
 
-Over torch.distributed's point-to-point messages on a CPU (gloo) group of its own, so nothing interleaves with training.
+Over torch.distributed's point-to-point messages on a CPU (gloo) group of DLAC's own, so nothing interleaves with training.
+Trees of several threads share a group: each one's messages have a tag.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ import torch.distributed as dist
 class RankTree:
     """The ranks of one attempt; rank 0 is the root, the coordinator."""
 
-    def __init__(self, rank: int, world_size: int, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, rank: int, world_size: int, group: dist.ProcessGroup | None, *, tag: int = 0) -> None:
         self.rank = rank
         self.world_size = world_size
         self._group = group
+        self._tag = tag
 
     @property
     def parent(self) -> int:
@@ -56,12 +58,12 @@ class RankTree:
             bit <<= 1
 
     def _send(self, payload: bytes, to: int) -> None:
-        dist.send(torch.tensor([len(payload)]), to, group=self._group)
-        dist.send(torch.frombuffer(bytearray(payload), dtype=torch.uint8), to, group=self._group)
+        dist.send(torch.tensor([len(payload)]), to, group=self._group, tag=self._tag)
+        dist.send(torch.frombuffer(bytearray(payload), dtype=torch.uint8), to, group=self._group, tag=self._tag)
 
     def _receive(self, source: int) -> bytes:
         size = torch.zeros(1, dtype=torch.int64)
-        dist.recv(size, source, group=self._group)
+        dist.recv(size, source, group=self._group, tag=self._tag)
         payload = torch.empty(int(size), dtype=torch.uint8)
-        dist.recv(payload, source, group=self._group)
+        dist.recv(payload, source, group=self._group, tag=self._tag)
         return payload.numpy().tobytes()
