@@ -237,7 +237,7 @@ def _coordinating(measured: Mapping[int, Mapping[str, float]]) -> Curve:
 
 
 def _voting(measured: dict[int, Together]) -> Curve:
-    """A message per level up and down the tree, each as long as between two ranks; the root unpacks all votes."""
+    """A message per level up and down the tree, each as long as between two ranks, and what the busiest rank works more."""
     hop_s = measured[2].wall_s / 2 + ROUND_TRIP_S / 2
     work = _curve({count: each.cpu_s for count, each in measured.items()})
     return lambda ranks: 2 * log2(ranks) * hop_s + work(ranks)

@@ -25,7 +25,6 @@ from dlac_pipeline.ranks.addresses import free_port
 from dlac_pipeline.ranks.environment import GROUP_SETTINGS
 
 _FORK = multiprocessing.get_context("fork")  # torch is imported once
-_VOTE = b"v" * 2048
 _VOTES = 20
 Work = Callable[[int, int, int, Barrier], list["Part"]]
 """Of one process: its number, how many there are, the store's port, and where all wait for each other."""
@@ -77,8 +76,7 @@ def _join(number: int, count: int, port: int, barrier: Barrier) -> list[Part]:
     tree = RankTree(number, count, group)
     with _timed(barrier, parts):
         for _ in range(_VOTES):
-            votes = tree.gather(_VOTE)
-            tree.broadcast(None if votes is None else b"commit")
+            tree.broadcast(tree.lowest(b""))
     dist.destroy_process_group()
     return [*parts[:3], _per_vote(parts[3])]
 

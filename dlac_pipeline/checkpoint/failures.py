@@ -35,13 +35,10 @@ def failing_together(tree: RankTree, *, doing: str) -> Iterator[None]:
     Raises:
         DlacError: that of the lowest rank that failed.
     """
-    failure: Named | None = None
+    failure = b""
     try:
         yield
     except Exception as err:
-        failure = named(err, doing=doing)
-    votes = tree.gather(msgpack.packb(failure))
-    failures = [] if votes is None else [each for each in map(msgpack.unpackb, votes) if each is not None]
-    said = msgpack.unpackb(tree.broadcast(None if votes is None else msgpack.packb(failures[:1])))
-    if said:
-        raise failure_named(said[0])
+        failure = msgpack.packb(named(err, doing=doing))
+    if first := tree.broadcast(tree.lowest(failure)):
+        raise failure_named(msgpack.unpackb(first))

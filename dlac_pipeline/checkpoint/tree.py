@@ -42,6 +42,18 @@ class RankTree:
         self._send(msgpack.packb(collected), self.parent)
         return None
 
+    def lowest(self, payload: bytes) -> bytes:
+        """Return the payload of the lowest rank that has one at the root, b"" elsewhere and if none has; collective.
+
+        No message is longer than one payload, however many ranks there are.
+        """
+        found = [payload, *map(self._receive, self.children)]  # the ranks below a child come before the next child
+        lowest = next(filter(None, found), b"")
+        if self.rank == 0:
+            return lowest
+        self._send(lowest, self.parent)
+        return b""
+
     def broadcast(self, payload: bytes | None) -> bytes:
         """The root's payload, at every rank; collective."""
         if self.rank != 0:
@@ -59,11 +71,13 @@ class RankTree:
 
     def _send(self, payload: bytes, to: int) -> None:
         dist.send(torch.tensor([len(payload)]), to, group=self._group, tag=self._tag)
-        dist.send(torch.frombuffer(bytearray(payload), dtype=torch.uint8), to, group=self._group, tag=self._tag)
+        if payload:
+            dist.send(torch.frombuffer(bytearray(payload), dtype=torch.uint8), to, group=self._group, tag=self._tag)
 
     def _receive(self, source: int) -> bytes:
         size = torch.zeros(1, dtype=torch.int64)
         dist.recv(size, source, group=self._group, tag=self._tag)
         payload = torch.empty(int(size), dtype=torch.uint8)
-        dist.recv(payload, source, group=self._group, tag=self._tag)
+        if len(payload):
+            dist.recv(payload, source, group=self._group, tag=self._tag)
         return payload.numpy().tobytes()

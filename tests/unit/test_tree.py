@@ -25,3 +25,4 @@ def test_a_lone_rank_talks_to_itself() -> None:
     tree = RankTree(0, 1, None)
     assert tree.gather(b"vote") == [b"vote"]
     assert tree.broadcast(b"decision") == b"decision"
+    assert tree.lowest(b"failure") == b"failure"
