@@ -31,6 +31,8 @@ from dlac_pipeline.spec import parse_spec
 from jobs.local_dagster import LocalDagster
 
 _SIDES = ("dlac", "bare")
+_LOOKS_EVERY_S = 5.0
+"""How often a daemon looks for runs that have ended."""
 _PHASES = ("detect_s", "schedule_s", "stop_s", "claim_s", "verify_s", "load_s", "first_step_s")
 
 
@@ -63,7 +65,7 @@ def campaign(lakehouse: Lakehouse, home: Path, side: str, kills: int, chance: ra
         steps_behind(stamps, 0.0, 2 * EVERY_STEPS)
         for _ in range(kills):
             launch = _launch_of(stamps)
-            time.sleep(chance.uniform(0.0, 0.1))
+            time.sleep(chance.uniform(0.0, _LOOKS_EVERY_S))  # so that kills are in step with neither side's daemon
             _kill(launch)
             killed_at, killed = time.time(), {process.pid for process in launch}
             found.append(steps_behind(stamps, killed_at, 1, not_by=killed) - killed_at)
