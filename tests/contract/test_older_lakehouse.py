@@ -1,0 +1,102 @@
+"""Lakehouses that earlier formats wrote (tests/lakehouses/) are read, audited, rehearsed and trained on by the code of today."""
+
+from __future__ import annotations
+
+import json
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from catalog.ledger import Ledger
+from catalog.recoveries import recoveries_of
+from dlac_pipeline.audit.audit import audit_run
+from dlac_pipeline.checkpoint.listing import list_checkpoints, verify_checkpoints
+from dlac_pipeline.recover.status import list_runs
+from tests.conftest import Arena
+from tests.integration.audit_runs import Workshop
+from tests.integration.test_cli import dlac
+from tests.lakehouses.write import launched_spec, specs
+
+ARCHIVES = sorted((Path(__file__).parents[1] / "lakehouses").glob("*.tar.xz"))
+RUNS = {"launched", "forked", "mixed", "packed", "transformed", "followed"}
+
+
+@pytest.fixture(scope="module", params=ARCHIVES, ids=lambda path: path.name.removesuffix(".tar.xz"))
+def home(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a lakehouse that was written elsewhere."""
+    folder = tmp_path_factory.mktemp("older")
+    with tarfile.open(request.param) as archive:
+        archive.extractall(folder, filter="data")
+    return folder / "home"
+
+
+@pytest.fixture
+def arena(home: Path, monkeypatch: pytest.MonkeyPatch) -> Arena:
+    """The lakehouse as the tests use one."""
+    return Arena(home, monkeypatch)
+
+
+def test_older_runs_are_listed_and_exact(arena: Arena) -> None:
+    """Every run is found, its audit is exact, its kept checkpoints are whole, and the killed rank's recovery is recorded."""
+    assert {each["run"] for each in list_runs(arena.lakehouse)} == RUNS
+    for run in RUNS:
+        report = audit_run(arena.lakehouse, run)
+        assert report.exact, (run, report.to_json())
+        assert list_checkpoints(arena.lakehouse, run)
+        assert [each.problem for each in verify_checkpoints(arena.lakehouse, run) if each.problem] == []
+    recovered = [each for each in recoveries_of(arena.lakehouse) if each.run == "launched"]
+    assert [(each.attempt, each.outcome) for each in recovered] == [(2, "resumed")]
+    assert {row["kind"] for row in Ledger(arena.lakehouse).rows("launched")} >= {
+        "rewind",
+        "claim",
+        "checkpoint",
+        "advance",
+    }
+
+
+def test_older_sql_views_answer(home: Path) -> None:
+    """`dlac sql` shows the checkpoints of the surviving lineage. `dlac whose` recognizes the export."""
+    lineage = dlac("sql", "SELECT step FROM lineage WHERE run = 'launched' ORDER BY step", "--json", home=home)
+    assert lineage.returncode == 0, lineage.stderr
+    assert [row["step"] for row in json.loads(lineage.stdout)] == [5, 10, 15]
+    whose = dlac("whose", str(home / "weights.safetensors"), home=home)
+    assert whose.returncode == 0, whose.stderr
+    assert "launched" in whose.stdout
+
+
+def test_older_checkpoint_is_rehearsed(home: Path) -> None:
+    """The steps after a checkpoint have the losses that were recorded, as far as two processors agree."""
+    done = dlac("rehearse", "launched", "--json", home=home)
+    assert done.stdout, done.stderr
+    steps = json.loads(done.stdout)["steps"]
+    assert steps
+    for step in steps:
+        assert step["replayed"] == pytest.approx(step["recorded"], rel=1e-5)
+
+
+@pytest.mark.parametrize("run", ["mixed", "packed", "transformed", "followed"])
+def test_older_run_resumes_exactly(home: Path, run: str) -> None:
+    """A run that was killed goes on from its last checkpoint to its end, and is exact."""
+    shop = Workshop(home)
+    before = {row["checkpoint_id"] for row in Ledger(shop.lakehouse).rows(run, kinds=("checkpoint",))}
+    shop.table("src.f", 240, 60)
+    shop.train(specs(home)[run])
+    report = audit_run(shop.lakehouse, run)
+    assert report.exact, report.to_json()
+    rows = Ledger(shop.lakehouse).rows(run, kinds=("checkpoint",))
+    assert before < {row["checkpoint_id"] for row in rows}
+    assert next(row["parent"] for row in rows if row["checkpoint_id"] not in before) in before
+
+
+def test_older_launched_run_resumes_exactly(arena: Arena) -> None:
+    """The rewound run is trained to its end by two ranks, with the rows left out that the rewind excluded."""
+    launch = arena.launch(launched_spec(arena))
+    try:
+        assert launch.wait() == 0, launch.stderr
+    finally:
+        arena.close()
+    report = audit_run(arena.lakehouse, "launched")
+    assert report.exact, report.to_json()
+    seen = arena.journal("launched")
+    assert max(row for step, rows in seen.items() if step > 15 for row in rows) < 390
