@@ -67,8 +67,8 @@ _log = logging.getLogger(__name__)
 _GROUP_TIMEOUT_S = 86_400.0
 """How long ranks wait for each other: one may convert or fetch a large checkpoint. Who hangs, the supervisor ends."""
 
-_BEHIND_TAG = 1
-"""Of messages between the threads that write a checkpoint while training goes on."""
+_BACKGROUND_TAG = 1
+"""The tag of messages between the threads that write a checkpoint in the background."""
 
 
 @contextmanager
@@ -119,7 +119,7 @@ class TrainingRun:
         self._patience = timedelta(seconds=max(_GROUP_TIMEOUT_S, spec.launch.hang_timeout_s))
         self._group = self._join()
         self._tree = RankTree(self.rank, self.world_size, self._group)
-        self._behind = RankTree(self.rank, self.world_size, self._group, tag=_BEHIND_TAG)
+        self._behind = RankTree(self.rank, self.world_size, self._group, tag=_BACKGROUND_TAG)
         self._pulse = Pulse(self.world_size, self._group)
         self._when = When(spec, self.rank, folder, self._events)
         self._finiteness = FinitenessCheck(

@@ -19,16 +19,16 @@ from tests.integration.test_cli import dlac
 from tests.lakehouses.write import launched_spec, specs
 
 ARCHIVES = sorted((Path(__file__).parents[1] / "lakehouses").glob("*.tar.xz"))
+assert ARCHIVES, "the lakehouses of earlier formats belong to the checkout"
 RUNS = {"launched", "forked", "mixed", "packed", "transformed", "followed"}
 
 
-@pytest.fixture(scope="module", params=ARCHIVES, ids=lambda path: path.name.removesuffix(".tar.xz"))
-def home(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(params=ARCHIVES, ids=lambda path: path.name.removesuffix(".tar.xz"))
+def home(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """The folder of a lakehouse that was written elsewhere."""
-    folder = tmp_path_factory.mktemp("older")
     with tarfile.open(request.param) as archive:
-        archive.extractall(folder, filter="data")
-    return folder / "home"
+        archive.extractall(tmp_path, filter="data")
+    return tmp_path / "home"
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def test_older_checkpoint_is_rehearsed(home: Path) -> None:
 
 @pytest.mark.parametrize("run", ["mixed", "packed", "transformed", "followed"])
 def test_older_run_resumes_exactly(home: Path, run: str) -> None:
-    """A run that was killed goes on from its last checkpoint to its end, and is exact."""
+    """Each run resumes after its last checkpoint, reaches its end, and is exact. `followed` has new rows to read."""
     shop = Workshop(home)
     before = {row["checkpoint_id"] for row in Ledger(shop.lakehouse).rows(run, kinds=("checkpoint",))}
     shop.table("src.f", 240, 60)

@@ -16,17 +16,17 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's 
 from dlac_pipeline.checkpoint.tree import RankTree
 from dlac_pipeline.ranks.addresses import free_port
 
-RANKS, ROUNDS, TURNS = 5, 20, 5
+RANKS, ROUNDS = 5, 20
 
 
 def talk(tree: RankTree, name: str) -> None:
-    """Gather, decide and find the lowest failure, a few times."""
-    for turn in range(TURNS):
+    """Gather, decide and find the lowest failure, beginning with each rank in turn."""
+    for turn in range(RANKS):
         votes = tree.gather(f"{name} {turn} {tree.rank}".encode())
         expected = [f"{name} {turn} {rank}".encode() for rank in range(RANKS)]
         assert votes == (expected if tree.rank == 0 else None), votes
         assert tree.broadcast(name.encode() if tree.rank == 0 else None) == name.encode()
-        failed = {rank: f"{name} failed at {rank}".encode() for rank in range(turn, RANKS, 2)} if turn < RANKS else {}
+        failed = {rank: f"{name} failed at {rank}".encode() for rank in range(turn, RANKS, 2)}
         lowest = tree.broadcast(tree.lowest(failed.get(tree.rank, b"")))
         assert lowest == failed[turn], lowest
         assert tree.broadcast(tree.lowest(b"")) == b""
