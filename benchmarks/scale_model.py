@@ -2,7 +2,7 @@
 
 A model, not a measurement. Each part of a recovery is measured on this machine with the product's own code and put together by
 stated assumptions. What grows with nodes or ranks is extrapolated by the curve a + c n log2 n (neither negative) nearest to what
-was measured:
+was measured. A vote is the exception: a rank sends and receives O(log n) messages, so its work is fitted by a + c log2 n.
 
 - coordination: processor time of the leader and of the store since the loss is known, in recoveries of real supervisors
   (`benchmarks/control_plane.py`); FILE has what that printed, without it 8 and 32 nodes are measured;
@@ -80,7 +80,8 @@ SAID = (
     "all ranks at once as it answers two, and the model's first step is as short",
     "host names resolve at once: torch looks up the name of every peer when it connects, and a resolver that drops bursts costs "
     "5 s (found here with 20 processes and more: measured_store_connect, not in the model)",
-    "the curve a + c n log2 n holds for coordination beyond 256 nodes, process groups and votes beyond 32 processes",
+    "the curve a + c n log2 n holds for coordination beyond 256 nodes and for process groups beyond 32 processes",
+    "the work of the busiest rank in a vote follows a + c log2 n beyond 32 processes: nobody failed, so messages have one size",
 )
 
 
@@ -237,9 +238,9 @@ def _coordinating(measured: Mapping[int, Mapping[str, float]]) -> Curve:
 
 
 def _voting(measured: dict[int, Together]) -> Curve:
-    """A message per level up and down the tree, each as long as between two ranks, and what the busiest rank works more."""
+    """Time of a message per level up and down the tree, and processor time of the busiest rank, which has O(log n) messages."""
     hop_s = measured[2].wall_s / 2 + ROUND_TRIP_S / 2
-    work = _curve({count: each.cpu_s for count, each in measured.items()})
+    work = _curve({count: each.cpu_s for count, each in measured.items()}, grows=log2)
     return lambda ranks: 2 * log2(ranks) * hop_s + work(ranks)
 
 
@@ -250,23 +251,27 @@ def _grows(measured: dict[int, Together]) -> Curve:
     return lambda count: process(count) + server(count)
 
 
-def _curve(measured: Mapping[int, float]) -> Curve:
-    """The curve a + c n log2 n without negative parts that is nearest to what was measured."""
-    counts, seconds = np.array([*measured], dtype=float), np.array([*measured.values()])
-    basis = np.stack([np.ones_like(counts), counts * np.log2(counts)], axis=1)
+def _n_log_n(count: float) -> float:
+    return count * log2(count)
+
+
+def _curve(measured: Mapping[int, float], grows: Curve = _n_log_n) -> Curve:
+    """Fit a + c grows(n), neither part negative, to the measured seconds by least squares."""
+    seconds = np.array([*measured.values()])
+    basis = np.array([(1.0, grows(count)) for count in measured])
     constant, factor = np.linalg.lstsq(basis, seconds, rcond=None)[0]
     if factor < 0:
         constant, factor = float(seconds.mean()), 0.0
     if constant < 0:
-        return _proportional(measured)
-    return lambda count: float(constant + factor * count * log2(count))
+        return _proportional(measured, grows)
+    return lambda count: float(constant + factor * grows(count))
 
 
-def _proportional(measured: Mapping[int, float]) -> Curve:
-    """The curve c n log2 n that is nearest to what was measured."""
-    basis = np.array([count * log2(count) for count in measured])
+def _proportional(measured: Mapping[int, float], grows: Curve = _n_log_n) -> Curve:
+    """Fit c grows(n) to the measured seconds by least squares."""
+    basis = np.array([grows(count) for count in measured])
     factor = float(basis @ np.array([*measured.values()]) / (basis @ basis))
-    return lambda count: factor * count * log2(count)
+    return lambda count: factor * grows(count)
 
 
 def _medians(runs: list[Together]) -> Together:
