@@ -81,7 +81,7 @@ SAID = (
     "host names resolve at once: torch looks up the name of every peer when it connects, and a resolver that drops bursts costs "
     "5 s (found here with 20 processes and more: measured_store_connect, not in the model)",
     "the curve a + c n log2 n holds for coordination beyond 256 nodes and for process groups beyond 32 processes",
-    "the work of the busiest rank in a vote follows a + c log2 n beyond 32 processes: messages of ranks that did not fail are equal",
+    "the busiest rank's work in a vote follows a + c log2 n beyond 32 processes: without failures all messages have one size",
 )
 
 
