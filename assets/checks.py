@@ -8,7 +8,7 @@ import dagster as dg
 from assets.resources import JobResource
 from assets.shown import sql
 from assets.training import model_checkpoint
-from catalog.errors import NoRestorableCheckpoint, StoreUnavailable
+from dlac_pipeline.lakehouse.errors import NoRestorableCheckpoint, StoreUnavailable
 
 _ROWS_OF = {
     "no_duplicate_rows": "FROM duplicates WHERE run = '{run}'",

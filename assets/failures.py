@@ -5,8 +5,8 @@ from contextlib import contextmanager
 
 import dagster as dg
 
-from catalog import errors
-from catalog.errors import CatalogUnreachable, CommitOutcomeUnknown, DlacError, StoreUnavailable
+from dlac_pipeline.lakehouse import errors
+from dlac_pipeline.lakehouse.errors import CatalogUnreachable, CommitOutcomeUnknown, DlacError, StoreUnavailable
 
 OWNERS = ["team:ml-platform"]
 """Whom the asset pages name: those who run the lakehouse."""

@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 import dagster as dg
 import psutil
 
-from catalog.masking import mask_secrets
+from dlac_pipeline.lakehouse.masking import mask_secrets
 
 BEAT_EVERY_S = 5.0
 _HEARD_AFTER_BEATS = 2

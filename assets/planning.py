@@ -10,7 +10,7 @@ from assets.sources import tokens
 from dlac_pipeline.spec import JobSpec
 
 if TYPE_CHECKING:
-    from catalog.connect import Lakehouse
+    from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
     from dlac_pipeline.plan.leg import Leg
 
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 )
 def pinned_snapshot(context: dg.AssetExecutionContext, job: JobResource) -> dg.MaterializeResult[None]:
     """Pin the snapshot that the run was started with; for a new run the one the spec names, or the current one."""
-    from catalog.pins import hold
-    from catalog.snapshots import snapshot_of
+    from dlac_pipeline.lakehouse.iceberg.pins import hold
+    from dlac_pipeline.lakehouse.iceberg.snapshots import snapshot_of
 
     with told_to_dagster(context):
         spec, lakehouse = job.job_spec(), job.lakehouse()
@@ -58,7 +58,7 @@ def pinned_snapshot(context: dg.AssetExecutionContext, job: JobResource) -> dg.M
 )
 def work_plan(context: dg.AssetExecutionContext, job: JobResource) -> dg.MaterializeResult[None]:
     """Plan the pinned snapshots; a run that goes on keeps the plans that its leg binds."""
-    from catalog.plans import get_plan
+    from dlac_pipeline.lakehouse.ledger.plans import get_plan
     from dlac_pipeline.plan.legs import check_readable
     from dlac_pipeline.plan.planner import make_plan
 
@@ -96,8 +96,8 @@ def _last_leg(lakehouse: "Lakehouse", spec: JobSpec) -> "Leg | None":
     Raises:
         ResumeMismatch: the spec has another number of sources.
     """
-    from catalog.ledger import Ledger
-    from catalog.run_rows import HEAD_KINDS, fence_of_rows
+    from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+    from dlac_pipeline.lakehouse.ledger.run_rows import HEAD_KINDS, fence_of_rows
     from dlac_pipeline.plan.legs import check_sources
     from dlac_pipeline.recover.leg_choice import leg_of
 

@@ -10,7 +10,7 @@ import dagster as dg
 from assets.resources import JobResource
 from assets.shown import table
 from assets.training import model_checkpoint
-from catalog.errors import (
+from dlac_pipeline.lakehouse.errors import (
     CatalogUnreachable,
     DlacError,
     NoSuchJobSpec,
@@ -20,7 +20,7 @@ from catalog.errors import (
 )
 
 if TYPE_CHECKING:
-    from catalog.connect import Lakehouse
+    from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 
 CHECK = "rehearsal_identical"
 _FACTS = ("checkpoint_id", "step", "successor", "attempt", "world_size", "compared", "restore_s", "replay_s")

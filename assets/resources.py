@@ -10,11 +10,11 @@ from pydantic import Field, PrivateAttr
 
 from assets.config import JobSpecConfig
 from assets.heartbeat import Heartbeat
-from catalog.lakehouse_config import LakehouseConfig
+from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.spec import JobSpec, home_folder, parse_spec
 
 if TYPE_CHECKING:
-    from catalog.connect import Lakehouse
+    from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 
 
 class JobResource(dg.ConfigurableResource[Any]):
@@ -53,7 +53,7 @@ class JobResource(dg.ConfigurableResource[Any]):
 
     def lakehouse(self) -> "Lakehouse":
         """The open lakehouse of this run."""
-        from catalog.connect import connect
+        from dlac_pipeline.lakehouse.iceberg.connect import connect
 
         return connect(self.job_spec().lakehouse)
 
@@ -70,7 +70,7 @@ class LakehouseResource(dg.ConfigurableResource[Any]):
 
     def lakehouse(self) -> "Lakehouse":
         """The open lakehouse."""
-        from catalog.connect import connect
+        from dlac_pipeline.lakehouse.iceberg.connect import connect
 
         given = {name: getattr(self, name) for name in LakehouseConfig.model_fields}
         return connect(LakehouseConfig.model_validate(given).at_home(home_folder()))

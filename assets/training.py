@@ -10,7 +10,7 @@ from assets.failures import OWNERS, PREEMPTED_TAG, RUN_TAG, STEPPED_ASIDE_TAG, f
 from assets.planning import metadata_of_this_run, work_plan
 from assets.resources import JobResource
 from assets.supervised import Event, supervised
-from catalog.errors import LeftUnfinished, Preempted, RunBusy, RunFinished, SteppedAside
+from dlac_pipeline.lakehouse.errors import LeftUnfinished, Preempted, RunBusy, RunFinished, SteppedAside
 from dlac_pipeline.request import OPERATOR, Request
 from dlac_pipeline.spec_problems import LONGEST_WAIT_S, Section
 

@@ -7,12 +7,12 @@ from secrets import token_hex
 from typing import Any
 
 from assets.shown import sql
-from catalog.commits import record_verified
-from catalog.connect import Lakehouse
-from catalog.errors import NoRestorableCheckpoint, NoSuchCheckpoint
-from catalog.ledger import Ledger
 from dlac_pipeline.checkpoint.files import StoreFiles
 from dlac_pipeline.checkpoint.listing import Verdict, list_checkpoints, verify_checkpoints
+from dlac_pipeline.lakehouse.errors import NoRestorableCheckpoint, NoSuchCheckpoint
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
+from dlac_pipeline.lakehouse.ledger.commits import record_verified
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 
 
 def verified_head(lakehouse: Lakehouse, run: str, files: StoreFiles | None) -> Verdict | None:

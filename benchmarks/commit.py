@@ -20,15 +20,15 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-import catalog.ledger
+import dlac_pipeline.lakehouse.ledger.ledger
 from benchmarks.figures import Figure, report
-from catalog.commits import Attempt, claim, commit_checkpoint
-from catalog.connect import connect
-from catalog.lakehouse_config import LakehouseConfig
-from catalog.ledger import Ledger
-from catalog.maintenance.expiry import expire_in
-from catalog.maintenance.upkeep import upkeep
-from catalog.run_rows import HEAD_KINDS
+from dlac_pipeline.lakehouse.config import LakehouseConfig
+from dlac_pipeline.lakehouse.iceberg.connect import connect
+from dlac_pipeline.lakehouse.ledger.commits import Attempt, claim, commit_checkpoint
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+from dlac_pipeline.lakehouse.ledger.run_rows import HEAD_KINDS
+from dlac_pipeline.lakehouse.maintenance.expiry import expire_in
+from dlac_pipeline.lakehouse.maintenance.upkeep import upkeep
 
 _RUNS, _ADVANCES, _UPKEEP_EVERY = 4, 64, 500
 
@@ -60,12 +60,12 @@ def _with_upkeep(folder: Path, marks: Sequence[int], half: int) -> dict[str, Fig
 
 
 def _without(folder: Path, marks: Sequence[int], half: int) -> dict[str, Figure]:
-    setattr(catalog.ledger, "expire_in", lambda _: None)  # noqa: B010  # mypy knows no other way to replace an import
+    setattr(dlac_pipeline.lakehouse.ledger.ledger, "expire_in", lambda _: None)  # noqa: B010  # mypy knows no other way to replace an import
     try:
         grown = {f"{mark}": _Growth(folder / f"without-{mark}", mark - half, upkeep_every=0) for mark in marks}
         _side_by_side(grown, 2 * half)
     finally:
-        setattr(catalog.ledger, "expire_in", expire_in)  # noqa: B010  # as above
+        setattr(dlac_pipeline.lakehouse.ledger.ledger, "expire_in", expire_in)  # noqa: B010  # as above
     first, last = grown.values()
     ratio = Figure(value=last.p50 / first.p50, unit="ratio")
     figures = {f"without_upkeep_p50_at_{marks[1]}_over_{marks[0]}": ratio}

@@ -30,11 +30,11 @@ import yaml
 
 import dlac_pipeline as dlac
 from benchmarks.figures import Figure, report
-from catalog.connect import Lakehouse, connect
-from catalog.lakehouse_config import LakehouseConfig
-from catalog.ledger import Ledger
-from catalog.run_rows import HEAD_KINDS
 from dlac_pipeline.checkpoint.copies import node_name, nodes_with_newest
+from dlac_pipeline.lakehouse.config import LakehouseConfig
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+from dlac_pipeline.lakehouse.ledger.run_rows import HEAD_KINDS
 from dlac_pipeline.recover.coordinator import new_nonce, take_over
 from dlac_pipeline.spec import JobSpec, parse_spec
 from tests.object_store import object_store

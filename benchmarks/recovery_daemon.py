@@ -25,8 +25,8 @@ from benchmarks.figures import Figure, report
 from benchmarks.programs.recovery_sizes import EVERY_STEPS
 from benchmarks.recovery_lab.beside import beside_bare
 from benchmarks.recovery_lab.training import PROGRAMS, RANKS, job, make_source, source_files, steps_behind
-from catalog.connect import Lakehouse
-from catalog.recoveries import Recovery, recoveries_of
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
+from dlac_pipeline.lakehouse.ledger.recoveries import Recovery, recoveries_of
 from dlac_pipeline.spec import parse_spec
 from jobs.local_dagster import LocalDagster
 

@@ -26,10 +26,10 @@ from torch.utils.data import IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped] # published without types
 
 from benchmarks.figures import Figure, report
-from catalog.connect import Lakehouse, connect
-from catalog.lakehouse_config import LakehouseConfig
-from catalog.plans import PlanRow, read_units
-from catalog.row_groups import RowGroup
+from dlac_pipeline.lakehouse.config import LakehouseConfig
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
+from dlac_pipeline.lakehouse.iceberg.row_groups import RowGroup
+from dlac_pipeline.lakehouse.ledger.plans import PlanRow, read_units
 from dlac_pipeline.plan import planner
 from dlac_pipeline.plan.leg import Leg, LegSource
 from dlac_pipeline.plan.source_order import SourceStart

@@ -21,8 +21,8 @@ import numpy as np
 import pyarrow as pa
 
 from benchmarks.figures import Figure, report
-from catalog.connect import connect
-from catalog.lakehouse_config import LakehouseConfig
+from dlac_pipeline.lakehouse.config import LakehouseConfig
+from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.recover.supervise import Supervisor
 from dlac_pipeline.spec import parse_spec
 

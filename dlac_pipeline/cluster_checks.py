@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from catalog.errors import SpecInvalid
 from dlac_pipeline.cluster_spec import ClusterSpec
+from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.spec import JobSpec, home_folder
 
 _OF_SLURM = ("partition", "account", "options")

@@ -22,8 +22,8 @@ from types import FrameType
 import psutil
 import requests
 
-from catalog.errors import Preempted
-from catalog.masking import mask_secrets
+from dlac_pipeline.lakehouse.errors import Preempted
+from dlac_pipeline.lakehouse.masking import mask_secrets
 from dlac_pipeline.launch_spec import LaunchSpec
 
 _log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pydantic import Field, ValidationError
 
-from catalog.errors import SpecInvalid
+from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.spec import JobSpec
 from dlac_pipeline.spec_problems import LONGEST_WAIT_S, Section
 

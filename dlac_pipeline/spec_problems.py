@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from catalog.masking import is_secret_name, mask_secrets
+from dlac_pipeline.lakehouse.masking import is_secret_name, mask_secrets
 
 _WITH_SECRETS = ("lakehouse", "checkpoint", "launch", "cluster", "params")
 """Sections in which an unknown field may be a misplaced secret."""

@@ -17,14 +17,14 @@ from pathlib import Path
 
 import psutil
 
-from catalog.connect import Lakehouse, connect
-from catalog.errors import CatalogUnreachable, CursorMismatch, DlacError, SpecInvalid, TrainingFailed
-from catalog.ledger import Ledger
-from catalog.older_ledger import LedgerWatch
 from dlac_pipeline.checkpoint.failures import failing_together
 from dlac_pipeline.checkpoint.files import make_below
 from dlac_pipeline.checkpoint.store import Tiers, storing
 from dlac_pipeline.checkpoint.tree import RankTree
+from dlac_pipeline.lakehouse.errors import CatalogUnreachable, CursorMismatch, DlacError, SpecInvalid, TrainingFailed
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+from dlac_pipeline.lakehouse.ledger.older_ledger import LedgerWatch
 from dlac_pipeline.plan.order import LegOrder, ReaderState
 from dlac_pipeline.ranks.progress import EventWriter, Phase
 from dlac_pipeline.ranks.signs import Signs

@@ -14,13 +14,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from catalog.connect import Lakehouse
-from catalog.errors import Preempted
-from catalog.ledger import Ledger
-from catalog.recoveries import recoveries_of
 from dlac_pipeline.checkpoint.interval import Cost, Failures, Interval
 from dlac_pipeline.checkpoint.manager import Committed
 from dlac_pipeline.checkpoint.pulse import Beat, Says
+from dlac_pipeline.lakehouse.errors import Preempted
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
 from dlac_pipeline.launch_spec import NODES
 from dlac_pipeline.notice import Notices
 from dlac_pipeline.preemption import Preemption, fits

@@ -27,11 +27,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from catalog.commits import Attempt, finish
-from catalog.connect import Lakehouse
-from catalog.errors import DlacError, LossNotFinite, ScriptInvalid
-from catalog.ledger import Ledger
-from catalog.pins import let_go
 from dlac_pipeline.checkpoint.engines import Engine, adapt, skip_shared_memory_op
 from dlac_pipeline.checkpoint.failures import failing_together
 from dlac_pipeline.checkpoint.finiteness import FinitenessCheck
@@ -41,6 +36,11 @@ from dlac_pipeline.checkpoint.pulse import Beat, Pulse
 from dlac_pipeline.checkpoint.rng import seed_rng
 from dlac_pipeline.checkpoint.store import name_of, tiers_of
 from dlac_pipeline.checkpoint.tree import RankTree
+from dlac_pipeline.lakehouse.errors import DlacError, LossNotFinite, ScriptInvalid
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
+from dlac_pipeline.lakehouse.iceberg.pins import let_go
+from dlac_pipeline.lakehouse.ledger.commits import Attempt, finish
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.plan.leg import Leg
 from dlac_pipeline.ranks.process_group import join, serve_group_store
 from dlac_pipeline.ranks.progress import EventWriter, Phase

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import dagster as dg
 
 from assets.failures import NO_RECOVERY_TAG, RUN_TAG, STEPPED_ASIDE_TAG, tag_of
-from catalog.errors import TrainingFailed
+from dlac_pipeline.lakehouse.errors import TrainingFailed
 from jobs.recovery import RECOVERS_TAG, recovery_of
 from jobs.rehearse import rehearse_job
 from jobs.settings import read_settings, settings_or_defaults

@@ -16,7 +16,7 @@ import dagster as dg
 from blake3 import blake3
 
 from assets.failures import NO_RECOVERY_TAG, PREEMPTED_TAG, RUN_TAG, STEPPED_ASIDE_TAG, tag_of
-from catalog.errors import DlacError, RunBusy
+from dlac_pipeline.lakehouse.errors import DlacError, RunBusy
 from dlac_pipeline.spec import JobSpec, home_folder, read_spec
 from jobs.recovery import living_trainer, recovery_of
 from jobs.settings import settings_or_defaults
@@ -24,7 +24,7 @@ from jobs.train import train_job
 from jobs.training_runs import trains
 
 if TYPE_CHECKING:
-    from catalog.connect import Lakehouse
+    from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
     from dlac_pipeline.recover.due import Due
 
 FOLDER = "jobs"
@@ -99,7 +99,7 @@ def _looks(instance: dg.DagsterInstance, log: logging.Logger) -> Iterator[_Look]
 
 
 def _look(instance: dg.DagsterInstance, path: Path, log: logging.Logger) -> _Look:
-    from catalog.connect import connect
+    from dlac_pipeline.lakehouse.iceberg.connect import connect
     from dlac_pipeline.recover.due import due
 
     spec = read_spec(path).resolved(home_folder())
@@ -120,8 +120,8 @@ def _held_back(
     instance: dg.DagsterInstance, lakehouse: Lakehouse, spec: JobSpec, found: Due, log: logging.Logger
 ) -> str:
     """Why nothing is asked for although there is something new, as the rest of a sentence; empty: it is asked for."""
-    from catalog.ledger import Ledger
-    from catalog.run_rows import HEAD_KINDS
+    from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+    from dlac_pipeline.lakehouse.ledger.run_rows import HEAD_KINDS
 
     done = dg.RunsFilter(tags={DUE_TAG: due_key(spec, found)}, statuses=[dg.DagsterRunStatus.SUCCESS])
     if instance.get_runs(done, limit=1):

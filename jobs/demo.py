@@ -22,11 +22,11 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from catalog.connect import connect
-from catalog.errors import BadInput, DlacError, SpecInvalid, TrainingFailed
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.audit.report import write_report
 from dlac_pipeline.audit.table import audit_table
+from dlac_pipeline.lakehouse.errors import BadInput, DlacError, SpecInvalid, TrainingFailed
+from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.spec import JobSpec, read_spec
 from jobs.continual import run_config_of
 from jobs.faults import LiveRun

@@ -20,7 +20,7 @@ import psutil
 import requests
 import yaml
 
-from catalog.errors import TrainingFailed
+from dlac_pipeline.lakehouse.errors import TrainingFailed
 from jobs.recovery import RECOVERS_TAG
 
 WORKSPACE = Path(__file__).resolve().parent.parent / "workspace.yaml"

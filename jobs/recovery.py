@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 import dagster as dg
 
 from assets.failures import NO_RECOVERY_TAG, OUTAGE_TAG, PREEMPTED_TAG, RUN_TAG, tag_of
-from catalog.errors import SpecInvalid
+from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.spec import JobSpec
 from jobs.settings import RecoverySettings, settings_or_defaults
 from jobs.train import MONITORED, recover_job
 from jobs.training_runs import raw_spec_of, spec_of, trains
 
 if TYPE_CHECKING:
-    from catalog.run_rows import Row
+    from dlac_pipeline.lakehouse.ledger.run_rows import Row
 
 _HEAD_TAG, _IN_A_ROW_TAG = "dlac/head", "dlac/recoveries_in_a_row"
 """On a recovery run: the head when it was requested, and how many were requested since the head last moved."""
@@ -178,9 +178,9 @@ def _found(
     instance: dg.DagsterInstance, spec: JobSpec, past: _Past, settings: RecoverySettings
 ) -> tuple[str, dict[str, Any]]:
     """Who trains the run (empty: nobody), and how a recovery takes it over."""
-    from catalog.connect import connect
-    from catalog.ledger import Ledger
-    from catalog.run_rows import HEAD_KINDS, fence_of_rows
+    from dlac_pipeline.lakehouse.iceberg.connect import connect
+    from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+    from dlac_pipeline.lakehouse.ledger.run_rows import HEAD_KINDS, fence_of_rows
 
     rows = Ledger(connect(spec.lakehouse)).rows(spec.run, kinds=HEAD_KINDS)
     trainer = living_trainer(instance, rows, settings)
@@ -193,7 +193,7 @@ def _found(
 
 def living_trainer(instance: dg.DagsterInstance, rows: "list[Row]", settings: RecoverySettings) -> str:
     """Who owns the run and is alive: another Dagster run, or a launch of somebody else's; empty: nobody."""
-    from catalog.run_rows import fence_of_rows, finished_of_rows
+    from dlac_pipeline.lakehouse.ledger.run_rows import fence_of_rows, finished_of_rows
     from dlac_pipeline.recover.claims import launcher_of
     from dlac_pipeline.recover.signs import signs_of
 

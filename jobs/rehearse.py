@@ -16,7 +16,7 @@ from assets.training import model_checkpoint
 from dlac_pipeline.spec_problems import MOST_STEPS, Section
 
 if TYPE_CHECKING:
-    from catalog.connect import Lakehouse
+    from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 
 POOL = "rehearsals"
 """Its limit is the number of rehearsals at once on this Dagster instance; each takes as many ranks as the run was trained on."""
@@ -102,7 +102,7 @@ def rehearsals_judged(
 
 def _trained_since(lakehouse: "Lakehouse", since: datetime) -> list[str]:
     """The runs that have committed a checkpoint since then."""
-    from catalog.ledger import Ledger
+    from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 
     ledger = Ledger(lakehouse)
     newest = {run: ledger.rows(run, kinds=("checkpoint",))[-1:] for run in ledger.runs()}

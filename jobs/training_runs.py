@@ -8,7 +8,7 @@ from typing import Any
 
 import dagster as dg
 
-from catalog.errors import SpecInvalid
+from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.spec import JobSpec, home_folder, parse_recorded
 
 MODEL = dg.AssetKey("model_checkpoint")

@@ -6,7 +6,7 @@ import dagster as dg
 from pydantic import Field
 
 from assets.resources import LakehouseResource
-from catalog.lakehouse_config import KEEP_SNAPSHOTS, MOST_SNAPSHOTS
+from dlac_pipeline.lakehouse.config import KEEP_SNAPSHOTS, MOST_SNAPSHOTS
 from dlac_pipeline.spec_problems import Section
 
 
@@ -23,7 +23,7 @@ def own_tables_in_order(
     context: dg.OpExecutionContext, config: UpkeepConfig, lakehouse: LakehouseResource
 ) -> dg.Output[None]:
     """A table of what was done, one row per table of DLAC's."""
-    from catalog.maintenance.upkeep import upkeep
+    from dlac_pipeline.lakehouse.maintenance.upkeep import upkeep
 
     done = upkeep(lakehouse.lakehouse(), keep=config.keep_snapshots)
     for each in done:

@@ -10,13 +10,19 @@ from pydantic import Field
 
 from assets.resources import LakehouseResource
 from assets.shown import table
-from catalog.errors import NoRestorableCheckpoint, NoSuchCheckpoint, NoSuchJobSpec, NoSuchRun, StoreUnavailable
+from dlac_pipeline.lakehouse.errors import (
+    NoRestorableCheckpoint,
+    NoSuchCheckpoint,
+    NoSuchJobSpec,
+    NoSuchRun,
+    StoreUnavailable,
+)
 from dlac_pipeline.spec_problems import Section
 
 if TYPE_CHECKING:
-    from catalog.connect import Lakehouse
     from dlac_pipeline.checkpoint.files import StoreFiles
     from dlac_pipeline.checkpoint.listing import Verdict
+    from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 
 
 class VerifyConfig(Section, dg.Config):
@@ -39,7 +45,7 @@ def newest_checkpoints_verified(
 ) -> dg.Output[None]:
     """A table of what was found. Fails when a checkpoint is damaged or a named run does not exist, after all were read."""
     from assets.verified import verified_head
-    from catalog.ledger import Ledger
+    from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 
     place = lakehouse.lakehouse()
     rows: list[dict[str, Any]] = []

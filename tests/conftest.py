@@ -28,10 +28,10 @@ from pydantic import BaseModel
 from pyiceberg.table import Table
 
 import dlac_pipeline as dlac
-from catalog.connect import Lakehouse, connect
-from catalog.lakehouse_config import LakehouseConfig
-from catalog.ledger import Ledger
-from catalog.run_rows import Row
+from dlac_pipeline.lakehouse.config import LakehouseConfig
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+from dlac_pipeline.lakehouse.ledger.run_rows import Row
 from dlac_pipeline.launch_spec import LaunchSpec
 from dlac_pipeline.spec import CheckpointSpec, JobSpec, OrderSpec, SourceSpec, parse_spec
 

@@ -8,7 +8,7 @@ import pyarrow as pa
 from pyiceberg.schema import Schema
 from pyiceberg.types import IcebergType, NestedField
 
-from catalog.columns import arrow_type
+from dlac_pipeline.lakehouse.iceberg.columns import arrow_type
 
 
 def optional_fields(kinds: Mapping[str, IcebergType], *, first_id: int = 1) -> list[NestedField]:

@@ -81,7 +81,7 @@ def copy_tree(folder: Path) -> Path:
 def run_tests(tree: Path, tests: Sequence[str]) -> tuple[int, str]:
     """Run tests in a copy of the tree, on its own code; returns pytest's exit code and its last lines."""
     env = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
-    where = f"import catalog, sys; sys.exit(not catalog.__file__.startswith({str(tree)!r}))"
+    where = f"import dlac_pipeline, sys; sys.exit(not dlac_pipeline.__file__.startswith({str(tree)!r}))"
     subprocess.run([sys.executable, "-c", where], cwd=tree, env=env, check=True)
     options = ["-x", "-q", "-n", "0", "-p", "no:cacheprovider", "--timeout", "300", "--no-header", "--tb=line"]
     try:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pyarrow.fs as pafs
 
-from catalog.lakehouse_config import LakehouseConfig
+from dlac_pipeline.lakehouse.config import LakehouseConfig
 from tests.conftest import wait_until
 from tests.ports import own_port
 

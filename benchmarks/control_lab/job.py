@@ -13,8 +13,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from catalog.connect import connect
-from catalog.lakehouse_config import LakehouseConfig
+from dlac_pipeline.lakehouse.config import LakehouseConfig
+from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.recover.supervise import Supervisor
 from dlac_pipeline.spec import JobSpec, parse_spec
 

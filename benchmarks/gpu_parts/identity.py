@@ -11,12 +11,12 @@ from typing import Any
 from benchmarks.figures import Figure
 from benchmarks.gpu_parts.machine import EXAMPLE, PROGRAMS, Machine
 from benchmarks.gpu_parts.sizes import Sizes
-from catalog.connect import Lakehouse, connect
-from catalog.lakehouse_config import LakehouseConfig
 from dlac_pipeline.audit.audit import audit_run, open_run
 from dlac_pipeline.audit.losses import LossCurve, differing_steps, read_losses
 from dlac_pipeline.ingest.corpus import ingest_stdlib_corpus
 from dlac_pipeline.ingest.tokens import tokenize_corpus
+from dlac_pipeline.lakehouse.config import LakehouseConfig
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
 from dlac_pipeline.recover.supervise import Supervisor
 from dlac_pipeline.spec import JobSpec, parse_spec, read_spec
 from jobs.faults import LiveRun

@@ -16,8 +16,8 @@ import pyarrow as pa
 from benchmarks.figures import Figure
 from benchmarks.gpu_parts.machine import PROGRAMS, run_program
 from benchmarks.gpu_parts.sizes import ModelSize, Sizes
-from catalog.connect import connect
-from catalog.lakehouse_config import LakehouseConfig
+from dlac_pipeline.lakehouse.config import LakehouseConfig
+from dlac_pipeline.lakehouse.iceberg.connect import connect
 
 _ROWS_BYTES = 64 * 2**20
 """Of the table's tokens at the most: with several passes the reader decodes all the same."""

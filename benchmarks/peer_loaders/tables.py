@@ -12,8 +12,8 @@ from pyiceberg.table import Table
 from pyiceberg.table.snapshots import Operation, Summary
 
 from benchmarks.peer_loaders.protocol import KINDS, Ids
-from catalog.connect import connect
-from catalog.lakehouse_config import LakehouseConfig
+from dlac_pipeline.lakehouse.config import LakehouseConfig
+from dlac_pipeline.lakehouse.iceberg.connect import connect
 
 NAMESPACE = "bench"
 

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from catalog.lakehouse_config import LakehouseConfig
 from dlac_pipeline import open_dataset
+from dlac_pipeline.lakehouse.config import LakehouseConfig
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "gpt"))
 from model import Gpt, GptConfig  # type: ignore[import-not-found]  # on the path since the line before

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import dlac_pipeline as dlac
-from catalog.connect import connect
+from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.plan.leg import Leg
 from dlac_pipeline.read.batch import Batch
 from dlac_pipeline.read.open import open_leg

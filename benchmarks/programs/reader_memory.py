@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.reader import job, kinds, open_reader
-from catalog.connect import connect
+from dlac_pipeline.lakehouse.iceberg.connect import connect
 
 
 def main() -> None:

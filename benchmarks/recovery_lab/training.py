@@ -11,8 +11,8 @@ import numpy as np
 import pyarrow as pa
 
 from benchmarks.programs.recovery_sizes import BATCH, EVERY_STEPS, WIDTH
-from catalog.connect import Lakehouse, connect
-from catalog.lakehouse_config import LakehouseConfig
+from dlac_pipeline.lakehouse.config import LakehouseConfig
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
 
 PROGRAMS = Path(__file__).parents[1] / "programs"
 RANKS = 2

@@ -17,14 +17,14 @@ import pyarrow.parquet as pq
 
 from benchmarks.soak_faults.lab import Lab
 from benchmarks.soak_faults.trainee import Trainee
-from catalog.connect import Lakehouse
-from catalog.maintenance.orphans import remove_orphans
-from catalog.maintenance.upkeep import upkeep
-from catalog.recoveries import recoveries_of
-from catalog.run_rows import Row, checkpoint_rows
-from catalog.schemas import TABLES
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.checkpoint.store import name_of
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
+from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
+from dlac_pipeline.lakehouse.ledger.run_rows import Row, checkpoint_rows
+from dlac_pipeline.lakehouse.ledger.schemas import TABLES
+from dlac_pipeline.lakehouse.maintenance.orphans import remove_orphans
+from dlac_pipeline.lakehouse.maintenance.upkeep import upkeep
 from dlac_pipeline.recover.claims import launch_folder_of
 from dlac_pipeline.recover.run_lock import lock_path
 from dlac_pipeline.recover.signs import is_held

@@ -15,7 +15,7 @@ from benchmarks.soak_faults.choosing import KINDS, Choice
 from benchmarks.soak_faults.lab import Lab
 from benchmarks.soak_faults.strikes import STRIKES, Struck
 from benchmarks.soak_faults.trainee import Seen, Trainee, is_running
-from catalog.errors import CatalogUnreachable, TrainingFailed
+from dlac_pipeline.lakehouse.errors import CatalogUnreachable, TrainingFailed
 
 HEALED_WITHIN_S = 300.0
 """From the moment a fault is over; then the campaign has failed."""

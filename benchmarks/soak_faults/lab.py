@@ -16,9 +16,9 @@ import pyarrow as pa
 
 from benchmarks.soak_faults.store import mounted
 from benchmarks.soak_faults.trainee import Trainee
-from catalog.connect import Lakehouse, connect
-from catalog.errors import CatalogUnreachable, TrainingFailed
-from catalog.lakehouse_config import LakehouseConfig
+from dlac_pipeline.lakehouse.config import LakehouseConfig
+from dlac_pipeline.lakehouse.errors import CatalogUnreachable, TrainingFailed
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
 from dlac_pipeline.recover.supervise import Supervisor
 from dlac_pipeline.spec import JobSpec, parse_spec
 from jobs.local_dagster import LocalDagster

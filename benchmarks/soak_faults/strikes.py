@@ -17,8 +17,8 @@ import psutil
 from benchmarks.soak_faults.lab import Lab
 from benchmarks.soak_faults.store import full
 from benchmarks.soak_faults.trainee import Trainee, is_running
-from catalog.errors import CatalogUnreachable, TrainingFailed
 from dlac_pipeline.checkpoint.store import folder_of
+from dlac_pipeline.lakehouse.errors import CatalogUnreachable, TrainingFailed
 
 AWAY_S = 8.0
 """How long catalog and store are away."""

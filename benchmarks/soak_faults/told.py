@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from benchmarks.soak_faults.healing import Fault
-from catalog.connect import Lakehouse
-from catalog.ledger import Ledger
-from catalog.recoveries import Recovery, recoveries_of
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+from dlac_pipeline.lakehouse.ledger.recoveries import Recovery, recoveries_of
 
 PHASES = ("detect_s", "schedule_s", "stop_s", "claim_s", "verify_s", "load_s", "first_step_s")
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import psutil
 
-from catalog.connect import Lakehouse
-from catalog.ledger import Ledger
-from catalog.run_rows import Row, checkpoint_rows
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+from dlac_pipeline.lakehouse.ledger.run_rows import Row, checkpoint_rows
 from dlac_pipeline.spec import JobSpec
 from jobs.faults import LiveRun
 

@@ -11,13 +11,13 @@ from typing import Any
 
 import duckdb
 
-from catalog.branches import checkpoint_of, last_seq_as_head
-from catalog.connect import Lakehouse
-from catalog.ledger import Ledger
-from catalog.older_ledger import check_ledger
-from catalog.run_rows import no_such_run
 from dlac_pipeline.audit.data_files import file_problems
 from dlac_pipeline.audit.lakehouse_sql import open_audit, rows_of
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
+from dlac_pipeline.lakehouse.ledger.branches import checkpoint_of, last_seq_as_head
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+from dlac_pipeline.lakehouse.ledger.older_ledger import check_ledger
+from dlac_pipeline.lakehouse.ledger.run_rows import no_such_run
 
 _NO_VALUE = "expected a value in every column of the ledger that the audit reads, found a row without one"
 """Said where a sentence cannot be made, because it would have to name a NULL."""

@@ -12,9 +12,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pyiceberg.io import FileIO
 
-from catalog.connect import Lakehouse
-from catalog.errors import NoSuchTable
 from dlac_pipeline.audit.lakehouse_sql import rows_of
+from dlac_pipeline.lakehouse.errors import NoSuchTable
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 
 _THREADS = 8
 _TOLD = 10

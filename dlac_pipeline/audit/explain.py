@@ -11,13 +11,13 @@ from typing import Any
 import duckdb
 from pyiceberg.io.pyarrow import schema_to_pyarrow
 
-from catalog.connect import Lakehouse
-from catalog.errors import UnsupportedDeletes
-from catalog.relocation import raw_path
-from catalog.run_rows import check_run_name
-from catalog.schemas import TABLES
 from dlac_pipeline.audit.audit import open_run
 from dlac_pipeline.audit.lakehouse_sql import QUESTIONS, rows_of, sql_script
+from dlac_pipeline.lakehouse.errors import UnsupportedDeletes
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
+from dlac_pipeline.lakehouse.iceberg.relocation import raw_path
+from dlac_pipeline.lakehouse.ledger.run_rows import check_run_name
+from dlac_pipeline.lakehouse.ledger.schemas import TABLES
 
 _HEAD = """\
 -- Which rows has a checkpoint of run {run} seen? Run this in DuckDB as it is: duckdb < this.sql

@@ -17,8 +17,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyiceberg.expressions import AlwaysTrue, And, BooleanExpression
 
-from catalog.connect import Lakehouse, among, at_most, equals
-from catalog.errors import SpecInvalid
+from dlac_pipeline.lakehouse.errors import SpecInvalid
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, among, at_most, equals
 
 QUESTIONS = (
     "bare_path",

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import duckdb
 import numpy as np
 
-from catalog.errors import BadInput
-from catalog.recoveries import Recovery
 from dlac_pipeline.audit.lakehouse_sql import rows_of
 from dlac_pipeline.audit.losses import LossCurve
+from dlac_pipeline.lakehouse.errors import BadInput
+from dlac_pipeline.lakehouse.ledger.recoveries import Recovery
 from dlac_pipeline.wording import format_bytes, format_duration
 
 if TYPE_CHECKING:

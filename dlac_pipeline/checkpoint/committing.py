@@ -10,12 +10,6 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
-from catalog.commits import Attempt, check_mine, commit_checkpoint
-from catalog.connect import Lakehouse
-from catalog.durable_io import fsync_directory, write_durably
-from catalog.errors import DlacError, Fenced, LedgerOlderThanStore, RowsBetween, StoreUnavailable
-from catalog.ledger import Ledger
-from catalog.run_rows import HEAD_KINDS, checkpoint_rows, repeatable
 from dlac_pipeline.checkpoint.copies import describe_holders, holders_of
 from dlac_pipeline.checkpoint.cursors import agreed_reader_state
 from dlac_pipeline.checkpoint.failures import failure_named, named
@@ -23,6 +17,12 @@ from dlac_pipeline.checkpoint.manifest import FileEntry, Manifest, content_diges
 from dlac_pipeline.checkpoint.retention import Retention
 from dlac_pipeline.checkpoint.rows import RowMaker, Vote
 from dlac_pipeline.checkpoint.store import MANIFEST, Tiers, storing
+from dlac_pipeline.lakehouse.durable_io import fsync_directory, write_durably
+from dlac_pipeline.lakehouse.errors import DlacError, Fenced, LedgerOlderThanStore, RowsBetween, StoreUnavailable
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
+from dlac_pipeline.lakehouse.ledger.commits import Attempt, check_mine, commit_checkpoint
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+from dlac_pipeline.lakehouse.ledger.run_rows import HEAD_KINDS, checkpoint_rows, repeatable
 from dlac_pipeline.plan.leg import Leg
 from dlac_pipeline.plan.order import LegOrder
 from dlac_pipeline.spec import CheckpointSpec

@@ -16,10 +16,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from catalog.errors import StoreUnavailable
-from catalog.run_rows import Row, checkpoint_rows, fence_of_rows
 from dlac_pipeline.checkpoint.conversion import discard_conversion
 from dlac_pipeline.checkpoint.store import MANIFEST, Tiers
+from dlac_pipeline.lakehouse.errors import StoreUnavailable
+from dlac_pipeline.lakehouse.ledger.run_rows import Row, checkpoint_rows, fence_of_rows
 
 _log = logging.getLogger(__name__)
 NODE_NAME_VARIABLE = "DLAC_NODE_NAME"

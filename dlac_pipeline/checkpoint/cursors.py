@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from catalog.errors import CursorMismatch
 from dlac_pipeline.checkpoint.rows import Vote
+from dlac_pipeline.lakehouse.errors import CursorMismatch
 from dlac_pipeline.plan.order import LegOrder
 
 

@@ -13,17 +13,17 @@ from tempfile import TemporaryDirectory
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from catalog.commits import held, record_export
-from catalog.connect import Lakehouse
-from catalog.durable_io import fsync_directory, make_folder_durably, temporary_beside
-from catalog.errors import NoSuchCheckpoint, SpecInvalid
-from catalog.ledger import Ledger
-from catalog.run_rows import checkpoint_rows
 from dlac_pipeline.checkpoint.engines.weights import Weights, weights_of
 from dlac_pipeline.checkpoint.files import file_digest, sync_file
 from dlac_pipeline.checkpoint.manifest import Manifest
 from dlac_pipeline.checkpoint.restore import restore
 from dlac_pipeline.checkpoint.store import Tiers, storing
+from dlac_pipeline.lakehouse.durable_io import fsync_directory, make_folder_durably, temporary_beside
+from dlac_pipeline.lakehouse.errors import NoSuchCheckpoint, SpecInvalid
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
+from dlac_pipeline.lakehouse.ledger.commits import held, record_export
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 
 import msgpack
 
-from catalog import errors
-from catalog.errors import CheckpointError, DlacError
 from dlac_pipeline.checkpoint.tree import RankTree
+from dlac_pipeline.lakehouse import errors
+from dlac_pipeline.lakehouse.errors import CheckpointError, DlacError
 
 Named = tuple[str, str]
 """Class of an error of ours, and its message."""

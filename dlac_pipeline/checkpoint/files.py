@@ -18,10 +18,10 @@ import pyarrow.fs as pafs
 from blake3 import blake3
 from pyiceberg.io.pyarrow import PyArrowFileIO
 
-from catalog.durable_io import fsync_directory, make_folder_durably, temporary_beside, write_durably
-from catalog.errors import SpecInvalid, StoreUnavailable
-from catalog.masking import mask_secrets
-from catalog.retrying import is_final, retrying
+from dlac_pipeline.lakehouse.durable_io import fsync_directory, make_folder_durably, temporary_beside, write_durably
+from dlac_pipeline.lakehouse.errors import SpecInvalid, StoreUnavailable
+from dlac_pipeline.lakehouse.masking import mask_secrets
+from dlac_pipeline.lakehouse.retrying import is_final, retrying
 
 _CHUNK_BYTES = 8 << 20
 

@@ -10,8 +10,8 @@ from typing import Any, Literal
 import torch
 from torch.nn import Module
 
-from catalog.errors import LossNotFinite
 from dlac_pipeline.checkpoint.pulse import Beat
+from dlac_pipeline.lakehouse.errors import LossNotFinite
 
 _log = logging.getLogger(__name__)
 _WAY_OUT = (

@@ -14,7 +14,6 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from catalog.errors import SpecInvalid
 from dlac_pipeline.checkpoint.engines.deepspeed_state import DeepSpeedState
 from dlac_pipeline.checkpoint.engines.distributed_state import DistributedState
 from dlac_pipeline.checkpoint.engines.safe_load import load_tensors
@@ -22,6 +21,7 @@ from dlac_pipeline.checkpoint.engines.shards import PlainSavePlanner, ShardWrite
 from dlac_pipeline.checkpoint.engines.torch_state import TorchState
 from dlac_pipeline.checkpoint.engines.universal import safe_classes
 from dlac_pipeline.checkpoint.writing import Write
+from dlac_pipeline.lakehouse.errors import SpecInvalid
 
 _RANK = re.compile(r"zero_pp_rank_(\d+)_")
 

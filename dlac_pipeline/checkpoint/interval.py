@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from catalog.recoveries import Recovery
-from catalog.run_rows import Row, trains_nothing
 from dlac_pipeline.checkpoint.pulse import BEAT_EVERY_S, NOTICES
+from dlac_pipeline.lakehouse.ledger.recoveries import Recovery
+from dlac_pipeline.lakehouse.ledger.run_rows import Row, trains_nothing
 from dlac_pipeline.launch_spec import NODES
 from dlac_pipeline.spec import CheckpointSpec
 

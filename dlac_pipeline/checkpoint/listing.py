@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from catalog.commits import names_of
-from catalog.connect import Lakehouse
-from catalog.errors import CheckpointDamaged, NoSuchCheckpoint, StoreUnavailable
-from catalog.ledger import Ledger
-from catalog.run_rows import Row, checkpoint_rows, fence_of_rows, lineage_of
 from dlac_pipeline.checkpoint.files import StoreFiles
 from dlac_pipeline.checkpoint.manifest import read_manifest, verify_files
 from dlac_pipeline.checkpoint.store import MANIFEST, folder_uri, name_of
+from dlac_pipeline.lakehouse.errors import CheckpointDamaged, NoSuchCheckpoint, StoreUnavailable
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
+from dlac_pipeline.lakehouse.ledger.commits import names_of
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+from dlac_pipeline.lakehouse.ledger.run_rows import Row, checkpoint_rows, fence_of_rows, lineage_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

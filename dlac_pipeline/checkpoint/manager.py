@@ -19,8 +19,6 @@ from typing import Any
 
 import msgpack
 
-from catalog.commits import Attempt
-from catalog.errors import DlacError
 from dlac_pipeline.checkpoint.committing import Committer, Prepared
 from dlac_pipeline.checkpoint.copies import LocalCopies, node_name
 from dlac_pipeline.checkpoint.engines import Engine
@@ -33,6 +31,8 @@ from dlac_pipeline.checkpoint.sealing import Sealer
 from dlac_pipeline.checkpoint.store import Tiers, stage_name, storing
 from dlac_pipeline.checkpoint.tree import RankTree
 from dlac_pipeline.checkpoint.writing import Copies, CopyMemory, Direct, Save, Writer
+from dlac_pipeline.lakehouse.errors import DlacError
+from dlac_pipeline.lakehouse.ledger.commits import Attempt
 from dlac_pipeline.track.tracker import ReaderStateTracker
 
 

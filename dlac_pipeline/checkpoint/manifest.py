@@ -16,11 +16,11 @@ from typing import Any, TypeVar
 
 from blake3 import blake3
 
-from catalog.errors import CheckpointDamaged, FormatTooNew, StoreUnavailable
-from catalog.older_ledger import commit_mark, mark_in
-from catalog.schemas import FORMAT_VERSION
 from dlac_pipeline.checkpoint.files import StoreFiles, below, is_local, path_at
 from dlac_pipeline.checkpoint.store import MANIFEST, attempt_of
+from dlac_pipeline.lakehouse.errors import CheckpointDamaged, FormatTooNew, StoreUnavailable
+from dlac_pipeline.lakehouse.ledger.older_ledger import commit_mark, mark_in
+from dlac_pipeline.lakehouse.ledger.schemas import FORMAT_VERSION
 
 _log = logging.getLogger(__name__)
 Result = TypeVar("Result")

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from catalog.commits import Attempt
-from catalog.connect import Lakehouse
 from dlac_pipeline.checkpoint.committing import Committer
 from dlac_pipeline.checkpoint.config import config_digest
 from dlac_pipeline.checkpoint.copies import LocalCopies
 from dlac_pipeline.checkpoint.manager import CheckpointManager
 from dlac_pipeline.checkpoint.store import Tiers
 from dlac_pipeline.checkpoint.tree import RankTree
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
+from dlac_pipeline.lakehouse.ledger.commits import Attempt
 from dlac_pipeline.plan.leg import Leg
 from dlac_pipeline.plan.order import LegOrder
 from dlac_pipeline.spec import JobSpec

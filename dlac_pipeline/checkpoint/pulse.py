@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from catalog.errors import CursorMismatch
+from dlac_pipeline.lakehouse.errors import CursorMismatch
 from dlac_pipeline.track.losses import ReadLoss, start_reading
 
 BEAT_EVERY_S = 2.0

@@ -6,9 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from catalog.durable_io import temporary_beside, write_durably
-from catalog.errors import CheckpointDamaged, StoreUnavailable
-from catalog.run_rows import Row
 from dlac_pipeline.checkpoint.files import StoreFiles, below
 from dlac_pipeline.checkpoint.manifest import (
     Done,
@@ -24,6 +21,9 @@ from dlac_pipeline.checkpoint.manifest import (
     verify_files,
 )
 from dlac_pipeline.checkpoint.store import MANIFEST, Tiers, folder_of, folder_uri, name_of, storing
+from dlac_pipeline.lakehouse.durable_io import temporary_beside, write_durably
+from dlac_pipeline.lakehouse.errors import CheckpointDamaged, StoreUnavailable
+from dlac_pipeline.lakehouse.ledger.run_rows import Row
 
 Verify = Callable[[Row, Manifest, StoreFiles, Done], None]
 

@@ -11,13 +11,13 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
-from catalog.branches import left_by_rewinds
-from catalog.commits import names_of
-from catalog.older_ledger import proven_parent
-from catalog.run_rows import Row, checkpoint_rows, lineage_of
 from dlac_pipeline.checkpoint.files import below
 from dlac_pipeline.checkpoint.removal import Removal
 from dlac_pipeline.checkpoint.store import MANIFEST, Tiers, attempt_of, folder_uri, name_of
+from dlac_pipeline.lakehouse.ledger.branches import left_by_rewinds
+from dlac_pipeline.lakehouse.ledger.commits import names_of
+from dlac_pipeline.lakehouse.ledger.older_ledger import proven_parent
+from dlac_pipeline.lakehouse.ledger.run_rows import Row, checkpoint_rows, lineage_of
 from dlac_pipeline.spec import CheckpointSpec
 
 _OUT = ("retire", "quarantine")

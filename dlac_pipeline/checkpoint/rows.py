@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from catalog.connect import Lakehouse
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.plan.leg import Leg
 from dlac_pipeline.plan.order import Advance, LegOrder
 from dlac_pipeline.plan.planner import record_cut

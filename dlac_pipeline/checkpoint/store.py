@@ -14,9 +14,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from catalog.durable_io import make_folder_durably, write_durably
-from catalog.errors import SpecInvalid, StoreUnavailable
 from dlac_pipeline.checkpoint.files import StoreFiles, below, is_local, make_below, path_at
+from dlac_pipeline.lakehouse.durable_io import make_folder_durably, write_durably
+from dlac_pipeline.lakehouse.errors import SpecInvalid, StoreUnavailable
 from dlac_pipeline.spec import JobSpec
 
 MANIFEST = "manifest.json"

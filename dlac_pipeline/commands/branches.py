@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from catalog.errors import NoSuchJobSpec, SpecInvalid
-from catalog.run_rows import check_run_name
 from dlac_pipeline.commands.shared import (
     BRANCH,
     OUT,
@@ -27,11 +25,13 @@ from dlac_pipeline.commands.shared import (
     show_facts,
     spec_of_run,
 )
+from dlac_pipeline.lakehouse.errors import NoSuchJobSpec, SpecInvalid
+from dlac_pipeline.lakehouse.ledger.run_rows import check_run_name
 from dlac_pipeline.spec import JobSpec, parse_spec
 
 if TYPE_CHECKING:
-    from catalog.branches import Rewound
-    from catalog.connect import Lakehouse
+    from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
+    from dlac_pipeline.lakehouse.ledger.branches import Rewound
 
 app = typer.Typer()
 CheckpointId = Annotated[
@@ -152,8 +152,8 @@ def fork(
 
     Model, optimizer and generators are the parent's; data order, tables and everything else are those of the job spec.
     """
-    from catalog.connect import connect
     from dlac_pipeline.checkpoint.store import tiers_of
+    from dlac_pipeline.lakehouse.iceberg.connect import connect
     from dlac_pipeline.recover.fork import fork as fork_run
 
     if step is not None and checkpoint is not None:
@@ -194,11 +194,11 @@ def retire(
 
     What they have consumed stays in the ledger. On the surviving lineage checkpoint.keep_last says what is kept.
     """
-    from catalog.branches import retire_left
-    from catalog.ledger import Ledger
-    from catalog.older_ledger import check_ledger
     from dlac_pipeline.checkpoint.retention import Retention
     from dlac_pipeline.checkpoint.store import tiers_of
+    from dlac_pipeline.lakehouse.ledger.branches import retire_left
+    from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+    from dlac_pipeline.lakehouse.ledger.older_ledger import check_ledger
 
     lakehouse = lakehouse_of(spec, home)
     job = spec_of_run(run, spec, home, lakehouse=lakehouse)

@@ -11,9 +11,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from catalog.errors import NoSuchJobSpec
-from catalog.plain_json import strict_json
-from catalog.run_rows import check_checkpoint_name
 from dlac_pipeline.commands.shared import (
     BRANCH,
     CHECKPOINTS,
@@ -31,6 +28,9 @@ from dlac_pipeline.commands.shared import (
     spec_of_run,
     steps_bar,
 )
+from dlac_pipeline.lakehouse.errors import NoSuchJobSpec
+from dlac_pipeline.lakehouse.ledger.run_rows import check_checkpoint_name
+from dlac_pipeline.lakehouse.plain_json import strict_json
 from dlac_pipeline.wording import TableColumn, format_age, format_bytes
 
 if TYPE_CHECKING:
@@ -85,8 +85,8 @@ def name(
     spec: SpecOption = None,
 ) -> None:
     """Name a checkpoint: retention keeps it until the name is taken away, whatever the job spec says."""
-    from catalog.commits import name_checkpoint
-    from catalog.ledger import Ledger
+    from dlac_pipeline.lakehouse.ledger.commits import name_checkpoint
+    from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 
     checkpoint_id = name_checkpoint(Ledger(lakehouse_of(spec, home)), run, name, step=step)
     OUT.print(f"checkpoint {checkpoint_id} is named {name}", markup=False)
@@ -100,8 +100,8 @@ def unname(
     spec: SpecOption = None,
 ) -> None:
     """Take the name of a checkpoint away: retention treats it as any other then."""
-    from catalog.commits import unname_checkpoint
-    from catalog.ledger import Ledger
+    from dlac_pipeline.lakehouse.ledger.commits import unname_checkpoint
+    from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 
     checkpoint_id = unname_checkpoint(Ledger(lakehouse_of(spec, home)), run, name)
     OUT.print(f"checkpoint {checkpoint_id} is not named {name} any more", markup=False)
@@ -120,10 +120,10 @@ def verify(
 
     What was found goes into the ledger; `dlac checkpoints` says when each was whole last.
     """
-    from catalog.commits import record_verified
-    from catalog.ledger import Ledger
     from dlac_pipeline.checkpoint.listing import verify_checkpoints
     from dlac_pipeline.checkpoint.store import tiers_of
+    from dlac_pipeline.lakehouse.ledger.commits import record_verified
+    from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 
     problems: dict[str, str | None] = {}
     lakehouse, files = lakehouse_of(spec, home), None
@@ -170,8 +170,8 @@ def adopt(
 
     DCP's own index is a pickle, which runs what it is told to: adopt only what you trust.
     """
-    from catalog.connect import connect
     from dlac_pipeline.checkpoint.foreign import foreign_checkpoint
+    from dlac_pipeline.lakehouse.iceberg.connect import connect
     from dlac_pipeline.recover.adopt import adopt as adopt_checkpoint
 
     job = resolved(spec, home)

@@ -17,11 +17,11 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
-from catalog.plain_json import strict_json
+from dlac_pipeline.lakehouse.plain_json import strict_json
 from dlac_pipeline.wording import format_ago, format_bytes, format_count, format_duration, format_rate, lay_out_facts
 
 if TYPE_CHECKING:
-    from catalog.connect import Lakehouse
+    from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
     from dlac_pipeline.recover.supervise import Outcome
 
 
@@ -62,7 +62,7 @@ def watch_run(
 
 def _looks(open_lakehouse: Callable[[], Lakehouse], run: str) -> Iterator[dict[str, Any]]:
     """What each look finds: until the run is there, what is waited for."""
-    from catalog.errors import NoSuchLakehouse, NoSuchRun
+    from dlac_pipeline.lakehouse.errors import NoSuchLakehouse, NoSuchRun
     from dlac_pipeline.recover.live_status import LiveStatus
 
     status: LiveStatus | None = None

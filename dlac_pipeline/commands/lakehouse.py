@@ -9,9 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from catalog.errors import SpecInvalid
-from catalog.lakehouse_config import KEEP_SNAPSHOTS, MOST_SNAPSHOTS
-from catalog.plain_json import strict_json
 from dlac_pipeline.commands.shared import (
     LAKEHOUSE,
     OUT,
@@ -24,10 +21,13 @@ from dlac_pipeline.commands.shared import (
     show_rows,
     show_table,
 )
+from dlac_pipeline.lakehouse.config import KEEP_SNAPSHOTS, MOST_SNAPSHOTS
+from dlac_pipeline.lakehouse.errors import SpecInvalid
+from dlac_pipeline.lakehouse.plain_json import strict_json
 from dlac_pipeline.wording import TableColumn, format_age, format_bytes, format_count
 
 if TYPE_CHECKING:
-    from catalog.pins import Pin
+    from dlac_pipeline.lakehouse.iceberg.pins import Pin
 
 app = typer.Typer()
 
@@ -123,7 +123,7 @@ def pins(
     as_json: AsJson = False,
 ) -> None:
     """The tags that keep planned snapshots alive: their age, who needs them, and what only they hold back from expiry."""
-    from catalog.pins import pins_table
+    from dlac_pipeline.lakehouse.iceberg.pins import pins_table
 
     found = pins_table(lakehouse_of(spec, home), name)
     if as_json:
@@ -159,7 +159,7 @@ def unpin(
     ] = False,
 ) -> None:
     """Let go of a pinned snapshot: expiry may then remove what only this pin held back."""
-    from catalog.pins import unpin as let_go
+    from dlac_pipeline.lakehouse.iceberg.pins import unpin as let_go
 
     removed = let_go(lakehouse_of(spec, home), table, snapshot_id, force=force)
     OUT.print(
@@ -177,7 +177,7 @@ def upkeep(
     as_json: AsJson = False,
 ) -> None:
     """Put DLAC's own tables in order: merge small files, expire snapshots, remove unneeded files; safe while runs train."""
-    from catalog.maintenance.upkeep import upkeep as put_in_order
+    from dlac_pipeline.lakehouse.maintenance.upkeep import upkeep as put_in_order
 
     done = put_in_order(lakehouse_of(spec, home), keep=keep)
     if as_json:

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from catalog.errors import DlacError, LogsMissing, SpecInvalid
 from dlac_pipeline.commands.display import Interrupted
 from dlac_pipeline.commands.shared import ERR, RECOVER, Home, RunName, SpecOption, examples, lakehouse_of
+from dlac_pipeline.lakehouse.errors import DlacError, LogsMissing, SpecInvalid
 
 if TYPE_CHECKING:
-    from catalog.ledger import Ledger
-    from catalog.run_rows import Row
+    from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+    from dlac_pipeline.lakehouse.ledger.run_rows import Row
     from dlac_pipeline.ranks.rank_logs import LogReader
 
 app = typer.Typer()
@@ -55,7 +55,7 @@ def logs(
 
     A log is bounded by launch.log_mb; logs of the newest 50 attempts are kept.
     """
-    from catalog.ledger import Ledger
+    from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 
     ledger = Ledger(lakehouse_of(spec, home))
     rows = ledger.head_rows(run)

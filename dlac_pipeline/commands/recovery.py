@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from catalog.plain_json import strict_json
-from catalog.run_rows import check_run_name
 from dlac_pipeline.commands.shared import (
     OUT,
     RECOVER,
@@ -25,11 +23,13 @@ from dlac_pipeline.commands.shared import (
     show_lines,
     show_table,
 )
+from dlac_pipeline.lakehouse.ledger.run_rows import check_run_name
+from dlac_pipeline.lakehouse.plain_json import strict_json
 from dlac_pipeline.spec_problems import MOST_STEPS
 from dlac_pipeline.wording import TableColumn, fold, format_count, format_duration, lay_out_facts
 
 if TYPE_CHECKING:
-    from catalog.recoveries import Recovery
+    from dlac_pipeline.lakehouse.ledger.recoveries import Recovery
     from dlac_pipeline.recover.rehearse import RehearsedStep
 
 app = typer.Typer()
@@ -93,8 +93,8 @@ def incidents(
     as_json: AsJson = False,
 ) -> None:
     """Every recovery: what failed, how it was noticed, the seconds of each phase, rows replayed, work lost, what became of it."""
-    from catalog.ledger import Ledger
-    from catalog.recoveries import recoveries_of
+    from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+    from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
 
     lakehouse = lakehouse_of(spec, home)
     if run is not None:
@@ -143,7 +143,7 @@ def _row_of_step(step: RehearsedStep) -> tuple[str, ...]:
 
 def _phases(recovery: Recovery) -> str:
     """Those that took time, in order; older rows do not say all of them."""
-    from catalog.recoveries import PHASES
+    from dlac_pipeline.lakehouse.ledger.recoveries import PHASES
 
     shown = [name for name in PHASES if name != "total" and not (name == "detect" and recovery.down_s)]
     seconds = {name.replace("_", " "): getattr(recovery, f"{name}_s") for name in shown}

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from catalog.plain_json import strict_json
 from dlac_pipeline.commands.display import TrainingDisplay, command_with, describe_outcome, describe_status, watch_run
 from dlac_pipeline.commands.shared import (
     LOOK,
@@ -34,13 +33,14 @@ from dlac_pipeline.commands.shared import (
     spec_of_run,
     steps_bar,
 )
+from dlac_pipeline.lakehouse.plain_json import strict_json
 from dlac_pipeline.request import Request
 from dlac_pipeline.spec import JobSpec, parse_spec
 from dlac_pipeline.spec_problems import LONGEST_WAIT_S
 from dlac_pipeline.wording import TableColumn, format_age, lay_out_facts
 
 if TYPE_CHECKING:
-    from catalog.plans import PlanRow
+    from dlac_pipeline.lakehouse.ledger.plans import PlanRow
 
 app = typer.Typer()
 
@@ -48,7 +48,7 @@ app = typer.Typer()
 @app.command(rich_help_panel=TRAIN, epilog=examples("dlac plan job.toml", "dlac plan job.toml --json"))
 def plan(spec: SpecFile, home: Home = None, as_json: AsJson = False) -> None:
     """Pin the snapshot of the source table and write its work units down."""
-    from catalog.connect import connect
+    from dlac_pipeline.lakehouse.iceberg.connect import connect
     from dlac_pipeline.plan.legs import check_readable
     from dlac_pipeline.plan.planner import make_plan
 
@@ -186,7 +186,7 @@ def recover(
     ] = 30.0,
 ) -> None:
     """Resume a run by its name, from the committed ledger; fences off whatever may still be alive of it."""
-    from catalog.ledger import Ledger
+    from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 
     lakehouse = lakehouse_of(spec, home)
     Ledger(lakehouse).head_rows(run)  # a typo is to begin nothing

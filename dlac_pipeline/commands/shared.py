@@ -19,14 +19,14 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from catalog.lakehouse_config import LakehouseConfig
-from catalog.plain_json import strict_json
-from catalog.run_rows import check_run_name
+from dlac_pipeline.lakehouse.config import LakehouseConfig
+from dlac_pipeline.lakehouse.ledger.run_rows import check_run_name
+from dlac_pipeline.lakehouse.plain_json import strict_json
 from dlac_pipeline.spec import JobSpec, home_folder, parse_spec, read_spec
 from dlac_pipeline.wording import TableColumn, fold, format_bytes, lay_out_facts, lay_out_table
 
 if TYPE_CHECKING:
-    from catalog.connect import Lakehouse
+    from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 
 TRAIN, LOOK, RECOVER = "Train", "Look", "Recover"
 BRANCH, CHECKPOINTS, LAKEHOUSE = "Branch", "Checkpoints", "Lakehouse"
@@ -106,7 +106,7 @@ def resolved(spec: Path, home: Path | None) -> JobSpec:
 
 def lakehouse_of(spec: Path | None, home: Path | None) -> Lakehouse:
     """The lakehouse to look at, which must exist: looking creates none."""
-    from catalog.connect import connect
+    from dlac_pipeline.lakehouse.iceberg.connect import connect
 
     embedded = LakehouseConfig().at_home(home or home_folder())
     return connect(embedded if spec is None else resolved(spec, home).lakehouse, create=False)

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from catalog.errors import SpecInvalid
+from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.read.batch import Batch
 from dlac_pipeline.read.device import DeviceCopies
 

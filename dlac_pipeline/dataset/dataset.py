@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch.utils.data import IterableDataset, get_worker_info
 
-from catalog.connect import connect
-from catalog.errors import SpecInvalid
 from dlac_pipeline.checkpoint.tree import RankTree
 from dlac_pipeline.dataset.batches import ABOUT, DictBatch, LastBatch, as_dict, make_empty, remove_empty_slots
 from dlac_pipeline.dataset.state import (
@@ -29,6 +27,8 @@ from dlac_pipeline.dataset.state import (
     read_state,
     start_of,
 )
+from dlac_pipeline.lakehouse.errors import SpecInvalid
+from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.plan.leg import Leg
 from dlac_pipeline.plan.order import ReaderState
 from dlac_pipeline.plan.source_order import Cursor

@@ -7,10 +7,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from catalog.durable_io import write_durably
-from catalog.errors import ResumeMismatch, SpecInvalid, TrainingFailed
 from dlac_pipeline.dataset.dataset import DlacDataset
 from dlac_pipeline.dataset.state import STATE_FILE, read_state
+from dlac_pipeline.lakehouse.durable_io import write_durably
+from dlac_pipeline.lakehouse.errors import ResumeMismatch, SpecInvalid, TrainingFailed
 
 
 def trainer_callback(dataset: DlacDataset) -> Any:

@@ -12,13 +12,13 @@ from typing import Any, SupportsIndex
 import torch.distributed as dist
 from pydantic import BaseModel
 
-from catalog.connect import Lakehouse, connect
-from catalog.errors import DlacError, SpecInvalid, TrainingFailed
-from catalog.lakehouse_config import LakehouseConfig
 from dlac_pipeline.checkpoint.tree import RankTree
 from dlac_pipeline.dataset.batches import ABOUT, LAST_BATCHES, LastBatch
 from dlac_pipeline.dataset.dataset import DlacDataset
 from dlac_pipeline.dataset.state import check_asked, read_state
+from dlac_pipeline.lakehouse.config import LakehouseConfig
+from dlac_pipeline.lakehouse.errors import DlacError, SpecInvalid, TrainingFailed
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
 from dlac_pipeline.plan.leg import Leg
 from dlac_pipeline.plan.legs import check_readable, check_tokens, first_leg
 from dlac_pipeline.plan.planner import make_plan

@@ -10,9 +10,9 @@ from typing import Any
 from blake3 import blake3
 from torch.utils.data import get_worker_info
 
-from catalog.connect import connect
-from catalog.errors import FormatTooNew, ResumeMismatch, SpecInvalid
 from dlac_pipeline.dataset.batches import LastBatch
+from dlac_pipeline.lakehouse.errors import FormatTooNew, ResumeMismatch, SpecInvalid
+from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.plan.leg import Leg, told
 from dlac_pipeline.plan.legs import asked_for
 from dlac_pipeline.plan.order import LegOrder

@@ -23,9 +23,9 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 from torch.numa.binding import AffinityMode, NumaOptions
 
-from catalog.errors import SpecInvalid
 from dlac_pipeline.elastic import fork_server
 from dlac_pipeline.elastic.handler import DlacRendezvous
+from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.launch_spec import LaunchSpec
 from dlac_pipeline.ranks import rank
 from dlac_pipeline.ranks.environment import environment_of_attempt, set_environment

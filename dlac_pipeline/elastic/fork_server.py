@@ -17,8 +17,8 @@ from contextlib import suppress
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
-from catalog.errors import TrainingFailed
 from dlac_pipeline.elastic.preload import PRELOAD_VARIABLE
+from dlac_pipeline.lakehouse.errors import TrainingFailed
 from dlac_pipeline.ranks.environment import environment_of, set_environment
 from dlac_pipeline.ranks.rank import held_signals
 from dlac_pipeline.spec import JobSpec

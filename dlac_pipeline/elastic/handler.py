@@ -23,9 +23,9 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
-from catalog.errors import NodesMissing
 from dlac_pipeline.elastic.membership import EndedElsewhere, Membership
 from dlac_pipeline.elastic.round import Round
+from dlac_pipeline.lakehouse.errors import NodesMissing
 from dlac_pipeline.launch_spec import LaunchSpec
 
 BACKEND = "dlac"

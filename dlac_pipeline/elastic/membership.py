@@ -12,12 +12,12 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
-from catalog.errors import NodesMissing, SpecInvalid
 from dlac_pipeline.checkpoint.config import config_digest
 from dlac_pipeline.elastic.heartbeat import NodeHeartbeat
 from dlac_pipeline.elastic.rank_assignment import Offer, usable_ranks
 from dlac_pipeline.elastic.round import Round
 from dlac_pipeline.elastic.sealed_store import Message, SealedStore, shared_secret
+from dlac_pipeline.lakehouse.errors import NodesMissing, SpecInvalid
 from dlac_pipeline.launch_spec import LaunchSpec
 from dlac_pipeline.ranks.addresses import GLOO_INTERFACE, free_port, interface_of
 from dlac_pipeline.ranks.share import Share

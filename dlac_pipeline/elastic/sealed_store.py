@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from cryptography.fernet import Fernet, InvalidToken
 
-from catalog.errors import SpecInvalid
+from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.launch_spec import LaunchSpec
 
 if TYPE_CHECKING:

@@ -15,9 +15,9 @@ from pyiceberg.io.pyarrow import schema_to_pyarrow
 from pyiceberg.schema import Schema
 from pyiceberg.table import Table
 
-from catalog.connect import Lakehouse, reachable
-from catalog.errors import SpecInvalid
-from catalog.retrying import retrying
+from dlac_pipeline.lakehouse.errors import SpecInvalid
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, reachable
+from dlac_pipeline.lakehouse.retrying import retrying
 
 BEGUN_PROPERTY = "dlac.ingest.begun"
 """Digest of what the table is being filled with; set by the first append."""

@@ -13,9 +13,9 @@ from blake3 import blake3
 from pyiceberg.schema import Schema
 from pyiceberg.types import LongType, NestedField, StringType
 
-from catalog.connect import Lakehouse
-from catalog.errors import SpecInvalid
 from dlac_pipeline.ingest.appends import Batchwise, Progress, append_batchwise
+from dlac_pipeline.lakehouse.errors import SpecInvalid
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 
 CORPUS = Schema(
     NestedField(1, "document_id", LongType(), required=False),

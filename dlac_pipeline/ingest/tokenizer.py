@@ -8,8 +8,8 @@ from pathlib import Path
 from blake3 import blake3
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from catalog.durable_io import make_folder_durably, write_durably
-from catalog.errors import SpecInvalid
+from dlac_pipeline.lakehouse.durable_io import make_folder_durably, write_durably
+from dlac_pipeline.lakehouse.errors import SpecInvalid
 
 END_OF_DOCUMENT = "<|endofdocument|>"
 _SMALLEST_VOCABULARY = 257

@@ -16,8 +16,6 @@ from pyiceberg.table import Table
 from pyiceberg.types import IntegerType, ListType, LongType, NestedField
 from tokenizers import Tokenizer
 
-from catalog.connect import Lakehouse, reachable
-from catalog.errors import SpecInvalid
 from dlac_pipeline.ingest.appends import (
     ROWS_PROPERTY,
     Appended,
@@ -31,6 +29,8 @@ from dlac_pipeline.ingest.appends import (
 from dlac_pipeline.ingest.corpus import Document, corpus_digest
 from dlac_pipeline.ingest.sequences import lay_out
 from dlac_pipeline.ingest.tokenizer import load_tokenizer, save_tokenizer, tokenizer_digest, train_tokenizer
+from dlac_pipeline.lakehouse.errors import SpecInvalid
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, reachable
 
 TOKENS = Schema(
     NestedField(1, "sequence_id", LongType(), required=False),

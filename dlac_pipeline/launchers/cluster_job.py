@@ -13,13 +13,20 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TypeVar
 
-from catalog import errors
-from catalog.connect import connect
-from catalog.errors import ClusterRefused, ClusterSilent, DlacError, NoSuchCheckpoint, NoSuchRun, TrainingFailed
-from catalog.ledger import Ledger
-from catalog.run_rows import HEAD_KINDS
 from dlac_pipeline.checkpoint.copies import nodes_with_newest
 from dlac_pipeline.cluster_checks import store_in_doubt
+from dlac_pipeline.lakehouse import errors
+from dlac_pipeline.lakehouse.errors import (
+    ClusterRefused,
+    ClusterSilent,
+    DlacError,
+    NoSuchCheckpoint,
+    NoSuchRun,
+    TrainingFailed,
+)
+from dlac_pipeline.lakehouse.iceberg.connect import connect
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+from dlac_pipeline.lakehouse.ledger.run_rows import HEAD_KINDS
 from dlac_pipeline.launch_spec import LISTENS_S
 from dlac_pipeline.launchers.events import NodeEvents
 from dlac_pipeline.launchers.scheduler import JobState, Scheduler

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Protocol
 
-from catalog.errors import BadInput, SpecInvalid
-from catalog.masking import mask_setting
 from dlac_pipeline.cluster_checks import check_cluster
 from dlac_pipeline.elastic.starter import RankStarter
+from dlac_pipeline.lakehouse.errors import BadInput, SpecInvalid
+from dlac_pipeline.lakehouse.masking import mask_setting
 from dlac_pipeline.recover.attempt import Event
 from dlac_pipeline.recover.leg_choice import Wish
 from dlac_pipeline.recover.supervise import Outcome, Supervisor

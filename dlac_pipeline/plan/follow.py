@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from catalog.connect import Lakehouse
-from catalog.data_files import LiveFile
-from catalog.errors import EmptyPlan, ResumeMismatch
-from catalog.history.changes import History, Portion, changes
-from catalog.pins import hold
-from catalog.row_groups import row_groups_of
-from catalog.snapshots import schema_id_of, snapshot_of
+from dlac_pipeline.lakehouse.errors import EmptyPlan, ResumeMismatch
+from dlac_pipeline.lakehouse.history.changes import History, Portion, changes
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
+from dlac_pipeline.lakehouse.iceberg.data_files import LiveFile
+from dlac_pipeline.lakehouse.iceberg.pins import hold
+from dlac_pipeline.lakehouse.iceberg.row_groups import row_groups_of
+from dlac_pipeline.lakehouse.iceberg.snapshots import schema_id_of, snapshot_of
 from dlac_pipeline.plan.cut import CutSettings
 from dlac_pipeline.plan.leg import Leg, LegSource, QuarantinedUnit, told
 from dlac_pipeline.plan.order import ReaderState

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from catalog.errors import FormatTooNew, ResumeMismatch
+from dlac_pipeline.lakehouse.errors import FormatTooNew, ResumeMismatch
 from dlac_pipeline.plan.cut import ORDER_VERSION, CutSettings
 from dlac_pipeline.plan.mixture import Mixture
 from dlac_pipeline.plan.order import LegOrder, LegSettings

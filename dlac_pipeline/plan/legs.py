@@ -9,9 +9,9 @@ from typing import Any
 from pyiceberg.schema import Schema
 from pyiceberg.types import IntegerType, ListType, LongType, StringType
 
-from catalog.connect import Lakehouse
-from catalog.errors import NoSuchColumn, ResumeMismatch, SpecInvalid, UnsupportedColumn
-from catalog.snapshots import snapshot_of
+from dlac_pipeline.lakehouse.errors import NoSuchColumn, ResumeMismatch, SpecInvalid, UnsupportedColumn
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
+from dlac_pipeline.lakehouse.iceberg.snapshots import snapshot_of
 from dlac_pipeline.plan.leg import Leg, LegSequences, LegSource
 from dlac_pipeline.plan.planner import Plan, check_source
 from dlac_pipeline.plan.source_order import SourceStart

@@ -16,13 +16,15 @@ from pyiceberg.schema import Schema
 from pyiceberg.table import Table
 from pyiceberg.table.snapshots import Snapshot
 
-from catalog.connect import Lakehouse
-from catalog.data_files import LiveFile
-from catalog.errors import EmptyPlan, NoSuchColumn, SpecInvalid
-from catalog.filters.conditions import parse_filter
-from catalog.history.row_matching import identity_keys
-from catalog.pins import hold
-from catalog.plans import (
+from dlac_pipeline.lakehouse.errors import EmptyPlan, NoSuchColumn, SpecInvalid
+from dlac_pipeline.lakehouse.filters.conditions import parse_filter
+from dlac_pipeline.lakehouse.history.row_matching import identity_keys
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
+from dlac_pipeline.lakehouse.iceberg.data_files import LiveFile
+from dlac_pipeline.lakehouse.iceberg.pins import hold
+from dlac_pipeline.lakehouse.iceberg.row_groups import RowGroup, row_groups_of
+from dlac_pipeline.lakehouse.iceberg.snapshots import check_pinned, schema_id_of, snapshot_of
+from dlac_pipeline.lakehouse.ledger.plans import (
     SLICES_ARROW,
     WORK_UNITS_ARROW,
     PlanRow,
@@ -32,8 +34,6 @@ from catalog.plans import (
     write_plan,
     write_slices,
 )
-from catalog.row_groups import RowGroup, row_groups_of
-from catalog.snapshots import check_pinned, schema_id_of, snapshot_of
 from dlac_pipeline.plan.cut import PassCut
 from dlac_pipeline.plan.units import Ints, UnitTable
 from dlac_pipeline.rows.columns import check_columns, check_names

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from catalog.errors import TrainingFailed
-from catalog.masking import mask_secrets
+from dlac_pipeline.lakehouse.errors import TrainingFailed
+from dlac_pipeline.lakehouse.masking import mask_secrets
 from dlac_pipeline.ranks.launch_folder import log_file, notice_file, reason_file
 from dlac_pipeline.ranks.processes import RankProcesses, Reason
 from dlac_pipeline.ranks.progress import Phase, Progress, read_progress

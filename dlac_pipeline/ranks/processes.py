@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import psutil
 
-from catalog.errors import DlacError, TrainingFailed, name_of
+from dlac_pipeline.lakehouse.errors import DlacError, TrainingFailed, name_of
 
 HANG = "Hang"
 """Kind of the failure of a rank that shows no progress."""

@@ -25,8 +25,8 @@ from typing import Any, NoReturn
 
 from setproctitle import getproctitle, setproctitle
 
-from catalog.errors import DlacError, ScriptInvalid, name_of
-from catalog.masking import mask_secrets, mask_setting
+from dlac_pipeline.lakehouse.errors import DlacError, ScriptInvalid, name_of
+from dlac_pipeline.lakehouse.masking import mask_secrets, mask_setting
 from dlac_pipeline.ranks.launch_folder import log_file, pid_file, reason_file
 from dlac_pipeline.ranks.script_errors import describe_exception, text_of
 
@@ -38,7 +38,7 @@ REHEARSAL_VARIABLE = "DLAC_REHEARSAL"
 """Set to 1 for the ranks of a rehearsal, for scripts with side effects."""
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 """What ends a launch. Whoever ends whole process trees sends them to every process of it."""
-_OWN_PACKAGES = ("catalog", "dlac_pipeline")
+_OWN_PACKAGES = ("dlac_pipeline",)
 _INTERRUPTED = 128 + signal.SIGINT
 """Exit status of a script that a keyboard interrupt ended, as shells report it."""
 _RESERVED_BYTES = 16 * 1024

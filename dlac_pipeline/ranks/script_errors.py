@@ -16,9 +16,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-import catalog
-from catalog.errors import DlacError
-from catalog.masking import mask_secrets
+from dlac_pipeline.lakehouse.errors import DlacError
+from dlac_pipeline.lakehouse.masking import mask_secrets
 
 Origin = Literal["", "script", "dlac", "passing", "peer"]
 """Which party an exception blames.
@@ -131,7 +130,7 @@ def _may_pass(err: BaseException) -> bool:
 
 def _may_store_recover(err: OSError) -> bool:
     """Return whether an object store reports, without a number, a failure that may pass."""
-    from catalog.retrying import may_pass  # an import that a rank does not pay for before its script
+    from dlac_pipeline.lakehouse.retrying import may_pass  # an import that a rank does not pay for before its script
 
     return not isinstance(err, FileNotFoundError | PermissionError) and may_pass(err)
 
@@ -168,8 +167,7 @@ _SITE = re.compile(r"[/\\](site|dist)-packages[/\\]")
 
 @cache
 def _dlac_folders() -> tuple[str, ...]:
-    folders = (Path(__file__).parents[1], Path(catalog.__file__ or "").parent)
-    return tuple(os.path.join(os.path.realpath(folder), "") for folder in folders)
+    return (os.path.join(os.path.realpath(Path(__file__).parents[1]), ""),)
 
 
 @cache

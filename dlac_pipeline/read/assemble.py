@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import pyarrow as pa
 
-from catalog.errors import UnsupportedColumn
+from dlac_pipeline.lakehouse.errors import UnsupportedColumn
 from dlac_pipeline.read.memory import Buffers
 from dlac_pipeline.rows.columns import Array, Column, ColumnKind, Ints
 

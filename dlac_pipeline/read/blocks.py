@@ -21,9 +21,9 @@ from pyiceberg.schema import Schema
 from pyiceberg.table import Table
 from pyiceberg.table.name_mapping import NameMapping
 
-from catalog.columns import FileColumns, lacks_columns, name_mapping_of, open_parquet
-from catalog.data_files import live_files
-from catalog.errors import DataFileUnreadable
+from dlac_pipeline.lakehouse.errors import DataFileUnreadable
+from dlac_pipeline.lakehouse.iceberg.columns import FileColumns, lacks_columns, name_mapping_of, open_parquet
+from dlac_pipeline.lakehouse.iceberg.data_files import live_files
 from dlac_pipeline.plan.cut import Slices
 from dlac_pipeline.plan.leg import LegSource
 from dlac_pipeline.plan.units import UnitTable

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from catalog.errors import SpecInvalid
+from dlac_pipeline.lakehouse.errors import SpecInvalid
 
 Device = torch.device | str | int
 """As PyTorch names a device."""

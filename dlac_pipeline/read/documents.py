@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
-from catalog.errors import NoSuchColumn, SpecInvalid, UnsupportedColumn
+from dlac_pipeline.lakehouse.errors import NoSuchColumn, SpecInvalid, UnsupportedColumn
 from dlac_pipeline.plan.units import Ints
 from dlac_pipeline.rows.columns import Array, to_numpy
 from dlac_pipeline.rows.tokenizing import Tokenizer, Tokens, is_text, tokens_of_lists

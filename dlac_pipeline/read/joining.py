@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from catalog.columns import large_form
+from dlac_pipeline.lakehouse.iceberg.columns import large_form
 from dlac_pipeline.read.memory import Buffers, Bytes
 
 _STRING_BYTES = 2**31

@@ -10,9 +10,9 @@ import numpy as np
 import pyarrow as pa
 from pyiceberg.table import Table
 
-from catalog.connect import Lakehouse
-from catalog.errors import ResumeMismatch
-from catalog.snapshots import check_same_table
+from dlac_pipeline.lakehouse.errors import ResumeMismatch
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
+from dlac_pipeline.lakehouse.iceberg.snapshots import check_same_table
 from dlac_pipeline.plan.leg import Leg, LegSequences, LegSource
 from dlac_pipeline.plan.legs import check_alike
 from dlac_pipeline.plan.order import LegOrder, ReaderState

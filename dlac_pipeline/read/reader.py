@@ -18,7 +18,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from catalog.errors import SpecInvalid
+from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.plan.order import LegOrder, ReaderState
 from dlac_pipeline.plan.source_order import Cursor
 from dlac_pipeline.read.assemble import assemble, assemble_run

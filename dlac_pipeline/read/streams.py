@@ -9,7 +9,7 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 import pyarrow as pa
 
-from catalog.errors import TransformFailed
+from dlac_pipeline.lakehouse.errors import TransformFailed
 from dlac_pipeline.plan.cut import Slices
 from dlac_pipeline.plan.source_order import Cursor, SourceOrder, Stretch
 from dlac_pipeline.plan.units import Ints, UnitTable

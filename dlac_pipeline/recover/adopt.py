@@ -5,14 +5,14 @@ from __future__ import annotations
 import warnings
 from pathlib import Path
 
-from catalog.connect import Lakehouse
-from catalog.ledger import Ledger
-from catalog.run_rows import HEAD_KINDS
 from dlac_pipeline.checkpoint.foreign import Foreign
 from dlac_pipeline.checkpoint.manifest import FileEntry
 from dlac_pipeline.checkpoint.sealing import Sealer
 from dlac_pipeline.checkpoint.store import Tiers, tiers_of
 from dlac_pipeline.checkpoint.writing import Direct
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+from dlac_pipeline.lakehouse.ledger.run_rows import HEAD_KINDS
 from dlac_pipeline.recover.beginning import Beginning, begin, check_new
 from dlac_pipeline.recover.run_lock import run_lock
 from dlac_pipeline.spec import JobSpec

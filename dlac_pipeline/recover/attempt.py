@@ -19,17 +19,17 @@ from typing import Any, Literal
 
 import tenacity
 
-from catalog.connect import Lakehouse
-from catalog.durable_io import write_durably
-from catalog.errors import CatalogUnreachable, DlacError, LeftUnfinished
-from catalog.ledger import Ledger
-from catalog.older_ledger import LedgerWatch
-from catalog.plans import get_plan
 from dlac_pipeline.checkpoint.files import make_below
 from dlac_pipeline.checkpoint.store import storing
 from dlac_pipeline.elastic.all_ranks import AllRanks
 from dlac_pipeline.elastic.round import RESUME, Round
 from dlac_pipeline.elastic.starter import RankStarter
+from dlac_pipeline.lakehouse.durable_io import write_durably
+from dlac_pipeline.lakehouse.errors import CatalogUnreachable, DlacError, LeftUnfinished
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+from dlac_pipeline.lakehouse.ledger.older_ledger import LedgerWatch
+from dlac_pipeline.lakehouse.ledger.plans import get_plan
 from dlac_pipeline.plan.leg import Leg
 from dlac_pipeline.ranks.group import Exit, RankGroup
 from dlac_pipeline.ranks.launch_folder import room_file

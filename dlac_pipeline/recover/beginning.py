@@ -10,16 +10,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from catalog.commits import Attempt
-from catalog.connect import Lakehouse
-from catalog.errors import SpecInvalid, StoreUnavailable
-from catalog.run_rows import Row, checkpoint_rows
 from dlac_pipeline.checkpoint.committing import Committer, Prepared
 from dlac_pipeline.checkpoint.config import config_digest
 from dlac_pipeline.checkpoint.failures import failure_named
 from dlac_pipeline.checkpoint.manifest import FileEntry
 from dlac_pipeline.checkpoint.rows import Vote
 from dlac_pipeline.checkpoint.store import Tiers, stage_name, storing, tiers_of
+from dlac_pipeline.lakehouse.errors import SpecInvalid, StoreUnavailable
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
+from dlac_pipeline.lakehouse.ledger.commits import Attempt
+from dlac_pipeline.lakehouse.ledger.run_rows import Row, checkpoint_rows
 from dlac_pipeline.plan.leg import Leg
 from dlac_pipeline.plan.order import LegOrder
 from dlac_pipeline.read.open import OpenLeg, open_leg

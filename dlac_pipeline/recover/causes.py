@@ -6,8 +6,8 @@ import signal
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from catalog import errors
 from dlac_pipeline.elastic.all_ranks import LOST
+from dlac_pipeline.lakehouse import errors
 from dlac_pipeline.launch_spec import LaunchSpec
 from dlac_pipeline.ranks.group import Exit
 from dlac_pipeline.ranks.processes import HANG

@@ -7,12 +7,12 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from catalog.connect import Lakehouse
-from catalog.errors import NoSuchJobSpec
-from catalog.lakehouse_config import sqlite_file
-from catalog.ledger import Ledger
-from catalog.relocation import Relocation, raw_path
-from catalog.run_rows import Row, trains_nothing
+from dlac_pipeline.lakehouse.config import sqlite_file
+from dlac_pipeline.lakehouse.errors import NoSuchJobSpec
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
+from dlac_pipeline.lakehouse.iceberg.relocation import Relocation, raw_path
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+from dlac_pipeline.lakehouse.ledger.run_rows import Row, trains_nothing
 from dlac_pipeline.spec import JobSpec, home_folder, parse_recorded
 
 _ON_THE_WAY = ("steps", "seconds", "auto")

@@ -16,15 +16,28 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-from catalog.commits import Attempt, claim, quarantine
-from catalog.connect import Lakehouse
-from catalog.errors import CheckpointDamaged, NoRestorableCheckpoint, RunFinished, SteppedAside, StoreUnavailable
-from catalog.ledger import Ledger, RunState
-from catalog.older_ledger import check_store, commit_marked
-from catalog.run_rows import HEAD_KINDS, Row, checkpoint_rows, lineage_of, restorable_rows, way_out
 from dlac_pipeline.checkpoint.manifest import Manifest, mark_committed
 from dlac_pipeline.checkpoint.restore import Restored, Verify, restore, verify_here
 from dlac_pipeline.checkpoint.store import Tiers, tiers_of
+from dlac_pipeline.lakehouse.errors import (
+    CheckpointDamaged,
+    NoRestorableCheckpoint,
+    RunFinished,
+    SteppedAside,
+    StoreUnavailable,
+)
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
+from dlac_pipeline.lakehouse.ledger.commits import Attempt, claim, quarantine
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger, RunState
+from dlac_pipeline.lakehouse.ledger.older_ledger import check_store, commit_marked
+from dlac_pipeline.lakehouse.ledger.run_rows import (
+    HEAD_KINDS,
+    Row,
+    checkpoint_rows,
+    lineage_of,
+    restorable_rows,
+    way_out,
+)
 from dlac_pipeline.plan.leg import Leg
 from dlac_pipeline.plan.order import ReaderState
 from dlac_pipeline.plan.source_order import Cursor

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
-from catalog.connect import Lakehouse
-from catalog.ledger import Ledger
-from catalog.run_rows import HEAD_KINDS, checkpoint_rows, fence_of_rows, finished_of_rows
-from catalog.snapshots import snapshot_of
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
+from dlac_pipeline.lakehouse.iceberg.snapshots import snapshot_of
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+from dlac_pipeline.lakehouse.ledger.run_rows import HEAD_KINDS, checkpoint_rows, fence_of_rows, finished_of_rows
 from dlac_pipeline.recover.leg_choice import leg_of
 from dlac_pipeline.spec import JobSpec
 

@@ -14,8 +14,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from catalog.errors import RunBusy
-from catalog.run_rows import Row, fence_of_rows, finished_of_rows
+from dlac_pipeline.lakehouse.errors import RunBusy
+from dlac_pipeline.lakehouse.ledger.run_rows import Row, fence_of_rows, finished_of_rows
 from dlac_pipeline.launch_spec import NODES
 from dlac_pipeline.recover.claims import claimed_by, idle, last_reason, left_in_order, rendezvous_of
 from dlac_pipeline.recover.patience import LOST_AFTER_S

@@ -14,16 +14,16 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from catalog.commits import held, names_of, unname_checkpoint
-from catalog.connect import Lakehouse
-from catalog.durable_io import fsync_directory
-from catalog.errors import CheckpointDamaged, NoSuchCheckpoint, SpecInvalid
-from catalog.ledger import Ledger
-from catalog.older_ledger import check_ledger
-from catalog.run_rows import HEAD_KINDS, Row, checkpoint_rows
 from dlac_pipeline.checkpoint.files import StoreFiles, below, is_local, make_below, path_at, sync_file
 from dlac_pipeline.checkpoint.manifest import FileEntry, Manifest, check_inside, read_manifest, verify_file
 from dlac_pipeline.checkpoint.store import Tiers, folder_uri, tiers_of
+from dlac_pipeline.lakehouse.durable_io import fsync_directory
+from dlac_pipeline.lakehouse.errors import CheckpointDamaged, NoSuchCheckpoint, SpecInvalid
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
+from dlac_pipeline.lakehouse.ledger.commits import held, names_of, unname_checkpoint
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+from dlac_pipeline.lakehouse.ledger.older_ledger import check_ledger
+from dlac_pipeline.lakehouse.ledger.run_rows import HEAD_KINDS, Row, checkpoint_rows
 from dlac_pipeline.recover.beginning import Beginning, begin, check_new
 from dlac_pipeline.recover.coordinator import new_nonce
 from dlac_pipeline.recover.run_lock import run_lock

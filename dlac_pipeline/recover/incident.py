@@ -12,10 +12,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from catalog.connect import Lakehouse
-from catalog.ledger import Ledger
-from catalog.recoveries import Recovery, write_recovery
-from catalog.run_rows import HEAD_KINDS, Row, checkpoint_rows, lineage_of
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+from dlac_pipeline.lakehouse.ledger.recoveries import Recovery, write_recovery
+from dlac_pipeline.lakehouse.ledger.run_rows import HEAD_KINDS, Row, checkpoint_rows, lineage_of
 from dlac_pipeline.ranks.progress import Phase, Progress, read_all_progress
 from dlac_pipeline.ranks.script_errors import Origin
 from dlac_pipeline.recover.claims import idle, launch_folder_of, left_in_order

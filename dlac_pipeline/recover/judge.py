@@ -11,8 +11,8 @@ from typing import Any
 
 import tenacity
 
-from catalog import errors
-from catalog.errors import (
+from dlac_pipeline.lakehouse import errors
+from dlac_pipeline.lakehouse.errors import (
     BadInput,
     CatalogUnreachable,
     CheckpointError,
@@ -26,8 +26,8 @@ from catalog.errors import (
     StoreUnavailable,
     TrainingFailed,
 )
-from catalog.ledger import Ledger
-from catalog.run_rows import HEAD_KINDS
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+from dlac_pipeline.lakehouse.ledger.run_rows import HEAD_KINDS
 from dlac_pipeline.plan.follow import Unreadable
 from dlac_pipeline.plan.leg import Leg
 from dlac_pipeline.recover.attempt import SupervisedAttempt, Supervision

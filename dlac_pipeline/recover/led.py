@@ -12,10 +12,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from catalog.durable_io import write_durably
 from dlac_pipeline.checkpoint.store import storing, tiers_of
 from dlac_pipeline.elastic.all_ranks import ASKS, LEAVE, STOP, report_of
 from dlac_pipeline.elastic.round import LEADER, RESUME, VERDICT, Round
+from dlac_pipeline.lakehouse.durable_io import write_durably
 from dlac_pipeline.ranks.group import RankGroup
 from dlac_pipeline.recover.attempt import Ending, Supervision, spec_for, started
 from dlac_pipeline.recover.coordinator import ResumePoint, new_nonce

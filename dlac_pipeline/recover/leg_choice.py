@@ -8,21 +8,21 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from catalog.branches import Exclusion, exclusions_in_force, starts_over
-from catalog.errors import (
+from dlac_pipeline.checkpoint.manifest import Manifest
+from dlac_pipeline.checkpoint.restore import manifest_of
+from dlac_pipeline.checkpoint.store import tiers_of
+from dlac_pipeline.lakehouse.errors import (
     CheckpointDamaged,
     LedgerError,
     NoRestorableCheckpoint,
     NoSuchTable,
     SpecInvalid,
 )
-from catalog.ledger import Ledger, RunState
-from catalog.plans import PlanRow, find_plan
-from catalog.run_rows import HEAD_KINDS, Row, checkpoint_rows, lineage_of, way_out
-from catalog.snapshots import check_same_table
-from dlac_pipeline.checkpoint.manifest import Manifest
-from dlac_pipeline.checkpoint.restore import manifest_of
-from dlac_pipeline.checkpoint.store import tiers_of
+from dlac_pipeline.lakehouse.iceberg.snapshots import check_same_table
+from dlac_pipeline.lakehouse.ledger.branches import Exclusion, exclusions_in_force, starts_over
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger, RunState
+from dlac_pipeline.lakehouse.ledger.plans import PlanRow, find_plan
+from dlac_pipeline.lakehouse.ledger.run_rows import HEAD_KINDS, Row, checkpoint_rows, lineage_of, way_out
 from dlac_pipeline.plan.follow import Unreadable, leaving_out, next_leg
 from dlac_pipeline.plan.leg import Leg
 from dlac_pipeline.plan.legs import asked_for, check_readable, check_sources, first_leg

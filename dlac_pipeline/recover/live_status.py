@@ -12,13 +12,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from catalog.connect import Lakehouse
-from catalog.errors import CommitConflict, LakehouseError
-from catalog.ledger import Ledger
-from catalog.older_ledger import check_ledger
-from catalog.plans import find_plan
-from catalog.recoveries import Recovery, recoveries_of
-from catalog.run_rows import HEAD_KINDS, Fence, Row, checkpoint_rows, lineage_of
+from dlac_pipeline.lakehouse.errors import CommitConflict, LakehouseError
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+from dlac_pipeline.lakehouse.ledger.older_ledger import check_ledger
+from dlac_pipeline.lakehouse.ledger.plans import find_plan
+from dlac_pipeline.lakehouse.ledger.recoveries import Recovery, recoveries_of
+from dlac_pipeline.lakehouse.ledger.run_rows import HEAD_KINDS, Fence, Row, checkpoint_rows, lineage_of
 from dlac_pipeline.plan.leg import Leg
 from dlac_pipeline.ranks.progress import Phase, Progress, read_all_progress, read_total_steps
 from dlac_pipeline.recover.claims import attempts_without_progress, launch_folder_of

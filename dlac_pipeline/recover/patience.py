@@ -6,7 +6,7 @@ import threading
 
 import tenacity
 
-from catalog.errors import DlacError
+from dlac_pipeline.lakehouse.errors import DlacError
 from dlac_pipeline.request import OPERATOR
 
 PATIENCE_S = 180.0

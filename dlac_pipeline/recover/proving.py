@@ -13,8 +13,6 @@ from functools import partial
 from heapq import heapreplace
 from typing import Any
 
-from catalog.errors import DlacError
-from catalog.run_rows import Row
 from dlac_pipeline.checkpoint.files import StoreFiles
 from dlac_pipeline.checkpoint.manifest import (
     Done,
@@ -29,6 +27,8 @@ from dlac_pipeline.checkpoint.restore import verify_here
 from dlac_pipeline.checkpoint.store import folder_uri
 from dlac_pipeline.elastic.round import LEADER, Round
 from dlac_pipeline.elastic.sealed_store import Message
+from dlac_pipeline.lakehouse.errors import DlacError
+from dlac_pipeline.lakehouse.ledger.run_rows import Row
 
 PROVE, PROVED = "prove", "proved"
 """What the leader tells: which checkpoint; and the word of the others: how far each has read its part, and what it found."""

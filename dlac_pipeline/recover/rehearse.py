@@ -15,16 +15,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from catalog import errors
-from catalog.connect import Lakehouse
-from catalog.durable_io import write_durably
-from catalog.errors import CheckpointDamaged, NothingToRehearse, StoreUnavailable, TrainingFailed
-from catalog.ledger import Ledger
-from catalog.run_rows import Row, checkpoint_rows, fence_of_rows, out_of
 from dlac_pipeline.checkpoint.config import config_digest
 from dlac_pipeline.checkpoint.restore import Restored, restore
 from dlac_pipeline.checkpoint.store import Tiers, tiers_of
 from dlac_pipeline.elastic.starter import RankStarter
+from dlac_pipeline.lakehouse import errors
+from dlac_pipeline.lakehouse.durable_io import write_durably
+from dlac_pipeline.lakehouse.errors import CheckpointDamaged, NothingToRehearse, StoreUnavailable, TrainingFailed
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+from dlac_pipeline.lakehouse.ledger.run_rows import Row, checkpoint_rows, fence_of_rows, out_of
 from dlac_pipeline.plan.leg import Leg
 from dlac_pipeline.plan.legs import check_sources
 from dlac_pipeline.ranks.addresses import free_port

@@ -17,22 +17,22 @@ import numpy as np
 import pyarrow as pa
 from pyiceberg.table import Table
 
-from catalog.branches import Exclusion, Rewound, rewind
-from catalog.connect import Lakehouse
-from catalog.data_files import LiveFile
-from catalog.errors import DlacError, EmptyPlan, LedgerError, SpecInvalid
-from catalog.filters.conditions import filter_names
-from catalog.history.changes import OnOverwrite, changes
-from catalog.ledger import Ledger
-from catalog.older_ledger import check_ledger, check_store
-from catalog.plans import get_plan
-from catalog.row_groups import parse_exclusion, row_groups_of
-from catalog.run_rows import Row, checkpoint_rows, lineage_of, restorable, restorable_rows
-from catalog.snapshots import snapshot_of
 from dlac_pipeline.audit.lakehouse_sql import open_audit, rows_of
 from dlac_pipeline.checkpoint.files import StoreFiles
 from dlac_pipeline.checkpoint.manifest import read_manifest, verify_files
 from dlac_pipeline.checkpoint.store import folder_uri, tiers_of
+from dlac_pipeline.lakehouse.errors import DlacError, EmptyPlan, LedgerError, SpecInvalid
+from dlac_pipeline.lakehouse.filters.conditions import filter_names
+from dlac_pipeline.lakehouse.history.changes import OnOverwrite, changes
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
+from dlac_pipeline.lakehouse.iceberg.data_files import LiveFile
+from dlac_pipeline.lakehouse.iceberg.row_groups import parse_exclusion, row_groups_of
+from dlac_pipeline.lakehouse.iceberg.snapshots import snapshot_of
+from dlac_pipeline.lakehouse.ledger.branches import Exclusion, Rewound, rewind
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+from dlac_pipeline.lakehouse.ledger.older_ledger import check_ledger, check_store
+from dlac_pipeline.lakehouse.ledger.plans import get_plan
+from dlac_pipeline.lakehouse.ledger.run_rows import Row, checkpoint_rows, lineage_of, restorable, restorable_rows
 from dlac_pipeline.plan.leg import Leg, LegSource
 from dlac_pipeline.plan.legs import check_sources
 from dlac_pipeline.plan.planner import check_plan

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from catalog.durable_io import temporary_beside
-from catalog.errors import RunBusy
 from dlac_pipeline.checkpoint.store import storing
+from dlac_pipeline.lakehouse.durable_io import temporary_beside
+from dlac_pipeline.lakehouse.errors import RunBusy
 
 _POLL_S = 0.1
 

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from catalog import errors
-from catalog.connect import Lakehouse
 from dlac_pipeline.elastic.all_ranks import LOST
+from dlac_pipeline.lakehouse import errors
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.plan.follow import Unreadable
 from dlac_pipeline.plan.leg import Leg
 from dlac_pipeline.plan.order import LegOrder

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from catalog.run_rows import Row
+from dlac_pipeline.lakehouse.ledger.run_rows import Row
 from dlac_pipeline.ranks.progress import read_all_progress
 from dlac_pipeline.recover.run_lock import lock_path
 

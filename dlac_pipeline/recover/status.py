@@ -11,12 +11,19 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from catalog.branches import exclusions_in_force
-from catalog.connect import Lakehouse, among
-from catalog.ledger import Ledger
-from catalog.older_ledger import check_ledger
-from catalog.recoveries import Recovery, recoveries_of
-from catalog.run_rows import HEAD_KINDS, Row, checkpoint_rows, fence_of_rows, finished_of_rows, idle_kind
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, among
+from dlac_pipeline.lakehouse.ledger.branches import exclusions_in_force
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+from dlac_pipeline.lakehouse.ledger.older_ledger import check_ledger
+from dlac_pipeline.lakehouse.ledger.recoveries import Recovery, recoveries_of
+from dlac_pipeline.lakehouse.ledger.run_rows import (
+    HEAD_KINDS,
+    Row,
+    checkpoint_rows,
+    fence_of_rows,
+    finished_of_rows,
+    idle_kind,
+)
 from dlac_pipeline.launch_spec import NODES
 from dlac_pipeline.ranks.progress import read_ending, read_total_steps
 from dlac_pipeline.recover.claims import (

@@ -15,9 +15,13 @@ from functools import partial
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
-from catalog import errors
-from catalog.connect import Lakehouse, connect
-from catalog.errors import (
+from dlac_pipeline.checkpoint.store import tiers_of
+from dlac_pipeline.elastic.all_ranks import LOST
+from dlac_pipeline.elastic.membership import EndedElsewhere, Membership
+from dlac_pipeline.elastic.round import VERDICT, Round
+from dlac_pipeline.elastic.starter import RankStarter
+from dlac_pipeline.lakehouse import errors
+from dlac_pipeline.lakehouse.errors import (
     CatalogUnreachable,
     CommitOutcomeUnknown,
     DlacError,
@@ -30,14 +34,10 @@ from catalog.errors import (
     StoreUnavailable,
     TrainingFailed,
 )
-from catalog.ledger import Ledger
-from catalog.plans import get_plan
-from catalog.run_rows import HEAD_KINDS
-from dlac_pipeline.checkpoint.store import tiers_of
-from dlac_pipeline.elastic.all_ranks import LOST
-from dlac_pipeline.elastic.membership import EndedElsewhere, Membership
-from dlac_pipeline.elastic.round import VERDICT, Round
-from dlac_pipeline.elastic.starter import RankStarter
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+from dlac_pipeline.lakehouse.ledger.plans import get_plan
+from dlac_pipeline.lakehouse.ledger.run_rows import HEAD_KINDS
 from dlac_pipeline.ranks.processes import HANG
 from dlac_pipeline.recover.attempt import (
     Ending,

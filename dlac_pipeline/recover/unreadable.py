@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from catalog.connect import Lakehouse
-from catalog.errors import DataFileUnreadable
+from dlac_pipeline.lakehouse.errors import DataFileUnreadable
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.plan.follow import Unreadable
 from dlac_pipeline.plan.leg import Leg
 from dlac_pipeline.plan.planner import Plan, load_plan

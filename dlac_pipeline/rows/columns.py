@@ -42,8 +42,8 @@ from pyiceberg.types import (
     UUIDType,
 )
 
-from catalog.columns import concat_chunks
-from catalog.errors import NoSuchColumn, UnsupportedColumn
+from dlac_pipeline.lakehouse.errors import NoSuchColumn, UnsupportedColumn
+from dlac_pipeline.lakehouse.iceberg.columns import concat_chunks
 
 Array = npt.NDArray[Any]
 Ints = npt.NDArray[np.int64]

@@ -18,7 +18,7 @@ import pyarrow as pa
 from blake3 import blake3
 from tokenizers import Tokenizer as Backend
 
-from catalog.errors import TokenizerUnreadable, UnsupportedColumn
+from dlac_pipeline.lakehouse.errors import TokenizerUnreadable, UnsupportedColumn
 from dlac_pipeline.rows.columns import Ints
 
 Tokens = npt.NDArray[np.int32] | npt.NDArray[np.int64]

@@ -24,7 +24,7 @@ import numpy as np
 import pyarrow as pa
 from blake3 import blake3
 
-from catalog.errors import TransformFailed
+from dlac_pipeline.lakehouse.errors import TransformFailed
 from dlac_pipeline.rows.columns import Ints
 
 ROW = "dlac_row"

@@ -2,8 +2,9 @@
 
 Standard input: one line of JSON (the request), then nothing until the orchestrator closes it or dies, which ends the run in
 good order. Standard output: one event per line of JSON, among them a sign of life (`alive`) every few seconds; what libraries
-and users' code print goes to standard error. Exit status: 0, or that of the error (catalog/errors.py). A supervisor whose run was
-taken over by another launch leaves, and does not wait until its next commit is refused. A request for a cluster (`launch.on`) is
+and users' code print goes to standard error. Exit status: 0, or that of the error
+(dlac_pipeline/lakehouse/errors.py). A supervisor whose run was taken over by another launch leaves, and does not wait until
+its next commit is refused. A request for a cluster (`launch.on`) is
 submitted from here, and the job followed, in the same way.
 
 Little is imported before the request is read: what the ranks need is imported beside what the supervisor needs.
@@ -15,8 +16,8 @@ import sys
 
 from pydantic import ValidationError
 
-from catalog.errors import SpecInvalid
 from dlac_pipeline.elastic.starter import RankStarter
+from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.request import Request
 from dlac_pipeline.supervisor.orchestrator import Orchestrator, keep_events_apart
 

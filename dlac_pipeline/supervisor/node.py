@@ -17,9 +17,9 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 
-from catalog.connect import connect
-from catalog.errors import DlacError, SpecInvalid
-from catalog.ledger import Ledger
+from dlac_pipeline.lakehouse.errors import DlacError, SpecInvalid
+from dlac_pipeline.lakehouse.iceberg.connect import connect
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.launchers.protocol import supervisor_of
 from dlac_pipeline.launchers.scheduler import FIRST_NODE_VARIABLE, KEY_FILE_VARIABLE, UNFINISHED_EXIT_CODE
 from dlac_pipeline.launchers.slurm import Slurm

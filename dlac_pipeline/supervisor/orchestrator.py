@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable
 from typing import Any, TextIO
 
-from catalog.errors import TrainingFailed
-from catalog.plain_json import strict_json
+from dlac_pipeline.lakehouse.errors import TrainingFailed
+from dlac_pipeline.lakehouse.plain_json import strict_json
 
 MARGIN_S = 5.0
 """What a launcher gets on top of the ranks' grace period when nobody needs it any more."""

@@ -6,11 +6,11 @@ import os
 import threading
 import time
 
-from catalog.connect import connect
-from catalog.errors import DlacError, Fenced, name_of
-from catalog.ledger import Ledger
 from dlac_pipeline.bug_report import EXIT_CODE, report_unexpected
 from dlac_pipeline.elastic.starter import RankStarter
+from dlac_pipeline.lakehouse.errors import DlacError, Fenced, name_of
+from dlac_pipeline.lakehouse.iceberg.connect import connect
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.launchers.protocol import Launcher, launcher_for
 from dlac_pipeline.recover.claims import launcher_of
 from dlac_pipeline.request import Request

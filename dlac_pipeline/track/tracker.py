@@ -11,7 +11,7 @@ import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from catalog.errors import CursorMismatch
+from dlac_pipeline.lakehouse.errors import CursorMismatch
 from dlac_pipeline.plan.order import Advance
 from dlac_pipeline.plan.units import Ints
 from dlac_pipeline.read.batch import Batch

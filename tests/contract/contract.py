@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from hypothesis import strategies as st
 
-from catalog.connect import Lakehouse
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.spec import JobSpec, parse_spec
 from tests.contract.runs import GlobalBatch, Run, Tensors, rows_left
 from tests.contract.tables import MakeRows, SourceTable

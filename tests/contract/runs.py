@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
-from catalog.connect import Lakehouse
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.plan.follow import next_leg
 from dlac_pipeline.plan.leg import Leg
 from dlac_pipeline.plan.legs import asked_for, first_leg

@@ -19,8 +19,8 @@ import pyarrow.parquet as pq
 from pyiceberg.table import Table
 from pyiceberg.table.snapshots import Operation
 
-from catalog.connect import Lakehouse
-from catalog.data_files import live_files
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
+from dlac_pipeline.lakehouse.iceberg.data_files import live_files
 from tests.snapshots import DeleteFile, commit_snapshot, position_rows
 
 MakeRows = Callable[[Sequence[int]], pa.Table]

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from catalog.connect import Lakehouse, connect
-from catalog.errors import EmptyPlan
-from catalog.lakehouse_config import LakehouseConfig
+from dlac_pipeline.lakehouse.config import LakehouseConfig
+from dlac_pipeline.lakehouse.errors import EmptyPlan
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
 from dlac_pipeline.spec import JobSpec, parse_spec
 from tests.contract.contract import PER_ROW, Reading
 from tests.contract.readings import LISTS, PACKED, packed_slot, tokens_of, transformed

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from catalog.ledger import Ledger
-from catalog.recoveries import recoveries_of
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.checkpoint.listing import list_checkpoints, verify_checkpoints
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
 from dlac_pipeline.recover.status import list_runs
 from tests.conftest import Arena
 from tests.integration.audit_runs import Workshop

@@ -21,15 +21,15 @@ import pytest
 import torch
 import yaml
 
-import catalog.retrying
 import dlac_pipeline as dlac
-from catalog.commits import Attempt, claim, commit_checkpoint
-from catalog.connect import Lakehouse, connect
-from catalog.lakehouse_config import LakehouseConfig
-from catalog.ledger import Ledger
-from catalog.maintenance.compaction import MIN_FILES
-from catalog.maintenance.upkeep import upkeep
-from catalog.run_rows import Row, fence_of_rows
+import dlac_pipeline.lakehouse.retrying
+from dlac_pipeline.lakehouse.config import LakehouseConfig
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
+from dlac_pipeline.lakehouse.ledger.commits import Attempt, claim, commit_checkpoint
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+from dlac_pipeline.lakehouse.ledger.run_rows import Row, fence_of_rows
+from dlac_pipeline.lakehouse.maintenance.compaction import MIN_FILES
+from dlac_pipeline.lakehouse.maintenance.upkeep import upkeep
 from tests.conftest import wait_until
 from tests.postgres_server import needs_postgres, postgres
 
@@ -221,7 +221,7 @@ def test_a_catalog_that_is_away_costs_no_checkpoint(arena: Arena, monkeypatch: p
     path = arena.home / "r.yaml"
     path.write_text(yaml.safe_dump(spec.model_dump()))
     locker = sqlite3.connect(database, isolation_level=None, timeout=60)
-    pause = catalog.retrying._pause_s
+    pause = dlac_pipeline.lakehouse.retrying._pause_s
     refused: list[str] = []
 
     def pausing(state: Any, **limits: float) -> float:
@@ -230,7 +230,7 @@ def test_a_catalog_that_is_away_costs_no_checkpoint(arena: Arena, monkeypatch: p
             locker.execute("ROLLBACK")
         return pause(state, **limits)
 
-    monkeypatch.setattr(catalog.retrying, "_pause_s", pausing)
+    monkeypatch.setattr(dlac_pipeline.lakehouse.retrying, "_pause_s", pausing)
     with closing(locker), dlac.training_run(path) as run:
         run.restore(dlac.TorchState(model=torch.nn.Linear(1, 1)))
         for batch in run.batches():

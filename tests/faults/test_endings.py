@@ -4,9 +4,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from catalog.commits import claim
-from catalog.ledger import Ledger
-from catalog.recoveries import recoveries_of
+from dlac_pipeline.lakehouse.ledger.commits import claim
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
 
 if TYPE_CHECKING:
     from tests.conftest import Arena

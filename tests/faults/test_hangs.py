@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from catalog.connect import connect
+from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.recover.supervise import Supervisor
 from dlac_pipeline.spec import parse_spec
 from tests.conftest import PROGRAMS, Arena, source_rows, wait_until

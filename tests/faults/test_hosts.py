@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from catalog.errors import NodesMissing
-from catalog.lakehouse_config import LakehouseConfig
+from dlac_pipeline.lakehouse.config import LakehouseConfig
+from dlac_pipeline.lakehouse.errors import NodesMissing
 from dlac_pipeline.ranks.addresses import free_port
 from tests.conftest import Arena, wait_until
 from tests.crews import check_exact, job, leader_of, wait_for_checkpoint

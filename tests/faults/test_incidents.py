@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from catalog.recoveries import recoveries_of
+from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
 from tests.integration.test_cli import dlac
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from catalog.errors import ClusterRefused, TrainingFailed
+from dlac_pipeline.lakehouse.errors import ClusterRefused, TrainingFailed
 from dlac_pipeline.launchers.cluster_job import ClusterJob
 from dlac_pipeline.launchers.kubernetes import Kubernetes
 from dlac_pipeline.recover.supervise import Outcome

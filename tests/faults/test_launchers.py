@@ -18,8 +18,8 @@ import psutil
 import pytest
 import yaml
 
-from catalog.recoveries import recoveries_of
 from dlac_pipeline.audit.audit import audit_run
+from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
 from dlac_pipeline.recover.status import run_status
 from tests.conftest import PROGRAMS, wait_until
 from tests.faults.test_preemption import check_gone, metadata_server

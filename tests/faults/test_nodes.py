@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 import pytest
 import yaml
 
-from catalog.errors import NodesMissing, RunFinished, SpecInvalid
-from catalog.ledger import Ledger
-from catalog.recoveries import recoveries_of
+from dlac_pipeline.lakehouse.errors import NodesMissing, RunFinished, SpecInvalid
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
 from tests.conftest import PROGRAMS, wait_until
 from tests.crews import check_exact, job, leader_of, trained_together, wait_for_checkpoint, wait_for_spare
 

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from catalog.connect import connect
-from catalog.errors import LedgerOlderThanStore
-from catalog.lakehouse_config import LakehouseConfig
-from catalog.ledger import Ledger
+from dlac_pipeline.lakehouse.config import LakehouseConfig
+from dlac_pipeline.lakehouse.errors import LedgerOlderThanStore
+from dlac_pipeline.lakehouse.iceberg.connect import connect
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from tests.integration.test_older_ledger import check_refused, files_of, restore_catalog
 
 if TYPE_CHECKING:

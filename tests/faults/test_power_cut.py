@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from catalog.connect import connect
-from catalog.ledger import Ledger
-from catalog.run_rows import Row, checkpoint_rows, fence_of_rows, restorable_rows
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.checkpoint.restore import restore
 from dlac_pipeline.checkpoint.store import tiers_of
+from dlac_pipeline.lakehouse.iceberg.connect import connect
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+from dlac_pipeline.lakehouse.ledger.run_rows import Row, checkpoint_rows, fence_of_rows, restorable_rows
 from dlac_pipeline.plan.leg import Leg
 from dlac_pipeline.read.open import open_leg
 from dlac_pipeline.spec import JobSpec, read_spec

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import dagster as dg
 import pytest
 
-from catalog.errors import CheckpointDamaged, NothingToRehearse
 from dlac_pipeline.checkpoint.store import folder_of
+from dlac_pipeline.lakehouse.errors import CheckpointDamaged, NothingToRehearse
 from dlac_pipeline.recover.claims import launch_folder_of, spec_of_attempt
 from dlac_pipeline.recover.live_status import LiveStatus
 from dlac_pipeline.recover.rehearse import rehearse

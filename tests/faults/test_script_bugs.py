@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from catalog.recoveries import recoveries_of
 from dlac_pipeline.audit.audit import audit_run
+from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
 
 if TYPE_CHECKING:
     from tests.conftest import Arena

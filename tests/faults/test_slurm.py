@@ -15,7 +15,7 @@ import psutil
 import pytest
 import yaml
 
-from catalog.lakehouse_config import LakehouseConfig
+from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.launchers.cluster_job import ClusterJob
 from dlac_pipeline.launchers.slurm import PREFERS_S, Slurm
 from dlac_pipeline.recover.supervise import Outcome

@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from cryptography.fernet import Fernet
 
-from catalog.errors import NodesMissing, SpecInvalid
-from catalog.ledger import Ledger
 from dlac_pipeline.elastic.sealed_store import KEY_VARIABLE
+from dlac_pipeline.lakehouse.errors import NodesMissing, SpecInvalid
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from tests.conftest import PROGRAMS, wait_until
 from tests.crews import SECRET, check_exact, job
 from tests.hosts import Host, host, switched

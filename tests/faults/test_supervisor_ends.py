@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
-from catalog.recoveries import recoveries_of
+from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
 from tests.conftest import wait_until
 
 if TYPE_CHECKING:

@@ -18,12 +18,12 @@ from pyiceberg.expressions import EqualTo
 from pyiceberg.io.pyarrow import schema_to_pyarrow
 
 import dlac_pipeline as dlac
-from catalog.connect import Lakehouse, connect
-from catalog.lakehouse_config import LakehouseConfig
-from catalog.ledger import Ledger
-from catalog.run_rows import Row
-from catalog.schemas import CONSUMPTION, SLICES
 from dlac_pipeline.audit.audit import AuditReport, audit_run
+from dlac_pipeline.lakehouse.config import LakehouseConfig
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+from dlac_pipeline.lakehouse.ledger.run_rows import Row
+from dlac_pipeline.lakehouse.ledger.schemas import CONSUMPTION, SLICES
 
 Change = Callable[[list[Row]], list[Row]]
 

@@ -15,8 +15,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from catalog.ledger import Ledger
 from dlac_pipeline.audit.lakehouse_sql import open_audit
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.recover.attempt import Event
 from dlac_pipeline.recover.supervise import Supervisor
 from dlac_pipeline.spec import JobSpec, parse_spec

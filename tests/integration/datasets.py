@@ -11,9 +11,9 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from catalog.connect import connect
-from catalog.lakehouse_config import LakehouseConfig
 from dlac_pipeline.dataset import DlacDataset, open_dataset
+from dlac_pipeline.lakehouse.config import LakehouseConfig
+from dlac_pipeline.lakehouse.iceberg.connect import connect
 
 Seen = list[dict[str, Any]]
 KINDS = {

@@ -13,11 +13,11 @@ import pyarrow.parquet as pq
 from pyiceberg.table import Table
 from pyiceberg.table.snapshots import Operation
 
-from catalog.connect import connect
-from catalog.data_files import live_files
-from catalog.history.changes import History, changes
-from catalog.history.steps import TableRows
-from catalog.lakehouse_config import LakehouseConfig
+from dlac_pipeline.lakehouse.config import LakehouseConfig
+from dlac_pipeline.lakehouse.history.changes import History, changes
+from dlac_pipeline.lakehouse.history.steps import TableRows
+from dlac_pipeline.lakehouse.iceberg.connect import connect
+from dlac_pipeline.lakehouse.iceberg.data_files import live_files
 from tests.snapshots import DeleteFile, commit_snapshot, position_rows
 
 Keyed = Literal["appends", "identity_columns"]

@@ -9,7 +9,7 @@ import duckdb
 import numpy as np
 from pyiceberg.manifest import DataFileContent
 
-from catalog.row_groups import RowGroup
+from dlac_pipeline.lakehouse.iceberg.row_groups import RowGroup
 from tests.integration.iceberg_writer import Written
 
 

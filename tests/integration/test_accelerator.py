@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from catalog.errors import LossNotFinite
+from dlac_pipeline.lakehouse.errors import LossNotFinite
 from dlac_pipeline.recover.status import run_status
 from dlac_pipeline.spec import JobSpec
 from tests.conftest import PROGRAMS, Arena

@@ -18,10 +18,10 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save
 
 import dlac_pipeline as dlac
-from catalog.errors import CheckpointUnsafe, SpecInvalid
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.audit.lakehouse_sql import open_audit
 from dlac_pipeline.checkpoint.foreign import foreign_checkpoint
+from dlac_pipeline.lakehouse.errors import CheckpointUnsafe, SpecInvalid
 from dlac_pipeline.recover.adopt import adopt
 from dlac_pipeline.recover.coordinator import new_nonce, take_over
 from dlac_pipeline.recover.run_lock import run_lock

@@ -13,9 +13,6 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from catalog.errors import NoSuchRun
-from catalog.ledger import Ledger
-from catalog.run_rows import Row
 from dlac_pipeline.audit.audit import audit_run, open_run
 from dlac_pipeline.audit.explain import explain_sql
 from dlac_pipeline.audit.lakehouse_sql import open_audit, rows_of
@@ -23,6 +20,9 @@ from dlac_pipeline.audit.losses import read_losses
 from dlac_pipeline.audit.plots import draw_coverage, draw_losses
 from dlac_pipeline.audit.report import write_report
 from dlac_pipeline.audit.table import audit_table
+from dlac_pipeline.lakehouse.errors import NoSuchRun
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+from dlac_pipeline.lakehouse.ledger.run_rows import Row
 from tests.integration.audit_runs import changed, is_advance, rows_named, until_step, without
 from tests.integration.conftest import ROWS, Lake
 

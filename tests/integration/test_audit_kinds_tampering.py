@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from catalog.run_rows import Row
+from dlac_pipeline.lakehouse.ledger.run_rows import Row
 from tests.integration.audit_runs import Change, Workshop, changed, is_advance, trained, unchanged, until_step, without
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from pyiceberg.expressions import And, EqualTo
 
-from catalog.ledger import Ledger
-from catalog.run_rows import Row
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.audit.lakehouse_sql import open_audit
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+from dlac_pipeline.lakehouse.ledger.run_rows import Row
 from tests.integration.audit_runs import Change, changed, is_advance, rows_named, unchanged, until_step, without
 from tests.integration.conftest import Lake
 

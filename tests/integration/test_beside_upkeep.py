@@ -12,19 +12,19 @@ from pyiceberg.catalog.sql import SqlCatalog
 from pyiceberg.table import CommitTableResponse, Table
 from sqlalchemy.exc import OperationalError
 
-from catalog.commits import Attempt, claim, commit_checkpoint
-from catalog.connect import Lakehouse, connect
-from catalog.errors import LakehouseError, SpecInvalid
-from catalog.ledger import Ledger
-from catalog.maintenance.expiry import expire
-from catalog.maintenance.orphans import remove_orphans
-from catalog.maintenance.upkeep import upkeep
-from catalog.pins import list_pins, unpin
-from catalog.plans import find_plan
-from catalog.run_rows import Row
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.audit.explain import explain_sql
 from dlac_pipeline.audit.lakehouse_sql import open_audit, rows_of
+from dlac_pipeline.lakehouse.errors import LakehouseError, SpecInvalid
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
+from dlac_pipeline.lakehouse.iceberg.pins import list_pins, unpin
+from dlac_pipeline.lakehouse.ledger.commits import Attempt, claim, commit_checkpoint
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+from dlac_pipeline.lakehouse.ledger.plans import find_plan
+from dlac_pipeline.lakehouse.ledger.run_rows import Row
+from dlac_pipeline.lakehouse.maintenance.expiry import expire
+from dlac_pipeline.lakehouse.maintenance.orphans import remove_orphans
+from dlac_pipeline.lakehouse.maintenance.upkeep import upkeep
 from dlac_pipeline.plan.planner import Plan, make_plan
 
 if TYPE_CHECKING:

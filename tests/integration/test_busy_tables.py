@@ -15,13 +15,13 @@ from pyiceberg.catalog.sql import SqlCatalog
 from pyiceberg.table import CommitTableResponse
 from pyiceberg.table.update import RemoveSnapshotRefUpdate
 
-from catalog.connect import Lakehouse, connect
-from catalog.errors import CommitConflict, NoSuchSnapshot, PinLost
-from catalog.guarded import GuardedSqlCatalog
-from catalog.lakehouse_config import LakehouseConfig
-from catalog.pins import hold, unpin
-from catalog.retrying import retrying
-from catalog.snapshots import pin, tag_of
+from dlac_pipeline.lakehouse.config import LakehouseConfig
+from dlac_pipeline.lakehouse.errors import CommitConflict, NoSuchSnapshot, PinLost
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
+from dlac_pipeline.lakehouse.iceberg.pins import hold, unpin
+from dlac_pipeline.lakehouse.iceberg.safe_commit import GuardedSqlCatalog
+from dlac_pipeline.lakehouse.iceberg.snapshots import pin, tag_of
+from dlac_pipeline.lakehouse.retrying import retrying
 
 ROWS = pa.table({"k": pa.array([1, 2, 3], pa.int64())})
 LOST = 5
@@ -101,7 +101,7 @@ def test_a_pin_that_is_taken_away_again_and_again(lakehouse: Lakehouse, monkeypa
     assert pin(lakehouse, "src.t", snapshot) == tag_of(snapshot)
     assert unpin(lakehouse, "src.t", snapshot)
     times = math.inf
-    monkeypatch.setattr("catalog.snapshots.retrying", partial(retrying, 0.5))
+    monkeypatch.setattr("dlac_pipeline.lakehouse.iceberg.snapshots.retrying", partial(retrying, 0.5))
     with pytest.raises(PinLost, match="does not stay: it was there, and was gone"):
         pin(lakehouse, "src.t", snapshot)
 
@@ -131,7 +131,7 @@ def test_new_columns_beside_busy_writers(lakehouse: Lakehouse, monkeypatch: pyte
     with lakehouse.own("recoveries").update_schema() as update:
         update.delete_column("work_lost_s")
     losing(monkeypatch, repeat(True))
-    monkeypatch.setattr("catalog.connect.retrying", partial(retrying, 0.5))
+    monkeypatch.setattr("dlac_pipeline.lakehouse.iceberg.connect.retrying", partial(retrying, 0.5))
     with pytest.raises(CommitConflict):
         connect(lakehouse.config)
     monkeypatch.undo()

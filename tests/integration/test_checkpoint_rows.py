@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from catalog.commits import claim
-from catalog.connect import connect
-from catalog.ledger import Ledger
 from dlac_pipeline.checkpoint.engines import TorchState
 from dlac_pipeline.checkpoint.files import StoreFiles
 from dlac_pipeline.checkpoint.manifest import read_manifest
+from dlac_pipeline.lakehouse.iceberg.connect import connect
+from dlac_pipeline.lakehouse.ledger.commits import claim
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.spec import JobSpec
 
 if TYPE_CHECKING:

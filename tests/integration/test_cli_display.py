@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from catalog.branches import rewind
-from catalog.ledger import Ledger
+from dlac_pipeline.lakehouse.ledger.branches import rewind
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.recover.fork import fork
 from dlac_pipeline.recover.run_lock import run_lock
 from tests.conftest import wait_until

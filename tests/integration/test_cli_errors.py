@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from catalog.connect import connect
-from catalog.errors import CatalogMisconfigured, CatalogUnreachable
-from catalog.lakehouse_config import LakehouseConfig
 from dlac_pipeline import cli
+from dlac_pipeline.lakehouse.config import LakehouseConfig
+from dlac_pipeline.lakehouse.errors import CatalogMisconfigured, CatalogUnreachable
+from dlac_pipeline.lakehouse.iceberg.connect import connect
 from tests.conftest import Arena
 
 _READS = (
@@ -177,7 +177,7 @@ def test_unexpected_exception_is_one_line(
     def fail(*_: object, **__: object) -> None:
         raise KeyError("[/b] of nothing")
 
-    monkeypatch.setattr("catalog.connect.connect", fail)
+    monkeypatch.setattr("dlac_pipeline.lakehouse.iceberg.connect.connect", fail)
     status, out, err = run_here(monkeypatch, capsys, "status", "r", "--home", str(tmp_path))
     assert (status, out, len(err.splitlines())) == (70, "", 1)
     assert "unexpected KeyError: '[/b] of nothing'" in err

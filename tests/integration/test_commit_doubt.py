@@ -10,13 +10,13 @@ from pyiceberg.exceptions import CommitFailedException
 from pyiceberg.table import CommitTableResponse, Table
 from sqlalchemy.exc import OperationalError
 
-from catalog.commits import Attempt, claim, commit_checkpoint
-from catalog.connect import Lakehouse, connect
-from catalog.errors import CommitConflict, CommitOutcomeUnknown, Fenced
-from catalog.ledger import Append, Ledger, RunState
-from catalog.maintenance.upkeep import upkeep
-from catalog.recoveries import Recovery, recoveries_of, write_recovery
-from catalog.run_rows import Fence
+from dlac_pipeline.lakehouse.errors import CommitConflict, CommitOutcomeUnknown, Fenced
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
+from dlac_pipeline.lakehouse.ledger.commits import Attempt, claim, commit_checkpoint
+from dlac_pipeline.lakehouse.ledger.ledger import Append, Ledger, RunState
+from dlac_pipeline.lakehouse.ledger.recoveries import Recovery, recoveries_of, write_recovery
+from dlac_pipeline.lakehouse.ledger.run_rows import Fence
+from dlac_pipeline.lakehouse.maintenance.upkeep import upkeep
 
 if TYPE_CHECKING:
     from tests.conftest import Arena

@@ -17,10 +17,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from catalog.errors import StoreUnavailable
 from dlac_pipeline.checkpoint import conversion
 from dlac_pipeline.checkpoint.conversion import converted
 from dlac_pipeline.checkpoint.store import folder_of
+from dlac_pipeline.lakehouse.errors import StoreUnavailable
 from tests.conftest import Arena, wait_until
 
 KILLED = """

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from catalog.errors import DataFileUnreadable, SpecInvalid
+from dlac_pipeline.lakehouse.errors import DataFileUnreadable, SpecInvalid
 from tests.integration.datasets import KINDS, Datasets, seen
 
 pytestmark = [

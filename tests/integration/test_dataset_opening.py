@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from catalog.errors import SpecInvalid
 from dlac_pipeline.dataset import as_batch, open_dataset
+from dlac_pipeline.lakehouse.errors import SpecInvalid
 from tests.integration.datasets import Datasets, seen
 
 

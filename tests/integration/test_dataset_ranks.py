@@ -16,9 +16,9 @@ import pyarrow as pa
 import pytest
 import torch
 
-from catalog.connect import Lakehouse, connect
-from catalog.lakehouse_config import LakehouseConfig
 from dlac_pipeline.dataset import open_dataset
+from dlac_pipeline.lakehouse.config import LakehouseConfig
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
 
 ROOT = Path(__file__).parents[2]
 SETTINGS: dict[str, Any] = {"table": "src.t", "columns": ["tokens"], "length": 16, "batch_size": 8, "key_groups": 2}

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from catalog.errors import RunBusy
-from catalog.ledger import Ledger
-from catalog.run_rows import HEAD_KINDS
+from dlac_pipeline.lakehouse.errors import RunBusy
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+from dlac_pipeline.lakehouse.ledger.run_rows import HEAD_KINDS
 from dlac_pipeline.launch_spec import LaunchSpec
 from dlac_pipeline.recover.coordinator import new_nonce, take_over
 from dlac_pipeline.recover.elsewhere import refuse_if_alive_elsewhere

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch.utils._pytree import tree_map_only
 
-from catalog.errors import CheckpointError, CheckpointUnsafe, FormatTooNew, SpecInvalid
 from dlac_pipeline import DistributedState, TorchState
 from dlac_pipeline.checkpoint.engines import Engine
 from dlac_pipeline.checkpoint.rng import load_rng, rng_file
 from dlac_pipeline.checkpoint.writing import Copies, CopyMemory, Direct, Writer
+from dlac_pipeline.lakehouse.errors import CheckpointError, CheckpointUnsafe, FormatTooNew, SpecInvalid
 from tests.engine_ranks import STEPS, Saved, assert_same, save
 
 pytestmark = pytest.mark.timeout(900)  # several starts of several processes each

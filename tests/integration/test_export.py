@@ -21,10 +21,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.nn.parallel import DistributedDataParallel
 
 import dlac_pipeline
-from catalog.commits import name_checkpoint, names_of
-from catalog.connect import connect
-from catalog.errors import CheckpointDamaged, CheckpointError, NoSuchCheckpoint, StoreUnavailable
-from catalog.ledger import Ledger
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.audit.lakehouse_sql import open_audit
 from dlac_pipeline.checkpoint import export
@@ -34,6 +30,10 @@ from dlac_pipeline.checkpoint.engines.weights import weights_of
 from dlac_pipeline.checkpoint.export import checkpoint_of_file, export_weights
 from dlac_pipeline.checkpoint.store import folder_of, tiers_of
 from dlac_pipeline.checkpoint.writing import Direct
+from dlac_pipeline.lakehouse.errors import CheckpointDamaged, CheckpointError, NoSuchCheckpoint, StoreUnavailable
+from dlac_pipeline.lakehouse.iceberg.connect import connect
+from dlac_pipeline.lakehouse.ledger.commits import name_checkpoint, names_of
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from tests.conftest import Arena, wait_until
 from tests.integration.test_cli import dlac
 

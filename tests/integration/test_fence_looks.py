@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from catalog.commits import claim
-from catalog.connect import Lakehouse, connect
-from catalog.errors import CatalogUnreachable
-from catalog.ledger import Ledger, RunState
+from dlac_pipeline.lakehouse.errors import CatalogUnreachable
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
+from dlac_pipeline.lakehouse.ledger.commits import claim
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger, RunState
 from dlac_pipeline.recover.supervise import Outcome
 from dlac_pipeline.request import Request
 from dlac_pipeline.supervisor import serving
 from tests.conftest import wait_until
 
 if TYPE_CHECKING:
-    from catalog.lakehouse_config import LakehouseConfig
+    from dlac_pipeline.lakehouse.config import LakehouseConfig
     from tests.conftest import Arena
 
 RUN = "r1"

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyiceberg.table import Table
 
-from catalog.row_groups import row_groups_of
-from catalog.snapshots import snapshot_of
+from dlac_pipeline.lakehouse.iceberg.row_groups import row_groups_of
+from dlac_pipeline.lakehouse.iceberg.snapshots import snapshot_of
 from tests.integration.filter_cases import Case, make_case, make_filter
 from tests.integration.iceberg_oracle import live_positions
 

@@ -17,17 +17,17 @@ import torch
 import yaml
 
 import dlac_pipeline as dlac
-from catalog.commits import name_checkpoint, names_of
-from catalog.connect import connect
-from catalog.errors import CheckpointDamaged, NoSuchCheckpoint, NoSuchRun, SpecInvalid, StoreUnavailable
-from catalog.ledger import Ledger
-from catalog.run_rows import HEAD_KINDS
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.audit.explain import explain_sql
 from dlac_pipeline.audit.lakehouse_sql import open_audit, rows_of
 from dlac_pipeline.checkpoint.files import StoreFiles
 from dlac_pipeline.checkpoint.listing import verify_checkpoints
 from dlac_pipeline.checkpoint.store import folder_of
+from dlac_pipeline.lakehouse.errors import CheckpointDamaged, NoSuchCheckpoint, NoSuchRun, SpecInvalid, StoreUnavailable
+from dlac_pipeline.lakehouse.iceberg.connect import connect
+from dlac_pipeline.lakehouse.ledger.commits import name_checkpoint, names_of
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+from dlac_pipeline.lakehouse.ledger.run_rows import HEAD_KINDS
 from dlac_pipeline.recover.fork import fork
 from dlac_pipeline.recover.rewind import rewind_run
 from dlac_pipeline.spec import JobSpec
@@ -37,7 +37,7 @@ from tests.integration.test_cli import dlac as dlac_command
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from catalog.connect import connect
+from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.checkpoint import committing
 from dlac_pipeline.recover.fork import fork
 from dlac_pipeline.spec import read_spec

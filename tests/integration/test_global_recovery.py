@@ -16,9 +16,9 @@ from dagster_shared.record import copy
 from assets.failures import NO_RECOVERY_TAG, OUTAGE_TAG, PREEMPTED_TAG, RUN_TAG, own_value, tag_of
 from assets.heartbeat import Heartbeat
 from assets.training import POOL, model_checkpoint
-from catalog.commits import claim
-from catalog.errors import SteppedAside
-from catalog.ledger import Ledger
+from dlac_pipeline.lakehouse.errors import SteppedAside
+from dlac_pipeline.lakehouse.ledger.commits import claim
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.recover.coordinator import check_current
 from jobs.continual import run_config_of
 from jobs.coordinator import TrainingRunCoordinator
@@ -137,7 +137,7 @@ def test_whatever_goes_wrong_while_it_is_decided_a_recovery_is_requested(
     def locked(*_: object, **__: object) -> None:
         raise sqlite3.OperationalError("database is locked")
 
-    monkeypatch.setattr("catalog.ledger.Ledger.rows", locked)
+    monkeypatch.setattr("dlac_pipeline.lakehouse.ledger.ledger.Ledger.rows", locked)
     request = asked(instance, dead)
     assert isinstance(request, dg.RunRequest)
     assert request.run_config["ops"]["model_checkpoint"]["config"]["takeover"] is False

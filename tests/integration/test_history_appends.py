@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from catalog.errors import AppendHistoryLost
+from dlac_pipeline.lakehouse.errors import AppendHistoryLost
 from tests.integration.history_lake import Keyed, Lake, read, read_from, rows_of
 
 

@@ -10,11 +10,11 @@ import pyarrow as pa
 import pytest
 from pyiceberg.table import Table
 
-from catalog.connect import connect
-from catalog.errors import DataFileUnreadable, SpecInvalid, UnsupportedColumn
-from catalog.history.row_matching import Mask, Rows, identity_keys, match
-from catalog.history.steps import TableRows
-from catalog.lakehouse_config import LakehouseConfig
+from dlac_pipeline.lakehouse.config import LakehouseConfig
+from dlac_pipeline.lakehouse.errors import DataFileUnreadable, SpecInvalid, UnsupportedColumn
+from dlac_pipeline.lakehouse.history.row_matching import Mask, Rows, identity_keys, match
+from dlac_pipeline.lakehouse.history.steps import TableRows
+from dlac_pipeline.lakehouse.iceberg.connect import connect
 
 COLUMNS: dict[str, tuple[pa.DataType, Any]] = {
     "whole": (pa.int32(), lambda n: n - 2),

@@ -18,10 +18,10 @@ import pyarrow as pa
 import pytest
 import torch
 
-from catalog.connect import Lakehouse, connect
-from catalog.errors import ResumeMismatch, SpecInvalid, TrainingFailed
-from catalog.lakehouse_config import LakehouseConfig
 from dlac_pipeline.dataset import STATE_FILE, DlacDataset, last_checkpoint, open_dataset, trainer_callback
+from dlac_pipeline.lakehouse.config import LakehouseConfig
+from dlac_pipeline.lakehouse.errors import ResumeMismatch, SpecInvalid, TrainingFailed
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
 
 transformers: Any = pytest.importorskip("transformers")
 accelerate: Any = pytest.importorskip("accelerate")

@@ -16,11 +16,11 @@ from pyiceberg.schema import Schema
 from pyiceberg.transforms import IdentityTransform
 from pyiceberg.types import DoubleType, IntegerType, LongType, NestedField, StringType
 
-from catalog.columns import FileColumns
-from catalog.data_files import live_files
-from catalog.deletes import matching_rows
-from catalog.errors import DataFileUnreadable, NoSuchSnapshot, UnsupportedDeletes
-from catalog.row_groups import row_groups_of
+from dlac_pipeline.lakehouse.errors import DataFileUnreadable, NoSuchSnapshot, UnsupportedDeletes
+from dlac_pipeline.lakehouse.iceberg.columns import FileColumns
+from dlac_pipeline.lakehouse.iceberg.data_files import live_files
+from dlac_pipeline.lakehouse.iceberg.deletes import matching_rows
+from dlac_pipeline.lakehouse.iceberg.row_groups import row_groups_of
 from tests.integration.iceberg_oracle import live_positions, oracle
 from tests.integration.iceberg_writer import HandTable, vector_blob
 
@@ -151,8 +151,8 @@ def test_deletion_vectors_replace_positional_deletes(tmp_path: Path) -> None:
 
 def test_positions_past_32_bits_are_read() -> None:
     """The second map of a 64-bit roaring bitmap holds positions from 2^32 on."""
-    from catalog.data_files import DeleteFile
-    from catalog.deletes import decode_vector
+    from dlac_pipeline.lakehouse.iceberg.data_files import DeleteFile
+    from dlac_pipeline.lakehouse.iceberg.deletes import decode_vector
 
     positions = [0, 7, 2**32 + 1, 2**33]
     vector = DeleteFile(path="p", rows=4, sequence_number=1, offset=4, size_bytes=1)

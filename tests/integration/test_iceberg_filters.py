@@ -27,11 +27,11 @@ from pyiceberg.types import (
     TimestampType,
 )
 
-from catalog.columns import FileColumns
-from catalog.data_files import live_files
-from catalog.errors import NoSuchColumn, SpecInvalid
-from catalog.filters.conditions import parse_filter
-from catalog.row_groups import row_groups_of
+from dlac_pipeline.lakehouse.errors import NoSuchColumn, SpecInvalid
+from dlac_pipeline.lakehouse.filters.conditions import parse_filter
+from dlac_pipeline.lakehouse.iceberg.columns import FileColumns
+from dlac_pipeline.lakehouse.iceberg.data_files import live_files
+from dlac_pipeline.lakehouse.iceberg.row_groups import row_groups_of
 from tests.iceberg_schemas import arrow_fields, optional_fields
 from tests.integration.iceberg_oracle import live_positions
 from tests.integration.iceberg_writer import HandTable
@@ -211,7 +211,9 @@ def test_files_that_metrics_exclude_are_not_opened(tmp_path: Path, monkeypatch: 
     hand.append(rows([9]), spec=1, partition=("s1",))
     assert [one[0][-16:-13] for one in kept(hand, "n > 4 AND s != 's1'")] == ["001"]
     table = hand.table
-    monkeypatch.setattr("catalog.row_groups.pq.ParquetFile", lambda _: pytest.fail("a footer was read"))
+    monkeypatch.setattr(
+        "dlac_pipeline.lakehouse.iceberg.row_groups.pq.ParquetFile", lambda _: pytest.fail("a footer was read")
+    )
     assert row_groups_of(table, hand.snapshot_id, "n > 10 OR s = 'zzz'") == []
 
 

@@ -11,8 +11,8 @@ from pyiceberg.schema import Schema
 from pyiceberg.transforms import IdentityTransform
 from pyiceberg.types import LongType, NestedField, StringType
 
-from catalog.errors import DataFileUnreadable, UnsupportedDeletes
-from catalog.row_groups import row_groups_of
+from dlac_pipeline.lakehouse.errors import DataFileUnreadable, UnsupportedDeletes
+from dlac_pipeline.lakehouse.iceberg.row_groups import row_groups_of
 from dlac_pipeline.plan.planner import make_plan
 from dlac_pipeline.spec import SourceSpec
 from tests.integration.iceberg_oracle import live_positions, oracle

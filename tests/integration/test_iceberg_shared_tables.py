@@ -9,10 +9,10 @@ import pyarrow.parquet as pq
 import pytest
 from pyiceberg.table import StaticTable, Table
 
-from catalog.columns import FileColumns, name_mapping_of
-from catalog.data_files import live_files, snapshot_schema
-from catalog.errors import UnsupportedColumn
-from catalog.row_groups import row_groups_of
+from dlac_pipeline.lakehouse.errors import UnsupportedColumn
+from dlac_pipeline.lakehouse.iceberg.columns import FileColumns, name_mapping_of
+from dlac_pipeline.lakehouse.iceberg.data_files import live_files, snapshot_schema
+from dlac_pipeline.lakehouse.iceberg.row_groups import row_groups_of
 from tests.integration.iceberg_oracle import live_positions, oracle
 from tests.integration.iceberg_writer import Written
 

@@ -12,14 +12,14 @@ import numpy.typing as npt
 import pytest
 from tokenizers import Tokenizer
 
-from catalog.connect import Lakehouse, connect
-from catalog.errors import SpecInvalid
-from catalog.lakehouse_config import LakehouseConfig
-from catalog.row_groups import row_groups_of
 from dlac_pipeline.ingest.appends import COMPLETE_PROPERTY
 from dlac_pipeline.ingest.corpus import CorpusReport, ingest_stdlib_corpus
 from dlac_pipeline.ingest.tokenizer import END_OF_DOCUMENT
 from dlac_pipeline.ingest.tokens import TokensReport, tokenize_corpus
+from dlac_pipeline.lakehouse.config import LakehouseConfig
+from dlac_pipeline.lakehouse.errors import SpecInvalid
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
+from dlac_pipeline.lakehouse.iceberg.row_groups import row_groups_of
 
 DOCUMENTS = 20
 LENGTH = 16
@@ -83,8 +83,8 @@ def kill_after_first_append(tmp_path: Path, call: str) -> None:
     program = f"""
 import os
 from pathlib import Path
-from catalog.connect import connect
-from catalog.lakehouse_config import LakehouseConfig
+from dlac_pipeline.lakehouse.iceberg.connect import connect
+from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.ingest.corpus import ingest_stdlib_corpus
 from dlac_pipeline.ingest.tokens import tokenize_corpus
 tmp = Path({str(tmp_path)!r})

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from catalog.errors import ResumeMismatch, SpecInvalid
 from dlac_pipeline.dataset import DlacDataset, as_batch
+from dlac_pipeline.lakehouse.errors import ResumeMismatch, SpecInvalid
 from tests.integration.datasets import Datasets, rows_of, seen
 from tests.integration.test_dataset_state import end, stateful
 

@@ -7,14 +7,21 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from catalog.branches import rewind
-from catalog.commits import Attempt, claim, commit_checkpoint, finish, name_checkpoint, quarantine
-from catalog.connect import connect
-from catalog.errors import Fenced, HeadMoved, NoSuchCheckpoint, RowsBetween, RunFinished, SteppedAside
-from catalog.lakehouse_config import KEEP_SNAPSHOTS
-from catalog.ledger import Append, Ledger, RunState
-from catalog.maintenance.compaction import compact
-from catalog.run_rows import Fence, Row, out_of, restorable_rows
+from dlac_pipeline.lakehouse.config import KEEP_SNAPSHOTS
+from dlac_pipeline.lakehouse.errors import Fenced, HeadMoved, NoSuchCheckpoint, RowsBetween, RunFinished, SteppedAside
+from dlac_pipeline.lakehouse.iceberg.connect import connect
+from dlac_pipeline.lakehouse.ledger.branches import rewind
+from dlac_pipeline.lakehouse.ledger.commits import (
+    Attempt,
+    claim,
+    commit_checkpoint,
+    finish,
+    name_checkpoint,
+    quarantine,
+)
+from dlac_pipeline.lakehouse.ledger.ledger import Append, Ledger, RunState
+from dlac_pipeline.lakehouse.ledger.run_rows import Fence, Row, out_of, restorable_rows
+from dlac_pipeline.lakehouse.maintenance.compaction import compact
 
 if TYPE_CHECKING:
     from tests.conftest import Arena

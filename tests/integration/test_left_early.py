@@ -9,7 +9,7 @@ import pytest
 
 from assets.failures import NO_RECOVERY_TAG, tag_of
 from assets.training import model_checkpoint
-from catalog.errors import LeftUnfinished, ScriptInvalid
+from dlac_pipeline.lakehouse.errors import LeftUnfinished, ScriptInvalid
 from dlac_pipeline.recover.supervise import Supervisor
 from jobs.definitions import defs
 from tests.dagster_runs import job_config
@@ -39,7 +39,7 @@ with dlac.training_run() as run:
 """
 SILENT = """
 import dlac_pipeline as dlac
-from catalog.errors import DlacError
+from dlac_pipeline.lakehouse.errors import DlacError
 
 try:
     with dlac.training_run() as run:

@@ -11,10 +11,10 @@ import pytest
 from pyiceberg.expressions import LessThan
 from pyiceberg.io.pyarrow import _dataframe_to_data_files
 
-from catalog.commits import Attempt, claim, commit_checkpoint
-from catalog.errors import AppendHistoryLost, DataFileUnreadable, NoProgress, ResumeMismatch
-from catalog.pins import list_pins
 from dlac_pipeline.audit.audit import audit_run
+from dlac_pipeline.lakehouse.errors import AppendHistoryLost, DataFileUnreadable, NoProgress, ResumeMismatch
+from dlac_pipeline.lakehouse.iceberg.pins import list_pins
+from dlac_pipeline.lakehouse.ledger.commits import Attempt, claim, commit_checkpoint
 from dlac_pipeline.plan.leg import Leg
 from dlac_pipeline.plan.legs import first_leg
 from dlac_pipeline.plan.planner import make_plan

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from catalog.branches import rewind
-from catalog.ledger import Ledger
+from dlac_pipeline.lakehouse.ledger.branches import rewind
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.ranks.progress import Phase, ProgressWriter, Spent
 from dlac_pipeline.recover.coordinator import take_over
 from dlac_pipeline.recover.live_status import LiveStatus

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from catalog.commits import Attempt, claim, finish
-from catalog.ledger import Ledger
 from dlac_pipeline import cli
+from dlac_pipeline.lakehouse.ledger.commits import Attempt, claim, finish
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.ranks.launch_folder import log_file
 from tests.conftest import Arena, wait_until
 

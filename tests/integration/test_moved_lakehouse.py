@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from catalog.connect import connect
-from catalog.errors import LakehouseError, LedgerOlderThanStore
-from catalog.lakehouse_config import LakehouseConfig
-from catalog.ledger import Ledger
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.checkpoint.listing import list_checkpoints, verify_checkpoints
+from dlac_pipeline.lakehouse.config import LakehouseConfig
+from dlac_pipeline.lakehouse.errors import LakehouseError, LedgerOlderThanStore
+from dlac_pipeline.lakehouse.iceberg.connect import connect
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.recover.claims import last_spec
 from dlac_pipeline.recover.coordinator import take_over
 from dlac_pipeline.recover.status import list_runs, run_status

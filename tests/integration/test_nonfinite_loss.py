@@ -13,11 +13,11 @@ import torch
 import yaml
 
 import dlac_pipeline as dlac
-from catalog.errors import LossNotFinite
-from catalog.recoveries import recoveries_of
 from dlac_pipeline.audit.report import write_report
 from dlac_pipeline.checkpoint.engines.distributed_state import DistributedState
 from dlac_pipeline.checkpoint.finiteness import FinitenessCheck
+from dlac_pipeline.lakehouse.errors import LossNotFinite
+from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
 from dlac_pipeline.recover.status import run_status
 from tests.conftest import Arena
 

@@ -14,13 +14,13 @@ import torch
 import yaml
 
 import dlac_pipeline as dlac
-from catalog.commits import claim
-from catalog.connect import connect
-from catalog.errors import CatalogUnreachable
-from catalog.lakehouse_config import LakehouseConfig
-from catalog.ledger import Append, Ledger
-from catalog.maintenance.upkeep import upkeep
 from dlac_pipeline.audit.audit import audit_run
+from dlac_pipeline.lakehouse.config import LakehouseConfig
+from dlac_pipeline.lakehouse.errors import CatalogUnreachable
+from dlac_pipeline.lakehouse.iceberg.connect import connect
+from dlac_pipeline.lakehouse.ledger.commits import claim
+from dlac_pipeline.lakehouse.ledger.ledger import Append, Ledger
+from dlac_pipeline.lakehouse.maintenance.upkeep import upkeep
 from dlac_pipeline.plan.legs import first_leg
 from dlac_pipeline.plan.planner import make_plan
 from dlac_pipeline.read.open import open_leg

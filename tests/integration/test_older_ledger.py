@@ -19,17 +19,17 @@ import yaml
 from sqlalchemy import create_engine, text
 
 import dlac_pipeline
-from catalog import older_ledger
-from catalog.connect import Lakehouse, connect
-from catalog.errors import CatalogUnreachable, LedgerOlderThanStore
-from catalog.lakehouse_config import LakehouseConfig
-from catalog.ledger import Ledger
-from catalog.maintenance.upkeep import upkeep
-from catalog.metadata_files import TableFolder
-from catalog.older_ledger import WarehouseReader, check_warehouse, commit_marked, newer_in_store
-from catalog.run_rows import Row, checkpoint_rows
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.checkpoint import committing
+from dlac_pipeline.lakehouse.config import LakehouseConfig
+from dlac_pipeline.lakehouse.errors import CatalogUnreachable, LedgerOlderThanStore
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
+from dlac_pipeline.lakehouse.iceberg.metadata_files import TableFolder
+from dlac_pipeline.lakehouse.ledger import older_ledger
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+from dlac_pipeline.lakehouse.ledger.older_ledger import WarehouseReader, check_warehouse, commit_marked, newer_in_store
+from dlac_pipeline.lakehouse.ledger.run_rows import Row, checkpoint_rows
+from dlac_pipeline.lakehouse.maintenance.upkeep import upkeep
 from dlac_pipeline.recover.rewind import rewind_run
 from dlac_pipeline.recover.status import run_status
 from tests.conftest import Arena, wait_until

@@ -19,10 +19,10 @@ from dagster._core.events import EngineEventData
 
 from assets.failures import OUTAGE_TAG, PREEMPTED_TAG, RUN_TAG
 from assets.heartbeat import Heartbeat
-from catalog.commits import claim
-from catalog.errors import SpecInvalid
-from catalog.ledger import Ledger
 from dlac_pipeline.checkpoint.listing import list_checkpoints
+from dlac_pipeline.lakehouse.errors import SpecInvalid
+from dlac_pipeline.lakehouse.ledger.commits import claim
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.recover.run_lock import lock_path, run_lock
 from dlac_pipeline.recover.signs import signs_of
 from jobs.definitions import defs

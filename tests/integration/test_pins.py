@@ -13,14 +13,14 @@ from pyiceberg.catalog.sql import SqlCatalog
 from pyiceberg.exceptions import ForbiddenError, RESTError, UnauthorizedError
 from pyiceberg.io.pyarrow import schema_to_pyarrow
 
-from catalog.connect import Lakehouse, connect
-from catalog.errors import CatalogUnreachable, NoSuchSnapshot, NoSuchTable, PinLost, SpecInvalid
-from catalog.guarded import GuardedSqlCatalog
-from catalog.lakehouse_config import LakehouseConfig
-from catalog.pins import hold, let_go, list_pins, pins_table, unpin
-from catalog.plans import PlanRow
-from catalog.schemas import CONSUMPTION, PLANS
-from catalog.snapshots import is_pinned, pin, tag_of
+from dlac_pipeline.lakehouse.config import LakehouseConfig
+from dlac_pipeline.lakehouse.errors import CatalogUnreachable, NoSuchSnapshot, NoSuchTable, PinLost, SpecInvalid
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
+from dlac_pipeline.lakehouse.iceberg.pins import hold, let_go, list_pins, pins_table, unpin
+from dlac_pipeline.lakehouse.iceberg.safe_commit import GuardedSqlCatalog
+from dlac_pipeline.lakehouse.iceberg.snapshots import is_pinned, pin, tag_of
+from dlac_pipeline.lakehouse.ledger.plans import PlanRow
+from dlac_pipeline.lakehouse.ledger.schemas import CONSUMPTION, PLANS
 
 ROWS = pa.table({"k": pa.array([1, 2, 3], pa.int64())})
 

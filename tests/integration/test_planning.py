@@ -9,9 +9,8 @@ from pyiceberg.schema import Schema
 from pyiceberg.types import ListType, LongType, NestedField, StringType
 from sqlalchemy.exc import OperationalError
 
-from catalog import plans
-from catalog.connect import connect
-from catalog.errors import (
+from dlac_pipeline.lakehouse.config import LakehouseConfig
+from dlac_pipeline.lakehouse.errors import (
     CatalogUnreachable,
     DlacError,
     EmptyPlan,
@@ -27,8 +26,9 @@ from catalog.errors import (
     TransformFailed,
     UnsupportedColumn,
 )
-from catalog.lakehouse_config import LakehouseConfig
-from catalog.snapshots import pin, tag_of
+from dlac_pipeline.lakehouse.iceberg.connect import connect
+from dlac_pipeline.lakehouse.iceberg.snapshots import pin, tag_of
+from dlac_pipeline.lakehouse.ledger import plans
 from dlac_pipeline.plan.legs import check_readable
 from dlac_pipeline.plan.planner import load_plan, make_plan
 from dlac_pipeline.spec import SourceSpec, parse_spec

@@ -12,12 +12,12 @@ from pyiceberg.catalog.sql import SqlCatalog
 from sqlalchemy import Connection, Engine, create_engine, event, text
 from sqlalchemy.orm import Session
 
-from catalog import guarded
-from catalog.commits import Attempt, claim, commit_checkpoint
-from catalog.connect import Lakehouse, connect
-from catalog.errors import CommitOutcomeUnknown
-from catalog.lakehouse_config import LakehouseConfig
-from catalog.ledger import Ledger
+from dlac_pipeline.lakehouse.config import LakehouseConfig
+from dlac_pipeline.lakehouse.errors import CommitOutcomeUnknown
+from dlac_pipeline.lakehouse.iceberg import safe_commit
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
+from dlac_pipeline.lakehouse.ledger.commits import Attempt, claim, commit_checkpoint
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from tests.conftest import wait_until
 from tests.postgres_server import needs_postgres, postgres
 
@@ -49,7 +49,7 @@ def limits(engine: Engine) -> list[str]:
 def test_who_is_frozen_in_a_commit_holds_nobody_up(config: LakehouseConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between UPDATE and COMMIT: others commit meanwhile; it hears that its own did not land, and commits again."""
     frozen, other = Ledger(connect(config)), Ledger(connect(config))
-    monkeypatch.setattr(guarded, "_POSTGRES_TIMEOUTS", dict(zip(SETTINGS, ("1s", "300ms"), strict=True)))
+    monkeypatch.setattr(safe_commit, "_POSTGRES_TIMEOUTS", dict(zip(SETTINGS, ("1s", "300ms"), strict=True)))
     claim(frozen, "r", nonce="n1", replaces=0, detail={})
     stands, landed, in_time = threading.Event(), threading.Event(), []
 
@@ -76,7 +76,7 @@ def test_a_row_that_is_locked_for_good_is_not_waited_for(
     config: LakehouseConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Past its deadline an append says that the catalog does not answer, and why."""
-    monkeypatch.setitem(guarded._POSTGRES_TIMEOUTS, "lock_timeout", "300ms")
+    monkeypatch.setitem(safe_commit._POSTGRES_TIMEOUTS, "lock_timeout", "300ms")
     ledger = Ledger(connect(config), deadline_s=1.0)
     with create_engine(config.uri).begin() as connection:
         connection.execute(text("UPDATE iceberg_tables SET metadata_location = metadata_location"))

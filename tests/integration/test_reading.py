@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from catalog.errors import DataFileUnreadable, SpecInvalid, UnsupportedColumn
+from dlac_pipeline.lakehouse.errors import DataFileUnreadable, SpecInvalid, UnsupportedColumn
 from dlac_pipeline.plan.legs import first_leg
 from dlac_pipeline.plan.planner import Plan, make_plan
 from dlac_pipeline.read import streams

@@ -10,11 +10,11 @@ from pyiceberg.io.pyarrow import schema_to_pyarrow
 from pyiceberg.schema import Schema
 
 from assets.pages import model_page
-from catalog.commits import claim
-from catalog.connect import connect
-from catalog.ledger import Ledger
-from catalog.recoveries import PHASES, Recovery, recoveries_of, write_recovery
-from catalog.schemas import RECOVERIES
+from dlac_pipeline.lakehouse.iceberg.connect import connect
+from dlac_pipeline.lakehouse.ledger.commits import claim
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+from dlac_pipeline.lakehouse.ledger.recoveries import PHASES, Recovery, recoveries_of, write_recovery
+from dlac_pipeline.lakehouse.ledger.schemas import RECOVERIES
 from tests.integration.test_cli import dlac
 
 if TYPE_CHECKING:

@@ -13,12 +13,12 @@ import torch
 import yaml
 
 import dlac_pipeline as dlac
-from catalog.errors import StoreUnavailable
-from catalog.ledger import Ledger
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.checkpoint.listing import list_checkpoints, verify_checkpoints
 from dlac_pipeline.checkpoint.restore import restore
 from dlac_pipeline.checkpoint.store import tiers_of
+from dlac_pipeline.lakehouse.errors import StoreUnavailable
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.spec import JobSpec
 from tests.conftest import Arena, wait_until
 from tests.integration.test_cli import dlac as dlac_command

@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 import requests
 
-from catalog.commits import claim, name_checkpoint
-from catalog.connect import connect
-from catalog.errors import SteppedAside
-from catalog.lakehouse_config import LakehouseConfig
-from catalog.ledger import Ledger
-from catalog.maintenance.upkeep import upkeep
 from dlac_pipeline.audit.audit import audit_run
+from dlac_pipeline.lakehouse.config import LakehouseConfig
+from dlac_pipeline.lakehouse.errors import SteppedAside
+from dlac_pipeline.lakehouse.iceberg.connect import connect
+from dlac_pipeline.lakehouse.ledger.commits import claim, name_checkpoint
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+from dlac_pipeline.lakehouse.maintenance.upkeep import upkeep
 from tests.conftest import PROGRAMS, Arena, wait_until
 from tests.ports import own_port
 

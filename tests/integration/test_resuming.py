@@ -10,7 +10,11 @@ import pyarrow as pa
 import pytest
 import torch
 
-from catalog.errors import (
+from dlac_pipeline import training_run
+from dlac_pipeline.checkpoint.files import StoreFiles
+from dlac_pipeline.checkpoint.manifest import content_digest, read_manifest, verify_files
+from dlac_pipeline.checkpoint.store import MANIFEST, folder_of
+from dlac_pipeline.lakehouse.errors import (
     CheckpointDamaged,
     CursorMismatch,
     FormatTooNew,
@@ -22,11 +26,7 @@ from catalog.errors import (
     StoreUnavailable,
     TableReplaced,
 )
-from catalog.run_rows import Row
-from dlac_pipeline import training_run
-from dlac_pipeline.checkpoint.files import StoreFiles
-from dlac_pipeline.checkpoint.manifest import content_digest, read_manifest, verify_files
-from dlac_pipeline.checkpoint.store import MANIFEST, folder_of
+from dlac_pipeline.lakehouse.ledger.run_rows import Row
 from dlac_pipeline.recover.coordinator import new_nonce, take_over
 from dlac_pipeline.recover.leg_choice import Wish
 from dlac_pipeline.recover.rewind import rewind_run

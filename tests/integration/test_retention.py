@@ -10,10 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from catalog.commits import name_checkpoint, unname_checkpoint
-from catalog.errors import NoSuchCheckpoint, RunFinished, SpecInvalid, StoreUnavailable
-from catalog.ledger import Ledger
-from catalog.run_rows import Row
 from dlac_pipeline import TorchState, training_run
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.audit.lakehouse_sql import open_audit
@@ -23,6 +19,10 @@ from dlac_pipeline.checkpoint.manifest import read_manifest
 from dlac_pipeline.checkpoint.restore import Restored, restore
 from dlac_pipeline.checkpoint.retention import Retention
 from dlac_pipeline.checkpoint.store import Tiers, folder_of
+from dlac_pipeline.lakehouse.errors import NoSuchCheckpoint, RunFinished, SpecInvalid, StoreUnavailable
+from dlac_pipeline.lakehouse.ledger.commits import name_checkpoint, unname_checkpoint
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+from dlac_pipeline.lakehouse.ledger.run_rows import Row
 from dlac_pipeline.recover import rehearse
 from dlac_pipeline.spec import CheckpointSpec, JobSpec
 from tests.conftest import Arena, wait_until

@@ -12,9 +12,12 @@ import torch
 import yaml
 
 import dlac_pipeline
-from catalog.branches import exclusions_in_force, retire_left
-from catalog.commits import Attempt, commit_checkpoint
-from catalog.errors import (
+from dlac_pipeline.audit.audit import audit_run
+from dlac_pipeline.audit.lakehouse_sql import open_audit, rows_of
+from dlac_pipeline.checkpoint.interval import Failures
+from dlac_pipeline.checkpoint.listing import list_checkpoints
+from dlac_pipeline.checkpoint.store import folder_of
+from dlac_pipeline.lakehouse.errors import (
     CheckpointDamaged,
     EmptyPlan,
     Fenced,
@@ -26,15 +29,12 @@ from catalog.errors import (
     RunFinished,
     SpecInvalid,
 )
-from catalog.ledger import Ledger
-from catalog.pins import list_pins
-from catalog.recoveries import recoveries_of
-from catalog.run_rows import HEAD_KINDS
-from dlac_pipeline.audit.audit import audit_run
-from dlac_pipeline.audit.lakehouse_sql import open_audit, rows_of
-from dlac_pipeline.checkpoint.interval import Failures
-from dlac_pipeline.checkpoint.listing import list_checkpoints
-from dlac_pipeline.checkpoint.store import folder_of
+from dlac_pipeline.lakehouse.iceberg.pins import list_pins
+from dlac_pipeline.lakehouse.ledger.branches import exclusions_in_force, retire_left
+from dlac_pipeline.lakehouse.ledger.commits import Attempt, commit_checkpoint
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
+from dlac_pipeline.lakehouse.ledger.run_rows import HEAD_KINDS
 from dlac_pipeline.recover.claims import attempts_without_progress, launcher_of
 from dlac_pipeline.recover.incident import failure_of_attempt
 from dlac_pipeline.recover.rewind import _newest_before, rewind_run

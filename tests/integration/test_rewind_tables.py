@@ -6,8 +6,8 @@ import pyarrow as pa
 import pytest
 from pyiceberg.types import StringType
 
-from catalog.errors import AppendHistoryLost
 from dlac_pipeline.audit.audit import audit_run
+from dlac_pipeline.lakehouse.errors import AppendHistoryLost
 from dlac_pipeline.recover.rewind import rewind_run
 from dlac_pipeline.spec import JobSpec
 from tests.conftest import Arena, Steps, source_rows

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import pytest
 from tenacity import RetryCallState
 
-from catalog import retrying
-from catalog.errors import RunBusy, SteppedAside, StoreUnavailable
+from dlac_pipeline.lakehouse import retrying
+from dlac_pipeline.lakehouse.errors import RunBusy, SteppedAside, StoreUnavailable
 from dlac_pipeline.recover.coordinator import new_nonce, take_over
 from dlac_pipeline.recover.run_lock import run_lock
 from dlac_pipeline.recover.supervise import Outcome, Supervisor

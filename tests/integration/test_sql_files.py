@@ -8,11 +8,11 @@ from pathlib import Path
 import duckdb
 import pytest
 
-from catalog.connect import Lakehouse, connect
-from catalog.errors import SpecInvalid
-from catalog.lakehouse_config import LakehouseConfig
 from dlac_pipeline.audit.lakehouse_sql import check_reads_only, lock_to_lakehouse, open_audit
 from dlac_pipeline.cli import app
+from dlac_pipeline.lakehouse.config import LakehouseConfig
+from dlac_pipeline.lakehouse.errors import SpecInvalid
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
 from dlac_pipeline.plan.planner import make_plan
 from dlac_pipeline.spec import SourceSpec
 from tests.conftest import source_rows

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from catalog.commits import claim
-from catalog.errors import CatalogUnreachable, Fenced, ResumeMismatch, SteppedAside
-from catalog.ledger import Ledger
 from dlac_pipeline import TorchState, training_run
 from dlac_pipeline.checkpoint.store import MANIFEST, folder_of
+from dlac_pipeline.lakehouse.errors import CatalogUnreachable, Fenced, ResumeMismatch, SteppedAside
+from dlac_pipeline.lakehouse.ledger.commits import claim
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.recover.coordinator import ResumePoint, new_nonce, take_over
 from dlac_pipeline.recover.rewind import rewind_run
 from dlac_pipeline.recover.supervise import Supervisor
@@ -21,8 +21,8 @@ from dlac_pipeline.recover.supervise import Supervisor
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from catalog.connect import Lakehouse
     from dlac_pipeline.checkpoint.writing import Write
+    from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
     from tests.conftest import Arena
 
 

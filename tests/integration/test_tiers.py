@@ -17,14 +17,14 @@ import torch
 import yaml
 
 import dlac_pipeline
-from catalog.errors import CheckpointDamaged, StoreUnavailable
-from catalog.ledger import Ledger
 from dlac_pipeline import DistributedState, TorchState
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.checkpoint.files import StoreFiles
 from dlac_pipeline.checkpoint.listing import list_checkpoints, verify_checkpoints
 from dlac_pipeline.checkpoint.restore import restore
 from dlac_pipeline.checkpoint.store import tiers_of
+from dlac_pipeline.lakehouse.errors import CheckpointDamaged, StoreUnavailable
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.recover import beginning
 from dlac_pipeline.recover.coordinator import take_over
 from dlac_pipeline.recover.fork import fork

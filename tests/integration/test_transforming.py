@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from catalog.errors import ResumeMismatch, TransformFailed
 from dlac_pipeline.audit.audit import audit_run
+from dlac_pipeline.lakehouse.errors import ResumeMismatch, TransformFailed
 from dlac_pipeline.request import REQUEST_VARIABLE, Request, pack
 
 if TYPE_CHECKING:

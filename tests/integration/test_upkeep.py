@@ -14,18 +14,18 @@ import pytest
 from pyiceberg.catalog.sql import SqlCatalog
 from pyiceberg.table import CommitTableResponse
 
-from catalog.commits import Attempt, claim, commit_checkpoint
-from catalog.connect import Lakehouse, connect
-from catalog.errors import CommitConflict, LakehouseError
-from catalog.lakehouse_config import KEEP_SNAPSHOTS
-from catalog.ledger import Ledger
-from catalog.maintenance.compaction import MIN_FILES, compact
-from catalog.maintenance.expiry import expire
-from catalog.maintenance.orphans import remove_orphans
-from catalog.maintenance.upkeep import upkeep
-from catalog.retrying import retrying
-from catalog.run_rows import Row
-from catalog.schemas import TABLES
+from dlac_pipeline.lakehouse.config import KEEP_SNAPSHOTS
+from dlac_pipeline.lakehouse.errors import CommitConflict, LakehouseError
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
+from dlac_pipeline.lakehouse.ledger.commits import Attempt, claim, commit_checkpoint
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+from dlac_pipeline.lakehouse.ledger.run_rows import Row
+from dlac_pipeline.lakehouse.ledger.schemas import TABLES
+from dlac_pipeline.lakehouse.maintenance.compaction import MIN_FILES, compact
+from dlac_pipeline.lakehouse.maintenance.expiry import expire
+from dlac_pipeline.lakehouse.maintenance.orphans import remove_orphans
+from dlac_pipeline.lakehouse.maintenance.upkeep import upkeep
+from dlac_pipeline.lakehouse.retrying import retrying
 from jobs.definitions import defs
 
 if TYPE_CHECKING:
@@ -306,7 +306,7 @@ def test_a_table_that_is_always_busy_is_left_for_the_next_time(ledger: Ledger, m
         raise CommitConflict("somebody else was faster")
 
     monkeypatch.setattr(SqlCatalog, "commit_table", refused)
-    monkeypatch.setattr("catalog.maintenance.compaction.retrying", partial(retrying, 0.5))
+    monkeypatch.setattr("dlac_pipeline.lakehouse.maintenance.compaction.retrying", partial(retrying, 0.5))
     (busy,) = [each for each in upkeep(ledger.lakehouse) if each.busy]
     assert (busy.table, busy.merged_files) == ("consumption", 0)
     monkeypatch.undo()

@@ -27,8 +27,9 @@ from pyiceberg.types import (
     TimestampType,
 )
 
-from catalog.connect import Lakehouse, connect
-from catalog.errors import (
+from dlac_pipeline.dataset import DlacDataset, open_dataset
+from dlac_pipeline.lakehouse.config import LakehouseConfig
+from dlac_pipeline.lakehouse.errors import (
     DataFileUnreadable,
     NoSuchColumn,
     NoSuchSnapshot,
@@ -36,11 +37,10 @@ from catalog.errors import (
     UnsupportedColumn,
     UnsupportedSnapshot,
 )
-from catalog.lakehouse_config import LakehouseConfig
-from catalog.plans import get_plan
-from catalog.row_groups import row_groups_of
-from catalog.snapshots import snapshot_of
-from dlac_pipeline.dataset import DlacDataset, open_dataset
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
+from dlac_pipeline.lakehouse.iceberg.row_groups import row_groups_of
+from dlac_pipeline.lakehouse.iceberg.snapshots import snapshot_of
+from dlac_pipeline.lakehouse.ledger.plans import get_plan
 from dlac_pipeline.plan.planner import Plan, make_plan
 from dlac_pipeline.spec import SourceSpec
 

@@ -12,9 +12,9 @@ from assets.checks import checkpoint_restorable, consumption_audit
 from assets.pages import model_page
 from assets.resources import JobResource
 from assets.verified import verified_head
-from catalog.commits import Attempt, claim, quarantine
-from catalog.errors import NoRestorableCheckpoint
-from catalog.ledger import Ledger
+from dlac_pipeline.lakehouse.errors import NoRestorableCheckpoint
+from dlac_pipeline.lakehouse.ledger.commits import Attempt, claim, quarantine
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from jobs.continual import run_config_of
 
 if TYPE_CHECKING:

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from catalog.commits import claim
-from catalog.errors import NoProgress
-from catalog.ledger import Ledger
 from dlac_pipeline.elastic.round import Round
 from dlac_pipeline.elastic.starter import RankStarter
+from dlac_pipeline.lakehouse.errors import NoProgress
+from dlac_pipeline.lakehouse.ledger.commits import claim
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.ranks.share import Share
 from dlac_pipeline.recover.attempt import SupervisedAttempt, Supervision
 from dlac_pipeline.recover.incident import ended_on_purpose

@@ -21,12 +21,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from catalog.errors import SpecInvalid
 from dlac_pipeline.checkpoint.conversion import load_state
 from dlac_pipeline.checkpoint.engines import TorchState, adapt, skip_shared_memory_op
 from dlac_pipeline.checkpoint.engines.engine import Engine
 from dlac_pipeline.checkpoint.tree import RankTree
 from dlac_pipeline.checkpoint.writing import Copies, CopyMemory, Direct
+from dlac_pipeline.lakehouse.errors import SpecInvalid
 
 KEPT = {"number": np.float64(0.1), "enum": HTTPStatus.OK}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -19,13 +19,13 @@ from typing import Any
 from pyiceberg.catalog.sql import SqlCatalog
 from pyiceberg.table import CommitTableResponse
 
-from catalog.commits import Attempt, claim, commit_checkpoint, finish
-from catalog.connect import Lakehouse, connect
-from catalog.errors import DlacError
-from catalog.lakehouse_config import LakehouseConfig
-from catalog.ledger import Ledger
-from catalog.maintenance.upkeep import upkeep
-from catalog.run_rows import Row
+from dlac_pipeline.lakehouse.config import LakehouseConfig
+from dlac_pipeline.lakehouse.errors import DlacError
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
+from dlac_pipeline.lakehouse.ledger.commits import Attempt, claim, commit_checkpoint, finish
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+from dlac_pipeline.lakehouse.ledger.run_rows import Row
+from dlac_pipeline.lakehouse.maintenance.upkeep import upkeep
 
 
 def lakehouse_at(home: str) -> Lakehouse:

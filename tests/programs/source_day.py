@@ -26,9 +26,9 @@ from pyiceberg.table import Table
 from pyiceberg.table.snapshots import Operation
 from pyiceberg.types import StringType
 
-from catalog.connect import connect
-from catalog.errors import CommitConflict
-from catalog.lakehouse_config import LakehouseConfig
+from dlac_pipeline.lakehouse.config import LakehouseConfig
+from dlac_pipeline.lakehouse.errors import CommitConflict
+from dlac_pipeline.lakehouse.iceberg.connect import connect
 from tests.conftest import source_rows
 from tests.snapshots import DeleteFile, commit_snapshot, position_rows
 

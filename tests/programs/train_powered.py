@@ -13,7 +13,7 @@ import pyarrow as pa
 import torch
 
 import dlac_pipeline as dlac
-from catalog.connect import connect
+from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.spec import home_folder, read_spec
 from tests.power import mark
 

@@ -11,15 +11,15 @@ from typing import Any
 
 import train_tiny  # type: ignore[import-not-found]  # the rank puts this folder on the path
 
-import catalog.commits
-from catalog.commits import Attempt
-from catalog.ledger import Ledger, RunState
+import dlac_pipeline.lakehouse.ledger.commits
 from dlac_pipeline import worker
 from dlac_pipeline.checkpoint import committing
+from dlac_pipeline.lakehouse.ledger.commits import Attempt
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger, RunState
 
-_commit = catalog.commits.commit_checkpoint
-_finish = catalog.commits.finish
-_check_mine = catalog.commits.check_mine
+_commit = dlac_pipeline.lakehouse.ledger.commits.commit_checkpoint
+_finish = dlac_pipeline.lakehouse.ledger.commits.finish
+_check_mine = dlac_pipeline.lakehouse.ledger.commits.check_mine
 _armed = False
 
 
@@ -59,5 +59,5 @@ def sabotaged_finish(ledger: Ledger, attempt: Attempt, *, step: int) -> RunState
 if __name__ == "__main__":
     worker.finish = sabotaged_finish  # type: ignore[attr-defined]  # replaced where it is used
     committing.commit_checkpoint = sabotaged_commit  # type: ignore[attr-defined]  # replaced where it is used
-    catalog.commits.check_mine = sabotaged_check
+    dlac_pipeline.lakehouse.ledger.commits.check_mine = sabotaged_check
     train_tiny.main()

@@ -6,9 +6,9 @@ from typing import Any
 
 import train_tiny  # type: ignore[import-not-found]  # the rank puts this folder on the path
 
-from catalog.commits import Attempt, commit_checkpoint
-from catalog.ledger import Ledger, RunState
 from dlac_pipeline.checkpoint import committing
+from dlac_pipeline.lakehouse.ledger.commits import Attempt, commit_checkpoint
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger, RunState
 
 _sleeps_s = [float(each) for each in os.environ["COMMIT_SLEEPS_S"].split(",")]
 

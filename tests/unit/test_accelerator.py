@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from catalog.errors import SpecInvalid
+from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.read.device import DeviceCopies, can_pin_memory
 from dlac_pipeline.track.losses import start_reading
 

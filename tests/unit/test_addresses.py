@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from catalog.connect import connect
-from catalog.errors import CatalogMisconfigured, CatalogUnreachable, SpecInvalid
-from catalog.lakehouse_config import LakehouseConfig, checked_address, checked_home, sqlite_file
-from catalog.relocation import Relocation
+from dlac_pipeline.lakehouse.config import LakehouseConfig, checked_address, checked_home, sqlite_file
+from dlac_pipeline.lakehouse.errors import CatalogMisconfigured, CatalogUnreachable, SpecInvalid
+from dlac_pipeline.lakehouse.iceberg.connect import connect
+from dlac_pipeline.lakehouse.iceberg.relocation import Relocation
 from dlac_pipeline.launch_spec import LaunchSpec
 from dlac_pipeline.spec import CheckpointSpec
 

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from catalog.commits import Attempt, claim, commit_checkpoint
-from catalog.commits import finish as commit_finish
-from catalog.connect import connect
-from catalog.errors import ClusterRefused, ClusterSilent, NoProgress, TrainingFailed
-from catalog.lakehouse_config import LakehouseConfig
-from catalog.ledger import Ledger
-from catalog.run_rows import Row
 from dlac_pipeline.cluster_checks import store_in_doubt
+from dlac_pipeline.lakehouse.config import LakehouseConfig
+from dlac_pipeline.lakehouse.errors import ClusterRefused, ClusterSilent, NoProgress, TrainingFailed
+from dlac_pipeline.lakehouse.iceberg.connect import connect
+from dlac_pipeline.lakehouse.ledger.commits import Attempt, claim, commit_checkpoint
+from dlac_pipeline.lakehouse.ledger.commits import finish as commit_finish
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+from dlac_pipeline.lakehouse.ledger.run_rows import Row
 from dlac_pipeline.launchers import cluster_job, slurm
 from dlac_pipeline.launchers.cluster_job import SILENT_S, ClusterJob
 from dlac_pipeline.launchers.events import NodeEvents

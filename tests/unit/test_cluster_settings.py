@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import yaml
 
-from catalog.errors import SpecInvalid
+from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.launchers.protocol import rendered
 from dlac_pipeline.request import Request
 from dlac_pipeline.spec import parse_spec

@@ -37,8 +37,8 @@ from pyiceberg.types import (
     UUIDType,
 )
 
-from catalog.columns import FileColumns, arrow_type, concat_chunks
-from catalog.errors import NoSuchColumn, UnsupportedColumn
+from dlac_pipeline.lakehouse.errors import NoSuchColumn, UnsupportedColumn
+from dlac_pipeline.lakehouse.iceberg.columns import FileColumns, arrow_type, concat_chunks
 
 
 def optional(field_id: int, name: str, kind: IcebergType, **more: Any) -> NestedField:

@@ -32,8 +32,8 @@ from pyiceberg.types import (
     UUIDType,
 )
 
-from catalog.columns import arrow_type
-from catalog.errors import NoSuchColumn, UnsupportedColumn
+from dlac_pipeline.lakehouse.errors import NoSuchColumn, UnsupportedColumn
+from dlac_pipeline.lakehouse.iceberg.columns import arrow_type
 from dlac_pipeline.read.assemble import Piece, assemble
 from dlac_pipeline.rows.columns import ColumnKind, check_columns, kinds_of, to_column
 

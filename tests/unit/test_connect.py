@@ -15,12 +15,12 @@ from typing import Literal
 import pytest
 from sqlalchemy.exc import OperationalError
 
-from catalog import guarded, sqlite_locks
-from catalog.connect import connect, reachable
-from catalog.errors import CatalogMisconfigured, CatalogUnreachable, DlacError, LakehouseError
-from catalog.lakehouse_config import LakehouseConfig
-from catalog.outages import is_misconfigured
 from dlac_pipeline import told
+from dlac_pipeline.lakehouse.config import LakehouseConfig
+from dlac_pipeline.lakehouse.errors import CatalogMisconfigured, CatalogUnreachable, DlacError, LakehouseError
+from dlac_pipeline.lakehouse.iceberg import safe_commit, sqlite_locks
+from dlac_pipeline.lakehouse.iceberg.connect import connect, reachable
+from dlac_pipeline.lakehouse.outages import is_misconfigured
 from dlac_pipeline.spec import JobSpec, parse_spec
 from tests.ports import own_port
 
@@ -50,7 +50,7 @@ def test_a_connection_to_postgresql_ends_when_nobody_answers() -> None:
 
 def test_a_rest_catalog_that_never_answers_is_unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has taken the connection, and says nothing."""
-    monkeypatch.setattr(guarded, "_REST_TIMEOUT_S", (1.0, 0.5))
+    monkeypatch.setattr(safe_commit, "_REST_TIMEOUT_S", (1.0, 0.5))
     with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(CatalogUnreachable, match="timed out"):
         connect(LakehouseConfig(type="rest", uri=f"http://127.0.0.1:{silent.getsockname()[1]}"))
 

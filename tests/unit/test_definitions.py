@@ -13,7 +13,7 @@ from dagster._core.execution.retries import auto_reexecution_should_retry_run
 
 from assets.config import JobSpecConfig
 from assets.resources import LakehouseResource
-from catalog.lakehouse_config import LakehouseConfig
+from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.spec import JobSpec
 from jobs.coordinator import TrainingRunCoordinator
 from jobs.definitions import defs

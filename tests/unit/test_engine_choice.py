@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from catalog.errors import SpecInvalid
 from dlac_pipeline.checkpoint.engines import TorchState, adapt
 from dlac_pipeline.checkpoint.engines.distributed_state import DistributedState
+from dlac_pipeline.lakehouse.errors import SpecInvalid
 
 
 def parts() -> dict[str, object]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from catalog.errors import (
+from dlac_pipeline.checkpoint.failures import failure_named
+from dlac_pipeline.checkpoint.failures import named as told
+from dlac_pipeline.lakehouse.errors import (
     CheckpointError,
     DataFileUnreadable,
     DlacError,
@@ -14,8 +16,6 @@ from catalog.errors import (
     named,
     revived,
 )
-from dlac_pipeline.checkpoint.failures import failure_named
-from dlac_pipeline.checkpoint.failures import named as told
 from dlac_pipeline.read.blocks import UnitUnreadable
 from dlac_pipeline.recover.led import Verdict
 from dlac_pipeline.recover.supervise import Supervisor

@@ -31,10 +31,10 @@ from pyiceberg.types import (
     UUIDType,
 )
 
-from catalog.columns import arrow_type
-from catalog.errors import NoSuchColumn, SpecInvalid
-from catalog.filters.conditions import parse_filter
-from catalog.filters.facts import of_counts, of_partition
+from dlac_pipeline.lakehouse.errors import NoSuchColumn, SpecInvalid
+from dlac_pipeline.lakehouse.filters.conditions import parse_filter
+from dlac_pipeline.lakehouse.filters.facts import of_counts, of_partition
+from dlac_pipeline.lakehouse.iceberg.columns import arrow_type
 from tests.iceberg_schemas import optional_fields
 
 NAN = float("nan")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from catalog.run_rows import Row
+from dlac_pipeline.lakehouse.ledger.run_rows import Row
 from dlac_pipeline.recover.incident import failure_of_attempt
 from dlac_pipeline.request import OPERATOR
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from catalog.recoveries import Recovery
 from dlac_pipeline.checkpoint.interval import Cost, Failures, Interval, choose, daly_interval_s
+from dlac_pipeline.lakehouse.ledger.recoveries import Recovery
 from dlac_pipeline.spec import CheckpointSpec
 
 START = datetime(2026, 1, 1, tzinfo=UTC)

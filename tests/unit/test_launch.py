@@ -19,9 +19,9 @@ from typing import Any
 import psutil
 import pytest
 
-from catalog.errors import TrainingFailed
 from dlac_pipeline.elastic import fork_server
 from dlac_pipeline.elastic.starter import RankStarter
+from dlac_pipeline.lakehouse.errors import TrainingFailed
 from dlac_pipeline.ranks import group, processes
 from dlac_pipeline.ranks.addresses import free_port
 from dlac_pipeline.ranks.group import Exit, RankGroup

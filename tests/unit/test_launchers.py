@@ -12,7 +12,7 @@ import yaml
 from kubeflow_trainer_api import models
 from kubernetes_validate import validate
 
-from catalog.errors import BadInput, SpecInvalid
+from dlac_pipeline.lakehouse.errors import BadInput, SpecInvalid
 from dlac_pipeline.launchers import protocol
 from dlac_pipeline.launchers.protocol import launcher_for, rendered
 from dlac_pipeline.recover.supervise import Supervisor

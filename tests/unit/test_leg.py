@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from catalog.errors import FormatTooNew, ResumeMismatch
+from dlac_pipeline.lakehouse.errors import FormatTooNew, ResumeMismatch
 from dlac_pipeline.plan.leg import Leg
 from tests.legs import leg_of
 

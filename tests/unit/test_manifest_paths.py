@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from catalog.errors import CheckpointDamaged, SpecInvalid
 from dlac_pipeline.checkpoint.files import StoreFiles, file_digest
 from dlac_pipeline.checkpoint.foreign import foreign_checkpoint
 from dlac_pipeline.checkpoint.manifest import FileEntry, Manifest, content_digest, parse_manifest, verify_files
 from dlac_pipeline.checkpoint.restore import restore
 from dlac_pipeline.checkpoint.store import Tiers
+from dlac_pipeline.lakehouse.errors import CheckpointDamaged, SpecInvalid
 
 BAD_PATHS: list[Any] = [
     "",

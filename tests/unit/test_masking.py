@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from catalog.errors import SpecInvalid, StoreUnavailable
-from catalog.lakehouse_config import LakehouseConfig
-from catalog.masking import is_secret_name, mask_secrets, mask_setting
 from dlac_pipeline.checkpoint.files import StoreFiles
+from dlac_pipeline.lakehouse.config import LakehouseConfig
+from dlac_pipeline.lakehouse.errors import SpecInvalid, StoreUnavailable
+from dlac_pipeline.lakehouse.masking import is_secret_name, mask_secrets, mask_setting
 from dlac_pipeline.launchers.protocol import rendered
 from dlac_pipeline.request import REQUEST_VARIABLE, Request, unpack
 from dlac_pipeline.spec import parse_spec, read_spec

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's __init__ does not re-export by name
 
-from catalog.errors import NodesMissing, SpecInvalid
 from dlac_pipeline.elastic import membership
 from dlac_pipeline.elastic.endpoint import serve_rendezvous
 from dlac_pipeline.elastic.heartbeat import NodeHeartbeat
@@ -21,6 +20,7 @@ from dlac_pipeline.elastic.membership import EndedElsewhere, Membership
 from dlac_pipeline.elastic.rank_assignment import Offer, RoundPlan, assign_ranks
 from dlac_pipeline.elastic.round import Round
 from dlac_pipeline.elastic.sealed_store import KEY_VARIABLE
+from dlac_pipeline.lakehouse.errors import NodesMissing, SpecInvalid
 from dlac_pipeline.launch_spec import LaunchSpec
 from dlac_pipeline.spec import JobSpec, parse_spec
 from tests.conftest import wait_until

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from catalog.commits import claim
-from catalog.connect import Lakehouse, connect
-from catalog.errors import NoSuchRun, SpecInvalid
-from catalog.lakehouse_config import LakehouseConfig
-from catalog.ledger import Ledger
-from catalog.run_rows import check_checkpoint_name, check_run_name, no_such_run
 from dlac_pipeline.audit.explain import explain_sql
 from dlac_pipeline.cli import app
+from dlac_pipeline.lakehouse.config import LakehouseConfig
+from dlac_pipeline.lakehouse.errors import NoSuchRun, SpecInvalid
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
+from dlac_pipeline.lakehouse.ledger.commits import claim
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+from dlac_pipeline.lakehouse.ledger.run_rows import check_checkpoint_name, check_run_name, no_such_run
 from tests.conftest import Arena
 
 BAD_RUNS = [

@@ -16,12 +16,11 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 import assets
-import catalog
 import dlac_pipeline
 import jobs
-from catalog.errors import SpecInvalid
 from dlac_pipeline.cli import app
 from dlac_pipeline.dataset import open_dataset
+from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.launch_spec import LaunchSpec
 from dlac_pipeline.spec_problems import bounds_of, holds_numbers, problem_said
 
@@ -35,14 +34,14 @@ LOOKED_UP = {"step", "to_step", "snapshot_id"}
 
 def models() -> set[type[BaseModel]]:
     """Every pydantic model of the packages; what Dagster is shown of a job spec is checked as a job spec."""
-    for package in (assets, catalog, dlac_pipeline, jobs):
+    for package in (assets, dlac_pipeline, jobs):
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             if not module.name.endswith("__main__"):
                 importlib.import_module(module.name)
     found, pending = set(), [BaseModel]
     while pending:
         pending += (below := pending.pop().__subclasses__())
-        found |= {each for each in below if each.__module__.startswith(("assets.", "catalog.", "dlac_", "jobs."))}
+        found |= {each for each in below if each.__module__.startswith(("assets.", "dlac_", "jobs."))}
     return {each for each in found if each.__module__ != "assets.config"}
 
 

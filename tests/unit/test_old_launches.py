@@ -8,7 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from catalog.errors import StoreUnavailable
+from dlac_pipeline.lakehouse.errors import StoreUnavailable
 from dlac_pipeline.recover import attempt
 from dlac_pipeline.recover.attempt import forget_launches, started
 

@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from catalog.errors import CursorMismatch, SpecInvalid
+from dlac_pipeline.lakehouse.errors import CursorMismatch, SpecInvalid
 from dlac_pipeline.plan.source_order import Cursor
 from dlac_pipeline.read.documents import Documents, documents_of, samples_of
 from dlac_pipeline.read.line import BlockAdvance, merge

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from catalog.connect import connect
-from catalog.errors import CatalogUnreachable
-from catalog.lakehouse_config import LakehouseConfig
+from dlac_pipeline.lakehouse.config import LakehouseConfig
+from dlac_pipeline.lakehouse.errors import CatalogUnreachable
+from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.recover.patience import waiting_for
 from dlac_pipeline.recover.supervise import Outcome, Supervisor
 from dlac_pipeline.request import OPERATOR

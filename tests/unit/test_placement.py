@@ -12,9 +12,9 @@ import pytest
 import yaml
 from kubernetes_validate import validate
 
-from catalog.ledger import Ledger
-from catalog.run_rows import HEAD_KINDS
 from dlac_pipeline.checkpoint.copies import holders_of, node_name, nodes_with_newest
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+from dlac_pipeline.lakehouse.ledger.run_rows import HEAD_KINDS
 from dlac_pipeline.launchers import slurm
 from dlac_pipeline.launchers.cluster_job import ClusterJob
 from dlac_pipeline.launchers.kubernetes import Kubernetes

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import torch
 
-from catalog.errors import CheckpointUnsafe, SpecInvalid
 from dlac_pipeline.checkpoint.engines.plain_state import plain_state
 from dlac_pipeline.checkpoint.engines.safe_load import load_tensors, refusal
 from dlac_pipeline.checkpoint.streamed import write_state
+from dlac_pipeline.lakehouse.errors import CheckpointUnsafe, SpecInvalid
 
 
 class Pair(NamedTuple):

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from catalog.errors import CheckpointDamaged, StoreUnavailable
 from dlac_pipeline.checkpoint.files import StoreFiles, file_digest
 from dlac_pipeline.checkpoint.manifest import FileEntry, Manifest, content_digest
 from dlac_pipeline.elastic.round import Round
+from dlac_pipeline.lakehouse.errors import CheckpointDamaged, StoreUnavailable
 from dlac_pipeline.recover import proving
 from dlac_pipeline.recover.proving import Prover, Provers, parts_of
 from tests.crews import rounds, silence

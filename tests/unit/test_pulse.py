@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from catalog.errors import CursorMismatch
 from dlac_pipeline.checkpoint.pulse import MAX_STEPS, Beat, Pulse, Says
+from dlac_pipeline.lakehouse.errors import CursorMismatch
 
 QUIET = Says()
 

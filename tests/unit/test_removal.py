@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from catalog.errors import StoreUnavailable
-from catalog.run_rows import Row
 from dlac_pipeline.checkpoint import removal
 from dlac_pipeline.checkpoint.files import StoreFiles
 from dlac_pipeline.checkpoint.retention import Retention
 from dlac_pipeline.checkpoint.store import Tiers
+from dlac_pipeline.lakehouse.errors import StoreUnavailable
+from dlac_pipeline.lakehouse.ledger.run_rows import Row
 from dlac_pipeline.spec import CheckpointSpec
 
 

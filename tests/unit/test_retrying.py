@@ -8,7 +8,7 @@ import sys
 PAUSES = """
 import os
 from tenacity import RetryCallState
-from catalog.retrying import retrying
+from dlac_pipeline.lakehouse.retrying import retrying
 for _ in range(4):
     if os.fork() == 0:
         policy = retrying()

@@ -53,7 +53,7 @@ def fail(folder: Path, statement: str) -> BaseException:
         ("raise RuntimeError('[gloo/transport/tcp/pair.cc:534] Connection closed by peer [::1]:9')", "peer"),
         ("raise type('DistBackendError', (RuntimeError,), {})('NCCL error')", "peer"),
         ("from dlac_pipeline.plan.affine import choose; choose('three', 1, shuffle=True)", "dlac"),
-        ("from catalog.errors import Fenced; raise Fenced('no')", ""),
+        ("from dlac_pipeline.lakehouse.errors import Fenced; raise Fenced('no')", ""),
     ],
 )
 def test_origin_of_exception(tmp_path: Path, statement: str, origin: str) -> None:

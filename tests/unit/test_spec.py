@@ -7,8 +7,8 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from catalog.errors import SpecInvalid
 from dlac_pipeline import training_run
+from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.spec import JobSpec, parse_recorded, parse_spec, read_spec
 
 GOOD: dict[str, Any] = {

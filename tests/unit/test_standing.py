@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from catalog.recoveries import Recovery
-from catalog.run_rows import Row
 from dlac_pipeline.commands.display import command_with, describe_live, describe_outcome, describe_status
 from dlac_pipeline.commands.recovery import describe_incident
+from dlac_pipeline.lakehouse.ledger.recoveries import Recovery
+from dlac_pipeline.lakehouse.ledger.run_rows import Row
 from dlac_pipeline.recover.run_lock import run_lock
 from dlac_pipeline.recover.status import current_failure, standing_of
 from dlac_pipeline.recover.supervise import Outcome

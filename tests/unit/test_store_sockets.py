@@ -17,11 +17,11 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's __init__ does not re-export by name
 
-from catalog.errors import SpecInvalid
 from dlac_pipeline.elastic.endpoint import Endpoint, serve_rendezvous
 from dlac_pipeline.elastic.heartbeat import NodeHeartbeat
 from dlac_pipeline.elastic.rank_assignment import Offer
 from dlac_pipeline.elastic.sealed_store import SealedStore
+from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.launch_spec import LaunchSpec
 from dlac_pipeline.ranks import addresses, process_group
 from dlac_pipeline.ranks.addresses import listen_at, own_address, stands_for_loopback

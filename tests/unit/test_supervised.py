@@ -16,7 +16,7 @@ from dagster import DagsterExecutionInterruptedError
 
 from assets import supervised as module
 from assets.supervised import _Voice, supervised
-from catalog.lakehouse_config import LakehouseConfig
+from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.request import Request
 from dlac_pipeline.spec import parse_spec
 

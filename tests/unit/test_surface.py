@@ -7,7 +7,7 @@ import sys
 import pytest
 
 import dlac_pipeline
-from catalog import errors
+from dlac_pipeline.lakehouse import errors
 
 
 def classes() -> dict[str, type[errors.DlacError]]:
@@ -25,7 +25,7 @@ def test_the_public_surface_is_pinned() -> None:
 
 
 def test_the_tree_of_errors_is_drawn_whole() -> None:
-    """The module docstring of catalog.errors names every class once, below its parent."""
+    """The module docstring of dlac_pipeline.lakehouse.errors names every class once, below its parent."""
     drawing = errors.__doc__ or ""
     parents: list[str] = ["DlacError"]
     drawn = {"DlacError": "Exception"}

@@ -8,8 +8,8 @@ from typing import Any, cast
 
 import pytest
 
-from catalog.errors import CatalogUnreachable
 from dlac_pipeline import told
+from dlac_pipeline.lakehouse.errors import CatalogUnreachable
 from dlac_pipeline.recover.coordinator import ResumePoint
 from dlac_pipeline.told import OwnRecoveries, await_resume_point
 

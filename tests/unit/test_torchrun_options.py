@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from catalog.errors import SpecInvalid
 from dlac_pipeline.elastic.torchrun_options import are_given, launch_settings
+from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.launch_spec import LaunchSpec
 
 LAUNCH = LaunchSpec(script="train.py")

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from catalog.errors import CursorMismatch
+from dlac_pipeline.lakehouse.errors import CursorMismatch
 from dlac_pipeline.read.batch import Batch
 from dlac_pipeline.track.tracker import ReaderStateTracker
 

@@ -14,7 +14,7 @@ from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from catalog.errors import NoSuchColumn, SpecInvalid, TransformFailed, UnsupportedColumn
+from dlac_pipeline.lakehouse.errors import NoSuchColumn, SpecInvalid, TransformFailed, UnsupportedColumn
 from dlac_pipeline.read.documents import documents_of, samples_of
 from dlac_pipeline.rows.transform import ROW, Reject, RowRejected, Transform, load_transform, transform_rows
 

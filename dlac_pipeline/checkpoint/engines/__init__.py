@@ -11,10 +11,10 @@ from typing import Any
 
 from torch.nn import Module
 
-from catalog.errors import ScriptInvalid, SpecInvalid
 from dlac_pipeline.checkpoint.engines.deepspeed_state import DeepSpeedState, skip_shared_memory_op
 from dlac_pipeline.checkpoint.engines.engine import Engine
 from dlac_pipeline.checkpoint.engines.torch_state import TorchState
+from dlac_pipeline.lakehouse.errors import ScriptInvalid, SpecInvalid
 
 __all__ = ["Engine", "TorchState", "adapt", "skip_shared_memory_op"]
 

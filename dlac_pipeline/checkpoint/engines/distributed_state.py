@@ -16,11 +16,11 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from catalog.errors import CheckpointError, DlacError
 from dlac_pipeline.checkpoint.engines.engine import Convert
 from dlac_pipeline.checkpoint.engines.shards import PlainLoadPlanner, PlainSavePlanner, ShardReader, ShardWriter
 from dlac_pipeline.checkpoint.engines.torch_state import TorchState
 from dlac_pipeline.checkpoint.writing import Write
+from dlac_pipeline.lakehouse.errors import CheckpointError, DlacError
 
 
 class DistributedState:

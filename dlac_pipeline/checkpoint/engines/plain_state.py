@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from catalog.errors import SpecInvalid
 from dlac_pipeline.checkpoint.engines.safe_load import refusal
+from dlac_pipeline.lakehouse.errors import SpecInvalid
 
 _LOADED = frozenset({bool, float, complex, str, bytes, type(None)})
 _LONGEST_INT_BITS = 1024

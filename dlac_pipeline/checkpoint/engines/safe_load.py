@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import _weights_only_unpickler
 
-from catalog.errors import CheckpointUnsafe
+from dlac_pipeline.lakehouse.errors import CheckpointUnsafe
 
 _FORCED = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 _NAMED = re.compile(r"GLOBAL (\S+) (?:was not|whose)")

@@ -13,8 +13,8 @@ from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
-from catalog.errors import WorldSizeUnsupported
 from dlac_pipeline.checkpoint.engines.safe_load import load_tensors, only_tensors
+from dlac_pipeline.lakehouse.errors import WorldSizeUnsupported
 
 INFO = {"universal_checkpoint_info": {"universal_checkpoint_version": 0.2}}
 """What a checkpoint must say of itself to be converted."""

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import torch
 
-from catalog.errors import CheckpointError
 from dlac_pipeline.checkpoint.engines.deepspeed_state import DeepSpeedState
 from dlac_pipeline.checkpoint.engines.distributed_state import DistributedState
 from dlac_pipeline.checkpoint.engines.safe_load import load_tensors, only_tensors
 from dlac_pipeline.checkpoint.engines.shards import whole_tensors
 from dlac_pipeline.checkpoint.engines.torch_state import TorchState
 from dlac_pipeline.checkpoint.engines.universal import safe_classes
+from dlac_pipeline.lakehouse.errors import CheckpointError
 
 Weights = dict[str, torch.Tensor]
 _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})

@@ -1,0 +1,109 @@
+"""File I/O for a local warehouse that survives a power cut: what is closed is on the disk.
+
+pyiceberg does not fsync what it writes locally, so a commit that SQLite made durable could name a metadata file that a
+power cut takes away. Object stores acknowledge durably by themselves and are left as they are.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from pyarrow.fs import LocalFileSystem
+from pyiceberg.io import OutputStream
+from pyiceberg.io.pyarrow import PyArrowFile, PyArrowFileIO
+from pyiceberg.typedef import EMPTY_DICT, Properties
+
+from dlac_pipeline.lakehouse.iceberg.relocation import Relocation, raw_path
+
+
+def fsync_directory(directory: str | Path) -> None:
+    """Make the names in `directory` durable."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def make_folder_durably(folder: Path) -> None:
+    """Make a folder and all missing folders above it, and make their names durable."""
+    missing = [each for each in (folder, *folder.parents) if not each.is_dir()]
+    for each in reversed(missing):
+        each.mkdir(exist_ok=True)
+        fsync_directory(each.parent)
+
+
+@contextmanager
+def temporary_beside(path: Path) -> Iterator[Path]:
+    """A name beside `path` that nobody else has, for what becomes `path` when it is whole; removed if that fails.
+
+    Machines share folders, and their containers count processes alike: a process id alone is many writers' name.
+    """
+    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}")
+    try:
+        yield temporary
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
+
+
+def write_durably(path: Path, content: bytes) -> None:
+    """Write a file under a temporary name, fsync, rename: it exists whole or not at all."""
+    with temporary_beside(path) as temporary:
+        with temporary.open("wb") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        temporary.rename(path)
+    fsync_directory(path.parent)
+
+
+class _SyncedFile(io.FileIO):
+    """A file that is fsynced, with its directory, before its descriptor is closed."""
+
+    def close(self) -> None:
+        if not self.closed:
+            try:
+                os.fsync(self.fileno())
+            finally:
+                super().close()
+            fsync_directory(os.path.dirname(str(self.name)))
+
+
+class _DurableFile(PyArrowFile):
+    def create(self, overwrite: bool = False) -> OutputStream:
+        """A writable stream on this location, durable once closed.
+
+        Raises:
+            FileExistsError: the file exists and `overwrite` is false.
+        """
+        if not isinstance(self._filesystem, LocalFileSystem):
+            return super().create(overwrite)
+        make_folder_durably(Path(self._path).parent)
+        return io.BufferedWriter(_SyncedFile(self._path, "wb" if overwrite else "xb"), self._buffer_size)
+
+
+class DurableFileIO(PyArrowFileIO):
+    """pyiceberg's PyArrow file I/O with durable local writes, in the folders where a moved lakehouse is now."""
+
+    @staticmethod
+    def parse_location(location: str, properties: Properties = EMPTY_DICT) -> tuple[str, str, str]:
+        """Return (scheme, host, path) of a location.
+
+        The path of a local location is taken literally: in pyiceberg's own reading `#` and `?` end it.
+        """
+        path = raw_path(location)
+        if path is None:
+            return PyArrowFileIO.parse_location(location, properties)
+        return "file", "", Relocation.of_properties(properties).here(os.path.abspath(path))
+
+    def new_output(self, location: str) -> PyArrowFile:
+        """The output file at `location`."""
+        plain = super().new_output(location)
+        return _DurableFile(plain.location, plain._path, plain._filesystem, plain._buffer_size)

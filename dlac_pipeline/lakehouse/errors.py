@@ -1,0 +1,364 @@
+"""Every error DLAC raises, one class per failure; `exit_code` is what a process that dies of it returns.
+
+DlacError
+├── BadInput                  the request cannot be met as written
+│   ├── SpecInvalid           a job spec, a name or an option is wrong
+│   ├── ResumeMismatch        resuming would change something that the leg binds
+│   ├── CatalogMisconfigured  the catalog's address or credentials are wrong
+│   ├── NoSuchLakehouse, NoSuchTable, NoSuchSnapshot, NoSuchColumn, NoSuchRun
+│   ├── NoSuchCheckpoint      the run is known, a checkpoint or a checkpoint's name is not
+│   ├── NoSuchJobSpec         the job spec of a known run is not on this node
+│   ├── UnsupportedColumn     a column cannot become a tensor
+│   ├── UnsupportedSnapshot   the snapshot has an id or a schema that cannot be recorded or found
+│   ├── UnsupportedDeletes    the snapshot carries delete files that cannot be applied
+│   ├── TableReplaced         the table was dropped and created again since the plan
+│   ├── EmptyPlan             a pass would have no live row
+│   ├── ScriptInvalid         the training script cannot be run, or does not do its part
+│   ├── TransformFailed       the user's transform raised, rejected rows, or broke its contract
+│   ├── LogsMissing           the logs of an attempt are not on this node, or no longer
+│   ├── NothingToRehearse     no kept checkpoint has a committed successor
+│   ├── TokenizerUnreadable   a tokenizer cannot be loaded, or lacks a token
+│   └── FormatTooNew          written by a newer DLAC
+├── LakehouseError            the lakehouse did not do its part
+│   ├── CatalogUnreachable
+│   │   └── CatalogHostUnknown  the name of its host does not resolve
+│   ├── MetadataLost          the metadata file of a table is missing or cannot be read
+│   ├── PinLost               the tag that keeps the snapshot alive is gone or moved
+│   ├── AppendHistoryLost     what was appended to a source since its plan cannot be told apart any more
+│   └── DataFileUnreadable
+├── LedgerError               the consumption ledger said no
+│   ├── Fenced                a newer attempt owns the run
+│   ├── RunBusy               another launch of this run is alive
+│   ├── RunFinished
+│   ├── SteppedAside          another recovery claimed the run first
+│   ├── HeadMoved             the head is not my parent under my own attempt
+│   ├── LedgerOlderThanStore  the catalog was restored from a backup that lacks committed checkpoints
+│   ├── RowsBetween           rows were appended to the run since those that a commit was made from
+│   ├── CommitConflict        `main` moved under a commit (retried by the commit loop)
+│   └── CommitOutcomeUnknown  the catalog stayed away past the deadline
+├── CheckpointError
+│   ├── StoreUnavailable      the checkpoint store is not writable, full or away
+│   ├── CheckpointDamaged     a file is missing, truncated or altered
+│   ├── CheckpointUnsafe      a file has more in it than tensors and plain values
+│   ├── NoRestorableCheckpoint
+│   ├── CursorMismatch        a restored or reported cursor differs from the order
+│   └── WorldSizeUnsupported  the saved state cannot be loaded by this number of ranks
+└── TrainingFailed            the ranks died
+    ├── NoProgress            several attempts in a row committed nothing
+    ├── LossNotFinite         the loss is NaN or infinite, or the weights are
+    ├── ScriptFailed          the training script raised the same exception at the same place twice in a row
+    ├── LeftUnfinished        the script ended well, and the run has not
+    ├── NodesMissing          fewer machines than the job wants came together
+    ├── ClusterRefused        the cluster's scheduler does not take the job
+    ├── ClusterSilent         the cluster's scheduler does not answer any more; the job is left as it is
+    └── Preempted             the ranks left at their deadline without a checkpoint
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from dlac_pipeline.lakehouse.masking import mask_secrets
+
+
+class DlacError(Exception):
+    """Root of all errors of this project."""
+
+    exit_code: ClassVar[int] = 70
+    transient: ClassVar[bool] = False
+    """Whether the same request may well succeed later: an orchestrator tries again, within bounds."""
+
+    def __init__(self, *args: object) -> None:
+        """`args` as of any exception; secrets in them are masked, for errors go to logs, reports and Dagster."""
+        super().__init__(*(mask_secrets(each) if isinstance(each, str) else each for each in args))
+
+
+class BadInput(DlacError):
+    """The request cannot be met as it is written; trying again unchanged is useless."""
+
+    exit_code = 64
+
+
+class SpecInvalid(BadInput):
+    """A job spec, a name or an option is wrong."""
+
+
+class ResumeMismatch(BadInput):
+    """Resuming would change something that the leg binds."""
+
+
+class CatalogMisconfigured(BadInput):
+    """The address or the credentials of the catalog are wrong; waiting does not mend them."""
+
+
+class NoSuchLakehouse(BadInput):
+    """There is no lakehouse of DLAC at the address."""
+
+
+class NoSuchTable(BadInput):
+    """The named table is not in the catalog."""
+
+
+class NoSuchSnapshot(BadInput):
+    """The named snapshot is not in the table."""
+
+
+class NoSuchColumn(BadInput):
+    """A named column is not in the table's schema."""
+
+
+class NoSuchRun(BadInput):
+    """The ledger has no row of the named run."""
+
+
+class NoSuchCheckpoint(BadInput):
+    """The run has no checkpoint of this step, id or name that can be restored."""
+
+
+class NoSuchJobSpec(BadInput):
+    """The job spec of the run's last launch is not on this node."""
+
+
+class UnsupportedColumn(BadInput):
+    """A column's type or content cannot become a tensor."""
+
+
+class UnsupportedSnapshot(BadInput):
+    """The snapshot has an id that is no signed 64-bit number, or a schema that the table's metadata lack."""
+
+
+class UnsupportedDeletes(BadInput):
+    """The snapshot carries delete files that cannot be applied: not Parquet, on nested columns, or vectors outside Puffin."""
+
+
+class TableReplaced(BadInput):
+    """The table under this name is not the one that was planned."""
+
+
+class EmptyPlan(BadInput):
+    """A pass would have no live row."""
+
+
+class ScriptInvalid(BadInput):
+    """The training script cannot be run, or does not do its part: restore, then a batch, then its step's end."""
+
+
+class TransformFailed(BadInput):
+    """The user's transform raised, rejected rows, or broke its contract."""
+
+
+class TokenizerUnreadable(BadInput):
+    """A tokenizer cannot be loaded, or lacks a token that was asked for."""
+
+
+class LogsMissing(BadInput):
+    """The logs of an attempt are not on this node, or no longer."""
+
+
+class NothingToRehearse(BadInput):
+    """No checkpoint is kept that has a committed successor, whose losses could be compared."""
+
+
+class FormatTooNew(BadInput):
+    """Something stored was written by a newer version of DLAC."""
+
+
+class LakehouseError(DlacError):
+    """The lakehouse did not do its part."""
+
+    exit_code = 69
+    transient = True
+
+
+class CatalogUnreachable(LakehouseError):
+    """The catalog, or the warehouse of its tables, does not answer."""
+
+
+class CatalogHostUnknown(CatalogUnreachable):
+    """The name of the catalog's host does not resolve: a typo, or name servers that lost it while a run trained.
+
+    A launch waits for it within its own bounds. An orchestrator does not try again.
+    """
+
+    transient = False
+
+
+class MetadataLost(LakehouseError):
+    """The metadata file of a table, which the catalog names, is missing or cannot be read."""
+
+    transient = False
+
+
+class PinLost(LakehouseError):
+    """The tag that keeps a planned snapshot alive is gone or names another snapshot."""
+
+    transient = False
+
+
+class AppendHistoryLost(LakehouseError):
+    """What was appended to a source since its plan cannot be told apart any more."""
+
+    transient = False
+
+
+class DataFileUnreadable(LakehouseError):
+    """A data file of the pinned snapshot is missing or cannot be decoded."""
+
+
+class LedgerError(DlacError):
+    """The consumption ledger refused something."""
+
+    exit_code = 71
+
+
+class Fenced(LedgerError):
+    """A newer attempt owns the run; this one must stop for good."""
+
+    exit_code = 80
+
+
+class RunBusy(LedgerError):
+    """Another launch of this run is alive."""
+
+    exit_code = 81
+
+
+class RunFinished(LedgerError):
+    """The run is finished and takes no more attempts."""
+
+    exit_code = 82
+
+
+class SteppedAside(LedgerError):
+    """Another recovery claimed the run first."""
+
+    exit_code = 83
+
+
+class HeadMoved(LedgerError):
+    """The head is neither my parent nor me, under my own attempt: a bug or a hand in the ledger."""
+
+
+class LedgerOlderThanStore(LedgerError):
+    """The catalog was restored from a backup that lacks checkpoints which were committed since: restore a newer one."""
+
+    exit_code = 87
+
+
+class RowsBetween(LedgerError):
+    """Somebody, such as an operator who named a checkpoint, appended rows to the run that a commit has not seen."""
+
+
+class CommitConflict(LedgerError):
+    """`main` of a table moved between the read and the commit; the commit did not land."""
+
+
+class CommitOutcomeUnknown(LedgerError):
+    """The catalog stayed away past the deadline while a commit was under way."""
+
+    transient = True
+
+
+class CheckpointError(DlacError):
+    """A checkpoint could not be taken or restored."""
+
+    exit_code = 74
+
+
+class StoreUnavailable(CheckpointError):
+    """The checkpoint store is not writable, full or away."""
+
+    transient = True
+
+
+class CheckpointDamaged(CheckpointError):
+    """A checkpoint's file is missing, truncated or altered."""
+
+
+class CheckpointUnsafe(CheckpointError):
+    """A checkpoint's file has something in it that loading would run as code."""
+
+
+class NoRestorableCheckpoint(CheckpointError):
+    """No checkpoint on the lineage can be restored."""
+
+    exit_code = 84
+
+
+class CursorMismatch(CheckpointError):
+    """A restored or reported cursor differs from what the order says."""
+
+
+class WorldSizeUnsupported(CheckpointError):
+    """The saved model state cannot be loaded by this number of ranks."""
+
+
+class TrainingFailed(DlacError):
+    """The ranks died and were not relaunched."""
+
+    exit_code = 72
+    transient = True
+
+
+class NodesMissing(TrainingFailed):
+    """Fewer machines than the job wants came together in time."""
+
+
+class ClusterRefused(TrainingFailed):
+    """The cluster's scheduler does not take the job, or is not there."""
+
+
+class ClusterSilent(TrainingFailed):
+    """The cluster's scheduler does not answer any more: its job is followed no longer, and left as it is."""
+
+    transient = False
+
+
+class NoProgress(TrainingFailed):
+    """Several attempts in a row committed nothing."""
+
+    exit_code = 85
+    transient = False
+
+
+class LossNotFinite(TrainingFailed):
+    """The loss of a step that was applied is NaN or infinite, or the weights are: training on would waste time."""
+
+    exit_code = 88
+    transient = False
+
+
+class ScriptFailed(TrainingFailed):
+    """The training script raised the same exception at the same place in two attempts in a row."""
+
+    exit_code = 89
+    transient = False
+
+
+class LeftUnfinished(TrainingFailed):
+    """The script ended with exit status 0 before the run did."""
+
+    transient = False
+
+
+class Preempted(TrainingFailed):
+    """The deadline of a termination notice passed before a checkpoint of it was committed; the one before is the head."""
+
+    exit_code = 86
+
+
+def name_of(err: BaseException) -> str:
+    """By what name an error is told to other processes: that of the class here which it is one of, else of its own."""
+    return next((each for each in type(err).__mro__ if each.__module__ == __name__), type(err)).__name__
+
+
+def named(kind: str) -> type[DlacError] | None:
+    """The class here of this name; None: it is no error of DLAC's, or one of another version's."""
+    found = globals().get(kind)
+    return found if isinstance(found, type) and issubclass(found, DlacError) else None
+
+
+def revived(kind: str, message: str, *, default: type[DlacError]) -> DlacError:
+    """The error that another process told; one that this version does not know is a `default`, which names it."""
+    known = named(kind)
+    return default(f"{kind}: {message}") if known is None else known(message)

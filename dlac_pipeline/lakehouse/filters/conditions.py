@@ -1,0 +1,534 @@
+"""A filter bound to the columns of a table: decided by facts where they suffice, row by row where they do not.
+
+Conditions have no NOT: it is resolved when they are bound, so that a condition that is not true for a row needs no third value.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, reduce
+from operator import and_, or_
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyiceberg.schema import Schema
+from pyiceberg.types import ListType, MapType, NestedField, StringType, StructType
+
+from dlac_pipeline.lakehouse.errors import NoSuchColumn, SpecInvalid
+from dlac_pipeline.lakehouse.filters.facts import UNKNOWN, Facts
+from dlac_pipeline.lakehouse.filters.grammar import (
+    EXAMPLE,
+    Atom,
+    Junction,
+    Negation,
+    Syntax,
+    Truth,
+    WrittenLiteral,
+    parse_syntax,
+)
+from dlac_pipeline.lakehouse.filters.literals import FLOATS, LiteralPlace, hint_for, place_of, to_python
+
+Known = Mapping[int, Facts]
+"""Facts by the field id of a column, or of a field inside a struct."""
+_Flags = npt.NDArray[np.bool_]
+_OPPOSITE = {"<": ">=", ">=": "<", ">": "<=", "<=": ">", "=": "!=", "!=": "="}
+
+
+@dataclass(frozen=True, slots=True)
+class FieldPath:
+    """A column, or a field inside structs: the fields from the top level of the table down to it."""
+
+    fields: tuple[NestedField, ...]
+
+    @property
+    def field_id(self) -> int:
+        """The field id of the innermost field."""
+        return self.fields[-1].field_id
+
+    @property
+    def name(self) -> str:
+        """The name with dots, for people."""
+        return ".".join(each.name for each in self.fields)
+
+    @property
+    def kind(self) -> Any:
+        """The type of the innermost field."""
+        return self.fields[-1].field_type
+
+    def values(self, table: pa.Table) -> Any:
+        """Return the values, null where a struct around them is."""
+        found = table[self.fields[0].name]
+        for parent, child in zip(self.fields, self.fields[1:], strict=False):
+            struct: Any = parent.field_type
+            found = pc.struct_field(found, [[each.field_id for each in struct.fields].index(child.field_id)])
+        if pa.types.is_boolean(found.type):
+            return found.cast(pa.int8())
+        return found.cast(pa.binary()) if pa.types.is_fixed_size_binary(found.type) else found
+
+
+class Condition(ABC):
+    """A condition on the rows of a table."""
+
+    @abstractmethod
+    def may_be_true(self, known: Known) -> bool:
+        """Whether it may be true for some row."""
+
+    @abstractmethod
+    def must_be_true(self, known: Known) -> bool:
+        """Whether it is true for every row."""
+
+    @abstractmethod
+    def true_rows(self, table: pa.Table) -> _Flags:
+        """Return for which rows it is true; `table` has the top-level columns of `paths`."""
+
+    @property
+    @abstractmethod
+    def paths(self) -> tuple[FieldPath, ...]:
+        """The columns that it looks at."""
+
+    def simplify(self, known: Known) -> Condition:
+        """Return what the facts leave open of it."""
+        if not self.may_be_true(known):
+            return NEVER
+        return ALWAYS if self.must_be_true(known) else self
+
+    @property
+    def columns(self) -> list[str]:
+        """The names of the top-level columns that it looks at."""
+        return sorted({path.fields[0].name for path in self.paths})
+
+
+@dataclass(frozen=True)
+class Constant(Condition):
+    """A condition that is true for all rows, or for none."""
+
+    value: bool
+
+    def may_be_true(self, known: Known) -> bool:
+        """Return the constant."""
+        return self.value
+
+    def must_be_true(self, known: Known) -> bool:
+        """Return the constant."""
+        return self.value
+
+    def true_rows(self, table: pa.Table) -> _Flags:
+        """Return the constant for every row."""
+        return np.full(len(table), self.value)
+
+    @property
+    def paths(self) -> tuple[FieldPath, ...]:
+        """No columns."""
+        return ()
+
+
+ALWAYS = Constant(True)
+NEVER = Constant(False)
+
+
+@dataclass(frozen=True)
+class Combination(Condition):
+    """AND (`every`) or OR of conditions."""
+
+    every: bool
+    parts: tuple[Condition, ...]
+
+    def may_be_true(self, known: Known) -> bool:
+        """Whether all parts, or one of them, may be."""
+        return (all if self.every else any)(part.may_be_true(known) for part in self.parts)
+
+    def must_be_true(self, known: Known) -> bool:
+        """Whether all parts, or one of them, must be."""
+        return (all if self.every else any)(part.must_be_true(known) for part in self.parts)
+
+    def true_rows(self, table: pa.Table) -> _Flags:
+        """Return the rows for which all parts, or one of them, is true."""
+        return reduce(and_ if self.every else or_, (part.true_rows(table) for part in self.parts))
+
+    @property
+    def paths(self) -> tuple[FieldPath, ...]:
+        """The columns of all parts."""
+        return self._paths
+
+    @cached_property
+    def _paths(self) -> tuple[FieldPath, ...]:
+        return tuple({path.field_id: path for part in self.parts for path in part.paths}.values())
+
+    def simplify(self, known: Known) -> Condition:
+        """Return what the facts leave open of the parts."""
+        return combine(self.every, [part.simplify(known) for part in self.parts])
+
+
+def combine(every: bool, parts: Sequence[Condition]) -> Condition:
+    """Return the AND (`every`) or OR of conditions without the constants among them."""
+    deciding, neutral = (NEVER, ALWAYS) if every else (ALWAYS, NEVER)
+    if deciding in parts:
+        return deciding
+    left = tuple(part for part in parts if part != neutral)
+    return Combination(every, left) if len(left) > 1 else left[0] if left else neutral
+
+
+@dataclass(frozen=True)
+class _OnOne(Condition):
+    """A condition on one column."""
+
+    path: FieldPath
+
+    @property
+    def paths(self) -> tuple[FieldPath, ...]:
+        """The one column."""
+        return (self.path,)
+
+    def _facts(self, known: Known) -> Facts:
+        return known.get(self.path.field_id, UNKNOWN)
+
+    @cached_property
+    def _has_nan(self) -> bool:
+        return isinstance(self.path.kind, FLOATS)
+
+    def _may_be_nan(self, facts: Facts) -> bool:
+        return self._has_nan and facts.may_be_nan
+
+    def _scalar(self, value: Any, values: Any) -> Any:
+        return pa.scalar(self._python(value), type=values.type)
+
+    def _python(self, value: Any) -> Any:
+        return int(value) if isinstance(value, bool) else to_python(self.path.kind, value)
+
+
+@dataclass(frozen=True)
+class IsNull(_OnOne):
+    """`column is null`, or with `negated` its opposite."""
+
+    negated: bool = False
+
+    def may_be_true(self, known: Known) -> bool:
+        """Whether there may be a null, or a value."""
+        facts = self._facts(known)
+        return facts.may_have_value if self.negated else facts.may_be_null
+
+    def must_be_true(self, known: Known) -> bool:
+        """Whether there is nothing else."""
+        facts = self._facts(known)
+        return not (facts.may_be_null if self.negated else facts.may_have_value)
+
+    def true_rows(self, table: pa.Table) -> _Flags:
+        """Return the rows with a null, or those with a value."""
+        values = self.path.values(table)
+        return _flags(pc.is_valid(values) if self.negated else pc.is_null(values))
+
+
+@dataclass(frozen=True)
+class IsNan(_OnOne):
+    """`column is nan`, or with `negated` its opposite: null is neither."""
+
+    negated: bool = False
+
+    def may_be_true(self, known: Known) -> bool:
+        """Whether there may be a NaN, or a value."""
+        facts = self._facts(known)
+        return facts.may_have_value and (self.negated or self._may_be_nan(facts))
+
+    def must_be_true(self, known: Known) -> bool:
+        """Whether there are only values, none of them NaN."""
+        facts = self._facts(known)
+        return self.negated and not facts.may_be_null and not self._may_be_nan(facts)
+
+    def true_rows(self, table: pa.Table) -> _Flags:
+        """Return the rows with NaN, or those with another value."""
+        values = self.path.values(table)
+        if not self._has_nan:
+            return _flags(pc.is_valid(values)) if self.negated else np.zeros(len(table), dtype=np.bool_)
+        nan = pc.is_nan(values)
+        return _flags(pc.invert(nan) if self.negated else nan)
+
+
+@dataclass(frozen=True)
+class IsBetween(_OnOne):
+    """A column's value is at least `low` and at most `high`, or above and below where `open`; None is no limit."""
+
+    low: Any = None
+    high: Any = None
+    open: bool = False
+
+    def may_be_true(self, known: Known) -> bool:
+        """Whether the bounds overlap with the limits."""
+        facts = self._facts(known)
+        above = self.high is None or facts.lower is None or self._is_below(facts.lower, self.high)
+        below = self.low is None or facts.upper is None or self._is_below(self.low, facts.upper)
+        return facts.may_have_value and above and below
+
+    def must_be_true(self, known: Known) -> bool:
+        """Whether the bounds are within the limits, and nothing is null or NaN."""
+        facts = self._facts(known)
+        above = self.low is None or (facts.lower is not None and self._is_below(self.low, facts.lower))
+        below = self.high is None or (facts.upper is not None and self._is_below(facts.upper, self.high))
+        return not facts.may_be_null and not self._may_be_nan(facts) and above and below
+
+    def true_rows(self, table: pa.Table) -> _Flags:
+        """Return the rows whose value is within the limits."""
+        values = self.path.values(table)
+        found = np.ones(len(table), dtype=np.bool_)
+        if self.low is not None:
+            found &= _flags((pc.greater if self.open else pc.greater_equal)(values, self._scalar(self.low, values)))
+        if self.high is not None:
+            found &= _flags((pc.less if self.open else pc.less_equal)(values, self._scalar(self.high, values)))
+        return found
+
+    def _is_below(self, one: Any, other: Any) -> bool:
+        return bool(one < other if self.open else one <= other)
+
+
+@dataclass(frozen=True)
+class IsAmong(_OnOne):
+    """A column's value is one of `members`, or with `negated` is there and is none of them."""
+
+    members: frozenset[Any] = frozenset()
+    negated: bool = False
+
+    def may_be_true(self, known: Known) -> bool:
+        """Whether a member, or something else, may occur."""
+        facts = self._facts(known)
+        if self.negated:
+            return facts.may_have_value and not self._is_only_member(facts)
+        return any(facts.may_hold(value) for value in self.members)
+
+    def must_be_true(self, known: Known) -> bool:
+        """Whether only one member occurs, or none."""
+        facts = self._facts(known)
+        if facts.may_be_null:
+            return False
+        if self.negated:
+            return not any(facts.may_hold(value) for value in self.members)
+        return self._is_only_member(facts)
+
+    def true_rows(self, table: pa.Table) -> _Flags:
+        """Return the rows with a member, or those with another value."""
+        values = self.path.values(table)
+        if self._has_nan:  # a hash would tell -0.0 from 0.0
+            equal = (_flags(pc.equal(values, self._scalar(member, values))) for member in self.members)
+            found = reduce(or_, equal)
+        else:
+            members = pa.array([self._python(member) for member in self.members], type=values.type)
+            found = _flags(pc.is_in(values, value_set=members))
+        return _flags(pc.is_valid(values)) & ~found if self.negated else found
+
+    def _is_only_member(self, facts: Facts) -> bool:
+        """Whether all values are one and the same member; nulls are left aside."""
+        one = facts.lower is not None and facts.lower == facts.upper
+        return one and facts.lower in self.members and not self._may_be_nan(facts)
+
+
+@dataclass(frozen=True)
+class IsLike(_OnOne):
+    """A text matches a LIKE pattern that starts with `prefix`.
+
+    `rest` is the pattern after the prefix; None if any text may follow.
+    """
+
+    prefix: str = ""
+    rest: str | None = None
+    negated: bool = False
+
+    def may_be_true(self, known: Known) -> bool:
+        """Whether the bounds leave room for a text that matches, or one that does not."""
+        facts = self._facts(known)
+        settled = self._all_start(facts) and self.rest is None if self.negated else self._none_starts(facts)
+        return facts.may_have_value and not settled
+
+    def must_be_true(self, known: Known) -> bool:
+        """Whether the bounds prove a match, or that there is none."""
+        facts = self._facts(known)
+        proven = self._none_starts(facts) if self.negated else self._all_start(facts) and self.rest is None
+        return not facts.may_be_null and proven
+
+    def true_rows(self, table: pa.Table) -> _Flags:
+        """Return the rows whose text matches, or does not."""
+        values = self.path.values(table)
+        if self.rest is None:
+            found = pc.starts_with(values, self.prefix)
+        else:
+            found = pc.match_substring_regex(values, rf"(?s)\A{_escaped(self.prefix)}{self.rest}\z")
+        return _flags(pc.invert(found) if self.negated else found)
+
+    def _all_start(self, facts: Facts) -> bool:
+        bounds = (facts.lower, facts.upper)
+        return all(bound is not None and bound.startswith(self.prefix) for bound in bounds)
+
+    def _none_starts(self, facts: Facts) -> bool:
+        below = facts.upper is not None and facts.upper < self.prefix
+        return below or (facts.lower is not None and facts.lower[: len(self.prefix)] > self.prefix)
+
+
+def parse_filter(text: str, schema: Schema) -> Condition:
+    """Return the condition in `text`; all rows when it is empty.
+
+    Raises:
+        SpecInvalid: it is blank or no filter, or compares a column with what it cannot be compared with.
+        NoSuchColumn: it names a column that the schema lacks.
+    """
+    if not text:
+        return ALWAYS
+    if not text.strip():
+        raise SpecInvalid(
+            f"expected a filter such as {EXAMPLE}, found the blank {text!r}: leave it out to select all rows"
+        )
+    return _Binder(text, schema).bind(parse_syntax(text), negated=False)
+
+
+class _Binder:
+    """The columns of a schema, for the conditions of one text."""
+
+    def __init__(self, text: str, schema: Schema) -> None:
+        self._text = text
+        self._schema = schema
+
+    def bind(self, syntax: Syntax, *, negated: bool) -> Condition:
+        """Return the condition that a syntax tree describes, or its opposite."""
+        if isinstance(syntax, Truth):
+            return NEVER if syntax.value == negated else ALWAYS
+        if isinstance(syntax, Negation):
+            return self.bind(syntax.of, negated=not negated)
+        if isinstance(syntax, Junction):
+            return combine(syntax.every != negated, [self.bind(part, negated=negated) for part in syntax.parts])
+        return self._atom(syntax, negated)
+
+    def _atom(self, atom: Atom, negated: bool) -> Condition:
+        path = self._path(atom.names)
+        if atom.operator == "null":
+            return IsNull(path, negated)
+        if atom.operator == "nan":
+            return IsNan(path, negated)
+        if atom.operator == "like":
+            return self._like(path, atom.literals[0], negated)
+        places = [self._place(path, literal) for literal in atom.literals]
+        if atom.operator == "in":
+            return _among(path, places, negated)
+        operator = _OPPOSITE[atom.operator] if negated else atom.operator
+        return (
+            _among(path, places, operator == "!=") if operator in ("=", "!=") else _compared(path, operator, places[0])
+        )
+
+    def _place(self, path: FieldPath, literal: WrittenLiteral) -> LiteralPlace:
+        place = place_of(path.kind, literal.value)
+        if place is None:
+            raise self._incomparable(path, literal, hint_for(path.kind))
+        return place
+
+    def _incomparable(self, path: FieldPath, literal: WrittenLiteral, wanted: str) -> SpecInvalid:
+        nan = isinstance(literal.value, str) and literal.value.strip().lower() == "nan"
+        return SpecInvalid(
+            f"expected column {path.name!r} of type {path.kind} to be compared with {wanted}, found {literal.text} in filter "
+            f"{self._text!r}: "
+            + ("write IS NAN or IS NOT NAN" if nan else "write it in that form, or name another column")
+        )
+
+    def _like(self, path: FieldPath, literal: WrittenLiteral, negated: bool) -> Condition:
+        if not isinstance(path.kind, StringType):
+            raise SpecInvalid(
+                f"expected a column of type string before LIKE, found {path.name!r} of type {path.kind} with {literal.text} in "
+                f"filter {self._text!r}: name another column, or use a comparison"
+            )
+        if not isinstance(literal.value, str):
+            raise self._incomparable(path, literal, "a pattern in single quotes such as 'abc%'")
+        prefix, rest = _split_pattern(literal.value)
+        return (
+            _among(path, [LiteralPlace(prefix, prefix, prefix)], negated)
+            if rest == ""
+            else IsLike(path, prefix, rest, negated)
+        )
+
+    def _path(self, names: tuple[str, ...]) -> FieldPath:
+        """The column of this name; a name with dots is that of a column before it is that of a field in a struct."""
+        fields = _descend(self._schema.fields, names)
+        if fields is None:
+            raise NoSuchColumn(
+                f"expected one of the columns {filter_names(self._schema)!r} in filter {self._text!r}, found "
+                f"{'.'.join(names)!r}: {_hint_inside(self._schema, names) or 'name one of these'}"
+            )
+        return FieldPath(fields)
+
+
+def filter_names(schema: Schema) -> list[str]:
+    """Return the names that a filter may have: of columns, and of fields inside structs, not of what lists and maps hold."""
+    return _names_below(schema.fields, "")
+
+
+def _names_below(fields: Sequence[NestedField], prefix: str) -> list[str]:
+    found = []
+    for field in fields:
+        found.append(prefix + field.name)
+        if isinstance(field.field_type, StructType):
+            found += _names_below(field.field_type.fields, f"{prefix}{field.name}.")
+    return found
+
+
+def _hint_inside(schema: Schema, names: tuple[str, ...]) -> str:
+    """Return what to write where a name leads into a list or a map; empty where it does not."""
+    for count in range(len(names) - 1, 0, -1):
+        outer = _descend(schema.fields, names[:count])
+        if outer is not None and isinstance(outer[-1].field_type, ListType | MapType):
+            name, kind = FieldPath(outer).name, "list" if isinstance(outer[-1].field_type, ListType) else "map"
+            return f"a filter cannot look into the {kind} {name!r}; write {name} IS NULL or IS NOT NULL, or name another column"
+    return ""
+
+
+def _descend(fields: Sequence[NestedField], names: tuple[str, ...]) -> tuple[NestedField, ...] | None:
+    by_name = {each.name: each for each in fields}
+    for count in range(len(names), 0, -1):
+        found = by_name.get(".".join(names[:count]))
+        if found is None:
+            continue
+        if count == len(names):
+            return (found,)
+        inside = _descend(found.field_type.fields, names[count:]) if isinstance(found.field_type, StructType) else None
+        if inside is not None:
+            return (found, *inside)
+    return None
+
+
+def _compared(path: FieldPath, operator: str, place: LiteralPlace) -> Condition:
+    low, high = (place.at_least, None) if operator in (">", ">=") else (None, place.at_most)
+    if low is None and high is None:
+        return NEVER
+    return IsBetween(path, low, high, operator in ("<", ">") and place.equal is not None)
+
+
+def _among(path: FieldPath, places: Sequence[LiteralPlace], negated: bool) -> Condition:
+    members = frozenset(place.equal for place in places if place.equal is not None)
+    if not members:
+        return IsNull(path, negated=True) if negated else NEVER
+    return IsAmong(path, members, negated)
+
+
+def _split_pattern(pattern: str) -> tuple[str, str | None]:
+    r"""The literal start of a LIKE pattern, and the rest as a regular expression: None if anything may follow.
+
+    `%` stands for any text and `_` for one character; `\%`, `\_` and `\\` stand for themselves.
+    """
+    tokens: list[tuple[bool, str]] = []
+    for escaped, plain in re.findall(r"\\([%_\\])|(.)", pattern, re.DOTALL):
+        tokens.append((plain in ("%", "_") and not escaped, escaped or plain))
+    end = next((place for place, (wild, _) in enumerate(tokens) if wild), len(tokens))
+    prefix = "".join(character for _, character in tokens[:end])
+    if [character for _, character in tokens[end:]] == ["%"]:
+        return prefix, None
+    wilds = {"%": ".*", "_": "."}
+    return prefix, "".join(wilds[text] if wild else _escaped(text) for wild, text in tokens[end:])
+
+
+def _escaped(text: str) -> str:
+    """The text as a regular expression of RE2 that matches it alone."""
+    return "".join(each if each.isalnum() else rf"\x{{{ord(each):x}}}" for each in text)
+
+
+def _flags(found: Any) -> _Flags:
+    """Booleans with null as false."""
+    flags: _Flags = pc.fill_null(found, False).to_numpy().astype(np.bool_)
+    return flags

@@ -1,0 +1,198 @@
+"""What is known of a column's values in a file or a row group, and what partition values prove of their source columns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from math import isnan
+from typing import Any
+
+import numpy as np
+from pyiceberg.manifest import PartitionFieldSummary
+from pyiceberg.transforms import (
+    BucketTransform,
+    DayTransform,
+    HourTransform,
+    IdentityTransform,
+    MonthTransform,
+    TimeTransform,
+    Transform,
+    TruncateTransform,
+    YearTransform,
+)
+from pyiceberg.types import DecimalType, IcebergType, IntegerType
+
+from dlac_pipeline.lakehouse.filters.literals import (
+    DAY_NS,
+    FLOATS,
+    INTEGERS,
+    from_bytes,
+    from_python,
+    limits_of,
+    to_python,
+    unit_ns,
+)
+
+_GREATEST_CHARACTER = "\U0010ffff"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Facts:
+    """Facts about a column's values; all values that are neither null nor NaN are between `lower` and `upper`.
+
+    None is an unknown bound. `hashed` tells whether a value hashes to the bucket of its partition.
+    """
+
+    may_be_null: bool = True
+    may_have_value: bool = True
+    may_be_nan: bool = True
+    lower: Any = None
+    upper: Any = None
+    hashed: Callable[[Any], bool] | None = None
+
+    def may_hold(self, value: Any) -> bool:
+        """Whether a row may have this value."""
+        inside = (self.lower is None or self.lower <= value) and (self.upper is None or value <= self.upper)
+        return self.may_have_value and inside and (self.hashed is None or self.hashed(value))
+
+
+UNKNOWN = Facts()
+ALL_NULL = Facts(may_have_value=False, may_be_nan=False)
+NO_NULL = Facts(may_be_null=False)
+
+
+def both(one: Facts, other: Facts) -> Facts:
+    """Return what follows from two facts together."""
+    return Facts(
+        may_be_null=one.may_be_null and other.may_be_null,
+        may_have_value=one.may_have_value and other.may_have_value,
+        may_be_nan=one.may_be_nan and other.may_be_nan,
+        lower=_best(max, one.lower, other.lower),
+        upper=_best(min, one.upper, other.upper),
+        hashed=_both_hashed(one.hashed, other.hashed),
+    )
+
+
+def of_counts(
+    kind: IcebergType, *, rows: int, nulls: int | None, nans: int | None = None, lower: Any = None, upper: Any = None
+) -> Facts:
+    """Return what counts and comparable bounds say; None is unknown, and columns other than floats hold no NaN."""
+    return Facts(
+        may_be_null=nulls != 0,
+        may_have_value=nulls is None or nulls < rows,
+        may_be_nan=isinstance(kind, FLOATS) and nans != 0,
+        lower=lower,
+        upper=upper,
+    )
+
+
+def of_partition(transform: Transform[Any, Any], kind: IcebergType, value: Any) -> Facts:
+    """Return what a file's partition value says of its source column of type `kind`."""
+    if not _is_known(transform):
+        return UNKNOWN
+    if value is None:
+        return ALL_NULL
+    value = from_python(kind, value) if _keeps_type(transform) else value
+    if isinstance(transform, BucketTransform):
+        return replace(NO_NULL, may_be_nan=False, hashed=_in_bucket(transform, kind, value))
+    if isinstance(value, float) and isnan(value):
+        return NO_NULL
+    lower, upper = _range(transform, kind, value, value)
+    nan = isinstance(kind, FLOATS) and not isinstance(transform, IdentityTransform)
+    return Facts(may_be_null=False, may_be_nan=nan, lower=lower, upper=upper)
+
+
+def of_summary(transform: Transform[Any, Any], kind: IcebergType, summary: PartitionFieldSummary) -> Facts:
+    """Return what a manifest's summary of one partition field says of the field's source column."""
+    if not _is_known(transform):
+        return UNKNOWN
+    found = replace(UNKNOWN if summary.contains_null else NO_NULL, may_be_nan=isinstance(kind, FLOATS))
+    if isinstance(transform, BucketTransform) or summary.lower_bound is None or summary.upper_bound is None:
+        return found
+    stored = kind if _keeps_type(transform) else IntegerType()
+    least, greatest = from_bytes(stored, summary.lower_bound), from_bytes(stored, summary.upper_bound)
+    if least is None or greatest is None:
+        return found
+    lower, upper = _range(transform, kind, least, greatest)
+    return replace(found, lower=lower, upper=upper)
+
+
+def _best(pick: Callable[[Any, Any], Any], one: Any, other: Any) -> Any:
+    return one if other is None else other if one is None else pick(one, other)
+
+
+def _both_hashed(
+    one: Callable[[Any], bool] | None, other: Callable[[Any], bool] | None
+) -> Callable[[Any], bool] | None:
+    if one is None or other is None:
+        return other if one is None else one
+    return lambda value: one(value) and other(value)
+
+
+def _is_known(transform: Transform[Any, Any]) -> bool:
+    """Whether the transform keeps null apart from values, and is one that `_range` or `_in_bucket` can invert."""
+    return isinstance(transform, IdentityTransform | TruncateTransform | BucketTransform | TimeTransform)
+
+
+def _keeps_type(transform: Transform[Any, Any]) -> bool:
+    return isinstance(transform, IdentityTransform | TruncateTransform)
+
+
+def _in_bucket(transform: BucketTransform[Any], kind: IcebergType, bucket: int) -> Callable[[Any], bool] | None:
+    if unit_ns(kind) == 1:
+        return None  # engines disagree on the unit that is hashed
+    bucket_of = transform.transform(kind)
+    return lambda value: bucket_of(to_python(kind, value)) == bucket
+
+
+def _range(transform: Transform[Any, Any], kind: IcebergType, least: Any, greatest: Any) -> tuple[Any, Any]:
+    """The bounds of the source values whose partition values are between two values; None where open."""
+    if isinstance(transform, IdentityTransform):
+        return least, greatest
+    if isinstance(transform, TruncateTransform):
+        return _truncated(transform.width, kind, least, greatest)
+    if isinstance(transform, TimeTransform) and isinstance(least, int):
+        return _in_time(transform, kind, least, greatest)
+    return None, None
+
+
+def _truncated(width: int, kind: IcebergType, least: Any, greatest: Any) -> tuple[Any, Any]:
+    if isinstance(greatest, str | bytes):
+        return least, _after_prefix(greatest)
+    if isinstance(kind, INTEGERS):
+        low, high = limits_of(kind)
+        # Engines that overflow put the least values of the type among its greatest.
+        return (None, None) if greatest > high - width else (None if least < low else least, greatest + width - 1)
+    return (least, greatest + width - 1) if isinstance(kind, DecimalType) else (None, None)
+
+
+def _after_prefix(prefix: Any) -> Any:
+    """A value that is greater than all that start with `prefix`; None if there is none."""
+    if isinstance(prefix, bytes):
+        kept = prefix.rstrip(b"\xff")
+        return kept[:-1] + bytes([kept[-1] + 1]) if kept else None
+    kept = prefix.rstrip(_GREATEST_CHARACTER)
+    if not kept:
+        return None
+    following = ord(kept[-1]) + 1
+    return kept[:-1] + chr(0xE000 if 0xD800 <= following <= 0xDFFF else following)
+
+
+def _in_time(transform: Transform[Any, Any], kind: IcebergType, least: int, greatest: int) -> tuple[Any, Any]:
+    """Before 1970 some engines rounded towards 1970: such a partition may hold times of the unit before its own, too."""
+    unit = unit_ns(kind)
+    if unit is None:
+        return None, None
+    first = least - 1 if least <= 0 else least
+    return -(-_start_ns(transform, first) // unit), (_start_ns(transform, greatest + 1) - 1) // unit
+
+
+def _start_ns(transform: Transform[Any, Any], value: int) -> int:
+    """Nanoseconds from 1970 to the start of an hour, day, month or year that is counted from 1970."""
+    if isinstance(transform, HourTransform):
+        return value * DAY_NS // 24
+    if isinstance(transform, MonthTransform | YearTransform):
+        months = value * 12 if isinstance(transform, YearTransform) else value
+        return int(np.datetime64(months, "M").astype("datetime64[D]").astype(np.int64)) * DAY_NS
+    assert isinstance(transform, DayTransform)
+    return value * DAY_NS

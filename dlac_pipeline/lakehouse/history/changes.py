@@ -1,0 +1,203 @@
+"""What happened to a table between two snapshots: which rows came since, and where to read them; which rows are gone.
+
+A run planned snapshot P (`since`) and goes on with N (`until`), which descends from P. The snapshots between are walked in
+order, each by what its manifests really did. Where a file of N holds rows of P beside others, they are told apart by v3 row ids
+or by identity columns; without either, rows that came are read in the last snapshot in which they were by themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+from pyiceberg.table import Table
+
+from dlac_pipeline.lakehouse.errors import AppendHistoryLost
+from dlac_pipeline.lakehouse.history.row_matching import Keys, Mask, identity_keys, match
+from dlac_pipeline.lakehouse.history.steps import Place, Step, TableRows, steps_between
+from dlac_pipeline.lakehouse.history.walk import Found, OnOverwrite, Portion, Walk
+from dlac_pipeline.lakehouse.iceberg.data_files import snapshot_schema
+from dlac_pipeline.lakehouse.iceberg.deletes import NO_ROWS, Ints
+from dlac_pipeline.lakehouse.iceberg.snapshots import name_of, snapshot_of
+
+__all__ = ["History", "OnOverwrite", "Portion", "changes"]
+
+
+def changes(
+    table: Table,
+    since: int,
+    until: int,
+    *,
+    on_overwrite: OnOverwrite = "stop",
+    identity_columns: Sequence[str] = (),
+) -> History:
+    """What happened from snapshot `since` to snapshot `until`.
+
+    `on_overwrite` says what an overwrite is to a run that follows the table: "stop" raises unless it can be proven that it
+    only removed rows; "read" reads rows that it brought and leaves out those that it removed (without row ids and identity
+    columns its files are read whole: rows that it kept come again); "ignore" reads nothing of it and leaves nothing out, but
+    an overwrite that provably only removed rows is a delete. Rows that come back with a known identity are not new.
+
+    If `until` does not descend from `since`, or what came since cannot be told apart, then `History.portions` raises
+    `AppendHistoryLost`, and `History.gone` still answers for files that are where they were.
+
+    Raises:
+        NoSuchSnapshot: the table has no snapshot `until`.
+        AppendHistoryLost: `since` is expired.
+        SpecInvalid, NoSuchColumn: the identity columns do not tell rows apart, or do not exist.
+    """
+    if table.snapshot_by_id(since) is None:
+        raise AppendHistoryLost(
+            f"expected snapshot {since} of {name_of(table)!r}, up to which was planned, found it expired: pin snapshots with a "
+            "tag; start a new run"
+        )
+    snapshot_of(table, until)
+    rows = TableRows(table)
+    keys = _keys(rows, since, until, identity_columns)
+    walk = Walk(rows, since, until, keys, on_overwrite)
+    try:
+        for step in steps_between(table, since, until):
+            walk.take(step)
+        found = walk.found()
+    except AppendHistoryLost as err:
+        found = walk.lost(err)
+    return History(since=since, until=until, _found=found, _rows=rows, _keys=keys)
+
+
+def _keys(rows: TableRows, since: int, until: int, identity_columns: Sequence[str]) -> Keys | None:
+    """By what rows can be told apart: the declared identity columns, else row ids where all files have them, else nothing."""
+    schema = snapshot_schema(rows.table, until)
+    if identity_columns:
+        return identity_keys(schema, identity_columns)
+    files = [*rows.files(since).values(), *rows.files(until).values()]
+    has_ids = rows.table.metadata.format_version >= 3 and all(file.first_row_id is not None for file in files)
+    return Keys(schema) if has_ids else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class History:
+    """What happened to a table from snapshot `since` to snapshot `until`."""
+
+    since: int
+    until: int
+    _found: Found = field(repr=False)
+    _rows: TableRows = field(repr=False)
+    _keys: Keys | None = field(repr=False)
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """What each snapshot did, as far as it was followed."""
+        return self._found.steps
+
+    @property
+    def told_by(self) -> Literal["row_ids", "identity_columns", "appends"]:
+        """By what rows are told apart."""
+        if self._keys is None:
+            return "appends"
+        return "identity_columns" if self._keys.columns else "row_ids"
+
+    @property
+    def portions(self) -> tuple[Portion, ...]:
+        """Where every row that came since and is live is read, once, in order.
+
+        Raises:
+            AppendHistoryLost: that cannot be told.
+        """
+        if isinstance(self._found.portions, AppendHistoryLost):
+            raise self._found.portions
+        return self._found.portions
+
+    def check(self) -> None:
+        """Check that all of it can be told.
+
+        Raises:
+            AppendHistoryLost: what came cannot be told apart, or a rewrite did not keep what tells rows apart.
+            SpecInvalid: the identity columns do not tell rows apart.
+        """
+        _ = self.portions
+        if self._moved:
+            _ = self._matched
+
+    def gone(self, path: str) -> Ints | None:
+        """Sorted positions of the rows of a data file of `since` that were live there and are not in `until`.
+
+        None where it cannot be told: rows moved to other files, some were deleted there, and nothing tells them apart. Then
+        what was planned of `since` is finished first.
+
+        Raises:
+            SpecInvalid: the identity columns do not tell rows apart.
+            AppendHistoryLost: a rewrite did not keep what tells rows apart.
+        """
+        if path in self._found.unsure:
+            return None
+        away = self._rows.alive((self.since, path)) & ~self._by_place(path)
+        if away.any() and path in self._moved:
+            away &= ~self._matched[0][path]
+        return np.flatnonzero(away)
+
+    def old_rows(self, snapshot_id: int, path: str) -> Ints:
+        """Sorted positions of the rows of a portion's file that were live in `since` already: those are not new.
+
+        Raises:
+            SpecInvalid: the identity columns do not tell rows apart.
+            AppendHistoryLost: a rewrite did not keep what tells rows apart.
+        """
+        place = (snapshot_id, path)
+        return np.flatnonzero(self._matched[1][place]) if place in self._new_places else NO_ROWS
+
+    def _by_place(self, path: str) -> Mask:
+        """The rows of a planned file that still are where they were."""
+        found = np.zeros(self._rows.files(self.since)[path].rows, dtype=np.bool_)
+        for place in self._found.places.get(path, frozenset()):
+            if place[1] == path:
+                found |= self._alive(place)
+        return found
+
+    def _alive(self, place: Place) -> Mask:
+        """Rows that are live in a place, with those that only an ignored overwrite deleted."""
+        found = self._rows.alive(place)
+        for before, after in self._found.spared:
+            if place[1] in self._rows.files(before) and place[1] in self._rows.files(after):
+                found |= self._rows.alive((before, place[1])) & ~self._rows.alive((after, place[1]))
+        return found
+
+    @cached_property
+    def _moved(self) -> frozenset[str]:
+        """The planned files whose rows may be in other files now."""
+        places = self._found.places.items()
+        return frozenset(path for path, found in places if any(place[1] != path for place in found))
+
+    @cached_property
+    def _new_places(self) -> frozenset[Place]:
+        """The other files in which they may be."""
+        return frozenset(place for path in self._moved for place in self._found.places[path] if place[1] != path)
+
+    @cached_property
+    def _matched(self) -> tuple[dict[str, Mask], dict[Place, Mask]]:
+        """The rows of planned files that live on in other files, and where they do, from one join."""
+        moved, places = sorted(self._moved), sorted(self._new_places)
+        assert self._keys is not None  # without, nothing is followed to other places
+        old = [
+            self._rows.rows((self.since, path), self._rows.alive((self.since, path)) & ~self._by_place(path))
+            for path in moved
+        ]
+        new = [self._rows.rows(place, self._alive(place)) for place in places]
+        in_old, in_new = match(self._rows.table, old, new, self._keys)
+        unknown = {one: rows.chosen & ~mask for one, rows, mask in zip(places, new, in_new, strict=True)}
+        self._check_kept(unknown)
+        return dict(zip(moved, in_old, strict=True)), dict(zip(places, in_new, strict=True))
+
+    def _check_kept(self, unknown: Mapping[Place, Mask]) -> None:
+        """Rewritten files may hold no more rows that are new by their keys than came since."""
+        pure = sum(int(np.count_nonzero(mask)) for place, mask in unknown.items() if place in self._found.pure)
+        mixed = sum(int(np.count_nonzero(mask)) for place, mask in unknown.items() if place in self._found.mixed)
+        most = self._found.merged_rows
+        if pure or mixed > most:
+            raise AppendHistoryLost(
+                f"expected a rewrite of {name_of(self._rows.table)!r} since snapshot {self.since} to keep what tells rows apart "
+                f"({self.told_by}), found {pure + mixed} rows with values of their own where {most} at most came "
+                "since: declare identity_columns that a rewrite keeps, or start a new run"
+            )

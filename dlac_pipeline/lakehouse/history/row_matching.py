@@ -1,0 +1,281 @@
+"""Which rows of some data files are rows of others: matched by v3 row id, or by declared identity columns.
+
+In go data files, each with the rows of it that are meant; out comes one mask per file. Only the key columns are read, in
+batches; DuckDB joins 16 bytes of digest per row and spills to disk past its memory limit. A mask is one byte per row.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import duckdb
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyiceberg.schema import Schema
+from pyiceberg.table import Table
+from pyiceberg.types import LongType, NestedField, PrimitiveType
+
+from dlac_pipeline.lakehouse.errors import AppendHistoryLost, DataFileUnreadable, DlacError, NoSuchColumn, SpecInvalid
+from dlac_pipeline.lakehouse.iceberg.columns import FileColumns, arrow_type, name_mapping_of, open_parquet
+from dlac_pipeline.lakehouse.iceberg.data_files import ROW_ID_FIELD_ID, LiveFile
+
+Mask = npt.NDArray[np.bool_]
+ROW_ID = NestedField(ROW_ID_FIELD_ID, "_row_id", LongType(), required=False)
+"""The reserved field in which a rewritten file of format v3 keeps its rows' ids."""
+_BATCH_ROWS = 65_536
+_MEMORY_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows of one data file: `chosen` is a mask over its positions; `where` names it in messages."""
+
+    file: LiveFile
+    chosen: Mask
+    where: str
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """By what rows are told apart: the identity columns of `schema`, or v3 row ids where `columns` is empty."""
+
+    schema: Schema
+    columns: tuple[str, ...] = ()
+
+    @property
+    def read(self) -> tuple[Schema, tuple[str, ...]]:
+        """The schema and the columns in it that are read of each file."""
+        return (self.schema, self.columns) if self.columns else (Schema(ROW_ID), (ROW_ID.name,))
+
+
+def identity_keys(schema: Schema, columns: Sequence[str]) -> Keys:
+    """Keys from the identity columns that a user declared.
+
+    Raises:
+        NoSuchColumn: the table lacks one.
+        SpecInvalid: one is not of a primitive type.
+    """
+    for name in columns:
+        found = next((one for one in schema.fields if one.name == name), None)
+        if found is None:
+            raise NoSuchColumn(
+                f"expected identity column {name!r} in the table, found {[one.name for one in schema.fields]!r}: correct it"
+            )
+        if not isinstance(found.field_type, PrimitiveType):
+            raise SpecInvalid(
+                f"expected identity column {name!r} to be of a primitive type, found {found.field_type}: name another"
+            )
+    return Keys(schema, tuple(columns))
+
+
+def match(
+    table: Table, old: Sequence[Rows], new: Sequence[Rows], keys: Keys, *, memory_bytes: int = _MEMORY_BYTES
+) -> tuple[list[Mask], list[Mask]]:
+    """Which of the `old` rows are among the `new` ones, and which of the new among the old: a mask per file, by position.
+
+    Raises:
+        SpecInvalid: two rows of one side have the same identity, and the other side has it too.
+        AppendHistoryLost: the same of row ids.
+        DataFileUnreadable: a data file cannot be read.
+    """
+    sides = _Side(table, old, keys), _Side(table, new, keys)
+    if not (sides[0].wanted and sides[1].wanted):
+        return sides[0].masks(), sides[1].masks()
+    with _duckdb(memory_bytes) as connection:
+        pairs = _join(connection, *sides)
+        if any(pairs != side.found_rows for side in sides):
+            raise _twice(connection, sides, keys)
+    return sides[0].masks(), sides[1].masks()
+
+
+def _join(connection: duckdb.DuckDBPyConnection, old: _Side, new: _Side) -> int:
+    """Mark what both sides have; the number of pairs, which exceeds the rows of a side if it has a key twice."""
+    for name, side in (("old", old), ("new", new)):
+        connection.register(name, side.reader())
+    query = (
+        f'SELECT old."row" AS old, new."row" AS new FROM (SELECT "row", {old.key} AS key FROM old) AS old '
+        f'JOIN (SELECT "row", {new.key} AS key FROM new) AS new ON old.key IS NOT DISTINCT FROM new.key'
+    )
+    pairs = 0
+    with _failure_of(old, new):
+        for batch in connection.sql(query).to_arrow_reader(_BATCH_ROWS):
+            pairs += batch.num_rows
+            old.found[batch.column("old").to_numpy()] = True
+            new.found[batch.column("new").to_numpy()] = True
+    return pairs
+
+
+@dataclass
+class _Side:
+    """One side of a join: its rows numbered through, `row`, in the order of its files."""
+
+    table: Table
+    rows: Sequence[Rows]
+    keys: Keys
+    found: Mask = field(init=False)
+    failure: DlacError | None = None
+
+    def __post_init__(self) -> None:
+        self.found = np.zeros(sum(one.file.rows for one in self.rows), dtype=np.bool_)
+
+    @property
+    def wanted(self) -> bool:
+        """Whether any row is meant."""
+        return any(one.chosen.any() for one in self.rows)
+
+    @property
+    def found_rows(self) -> int:
+        """How many rows were found on the other side."""
+        return int(np.count_nonzero(self.found))
+
+    @property
+    def _types(self) -> list[pa.DataType]:
+        schema, names = self.keys.read
+        return [_plain_type(schema, name) for name in names]
+
+    @property
+    def key(self) -> str:
+        """The key in SQL: one whole number as it is, all else as a digest of the digests of the columns."""
+        if self._types == [pa.int64()]:
+            return "k0"
+        digests = (f"coalesce(md5(CAST(k{place} AS VARCHAR)), 'null')" for place in range(len(self._types)))
+        return f"md5_number(concat({', '.join(digests)}))"
+
+    def masks(self) -> list[Mask]:
+        """What was found, by file."""
+        return np.split(self.found, np.cumsum([one.file.rows for one in self.rows])[:-1]) if self.rows else []
+
+    def reader(self) -> pa.RecordBatchReader:
+        """The rows as (row, k0, k1, ...), read as they are asked for."""
+        fields = [("row", pa.int64()), *((f"k{place}", kind) for place, kind in enumerate(self._types))]
+        return pa.RecordBatchReader.from_batches(pa.schema(fields), self._batches(pa.schema(fields)))
+
+    def _batches(self, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+        base = 0
+        for one in self.rows:
+            if one.chosen.any():
+                try:
+                    yield from self._of_file(one, base, schema)
+                except DlacError as err:
+                    self.failure = err
+                    raise
+                except (OSError, pa.ArrowException) as err:
+                    self.failure = DataFileUnreadable(
+                        f"expected to read {list(self.keys.read[1])!r} of {one.file.path!r}, found {err}: restore the file"
+                    )
+                    raise self.failure from err
+            base += one.file.rows
+
+    def _of_file(self, one: Rows, base: int, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+        wanted, names = self.keys.read
+        with self.table.io.new_input(one.file.path).open() as stream, open_parquet(stream, wanted.fields) as parquet:
+            columns = FileColumns.of(
+                parquet.schema_arrow,
+                wanted,
+                names,
+                name_mapping=name_mapping_of(self.table),
+                partition_values=one.file.partition_values,
+            )
+            first = 0
+            for batch in parquet.iter_batches(_BATCH_ROWS, columns=columns.in_file):
+                at = np.arange(first, first + batch.num_rows)
+                aligned = columns.align(pa.Table.from_batches([batch]), batch.num_rows)
+                arrays = [self._plain(aligned[name], one.file, at) for name in names]
+                table = pa.table([pa.array(base + at), *arrays], schema=schema)
+                yield from table.filter(pa.array(one.chosen[at])).to_batches()
+                first += batch.num_rows
+
+    def _plain(self, column: Any, file: LiveFile, at: npt.NDArray[np.int64]) -> Any:
+        if not self.keys.columns and file.first_row_id is not None:  # an id that is not written is that of the place
+            return pc.coalesce(column, pa.array(file.first_row_id + at))
+        kind = column.type
+        if pa.types.is_date32(kind) or pa.types.is_time32(kind):
+            column = column.cast(pa.int32())
+        return column.cast(pa.int64()) if _is_whole(kind) else column
+
+
+def _plain_type(schema: Schema, name: str) -> pa.DataType:
+    kind = arrow_type(schema.find_field(name).field_type)
+    return pa.int64() if _is_whole(kind) else kind
+
+
+def _is_whole(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_integer(kind) or pa.types.is_temporal(kind))
+
+
+@contextmanager
+def _duckdb(memory_bytes: int) -> Iterator[duckdb.DuckDBPyConnection]:
+    """A connection of its own that spills to a folder of its own."""
+    with tempfile.TemporaryDirectory(prefix="dlac-match-") as folder:
+        config = {"memory_limit": f"{memory_bytes >> 20}MB", "temp_directory": folder, "threads": "2"}
+        with duckdb.connect(config={**config, "preserve_insertion_order": "false"}) as connection:
+            yield connection
+
+
+@contextmanager
+def _failure_of(*sides: _Side) -> Iterator[None]:
+    """Raise what a side failed of, in place of what DuckDB makes of it."""
+    try:
+        yield
+    except (duckdb.Error, pa.ArrowException) as err:
+        for side in sides:
+            if side.failure is not None:
+                raise side.failure from err
+        raise
+
+
+def _twice(connection: duckdb.DuckDBPyConnection, sides: Sequence[_Side], keys: Keys) -> DlacError:
+    """The error that names two rows of one side with one key."""
+    for side in sides:
+        connection.register("side", side.reader())
+        query = f'SELECT min("row"), max("row") FROM side GROUP BY {side.key} HAVING count(*) > 1 ORDER BY 1 LIMIT 1'
+        with _failure_of(side):
+            found = next(iter(connection.execute(query).fetchall()), None)
+        connection.unregister("side")
+        if found is not None:
+            (path, first, where), (other, second, _) = (_place(side, at) for at in found)
+            expected, done = _expected(keys)
+            values = _values(side, found[0])
+            message = (
+                f"found {values!r} twice in {where}: row {first} of {path!r} and row {second} of {other!r}; {done}"
+            )
+            return (
+                SpecInvalid(f"{expected}, {message}") if keys.columns else AppendHistoryLost(f"{expected}, {message}")
+            )
+    return AppendHistoryLost("expected the data files to stay as they are while rows are matched, found otherwise")
+
+
+def _expected(keys: Keys) -> tuple[str, str]:
+    if keys.columns:
+        return (
+            f"expected identity columns {list(keys.columns)!r} to tell all rows apart",
+            "declare columns that are unique, or remove the double row",
+        )
+    return (
+        "expected row ids to be unique",
+        "the table's metadata is broken: declare identity_columns, or start a new run",
+    )
+
+
+def _place(side: _Side, at: int) -> tuple[str, int, str]:
+    for one in side.rows:
+        if at < one.file.rows:
+            return one.file.path, at, one.where
+        at -= one.file.rows
+    raise IndexError(at)
+
+
+def _values(side: _Side, at: int) -> dict[str, Any]:
+    """The key columns of one row."""
+    names = side.keys.read[1]
+    for batch in side.reader():
+        found = batch.filter(pc.equal(batch.column("row"), at))
+        if found.num_rows:
+            return {name: found.column(f"k{place}")[0].as_py() for place, name in enumerate(names)}
+    return {}

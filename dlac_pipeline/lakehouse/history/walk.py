@@ -1,0 +1,289 @@
+"""The walk over a table's history, from a planned snapshot on: what every data file may hold, and where it is read.
+
+Every data file is known by two things: of which planned files it may hold rows (`origins`), and whether it may hold rows that
+came since (`fresh`). Where one file holds both, rows are told apart by keys; without keys, fresh files are read where they
+were last by themselves, and of planned rows it is known what became of them as long as none was deleted from where they are.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from dlac_pipeline.lakehouse.errors import AppendHistoryLost
+from dlac_pipeline.lakehouse.history.row_matching import Keys, match
+from dlac_pipeline.lakehouse.history.steps import Place, Step, TableRows
+from dlac_pipeline.lakehouse.iceberg.snapshots import name_of
+
+OnOverwrite = Literal["stop", "read", "ignore"]
+_NOTHING: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Portion:
+    """Data files that hold rows which came since, to be read as they are in one snapshot.
+
+    Rows that `History.old_rows` names are not new, and are passed over.
+    """
+
+    snapshot_id: int
+    files: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """What a live data file may hold; `opaque`: rows that nobody shall read and that cannot be told from others."""
+
+    origins: frozenset[str] = _NOTHING
+    fresh: bool = False
+    opaque: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Found:
+    """What a walk found; `portions` is the error if the history is lost."""
+
+    steps: tuple[Step, ...]
+    portions: tuple[Portion, ...] | AppendHistoryLost
+    places: Mapping[str, frozenset[Place]]
+    """Planned file -> where rows of it still count as live."""
+    unsure: frozenset[str]
+    """Planned files of which it cannot be told what became of their rows."""
+    spared: tuple[tuple[int, int], ...] = ()
+    """Snapshots before and after deletes that do not count."""
+    pure: frozenset[Place] = frozenset()
+    """Places of rewritten files that hold planned rows only."""
+    mixed: frozenset[Place] = frozenset()
+    """Places of rewritten files that hold planned rows and others: `merged_rows` at most, all together."""
+    merged_rows: int = 0
+
+
+class Walk:
+    """The state of the table while the steps are taken, from `since` on."""
+
+    def __init__(self, rows: TableRows, since: int, until: int, keys: Keys | None, on_overwrite: OnOverwrite) -> None:
+        self._rows, self._since, self._until, self._keys = rows, since, until, keys
+        self._on_overwrite = on_overwrite
+        self._planned = rows.files(since)
+        self._held = {path: _Held(frozenset((path,))) for path in self._planned}
+        self._places: dict[str, set[Place]] = defaultdict(set)  # where rows of a planned file still count as live
+        self._portions: dict[int, set[str]] = defaultdict(set)
+        self._unsure: set[str] = set()
+        self._spared: list[tuple[int, int]] = []
+        self._pure: set[Place] = set()  # places of rewritten files that hold planned rows only
+        self._mixed: set[Place] = set()
+        self._merged_rows = 0
+        self._steps: list[Step] = []
+
+    def take(self, step: Step) -> None:
+        """Follow one step."""
+        self._steps.append(step)
+        lost = [path for path in step.removed if path not in self._held]
+        if lost:
+            raise self._contradiction(step, f"the removal of {lost[0]!r}, which was not there")
+        removed = {path: self._held.pop(path) for path in step.removed}
+        if not step.added:
+            self._dropped(removed)
+        elif step.operation == "gap":
+            self._take_gap(step, removed)
+        elif step.operation in ("replace", "delete"):
+            self._rewritten(step, removed)
+        elif removed or step.deletes_added:
+            self._overwritten(step, removed)
+        else:
+            self._add(step, _Held(fresh=True))
+
+    def found(self) -> Found:
+        """What the walk found, at its end."""
+        until = self._rows.files(self._until)
+        if self._held.keys() != until.keys():
+            different = sorted(self._held.keys() ^ until.keys())[0]
+            raise self._contradiction(self._steps[-1], f"{different!r} where it should not be, or not where it should")
+        for path, held in self._held.items():
+            place = (self._until, path)
+            if held.fresh:
+                self._portions[self._until].add(path)
+            if self._keys is not None or path in self._planned:
+                self._stays(place, held)
+            elif len(self._rows.dead(place)):
+                self._unsure |= held.origins
+        order = [self._since, *(step.snapshot_id for step in self._steps)]
+        portions = [
+            Portion(snapshot_id=snapshot_id, files=frozenset(self._portions[snapshot_id]))
+            for snapshot_id in sorted(self._portions, key=order.index)
+        ]
+        return Found(
+            steps=tuple(self._steps),
+            portions=tuple(portions),
+            places={path: frozenset(places) for path, places in self._places.items()},
+            unsure=frozenset(self._unsure),
+            spared=tuple(self._spared),
+            pure=frozenset(self._pure),
+            mixed=frozenset(self._mixed),
+            merged_rows=self._merged_rows,
+        )
+
+    def lost(self, err: AppendHistoryLost) -> Found:
+        """What can be said although the history is lost: what became of files that are still there."""
+        until = self._rows.files(self._until)
+        there = {path for path in self._planned if path in until}
+        if self._on_overwrite == "ignore":  # deletes may be those of an overwrite
+            there = {path for path in there if len(self._rows.dead((self._until, path))) == 0}
+        return Found(
+            steps=tuple(self._steps),
+            portions=err,
+            places={path: frozenset({(self._until, path)}) for path in there},
+            unsure=frozenset(self._planned.keys() - there),
+        )
+
+    def _contradiction(self, step: Step, found: str) -> AppendHistoryLost:
+        return AppendHistoryLost(
+            f"expected the manifests of {name_of(self._rows.table)!r} to tell its history from {self._since} to {self._until}, "
+            f"found in snapshot {step.snapshot_id} {found}: start a new run"
+        )
+
+    def _add(self, step: Step, held: _Held) -> None:
+        self._held |= dict.fromkeys(step.added, held)
+
+    def _stays(self, place: Place, held: _Held) -> None:
+        """Rows of planned files count as live in this place."""
+        for origin in held.origins:
+            self._places[origin].add(place)
+        if held.origins and not held.opaque and place[1] not in self._planned:
+            (self._mixed if held.fresh else self._pure).add(place)
+
+    def _dropped(self, removed: Mapping[str, _Held]) -> None:
+        if self._keys is None:
+            self._unsure |= _origins({path: held for path, held in removed.items() if path not in self._planned})
+
+    def _take_gap(self, step: Step, removed: Mapping[str, _Held]) -> None:
+        if self._keys is None and (removed or (step.deletes_added and self._on_overwrite != "read")):
+            raise AppendHistoryLost(
+                f"expected all snapshots of {name_of(self._rows.table)!r} from {self._since} to {self._until}, found some "
+                f"expired, during which {len(step.added)} data files were added and "
+                f"{f'{len(removed)} planned ones taken away' if removed else 'rows deleted'}: new rows cannot be told from old "
+                "ones; declare identity_columns, or start a new run"
+            )
+        origins = frozenset(self._planned) if step.deletes_added else _origins(removed)
+        self._merged_rows += sum(step.added.values())
+        self._add(step, _Held(origins if self._keys else _NOTHING, fresh=True))
+
+    def _rewritten(self, step: Step, removed: Mapping[str, _Held]) -> None:
+        """Rows moved to other files ("replace"), or the rest of them was copied ("delete"): none came."""
+        before, after = sum(step.removed.values()), sum(step.added.values())
+        if after > before:
+            raise self._contradiction(step, f"a {step.operation!r} that makes {after} rows of {before}")
+        origins = _origins(removed)
+        if self._keys is None:
+            self._lose_track(step, removed, moved=step.operation == "replace")
+        if self._keys is None and origins:
+            self._read_before(step, removed)
+            self._add(step, _Held(origins, opaque=True))
+        elif any(held.opaque for held in removed.values()):  # what is merged with ignored rows counts as it was before
+            self._keep_before(step, removed)
+            self._add(step, _Held(opaque=True))
+        else:
+            self._merged_rows += sum(
+                step.removed[path] for path, held in removed.items() if origins and not held.origins
+            )
+            self._add(step, _Held(origins, any(held.fresh for held in removed.values())))
+
+    def _lose_track(self, step: Step, removed: Mapping[str, _Held], *, moved: bool) -> None:
+        """Without keys, rows of planned files are followed into other files as long as all of them are there."""
+        for path, held in removed.items():
+            nothing_lost = sum(step.removed.values()) == sum(step.added.values())
+            if moved and path in self._planned and (step.parent is not None or nothing_lost):
+                self._places[path].add((self._since if step.parent is None else step.parent, path))
+            elif not moved or step.parent is None or len(self._rows.dead((step.parent, path))):
+                self._unsure |= held.origins
+
+    def _read_before(self, step: Step, removed: Mapping[str, _Held]) -> None:
+        """Fresh files are read as they were right before the step that takes them away."""
+        for path in [path for path, held in removed.items() if held.fresh]:
+            place = (self._parent(step, f"data file {path!r}, which came since, is merged with others"), path)
+            self._portions[place[0]].add(path)
+            self._stays(place, removed[path])
+
+    def _keep_before(self, step: Step, removed: Mapping[str, _Held]) -> None:
+        """Fresh files are read as they were before the step, and planned rows count as live there."""
+        self._read_before(step, removed)
+        for path in [path for path, held in removed.items() if held.origins]:
+            place = (self._parent(step, f"data file {path!r} is merged with rows that are ignored"), path)
+            if self._keys is not None or path in self._planned:
+                self._stays(place, removed[path])
+            elif len(self._rows.dead(place)):
+                self._unsure |= removed[path].origins
+
+    def _parent(self, step: Step, why: str) -> int:
+        if step.parent is None:
+            raise AppendHistoryLost(
+                f"expected the snapshot of {name_of(self._rows.table)!r} before {step.snapshot_id}, in which {why}, found it "
+                "expired: declare identity_columns, or start a new run"
+            )
+        return step.parent
+
+    def _overwritten(self, step: Step, removed: Mapping[str, _Held]) -> None:
+        if self._keys is None and self._on_overwrite != "ignore":
+            return self._overwritten_unmatched(step, removed)
+        sources = {**removed, **(self._held if step.deletes_added else {})}
+        only_removes = self._on_overwrite != "read" and self._only_removes(step, removed)
+        if self._on_overwrite == "ignore" and (not only_removes or any(held.opaque for held in sources.values())):
+            return self._ignored(step, removed)
+        self._merged_rows += sum(step.added.values())
+        fresh = not only_removes or any(held.fresh for held in sources.values())
+        return self._add(step, _Held(_origins(sources), fresh))
+
+    def _overwritten_unmatched(self, step: Step, removed: Mapping[str, _Held]) -> None:
+        if self._on_overwrite == "stop":
+            raise self._overwrite(step, "and nothing to tell new rows from kept ones")
+        self._dropped(removed)
+        self._add(step, _Held(fresh=True))
+
+    def _overwrite(self, step: Step, found: str) -> AppendHistoryLost:
+        ways = ["or keep snapshots until every run has seen them"] if step.parent is None else []
+        ways += ["or declare identity_columns"] if self._keys is None else []
+        return AppendHistoryLost(
+            f"expected appends and deletes in {name_of(self._rows.table)!r} since {self._since}, found an overwrite, snapshot "
+            f"{step.snapshot_id} ({len(step.removed)} data files removed, {len(step.added)} added), {found}: "
+            + ", ".join(["set on_overwrite to 'read' or 'ignore'", *ways])
+        )
+
+    def _only_removes(self, step: Step, removed: Mapping[str, _Held]) -> bool:
+        """Whether all rows that an overwrite wrote are rows that it took: then it only deleted, as pyiceberg does."""
+        parent = step.parent
+        unknown = parent is None and (step.deletes_added or removed.keys() - self._planned.keys())
+        if self._keys is None or unknown:
+            if self._on_overwrite == "stop":
+                raise self._overwrite(step, "whose parent is expired")
+            return False
+        before = self._since if parent is None else parent
+        taken = [self._rows.rows((before, path)) for path in removed]
+        if step.deletes_added:
+            for path in self._held.keys() & self._rows.files(before).keys() & self._rows.files(step.snapshot_id).keys():
+                died = self._rows.alive((before, path)) & ~self._rows.alive((step.snapshot_id, path))
+                taken.append(self._rows.rows((before, path), died))
+        written = [self._rows.rows((step.snapshot_id, path)) for path in step.added]
+        _, known = match(self._rows.table, taken, written, self._keys)
+        new_rows = sum(int(np.count_nonzero(one.chosen & ~mask)) for one, mask in zip(written, known, strict=True))
+        if new_rows and self._on_overwrite == "stop":
+            raise self._overwrite(step, f"which brings {new_rows} new rows")
+        return new_rows == 0
+
+    def _ignored(self, step: Step, removed: Mapping[str, _Held]) -> None:
+        """What an ignored overwrite took away still counts, as it was before; what it brought does not."""
+        self._keep_before(step, removed)
+        if step.deletes_added:
+            self._spared.append((self._parent(step, "rows are deleted that still count"), step.snapshot_id))
+            self._read_before(step, self._held)
+            for path in [path for path, held in self._held.items() if held.fresh]:
+                self._held[path] = _Held(opaque=True)
+        self._add(step, _Held(opaque=True))
+
+
+def _origins(held: Mapping[str, _Held]) -> frozenset[str]:
+    distinct = {one.origins for one in held.values()}
+    return frozenset().union(*distinct)

@@ -1,0 +1,448 @@
+"""From the columns of one Parquet file to the columns of the table at a pinned schema.
+
+A column is found in the file by Iceberg field id; by the table's name mapping if the file has no ids; else by name.
+So renamed, reordered, dropped and widened columns read as the pinned schema names and types them, and a column that the
+file lacks is its identity partition value, else its initial default, else null. What comes out has one Arrow type per
+Iceberg type: `string`, `binary` and `list`, never their `large_` forms, and 16 bytes for a uuid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+from uuid import UUID
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from pyiceberg.io.pyarrow import schema_to_pyarrow
+from pyiceberg.schema import Schema
+from pyiceberg.table import Table
+from pyiceberg.table.name_mapping import MappedField, NameMapping, create_mapping_from_schema
+from pyiceberg.types import (
+    BinaryType,
+    IcebergType,
+    ListType,
+    MapType,
+    NestedField,
+    StringType,
+    StructType,
+    TimestampNanoType,
+    TimestampType,
+    TimestamptzNanoType,
+    TimestamptzType,
+    UUIDType,
+)
+
+from dlac_pipeline.lakehouse.errors import NoSuchColumn, UnsupportedColumn
+
+FIELD_ID = b"PARQUET:field_id"
+_NANOSECONDS = (pa.timestamp("ns"), pa.timestamp("ns", "UTC"))
+_PLAIN: dict[type, pa.DataType] = {StringType: pa.string(), BinaryType: pa.binary(), UUIDType: pa.binary(16)}
+_CHUNK_BYTES = 2**31 - 1
+"""The most that the values of one Arrow array of strings can take: its offsets have 32 bits."""
+_Found = tuple[pa.Field, MappedField | None]
+
+
+def open_parquet(stream: Any, fields: Iterable[NestedField], **options: Any) -> pq.ParquetFile:
+    """Open a Parquet file of which these columns of a table are read; `options` are those of `ParquetFile`.
+
+    Timestamps stored as INT96 hold any date from year 1 to 9999, as no nanoseconds in 64 bits do, so they are read in the
+    table's own unit.
+    """
+    kinds = {kind for field in fields for kind in _kinds_in(field.field_type)}
+    nanoseconds = kinds & {TimestampNanoType, TimestamptzNanoType} and not kinds & {TimestampType, TimestamptzType}
+    return pq.ParquetFile(stream, coerce_int96_timestamp_unit="ns" if nanoseconds else "us", **options)
+
+
+def _kinds_in(kind: IcebergType) -> set[type]:
+    """The classes of a type and of those inside it."""
+    inside: list[IcebergType] = []
+    if isinstance(kind, StructType):
+        inside = [field.field_type for field in kind.fields]
+    elif isinstance(kind, ListType):
+        inside = [kind.element_type]
+    elif isinstance(kind, MapType):
+        inside = [kind.key_type, kind.value_type]
+    own: set[type] = {type(kind)}
+    return own.union(*map(_kinds_in, inside))
+
+
+def concat_chunks(chunks: Sequence[Any], kind: Any) -> Any:
+    """One array of chunks of type `kind`; of strings and lists with offsets of 64 bits where those of 32 are too few."""
+    arrays = [*chunks] or [pa.array([], type=kind)]
+    if len(arrays) == 1:
+        return arrays[0]
+    try:
+        return pa.concat_arrays(arrays)
+    except pa.ArrowInvalid:
+        large = large_form(kind)
+        if large == kind:
+            raise
+        return pa.concat_arrays([array.cast(large) for array in arrays])
+
+
+def large_form(kind: Any) -> Any:
+    """The type with offsets of 64 bits, of a type of strings or lists; another type as it is."""
+    if pa.types.is_list(kind):
+        return pa.large_list(kind.value_field)
+    return {pa.string(): pa.large_string(), pa.binary(): pa.large_binary()}.get(kind, kind)
+
+
+def lacks_columns(
+    file_schema: pa.Schema, schema: Schema, names: Sequence[str], name_mapping: NameMapping | None
+) -> bool:
+    """Whether a file lacks one of the columns `names` of `schema`."""
+    in_file = _by_id(file_schema, schema, name_mapping)
+    return any(field.name in names and field.field_id not in in_file for field in schema.fields)
+
+
+def arrow_type(iceberg_type: IcebergType) -> pa.DataType:
+    """The one Arrow type in which columns of an Iceberg type are handed on."""
+    if isinstance(iceberg_type, StructType):
+        return pa.struct([pa.field(field.name, arrow_type(field.field_type)) for field in iceberg_type.fields])
+    if isinstance(iceberg_type, ListType):
+        return pa.list_(pa.field("element", arrow_type(iceberg_type.element_type)))
+    if isinstance(iceberg_type, MapType):
+        return pa.map_(arrow_type(iceberg_type.key_type), arrow_type(iceberg_type.value_type))
+    plain = _PLAIN.get(type(iceberg_type))
+    return schema_to_pyarrow(iceberg_type, include_field_ids=False) if plain is None else plain
+
+
+@dataclass(frozen=True)
+class _Column:
+    """Where one column of the table comes from: the file's column `in_file` of type `found`, or a constant.
+
+    `mapped` is the name mapping of the fields below it, if the file has no ids.
+    """
+
+    field: NestedField
+    in_file: str | None = None
+    found: pa.DataType | None = None
+    mapped: MappedField | None = None
+    constant: Any = None
+
+    @cached_property
+    def wanted(self) -> Any:
+        """The Arrow type of the table's column."""
+        return arrow_type(self.field.field_type)
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Statistics of a column in a row group: Arrow scalars in the table's type; None where unknown, NaN left aside."""
+
+    nulls: int | None
+    lower: Any
+    upper: Any
+
+
+class FileColumns:
+    """How the named columns of a table are read from one file.
+
+    `in_file` are the file's top-level columns to read, `absent` the named columns that are constant here.
+    """
+
+    def __init__(self, columns: Sequence[_Column], first_leaves: Mapping[str, int]) -> None:
+        self._columns = tuple(columns)
+        self.first_leaves = first_leaves
+        """Top-level column of the file -> place of its first leaf among the column chunks of a row group."""
+        self.in_file: list[str] = [column.in_file for column in columns if column.in_file is not None]
+        self.absent: list[str] = [column.field.name for column in columns if column.in_file is None]
+
+    @classmethod
+    def of(
+        cls,
+        file_schema: pa.Schema,
+        schema: Schema,
+        names: Sequence[str],
+        *,
+        name_mapping: NameMapping | None = None,
+        partition_values: Mapping[int, Any] = {},
+    ) -> FileColumns:
+        """The way from a file with `file_schema` to the columns `names` of `schema`.
+
+        `partition_values` are the file's identity partition values by source field id.
+
+        Raises:
+            NoSuchColumn: the schema lacks a name, or the file lacks a required column that has no default.
+            UnsupportedColumn: the file's type cannot be promoted to the table's.
+        """
+        top_level = {field.name: field for field in schema.fields}
+        for name in names:
+            if name not in top_level:
+                raise NoSuchColumn(f"expected column {name!r} at the top level of the table, found {list(top_level)!r}")
+        in_file = _by_id(file_schema, schema, name_mapping)
+        return cls([_column(top_level[name], in_file, partition_values) for name in names], _first_leaves(file_schema))
+
+    def align(self, table: pa.Table, rows: int) -> pa.Table:
+        """The columns in the table's names and types, from what was read of `in_file`; `rows` fill the constant ones.
+
+        Raises:
+            UnsupportedColumn: a value does not fit the table's type.
+        """
+        return pa.table({column.field.name: _aligned(column, table, rows) for column in self._columns})
+
+    def bounds(self, row_group: pq.RowGroupMetaData) -> dict[str, Bounds]:
+        """What the file's statistics say of those columns, by name, that are in the file and not nested."""
+        found = {}
+        for column in self._columns:
+            if column.in_file is None or pa.types.is_nested(column.found):
+                continue
+            statistics = row_group.column(self.first_leaves[column.in_file]).statistics
+            if statistics is not None:
+                nulls = statistics.null_count if statistics.has_null_count else None
+                found[column.field.name] = Bounds(nulls, *_extremes(statistics, column))
+        return found
+
+
+def name_mapping_of(table: Table) -> NameMapping | None:
+    """The table's mapping of names to field ids, for files without ids; None if it has none.
+
+    Raises:
+        UnsupportedColumn: the property is not such a mapping.
+    """
+    try:
+        return table.name_mapping()
+    except ValueError as err:
+        raise UnsupportedColumn(
+            f"expected property 'schema.name-mapping.default' of {'.'.join(table.name())!r} to be a name mapping, found "
+            f"{table.properties.get('schema.name-mapping.default')!r}: set it right or remove it"
+        ) from err
+
+
+def field_ids(file_schema: pa.Schema) -> dict[int, pa.Field]:
+    """The top-level fields of a Parquet file that carry an Iceberg field id, by that id."""
+    return {int(field.metadata[FIELD_ID]): field for field in file_schema if FIELD_ID in (field.metadata or {})}
+
+
+def _first_leaves(file_schema: pa.Schema) -> dict[str, int]:
+    """Return the place of each top-level column's first leaf: by place, because a path with dots may name two leaves."""
+    places, place = {}, 0
+    for field in file_schema:
+        places[field.name] = place
+        place += _leaves(field.type)
+    return places
+
+
+def _leaves(arrow: pa.DataType) -> int:
+    """The columns in which Parquet stores a type."""
+    if not pa.types.is_nested(arrow):
+        return 1
+    return sum(_leaves(arrow.field(place).type) for place in range(arrow.num_fields))
+
+
+def _by_id(file_schema: pa.Schema, schema: Schema, mapping: NameMapping | None) -> dict[int, _Found]:
+    """The file's top-level fields by field id, each with the mapping that gave it the id."""
+    with_ids = field_ids(file_schema)
+    if with_ids:
+        return {field_id: (field, None) for field_id, field in with_ids.items()}
+    if mapping is None:
+        mapping = create_mapping_from_schema(schema)
+    mapped = {name: entry for entry in mapping for name in entry.names if entry.field_id is not None}
+    fields = ((mapped[field.name], field) for field in file_schema if field.name in mapped)
+    return {entry.field_id: (field, entry) for entry, field in fields if entry.field_id is not None}
+
+
+def _has_fields(arrow: pa.DataType) -> bool:
+    return _has_fields(arrow.value_type) if _is_list(arrow) else pa.types.is_struct(arrow) or pa.types.is_map(arrow)
+
+
+def _column(field: NestedField, in_file: Mapping[int, _Found], partition_values: Mapping[int, Any]) -> _Column:
+    if field.field_id in in_file:
+        found, mapped = in_file[field.field_id]
+        if not _has_fields(found.type) and not _fits(found.type, arrow_type(field.field_type)):
+            raise UnsupportedColumn(
+                f"expected column {field.name!r} as {field.field_type} or a type that promotes to it, found {found.type} "
+                f"in the data file (its column {found.name!r}): rewrite the file"
+            )
+        return _Column(field, in_file=found.name, found=found.type, mapped=mapped)
+    constant = partition_values.get(field.field_id, field.initial_default)
+    if constant is None and field.required and field.field_id not in partition_values:
+        raise NoSuchColumn(
+            f"expected required column {field.name!r} (field id {field.field_id}) in a data file, found neither it nor an "
+            "initial default: rewrite the table or leave the column out"
+        )
+    return _Column(field, constant=constant)
+
+
+def _fits(found: Any, wanted: Any) -> bool:
+    """Whether a value of type `found` is one of type `wanted`, as Iceberg promotes types."""
+    if pa.types.is_dictionary(found):
+        found = found.value_type
+    if isinstance(found, pa.BaseExtensionType):
+        found = found.storage_type
+    if _is_list(wanted):
+        return _is_list(found) and _fits(found.value_type, wanted.value_type)
+    promotes = next((promotes for is_a, promotes in _PROMOTIONS if is_a(wanted)), None)
+    return pa.types.is_null(found) or found == wanted or (promotes is not None and promotes(found, wanted))
+
+
+def _is_list(arrow: pa.DataType) -> bool:
+    return bool(pa.types.is_list(arrow) or pa.types.is_large_list(arrow) or pa.types.is_fixed_size_list(arrow))
+
+
+def _is_bytes(arrow: pa.DataType, _: pa.DataType | None = None) -> bool:
+    return arrow in {pa.string(), pa.large_string(), pa.binary(), pa.large_binary(), pa.string_view(), pa.binary_view()}
+
+
+def _is_narrower_integer(found: Any, wanted: Any) -> bool:
+    if pa.types.is_unsigned_integer(found):
+        return bool(found.bit_width < wanted.bit_width)
+    return bool(pa.types.is_integer(found) and found.bit_width <= wanted.bit_width)
+
+
+def _is_narrower_decimal(found: Any, wanted: Any) -> bool:
+    return bool(pa.types.is_decimal(found) and found.scale == wanted.scale and found.precision <= wanted.precision)
+
+
+_PROMOTIONS: tuple[tuple[Callable[[Any], bool], Callable[[Any, Any], bool]], ...] = (
+    (pa.types.is_integer, _is_narrower_integer),
+    (pa.types.is_floating, lambda found, wanted: pa.types.is_floating(found) and found.bit_width <= wanted.bit_width),
+    (pa.types.is_decimal, _is_narrower_decimal),
+    (pa.types.is_timestamp, lambda found, _: pa.types.is_timestamp(found) or pa.types.is_date(found)),
+    (pa.types.is_time, lambda found, _: pa.types.is_time(found)),
+    (pa.types.is_date, lambda found, _: pa.types.is_date(found)),
+    (_is_bytes, _is_bytes),
+)
+
+
+def _extremes(statistics: pq.Statistics, column: _Column) -> tuple[Any, Any]:
+    """Least and greatest value as Arrow scalars of the table's type; (None, None) where they are not to be relied on."""
+    wanted = arrow_type(column.field.field_type)
+    if not statistics.has_min_max or pa.types.is_fixed_size_binary(wanted):
+        return None, None
+    try:
+        if column.found in _NANOSECONDS:  # Python's datetime would lose digits
+            pair = pa.array([statistics.min_raw, statistics.max_raw], type=pa.timestamp("ns")).cast(wanted, safe=False)
+        else:
+            pair = pa.array([statistics.min, statistics.max], type=wanted)
+    except (ValueError, TypeError, OverflowError, pa.ArrowException):
+        return None, None  # outside what Python's types hold, or cut in the middle of a character
+    if pa.types.is_floating(wanted) and pc.any(pc.is_nan(pair)).as_py():
+        return None, None
+    return pair[0], pair[1]
+
+
+def _aligned(column: _Column, table: pa.Table, rows: int) -> Any:
+    wanted = column.wanted
+    if column.in_file is None:
+        return _repeated(column.constant, wanted, rows)
+    found = table[column.in_file]
+    try:
+        if not _has_fields(column.found):
+            return _cast(found, wanted)
+        chunks = [_projected(chunk, column.found, column.field.field_type, column.mapped) for chunk in found.chunks]
+        return pa.chunked_array(chunks, type=wanted)
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as err:
+        raise UnsupportedColumn(
+            f"expected column {column.field.name!r} as {column.field.field_type}, found {found.type} in the data file "
+            f"(its column {column.in_file!r}): {err}"
+        ) from err
+
+
+def _repeated(value: Any, wanted: pa.DataType, rows: int) -> Any:
+    if value is None:
+        return pa.nulls(rows, type=wanted)
+    return pa.repeat(pa.scalar(value.bytes if isinstance(value, UUID) else value, type=wanted), rows)
+
+
+def _cast(array: Any, wanted: pa.DataType) -> Any:
+    if array.type == wanted:
+        return array
+    if isinstance(array.type, pa.BaseExtensionType):
+        array = array.cast(array.type.storage_type)
+    if pa.types.is_timestamp(wanted):
+        # Nanoseconds of a file lose their last digits in a table of microseconds, as in every engine.
+        return array.cast(options=pc.CastOptions(wanted, allow_time_truncate=True))
+    if large_form(wanted) == array.type and wanted != array.type and not pa.types.is_list(wanted):
+        chunks = array.chunks if isinstance(array, pa.ChunkedArray) else [array]
+        parts = [_narrow(part, wanted) for chunk in chunks for part in _split_strings(chunk)]
+        whole = pa.chunked_array(parts, type=wanted)
+        return whole if isinstance(array, pa.ChunkedArray) else concat_chunks(whole.chunks, wanted)
+    return array.cast(wanted)
+
+
+def _split_strings(array: Any) -> list[Any]:
+    """Slices of an array of large strings that each fit offsets of 32 bits; a value that does not is one alone."""
+    if not len(array):
+        return []
+    offsets = np.frombuffer(array.buffers()[1], dtype=np.int64)[array.offset : array.offset + len(array) + 1]
+    starts = [0]
+    while offsets[-1] - offsets[starts[-1]] > _CHUNK_BYTES:
+        fits = int(np.searchsorted(offsets, offsets[starts[-1]] + _CHUNK_BYTES, side="right")) - 1
+        starts.append(max(fits, starts[-1] + 1))
+    return [array.slice(start, stop - start) for start, stop in zip(starts, [*starts[1:], len(array)], strict=True)]
+
+
+def _narrow(array: Any, wanted: pa.DataType) -> Any:
+    """Large strings with offsets of 32 bits, over the same bytes."""
+    offsets = np.frombuffer(array.buffers()[1], dtype=np.int64)[array.offset : array.offset + len(array) + 1]
+    first, last = int(offsets[0]), int(offsets[-1])
+    if last - first > _CHUNK_BYTES:
+        return array.cast(wanted)  # raises: one value is too long
+    valid = pa.array(np.asarray(array.is_valid())).buffers()[1] if array.null_count else None
+    values = (array.buffers()[2] or pa.py_buffer(b"")).slice(first, last - first)
+    return pa.Array.from_buffers(wanted, len(array), [valid, pa.py_buffer((offsets - first).astype(np.int32)), values])
+
+
+def _projected(array: Any, found: Any, want: IcebergType, mapped: MappedField | None) -> Any:
+    """A nested array of the file's type `found` with the fields of `want`, found by id; nulls stay nulls."""
+    if isinstance(want, StructType) and pa.types.is_struct(found):
+        return _struct(array, found, want, mapped)
+    if isinstance(want, ListType) and _is_list(found):
+        array = array.cast(pa.list_(array.type.value_field))
+        values = _projected(array.values, found.value_type, want.element_type, _mapped_below(mapped, want.element_id))
+        return pa.ListArray.from_arrays(_offsets(array), values, type=arrow_type(want), mask=_nulls(array))
+    if isinstance(want, MapType) and pa.types.is_map(found):
+        keys = _projected(array.keys, found.key_type, want.key_type, _mapped_below(mapped, want.key_id))
+        items = _projected(array.items, found.item_type, want.value_type, _mapped_below(mapped, want.value_id))
+        return pa.MapArray.from_arrays(_offsets(array), keys, items, type=arrow_type(want), mask=_nulls(array))
+    if not _fits(found, arrow_type(want)):
+        raise pa.ArrowInvalid(f"{found} where {want} was expected")
+    return _cast(array, arrow_type(want))
+
+
+def _struct(array: Any, found: Any, want: StructType, mapped: MappedField | None) -> Any:
+    places = {_id_below(child, mapped): place for place, child in enumerate(found)}
+    children = []
+    for field in want.fields:
+        place = places.get(field.field_id)
+        if place is None and field.required and field.initial_default is None:
+            raise NoSuchColumn(
+                f"expected required field {field.name!r} (field id {field.field_id}) inside a column of a data file, found "
+                f"{found}: rewrite the table or leave the column out"
+            )
+        if place is None:
+            children.append(_repeated(field.initial_default, arrow_type(field.field_type), len(array)))
+        else:
+            below = _mapped_below(mapped, field.field_id)
+            children.append(_projected(array.field(place), found.field(place).type, field.field_type, below))
+    return pa.StructArray.from_arrays(children, fields=list(arrow_type(want)), mask=_nulls(array))
+
+
+def _id_below(child: pa.Field, mapped: MappedField | None) -> int | None:
+    """The field id of a struct's field in the file: its own, or that which the mapping gives its name."""
+    if mapped is None:
+        own = (child.metadata or {}).get(FIELD_ID)
+        return None if own is None else int(own)
+    return next((entry.field_id for entry in mapped.fields if child.name in entry.names), None)
+
+
+def _mapped_below(mapped: MappedField | None, field_id: int) -> MappedField | None:
+    """The mapping of a field below: one that maps nothing where there is none."""
+    if mapped is None:
+        return None
+    nothing = mapped.model_copy(update={"fields": []})
+    return next((entry for entry in mapped.fields if entry.field_id == field_id), nothing)
+
+
+def _offsets(array: Any) -> Any:
+    return pa.array(array.offsets.to_numpy())  # a copy: Arrow takes no mask beside sliced offsets
+
+
+def _nulls(array: Any) -> Any:
+    return array.is_null() if array.null_count else None

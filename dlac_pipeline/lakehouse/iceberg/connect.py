@@ -1,0 +1,467 @@
+"""From a lakehouse's settings to an open catalog: `LakehouseConfig` in, `Lakehouse` out."""
+
+from __future__ import annotations
+
+import re
+import sqlite3
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
+
+import requests
+from pyiceberg.catalog import Catalog
+from pyiceberg.exceptions import (
+    BadRequestError,
+    ForbiddenError,
+    NamespaceAlreadyExistsError,
+    NoSuchNamespaceError,
+    NoSuchTableError,
+    OAuthError,
+    RESTError,
+    TableAlreadyExistsError,
+    UnauthorizedError,
+    ValidationError,
+)
+from pyiceberg.expressions import AlwaysTrue, BooleanExpression, EqualTo, GreaterThan, In, LessThanOrEqual
+from pyiceberg.partitioning import PartitionSpec
+from pyiceberg.schema import Schema
+from pyiceberg.table import Table
+from sqlalchemy.exc import IntegrityError, OperationalError, ProgrammingError, SQLAlchemyError
+
+from dlac_pipeline.lakehouse.config import LakehouseConfig, sqlite_file
+from dlac_pipeline.lakehouse.durable_io import make_folder_durably
+from dlac_pipeline.lakehouse.errors import (
+    CatalogHostUnknown,
+    CatalogMisconfigured,
+    CatalogUnreachable,
+    CommitConflict,
+    FormatTooNew,
+    LakehouseError,
+    LedgerOlderThanStore,
+    MetadataLost,
+    NoSuchLakehouse,
+    NoSuchTable,
+    SpecInvalid,
+)
+from dlac_pipeline.lakehouse.iceberg.metadata_files import newest_metadata
+from dlac_pipeline.lakehouse.iceberg.relocation import (
+    MADE_AT,
+    Recorded,
+    Relocation,
+    find_relocation,
+    raw_path,
+    read_recorded,
+)
+from dlac_pipeline.lakehouse.iceberg.safe_commit import MetadataMissing, guarded_catalog
+from dlac_pipeline.lakehouse.iceberg.sqlite_locks import is_locked, locked_by
+from dlac_pipeline.lakehouse.ledger.schemas import FORMAT_VERSION, FORMAT_VERSION_PROPERTY, TABLES
+from dlac_pipeline.lakehouse.masking import mask_secrets
+from dlac_pipeline.lakehouse.outages import check_address, is_misconfigured, is_unknown_host
+from dlac_pipeline.lakehouse.retrying import may_pass, rereading, retrying
+
+_T = TypeVar("_T")
+_TABLE_PROPERTIES = {
+    "commit.retry.num-retries": "0",
+    "commit.manifest-merge.enabled": "true",
+    "write.metadata.delete-after-commit.enabled": "true",
+    "write.metadata.previous-versions-max": "10",
+    "write.metadata.metrics.default": "none",
+    FORMAT_VERSION_PROPERTY: str(FORMAT_VERSION),
+}
+_LOOKS_AT_OLDER_S = (0.2, 0.4, 0.8, 0.0)
+"""Pauses after looks that find an own table older than before."""
+_TABLES_ABSENT = re.compile(r"no such table|does not exist|UndefinedTable")
+_REFUSALS = (BadRequestError, UnauthorizedError, ForbiddenError, OAuthError)
+
+
+class Lakehouse:
+    """An open catalog and DLAC's tables in it; `relocation` tells where the folders of a moved lakehouse are."""
+
+    def __init__(self, config: LakehouseConfig, catalog: Catalog, relocation: Relocation | None = None) -> None:
+        self.config = config
+        self.catalog = catalog
+        self._seen: dict[str, tuple[str, int]] = {}
+        """Uuid and last sequence number of each own table, as read last."""
+        self.relocation = relocation or Relocation()
+
+    def load(self, identifier: str) -> Table:
+        """The table named `identifier` (namespace.table) as it is now.
+
+        Raises:
+            NoSuchTable: there is none.
+            CatalogUnreachable: the catalog does not answer.
+            LakehouseError: the table's metadata is not in the warehouse.
+        """
+        if not all(part.strip() for part in identifier.split(".")) or "." not in identifier:
+            raise NoSuchTable(
+                f"expected a table as namespace.table, found {identifier!r}: write its namespace before it"
+            )
+        with reachable(self.config.uri):
+            try:
+                return self._load(identifier)
+            except NoSuchTableError as err:
+                raise NoSuchTable(
+                    f"expected a table named {identifier!r} in the catalog at {self.config.address!r}, found none; "
+                    "another embedded lakehouse is named with --home or DLAC_HOME"
+                ) from err
+            except FileNotFoundError as err:
+                raise self._metadata_problem(identifier, err) from err
+
+    def _load(self, identifier: str) -> Table:
+        try:
+            for _ in range(5):
+                with suppress(FileNotFoundError):  # others committed so often meanwhile that these metadata are removed
+                    return self.catalog.load_table(identifier)
+            return self.catalog.load_table(identifier)
+        except MetadataMissing as err:
+            newest = newest_metadata(err.location, {**self.config.catalog_properties(), **self.relocation.properties()})
+            if newest is None or identifier not in {f"{self.config.namespace}.{name}" for name in TABLES}:
+                raise
+            raise LedgerOlderThanStore(
+                f"expected the newest state of table {identifier!r}, found that the catalog at {self.config.address!r} names "
+                f"{err.location!r}, which is gone, while {newest!r} exists: the catalog was restored from an older backup; "
+                "nothing was deleted: stop all launches and restore the newest backup of the catalog, or point its "
+                f"metadata_location of table {identifier!r} to {newest!r} (docs/recovery.md)"
+            ) from err
+        except (
+            ValidationError,
+            ValueError,
+            KeyError,
+            NotADirectoryError,
+        ) as err:  # pyiceberg's of a metadata file with something else in it
+            raise self._metadata_problem(identifier, err) from err
+
+    def _metadata_problem(self, identifier: str, err: Exception) -> LakehouseError:
+        """Return the error that names a table whose metadata file is missing or cannot be read."""
+        said = next(iter(str(err).splitlines()), "")
+        return MetadataLost(
+            f"expected the metadata file of table {identifier!r}, which the catalog at {self.config.address!r} names, found "
+            f"{type(err).__name__}: {said}: mount the warehouse, or restore the file from a backup of it"
+        )
+
+    def has_ledger(self) -> bool:
+        """Return whether the catalog has DLAC's ledger."""
+        identifier = f"{self.config.namespace}.consumption"
+        try:
+            self._load(identifier)
+        except (NoSuchTableError, NoSuchNamespaceError):
+            return False
+        except FileNotFoundError as err:
+            raise self._metadata_problem(identifier, err) from err
+        except (OperationalError, ProgrammingError) as err:
+            if is_locked(err) or not _TABLES_ABSENT.search(str(err)):
+                raise
+            return False  # nor has it the tables of a catalog
+        return True
+
+    def own(self, name: str) -> Table:
+        """DLAC's own table `name`, one of `schemas.TABLES`, as it is now.
+
+        Raises:
+            FormatTooNew: it was written by a newer DLAC.
+        """
+        table = self._load_not_older(name)
+        found = int(table.properties.get(FORMAT_VERSION_PROPERTY, "1"))
+        if found > FORMAT_VERSION:
+            raise FormatTooNew(
+                f"table {name!r} has format version {found}, this DLAC reads up to {FORMAT_VERSION}: upgrade DLAC"
+            )
+        return table
+
+    def _load_not_older(self, name: str) -> Table:
+        """Load DLAC's own table `name`; its history only ever grows, so a shorter one is that of an older catalog.
+
+        Raises:
+            LedgerOlderThanStore: what was read earlier is gone.
+        """
+        known = self._seen.get(name, ("", 0))  # before the load: what another thread reads meanwhile is no measure
+        for pause_s in _LOOKS_AT_OLDER_S:
+            try:
+                table = self.load(f"{self.config.namespace}.{name}")
+            except NoSuchTable:
+                if not known[0]:
+                    raise
+                found = ("", 0)
+            else:
+                found = _age_of(table)
+                if found[0] == (known[0] or found[0]) and found[1] >= known[1]:
+                    self.remember(name, table)
+                    return table
+            time.sleep(pause_s)  # a replica of the catalog may be late
+        raise LedgerOlderThanStore(
+            f"expected table {name!r} with the {known[1]} commits that were read before, found "
+            f"{f'{found[1]} commits' if found[0] == known[0] else 'another table, or none'}: the catalog at "
+            f"{self.config.address!r} was replaced by an older backup while it was in use; nothing was deleted: stop all "
+            "launches and restore the newest backup of the catalog (docs/recovery.md)"
+        )
+
+    def remember(self, name: str, table: Table) -> None:
+        """Remember DLAC's own table `name` as it was read, or committed: no later read may find an older one."""
+        age = _age_of(table)
+        self._seen[name] = max(self._seen.get(name, age), age, key=lambda each: each[1])
+
+    def look(self, name: str, read: Callable[[Table], _T]) -> _T:
+        """What `read` finds in DLAC's own table `name` as it is now; when upkeep deletes files under it, it reads again.
+
+        Raises:
+            CatalogUnreachable: the catalog does not answer.
+            LakehouseError: files that the table names are not in the warehouse.
+        """
+        try:
+            with reachable(self.config.uri):
+                return rereading()(lambda: read(self.own(name)))
+        except FileNotFoundError as err:
+            raise LakehouseError(
+                f"expected the files of table {name!r} in the warehouse, found {err}: ask again if upkeep is at work, else "
+                "restore them"
+            ) from err
+
+    def read_own(
+        self,
+        name: str,
+        row_filter: BooleanExpression = AlwaysTrue(),  # noqa: B008 - a constant
+        *,
+        columns: Sequence[str] = ("*",),
+        limit: int | None = None,
+    ) -> Any:
+        """The rows of DLAC's own table `name` as it is now, as an Arrow table; raises as `look` does."""
+        return self.look(
+            name,
+            lambda table: table.scan(row_filter=row_filter, selected_fields=tuple(columns), limit=limit).to_arrow(),
+        )
+
+    def create_own_tables(self) -> None:
+        """Create those of DLAC's tables that do not exist, and give older ones the columns that came since; safe to race.
+
+        Raises:
+            CommitConflict: others changed the columns of one all the time.
+        """
+        with reachable(self.config.uri):
+            self.create_namespace(self.config.namespace)
+            self._record_place()
+            for name, (schema, spec) in TABLES.items():
+                identifier = f"{self.config.namespace}.{name}"
+                try:
+                    self._evolve(identifier, schema)
+                except FileNotFoundError as err:
+                    raise self._metadata_problem(identifier, err) from err
+                except NoSuchTableError:
+                    self._create(identifier, schema, spec)
+
+    def _create(self, identifier: str, schema: Schema, spec: PartitionSpec) -> None:
+        try:
+            with suppress(TableAlreadyExistsError):
+                self.catalog.create_table(identifier, schema, partition_spec=spec, properties=_TABLE_PROPERTIES)
+        except (FileNotFoundError, ValueError) as err:  # pyiceberg's of a setting, and of a folder that cannot be made
+            kind = LakehouseError if isinstance(err, OSError) else CatalogMisconfigured
+            raise kind(
+                f"expected to make table {identifier!r} in the warehouse {mask_secrets(self.config.warehouse)!r}, found "
+                f"{type(err).__name__}: {err}: correct lakehouse.warehouse or lakehouse.properties"
+            ) from err
+
+    def _record_place(self) -> None:
+        """Record where an SQLite catalog is made, once: by that it is known that it was moved or copied."""
+        file, namespace = sqlite_file(self.config.uri), self.config.namespace
+        if file is None or MADE_AT in self.catalog.load_namespace_properties(namespace):
+            return
+        place = self.relocation.to_recorded(str(file.resolve()))
+        with suppress(IntegrityError, OperationalError):  # another process was faster, or the catalog may only be read
+            self.catalog.update_namespace_properties(namespace, updates={MADE_AT: place})
+
+    def _evolve(self, identifier: str, schema: Schema) -> None:
+        """Add the columns that a table of an older version lacks; columns are only ever added, as optional ones."""
+
+        def once() -> None:
+            table = self._load(identifier)
+            known = {field.name for field in table.schema().fields}
+            missing = [field for field in schema.fields if field.name not in known]
+            if missing:
+                with table.update_schema() as update:
+                    for field in missing:
+                        update.add_column(field.name, field.field_type)
+
+        retrying(of=CommitConflict)(once)
+
+    def create_namespace(self, namespace: str) -> None:
+        """Create `namespace` unless it exists; safe to race."""
+        with reachable(self.config.uri), suppress(NamespaceAlreadyExistsError, IntegrityError):  # pyiceberg's own race
+            self.catalog.create_namespace_if_not_exists(namespace)
+
+
+def last_sequence_number(table: Table) -> int:
+    """Return the number of the table's last commit with a snapshot; 0 where its format has none."""
+    return int(getattr(table.metadata, "last_sequence_number", 0))
+
+
+def _age_of(table: Table) -> tuple[str, int]:
+    return str(table.metadata.table_uuid), last_sequence_number(table)
+
+
+def connect(config: LakehouseConfig, *, create: bool = True, answered: bool = False) -> Lakehouse:
+    """Open the catalog and make sure that DLAC's tables exist; where there is no lakehouse, only `create` makes one.
+
+    `answered`: another process of the run has opened this catalog, so that failures that may pass are an outage.
+
+    Raises:
+        CatalogUnreachable: the catalog does not answer.
+        CatalogMisconfigured: its address or its credentials are wrong.
+        NoSuchLakehouse: there is none, and none is to be made.
+    """
+    check_address(config, answered=answered)
+    recorded = _read_places(config, answered=answered)
+    if not create and recorded is not None and recorded.ledger_metadata is None:
+        raise _no_lakehouse(config)
+    if create:
+        _make_folder(config)
+    relocation = Relocation() if recorded is None else find_relocation(config, recorded)
+    with reachable(config.uri):
+        with opening(config.uri, answered=answered):
+            lakehouse = Lakehouse(config, _open(config, relocation, create=create), relocation)
+            if not create and not lakehouse.has_ledger():
+                raise _no_lakehouse(config)
+        lakehouse.create_own_tables()
+    return lakehouse
+
+
+def _no_lakehouse(config: LakehouseConfig) -> NoSuchLakehouse:
+    return NoSuchLakehouse(
+        f"expected a lakehouse of DLAC at {config.address!r}, found none: name its home with --home or DLAC_HOME, or its job "
+        "spec with --spec; `dlac train SPEC` makes one"
+    )
+
+
+def _make_folder(config: LakehouseConfig) -> None:
+    """Make the folder of an SQLite catalog."""
+    file = sqlite_file(config.uri)
+    if file is None:
+        return
+    try:
+        make_folder_durably(file.parent)
+    except OSError as err:
+        kind = CatalogUnreachable if may_pass(err) else CatalogMisconfigured
+        raise kind(
+            f"expected a folder for the catalog at {config.address!r}, found {err}: correct the address, or mount the folder"
+        ) from err
+
+
+def _read_places(config: LakehouseConfig, *, answered: bool) -> Recorded | None:
+    """Read what an SQLite catalog records, and wait while another process has it locked; None: it is another catalog."""
+    file = sqlite_file(config.uri)
+    if file is None:
+        return None
+    if answered and not file.is_file():
+        raise CatalogUnreachable(
+            f"expected the SQLite catalog of this run at {str(file)!r}, found no such file any more: mount its folder, or "
+            "restore the file"
+        )
+    try:
+        return read_recorded(file, config)
+    except (sqlite3.Error, OSError) as err:
+        kind = CatalogMisconfigured if is_misconfigured(err, answered=answered) else CatalogUnreachable
+        raise kind(
+            f"expected an SQLite catalog that can be read at {str(file)!r}, found {err}; {locked_by(file)}"
+            "correct the address, or restore the file from a backup"
+        ) from err
+
+
+def _open(config: LakehouseConfig, relocation: Relocation, *, create: bool) -> Catalog:
+    """Open the catalog; two processes that create an SQL catalog's tables at once both get there."""
+    properties = {**config.catalog_properties(), **relocation.properties()}
+    if raw_path(config.warehouse) is not None:  # a table made now is recorded as those that were made before the move
+        path = relocation.to_recorded(raw_path(config.warehouse) or "")
+        properties["warehouse"] = f"file://{path}"
+    if not create:
+        properties.setdefault("init_catalog_tables", "false")
+    for delay_s in (0.1, 0.5):
+        try:
+            return guarded_catalog(config.type)(config.name, **properties)
+        except ModuleNotFoundError as err:
+            raise SpecInvalid(
+                f"the catalog at {config.address!r} needs the Python module {err.name!r}: install it"
+            ) from err
+        except SQLAlchemyError as err:
+            if is_locked(err) or is_misconfigured(err):
+                raise
+            time.sleep(delay_s)
+    return guarded_catalog(config.type)(config.name, **properties)
+
+
+def equals(column: str, value: str) -> BooleanExpression:
+    """The Iceberg expression `column = value`."""
+    return EqualTo(column, value)  # type: ignore[call-arg,arg-type]  # its pydantic base hides the real signature
+
+
+def at_most(column: str, value: int) -> BooleanExpression:
+    """The Iceberg expression `column <= value`."""
+    return LessThanOrEqual(column, value)  # type: ignore[call-arg,arg-type]  # its pydantic base hides the real signature
+
+
+def more_than(column: str, value: int) -> BooleanExpression:
+    """The Iceberg expression `column > value`."""
+    return GreaterThan(column, value)  # type: ignore[call-arg,arg-type]  # its pydantic base hides the real signature
+
+
+def among(column: str, values: Sequence[str]) -> BooleanExpression:
+    """The Iceberg expression `column IN values`."""
+    return In(column, set(values))  # type: ignore[call-arg,arg-type]  # its pydantic base hides the real signature
+
+
+@contextmanager
+def opening(uri: str, *, answered: bool = False) -> Iterator[None]:
+    """Turn what a catalog's address and credentials cannot mend by waiting into `CatalogMisconfigured`, as a catalog is opened.
+
+    Later the same failures are an outage: a catalog that has answered has the right address.
+    """
+    shown = mask_secrets(uri)
+    try:
+        yield
+    except (SQLAlchemyError, requests.RequestException, RESTError, ValueError) as err:
+        if not isinstance(err, _REFUSALS) and not is_misconfigured(err, answered=answered):
+            raise
+        raise CatalogMisconfigured(
+            f"expected a catalog at {shown!r} that takes this address and these credentials, found {_said(err, uri)}; "
+            "correct lakehouse.uri, or lakehouse.properties"
+        ) from err
+
+
+@contextmanager
+def reachable(uri: str) -> Iterator[None]:
+    """Turn the failures of a catalog or its warehouse that do not answer into `CatalogUnreachable`.
+
+    What waiting does not mend becomes a `LakehouseError`. A file that is not there is the caller's: others may have removed it.
+    """
+    shown = mask_secrets(uri)
+    try:
+        yield
+    except _REFUSALS as err:
+        raise LakehouseError(
+            f"expected the catalog at {shown!r} to take a request, found {_said(err, uri)}; "
+            "check the address, the credentials and what they allow"
+        ) from err
+    except (SQLAlchemyError, requests.RequestException, RESTError) as err:
+        if is_unknown_host(err):
+            raise CatalogHostUnknown(
+                f"expected the host of the catalog at {shown!r} to have an address, found {_said(err, uri)}; correct the name "
+                "in lakehouse.uri"
+            ) from err
+        file = sqlite_file(uri)
+        holder = "" if file is None or not is_locked(err) else locked_by(file)
+        raise CatalogUnreachable(
+            f"expected the catalog at {shown!r} to answer, found {_said(err, uri)}; {holder}"
+            "check the address, the network and the credentials, then try again"
+        ) from err
+    except FileNotFoundError:
+        raise
+    except OSError as err:
+        kind = CatalogUnreachable if may_pass(err) else LakehouseError
+        raise kind(
+            f"expected the warehouse of the catalog at {shown!r} to be read and written, found {type(err).__name__}: {err}; "
+            "free, mount or reach it"
+        ) from err
+
+
+def _said(err: Exception, uri: str) -> str:
+    """The class of an error and the first line of what it says, without the catalog's password."""
+    lines = str(err).splitlines() or [""]
+    return f"{type(err).__name__}: {lines[0].replace(uri, mask_secrets(uri))}"

@@ -1,0 +1,368 @@
+"""The pins of source tables: what they are, which runs need them, what they hold back; taking one, letting one go.
+
+A pin is a tag `dlac-pin-<snapshot id>`. Which runs need it is read from the ledger: the legs that may be read name plans,
+and a plan names its snapshot. Tables count by their uuid: one that was renamed is the same.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import cached_property
+from typing import Any, Literal
+
+from pyiceberg.exceptions import AuthorizationExpiredError, ForbiddenError, UnauthorizedError
+from pyiceberg.manifest import ManifestContent, ManifestFile
+from pyiceberg.table import Table
+
+from dlac_pipeline.lakehouse.errors import (
+    CommitConflict,
+    DataFileUnreadable,
+    LakehouseError,
+    NoSuchTable,
+    PinLost,
+    SpecInvalid,
+)
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, among, reachable
+from dlac_pipeline.lakehouse.iceberg.snapshots import is_pinned, name_of, pin, snapshot_of, tag_of
+from dlac_pipeline.lakehouse.ledger.branches import left_by_rewinds
+from dlac_pipeline.lakehouse.ledger.run_rows import (
+    Row,
+    checkpoint_rows,
+    fence_of_rows,
+    finished_of_rows,
+    lineage_of,
+    restorable_rows,
+)
+from dlac_pipeline.lakehouse.retrying import overtaken, retrying
+
+_PREFIX = tag_of(0).removesuffix("0")
+_KINDS = ("leg", "claim", "checkpoint", "quarantine", "retire", "rewind", "finish")
+_PLAN_KEYS = frozenset({"plan_id", "live_plan_id", "base_plan_id", "plan_ids", "leg_plan_ids", "upcoming"})
+_REFUSED = (ForbiddenError, UnauthorizedError, AuthorizationExpiredError)
+_REFUSALS = ("readonly database", "read-only", "permission denied", "access denied", "access_denied", "not authorized")
+_UNTAGGED = (
+    "Without a tag every guarantee holds for as long as nobody expires the snapshot; once it is expired the run stops "
+    "with an error, and never goes on silently with other rows"
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PinUse:
+    """A run that planned a pinned snapshot; `needed`: it may still read such a leg, or somebody may go back to it."""
+
+    run: str
+    finished: bool
+    needed: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pin:
+    """One pinned snapshot of one table; the data files held back are those that no other tag and no branch reaches."""
+
+    table: str
+    snapshot_id: int
+    tag: str
+    committed_at: datetime
+    """When the snapshot was made."""
+    pinned_at: datetime | None
+    """When the first plan of it was made; None if there is none."""
+    plan_ids: tuple[str, ...]
+    uses: tuple[PinUse, ...]
+    held_files: int
+    held_bytes: int
+
+    @property
+    def needed_by(self) -> tuple[str, ...]:
+        """The runs that need it."""
+        return tuple(use.run for use in self.uses if use.needed)
+
+
+@dataclass(frozen=True)
+class _RunRows:
+    """What the ledger says of the plans that one run uses."""
+
+    rows: Sequence[Row]
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run takes no more attempts."""
+        return finished_of_rows(self.rows)
+
+    @cached_property
+    def used(self) -> frozenset[str]:
+        """The plans of all legs, and tables with the snapshots that were planned last."""
+        return frozenset(_named(row["detail"] for row in self.rows if row["kind"] in ("leg", "claim")))
+
+    @cached_property
+    def needed(self) -> frozenset[str]:
+        """Those of the legs of checkpoints that may be restored, of the last leg, and of the last claim.
+
+        A finished run needs those only to which somebody may go back, because a rewind left them behind.
+        """
+        there = set(restorable_rows(self.rows))
+        if self.finished:
+            there &= left_by_rewinds(self.rows) - set(lineage_of(self.rows, fence_of_rows(self.rows).head))
+        checkpoints = checkpoint_rows(self.rows)
+        indices = {checkpoints[each]["leg"] for each in there}
+        legs = [row for row in self.rows if row["kind"] == "leg"]
+        claims = [row for row in self.rows if row["kind"] == "claim"]
+        needed = [row for row in legs if row["leg"] in indices]
+        if not self.finished:
+            needed += [*legs[-1:], *claims[-1:]]
+        return frozenset(_named(row["detail"] for row in needed))
+
+
+def list_pins(lakehouse: Lakehouse, identifier: str | None = None) -> list[Pin]:
+    """The pins of one table, or of every table that was ever planned, oldest snapshot first within a table.
+
+    Raises:
+        NoSuchTable: the named table does not exist.
+    """
+    plans = _plans(lakehouse)
+    runs = _runs(lakehouse)
+    if identifier is not None:
+        return _pins_of(lakehouse.load(identifier), identifier, plans, runs)
+    found: list[Pin] = []
+    for name in sorted({str(plan["source_table"]) for plan in plans}):
+        try:
+            table = lakehouse.load(name)
+        except NoSuchTable:  # dropped since: there is nothing left to hold back
+            continue
+        found += _pins_of(table, name, plans, runs)
+    return found
+
+
+def pins_table(lakehouse: Lakehouse, run_or_table: str | None = None) -> list[Pin]:
+    """The pins that a run uses, or else those of a table; all of them without a name.
+
+    Raises:
+        NoSuchTable: the name is neither that of a run nor of a table.
+    """
+    if run_or_table is not None and run_or_table not in _runs(lakehouse):
+        return list_pins(lakehouse, run_or_table)
+    pins = list_pins(lakehouse)
+    return [one for one in pins if run_or_table is None or any(use.run == run_or_table for use in one.uses)]
+
+
+def unpin(lakehouse: Lakehouse, identifier: str, snapshot_id: int, *, force: bool = False) -> bool:
+    """Remove the pin of a snapshot; False if there was none. Expiry may then take away what only it held.
+
+    Raises:
+        SpecInvalid: a run needs it, and `force` is not set.
+        PinLost: the tag names another snapshot, or does not go away.
+    """
+    tag = tag_of(snapshot_id)
+
+    def once() -> bool:
+        table = lakehouse.load(identifier)
+        if not is_pinned(table, identifier, snapshot_id):
+            return False
+        if not force:
+            _check_free(lakehouse, table, identifier, snapshot_id)
+        with reachable(lakehouse.config.uri), overtaken():
+            table.manage_snapshots().remove_tag(tag).commit()
+        return True
+
+    try:
+        return retrying(of=CommitConflict)(once)
+    except CommitConflict as err:
+        raise PinLost(
+            f"tag {tag!r} of {identifier!r} did not go away: {err}; other writers are busy, try again"
+        ) from err
+
+
+def let_go(lakehouse: Lakehouse, run: str, identifier: str) -> list[int]:
+    """Remove the pins of a table that a run has used and that nobody needs any more; returns their snapshots.
+
+    Where there is a plan that no run has claimed, the pin stays: a dataset may be reading it. A run that plans such a snapshot at
+    this moment is heard of by its claim. If that comes in between, the pin is taken again; if it comes later, the run finds
+    its pin lost before it reads, and plans anew when it is launched again.
+
+    Raises:
+        NoSuchTable: the table does not exist.
+        PinLost: a tag does not go away.
+        NoSuchSnapshot: a snapshot was claimed, and expired, while its pin was away.
+    """
+    table = lakehouse.load(identifier)
+    pinned = [ref.snapshot_id for tag, ref in table.refs().items() if tag == tag_of(ref.snapshot_id)]
+    plans, runs = _plans(lakehouse), _runs(lakehouse)
+    claimed = frozenset[str]().union(*(rows.used for rows in runs.values()))
+    gone = []
+    for snapshot_id in pinned:
+        uses = _uses(table, snapshot_id, plans, runs)
+        read_by_others = any(plan["plan_id"] not in claimed for plan in _plans_of(table, snapshot_id, plans))
+        if run in {use.run for use in uses} and not (read_by_others or any(use.needed for use in uses)):
+            gone += [snapshot_id] if unpin(lakehouse, identifier, snapshot_id, force=True) else []
+    plans, runs = (_plans(lakehouse), _runs(lakehouse)) if gone else ([], {})
+    wanted = [each for each in gone if any(use.needed for use in _uses(table, each, plans, runs))]
+    for snapshot_id in wanted:
+        pin(lakehouse, identifier, snapshot_id)
+    return [each for each in gone if each not in wanted]
+
+
+def hold(lakehouse: Lakehouse, identifier: str, snapshot_id: int, how: Literal["tag", "none"]) -> str:
+    """Keep a snapshot alive as the source's `pin` setting says; returns the tag's name, or "" without a tag.
+
+    Raises:
+        SpecInvalid: the catalog or the warehouse lets nobody tag this table.
+        PinLost: the tag does not stay.
+        NoSuchSnapshot: there is no such snapshot.
+    """
+    snapshot_of(lakehouse.load(identifier), snapshot_id)  # what cannot even be read is another failure
+    if how == "none":
+        return ""
+    try:
+        return pin(lakehouse, identifier, snapshot_id)
+    except NotImplementedError as err:
+        raise SpecInvalid(
+            f"expected to tag snapshot {snapshot_id} of {identifier!r}, found that pyiceberg cannot write this table's format "
+            f'({err}): set pin = "none" for this source. {_UNTAGGED}'
+        ) from err
+    except LakehouseError as err:
+        if not _is_refusal(err):
+            raise
+        raise SpecInvalid(
+            f"expected to tag snapshot {snapshot_id} of {identifier!r}, found that this source may only be read "
+            f'({type(err.__cause__ or err).__name__}): set pin = "none" for this source, or have the right to tag it granted. '
+            + _UNTAGGED
+        ) from err
+
+
+def _is_refusal(err: BaseException) -> bool:
+    cause = err.__cause__ or err
+    text = str(cause).lower()
+    return isinstance(cause, (*_REFUSED, PermissionError)) or any(sign in text for sign in _REFUSALS)
+
+
+def _check_free(lakehouse: Lakehouse, table: Table, identifier: str, snapshot_id: int) -> None:
+    uses = _uses(table, snapshot_id, _plans(lakehouse), _runs(lakehouse))
+    needed = [use.run for use in uses if use.needed]
+    if needed:
+        raise SpecInvalid(
+            f"expected no run to need snapshot {snapshot_id} of {identifier!r}, found {needed!r}: let them finish first, and "
+            "retire what rewinds have left; with force they stop with PinLost as soon as the snapshot is expired"
+        )
+
+
+def _plans(lakehouse: Lakehouse) -> list[Row]:
+    names = ("plan_id", "source_table", "table_uuid", "snapshot_id", "created_at")
+    rows: list[Row] = lakehouse.read_own("plans", columns=names).to_pylist()
+    return rows
+
+
+def _runs(lakehouse: Lakehouse) -> dict[str, _RunRows]:
+    names = ("run", "seq", "kind", "attempt", "nonce", "checkpoint_id", "parent", "head_after", "leg", "detail")
+    rows: list[Row] = lakehouse.read_own("consumption", among("kind", _KINDS), columns=names).to_pylist()
+    by_run: dict[str, list[Row]] = defaultdict(list)
+    for row in sorted(rows, key=lambda row: int(row["seq"])):
+        by_run[row["run"]].append(row)
+    return {run: _RunRows(found) for run, found in by_run.items()}
+
+
+def _named(details: Iterable[str | None]) -> Iterator[str]:
+    """Every plan id anywhere in these JSON texts, and `table@snapshot` of every table that they name with one."""
+    for detail in details:
+        yield from _in_json(json.loads(detail or "{}"))
+
+
+def _in_json(value: Any) -> Iterator[str]:
+    if isinstance(value, list):
+        for one in value:
+            yield from _in_json(one)
+    elif isinstance(value, dict):
+        if "snapshot_id" in value:
+            yield _key(str(value.get("table_uuid")), value["snapshot_id"])
+        for name, inner in value.items():
+            yield from _strings(inner) if name in _PLAN_KEYS else _in_json(inner)
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """All text under a key that holds plan ids, whatever its shape."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from _strings(one)
+
+
+def _key(table_uuid: str, snapshot_id: object) -> str:
+    return f"{table_uuid}@{snapshot_id}"
+
+
+def _plans_of(table: Table, snapshot_id: int, plans: Iterable[Row]) -> list[Row]:
+    wanted = (str(table.metadata.table_uuid), snapshot_id)
+    return [plan for plan in plans if (plan["table_uuid"], plan["snapshot_id"]) == wanted]
+
+
+def _uses(table: Table, snapshot_id: int, plans: Sequence[Row], runs: Mapping[str, _RunRows]) -> tuple[PinUse, ...]:
+    mine = {plan["plan_id"] for plan in _plans_of(table, snapshot_id, plans)}
+    names = mine | {_key(str(table.metadata.table_uuid), snapshot_id)}
+    return tuple(
+        PinUse(run=run, finished=rows.finished, needed=not names.isdisjoint(rows.needed))
+        for run, rows in sorted(runs.items())
+        if not names.isdisjoint(rows.used)
+    )
+
+
+def _pins_of(table: Table, name: str, plans: Sequence[Row], runs: Mapping[str, _RunRows]) -> list[Pin]:
+    held = _held_by_one(table)
+    found = []
+    for tag, ref in table.refs().items():
+        snapshot = table.snapshot_by_id(ref.snapshot_id)
+        if not tag.startswith(_PREFIX) or snapshot is None:
+            continue
+        mine = _plans_of(table, ref.snapshot_id, plans)
+        files = held.get(tag, {})
+        found.append(
+            Pin(
+                table=name,
+                snapshot_id=ref.snapshot_id,
+                tag=tag,
+                committed_at=datetime.fromtimestamp(snapshot.timestamp_ms / 1000, UTC),
+                pinned_at=min((plan["created_at"] for plan in mine), default=None),
+                plan_ids=tuple(sorted(plan["plan_id"] for plan in mine)),
+                uses=_uses(table, ref.snapshot_id, plans, runs),
+                held_files=len(files),
+                held_bytes=sum(files.values()),
+            )
+        )
+    return sorted(found, key=lambda one: (one.committed_at, one.snapshot_id))
+
+
+def _held_by_one(table: Table) -> dict[str, dict[str, int]]:
+    """Branch or tag -> the data files (path -> bytes) that nothing else reaches; nothing unless a pin has some of its own."""
+    if not any(name.startswith(_PREFIX) for name in table.refs()):
+        return {}
+    manifests: dict[str, ManifestFile] = {}
+    reached_by: dict[str, list[str]] = defaultdict(list)
+    try:
+        for name, ref in table.refs().items():
+            snapshot = table.snapshot_by_id(ref.snapshot_id)
+            for manifest in snapshot.manifests(table.io) if snapshot is not None else ():
+                if manifest.content == ManifestContent.DATA:
+                    manifests[manifest.manifest_path] = manifest
+                    reached_by[manifest.manifest_path].append(name)
+        alone = {names[0] for names in reached_by.values() if len(names) == 1}
+        if not any(name.startswith(_PREFIX) for name in alone):  # the usual case: nothing is held back yet
+            return {}
+        only: dict[str, str | None] = {}
+        sizes: dict[str, int] = {}
+        for path, manifest in manifests.items():
+            owner = reached_by[path][0] if len(reached_by[path]) == 1 else None
+            for entry in manifest.fetch_manifest_entry(table.io):
+                file = entry.data_file
+                only[file.file_path] = owner if only.get(file.file_path, owner) == owner else None
+                sizes[file.file_path] = file.file_size_in_bytes
+    except OSError as err:
+        raise DataFileUnreadable(
+            f"expected the manifests of table {name_of(table)!r}, found {err}: restore them"
+        ) from err
+    held: dict[str, dict[str, int]] = defaultdict(dict)
+    for path, owner in only.items():
+        if owner is not None:
+            held[owner][path] = sizes[path]
+    return held

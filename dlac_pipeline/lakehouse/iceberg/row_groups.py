@@ -1,0 +1,243 @@
+"""The row groups of a pinned snapshot: what is planned, with the rows that deletes, a filter or exclusions make dead.
+
+Each footer is read once, in background threads. A filter is decided as early as possible: for a file by partition and
+metrics, for a row group by its statistics, and only where those leave it open by reading the filter's columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pyiceberg.schema import Schema
+from pyiceberg.table import Table
+from pyiceberg.types import IcebergType
+
+from dlac_pipeline.lakehouse.errors import DataFileUnreadable, NoSuchColumn, SpecInvalid, UnsupportedColumn
+from dlac_pipeline.lakehouse.filters.conditions import Condition, Constant, combine, filter_names, parse_filter
+from dlac_pipeline.lakehouse.filters.facts import Facts, of_counts
+from dlac_pipeline.lakehouse.filters.literals import from_arrow
+from dlac_pipeline.lakehouse.iceberg.columns import Bounds, FileColumns, field_ids, name_mapping_of, open_parquet
+from dlac_pipeline.lakehouse.iceberg.data_files import ROW_ID_FIELD_ID, LiveFile, live_files, snapshot_schema
+from dlac_pipeline.lakehouse.iceberg.deletes import NO_ROWS, Deletes
+
+_THREADS = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowGroup:
+    """One row group of one data file; `dead` holds the sorted offsets of the rows that are not to be read.
+
+    `first_row_id` is the v3 row id of its first row, from which its others count on; None where the file has no such ids,
+    or carries them in a column of its own (as a compaction writes them).
+    """
+
+    file_path: str
+    row_group: int
+    first_row: int
+    rows: int
+    bytes: int
+    dead: npt.NDArray[np.int64]
+    first_row_id: int | None = None
+
+
+def parse_exclusion(text: str, schema: Schema, table: Table) -> tuple[Schema, Condition]:
+    """The condition in `text`, and the columns that it looks at under the names by which it calls them.
+
+    Where `schema` lacks a name, the newest schema of the table that has them all says which columns are meant: what was
+    renamed is still found by its field id, and a column that came later is null in older files.
+
+    Raises:
+        SpecInvalid: it is blank or no filter, or compares a column with what it cannot be compared with.
+        NoSuchColumn: no schema of the table has all columns that it names.
+    """
+    if not text.strip():
+        raise SpecInvalid(
+            f"expected rows to exclude, such as \"lang = 'en'\", found the blank {text!r}: leave the exclusion out, or name "
+            f"rows by the columns {filter_names(schema)!r}"
+        )
+    try:
+        return schema, parse_filter(text, schema)
+    except NoSuchColumn:
+        now = {found.field_id: found for found in schema.fields}
+        for other in sorted(table.schemas().values(), key=lambda known: known.schema_id, reverse=True):
+            current = Schema(
+                *(now.get(each.field_id, each).model_copy(update={"name": each.name}) for each in other.fields)
+            )
+            for names in (current, other):  # fields inside of a struct may have been renamed, too
+                with suppress(NoSuchColumn):
+                    return names, parse_filter(text, names)
+        raise
+
+
+def _excluded(exclude: Sequence[str], schema: Schema, table: Table) -> list[_Predicate]:
+    """What the exclusions name; those that `schema` understands as one predicate."""
+    parsed = [parse_exclusion(text, schema, table) for text in exclude]
+    own = combine(False, [condition for names, condition in parsed if names is schema])
+    return [
+        _Predicate(schema, own),
+        *(_Predicate(names, condition) for names, condition in parsed if names is not schema),
+    ]
+
+
+def row_groups_of(
+    table: Table,
+    snapshot_id: int,
+    row_filter: str,
+    *,
+    schema: Schema | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    only: Callable[[LiveFile], bool] | None = None,
+    exclude: Sequence[str] = (),
+) -> list[RowGroup]:
+    """All row groups of a snapshot but for the files that the filter excludes whole, sorted by file path and row group.
+
+    A row is dead if a delete names it, if the filter is not true for it, or if one of `exclude` is. Exclusions leave the
+    list of row groups as it is, and may name columns as another schema of the table does (see `parse_exclusion`). `only`
+    chooses among the files; `schema` names the columns: the snapshot's own unless given.
+
+    Raises:
+        NoSuchSnapshot, SpecInvalid, NoSuchColumn: the request does not fit the table.
+        DataFileUnreadable: a data file, delete file or manifest cannot be read.
+        UnsupportedDeletes, UnsupportedColumn: a file holds what cannot be read exactly.
+    """
+    schema = schema or snapshot_schema(table, snapshot_id)
+    wanted = parse_filter(row_filter, schema)
+    files = [file for file in live_files(table, snapshot_id, wanted, schema=schema) if only is None or only(file)]
+    planner = _Planner(table, schema, _excluded(exclude, schema, table))
+    groups: list[RowGroup] = []
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="footer") as pool:
+        for done, found in enumerate(pool.map(planner.row_groups, files), start=1):
+            groups.extend(found)
+            if progress is not None:
+                progress(done, len(files))
+    return groups
+
+
+@dataclass(frozen=True)
+class _Predicate:
+    """A condition and the schema that it is bound to; decided by statistics or row by row."""
+
+    schema: Schema
+    condition: Condition
+
+    @cached_property
+    def names(self) -> list[str]:
+        """The columns that it looks at."""
+        return self.condition.columns
+
+    def of_all(self, rows: int, bounds: Mapping[str, Bounds]) -> bool | None:
+        """Whether it is true for all rows (True) or none (False) of a row group with these statistics; None: not known."""
+        known = {
+            path.field_id: _facts(path.kind, rows, bounds[path.name])
+            for path in self.condition.paths
+            if len(path.fields) == 1 and path.name in bounds
+        }
+        decided = self.condition.simplify(known)
+        return decided.value if isinstance(decided, Constant) else None
+
+
+def _facts(kind: IcebergType, rows: int, bounds: Bounds) -> Facts:
+    lower, upper = (None if one is None else from_arrow(kind, one) for one in (bounds.lower, bounds.upper))
+    return of_counts(kind, rows=rows, nulls=bounds.nulls, lower=lower, upper=upper)
+
+
+class _Planner:
+    """Row groups of data files, one file at a time, in any thread."""
+
+    def __init__(self, table: Table, schema: Schema, excluded: Sequence[_Predicate]) -> None:
+        self._io = table.io
+        self._schema = schema
+        self._mapping = name_mapping_of(table)
+        self._deletes = Deletes(table, schema)
+        self._excluded = excluded
+        self._predicates: dict[int, _Predicate] = {}
+
+    def row_groups(self, file: LiveFile) -> list[RowGroup]:
+        """The row groups of a file, from one opening of it."""
+        try:
+            with self._io.new_input(file.path).open() as stream:
+                return self._of_parquet(file, open_parquet(stream, self._schema.fields))
+        except (OSError, pa.ArrowException) as err:
+            raise DataFileUnreadable(
+                f"expected a Parquet file at {file.path!r}, found {type(err).__name__}: {err}; restore the file, or plan "
+                "another snapshot"
+            ) from err
+        except (NoSuchColumn, UnsupportedColumn) as err:
+            raise type(err)(f"{err} (data file {file.path!r})") from err
+
+    def _of_parquet(self, file: LiveFile, parquet: pq.ParquetFile) -> list[RowGroup]:
+        deleted = self._deletes.dead_rows(file, parquet)
+        wanted = self._in_file(file, parquet, self._wanted(file.residual))
+        excluded = [self._in_file(file, parquet, each) for each in self._excluded]
+        first_row_id = None if ROW_ID_FIELD_ID in field_ids(parquet.schema_arrow) else file.first_row_id
+        groups, first_row = [], 0
+        for index in range(parquet.num_row_groups):
+            footer = parquet.metadata.row_group(index)
+            start, end = np.searchsorted(deleted, (first_row, first_row + footer.num_rows))
+            groups.append(
+                RowGroup(
+                    file_path=file.path,
+                    row_group=index,
+                    first_row=first_row,
+                    rows=footer.num_rows,
+                    bytes=footer.total_byte_size,
+                    dead=_dead_rows(index, deleted[start:end] - first_row, footer.num_rows, wanted, excluded),
+                    first_row_id=None if first_row_id is None else first_row_id + first_row,
+                )
+            )
+            first_row += footer.num_rows
+        return groups
+
+    def _wanted(self, residual: Condition) -> _Predicate:
+        """One predicate for all files that share a residual, since preparing it costs more than asking it."""
+        return self._predicates.setdefault(id(residual), _Predicate(self._schema, residual))
+
+    def _in_file(self, file: LiveFile, parquet: pq.ParquetFile, predicate: _Predicate) -> _InFile:
+        columns = FileColumns.of(
+            parquet.schema_arrow,
+            predicate.schema,
+            predicate.names,
+            name_mapping=self._mapping,
+            partition_values=file.partition_values,
+        )
+        return _InFile(predicate, parquet, columns)
+
+
+@dataclass(frozen=True, slots=True)
+class _InFile:
+    """A predicate over one file."""
+
+    predicate: _Predicate
+    parquet: pq.ParquetFile
+    columns: FileColumns
+
+    def is_true(self, row_group: int) -> bool | npt.NDArray[np.bool_]:
+        """For which rows of a row group the predicate is true; reads them only if the statistics do not say it."""
+        footer = self.parquet.metadata.row_group(row_group)
+        known = self.predicate.of_all(footer.num_rows, self.columns.bounds(footer))
+        if known is not None:
+            return known
+        read = self.parquet.read_row_group(row_group, columns=self.columns.in_file)
+        return self.predicate.condition.true_rows(self.columns.align(read, footer.num_rows))
+
+
+def _dead_rows(
+    index: int, deleted: npt.NDArray[np.int64], rows: int, wanted: _InFile, excluded: Sequence[_InFile]
+) -> npt.NDArray[np.int64]:
+    """Sorted offsets of the dead rows of a row group."""
+    dead = np.zeros(rows, dtype=np.bool_)
+    dead[deleted] = True
+    if not dead.all():
+        dead |= np.logical_not(wanted.is_true(index))
+    for each in excluded:
+        if not dead.all():
+            dead |= each.is_true(index)
+    return np.flatnonzero(dead) if dead.any() else NO_ROWS

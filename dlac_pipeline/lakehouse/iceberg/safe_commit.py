@@ -1,0 +1,219 @@
+"""pyiceberg catalogs whose failed commits never destroy a table.
+
+pyiceberg deletes a commit's manifests when `commit_table` raises `CommitFailedException`. If the answer of a landed commit
+was lost and its request is sent again, the replay fails in exactly that way, and the manifests deleted are those of the
+landed snapshot. The guard looks whether this commit's snapshot is in the table: if so, it succeeded; if not, it raises
+our own `CommitConflict`, on which pyiceberg deletes nothing. Left-over files are upkeep's business. (A landed snapshot may
+have been expired by the time of the look, behind many others: so whoever repeats a commit decides from the rows.)
+
+Nor does an expiry take what it must not: pyiceberg drops a tag that was made since the expiry was decided, with its snapshot,
+and fails on a snapshot that is gone already. Under the guard, both are conflicts.
+
+Nor does one client, frozen or cut off between the two requests of its commit, stop everybody else's for good: PostgreSQL takes
+the row from it, and whoever waits for a row asks again. Its error is one more doubt: it reads again, and decides from the rows.
+
+A commit to SQLite is durable before it is acknowledged: files of retired checkpoints are removed after it.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import struct
+from functools import cache, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pyiceberg.avro.reader import DoubleReader
+from pyiceberg.catalog.sql import SqlCatalog
+from pyiceberg.exceptions import CommitFailedException
+from pyiceberg.table import CommitTableResponse
+from pyiceberg.table.update import (
+    AddSnapshotUpdate,
+    RemoveSnapshotsUpdate,
+    SetSnapshotRefUpdate,
+    TableRequirement,
+    TableUpdate,
+)
+from sqlalchemy import create_engine, event, text
+from sqlalchemy.pool import NullPool
+
+from dlac_pipeline.lakehouse.config import sqlite_file
+from dlac_pipeline.lakehouse.errors import CommitConflict
+from dlac_pipeline.lakehouse.iceberg.sqlite_locks import ReportingConnection
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pyiceberg.avro.decoder import BinaryDecoder
+    from pyiceberg.catalog import Catalog
+    from pyiceberg.catalog.sql import IcebergTables
+    from pyiceberg.table import StagedTable, Table
+    from pyiceberg.table.metadata import TableMetadata
+    from pyiceberg.typedef import Identifier
+    from requests import Session
+    from sqlalchemy import Connection, Dialect
+    from sqlalchemy.engine.interfaces import DBAPIConnection
+    from sqlalchemy.pool import ConnectionPoolEntry
+
+
+class MetadataMissing(FileNotFoundError):
+    """The metadata file at `location`, which the catalog names, is not in the warehouse."""
+
+    def __init__(self, err: FileNotFoundError, location: str) -> None:
+        super().__init__(*err.args)
+        self.location = location
+
+
+def decode_doubles_exactly() -> None:
+    """Make pyiceberg read the doubles of manifests with all 64 bits; repeating it changes nothing.
+
+    pyiceberg's compiled Avro decoder returns them with 32 bits. They are partition values: files are pruned by them, columns
+    that a data file lacks are filled with them, and pyiceberg writes them back when it merges manifests.
+    """
+    DoubleReader.read = _read_double  # type: ignore[method-assign,assignment]  # there is no hook for readers
+
+
+def _read_double(_: DoubleReader, decoder: BinaryDecoder) -> float:
+    value: float = struct.unpack("<d", decoder.read(8))[0]
+    return value
+
+
+decode_doubles_exactly()
+
+
+class GuardedSqlCatalog(SqlCatalog):
+    """A SQL catalog (SQLite, PostgreSQL) behind the guard; nobody has, or waits for, a table's row without an end."""
+
+    def __init__(self, name: str, **properties: str) -> None:
+        super().__init__(name, **properties)
+        file = sqlite_file(properties["uri"])
+        if file is not None:
+            # A pooled connection would read and write the deleted file after a backup was moved into its place.
+            self.engine.dispose()
+            self.engine = create_engine(self.engine.url, poolclass=NullPool)
+            event.listen(self.engine, "do_connect", partial(_connect_reporting, file))
+        if self.engine.dialect.name == "postgresql":
+            event.listen(self.engine, "begin", _limit_locks)
+        if self.engine.dialect.name == "sqlite":
+            event.listen(self.engine, "connect", _sync_commits)
+            self.engine.dispose()  # the connection that made the catalog's tables
+
+    def commit_table(
+        self, table: Table, requirements: tuple[TableRequirement, ...], updates: tuple[TableUpdate, ...]
+    ) -> CommitTableResponse:
+        """Commit, or raise `CommitConflict` when the commit surely did not land."""
+        try:
+            response: CommitTableResponse = super().commit_table(table, requirements, updates)
+        except CommitFailedException as err:
+            return _landed_or_conflict(self, table, updates, err)
+        except (
+            FileNotFoundError
+        ) as err:  # so many others committed that the metadata just looked up was replaced and removed
+            raise CommitConflict(
+                f"a commit to {'.'.join(table.name())!r} was overtaken, and did not land: {err}"
+            ) from err
+        return response
+
+    def _update_and_stage_table(
+        self,
+        current_table: Table | None,
+        table_identifier: Identifier,
+        requirements: tuple[TableRequirement, ...],
+        updates: tuple[TableUpdate, ...],
+    ) -> StagedTable:
+        """Look at what is expired on the very metadata that the commit replaces."""
+        if current_table is not None:
+            _check_expiry(current_table.metadata, updates)
+        return super()._update_and_stage_table(current_table, table_identifier, requirements, updates)
+
+    def _convert_orm_to_iceberg(self, orm_table: IcebergTables) -> Table:
+        """Read a table's metadata; say which file is missing."""
+        try:
+            return super()._convert_orm_to_iceberg(orm_table)
+        except FileNotFoundError as err:
+            raise MetadataMissing(err, str(orm_table.metadata_location)) from err
+
+
+@cache
+def _guarded_rest_catalog() -> type[Catalog]:
+    """Return the guarded REST catalog: importing pyiceberg's takes a tenth of the start of a command."""
+    from pyiceberg.catalog.rest import RestCatalog
+
+    class GuardedRestCatalog(RestCatalog):
+        """A guarded Iceberg REST catalog. A request that is not answered in time fails."""
+
+        def _create_session(self) -> Session:
+            session = super()._create_session()
+            session.request = partial(session.request, timeout=_REST_TIMEOUT_S)  # type: ignore[method-assign]
+            return session
+
+        def commit_table(
+            self, table: Table, requirements: tuple[TableRequirement, ...], updates: tuple[TableUpdate, ...]
+        ) -> CommitTableResponse:
+            """Commit, or raise `CommitConflict` when the commit surely did not land."""
+            try:
+                response: CommitTableResponse = super().commit_table(table, requirements, updates)
+            except CommitFailedException as err:
+                return _landed_or_conflict(self, table, updates, err)
+            return response
+
+    return GuardedRestCatalog
+
+
+def guarded_catalog(kind: str) -> type[Catalog]:
+    """Return the guarded class of a kind of catalog: "sql" or "rest"."""
+    return GuardedSqlCatalog if kind == "sql" else _guarded_rest_catalog()
+
+
+_REST_TIMEOUT_S = (10.0, 60.0)
+"""To connect, and between two pieces of an answer."""
+_POSTGRES_TIMEOUTS = {"idle_in_transaction_session_timeout": "30s", "lock_timeout": "20s"}
+"""How long a client may have a row and do nothing, and wait for a row that another one has."""
+_LIMIT_LOCKS = text(
+    "SELECT set_config(name, CASE name WHEN 'lock_timeout' THEN :lock_timeout "
+    "ELSE :idle_in_transaction_session_timeout END, true) FROM pg_settings "
+    "WHERE name IN ('lock_timeout', 'idle_in_transaction_session_timeout') "
+    "AND source IN ('default', 'configuration file', 'command line')"  # a day, where some services run the server
+)
+
+
+def _limit_locks(connection: Connection) -> None:
+    """In this transaction only, for a pooler may hand the connection on; what the address, role or database says stands."""
+    connection.execute(_LIMIT_LOCKS, _POSTGRES_TIMEOUTS)
+
+
+def _sync_commits(connection: DBAPIConnection, _: ConnectionPoolEntry) -> None:
+    """Make SQLite sync its folder after a commit: else a power cut brings the journal back, and undoes what was acknowledged."""
+    connection.cursor().execute("PRAGMA synchronous = EXTRA")
+
+
+def _connect_reporting(
+    file: Path, _dialect: Dialect, _entry: ConnectionPoolEntry, arguments: Sequence[str], options: dict[str, Any]
+) -> ReportingConnection:
+    """Open an SQLite catalog for SQLAlchemy: report a long wait for a lock, and do not make a file that is gone."""
+    if not file.exists():
+        raise sqlite3.OperationalError("unable to open database file: it is gone")
+    return ReportingConnection(arguments[0], file=file, **options)
+
+
+def _landed_or_conflict(
+    catalog: Catalog, table: Table, updates: tuple[TableUpdate, ...], err: CommitFailedException
+) -> CommitTableResponse:
+    current = catalog.load_table(table.name())
+    mine = [update.snapshot.snapshot_id for update in updates if isinstance(update, AddSnapshotUpdate)]
+    if mine and all(current.metadata.snapshot_by_id(snapshot_id) is not None for snapshot_id in mine):
+        landed = {"metadata": current.metadata, "metadata-location": current.metadata_location}
+        return CommitTableResponse.model_validate(landed)
+    name = ".".join(table.name())
+    raise CommitConflict(f"a commit to {name!r} was refused, and did not land: {err}") from err
+
+
+def _check_expiry(metadata: TableMetadata, updates: tuple[TableUpdate, ...]) -> None:
+    moved = {update.ref_name for update in updates if isinstance(update, SetSnapshotRefUpdate)}
+    named = {ref.snapshot_id for name, ref in metadata.refs.items() if name not in moved}
+    known = {snapshot.snapshot_id for snapshot in metadata.snapshots} - named
+    for update in updates:
+        if isinstance(update, RemoveSnapshotsUpdate) and not known.issuperset(update.snapshot_ids):
+            raise CommitConflict(
+                "snapshots that were to be expired are gone, or have been named by a tag: nothing landed"
+            )

@@ -1,0 +1,279 @@
+"""What may be appended to a run's ledger, and when: claim, checkpoint, quarantine, name, export, verify,
+finish (design.md sections 6.4 and 7).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dlac_pipeline.lakehouse.errors import (
+    Fenced,
+    HeadMoved,
+    NoSuchCheckpoint,
+    RowsBetween,
+    RunFinished,
+    SpecInvalid,
+    SteppedAside,
+)
+from dlac_pipeline.lakehouse.ledger.ledger import Append, Ledger, RunState
+from dlac_pipeline.lakehouse.ledger.run_rows import HEAD_KINDS, Fence, Row, no_such_run, restorable
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Attempt:
+    """One launch of a run; `nonce` tells it from any other launch with the same number."""
+
+    run: str
+    number: int
+    nonce: str
+
+
+def claim(ledger: Ledger, run: str, *, nonce: str, replaces: int, detail: dict[str, Any]) -> RunState:
+    """Make `nonce` the owner of the run, in place of attempt number `replaces`.
+
+    Raises:
+        SteppedAside: attempt `replaces` is no longer the current one: somebody else recovers the run.
+        RunFinished: the run is finished.
+    """
+
+    def decide(state: RunState) -> Append | None:
+        fence = state.fence
+        if fence.nonce == nonce:
+            return None
+        if state.finished:
+            raise RunFinished(f"run {run!r} is finished at checkpoint {fence.head!r} and takes no more attempts")
+        if fence.attempt != replaces:
+            raise SteppedAside(
+                f"expected attempt {replaces} of run {run!r} to be the current one, found attempt {fence.attempt}: "
+                "another launch owns the run; nothing to do"
+            )
+        mine = Fence(attempt=fence.attempt + 1, nonce=nonce, seq=fence.seq + 1, head=fence.head)
+        return Append(rows=[{"kind": "claim", "detail": json.dumps({"replaces": replaces, **detail})}], fence=mine)
+
+    return ledger.append(run, decide)
+
+
+def commit_checkpoint(
+    ledger: Ledger,
+    attempt: Attempt,
+    *,
+    checkpoint_id: str,
+    parent: str | None,
+    rows: Sequence[Row],
+    seq: int | None = None,
+) -> RunState:
+    """Append a checkpoint's rows and make it the head; exactly once, however often the commit is repeated.
+
+    `seq` is the run's last that `rows` were made from; None where they depend on no others.
+
+    Raises:
+        RowsBetween: the run has rows behind `seq`: make the rows again, with these in mind.
+        Fenced: a newer attempt owns the run.
+        HeadMoved: the head is neither `parent` nor this checkpoint.
+    """
+
+    def decide(state: RunState) -> Append | None:
+        check_mine(state, attempt)
+        fence = state.fence
+        if fence.head == checkpoint_id:
+            return None
+        if fence.head != parent:
+            raise HeadMoved(
+                f"expected {parent!r} to be the head of run {attempt.run!r} under attempt {attempt.number}, found {fence.head!r}"
+            )
+        if seq is not None and fence.seq != seq:
+            raise RowsBetween(f"expected {seq} to be the last seq of run {attempt.run!r}, found {fence.seq}")
+        return Append(rows=rows, fence=replace(fence, seq=fence.seq + 1, head=checkpoint_id))
+
+    return ledger.append(attempt.run, decide)
+
+
+def quarantine(ledger: Ledger, attempt: Attempt, *, damaged: dict[str, str], head_after: str | None) -> RunState:
+    """Record damaged checkpoints (id -> reason) and step the head back to `head_after`, before the first checkpoint.
+
+    Raises:
+        Fenced: a newer attempt owns the run.
+    """
+
+    def decide(state: RunState) -> Append | None:
+        check_mine(state, attempt)
+        if state.fence.head == head_after:
+            return None
+        rows = [
+            {"kind": "quarantine", "checkpoint_id": checkpoint_id, "detail": json.dumps({"reason": reason})}
+            for checkpoint_id, reason in damaged.items()
+        ]
+        return Append(rows=rows, fence=replace(state.fence, seq=state.fence.seq + 1, head=head_after))
+
+    return ledger.append(attempt.run, decide)
+
+
+def finish(ledger: Ledger, attempt: Attempt, *, step: int) -> RunState:
+    """Mark the run finished at its head and drop the fence property.
+
+    Raises:
+        Fenced: a newer attempt owns the run.
+    """
+
+    def decide(state: RunState) -> Append | None:
+        if state.finished and state.fence.nonce == attempt.nonce:
+            return None
+        check_mine(state, attempt)
+        return Append(
+            rows=[{"kind": "finish", "step": step}], fence=replace(state.fence, seq=state.fence.seq + 1), finished=True
+        )
+
+    return ledger.append(attempt.run, decide)
+
+
+def name_checkpoint(
+    ledger: Ledger, run: str, name: str, *, step: int | None = None, checkpoint_id: str | None = None
+) -> str:
+    """Give the checkpoint of a step or with an id, or the head, a name; retention keeps it as long as it has one. Gives its id.
+
+    Raises:
+        NoSuchRun: there is no such run.
+        NoSuchCheckpoint: it has no restorable checkpoint of that step.
+        SpecInvalid: another checkpoint of the run has the name.
+    """
+    named = ""
+
+    def decide(state: RunState) -> Append | None:
+        nonlocal named
+        if not state.exists:
+            raise no_such_run(run, ledger.runs())
+        rows = ledger.rows_at(state, kinds=HEAD_KINDS)
+        named = restorable(run, rows, step, checkpoint_id=checkpoint_id)["checkpoint_id"]
+        holder = names_of(rows).get(name)
+        if holder == named:
+            return None
+        if holder is not None:
+            raise SpecInvalid(
+                f"expected {name!r} to name no checkpoint of run {run!r}, found it names {holder!r}: choose another, or "
+                "take it away with `dlac unname`"
+            )
+        return _said_of_name(state, name, named)
+
+    ledger.append(run, decide)
+    return named
+
+
+def record_export(ledger: Ledger, run: str, checkpoint_id: str, said: dict[str, Any]) -> None:
+    """Record a file that was made of a checkpoint; `said` has its digest. Once, however often it is made."""
+
+    def decide(state: RunState) -> Append | None:
+        known = (json.loads(row["detail"])["digest"] for row in ledger.rows_at(state, kinds=("export",)))
+        if said["digest"] in known:
+            return None
+        row = {"kind": "export", "checkpoint_id": checkpoint_id, "detail": json.dumps(said)}
+        return beside(state, [row])
+
+    ledger.append(run, decide)
+
+
+def record_verified(ledger: Ledger, run: str, problems: Mapping[str, str | None], *, verification: str) -> None:
+    """Record whose digests were compared, and what was wrong: id of a checkpoint -> problem, None for a whole one.
+
+    `verification` is the caller's own id of it: after a lost answer it is not recorded twice.
+    """
+
+    def decide(state: RunState) -> Append | None:
+        rows = ledger.rows_at(state, kinds=("verify",))
+        if any(json.loads(row["detail"])["verification"] == verification for row in rows):
+            return None
+        said = {each: {"verification": verification, "problem": problem} for each, problem in problems.items()}
+        return beside(
+            state, [{"kind": "verify", "checkpoint_id": each, "detail": json.dumps(said[each])} for each in said]
+        )
+
+    ledger.append(run, decide)
+
+
+def unname_checkpoint(ledger: Ledger, run: str, name: str) -> str:
+    """Take a name away; gives the id of the checkpoint that had it.
+
+    Raises:
+        NoSuchRun: there is no such run.
+        NoSuchCheckpoint: none of its checkpoints has the name.
+    """
+    held = ""
+
+    def decide(state: RunState) -> Append | None:
+        nonlocal held
+        if not state.exists:
+            raise no_such_run(run, ledger.runs())
+        names = names_of(ledger.rows_at(state, kinds=("name",)))
+        if name not in names:
+            if held:
+                return None  # an earlier try has landed
+            raise NoSuchCheckpoint(
+                f"expected a checkpoint of run {run!r} named {name!r}, found the names {sorted(names)!r}"
+            )
+        held = names[name]
+        return _said_of_name(state, name, None)
+
+    ledger.append(run, decide)
+    return held
+
+
+@contextmanager
+def held(
+    ledger: Ledger, run: str, name: str, *, step: int | None = None, checkpoint_id: str | None = None
+) -> Iterator[Row]:
+    """Keep a checkpoint, or the head, from the retention of its run, which may be training; gives its row.
+
+    Whoever is killed inside leaves the name, and so the checkpoint, until `name` holds again or is taken away.
+
+    Raises:
+        NoSuchRun: there is no such run.
+        NoSuchCheckpoint: there is no such checkpoint, or it was retired, or found damaged, meanwhile.
+    """
+    target = ledger.restorable(run, step, checkpoint_id=checkpoint_id)["checkpoint_id"]
+    if names_of(ledger.rows(run, kinds=("name",))).get(name, target) != target:
+        unname_checkpoint(ledger, run, name)  # of one that was killed
+    named = name_checkpoint(ledger, run, name, step=step, checkpoint_id=checkpoint_id)  # the head as it is now
+    try:
+        yield ledger.restorable(run, checkpoint_id=named)
+    finally:
+        with suppress(NoSuchCheckpoint):  # an operator took it away
+            unname_checkpoint(ledger, run, name)
+
+
+def names_of(rows: Sequence[Row]) -> dict[str, str]:
+    """Name -> id of the checkpoint that has it, from rows in order of `seq`."""
+    names: dict[str, str] = {}
+    for row in rows:
+        if row["kind"] == "name":
+            name = json.loads(row["detail"])["name"]
+            names.pop(name, None)
+            if row["checkpoint_id"] is not None:
+                names[name] = row["checkpoint_id"]
+    return names
+
+
+def _said_of_name(state: RunState, name: str, checkpoint_id: str | None) -> Append:
+    row = {"kind": "name", "checkpoint_id": checkpoint_id, "detail": json.dumps({"name": name})}
+    return beside(state, [row])
+
+
+def beside(state: RunState, rows: Sequence[Row]) -> Append:
+    """Rows that leave owner and head as they are; whoever owns the run goes on behind them."""
+    return Append(rows=rows, fence=replace(state.fence, seq=state.fence.seq + 1), finished=state.finished)
+
+
+def check_mine(state: RunState, attempt: Attempt) -> None:
+    """Check that `attempt` still owns the run.
+
+    Raises:
+        Fenced: it does not.
+    """
+    fence = state.fence
+    if state.finished or (fence.attempt, fence.nonce) != (attempt.number, attempt.nonce):
+        raise Fenced(
+            f"attempt {attempt.number} ({attempt.nonce}) of run {attempt.run!r} is fenced off: the run is "
+            f"{'finished' if state.finished else 'owned'} by attempt {fence.attempt} ({fence.nonce}); this one stops for good"
+        )

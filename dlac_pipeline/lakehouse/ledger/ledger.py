@@ -1,0 +1,322 @@
+"""The consumption ledger: the rows of a run, its fence, and the one loop by which anything is appended.
+
+A commit to the ledger is THE commit point of a checkpoint. Every append moves `main`, carries `seq` + 1 in all its rows,
+and is built on the very table object on which the fence was read; pyiceberg asserts that `main` has not moved since, so
+nobody can have changed the fence in between. After any doubt the loop reads again and decides from what it reads.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from typing import Any, TypeVar
+
+import pyarrow as pa
+from pyiceberg.expressions import And, BooleanExpression
+from pyiceberg.io.pyarrow import schema_to_pyarrow
+from pyiceberg.table import Table
+
+from dlac_pipeline.lakehouse.errors import CatalogUnreachable, CommitConflict, CommitOutcomeUnknown
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, among, equals, last_sequence_number, more_than, reachable
+from dlac_pipeline.lakehouse.iceberg.transactions import LeanTransaction
+from dlac_pipeline.lakehouse.ledger.run_rows import (
+    HEAD_KINDS,
+    Fence,
+    Row,
+    check_run_name,
+    fence_of_rows,
+    finished_of_rows,
+    no_such_run,
+    restorable,
+    translate_row,
+)
+from dlac_pipeline.lakehouse.ledger.schemas import CONSUMPTION, FORMAT_VERSION
+from dlac_pipeline.lakehouse.maintenance.compaction import UPKEEP_OF_SNAPSHOT
+from dlac_pipeline.lakehouse.maintenance.expiry import expire_in
+from dlac_pipeline.lakehouse.retrying import overtaken, retrying
+
+T = TypeVar("T")
+_RUN_OF_SNAPSHOT = "dlac.run"
+"""Property of a snapshot: whose rows it added."""
+_ARROW = schema_to_pyarrow(CONSUMPTION, include_field_ids=False)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunState:
+    """One read of a run: valid only together with the table object it was read from."""
+
+    run: str
+    table: Table
+    fence: Fence
+    finished: bool
+
+    @property
+    def exists(self) -> bool:
+        """Whether the ledger has a row of this run."""
+        return self.fence.seq > 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Append:
+    """Rows to append and the fence that they install; `finished` drops the fence property instead."""
+
+    rows: Sequence[Row]
+    fence: Fence
+    finished: bool = False
+
+
+Decide = Callable[[RunState], Append | None]
+
+
+class Ledger:
+    """The `consumption` table of one lakehouse; once `stop` is set, no append to it is repeated."""
+
+    def __init__(self, lakehouse: Lakehouse, *, deadline_s: float = 180.0, stop: threading.Event | None = None) -> None:
+        self.lakehouse = lakehouse
+        self._deadline_s = deadline_s
+        self._stop = stop or threading.Event()
+
+    @property
+    def table_uuid(self) -> str:
+        """Identity of the ledger table, named by every manifest."""
+        return str(self.lakehouse.own("consumption").metadata.table_uuid)
+
+    def state(self, run: str) -> RunState:
+        """The run's fence as it is now; rebuilt from rows where the cached property is absent."""
+        return self.lakehouse.look("consumption", lambda table: self._state(table, run))
+
+    def _state(self, table: Table, run: str) -> RunState:
+        cached = table.properties.get(_property(run))
+        if cached is not None:
+            attempt, nonce, seq, head = json.loads(cached)
+            fence = Fence(attempt=attempt, nonce=nonce, seq=seq, head=head)
+            return RunState(run=run, table=table, fence=fence, finished=False)
+        columns = ("seq", "kind", "attempt", "nonce", "head_after")
+        rows = self._scan(table, run, columns=columns, kinds=HEAD_KINDS)  # every append has a row of one of them
+        return RunState(run=run, table=table, fence=fence_of_rows(rows), finished=finished_of_rows(rows))
+
+    def rows(
+        self, run: str, *, kinds: Sequence[str] = (), after: int = 0, columns: tuple[str, ...] = ("*",)
+    ) -> list[Row]:
+        """Return the rows of a run after the `seq` named by `after`, in order of `seq`, restricted to `kinds` when given.
+
+        Of `columns` only, one of which is `seq`.
+        """
+        wanted = {"kinds": kinds, "after": after, "columns": columns}
+        return self.lakehouse.look("consumption", lambda table: self._sorted(table, run, **wanted))
+
+    def rows_at(
+        self, state: RunState, *, kinds: Sequence[str] = (), after: int = 0, columns: tuple[str, ...] = ("*",)
+    ) -> list[Row]:
+        """The rows that the run had at one read, as `rows` gives them; of `columns` only, one of which is `seq`.
+
+        Raises:
+            CommitConflict: others went on since then, and upkeep removed what it was read from.
+        """
+        with overtaken():
+            return self._sorted(state.table, state.run, kinds=kinds, after=after, columns=columns)
+
+    def head_rows(self, run: str) -> list[Row]:
+        """The rows that say where a run is, in order of `seq`.
+
+        Raises:
+            NoSuchRun: there are none.
+        """
+        rows = self.rows(run, kinds=HEAD_KINDS)
+        if not rows:
+            raise no_such_run(run, self.runs())
+        return rows
+
+    def restorable(self, run: str, step: int | None = None, *, checkpoint_id: str | None = None) -> Row:
+        """The row of the checkpoint of a step or with an id, or of the head.
+
+        Raises:
+            NoSuchRun: there is no such run.
+            NoSuchCheckpoint: it has no such checkpoint that is neither retired nor damaged.
+        """
+        return restorable(run, self.head_rows(run), step, checkpoint_id=checkpoint_id)
+
+    def consumed_by(self, run: str, checkpoints: Sequence[str]) -> dict[str, int]:
+        """Checkpoint id -> rows that it consumed since its parent, of these checkpoints."""
+        if not checkpoints:
+            return {}
+        totals = dict.fromkeys(checkpoints, 0)
+        for row in self.advances(run, ("checkpoint_id", "rows_consumed"), checkpoints):
+            totals[row["checkpoint_id"]] += row["rows_consumed"]
+        return totals
+
+    def advances(self, run: str, columns: Sequence[str], checkpoints: Sequence[str] = ()) -> list[Row]:
+        """These columns of a run's advances; of those of some checkpoints, if named."""
+        wanted: BooleanExpression = And(equals("run", run), equals("kind", "advance"))
+        if checkpoints:
+            wanted = And(wanted, among("checkpoint_id", checkpoints))
+        found: list[Row] = self.lakehouse.read_own("consumption", wanted, columns=columns).to_pylist()
+        return found
+
+    def export(self, digest: str) -> Row | None:
+        """The row of the exported file with this digest, in whichever run."""
+        rows: list[Row] = self.lakehouse.read_own("consumption", equals("kind", "export")).to_pylist()
+        return next((row for row in rows if json.loads(row["detail"])["digest"] == digest), None)
+
+    def runs(self) -> list[str]:
+        """Names of all runs in the ledger, sorted."""
+        return sorted(set(self.lakehouse.read_own("consumption", columns=("run",))["run"].to_pylist()))
+
+    def translate(self, rows: list[Row]) -> list[Row]:
+        """Return rows as the table has them with their places in a moved lakehouse."""
+        relocation = self.lakehouse.relocation
+        return [translate_row(row, relocation.uri_here, relocation.here) for row in rows] if relocation.moves else rows
+
+    def append(self, run: str, decide: Decide) -> RunState:
+        """Read, let `decide` say what to append, commit; repeat on conflict or doubt. Returns the last read.
+
+        `decide` raises to refuse, and returns None when what it wants is already there.
+
+        Raises:
+            SpecInvalid: a run cannot have this name, and none has it yet.
+            CommitOutcomeUnknown: the catalog stayed away past the deadline, or until this was told to stop.
+            LakehouseError: the warehouse cannot be written.
+        """
+        try:
+            return retrying(self._deadline_s, stop=self._stop)(_Tries(self, run, decide).once)
+        except (CommitConflict, CatalogUnreachable) as err:
+            how_long = "until it was told to stop" if self._stop.is_set() else f"for {self._deadline_s:.0f} s"
+            raise CommitOutcomeUnknown(
+                f"an append to the ledger of run {run!r} was repeated {how_long} without an answer: "
+                f"{err}; whether it landed is decided by the next recovery, from the rows"
+            ) from err
+
+    def patiently(self, work: Callable[[], T]) -> T:
+        """Repeat what leads up to an append for as long as the append itself is repeated while the catalog is away.
+
+        Raises:
+            CatalogUnreachable: it stayed away past the deadline.
+        """
+        return retrying(self._deadline_s, stop=self._stop)(work)
+
+    def _sorted(self, table: Table, run: str, **wanted: Any) -> list[Row]:
+        return sorted(self._scan(table, run, **wanted), key=_seq)
+
+    def _scan(
+        self,
+        table: Table,
+        run: str,
+        *,
+        columns: tuple[str, ...] = ("*",),
+        kinds: Sequence[str] = (),
+        after: int = 0,
+    ) -> list[Row]:
+        wanted = equals("run", run)
+        if kinds:
+            wanted = And(wanted, among("kind", kinds))
+        if after:
+            wanted = And(wanted, more_than("seq", after))
+        with reachable(self.lakehouse.config.uri):
+            rows: list[Row] = table.scan(row_filter=wanted, selected_fields=columns).to_arrow().to_pylist()
+        return self.translate(rows)
+
+
+class _Tries:
+    """The tries of one append. Reading a long run takes longer than the pause between two commits of busy other runs: so what
+    was decided from its rows holds, beside whatever others commit, until the run itself has other rows.
+    """
+
+    def __init__(self, ledger: Ledger, run: str, decide: Decide) -> None:
+        self._ledger = ledger
+        self._run = run
+        self._decide = decide
+        self._decided: tuple[RunState, Append] | None = None
+
+    def once(self) -> RunState:
+        """Commit on top of the table as it is now."""
+        state, wanted = self._still_decided() or self._decided_anew()
+        if wanted is None:
+            return state
+        run, table, lakehouse = self._run, state.table, self._ledger.lakehouse
+        relocation = lakehouse.relocation
+        completed = [_complete(row, run, wanted.fence) for row in wanted.rows]
+        if relocation.moves:
+            completed = [translate_row(row, relocation.to_recorded_uri, relocation.to_recorded) for row in completed]
+        arrow = pa.Table.from_pylist(completed, schema=_ARROW)
+        with reachable(lakehouse.config.uri), overtaken(), LeanTransaction(table) as transaction:
+            said = {_RUN_OF_SNAPSHOT: run, "dlac.seq": str(wanted.fence.seq)}
+            transaction.append(arrow, snapshot_properties=said)
+            if wanted.finished:
+                if _property(run) in table.properties:
+                    transaction.remove_properties(_property(run))
+            else:
+                transaction.set_properties({_property(run): _cached(wanted.fence)})
+            expire_in(transaction)
+        lakehouse.remember("consumption", table)
+        return RunState(run=run, table=table, fence=wanted.fence, finished=wanted.finished)
+
+    def _decided_anew(self) -> tuple[RunState, Append | None]:
+        state = self._ledger.state(self._run)
+        wanted = self._decide(state)
+        # before the first row of a run, whichever command appends it: a row is permanent, and the name becomes a folder
+        if not state.exists:
+            check_run_name(self._run)
+        self._decided = None if wanted is None else (state, wanted)
+        return state, wanted
+
+    def _still_decided(self) -> tuple[RunState, Append] | None:
+        """What an earlier try decided, on the table as it is now; None: there was none, or the run may have other rows."""
+        if self._decided is None:
+            return None
+        state, wanted = self._decided
+        table = self._ledger.lakehouse.own("consumption")
+        if not _same_rows(self._run, state.table, table):
+            return None
+        self._decided = (
+            replace(state, table=table),
+            wanted,
+        )  # so that the next try looks at what has come since this one
+        return self._decided
+
+
+def _seq(row: Row) -> int:
+    return int(row["seq"])
+
+
+def _property(run: str) -> str:
+    return f"dlac.fence.{run}"
+
+
+def _same_rows(run: str, before: Table, now: Table) -> bool:
+    """Whether everything that was committed in between is known, and is other runs' or moved no row.
+
+    The oldest snapshot that an expiry leaves names no parent, as the first one of a table does. What tells them apart is that
+    each commit takes the next sequence number.
+    """
+    read_at, snapshot = before.current_snapshot(), now.current_snapshot()
+    last = None if read_at is None else read_at.snapshot_id
+    known = 0
+    while snapshot is not None and snapshot.snapshot_id != last:
+        said = {} if snapshot.summary is None else snapshot.summary.additional_properties
+        if said.get(_RUN_OF_SNAPSHOT, run if UPKEEP_OF_SNAPSHOT not in said else "") == run:
+            return False
+        known += 1
+        snapshot = now.snapshot_by_id(snapshot.parent_snapshot_id or 0)
+    found = None if snapshot is None else snapshot.snapshot_id
+    complete = known == last_sequence_number(now) - last_sequence_number(before)
+    return found == last and complete and before.properties.get(_property(run)) == now.properties.get(_property(run))
+
+
+def _cached(fence: Fence) -> str:
+    return json.dumps([fence.attempt, fence.nonce, fence.seq, fence.head])
+
+
+def _complete(row: Row, run: str, fence: Fence) -> Row:
+    common = {
+        "run": run,
+        "seq": fence.seq,
+        "attempt": fence.attempt,
+        "nonce": fence.nonce,
+        "head_after": fence.head,
+        "committed_at": datetime.now(UTC),
+        "format_version": FORMAT_VERSION,
+    }
+    return {**row, **common}

@@ -1,0 +1,432 @@
+"""The check that the ledger is not older than its checkpoint store and its warehouse, as after a restored backup.
+
+In: a lakehouse, a run, and the run's folder in the checkpoint store. Out: nothing, or `LedgerOlderThanStore`. Two places hold
+evidence that a checkpoint was committed which the ledger does not have:
+
+- The store. After each commit the run's commit mark names the checkpoint, and a manifest names its parent, which was
+  committed before. A complete checkpoint with neither mark nor child may be left by a commit that did not land: that is no
+  evidence.
+- The warehouse. A metadata file of the ledger that the catalog does not name was built on a state that had been committed.
+  Its own last append may not have landed: that is no evidence, unless the store has the mark.
+
+What is read from a place is compared with rows that were read afterwards, so that commits under way raise no alarm.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import unquote, urlparse
+
+from pyarrow.fs import FileSelector
+from pyiceberg.catalog.noop import NoopCatalog
+from pyiceberg.exceptions import ValidationError
+from pyiceberg.expressions import And, BooleanExpression
+from pyiceberg.io import FileIO
+from pyiceberg.io.pyarrow import PyArrowFileIO
+from pyiceberg.table import StaticTable, Table
+from pyiceberg.table.metadata import TableMetadataUtil
+
+from dlac_pipeline.lakehouse.errors import LakehouseError, LedgerOlderThanStore
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, among, equals, reachable
+from dlac_pipeline.lakehouse.iceberg.metadata_files import TableFolder, version_of
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+from dlac_pipeline.lakehouse.ledger.run_rows import Row, checkpoint_rows
+from dlac_pipeline.lakehouse.ledger.schemas import FORMAT_VERSION
+
+_log = logging.getLogger(__name__)
+_MANIFEST = "manifest.json"
+_LOSSES = ("checkpoint", "rewind")
+"""Kinds of rows whose loss changes what a run trains from. Lost claims cost nothing but a number."""
+_COLUMNS = ("run", "seq", "kind", "nonce", "checkpoint_id", "step", "manifest_uri")
+_COLUMNS_OF_RUN = ("seq", "kind", "attempt", "checkpoint_id", "step", "manifest_uri", "detail")
+Key = tuple[str, str, str, int, str]
+
+
+class StoreReader(Protocol):
+    """The part of a checkpoint store that the check needs."""
+
+    def children(self, address: str) -> list[str]:
+        """Return the names of files and folders in a folder; none if there is no such folder."""
+
+    def read(self, address: str) -> bytes:
+        """Return all of a small file; raise `FileNotFoundError` if there is none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Proof:
+    """A file in the store that proves a checkpoint to be committed."""
+
+    ledger_uuid: str
+    run: str
+    checkpoint_id: str
+    step: int
+    """Of the checkpoint, or of the child that names it."""
+    place: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Newer:
+    """Evidence of a committed checkpoint, or rewind, that the ledger lacks."""
+
+    run: str
+    step: int
+    """Of the newest one that was found."""
+    place: str
+    """Address of the folder or the metadata file that proves it."""
+
+
+class WarehouseReader:
+    """Reads a store with the credentials of the lakehouse, once per file: for commands that know no job spec."""
+
+    def __init__(self, lakehouse: Lakehouse) -> None:
+        self._io = PyArrowFileIO(dict(lakehouse.config.properties))
+
+    def children(self, address: str) -> list[str]:
+        """Return the names of files and folders in a folder; none if there is no such folder."""
+        if _is_local(address):
+            folder = Path(_path(address))
+            return sorted(each.name for each in folder.iterdir()) if folder.is_dir() else []
+        scheme, netloc, path = PyArrowFileIO.parse_location(address)
+        found = self._io.fs_by_scheme(scheme, netloc).get_file_info(FileSelector(path, allow_not_found=True))
+        return sorted(info.base_name for info in found)
+
+    def read(self, address: str) -> bytes:
+        """Return all of a small file; raise `FileNotFoundError` if there is none."""
+        if _is_local(address):
+            return Path(_path(address)).read_bytes()
+        scheme, netloc, path = PyArrowFileIO.parse_location(address)
+        with self._io.fs_by_scheme(scheme, netloc).open_input_stream(path) as stream:
+            return bytes(stream.read())
+
+
+class LedgerWatch:
+    """Looks at the ledger again and again, in a thread, until it is older than before or `close` is called."""
+
+    def __init__(self, lakehouse: Lakehouse, *, every_s: float = 3.0) -> None:
+        self._lakehouse = lakehouse
+        self._every_s = every_s
+        self._closed = threading.Event()
+        self._found: LedgerOlderThanStore | None = None
+        threading.Thread(target=self._look, name="ledger-watch", daemon=True).start()
+
+    def check(self) -> None:
+        """Raise `LedgerOlderThanStore` if the catalog was replaced by an older backup."""
+        if self._found is not None:
+            raise self._found
+
+    def close(self) -> None:
+        """End the looks."""
+        self._closed.set()
+
+    def _look(self) -> None:
+        while not self._closed.wait(self._every_s):
+            try:
+                self._lakehouse.own("consumption")
+            except LedgerOlderThanStore as err:
+                self._found = err
+                _log.error("%s", err)
+                return
+            except (
+                Exception
+            ) as err:  # of a driver or a file system; the next look, or the next commit, may find the catalog again
+                _log.debug("the ledger was not looked at: %r", err)
+
+
+def commit_mark(*, ledger_uuid: str, run: str, checkpoint_id: str, step: int) -> bytes:
+    """Return the content of a commit mark."""
+    said = {"format_version": FORMAT_VERSION, "ledger_uuid": ledger_uuid, "run": run}
+    return json.dumps({**said, "checkpoint_id": checkpoint_id, "step": step}).encode()
+
+
+def check_ledger(lakehouse: Lakehouse, run: str) -> None:
+    """Check that neither the warehouse nor the store that the run's rows name is newer than the ledger.
+
+    A store that is unavailable, or that needs other credentials than the lakehouse, is not looked at.
+
+    Raises:
+        LedgerOlderThanStore: one is newer.
+    """
+    ledger = Ledger(lakehouse)
+    rows = _rows_of(ledger, run)
+    check_warehouse(lakehouse, run, exists=bool(rows))
+    for folder in _run_folders(rows):
+        try:
+            newer = newer_in_store(ledger, run, folder, WarehouseReader(lakehouse), rows=rows)
+        except (OSError, ValueError) as err:
+            _log.warning(
+                "expected to compare the ledger with the store %s, found %s: the comparison was left out", folder, err
+            )
+            continue
+        _refuse(lakehouse, newer, rows)
+
+
+def check_store(ledger: Ledger, run: str, folder: str, files: StoreReader) -> None:
+    """Check that the run's folder in the store has no committed checkpoint that the ledger lacks.
+
+    Raises:
+        LedgerOlderThanStore: it has one.
+        StoreUnavailable: the store does not answer.
+    """
+    rows = _rows_of(ledger, run)
+    check_warehouse(ledger.lakehouse, run, exists=bool(rows))
+    _refuse(ledger.lakehouse, newer_in_store(ledger, run, folder, files, rows=rows), rows)
+
+
+def _rows_of(ledger: Ledger, run: str) -> list[Row]:
+    return ledger.rows(run, kinds=("claim", "checkpoint"), columns=_COLUMNS_OF_RUN)
+
+
+def newer_in_store(ledger: Ledger, run: str, folder: str, files: StoreReader, *, rows: list[Row]) -> Newer | None:
+    """Return a committed checkpoint in the run's folder that the ledger lacks; None if there is none.
+
+    Folders are listed from the newest attempt on that committed: a lost checkpoint was committed after all known ones. Only
+    marks and what no row names are read: no more than the left-overs of the last attempts, in an intact ledger.
+    """
+    uuid, rows_by_id = ledger.table_uuid, checkpoint_rows(rows)
+    mark = commit_marked(folder, uuid, files)
+    proofs = [] if mark is None or mark.run != run else [mark]
+    strangers: set[str] = set()
+    for address in _unnamed_folders(folder, files, list(rows_by_id.values())):
+        nonce = address.rpartition("-")[2]
+        proof = None if nonce in strangers else proven_parent(address, files)
+        if proof is not None and (proof.ledger_uuid, proof.run) != (uuid, run):
+            strangers.add(nonce)  # of a run of this name in another lakehouse, or of another run
+        elif proof is not None and proof.checkpoint_id not in rows_by_id:
+            proofs.append(proof)
+            break
+    suspects = [proof for proof in proofs if proof.checkpoint_id not in rows_by_id]
+    if not suspects:
+        return None
+    known = checkpoint_rows(_rows_of(ledger, run))  # one may have been committed since
+    lost = [each for each in suspects if each.ledger_uuid == uuid and each.checkpoint_id not in known]
+    newest = max(lost, key=lambda each: each.step, default=None)
+    return None if newest is None else Newer(run=run, step=newest.step, place=newest.place)
+
+
+def mark_in(folder: str, ledger_uuid: str) -> str:
+    """Return the address of the commit mark in a run's folder: a file that names the newest checkpoint of this ledger."""
+    return f"{folder}/committed-{ledger_uuid}.json"
+
+
+def commit_marked(folder: str, ledger_uuid: str, files: StoreReader) -> Proof | None:
+    """Return what the commit mark in a run's folder proves to be committed; None if there is no mark."""
+    place = mark_in(folder, ledger_uuid)
+    found = _json(place, files)
+    return _proof_of(found, place) if found.get("checkpoint_id") else None
+
+
+def proven_parent(folder: str, files: StoreReader) -> Proof | None:
+    """Return the checkpoint that the manifest in a checkpoint's folder proves to be committed: its parent, if it has one."""
+    found = _json(f"{folder}/{_MANIFEST}", files)
+    return _proof_of({**found, "checkpoint_id": found["parent"]}, folder) if found.get("parent") else None
+
+
+def check_warehouse(lakehouse: Lakehouse, run: str | None = None, *, exists: bool = True) -> None:
+    """Check that no metadata file of the ledger in the warehouse has commits that the ledger lacks.
+
+    Of a `run`, if named; of one that `exists` only newer files are read, else all that the catalog does not name.
+
+    Raises:
+        LedgerOlderThanStore: one has.
+    """
+    table = lakehouse.own("consumption")
+    try:
+        folder = TableFolder(table)
+        unnamed = folder.unnamed_metadata(table)
+    except (LakehouseError, OSError):  # a catalog's server may forbid listing its warehouse
+        return
+    current = version_of(table.metadata_location)
+    wanted = unnamed if run is None or not exists else [path for path in unnamed if version_of(path) > current]
+    rows = _KnownRows(lakehouse, run)
+    for path in wanted:
+        with reachable(lakehouse.config.uri):
+            newer = _newer_state(rows, table, folder, path)
+        if newer is not None:
+            _refuse(lakehouse, newer, Ledger(lakehouse).rows(newer.run, kinds=("checkpoint",)))
+
+
+class _KnownRows:
+    """The rows of the kinds that count which the ledger has, of a run or of all: read once, and again if one seems lost."""
+
+    def __init__(self, lakehouse: Lakehouse, run: str | None) -> None:
+        kinds = among("kind", _LOSSES)
+        self.lakehouse = lakehouse
+        self.run = run
+        self._wanted: BooleanExpression = kinds if run is None else And(kinds, equals("run", run))
+        self._known: set[Key] = set()
+        self._whole: set[int] = set()
+        """Snapshots of which the ledger has every row: many failed commits are built on one snapshot."""
+
+    def lost(self, state: Table, snapshot_id: int | None) -> list[Row]:
+        """Return the rows of a state that the ledger lacks."""
+        if snapshot_id is None or snapshot_id in self._whole or state.snapshot_by_id(snapshot_id) is None:
+            return []
+        scan = state.scan(row_filter=self._wanted, selected_fields=_COLUMNS, snapshot_id=snapshot_id)
+        found = scan.to_arrow().to_pylist()
+        if any(_key(row) not in self._known for row in found):  # it may have been committed since
+            rows = self.lakehouse.read_own("consumption", self._wanted, columns=_COLUMNS).to_pylist()
+            self._known = {_key(row) for row in rows}
+        lost = [row for row in found if _key(row) not in self._known]
+        if not lost:
+            self._whole.add(snapshot_id)
+        return lost
+
+
+def _newer_state(rows: _KnownRows, table: Table, folder: TableFolder, path: str) -> Newer | None:
+    """Return what an unnamed metadata file has that the ledger lacks; None if nothing is proven to be committed.
+
+    `table` is the ledger as it was before: what it lacks is looked for again in the rows.
+    """
+    content, location = folder.metadata(path), folder.location_of(path)
+    mine = content.get("table-uuid") == str(table.metadata.table_uuid)
+    if not content or not (mine or rows.run is not None):
+        return None
+    state = _state_of(content, location, table.io)
+    if state is None:
+        return None
+    try:
+        parent = _built_on(state)
+        if parent is not None and not (mine and parent in _history(table)):
+            lost = rows.lost(state, parent)
+            if lost:
+                newest = max(lost, key=lambda row: (row["kind"] == "checkpoint", int(row["step"] or 0)))
+                return Newer(run=newest["run"], step=int(newest["step"] or 0), place=location)
+        if version_of(path) > version_of(table.metadata_location):
+            lost = rows.lost(state, state.metadata.current_snapshot_id)
+            return _lost_checkpoint(rows.lakehouse, lost, str(state.metadata.table_uuid), location)
+    except FileNotFoundError:  # upkeep, or the next commit, removed it
+        return None
+    return None
+
+
+def _state_of(content: dict[str, Any], location: str, io: FileIO) -> StaticTable | None:
+    """Return the table as the content of a metadata file has it; None for content of something else."""
+    try:
+        metadata = TableMetadataUtil.parse_obj(content)
+    except (ValidationError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    name = ("static-table", location)
+    return StaticTable(name, metadata, metadata_location=location, io=io, catalog=NoopCatalog(name[0]))
+
+
+def _lost_checkpoint(lakehouse: Lakehouse, lost: list[Row], ledger_uuid: str, location: str) -> Newer | None:
+    """Return the one of these rows' checkpoints that the mark in its store names."""
+    files = WarehouseReader(lakehouse)
+    checkpoints = [row for row in lost if row["kind"] == "checkpoint" and row["manifest_uri"]]
+    for row in Ledger(lakehouse).translate(checkpoints):
+        try:
+            mark = commit_marked(str(row["manifest_uri"]).rsplit("/", 3)[0], ledger_uuid, files)
+        except (OSError, ValueError):  # a store that is unavailable proves nothing
+            continue
+        if mark is None or mark.checkpoint_id != row["checkpoint_id"]:
+            continue
+        now = Ledger(lakehouse).rows(row["run"], kinds=("checkpoint",))  # it may have been committed since
+        if mark.checkpoint_id not in checkpoint_rows(now):
+            return Newer(run=row["run"], step=int(row["step"]), place=location)
+    return None
+
+
+def _refuse(lakehouse: Lakehouse, newer: Newer | None, rows: list[Row]) -> None:
+    """Raise `LedgerOlderThanStore` if there is something newer than these rows of its run."""
+    if newer is None:
+        return
+    known = [int(row["step"]) for row in checkpoint_rows(rows).values()]
+    raise LedgerOlderThanStore(
+        f"expected the newest ledger of run {newer.run!r}, found one whose newest step is {max(known, default=0)}, while step "
+        f"{newer.step} was committed as {newer.place!r} shows: the catalog at {lakehouse.config.address!r} was restored from "
+        f"an older backup; nothing was deleted: stop all launches and restore the newest backup of the catalog"
+        f"{_newest_of(lakehouse)}"
+    )
+
+
+def _newest_of(lakehouse: Lakehouse) -> str:
+    """Return what else may be restored: the newest metadata file of the ledger, if the catalog names an older one."""
+    table = lakehouse.own("consumption")
+    try:
+        folder = TableFolder(table)
+        newest = next(iter(folder.metadata_paths()), "")
+    except (LakehouseError, OSError):
+        return ""
+    if version_of(newest) <= version_of(table.metadata_location):
+        return ""
+    return (
+        f", or point the catalog's metadata_location of table {'.'.join(table.name())!r} to "
+        f"{folder.location_of(newest)!r} (docs/recovery.md)"
+    )
+
+
+def _run_folders(rows: list[Row]) -> list[str]:
+    """Return the addresses of the run's folder that its newest checkpoint and its newest claim name."""
+    found = [str(row["manifest_uri"]).rsplit("/", 3)[0] for row in rows if row["kind"] == "checkpoint"][-1:]
+    claims = [json.loads(row["detail"] or "{}").get("store", "") for row in rows if row["kind"] == "claim"][-1:]
+    return list(dict.fromkeys(each for each in (*found, *claims) if each))
+
+
+def _unnamed_folders(folder: str, files: StoreReader, committed: list[Row]) -> list[str]:
+    """Return the addresses of folders that no checkpoint's row names, of no attempt before the last that committed.
+
+    The newest attempt and step come first.
+    """
+    named = {"/".join(str(row["manifest_uri"]).split("/")[-3:-1]) for row in committed}
+    last = max((int(row["attempt"]) for row in committed), default=0)
+    attempts = [each for each in files.children(folder) if _number_of_attempt(each) >= last]
+    found = [f"{each}/{step}" for each in attempts for step in files.children(f"{folder}/{each}")]
+    return [f"{folder}/{name}" for name in sorted(found, reverse=True) if name not in named and "/step-" in name]
+
+
+def _number_of_attempt(name: str) -> int:
+    """Return the number of the attempt that a folder is named after; -1 for another folder."""
+    number = name.removeprefix("attempt-")
+    return int(number) if number != name and number.isdecimal() else -1
+
+
+def _proof_of(said: Mapping[str, Any], place: str) -> Proof:
+    found, uuid, run = said.get("step"), str(said.get("ledger_uuid", "")), str(said.get("run", ""))
+    step = found if isinstance(found, int) else 0  # its checkpoint is proven all the same
+    return Proof(ledger_uuid=uuid, run=run, checkpoint_id=str(said["checkpoint_id"]), step=step, place=place)
+
+
+def _built_on(state: Table) -> int | None:
+    """Return the id of the snapshot under the current one, which was committed; None if it is not retained."""
+    current = state.current_snapshot()
+    parent = None if current is None else state.snapshot_by_id(current.parent_snapshot_id or 0)
+    return None if parent is None else parent.snapshot_id
+
+
+def _history(table: Table) -> dict[int, int]:
+    """Return id -> sequence number of the retained snapshots from the current one back."""
+    return {each.snapshot_id: each.sequence_number or 0 for each in _ancestors(table)}
+
+
+def _ancestors(table: Table) -> Iterator[Any]:
+    snapshot = table.current_snapshot()
+    while snapshot is not None:
+        yield snapshot
+        snapshot = table.snapshot_by_id(snapshot.parent_snapshot_id or 0)
+
+
+def _key(row: Row) -> Key:
+    return row["run"], row["kind"], row["checkpoint_id"] or "", int(row["seq"]), row["nonce"]
+
+
+def _json(address: str, files: StoreReader) -> dict[str, Any]:
+    """Return a JSON object; empty if it is gone or cut short."""
+    try:
+        found = json.loads(files.read(address))
+    except (FileNotFoundError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _is_local(address: str) -> bool:
+    return urlparse(address).scheme in ("", "file")
+
+
+def _path(address: str) -> str:
+    return unquote(urlparse(address).path) if "://" in address else address

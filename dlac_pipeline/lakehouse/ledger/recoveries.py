@@ -1,0 +1,85 @@
+"""The `recoveries` table: one row per recovery, with its phases, and one where a run was given up."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from datetime import datetime
+
+import pyarrow as pa
+from pyiceberg.expressions import AlwaysTrue
+from pyiceberg.io.pyarrow import schema_to_pyarrow
+
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, equals
+from dlac_pipeline.lakehouse.ledger.plans import append_own
+from dlac_pipeline.lakehouse.ledger.schemas import FORMAT_VERSION, RECOVERIES
+
+_ARROW = schema_to_pyarrow(RECOVERIES, include_field_ids=False)
+_OPERATOR = "operator"
+"""`noticed_by`, where no program noticed."""
+PHASES = ("detect", "schedule", "stop", "claim", "verify", "convert", "load", "first_step", "total")
+"""Of a recovery, in order: the columns of its seconds without their `_s`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recovery:
+    """One recovery; durations in seconds, each phase after the one before it."""
+
+    run: str
+    seq: int
+    """The `seq` of the claim that began it."""
+    attempt: int
+    """The attempt that recovered; of a run that was given up the one that failed last."""
+    replaced_attempt: int
+    cause: str
+    noticed_by: str
+    failed_at: datetime
+    """Last sign of life of what failed."""
+    resumed_from: str | None
+    resumed_step: int
+    rows_replayed: int
+    """Rows that were read again: of steps that a rank had finished, and of checkpoints that are left behind."""
+    detect_s: float
+    """From the last sign of life to the notice."""
+    schedule_s: float | None = 0.0
+    """From a sensor's notice to the new launch; 0 where the supervisor itself recovers. None in rows of older versions."""
+    stop_s: float
+    claim_s: float
+    verify_s: float
+    convert_s: float | None = 0.0
+    """Until the state was converted to another number of ranks, before the load."""
+    load_s: float
+    """Until all ranks have their state; includes what is left of their start."""
+    first_step_s: float
+    total_s: float
+    outcome: str
+    """resumed; failed again: before its first step; gave up: no attempt followed."""
+    format_version: int = FORMAT_VERSION
+    work_lost_s: float | None = 0.0
+    """Training of the failed attempt that is not in any checkpoint."""
+
+    @property
+    def down_s(self) -> float:
+        """Seconds from the last sign of life until an operator started the run again; 0 where a program noticed."""
+        return self.detect_s if self.noticed_by == _OPERATOR else 0.0
+
+    @property
+    def recovered_s(self) -> float:
+        """Seconds of the recovery itself, without the operator's."""
+        return self.total_s - self.down_s
+
+
+def write_recovery(lakehouse: Lakehouse, recovery: Recovery) -> None:
+    """Append one recovery, once."""
+
+    def written() -> bool:
+        known = recoveries_of(lakehouse, recovery.run)
+        return any((found.attempt, found.outcome) == (recovery.attempt, recovery.outcome) for found in known)
+
+    append_own(lakehouse, "recoveries", pa.Table.from_pylist([asdict(recovery)], schema=_ARROW), unless=written)
+
+
+def recoveries_of(lakehouse: Lakehouse, run: str | None = None) -> list[Recovery]:
+    """All recoveries of a run, or of every run, in order of `seq`."""
+    wanted = AlwaysTrue() if run is None else equals("run", run)
+    rows = lakehouse.read_own("recoveries", wanted).to_pylist()
+    return [Recovery(**row) for row in sorted(rows, key=lambda row: (row["run"], int(row["seq"]), row["failed_at"]))]

@@ -1,0 +1,207 @@
+"""What the rows of one run say: whose it is, which checkpoint is its head, and which can be restored. Rows in, facts out.
+
+Everything that is said of a run at one time comes from rows that were read at once: rows that are read twice may differ.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+from dlac_pipeline.lakehouse.errors import NoSuchCheckpoint, NoSuchRun, SpecInvalid
+
+Row = dict[str, Any]
+HEAD_KINDS = (
+    "checkpoint",
+    "claim",
+    "leg",
+    "quarantine",
+    "retire",
+    "name",
+    "export",
+    "verify",
+    "rewind",
+    "fork",
+    "finish",
+)
+"""Every kind but `advance`: what says where a run is, without what it consumed."""
+_IDLE = {"adopts": "adopted", "rewinds": "rewound", "forks": "forked"}
+"""What the claim of an attempt says that trains nothing, and is there for something else -> how its run stands then."""
+_NAMED = 5
+"""Checkpoints that a message names, at the most."""
+_RUNS_NAMED = 10
+"""Runs that a message names, at the most."""
+_DECIDED = ("manifest_uri", "manifest_digest", "model_digest", "committed_at", "format_version", "run")
+"""Columns of ledger rows that only their commit decides; manifests leave them out."""
+
+
+_RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_HOLDS = ("fork:", "export:")
+"""Beginnings of the names by which DLAC itself holds checkpoints (`commits.held`)."""
+_NAME_CHARACTERS = 200
+
+
+def check_run_name(run: str) -> str:
+    """Return the name of a run, which also names its folder: the one rule, wherever a name comes from.
+
+    Raises:
+        SpecInvalid: a run cannot have this name.
+    """
+    if not _RUN_NAME.fullmatch(run):
+        raise SpecInvalid(
+            "expected the name of a run: 1-100 letters, digits, '.', '_' or '-', starting with a letter or digit, found "
+            f"{run!r}: choose such a name"
+        )
+    return run
+
+
+def check_checkpoint_name(name: str) -> str:
+    """Return a name that an operator gives to a checkpoint.
+
+    Raises:
+        SpecInvalid: it is blank, cannot be printed, or is one of those that DLAC gives.
+    """
+    if not name.strip() or name != name.strip() or not name.isprintable() or len(name) > _NAME_CHARACTERS:
+        raise SpecInvalid(
+            f"expected a name of 1-{_NAME_CHARACTERS} characters that can be printed, without space around it, found {name!r}: "
+            "choose such a name"
+        )
+    if name.casefold().startswith(_HOLDS):
+        raise SpecInvalid(
+            f"expected a name that begins with none of {list(_HOLDS)!r}, found {name!r}: DLAC holds checkpoints by such names "
+            "while it forks and exports, choose another"
+        )
+    return name
+
+
+def no_such_run(run: str, runs: Sequence[str]) -> NoSuchRun:
+    """Return the error that the ledger, which has `runs`, has no row of a run: with names like it, or the first ones."""
+    close = get_close_matches(run, runs, n=3) or [each for each in runs if each.casefold() == run.casefold()]
+    if close:
+        found = f"none: did you mean {' or '.join(map(repr, close))}?"
+    else:
+        more = f" and {len(runs) - _RUNS_NAMED} more" if len(runs) > _RUNS_NAMED else ""
+        found = f"only {list(runs[:_RUNS_NAMED])!r}{more}: name one of these, or begin the run with `dlac train`"
+    return NoSuchRun(f"expected a run named {run!r} in the ledger, found {found}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fence:
+    """Who owns a run, how far its ledger is, and which checkpoint is its head."""
+
+    attempt: int = 0
+    nonce: str = ""
+    seq: int = 0
+    head: str | None = None
+
+
+def translate_row(row: Row, uri: Callable[[str], str], path: Callable[[str], str]) -> Row:
+    """Return a row whose places are translated: addresses by `uri`, folders by `path`."""
+    changed = dict(row)
+    if changed.get("manifest_uri"):
+        changed["manifest_uri"] = uri(changed["manifest_uri"])
+    if changed.get("kind") == "claim" and changed.get("detail"):
+        detail = json.loads(changed["detail"])
+        folders = {name: path(detail[name]) for name in ("local", "launch_folder") if detail.get(name)}
+        if detail.get("store"):  # a folder, or an address
+            folders["store"] = (path if detail["store"].startswith("/") else uri)(detail["store"])
+        changed["detail"] = json.dumps({**detail, **folders})
+    return changed
+
+
+def checkpoint_rows(rows: Sequence[Row]) -> dict[str, Row]:
+    """Checkpoint id -> its checkpoint row."""
+    return {row["checkpoint_id"]: row for row in rows if row["kind"] == "checkpoint"}
+
+
+def lineage_of(rows: Sequence[Row], checkpoint_id: str | None) -> list[str]:
+    """A checkpoint and its ancestors that these rows have, the newest first."""
+    checkpoints = checkpoint_rows(rows)
+    found: list[str] = []
+    while checkpoint_id is not None and checkpoint_id in checkpoints:
+        found.append(checkpoint_id)
+        checkpoint_id = checkpoints[checkpoint_id]["parent"]
+    return found
+
+
+def out_of(rows: Sequence[Row]) -> set[str]:
+    """Ids of the checkpoints that are retired or damaged."""
+    return {row["checkpoint_id"] for row in rows if row["kind"] in ("retire", "quarantine")}
+
+
+def restorable_rows(rows: Sequence[Row]) -> dict[str, Row]:
+    """Checkpoint id -> its row, of those that are neither retired nor damaged."""
+    out = out_of(rows)
+    return {name: row for name, row in checkpoint_rows(rows).items() if name not in out}
+
+
+def way_out(run: str, rows: Sequence[Row]) -> str:
+    """What to do about a run of whose lineage no checkpoint can be restored: branches that rewinds have left may be whole."""
+    there = sorted(restorable_rows(rows).values(), key=lambda row: (int(row["step"]), int(row["seq"])), reverse=True)
+    if not there:
+        return "start a run under another name"
+    listed = ", ".join(f"{row['checkpoint_id']} (step {row['step']})" for row in there[:_NAMED])
+    return (
+        f"branches that rewinds have left still have {listed}: `dlac rewind {run} --checkpoint ID` goes on from one, or start "
+        "a run under another name"
+    )
+
+
+def restorable(run: str, rows: Sequence[Row], step: int | None, *, checkpoint_id: str | None = None) -> Row:
+    """Of these rows that of the head, or of the checkpoint of a step or with an id; raises as `Ledger.restorable`.
+
+    Where a run came by the step twice, it is the one on the surviving lineage, else the newest.
+    """
+    if not rows:
+        raise NoSuchRun(f"expected a run named {run!r} in the ledger, found none: `dlac runs` lists those that it has")
+    there, head = restorable_rows(rows), fence_of_rows(rows).head
+    named = head if step is None and checkpoint_id is None else checkpoint_id
+    wanted = [name for name, row in there.items() if (name == named if step is None else row["step"] == step)]
+    if not wanted:
+        asked = f" {checkpoint_id!r}" if checkpoint_id is not None else "" if step is None else f" at step {step}"
+        listed = sorted(row["step"] for row in there.values()) if checkpoint_id is None else sorted(there)
+        raise NoSuchCheckpoint(
+            f"expected a checkpoint of run {run!r}{asked} that is kept, found "
+            + (f"those of steps {listed!r}" if checkpoint_id is None else f"{listed!r}")
+        )
+    surviving = set(lineage_of(rows, head))
+    return there[max(wanted, key=lambda name: (name in surviving, int(there[name]["seq"])))]
+
+
+def repeatable(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Committed rows as a manifest repeats them."""
+    return [{name: value for name, value in row.items() if value is not None and name not in _DECIDED} for row in rows]
+
+
+def fence_of_rows(rows: Sequence[Row]) -> Fence:
+    """The fence that a run's rows imply: the last claim owns it, the greatest `seq` names the head."""
+    if not rows:
+        return Fence()
+    last = max(rows, key=lambda row: int(row["seq"]))
+    claims = [row for row in rows if row["kind"] == "claim"]
+    claim = max(claims, key=lambda row: int(row["seq"]), default=last)
+    return Fence(attempt=claim["attempt"], nonce=claim["nonce"], seq=last["seq"], head=last["head_after"])
+
+
+def finished_of_rows(rows: Sequence[Row]) -> bool:
+    """Whether a run's rows say that it is finished, and no later rewind opened it again."""
+    last = max(
+        (row for row in rows if row["kind"] in ("finish", "rewind")), key=lambda row: int(row["seq"]), default=None
+    )
+    return last is not None and last["kind"] == "finish"
+
+
+def idle_kind(rows: Sequence[Row], attempt: int) -> str | None:
+    """What an attempt was there for that trains nothing: adopted, rewound or forked; None for one that trains."""
+    claims = [row for row in rows if row["kind"] == "claim" and row["attempt"] == attempt]
+    found = json.loads(claims[-1]["detail"] or "{}") if claims else {}
+    return next((done for name, done in _IDLE.items() if name in found), None)
+
+
+def trains_nothing(claim: Row) -> bool:
+    """Whether the attempt of a claim only adopts, rewinds or forks: it neither makes progress nor fails."""
+    return any(name in json.loads(claim["detail"] or "{}") for name in _IDLE)

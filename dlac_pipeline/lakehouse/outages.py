@@ -1,0 +1,104 @@
+"""What keeps a catalog from answering: a wrong address, wrong credentials, or an outage."""
+
+from __future__ import annotations
+
+import sqlite3
+from urllib.parse import urlsplit
+
+import requests
+from pyiceberg.exceptions import RESTError
+from sqlalchemy import make_url
+from sqlalchemy.exc import ArgumentError, DBAPIError
+
+from dlac_pipeline.lakehouse.config import LakehouseConfig, sqlite_file
+from dlac_pipeline.lakehouse.errors import CatalogMisconfigured
+from dlac_pipeline.lakehouse.iceberg.sqlite_locks import is_locked
+
+_UNKNOWN_HOST = ("Name or service not known", "nodename nor servname", "No address associated with hostname")
+_DAMAGED = ("not a database", "disk image is malformed")
+_REFUSED = (
+    "password authentication failed",
+    "no password supplied",
+    "Ident authentication failed",
+    "Peer authentication failed",
+    "invalid port number",
+    "invalid connection option",
+    "invalid URI query parameter",
+    "invalid sslmode",
+    "server does not support SSL",
+    "certificate verify failed",
+    "CERTIFICATE_VERIFY_FAILED",
+    "WRONG_VERSION_NUMBER",
+    "is not permitted to log in",
+    *_DAMAGED,
+)
+"""What servers and drivers write of requests that stay wrong, in messages without a class of their own."""
+_REFUSED_AT_FIRST = (
+    "no pg_hba.conf entry",
+    "unable to open database file",
+    "RESTError 404",
+    "RestError: Not Found",
+    "RESTError 405",
+    "RestError: Method Not Allowed",
+)
+"""What an address that never worked is answered with, and a right one during a failover or while a mount is absent."""
+_NO_DATABASE = ('database "', 'role "')
+
+
+def check_address(config: LakehouseConfig, *, answered: bool = False) -> None:
+    """Check the catalog's address before anything is asked or made.
+
+    `answered`: the catalog has answered at this address before. A folder in place of its file is an outage then, such as a mount
+    point without its mount.
+
+    Raises:
+        CatalogMisconfigured: no catalog can have it.
+    """
+    wanted = {
+        "sql": "an address such as postgresql+psycopg2://user@host:5432/database or sqlite:////folder/catalog.db",
+        "rest": "an address such as https://host:8181",
+    }[config.type]
+    try:
+        if config.type == "rest":
+            parts = urlsplit(config.uri)
+            if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
+                raise ValueError("no http(s)://host with a port from 1 to 65535")
+            return
+        url = make_url(config.uri)
+        if url.port is not None and not 0 < url.port < 65536:
+            raise ValueError("a port outside 1 to 65535")
+        if url.get_backend_name() == "sqlite" and (url.host or url.database in (None, "", ":memory:")):
+            raise ValueError("no file that several processes can open")
+        if url.query.get("uri") == "true" and not str(url.database).startswith("file:"):
+            raise ValueError("uri=true without file: before the path, as in sqlite:///file:/folder/catalog.db?uri=true")
+        file = sqlite_file(config.uri)
+        if file is not None and not answered and file.exists() and not file.is_file():
+            raise ValueError("a folder or a device in place of the file")
+    except (ValueError, ArgumentError) as err:
+        said = str(err).splitlines()[0]
+        raise CatalogMisconfigured(
+            f"expected {wanted}, found {config.address!r} ({said}): correct lakehouse.uri"
+        ) from err
+
+
+def is_misconfigured(err: Exception, *, answered: bool = False) -> bool:
+    """Return whether a catalog that was just opened fails for its address or credentials, rather than by an outage.
+
+    `answered`: the catalog has answered at this address before.
+    """
+    if isinstance(err, ArgumentError | requests.exceptions.InvalidURL | requests.exceptions.InvalidSchema):
+        return True
+    if isinstance(err, requests.RequestException | RESTError | DBAPIError):
+        said = str(err)
+        refused = _REFUSED if answered else (*_REFUSED, *_REFUSED_AT_FIRST)
+        no_database = any(name in said for name in _NO_DATABASE) and "does not exist" in said
+        return no_database or any(each in said for each in refused)
+    if isinstance(err, sqlite3.Error | OSError):  # of the file itself
+        damaged = any(each in str(err) for each in _DAMAGED)
+        return damaged if answered else not is_locked(err)
+    return isinstance(err, ValueError)
+
+
+def is_unknown_host(err: Exception) -> bool:
+    """Return whether the name of the catalog's host does not resolve, and no name server was away."""
+    return any(said in str(err) for said in _UNKNOWN_HOST)

@@ -1,0 +1,77 @@
+"""The one policy by which commits and storage requests are repeated: until they are answered, or for too long."""
+
+from __future__ import annotations
+
+import errno
+import random
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import tenacity
+
+from dlac_pipeline.lakehouse.errors import CatalogUnreachable, CommitConflict
+
+_FINAL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR})
+_REFUSED = (
+    "ACCESS_DENIED",
+    "NO_SUCH_BUCKET",
+    "INVALID_ACCESS_KEY_ID",
+    "SIGNATURE_DOES_NOT_MATCH",
+    "Bucket does not exist",
+)
+"""What object stores say of such failures, in messages without a number."""
+_STORES = ("AWS Error", "google::cloud", "curlCode", "Azure")
+"""By which messages of object stores are known: pyarrow's own, of damaged files, have no number either."""
+_random = random.SystemRandom()
+"""Apart from the training's own generator, which a checkpoint restores; and forked ranks must not wait in lock-step."""
+
+
+def retrying(
+    deadline_s: float = 60.0,
+    *,
+    of: type[Exception] | tuple[type[Exception], ...] = (CommitConflict, CatalogUnreachable),
+    stop: threading.Event | None = None,
+) -> tenacity.Retrying:
+    """Repeats what lost a race, or got no answer, at random growing intervals; raises the last error past the deadline, or once
+    `stop` is set.
+    """
+    stop = stop or threading.Event()
+    return tenacity.Retrying(
+        retry=tenacity.retry_if_exception_type(of),
+        wait=partial(_pause_s, longest_s=min(5.0, deadline_s / 12)),
+        stop=tenacity.stop_any(tenacity.stop_after_delay(deadline_s), tenacity.stop_when_event_set(stop)),
+        sleep=tenacity.sleep_using_event(stop),
+        reraise=True,
+    )
+
+
+def is_final(err: OSError) -> bool:
+    """Whether waiting does not mend this failure of a file system or an object store."""
+    return err.errno in _FINAL or any(said in str(err) for said in _REFUSED)
+
+
+def may_pass(err: OSError) -> bool:
+    """Whether a file system or an object store may answer later; a file that cannot be decoded stays as it is."""
+    return not is_final(err) and (err.errno is not None or any(said in str(err) for said in _STORES))
+
+
+def rereading() -> tenacity.Retrying:
+    """Repeats a read of a table whose files upkeep removed between the look at its metadata and their reading."""
+    return tenacity.Retrying(
+        retry=tenacity.retry_if_exception_type(FileNotFoundError), stop=tenacity.stop_after_attempt(5), reraise=True
+    )
+
+
+@contextmanager
+def overtaken() -> Iterator[None]:
+    """Turn a file that upkeep removed while a commit was built into a `CommitConflict`: the table has long moved on."""
+    try:
+        yield
+    except FileNotFoundError as err:
+        raise CommitConflict(f"a commit was overtaken by others and by upkeep, and did not land: {err}") from err
+
+
+def _pause_s(state: tenacity.RetryCallState, *, longest_s: float) -> float:
+    return _random.uniform(0, min(longest_s, 0.05 * 2.0**state.attempt_number))
