@@ -1,4 +1,4 @@
-"""The job spec as Dagster configuration: one definition (dlac_pipeline/spec.py), shown field by field in the launchpad."""
+"""The job spec as Dagster configuration: the launchpad shows one field per setting of dlac_pipeline/spec/job_spec.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import dagster as dg
 from pydantic import BaseModel, Field, create_model
 
-from dlac_pipeline.spec import JobSpec
+from dlac_pipeline.spec.job_spec import JobSpec
 
 
 def dagster_config(model: type[BaseModel]) -> type[dg.Config]:

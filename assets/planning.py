@@ -7,7 +7,7 @@ import dagster as dg
 from assets.failures import OWNERS, told_to_dagster
 from assets.resources import JobResource
 from assets.sources import tokens
-from dlac_pipeline.spec import JobSpec
+from dlac_pipeline.spec.job_spec import JobSpec
 
 if TYPE_CHECKING:
     from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse

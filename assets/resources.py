@@ -11,7 +11,7 @@ from pydantic import Field, PrivateAttr
 from assets.config import JobSpecConfig
 from assets.heartbeat import Heartbeat
 from dlac_pipeline.lakehouse.config import LakehouseConfig
-from dlac_pipeline.spec import JobSpec, home_folder, parse_spec
+from dlac_pipeline.spec.job_spec import JobSpec, home_folder, parse_spec
 
 if TYPE_CHECKING:
     from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse

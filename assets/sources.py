@@ -4,7 +4,7 @@ import dagster as dg
 
 from assets.failures import OWNERS
 from assets.resources import LakehouseResource
-from dlac_pipeline.spec import home_folder
+from dlac_pipeline.spec.job_spec import home_folder
 
 
 @dg.asset(

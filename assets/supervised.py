@@ -19,8 +19,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from dlac_pipeline.launch_spec import LISTENS_S, LaunchSpec
-from dlac_pipeline.request import Request
+from dlac_pipeline.spec.launch_request import Request
+from dlac_pipeline.spec.launch_spec import LISTENS_S, LaunchSpec
 
 Event = dict[str, Any]
 _MARGIN_S = 10.0

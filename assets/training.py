@@ -11,8 +11,8 @@ from assets.planning import metadata_of_this_run, work_plan
 from assets.resources import JobResource
 from assets.supervised import Event, supervised
 from dlac_pipeline.lakehouse.errors import LeftUnfinished, Preempted, RunBusy, RunFinished, SteppedAside
-from dlac_pipeline.request import OPERATOR, Request
-from dlac_pipeline.spec_problems import LONGEST_WAIT_S, Section
+from dlac_pipeline.spec.launch_request import OPERATOR, Request
+from dlac_pipeline.spec.spec_problems import LONGEST_WAIT_S, Section
 
 POOL = "trainers"
 """Its limit is the number of training runs that this Dagster instance trains at once; without one it has none."""

@@ -48,7 +48,7 @@ from dlac_pipeline.read.batch import Batch
 from dlac_pipeline.read.memory import ALLOCATOR_SETTINGS
 from dlac_pipeline.read.open import open_leg
 from dlac_pipeline.read.reader import RankReader
-from dlac_pipeline.spec import JobSpec, parse_spec
+from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
 
 T = 512
 """Tokens of a sequence."""

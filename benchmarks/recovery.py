@@ -31,7 +31,7 @@ from benchmarks.recovery_lab.beside import beside_bare
 from benchmarks.recovery_lab.training import PROGRAMS, RANKS, job, make_source, source_files, steps_behind
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.recover.supervise import Supervisor
-from dlac_pipeline.spec import parse_spec
+from dlac_pipeline.spec.job_spec import parse_spec
 
 _SIDES = ("forked", "spawned", "bare")
 _PHASES = ("detect_s", "stop_s", "claim_s", "verify_s", "load_s", "first_step_s")

@@ -27,7 +27,7 @@ from benchmarks.recovery_lab.beside import beside_bare
 from benchmarks.recovery_lab.training import PROGRAMS, RANKS, job, make_source, source_files, steps_behind
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger.recoveries import Recovery, recoveries_of
-from dlac_pipeline.spec import parse_spec
+from dlac_pipeline.spec.job_spec import parse_spec
 from jobs.local_dagster import LocalDagster
 
 _SIDES = ("dlac", "bare")

@@ -41,7 +41,7 @@ from benchmarks.programs.scale_processes import Together, joined
 from benchmarks.recovery import campaign
 from dlac_pipeline.checkpoint.files import StoreFiles, file_digest
 from dlac_pipeline.checkpoint.manifest import FileEntry, verify_entries
-from dlac_pipeline.launch_spec import LaunchSpec
+from dlac_pipeline.spec.launch_spec import LaunchSpec
 
 _NODES = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 _BARS_S = {256: 45, 4096: 60}

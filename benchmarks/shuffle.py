@@ -28,7 +28,7 @@ import numpy as np
 from benchmarks.figures import Figure, report
 from dlac_pipeline.plan.cut import CutSettings, PassCut
 from dlac_pipeline.plan.units import Ints, UnitTable
-from dlac_pipeline.spec import OrderSpec
+from dlac_pipeline.spec.job_spec import OrderSpec
 
 _ORDER = OrderSpec(batch_size=512)
 _CANONICAL_NODES = 64

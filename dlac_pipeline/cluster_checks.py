@@ -6,9 +6,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-from dlac_pipeline.cluster_spec import ClusterSpec
 from dlac_pipeline.lakehouse.errors import SpecInvalid
-from dlac_pipeline.spec import JobSpec, home_folder
+from dlac_pipeline.spec.cluster_spec import ClusterSpec
+from dlac_pipeline.spec.job_spec import JobSpec, home_folder
 
 _OF_SLURM = ("partition", "account", "options")
 _OF_KUBERNETES = ("queue", "namespace", "service_account", "priority_class", "mounts", "pod")

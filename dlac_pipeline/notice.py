@@ -24,7 +24,7 @@ import requests
 
 from dlac_pipeline.lakehouse.errors import Preempted
 from dlac_pipeline.lakehouse.masking import mask_secrets
-from dlac_pipeline.launch_spec import LaunchSpec
+from dlac_pipeline.spec.launch_spec import LaunchSpec
 
 _log = logging.getLogger(__name__)
 _LOOK_EVERY_S = 0.5

@@ -40,8 +40,8 @@ from dlac_pipeline.recover.incident import (
 from dlac_pipeline.recover.leg_choice import Wish
 from dlac_pipeline.recover.patience import PATIENCE_S, waiting_for
 from dlac_pipeline.recover.run_lock import run_lock
-from dlac_pipeline.request import OPERATOR
-from dlac_pipeline.spec import JobSpec, home_folder, parse_recorded, parse_spec, read_spec
+from dlac_pipeline.spec.job_spec import JobSpec, home_folder, parse_recorded, parse_spec, read_spec
+from dlac_pipeline.spec.launch_request import OPERATOR
 
 _log = logging.getLogger(__name__)
 _FIRST_LOOK_S, _LOOK_S = 0.02, 0.2

@@ -21,14 +21,14 @@ from dlac_pipeline.lakehouse.errors import Preempted
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
-from dlac_pipeline.launch_spec import NODES
 from dlac_pipeline.notice import Notices
 from dlac_pipeline.preemption import Preemption, fits
 from dlac_pipeline.ranks.launch_folder import notice_file, room_file
 from dlac_pipeline.ranks.progress import EventWriter
 from dlac_pipeline.ranks.rank import leave_reason
 from dlac_pipeline.recover.coordinator import ResumePoint
-from dlac_pipeline.spec import JobSpec
+from dlac_pipeline.spec.job_spec import JobSpec
+from dlac_pipeline.spec.launch_spec import NODES
 
 _log = logging.getLogger(__name__)
 

@@ -50,7 +50,7 @@ from dlac_pipeline.read.batch import Batch, copy_batches
 from dlac_pipeline.read.exchange import Waits, summing_over
 from dlac_pipeline.read.open import open_leg
 from dlac_pipeline.recover.machine import load_checkpoint
-from dlac_pipeline.spec import JobSpec
+from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.told import (
     OwnRecoveries,
     await_resume_point,

@@ -17,7 +17,7 @@ from blake3 import blake3
 
 from assets.failures import NO_RECOVERY_TAG, PREEMPTED_TAG, RUN_TAG, STEPPED_ASIDE_TAG, tag_of
 from dlac_pipeline.lakehouse.errors import DlacError, RunBusy
-from dlac_pipeline.spec import JobSpec, home_folder, read_spec
+from dlac_pipeline.spec.job_spec import JobSpec, home_folder, read_spec
 from jobs.recovery import living_trainer, recovery_of
 from jobs.settings import settings_or_defaults
 from jobs.train import train_job

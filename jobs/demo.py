@@ -27,7 +27,7 @@ from dlac_pipeline.audit.report import write_report
 from dlac_pipeline.audit.table import audit_table
 from dlac_pipeline.lakehouse.errors import BadInput, DlacError, SpecInvalid, TrainingFailed
 from dlac_pipeline.lakehouse.iceberg.connect import connect
-from dlac_pipeline.spec import JobSpec, read_spec
+from dlac_pipeline.spec.job_spec import JobSpec, read_spec
 from jobs.continual import run_config_of
 from jobs.faults import LiveRun
 from jobs.local_dagster import WORKSPACE, LocalDagster

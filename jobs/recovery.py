@@ -12,7 +12,7 @@ import dagster as dg
 
 from assets.failures import NO_RECOVERY_TAG, OUTAGE_TAG, PREEMPTED_TAG, RUN_TAG, tag_of
 from dlac_pipeline.lakehouse.errors import SpecInvalid
-from dlac_pipeline.spec import JobSpec
+from dlac_pipeline.spec.job_spec import JobSpec
 from jobs.settings import RecoverySettings, settings_or_defaults
 from jobs.train import MONITORED, recover_job
 from jobs.training_runs import raw_spec_of, spec_of, trains

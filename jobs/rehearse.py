@@ -13,7 +13,7 @@ from pydantic import Field
 from assets.rehearsal import CHECK, RehearsedRun, judged, rehearsed
 from assets.resources import LakehouseResource
 from assets.training import model_checkpoint
-from dlac_pipeline.spec_problems import MOST_STEPS, Section
+from dlac_pipeline.spec.spec_problems import MOST_STEPS, Section
 
 if TYPE_CHECKING:
     from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse

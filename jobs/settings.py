@@ -10,8 +10,8 @@ from pydantic import Field, ValidationError
 
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.recover.patience import LOST_AFTER_S
-from dlac_pipeline.spec import home_folder
-from dlac_pipeline.spec_problems import LONGEST_S, LONGEST_WAIT_S, Section, place_said, problem_said
+from dlac_pipeline.spec.job_spec import home_folder
+from dlac_pipeline.spec.spec_problems import LONGEST_S, LONGEST_WAIT_S, Section, place_said, problem_said
 
 FILE = "orchestration.toml"
 

@@ -9,7 +9,7 @@ from typing import Any
 import dagster as dg
 
 from dlac_pipeline.lakehouse.errors import SpecInvalid
-from dlac_pipeline.spec import JobSpec, home_folder, parse_recorded
+from dlac_pipeline.spec.job_spec import JobSpec, home_folder, parse_recorded
 
 MODEL = dg.AssetKey("model_checkpoint")
 """The asset that is trained: `assets.training.model_checkpoint`."""

@@ -7,7 +7,7 @@ from pydantic import Field
 
 from assets.resources import LakehouseResource
 from dlac_pipeline.lakehouse.config import KEEP_SNAPSHOTS, MOST_SNAPSHOTS
-from dlac_pipeline.spec_problems import Section
+from dlac_pipeline.spec.spec_problems import Section
 
 
 class UpkeepConfig(Section, dg.Config):

@@ -17,7 +17,7 @@ from dlac_pipeline.lakehouse.errors import (
     NoSuchRun,
     StoreUnavailable,
 )
-from dlac_pipeline.spec_problems import Section
+from dlac_pipeline.spec.spec_problems import Section
 
 if TYPE_CHECKING:
     from dlac_pipeline.checkpoint.files import StoreFiles

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from dlac_pipeline.launchers.scheduler import JobState
-from dlac_pipeline.request import Request
-from dlac_pipeline.spec import parse_spec
+from dlac_pipeline.spec.job_spec import parse_spec
+from dlac_pipeline.spec.launch_request import Request
 
 GOOD: dict[str, Any] = {
     "run": "Web_text.v2",

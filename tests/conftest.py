@@ -32,8 +32,8 @@ from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import Row
-from dlac_pipeline.launch_spec import LaunchSpec
-from dlac_pipeline.spec import CheckpointSpec, JobSpec, OrderSpec, SourceSpec, parse_spec
+from dlac_pipeline.spec.job_spec import CheckpointSpec, JobSpec, OrderSpec, SourceSpec, parse_spec
+from dlac_pipeline.spec.launch_spec import LaunchSpec
 
 os.environ["DLAC_RENDEZVOUS_KEY"] = "a secret of the tests' nodes"
 

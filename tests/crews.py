@@ -16,12 +16,12 @@ from dlac_pipeline.elastic.heartbeat import NodeHeartbeat
 from dlac_pipeline.elastic.rank_assignment import Offer
 from dlac_pipeline.elastic.round import Round
 from dlac_pipeline.elastic.sealed_store import SealedStore
-from dlac_pipeline.launch_spec import LaunchSpec
+from dlac_pipeline.spec.launch_spec import LaunchSpec
 from tests.conftest import wait_until
 from tests.ports import own_port
 
 if TYPE_CHECKING:
-    from dlac_pipeline.spec import JobSpec
+    from dlac_pipeline.spec.job_spec import JobSpec
     from tests.conftest import Arena, Launch
 
 SECRET = os.environ["DLAC_RENDEZVOUS_KEY"]

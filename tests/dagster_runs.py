@@ -10,7 +10,7 @@ import psutil
 from assets.failures import RUN_TAG
 from assets.heartbeat import beats_of
 from dlac_pipeline.audit.audit import audit_run
-from dlac_pipeline.spec import JobSpec
+from dlac_pipeline.spec.job_spec import JobSpec
 from jobs.definitions import defs
 from jobs.faults import LiveRun
 from jobs.local_dagster import LocalDagster

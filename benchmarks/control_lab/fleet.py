@@ -26,7 +26,7 @@ from benchmarks.control_lab.stub_starter import finished_step
 from dlac_pipeline.elastic.endpoint import serve_rendezvous
 from dlac_pipeline.elastic.preload import end_with_parent
 from dlac_pipeline.elastic.sealed_store import KEY_VARIABLE
-from dlac_pipeline.spec import JobSpec
+from dlac_pipeline.spec.job_spec import JobSpec
 
 Message = dict[str, Any]
 _ANSWER_S = 60.0

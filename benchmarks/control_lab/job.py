@@ -16,7 +16,7 @@ import pyarrow as pa
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.recover.supervise import Supervisor
-from dlac_pipeline.spec import JobSpec, parse_spec
+from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
 
 _SCRIPT = Path(__file__).parents[1] / "programs" / "control_rank.py"
 _APART = (sys.executable, "-m", "benchmarks.control_lab.job")

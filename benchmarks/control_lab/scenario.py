@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.control_lab.fleet import Fleet, Message, running
-from dlac_pipeline.spec import JobSpec
+from dlac_pipeline.spec.job_spec import JobSpec
 
 COUNTED = ("cpu_s", "children_cpu_s", "operations", "sent_bytes", "received_bytes", "messages")
 LEADER, ONE, EIGHT, RACK = "leader", "one", "eight", "rack"

@@ -17,7 +17,7 @@ from dlac_pipeline.ranks.launch_folder import pid_file, progress_file
 from dlac_pipeline.ranks.processes import Processes, RankProcesses
 from dlac_pipeline.ranks.progress import Phase, ProgressWriter, read_record
 from dlac_pipeline.ranks.share import Share
-from dlac_pipeline.spec import JobSpec
+from dlac_pipeline.spec.job_spec import JobSpec
 
 _STUB = Path(__file__).with_name("stub_rank.py")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from dlac_pipeline.spec import JobSpec
+from dlac_pipeline.spec.job_spec import JobSpec
 
 _TRAINING = {"source", "mixture", "sequences", "order", "params"}
 """Sections that say what is trained. Where the lakehouse and the store are, how many ranks there are and how they are watched

@@ -15,8 +15,8 @@ from typing import Any
 from dlac_pipeline.checkpoint.pulse import BEAT_EVERY_S, NOTICES
 from dlac_pipeline.lakehouse.ledger.recoveries import Recovery
 from dlac_pipeline.lakehouse.ledger.run_rows import Row, trains_nothing
-from dlac_pipeline.launch_spec import NODES
-from dlac_pipeline.spec import CheckpointSpec
+from dlac_pipeline.spec.job_spec import CheckpointSpec
+from dlac_pipeline.spec.launch_spec import NODES
 
 MOST_OVERHEAD = 0.1
 """Share of the time that checkpoints may take at the most, whatever the failure rate."""

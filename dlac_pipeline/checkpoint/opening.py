@@ -12,7 +12,7 @@ from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger.commits import Attempt
 from dlac_pipeline.plan.leg import Leg
 from dlac_pipeline.plan.order import LegOrder
-from dlac_pipeline.spec import JobSpec
+from dlac_pipeline.spec.job_spec import JobSpec
 
 
 def open_manager(

@@ -18,7 +18,7 @@ from dlac_pipeline.lakehouse.ledger.branches import left_by_rewinds
 from dlac_pipeline.lakehouse.ledger.commits import names_of
 from dlac_pipeline.lakehouse.ledger.older_ledger import proven_parent
 from dlac_pipeline.lakehouse.ledger.run_rows import Row, checkpoint_rows, lineage_of
-from dlac_pipeline.spec import CheckpointSpec
+from dlac_pipeline.spec.job_spec import CheckpointSpec
 
 _OUT = ("retire", "quarantine")
 _STAGED = re.compile(r"/step-\d+-(\w+)$")

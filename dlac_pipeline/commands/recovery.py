@@ -25,7 +25,7 @@ from dlac_pipeline.commands.shared import (
 )
 from dlac_pipeline.lakehouse.ledger.run_rows import check_run_name
 from dlac_pipeline.lakehouse.plain_json import strict_json
-from dlac_pipeline.spec_problems import MOST_STEPS
+from dlac_pipeline.spec.spec_problems import MOST_STEPS
 from dlac_pipeline.wording import TableColumn, fold, format_count, format_duration, lay_out_facts
 
 if TYPE_CHECKING:

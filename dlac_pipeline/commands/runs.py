@@ -34,9 +34,9 @@ from dlac_pipeline.commands.shared import (
     steps_bar,
 )
 from dlac_pipeline.lakehouse.plain_json import strict_json
-from dlac_pipeline.request import Request
-from dlac_pipeline.spec import JobSpec, parse_spec
-from dlac_pipeline.spec_problems import LONGEST_WAIT_S
+from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
+from dlac_pipeline.spec.launch_request import Request
+from dlac_pipeline.spec.spec_problems import LONGEST_WAIT_S
 from dlac_pipeline.wording import TableColumn, format_age, lay_out_facts
 
 if TYPE_CHECKING:

@@ -37,7 +37,7 @@ from dlac_pipeline.read.device import Device
 from dlac_pipeline.read.exchange import summing_over
 from dlac_pipeline.read.open import OpenLeg, open_leg
 from dlac_pipeline.read.reader import Counts, Exchange, RankReader, alone, groups_of_slots
-from dlac_pipeline.spec import (
+from dlac_pipeline.spec.job_spec import (
     JobSpec,
 )
 

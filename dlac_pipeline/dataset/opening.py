@@ -22,7 +22,7 @@ from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
 from dlac_pipeline.plan.leg import Leg
 from dlac_pipeline.plan.legs import check_readable, check_tokens, first_leg
 from dlac_pipeline.plan.planner import make_plan
-from dlac_pipeline.spec import (
+from dlac_pipeline.spec.job_spec import (
     JobSpec,
     OrderSpec,
     ReadSpec,

@@ -17,7 +17,7 @@ from dlac_pipeline.plan.leg import Leg, told
 from dlac_pipeline.plan.legs import asked_for
 from dlac_pipeline.plan.order import LegOrder
 from dlac_pipeline.plan.source_order import Cursor, SourceOrder
-from dlac_pipeline.spec import (
+from dlac_pipeline.spec.job_spec import (
     JobSpec,
 )
 

@@ -21,7 +21,7 @@ from dlac_pipeline.elastic.preload import PRELOAD_VARIABLE
 from dlac_pipeline.lakehouse.errors import TrainingFailed
 from dlac_pipeline.ranks.environment import environment_of, set_environment
 from dlac_pipeline.ranks.rank import held_signals
-from dlac_pipeline.spec import JobSpec
+from dlac_pipeline.spec.job_spec import JobSpec
 
 _LOG_BYTES = 2**20
 """Size from which a log of earlier launches is begun anew."""

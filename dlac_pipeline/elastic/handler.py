@@ -26,7 +26,7 @@ from torch.distributed.elastic.rendezvous import (
 from dlac_pipeline.elastic.membership import EndedElsewhere, Membership
 from dlac_pipeline.elastic.round import Round
 from dlac_pipeline.lakehouse.errors import NodesMissing
-from dlac_pipeline.launch_spec import LaunchSpec
+from dlac_pipeline.spec.launch_spec import LaunchSpec
 
 BACKEND = "dlac"
 _ANOTHER_ROUND = "another-round"

@@ -28,9 +28,9 @@ from dlac_pipeline.elastic.plan_records import name_of_plan, publish_parts, read
 from dlac_pipeline.elastic.rank_assignment import Offer, RoundPlan, assign_ranks, refuse_other_jobs, usable_ranks
 from dlac_pipeline.elastic.sealed_store import Message, Sealed, SealedStore
 from dlac_pipeline.elastic.timing import BRISK_FOR_S, LastCall, pause_of_leader, pause_of_node
-from dlac_pipeline.launch_spec import LaunchSpec
 from dlac_pipeline.ranks.addresses import free_port
 from dlac_pipeline.ranks.watched_time import watched_time
+from dlac_pipeline.spec.launch_spec import LaunchSpec
 
 _LAST_TICK_S = 1.0
 _REPEAT = 16

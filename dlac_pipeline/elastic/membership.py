@@ -18,10 +18,10 @@ from dlac_pipeline.elastic.rank_assignment import Offer, usable_ranks
 from dlac_pipeline.elastic.round import Round
 from dlac_pipeline.elastic.sealed_store import Message, SealedStore, shared_secret
 from dlac_pipeline.lakehouse.errors import NodesMissing, SpecInvalid
-from dlac_pipeline.launch_spec import LaunchSpec
 from dlac_pipeline.ranks.addresses import GLOO_INTERFACE, free_port, interface_of
 from dlac_pipeline.ranks.share import Share
-from dlac_pipeline.spec import JobSpec
+from dlac_pipeline.spec.job_spec import JobSpec
+from dlac_pipeline.spec.launch_spec import LaunchSpec
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]  # torch's __init__ does not re-export by name

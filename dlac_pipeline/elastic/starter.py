@@ -14,7 +14,7 @@ from dlac_pipeline.elastic import fork_server
 from dlac_pipeline.ranks.group import RankGroup
 from dlac_pipeline.ranks.processes import Processes, RankProcesses
 from dlac_pipeline.ranks.share import Share
-from dlac_pipeline.spec import JobSpec
+from dlac_pipeline.spec.job_spec import JobSpec
 
 if TYPE_CHECKING:
     from dlac_pipeline.elastic.agent import RankAgent

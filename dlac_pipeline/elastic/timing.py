@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from dlac_pipeline.launch_spec import LaunchSpec
+from dlac_pipeline.spec.launch_spec import LaunchSpec
 
 BRISK_FOR_S = 5.0
 """Time after the last news in which a node beats as often as if it waited."""

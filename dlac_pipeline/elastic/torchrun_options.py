@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dlac_pipeline.lakehouse.errors import SpecInvalid
-from dlac_pipeline.launch_spec import LaunchSpec
+from dlac_pipeline.spec.launch_spec import LaunchSpec
 
 _PREFIX = "PET_"
 _IGNORED = frozenset({"training_script", "training_script_args", "node_rank", "rdzv_backend", "role"})

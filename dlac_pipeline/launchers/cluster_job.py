@@ -27,12 +27,12 @@ from dlac_pipeline.lakehouse.errors import (
 from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import HEAD_KINDS
-from dlac_pipeline.launch_spec import LISTENS_S
 from dlac_pipeline.launchers.events import NodeEvents
 from dlac_pipeline.launchers.scheduler import JobState, Scheduler
 from dlac_pipeline.recover.attempt import Event
 from dlac_pipeline.recover.supervise import Outcome
-from dlac_pipeline.request import Request
+from dlac_pipeline.spec.launch_request import Request
+from dlac_pipeline.spec.launch_spec import LISTENS_S
 
 Answer = TypeVar("Answer")
 SILENT_S = 3600.0

@@ -17,8 +17,8 @@ from dlac_pipeline.lakehouse.masking import mask_setting
 from dlac_pipeline.recover.attempt import Event
 from dlac_pipeline.recover.leg_choice import Wish
 from dlac_pipeline.recover.supervise import Outcome, Supervisor
-from dlac_pipeline.request import Request
-from dlac_pipeline.spec import parse_spec
+from dlac_pipeline.spec.job_spec import parse_spec
+from dlac_pipeline.spec.launch_request import Request
 
 if TYPE_CHECKING:
     from dlac_pipeline.launchers.cluster_job import ClusterJob

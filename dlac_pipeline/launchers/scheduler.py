@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from dlac_pipeline.request import Request
+from dlac_pipeline.spec.launch_request import Request
 
 UNFINISHED_EXIT_CODE = 3
 """Exit status of a node that was asked to leave before the run was finished; less than the status of every DlacError."""

@@ -20,7 +20,7 @@ from string import Template
 
 from dlac_pipeline.elastic.sealed_store import KEY_VARIABLE
 from dlac_pipeline.launchers.scheduler import ANSWER_S, UNFINISHED_EXIT_CODE, JobState, leave_s, name_of, new_key
-from dlac_pipeline.request import REQUEST_VARIABLE, Request, pack
+from dlac_pipeline.spec.launch_request import REQUEST_VARIABLE, Request, pack
 
 _ENDED = {
     "BOOT_FAIL",

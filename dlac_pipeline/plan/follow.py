@@ -24,7 +24,7 @@ from dlac_pipeline.plan.order import ReaderState
 from dlac_pipeline.plan.planner import Plan, exclude_rows, load_plan, make_plan
 from dlac_pipeline.plan.source_order import Cursor, SourceOrder, SourceStart
 from dlac_pipeline.plan.units import Ints
-from dlac_pipeline.spec import JobSpec, SourceSpec
+from dlac_pipeline.spec.job_spec import JobSpec, SourceSpec
 
 _CHANGEABLE = ("batch_size", "block_slices", "shuffle", "seed", "steps", "exclude", "weight", "passes", "snapshot_id")
 """What a new leg may bind otherwise than the one before it."""

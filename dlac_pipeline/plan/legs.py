@@ -18,7 +18,7 @@ from dlac_pipeline.plan.source_order import SourceStart
 from dlac_pipeline.rows.columns import ColumnKind, kinds_of
 from dlac_pipeline.rows.tokenizing import load_tokenizer
 from dlac_pipeline.rows.transform import load_transform
-from dlac_pipeline.spec import JobSpec, SequenceSpec, SourceSpec
+from dlac_pipeline.spec.job_spec import JobSpec, SequenceSpec, SourceSpec
 
 
 def first_leg(spec: JobSpec, plans: Sequence[Plan]) -> Leg:

@@ -38,7 +38,7 @@ from dlac_pipeline.plan.cut import PassCut
 from dlac_pipeline.plan.units import Ints, UnitTable
 from dlac_pipeline.rows.columns import check_columns, check_names
 from dlac_pipeline.rows.transform import ROW, load_transform
-from dlac_pipeline.spec import SourceSpec
+from dlac_pipeline.spec.job_spec import SourceSpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

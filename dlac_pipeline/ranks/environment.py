@@ -12,7 +12,7 @@ from dlac_pipeline.ranks.addresses import GLOO_INTERFACE, LOOPBACK, interface_of
 from dlac_pipeline.ranks.rank import LAUNCH_VARIABLE, RUN_VARIABLE
 from dlac_pipeline.ranks.share import Share
 from dlac_pipeline.read.memory import ALLOCATOR_SETTINGS
-from dlac_pipeline.spec import JobSpec
+from dlac_pipeline.spec.job_spec import JobSpec
 
 NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
 """Names the network interface of NCCL, which finds one by itself where there are several nodes."""

@@ -30,7 +30,7 @@ from dlac_pipeline.read.streams import BlockWalk, Columns, ItemStream, RowStream
 from dlac_pipeline.rows.columns import Column, ColumnKind, kinds_of, to_column
 from dlac_pipeline.rows.tokenizing import Tokenizer, load_tokenizer
 from dlac_pipeline.rows.transform import Transform, load_transform
-from dlac_pipeline.spec import JobSpec, SourceSpec
+from dlac_pipeline.spec.job_spec import JobSpec, SourceSpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,7 +15,7 @@ from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import HEAD_KINDS
 from dlac_pipeline.recover.beginning import Beginning, begin, check_new
 from dlac_pipeline.recover.run_lock import run_lock
-from dlac_pipeline.spec import JobSpec
+from dlac_pipeline.spec.job_spec import JobSpec
 
 
 def adopt(lakehouse: Lakehouse, spec: JobSpec, foreign: Foreign) -> str:

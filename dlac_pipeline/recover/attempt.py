@@ -47,7 +47,7 @@ from dlac_pipeline.recover.leg_choice import Wish
 from dlac_pipeline.recover.patience import patience_s, waiting_for
 from dlac_pipeline.recover.proving import Provers
 from dlac_pipeline.recover.stragglers import Stragglers
-from dlac_pipeline.spec import JobSpec
+from dlac_pipeline.spec.job_spec import JobSpec
 
 Event = dict[str, Any]
 Ending = Literal["finished", "caught_up", "stopped", "left"]

@@ -25,7 +25,7 @@ from dlac_pipeline.plan.order import LegOrder
 from dlac_pipeline.read.open import OpenLeg, open_leg
 from dlac_pipeline.recover.coordinator import ResumePoint, new_nonce, take_over
 from dlac_pipeline.recover.leg_choice import Wish
-from dlac_pipeline.spec import JobSpec
+from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.track.tracker import ReaderStateTracker
 
 

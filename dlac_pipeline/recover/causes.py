@@ -8,11 +8,11 @@ from typing import Protocol
 
 from dlac_pipeline.elastic.all_ranks import LOST
 from dlac_pipeline.lakehouse import errors
-from dlac_pipeline.launch_spec import LaunchSpec
 from dlac_pipeline.ranks.group import Exit
 from dlac_pipeline.ranks.processes import HANG
 from dlac_pipeline.ranks.progress import Phase, Progress
 from dlac_pipeline.ranks.watched_time import watched_time
+from dlac_pipeline.spec.launch_spec import LaunchSpec
 
 STUCK = "Stuck"
 """Kind of the failure of a rank that was asked to leave and is still there."""

@@ -13,7 +13,7 @@ from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.iceberg.relocation import Relocation, raw_path
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import Row, trains_nothing
-from dlac_pipeline.spec import JobSpec, home_folder, parse_recorded
+from dlac_pipeline.spec.job_spec import JobSpec, home_folder, parse_recorded
 
 _ON_THE_WAY = ("steps", "seconds", "auto")
 """Reasons for checkpoints after which training continues. Other reasons are the end of the run and what asked it to stop."""

@@ -42,7 +42,7 @@ from dlac_pipeline.plan.leg import Leg
 from dlac_pipeline.plan.order import ReaderState
 from dlac_pipeline.plan.source_order import Cursor
 from dlac_pipeline.recover.leg_choice import RESUME, LegChooser, Wish, leg_of, planned
-from dlac_pipeline.spec import JobSpec
+from dlac_pipeline.spec.job_spec import JobSpec
 
 Verifying = Callable[[int, int, int], None]
 """Hears a checkpoint's step, its bytes that were found to hold so far, and all its bytes."""

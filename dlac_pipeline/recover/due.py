@@ -10,7 +10,7 @@ from dlac_pipeline.lakehouse.iceberg.snapshots import snapshot_of
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import HEAD_KINDS, checkpoint_rows, fence_of_rows, finished_of_rows
 from dlac_pipeline.recover.leg_choice import leg_of
-from dlac_pipeline.spec import JobSpec
+from dlac_pipeline.spec.job_spec import JobSpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

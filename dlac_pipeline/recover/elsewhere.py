@@ -16,11 +16,11 @@ from collections.abc import Callable
 
 from dlac_pipeline.lakehouse.errors import RunBusy
 from dlac_pipeline.lakehouse.ledger.run_rows import Row, fence_of_rows, finished_of_rows
-from dlac_pipeline.launch_spec import NODES
 from dlac_pipeline.recover.claims import claimed_by, idle, last_reason, left_in_order, rendezvous_of
 from dlac_pipeline.recover.patience import LOST_AFTER_S
 from dlac_pipeline.recover.signs import Signs, signs_of
-from dlac_pipeline.spec import JobSpec
+from dlac_pipeline.spec.job_spec import JobSpec
+from dlac_pipeline.spec.launch_spec import NODES
 
 _log = logging.getLogger(__name__)
 _LOOK_S = 1.0

@@ -27,7 +27,7 @@ from dlac_pipeline.lakehouse.ledger.run_rows import HEAD_KINDS, Row, checkpoint_
 from dlac_pipeline.recover.beginning import Beginning, begin, check_new
 from dlac_pipeline.recover.coordinator import new_nonce
 from dlac_pipeline.recover.run_lock import run_lock
-from dlac_pipeline.spec import JobSpec
+from dlac_pipeline.spec.job_spec import JobSpec
 
 _THREADS = 4
 _NO_LINK = (errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.ENOTSUP, errno.ENOSYS)

@@ -20,8 +20,8 @@ from dlac_pipeline.ranks.progress import Phase, Progress, read_all_progress
 from dlac_pipeline.ranks.script_errors import Origin
 from dlac_pipeline.recover.claims import idle, launch_folder_of, left_in_order
 from dlac_pipeline.recover.coordinator import ResumePoint
-from dlac_pipeline.request import OPERATOR
-from dlac_pipeline.spec import JobSpec
+from dlac_pipeline.spec.job_spec import JobSpec
+from dlac_pipeline.spec.launch_request import OPERATOR
 
 RecoveryOutcome = Literal["resumed", "failed again", "gave up"]
 

@@ -28,7 +28,7 @@ from dlac_pipeline.plan.leg import Leg
 from dlac_pipeline.plan.legs import asked_for, check_readable, check_sources, first_leg
 from dlac_pipeline.plan.planner import check_plan, load_plan, make_plan
 from dlac_pipeline.plan.source_order import Cursor
-from dlac_pipeline.spec import JobSpec, SourceSpec
+from dlac_pipeline.spec.job_spec import JobSpec, SourceSpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

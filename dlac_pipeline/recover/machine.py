@@ -14,7 +14,7 @@ from dlac_pipeline.checkpoint.store import Tiers, name_of
 from dlac_pipeline.checkpoint.tree import RankTree
 from dlac_pipeline.lakehouse.errors import ResumeMismatch
 from dlac_pipeline.recover.coordinator import ResumePoint
-from dlac_pipeline.spec import JobSpec
+from dlac_pipeline.spec.job_spec import JobSpec
 
 
 def load_checkpoint(

@@ -7,7 +7,7 @@ import threading
 import tenacity
 
 from dlac_pipeline.lakehouse.errors import DlacError
-from dlac_pipeline.request import OPERATOR
+from dlac_pipeline.spec.launch_request import OPERATOR
 
 PATIENCE_S = 180.0
 """How long a recovery waits for a catalog or a store that is away; then it ends, and whoever requested it may ask again."""

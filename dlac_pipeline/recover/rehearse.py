@@ -36,7 +36,7 @@ from dlac_pipeline.recover.claims import spec_of_attempt
 from dlac_pipeline.recover.coordinator import ResumePoint, new_nonce
 from dlac_pipeline.recover.leg_choice import leg_of
 from dlac_pipeline.recover.sandbox import sandbox
-from dlac_pipeline.spec import JobSpec
+from dlac_pipeline.spec.job_spec import JobSpec
 
 MOST_STEPS = 20
 """Unless more are asked for."""

@@ -37,7 +37,7 @@ from dlac_pipeline.plan.leg import Leg, LegSource
 from dlac_pipeline.plan.legs import check_sources
 from dlac_pipeline.plan.planner import check_plan
 from dlac_pipeline.recover.leg_choice import first_leg_of, leg_of, planned
-from dlac_pipeline.spec import JobSpec
+from dlac_pipeline.spec.job_spec import JobSpec
 
 
 def rewind_run(

@@ -22,7 +22,7 @@ from dlac_pipeline.plan.units import UnitTable
 from dlac_pipeline.ranks.processes import HANG
 from dlac_pipeline.ranks.progress import read_in_hand
 from dlac_pipeline.recover.incident import Failure
-from dlac_pipeline.spec import JobSpec
+from dlac_pipeline.spec.job_spec import JobSpec
 
 _OF_ACCELERATOR = "AcceleratorError"
 """PyTorch's exception for what a device reports: in any step after the one that is at fault, unless the host waits in each."""

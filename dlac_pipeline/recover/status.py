@@ -24,7 +24,6 @@ from dlac_pipeline.lakehouse.ledger.run_rows import (
     finished_of_rows,
     idle_kind,
 )
-from dlac_pipeline.launch_spec import NODES
 from dlac_pipeline.ranks.progress import read_ending, read_total_steps
 from dlac_pipeline.recover.claims import (
     attempts_without_progress,
@@ -37,6 +36,7 @@ from dlac_pipeline.recover.claims import (
 from dlac_pipeline.recover.patience import LOST_AFTER_S
 from dlac_pipeline.recover.run_lock import lock_path
 from dlac_pipeline.recover.signs import Signs, signs_of
+from dlac_pipeline.spec.launch_spec import NODES
 from dlac_pipeline.wording import format_ago
 
 _COLUMNS = (

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from dlac_pipeline.launch_spec import LaunchSpec
 from dlac_pipeline.ranks.progress import Progress
+from dlac_pipeline.spec.launch_spec import LaunchSpec
 
 _PER_STEP = {"reading": "reading_us", "computing": "computing_us"}
 _EACH_TIME = {"checkpoint": "checkpoint_us", "loading": "loading_us"}

@@ -55,8 +55,8 @@ from dlac_pipeline.recover.led import LedAttempt, Verdict
 from dlac_pipeline.recover.leg_choice import RESUME, Wish
 from dlac_pipeline.recover.patience import patience_s, waiting_for
 from dlac_pipeline.recover.run_lock import run_lock
-from dlac_pipeline.request import OPERATOR
-from dlac_pipeline.spec import JobSpec
+from dlac_pipeline.spec.job_spec import JobSpec
+from dlac_pipeline.spec.launch_request import OPERATOR
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")

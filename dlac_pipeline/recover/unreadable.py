@@ -10,7 +10,7 @@ from dlac_pipeline.plan.follow import Unreadable
 from dlac_pipeline.plan.leg import Leg
 from dlac_pipeline.plan.planner import Plan, load_plan
 from dlac_pipeline.read.blocks import BlockDecoder, open_decoder
-from dlac_pipeline.spec import JobSpec
+from dlac_pipeline.spec.job_spec import JobSpec
 
 _WITNESSES = 8
 """Other data files of the plan that are tried: one that can be read shows that the store is there."""

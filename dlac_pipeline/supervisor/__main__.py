@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from dlac_pipeline.elastic.starter import RankStarter
 from dlac_pipeline.lakehouse.errors import SpecInvalid
-from dlac_pipeline.request import Request
+from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.supervisor.orchestrator import Orchestrator, keep_events_apart
 
 

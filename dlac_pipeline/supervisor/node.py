@@ -24,7 +24,7 @@ from dlac_pipeline.launchers.protocol import supervisor_of
 from dlac_pipeline.launchers.scheduler import FIRST_NODE_VARIABLE, KEY_FILE_VARIABLE, UNFINISHED_EXIT_CODE
 from dlac_pipeline.launchers.slurm import Slurm
 from dlac_pipeline.recover.claims import to_replace
-from dlac_pipeline.request import Request, unpack
+from dlac_pipeline.spec.launch_request import Request, unpack
 from dlac_pipeline.supervisor.orchestrator import keep_events_apart, say
 from dlac_pipeline.supervisor.serving import run_and_tell, say_error, stop_when_replaced
 from dlac_pipeline.supervisor.signals import on_ending_signals

@@ -13,7 +13,7 @@ from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.launchers.protocol import Launcher, launcher_for
 from dlac_pipeline.recover.claims import launcher_of
-from dlac_pipeline.request import Request
+from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.supervisor.orchestrator import MARGIN_S, Orchestrator, say
 from dlac_pipeline.supervisor.signals import on_ending_signals
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from hypothesis import strategies as st
 
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
-from dlac_pipeline.spec import JobSpec, parse_spec
+from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
 from tests.contract.runs import GlobalBatch, Run, Tensors, rows_left
 from tests.contract.tables import MakeRows, SourceTable
 

@@ -24,7 +24,7 @@ from dlac_pipeline.plan.source_order import Cursor
 from dlac_pipeline.read.batch import Batch
 from dlac_pipeline.read.open import OpenLeg, open_leg
 from dlac_pipeline.read.reader import Exchange
-from dlac_pipeline.spec import JobSpec
+from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.track.tracker import ReaderStateTracker
 from tests.contract.tables import ids_in
 

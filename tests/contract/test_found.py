@@ -12,7 +12,7 @@ import pytest
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.errors import EmptyPlan
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
-from dlac_pipeline.spec import JobSpec, parse_spec
+from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
 from tests.contract.contract import PER_ROW, Reading
 from tests.contract.readings import LISTS, PACKED, packed_slot, tokens_of, transformed
 from tests.contract.runs import GlobalBatch, Run

@@ -25,7 +25,7 @@ from dlac_pipeline.plan.leg import Leg
 from dlac_pipeline.recover.due import due
 from dlac_pipeline.recover.run_lock import lock_path
 from dlac_pipeline.recover.signs import is_held
-from dlac_pipeline.spec import JobSpec, read_spec
+from dlac_pipeline.spec.job_spec import JobSpec, read_spec
 from jobs.continual import DUE_TAG, due_key
 from jobs.faults import LiveRun
 from jobs.local_dagster import LocalDagster

@@ -26,7 +26,7 @@ from tests.hosts import SWITCH_HOST, Host, host, switched
 from tests.postgres_server import needs_postgres, postgres
 
 if TYPE_CHECKING:
-    from dlac_pipeline.spec import JobSpec
+    from dlac_pipeline.spec.job_spec import JobSpec
     from tests.conftest import Launch
 
 pytestmark = [pytest.mark.soak, *needs_postgres]

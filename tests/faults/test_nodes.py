@@ -22,7 +22,7 @@ from tests.conftest import PROGRAMS, wait_until
 from tests.crews import check_exact, job, leader_of, trained_together, wait_for_checkpoint, wait_for_spare
 
 if TYPE_CHECKING:
-    from dlac_pipeline.spec import JobSpec
+    from dlac_pipeline.spec.job_spec import JobSpec
     from tests.conftest import Arena
 
 STEPS = 63

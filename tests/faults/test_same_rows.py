@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 
 from dlac_pipeline.audit.audit import audit_run
-from dlac_pipeline.spec import parse_spec
+from dlac_pipeline.spec.job_spec import parse_spec
 
 if TYPE_CHECKING:
     from tests.conftest import Arena

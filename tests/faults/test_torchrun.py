@@ -19,7 +19,7 @@ from tests.crews import check_exact, job, wait_for_checkpoint
 from tests.ports import own_port
 
 if TYPE_CHECKING:
-    from dlac_pipeline.spec import JobSpec
+    from dlac_pipeline.spec.job_spec import JobSpec
     from tests.conftest import Arena
 
 TORCHRUN = Path(sys.executable).with_name("torchrun")

@@ -12,7 +12,7 @@ import yaml
 
 from dlac_pipeline.lakehouse.errors import LossNotFinite
 from dlac_pipeline.recover.status import run_status
-from dlac_pipeline.spec import JobSpec
+from dlac_pipeline.spec.job_spec import JobSpec
 from tests.conftest import PROGRAMS, Arena
 
 

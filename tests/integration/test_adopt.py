@@ -25,7 +25,7 @@ from dlac_pipeline.lakehouse.errors import CheckpointUnsafe, SpecInvalid
 from dlac_pipeline.recover.adopt import adopt
 from dlac_pipeline.recover.coordinator import new_nonce, take_over
 from dlac_pipeline.recover.run_lock import run_lock
-from dlac_pipeline.spec import JobSpec
+from dlac_pipeline.spec.job_spec import JobSpec
 from tests.conftest import Arena
 from tests.integration.test_cli import dlac as dlac_command
 

@@ -14,7 +14,7 @@ import pytest
 from dagster._core.events import DagsterEvent
 
 from assets.failures import NO_RECOVERY_TAG, RUN_TAG, STEPPED_ASIDE_TAG
-from dlac_pipeline.spec import JobSpec
+from dlac_pipeline.spec.job_spec import JobSpec
 from jobs import alerts
 from jobs.alerts import Alert, AlertUnsent, dlac_alerts
 from jobs.continual import run_config_of

@@ -12,7 +12,7 @@ from dlac_pipeline.checkpoint.manifest import read_manifest
 from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.lakehouse.ledger.commits import claim
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
-from dlac_pipeline.spec import JobSpec
+from dlac_pipeline.spec.job_spec import JobSpec
 
 if TYPE_CHECKING:
     from tests.conftest import Arena

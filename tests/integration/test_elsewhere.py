@@ -15,12 +15,12 @@ import pytest
 from dlac_pipeline.lakehouse.errors import RunBusy
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import HEAD_KINDS
-from dlac_pipeline.launch_spec import LaunchSpec
 from dlac_pipeline.recover.coordinator import new_nonce, take_over
 from dlac_pipeline.recover.elsewhere import refuse_if_alive_elsewhere
 from dlac_pipeline.recover.run_lock import run_lock
 from dlac_pipeline.recover.supervise import Supervisor
-from dlac_pipeline.spec import JobSpec
+from dlac_pipeline.spec.job_spec import JobSpec
+from dlac_pipeline.spec.launch_spec import LaunchSpec
 
 if TYPE_CHECKING:
     from tests.conftest import Arena

@@ -30,7 +30,7 @@ from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import HEAD_KINDS
 from dlac_pipeline.recover.fork import fork
 from dlac_pipeline.recover.rewind import rewind_run
-from dlac_pipeline.spec import JobSpec
+from dlac_pipeline.spec.job_spec import JobSpec
 from tests.conftest import Arena, wait_until
 from tests.integration.test_cli import dlac as dlac_command
 
@@ -40,7 +40,7 @@ from pathlib import Path
 from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.checkpoint import committing
 from dlac_pipeline.recover.fork import fork
-from dlac_pipeline.spec import read_spec
+from dlac_pipeline.spec.job_spec import read_spec
 
 spec = read_spec(Path(sys.argv[1]))
 committing.commit_checkpoint = lambda *args, **rest: os.kill(os.getpid(), signal.SIGKILL)

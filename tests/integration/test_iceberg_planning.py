@@ -14,7 +14,7 @@ from pyiceberg.types import LongType, NestedField, StringType
 from dlac_pipeline.lakehouse.errors import DataFileUnreadable, UnsupportedDeletes
 from dlac_pipeline.lakehouse.iceberg.row_groups import row_groups_of
 from dlac_pipeline.plan.planner import make_plan
-from dlac_pipeline.spec import SourceSpec
+from dlac_pipeline.spec.job_spec import SourceSpec
 from tests.integration.iceberg_oracle import live_positions, oracle
 from tests.integration.iceberg_writer import HandTable
 

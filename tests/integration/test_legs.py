@@ -19,7 +19,7 @@ from dlac_pipeline.plan.leg import Leg
 from dlac_pipeline.plan.legs import first_leg
 from dlac_pipeline.plan.planner import make_plan
 from dlac_pipeline.recover.coordinator import new_nonce, take_over
-from dlac_pipeline.spec import JobSpec
+from dlac_pipeline.spec.job_spec import JobSpec
 from tests.conftest import source_rows
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.recover.claims import last_spec
 from dlac_pipeline.recover.coordinator import take_over
 from dlac_pipeline.recover.status import list_runs, run_status
-from dlac_pipeline.spec import JobSpec
+from dlac_pipeline.spec.job_spec import JobSpec
 from tests.conftest import Arena
 
 

@@ -36,7 +36,7 @@ from tests.conftest import Arena, wait_until
 from tests.postgres_server import needs_postgres, postgres
 
 if TYPE_CHECKING:
-    from dlac_pipeline.spec import JobSpec
+    from dlac_pipeline.spec.job_spec import JobSpec
     from tests.object_store import ObjectStore
 
 

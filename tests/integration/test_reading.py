@@ -15,7 +15,7 @@ from dlac_pipeline.plan.planner import Plan, make_plan
 from dlac_pipeline.read import streams
 from dlac_pipeline.read.batch import Batch
 from dlac_pipeline.read.open import open_leg
-from dlac_pipeline.spec import OrderSpec, SourceSpec
+from dlac_pipeline.spec.job_spec import OrderSpec, SourceSpec
 
 if TYPE_CHECKING:
     from tests.conftest import Arena

@@ -30,7 +30,7 @@ from dlac_pipeline.lakehouse.ledger.run_rows import Row
 from dlac_pipeline.recover.coordinator import new_nonce, take_over
 from dlac_pipeline.recover.leg_choice import Wish
 from dlac_pipeline.recover.rewind import rewind_run
-from dlac_pipeline.spec import JobSpec
+from dlac_pipeline.spec.job_spec import JobSpec
 from tests.conftest import source_rows
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from dlac_pipeline.lakehouse.ledger.commits import name_checkpoint, unname_check
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import Row
 from dlac_pipeline.recover import rehearse
-from dlac_pipeline.spec import CheckpointSpec, JobSpec
+from dlac_pipeline.spec.job_spec import CheckpointSpec, JobSpec
 from tests.conftest import Arena, wait_until
 from tests.integration.test_cli import dlac
 

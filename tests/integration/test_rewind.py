@@ -39,7 +39,7 @@ from dlac_pipeline.recover.claims import attempts_without_progress, launcher_of
 from dlac_pipeline.recover.incident import failure_of_attempt
 from dlac_pipeline.recover.rewind import _newest_before, rewind_run
 from dlac_pipeline.recover.status import run_status
-from dlac_pipeline.spec import JobSpec
+from dlac_pipeline.spec.job_spec import JobSpec
 from tests.conftest import Arena, Steps, source_rows
 from tests.integration.test_cli import dlac
 

@@ -14,7 +14,7 @@ from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
 from dlac_pipeline.plan.planner import make_plan
-from dlac_pipeline.spec import SourceSpec
+from dlac_pipeline.spec.job_spec import SourceSpec
 from tests.conftest import source_rows
 
 

@@ -28,7 +28,7 @@ from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.recover import beginning
 from dlac_pipeline.recover.coordinator import take_over
 from dlac_pipeline.recover.fork import fork
-from dlac_pipeline.spec import JobSpec
+from dlac_pipeline.spec.job_spec import JobSpec
 from tests.conftest import Arena, wait_until
 from tests.integration.test_cli import dlac
 

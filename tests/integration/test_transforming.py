@@ -12,7 +12,7 @@ import pytest
 
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.lakehouse.errors import ResumeMismatch, TransformFailed
-from dlac_pipeline.request import REQUEST_VARIABLE, Request, pack
+from dlac_pipeline.spec.launch_request import REQUEST_VARIABLE, Request, pack
 
 if TYPE_CHECKING:
     from tests.conftest import Arena

@@ -17,7 +17,7 @@ from dlac_pipeline.recover.attempt import SupervisedAttempt, Supervision
 from dlac_pipeline.recover.incident import ended_on_purpose
 from dlac_pipeline.recover.judge import Judge
 from dlac_pipeline.recover.leg_choice import RESUME
-from dlac_pipeline.request import OPERATOR
+from dlac_pipeline.spec.launch_request import OPERATOR
 
 if TYPE_CHECKING:
     from tests.conftest import Arena

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import yaml
 
-from dlac_pipeline.spec import JobSpec
+from dlac_pipeline.spec.job_spec import JobSpec
 from tests.conftest import PROGRAMS, Arena
 from tests.integration.audit_runs import Workshop
 from tests.integration.test_cli import dlac

@@ -14,7 +14,7 @@ import torch
 
 import dlac_pipeline as dlac
 from dlac_pipeline.lakehouse.iceberg.connect import connect
-from dlac_pipeline.spec import home_folder, read_spec
+from dlac_pipeline.spec.job_spec import home_folder, read_spec
 from tests.power import mark
 
 ROWS = 48

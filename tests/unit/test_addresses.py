@@ -11,8 +11,8 @@ from dlac_pipeline.lakehouse.config import LakehouseConfig, checked_address, che
 from dlac_pipeline.lakehouse.errors import CatalogMisconfigured, CatalogUnreachable, SpecInvalid
 from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.lakehouse.iceberg.relocation import Relocation
-from dlac_pipeline.launch_spec import LaunchSpec
-from dlac_pipeline.spec import CheckpointSpec
+from dlac_pipeline.spec.job_spec import CheckpointSpec
+from dlac_pipeline.spec.launch_spec import LaunchSpec
 
 _TYPOS = ("s3:/bucket", "s3:bucket", "s3//bucket/x", "S3:/b", "s4://bucket", "http://host/x", "s3://", "gs:///x")
 _OTHERS = ("file://host/x", "file:x", " ", "a\0b", "a\nb", "~no-such-user-here/x")

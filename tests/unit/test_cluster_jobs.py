@@ -26,8 +26,8 @@ from dlac_pipeline.launchers.events import NodeEvents
 from dlac_pipeline.launchers.scheduler import JobState
 from dlac_pipeline.launchers.slurm import Slurm
 from dlac_pipeline.recover.supervise import Outcome
-from dlac_pipeline.request import Request
-from dlac_pipeline.spec import parse_spec
+from dlac_pipeline.spec.job_spec import parse_spec
+from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.supervisor.node import end_orphan, this_start
 from dlac_pipeline.supervisor.orchestrator import say
 from tests.cluster import CANCELLED, COMPLETED, FAILED, GOOD, LOST, PENDING, PREEMPTED, RUNNING, Scripted, asked

@@ -8,8 +8,8 @@ import yaml
 
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.launchers.protocol import rendered
-from dlac_pipeline.request import Request
-from dlac_pipeline.spec import parse_spec
+from dlac_pipeline.spec.job_spec import parse_spec
+from dlac_pipeline.spec.launch_request import Request
 from tests.cluster import GOOD, asked
 
 DOLLARS = "pa$$word $x $(HOME) ${app_id}"

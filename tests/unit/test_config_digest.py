@@ -10,7 +10,7 @@ import pytest
 
 from dlac_pipeline.checkpoint.config import config_digest
 from dlac_pipeline.checkpoint.manifest import Manifest, parse_manifest
-from dlac_pipeline.spec import JobSpec, parse_spec
+from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
 
 
 @pytest.fixture

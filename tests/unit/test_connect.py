@@ -21,7 +21,7 @@ from dlac_pipeline.lakehouse.errors import CatalogMisconfigured, CatalogUnreacha
 from dlac_pipeline.lakehouse.iceberg import safe_commit, sqlite_locks
 from dlac_pipeline.lakehouse.iceberg.connect import connect, reachable
 from dlac_pipeline.lakehouse.outages import is_misconfigured
-from dlac_pipeline.spec import JobSpec, parse_spec
+from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
 from tests.ports import own_port
 
 

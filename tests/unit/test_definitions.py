@@ -14,7 +14,7 @@ from dagster._core.execution.retries import auto_reexecution_should_retry_run
 from assets.config import JobSpecConfig
 from assets.resources import LakehouseResource
 from dlac_pipeline.lakehouse.config import LakehouseConfig
-from dlac_pipeline.spec import JobSpec
+from dlac_pipeline.spec.job_spec import JobSpec
 from jobs.coordinator import TrainingRunCoordinator
 from jobs.definitions import defs
 from jobs.local_dagster import SETTINGS

@@ -17,7 +17,7 @@ from dlac_pipeline.elastic.starter import RankStarter
 from dlac_pipeline.ranks.group import RankGroup
 from dlac_pipeline.ranks.launch_folder import in_hand_file
 from dlac_pipeline.ranks.progress import Phase, Progress, ProgressWriter
-from dlac_pipeline.spec import JobSpec, parse_spec
+from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
 from tests.conftest import wait_until
 from tests.crews import rounds, silence
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from dlac_pipeline.checkpoint.interval import Cost, Failures, Interval, choose, daly_interval_s
 from dlac_pipeline.lakehouse.ledger.recoveries import Recovery
-from dlac_pipeline.spec import CheckpointSpec
+from dlac_pipeline.spec.job_spec import CheckpointSpec
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 DAY_S = 86_400.0

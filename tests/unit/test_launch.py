@@ -29,7 +29,7 @@ from dlac_pipeline.ranks.launch_folder import log_file
 from dlac_pipeline.ranks.processes import HANG
 from dlac_pipeline.ranks.rank import pid_of
 from dlac_pipeline.ranks.share import Share
-from dlac_pipeline.spec import JobSpec, parse_spec
+from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
 from tests.conftest import wait_until
 
 SLEEPS = "import time\ntime.sleep(60)\n"
@@ -375,7 +375,7 @@ from pathlib import Path
 from dlac_pipeline.elastic.starter import RankStarter
 from dlac_pipeline.ranks.addresses import free_port
 from dlac_pipeline.ranks.share import Share
-from dlac_pipeline.spec import parse_spec
+from dlac_pipeline.spec.job_spec import parse_spec
 spec = parse_spec(json.loads(sys.argv[1]), origin="the test")
 group = RankStarter().start(spec, Path(sys.argv[2]), Share(world_size=1, ranks=1, port=free_port()))
 time.sleep(60)

@@ -16,8 +16,8 @@ from dlac_pipeline.lakehouse.errors import BadInput, SpecInvalid
 from dlac_pipeline.launchers import protocol
 from dlac_pipeline.launchers.protocol import launcher_for, rendered
 from dlac_pipeline.recover.supervise import Supervisor
-from dlac_pipeline.request import Request, pack, unpack
-from dlac_pipeline.spec import parse_spec
+from dlac_pipeline.spec.job_spec import parse_spec
+from dlac_pipeline.spec.launch_request import Request, pack, unpack
 from dlac_pipeline.supervisor.node import for_node
 from tests.cluster import asked
 

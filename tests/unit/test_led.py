@@ -21,8 +21,8 @@ from dlac_pipeline.recover.attempt import Regather, SupervisedAttempt, Supervisi
 from dlac_pipeline.recover.coordinator import ResumePoint
 from dlac_pipeline.recover.led import LedAttempt, Verdict
 from dlac_pipeline.recover.leg_choice import RESUME as GOES_ON
-from dlac_pipeline.request import OPERATOR
-from dlac_pipeline.spec import JobSpec, parse_spec
+from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
+from dlac_pipeline.spec.launch_request import OPERATOR
 from tests.conftest import wait_until
 from tests.crews import rounds, silence
 

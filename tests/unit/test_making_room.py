@@ -11,11 +11,11 @@ from unittest.mock import Mock
 import pytest
 
 from dlac_pipeline.checkpoint.pulse import Beat, Says
-from dlac_pipeline.launch_spec import NODES
 from dlac_pipeline.ranks.launch_folder import notice_file, room_file
 from dlac_pipeline.ranks.progress import EventWriter
 from dlac_pipeline.recover.coordinator import ResumePoint
-from dlac_pipeline.spec import parse_spec
+from dlac_pipeline.spec.job_spec import parse_spec
+from dlac_pipeline.spec.launch_spec import NODES
 from dlac_pipeline.when import When
 
 HOUR_S = 3600.0

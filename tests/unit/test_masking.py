@@ -19,8 +19,8 @@ from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.errors import SpecInvalid, StoreUnavailable
 from dlac_pipeline.lakehouse.masking import is_secret_name, mask_secrets, mask_setting
 from dlac_pipeline.launchers.protocol import rendered
-from dlac_pipeline.request import REQUEST_VARIABLE, Request, unpack
-from dlac_pipeline.spec import parse_spec, read_spec
+from dlac_pipeline.spec.job_spec import parse_spec, read_spec
+from dlac_pipeline.spec.launch_request import REQUEST_VARIABLE, Request, unpack
 
 SECRET = "Hunter2Hunter2"
 NAMES = [

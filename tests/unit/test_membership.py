@@ -21,8 +21,8 @@ from dlac_pipeline.elastic.rank_assignment import Offer, RoundPlan, assign_ranks
 from dlac_pipeline.elastic.round import Round
 from dlac_pipeline.elastic.sealed_store import KEY_VARIABLE
 from dlac_pipeline.lakehouse.errors import NodesMissing, SpecInvalid
-from dlac_pipeline.launch_spec import LaunchSpec
-from dlac_pipeline.spec import JobSpec, parse_spec
+from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
+from dlac_pipeline.spec.launch_spec import LaunchSpec
 from tests.conftest import wait_until
 from tests.crews import heartbeat, round_of, rounds
 from tests.ports import own_port

@@ -6,7 +6,7 @@ import sys
 FORKS = """
 import multiprocessing, signal, time
 from dlac_pipeline.notice import Notices
-from dlac_pipeline.launch_spec import LaunchSpec
+from dlac_pipeline.spec.launch_spec import LaunchSpec
 
 notices = Notices(LaunchSpec(script="x"), local_rank=0, launched=False, on_deadline=lambda: None)
 child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(120,))
@@ -25,7 +25,7 @@ print(signal.getsignal(signal.SIGTERM) == signal.SIG_DFL)
 TOO_LATE = """
 import os, time
 from dlac_pipeline.notice import Notices
-from dlac_pipeline.launch_spec import LaunchSpec
+from dlac_pipeline.spec.launch_spec import LaunchSpec
 
 launch = LaunchSpec(script="x", deadline_s=0.5)
 notices = Notices(launch, local_rank=0, launched=False, on_deadline=lambda: (print("too late", flush=True), time.sleep(600)))

@@ -21,8 +21,8 @@ import jobs
 from dlac_pipeline.cli import app
 from dlac_pipeline.dataset import open_dataset
 from dlac_pipeline.lakehouse.errors import SpecInvalid
-from dlac_pipeline.launch_spec import LaunchSpec
-from dlac_pipeline.spec_problems import bounds_of, holds_numbers, problem_said
+from dlac_pipeline.spec.launch_spec import LaunchSpec
+from dlac_pipeline.spec.spec_problems import bounds_of, holds_numbers, problem_said
 
 ABSURD = [math.inf, -math.inf, math.nan, "inf", "-Infinity", "nan", 1e308, -1e308, 10**30, 10**400, -1, True, False]
 """What no numeric setting takes; 2**63 is one for all but seeds and ids, and too large for these as well."""

@@ -19,7 +19,7 @@ from dlac_pipeline.launchers import slurm
 from dlac_pipeline.launchers.cluster_job import ClusterJob
 from dlac_pipeline.launchers.kubernetes import Kubernetes
 from dlac_pipeline.launchers.slurm import Slurm
-from dlac_pipeline.request import Request
+from dlac_pipeline.spec.launch_request import Request
 from tests.cluster import COMPLETED, GOOD, Scripted, asked
 from tests.conftest import Arena
 

@@ -14,7 +14,7 @@ from dlac_pipeline.checkpoint.retention import Retention
 from dlac_pipeline.checkpoint.store import Tiers
 from dlac_pipeline.lakehouse.errors import StoreUnavailable
 from dlac_pipeline.lakehouse.ledger.run_rows import Row
-from dlac_pipeline.spec import CheckpointSpec
+from dlac_pipeline.spec.job_spec import CheckpointSpec
 
 
 class Store:

@@ -9,7 +9,7 @@ from pydantic import BaseModel
 
 from dlac_pipeline import training_run
 from dlac_pipeline.lakehouse.errors import SpecInvalid
-from dlac_pipeline.spec import JobSpec, parse_recorded, parse_spec, read_spec
+from dlac_pipeline.spec.job_spec import JobSpec, parse_recorded, parse_spec, read_spec
 
 GOOD: dict[str, Any] = {
     "run": "r1",

@@ -18,7 +18,7 @@ from dlac_pipeline.lakehouse.ledger.run_rows import Row
 from dlac_pipeline.recover.run_lock import run_lock
 from dlac_pipeline.recover.status import current_failure, standing_of
 from dlac_pipeline.recover.supervise import Outcome
-from dlac_pipeline.request import OPERATOR
+from dlac_pipeline.spec.launch_request import OPERATOR
 from dlac_pipeline.wording import lay_out_facts
 
 LONG = "team-nlp.llama-continual-pretraining-2026-11-23-with-a-very-long-name-of-a-run"

@@ -17,8 +17,8 @@ from dagster import DagsterExecutionInterruptedError
 from assets import supervised as module
 from assets.supervised import _Voice, supervised
 from dlac_pipeline.lakehouse.config import LakehouseConfig
-from dlac_pipeline.request import Request
-from dlac_pipeline.spec import parse_spec
+from dlac_pipeline.spec.job_spec import parse_spec
+from dlac_pipeline.spec.launch_request import Request
 
 TALKS = """
 import json, sys

@@ -8,7 +8,7 @@ import pytest
 
 from dlac_pipeline.elastic.torchrun_options import are_given, launch_settings
 from dlac_pipeline.lakehouse.errors import SpecInvalid
-from dlac_pipeline.launch_spec import LaunchSpec
+from dlac_pipeline.spec.launch_spec import LaunchSpec
 
 LAUNCH = LaunchSpec(script="train.py")
 SEVERAL = LaunchSpec(script="train.py", nodes="2:4", rendezvous="node-1:29400")

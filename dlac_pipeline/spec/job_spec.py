@@ -11,12 +11,12 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from dlac_pipeline.cluster_spec import ClusterSpec
 from dlac_pipeline.lakehouse.config import LakehouseConfig, checked_address, checked_home
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.lakehouse.ledger.run_rows import check_run_name
-from dlac_pipeline.launch_spec import LaunchSpec
-from dlac_pipeline.spec_problems import (
+from dlac_pipeline.spec.cluster_spec import ClusterSpec
+from dlac_pipeline.spec.launch_spec import LaunchSpec
+from dlac_pipeline.spec.spec_problems import (
     LONGEST_S,
     LONGEST_WAIT_S,
     MOST_STEPS,

@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
-from dlac_pipeline.spec_problems import LONGEST_WAIT_S, MOST_NODES, Section
+from dlac_pipeline.spec.spec_problems import LONGEST_WAIT_S, MOST_NODES, Section
 
 NODES = "nodes"
 """Why an attempt leaves that makes room for more machines; nothing ends by a moment, so this is no notice."""

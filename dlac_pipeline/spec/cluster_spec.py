@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from dlac_pipeline.spec_problems import Section
+from dlac_pipeline.spec.spec_problems import Section
 
 _PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*")
 

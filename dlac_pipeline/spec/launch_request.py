@@ -10,8 +10,8 @@ from pathlib import Path
 from pydantic import Field, ValidationError
 
 from dlac_pipeline.lakehouse.errors import SpecInvalid
-from dlac_pipeline.spec import JobSpec
-from dlac_pipeline.spec_problems import LONGEST_WAIT_S, Section
+from dlac_pipeline.spec.job_spec import JobSpec
+from dlac_pipeline.spec.spec_problems import LONGEST_WAIT_S, Section
 
 OPERATOR = "operator"
 """Who notices, where no program did: a person who starts a run again."""

@@ -1,0 +1,1 @@
+"""The job spec and its sections, and the request that a launcher receives."""
