@@ -11,9 +11,9 @@ import numpy as np
 
 from dlac_pipeline.audit.lakehouse_sql import rows_of
 from dlac_pipeline.audit.losses import LossCurve
+from dlac_pipeline.audit.wording import format_bytes, format_duration
 from dlac_pipeline.lakehouse.errors import BadInput
 from dlac_pipeline.lakehouse.ledger.recoveries import Recovery
-from dlac_pipeline.wording import format_bytes, format_duration
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

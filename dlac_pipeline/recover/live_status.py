@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from dlac_pipeline.audit.wording import format_duration
 from dlac_pipeline.lakehouse.errors import CommitConflict, LakehouseError
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
@@ -24,7 +25,6 @@ from dlac_pipeline.ranks.progress import Phase, Progress, read_all_progress, rea
 from dlac_pipeline.recover.claims import attempts_without_progress, launch_folder_of
 from dlac_pipeline.recover.leg_choice import leg_of
 from dlac_pipeline.recover.status import Standing, standing_of
-from dlac_pipeline.wording import format_duration
 
 _OF_ADVANCES = ("seq", "checkpoint_id", "attempt", "source", "pass", "plan_id", "rows_consumed")
 _RATE_OVER_S = 15.0

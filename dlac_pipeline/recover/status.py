@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from dlac_pipeline.audit.wording import format_ago
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, among
 from dlac_pipeline.lakehouse.ledger.branches import exclusions_in_force
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
@@ -37,7 +38,6 @@ from dlac_pipeline.recover.patience import LOST_AFTER_S
 from dlac_pipeline.recover.run_lock import lock_path
 from dlac_pipeline.recover.signs import Signs, signs_of
 from dlac_pipeline.spec.launch_spec import NODES
-from dlac_pipeline.wording import format_ago
 
 _COLUMNS = (
     "run",

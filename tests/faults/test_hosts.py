@@ -78,7 +78,17 @@ class Network:
 @contextmanager
 def serving(address: str) -> Iterator[None]:
     """`dlac rendezvous`, beside the catalog."""
-    command = ["ip", "netns", "exec", SWITCH_HOST, sys.executable, "-m", "dlac_pipeline.cli", "rendezvous", address]
+    command = [
+        "ip",
+        "netns",
+        "exec",
+        SWITCH_HOST,
+        sys.executable,
+        "-m",
+        "dlac_pipeline.cli.main",
+        "rendezvous",
+        address,
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         try:
             assert server.stdout is not None

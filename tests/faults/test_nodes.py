@@ -109,7 +109,7 @@ def test_the_rendezvous_is_away_for_a_while(campaign: Arena, together: JobSpec, 
 
 
 def _rendezvous(address: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "dlac_pipeline.cli", "rendezvous", address]
+    command = [sys.executable, "-m", "dlac_pipeline.cli.main", "rendezvous", address]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
@@ -119,7 +119,7 @@ def test_one_that_is_asked_to_leave_leaves_the_run_to_the_other(campaign: Arena,
     stays = campaign.launch(together)
     path = campaign.home / "leaves.yaml"
     path.write_text(yaml.safe_dump(together.model_dump(mode="json")))
-    command = [sys.executable, "-m", "dlac_pipeline.cli", "train", str(path)]
+    command = [sys.executable, "-m", "dlac_pipeline.cli.main", "train", str(path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as leaves:
         wait_for_checkpoint(campaign, together.run, 2)
         leaves.terminate()

@@ -131,7 +131,7 @@ def test_command_follows_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sl
         spec = request_for(arena, nodes="2:3", batch_size=24, every_steps=5).spec
         job = tmp_path / "job.yaml"
         job.write_text(yaml.safe_dump(spec.model_dump()))
-        command = [sys.executable, "-m", "dlac_pipeline.cli", "train", str(job)]
+        command = [sys.executable, "-m", "dlac_pipeline.cli.main", "train", str(job)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr + logs()
         assert "submitted as 1" in done.stdout

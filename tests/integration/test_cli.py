@@ -15,7 +15,7 @@ from pathlib import Path
 import duckdb
 import pytest
 
-from dlac_pipeline import cli
+from dlac_pipeline.cli import main
 from jobs.demo import MARKER, empty_home
 from tests.conftest import Arena
 
@@ -39,7 +39,7 @@ class Command:
         command = ["dlac", *arguments, *(() if home is None else ("--home", str(home)))]
         self._monkeypatch.setattr(sys, "argv", command)
         with pytest.raises(SystemExit) as ended:
-            cli.main()
+            main.main()
         said = self._capsys.readouterr()
         assert isinstance(ended.value.code, int | None)
         return subprocess.CompletedProcess(command, ended.value.code or 0, said.out, said.err)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from dlac_pipeline import cli
+from dlac_pipeline.cli import main
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.errors import CatalogMisconfigured, CatalogUnreachable
 from dlac_pipeline.lakehouse.iceberg.connect import connect
@@ -55,7 +55,7 @@ def run_here(
     """Run a command in this process; its exit status, and what it wrote."""
     monkeypatch.setattr(sys, "argv", ["dlac", *arguments])
     with pytest.raises(SystemExit) as ended:
-        cli.main()
+        main.main()
     said = capsys.readouterr()
     return int(ended.value.code or 0), said.out, said.err
 

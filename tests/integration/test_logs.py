@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from dlac_pipeline import cli
+from dlac_pipeline.cli import main
 from dlac_pipeline.lakehouse.ledger.commits import Attempt, claim, finish
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.ranks.launch_folder import log_file
@@ -30,7 +30,7 @@ def logs(arena: Arena, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
     def run(*arguments: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["dlac", "logs", *arguments, "--home", str(arena.home)])
         with pytest.raises(SystemExit) as ended:
-            cli.main()
+            main.main()
         said = capsys.readouterr()
         code = ended.value.code
         return code if isinstance(code, int) else 0, said.out, " ".join(said.err.split())

@@ -9,7 +9,7 @@ import duckdb
 import pytest
 
 from dlac_pipeline.audit.lakehouse_sql import check_reads_only, lock_to_lakehouse, open_audit
-from dlac_pipeline.cli import app
+from dlac_pipeline.cli.main import app
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect

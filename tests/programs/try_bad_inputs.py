@@ -18,8 +18,8 @@ import torch
 import yaml
 
 import dlac_pipeline
-from dlac_pipeline import cli
 from dlac_pipeline.audit import lakehouse_sql
+from dlac_pipeline.cli import main as cli
 from dlac_pipeline.lakehouse.errors import DlacError
 from dlac_pipeline.plan import planner
 from dlac_pipeline.read import open as read_open

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from dlac_pipeline.commands.display import TrainingDisplay
+from dlac_pipeline.cli.display import TrainingDisplay
 
 
 def shown(event: dict[str, Any]) -> str:

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 import assets
 import dlac_pipeline
 import jobs
-from dlac_pipeline.cli import app
+from dlac_pipeline.cli.main import app
 from dlac_pipeline.dataset import open_dataset
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.spec.launch_spec import LaunchSpec

@@ -52,7 +52,7 @@ def test_every_error_says_what_it_means_and_how_a_process_ends_of_it() -> None:
         ("dlac_pipeline.supervisor.serving", {"torch", "deepspeed", "dagster"}),
         ("dlac_pipeline.supervisor.__main__", {"pyiceberg", "pyarrow", "sqlalchemy"}),
         ("jobs.definitions", {"pyiceberg", "pyarrow", "duckdb", "numpy", "torch", "matplotlib"}),
-        ("dlac_pipeline.cli", {"pyiceberg", "pyarrow", "duckdb", "numpy", "sqlalchemy", "torch", "dagster"}),
+        ("dlac_pipeline.cli.main", {"pyiceberg", "pyarrow", "duckdb", "numpy", "sqlalchemy", "torch", "dagster"}),
     ],
     ids=["a supervisor", "a supervisor before its request", "a Dagster run", "a command"],
 )

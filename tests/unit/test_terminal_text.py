@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from rich.table import Table
 from rich.text import Text
 
-from dlac_pipeline import cli
-from dlac_pipeline.commands import shared
-from dlac_pipeline.commands.shared import show_facts, show_rows, terminal_text
+from dlac_pipeline.cli import main, shared
+from dlac_pipeline.cli.shared import show_facts, show_rows, terminal_text
 
 HOSTILE = [
     "\x1b[2J\x1b[H",
@@ -85,9 +84,9 @@ def test_terminal_keeps_colours() -> None:
 def test_errors_obey_nothing(hostile: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """An error names what was found, and a terminal does not obey it."""
     said: Any = io.StringIO()
-    monkeypatch.setattr(cli, "ERR", shared._SafeConsole(file=said))
+    monkeypatch.setattr(main, "ERR", shared._SafeConsole(file=said))
     with pytest.raises(SystemExit):
-        cli._end(f"SpecInvalid: found {hostile}", 64)
+        main._end(f"SpecInvalid: found {hostile}", 64)
     assert is_safe(said.getvalue())
     assert capsys.readouterr().out == ""
     assert sys.stdout is not None

@@ -6,7 +6,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from dlac_pipeline.wording import (
+from dlac_pipeline.audit.wording import (
     TableColumn,
     fold,
     format_age,

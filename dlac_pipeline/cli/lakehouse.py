@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dlac_pipeline.commands.shared import (
+from dlac_pipeline.audit.wording import TableColumn, format_age, format_bytes, format_count
+from dlac_pipeline.cli.shared import (
     LAKEHOUSE,
     OUT,
     AsJson,
@@ -24,7 +25,6 @@ from dlac_pipeline.commands.shared import (
 from dlac_pipeline.lakehouse.config import KEEP_SNAPSHOTS, MOST_SNAPSHOTS
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.lakehouse.plain_json import strict_json
-from dlac_pipeline.wording import TableColumn, format_age, format_bytes, format_count
 
 if TYPE_CHECKING:
     from dlac_pipeline.lakehouse.iceberg.pins import Pin

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dlac_pipeline.commands.shared import (
+from dlac_pipeline.audit.wording import TableColumn, format_age, format_bytes
+from dlac_pipeline.cli.shared import (
     BRANCH,
     CHECKPOINTS,
     OUT,
@@ -31,7 +32,6 @@ from dlac_pipeline.commands.shared import (
 from dlac_pipeline.lakehouse.errors import NoSuchJobSpec
 from dlac_pipeline.lakehouse.ledger.run_rows import check_checkpoint_name
 from dlac_pipeline.lakehouse.plain_json import strict_json
-from dlac_pipeline.wording import TableColumn, format_age, format_bytes
 
 if TYPE_CHECKING:
     from dlac_pipeline.checkpoint.listing import ListedCheckpoint

@@ -17,8 +17,15 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
+from dlac_pipeline.audit.wording import (
+    format_ago,
+    format_bytes,
+    format_count,
+    format_duration,
+    format_rate,
+    lay_out_facts,
+)
 from dlac_pipeline.lakehouse.plain_json import strict_json
-from dlac_pipeline.wording import format_ago, format_bytes, format_count, format_duration, format_rate, lay_out_facts
 
 if TYPE_CHECKING:
     from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse

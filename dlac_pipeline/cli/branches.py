@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dlac_pipeline.commands.shared import (
+from dlac_pipeline.cli.shared import (
     BRANCH,
     OUT,
     AsJson,

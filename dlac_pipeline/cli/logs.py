@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dlac_pipeline.commands.display import Interrupted
-from dlac_pipeline.commands.shared import ERR, RECOVER, Home, RunName, SpecOption, examples, lakehouse_of
+from dlac_pipeline.cli.display import Interrupted
+from dlac_pipeline.cli.shared import ERR, RECOVER, Home, RunName, SpecOption, examples, lakehouse_of
 from dlac_pipeline.lakehouse.errors import DlacError, LogsMissing, SpecInvalid
 
 if TYPE_CHECKING:

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dlac_pipeline.commands.display import TrainingDisplay, command_with, describe_outcome, describe_status, watch_run
-from dlac_pipeline.commands.shared import (
+from dlac_pipeline.audit.wording import TableColumn, format_age, lay_out_facts
+from dlac_pipeline.cli.display import TrainingDisplay, command_with, describe_outcome, describe_status, watch_run
+from dlac_pipeline.cli.shared import (
     LOOK,
     OUT,
     RECOVER,
@@ -37,7 +38,6 @@ from dlac_pipeline.lakehouse.plain_json import strict_json
 from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
 from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.spec.spec_problems import LONGEST_WAIT_S
-from dlac_pipeline.wording import TableColumn, format_age, lay_out_facts
 
 if TYPE_CHECKING:
     from dlac_pipeline.lakehouse.ledger.plans import PlanRow

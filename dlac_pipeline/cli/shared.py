@@ -19,11 +19,11 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from dlac_pipeline.audit.wording import TableColumn, fold, format_bytes, lay_out_facts, lay_out_table
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.ledger.run_rows import check_run_name
 from dlac_pipeline.lakehouse.plain_json import strict_json
 from dlac_pipeline.spec.job_spec import JobSpec, home_folder, parse_spec, read_spec
-from dlac_pipeline.wording import TableColumn, fold, format_bytes, lay_out_facts, lay_out_table
 
 if TYPE_CHECKING:
     from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse

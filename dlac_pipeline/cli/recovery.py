@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dlac_pipeline.commands.shared import (
+from dlac_pipeline.audit.wording import TableColumn, fold, format_count, format_duration, lay_out_facts
+from dlac_pipeline.cli.shared import (
     OUT,
     RECOVER,
     AsJson,
@@ -26,7 +27,6 @@ from dlac_pipeline.commands.shared import (
 from dlac_pipeline.lakehouse.ledger.run_rows import check_run_name
 from dlac_pipeline.lakehouse.plain_json import strict_json
 from dlac_pipeline.spec.spec_problems import MOST_STEPS
-from dlac_pipeline.wording import TableColumn, fold, format_count, format_duration, lay_out_facts
 
 if TYPE_CHECKING:
     from dlac_pipeline.lakehouse.ledger.recoveries import Recovery
