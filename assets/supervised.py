@@ -46,7 +46,7 @@ def supervised(
     again, it kills it. An event that cannot be passed on is lost, and training goes on.
     """
     process = subprocess.Popen(
-        [sys.executable, "-m", "dlac_pipeline.supervisor"],
+        [sys.executable, "-m", "dlac_pipeline.launchers.supervisor_process"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         start_new_session=True,

@@ -203,7 +203,7 @@ class Launch:
         self._log = log
         with log.open("wb") as stdout, log.with_suffix(".err").open("wb") as stderr:
             self.process = subprocess.Popen(
-                [*under, sys.executable, "-m", "dlac_pipeline.supervisor"],
+                [*under, sys.executable, "-m", "dlac_pipeline.launchers.supervisor_process"],
                 stdin=subprocess.PIPE,
                 stdout=stdout,
                 stderr=stderr,

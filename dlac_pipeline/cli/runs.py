@@ -146,7 +146,7 @@ def rendezvous(
     Without this one of the machines serves it, and the others cannot meet while that one is away.
     """
     from dlac_pipeline.elastic.endpoint import serve_rendezvous
-    from dlac_pipeline.supervisor.signals import on_signals
+    from dlac_pipeline.launchers.signals import on_signals
 
     stop = threading.Event()
     on_signals((signal.SIGINT, signal.SIGTERM), stop.set)
@@ -256,7 +256,7 @@ def _row_of_run(facts: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _launch(request: Request) -> None:
     from dlac_pipeline.launchers.protocol import launcher_for
-    from dlac_pipeline.supervisor.signals import on_ending_signals, on_signals
+    from dlac_pipeline.launchers.signals import on_ending_signals, on_signals
 
     run = request.spec.run
     with TrainingDisplay(OUT, run) as display:

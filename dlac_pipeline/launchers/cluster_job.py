@@ -1,6 +1,7 @@
 """A run as one job of a cluster: submit it, follow it, cancel it, and judge how it ended.
 
-The nodes recover by themselves (`supervisor/node.py`). Their events come from the scheduler's logs, which may lag or be lost.
+The nodes recover by themselves (`launchers/node_process.py`). Their events come from the scheduler's logs, which may lag or
+be lost.
 Whether the run is finished is in the ledger: a scheduler's "completed" only says that no process is left.
 """
 
@@ -14,7 +15,6 @@ from dataclasses import replace
 from typing import TypeVar
 
 from dlac_pipeline.checkpoint.copies import nodes_with_newest
-from dlac_pipeline.cluster_checks import store_in_doubt
 from dlac_pipeline.lakehouse import errors
 from dlac_pipeline.lakehouse.errors import (
     ClusterRefused,
@@ -27,6 +27,7 @@ from dlac_pipeline.lakehouse.errors import (
 from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import HEAD_KINDS
+from dlac_pipeline.launchers.cluster_checks import store_in_doubt
 from dlac_pipeline.launchers.events import NodeEvents
 from dlac_pipeline.launchers.scheduler import JobState, Scheduler
 from dlac_pipeline.recover.attempt import Event

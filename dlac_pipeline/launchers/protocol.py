@@ -10,10 +10,10 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Protocol
 
-from dlac_pipeline.cluster_checks import check_cluster
 from dlac_pipeline.elastic.starter import RankStarter
 from dlac_pipeline.lakehouse.errors import BadInput, SpecInvalid
 from dlac_pipeline.lakehouse.masking import mask_setting
+from dlac_pipeline.launchers.cluster_checks import check_cluster
 from dlac_pipeline.recover.attempt import Event
 from dlac_pipeline.recover.leg_choice import Wish
 from dlac_pipeline.recover.supervise import Outcome, Supervisor
@@ -35,7 +35,7 @@ class Launcher(Protocol):
         """
 
     def stop(self) -> None:
-        """Ask for an orderly end: checkpoint, then leave. May be called from any thread (`supervisor/signals.py`)."""
+        """Ask for an orderly end: checkpoint, then leave. May be called from any thread (`launchers/signals.py`)."""
 
     def leave(self) -> None:
         """Ask this node alone to leave. The run continues if enough others are left."""

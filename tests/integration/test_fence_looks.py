@@ -13,9 +13,9 @@ from dlac_pipeline.lakehouse.errors import CatalogUnreachable
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
 from dlac_pipeline.lakehouse.ledger.commits import claim
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger, RunState
+from dlac_pipeline.launchers import serve
 from dlac_pipeline.recover.supervise import Outcome
 from dlac_pipeline.spec.launch_request import Request
-from dlac_pipeline.supervisor import serving
 from tests.conftest import wait_until
 
 if TYPE_CHECKING:
@@ -61,13 +61,13 @@ def test_the_fence_is_looked_at_over_one_connection(arena: Arena, monkeypatch: p
             raise CatalogUnreachable("the catalog is away")
         return state(self, run)
 
-    monkeypatch.setattr(serving, "connect", opening)
+    monkeypatch.setattr(serve, "connect", opening)
     monkeypatch.setattr(Ledger, "state", looking)
-    monkeypatch.setattr(serving, "MARGIN_S", 0.0)
+    monkeypatch.setattr(serve, "MARGIN_S", 0.0)
     monkeypatch.setattr(os, "_exit", lambda status: None)
     request = Request(spec=arena.spec(RUN, grace_s=0.01), launched_by="me", fence_look_s=0.01)
     launched = Launched()
-    watcher = threading.Thread(target=serving.stop_when_replaced, args=(launched, request))
+    watcher = threading.Thread(target=serve.stop_when_replaced, args=(launched, request))
     watcher.start()
     wait_until(lambda: len(looks) >= 3, what="three looks", within_s=120)
     assert len(opened) == 1

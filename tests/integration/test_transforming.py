@@ -90,7 +90,9 @@ def test_a_changed_transform_is_refused(arena: Arena, script: str) -> None:
     assert min(arena.train(spec)) == 7
 
 
-@pytest.mark.parametrize("program", ["dlac_pipeline.supervisor", "dlac_pipeline.supervisor.node"])
+@pytest.mark.parametrize(
+    "program", ["dlac_pipeline.launchers.supervisor_process", "dlac_pipeline.launchers.node_process"]
+)
 def test_what_a_transform_prints_is_no_event(arena: Arena, tmp_path: Path, program: str) -> None:
     """Supervisors import it; what it prints, and what a library writes to its descriptor, goes to standard error."""
     (tmp_path / "prints.py").write_text(

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from dlac_pipeline.cluster_checks import store_in_doubt
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.errors import ClusterRefused, ClusterSilent, NoProgress, TrainingFailed
 from dlac_pipeline.lakehouse.iceberg.connect import connect
@@ -21,15 +20,16 @@ from dlac_pipeline.lakehouse.ledger.commits import finish as commit_finish
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import Row
 from dlac_pipeline.launchers import cluster_job, slurm
+from dlac_pipeline.launchers.cluster_checks import store_in_doubt
 from dlac_pipeline.launchers.cluster_job import SILENT_S, ClusterJob
 from dlac_pipeline.launchers.events import NodeEvents
+from dlac_pipeline.launchers.node_process import end_orphan, this_start
+from dlac_pipeline.launchers.orchestrator import say
 from dlac_pipeline.launchers.scheduler import JobState
 from dlac_pipeline.launchers.slurm import Slurm
 from dlac_pipeline.recover.supervise import Outcome
 from dlac_pipeline.spec.job_spec import parse_spec
 from dlac_pipeline.spec.launch_request import Request
-from dlac_pipeline.supervisor.node import end_orphan, this_start
-from dlac_pipeline.supervisor.orchestrator import say
 from tests.cluster import CANCELLED, COMPLETED, FAILED, GOOD, LOST, PENDING, PREEMPTED, RUNNING, Scripted, asked
 
 RUN = GOOD["run"]

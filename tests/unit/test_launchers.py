@@ -14,11 +14,11 @@ from kubernetes_validate import validate
 
 from dlac_pipeline.lakehouse.errors import BadInput, SpecInvalid
 from dlac_pipeline.launchers import protocol
+from dlac_pipeline.launchers.node_process import for_node
 from dlac_pipeline.launchers.protocol import launcher_for, rendered
 from dlac_pipeline.recover.supervise import Supervisor
 from dlac_pipeline.spec.job_spec import parse_spec
 from dlac_pipeline.spec.launch_request import Request, pack, unpack
-from dlac_pipeline.supervisor.node import for_node
 from tests.cluster import asked
 
 SLURM = {"cpu": 8, "gpu": 4, "memory_mb": 64_000, "time_limit_s": 93_784, "partition": "h100", "account": "lm"} | {
@@ -75,7 +75,7 @@ def test_slurm_script_asks_for_range() -> None:
     words = shlex.split(srun)
     assert {"--ntasks-per-node=1", "--ntasks=$SLURM_JOB_NUM_NODES", "--cpus-per-task=8", "--no-kill"} <= set(words)
     assert {"--wait=0", "--kill-on-bad-exit=0", "--open-mode=append"} <= set(words)
-    assert words[-3:] == ["python3", "-m", "dlac_pipeline.supervisor.node"]
+    assert words[-3:] == ["python3", "-m", "dlac_pipeline.launchers.node_process"]
     assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
 
 
@@ -171,7 +171,7 @@ def test_pods_get_time_to_checkpoint() -> None:
     assert (pod["terminationGracePeriodSeconds"], pod["restartPolicy"]) == (100, "Never")
     assert (pod["serviceAccountName"], pod["nodeSelector"]) == ("trainer", {"pool": "h100"})
     (container,) = pod["containers"]
-    assert container["command"] == ["python3", "-m", "dlac_pipeline.supervisor.node"]
+    assert container["command"] == ["python3", "-m", "dlac_pipeline.launchers.node_process"]
     wanted = {"cpu": "8", "memory": "64000M", "nvidia.com/gpu": "4"}
     assert container["resources"] == {"limits": wanted, "requests": wanted}
 

@@ -49,8 +49,8 @@ def test_every_error_says_what_it_means_and_how_a_process_ends_of_it() -> None:
 @pytest.mark.parametrize(
     ("module", "left"),
     [
-        ("dlac_pipeline.supervisor.serving", {"torch", "deepspeed", "dagster"}),
-        ("dlac_pipeline.supervisor.__main__", {"pyiceberg", "pyarrow", "sqlalchemy"}),
+        ("dlac_pipeline.launchers.serve", {"torch", "deepspeed", "dagster"}),
+        ("dlac_pipeline.launchers.supervisor_process", {"pyiceberg", "pyarrow", "sqlalchemy"}),
         ("jobs.definitions", {"pyiceberg", "pyarrow", "duckdb", "numpy", "torch", "matplotlib"}),
         ("dlac_pipeline.cli.main", {"pyiceberg", "pyarrow", "duckdb", "numpy", "sqlalchemy", "torch", "dagster"}),
     ],

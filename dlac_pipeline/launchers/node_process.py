@@ -1,4 +1,4 @@
-"""The process on every node of a cluster job: `python -m dlac_pipeline.supervisor.node`, with the request in its environment.
+"""The process on each node of a cluster job: `python -m dlac_pipeline.launchers.node_process`. The environment has the request.
 
 It supervises the ranks of its node. Standard output: one event per line of JSON; what libraries and users' code print goes to
 standard error. SIGTERM, by which schedulers preempt, evict and cancel, makes the node leave after a checkpoint; the run continues
@@ -20,14 +20,14 @@ from contextlib import suppress
 from dlac_pipeline.lakehouse.errors import DlacError, SpecInvalid
 from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+from dlac_pipeline.launchers.orchestrator import keep_events_apart, say
 from dlac_pipeline.launchers.protocol import supervisor_of
 from dlac_pipeline.launchers.scheduler import FIRST_NODE_VARIABLE, KEY_FILE_VARIABLE, UNFINISHED_EXIT_CODE
+from dlac_pipeline.launchers.serve import run_and_tell, say_error, stop_when_replaced
+from dlac_pipeline.launchers.signals import on_ending_signals
 from dlac_pipeline.launchers.slurm import Slurm
 from dlac_pipeline.recover.claims import to_replace
 from dlac_pipeline.spec.launch_request import Request, unpack
-from dlac_pipeline.supervisor.orchestrator import keep_events_apart, say
-from dlac_pipeline.supervisor.serving import run_and_tell, say_error, stop_when_replaced
-from dlac_pipeline.supervisor.signals import on_ending_signals
 
 _JOB_VARIABLE = "SLURM_JOB_ID"
 _RESTARTS_VARIABLE = "SLURM_RESTART_COUNT"

@@ -11,11 +11,11 @@ from dlac_pipeline.elastic.starter import RankStarter
 from dlac_pipeline.lakehouse.errors import DlacError, Fenced, name_of
 from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+from dlac_pipeline.launchers.orchestrator import MARGIN_S, Orchestrator, say
 from dlac_pipeline.launchers.protocol import Launcher, launcher_for
+from dlac_pipeline.launchers.signals import on_ending_signals
 from dlac_pipeline.recover.claims import launcher_of
 from dlac_pipeline.spec.launch_request import Request
-from dlac_pipeline.supervisor.orchestrator import MARGIN_S, Orchestrator, say
-from dlac_pipeline.supervisor.signals import on_ending_signals
 
 
 def serve(request: Request, starter: RankStarter, orchestrator: Orchestrator) -> int:

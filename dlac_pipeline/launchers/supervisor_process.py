@@ -1,4 +1,4 @@
-"""The supervisor as a process of its own, for an orchestrator: `python -m dlac_pipeline.supervisor < request`.
+"""The supervisor as a process of its own, for an orchestrator: `python -m dlac_pipeline.launchers.supervisor_process < request`.
 
 Standard input: one line of JSON (the request), then nothing until the orchestrator closes it or dies, which ends the run in
 good order. Standard output: one event per line of JSON, among them a sign of life (`alive`) every few seconds; what libraries
@@ -18,8 +18,8 @@ from pydantic import ValidationError
 
 from dlac_pipeline.elastic.starter import RankStarter
 from dlac_pipeline.lakehouse.errors import SpecInvalid
+from dlac_pipeline.launchers.orchestrator import Orchestrator, keep_events_apart
 from dlac_pipeline.spec.launch_request import Request
-from dlac_pipeline.supervisor.orchestrator import Orchestrator, keep_events_apart
 
 
 def main() -> int:
@@ -29,13 +29,13 @@ def main() -> int:
     try:
         request = Request.model_validate_json(sys.stdin.readline())
     except ValidationError as err:
-        from dlac_pipeline.supervisor.serving import say_error
+        from dlac_pipeline.launchers.serve import say_error
 
         return say_error(SpecInvalid(f"not a valid request: {err}"))
     orchestrator = Orchestrator()
     if request.spec.launch.on == "here":
         starter.begin(request.spec)
-    from dlac_pipeline.supervisor.serving import serve
+    from dlac_pipeline.launchers.serve import serve
 
     return serve(request, starter, orchestrator)
 
