@@ -11,7 +11,7 @@ from dlac_pipeline.spec.job_spec import JobSpec
 
 if TYPE_CHECKING:
     from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
-    from dlac_pipeline.plan.leg import Leg
+    from dlac_pipeline.plan.legs.leg import Leg
 
 
 @dg.asset(
@@ -59,7 +59,7 @@ def pinned_snapshot(context: dg.AssetExecutionContext, job: JobResource) -> dg.M
 def work_plan(context: dg.AssetExecutionContext, job: JobResource) -> dg.MaterializeResult[None]:
     """Plan the pinned snapshots; a run that goes on keeps the plans that its leg binds."""
     from dlac_pipeline.lakehouse.ledger.plans import get_plan
-    from dlac_pipeline.plan.legs import check_readable
+    from dlac_pipeline.plan.legs.choice import check_readable
     from dlac_pipeline.plan.planner import make_plan
 
     with told_to_dagster(context):
@@ -98,7 +98,7 @@ def _last_leg(lakehouse: "Lakehouse", spec: JobSpec) -> "Leg | None":
     """
     from dlac_pipeline.lakehouse.ledger.ledger import Ledger
     from dlac_pipeline.lakehouse.ledger.run_rows import HEAD_KINDS, fence_of_rows
-    from dlac_pipeline.plan.legs import check_sources
+    from dlac_pipeline.plan.legs.choice import check_sources
     from dlac_pipeline.recover.leg_choice import leg_of
 
     rows = Ledger(lakehouse).rows(spec.run, kinds=HEAD_KINDS)

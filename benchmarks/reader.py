@@ -42,7 +42,7 @@ from tokenizers import Tokenizer
 from benchmarks.figures import Figure, report
 from benchmarks.peer_loaders.tables import Lake
 from dlac_pipeline.ingest.tokenizer import save_tokenizer, train_tokenizer
-from dlac_pipeline.plan.legs import first_leg
+from dlac_pipeline.plan.legs.choice import first_leg
 from dlac_pipeline.plan.planner import make_plan
 from dlac_pipeline.read.batch import Batch
 from dlac_pipeline.read.memory import ALLOCATOR_SETTINGS

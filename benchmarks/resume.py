@@ -32,8 +32,8 @@ from pyiceberg.io.pyarrow import PyArrowFile
 from benchmarks.figures import Figure, report
 from benchmarks.peer_loaders.tables import Lake
 from benchmarks.reader import Kind, build, job
-from dlac_pipeline.plan.leg import Leg
-from dlac_pipeline.plan.legs import first_leg
+from dlac_pipeline.plan.legs.choice import first_leg
+from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.plan.planner import make_plan
 from dlac_pipeline.read.blocks import BlockDecoder
 from dlac_pipeline.read.open import OpenLeg, open_leg

@@ -31,7 +31,7 @@ from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
 from dlac_pipeline.lakehouse.iceberg.row_groups import RowGroup
 from dlac_pipeline.lakehouse.ledger.plans import PlanRow, read_units
 from dlac_pipeline.plan import planner
-from dlac_pipeline.plan.leg import Leg, LegSource
+from dlac_pipeline.plan.legs.leg import Leg, LegSource
 from dlac_pipeline.plan.source_order import SourceStart
 from dlac_pipeline.plan.units import UnitTable
 

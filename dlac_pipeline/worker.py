@@ -41,7 +41,7 @@ from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.iceberg.pins import let_go
 from dlac_pipeline.lakehouse.ledger.commits import Attempt, finish
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
-from dlac_pipeline.plan.leg import Leg
+from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.ranks.process_group import join, serve_group_store
 from dlac_pipeline.ranks.progress import EventWriter, Phase
 from dlac_pipeline.ranks.rank import LAUNCH_VARIABLE, REHEARSAL_VARIABLE, leave_reason

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from dlac_pipeline.plan.leg import Leg, LegSource
+from dlac_pipeline.plan.legs.leg import Leg, LegSource
 from dlac_pipeline.plan.order import LegOrder
 from dlac_pipeline.plan.source_order import SourceStart
 from dlac_pipeline.plan.units import UnitTable

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import dlac_pipeline as dlac
 from dlac_pipeline.lakehouse.iceberg.connect import connect
-from dlac_pipeline.plan.leg import Leg
+from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.read.batch import Batch
 from dlac_pipeline.read.open import open_leg
 

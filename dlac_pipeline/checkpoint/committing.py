@@ -23,7 +23,7 @@ from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger.commits import Attempt, check_mine, commit_checkpoint
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import HEAD_KINDS, checkpoint_rows, repeatable
-from dlac_pipeline.plan.leg import Leg
+from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.plan.order import LegOrder
 from dlac_pipeline.spec.job_spec import CheckpointSpec
 from dlac_pipeline.track.tracker import ReaderStateTracker

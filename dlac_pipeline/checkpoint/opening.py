@@ -10,7 +10,7 @@ from dlac_pipeline.checkpoint.store import Tiers
 from dlac_pipeline.checkpoint.tree import RankTree
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger.commits import Attempt
-from dlac_pipeline.plan.leg import Leg
+from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.plan.order import LegOrder
 from dlac_pipeline.spec.job_spec import JobSpec
 

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
-from dlac_pipeline.plan.leg import Leg
+from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.plan.order import Advance, LegOrder
 from dlac_pipeline.plan.planner import record_cut
 from dlac_pipeline.track.tracker import ReaderStateTracker

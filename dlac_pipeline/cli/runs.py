@@ -49,7 +49,7 @@ app = typer.Typer()
 def plan(spec: SpecFile, home: Home = None, as_json: AsJson = False) -> None:
     """Pin the snapshot of the source table and write its work units down."""
     from dlac_pipeline.lakehouse.iceberg.connect import connect
-    from dlac_pipeline.plan.legs import check_readable
+    from dlac_pipeline.plan.legs.choice import check_readable
     from dlac_pipeline.plan.planner import make_plan
 
     job = resolved(spec, home)

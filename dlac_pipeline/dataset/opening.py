@@ -19,8 +19,8 @@ from dlac_pipeline.dataset.state import check_asked, read_state
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.errors import DlacError, SpecInvalid, TrainingFailed
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
-from dlac_pipeline.plan.leg import Leg
-from dlac_pipeline.plan.legs import check_readable, check_tokens, first_leg
+from dlac_pipeline.plan.legs.choice import check_readable, check_tokens, first_leg
+from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.plan.planner import make_plan
 from dlac_pipeline.spec.job_spec import (
     JobSpec,

@@ -13,8 +13,8 @@ from torch.utils.data import get_worker_info
 from dlac_pipeline.dataset.batches import LastBatch
 from dlac_pipeline.lakehouse.errors import FormatTooNew, ResumeMismatch, SpecInvalid
 from dlac_pipeline.lakehouse.iceberg.connect import connect
-from dlac_pipeline.plan.leg import Leg, told
-from dlac_pipeline.plan.legs import asked_for
+from dlac_pipeline.plan.legs.choice import asked_for
+from dlac_pipeline.plan.legs.leg import Leg, told
 from dlac_pipeline.plan.order import LegOrder
 from dlac_pipeline.plan.source_order import Cursor, SourceOrder
 from dlac_pipeline.spec.job_spec import (

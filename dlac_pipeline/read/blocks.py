@@ -25,7 +25,7 @@ from dlac_pipeline.lakehouse.errors import DataFileUnreadable
 from dlac_pipeline.lakehouse.iceberg.columns import FileColumns, lacks_columns, name_mapping_of, open_parquet
 from dlac_pipeline.lakehouse.iceberg.data_files import live_files
 from dlac_pipeline.plan.cut import Slices
-from dlac_pipeline.plan.leg import LegSource
+from dlac_pipeline.plan.legs.leg import LegSource
 from dlac_pipeline.plan.units import UnitTable
 from dlac_pipeline.read.joining import end_to_end, take_rows
 from dlac_pipeline.read.memory import Buffers

@@ -13,8 +13,8 @@ from pyiceberg.table import Table
 from dlac_pipeline.lakehouse.errors import ResumeMismatch
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.iceberg.snapshots import check_same_table
-from dlac_pipeline.plan.leg import Leg, LegSequences, LegSource
-from dlac_pipeline.plan.legs import check_alike
+from dlac_pipeline.plan.legs.choice import check_alike
+from dlac_pipeline.plan.legs.leg import Leg, LegSequences, LegSource
 from dlac_pipeline.plan.order import LegOrder, ReaderState
 from dlac_pipeline.plan.planner import Plan, load_plan
 from dlac_pipeline.plan.source_order import Cursor, Stretch

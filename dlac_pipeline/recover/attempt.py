@@ -30,7 +30,7 @@ from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.older_ledger import LedgerWatch
 from dlac_pipeline.lakehouse.ledger.plans import get_plan
-from dlac_pipeline.plan.leg import Leg
+from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.ranks.group import Exit, RankGroup
 from dlac_pipeline.ranks.launch_folder import room_file
 from dlac_pipeline.ranks.progress import Phase, Progress

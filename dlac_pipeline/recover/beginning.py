@@ -20,7 +20,7 @@ from dlac_pipeline.lakehouse.errors import SpecInvalid, StoreUnavailable
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger.commits import Attempt
 from dlac_pipeline.lakehouse.ledger.run_rows import Row, checkpoint_rows
-from dlac_pipeline.plan.leg import Leg
+from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.plan.order import LegOrder
 from dlac_pipeline.read.open import OpenLeg, open_leg
 from dlac_pipeline.recover.coordinator import ResumePoint, new_nonce, take_over

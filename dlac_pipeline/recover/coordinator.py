@@ -38,7 +38,7 @@ from dlac_pipeline.lakehouse.ledger.run_rows import (
     restorable_rows,
     way_out,
 )
-from dlac_pipeline.plan.leg import Leg
+from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.plan.order import ReaderState
 from dlac_pipeline.plan.source_order import Cursor
 from dlac_pipeline.recover.leg_choice import RESUME, LegChooser, Wish, leg_of, planned

@@ -28,8 +28,8 @@ from dlac_pipeline.lakehouse.errors import (
 )
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import HEAD_KINDS
-from dlac_pipeline.plan.follow import Unreadable
-from dlac_pipeline.plan.leg import Leg
+from dlac_pipeline.plan.legs.follow import Unreadable
+from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.recover.attempt import SupervisedAttempt, Supervision
 from dlac_pipeline.recover.causes import STUCK
 from dlac_pipeline.recover.claims import attempts_without_progress

@@ -23,9 +23,9 @@ from dlac_pipeline.lakehouse.ledger.branches import Exclusion, exclusions_in_for
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger, RunState
 from dlac_pipeline.lakehouse.ledger.plans import PlanRow, find_plan
 from dlac_pipeline.lakehouse.ledger.run_rows import HEAD_KINDS, Row, checkpoint_rows, lineage_of, way_out
-from dlac_pipeline.plan.follow import Unreadable, leaving_out, next_leg
-from dlac_pipeline.plan.leg import Leg
-from dlac_pipeline.plan.legs import asked_for, check_readable, check_sources, first_leg
+from dlac_pipeline.plan.legs.choice import asked_for, check_readable, check_sources, first_leg
+from dlac_pipeline.plan.legs.follow import Unreadable, leaving_out, next_leg
+from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.plan.planner import check_plan, load_plan, make_plan
 from dlac_pipeline.plan.source_order import Cursor
 from dlac_pipeline.spec.job_spec import JobSpec, SourceSpec

@@ -20,7 +20,7 @@ from dlac_pipeline.lakehouse.ledger.older_ledger import check_ledger
 from dlac_pipeline.lakehouse.ledger.plans import find_plan
 from dlac_pipeline.lakehouse.ledger.recoveries import Recovery, recoveries_of
 from dlac_pipeline.lakehouse.ledger.run_rows import HEAD_KINDS, Fence, Row, checkpoint_rows, lineage_of
-from dlac_pipeline.plan.leg import Leg
+from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.ranks.progress import Phase, Progress, read_all_progress, read_total_steps
 from dlac_pipeline.recover.claims import attempts_without_progress, launch_folder_of
 from dlac_pipeline.recover.leg_choice import leg_of

@@ -25,8 +25,8 @@ from dlac_pipeline.lakehouse.errors import CheckpointDamaged, NothingToRehearse,
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import Row, checkpoint_rows, fence_of_rows, out_of
-from dlac_pipeline.plan.leg import Leg
-from dlac_pipeline.plan.legs import check_sources
+from dlac_pipeline.plan.legs.choice import check_sources
+from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.ranks.addresses import free_port
 from dlac_pipeline.ranks.group import RankGroup
 from dlac_pipeline.ranks.rank import REHEARSAL_VARIABLE

@@ -33,8 +33,8 @@ from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.older_ledger import check_ledger, check_store
 from dlac_pipeline.lakehouse.ledger.plans import get_plan
 from dlac_pipeline.lakehouse.ledger.run_rows import Row, checkpoint_rows, lineage_of, restorable, restorable_rows
-from dlac_pipeline.plan.leg import Leg, LegSource
-from dlac_pipeline.plan.legs import check_sources
+from dlac_pipeline.plan.legs.choice import check_sources
+from dlac_pipeline.plan.legs.leg import Leg, LegSource
 from dlac_pipeline.plan.planner import check_plan
 from dlac_pipeline.recover.leg_choice import first_leg_of, leg_of, planned
 from dlac_pipeline.spec.job_spec import JobSpec

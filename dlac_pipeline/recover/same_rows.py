@@ -13,8 +13,8 @@ from typing import Literal
 from dlac_pipeline.elastic.all_ranks import LOST
 from dlac_pipeline.lakehouse import errors
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
-from dlac_pipeline.plan.follow import Unreadable
-from dlac_pipeline.plan.leg import Leg
+from dlac_pipeline.plan.legs.follow import Unreadable
+from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.plan.order import LegOrder
 from dlac_pipeline.plan.planner import load_plan
 from dlac_pipeline.plan.source_order import SourceOrder

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from dlac_pipeline.lakehouse.errors import DataFileUnreadable
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
-from dlac_pipeline.plan.follow import Unreadable
-from dlac_pipeline.plan.leg import Leg
+from dlac_pipeline.plan.legs.follow import Unreadable
+from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.plan.planner import Plan, load_plan
 from dlac_pipeline.read.blocks import BlockDecoder, open_decoder
 from dlac_pipeline.spec.job_spec import JobSpec

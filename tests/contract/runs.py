@@ -15,9 +15,9 @@ import numpy.typing as npt
 from blake3 import blake3
 
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
-from dlac_pipeline.plan.follow import next_leg
-from dlac_pipeline.plan.leg import Leg
-from dlac_pipeline.plan.legs import asked_for, first_leg
+from dlac_pipeline.plan.legs.choice import asked_for, first_leg
+from dlac_pipeline.plan.legs.follow import next_leg
+from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.plan.order import LegOrder, ReaderState
 from dlac_pipeline.plan.planner import make_plan
 from dlac_pipeline.plan.source_order import Cursor

@@ -21,7 +21,7 @@ from assets.failures import RUN_TAG
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.checkpoint.listing import list_checkpoints
 from dlac_pipeline.lakehouse.iceberg.pins import list_pins
-from dlac_pipeline.plan.leg import Leg
+from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.recover.due import due
 from dlac_pipeline.recover.run_lock import lock_path
 from dlac_pipeline.recover.signs import is_held

@@ -14,7 +14,7 @@ from dlac_pipeline.checkpoint.store import tiers_of
 from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import Row, checkpoint_rows, fence_of_rows, restorable_rows
-from dlac_pipeline.plan.leg import Leg
+from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.read.open import open_leg
 from dlac_pipeline.spec.job_spec import JobSpec, read_spec
 from tests.conftest import PROGRAMS

@@ -15,8 +15,8 @@ from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.lakehouse.errors import AppendHistoryLost, DataFileUnreadable, NoProgress, ResumeMismatch
 from dlac_pipeline.lakehouse.iceberg.pins import list_pins
 from dlac_pipeline.lakehouse.ledger.commits import Attempt, claim, commit_checkpoint
-from dlac_pipeline.plan.leg import Leg
-from dlac_pipeline.plan.legs import first_leg
+from dlac_pipeline.plan.legs.choice import first_leg
+from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.plan.planner import make_plan
 from dlac_pipeline.recover.coordinator import new_nonce, take_over
 from dlac_pipeline.spec.job_spec import JobSpec

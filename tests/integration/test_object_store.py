@@ -21,7 +21,7 @@ from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.lakehouse.ledger.commits import claim
 from dlac_pipeline.lakehouse.ledger.ledger import Append, Ledger
 from dlac_pipeline.lakehouse.maintenance.upkeep import upkeep
-from dlac_pipeline.plan.legs import first_leg
+from dlac_pipeline.plan.legs.choice import first_leg
 from dlac_pipeline.plan.planner import make_plan
 from dlac_pipeline.read.open import open_leg
 from dlac_pipeline.spec.job_spec import JobSpec, parse_spec

@@ -29,7 +29,7 @@ from dlac_pipeline.lakehouse.errors import (
 from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.lakehouse.iceberg.snapshots import pin, tag_of
 from dlac_pipeline.lakehouse.ledger import plans
-from dlac_pipeline.plan.legs import check_readable
+from dlac_pipeline.plan.legs.choice import check_readable
 from dlac_pipeline.plan.planner import load_plan, make_plan
 from dlac_pipeline.spec.job_spec import SourceSpec, parse_spec
 

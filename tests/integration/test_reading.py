@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dlac_pipeline.lakehouse.errors import DataFileUnreadable, SpecInvalid, UnsupportedColumn
-from dlac_pipeline.plan.legs import first_leg
+from dlac_pipeline.plan.legs.choice import first_leg
 from dlac_pipeline.plan.planner import Plan, make_plan
 from dlac_pipeline.read import streams
 from dlac_pipeline.read.batch import Batch

@@ -133,7 +133,7 @@ def test_partition_column_absent_from_files(lakehouse: Lakehouse, name: str, req
 
 def test_partition_values_of_every_plan(lakehouse: Lakehouse) -> None:
     """A file of an earlier plan, gone from the snapshot that was planned last, keeps its partition value."""
-    from dlac_pipeline.plan.leg import Leg
+    from dlac_pipeline.plan.legs.leg import Leg
     from dlac_pipeline.read.blocks import open_decoder
 
     schema = Schema(NestedField(1, "id", LongType(), required=False), NestedField(2, "part", LongType(), required=True))

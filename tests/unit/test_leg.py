@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from dlac_pipeline.lakehouse.errors import FormatTooNew, ResumeMismatch
-from dlac_pipeline.plan.leg import Leg
+from dlac_pipeline.plan.legs.leg import Leg
 from tests.legs import leg_of
 
 LEG = leg_of()

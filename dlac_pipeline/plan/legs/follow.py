@@ -19,7 +19,7 @@ from dlac_pipeline.lakehouse.iceberg.pins import hold
 from dlac_pipeline.lakehouse.iceberg.row_groups import row_groups_of
 from dlac_pipeline.lakehouse.iceberg.snapshots import schema_id_of, snapshot_of
 from dlac_pipeline.plan.cut import CutSettings
-from dlac_pipeline.plan.leg import Leg, LegSource, QuarantinedUnit, told
+from dlac_pipeline.plan.legs.leg import Leg, LegSource, QuarantinedUnit, told
 from dlac_pipeline.plan.order import ReaderState
 from dlac_pipeline.plan.planner import Plan, exclude_rows, load_plan, make_plan
 from dlac_pipeline.plan.source_order import Cursor, SourceOrder, SourceStart

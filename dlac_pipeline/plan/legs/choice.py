@@ -12,7 +12,7 @@ from pyiceberg.types import IntegerType, ListType, LongType, StringType
 from dlac_pipeline.lakehouse.errors import NoSuchColumn, ResumeMismatch, SpecInvalid, UnsupportedColumn
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.iceberg.snapshots import snapshot_of
-from dlac_pipeline.plan.leg import Leg, LegSequences, LegSource
+from dlac_pipeline.plan.legs.leg import Leg, LegSequences, LegSource
 from dlac_pipeline.plan.planner import Plan, check_source
 from dlac_pipeline.plan.source_order import SourceStart
 from dlac_pipeline.rows.columns import ColumnKind, kinds_of
