@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.figures import Figure, report
-from dlac_pipeline.checkpoint.tree import RankTree
+from dlac_pipeline.checkpoint.collectives import RankTree
 
 _HOP_S, _ROUNDS, _VOTE = 0.020, 12, b"v" * 2048
 _SHAPES = ("tree", "flat", "tree_again", "tree_plain")

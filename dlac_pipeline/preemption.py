@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from dlac_pipeline.checkpoint.pulse import Beat
+from dlac_pipeline.checkpoint.step_sync import Beat
 
 
 def fits(beat: Beat, leave_s: float) -> bool:

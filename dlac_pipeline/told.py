@@ -17,10 +17,10 @@ from pathlib import Path
 
 import psutil
 
+from dlac_pipeline.checkpoint.collectives import RankTree
 from dlac_pipeline.checkpoint.failures import failing_together
 from dlac_pipeline.checkpoint.files import make_below
 from dlac_pipeline.checkpoint.store import Tiers, storing
-from dlac_pipeline.checkpoint.tree import RankTree
 from dlac_pipeline.lakehouse.errors import CatalogUnreachable, CursorMismatch, DlacError, SpecInvalid, TrainingFailed
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger

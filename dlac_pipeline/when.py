@@ -16,7 +16,7 @@ from typing import Any
 
 from dlac_pipeline.checkpoint.interval import Cost, Failures, Interval
 from dlac_pipeline.checkpoint.manager import Committed
-from dlac_pipeline.checkpoint.pulse import Beat, Says
+from dlac_pipeline.checkpoint.step_sync import Beat, Says
 from dlac_pipeline.lakehouse.errors import Preempted
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger

@@ -27,15 +27,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from dlac_pipeline.checkpoint.collectives import RankTree
 from dlac_pipeline.checkpoint.engines import Engine, adapt, skip_shared_memory_op
 from dlac_pipeline.checkpoint.failures import failing_together
 from dlac_pipeline.checkpoint.finiteness import FinitenessCheck
 from dlac_pipeline.checkpoint.manager import Committed
-from dlac_pipeline.checkpoint.opening import open_manager
-from dlac_pipeline.checkpoint.pulse import Beat, Pulse
+from dlac_pipeline.checkpoint.open_manager import open_manager
 from dlac_pipeline.checkpoint.rng import seed_rng
+from dlac_pipeline.checkpoint.step_sync import Beat, Pulse
 from dlac_pipeline.checkpoint.store import name_of, tiers_of
-from dlac_pipeline.checkpoint.tree import RankTree
 from dlac_pipeline.lakehouse.errors import DlacError, LossNotFinite, ScriptInvalid
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.iceberg.pins import let_go

@@ -196,7 +196,7 @@ def due_key(spec: JobSpec, found: Due) -> str:
 
 def _asked_for(spec: JobSpec, found: Due) -> str:
     """The snapshots that are to be trained, behind which rewind, and the spec and script that are to do it."""
-    from dlac_pipeline.checkpoint.config import config_digest  # of the script as well
+    from dlac_pipeline.checkpoint.training_config import config_digest  # of the script as well
 
     digest = blake3((spec.model_dump_json() + config_digest(spec)).encode()).hexdigest(length=16)
     return f"{spec.run}@{','.join(map(str, found.snapshot_ids))}@{found.rewound}@{digest}"

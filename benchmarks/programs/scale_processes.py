@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from dlac_pipeline.checkpoint.tree import RankTree
+from dlac_pipeline.checkpoint.collectives import RankTree
 from dlac_pipeline.ranks.addresses import free_port
 from dlac_pipeline.ranks.environment import GROUP_SETTINGS
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import msgpack
 
-from dlac_pipeline.checkpoint.tree import RankTree
+from dlac_pipeline.checkpoint.collectives import RankTree
 from dlac_pipeline.lakehouse import errors
 from dlac_pipeline.lakehouse.errors import CheckpointError, DlacError
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch.nn import Module
 
-from dlac_pipeline.checkpoint.pulse import Beat
+from dlac_pipeline.checkpoint.step_sync import Beat
 from dlac_pipeline.lakehouse.errors import LossNotFinite
 
 _log = logging.getLogger(__name__)

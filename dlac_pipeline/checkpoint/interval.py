@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dlac_pipeline.checkpoint.pulse import BEAT_EVERY_S, NOTICES
+from dlac_pipeline.checkpoint.step_sync import BEAT_EVERY_S, NOTICES
 from dlac_pipeline.lakehouse.ledger.recoveries import Recovery
 from dlac_pipeline.lakehouse.ledger.run_rows import Row, trains_nothing
 from dlac_pipeline.spec.job_spec import CheckpointSpec

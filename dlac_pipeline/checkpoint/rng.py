@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from dlac_pipeline.checkpoint.engines.safe_load import load_tensors
-from dlac_pipeline.checkpoint.writing import Write
+from dlac_pipeline.checkpoint.stage.copies import Write
 from dlac_pipeline.plan.keys import derive_key
 
 

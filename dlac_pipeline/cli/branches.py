@@ -194,7 +194,7 @@ def retire(
 
     What they have consumed stays in the ledger. On the surviving lineage checkpoint.keep_last says what is kept.
     """
-    from dlac_pipeline.checkpoint.retention import Retention
+    from dlac_pipeline.checkpoint.commit.retention import Retention
     from dlac_pipeline.checkpoint.store import tiers_of
     from dlac_pipeline.lakehouse.ledger.branches import retire_left
     from dlac_pipeline.lakehouse.ledger.ledger import Ledger

@@ -170,7 +170,7 @@ def adopt(
 
     DCP's own index is a pickle, which runs what it is told to: adopt only what you trust.
     """
-    from dlac_pipeline.checkpoint.foreign import foreign_checkpoint
+    from dlac_pipeline.checkpoint.restore.foreign import foreign_checkpoint
     from dlac_pipeline.lakehouse.iceberg.connect import connect
     from dlac_pipeline.recover.adopt import adopt as adopt_checkpoint
 
@@ -194,7 +194,7 @@ def export(
     as_json: AsJson = False,
 ) -> None:
     """Write a checkpoint's weights as safetensors; by the file's digest `dlac whose` finds out what it has seen."""
-    from dlac_pipeline.checkpoint.export import export_weights
+    from dlac_pipeline.checkpoint.restore.export import export_weights
     from dlac_pipeline.checkpoint.store import tiers_of
 
     lakehouse = lakehouse_of(spec, home)
@@ -213,6 +213,6 @@ def whose(
     as_json: AsJson = False,
 ) -> None:
     """Which checkpoint a file of weights is of, by its digest: what that has seen, `dlac sql` tells."""
-    from dlac_pipeline.checkpoint.export import checkpoint_of_file
+    from dlac_pipeline.checkpoint.restore.export import checkpoint_of_file
 
     show_facts(checkpoint_of_file(lakehouse_of(spec, home), file), as_json=as_json)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch.utils.data import IterableDataset, get_worker_info
 
-from dlac_pipeline.checkpoint.tree import RankTree
+from dlac_pipeline.checkpoint.collectives import RankTree
 from dlac_pipeline.dataset.batches import ABOUT, DictBatch, LastBatch, as_dict, make_empty, remove_empty_slots
 from dlac_pipeline.dataset.state import (
     State,

@@ -12,7 +12,7 @@ from typing import Any, SupportsIndex
 import torch.distributed as dist
 from pydantic import BaseModel
 
-from dlac_pipeline.checkpoint.tree import RankTree
+from dlac_pipeline.checkpoint.collectives import RankTree
 from dlac_pipeline.dataset.batches import ABOUT, LAST_BATCHES, LastBatch
 from dlac_pipeline.dataset.dataset import DlacDataset
 from dlac_pipeline.dataset.state import check_asked, read_state

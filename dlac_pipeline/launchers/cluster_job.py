@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TypeVar
 
-from dlac_pipeline.checkpoint.copies import nodes_with_newest
+from dlac_pipeline.checkpoint.commit.local_copies import nodes_with_newest
 from dlac_pipeline.lakehouse import errors
 from dlac_pipeline.lakehouse.errors import (
     ClusterRefused,

@@ -5,11 +5,11 @@ from __future__ import annotations
 import warnings
 from pathlib import Path
 
-from dlac_pipeline.checkpoint.foreign import Foreign
 from dlac_pipeline.checkpoint.manifest import FileEntry
-from dlac_pipeline.checkpoint.sealing import Sealer
+from dlac_pipeline.checkpoint.restore.foreign import Foreign
+from dlac_pipeline.checkpoint.stage.copies import Direct
+from dlac_pipeline.checkpoint.stage.durable_writer import Sealer
 from dlac_pipeline.checkpoint.store import Tiers, tiers_of
-from dlac_pipeline.checkpoint.writing import Direct
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import HEAD_KINDS

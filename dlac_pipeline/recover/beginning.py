@@ -10,12 +10,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from dlac_pipeline.checkpoint.committing import Committer, Prepared
-from dlac_pipeline.checkpoint.config import config_digest
+from dlac_pipeline.checkpoint.commit.coordinator import Committer, Prepared
+from dlac_pipeline.checkpoint.commit.ledger_rows import Vote
 from dlac_pipeline.checkpoint.failures import failure_named
 from dlac_pipeline.checkpoint.manifest import FileEntry
-from dlac_pipeline.checkpoint.rows import Vote
 from dlac_pipeline.checkpoint.store import Tiers, stage_name, storing, tiers_of
+from dlac_pipeline.checkpoint.training_config import config_digest
 from dlac_pipeline.lakehouse.errors import SpecInvalid, StoreUnavailable
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger.commits import Attempt

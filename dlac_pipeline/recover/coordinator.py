@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import Any
 
 from dlac_pipeline.checkpoint.manifest import Manifest, mark_committed
-from dlac_pipeline.checkpoint.restore import Restored, Verify, restore, verify_here
+from dlac_pipeline.checkpoint.restore.verified_copy import Restored, Verify, restore, verify_here
 from dlac_pipeline.checkpoint.store import Tiers, tiers_of
 from dlac_pipeline.lakehouse.errors import (
     CheckpointDamaged,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dlac_pipeline.checkpoint.manifest import Manifest
-from dlac_pipeline.checkpoint.restore import manifest_of
+from dlac_pipeline.checkpoint.restore.verified_copy import manifest_of
 from dlac_pipeline.checkpoint.store import tiers_of
 from dlac_pipeline.lakehouse.errors import (
     CheckpointDamaged,

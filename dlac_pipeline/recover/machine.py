@@ -5,13 +5,13 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 
-from dlac_pipeline.checkpoint.conversion import load_state
+from dlac_pipeline.checkpoint.collectives import RankTree
 from dlac_pipeline.checkpoint.engines import Engine
 from dlac_pipeline.checkpoint.failures import failing_together
-from dlac_pipeline.checkpoint.restore import restore
+from dlac_pipeline.checkpoint.restore.conversion import load_state
+from dlac_pipeline.checkpoint.restore.verified_copy import restore
 from dlac_pipeline.checkpoint.rng import load_rng, rng_file, seed_rng
 from dlac_pipeline.checkpoint.store import Tiers, name_of
-from dlac_pipeline.checkpoint.tree import RankTree
 from dlac_pipeline.lakehouse.errors import ResumeMismatch
 from dlac_pipeline.recover.coordinator import ResumePoint
 from dlac_pipeline.spec.job_spec import JobSpec

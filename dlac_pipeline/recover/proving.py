@@ -23,7 +23,7 @@ from dlac_pipeline.checkpoint.manifest import (
     verify_entries,
     verify_entry,
 )
-from dlac_pipeline.checkpoint.restore import verify_here
+from dlac_pipeline.checkpoint.restore.verified_copy import verify_here
 from dlac_pipeline.checkpoint.store import folder_uri
 from dlac_pipeline.elastic.round import LEADER, Round
 from dlac_pipeline.elastic.sealed_store import Message

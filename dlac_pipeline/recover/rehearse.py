@@ -15,9 +15,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from dlac_pipeline.checkpoint.config import config_digest
-from dlac_pipeline.checkpoint.restore import Restored, restore
+from dlac_pipeline.checkpoint.restore.verified_copy import Restored, restore
 from dlac_pipeline.checkpoint.store import Tiers, tiers_of
+from dlac_pipeline.checkpoint.training_config import config_digest
 from dlac_pipeline.elastic.starter import RankStarter
 from dlac_pipeline.lakehouse import errors
 from dlac_pipeline.lakehouse.durable_io import write_durably

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from dlac_pipeline.audit.audit import audit_run
-from dlac_pipeline.checkpoint.restore import restore
+from dlac_pipeline.checkpoint.restore.verified_copy import restore
 from dlac_pipeline.checkpoint.store import tiers_of
 from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 import dlac_pipeline as dlac
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.audit.lakehouse_sql import open_audit
-from dlac_pipeline.checkpoint.foreign import foreign_checkpoint
+from dlac_pipeline.checkpoint.restore.foreign import foreign_checkpoint
 from dlac_pipeline.lakehouse.errors import CheckpointUnsafe, SpecInvalid
 from dlac_pipeline.recover.adopt import adopt
 from dlac_pipeline.recover.coordinator import new_nonce, take_over

@@ -17,8 +17,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dlac_pipeline.checkpoint import conversion
-from dlac_pipeline.checkpoint.conversion import converted
+from dlac_pipeline.checkpoint.restore import conversion
+from dlac_pipeline.checkpoint.restore.conversion import converted
 from dlac_pipeline.checkpoint.store import folder_of
 from dlac_pipeline.lakehouse.errors import StoreUnavailable
 from tests.conftest import Arena, wait_until
@@ -26,7 +26,7 @@ from tests.conftest import Arena, wait_until
 KILLED = """
 import sys, time
 from pathlib import Path
-from dlac_pipeline.checkpoint.conversion import converted
+from dlac_pipeline.checkpoint.restore.conversion import converted
 def convert(source, target):
     (target / "part").write_bytes(b"half")
     time.sleep(600)
@@ -36,7 +36,7 @@ converted(Path(sys.argv[1]), convert)
 FROZEN = """
 import os, signal, sys
 from pathlib import Path
-from dlac_pipeline.checkpoint.conversion import converted
+from dlac_pipeline.checkpoint.restore.conversion import converted
 def convert(source, target):
     (target / "part").write_bytes(b"late")
     os.kill(os.getpid(), signal.SIGSTOP)

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 from dlac_pipeline import DistributedState, TorchState
 from dlac_pipeline.checkpoint.engines import Engine
 from dlac_pipeline.checkpoint.rng import load_rng, rng_file
-from dlac_pipeline.checkpoint.writing import Copies, CopyMemory, Direct, Writer
+from dlac_pipeline.checkpoint.stage.copies import Copies, CopyMemory, Direct, Writer
 from dlac_pipeline.lakehouse.errors import CheckpointError, CheckpointUnsafe, FormatTooNew, SpecInvalid
 from tests.engine_ranks import STEPS, Saved, assert_same, save
 

@@ -20,7 +20,7 @@ from sqlalchemy import create_engine, text
 
 import dlac_pipeline
 from dlac_pipeline.audit.audit import audit_run
-from dlac_pipeline.checkpoint import committing
+from dlac_pipeline.checkpoint.commit import coordinator
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.errors import CatalogUnreachable, LedgerOlderThanStore
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
@@ -263,7 +263,7 @@ def test_crash_before_commit_is_swept(arena: Arena) -> None:
 
     arena.train(spec, until=15)
     with arena.monkeypatch.context() as patched:
-        patched.setattr(committing, "commit_checkpoint", die)
+        patched.setattr(coordinator, "commit_checkpoint", die)
         with pytest.raises(KeyboardInterrupt):
             arena.train(spec)
     (leaf,) = (arena.home / "checkpoints" / "r").glob("attempt-0002/*/manifest.json")

@@ -15,7 +15,7 @@ import yaml
 import dlac_pipeline as dlac
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.checkpoint.listing import list_checkpoints, verify_checkpoints
-from dlac_pipeline.checkpoint.restore import restore
+from dlac_pipeline.checkpoint.restore.verified_copy import restore
 from dlac_pipeline.checkpoint.store import tiers_of
 from dlac_pipeline.lakehouse.errors import StoreUnavailable
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger

@@ -21,7 +21,7 @@ from dlac_pipeline.recover.supervise import Supervisor
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from dlac_pipeline.checkpoint.writing import Write
+    from dlac_pipeline.checkpoint.stage.copies import Write
     from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
     from tests.conftest import Arena
 

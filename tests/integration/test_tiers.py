@@ -21,7 +21,7 @@ from dlac_pipeline import DistributedState, TorchState
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.checkpoint.files import StoreFiles
 from dlac_pipeline.checkpoint.listing import list_checkpoints, verify_checkpoints
-from dlac_pipeline.checkpoint.restore import restore
+from dlac_pipeline.checkpoint.restore.verified_copy import restore
 from dlac_pipeline.checkpoint.store import tiers_of
 from dlac_pipeline.lakehouse.errors import CheckpointDamaged, StoreUnavailable
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger

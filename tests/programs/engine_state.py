@@ -21,11 +21,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from dlac_pipeline.checkpoint.conversion import load_state
+from dlac_pipeline.checkpoint.collectives import RankTree
 from dlac_pipeline.checkpoint.engines import TorchState, adapt, skip_shared_memory_op
 from dlac_pipeline.checkpoint.engines.engine import Engine
-from dlac_pipeline.checkpoint.tree import RankTree
-from dlac_pipeline.checkpoint.writing import Copies, CopyMemory, Direct
+from dlac_pipeline.checkpoint.restore.conversion import load_state
+from dlac_pipeline.checkpoint.stage.copies import Copies, CopyMemory, Direct
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 
 KEPT = {"number": np.float64(0.1), "enum": HTTPStatus.OK}

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's __init__ does not re-export by name
 
-from dlac_pipeline.checkpoint.tree import RankTree
+from dlac_pipeline.checkpoint.collectives import RankTree
 from dlac_pipeline.ranks.addresses import free_port
 
 RANKS, ROUNDS = 5, 20

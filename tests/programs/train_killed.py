@@ -12,8 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from dlac_pipeline.checkpoint import committing, manager, sealing, writing
-from dlac_pipeline.checkpoint.tree import RankTree
+from dlac_pipeline.checkpoint import manager
+from dlac_pipeline.checkpoint.collectives import RankTree
+from dlac_pipeline.checkpoint.commit import coordinator as committing
+from dlac_pipeline.checkpoint.stage import copies, durable_writer
 
 PHASE, STEP = os.environ["KILL"].split("@")
 _due = False
@@ -96,11 +98,11 @@ def sabotage() -> None:
     last = int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
     coordinator = os.environ["RANK"] == "0"
     if last and PHASE == "copy":
-        replace(writing.Copies, "write", after)
+        replace(copies.Copies, "write", after)
     if last and PHASE == "write":
-        replace(sealing, "write_state", halfway)
+        replace(durable_writer, "write_state", halfway)
     if last and PHASE == "sync":
-        replace(sealing, "sync_file", before)
+        replace(durable_writer, "sync_file", before)
     if last and PHASE == "vote":
         replace(RankTree, "gather", before)
     if coordinator and PHASE == "manifest":

@@ -13,7 +13,7 @@ import train_tiny  # type: ignore[import-not-found]  # the rank puts this folder
 
 import dlac_pipeline.lakehouse.ledger.commits
 from dlac_pipeline import worker
-from dlac_pipeline.checkpoint import committing
+from dlac_pipeline.checkpoint.commit import coordinator
 from dlac_pipeline.lakehouse.ledger.commits import Attempt
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger, RunState
 
@@ -58,6 +58,6 @@ def sabotaged_finish(ledger: Ledger, attempt: Attempt, *, step: int) -> RunState
 
 if __name__ == "__main__":
     worker.finish = sabotaged_finish  # type: ignore[attr-defined]  # replaced where it is used
-    committing.commit_checkpoint = sabotaged_commit  # type: ignore[attr-defined]  # replaced where it is used
+    coordinator.commit_checkpoint = sabotaged_commit  # type: ignore[attr-defined]  # replaced where it is used
     dlac_pipeline.lakehouse.ledger.commits.check_mine = sabotaged_check
     train_tiny.main()

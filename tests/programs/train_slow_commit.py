@@ -6,7 +6,7 @@ from typing import Any
 
 import train_tiny  # type: ignore[import-not-found]  # the rank puts this folder on the path
 
-from dlac_pipeline.checkpoint import committing
+from dlac_pipeline.checkpoint.commit import coordinator
 from dlac_pipeline.lakehouse.ledger.commits import Attempt, commit_checkpoint
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger, RunState
 
@@ -21,5 +21,5 @@ def slow_commit(ledger: Ledger, attempt: Attempt, **rest: Any) -> RunState:
 
 
 if __name__ == "__main__":
-    committing.commit_checkpoint = slow_commit  # type: ignore[attr-defined]  # replaced where it is used
+    coordinator.commit_checkpoint = slow_commit  # type: ignore[attr-defined]  # replaced where it is used
     train_tiny.main()

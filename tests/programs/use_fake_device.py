@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from dlac_pipeline.checkpoint.pulse import Pulse, Says
 from dlac_pipeline.checkpoint.rng import load_rng, save_rng
-from dlac_pipeline.checkpoint.writing import Copies, CopyMemory, Direct
+from dlac_pipeline.checkpoint.stage.copies import Copies, CopyMemory, Direct
+from dlac_pipeline.checkpoint.step_sync import Pulse, Says
 from dlac_pipeline.dataset.batches import as_batch, as_dict, copy_batch
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.read.batch import Batch

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from dlac_pipeline.checkpoint.cursors import agreed_reader_state
-from dlac_pipeline.checkpoint.rows import Vote
+from dlac_pipeline.checkpoint.commit.cursors import agreed_reader_state
+from dlac_pipeline.checkpoint.commit.ledger_rows import Vote
 from dlac_pipeline.lakehouse.errors import CursorMismatch
 from dlac_pipeline.plan.source_order import Cursor
 from dlac_pipeline.told import check_restored

@@ -10,7 +10,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from dlac_pipeline.checkpoint.pulse import Beat, Says
+from dlac_pipeline.checkpoint.step_sync import Beat, Says
 from dlac_pipeline.ranks.launch_folder import notice_file, room_file
 from dlac_pipeline.ranks.progress import EventWriter
 from dlac_pipeline.recover.coordinator import ResumePoint

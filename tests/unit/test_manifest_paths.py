@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from dlac_pipeline.checkpoint.files import StoreFiles, file_digest
-from dlac_pipeline.checkpoint.foreign import foreign_checkpoint
 from dlac_pipeline.checkpoint.manifest import FileEntry, Manifest, content_digest, parse_manifest, verify_files
-from dlac_pipeline.checkpoint.restore import restore
+from dlac_pipeline.checkpoint.restore.foreign import foreign_checkpoint
+from dlac_pipeline.checkpoint.restore.verified_copy import restore
 from dlac_pipeline.checkpoint.store import Tiers
 from dlac_pipeline.lakehouse.errors import CheckpointDamaged, SpecInvalid
 

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from kubernetes_validate import validate
 
-from dlac_pipeline.checkpoint.copies import holders_of, node_name, nodes_with_newest
+from dlac_pipeline.checkpoint.commit.local_copies import holders_of, node_name, nodes_with_newest
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import HEAD_KINDS
 from dlac_pipeline.launchers import slurm

@@ -16,7 +16,7 @@ import torch
 
 from dlac_pipeline.checkpoint.engines.plain_state import plain_state
 from dlac_pipeline.checkpoint.engines.safe_load import load_tensors, refusal
-from dlac_pipeline.checkpoint.streamed import write_state
+from dlac_pipeline.checkpoint.stage.streamed_file import write_state
 from dlac_pipeline.lakehouse.errors import CheckpointUnsafe, SpecInvalid
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from dlac_pipeline.checkpoint.pulse import MAX_STEPS, Beat, Pulse, Says
+from dlac_pipeline.checkpoint.step_sync import MAX_STEPS, Beat, Pulse, Says
 from dlac_pipeline.lakehouse.errors import CursorMismatch
 
 QUIET = Says()

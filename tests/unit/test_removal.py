@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from dlac_pipeline.checkpoint import removal
+from dlac_pipeline.checkpoint.commit import removal
+from dlac_pipeline.checkpoint.commit.retention import Retention
 from dlac_pipeline.checkpoint.files import StoreFiles
-from dlac_pipeline.checkpoint.retention import Retention
 from dlac_pipeline.checkpoint.store import Tiers
 from dlac_pipeline.lakehouse.errors import StoreUnavailable
 from dlac_pipeline.lakehouse.ledger.run_rows import Row

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from dlac_pipeline.checkpoint.rng import load_rng, save_rng, seed_rng
-from dlac_pipeline.checkpoint.writing import Direct
+from dlac_pipeline.checkpoint.stage.copies import Direct
 
 
 def drawn() -> list[float]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from blake3 import blake3
 
-from dlac_pipeline.checkpoint.streamed import write_state
+from dlac_pipeline.checkpoint.stage.streamed_file import write_state
 
 _LARGE = 5 << 20
 """Numbers of four bytes: more than two of the buffers, and a part."""
@@ -61,7 +61,7 @@ _FILLS_UP = """
 import resource, sys
 from pathlib import Path
 import torch
-from dlac_pipeline.checkpoint.streamed import write_state
+from dlac_pipeline.checkpoint.stage.streamed_file import write_state
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), resource.RLIM_INFINITY))
 try:
     write_state([torch.ones(5 << 20), torch.ones(5 << 20)], Path(sys.argv[1]))

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from dlac_pipeline.checkpoint.tree import RankTree
+from dlac_pipeline.checkpoint.collectives import RankTree
 
 
 @pytest.mark.parametrize("world_size", range(1, 65))

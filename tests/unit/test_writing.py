@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from dlac_pipeline.checkpoint.writing import Copies, CopyMemory, Direct, Writer
+from dlac_pipeline.checkpoint.stage.copies import Copies, CopyMemory, Direct, Writer
 
 
 def saved(writer: Writer, folder: Path, state: Any) -> Any:

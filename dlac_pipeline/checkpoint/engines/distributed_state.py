@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from dlac_pipeline.checkpoint.engines.engine import Convert
 from dlac_pipeline.checkpoint.engines.shards import PlainLoadPlanner, PlainSavePlanner, ShardReader, ShardWriter
 from dlac_pipeline.checkpoint.engines.torch_state import TorchState
-from dlac_pipeline.checkpoint.writing import Write
+from dlac_pipeline.checkpoint.stage.copies import Write
 from dlac_pipeline.lakehouse.errors import CheckpointError, DlacError
 
 

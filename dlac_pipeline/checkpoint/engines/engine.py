@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from dlac_pipeline.checkpoint.writing import Write
+from dlac_pipeline.checkpoint.stage.copies import Write
 
 Convert = Callable[[Path, Path], None]
 """Reads a checkpoint's folder and writes what these ranks can load into an empty one; called at one rank only."""

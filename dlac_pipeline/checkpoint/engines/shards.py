@@ -39,7 +39,7 @@ from torch.futures import Future
 
 from dlac_pipeline.checkpoint.engines.plain_state import plain_state
 from dlac_pipeline.checkpoint.engines.safe_load import load_tensors
-from dlac_pipeline.checkpoint.writing import Write
+from dlac_pipeline.checkpoint.stage.copies import Write
 from dlac_pipeline.lakehouse.errors import FormatTooNew, SpecInvalid
 
 _FORMAT_VERSION = 1

@@ -13,7 +13,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from dlac_pipeline.checkpoint.engines.engine import Convert
 from dlac_pipeline.checkpoint.engines.plain_state import plain_state
 from dlac_pipeline.checkpoint.engines.safe_load import load_tensors
-from dlac_pipeline.checkpoint.writing import Write
+from dlac_pipeline.checkpoint.stage.copies import Write
 
 
 class TorchState:

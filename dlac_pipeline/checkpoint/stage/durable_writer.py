@@ -17,8 +17,8 @@ from typing import Any
 from dlac_pipeline.checkpoint.files import sync_file
 from dlac_pipeline.checkpoint.manifest import FileEntry
 from dlac_pipeline.checkpoint.phases import Phases
+from dlac_pipeline.checkpoint.stage.streamed_file import write_state
 from dlac_pipeline.checkpoint.store import Tiers
-from dlac_pipeline.checkpoint.streamed import write_state
 from dlac_pipeline.lakehouse.durable_io import fsync_directory
 
 _THREADS = 4

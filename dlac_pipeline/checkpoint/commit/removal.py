@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 
-from dlac_pipeline.checkpoint.conversion import discard_conversion
+from dlac_pipeline.checkpoint.restore.conversion import discard_conversion
 from dlac_pipeline.checkpoint.store import Tiers, attempt_of
 
 AGAIN_AT_ONCE = 16

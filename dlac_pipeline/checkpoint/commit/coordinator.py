@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
-from dlac_pipeline.checkpoint.copies import describe_holders, holders_of
-from dlac_pipeline.checkpoint.cursors import agreed_reader_state
+from dlac_pipeline.checkpoint.commit.cursors import agreed_reader_state
+from dlac_pipeline.checkpoint.commit.ledger_rows import RowMaker, Vote
+from dlac_pipeline.checkpoint.commit.local_copies import describe_holders, holders_of
+from dlac_pipeline.checkpoint.commit.retention import Retention
 from dlac_pipeline.checkpoint.failures import failure_named, named
 from dlac_pipeline.checkpoint.manifest import FileEntry, Manifest, content_digest, mark_committed
-from dlac_pipeline.checkpoint.retention import Retention
-from dlac_pipeline.checkpoint.rows import RowMaker, Vote
 from dlac_pipeline.checkpoint.store import MANIFEST, Tiers, storing
 from dlac_pipeline.lakehouse.durable_io import fsync_directory, write_durably
 from dlac_pipeline.lakehouse.errors import DlacError, Fenced, LedgerOlderThanStore, RowsBetween, StoreUnavailable

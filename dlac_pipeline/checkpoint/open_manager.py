@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dlac_pipeline.checkpoint.committing import Committer
-from dlac_pipeline.checkpoint.config import config_digest
-from dlac_pipeline.checkpoint.copies import LocalCopies
+from dlac_pipeline.checkpoint.collectives import RankTree
+from dlac_pipeline.checkpoint.commit.coordinator import Committer
+from dlac_pipeline.checkpoint.commit.local_copies import LocalCopies
 from dlac_pipeline.checkpoint.manager import CheckpointManager
 from dlac_pipeline.checkpoint.store import Tiers
-from dlac_pipeline.checkpoint.tree import RankTree
+from dlac_pipeline.checkpoint.training_config import config_digest
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger.commits import Attempt
 from dlac_pipeline.plan.legs.leg import Leg

@@ -20,7 +20,7 @@ from dlac_pipeline.checkpoint.engines.safe_load import load_tensors
 from dlac_pipeline.checkpoint.engines.shards import PlainSavePlanner, ShardWriter
 from dlac_pipeline.checkpoint.engines.torch_state import TorchState
 from dlac_pipeline.checkpoint.engines.universal import safe_classes
-from dlac_pipeline.checkpoint.writing import Write
+from dlac_pipeline.checkpoint.stage.copies import Write
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 
 _RANK = re.compile(r"zero_pp_rank_(\d+)_")

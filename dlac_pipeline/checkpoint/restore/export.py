@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from dlac_pipeline.checkpoint.engines.weights import Weights, weights_of
 from dlac_pipeline.checkpoint.files import file_digest, sync_file
 from dlac_pipeline.checkpoint.manifest import Manifest
-from dlac_pipeline.checkpoint.restore import restore
+from dlac_pipeline.checkpoint.restore.verified_copy import restore
 from dlac_pipeline.checkpoint.store import Tiers, storing
 from dlac_pipeline.lakehouse.durable_io import fsync_directory, make_folder_durably, temporary_beside
 from dlac_pipeline.lakehouse.errors import NoSuchCheckpoint, SpecInvalid

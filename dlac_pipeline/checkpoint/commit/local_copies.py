@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dlac_pipeline.checkpoint.conversion import discard_conversion
+from dlac_pipeline.checkpoint.restore.conversion import discard_conversion
 from dlac_pipeline.checkpoint.store import MANIFEST, Tiers
 from dlac_pipeline.lakehouse.errors import StoreUnavailable
 from dlac_pipeline.lakehouse.ledger.run_rows import Row, checkpoint_rows, fence_of_rows

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dlac_pipeline.checkpoint.rows import Vote
+from dlac_pipeline.checkpoint.commit.ledger_rows import Vote
 from dlac_pipeline.lakehouse.errors import CursorMismatch
 from dlac_pipeline.plan.order import LegOrder
 

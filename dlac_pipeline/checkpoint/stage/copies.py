@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from dlac_pipeline.checkpoint.streamed import write_state
+from dlac_pipeline.checkpoint.stage.streamed_file import write_state
 from dlac_pipeline.read.device import can_pin_memory
 
 

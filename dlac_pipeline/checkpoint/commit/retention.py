@@ -11,8 +11,8 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
+from dlac_pipeline.checkpoint.commit.removal import Removal
 from dlac_pipeline.checkpoint.files import below
-from dlac_pipeline.checkpoint.removal import Removal
 from dlac_pipeline.checkpoint.store import MANIFEST, Tiers, attempt_of, folder_uri, name_of
 from dlac_pipeline.lakehouse.ledger.branches import left_by_rewinds
 from dlac_pipeline.lakehouse.ledger.commits import names_of

@@ -1,0 +1,1 @@
+"""The commit of a checkpoint: votes, ledger rows, local copies, retention."""

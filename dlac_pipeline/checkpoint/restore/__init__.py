@@ -1,0 +1,1 @@
+"""Checkpoints as local folders again: verified copies, conversion, foreign formats, export."""

@@ -1,0 +1,1 @@
+"""Copies of a state, written once to durable files."""
