@@ -14,7 +14,7 @@ from dlac_pipeline.audit.plots import draw_costs, draw_coverage, draw_losses
 from dlac_pipeline.checkpoint.listing import list_checkpoints
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger.recoveries import Recovery
-from dlac_pipeline.recover.status import run_status
+from dlac_pipeline.operations.status import run_status
 
 _SHOWN = 10
 _CHECKPOINT = ("step", "checkpoint_id", "committed_at", "attempt", "bytes", "state", "verified_at", "names")

@@ -99,7 +99,7 @@ def _last_leg(lakehouse: "Lakehouse", spec: JobSpec) -> "Leg | None":
     from dlac_pipeline.lakehouse.ledger.ledger import Ledger
     from dlac_pipeline.lakehouse.ledger.run_rows import HEAD_KINDS, fence_of_rows
     from dlac_pipeline.plan.legs.choice import check_sources
-    from dlac_pipeline.recover.leg_choice import leg_of
+    from dlac_pipeline.supervise.choose_leg import leg_of
 
     rows = Ledger(lakehouse).rows(spec.run, kinds=HEAD_KINDS)
     head = fence_of_rows(rows).head

@@ -41,7 +41,7 @@ def rehearsed(
     lakehouse: "Lakehouse", run: str, *, steps: int | None = None, sandbox_folder: Path | None = None
 ) -> RehearsedRun:
     """Rehearse a run as it was trained; what goes wrong is part of what is said."""
-    from dlac_pipeline.recover.rehearse import rehearse
+    from dlac_pipeline.operations.rehearse import rehearse
 
     try:
         done = rehearse(lakehouse, run, steps=steps, sandbox_folder=sandbox_folder)

@@ -31,8 +31,8 @@ os.environ.setdefault(
 from benchmarks.control_lab.job import commit_checkpoint, import_all, job, make_source_apart
 from benchmarks.control_lab.scenario import EIGHT, KILLED, LEADER, ONE, RACK, Recovery, recover
 from benchmarks.figures import Figure, report
+from dlac_pipeline.elastic.ranks.addresses import free_port
 from dlac_pipeline.elastic.sealed_store import KEY_VARIABLE
-from dlac_pipeline.ranks.addresses import free_port
 from dlac_pipeline.spec.launch_spec import LaunchSpec
 from tests.postgres_server import postgres
 

@@ -24,8 +24,8 @@ from dlac_pipeline.checkpoint.store import folder_of
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
-from dlac_pipeline.recover.supervise import Supervisor
 from dlac_pipeline.spec.job_spec import parse_spec
+from dlac_pipeline.supervise.supervisor import Supervisor
 
 _SEQUENCE = 32
 _SCRIPT = Path(__file__).parent / "programs" / "overhead_rank.py"

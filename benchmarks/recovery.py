@@ -30,8 +30,8 @@ from benchmarks.programs.recovery_sizes import EVERY_STEPS
 from benchmarks.recovery_lab.beside import beside_bare
 from benchmarks.recovery_lab.training import PROGRAMS, RANKS, job, make_source, source_files, steps_behind
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
-from dlac_pipeline.recover.supervise import Supervisor
 from dlac_pipeline.spec.job_spec import parse_spec
+from dlac_pipeline.supervise.supervisor import Supervisor
 
 _SIDES = ("forked", "spawned", "bare")
 _PHASES = ("detect_s", "stop_s", "claim_s", "verify_s", "load_s", "first_step_s")

@@ -23,8 +23,8 @@ import pyarrow as pa
 from benchmarks.figures import Figure, report
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.iceberg.connect import connect
-from dlac_pipeline.recover.supervise import Supervisor
 from dlac_pipeline.spec.job_spec import parse_spec
+from dlac_pipeline.supervise.supervisor import Supervisor
 
 _SCRIPT = Path(__file__).parent / "programs" / "training_rank.py"
 _FULL = {"width": "768", "layers": "10", "vocabulary": "18432", "tokens": "32"}

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from dlac_pipeline.checkpoint.engines.distributed_state import DistributedState
     from dlac_pipeline.dataset import DlacDataset, open_dataset
     from dlac_pipeline.read.batch import Batch
-    from dlac_pipeline.worker import TrainingRun, training_run
+    from dlac_pipeline.train.training_run import TrainingRun, training_run
 
 __all__ = ["Batch", "DistributedState", "DlacDataset", "TorchState", "TrainingRun", "open_dataset", "training_run"]
 
@@ -21,9 +21,9 @@ _HOMES = {
     "DistributedState": "dlac_pipeline.checkpoint.engines.distributed_state",
     "DlacDataset": "dlac_pipeline.dataset",
     "TorchState": "dlac_pipeline.checkpoint.engines",
-    "TrainingRun": "dlac_pipeline.worker",
+    "TrainingRun": "dlac_pipeline.train.training_run",
     "open_dataset": "dlac_pipeline.dataset",
-    "training_run": "dlac_pipeline.worker",
+    "training_run": "dlac_pipeline.train.training_run",
 }
 
 

@@ -25,7 +25,7 @@ from jobs.training_runs import trains
 
 if TYPE_CHECKING:
     from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
-    from dlac_pipeline.recover.due import Due
+    from dlac_pipeline.operations.pending_work import Due
 
 FOLDER = "jobs"
 """Of the home folder: one file for each training run that is to be kept going."""
@@ -100,7 +100,7 @@ def _looks(instance: dg.DagsterInstance, log: logging.Logger) -> Iterator[_Look]
 
 def _look(instance: dg.DagsterInstance, path: Path, log: logging.Logger) -> _Look:
     from dlac_pipeline.lakehouse.iceberg.connect import connect
-    from dlac_pipeline.recover.due import due
+    from dlac_pipeline.operations.pending_work import due
 
     spec = read_spec(path).resolved(home_folder())
     if not any(source.follow == "appends" for source in spec.sources):

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import psutil
 
-from dlac_pipeline.ranks.progress import Progress, read_progress
-from dlac_pipeline.ranks.rank import pid_of
+from dlac_pipeline.elastic.ranks.rank import pid_of
+from dlac_pipeline.supervise.liveness.progress import Progress, read_progress
 
 
 class LiveRun:

@@ -87,7 +87,7 @@ def _lost(beat: Beat, silent_s: float, settings: RecoverySettings) -> str:
 
 def _import_what_a_recovery_needs() -> None:
     """Beside the training: the daemon begins another code server each minute, and `recovery_sensor` is to decide at once."""
-    importlib.import_module("dlac_pipeline.recover.coordinator")
+    importlib.import_module("dlac_pipeline.supervise.claim")
 
 
 def _lost_before_it_beat(

@@ -194,8 +194,8 @@ def _found(
 def living_trainer(instance: dg.DagsterInstance, rows: "list[Row]", settings: RecoverySettings) -> str:
     """Who owns the run and is alive: another Dagster run, or a launch of somebody else's; empty: nobody."""
     from dlac_pipeline.lakehouse.ledger.run_rows import fence_of_rows, finished_of_rows
-    from dlac_pipeline.recover.claims import launcher_of
-    from dlac_pipeline.recover.signs import signs_of
+    from dlac_pipeline.supervise.claims import launcher_of
+    from dlac_pipeline.supervise.liveness.other_launch import signs_of
 
     if not rows or finished_of_rows(rows):
         return ""

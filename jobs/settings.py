@@ -9,9 +9,9 @@ from pathlib import Path
 from pydantic import Field, ValidationError
 
 from dlac_pipeline.lakehouse.errors import SpecInvalid
-from dlac_pipeline.recover.patience import LOST_AFTER_S
 from dlac_pipeline.spec.job_spec import home_folder
 from dlac_pipeline.spec.spec_problems import LONGEST_S, LONGEST_WAIT_S, Section, place_said, problem_said
+from dlac_pipeline.supervise.retry_policy import LOST_AFTER_S
 
 FILE = "orchestration.toml"
 

@@ -96,7 +96,7 @@ def _held_since(lakehouse: "Lakehouse", run: str, since: datetime) -> bool:
 def _files_of(lakehouse: "Lakehouse", run: str) -> "StoreFiles | None":
     """With the store's own settings where the run was launched here; else with those of the lakehouse."""
     from dlac_pipeline.checkpoint.store import tiers_of
-    from dlac_pipeline.recover.claims import last_spec
+    from dlac_pipeline.supervise.claims import last_spec
 
     with suppress(NoSuchJobSpec):
         return tiers_of(last_spec(lakehouse, run)).files

@@ -15,8 +15,8 @@ import pyarrow as pa
 
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.iceberg.connect import connect
-from dlac_pipeline.recover.supervise import Supervisor
 from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
+from dlac_pipeline.supervise.supervisor import Supervisor
 
 _SCRIPT = Path(__file__).parents[1] / "programs" / "control_rank.py"
 _APART = (sys.executable, "-m", "benchmarks.control_lab.job")

@@ -28,8 +28,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's 
 from benchmarks.control_lab.stub_starter import StubStarter
 from dlac_pipeline.elastic import endpoint
 from dlac_pipeline.elastic.preload import end_with_parent
-from dlac_pipeline.recover.supervise import Supervisor
 from dlac_pipeline.spec.job_spec import JobSpec
+from dlac_pipeline.supervise.supervisor import Supervisor
 
 _PIPE_BUF = 4096
 """Bytes that one write puts into a pipe in one piece, also beside other writers."""

@@ -11,13 +11,13 @@ import tempfile
 from functools import partial
 from pathlib import Path
 
-from dlac_pipeline.elastic.starter import RankStarter
-from dlac_pipeline.ranks.group import RankGroup
-from dlac_pipeline.ranks.launch_folder import pid_file, progress_file
-from dlac_pipeline.ranks.processes import Processes, RankProcesses
-from dlac_pipeline.ranks.progress import Phase, ProgressWriter, read_record
-from dlac_pipeline.ranks.share import Share
+from dlac_pipeline.elastic.ranks.launch_folder import pid_file, progress_file
+from dlac_pipeline.elastic.ranks.processes import Processes, RankProcesses
+from dlac_pipeline.elastic.ranks.rank_share import Share
 from dlac_pipeline.spec.job_spec import JobSpec
+from dlac_pipeline.supervise.liveness.progress import Phase, ProgressWriter, read_record
+from dlac_pipeline.supervise.local_ranks import RankGroup
+from dlac_pipeline.supervise.start_ranks import RankStarter
 
 _STUB = Path(__file__).with_name("stub_rank.py")
 

@@ -17,8 +17,8 @@ from dlac_pipeline.ingest.corpus import ingest_stdlib_corpus
 from dlac_pipeline.ingest.tokens import tokenize_corpus
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
-from dlac_pipeline.recover.supervise import Supervisor
 from dlac_pipeline.spec.job_spec import JobSpec, parse_spec, read_spec
+from dlac_pipeline.supervise.supervisor import Supervisor
 from jobs.faults import LiveRun
 
 _KILL_AT = 0.5

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 
 from dlac_pipeline.checkpoint.collectives import RankTree
-from dlac_pipeline.ranks.addresses import free_port
-from dlac_pipeline.ranks.environment import GROUP_SETTINGS
+from dlac_pipeline.elastic.ranks.addresses import free_port
+from dlac_pipeline.elastic.ranks.environment import GROUP_SETTINGS
 
 _FORK = multiprocessing.get_context("fork")  # torch is imported once
 _VOTES = 20

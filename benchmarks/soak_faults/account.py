@@ -25,9 +25,9 @@ from dlac_pipeline.lakehouse.ledger.run_rows import Row, checkpoint_rows
 from dlac_pipeline.lakehouse.ledger.schemas import TABLES
 from dlac_pipeline.lakehouse.maintenance.orphans import remove_orphans
 from dlac_pipeline.lakehouse.maintenance.upkeep import upkeep
-from dlac_pipeline.recover.claims import launch_folder_of
-from dlac_pipeline.recover.run_lock import lock_path
-from dlac_pipeline.recover.signs import is_held
+from dlac_pipeline.supervise.claims import launch_folder_of
+from dlac_pipeline.supervise.liveness.other_launch import is_held
+from dlac_pipeline.supervise.run_lock import lock_path
 
 _RECORDED_SQL = Path(__file__).parents[2] / "tests" / "recorded.sql"
 """From advances to row ids, without the code that made the order."""

@@ -19,8 +19,8 @@ from benchmarks.soak_faults.trainee import Trainee
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.errors import CatalogUnreachable, TrainingFailed
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
-from dlac_pipeline.recover.supervise import Supervisor
 from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
+from dlac_pipeline.supervise.supervisor import Supervisor
 from jobs.local_dagster import LocalDagster
 
 RUNS = 2

@@ -68,8 +68,8 @@ def rewind(
 
     A finished run is open again. What is excluded stays so on this branch, whatever the job spec says.
     """
-    from dlac_pipeline.recover.coordinator import new_nonce
-    from dlac_pipeline.recover.rewind import rewind_run
+    from dlac_pipeline.operations.rewind import rewind_run
+    from dlac_pipeline.supervise.claim import new_nonce
 
     if (to_step is None) == (checkpoint is None):
         raise SpecInvalid(
@@ -154,7 +154,7 @@ def fork(
     """
     from dlac_pipeline.checkpoint.store import tiers_of
     from dlac_pipeline.lakehouse.iceberg.connect import connect
-    from dlac_pipeline.recover.fork import fork as fork_run
+    from dlac_pipeline.operations.fork import fork as fork_run
 
     if step is not None and checkpoint is not None:
         raise SpecInvalid(f"expected --step or --checkpoint, found {step!r} and {checkpoint!r}: name one checkpoint")

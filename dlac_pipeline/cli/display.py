@@ -29,7 +29,7 @@ from dlac_pipeline.lakehouse.plain_json import strict_json
 
 if TYPE_CHECKING:
     from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
-    from dlac_pipeline.recover.supervise import Outcome
+    from dlac_pipeline.supervise.supervisor import Outcome
 
 
 class Interrupted(BaseException):
@@ -70,7 +70,7 @@ def watch_run(
 def _looks(open_lakehouse: Callable[[], Lakehouse], run: str) -> Iterator[dict[str, Any]]:
     """What each look finds: until the run is there, what is waited for."""
     from dlac_pipeline.lakehouse.errors import NoSuchLakehouse, NoSuchRun
-    from dlac_pipeline.recover.live_status import LiveStatus
+    from dlac_pipeline.operations.live_status import LiveStatus
 
     status: LiveStatus | None = None
     while True:
@@ -139,7 +139,7 @@ def command_with(command: str, options: Sequence[str]) -> str:
 
     A job spec among the options takes the place of one that the command leaves open.
     """
-    from dlac_pipeline.recover.status import SPEC_PLACEHOLDER
+    from dlac_pipeline.operations.status import SPEC_PLACEHOLDER
 
     if "--spec" in options:
         command = command.removesuffix(f" --spec {SPEC_PLACEHOLDER}")

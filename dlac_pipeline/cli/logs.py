@@ -21,7 +21,7 @@ from dlac_pipeline.lakehouse.errors import DlacError, LogsMissing, SpecInvalid
 if TYPE_CHECKING:
     from dlac_pipeline.lakehouse.ledger.ledger import Ledger
     from dlac_pipeline.lakehouse.ledger.run_rows import Row
-    from dlac_pipeline.ranks.rank_logs import LogReader
+    from dlac_pipeline.supervise.rank_logs import LogReader
 
 app = typer.Typer()
 _MOST = 2**31 - 1
@@ -68,7 +68,7 @@ def logs(
 
 
 def _reader(path: Path, tail: int | None) -> LogReader:
-    from dlac_pipeline.ranks.rank_logs import LogReader
+    from dlac_pipeline.supervise.rank_logs import LogReader
 
     return LogReader(path, lines=tail)
 
@@ -79,8 +79,8 @@ def _logs_of(rows: list[Row], run: str, attempt: int, rank: int | None) -> dict[
     Raises:
         LogsMissing: none of those that are wanted is, or they may not be read.
     """
-    from dlac_pipeline.ranks.launch_folder import logs_by_rank
-    from dlac_pipeline.recover.claims import launch_folders_of
+    from dlac_pipeline.elastic.ranks.launch_folder import logs_by_rank
+    from dlac_pipeline.supervise.claims import launch_folders_of
 
     try:
         folders = launch_folders_of(rows, attempt)
@@ -104,7 +104,7 @@ def _attempt_of(rows: list[Row], run: str, wanted: int | None) -> int:
         SpecInvalid: the run has no such attempt.
         LogsMissing: it has none at all.
     """
-    from dlac_pipeline.recover.claims import trained_attempts
+    from dlac_pipeline.supervise.claims import trained_attempts
 
     known = trained_attempts(rows)
     if not known:
@@ -118,7 +118,7 @@ def _attempt_of(rows: list[Row], run: str, wanted: int | None) -> int:
 
 
 def _why_missing(rows: list[Row], run: str, attempt: int, folders: list[Path]) -> str:
-    from dlac_pipeline.recover.claims import launch_folder_of, node_of
+    from dlac_pipeline.supervise.claims import launch_folder_of, node_of
 
     what = f"expected the logs of attempt {attempt} of run {run!r}"
     folder, node = launch_folder_of(rows, attempt), node_of(rows, attempt)

@@ -30,7 +30,7 @@ from dlac_pipeline.spec.spec_problems import MOST_STEPS
 
 if TYPE_CHECKING:
     from dlac_pipeline.lakehouse.ledger.recoveries import Recovery
-    from dlac_pipeline.recover.rehearse import RehearsedStep
+    from dlac_pipeline.operations.rehearse import RehearsedStep
 
 app = typer.Typer()
 
@@ -59,7 +59,7 @@ def rehearse(
 
     Production is only read. The script finds DLAC_REHEARSAL=1 in its environment.
     """
-    from dlac_pipeline.recover.rehearse import rehearse as do_again
+    from dlac_pipeline.operations.rehearse import rehearse as do_again
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the sandbox is removed on the way out
     job = given_spec(run, spec, home)

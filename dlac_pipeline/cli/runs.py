@@ -219,7 +219,7 @@ def status(
     if watch:
         watch_run(lambda: lakehouse_of(spec, home), run, OUT, every_s=every_s, as_json=as_json, options=options)
         return
-    from dlac_pipeline.recover.status import run_status
+    from dlac_pipeline.operations.status import run_status
 
     facts = run_status(lakehouse_of(spec, home), run)
     if as_json:
@@ -231,7 +231,7 @@ def status(
 @app.command(rich_help_panel=LOOK, epilog=examples("dlac runs", "dlac runs --json"))
 def runs(home: Home = None, spec: SpecOption = None, as_json: AsJson = False) -> None:
     """List the runs of a lakehouse, the one that committed last first: state, step, last checkpoint, attempts."""
-    from dlac_pipeline.recover.status import list_runs
+    from dlac_pipeline.operations.status import list_runs
 
     found = list_runs(lakehouse_of(spec, home))
     if as_json:

@@ -128,7 +128,7 @@ def spec_of_run(run: str, spec: Path | None, home: Path | None, *, lakehouse: La
         NoSuchRun: the ledger has no row of it.
         NoSuchJobSpec: none is given, and that of the last launch is not on this node.
     """
-    from dlac_pipeline.recover.claims import last_spec
+    from dlac_pipeline.supervise.claims import last_spec
 
     return given_spec(run, spec, home) or last_spec(lakehouse or lakehouse_of(None, home), run)
 

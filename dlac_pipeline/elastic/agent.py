@@ -25,12 +25,12 @@ from torch.numa.binding import AffinityMode, NumaOptions
 
 from dlac_pipeline.elastic import fork_server
 from dlac_pipeline.elastic.handler import DlacRendezvous
+from dlac_pipeline.elastic.ranks import rank
+from dlac_pipeline.elastic.ranks.environment import environment_of_attempt, set_environment
+from dlac_pipeline.elastic.ranks.processes import Processes
+from dlac_pipeline.elastic.ranks.rank import held_signals
+from dlac_pipeline.elastic.ranks.rank_share import Share
 from dlac_pipeline.lakehouse.errors import SpecInvalid
-from dlac_pipeline.ranks import rank
-from dlac_pipeline.ranks.environment import environment_of_attempt, set_environment
-from dlac_pipeline.ranks.processes import Processes
-from dlac_pipeline.ranks.rank import held_signals
-from dlac_pipeline.ranks.share import Share
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.spec.launch_spec import LaunchSpec
 

@@ -17,9 +17,9 @@ from typing import TypeVar
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's __init__ does not re-export by name
 
+from dlac_pipeline.elastic.ranks.addresses import own_address, stands_for_loopback
+from dlac_pipeline.elastic.ranks.process_group import serve_store
 from dlac_pipeline.lakehouse.errors import SpecInvalid
-from dlac_pipeline.ranks.addresses import own_address, stands_for_loopback
-from dlac_pipeline.ranks.process_group import serve_store
 from dlac_pipeline.spec.launch_spec import check_port
 
 Result = TypeVar("Result")

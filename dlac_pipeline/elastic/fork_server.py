@@ -18,9 +18,9 @@ from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
 from dlac_pipeline.elastic.preload import PRELOAD_VARIABLE
+from dlac_pipeline.elastic.ranks.environment import environment_of, set_environment
+from dlac_pipeline.elastic.ranks.rank import held_signals
 from dlac_pipeline.lakehouse.errors import TrainingFailed
-from dlac_pipeline.ranks.environment import environment_of, set_environment
-from dlac_pipeline.ranks.rank import held_signals
 from dlac_pipeline.spec.job_spec import JobSpec
 
 _LOG_BYTES = 2**20

@@ -26,10 +26,10 @@ from dataclasses import asdict
 from dlac_pipeline.elastic.lease import LEASE, NO_LEASE, Peer, later_number, name_of_announcement
 from dlac_pipeline.elastic.plan_records import name_of_plan, publish_parts, read_part, read_plan
 from dlac_pipeline.elastic.rank_assignment import Offer, RoundPlan, assign_ranks, refuse_other_jobs, usable_ranks
+from dlac_pipeline.elastic.ranks.addresses import free_port
+from dlac_pipeline.elastic.ranks.watched_time import watched_time
 from dlac_pipeline.elastic.sealed_store import Message, Sealed, SealedStore
 from dlac_pipeline.elastic.timing import BRISK_FOR_S, LastCall, pause_of_leader, pause_of_node
-from dlac_pipeline.ranks.addresses import free_port
-from dlac_pipeline.ranks.watched_time import watched_time
 from dlac_pipeline.spec.launch_spec import LaunchSpec
 
 _LAST_TICK_S = 1.0

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 from dlac_pipeline.checkpoint.training_config import config_digest
 from dlac_pipeline.elastic.heartbeat import NodeHeartbeat
 from dlac_pipeline.elastic.rank_assignment import Offer, usable_ranks
+from dlac_pipeline.elastic.ranks.addresses import GLOO_INTERFACE, free_port, interface_of
+from dlac_pipeline.elastic.ranks.rank_share import Share
 from dlac_pipeline.elastic.round import Round
 from dlac_pipeline.elastic.sealed_store import Message, SealedStore, shared_secret
 from dlac_pipeline.lakehouse.errors import NodesMissing, SpecInvalid
-from dlac_pipeline.ranks.addresses import GLOO_INTERFACE, free_port, interface_of
-from dlac_pipeline.ranks.share import Share
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.spec.launch_spec import LaunchSpec
 

@@ -21,7 +21,7 @@ from setproctitle import setproctitle
 
 PRELOAD_VARIABLE = "DLAC_PRELOAD"
 """Set for the fork server alone: `title`, `log`, `problem` (two files), `folder` of the script, `modules` of the job spec."""
-_ALWAYS = ("torch.distributed.elastic.multiprocessing.api", "dlac_pipeline.worker", "dlac_pipeline.dataset")
+_ALWAYS = ("torch.distributed.elastic.multiprocessing.api", "dlac_pipeline.train.training_run", "dlac_pipeline.dataset")
 _FORKABLE_THREADS = frozenset({"jemalloc_bg_thd"})
 """Threads of libraries that begin them again in a forked process."""
 _PR_SET_PDEATHSIG = 1

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from dlac_pipeline.ranks.share import Share
+from dlac_pipeline.elastic.ranks.rank_share import Share
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,8 +14,8 @@ from typing import overload
 
 from dlac_pipeline.elastic.heartbeat import NodeHeartbeat
 from dlac_pipeline.elastic.rank_assignment import RoundPlan
+from dlac_pipeline.elastic.ranks.rank_share import Share
 from dlac_pipeline.elastic.sealed_store import Message
-from dlac_pipeline.ranks.share import Share
 
 RESUME, VERDICT = "resume", "verdict"
 """What a leader announces: where the attempt resumes, and how it has ended."""

@@ -30,10 +30,10 @@ from dlac_pipeline.lakehouse.ledger.run_rows import HEAD_KINDS
 from dlac_pipeline.launchers.cluster_checks import store_in_doubt
 from dlac_pipeline.launchers.events import NodeEvents
 from dlac_pipeline.launchers.scheduler import JobState, Scheduler
-from dlac_pipeline.recover.attempt import Event
-from dlac_pipeline.recover.supervise import Outcome
 from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.spec.launch_spec import LISTENS_S
+from dlac_pipeline.supervise.attempt import Event
+from dlac_pipeline.supervise.supervisor import Outcome
 
 Answer = TypeVar("Answer")
 SILENT_S = 3600.0

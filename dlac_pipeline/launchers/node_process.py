@@ -26,8 +26,8 @@ from dlac_pipeline.launchers.scheduler import FIRST_NODE_VARIABLE, KEY_FILE_VARI
 from dlac_pipeline.launchers.serve import run_and_tell, say_error, stop_when_replaced
 from dlac_pipeline.launchers.signals import on_ending_signals
 from dlac_pipeline.launchers.slurm import Slurm
-from dlac_pipeline.recover.claims import to_replace
 from dlac_pipeline.spec.launch_request import Request, unpack
+from dlac_pipeline.supervise.claims import to_replace
 
 _JOB_VARIABLE = "SLURM_JOB_ID"
 _RESTARTS_VARIABLE = "SLURM_RESTART_COUNT"

@@ -10,15 +10,15 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Protocol
 
-from dlac_pipeline.elastic.starter import RankStarter
 from dlac_pipeline.lakehouse.errors import BadInput, SpecInvalid
 from dlac_pipeline.lakehouse.masking import mask_setting
 from dlac_pipeline.launchers.cluster_checks import check_cluster
-from dlac_pipeline.recover.attempt import Event
-from dlac_pipeline.recover.leg_choice import Wish
-from dlac_pipeline.recover.supervise import Outcome, Supervisor
 from dlac_pipeline.spec.job_spec import parse_spec
 from dlac_pipeline.spec.launch_request import Request
+from dlac_pipeline.supervise.attempt import Event
+from dlac_pipeline.supervise.choose_leg import Wish
+from dlac_pipeline.supervise.start_ranks import RankStarter
+from dlac_pipeline.supervise.supervisor import Outcome, Supervisor
 
 if TYPE_CHECKING:
     from dlac_pipeline.launchers.cluster_job import ClusterJob

@@ -6,16 +6,16 @@ import os
 import threading
 import time
 
-from dlac_pipeline.bug_report import EXIT_CODE, report_unexpected
-from dlac_pipeline.elastic.starter import RankStarter
 from dlac_pipeline.lakehouse.errors import DlacError, Fenced, name_of
 from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.launchers.orchestrator import MARGIN_S, Orchestrator, say
 from dlac_pipeline.launchers.protocol import Launcher, launcher_for
 from dlac_pipeline.launchers.signals import on_ending_signals
-from dlac_pipeline.recover.claims import launcher_of
 from dlac_pipeline.spec.launch_request import Request
+from dlac_pipeline.supervise.bug_report import EXIT_CODE, report_unexpected
+from dlac_pipeline.supervise.claims import launcher_of
+from dlac_pipeline.supervise.start_ranks import RankStarter
 
 
 def serve(request: Request, starter: RankStarter, orchestrator: Orchestrator) -> int:

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 
-from dlac_pipeline.ranks.rank import ENDING_SIGNALS
+from dlac_pipeline.elastic.ranks.rank import ENDING_SIGNALS
 
 
 def on_signals(numbers: Iterable[signal.Signals], answer: Callable[[], None]) -> None:

@@ -12,7 +12,7 @@ from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.checkpoint.listing import list_checkpoints, verify_checkpoints
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
-from dlac_pipeline.recover.status import list_runs
+from dlac_pipeline.operations.status import list_runs
 from tests.conftest import Arena
 from tests.integration.audit_runs import Workshop
 from tests.integration.test_cli import dlac

@@ -21,11 +21,11 @@ from assets.failures import RUN_TAG
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.checkpoint.listing import list_checkpoints
 from dlac_pipeline.lakehouse.iceberg.pins import list_pins
+from dlac_pipeline.operations.pending_work import due
 from dlac_pipeline.plan.legs.leg import Leg
-from dlac_pipeline.recover.due import due
-from dlac_pipeline.recover.run_lock import lock_path
-from dlac_pipeline.recover.signs import is_held
 from dlac_pipeline.spec.job_spec import JobSpec, read_spec
+from dlac_pipeline.supervise.liveness.other_launch import is_held
+from dlac_pipeline.supervise.run_lock import lock_path
 from jobs.continual import DUE_TAG, due_key
 from jobs.faults import LiveRun
 from jobs.local_dagster import LocalDagster

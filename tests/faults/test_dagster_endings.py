@@ -13,8 +13,8 @@ from dagster._core.errors import DagsterUserCodeUnreachableError
 
 from assets.failures import NO_RECOVERY_TAG, PREEMPTED_TAG, STEPPED_ASIDE_TAG
 from dlac_pipeline.audit.audit import audit_run
-from dlac_pipeline.recover.run_lock import lock_path
-from dlac_pipeline.recover.signs import is_held
+from dlac_pipeline.supervise.liveness.other_launch import is_held
+from dlac_pipeline.supervise.run_lock import lock_path
 from jobs.faults import LiveRun
 from jobs.local_dagster import LocalDagster
 from tests.conftest import Arena, wait_until

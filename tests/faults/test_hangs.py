@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from dlac_pipeline.lakehouse.iceberg.connect import connect
-from dlac_pipeline.recover.supervise import Supervisor
 from dlac_pipeline.spec.job_spec import parse_spec
+from dlac_pipeline.supervise.supervisor import Supervisor
 from tests.conftest import PROGRAMS, Arena, source_rows, wait_until
 from tests.object_store import Network, ObjectStore
 

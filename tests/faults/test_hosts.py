@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from dlac_pipeline.elastic.ranks.addresses import free_port
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.errors import NodesMissing
-from dlac_pipeline.ranks.addresses import free_port
 from tests.conftest import Arena, wait_until
 from tests.crews import check_exact, job, leader_of, wait_for_checkpoint
 from tests.hosts import SWITCH_HOST, Host, host, switched

@@ -13,9 +13,9 @@ import pytest
 from dlac_pipeline.lakehouse.errors import ClusterRefused, TrainingFailed
 from dlac_pipeline.launchers.cluster_job import ClusterJob
 from dlac_pipeline.launchers.kubernetes import Kubernetes
-from dlac_pipeline.recover.supervise import Outcome
 from dlac_pipeline.spec.job_spec import parse_spec
 from dlac_pipeline.spec.launch_request import Request
+from dlac_pipeline.supervise.supervisor import Outcome
 from tests.conftest import Steps, wait_until
 from tests.kubernetes_api import Cluster, kubernetes_api, use_configuration
 from tests.ports import own_port

@@ -20,7 +20,7 @@ import yaml
 
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
-from dlac_pipeline.recover.status import run_status
+from dlac_pipeline.operations.status import run_status
 from tests.conftest import PROGRAMS, wait_until
 from tests.faults.test_preemption import check_gone, metadata_server
 from tests.ports import own_port

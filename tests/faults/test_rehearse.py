@@ -15,10 +15,10 @@ import pytest
 
 from dlac_pipeline.checkpoint.store import folder_of
 from dlac_pipeline.lakehouse.errors import CheckpointDamaged, NothingToRehearse
-from dlac_pipeline.recover.claims import launch_folder_of, spec_of_attempt
-from dlac_pipeline.recover.live_status import LiveStatus
-from dlac_pipeline.recover.rehearse import rehearse
-from dlac_pipeline.recover.sandbox import PREFIX
+from dlac_pipeline.operations.live_status import LiveStatus
+from dlac_pipeline.operations.rehearse import rehearse
+from dlac_pipeline.operations.sandbox import PREFIX
+from dlac_pipeline.supervise.claims import launch_folder_of, spec_of_attempt
 from jobs.definitions import defs
 from tests.conftest import wait_until
 from tests.integration.test_cli import dlac

@@ -18,9 +18,9 @@ import yaml
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.launchers.cluster_job import ClusterJob
 from dlac_pipeline.launchers.slurm import PREFERS_S, Slurm
-from dlac_pipeline.recover.supervise import Outcome
 from dlac_pipeline.spec.job_spec import parse_spec
 from dlac_pipeline.spec.launch_request import Request
+from dlac_pipeline.supervise.supervisor import Outcome
 from tests.conftest import Arena, Steps, wait_until
 from tests.ports import own_port
 from tests.postgres_server import postgres

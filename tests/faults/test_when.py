@@ -11,7 +11,7 @@ import pytest
 
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.audit.lakehouse_sql import open_audit
-from dlac_pipeline.recover.status import run_status
+from dlac_pipeline.operations.status import run_status
 
 if TYPE_CHECKING:
     from tests.conftest import Arena

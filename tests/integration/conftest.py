@@ -17,9 +17,9 @@ import pytest
 
 from dlac_pipeline.audit.lakehouse_sql import open_audit
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
-from dlac_pipeline.recover.attempt import Event
-from dlac_pipeline.recover.supervise import Supervisor
 from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
+from dlac_pipeline.supervise.attempt import Event
+from dlac_pipeline.supervise.supervisor import Supervisor
 from tests.conftest import Arena
 from tests.integration.audit_runs import Forgery, Workshop
 from tests.integration.datasets import Datasets

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from dlac_pipeline.lakehouse.errors import LossNotFinite
-from dlac_pipeline.recover.status import run_status
+from dlac_pipeline.operations.status import run_status
 from dlac_pipeline.spec.job_spec import JobSpec
 from tests.conftest import PROGRAMS, Arena
 

@@ -22,10 +22,10 @@ from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.audit.lakehouse_sql import open_audit
 from dlac_pipeline.checkpoint.restore.foreign import foreign_checkpoint
 from dlac_pipeline.lakehouse.errors import CheckpointUnsafe, SpecInvalid
-from dlac_pipeline.recover.adopt import adopt
-from dlac_pipeline.recover.coordinator import new_nonce, take_over
-from dlac_pipeline.recover.run_lock import run_lock
+from dlac_pipeline.operations.adopt import adopt
 from dlac_pipeline.spec.job_spec import JobSpec
+from dlac_pipeline.supervise.claim import new_nonce, take_over
+from dlac_pipeline.supervise.run_lock import run_lock
 from tests.conftest import Arena
 from tests.integration.test_cli import dlac as dlac_command
 
@@ -156,11 +156,11 @@ def test_a_run_that_was_begun_meanwhile_is_left_alone(arena: Arena) -> None:
     foreign = foreign_checkpoint(arena.home / "foreign")
 
     def behind_another(*given: Any, **how: Any) -> AbstractContextManager[None]:
-        arena.monkeypatch.setattr("dlac_pipeline.recover.adopt.run_lock", run_lock)
+        arena.monkeypatch.setattr("dlac_pipeline.operations.adopt.run_lock", run_lock)
         adopt(arena.lakehouse, spec, foreign)
         return run_lock(*given, **how)
 
-    arena.monkeypatch.setattr("dlac_pipeline.recover.adopt.run_lock", behind_another)
+    arena.monkeypatch.setattr("dlac_pipeline.operations.adopt.run_lock", behind_another)
     with pytest.raises(SpecInvalid, match="no run named 'r' yet, found one with 1 checkpoints"):
         adopt(arena.lakehouse, spec, foreign)
     assert len(arena.rows("r", "claim")) == len(arena.rows("r", "checkpoint")) == 1

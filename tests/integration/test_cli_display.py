@@ -19,8 +19,8 @@ import pytest
 
 from dlac_pipeline.lakehouse.ledger.branches import rewind
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
-from dlac_pipeline.recover.fork import fork
-from dlac_pipeline.recover.run_lock import run_lock
+from dlac_pipeline.operations.fork import fork
+from dlac_pipeline.supervise.run_lock import run_lock
 from tests.conftest import wait_until
 from tests.integration.test_cli import DLAC, Command, dlac
 

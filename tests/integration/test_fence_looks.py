@@ -14,8 +14,8 @@ from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
 from dlac_pipeline.lakehouse.ledger.commits import claim
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger, RunState
 from dlac_pipeline.launchers import serve
-from dlac_pipeline.recover.supervise import Outcome
 from dlac_pipeline.spec.launch_request import Request
+from dlac_pipeline.supervise.supervisor import Outcome
 from tests.conftest import wait_until
 
 if TYPE_CHECKING:

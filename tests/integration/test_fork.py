@@ -28,8 +28,8 @@ from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.lakehouse.ledger.commits import name_checkpoint, names_of
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import HEAD_KINDS
-from dlac_pipeline.recover.fork import fork
-from dlac_pipeline.recover.rewind import rewind_run
+from dlac_pipeline.operations.fork import fork
+from dlac_pipeline.operations.rewind import rewind_run
 from dlac_pipeline.spec.job_spec import JobSpec
 from tests.conftest import Arena, wait_until
 from tests.integration.test_cli import dlac as dlac_command
@@ -39,7 +39,7 @@ import os, signal, sys
 from pathlib import Path
 from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.checkpoint import committing
-from dlac_pipeline.recover.fork import fork
+from dlac_pipeline.operations.fork import fork
 from dlac_pipeline.spec.job_spec import read_spec
 
 spec = read_spec(Path(sys.argv[1]))

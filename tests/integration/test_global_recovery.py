@@ -19,7 +19,7 @@ from assets.training import POOL, model_checkpoint
 from dlac_pipeline.lakehouse.errors import SteppedAside
 from dlac_pipeline.lakehouse.ledger.commits import claim
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
-from dlac_pipeline.recover.coordinator import check_current
+from dlac_pipeline.supervise.claim import check_current
 from jobs.continual import run_config_of
 from jobs.coordinator import TrainingRunCoordinator
 from jobs.definitions import defs

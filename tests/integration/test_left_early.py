@@ -10,7 +10,7 @@ import pytest
 from assets.failures import NO_RECOVERY_TAG, tag_of
 from assets.training import model_checkpoint
 from dlac_pipeline.lakehouse.errors import LeftUnfinished, ScriptInvalid
-from dlac_pipeline.recover.supervise import Supervisor
+from dlac_pipeline.supervise.supervisor import Supervisor
 from jobs.definitions import defs
 from tests.dagster_runs import job_config
 

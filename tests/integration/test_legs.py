@@ -18,8 +18,8 @@ from dlac_pipeline.lakehouse.ledger.commits import Attempt, claim, commit_checkp
 from dlac_pipeline.plan.legs.choice import first_leg
 from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.plan.planner import make_plan
-from dlac_pipeline.recover.coordinator import new_nonce, take_over
 from dlac_pipeline.spec.job_spec import JobSpec
+from dlac_pipeline.supervise.claim import new_nonce, take_over
 from tests.conftest import source_rows
 
 if TYPE_CHECKING:
@@ -227,7 +227,7 @@ def test_a_checkpoint_committed_between_look_and_claim_keeps_its_leg(
         commit_checkpoint(ledger, attempt, checkpoint_id="c5", parent=None, rows=rows)
         return real(ledger, run, **options)
 
-    monkeypatch.setattr("dlac_pipeline.recover.coordinator.claim", late_claim)
+    monkeypatch.setattr("dlac_pipeline.supervise.claim.claim", late_claim)
     with pytest.raises(ResumeMismatch, match="seed: committed 3, asked for 99"):
         take_over(arena.lakehouse, other, nonce=new_nonce())
 

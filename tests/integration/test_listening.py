@@ -44,7 +44,7 @@ def test_run_listens_on_loopback(arena: Arena, program: str, start: str) -> None
 JOINS = """
 import json, psutil
 import torch, torch.distributed as dist
-from dlac_pipeline.ranks.process_group import join
+from dlac_pipeline.elastic.ranks.process_group import join
 
 join()
 dist.all_reduce(torch.ones(1))

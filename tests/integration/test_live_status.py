@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from dlac_pipeline.lakehouse.ledger.branches import rewind
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
-from dlac_pipeline.ranks.progress import Phase, ProgressWriter, Spent
-from dlac_pipeline.recover.coordinator import take_over
-from dlac_pipeline.recover.live_status import LiveStatus
-from dlac_pipeline.recover.run_lock import run_lock
-from dlac_pipeline.recover.status import run_status
+from dlac_pipeline.operations.live_status import LiveStatus
+from dlac_pipeline.operations.status import run_status
+from dlac_pipeline.supervise.claim import take_over
+from dlac_pipeline.supervise.liveness.progress import Phase, ProgressWriter, Spent
+from dlac_pipeline.supervise.run_lock import run_lock
 
 if TYPE_CHECKING:
     import pytest

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from dlac_pipeline.cli import main
+from dlac_pipeline.elastic.ranks.launch_folder import log_file
 from dlac_pipeline.lakehouse.ledger.commits import Attempt, claim, finish
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
-from dlac_pipeline.ranks.launch_folder import log_file
 from tests.conftest import Arena, wait_until
 
 DLAC = Path(sys.executable).parent / "dlac"

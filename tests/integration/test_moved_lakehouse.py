@@ -14,10 +14,10 @@ from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.errors import LakehouseError, LedgerOlderThanStore
 from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
-from dlac_pipeline.recover.claims import last_spec
-from dlac_pipeline.recover.coordinator import take_over
-from dlac_pipeline.recover.status import list_runs, run_status
+from dlac_pipeline.operations.status import list_runs, run_status
 from dlac_pipeline.spec.job_spec import JobSpec
+from dlac_pipeline.supervise.claim import take_over
+from dlac_pipeline.supervise.claims import last_spec
 from tests.conftest import Arena
 
 

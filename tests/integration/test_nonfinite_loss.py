@@ -18,7 +18,7 @@ from dlac_pipeline.checkpoint.engines.distributed_state import DistributedState
 from dlac_pipeline.checkpoint.finiteness import FinitenessCheck
 from dlac_pipeline.lakehouse.errors import LossNotFinite
 from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
-from dlac_pipeline.recover.status import run_status
+from dlac_pipeline.operations.status import run_status
 from tests.conftest import Arena
 
 

@@ -30,8 +30,8 @@ from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.older_ledger import WarehouseReader, check_warehouse, commit_marked, newer_in_store
 from dlac_pipeline.lakehouse.ledger.run_rows import Row, checkpoint_rows
 from dlac_pipeline.lakehouse.maintenance.upkeep import upkeep
-from dlac_pipeline.recover.rewind import rewind_run
-from dlac_pipeline.recover.status import run_status
+from dlac_pipeline.operations.rewind import rewind_run
+from dlac_pipeline.operations.status import run_status
 from tests.conftest import Arena, wait_until
 from tests.postgres_server import needs_postgres, postgres
 

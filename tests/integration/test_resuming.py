@@ -27,10 +27,10 @@ from dlac_pipeline.lakehouse.errors import (
     TableReplaced,
 )
 from dlac_pipeline.lakehouse.ledger.run_rows import Row
-from dlac_pipeline.recover.coordinator import new_nonce, take_over
-from dlac_pipeline.recover.leg_choice import Wish
-from dlac_pipeline.recover.rewind import rewind_run
+from dlac_pipeline.operations.rewind import rewind_run
 from dlac_pipeline.spec.job_spec import JobSpec
+from dlac_pipeline.supervise.choose_leg import Wish
+from dlac_pipeline.supervise.claim import new_nonce, take_over
 from tests.conftest import source_rows
 
 if TYPE_CHECKING:
@@ -262,7 +262,7 @@ def test_failed_vote_prevents_commit(spec: JobSpec, arena: Arena, monkeypatch: p
 
 def test_a_rank_that_leaves_out_step_done_is_told(arena: Arena, spec: JobSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch that is never reported as done stops the run before the next one: nothing is recorded behind its back."""
-    monkeypatch.setattr("dlac_pipeline.worker.TrainingRun.step_done", lambda self, loss: None)
+    monkeypatch.setattr("dlac_pipeline.train.training_run.TrainingRun.step_done", lambda self, loss: None)
     with pytest.raises(ScriptInvalid, match="step 1"):
         arena.train(spec)
     assert arena.rows("r1", "checkpoint") == []

@@ -23,7 +23,7 @@ from dlac_pipeline.lakehouse.errors import NoSuchCheckpoint, RunFinished, SpecIn
 from dlac_pipeline.lakehouse.ledger.commits import name_checkpoint, unname_checkpoint
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import Row
-from dlac_pipeline.recover import rehearse
+from dlac_pipeline.operations import rehearse
 from dlac_pipeline.spec.job_spec import CheckpointSpec, JobSpec
 from tests.conftest import Arena, wait_until
 from tests.integration.test_cli import dlac

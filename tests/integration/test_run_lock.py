@@ -12,9 +12,9 @@ from tenacity import RetryCallState
 
 from dlac_pipeline.lakehouse import retrying
 from dlac_pipeline.lakehouse.errors import RunBusy, SteppedAside, StoreUnavailable
-from dlac_pipeline.recover.coordinator import new_nonce, take_over
-from dlac_pipeline.recover.run_lock import run_lock
-from dlac_pipeline.recover.supervise import Outcome, Supervisor
+from dlac_pipeline.supervise.claim import new_nonce, take_over
+from dlac_pipeline.supervise.run_lock import run_lock
+from dlac_pipeline.supervise.supervisor import Outcome, Supervisor
 
 if TYPE_CHECKING:
     from tests.conftest import Arena

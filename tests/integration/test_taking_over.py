@@ -14,9 +14,9 @@ from dlac_pipeline.checkpoint.store import MANIFEST, folder_of
 from dlac_pipeline.lakehouse.errors import CatalogUnreachable, Fenced, ResumeMismatch, SteppedAside
 from dlac_pipeline.lakehouse.ledger.commits import claim
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
-from dlac_pipeline.recover.coordinator import ResumePoint, new_nonce, take_over
-from dlac_pipeline.recover.rewind import rewind_run
-from dlac_pipeline.recover.supervise import Supervisor
+from dlac_pipeline.operations.rewind import rewind_run
+from dlac_pipeline.supervise.claim import ResumePoint, new_nonce, take_over
+from dlac_pipeline.supervise.supervisor import Supervisor
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -42,7 +42,7 @@ def test_a_claim_that_is_tried_again_fences_nobody_who_claimed_in_between(arena:
         take_over(arena.lakehouse, spec, nonce="another")
         raise CatalogUnreachable("away for a moment")
 
-    arena.monkeypatch.setattr("dlac_pipeline.recover.attempt.take_over", away)
+    arena.monkeypatch.setattr("dlac_pipeline.supervise.attempt.take_over", away)
     with pytest.raises(SteppedAside):
         Supervisor(spec, noticed_by="recovery_sensor").run()
     assert arena.rows("r", "claim")[-1]["nonce"] == "another"
@@ -65,7 +65,7 @@ def test_a_leg_is_checked_under_the_claim_where_the_head_only_looked_damaged(are
         manifest.write_bytes(whole[:-1])
         return take_over(arena.lakehouse, spec, nonce=new_nonce())
 
-    arena.monkeypatch.setattr("dlac_pipeline.recover.coordinator.claim", mended)
+    arena.monkeypatch.setattr("dlac_pipeline.supervise.claim.claim", mended)
     point = taken(spec)
     assert (point.step, point.quarantined, point.leg_is_new) == (2, [], True)
     assert json.loads(point.leg)["sources"][0]["exclude"] == ["row_id >= 150"]

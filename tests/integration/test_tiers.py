@@ -25,10 +25,10 @@ from dlac_pipeline.checkpoint.restore.verified_copy import restore
 from dlac_pipeline.checkpoint.store import tiers_of
 from dlac_pipeline.lakehouse.errors import CheckpointDamaged, StoreUnavailable
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
-from dlac_pipeline.recover import beginning
-from dlac_pipeline.recover.coordinator import take_over
-from dlac_pipeline.recover.fork import fork
+from dlac_pipeline.operations import initial_checkpoint
+from dlac_pipeline.operations.fork import fork
 from dlac_pipeline.spec.job_spec import JobSpec
+from dlac_pipeline.supervise.claim import take_over
 from tests.conftest import Arena, wait_until
 from tests.integration.test_cli import dlac
 
@@ -310,7 +310,7 @@ def test_a_store_that_is_unmounted_while_it_forks_begins_no_run(
         return take_over(*args, **rest)
 
     with monkeypatch.context() as patched:
-        patched.setattr(beginning, "take_over", unmounted)
+        patched.setattr(initial_checkpoint, "take_over", unmounted)
         with pytest.raises(StoreUnavailable, match="mount it again"):
             fork(arena.lakehouse, child, "r1")
     assert list(other.iterdir()) == []

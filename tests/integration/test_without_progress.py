@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from dlac_pipeline.elastic.ranks.rank_share import Share
 from dlac_pipeline.elastic.round import Round
-from dlac_pipeline.elastic.starter import RankStarter
 from dlac_pipeline.lakehouse.errors import NoProgress
 from dlac_pipeline.lakehouse.ledger.commits import claim
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
-from dlac_pipeline.ranks.share import Share
-from dlac_pipeline.recover.attempt import SupervisedAttempt, Supervision
-from dlac_pipeline.recover.incident import ended_on_purpose
-from dlac_pipeline.recover.judge import Judge
-from dlac_pipeline.recover.leg_choice import RESUME
 from dlac_pipeline.spec.launch_request import OPERATOR
+from dlac_pipeline.supervise.attempt import SupervisedAttempt, Supervision
+from dlac_pipeline.supervise.choose_leg import RESUME
+from dlac_pipeline.supervise.incident import ended_on_purpose
+from dlac_pipeline.supervise.policies.restart import Judge
+from dlac_pipeline.supervise.start_ranks import RankStarter
 
 if TYPE_CHECKING:
     from tests.conftest import Arena

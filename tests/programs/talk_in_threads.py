@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's __init__ does not re-export by name
 
 from dlac_pipeline.checkpoint.collectives import RankTree
-from dlac_pipeline.ranks.addresses import free_port
+from dlac_pipeline.elastic.ranks.addresses import free_port
 
 RANKS, ROUNDS = 5, 20
 

@@ -27,9 +27,9 @@ from dlac_pipeline.launchers.node_process import end_orphan, this_start
 from dlac_pipeline.launchers.orchestrator import say
 from dlac_pipeline.launchers.scheduler import JobState
 from dlac_pipeline.launchers.slurm import Slurm
-from dlac_pipeline.recover.supervise import Outcome
 from dlac_pipeline.spec.job_spec import parse_spec
 from dlac_pipeline.spec.launch_request import Request
+from dlac_pipeline.supervise.supervisor import Outcome
 from tests.cluster import CANCELLED, COMPLETED, FAILED, GOOD, LOST, PENDING, PREEMPTED, RUNNING, Scripted, asked
 
 RUN = GOOD["run"]

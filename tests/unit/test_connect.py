@@ -15,13 +15,13 @@ from typing import Literal
 import pytest
 from sqlalchemy.exc import OperationalError
 
-from dlac_pipeline import told
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.errors import CatalogMisconfigured, CatalogUnreachable, DlacError, LakehouseError
 from dlac_pipeline.lakehouse.iceberg import safe_commit, sqlite_locks
 from dlac_pipeline.lakehouse.iceberg.connect import connect, reachable
 from dlac_pipeline.lakehouse.outages import is_misconfigured
 from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
+from dlac_pipeline.train import startup
 from tests.ports import own_port
 
 
@@ -96,10 +96,10 @@ def test_a_rest_catalog_that_refuses_is_told_from_one_that_is_away(status: int, 
 @pytest.mark.parametrize("status", [404, 405])
 def test_failover_of_rest_is_outage(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The supervisor of a rank has opened this catalog before; a password that is refused is no outage."""
-    monkeypatch.setattr(told, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(startup, "PATIENCE_S", 0.0)
     for code, kind in {status: CatalogUnreachable, 401: CatalogMisconfigured}.items():
         with answering(code) as uri, pytest.raises(DlacError) as caught:
-            told.open_lakehouse(spec_with_catalog("rest", uri), supervised=True)
+            startup.open_lakehouse(spec_with_catalog("rest", uri), supervised=True)
         assert type(caught.value) is kind
 
 

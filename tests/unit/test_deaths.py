@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from dlac_pipeline.elastic.all_ranks import LOST
-from dlac_pipeline.ranks.group import Exit
-from dlac_pipeline.ranks.processes import HANG
-from dlac_pipeline.recover.causes import first_cause
-from dlac_pipeline.recover.incident import Failure
-from dlac_pipeline.recover.same_rows import Deaths
+from dlac_pipeline.elastic.ranks.processes import HANG
+from dlac_pipeline.supervise.all_ranks import LOST
+from dlac_pipeline.supervise.incident import Failure
+from dlac_pipeline.supervise.local_ranks import Exit
+from dlac_pipeline.supervise.policies.hangs import first_cause
+from dlac_pipeline.supervise.policies.poison_rows import Deaths
 
 
 def death(step: int, cause: str = "rank 0 was killed by SIGSEGV", **said: Any) -> Failure:

@@ -17,9 +17,9 @@ from dlac_pipeline.lakehouse.errors import (
     revived,
 )
 from dlac_pipeline.read.blocks import UnitUnreadable
-from dlac_pipeline.recover.led import Verdict
-from dlac_pipeline.recover.supervise import Supervisor
 from dlac_pipeline.spec.job_spec import parse_spec
+from dlac_pipeline.supervise.follower_attempt import Verdict
+from dlac_pipeline.supervise.supervisor import Supervisor
 
 STRANGE = ["", "Lost", "annotations", "ClassVar", "name_of", "ValueError"]
 """Nothing, what another version may have, names of this module that are no error, and an error of Python's."""

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from dlac_pipeline.elastic.all_ranks import ASKS, LEAVE, LOST, AllRanks, report_of
+from dlac_pipeline.elastic.ranks.launch_folder import in_hand_file
 from dlac_pipeline.elastic.round import LEADER, Round
-from dlac_pipeline.elastic.starter import RankStarter
-from dlac_pipeline.ranks.group import RankGroup
-from dlac_pipeline.ranks.launch_folder import in_hand_file
-from dlac_pipeline.ranks.progress import Phase, Progress, ProgressWriter
 from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
+from dlac_pipeline.supervise.all_ranks import ASKS, LEAVE, LOST, AllRanks, report_of
+from dlac_pipeline.supervise.liveness.progress import Phase, Progress, ProgressWriter
+from dlac_pipeline.supervise.local_ranks import RankGroup
+from dlac_pipeline.supervise.start_ranks import RankStarter
 from tests.conftest import wait_until
 from tests.crews import rounds, silence
 

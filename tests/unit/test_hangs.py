@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from dlac_pipeline.ranks.group import Exit
-from dlac_pipeline.ranks.progress import Phase, Progress, ProgressWriter
-from dlac_pipeline.ranks.watched_time import WatchedTime
-from dlac_pipeline.recover.causes import Silence
-from dlac_pipeline.recover.run_lock import run_lock
-from dlac_pipeline.recover.signs import signs_of
+from dlac_pipeline.elastic.ranks.watched_time import WatchedTime
 from dlac_pipeline.spec.launch_spec import LaunchSpec
+from dlac_pipeline.supervise.liveness.other_launch import signs_of
+from dlac_pipeline.supervise.liveness.progress import Phase, Progress, ProgressWriter
+from dlac_pipeline.supervise.local_ranks import Exit
+from dlac_pipeline.supervise.policies.hangs import Silence
+from dlac_pipeline.supervise.run_lock import run_lock
 
 LAUNCH = LaunchSpec.model_validate({"script": "x", "hang_timeout_s": 10.0, "start_timeout_s": 100.0})
 

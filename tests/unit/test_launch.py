@@ -20,16 +20,17 @@ import psutil
 import pytest
 
 from dlac_pipeline.elastic import fork_server
-from dlac_pipeline.elastic.starter import RankStarter
+from dlac_pipeline.elastic.ranks import processes
+from dlac_pipeline.elastic.ranks.addresses import free_port
+from dlac_pipeline.elastic.ranks.launch_folder import log_file
+from dlac_pipeline.elastic.ranks.processes import HANG
+from dlac_pipeline.elastic.ranks.rank import pid_of
+from dlac_pipeline.elastic.ranks.rank_share import Share
 from dlac_pipeline.lakehouse.errors import TrainingFailed
-from dlac_pipeline.ranks import group, processes
-from dlac_pipeline.ranks.addresses import free_port
-from dlac_pipeline.ranks.group import Exit, RankGroup
-from dlac_pipeline.ranks.launch_folder import log_file
-from dlac_pipeline.ranks.processes import HANG
-from dlac_pipeline.ranks.rank import pid_of
-from dlac_pipeline.ranks.share import Share
 from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
+from dlac_pipeline.supervise import local_ranks
+from dlac_pipeline.supervise.local_ranks import Exit, RankGroup
+from dlac_pipeline.supervise.start_ranks import RankStarter
 from tests.conftest import wait_until
 
 SLEEPS = "import time\ntime.sleep(60)\n"
@@ -63,11 +64,11 @@ def spec_of(folder: Path, script: str, **launch: Any) -> JobSpec:
 def started(spec: JobSpec, folder: Path, ranks: int = 1) -> Iterator[RankGroup]:
     """Ranks of a job, as its supervisor starts and ends them."""
     with closing(RankStarter()) as starter:
-        group = starter.start(spec, folder, Share(world_size=ranks, ranks=ranks, port=free_port()))
+        local_ranks = starter.start(spec, folder, Share(world_size=ranks, ranks=ranks, port=free_port()))
         try:
-            yield group
+            yield local_ranks
         finally:
-            group.end()
+            local_ranks.end()
 
 
 def held_up(folder: Path) -> dict[str, str]:
@@ -273,7 +274,7 @@ def test_unkillable_rank_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with started(spec_of(tmp_path, SLEEPS), tmp_path) as ranks:
         (pid,) = ranks.pids
         with monkeypatch.context() as patched:
-            patched.setattr(group, "_KILLED_WITHIN_S", 0.1)
+            patched.setattr(local_ranks, "_KILLED_WITHIN_S", 0.1)
             patched.setattr(processes, "is_running", lambda pid: True)
             with pytest.raises(TrainingFailed, match=str(pid)):
                 ranks.end()
@@ -372,9 +373,9 @@ def test_one_stop_leaves_other_ranks(tmp_path: Path) -> None:
 SUPERVISOR = """
 import json, sys, time
 from pathlib import Path
-from dlac_pipeline.elastic.starter import RankStarter
-from dlac_pipeline.ranks.addresses import free_port
-from dlac_pipeline.ranks.share import Share
+from dlac_pipeline.supervise.start_ranks import RankStarter
+from dlac_pipeline.elastic.ranks.addresses import free_port
+from dlac_pipeline.elastic.ranks.rank_share import Share
 from dlac_pipeline.spec.job_spec import parse_spec
 spec = parse_spec(json.loads(sys.argv[1]), origin="the test")
 group = RankStarter().start(spec, Path(sys.argv[2]), Share(world_size=1, ranks=1, port=free_port()))

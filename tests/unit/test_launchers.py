@@ -16,9 +16,9 @@ from dlac_pipeline.lakehouse.errors import BadInput, SpecInvalid
 from dlac_pipeline.launchers import protocol
 from dlac_pipeline.launchers.node_process import for_node
 from dlac_pipeline.launchers.protocol import launcher_for, rendered
-from dlac_pipeline.recover.supervise import Supervisor
 from dlac_pipeline.spec.job_spec import parse_spec
 from dlac_pipeline.spec.launch_request import Request, pack, unpack
+from dlac_pipeline.supervise.supervisor import Supervisor
 from tests.cluster import asked
 
 SLURM = {"cpu": 8, "gpu": 4, "memory_mb": 64_000, "time_limit_s": 93_784, "partition": "h100", "account": "lm"} | {

@@ -11,12 +11,12 @@ from unittest.mock import Mock
 import pytest
 
 from dlac_pipeline.checkpoint.step_sync import Beat, Says
-from dlac_pipeline.ranks.launch_folder import notice_file, room_file
-from dlac_pipeline.ranks.progress import EventWriter
-from dlac_pipeline.recover.coordinator import ResumePoint
+from dlac_pipeline.elastic.ranks.launch_folder import notice_file, room_file
 from dlac_pipeline.spec.job_spec import parse_spec
 from dlac_pipeline.spec.launch_spec import NODES
-from dlac_pipeline.when import When
+from dlac_pipeline.supervise.claim import ResumePoint
+from dlac_pipeline.supervise.liveness.progress import EventWriter
+from dlac_pipeline.train.checkpoint_policy import When
 
 HOUR_S = 3600.0
 POINT = ResumePoint(attempt=1, nonce="n", replaces=0, leg="{}", leg_is_new=True)

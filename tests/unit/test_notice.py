@@ -5,7 +5,7 @@ import sys
 
 FORKS = """
 import multiprocessing, signal, time
-from dlac_pipeline.notice import Notices
+from dlac_pipeline.train.termination_notice import Notices
 from dlac_pipeline.spec.launch_spec import LaunchSpec
 
 notices = Notices(LaunchSpec(script="x"), local_rank=0, launched=False, on_deadline=lambda: None)
@@ -24,7 +24,7 @@ print(signal.getsignal(signal.SIGTERM) == signal.SIG_DFL)
 
 TOO_LATE = """
 import os, time
-from dlac_pipeline.notice import Notices
+from dlac_pipeline.train.termination_notice import Notices
 from dlac_pipeline.spec.launch_spec import LaunchSpec
 
 launch = LaunchSpec(script="x", deadline_s=0.5)

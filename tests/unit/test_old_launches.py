@@ -9,8 +9,8 @@ from unittest.mock import Mock
 import pytest
 
 from dlac_pipeline.lakehouse.errors import StoreUnavailable
-from dlac_pipeline.recover import attempt
-from dlac_pipeline.recover.attempt import forget_launches, started
+from dlac_pipeline.supervise import attempt
+from dlac_pipeline.supervise.attempt import forget_launches, started
 
 
 def test_the_oldest_launch_folders_are_removed_a_few_at_a_time(tmp_path: Path) -> None:

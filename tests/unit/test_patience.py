@@ -11,11 +11,11 @@ import pytest
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.errors import CatalogUnreachable
 from dlac_pipeline.lakehouse.iceberg.connect import connect
-from dlac_pipeline.recover.patience import waiting_for
-from dlac_pipeline.recover.supervise import Outcome, Supervisor
 from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
 from dlac_pipeline.spec.launch_request import OPERATOR
-from dlac_pipeline.told import open_lakehouse
+from dlac_pipeline.supervise.retry_policy import waiting_for
+from dlac_pipeline.supervise.supervisor import Outcome, Supervisor
+from dlac_pipeline.train.startup import open_lakehouse
 
 PROGRAM = Path(__file__).parents[1] / "programs" / "train_tiny.py"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 PROGRAM = """
 import os, signal, time
 import torch, torch.distributed as dist
-from dlac_pipeline.ranks.process_group import join
+from dlac_pipeline.elastic.ranks.process_group import join
 
 restarted = os.environ["TORCHELASTIC_RESTART_COUNT"] != "0"
 if restarted and os.environ["RANK"] == "0":

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from dlac_pipeline.ranks.launch_folder import in_hand_file, progress_file
-from dlac_pipeline.ranks.progress import (
+from dlac_pipeline.elastic.ranks.launch_folder import in_hand_file, progress_file
+from dlac_pipeline.supervise.liveness.progress import (
     Phase,
     ProgressWriter,
     Spent,

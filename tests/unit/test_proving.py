@@ -13,8 +13,8 @@ from dlac_pipeline.checkpoint.files import StoreFiles, file_digest
 from dlac_pipeline.checkpoint.manifest import FileEntry, Manifest, content_digest
 from dlac_pipeline.elastic.round import Round
 from dlac_pipeline.lakehouse.errors import CheckpointDamaged, StoreUnavailable
-from dlac_pipeline.recover import proving
-from dlac_pipeline.recover.proving import Prover, Provers, parts_of
+from dlac_pipeline.supervise import distributed_verify
+from dlac_pipeline.supervise.distributed_verify import Prover, Provers, parts_of
 from tests.crews import rounds, silence
 
 MACHINES = 3
@@ -71,7 +71,7 @@ class Checkpoint:
 @pytest.fixture
 def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Checkpoint:
     """One that is whole; its leader waits for the others as long as they are there."""
-    monkeypatch.setattr(proving, "_ANSWER_S", 600.0)
+    monkeypatch.setattr(distributed_verify, "_ANSWER_S", 600.0)
     return Checkpoint(tmp_path)
 
 

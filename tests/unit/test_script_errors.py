@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from dlac_pipeline.ranks import rank
-from dlac_pipeline.ranks.launch_folder import reason_file
-from dlac_pipeline.ranks.rank import LAUNCH_VARIABLE, leave_reason
-from dlac_pipeline.ranks.script_errors import describe_exception
+from dlac_pipeline.elastic.ranks import rank
+from dlac_pipeline.elastic.ranks.launch_folder import reason_file
+from dlac_pipeline.elastic.ranks.rank import LAUNCH_VARIABLE, leave_reason
+from dlac_pipeline.elastic.ranks.script_errors import describe_exception
 
 
 def fail(folder: Path, statement: str) -> BaseException:

@@ -16,10 +16,10 @@ from dlac_pipeline.cli.display import command_with, describe_live, describe_outc
 from dlac_pipeline.cli.recovery import describe_incident
 from dlac_pipeline.lakehouse.ledger.recoveries import Recovery
 from dlac_pipeline.lakehouse.ledger.run_rows import Row
-from dlac_pipeline.recover.run_lock import run_lock
-from dlac_pipeline.recover.status import current_failure, standing_of
-from dlac_pipeline.recover.supervise import Outcome
+from dlac_pipeline.operations.status import current_failure, standing_of
 from dlac_pipeline.spec.launch_request import OPERATOR
+from dlac_pipeline.supervise.run_lock import run_lock
+from dlac_pipeline.supervise.supervisor import Outcome
 
 LONG = "team-nlp.llama-continual-pretraining-2026-11-23-with-a-very-long-name-of-a-run"
 LONG_AGO = datetime.now(UTC) - timedelta(hours=3)

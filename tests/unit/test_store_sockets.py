@@ -20,10 +20,10 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's 
 from dlac_pipeline.elastic.endpoint import Endpoint, serve_rendezvous
 from dlac_pipeline.elastic.heartbeat import NodeHeartbeat
 from dlac_pipeline.elastic.rank_assignment import Offer
+from dlac_pipeline.elastic.ranks import addresses, process_group
+from dlac_pipeline.elastic.ranks.addresses import listen_at, own_address, stands_for_loopback
 from dlac_pipeline.elastic.sealed_store import SealedStore
 from dlac_pipeline.lakehouse.errors import SpecInvalid
-from dlac_pipeline.ranks import addresses, process_group
-from dlac_pipeline.ranks.addresses import listen_at, own_address, stands_for_loopback
 from dlac_pipeline.spec.launch_spec import LaunchSpec
 from tests.conftest import wait_until
 from tests.crews import SECRET, heartbeat, round_of

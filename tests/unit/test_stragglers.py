@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import time
 
-from dlac_pipeline.ranks.progress import Phase, Progress, Spent
-from dlac_pipeline.recover.stragglers import Straggler, Stragglers
 from dlac_pipeline.spec.launch_spec import LaunchSpec
+from dlac_pipeline.supervise.liveness.progress import Phase, Progress, Spent
+from dlac_pipeline.supervise.policies.stragglers import Straggler, Stragglers
 
 STEPS = 5
 

@@ -8,10 +8,10 @@ from typing import Any, cast
 
 import pytest
 
-from dlac_pipeline import told
 from dlac_pipeline.lakehouse.errors import CatalogUnreachable
-from dlac_pipeline.recover.coordinator import ResumePoint
-from dlac_pipeline.told import OwnRecoveries, await_resume_point
+from dlac_pipeline.supervise.claim import ResumePoint
+from dlac_pipeline.train import startup
+from dlac_pipeline.train.startup import OwnRecoveries, await_resume_point
 
 POINT = ResumePoint(attempt=2, nonce="n", replaces=1, leg="{}", leg_is_new=False, step=7)
 
@@ -30,7 +30,7 @@ def test_a_rank_looks_for_its_resume_point_often_at_first(
 
     if not there_after_s:
         (tmp_path / "resume.json").write_text(POINT.to_json())
-    monkeypatch.setattr("dlac_pipeline.told.time", SimpleNamespace(sleep=pause))
+    monkeypatch.setattr("dlac_pipeline.train.startup.time", SimpleNamespace(sleep=pause))
     assert await_resume_point(tmp_path) == POINT
     assert sum(pauses) - there_after_s <= 0.02 + there_after_s / 20
     assert len(pauses) <= 10 * there_after_s + 50
@@ -44,7 +44,7 @@ def test_unrecorded_recovery_does_not_end_run(
     def fail(*_: object, **__: object) -> None:
         raise CatalogUnreachable("no answer")
 
-    monkeypatch.setattr(told, "_own_incident", fail)
+    monkeypatch.setattr(startup, "_own_incident", fail)
     nothing = cast(Any, None)
     recoveries = OwnRecoveries(nothing, nothing, nothing)
     recoveries.begin(nothing, claimed_at=0.0)

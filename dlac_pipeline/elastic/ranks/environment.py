@@ -1,0 +1,62 @@
+"""The environment of a job's ranks: allocator, threads, network interfaces, and what the job spec sets."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from dlac_pipeline.elastic.ranks.addresses import GLOO_INTERFACE, LOOPBACK, interface_of
+from dlac_pipeline.elastic.ranks.rank import LAUNCH_VARIABLE, RUN_VARIABLE
+from dlac_pipeline.elastic.ranks.rank_share import Share
+from dlac_pipeline.read.memory import ALLOCATOR_SETTINGS
+from dlac_pipeline.spec.job_spec import JobSpec
+
+NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
+"""Names the network interface of NCCL, which finds one by itself where there are several nodes."""
+GROUP_SETTINGS = {"TORCH_GLOO_LAZY_INIT": "1"}
+"""Ranks connect when they first talk to each other. Else each group of n ranks begins with n * n questions to one store."""
+_LOCK = threading.RLock()
+
+
+def environment_of(spec: JobSpec) -> dict[str, str]:
+    """Return the environment that all ranks of a job on this node share."""
+    threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    alone = {} if spec.launch.max_nodes > 1 else _loopback_settings()
+    return {
+        **ALLOCATOR_SETTINGS,
+        **GROUP_SETTINGS,
+        **alone,
+        **os.environ,
+        **threads,
+        **spec.launch.env,
+        RUN_VARIABLE: spec.run,
+    }
+
+
+def environment_of_attempt(spec: JobSpec, share: Share, folder: Path) -> dict[str, str]:
+    """Return the environment of this node's ranks in one attempt."""
+    through = {GLOO_INTERFACE: share.interface} if share.interface else {}
+    return {**environment_of(spec), **through, LAUNCH_VARIABLE: str(folder)}
+
+
+@contextmanager
+def set_environment(wanted: Mapping[str, str]) -> Iterator[None]:
+    """Give a process that is started meanwhile this environment; multiprocessing has no other way. One thread at a time does."""
+    with _LOCK:
+        before = dict(os.environ)
+        os.environ.update(wanted)
+        try:
+            yield
+        finally:
+            for name in set(os.environ) - set(before):
+                del os.environ[name]
+            os.environ.update(before)
+
+
+def _loopback_settings() -> dict[str, str]:
+    """Return the settings of ranks that all are on one node: they talk through loopback, where no other node reaches them."""
+    interface = interface_of(LOOPBACK)
+    return {GLOO_INTERFACE: interface, NCCL_INTERFACE: interface} if interface else {}

@@ -1,0 +1,87 @@
+"""Joining the process group, whoever has launched the ranks: DLAC's supervisor, torchrun or the `deepspeed` launcher.
+
+All other groups, DLAC's and DeepSpeed's, are made through this one's store.
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's __init__ does not re-export by name
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
+
+from dlac_pipeline.elastic.ranks.addresses import GLOO_INTERFACE, LOOPBACK, interface_of, listen_at, own_address
+
+_STORE_TIMEOUT = timedelta(seconds=300)
+_SERVED: list[TCPStore] = []
+"""The store that this process serves; PyTorch takes it for its own as long as it is kept."""
+
+
+def join() -> None:
+    """Initialize the default process group, unless the script did.
+
+    torchrun keeps its store across its restarts, with the addresses of ranks that are dead: each restart gets keys of its
+    own. On several machines each one counts restarts by itself, so that the numbers tell nothing: there torchrun is told not
+    to keep the store (docs/launchers.md).
+    """
+    if dist.is_initialized():
+        return
+    _stay_on_node()
+    serve_group_store()
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT")
+    if restart is None or os.environ.get("GROUP_WORLD_SIZE") != "1":
+        dist.init_process_group(backend)
+        return
+    kept, rank, world_size = next(iter(rendezvous("env://")))
+    store = PrefixStore(f"restart-{restart}", kept)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+
+
+def serve_store(address: str, port: int, *, timeout: timedelta = _STORE_TIMEOUT, shared: bool = False) -> TCPStore:
+    """Serve a store at one address of this node; PyTorch by itself listens at every address, whichever it is given.
+
+    `shared`: a later call in this process for the same port returns this store.
+
+    Raises:
+        OSError: another process listens there.
+    """
+    listener = listen_at(address, port)
+    number = int(listener.getsockname()[1])
+    return TCPStore(
+        address,
+        number,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timeout,
+        multi_tenant=shared,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def serve_group_store() -> None:
+    """Serve the store of the process group at MASTER_ADDR alone, on rank 0, also for a script that initializes the group.
+
+    Nothing is served where torchrun serves a store, and where MASTER_ADDR is another node.
+
+    Raises:
+        OSError: another process listens there.
+    """
+    is_first = os.environ.get("RANK") == "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    if not is_first or dist.is_initialized() or _SERVED or "MASTER_PORT" not in os.environ:
+        return
+    address = own_address(os.environ.get("MASTER_ADDR", ""))
+    if address:
+        _SERVED.append(serve_store(address, int(os.environ["MASTER_PORT"]), shared=True))
+
+
+def _stay_on_node() -> None:
+    """Have Gloo talk through loopback where all ranks are on this node; a supervisor has said so in the environment."""
+    is_alone = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE", "1")
+    interface = interface_of(LOOPBACK)
+    if is_alone and interface:
+        os.environ.setdefault(GLOO_INTERFACE, interface)

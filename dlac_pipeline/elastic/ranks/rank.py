@@ -1,0 +1,239 @@
+"""The process of one rank: `main` is the entry point that torch's elastic agent starts.
+
+A rank ends with its supervisor, runs the training script as `__main__`, and records why that failed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import fcntl
+import json
+import multiprocessing
+import os
+import runpy
+import select
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing import parent_process
+from pathlib import Path
+from typing import Any, NoReturn
+
+from setproctitle import getproctitle, setproctitle
+
+from dlac_pipeline.elastic.ranks.launch_folder import log_file, pid_file, reason_file
+from dlac_pipeline.elastic.ranks.script_errors import describe_exception, text_of
+from dlac_pipeline.lakehouse.errors import DlacError, ScriptInvalid, name_of
+from dlac_pipeline.lakehouse.masking import mask_secrets, mask_setting
+
+RUN_VARIABLE = "DLAC_RUN"
+"""Names the run, for whoever looks at processes."""
+LAUNCH_VARIABLE = "DLAC_LAUNCH"
+"""Names the launch folder; set by the launcher for every rank."""
+REHEARSAL_VARIABLE = "DLAC_REHEARSAL"
+"""Set to 1 for the ranks of a rehearsal, for scripts with side effects."""
+ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+"""What ends a launch. Whoever ends whole process trees sends them to every process of it."""
+_OWN_PACKAGES = ("dlac_pipeline",)
+_INTERRUPTED = 128 + signal.SIGINT
+"""Exit status of a script that a keyboard interrupt ended, as shells report it."""
+_RESERVED_BYTES = 16 * 1024
+_RECORDED = "_dlac_recorded"
+"""Attribute of an exception that was recorded: a second record would have a later time, and the first rank to fail is blamed."""
+
+
+if "--multiprocessing-fork" in sys.orig_argv:
+    getproctitle()  # it finds the place of the title only before the environment is changed
+
+
+@contextmanager
+def held_signals() -> Iterator[None]:
+    """Block the signals that end a launch in processes that are started meanwhile; a rank unblocks them before its script.
+
+    The fork server never unblocks them: it must outlive such a signal, for the ranks commit a checkpoint then.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def main(script: str, *arguments: str) -> NoReturn:
+    """Run the training script, in a process of `multiprocessing` whose environment names the rank."""
+    try:
+        _prepare(script, arguments)
+    except Exception as err:
+        _print_to_log(traceback.format_exc())
+        with suppress(OSError):
+            leave_reason(err)
+        sys.exit(1)
+    code = _run(script)
+    threading._shutdown()  # type: ignore[attr-defined]  # as Python does before exit functions, which
+    atexit._run_exitfuncs()  # multiprocessing leaves out
+    sys.exit(code or None)  # torch takes None for an end, and 0 for a function that has a result
+
+
+def _prepare(script: str, arguments: tuple[str, ...]) -> None:
+    folder, rank = Path(os.environ[LAUNCH_VARIABLE]), int(os.environ["RANK"])
+    with suppress(PermissionError):  # it leads one already
+        os.setpgid(0, 0)
+    _end_with_supervisor()
+    with log_file(folder, rank).open("ab") as log, open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    setproctitle(f"dlac {os.environ[RUN_VARIABLE]} rank {rank}/{os.environ['WORLD_SIZE']}")
+    reason_file(folder, rank).write_bytes(b" " * _RESERVED_BYTES)
+    pid_file(folder, rank).write_text(str(os.getpid()))
+    _be_a_new_python(script, arguments)
+
+
+def _end_with_supervisor() -> None:
+    """Have the kernel kill this process group when the supervisor ends, whichever way: the pipe between the two breaks then.
+
+    That holds for a rank that is stopped or hangs, and for what it has started. Linux only.
+    """
+    parent = parent_process()
+    if parent is None or sys.platform != "linux":
+        return
+    pipe = int(parent.sentinel)
+    fcntl.fcntl(pipe, fcntl.F_SETOWN, -os.getpgrp())
+    fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
+    if select.select([pipe], [], [], 0)[0]:  # it has ended already
+        os._exit(1)
+
+
+def _be_a_new_python(script: str, arguments: tuple[str, ...]) -> None:
+    """Give the script what it would find if Python had been started with it, also in a forked process."""
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed()
+    sys.argv = [script, *arguments]
+    paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    sys.path[:0] = [str(Path(script).parent), *(path for path in paths if path not in sys.path)]
+    multiprocessing.set_start_method(None, force=True)  # else its processes start as this one was
+    multiprocessing.current_process().name = "MainProcess"
+    for descriptor in map(int, os.listdir("/proc/self/fd") if sys.platform == "linux" else ()):
+        with suppress(OSError):  # the listing's own
+            os.set_inheritable(descriptor, descriptor <= 2)
+    _forget_shadowed(Path(script).parent)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING_SIGNALS)
+
+
+def _forget_shadowed(folder: Path) -> None:
+    """Forget libraries that were imported, and have the name of a module beside the script: the script is to find its own."""
+    beside = {path.stem for path in folder.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()}
+    for name in [name for name in sys.modules if name.partition(".")[0] in beside.difference(_OWN_PACKAGES)]:
+        file = getattr(sys.modules[name], "__file__", None)
+        if file and name != "__main__" and not Path(file).is_relative_to(folder):
+            del sys.modules[name]
+
+
+def _run(script: str) -> int:
+    """Run the script; return its exit status. The reason of a failure is recorded."""
+    try:
+        _serve_group_store()
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as ended:
+        leave_reason(ended)
+        if not isinstance(ended.code, int | None):
+            _print_to_log(str(ended.code))
+        return _status_of(ended)
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    except BaseException as found:  # a cancelled task, or an exception class of the script's own, among them
+        err = _as_said(found, script)
+        leave_reason(err)
+        _print_to_log(traceback.format_exc())
+        return err.exit_code if isinstance(err, DlacError) else 1
+    return 0
+
+
+def _print_to_log(text: str) -> None:
+    with suppress(OSError):  # the log may be on the disk that is full
+        sys.stderr.write(text.rstrip("\n") + "\n")
+        sys.stderr.flush()
+
+
+def _serve_group_store() -> None:
+    """Serve the store of the process group before the script may do so: PyTorch would listen at every address.
+
+    A new Python that is the only rank does not import PyTorch for that ahead of its script.
+    """
+    if os.environ["RANK"] == "0" and (os.environ["WORLD_SIZE"] != "1" or "torch" in sys.modules):
+        from dlac_pipeline.elastic.ranks.process_group import serve_group_store
+
+        serve_group_store()
+
+
+def _as_said(err: BaseException, script: str) -> BaseException:
+    """The error of a script that ended with one; what every attempt would meet again, as that.
+
+    A module that is missing is not: the file system that it lies on may be mounted later than the machine is back.
+    """
+    if not isinstance(err, SyntaxError) or err.filename != script:
+        return err
+    return ScriptInvalid(
+        f"expected a training script that can be run, found {type(err).__name__}: {err}; mend {script}"
+    )
+
+
+def pid_of(launch: Path, rank: int) -> int:
+    """The process of a rank, living or dead, for whoever looks at a launch from outside.
+
+    Raises:
+        FileNotFoundError: it has not begun yet.
+    """
+    return int(pid_file(launch, rank).read_text() or 0)
+
+
+def _reason_file() -> Path:
+    return reason_file(Path(os.environ[LAUNCH_VARIABLE]), int(os.environ["RANK"]))
+
+
+def leave_reason(err: BaseException) -> None:
+    """Overwrite the reserved blanks, or an earlier record: this exception may be that the disk is full.
+
+    A DLAC error is recorded under its public class, `sys.exit` with a status other than 0 without a class. An interrupt, which
+    a person sends, is not recorded.
+    """
+    if isinstance(err, KeyboardInterrupt | GeneratorExit) or (isinstance(err, SystemExit) and _status_of(err) == 0):
+        return
+    if hasattr(err, _RECORDED):
+        return
+    setattr(err, _RECORDED, True)
+    exits = isinstance(err, SystemExit)
+    reason = {
+        "kind": "" if exits else name_of(err),
+        "message": "" if exits else mask_secrets(text_of(err))[: _RESERVED_BYTES // 8],
+        "detail": {"status": _status_of(err)} if isinstance(err, SystemExit) else _mask_detail(err),
+        "at": time.time(),
+        **describe_exception(err),
+    }
+    with _reason_file().open("r+b") as stream:
+        stream.write(_fit(reason).ljust(_RESERVED_BYTES))
+
+
+def _mask_detail(err: BaseException) -> Any:
+    """Return the detail of an exception as plain JSON values without secrets."""
+    return mask_setting("", json.loads(json.dumps(getattr(err, "detail", {}), default=repr)))
+
+
+def _status_of(err: SystemExit) -> int:
+    """Return the exit status that Python makes of it."""
+    return err.code if isinstance(err.code, int) else 0 if err.code is None else 1
+
+
+def _fit(reason: dict[str, Any]) -> bytes:
+    """Return the record as JSON, with the end of the traceback only where all of it exceeds the reserved bytes."""
+    while True:
+        raw = json.dumps(reason, ensure_ascii=False, default=repr).encode(errors="replace")
+        if len(raw) <= _RESERVED_BYTES or not reason["traceback"]:
+            return raw
+        reason["traceback"] = reason["traceback"][len(reason["traceback"]) // 2 + 1 :]

@@ -1,0 +1,176 @@
+"""A run that begins from a checkpoint of another run, and inherits what that has seen.
+
+Its first checkpoint, at step 0, has the parent's files, and a `fork` row names the parent. The data order begins anew, as the job
+spec of the new run says.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from dlac_pipeline.checkpoint.files import StoreFiles, below, is_local, make_below, path_at, sync_file
+from dlac_pipeline.checkpoint.manifest import FileEntry, Manifest, check_inside, read_manifest, verify_file
+from dlac_pipeline.checkpoint.store import Tiers, folder_uri, tiers_of
+from dlac_pipeline.lakehouse.durable_io import fsync_directory
+from dlac_pipeline.lakehouse.errors import CheckpointDamaged, NoSuchCheckpoint, SpecInvalid
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
+from dlac_pipeline.lakehouse.ledger.commits import held, names_of, unname_checkpoint
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+from dlac_pipeline.lakehouse.ledger.older_ledger import check_ledger
+from dlac_pipeline.lakehouse.ledger.run_rows import HEAD_KINDS, Row, checkpoint_rows
+from dlac_pipeline.operations.initial_checkpoint import Beginning, begin, check_new
+from dlac_pipeline.spec.job_spec import JobSpec
+from dlac_pipeline.supervise.claim import new_nonce
+from dlac_pipeline.supervise.run_lock import run_lock
+
+_THREADS = 4
+_NO_LINK = (errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.ENOTSUP, errno.ENOSYS)
+"""Failures of a hard link that a copy does not meet."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Forked:
+    """A run that was begun."""
+
+    run: str
+    checkpoint_id: str
+    """Its first."""
+    parent_run: str
+    parent_checkpoint: str
+    parent_step: int
+
+
+def fork(
+    lakehouse: Lakehouse,
+    spec: JobSpec,
+    parent_run: str,
+    *,
+    step: int | None = None,
+    checkpoint_id: str | None = None,
+    files: StoreFiles | None = None,
+) -> Forked:
+    """Begin the spec's run, which is new, from a restorable checkpoint of `parent_run`: of a step, with an id, or the head.
+
+    `files` reaches the parent's store, if the spec's own properties do not.
+
+    Raises:
+        NoSuchRun: there is no such parent.
+        NoSuchCheckpoint: it has no such checkpoint that is kept.
+        SpecInvalid: the spec's run exists already.
+        LedgerOlderThanStore: the catalog was restored from an older backup.
+        CheckpointDamaged: the parent's files are not what was committed; nothing was begun.
+        StoreUnavailable: a store is away or full; nothing was committed, and forking again goes on.
+    """
+    ledger, tiers = Ledger(lakehouse), tiers_of(spec)
+    check_ledger(lakehouse, parent_run)
+    rows = ledger.head_rows(parent_run)
+    if step == 0 and all(int(row["step"]) > 0 for row in checkpoint_rows(rows).values()):
+        raise NoSuchCheckpoint(
+            f"expected a checkpoint of run {parent_run!r} to begin with, found step 0, at which it had none: start run "
+            f"{spec.run!r} with `dlac train` instead"
+        )
+    target = ledger.restorable(parent_run, step, checkpoint_id=checkpoint_id)
+    _check_new(ledger, spec.run, parent_run)
+    tiers.check_writable()
+    with (
+        run_lock(spec.checkpoint.local, spec.run, wait_s=0.0, takeover=False),
+        held(ledger, parent_run, f"{_holds_of(spec.run)}:{new_nonce()}", checkpoint_id=target["checkpoint_id"]),
+    ):
+        _check_new(ledger, spec.run, parent_run)
+        begun = begin(lakehouse, spec, _make_beginning(parent_run, target, files or tiers.files, tiers))
+        _let_go(ledger, spec.run, parent_run)
+    return Forked(
+        run=spec.run,
+        checkpoint_id=begun,
+        parent_run=parent_run,
+        parent_checkpoint=target["checkpoint_id"],
+        parent_step=target["step"],
+    )
+
+
+def _make_beginning(parent_run: str, target: Row, files: StoreFiles, tiers: Tiers) -> Beginning:
+    """Return the beginning with the parent's checkpoint `target`, which `files` reaches."""
+    manifest = read_manifest(target["manifest_uri"], target["manifest_digest"], files)
+    parent = {"run": parent_run, "checkpoint_id": target["checkpoint_id"], "step": target["step"]}
+    return Beginning(
+        engine=manifest.engine,
+        world_size=manifest.world_size,
+        make=lambda name, folder: _copied(manifest, folder_uri(target["manifest_uri"]), files, tiers, name, folder),
+        instead={"forks": parent},
+        note={},
+        rows=[{"kind": "fork", "step": 0, "detail": json.dumps(parent)}],
+    )
+
+
+def _holds_of(run: str) -> str:
+    """With a nonce behind it, the name that keeps a parent's checkpoint while `run` is forked from it."""
+    return f"fork:{run}"
+
+
+def _let_go(ledger: Ledger, run: str, parent_run: str) -> None:
+    """Take away every hold for `run`, which exists now: also those that killed forks left, or that others have in vain."""
+    for name in names_of(ledger.rows(parent_run, kinds=("name",))):
+        if _holds_of(run) in (name, name.rpartition(":")[0]):  # those of older versions have no nonce
+            with suppress(NoSuchCheckpoint):  # its owner did
+                unname_checkpoint(ledger, parent_run, name)
+
+
+def _check_new(ledger: Ledger, run: str, parent_run: str) -> None:
+    """Check that the run is new, or was only begun by forks that did not come to their end.
+
+    Raises:
+        SpecInvalid: it is not.
+    """
+    rows = ledger.rows(run, kinds=HEAD_KINDS)
+    try:
+        check_new(rows, run, instead="forks")
+    except SpecInvalid:
+        if any(row["kind"] == "fork" for row in rows):  # perhaps one that was killed right behind its commit
+            _let_go(ledger, run, parent_run)
+        raise
+
+
+def _copied(
+    manifest: Manifest, source: str, files: StoreFiles, tiers: Tiers, name: str, folder: Path
+) -> list[FileEntry]:
+    """The parent's files in the new checkpoint's folder, and in its copy in the store, each with its digest compared."""
+
+    def take(entry: FileEntry) -> FileEntry:
+        path = folder / entry.path
+        make_below(folder, path.parent)
+        check_inside(entry, source)
+        _take(below(source, entry.path), path, files)
+        verify_file(entry, str(path), StoreFiles(deadline_s=0.0))
+        if tiers.store is None:
+            sync_file(path)
+        else:
+            tiers.put(path, name, entry.path)
+        return entry
+
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="fork") as pool:
+        entries = list(pool.map(take, manifest.files))
+    for each in {folder, *(path for path in folder.rglob("*") if path.is_dir())}:
+        fsync_directory(each)
+    return entries
+
+
+def _take(address: str, path: Path, files: StoreFiles) -> None:
+    """A file of the parent's at `path`: a hard link, where that is possible, for neither run ever writes into it again."""
+    try:
+        if is_local(address):
+            try:
+                os.link(path_at(address), path)
+            except OSError as err:
+                if err.errno not in _NO_LINK:
+                    raise
+            else:
+                return
+        files.fetch(address, path)
+    except FileNotFoundError as err:
+        raise CheckpointDamaged(f"expected the file {address!r} of a committed checkpoint, found none") from err

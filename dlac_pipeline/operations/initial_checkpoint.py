@@ -1,0 +1,135 @@
+"""A run that begins with a state from elsewhere: its first checkpoint, at step 0, and who made it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from dlac_pipeline.checkpoint.commit.coordinator import Committer, Prepared
+from dlac_pipeline.checkpoint.commit.ledger_rows import Vote
+from dlac_pipeline.checkpoint.failures import failure_named
+from dlac_pipeline.checkpoint.manifest import FileEntry
+from dlac_pipeline.checkpoint.store import Tiers, stage_name, storing, tiers_of
+from dlac_pipeline.checkpoint.training_config import config_digest
+from dlac_pipeline.lakehouse.errors import SpecInvalid, StoreUnavailable
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
+from dlac_pipeline.lakehouse.ledger.commits import Attempt
+from dlac_pipeline.lakehouse.ledger.run_rows import Row, checkpoint_rows
+from dlac_pipeline.plan.legs.leg import Leg
+from dlac_pipeline.plan.order import LegOrder
+from dlac_pipeline.read.open import OpenLeg, open_leg
+from dlac_pipeline.spec.job_spec import JobSpec
+from dlac_pipeline.supervise.choose_leg import Wish
+from dlac_pipeline.supervise.claim import ResumePoint, new_nonce, take_over
+from dlac_pipeline.track.tracker import ReaderStateTracker
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Beginning:
+    """The state that a run begins with."""
+
+    engine: str
+    """That loads it."""
+    world_size: int
+    """Ranks that saved it."""
+    make: Callable[[str, Path], list[FileEntry]]
+    """Fills the folder of the checkpoint of this name; gives its files, which are durable then."""
+    instead: Mapping[str, Any]
+    """What the claim is for."""
+    note: Mapping[str, Any]
+    """What the checkpoint's row says of it."""
+    rows: Sequence[Mapping[str, Any]] = ()
+    """Further rows of the same append."""
+
+
+def check_new(rows: Sequence[Row], run: str, *, instead: str) -> None:
+    """Check that the run of these rows is new, or has only claims for the same as this one, that did not come to their end.
+
+    Raises:
+        SpecInvalid: it has another claim, or a checkpoint.
+    """
+    claims = [row for row in rows if row["kind"] == "claim" and instead not in json.loads(row["detail"] or "{}")]
+    checkpoints = checkpoint_rows(rows)
+    if claims or checkpoints:
+        raise SpecInvalid(
+            f"expected no run named {run!r} yet, found one with {len(checkpoints)} checkpoints: choose another name"
+        )
+
+
+def begin(lakehouse: Lakehouse, spec: JobSpec, beginning: Beginning) -> str:
+    """Claim the spec's run, and commit its first checkpoint; gives its id. The caller holds the run's lock.
+
+    Raises:
+        StoreUnavailable: it cannot be written to the store; nothing was committed, and beginning again goes on.
+        Fenced: somebody else took the run over meanwhile.
+    """
+    point = take_over(lakehouse, spec, nonce=new_nonce(), wish=Wish(), instead=beginning.instead)
+    opened = open_leg(lakehouse, Leg.from_json(point.leg), spec)
+    committer = _committer(lakehouse, spec, point, opened.order)
+    name = stage_name(attempt=point.attempt, step=0, nonce=point.nonce)
+    files = _made(beginning, tiers_of(spec), name)
+    prepared = Prepared(
+        name=name,
+        engine=beginning.engine,
+        taken=ReaderStateTracker(committed_step=0, groups=range(opened.order.settings.key_groups)),
+        waited_s=0.0,
+        note=beginning.note,
+        rows=beginning.rows,
+    )
+    decision = committer.decide(_votes(opened, files, beginning.world_size), prepared)
+    if decision["error"] is not None:
+        raise failure_named(decision["error"])
+    checkpoint_id: str = decision["checkpoint_id"]
+    return checkpoint_id
+
+
+def _made(beginning: Beginning, tiers: Tiers, name: str) -> list[FileEntry]:
+    """The files; nothing of them if they cannot be made."""
+    folder, copy = tiers.folder(name), tiers.copy_of(name)
+    tiers.make(name)
+    with storing(folder):
+        try:
+            return beginning.make(name, folder)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            if copy is not None:
+                with suppress(StoreUnavailable):
+                    tiers.files.hurried().remove(copy)
+            raise
+
+
+def _committer(lakehouse: Lakehouse, spec: JobSpec, point: ResumePoint, order: LegOrder) -> Committer:
+    return Committer(
+        attempt=Attempt(run=spec.run, number=point.attempt, nonce=point.nonce),
+        settings=spec.checkpoint,
+        config_digest=config_digest(spec),
+        order=order,
+        leg=Leg.from_json(point.leg),
+        leg_is_new=True,
+        parent=None,
+        lakehouse=lakehouse,
+        tiers=tiers_of(spec),
+    )
+
+
+def _votes(opened: OpenLeg, files: Sequence[FileEntry], world_size: int) -> list[Vote]:
+    """As if `world_size` ranks had read nothing yet, the first of which has all files."""
+    groups = range(opened.order.settings.key_groups)
+    start = opened.start_state()
+    cursors = [[list(start[source][group]) for source in range(len(start))] for group in groups]
+    nothing: Vote = {
+        "failure": None,
+        "files": [],
+        "phases": {},
+        "step": 0,
+        "groups": [],
+        "cursors": [],
+        "advances": [],
+    }
+    first = {**nothing, "files": [asdict(entry) for entry in files], "groups": list(groups), "cursors": cursors}
+    return [first, *[nothing] * (world_size - 1)]

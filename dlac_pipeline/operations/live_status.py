@@ -1,0 +1,209 @@
+"""Where a run is right now: what the ledger says, and the signs of life that its ranks leave in the launch folder.
+
+The ledger is asked for rows only when it has new ones; the launch folder is on the machine where the run was launched, and
+without it what is known is what was committed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from dlac_pipeline.audit.wording import format_duration
+from dlac_pipeline.lakehouse.errors import CommitConflict, LakehouseError
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+from dlac_pipeline.lakehouse.ledger.older_ledger import check_ledger
+from dlac_pipeline.lakehouse.ledger.plans import find_plan
+from dlac_pipeline.lakehouse.ledger.recoveries import Recovery, recoveries_of
+from dlac_pipeline.lakehouse.ledger.run_rows import HEAD_KINDS, Fence, Row, checkpoint_rows, lineage_of
+from dlac_pipeline.operations.status import Standing, standing_of
+from dlac_pipeline.plan.legs.leg import Leg
+from dlac_pipeline.supervise.choose_leg import leg_of
+from dlac_pipeline.supervise.claims import attempts_without_progress, launch_folder_of
+from dlac_pipeline.supervise.liveness.progress import Phase, Progress, read_all_progress, read_total_steps
+
+_OF_ADVANCES = ("seq", "checkpoint_id", "attempt", "source", "pass", "plan_id", "rows_consumed")
+_RATE_OVER_S = 15.0
+"""Steps per second are those of this long."""
+_SILENT_S = 30.0
+"""Ranks that have given no sign for so long are told as that, in place of what they did last."""
+
+
+class LiveStatus:
+    """One run, looked at again and again."""
+
+    def __init__(self, lakehouse: Lakehouse, run: str) -> None:
+        """Raises `NoSuchRun` if the ledger has no row of it, `LedgerOlderThanStore` if its catalog was restored."""
+        check_ledger(lakehouse, run)
+        self._ledger = Ledger(lakehouse)
+        self._run = run
+        self._ledger.head_rows(run)  # says so if there is no such run
+        self._rows: list[Row] = []
+        self._fence, self._finished = Fence(), False
+        self._advances: list[Row] = []
+        self._live_rows: dict[str, int] = {}
+        self._steps: deque[tuple[float, int]] = deque()
+        self._problem: str | None = None
+        self._recoveries: list[Recovery] = []
+        self._asked_attempt = -1
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run is over."""
+        return self._finished
+
+    def look(self) -> dict[str, Any]:
+        """Facts by name, as they are now; seconds where a name says so."""
+        self._ask_ledger()
+        now = time.time()
+        head = checkpoint_rows(self._rows).get(self._fence.head or "")
+        head_step = 0 if head is None else int(head["step"])
+        ranks = [] if self._finished else self._signs_of_life()
+        step = max(head_step, min((each.step for each in ranks), default=0))
+        steps_per_s = self._rate(ranks, now)
+        began = min((each.spent.began for each in ranks if each.spent.began), default=None)
+        committed_at = None if head is None else head["committed_at"].timestamp()
+        last_sign = max((each.at for each in ranks), default=None)
+        in_danger_since = max((each for each in (committed_at, began) if each is not None), default=last_sign)
+        leg = None if head is None else leg_of(self._rows, head["checkpoint_id"])
+        total = self._total_steps()
+        standing = self._standing()
+        if standing.state != "training":
+            steps_per_s = None
+        return {
+            "run": self._run,
+            "state": _state(standing, ranks, now),
+            "step": step,
+            "total_steps": total,
+            "loss": self._loss(head, ranks),
+            "steps_per_s": None if steps_per_s is None else round(steps_per_s, 3),
+            **self._speed(leg, steps_per_s),
+            "consumed_share": self._consumed_share(ranks),
+            "checkpoint_age_s": None if committed_at is None else round(now - committed_at, 1),
+            "at_risk_steps": step - head_step,
+            "at_risk_s": _lasted_s(in_danger_since, last_sign) if step > head_step else 0.0,
+            "attempt": self._fence.attempt,
+            "attempts_without_progress": 0 if self._finished else attempts_without_progress(self._rows),
+            "eta_s": None if not total or not steps_per_s else round(max(0, total - step) / steps_per_s, 1),
+            "last_sign_s": None if last_sign is None else round(now - last_sign, 1),
+            "problem": self._problem,
+            "launch": standing.state,
+            "launch_note": standing.note,
+            "next_command": standing.next_command,
+        }
+
+    def _ask_ledger(self) -> None:
+        """What is new in it; a catalog that is away is said, and asked again next time."""
+        try:
+            state = self._ledger.state(self._run)
+            if state.fence != self._fence or state.finished != self._finished:
+                known = self._fence.seq
+                rows = self._ledger.rows_at(state, kinds=HEAD_KINDS, after=known)
+                advances = self._ledger.rows_at(state, kinds=("advance",), after=known, columns=_OF_ADVANCES)
+                self._rows += rows
+                self._advances += advances
+                self._fence, self._finished = state.fence, state.finished
+            self._problem = None
+        except (LakehouseError, CommitConflict) as err:
+            self._problem = str(err)
+
+    def _standing(self) -> Standing:
+        """What became of the last launch; whether the run was given up is read once, when a launch is found to be gone."""
+        standing = standing_of(self._rows, self._recoveries)
+        if standing.state in ("dead", "silent") and self._asked_attempt != self._fence.attempt:
+            with suppress(LakehouseError):
+                self._recoveries = recoveries_of(self._ledger.lakehouse, self._run)
+                self._asked_attempt = self._fence.attempt
+                return standing_of(self._rows, self._recoveries)
+        return standing
+
+    def _folder(self) -> Path | None:
+        folder = launch_folder_of(self._rows, self._fence.attempt)
+        return Path(folder) if folder else None
+
+    def _signs_of_life(self) -> list[Progress]:
+        folder = self._folder()
+        return [] if folder is None else read_all_progress(folder)
+
+    def _total_steps(self) -> int | None:
+        """As the ranks said when they began to train."""
+        folder = self._folder()
+        return None if folder is None else read_total_steps(folder)
+
+    def _rate(self, ranks: list[Progress], now: float) -> float | None:
+        """Steps per second; of an attempt from its first finished step on, for until then it starts and loads."""
+        if not ranks or not all(each.spent.rows for each in ranks):
+            self._steps.clear()
+            return None
+        step = min(each.step for each in ranks)
+        if self._steps and step < self._steps[-1][1]:  # another attempt
+            self._steps.clear()
+        self._steps.append((now, step))
+        while len(self._steps) > 2 and now - self._steps[0][0] > _RATE_OVER_S:
+            self._steps.popleft()
+        (since, first), (until, last) = self._steps[0], self._steps[-1]
+        return (last - first) / (until - since) if until > since else None
+
+    def _speed(self, leg: Leg | None, steps_per_s: float | None) -> dict[str, float | None]:
+        samples = None if leg is None or steps_per_s is None else round(steps_per_s * leg.batch_size, 1)
+        tokens = None if leg is None or samples is None or not leg.sequences.length else samples * leg.sequences.length
+        return {"samples_per_s": samples, "tokens_per_s": tokens}
+
+    def _loss(self, head: Row | None, ranks: list[Progress]) -> float | None:
+        if ranks and ranks[0].loss_step:
+            return ranks[0].loss
+        losses = [] if head is None else head["losses"] or []
+        return losses[-1] if losses else None
+
+    def _consumed_share(self, ranks: list[Progress]) -> float | None:
+        """Of the live rows of the passes that the sources are in: what is committed, and what the ranks did since.
+
+        What they did beyond the end of a pass is of the next.
+        """
+        lineage = set(lineage_of(self._rows, self._fence.head))
+        mine = [row for row in self._advances if row["checkpoint_id"] in lineage]
+        if not mine:
+            return None
+        last = {source: max(row["pass"] for row in mine if row["source"] == source) for source in _sources(mine)}
+        current = [row for row in mine if row["pass"] == last[row["source"]]]
+        plans = {(row["source"], row["plan_id"]) for row in current}
+        live = sum(max(self._live_rows_of(plan) for each, plan in plans if each == source) for source in last)
+        committed = sum(row["rows_consumed"] for row in self._advances if row["attempt"] == self._fence.attempt)
+        in_flight = max(0, sum(each.spent.rows for each in ranks) - committed)
+        done = sum(row["rows_consumed"] for row in current) + in_flight
+        return round((done % live or min(done, live)) / live, 4) if live else None
+
+    def _live_rows_of(self, plan_id: str) -> int:
+        if plan_id not in self._live_rows:
+            plan = find_plan(self._ledger.lakehouse, plan_id)
+            self._live_rows[plan_id] = 0 if plan is None else plan.live_rows
+        return self._live_rows[plan_id]
+
+
+def _sources(rows: list[Row]) -> set[int]:
+    return {int(row["source"]) for row in rows}
+
+
+def _state(standing: Standing, ranks: list[Progress], now: float) -> str:
+    """What a run does that is trained, else what became of its last launch."""
+    if standing.state != "training":
+        return standing.state
+    return _doing(ranks, now) if ranks else "starting"
+
+
+def _doing(ranks: list[Progress], now: float) -> str:
+    """Return what the slowest rank does; if all ranks have been silent for long, also for how long."""
+    furthest_behind = min(ranks, key=lambda each: (each.step, each.at))
+    silent_s = now - max(each.at for each in ranks)
+    silent = furthest_behind.phase != Phase.DONE and silent_s > _SILENT_S
+    return (
+        f"{furthest_behind.doing}, no sign of life for {format_duration(silent_s)}" if silent else furthest_behind.doing
+    )
+
+
+def _lasted_s(since: float | None, until: float | None) -> float:
+    return 0.0 if since is None or until is None else round(max(0.0, until - since), 1)

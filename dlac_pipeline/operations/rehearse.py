@@ -1,0 +1,328 @@
+"""Rehearsal: a kept checkpoint is restored in a sandbox, and the steps behind it are done again and compared with production's.
+
+In: a run. Out: step by step the loss that production recorded and the loss that came out now. Production is only read: there is
+no claim, no row in the ledger, no file in the run's folders or in the store, and no lock that a live run needs.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from dlac_pipeline.checkpoint.restore.verified_copy import Restored, restore
+from dlac_pipeline.checkpoint.store import Tiers, tiers_of
+from dlac_pipeline.checkpoint.training_config import config_digest
+from dlac_pipeline.elastic.ranks.addresses import free_port
+from dlac_pipeline.elastic.ranks.rank import REHEARSAL_VARIABLE
+from dlac_pipeline.elastic.ranks.rank_share import Share
+from dlac_pipeline.lakehouse import errors
+from dlac_pipeline.lakehouse.durable_io import write_durably
+from dlac_pipeline.lakehouse.errors import CheckpointDamaged, NothingToRehearse, StoreUnavailable, TrainingFailed
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+from dlac_pipeline.lakehouse.ledger.run_rows import Row, checkpoint_rows, fence_of_rows, out_of
+from dlac_pipeline.operations.sandbox import sandbox
+from dlac_pipeline.plan.legs.choice import check_sources
+from dlac_pipeline.plan.legs.leg import Leg
+from dlac_pipeline.spec.job_spec import JobSpec
+from dlac_pipeline.supervise.choose_leg import leg_of
+from dlac_pipeline.supervise.claim import ResumePoint, new_nonce
+from dlac_pipeline.supervise.claims import spec_of_attempt
+from dlac_pipeline.supervise.local_ranks import RankGroup
+from dlac_pipeline.supervise.policies.hangs import Silence, first_cause
+from dlac_pipeline.supervise.start_ranks import RankStarter
+
+MOST_STEPS = 20
+"""Unless more are asked for."""
+_POLL_S = 0.05
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RehearsedStep:
+    """One step, as production recorded it and as it came out now."""
+
+    step: int
+    recorded: float | None
+    """Global loss; None: the ledger has none."""
+    replayed: float | None
+    """None: the script ended before it."""
+    recorded_skipped: bool = False
+    """Whether the engine did not apply the step."""
+    replayed_skipped: bool = False
+
+    @property
+    def compared(self) -> bool:
+        """Whether there is a recorded loss to compare with."""
+        return self.recorded is not None
+
+    @property
+    def identical(self) -> bool:
+        """Whether both are alike, bit for bit."""
+        return (_bits(self.recorded), self.recorded_skipped) == (_bits(self.replayed), self.replayed_skipped)
+
+    @property
+    def difference(self) -> float | None:
+        """Replayed loss less the recorded one; None where one of them is missing."""
+        return None if self.recorded is None or self.replayed is None else self.replayed - self.recorded
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rehearsal:
+    """What came out."""
+
+    run: str
+    checkpoint_id: str
+    """The checkpoint that was restored."""
+    step: int
+    successor: str
+    """The committed checkpoint whose losses were compared."""
+    attempt: int
+    """Which production attempt took that."""
+    world_size: int
+    script: str
+    config_changed: bool | None
+    """Whether spec, script or arguments are others than those that the checkpoint names; None: it names none."""
+    steps: tuple[RehearsedStep, ...]
+    restore_s: float
+    """Copying the checkpoint into the sandbox, and verifying it."""
+    replay_s: float
+
+    @property
+    def compared(self) -> int:
+        """Steps that have a recorded loss."""
+        return sum(step.compared for step in self.steps)
+
+    @property
+    def differing(self) -> tuple[RehearsedStep, ...]:
+        """The compared steps that are not alike, in order."""
+        return tuple(step for step in self.steps if step.compared and not step.identical)
+
+    @property
+    def identical(self) -> bool:
+        """Whether every step that can be compared is alike, bit for bit."""
+        return self.compared > 0 and not self.differing
+
+    def to_json(self) -> dict[str, Any]:
+        """This rehearsal as plain data, the verdict included."""
+        differing = [{"step": step.step, "difference": step.difference} for step in self.differing]
+        return {**asdict(self), "identical": self.identical, "compared": self.compared, "differing": differing}
+
+    def summary(self) -> str:
+        """The verdict in a sentence."""
+        stretch = f"steps {self.step + 1} to {self.steps[-1].step} behind checkpoint {self.checkpoint_id!r}"
+        if self.identical:
+            return f"{stretch} on {self.world_size} ranks: {self.compared} losses bit-identical"
+        first = self.differing[0]
+        found = "no loss: the script ended before" if first.replayed is None else f"{first.replayed!r}"
+        by = "" if first.difference is None else f", {first.difference:+.3e} away"
+        skipped = " (applied in one of them only)" if first.recorded_skipped != first.replayed_skipped else ""
+        changed = "; spec, script or arguments are not those of the checkpoint" if self.config_changed else ""
+        return (
+            f"{stretch} on {self.world_size} ranks: {len(self.differing)} of {self.compared} losses differ, first in step "
+            f"{first.step}: expected {first.recorded!r}, found {found}{by}{skipped}{changed}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Chosen:
+    """A kept checkpoint and its committed successor, among the run's rows."""
+
+    rows: list[Row]
+    checkpoint: Row
+    successor: Row
+
+
+def rehearse(
+    lakehouse: Lakehouse,
+    run: str,
+    *,
+    spec: JobSpec | None = None,
+    steps: int | None = None,
+    sandbox_folder: Path | None = None,
+) -> Rehearsal:
+    """Rehearse the newest kept checkpoint of a run that has a committed successor, for up to `steps` steps (unset: 20 at most).
+
+    With the job spec of the attempt that took the successor, unless another one is given. The order is that of the committed
+    leg, and the number of ranks the recorded one, whatever a spec says. The sandbox is made in `sandbox_folder`, or where
+    temporary files go; it holds one copy of the checkpoint.
+
+    Raises:
+        NoSuchRun: the ledger has no row of the run.
+        NoSuchJobSpec: the job spec of the attempt is not on this node.
+        NothingToRehearse: no checkpoint is kept that has a committed successor; says what to keep.
+        CheckpointDamaged: names the file that is missing, truncated or altered.
+        StoreUnavailable: the store does not answer.
+        TrainingFailed, DlacError: what the ranks died of.
+    """
+    with sandbox(sandbox_folder) as folder:
+        started = time.monotonic()
+        spec, chosen, restored = _restored(lakehouse, run, spec, folder)
+        restored_at = time.monotonic()
+        asked = MOST_STEPS if steps is None else steps
+        last = min(int(chosen.successor["step"]), restored.manifest.step + asked)
+        leg = leg_of(chosen.rows, chosen.successor["checkpoint_id"])
+        point = _resume_point(chosen, restored, leg, last)
+        told = _replayed(_in_sandbox(spec, leg, chosen.successor, folder), folder, point)
+        return Rehearsal(
+            run=run,
+            checkpoint_id=chosen.checkpoint["checkpoint_id"],
+            step=restored.manifest.step,
+            successor=chosen.successor["checkpoint_id"],
+            attempt=chosen.successor["attempt"],
+            world_size=chosen.successor["world_size"],
+            script=spec.launch.script,
+            config_changed=_changed(spec, restored.manifest.config_digest),
+            steps=tuple(_compared(lakehouse, chosen, restored.manifest.step, last, told)),
+            restore_s=restored_at - started,
+            replay_s=time.monotonic() - restored_at,
+        )
+
+
+def _restored(
+    lakehouse: Lakehouse, run: str, wanted: JobSpec | None, folder: Path
+) -> tuple[JobSpec, _Chosen, Restored]:
+    """The checkpoint, copied into the sandbox from the store; another one if it was retired while it was read."""
+    ledger = Ledger(lakehouse)
+    while True:
+        chosen = _newest_with_successor(ledger, run)
+        spec = wanted or spec_of_attempt(lakehouse, chosen.rows, run, chosen.successor["attempt"])
+        tiers = Tiers(run=run, local=folder, store=spec.checkpoint.store, files=tiers_of(spec).files)
+        try:
+            return spec, chosen, restore(chosen.checkpoint, tiers)
+        except (CheckpointDamaged, StoreUnavailable):  # with a retired checkpoint its attempt's folder may go
+            if chosen.checkpoint["checkpoint_id"] not in out_of(ledger.head_rows(run)):
+                raise
+
+
+def _newest_with_successor(ledger: Ledger, run: str) -> _Chosen:
+    rows = ledger.head_rows(run)
+    checkpoints = checkpoint_rows(rows)
+    out = out_of(rows)
+    successor = checkpoints.get(fence_of_rows(rows).head or "")
+    lineage = 0
+    while successor is not None:
+        lineage += 1
+        parent = checkpoints.get(successor["parent"] or "")
+        if parent is not None and parent["checkpoint_id"] not in out and successor["losses"]:
+            return _Chosen(rows=rows, checkpoint=parent, successor=successor)
+        successor = parent
+    raise NothingToRehearse(
+        f"expected a checkpoint of run {run!r} that is kept and has a committed successor with recorded losses, found none among "
+        f"{lineage} on its lineage: keep two or more (checkpoint.keep_last = 2, or 0 for all), or name one (`dlac name {run} "
+        "NAME --step N`) before the next is committed"
+    )
+
+
+def _resume_point(chosen: _Chosen, restored: Restored, leg: Leg, last: int) -> ResumePoint:
+    manifest, row = restored.manifest, chosen.checkpoint
+    return ResumePoint(
+        attempt=chosen.successor["attempt"],
+        nonce=new_nonce(),
+        replaces=0,
+        leg=leg.to_json(),
+        leg_is_new=leg.index != leg_of(chosen.rows, manifest.checkpoint_id).index,
+        step=manifest.step,
+        checkpoint_id=manifest.checkpoint_id,
+        folder=str(restored.folder),
+        manifest_uri=row["manifest_uri"],
+        manifest_digest=row["manifest_digest"],
+        world_size=manifest.world_size,
+        engine=manifest.engine,
+        reader_state=manifest.reader_state,
+        rehearses_until=last,
+    )
+
+
+def _in_sandbox(spec: JobSpec, leg: Leg, successor: Row, folder: Path) -> JobSpec:
+    """The spec with the committed order, the recorded number of ranks, and no place outside the sandbox."""
+    check_sources(spec, leg)
+    names = ("seed", "batch_size", "key_groups", "block_slices", "shuffle", "steps")
+    order = spec.order.model_copy(update={name: getattr(leg, name) for name in names})
+    checkpoint = spec.checkpoint.model_copy(update={"store": str(folder), "local": str(folder)})
+    launch = spec.launch.model_copy(
+        update={
+            "world_size": successor["world_size"],
+            "nodes": "",  # all ranks are on this node
+            "termination_url": "",
+            "env": {**spec.launch.env, REHEARSAL_VARIABLE: "1"},
+        }
+    )
+    return spec.model_copy(update={"order": order, "checkpoint": checkpoint, "launch": launch})
+
+
+def _replayed(spec: JobSpec, folder: Path, point: ResumePoint) -> dict[str, Any]:
+    """Run the ranks to the last step; what they tell."""
+    launch = folder / "launch"
+    launch.mkdir()
+    (launch / "spec.json").write_text(spec.model_dump_json())
+    write_durably(launch / "resume.json", point.to_json().encode())
+    world_size = spec.launch.world_size
+    silence = Silence(spec.launch)
+    with closing(RankStarter()) as starter:
+        ranks = starter.start(spec, launch, Share(world_size=world_size, ranks=world_size, port=free_port()))
+        try:
+            while not ranks.all_exited():
+                _check_alive(ranks, spec, silence)
+                time.sleep(_POLL_S)
+            _check_alive(ranks, spec, silence)
+        finally:
+            ranks.end()
+    events = launch / "events.jsonl"
+    said = [json.loads(line) for line in events.read_text().splitlines()] if events.exists() else []
+    return next((event for event in said if event["event"] == "rehearsed"), {"losses": [], "skipped": []})
+
+
+def _check_alive(ranks: RankGroup, spec: JobSpec, silence: Silence) -> None:
+    failures = ranks.failures()
+    silent = silence.too_long(ranks)
+    if not failures and silent is None:
+        return
+    cause = first_cause(failures) if failures else silent
+    assert cause is not None
+    kind = errors.named(cause.kind)
+    if kind is not None:
+        raise kind(cause.message)
+    tail = cause.traceback or ranks.last_words(cause.rank)["log_tail"]
+    raise TrainingFailed(f"the rehearsal of run {spec.run!r} died, production is untouched: {cause}\n{tail}")
+
+
+def _compared(
+    lakehouse: Lakehouse, chosen: _Chosen, start: int, last: int, told: dict[str, Any]
+) -> Iterator[RehearsedStep]:
+    recorded = chosen.successor["losses"] or []
+    skipped = _skipped_steps(lakehouse, chosen.successor)
+    for index, step in enumerate(range(start + 1, last + 1)):
+        yield RehearsedStep(
+            step=step,
+            recorded=_at(recorded, index),
+            replayed=_at(told["losses"], index),
+            recorded_skipped=step in skipped,
+            replayed_skipped=step in told["skipped"],
+        )
+
+
+def _skipped_steps(lakehouse: Lakehouse, successor: Row) -> set[int]:
+    """The steps that production's engine did not apply."""
+    if not successor["skipped_steps"]:
+        return set()
+    rows = Ledger(lakehouse).rows(successor["run"], kinds=("advance",))
+    mine = [row for row in rows if row["checkpoint_id"] == successor["checkpoint_id"] and row["applied"] is False]
+    return {step for row in mine for step in range(row["first_step"], row["last_step"] + 1)}
+
+
+def _changed(spec: JobSpec, digest: str) -> bool | None:
+    return None if not digest else config_digest(spec) != digest
+
+
+def _at(losses: Sequence[float], index: int) -> float | None:
+    return losses[index] if index < len(losses) else None
+
+
+def _bits(loss: float | None) -> bytes | None:
+    return None if loss is None else struct.pack("<d", loss)

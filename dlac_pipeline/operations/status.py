@@ -1,0 +1,237 @@
+"""Where a run is, from its ledger rows and from the processes of this node; and what to do next about it."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from dlac_pipeline.audit.wording import format_ago
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, among
+from dlac_pipeline.lakehouse.ledger.branches import exclusions_in_force
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+from dlac_pipeline.lakehouse.ledger.older_ledger import check_ledger
+from dlac_pipeline.lakehouse.ledger.recoveries import Recovery, recoveries_of
+from dlac_pipeline.lakehouse.ledger.run_rows import (
+    HEAD_KINDS,
+    Row,
+    checkpoint_rows,
+    fence_of_rows,
+    finished_of_rows,
+    idle_kind,
+)
+from dlac_pipeline.spec.launch_spec import NODES
+from dlac_pipeline.supervise.claims import (
+    attempts_without_progress,
+    last_reason,
+    launch_folder_of,
+    launcher_of,
+    left_in_order,
+    trained_attempts,
+)
+from dlac_pipeline.supervise.liveness.other_launch import Signs, signs_of
+from dlac_pipeline.supervise.liveness.progress import read_ending, read_total_steps
+from dlac_pipeline.supervise.retry_policy import LOST_AFTER_S
+from dlac_pipeline.supervise.run_lock import lock_path
+
+_COLUMNS = (
+    "run",
+    "seq",
+    "kind",
+    "attempt",
+    "nonce",
+    "step",
+    "checkpoint_id",
+    "parent",
+    "head_after",
+    "committed_at",
+    "detail",
+)
+SPEC_PLACEHOLDER = "FILE"
+"""Stands in a command for a job spec whose place is not known here."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Standing:
+    """What became of the last launch of a run, and the command that an operator types next."""
+
+    state: str
+    """finished; training; stopped; caught up; given up; dead; silent; rewound, adopted or forked: not launched since."""
+    note: str = ""
+    """What is known of it besides."""
+    command: tuple[str, ...] = ()
+    """Arguments of `dlac`."""
+
+    @property
+    def next_command(self) -> str:
+        """The command as it can be copied into a shell."""
+        return shlex.join(("dlac", *self.command)) if self.command else ""
+
+
+def run_status(lakehouse: Lakehouse, run: str) -> dict[str, Any]:
+    """Facts about a run by name.
+
+    Raises:
+        NoSuchRun: the ledger has no row of it.
+        LedgerOlderThanStore: the catalog was restored from an older backup.
+    """
+    check_ledger(lakehouse, run)
+    rows = Ledger(lakehouse).head_rows(run)
+    recoveries = recoveries_of(lakehouse, run)
+    fence, finished = fence_of_rows(rows), finished_of_rows(rows)
+    standing = standing_of(rows, recoveries)
+    head = checkpoint_rows(rows).get(fence.head or "")
+    given_up = [each.cause for each in recoveries if each.outcome == "gave up" and each.attempt == fence.attempt]
+    said = {} if head is None or not head["detail"] else json.loads(head["detail"])
+    losses = [] if head is None else head["losses"] or []
+    return {
+        "run": run,
+        "state": "finished" if finished else "open",
+        "step": 0 if head is None else head["step"],
+        "loss": losses[-1] if losses else None,
+        "head_checkpoint": fence.head,
+        "head_age_s": None if head is None else round((datetime.now(UTC) - head["committed_at"]).total_seconds(), 1),
+        "checkpoint_reason": said.get("reason"),
+        "checkpoint_interval_s": None if "interval_s" not in said else round(said["interval_s"], 1),
+        "checkpoint_interval_why": said.get("why"),
+        "checkpoints": len(checkpoint_rows(rows)),
+        "attempt": fence.attempt,
+        "attempts_without_progress": 0 if finished else attempts_without_progress(rows),
+        "excluded_by_rewinds": [each.where for each in exclusions_in_force(rows)],
+        "recoveries": sum(each.outcome == "resumed" for each in recoveries),
+        "gave_up": given_up[-1] if given_up and not finished else None,
+        "last_failure": current_failure(rows, recoveries),
+        "total_steps": _total_steps(rows),
+        "launch": standing.state,
+        "launch_note": standing.note,
+        "next_command": standing.next_command,
+    }
+
+
+def current_failure(rows: list[Row], recoveries: Sequence[Recovery]) -> str | None:
+    """Return the cause of the last failure, unless a later attempt has committed a checkpoint or the run is finished."""
+    last = max(recoveries, key=lambda each: each.failed_at, default=None)
+    if last is None or finished_of_rows(rows):
+        return None
+    failed = last.attempt if last.outcome == "gave up" else last.replaced_attempt
+    later = any(each["attempt"] > failed for each in checkpoint_rows(rows).values())
+    return None if later else last.cause
+
+
+def list_runs(lakehouse: Lakehouse) -> list[dict[str, Any]]:
+    """Facts about every run of the ledger, the one that appended last first."""
+    recorded: list[Row] = lakehouse.read_own("consumption", among("kind", HEAD_KINDS), columns=_COLUMNS).to_pylist()
+    rows = Ledger(lakehouse).translate(recorded)
+    by_run: dict[str, list[Row]] = defaultdict(list)
+    for row in sorted(rows, key=lambda row: int(row["seq"])):
+        by_run[row["run"]].append(row)
+    recoveries: dict[str, list[Recovery]] = defaultdict(list)
+    for each in recoveries_of(lakehouse):
+        recoveries[each.run].append(each)
+    newest_first = sorted(by_run.items(), key=lambda item: item[1][-1]["committed_at"], reverse=True)
+    return [_listed(run, mine, recoveries[run]) for run, mine in newest_first]
+
+
+def _listed(run: str, rows: list[Row], recoveries: Sequence[Recovery]) -> dict[str, Any]:
+    fence, standing = fence_of_rows(rows), standing_of(rows, recoveries)
+    head = checkpoint_rows(rows).get(fence.head or "")
+    return {
+        "run": run,
+        "state": "finished" if standing.state == "finished" else "open",
+        "launch": standing.state,
+        "step": 0 if head is None else head["step"],
+        "total_steps": _total_steps(rows),
+        "head_checkpoint": fence.head,
+        "head_committed_at": None if head is None else head["committed_at"],
+        "attempts": fence.attempt,
+        "next_command": standing.next_command,
+    }
+
+
+def standing_of(rows: list[Row], recoveries: Sequence[Recovery] = ()) -> Standing:
+    """What became of the last launch of a run, from its rows, its recoveries and the processes of this node.
+
+    A launch on this node is looked at: its lock is held by a living process or by none. A launch on another node is known by
+    what it writes only.
+    """
+    if not rows:
+        return Standing(state="unknown")
+    run, attempt = rows[0]["run"], fence_of_rows(rows).attempt
+    if finished_of_rows(rows):
+        return Standing(state="finished", command=("audit", run))
+    begun = idle_kind(rows, attempt)
+    if begun is not None:
+        return Standing(state=begun, note="not launched since", command=_resume(rows, run, attempt))
+    return _standing_of_launch(rows, run, attempt, recoveries)
+
+
+def _standing_of_launch(rows: list[Row], run: str, attempt: int, recoveries: Sequence[Recovery]) -> Standing:
+    """What became of an attempt that was launched to train."""
+    signs = signs_of(rows, attempt)
+    if signs.here and signs.held:
+        note = f"attempt {attempt}, process {_holder(signs, run)} on this node"
+        return Standing(state="training", note=note, command=("status", run, "--watch"))
+    ended = _ended_in_order(rows, attempt)
+    if ended is not None:
+        return Standing(state=ended, command=_resume(rows, run, attempt))
+    if not signs.here and signs.silent_s < LOST_AFTER_S:
+        note = f"attempt {attempt} on node {signs.host}, last sign of life {format_ago(signs.silent_s)}"
+        return Standing(state="training", note=note, command=("status", run, "--watch"))
+    given_up = [each.cause for each in recoveries if (each.attempt, each.outcome) == (attempt, "gave up")]
+    if given_up:
+        return Standing(state="given up", note=given_up[-1].partition("\n")[0], command=("incidents", run))
+    return _describe_lost(rows, run, attempt, signs)
+
+
+def _describe_lost(rows: list[Row], run: str, attempt: int, signs: Signs) -> Standing:
+    """Describe a launch that ended without an order to: its process is gone, or was not heard of for too long."""
+    ago = f"last sign of life {format_ago(signs.silent_s)}"
+    note = f"attempt {attempt} has no process on this node any more, {ago}"
+    if not signs.here:
+        note = f"attempt {attempt} on node {signs.host or '(not recorded)'}, {ago}"
+    launched_by = launcher_of(rows, attempt)
+    if launched_by:
+        note += f"; the sensor of Dagster run {launched_by} recovers it"
+    return Standing(state="dead" if signs.here else "silent", note=note, command=_resume(rows, run, attempt))
+
+
+def _holder(signs: Signs, run: str) -> str:
+    """The id of the process that holds a run's lock, as the lock names it."""
+    return lock_path(signs.local, run).read_text() or "(starting)"
+
+
+def _ended_in_order(rows: list[Row], attempt: int) -> str | None:
+    """How an attempt ended that said so, or that took its last checkpoint in order to end; None for another."""
+    folder = launch_folder_of(rows, attempt)
+    ending = read_ending(Path(folder)) if folder else None
+    reason = last_reason(rows, attempt)
+    if ending == "caught_up" or (left_in_order(rows, attempt) and reason == "end"):
+        return "caught up"
+    stopped = ending is not None or (left_in_order(rows, attempt) and reason != NODES)
+    return "stopped" if stopped else None
+
+
+def _resume(rows: list[Row], run: str, attempt: int) -> tuple[str, ...]:
+    """The command that resumes a run, with a job spec where that of its last launch is not on this node."""
+    folder = launch_folder_of(rows, max(trained_attempts(rows), default=0))
+    known = bool(folder) and (Path(folder) / "spec.json").is_file()
+    return ("recover", run) if known else ("recover", run, "--spec", SPEC_PLACEHOLDER)
+
+
+def _total_steps(rows: list[Row]) -> int | None:
+    """The step with which the run ends: as its last attempt says that trains, else as its head does; None if neither tells."""
+    fence = fence_of_rows(rows)
+    head = checkpoint_rows(rows).get(fence.head or "")
+    if finished_of_rows(rows):
+        return None if head is None else int(head["step"])
+    folder = launch_folder_of(rows, fence.attempt)
+    announced = read_total_steps(Path(folder)) if folder else None
+    if announced is not None or head is None:
+        return announced
+    found = json.loads(head["detail"] or "{}").get("total_steps")
+    return None if found is None else int(found)

@@ -1,0 +1,172 @@
+"""All ranks of an attempt, also those of other nodes, as the leader sees them; and the report of another node on its own ranks.
+
+Heartbeats and batches in hand that ranks elsewhere wrote in their launch folder are copied to the leader's, by its clock.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from dataclasses import asdict, replace
+
+from dlac_pipeline.elastic.ranks.launch_folder import in_hand_file
+from dlac_pipeline.elastic.round import Round
+from dlac_pipeline.elastic.sealed_store import Message
+from dlac_pipeline.supervise.liveness.progress import Progress, read_progress, read_record, write_record
+from dlac_pipeline.supervise.local_ranks import Exit, RankGroup
+
+LOST = "NodeLost"
+"""Kind of the failure of the ranks of a node whose heartbeat stopped."""
+ASKS, ANSWERS = "asks", "answers"
+"""A leader's message that something has broken; and that a node made its report after it read that."""
+LEAVE, STOP = "leave", "stop"
+"""What a person or a scheduler may ask of a node: to leave the run to the others, or to stop it."""
+
+
+class AllRanks:
+    """The ranks of an attempt; `own` are this node's."""
+
+    def __init__(self, own: RankGroup, round_: Round) -> None:
+        self.folder = own.folder
+        self.started_at = own.started_at
+        self.ask_to_stop = own.ask_to_stop
+        self.end = own.end
+        self.kept_errors = own.kept_errors
+        self._own = own
+        self._round = round_
+        self._looks = -1
+        self._messages: dict[int, Message] = {}
+        """Of the other nodes by place, as of the last look at the store; so are lost nodes and their ranks' progress."""
+        self._lost_places: list[int] = []
+        self._progress: dict[int, Progress] = {}
+        self._beats: dict[int, int] = {}
+        self._later_s: dict[int, float] = {}
+        self._records: dict[str, str] = {}
+        self._asks = False
+        self._last_words: dict[int, dict[str, str]] = {}
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of this node's ranks; waits until all have started."""
+        return self._own.pids
+
+    @property
+    def started(self) -> bool:
+        """Whether those are known by now."""
+        return self._own.started
+
+    @property
+    def noticed(self) -> bool:
+        """Whether a rank of this node received a termination notice."""
+        return self._own.noticed
+
+    @property
+    def leaving(self) -> list[str]:
+        """Host names of the other nodes that were asked to leave."""
+        asked = (place for place, message in self._looked().items() if message.get("asked") == LEAVE)
+        return [self._round.hosts[place] for place in asked]
+
+    @property
+    def asked_to_stop(self) -> bool:
+        """Whether another node was asked to stop the run."""
+        return any(message.get("asked") == STOP for message in self._looked().values())
+
+    def progress(self) -> list[Progress | None]:
+        """Return the last heartbeat of each rank."""
+        self._looked()
+        own = {rank: read_progress(self.folder, rank) for rank in self._own.ranks}
+        known = {**self._progress, **own}
+        return [known.get(rank) for rank in range(self._round.share.world_size)]
+
+    def failures(self) -> list[Exit]:
+        """Return the ranks that failed, once all nodes have reported: what broke here may have begun elsewhere."""
+        found = [*self._lost(), *self._own.failures()]
+        for place, message in self._looked().items():
+            found += [self._exit_of(failure, place) for failure in message.get("failures", ())]
+        if not found:
+            return []
+        if not self._asks:
+            self._asks = True
+            self._round.publish({ASKS: True})
+        return [] if self._waits_for_reports() else found
+
+    def all_exited(self) -> bool:
+        """Return whether no rank is running."""
+        return self._own.all_exited() and all(message.get("exited", False) for message in self._looked().values())
+
+    def last_words(self, rank: int) -> dict[str, str]:
+        """Return where a rank's log is, and its last lines."""
+        return self._own.last_words(rank) if rank in self._own.ranks else self._last_words.get(rank, {})
+
+    def _looked(self) -> dict[int, Message]:
+        """Return the last messages of the other nodes. They are gone through once for each look at the store: there are many."""
+        looks = self._round.looks
+        if looks != self._looks:
+            self._looks = looks
+            self._messages = {place: self._round.message_of(place) for place in self._round.others}
+            self._lost_places = self._round.lost()
+            for place, message in self._messages.items():
+                self._copy(message, place)
+        return self._messages
+
+    def _lost(self) -> list[Exit]:
+        """Return the first rank of each lost node; it precedes the failures that follow from it."""
+        if self._round.cut_off:
+            return [Exit(rank=0, code=1, kind=LOST, message="this node has lost the rendezvous", at=0.0)]
+        self._looked()
+        found = []
+        for place in self._lost_places:
+            share, host = self._round.shares[place], self._round.hosts[place]
+            silent_s = self._round.silent_s(place)
+            which = f"node {host} ({share.ranks} ranks) gave no sign of life for {silent_s:.0f} s"
+            if share.ranks:
+                found.append(Exit(rank=share.first_rank, code=1, kind=LOST, message=which, at=0.0))
+        return found
+
+    def _waits_for_reports(self) -> bool:
+        """Return whether a node has not reported since something broke, and still may."""
+        if self._round.cut_off:
+            return False
+        lost = set(self._lost_places)
+        return any(not message.get(ANSWERS) for place, message in self._looked().items() if place not in lost)
+
+    def _exit_of(self, failure: Message, place: int) -> Exit:
+        self._last_words[failure["exit"]["rank"]] = failure["last_words"]
+        exit_ = Exit(**failure["exit"])
+        return replace(exit_, at=exit_.at + self._later_s.get(place, 0.0))
+
+    def _copy(self, message: Message, place: int) -> None:
+        if "progress" not in message or self._beats.get(place) == message["beat"]:
+            return
+        self._beats[place] = message["beat"]
+        later_s = self._later_s[place] = time.time() - message["now"]
+        with suppress(OSError):  # the disk is full or unavailable for a moment; the next message brings it
+            for rank, record in message["progress"].items():
+                # A record that is written again with another estimate would look like a new heartbeat.
+                if self._records.get(rank) != record:
+                    write_record(self.folder, int(rank), bytes.fromhex(record), later_s=later_s)
+                    self._records[rank] = record
+                    self._note_progress(int(rank))
+            for rank, text in message["in_hand"].items():
+                in_hand_file(self.folder, int(rank)).write_text(text)
+
+    def _note_progress(self, rank: int) -> None:
+        found = read_progress(self.folder, rank)
+        if found is not None:
+            self._progress[rank] = found
+
+
+def report_of(ranks: RankGroup, *, asked: str, answers: bool) -> Message:
+    """Return a node's report on its ranks, for `AllRanks`; `answers`: the leader asked before it was made."""
+    records = {rank: read_record(ranks.folder, rank) for rank in ranks.ranks}
+    failures = ranks.failures()
+    in_hand = {rank: in_hand_file(ranks.folder, rank) for rank in ranks.ranks}
+    return {
+        "now": time.time(),
+        "progress": {rank: record.hex() for rank, record in records.items() if record},
+        "in_hand": {rank: path.read_text(errors="replace") for rank, path in in_hand.items() if path.exists()},
+        "failures": [{"exit": asdict(exit_), "last_words": ranks.last_words(exit_.rank)} for exit_ in failures],
+        "exited": ranks.all_exited(),
+        "asked": asked,
+        ANSWERS: answers,
+    }

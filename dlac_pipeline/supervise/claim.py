@@ -1,0 +1,314 @@
+"""Recovery Coordinator: claim the run, find the checkpoint to resume from, prove that it is whole (design.md section 7).
+
+The same four steps whatever failed: claim, resolve, load, resume. Killed anywhere, it can simply be started again.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+from dlac_pipeline.checkpoint.manifest import Manifest, mark_committed
+from dlac_pipeline.checkpoint.restore.verified_copy import Restored, Verify, restore, verify_here
+from dlac_pipeline.checkpoint.store import Tiers, tiers_of
+from dlac_pipeline.lakehouse.errors import (
+    CheckpointDamaged,
+    NoRestorableCheckpoint,
+    RunFinished,
+    SteppedAside,
+    StoreUnavailable,
+)
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
+from dlac_pipeline.lakehouse.ledger.commits import Attempt, claim, quarantine
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger, RunState
+from dlac_pipeline.lakehouse.ledger.older_ledger import check_store, commit_marked
+from dlac_pipeline.lakehouse.ledger.run_rows import (
+    HEAD_KINDS,
+    Row,
+    checkpoint_rows,
+    lineage_of,
+    restorable_rows,
+    way_out,
+)
+from dlac_pipeline.plan.legs.leg import Leg
+from dlac_pipeline.plan.order import ReaderState
+from dlac_pipeline.plan.source_order import Cursor
+from dlac_pipeline.spec.job_spec import JobSpec
+from dlac_pipeline.supervise.choose_leg import RESUME, LegChooser, Wish, leg_of, planned
+
+Verifying = Callable[[int, int, int], None]
+"""Hears a checkpoint's step, its bytes that were found to hold so far, and all its bytes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResumePoint:
+    """Where an attempt starts: behind a verified checkpoint, or at step 0."""
+
+    attempt: int
+    nonce: str
+    replaces: int
+    leg: str
+    """The leg as JSON; committed already unless `leg_is_new`."""
+    leg_is_new: bool
+    leaves_out_more: bool = False
+    """Whether the leg, which is new then, leaves out rows that the one before did not."""
+    step: int = 0
+    checkpoint_id: str | None = None
+    folder: str | None = None
+    """Its verified files on `host`."""
+    host: str = ""
+    manifest_uri: str = ""
+    manifest_digest: str = ""
+    world_size: int = 0
+    engine: str = ""
+    reader_state: list[list[list[int]]] | None = None
+    """Cursor of each source and key group: [pass, block, position, offset]."""
+    quarantined: list[str] | None = None
+    claim_s: float = 0.0
+    verify_s: float = 0.0
+    rehearses_until: int = 0
+    """The step with which a rehearsal ends, which commits nothing; 0: this is none."""
+
+    @property
+    def cursors(self) -> ReaderState:
+        """The cursor of each source and key group; empty without a checkpoint."""
+        return [[Cursor(*cursor) for cursor in cursors] for cursors in self.reader_state or []]
+
+    def to_json(self) -> str:
+        """This resume point, for the ranks."""
+        return json.dumps(asdict(self), default=str)
+
+    @classmethod
+    def from_json(cls, text: str) -> ResumePoint:
+        """What `to_json` wrote."""
+        return cls(**json.loads(text))
+
+
+def new_nonce() -> str:
+    """A name for one launch that no other launch has."""
+    return secrets.token_hex(4)
+
+
+def take_over(
+    lakehouse: Lakehouse,
+    spec: JobSpec,
+    *,
+    nonce: str,
+    replaces: int | None = None,
+    current: int | None = None,
+    wish: Wish = RESUME,
+    launch_folder: str = "",
+    launched_by: str = "",
+    verifying: Verifying = lambda step, done, total: None,
+    verify: Verify = verify_here,
+    instead: Mapping[str, Any] = MappingProxyType({}),
+    stop: threading.Event | None = None,
+) -> ResumePoint:
+    """Claim the run for `nonce` and say where it resumes.
+
+    `replaces` is the attempt seen to have failed; unset, it is `current`, the one that was current before the first try of this
+    claim; unset as well: the one that is now. `launched_by` names the orchestrator's run, so that a sensor can tell whose
+    attempt is current; `instead` says what an idle attempt is for.
+    `verifying` hears how far the verification of a checkpoint is; what it raises ends it. `verify` is as for `restore`.
+    Once `stop` is set, a catalog that is away is not waited for.
+
+    Raises:
+        CommitOutcomeUnknown: whether the run is claimed is not known.
+        SteppedAside, RunFinished: from the claim.
+        LedgerOlderThanStore: the catalog was restored from an older backup; nothing was claimed.
+        ResumeMismatch: the spec asks for something else than what the run's leg binds; nothing was claimed, unless its head only
+            looked damaged.
+        NoRestorableCheckpoint: every checkpoint of the lineage is damaged.
+        AppendHistoryLost: what was appended to a followed table cannot be told apart any more; nothing was claimed.
+    """
+    started = time.monotonic()
+    ledger, tiers = Ledger(lakehouse, stop=stop), tiers_of(spec)
+    check_store(ledger, spec.run, tiers.durable_run(), tiers.files)
+    chooser = LegChooser(ledger, spec, wish, recovering=replaces is not None)
+    launched = {"launch_folder": launch_folder, "rendezvous": spec.launch.rendezvous, "launched_by": launched_by}
+    detail = {**_places_of(spec, tiers), **launched, **instead}
+    claimed = _claim(ledger, spec.run, chooser, nonce=nonce, replaces=replaces, current=current, detail=detail)
+    claimed_at = time.monotonic()
+    found = _resolve(ledger, claimed, chooser, tiers, verifying, verify)
+    return _resume_point(claimed, found, claim_s=claimed_at - started, verify_s=time.monotonic() - claimed_at)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Claimed:
+    """A run that this launch owns."""
+
+    attempt: Attempt
+    replaced: int
+    leg: Leg
+    """As the ledger told before the claim."""
+    head_before: str | None
+    head: str | None
+    """Of the claim: the attempt that was replaced may have committed in between."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Resolved:
+    """The checkpoint to resume from, if there is one, and the rows of the run after its quarantines."""
+
+    leg: Leg
+    rows: list[Row]
+    restored: Restored | None
+    quarantined: list[str]
+
+
+def _claim(
+    ledger: Ledger,
+    run: str,
+    chooser: LegChooser,
+    *,
+    nonce: str,
+    replaces: int | None,
+    current: int | None,
+    detail: Mapping[str, Any],
+) -> _Claimed:
+    """Choose the leg as far as the ledger tells, and claim the run. Raises as `take_over`."""
+    before = ledger.state(run)
+    leg = chooser.before_claim(before)
+    if current is None:
+        current = before.fence.attempt - (before.fence.nonce == nonce)  # an earlier try of this claim may have landed
+    replaced = current if replaces is None else replaces
+    state = claim(ledger, run, nonce=nonce, replaces=replaced, detail={**detail, **planned(leg)})
+    attempt = Attempt(run=run, number=state.fence.attempt, nonce=nonce)
+    return _Claimed(attempt=attempt, replaced=replaced, leg=leg, head_before=before.fence.head, head=state.fence.head)
+
+
+def _resolve(
+    ledger: Ledger, claimed: _Claimed, chooser: LegChooser, tiers: Tiers, verifying: Verifying, verify: Verify
+) -> _Resolved:
+    """Find the newest whole checkpoint, quarantine the damaged ones after it, and choose its leg. Raises as `take_over`."""
+    rows = ledger.rows(claimed.attempt.run, kinds=HEAD_KINDS)
+    if claimed.head not in (claimed.head_before, None):  # the attempt that was replaced committed in between
+        chooser.check(leg_of(rows, claimed.head or ""), rows)
+    found, damaged = _newest_whole(rows, claimed.head, tiers, verifying, verify)
+    manifest = None if found is None else found.manifest
+    if manifest is not None:
+        _mark_head(manifest, checkpoint_rows(rows), tiers)
+    if damaged:
+        rows = _quarantine(ledger, claimed.attempt, damaged, manifest)
+    leg = claimed.leg
+    if chooser.unsure or (manifest.checkpoint_id if manifest else None) != claimed.head_before:
+        leg = chooser.at(rows, manifest)
+    return _Resolved(leg=leg, rows=rows, restored=found, quarantined=list(damaged))
+
+
+def check_current(lakehouse: Lakehouse, run: str, attempt: int | None) -> None:
+    """Check that `attempt`, if one is to be replaced, is still the current one.
+
+    Raises:
+        SteppedAside: it is not: somebody else took the run over.
+    """
+    current = Ledger(lakehouse).state(run).fence.attempt
+    if attempt is not None and current != attempt:
+        raise SteppedAside(
+            f"expected attempt {attempt} of run {run!r} to be the current one, found attempt {current}: another launch "
+            "owns the run; nothing to do"
+        )
+
+
+def check_unfinished(state: RunState) -> None:
+    """Check that the run takes another attempt.
+
+    Raises:
+        RunFinished: it does not.
+    """
+    if state.finished:
+        raise RunFinished(
+            f"run {state.run!r} is finished at checkpoint {state.fence.head!r} and takes no more attempts"
+        )
+
+
+def _places_of(spec: JobSpec, tiers: Tiers) -> dict[str, Any]:
+    """Return what a claim records of this node and of the places of checkpoints."""
+    return {
+        "host": socket.gethostname(),
+        "local": spec.checkpoint.local,
+        "store": tiers.durable_run(),
+        "marks_commits": True,
+    }
+
+
+def _quarantine(ledger: Ledger, attempt: Attempt, damaged: dict[str, str], head: Manifest | None) -> list[Row]:
+    """Quarantine the damaged checkpoints before `head`, and return the rows of the run after that.
+
+    Raises:
+        NoRestorableCheckpoint: there is no head.
+    """
+    quarantine(ledger, attempt, damaged=damaged, head_after=None if head is None else head.checkpoint_id)
+    rows = ledger.rows(attempt.run, kinds=HEAD_KINDS)
+    if head is None:
+        raise NoRestorableCheckpoint(
+            f"none of the checkpoints on the lineage of run {attempt.run!r} can be restored; damaged: {damaged!r}; "
+            f"{way_out(attempt.run, rows)}"
+        )
+    return rows
+
+
+def _mark_head(head: Manifest, known: Mapping[str, Row], tiers: Tiers) -> None:
+    """Renew the run's commit mark if the attempt that committed the head was killed before it did."""
+    files, folder = tiers.files.hurried(), tiers.durable_run()
+    try:
+        mark = commit_marked(folder, head.ledger_uuid, files)
+    except StoreUnavailable:  # its copy on this node is whole
+        return
+    newest = known.get("" if mark is None else mark.checkpoint_id, {"seq": 0})
+    if int(newest["seq"]) < int(known[head.checkpoint_id]["seq"]):
+        mark_committed(head, folder, files)
+
+
+def _newest_whole(
+    rows: list[Row], head: str | None, tiers: Tiers, verifying: Verifying, verify: Verify
+) -> tuple[Restored | None, dict[str, str]]:
+    """The nearest ancestor-or-self of the head whose digests hold, and the damaged ones before it (id -> reason)."""
+    there = restorable_rows(rows)
+    damaged: dict[str, str] = {}
+    for name in lineage_of(rows, head):
+        if name in there:
+            try:
+                return restore(there[name], tiers, partial(verifying, there[name]["step"]), verify=verify), damaged
+            except CheckpointDamaged as err:
+                damaged[name] = str(err)
+    return None, damaged
+
+
+def _resume_point(claimed: _Claimed, found: _Resolved, *, claim_s: float, verify_s: float) -> ResumePoint:
+    manifest = None if found.restored is None else found.restored.manifest
+    before = None if manifest is None else leg_of(found.rows, manifest.checkpoint_id)
+    base = ResumePoint(
+        attempt=claimed.attempt.number,
+        nonce=claimed.attempt.nonce,
+        replaces=claimed.replaced,
+        leg=found.leg.to_json(),
+        leg_is_new=before is None or found.leg.index != before.index,
+        leaves_out_more=found.leg.leaves_out_more_than(before),
+        quarantined=found.quarantined,
+        claim_s=claim_s,
+        verify_s=verify_s,
+    )
+    if found.restored is None or manifest is None:
+        return base
+    row = checkpoint_rows(found.rows)[manifest.checkpoint_id]
+    return replace(
+        base,
+        step=manifest.step,
+        checkpoint_id=manifest.checkpoint_id,
+        folder=str(found.restored.folder),
+        host=socket.gethostname(),
+        manifest_uri=row["manifest_uri"],
+        manifest_digest=row["manifest_digest"],
+        world_size=manifest.world_size,
+        engine=manifest.engine,
+        reader_state=manifest.reader_state,
+    )

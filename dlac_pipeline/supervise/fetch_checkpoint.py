@@ -1,0 +1,66 @@
+"""The checkpoint that is resumed from, on every machine of an attempt: its claimer has verified it on one of them."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+from dlac_pipeline.checkpoint.collectives import RankTree
+from dlac_pipeline.checkpoint.engines import Engine
+from dlac_pipeline.checkpoint.failures import failing_together
+from dlac_pipeline.checkpoint.restore.conversion import load_state
+from dlac_pipeline.checkpoint.restore.verified_copy import restore
+from dlac_pipeline.checkpoint.rng import load_rng, rng_file, seed_rng
+from dlac_pipeline.checkpoint.store import Tiers, name_of
+from dlac_pipeline.lakehouse.errors import ResumeMismatch
+from dlac_pipeline.spec.job_spec import JobSpec
+from dlac_pipeline.supervise.claim import ResumePoint
+
+
+def load_checkpoint(
+    engine: Engine, point: ResumePoint, spec: JobSpec, tiers: Tiers, tree: RankTree, *, restores: bool
+) -> tuple[float, float]:
+    """Load the checkpoint of a resume point into an engine, and the generators of this rank. Collective.
+
+    `restores` for one rank of every machine. Gives the seconds until it was converted, and those of the load.
+
+    Raises:
+        ResumeMismatch: the checkpoint was saved by another kind of engine.
+        DlacError: from `folder_here` and `load_state`.
+    """
+    if point.engine != engine.name:
+        raise ResumeMismatch(
+            f"expected the engine {point.engine!r} that saved checkpoint {point.checkpoint_id!r}, found "
+            f"{engine.name!r}: resume with the script that the run was started with"
+        )
+    folder = folder_here(point, tiers, tree, restores=restores)
+    spent = load_state(
+        engine,
+        folder,
+        saved_world_size=point.world_size,
+        tree=tree,
+        converts=restores,
+        patience_s=spec.launch.start_timeout_s / 4,  # the conversion must have its time as well
+    )
+    if point.world_size == tree.world_size and rng_file(folder, tree.rank).exists():
+        load_rng(folder, tree.rank)
+    else:
+        seed_rng(spec.order.seed, point.step, tree.rank)
+    return spent
+
+
+def folder_here(point: ResumePoint, tiers: Tiers, tree: RankTree, *, restores: bool) -> Path:
+    """The verified files on this machine: the claimer's own, a mounted store's, or a copy made now; collective.
+
+    `restores` for one rank of every machine.
+
+    Raises:
+        StoreUnavailable, CheckpointDamaged: some machine has no whole copy, and gets none; on all ranks.
+    """
+    assert point.folder is not None, "there is a checkpoint to resume from"
+    elsewhere = tiers.store is not None and point.host != socket.gethostname()
+    folder = tiers.folder(name_of(point.manifest_uri)) if elsewhere else Path(point.folder)
+    with failing_together(tree, doing=f"fetching the checkpoint {point.checkpoint_id!r}"):
+        if elsewhere and restores:
+            restore({"manifest_uri": point.manifest_uri, "manifest_digest": point.manifest_digest}, tiers)
+    return folder

@@ -1,0 +1,251 @@
+"""One incident: what failed, and the phases of the recovery from it, until the first new optimizer step is done.
+
+A recovery that fails before that leaves its row as well, and so does a run that is given up.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from dlac_pipeline.elastic.ranks.script_errors import Origin
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+from dlac_pipeline.lakehouse.ledger.recoveries import Recovery, write_recovery
+from dlac_pipeline.lakehouse.ledger.run_rows import HEAD_KINDS, Row, checkpoint_rows, lineage_of
+from dlac_pipeline.spec.job_spec import JobSpec
+from dlac_pipeline.spec.launch_request import OPERATOR
+from dlac_pipeline.supervise.claim import ResumePoint
+from dlac_pipeline.supervise.claims import idle, launch_folder_of, left_in_order
+from dlac_pipeline.supervise.liveness.progress import Phase, Progress, read_all_progress
+
+RecoveryOutcome = Literal["resumed", "failed again", "gave up"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failure:
+    """An attempt that ended without finishing; moments in seconds since the epoch."""
+
+    cause: str
+    noticed_by: str
+    failed_at: float
+    """Last sign of life of what failed."""
+    noticed_at: float
+    launched_at: float
+    """When the launch that recovers was begun: the notice itself, where no sensor came between."""
+    stopped_at: float
+    """When none of its processes was left."""
+    last_step: int
+    """Last optimizer step that it finished."""
+    began: float = 0.0
+    """When it began to train; 0: it did not."""
+    rows: int = 0
+    """Rows that it worked on in finished steps."""
+    in_hand: int = 0
+    """Step whose batch the rank that failed had in hand; 0: none."""
+    doing: str = ""
+    """What that rank was doing."""
+    kind: str = ""
+    message: str = ""
+    detail: dict[str, Any] = field(default_factory=dict)
+    """What the error says besides, for programs."""
+    rank: int = -1
+    """The rank that failed; -1: none is known."""
+    trained: bool = False
+    """Whether that rank had finished a step in this attempt."""
+    where: str = ""
+    """The innermost line of the user's code in the traceback of its exception."""
+    place: str = ""
+    """Digest of the class of that exception and of the line that raised it; empty: it recorded no exception."""
+    origin: Origin = ""
+    traceback: str = ""
+    log: str = ""
+    """The file of that rank's output, on its own machine."""
+
+    @property
+    def script_raised(self) -> bool:
+        """Whether the script is to blame: it raised the exception, or handed over what DLAC could not compute with in a step."""
+        return bool(self.place) and (self.origin == "script" or (self.origin == "dlac" and self.in_hand > 0))
+
+    @property
+    def summary(self) -> str:
+        """The cause in one line, with its step and place."""
+        if not self.where:
+            return self.cause
+        step = f"in step {self.in_hand}" if self.in_hand else f"while {self.doing} after step {self.last_step}"
+        return f"{self.cause.partition(chr(10))[0]}, {step}, at {self.where}"
+
+    def describe(self) -> str:
+        """Return the summary, the user's frames of the traceback and the log file, a line each."""
+        log = f"log of rank {self.rank}: {self.log}" if self.log else ""
+        return "\n".join(part for part in (self.summary, self.traceback, log) if part)
+
+
+def ended_on_purpose(cause: str, *, step: int, undone: Sequence[Progress] = ()) -> Failure:
+    """An attempt that ended just now so that others can train the next one.
+
+    `undone` is what its ranks did if it had no time for a checkpoint of its last step; else nothing is lost.
+    """
+    now = time.time()
+    return Failure(
+        cause=cause,
+        noticed_by="supervisor",
+        failed_at=now,
+        noticed_at=now,
+        launched_at=now,
+        stopped_at=now,
+        last_step=step,
+        began=min((found.spent.began for found in undone), default=0.0),
+        rows=sum(found.spent.rows for found in undone),
+    )
+
+
+def failure_of_attempt(
+    rows: list[Row], attempt: int, *, noticed_by: str, noticed_at: float, launched_at: float, stopped_at: float
+) -> Failure | None:
+    """What can be told of an attempt whose supervisor is gone, from the launch folder that its claim names.
+
+    None for one that only adopted, rewound or forked, and for one that had left in good order and is started again by a person.
+    """
+    if idle(rows, attempt) or (noticed_by == OPERATOR and left_in_order(rows, attempt)):
+        return None
+    folder = launch_folder_of(rows, attempt)
+    found = read_all_progress(Path(folder)) if folder else []
+    appended = [row["committed_at"].timestamp() for row in rows if row["attempt"] == attempt and "committed_at" in row]
+    signs = [*(progress.at for progress in found), *appended]
+    return Failure(
+        cause=f"attempt {attempt} ended without finishing",
+        noticed_by=noticed_by,
+        failed_at=min(noticed_at, max(signs, default=noticed_at)),
+        noticed_at=noticed_at,
+        launched_at=launched_at,
+        stopped_at=stopped_at,
+        last_step=max((progress.step for progress in found), default=0),
+        began=min((progress.spent.began for progress in found), default=0.0),
+        rows=sum(progress.spent.rows for progress in found),
+    )
+
+
+class Incident:
+    """A recovery under way: `observe` the ranks until their first step is done, then `report`."""
+
+    def __init__(self, spec: JobSpec, point: ResumePoint, failure: Failure) -> None:
+        self._spec = spec
+        self._point = point
+        self._failure = failure
+        self._resumable_at = time.time()
+        self._loaded_at: float | None = None
+        self._stepped_at: float | None = None
+        self._convert_s = 0.0
+
+    def observe(self, progress: list[Progress]) -> bool:
+        """Note the phases that the ranks have reached; true once all have finished a step, or all their work."""
+        now = time.time()
+        past_loading = all(found.phase >= Phase.TRAINING for found in progress)
+        self._convert_s = max(found.spent.convert_us for found in progress) / 1e6
+        if self._loaded_at is None and past_loading:
+            self._loaded_at = now
+        stepped = all(found.step > self._point.step or found.phase == Phase.DONE for found in progress)
+        if past_loading and stepped:
+            self._stepped_at = now
+        return self._stepped_at is not None
+
+    def report(self, lakehouse: Lakehouse, outcome: RecoveryOutcome = "resumed") -> dict[str, Any]:
+        """Write the row of `recoveries`; returns it as an event."""
+        point, failure = self._point, self._failure
+        ended = self._stepped_at or time.time()
+        loaded = self._loaded_at or ended
+        ledger = Ledger(lakehouse)
+        rows = ledger.rows(self._spec.run, kinds=HEAD_KINDS)
+        seq = next(int(row["seq"]) for row in rows if row["kind"] == "claim" and row["nonce"] == point.nonce)
+        recovery = Recovery(
+            run=self._spec.run,
+            seq=seq,
+            attempt=point.attempt,
+            replaced_attempt=point.replaces,
+            cause=failure.describe(),
+            noticed_by=failure.noticed_by,
+            failed_at=datetime.fromtimestamp(failure.failed_at, UTC),
+            resumed_from=point.checkpoint_id,
+            resumed_step=point.step,
+            rows_replayed=rows_replayed(ledger, rows, point, failure, before_seq=seq),
+            detect_s=failure.noticed_at - failure.failed_at,
+            schedule_s=failure.launched_at - failure.noticed_at,
+            stop_s=failure.stopped_at - failure.launched_at,
+            claim_s=point.claim_s,
+            verify_s=point.verify_s,
+            convert_s=self._convert_s,
+            load_s=max(0.0, loaded - self._resumable_at - self._convert_s),
+            first_step_s=ended - loaded,
+            total_s=ended - failure.failed_at,
+            outcome=outcome,
+            work_lost_s=_work_lost_s(rows, point, failure),
+        )
+        write_recovery(lakehouse, recovery)
+        row = asdict(recovery)
+        event = "recovered" if outcome == "resumed" else "recovery_failed"
+        times = {
+            "failed_at": recovery.failed_at.isoformat(),
+            "down_s": recovery.down_s,
+            "recovered_s": recovery.recovered_s,
+        }
+        return {"event": event, **row, **times}
+
+
+def rows_replayed(ledger: Ledger, rows: Sequence[Row], point: ResumePoint, failure: Failure, *, before_seq: int) -> int:
+    """Rows that are read again, as they count: those of finished steps that no kept checkpoint has.
+
+    What the failed attempt had worked on, less what it committed, and what was committed and is now left behind.
+    """
+    checkpoints = checkpoint_rows(list(rows))
+    heads = [row for row in rows if int(row["seq"]) < before_seq]
+    left = lineage_of(rows, heads[-1]["head_after"] if heads else None)
+    kept = set(lineage_of(rows, point.checkpoint_id))
+    abandoned = [each for each in left if each not in kept]
+    mine = [name for name, row in checkpoints.items() if row["attempt"] == point.replaces]
+    counted = ledger.consumed_by(rows[0]["run"], [*mine, *(each for each in abandoned if each not in mine)])
+    worked_on = max(0, failure.rows - sum(counted[each] for each in mine))
+    return worked_on + sum(counted[each] for each in abandoned)
+
+
+def _work_lost_s(rows: Sequence[Row], point: ResumePoint, failure: Failure) -> float:
+    """Seconds that the failed attempt trained since its last checkpoint that is kept, or since it began."""
+    if not failure.began:
+        return 0.0
+    row = checkpoint_rows(list(rows)).get(point.checkpoint_id or "")
+    since = failure.began
+    if row is not None and row["attempt"] == point.replaces:
+        since = max(since, row["committed_at"].timestamp())
+    return max(0.0, failure.failed_at - since)
+
+
+def gave_up(lakehouse: Lakehouse, run: str, attempt: int, failure: Failure) -> None:
+    """Write down that no attempt follows the one that failed last."""
+    rows = Ledger(lakehouse).rows(run, kinds=HEAD_KINDS)
+    claim = next(row for row in rows if row["kind"] == "claim" and row["attempt"] == attempt)
+    head = checkpoint_rows(rows).get(rows[-1]["head_after"] or "")
+    recovery = Recovery(
+        run=run,
+        seq=int(claim["seq"]),
+        attempt=attempt,
+        replaced_attempt=attempt,
+        cause=failure.describe(),
+        noticed_by=failure.noticed_by,
+        failed_at=datetime.fromtimestamp(failure.failed_at, UTC),
+        resumed_from=None if head is None else head["checkpoint_id"],
+        resumed_step=0 if head is None else int(head["step"]),
+        rows_replayed=0,
+        detect_s=failure.noticed_at - failure.failed_at,
+        stop_s=failure.stopped_at - failure.launched_at,
+        claim_s=0.0,
+        verify_s=0.0,
+        load_s=0.0,
+        first_step_s=0.0,
+        total_s=failure.stopped_at - failure.failed_at,
+        outcome="gave up",
+    )
+    write_recovery(lakehouse, recovery)

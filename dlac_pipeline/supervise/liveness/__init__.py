@@ -1,0 +1,1 @@
+"""Signs of life: the record that a rank writes, and launches of other nodes."""

@@ -1,0 +1,122 @@
+"""Who starts a run that another machine trains is refused, as far as signs of life of that one can be seen from here.
+
+A courtesy as the lock is, for what no lock of this machine's can know; safety does not rest on it. A launch of a cluster's job is
+never refused, for its scheduler may start it again; nor is one of an orchestrator's runs for the sake of another of its runs,
+which only the orchestrator can tell to be alive.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+from dlac_pipeline.lakehouse.errors import RunBusy
+from dlac_pipeline.lakehouse.ledger.run_rows import Row, fence_of_rows, finished_of_rows
+from dlac_pipeline.spec.job_spec import JobSpec
+from dlac_pipeline.spec.launch_spec import NODES
+from dlac_pipeline.supervise.claims import claimed_by, idle, last_reason, left_in_order, rendezvous_of
+from dlac_pipeline.supervise.liveness.other_launch import Signs, signs_of
+from dlac_pipeline.supervise.retry_policy import LOST_AFTER_S
+
+_log = logging.getLogger(__name__)
+_LOOK_S = 1.0
+_STEPS_SEEN_S = 15.0
+"""How long the ranks of a launch may show no step before its clock is believed that it is lost."""
+
+
+def refuse_if_alive_elsewhere(
+    rows_now: Callable[[], list[Row]], spec: JobSpec, *, launched_by: str, wait_s: float, stop: threading.Event
+) -> None:
+    """Wait `wait_s` for a launch of the spec's run elsewhere to leave or to be lost, then refuse; `rows_now` reads its rows.
+
+    Raises:
+        RunBusy: it is to be taken for alive, or `stop` was set.
+    """
+    deadline = time.monotonic() + wait_s
+    silence = _Silence()
+    while True:
+        rows = rows_now()
+        signs = signs_of(rows, fence_of_rows(rows).attempt)
+        if not _counts(rows, spec, signs, launched_by) or silence.is_lost(signs):
+            return
+        waits = time.monotonic() < deadline or silence.may_be_lost(signs)
+        if not waits or stop.wait(min(_LOOK_S, LOST_AFTER_S / 4)):
+            raise RunBusy(_message(spec.run, fence_of_rows(rows).attempt, signs))
+
+
+class _Silence:
+    """How long a launch elsewhere was silent while it was watched from here.
+
+    Two nodes' clocks may differ by hours. So what a launch's clock says of its last sign is believed only after a watch, by
+    this node's clock alone, for as long as two of its signs are apart.
+    """
+
+    def __init__(self) -> None:
+        self._newest: tuple[float, ...] | None = None
+        self._since = 0.0
+        self._seen_alive = False
+
+    def is_lost(self, signs: Signs) -> bool:
+        """Whether it is silent for too long; of a launch on this node its lock decides."""
+        if signs.here:
+            return not signs.held
+        if math.isinf(signs.silent_s):
+            return True  # it launched nothing
+        if signs.newest != self._newest:
+            self._seen_alive = self._newest is not None
+            self._newest, self._since = signs.newest, time.monotonic()
+            if self.may_be_lost(signs):
+                _log.warning(
+                    "attempt on node %r gave its last sign of life %.0f s ago by its clock: watching for %.0f s whether another "
+                    "follows",
+                    signs.host,
+                    signs.silent_s,
+                    _watch_s(signs),
+                )
+        watched_s = time.monotonic() - self._since
+        return watched_s >= (_watch_s(signs) if self.may_be_lost(signs) else LOST_AFTER_S)
+
+    def may_be_lost(self, signs: Signs) -> bool:
+        """Whether its own clock says that it is lost, and no sign was seen meanwhile."""
+        return not (signs.here or self._seen_alive) and signs.silent_s >= LOST_AFTER_S
+
+
+def _watch_s(signs: Signs) -> float:
+    """Return how long to watch for another sign of a launch that its clock says is lost."""
+    if signs.shows_steps:
+        return min(LOST_AFTER_S, _STEPS_SEEN_S)
+    return LOST_AFTER_S if signs.rows_every_s is None else min(LOST_AFTER_S, max(_STEPS_SEEN_S, 2 * signs.rows_every_s))
+
+
+def _counts(rows: list[Row], spec: JobSpec, signs: Signs, launched_by: str) -> bool:
+    """Whether the current attempt may train elsewhere, and only its signs of life can tell."""
+    attempt = fence_of_rows(rows).attempt
+    if not attempt or finished_of_rows(rows) or idle(rows, attempt):
+        return False
+    if left_in_order(rows, attempt) and last_reason(rows, attempt) != NODES:  # which goes on with more machines
+        return False
+    if (signs.host, signs.local) == (socket.gethostname(), spec.checkpoint.local):
+        return False  # the lock tells, and better
+    one_job = spec.launch.on != "here" or bool(launched_by and claimed_by(rows, attempt))
+    same_place = bool(spec.launch.rendezvous) and rendezvous_of(rows, attempt) == spec.launch.rendezvous
+    return not (one_job or same_place)
+
+
+def _message(run: str, attempt: int, signs: Signs) -> str:
+    silent_s = max(0.0, signs.silent_s)
+    found, wait = (
+        (f"on this machine, with the local folder {signs.local!r}", "wait for it")
+        if signs.here
+        else (
+            f"on machine {signs.host!r}, whose last sign of life was {silent_s:.0f} s ago",
+            f"wait {math.ceil(max(0.0, LOST_AFTER_S - max(0.0, signs.silent_s)))} s, for it counts as lost if no other follows",
+        )
+    )
+    return (
+        f"expected no other launch of run {run!r}, found attempt {attempt} {found}: {wait}, stop it, or take the run over with "
+        "--takeover, which fences it off"
+    )

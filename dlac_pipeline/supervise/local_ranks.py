@@ -1,0 +1,160 @@
+"""The ranks of one attempt on this node: their progress, how each ended, their logs, and how they are stopped."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import signal
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dlac_pipeline.elastic.ranks.launch_folder import log_file, notice_file, reason_file
+from dlac_pipeline.elastic.ranks.processes import RankProcesses, Reason
+from dlac_pipeline.elastic.ranks.script_errors import Origin
+from dlac_pipeline.lakehouse.errors import TrainingFailed
+from dlac_pipeline.lakehouse.masking import mask_secrets
+from dlac_pipeline.supervise.liveness.progress import Phase, Progress, read_progress
+from dlac_pipeline.supervise.rank_logs import LogBound
+
+_TAIL_LINES = 20
+_TAIL_BYTES = 64 * 1024
+_KILLED_WITHIN_S = 60.0
+"""What a killed rank gets to be gone: the kernel gives back its memory first, and that of its accelerator."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exit:
+    """How one rank ended."""
+
+    rank: int
+    code: int
+    """Exit status; negative: the signal that killed it."""
+    kind: str = ""
+    """Class of the error that the rank left behind, if it did."""
+    message: str = ""
+    detail: dict[str, Any] = field(default_factory=dict)
+    """What the error says besides, for programs."""
+    at: float = math.inf
+    """When it left its reason behind, in seconds since the epoch."""
+    where: str = ""
+    """The innermost line of the user's code in the traceback of its exception."""
+    place: str = ""
+    """Digest of the class of the exception and of the line that raised it; empty: it recorded no exception."""
+    origin: Origin = ""
+    traceback: str = ""
+    """The frames of the user's code."""
+
+    def __str__(self) -> str:
+        if self.code < 0:
+            return f"rank {self.rank} was killed by {signal_name(-self.code)}"
+        status = self.detail.get("status", self.code)
+        reason = f" of {self.kind}: {self.message}" if self.kind else f" with exit status {status}"
+        return f"rank {self.rank} died{reason}"
+
+
+def signal_name(number: int) -> str:
+    """A signal's name; most of the real-time ones have none."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+class RankGroup:
+    """The ranks of one attempt on this node. Each has a process group of its own, and none outlives its supervisor."""
+
+    def __init__(self, folder: Path, processes: RankProcesses, *, log_mb: int) -> None:
+        """`log_mb`: largest size of the log of a rank (MiB), 0: no bound."""
+        self.folder = folder
+        self.ranks = processes.ranks
+        self.started_at = time.time()
+        self._processes = processes
+        self._logs = LogBound({rank: log_file(folder, rank) for rank in self.ranks}, log_mb * 2**20)
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids in the order of ranks, 0 for one that could not be started; waits until all have."""
+        return self._processes.pids
+
+    @property
+    def started(self) -> bool:
+        """Whether those are known by now."""
+        return self._processes.started
+
+    def progress(self) -> list[Progress | None]:
+        """Last sign of life of each rank, in their order."""
+        return [read_progress(self.folder, rank) for rank in self.ranks]
+
+    def failures(self) -> list[Exit]:
+        """Ranks that ended badly. One that died without a reason after all its work, while Python shut down, did not.
+
+        Once there is one, also those that are still on their way out, with their reasons: theirs may be the cause.
+        """
+        ended = [exit_ for exit_ in self._exits() if exit_.code != 0 and (exit_.kind or not self._was_done(exit_.rank))]
+        return ended and [*ended, *self._leaving()]
+
+    def kept_errors(self) -> list[Exit]:
+        """Ranks that ended well although they have left the reason of a failure behind: the script kept it to itself."""
+        return [exit_ for exit_ in self._exits() if exit_.code == 0 and exit_.kind]
+
+    def all_exited(self) -> bool:
+        """Whether no rank is running."""
+        return all(self._processes.exit_code(rank) is not None for rank in self.ranks)
+
+    @property
+    def noticed(self) -> bool:
+        """Whether a rank has been told to leave, whoever told it."""
+        return any(notice_file(self.folder, rank).exists() for rank in self.ranks)
+
+    def last_words(self, rank: int) -> dict[str, str]:
+        """Where a rank's log is, and how it ends."""
+        path = log_file(self.folder, rank)
+        said = b""
+        with contextlib.suppress(FileNotFoundError), path.open("rb") as stream:  # it may never have started
+            stream.seek(max(0, stream.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            said = stream.read(_TAIL_BYTES)
+        tail = "\n".join(said.decode(errors="replace").splitlines()[-_TAIL_LINES:])
+        return {"log": str(path), "log_tail": mask_secrets(tail)}
+
+    def ask_to_stop(self) -> None:
+        """SIGTERM: checkpoint at the next step boundary and leave."""
+        self._processes.signal(signal.SIGTERM)
+
+    def end(self) -> None:
+        """SIGKILL every rank's process group and wait until all are gone.
+
+        Raises:
+            TrainingFailed: one is not, as the kernel still waits for a device or a file system on its behalf.
+        """
+        self._processes.signal(signal.SIGKILL)
+        left = self._processes.wait_until_gone(_KILLED_WITHIN_S)
+        self._logs.close()
+        if left:
+            raise TrainingFailed(
+                f"expected killed ranks to be gone within {_KILLED_WITHIN_S:.0f} s, found process {left!r} (by rank): look for "
+                "a device or a network file system that does not answer, and recover the run on another machine"
+            )
+
+    def _exits(self) -> list[Exit]:
+        codes = {rank: self._processes.exit_code(rank) for rank in self.ranks}
+        return [Exit(rank=rank, code=code, **self._reason(rank)) for rank, code in codes.items() if code is not None]
+
+    def _leaving(self) -> list[Exit]:
+        running = [rank for rank in self.ranks if self._processes.exit_code(rank) is None]
+        return [Exit(rank=rank, code=1, **reason) for rank in running if (reason := self._reason(rank))]
+
+    def _reason(self, rank: int) -> Reason:
+        """Return the reason that the rank recorded, or why it never started; empty: there is none, or half of one."""
+        try:
+            reason: Reason = json.loads(reason_file(self.folder, rank).read_bytes())
+        except (FileNotFoundError, ValueError):
+            return self._processes.reason(rank)
+        return reason
+
+    def _was_done(self, rank: int) -> bool:
+        progress = read_progress(self.folder, rank)
+        return progress is not None and progress.phase == Phase.DONE

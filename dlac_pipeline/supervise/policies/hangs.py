@@ -1,0 +1,107 @@
+"""Which rank an attempt fails of: one that died, one that is silent, one that does not leave. Signs of life in, an `Exit` out."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from dlac_pipeline.elastic.ranks.processes import HANG
+from dlac_pipeline.elastic.ranks.watched_time import watched_time
+from dlac_pipeline.lakehouse import errors
+from dlac_pipeline.spec.launch_spec import LaunchSpec
+from dlac_pipeline.supervise.all_ranks import LOST
+from dlac_pipeline.supervise.liveness.progress import Phase, Progress
+from dlac_pipeline.supervise.local_ranks import Exit
+
+STUCK = "Stuck"
+"""Kind of the failure of a rank that was asked to leave and is still there."""
+
+
+_Mark = tuple[float, int, Phase] | None
+"""What of a record changes with each sign of life; a loss that is not a number is unlike itself."""
+
+
+class Watched(Protocol):
+    """Ranks that give signs of life."""
+
+    def progress(self) -> list[Progress | None]:
+        """The last one of each rank."""
+
+
+class Silence:
+    """For how long the ranks of an attempt have given no sign of life, from the first look on.
+
+    A sign is a record that has changed since the last look, in the time in which this process ran: wall clocks are set now and
+    then, here and where a rank is, and who looks is stopped now and then with the ranks.
+    """
+
+    def __init__(self, launch: LaunchSpec, clock: Callable[[], float] | None = None) -> None:
+        self._launch = launch
+        self._clock = clock or watched_time()
+        self._heard: dict[int, tuple[_Mark, float]] = {}
+
+    def too_long(self, ranks: Watched) -> Exit | None:
+        """The rank that has been silent longest, if that is too long.
+
+        While one of them starts or loads, the others may well wait for it: it is given its time. One that is done with its steps
+        gives no more signs: what a script does behind training (an evaluation, an export) is its own, and takes what it takes.
+        """
+        found = ranks.progress()
+        now = self._clock()
+        self._look(found, now)
+        signs = {rank: sign for rank, sign in enumerate(found) if sign is None or sign.phase != Phase.DONE}
+        if not signs:
+            return None
+        launch = self._launch
+        starting = any(sign is None or sign.phase < Phase.TRAINING for sign in signs.values())
+        timeout_s = max(launch.hang_timeout_s, launch.start_timeout_s) if starting else launch.hang_timeout_s
+        seen = {rank: (self._heard[rank][1], 0.0 if sign is None else sign.at) for rank, sign in signs.items()}
+        rank = min(seen, key=seen.__getitem__)
+        silent_s = now - seen[rank][0]
+        if silent_s <= timeout_s:
+            return None
+        last = signs[rank]
+        doing = Phase.STARTING.name.lower() if last is None else last.doing
+        return Exit(rank=rank, code=1, kind=HANG, message=f"no sign of life for {silent_s:.0f} s, last while {doing}")
+
+    def _look(self, found: Sequence[Progress | None], now: float) -> None:
+        for rank, sign in enumerate(found):
+            mark = None if sign is None else (sign.at, sign.step, sign.phase)
+            if rank not in self._heard or self._heard[rank][0] != mark:
+                self._heard[rank] = (mark, now)
+
+
+def first_cause(failures: list[Exit]) -> Exit:
+    """Return the failure that explains the others.
+
+    When one rank dies, the others follow with errors of their broken connections, and may be gone before it. In order:
+
+    - a lost machine, as all its ranks fail with it;
+    - the first error that DLAC names or that the script raised. Before the latter comes a signal, except SIGABRT: with that
+      NCCL ends ranks whose peer is gone;
+    - a signal;
+    - the first of the others, with those last whose connection to another rank broke.
+    """
+    failures = sorted(failures, key=lambda failure: (failure.kind != LOST, failure.origin == "peer", failure.at))
+    if failures[0].kind == LOST:
+        return failures[0]
+    killed = [failure for failure in failures if failure.code < 0]
+    hard = any(failure.code != -signal.SIGABRT for failure in killed)
+    for failure in failures:
+        if errors.named(failure.kind) is not None:
+            return failure
+        if failure.origin == "script" and failure.code >= 0 and not hard:
+            return failure
+    return (killed or failures)[0]
+
+
+def stuck_rank(ranks: Watched, asked_s: float) -> Exit:
+    """The rank that was furthest behind when all were asked to leave, so many seconds ago."""
+    steps = {rank: -1 if sign is None else sign.step for rank, sign in enumerate(ranks.progress())}
+    return Exit(
+        rank=min(steps, key=steps.__getitem__),
+        code=1,
+        kind=STUCK,
+        message=f"still running {asked_s:.0f} s after it was asked to leave",
+    )

@@ -1,0 +1,167 @@
+"""Deaths at the same rows or at the same line of the script: what follows them, and which rows were in hand.
+
+A row that kills whoever touches it ends every attempt in the same step. What another rule covers (a row group that does not
+decode, an error that another attempt would meet again, a hang, a machine that is lost) is not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+from dlac_pipeline.elastic.ranks.processes import HANG
+from dlac_pipeline.lakehouse import errors
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
+from dlac_pipeline.plan.legs.follow import Unreadable
+from dlac_pipeline.plan.legs.leg import Leg
+from dlac_pipeline.plan.order import LegOrder
+from dlac_pipeline.plan.planner import load_plan
+from dlac_pipeline.plan.source_order import SourceOrder
+from dlac_pipeline.plan.units import UnitTable
+from dlac_pipeline.spec.job_spec import JobSpec
+from dlac_pipeline.supervise.all_ranks import LOST
+from dlac_pipeline.supervise.incident import Failure
+from dlac_pipeline.supervise.liveness.progress import read_in_hand
+
+_OF_ACCELERATOR = "AcceleratorError"
+"""PyTorch's exception for what a device reports: in any step after the one that is at fault, unless the host waits in each."""
+Place = tuple[UnitTable, int, int]
+"""Units of a plan, a unit of them, and a row in that."""
+AfterDeath = Literal["again", "leave out", "stop"]
+"""What follows an attempt that died: another one, one without the rows that were in hand, or none."""
+_NEVER_OF_ROWS = frozenset(
+    {"", "ImportError", "ModuleNotFoundError", "NameError", "NotImplementedError", "SyntaxError", "UnboundLocalError"}
+)
+"""Exceptions for which no row is ever to blame; empty: `sys.exit`, which is a decision of the script."""
+
+
+class Deaths:
+    """What follows the deaths of attempts in a row: another attempt, one without the rows in hand, or none.
+
+    A step stands for its rows, because attempts without a commit between them resume from one checkpoint. The rules:
+
+    - An exception that the script raised at one place in two attempts in a row is a bug of the script, and no attempt follows.
+    - Unless both had the same rows in hand, the script had trained other rows before, and the exception is of a class that values
+      can cause (no NameError, no `sys.exit`): then the rows may be to blame.
+    - After `times` deaths with the same rows in hand, by such an exception, a signal or `os._exit`, an attempt leaves these rows
+      out. If it dies in the same way in the same step, the rows are innocent, and no attempt follows. No checkpoint was
+      committed without them, so they are not quarantined.
+
+    - What an accelerator reports in an attempt that may not have waited for it in every step blames no rows and no place: that of
+      the first attempt, and of one that had committed something. The attempt after it waits.
+
+    A commit ends the row of attempts.
+    """
+
+    def __init__(self, times: int) -> None:
+        """`times` deaths in one step are too many, 0: rows are never left out."""
+        self._times = times
+        self._step = 0
+        self._tried = 0
+        """The last step whose rows were left out since the last commit; nothing gets better by doing that again."""
+        self._tries = False
+        """Whether the attempt to judge is the first one without those rows."""
+        self._last = ""
+        """How the attempt before it died."""
+        self._trained = False
+        """Whether the script has finished a step in any attempt."""
+        self.count = 0
+        """Deaths in a row at the present step."""
+        self._judged = False
+        """Whether an attempt was judged."""
+        self._late = 0
+        """Deaths before these that an accelerator had reported late: 1 or 0."""
+
+    @property
+    def undecided(self) -> bool:
+        """Whether more such deaths would lead to a quarantine."""
+        return 0 < self.count < self._times and self._step > self._tried
+
+    @property
+    def in_a_row(self) -> int:
+        """Attempts in a row that died at the present step, as far as is known."""
+        return self.count + self._late
+
+    def judge(self, failure: Failure, *, committed: bool) -> AfterDeath:
+        """Note how an attempt ended, which had committed something or not, and decide what follows."""
+        if committed:
+            self._step = self._tried = self.count = 0
+            self._tries, self._last, self._late = False, "", 0
+        was_judged, self._judged = self._judged, True
+        if failure.kind == _OF_ACCELERATOR and (committed or not was_judged):
+            self._late = int(not committed)
+            return "again"
+        self._trained = self._trained or committed or failure.trained
+        repeated = bool(self._last) and self._last == _manner_of(failure)
+        tries, self._tries, self._last = self._tries, False, _manner_of(failure)
+        if not _has_rows(failure):
+            self._step = self.count = 0
+            return "stop" if repeated and failure.script_raised else "again"
+        same_rows = failure.in_hand == self._step and not tries
+        self.count = self.count + 1 if failure.in_hand == self._step else 1
+        self._step = failure.in_hand
+        if repeated and self._is_hopeless(failure, same_rows=same_rows, tries=tries):
+            return "stop"
+        if not self._times or self.count < self._times or self._step <= self._tried:
+            return "again"
+        self._tried, self._tries, self.count = self._step, True, 0
+        return "leave out"
+
+    def _is_hopeless(self, failure: Failure, *, same_rows: bool, tries: bool) -> bool:
+        """Whether a death that repeats the one before cannot be the fault of the rows in hand."""
+        if tries:  # a later step is reached only because leaving the rows out has helped
+            return failure.in_hand <= self._tried
+        blames_rows = same_rows and self._trained and bool(self._times) and failure.in_hand > self._tried
+        return failure.script_raised and (failure.kind in _NEVER_OF_ROWS or not blames_rows)
+
+
+def _has_rows(failure: Failure) -> bool:
+    """Whether the rows in hand may be to blame: not for what another rule covers."""
+    covered = failure.kind in (HANG, LOST) or errors.named(failure.kind) is not None
+    return failure.in_hand > 0 and not covered and failure.origin not in ("passing", "peer")
+
+
+def _manner_of(failure: Failure) -> str:
+    """Return what deaths of one cause have in common, whichever rank it was: the place of the exception, or the signal."""
+    return failure.place or failure.cause.partition(" ")[2].lstrip("0123456789 ")
+
+
+def rows_in_hand(
+    lakehouse: Lakehouse, spec: JobSpec, leg: Leg, *, step: int, folder: Path, reason: str
+) -> tuple[Unreadable, ...]:
+    """The rows of the global batch of `step`, by row group; `folder` is the launch folder of an attempt that had it in hand."""
+    units: dict[str, UnitTable] = {}
+    for source, mine in zip(spec.sources, leg.sources, strict=True):
+        units |= {name: load_plan(lakehouse, name, table=source.table).units for name in mine.start.plan_ids}
+    order = leg.order(units)
+    found: dict[tuple[str, int], set[int]] = {}
+    for table, unit, row in _of_counted(order, step) if order.counted else _of_streamed(order, step, folder):
+        place = (table.file_paths[int(table.file[unit])], int(table.row_group[unit]))
+        found.setdefault(place, set()).add(int(table.first_row[unit]) + row)
+    return tuple(
+        Unreadable(path=path, row_group=group, reason=reason, positions=tuple(sorted(rows)))
+        for (path, group), rows in sorted(found.items())
+    )
+
+
+def _of_counted(order: LegOrder, step: int) -> Iterator[Place]:
+    """Where the steps alone say it."""
+    before, after = order.consumed(step - 1), order.consumed(step)
+    for index, source in enumerate(order.sources):
+        for group in range(order.settings.key_groups):
+            for stretch in source.stretches(group, int(before[index, group]), int(after[index, group])):
+                positions = stretch.block.positions_of(stretch.start, stretch.stop).tolist()
+                yield from _places(source, stretch.pass_index, group, stretch.block.index, positions)
+
+
+def _of_streamed(order: LegOrder, step: int, folder: Path) -> Iterator[Place]:
+    """As the ranks told it when they were given the batch; rows read in part are among them."""
+    for source, group, pass_index, block, start, end in read_in_hand(folder, step):
+        yield from _places(order.sources[source], pass_index, group, block, list(range(start, end)))
+
+
+def _places(source: SourceOrder, pass_index: int, group: int, block: int, positions: list[int]) -> Iterator[Place]:
+    cut = source.cut_of(pass_index)
+    for position in positions:
+        yield (cut.units, *cut.block(group, block).place_of(position))

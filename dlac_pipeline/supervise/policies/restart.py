@@ -1,0 +1,195 @@
+"""What follows an attempt that failed: another one, what that leaves out, or the end of the run.
+
+In: attempts and what they failed of. Out: row groups and rows to leave out, or the error that the run ends with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import tenacity
+
+from dlac_pipeline.lakehouse import errors
+from dlac_pipeline.lakehouse.errors import (
+    BadInput,
+    CatalogUnreachable,
+    CheckpointError,
+    DataFileUnreadable,
+    DlacError,
+    LedgerError,
+    LossNotFinite,
+    NoProgress,
+    Preempted,
+    ScriptFailed,
+    StoreUnavailable,
+    TrainingFailed,
+)
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+from dlac_pipeline.lakehouse.ledger.run_rows import HEAD_KINDS
+from dlac_pipeline.plan.legs.follow import Unreadable
+from dlac_pipeline.plan.legs.leg import Leg
+from dlac_pipeline.supervise.attempt import SupervisedAttempt, Supervision
+from dlac_pipeline.supervise.claims import attempts_without_progress
+from dlac_pipeline.supervise.incident import Failure, gave_up
+from dlac_pipeline.supervise.policies.corrupt_row_groups import damaged_row_group
+from dlac_pipeline.supervise.policies.hangs import STUCK
+from dlac_pipeline.supervise.policies.poison_rows import Deaths, rows_in_hand
+from dlac_pipeline.supervise.retry_policy import PATIENCE_S, waiting_for
+
+_TERMINAL = (BadInput, LedgerError, CheckpointError, Preempted, LossNotFinite)
+"""Errors of a rank that another attempt would meet again, here and now."""
+
+
+class Judge:
+    """Of the attempts of one supervisor."""
+
+    def __init__(self, supervision: Supervision) -> None:
+        self._supervision = supervision
+        self._spec = supervision.spec
+        self._lakehouse = supervision.lakehouse
+        self._fruitless = self._failed = 0
+        self._deaths = Deaths(self._spec.launch.deaths_at_same_rows)
+
+    def went_on(self, attempt: SupervisedAttempt) -> None:
+        """It ended on purpose, for others to go on: that is no failure, and progress only if something was committed."""
+        if attempt.committed:
+            self._fruitless = 0
+
+    def follow_others(self) -> None:
+        """Other machines have led in between: what their attempts came to is in the ledger."""
+        rows = self._patiently(Ledger(self._lakehouse).rows, self._spec.run, kinds=HEAD_KINDS)
+        self._fruitless = attempts_without_progress(rows)
+
+    def left_out_behind(self, attempt: SupervisedAttempt, failure: Failure) -> Sequence[Unreadable]:
+        """What the attempt that follows leaves out beside what it does already.
+
+        Raises:
+            NoProgress: none follows, for attempt after attempt has committed nothing.
+            ScriptFailed: none follows, for the script raises the same exception at the same place.
+            TrainingFailed: none follows, for `launch.max_restarts` is reached.
+            DlacError: none follows, for it would end as this one, or none is wanted.
+        """
+        self._fruitless = 0 if attempt.committed else self._fruitless + 1
+        if failure.kind == LossNotFinite.__name__:
+            self.record_gave_up(failure, attempt.number)
+        if not (attempt.others and self._is_of_one_machine(failure)):
+            self._raise_if_final(failure)
+        patiently = self._patiently
+        left_out: Sequence[Unreadable] = patiently(self._damaged, failure, attempt.leg)
+        if not left_out:
+            follows = self._deaths.judge(failure, committed=attempt.committed)
+            if follows == "stop":
+                self.record_gave_up(failure, attempt.number)
+                raise _hopeless(self._spec.run, attempt.number, failure)
+            if follows == "leave out":
+                left_out = patiently(self._quarantined, attempt, failure)
+        self._check_restarts(attempt.number, failure)
+        if left_out:
+            self._fruitless = 0
+        limit = self._spec.launch.attempts_without_progress
+        if self._fruitless >= limit:  # a commit can land and its event be lost
+            rows = patiently(Ledger(self._lakehouse).rows, self._spec.run, kinds=HEAD_KINDS)
+            self._fruitless = min(self._fruitless, attempts_without_progress(rows))
+        if self._fruitless >= limit and not (self._deaths.undecided and self._deaths.in_a_row >= self._fruitless):
+            self.record_gave_up(failure, attempt.number)
+            raise NoProgress(
+                f"{self._fruitless} attempts in a row of run {self._spec.run!r} committed nothing: mend the cause, then train "
+                f"again; {_logs_of(self._spec.run, attempt.number, failure)}; the last one: {failure.describe()}"
+            )
+        return left_out
+
+    def _check_restarts(self, attempt: int, failure: Failure) -> None:
+        most = self._spec.launch.max_restarts
+        self._failed += 1
+        if most is not None and self._failed > most:
+            self.record_gave_up(failure, attempt)
+            raise TrainingFailed(
+                f"{self._failed} attempts of run {self._spec.run!r} failed, with launch.max_restarts = {most}: mend the cause, "
+                f"then train again; {_logs_of(self._spec.run, attempt, failure)}; the last one: {failure.describe()}"
+            )
+
+    @property
+    def _patiently(self) -> tenacity.Retrying:
+        return waiting_for(CatalogUnreachable, StoreUnavailable, within_s=PATIENCE_S, stop=self._supervision.stop)
+
+    def _is_of_one_machine(self, failure: Failure) -> bool:
+        """Whether it fails as it leaves: the others go on."""
+        return failure.kind == Preempted.__name__ or self._supervision.leaves.is_set()
+
+    def record_gave_up(self, failure: Failure, attempt: int) -> None:
+        """Write down that no attempt follows the one that failed last."""
+        try:
+            gave_up(self._lakehouse, self._spec.run, attempt, failure)
+        except DlacError as err:
+            self._say({"event": "warning", "message": f"giving up was not recorded: {err}"})
+
+    def _raise_if_final(self, failure: Failure) -> None:
+        """Raise what a rank died of if another attempt would meet it again, or if none is wanted."""
+        kind = errors.named(failure.kind)
+        if kind is not None and issubclass(kind, _TERMINAL):
+            raise kind(failure.message)
+        if self._supervision.stop.is_set():
+            stuck = "the ranks were asked to leave and did not"
+            what = stuck if failure.kind == STUCK else "an attempt that was to end failed"
+            raise TrainingFailed(
+                f"{what}: {failure.summary}; what is committed is kept, start the run again to resume after it"
+            )
+
+    def _damaged(self, failure: Failure, leg: Leg | None) -> Sequence[Unreadable]:
+        """The row group on which the attempt died, if the next one leaves it out.
+
+        Raises:
+            DataFileUnreadable: it is damaged, and the policy is to stop.
+        """
+        if leg is None or "row_group" not in failure.detail:
+            return ()
+        found = damaged_row_group(self._lakehouse, self._spec, leg, failure.detail["path"], failure.detail["row_group"])
+        if found is None:
+            return ()
+        if found.policy == "fail":
+            raise DataFileUnreadable(failure.message)
+        self._say({"event": "quarantine", **asdict(found.unreadable)})
+        return (found.unreadable,)
+
+    def _quarantined(self, attempt: SupervisedAttempt, failure: Failure) -> Sequence[Unreadable]:
+        """The rows that the last attempts had in hand when they died."""
+        assert attempt.leg is not None, "it has trained"
+        step = failure.in_hand
+        times = self._spec.launch.deaths_at_same_rows
+        count = min(times, 2) if failure.script_raised else times
+        reason = (
+            f"{count} attempts in a row died in step {step} with these rows in hand; the last one: {failure.summary}"
+        )
+        rows = rows_in_hand(self._lakehouse, self._spec, attempt.leg, step=step, folder=attempt.folder, reason=reason)
+        told = {
+            "row_groups": len(rows),
+            "rows": sum(len(each.positions) for each in rows),
+            "reason": reason,
+            "tentative": True,
+        }
+        self._say({"event": "quarantine", "step": step, **told})
+        return rows
+
+    def _say(self, event: dict[str, Any]) -> None:
+        self._supervision.on_event({"run": self._spec.run, **event})
+
+
+def _hopeless(run: str, attempt: int, failure: Failure) -> TrainingFailed:
+    """Return the error for a death that repeats whatever the rows are."""
+    logs = _logs_of(run, attempt, failure)
+    if failure.script_raised:
+        return ScriptFailed(
+            f"expected the script of run {run!r} to get past an exception, found the same one at the same place in two attempts "
+            f"in a row: mend the script, then train again; {logs}; {failure.describe()}"
+        )
+    return NoProgress(
+        f"expected run {run!r} to get past step {failure.in_hand} without the rows that it died with, found the same death with "
+        f"other rows: mend the cause, then train again; {logs}; {failure.describe()}"
+    )
+
+
+def _logs_of(run: str, attempt: int, failure: Failure) -> str:
+    rank = "" if failure.rank < 0 else f" --rank {failure.rank}"
+    return f"its output: `dlac logs {run} --attempt {attempt}{rank}`"

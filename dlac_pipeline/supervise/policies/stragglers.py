@@ -1,0 +1,121 @@
+"""Ranks that are slower than the others, and the phase they are slow in: worked out from the times that ranks tell of themselves.
+
+Reading and computing are compared over several steps, what happens seldom (loading, checkpoints) each time. Times are the ranks'
+own, without what they wait for each other: in synchronous training all ranks' steps take as long as those of the slowest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from dlac_pipeline.spec.launch_spec import LaunchSpec
+from dlac_pipeline.supervise.liveness.progress import Progress
+
+_PER_STEP = {"reading": "reading_us", "computing": "computing_us"}
+_EACH_TIME = {"checkpoint": "checkpoint_us", "loading": "loading_us"}
+_ALIKE = 2
+"""Parts of checkpoints are compared with those that are no smaller than this one divided by so much."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Straggler:
+    """A slow rank; seconds are those of a step in reading and computing, of the whole phase otherwise."""
+
+    rank: int
+    phase: str
+    step: int
+    own_s: float
+    median_s: float
+    """Of the other ranks."""
+
+    def event(self) -> dict[str, Any]:
+        """For whoever watches."""
+        factor = round(self.own_s / self.median_s, 2) if self.median_s > 0 else None
+        per = " per step" if self.phase in _PER_STEP else ""
+        return {
+            "event": "straggler",
+            "rank": self.rank,
+            "phase": self.phase,
+            "step": self.step,
+            "own_s": round(self.own_s, 3),
+            "median_s": round(self.median_s, 3),
+            "factor": factor,
+            "message": f"rank {self.rank} is slow in {self.phase}: {self.own_s:.2f} s{per}, the others' median is "
+            f"{self.median_s:.2f} s",
+        }
+
+
+class Stragglers:
+    """Of one attempt: `observe` its ranks, and hear of each that becomes slow, once until it is as fast as the others again."""
+
+    def __init__(self, launch: LaunchSpec) -> None:
+        self._factor, self._at_least_s, self._steps = (
+            launch.straggler_factor,
+            launch.straggler_s,
+            launch.straggler_steps,
+        )
+        self._window: Sequence[Progress] | None = None
+        self._seen: dict[str, Sequence[int]] = {}
+        self._told: set[tuple[int, str]] = set()
+
+    def observe(self, progress: Sequence[Progress]) -> list[Straggler]:
+        """Those of the ranks with these signs of life, by rank, that are found slow now, and were not told yet."""
+        if not self._factor or len(progress) < 2:
+            return []
+        return [*self._by_steps(progress), *self._each_time(progress)]
+
+    def _by_steps(self, progress: Sequence[Progress]) -> list[Straggler]:
+        """Every so many steps of all ranks: the seconds per step of each since then."""
+        before = self._window
+        if before is None:
+            self._window = progress
+            return []
+        steps = [now.step - then.step for now, then in zip(progress, before, strict=True)]
+        if min(steps) < self._steps:
+            return []
+        self._window = progress
+        found = []
+        for phase, name in _PER_STEP.items():
+            took = [_us(now, name) - _us(then, name) for now, then in zip(progress, before, strict=True)]
+            own_s = {rank: us / 1e6 / step for rank, (us, step) in enumerate(zip(took, steps, strict=True))}
+            found += self._slow(phase, own_s, progress)
+        return found
+
+    def _each_time(self, progress: Sequence[Progress]) -> list[Straggler]:
+        """When all ranks have gone through a phase once more: what that took each of them."""
+        found = []
+        for phase, name in _EACH_TIME.items():
+            now = [_us(each, name) for each in progress]
+            before = self._seen.get(phase, [0] * len(now))
+            if all(here > there for here, there in zip(now, before, strict=True)):
+                self._seen[phase] = now
+                own_s = {rank: (here - before[rank]) / 1e6 for rank, here in enumerate(now)}
+                sizes = [each.spent.checkpoint_bytes if phase == "checkpoint" else 0 for each in progress]
+                found += self._slow(phase, own_s, progress, sizes)
+        return found
+
+    def _slow(
+        self, phase: str, own_s: Mapping[int, float], progress: Sequence[Progress], sizes: Sequence[int] = ()
+    ) -> list[Straggler]:
+        """Those slower than the others; than those that had as much to do, where `sizes` says how much that was."""
+        found = []
+        for rank, mine in own_s.items():
+            peers = [
+                seconds
+                for other, seconds in own_s.items()
+                if other != rank and (not sizes or sizes[other] * _ALIKE >= sizes[rank])
+            ]
+            others = median(peers) if peers else mine
+            slow = mine > self._factor * others and mine - others >= self._at_least_s
+            if slow and (rank, phase) not in self._told:
+                step = progress[rank].step
+                found.append(Straggler(rank=rank, phase=phase, step=step, own_s=mine, median_s=others))
+            (self._told.add if slow else self._told.discard)((rank, phase))
+        return found
+
+
+def _us(progress: Progress, name: str) -> int:
+    return int(getattr(progress.spent, name))

@@ -1,0 +1,61 @@
+"""Starts a node's ranks, attempt after attempt, in the background: the supervisor claims the run meanwhile.
+
+In: a job spec, a launch folder, a share of the ranks. Out: the ranks, as their supervisor watches them.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dlac_pipeline.elastic import fork_server
+from dlac_pipeline.elastic.ranks.processes import Processes, RankProcesses
+from dlac_pipeline.elastic.ranks.rank_share import Share
+from dlac_pipeline.spec.job_spec import JobSpec
+from dlac_pipeline.supervise.local_ranks import RankGroup
+
+if TYPE_CHECKING:
+    from dlac_pipeline.elastic.agent import RankAgent
+
+
+class RankStarter:
+    """Starts the ranks of one run by torch's elastic agent."""
+
+    def __init__(self) -> None:
+        self._agent: RankAgent | None = None
+
+    def begin(self, spec: JobSpec) -> None:
+        """Let the fork server import what ranks need, before it is known whether there will be any."""
+        with suppress(OSError):  # a folder or script that is unavailable is reported where it is used
+            if Path(spec.launch.script).is_file():
+                fork_server.start_server(spec)
+
+    def start(self, spec: JobSpec, folder: Path, share: Share) -> RankGroup:
+        """Start this node's ranks of an attempt; `folder` is the launch folder."""
+        launch, user = spec.launch, object()
+        fork_server.add_user(user)
+        processes = RankProcesses(
+            range(share.first_rank, share.first_rank + share.ranks),
+            partial(self._start, spec, folder, share),
+            abort=partial(fork_server.end_server, only_user=user),
+            why_unknown=partial(fork_server.why_gone, spec),
+            on_gone=partial(fork_server.remove_user, user),
+            patience_s=max(launch.hang_timeout_s, launch.start_timeout_s),
+        )
+        return RankGroup(folder, processes, log_mb=launch.log_mb)
+
+    def close(self) -> None:
+        """Start nothing any more."""
+        fork_server.end_server()
+
+    def _start(self, spec: JobSpec, folder: Path, share: Share, processes: RankProcesses) -> Processes:
+        if self._agent is None:
+            from dlac_pipeline.elastic.agent import RankAgent  # PyTorch, while the run is claimed
+
+            self._agent = RankAgent(spec)
+        if not processes.is_wanted:
+            return {}
+        fork_server.start_server(spec)
+        return self._agent.start_processes(spec, folder, share)

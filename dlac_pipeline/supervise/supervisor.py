@@ -1,0 +1,396 @@
+"""The supervisor beside the ranks: launches an attempt, watches it, ends it whole when a rank dies, and recovers.
+
+In: a job spec. Out: events for whoever watches, a row in `recoveries` per recovery, and how the run ended.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import ParamSpec, TypeVar
+
+from dlac_pipeline.checkpoint.store import tiers_of
+from dlac_pipeline.elastic.membership import EndedElsewhere, Membership
+from dlac_pipeline.elastic.ranks.processes import HANG
+from dlac_pipeline.elastic.round import VERDICT, Round
+from dlac_pipeline.lakehouse import errors
+from dlac_pipeline.lakehouse.errors import (
+    CatalogUnreachable,
+    CommitOutcomeUnknown,
+    DlacError,
+    LakehouseError,
+    NodesMissing,
+    RunBusy,
+    RunFinished,
+    SpecInvalid,
+    SteppedAside,
+    StoreUnavailable,
+    TrainingFailed,
+)
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+from dlac_pipeline.lakehouse.ledger.plans import get_plan
+from dlac_pipeline.lakehouse.ledger.run_rows import HEAD_KINDS
+from dlac_pipeline.spec.job_spec import JobSpec
+from dlac_pipeline.spec.launch_request import OPERATOR
+from dlac_pipeline.supervise.all_ranks import LOST
+from dlac_pipeline.supervise.attempt import (
+    Ending,
+    Event,
+    Regather,
+    SupervisedAttempt,
+    Supervision,
+)
+from dlac_pipeline.supervise.choose_leg import RESUME, Wish
+from dlac_pipeline.supervise.claim import check_current, check_unfinished
+from dlac_pipeline.supervise.claims import rendezvous_of, to_replace
+from dlac_pipeline.supervise.follower_attempt import LedAttempt, Verdict
+from dlac_pipeline.supervise.incident import Failure, ended_on_purpose
+from dlac_pipeline.supervise.liveness.other_node import refuse_if_alive_elsewhere
+from dlac_pipeline.supervise.policies.restart import Judge
+from dlac_pipeline.supervise.retry_policy import patience_s, waiting_for
+from dlac_pipeline.supervise.run_lock import run_lock
+from dlac_pipeline.supervise.start_ranks import RankStarter
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """How a supervised run ended."""
+
+    ending: Ending
+    """finished; caught up with what is appended; stopped when asked to, behind a checkpoint; left: the script returned early."""
+    attempts: int
+    """Attempts that this supervisor launched."""
+    step: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Launch:
+    """What a supervisor has once catalog and store have answered."""
+
+    supervision: Supervision
+    membership: Membership
+    judge: Judge
+
+    @property
+    def lakehouse(self) -> Lakehouse:
+        """Of the run."""
+        return self.supervision.lakehouse
+
+
+class Supervisor:
+    """Runs a job to its end, through as many attempts as it takes; with several nodes, one on each."""
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        *,
+        on_event: Callable[[Event], None] = lambda event: None,
+        wish: Wish = RESUME,
+        replaces: int | None = None,
+        recovers: str = "",
+        takeover: bool = False,
+        wait_s: float = 0.0,
+        noticed_by: str = OPERATOR,
+        noticed_at: float | None = None,
+        launched_by: str = "",
+        starter: RankStarter | None = None,
+    ) -> None:
+        """`spec` is resolved; `replaces` names the failed attempt of a recovery, `noticed_by` who saw it fail, and when.
+
+        `recovers` names the orchestrator's run that has ended, for which this one goes on: what that claims late is replaced too.
+        """
+        self._launched_at = time.time()
+        self._noticed_at = self._launched_at if noticed_at is None else min(noticed_at, self._launched_at)
+        self._launched_by = launched_by
+        self._starter = starter or RankStarter()
+        self._spec = spec
+        self._on_event = on_event
+        self._wish = wish
+        self._takeover = takeover
+        self._wait_s = wait_s
+        self._noticed_by = noticed_by
+        self._stop = threading.Event()
+        self._leaves = threading.Event()
+        self._replaces = replaces
+        self._recovers = recovers
+        self._failure: Failure | None = None
+        self._attempts, self._step = 0, 0
+        self._lock = ExitStack()
+        self._holds_lock, self._was_led = False, False
+
+    def stop(self) -> None:
+        """Ask for an orderly end: checkpoint, then leave, within the grace period. From any thread, but no signal handler."""
+        self._stop.set()
+
+    def leave(self) -> None:
+        """The same, while the run goes on without this machine if there are enough others."""
+        self._leaves.set()
+        self._stop.set()
+
+    def run(self) -> Outcome:
+        """Launch, watch, recover until the run ends.
+
+        Raises:
+            SpecInvalid: the training script is not there.
+            RunBusy: another launch is alive and `takeover` was not asked for.
+            NodesMissing: fewer machines came together than the job spec wants.
+            NoProgress: attempt after attempt committed nothing.
+            ScriptFailed: the script raised the same exception at the same place twice in a row.
+            DlacError: what a rank died of, when another attempt would meet it again.
+        """
+        spec = self._spec
+        if not Path(spec.launch.script).is_file():
+            raise SpecInvalid(
+                f"expected a training script at launch.script = {spec.launch.script!r}, found no such file"
+            )
+        try:
+            with closing(self._starter):
+                self._starter.begin(spec)
+                return self._run()
+        except (CatalogUnreachable, StoreUnavailable, RunBusy):
+            if not self._stop.is_set() or self._attempts:
+                raise
+            return self._outcome("stopped")  # told so while it waited for what is away or held
+
+    def _run(self) -> Outcome:
+        spec = self._spec
+        self._patiently(tiers_of(spec).check_writable)
+        lakehouse = self._patiently(connect, spec.lakehouse)
+        ledger = self._patiently(lambda: Ledger(lakehouse).table_uuid)
+        with closing(Membership.of_job(spec, ledger=ledger)) as membership, self._lock:
+            supervision = Supervision(
+                spec=spec,
+                lakehouse=lakehouse,
+                starter=self._starter,
+                on_event=self._on_event,
+                stop=self._stop,
+                leaves=self._leaves,
+                noticed_by=self._noticed_by,
+                noticed_at=self._noticed_at,
+                launched_at=self._launched_at,
+                launched_by=self._launched_by,
+            )
+            launch = _Launch(supervision=supervision, membership=membership, judge=Judge(supervision))
+            while True:
+                try:
+                    round_ = self._next_round(launch)
+                except RunFinished as err:
+                    return self._concluded(self._finished_before(lakehouse, err))
+                except EndedElsewhere as ended:
+                    return self._concluded(Verdict.of(ended.message))
+                if round_ is None:
+                    return self._outcome("stopped")
+                with round_:
+                    verdict = self._lead(launch, round_) if round_.leads else self._be_led(supervision, round_)
+                    if verdict.again is None or self._stop.is_set():
+                        round_.part()
+                        return self._concluded(verdict)
+                    if round_.cut_off:
+                        membership.forget()
+
+    def _concluded(self, verdict: Verdict) -> Outcome:
+        """How the run has ended for this machine; raises what it has died of."""
+        self._step = verdict.step or self._step
+        if verdict.error is not None:
+            kind, message = verdict.error
+            raise errors.revived(kind, message, default=TrainingFailed)
+        return self._outcome(verdict.ending or "stopped")
+
+    def _outcome(self, ending: Ending) -> Outcome:
+        return Outcome(ending=ending, attempts=self._attempts, step=self._step)
+
+    def _next_round(self, launch: _Launch) -> Round | None:
+        """Return the round of the next attempt; None: asked to stop meanwhile.
+
+        Raises:
+            NodesMissing: too few nodes came.
+            RunFinished, EndedElsewhere: the run has ended without this node.
+        """
+        try:
+            return launch.membership.next_round(
+                self._replaces or 0, self._stop, lambda: self._check_unfinished(launch.lakehouse)
+            )
+        except NodesMissing:
+            if self._failure is not None and self._replaces is not None and self._holds_lock:
+                launch.judge.record_gave_up(self._failure, self._replaces)
+            raise
+
+    def _lead(self, launch: _Launch, round_: Round) -> Verdict:
+        """An attempt, and what is decided of it for all its machines.
+
+        Raises:
+            DlacError: what the run ends with, here; the others have been told.
+        """
+        error: DlacError | None = None
+        try:
+            verdict = self._attempted(launch, round_)
+        except DlacError as err:
+            if self._others_went_on(launch.lakehouse, round_, err):
+                verdict = Verdict(again=ended_on_purpose(f"others went on: {err}", step=self._step))
+            else:
+                error, verdict = err, Verdict(error=(errors.name_of(err), str(err)), step=self._step)
+        self._step = verdict.step
+        if verdict.again is None and not self._leaves.is_set():
+            launch.membership.end_run(verdict.words())  # before this node exits, which may serve the rendezvous
+        round_.announce(VERDICT, verdict.words())
+        round_.acknowledge()
+        if error is not None:
+            round_.part()
+            raise error
+        return verdict
+
+    def _be_led(self, supervision: Supervision, round_: Round) -> Verdict:
+        """An attempt that another machine leads, and decides."""
+        self._lock.close()
+        self._holds_lock, self._was_led = False, True
+        self._attempts += 1
+        verdict = LedAttempt(supervision, round_, attempt=self._replaces or 0).run()
+        self._replaces = verdict.attempt or self._replaces
+        self._failure, self._step = verdict.again, verdict.step
+        return verdict
+
+    def _others_went_on(self, lakehouse: Lakehouse, round_: Round, err: DlacError) -> bool:
+        """Whether machines of this rendezvous have trained on while this one, which led, was cut off: it meets them again."""
+        meets = self._spec.launch.rendezvous
+        if isinstance(err, CatalogUnreachable):
+            return round_.cut_off
+        if not meets or not isinstance(err, SteppedAside):
+            return False
+        ledger = Ledger(lakehouse)
+        attempt = self._patiently(ledger.state, self._spec.run).fence.attempt
+        return meets == rendezvous_of(self._patiently(ledger.rows, self._spec.run, kinds=("claim",)), attempt)
+
+    def _attempted(self, launch: _Launch, round_: Round) -> Verdict:
+        """An attempt, if the run may be claimed."""
+        try:
+            self._hold_lock(launch.lakehouse)
+        except RunFinished as err:
+            return self._finished_before(launch.lakehouse, err)
+        if self._was_led:
+            launch.judge.follow_others()
+            self._was_led = False
+        while True:
+            attempt = SupervisedAttempt(
+                launch.supervision, round_, wish=self._wish, replaces=self._replaces, failure=self._failure
+            )
+            self._attempts += 1
+            try:
+                return self._decided(launch, attempt)
+            except SteppedAside:
+                before = self._replaces or 0
+                late = before if round_.others else self._to_replace(launch.lakehouse, before)
+                if late == before:
+                    raise
+                self._replaces = late
+                self._attempts -= 1  # that one was none
+
+    def _decided(self, launch: _Launch, attempt: SupervisedAttempt) -> Verdict:
+        """Run an attempt, and decide whether another one follows.
+
+        Raises:
+            NoProgress: none does, for attempt after attempt has committed nothing.
+            DlacError: none does, for it would end as this one.
+        """
+        try:
+            ending = attempt.run()
+        except RunFinished as err:
+            return self._finished_before(launch.lakehouse, err)
+        except (CatalogUnreachable, CommitOutcomeUnknown):
+            if attempt.number or not self._stop.is_set():
+                raise
+            return Verdict(ending="stopped", step=self._step)  # told so while it waited; nothing was trained
+        if isinstance(ending, str):
+            if ending == "stopped" and self._leaves.is_set() and attempt.others:
+                left = attempt.ended_for(f"leaving: node {socket.gethostname()}")
+                return Verdict(again=left, attempt=attempt.number, step=attempt.step)
+            return Verdict(ending=ending, attempt=attempt.number, step=attempt.step)
+        self._replaces = attempt.number
+        if isinstance(ending, Regather):
+            self._failure = ending.why
+            launch.judge.went_on(attempt)
+        else:
+            self._failure = ending
+            left_out = launch.judge.left_out_behind(attempt, ending)
+            self._wish = replace(self._wish, unreadable=(*self._wish.unreadable, *left_out))
+        return Verdict(again=self._failure, attempt=attempt.number, step=attempt.step)
+
+    def _finished_before(self, lakehouse: Lakehouse, err: RunFinished) -> Verdict:
+        """The run had ended when it was to be claimed again: the attempt that failed had committed everything."""
+        if self._failure is None:
+            raise err
+        if self._failure.kind not in ("", HANG, LOST):
+            raise TrainingFailed(f"the run is finished, but its script failed afterwards: {self._failure.describe()}")
+        end = self._patiently(Ledger(lakehouse).rows, self._spec.run, kinds=("finish",))[-1]
+        return Verdict(ending="finished", attempt=end["attempt"], step=end["step"])
+
+    def _hold_lock(self, lakehouse: Lakehouse) -> None:
+        """Refuse, or replace, another launch of the run; the lock of this machine is held until another machine leads.
+
+        Where machines share the local folder, one that led and is cut off may hold it still: who was led by it does not wait.
+        """
+        spec = self._spec
+        if self._holds_lock and spec.launch.max_nodes == 1:
+            return
+        self._replaces = self._checked_target(lakehouse)
+        if self._holds_lock:
+            return
+        if self._replaces is None and not self._was_led:
+            rows = partial(self._patiently, Ledger(lakehouse).rows, spec.run, kinds=HEAD_KINDS)
+            refuse_if_alive_elsewhere(rows, spec, launched_by=self._launched_by, wait_s=self._wait_s, stop=self._stop)
+
+        def may_replace() -> None:
+            self._replaces = self._checked_target(lakehouse)
+
+        lock = run_lock(
+            spec.checkpoint.local,
+            spec.run,
+            wait_s=self._wait_s,
+            takeover=self._takeover or self._was_led,
+            may_replace=may_replace,
+            stop=self._stop,
+        )
+        self._lock.enter_context(lock)
+        self._holds_lock = True
+
+    def _checked_target(self, lakehouse: Lakehouse) -> int | None:
+        """The attempt that is replaced, fixed before waiting for anybody: who comes second steps aside, and fences nobody."""
+        state = self._patiently(Ledger(lakehouse).state, self._spec.run)
+        check_unfinished(state)
+        for plan_id in self._wish.plan_ids:
+            self._patiently(get_plan, lakehouse, plan_id)
+        target = state.fence.attempt if self._takeover and self._replaces is None else self._replaces
+        if target is not None:
+            target = self._to_replace(lakehouse, target, rendezvous=self._spec.launch.rendezvous)
+        self._patiently(check_current, lakehouse, self._spec.run, target)
+        return target
+
+    def _to_replace(self, lakehouse: Lakehouse, wanted: int, *, rendezvous: str = "") -> int:
+        """`wanted`, or the current attempt where it is this launch's to replace."""
+        if not rendezvous and not self._recovers:
+            return wanted
+        claims = self._patiently(Ledger(lakehouse).rows, self._spec.run, kinds=("claim",))
+        return to_replace(claims, wanted, rendezvous=rendezvous, recovers=self._recovers)
+
+    def _check_unfinished(self, lakehouse: Lakehouse) -> None:
+        """Raise RunFinished if others have ended the run; a catalog that does not answer says nothing of it."""
+        with suppress(LakehouseError):
+            check_unfinished(Ledger(lakehouse).state(self._spec.run))
+
+    def _patiently(
+        self, call: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
+    ) -> Result:
+        """Call what needs catalog or store; a recovery waits for one that is away, until it is told to stop."""
+        within_s = patience_s(replaces=self._replaces, noticed_by=self._noticed_by)
+        return waiting_for(CatalogUnreachable, StoreUnavailable, within_s=within_s, stop=self._stop)(
+            call, *args, **kwargs
+        )

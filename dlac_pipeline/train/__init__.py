@@ -1,0 +1,1 @@
+"""A training run inside a rank: startup, batches, checkpoints, heartbeat, and preemption."""

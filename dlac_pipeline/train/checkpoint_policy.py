@@ -1,0 +1,176 @@
+"""When a rank takes a checkpoint and when it leaves: decided from beats that all ranks hear at the same step.
+
+Rank 0 keeps the clock and says in its beats that a checkpoint is due, or that more machines are to take part; any rank says that
+it was told to leave.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from dlac_pipeline.checkpoint.interval import Cost, Failures, Interval
+from dlac_pipeline.checkpoint.manager import Committed
+from dlac_pipeline.checkpoint.step_sync import Beat, Says
+from dlac_pipeline.elastic.ranks.launch_folder import notice_file, room_file
+from dlac_pipeline.elastic.ranks.rank import leave_reason
+from dlac_pipeline.lakehouse.errors import Preempted
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
+from dlac_pipeline.spec.job_spec import JobSpec
+from dlac_pipeline.spec.launch_spec import NODES
+from dlac_pipeline.supervise.claim import ResumePoint
+from dlac_pipeline.supervise.liveness.progress import EventWriter
+from dlac_pipeline.train.preemption import Preemption, fits
+from dlac_pipeline.train.termination_notice import Notices
+
+_log = logging.getLogger(__name__)
+
+
+class When:
+    """Of one rank; `folder` is the launch folder, if a supervisor watches."""
+
+    def __init__(self, spec: JobSpec, rank: int, folder: Path | None, events: EventWriter) -> None:
+        self._spec = spec
+        self._rank = rank
+        self._folder = folder
+        self._events = events
+        self._interval: Interval | None = None
+        self._due = False
+        self._step = self._head_step = 0
+        self._head: str | None = None
+        self.leaving: Beat | None = None
+        """The beat that said so."""
+        self._notices = Notices(
+            spec.launch,
+            local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+            launched=folder is None and "LOCAL_RANK" in os.environ,
+            on_deadline=self._too_late,
+            tells=None if folder is None else notice_file(folder, rank),
+        )
+
+    def resumed(self, point: ResumePoint, lakehouse: Lakehouse) -> None:
+        """Training goes on from here; rank 0 looks up what checkpoints have cost, and how often the run failed."""
+        self._step = self._head_step = point.step
+        self._head = point.checkpoint_id
+        if self._rank == 0:
+            self._interval = _interval(self._spec, lakehouse)
+
+    def training(self) -> None:
+        """The first batch is about to be asked for: the clock starts."""
+        if self._interval is not None:
+            self._interval.taken(time.monotonic())
+            self._tell(self._interval)
+
+    def step_done(self, step: int, *, behind: bool) -> Says:
+        """What this rank says with the step that it has just finished; `behind`: a checkpoint is under way behind it."""
+        now, notice = time.monotonic(), self._notices.first
+        self._step = step
+        says = Says() if notice is None else Says(notice=notice.name, notice_age_s=now - notice.at)
+        if self._interval is None:
+            return says
+        self._interval.step_done(now, behind=behind)
+        needed_s = self._interval.needed_s(now, behind=behind)
+        return replace(says, due=self._interval.is_due(now), needed_s=needed_s, makes_room=self._makes_room())
+
+    def heard(self, beat: Beat) -> None:
+        """What all ranks hear at this step."""
+        self._due = self._due or beat.due
+        if self.leaving is not None or not (beat.makes_room or beat.notice is not None):
+            return
+        self.leaving = beat
+        if beat.notice is not None:
+            self._notices.leave_by(time.monotonic() + self._spec.launch.leave_s - beat.notice_age_s)
+
+    def reason(self) -> str | None:
+        """Why a checkpoint is to be taken behind this step, alike on all ranks; None: there is no reason, or no time."""
+        settings = self._spec.checkpoint
+        if self.leaving is not None:
+            told = self.leaving.notice
+            return NODES if told is None else told if fits(self.leaving, self._spec.launch.leave_s) else None
+        if settings.steps_between is not None and self._step % settings.steps_between == 0:
+            return "steps"
+        return ("auto" if settings.interval == "auto" else "seconds") if self._due else None
+
+    def note(self, reason: str) -> Mapping[str, Any]:
+        """What the row of a checkpoint that is taken now says of it."""
+        return {"reason": reason, **({} if self._interval is None else self._interval.note())}
+
+    def taken(self) -> None:
+        """A checkpoint was taken, or handed over to be committed behind training."""
+        self._due = False
+        if self._interval is not None:
+            self._interval.taken(time.monotonic())
+
+    def committed(self, committed: Committed) -> None:
+        """A checkpoint is the head; rank 0 learns what it cost."""
+        self._head, self._head_step = committed.checkpoint_id, committed.step
+        if self._interval is not None:
+            self._interval.committed(time.monotonic(), committed.phases)
+            self._tell(self._interval)
+
+    def left(self) -> None:
+        """All ranks are about to leave, as they were told to; to make room is no preemption."""
+        if self._told is None:
+            return
+        preemption = self._preemption()
+        self._events.write(preemption.event())
+        if self._rank == 0:
+            _log.warning("run %r was %s", self._spec.run, preemption.message())
+
+    def close(self) -> None:
+        """The deadline counts no more; signals are whose they were."""
+        self._notices.close()
+
+    def _tell(self, interval: Interval) -> None:
+        choice = interval.news()
+        if choice is not None:
+            self._events.write(
+                {"event": "interval", "step": self._step, "interval_s": choice.interval_s, "why": choice.why}
+            )
+            _log.info("a checkpoint every %.1f s of training: %s", choice.interval_s, choice.why)
+
+    def _makes_room(self) -> bool:
+        """Whether the supervisor has said so; only where machines may come."""
+        return (
+            self._folder is not None and self._spec.launch.max_nodes > 1 and os.access(room_file(self._folder), os.F_OK)
+        )
+
+    @property
+    def _told(self) -> str | None:
+        """The notice by which all leave, or the one that this rank had."""
+        first = self._notices.first
+        heard = None if self.leaving is None else self.leaving.notice
+        return heard if heard is not None or first is None else first.name
+
+    def _preemption(self) -> Preemption:
+        return Preemption(
+            notice=str(self._told),
+            deadline_s=self._spec.launch.leave_s,
+            step=self._step,
+            head=self._head,
+            head_step=self._head_step,
+            batch_size=self._spec.order.batch_size,
+        )
+
+    def _too_late(self) -> None:
+        """The deadline is there, and so is this rank: say what is lost. A commit that has landed counts nevertheless."""
+        preemption = self._preemption()
+        _log.warning("rank %d of run %r was %s", self._rank, self._spec.run, preemption.message())
+        self._events.write(preemption.event())
+        if self._folder is not None:
+            leave_reason(Preempted(preemption.message()))
+
+
+def _interval(spec: JobSpec, lakehouse: Lakehouse) -> Interval:
+    settings, cost, failures = spec.checkpoint, None, Failures()
+    if settings.interval == "auto":
+        rows = Ledger(lakehouse).rows(spec.run, kinds=("claim", "checkpoint"))
+        cost, failures = Cost.of_rows(rows), Failures.of_rows(rows, recoveries_of(lakehouse, spec.run))
+    return Interval(settings, time.monotonic(), cost=cost, failures=failures)

@@ -1,0 +1,121 @@
+"""The signs of life of one rank: what it is doing, since when, and how long it took by itself for each phase.
+
+A sign is one small write; a step has three. Times leave out what the rank waited for others in a collective, as far as that
+can be told apart: of reading, of loading, and of computing up to the loss.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from dlac_pipeline.elastic.ranks.launch_folder import in_hand_file
+from dlac_pipeline.read.batch import Batch
+from dlac_pipeline.read.exchange import Waits
+from dlac_pipeline.supervise.liveness.progress import Phase, Progress, ProgressWriter, Spent
+
+
+class Signs:
+    """Of one rank; without a launch folder nothing is written. `waits` counts what reading waits for other ranks."""
+
+    def __init__(self, folder: Path | None, rank: int, waits: Waits) -> None:
+        self._writer = ProgressWriter(folder, rank)
+        self._waits = waits
+        self._step, self._loss_step, self._loss = 0, 0, 0.0
+        self._phase = Phase.STARTING
+        self._began = self._since = self._forward_s = 0.0
+        self._in_hand, self._rows_in_hand, self._rows = -1, 0, 0
+        self._reading_s = self._computing_s = self._loading_s = self._convert_s = self._checkpoint_s = 0.0
+        self._checkpoint_bytes = 0
+        self._descriptor: int | None = None
+        if folder is not None:
+            self._descriptor = os.open(in_hand_file(folder, rank), os.O_WRONLY | os.O_CREAT, 0o644)
+        self._write()
+
+    def doing(self, phase: Phase, step: int) -> None:
+        """The rank is in a phase, behind `step`."""
+        self._phase, self._step = phase, step
+        if phase == Phase.TRAINING and not self._began:
+            self._began = time.time()
+        self._write()
+
+    def loaded(self, *, convert_s: float, load_s: float) -> None:
+        """The state is loaded; seconds until it was converted, and those of its own loading."""
+        self._convert_s += convert_s
+        self._loading_s += load_s
+
+    def reading(self) -> None:
+        """The rank asks for a batch."""
+        self._in_hand = 0
+        self._since, self._waits.seconds = time.monotonic(), 0.0
+        self._write()
+
+    def handed(self, batch: Batch, *, counted: bool) -> Batch:
+        """The batch is there, and in hand until its step is done; `counted`: its samples are rows."""
+        now = time.monotonic()
+        self._reading_s += max(0.0, now - self._since - self._waits.seconds)
+        self._since, self._forward_s = now, 0.0
+        self._in_hand = batch.step
+        moved = sum(advance.rows_consumed for _, _, advance in batch.moved)
+        self._rows_in_hand = int(batch.valid.sum()) if counted else moved
+        self._say_moved(batch)
+        self._write()
+        return replace(batch, on_mean=self._forward_done)
+
+    def heard(self, loss_step: int, loss: float) -> None:
+        """The loss of a step, as all ranks heard it; told with the next sign."""
+        self._loss_step, self._loss = loss_step, loss
+
+    def step_done(self, step: int) -> None:
+        """The step is finished, as far as this rank is concerned."""
+        self._computing_s += self._forward_s or time.monotonic() - self._since
+        self._rows += self._rows_in_hand
+        self._in_hand, self._rows_in_hand, self._step = -1, 0, step
+        self._write()
+
+    def checkpoints(self, *, own_s: float, own_bytes: int) -> None:
+        """What this rank's part of all checkpoints took, and was, until now."""
+        self._checkpoint_s, self._checkpoint_bytes = own_s, own_bytes
+
+    def close(self) -> None:
+        """Close the files."""
+        self._writer.close()
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def _forward_done(self) -> None:
+        self._forward_s = self._forward_s or time.monotonic() - self._since
+
+    def _say_moved(self, batch: Batch) -> None:
+        """Where the steps alone do not say it: [step, [source, key group, pass, block, first position, last one + 1], ...]."""
+        if batch.moved and self._descriptor is not None:
+            said = [
+                [source, group, each.pass_index, each.block, each.position_start, each.position_end]
+                for source, group, each in batch.moved
+            ]
+            os.pwrite(self._descriptor, json.dumps([batch.step, said]).encode() + b"\n", 0)
+
+    def now(self, phase: Phase) -> Progress:
+        """Return the progress of this rank now, in a phase."""
+        return Progress(self._step, phase, time.time(), self._loss_step, self._loss, self._spent())
+
+    def _write(self) -> None:
+        spent = self._spent()
+        self._writer.write(self._step, self._phase, loss_step=self._loss_step, loss=self._loss, spent=spent)
+
+    def _spent(self) -> Spent:
+        return Spent(
+            in_hand=self._in_hand,
+            rows=self._rows,
+            reading_us=int(self._reading_s * 1e6),
+            computing_us=int(self._computing_s * 1e6),
+            checkpoint_us=int(self._checkpoint_s * 1e6),
+            checkpoint_bytes=self._checkpoint_bytes,
+            loading_us=int(self._loading_s * 1e6),
+            convert_us=int(self._convert_s * 1e6),
+            began=self._began,
+        )

@@ -1,0 +1,228 @@
+"""What a rank is told when it starts: its job spec, its lakehouse, and its resume point, whose cursors it checks.
+
+Without a supervisor rank 0 claims the run, and tells the others. It records then how the recovery from a failure went.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+import threading
+import time
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+
+from dlac_pipeline.checkpoint.collectives import RankTree
+from dlac_pipeline.checkpoint.failures import failing_together
+from dlac_pipeline.checkpoint.files import make_below
+from dlac_pipeline.checkpoint.store import Tiers, storing
+from dlac_pipeline.lakehouse.errors import CatalogUnreachable, CursorMismatch, DlacError, SpecInvalid, TrainingFailed
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+from dlac_pipeline.lakehouse.ledger.older_ledger import LedgerWatch
+from dlac_pipeline.plan.order import LegOrder, ReaderState
+from dlac_pipeline.spec.job_spec import JobSpec, home_folder, parse_recorded, parse_spec, read_spec
+from dlac_pipeline.spec.launch_request import OPERATOR
+from dlac_pipeline.supervise.attempt import KEEP_LAUNCHES, forget_launches
+from dlac_pipeline.supervise.choose_leg import Wish
+from dlac_pipeline.supervise.claim import ResumePoint, new_nonce, take_over
+from dlac_pipeline.supervise.incident import (
+    Incident,
+    RecoveryOutcome,
+    ended_on_purpose,
+    failure_of_attempt,
+    gave_up,
+)
+from dlac_pipeline.supervise.liveness.progress import EventWriter, Phase
+from dlac_pipeline.supervise.retry_policy import PATIENCE_S, waiting_for
+from dlac_pipeline.supervise.run_lock import run_lock
+from dlac_pipeline.train.heartbeat import Signs
+
+_log = logging.getLogger(__name__)
+_FIRST_LOOK_S, _LOOK_S = 0.02, 0.2
+"""Seconds between two looks for the resume point: at first, and at most."""
+_LAUNCHED = "LOCAL_RANK"
+"""A variable that torchrun and the `deepspeed` launcher set for each rank."""
+_RESTARTS = "TORCHELASTIC_RESTART_COUNT"
+"""A variable of torchrun: how many times it has started the ranks again."""
+
+
+def job_spec(folder: Path | None, spec: str | Path | None) -> JobSpec:
+    """The job spec of this rank: the supervisor's, in its launch folder, or the one that the script names.
+
+    Raises:
+        SpecInvalid: neither is there, or so many ranks cannot train it.
+    """
+    if folder is not None:
+        return parse_recorded(json.loads((folder / "spec.json").read_text()), origin="the launch folder's spec")
+    if spec is None:
+        raise SpecInvalid(
+            'expected a launch by `dlac train`, or training_run("job.toml") under another launcher; found neither'
+        )
+    read = read_spec(Path(spec)).resolved(home_folder())
+    world_size = os.environ.get("WORLD_SIZE", "1")
+    raw = {**read.model_dump(), "launch": {**read.launch.model_dump(), "world_size": world_size}}
+    return parse_spec(raw, origin=f"the job spec under WORLD_SIZE={world_size}")
+
+
+def open_lakehouse(spec: JobSpec, *, supervised: bool) -> Lakehouse:
+    """The lakehouse. A supervised rank waits for a catalog that is away, for so does its supervisor's claim meanwhile.
+
+    The supervisor has opened the catalog before: what a failover answers with is an outage then.
+
+    Raises:
+        CatalogUnreachable: the catalog does not answer, or stayed away for too long.
+    """
+    within_s = PATIENCE_S if supervised else 0.0
+    return waiting_for(CatalogUnreachable, within_s=within_s, stop=threading.Event())(
+        connect, spec.lakehouse, answered=supervised
+    )
+
+
+def await_resume_point(folder: Path) -> ResumePoint:
+    """Wait for the supervisor, as long as it lives: it may have a large checkpoint to verify.
+
+    Every rank looks, maybe on a network file system: the longer it has waited, the less often, and no look is later than a
+    twentieth of the wait.
+    """
+    path, pause_s = folder / "resume.json", _FIRST_LOOK_S
+    while not path.exists():
+        time.sleep(pause_s)
+        pause_s = min(_LOOK_S, pause_s * 1.05)
+    return ResumePoint.from_json(path.read_text())
+
+
+def claimed(
+    lakehouse: Lakehouse, spec: JobSpec, tree: RankTree, tiers: Tiers | None, *, takeover: bool, held: ExitStack
+) -> ResumePoint:
+    """Without a supervisor rank 0 takes the run over; `held` keeps the run's lock; the first of a machine proves its `tiers`.
+
+    From then on rank 0 looks at the ledger, and logs if the catalog was replaced by an older backup; the next commit fails.
+
+    Raises:
+        DlacError: on rank 0, why it could not; on the others, that it could not.
+    """
+    with failing_together(tree, doing="looking at the checkpoint store"):
+        if tiers is not None:
+            tiers.check_writable()
+    said = None
+    if tree.rank == 0:
+        try:
+            held.enter_context(run_lock(spec.checkpoint.local, spec.run, wait_s=0.0, takeover=takeover))
+            nonce = new_nonce()
+            folder = str(own_folder(spec, nonce) or "")
+            said = take_over(lakehouse, spec, nonce=nonce, wish=Wish(repin=True), launch_folder=folder).to_json()
+        except DlacError as err:
+            tree.broadcast(json.dumps({"error": str(err)}).encode())
+            raise
+        held.callback(LedgerWatch(lakehouse).close)
+    answer = tree.broadcast(None if said is None else said.encode()).decode()
+    if "error" in json.loads(answer):
+        raise TrainingFailed(f"rank 0 could not take over the run: {json.loads(answer)['error']}")
+    return ResumePoint.from_json(answer)
+
+
+def own_folder(spec: JobSpec, nonce: str) -> Path | None:
+    """The launch folder of ranks that another launcher started, on their own node; None for a process that none started."""
+    return Path(spec.checkpoint.local) / spec.run / f"launch-{nonce}" if _LAUNCHED in os.environ else None
+
+
+def make_own_folder(spec: JobSpec, nonce: str) -> Path | None:
+    """Make the launch folder of ranks that another launcher started: their signs of life are written to it.
+
+    Raises:
+        StoreUnavailable: it cannot be made.
+    """
+    folder = own_folder(spec, nonce)
+    if folder is not None:
+        with storing(folder):
+            make_below(folder.parent, folder)
+        if os.environ[_LAUNCHED] == "0":
+            forget_launches(folder.parent, keep=KEEP_LAUNCHES)
+    return folder
+
+
+class OwnRecoveries:
+    """The record of recoveries that rank 0 keeps without a supervisor: empty under one, and on other ranks."""
+
+    def __init__(self, lakehouse: Lakehouse, spec: JobSpec, events: EventWriter) -> None:
+        self._lakehouse = lakehouse
+        self._spec = spec
+        self._events = events
+        self._incident: Incident | None = None
+        """The recovery under way."""
+
+    def begin(self, point: ResumePoint, *, claimed_at: float) -> None:
+        """Begin to record the recovery of this attempt, if an attempt before it failed. A run does not die of its report."""
+        try:
+            self._incident = _own_incident(self._lakehouse, self._spec, point, claimed_at=claimed_at)
+        except DlacError as err:
+            _log.warning("the recovery cannot be recorded: %s", err)
+
+    def observe(self, signs: Signs, phase: Phase) -> None:
+        """Record the recovery once the first step of the attempt is done."""
+        if self._incident is not None and self._incident.observe([signs.now(phase)]):
+            self._record(self._incident, "resumed")
+
+    def fail(self) -> None:
+        """Record that the recovery failed before the first step was done; nothing if none is under way."""
+        if self._incident is not None:
+            self._record(self._incident, "failed again")
+
+    def give_up(self, err: DlacError, *, attempt: int, step: int) -> None:
+        """Record that no attempt follows this one. A run does not die of its report."""
+        with suppress(DlacError):
+            failure = ended_on_purpose(f"{type(err).__name__}: {err}", step=step)
+            gave_up(self._lakehouse, self._spec.run, attempt, replace(failure, noticed_by="rank 0"))
+
+    def _record(self, incident: Incident, outcome: RecoveryOutcome) -> None:
+        """Write the recovery down. What fails is a warning, and the generators of the script stay as they are."""
+        self._incident = None
+        state = random.getstate()
+        try:
+            self._events.write(incident.report(self._lakehouse, outcome))
+        except DlacError as err:
+            _log.warning("the recovery could not be recorded: %s", err)
+        finally:
+            random.setstate(state)
+
+
+def _own_incident(lakehouse: Lakehouse, spec: JobSpec, point: ResumePoint, *, claimed_at: float) -> Incident | None:
+    """The incident that rank 0 recovers from without a supervisor; None if no attempt had failed.
+
+    torchrun notices by itself that a rank died; who else starts the ranks again is an operator. `claimed_at` is when rank 0
+    began to claim the run.
+    """
+    if not point.replaces or _LAUNCHED not in os.environ:
+        return None
+    failure = failure_of_attempt(
+        Ledger(lakehouse).rows(spec.run, kinds=("claim", "checkpoint")),
+        point.replaces,
+        noticed_by="torchrun" if os.environ.get(_RESTARTS, "0") != "0" else OPERATOR,
+        noticed_at=psutil.Process().create_time(),
+        launched_at=claimed_at,
+        stopped_at=claimed_at,
+    )
+    return None if failure is None else Incident(spec, point, failure)
+
+
+def check_restored(order: LegOrder, step: int, found: ReaderState) -> None:
+    """Check that restored cursors are where the order says; of streamed sources only the checkpoint's digest vouches for them.
+
+    Raises:
+        CursorMismatch: one is not.
+    """
+    if not order.counted:
+        return
+    for source, (expected, cursors) in enumerate(zip(order.reader_state(step), found, strict=True)):
+        for group, (cursor, restored) in enumerate(zip(expected, cursors, strict=True)):
+            if cursor != restored:
+                raise CursorMismatch(
+                    f"expected the cursor of key group {group} in source {source} at {cursor} after step {step}, the "
+                    f"checkpoint holds {restored}: the plan or the order changed since it was taken"
+                )
