@@ -36,6 +36,8 @@ from dlac_pipeline.spec.job_spec import CheckpointSpec, JobSpec, OrderSpec, Sour
 from dlac_pipeline.spec.launch_spec import LaunchSpec
 
 os.environ["DLAC_RENDEZVOUS_KEY"] = "a secret of the tests' nodes"
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what it starts in the background
 
 if TYPE_CHECKING:
     from tests.object_store import Network, ObjectStore  # which needs this module
