@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 DEMO_HOME := $(CURDIR)/demo-lakehouse
 
-.PHONY: setup demo test lint unit mutants soak soak-campaign gpu ui bench peers clean
+.PHONY: setup demo docs test lint unit mutants soak soak-campaign gpu ui bench peers clean
 
 setup: .venv/.ready
 
@@ -12,7 +12,7 @@ setup: .venv/.ready
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "expected Python 3.11 or newer, found " + sys.version)'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	PIP_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/pip install --quiet torch
-	PIP_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/pip install --quiet --editable ".[dagster,dev]"
+	PIP_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/pip install --quiet --editable ".[dagster,deepspeed,dev]"
 	touch $@
 
 demo: setup  ## plan, train, crash, recover, audit, report: the main job on real input
@@ -28,6 +28,10 @@ lint: setup
 
 unit: setup
 	$(BIN)/pytest -m "not soak" -n 3 --dist loadfile --no-loadscope-reorder --durations 30
+
+docs: setup  ## the reference pages, and the site in site/; a warning is an error
+	$(BIN)/python docs/generate.py
+	$(BIN)/mkdocs build --strict
 
 mutants: setup  ## changed lines at the heart of the product, each of which its tests must notice
 	$(BIN)/python -m tests.mutants
@@ -53,4 +57,4 @@ peers: setup  ## DLAC beside other loaders; makes .venv-peers and .venv-peers-mo
 	$(BIN)/python -m benchmarks.peers
 
 clean:
-	rm -rf .venv .venv-peers .venv-peers-mosaic demo-lakehouse demo-report .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-peers .venv-peers-mosaic demo-lakehouse demo-report site .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

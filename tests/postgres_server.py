@@ -18,7 +18,7 @@ import pytest
 from tests.conftest import wait_until
 
 needs_postgres = [
-    pytest.mark.skipif(find_spec("psycopg2") is None, reason="needs psycopg2: pip install dlac[postgres]"),
+    pytest.mark.skipif(find_spec("psycopg2") is None, reason="needs psycopg2: pip install dlac-pipeline[postgres]"),
     pytest.mark.skipif(shutil.which("initdb") is None, reason="needs PostgreSQL's initdb and postgres on the PATH"),
 ]
 """Marks of tests that start one."""

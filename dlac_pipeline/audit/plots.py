@@ -145,7 +145,9 @@ def _figure(width_inches: float, height_inches: float) -> Figure:
     try:
         from matplotlib.figure import Figure
     except ImportError as err:
-        raise BadInput("expected matplotlib for the pictures, found none: pip install 'dlac[dagster]'") from err
+        raise BadInput(
+            "expected matplotlib for the pictures, found none: pip install 'dlac-pipeline[dagster]'"
+        ) from err
     return Figure(figsize=(width_inches, height_inches), dpi=130, layout="constrained")
 
 

@@ -40,7 +40,7 @@ for _part in (runs, recovery, logs, checkpoints, branches, lakehouse):
 
 def _print_version(asked: bool) -> None:
     if asked:
-        OUT.print(f"dlac {version_of('dlac')}", highlight=False)
+        OUT.print(f"dlac {version_of('dlac-pipeline')}", highlight=False)
         raise typer.Exit
 
 
@@ -61,7 +61,7 @@ def root(
 def demo(context: typer.Context) -> None:
     """Run the main job on real input, in a checkout: plan, train, crash, recover, audit, report."""
     if importlib.util.find_spec("dagster") is None:
-        raise BadInput('expected Dagster, which the demo runs on, found none: pip install "dlac[dagster]"')
+        raise BadInput('expected Dagster, which the demo runs on, found none: pip install "dlac-pipeline[dagster]"')
     os.execv(sys.executable, [sys.executable, "-m", "jobs.demo", *context.args])
 
 

@@ -78,13 +78,13 @@ class LakehouseConfig(BaseModel):
         object.__setattr__(self, "warehouse", warehouse)
         return self
 
-    def at_home(self, home: Path) -> LakehouseConfig:
+    def at_home(self, home: str | Path) -> LakehouseConfig:
         """Return this configuration with its empty settings filled in by the embedded lakehouse in `home`.
 
         Raises:
             SpecInvalid: `home` is no folder.
         """
-        folder = checked_home(home)
+        folder = checked_home(Path(home))
         return self.model_copy(
             update={
                 "uri": self.uri or sqlite_uri(str(folder / "catalog.db")),

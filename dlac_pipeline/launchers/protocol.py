@@ -51,7 +51,7 @@ def launcher_for(request: Request, on_event: Callable[[Event], None], starter: R
     if request.spec.launch.on == "here":
         return supervisor_of(request, on_event, starter)
     if request.spec.launch.on == "kubernetes" and find_spec("kubernetes") is None:
-        raise BadInput('expected the client of Kubernetes, found none: pip install "dlac[cluster]"')
+        raise BadInput('expected the client of Kubernetes, found none: pip install "dlac-pipeline[cluster]"')
     return _cluster_job(request, on_event)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 EXIT_CODE = 70
 """Exit status of a process that ends with such an exception: EX_SOFTWARE of sysexits.h."""
-_LIBRARIES = ("dlac", "torch", "pyiceberg", "pyarrow", "duckdb", "sqlalchemy", "dagster", "deepspeed")
+_LIBRARIES = ("dlac-pipeline", "torch", "pyiceberg", "pyarrow", "duckdb", "sqlalchemy", "dagster", "deepspeed")
 
 
 def report_unexpected(err: BaseException) -> str:

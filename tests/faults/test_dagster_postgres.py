@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # Dagster's own libraries warn of each other
     pytest.mark.soak,
     pytest.mark.skipif(
-        find_spec("dagster_postgres") is None, reason="needs dagster-postgres: pip install dlac[postgres]"
+        find_spec("dagster_postgres") is None, reason="needs dagster-postgres: pip install dlac-pipeline[postgres]"
     ),
     *needs_postgres,
 ]

@@ -167,7 +167,7 @@ def test_the_demo_without_dagster_names_the_extra(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(sys.modules, "dagster", None)
     done = here("demo")
     assert done.returncode == 64
-    assert 'pip install "dlac[dagster]"' in done.stderr
+    assert 'pip install "dlac-pipeline[dagster]"' in done.stderr
 
 
 def test_the_demo_explains_its_own_options() -> None:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
+from importlib.util import find_spec
 from typing import Any
 
 from dlac_pipeline.checkpoint.commit.cursors import agreed_reader_state
@@ -184,7 +185,7 @@ class Committer:
             reader_state=reader_state,
             files=[FileEntry(**entry) for vote in votes for entry in vote["files"]],
             config_digest=self._config_digest,
-            libraries={name: version(name) for name in _LIBRARIES},
+            libraries={name: version(name) for name in _LIBRARIES if find_spec(name)},
             ledger_rows=[*self._rows_since, *rows],
         )
 

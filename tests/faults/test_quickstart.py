@@ -1,0 +1,69 @@
+"""The quickstart, run as a reader runs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.conftest import wait_until
+
+_ROOT = Path(__file__).parents[2]
+_FILES = ("make_table.py", "train.py", "job.toml")
+_DLAC = Path(sys.executable).with_name("dlac")
+
+
+@pytest.mark.parametrize("name", _FILES)
+def test_page_shows_example_files(name: str) -> None:
+    """The page repeats each file of examples/quickstart."""
+    assert (_ROOT / "examples" / "quickstart" / name).read_text() in (_ROOT / "docs" / "quickstart.md").read_text()
+
+
+def test_quickstart_stays_short() -> None:
+    """A reader types fewer than 60 lines."""
+    lines = [(_ROOT / "examples" / "quickstart" / name).read_text().splitlines() for name in _FILES]
+    assert sum(map(len, lines)) < 60
+
+
+def test_quickstart_survives_kill(tmp_path: Path) -> None:
+    """The rank is killed after a checkpoint. The run finishes, and the audit is exact."""
+    for name in _FILES:
+        shutil.copy(_ROOT / "examples" / "quickstart" / name, tmp_path)
+    environment = {**os.environ, "DLAC_HOME": ""}
+    subprocess.run([sys.executable, "make_table.py"], cwd=tmp_path, env=environment, check=True)
+    training = subprocess.Popen([str(_DLAC), "train", "job.toml"], cwd=tmp_path, env=environment)
+    try:
+        wait_until(lambda: _step(tmp_path, environment) >= 20, what="the first checkpoint")
+        _rank_of(training).send_signal(signal.SIGKILL)
+        assert training.wait(timeout=120) == 0
+    finally:
+        training.kill()
+        training.wait()
+    assert len(_facts(tmp_path, environment, "incidents")) == 1
+    audit = _facts(tmp_path, environment, "audit")
+    assert (audit["exact"], audit["rows_consumed"]) == (True, 20_000)
+
+
+def _rank_of(training: subprocess.Popen[bytes]) -> psutil.Process:
+    children = psutil.Process(training.pid).children(recursive=True)
+    return next(each for each in children if "dlac first rank 0" in " ".join(each.cmdline()))
+
+
+def _step(folder: Path, environment: dict[str, str]) -> int:
+    listed = subprocess.run(
+        [str(_DLAC), "runs", "--json"], cwd=folder, env=environment, capture_output=True, check=True
+    )
+    return max((int(each["step"]) for each in json.loads(listed.stdout)), default=0)
+
+
+def _facts(folder: Path, environment: dict[str, str], command: str) -> Any:
+    arguments = [str(_DLAC), command, "first", "--json"]
+    return json.loads(subprocess.run(arguments, cwd=folder, env=environment, capture_output=True, check=True).stdout)
