@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import dagster as dg
 
 from assets.resources import JobResource
-from assets.shown import sql
+from assets.shown import sql_metadata
 from assets.training import model_checkpoint
 from dlac_pipeline.lakehouse.errors import NoRestorableCheckpoint, StoreUnavailable
 
@@ -57,7 +57,7 @@ def consumption_audit(job: JobResource) -> Iterator[dg.AssetCheckResult]:
             asset_key=model_checkpoint.key,
             severity=dg.AssetCheckSeverity.ERROR,
             description=f"{found} among {report.rows_consumed} consumed in {report.passes_entered} passes",
-            metadata={**shown, "problems": problems, "sql": sql(_ROWS_OF[name].format(run=run))},
+            metadata={**shown, "problems": problems, "sql": sql_metadata(_ROWS_OF[name].format(run=run))},
         )
 
 

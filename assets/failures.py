@@ -30,12 +30,12 @@ def told_to_dagster(context: dg.AssetExecutionContext) -> Iterator[None]:
     try:
         yield
     except DlacError as err:
-        raise failure(context, errors.name_of(err), str(err)) from err
+        raise failure(context, errors.error_kind(err), str(err)) from err
 
 
 def failure(context: dg.AssetExecutionContext, kind: str, message: str) -> dg.Failure:
     """The failure of a step for an error named `kind`; a kind that DLAC does not know is something that died."""
-    known = errors.named(kind)
+    known = errors.error_class(kind)
     if known is not None:
         if not known.transient:
             tag(context, NO_RECOVERY_TAG, kind)
@@ -54,7 +54,7 @@ def own_value(run: dg.DagsterRun, value: str) -> str:
     return f"{value}{_own_mark(run)}"
 
 
-def tag_of(run: dg.DagsterRun, name: str) -> str:
+def run_tag(run: dg.DagsterRun, name: str) -> str:
     """What a tag says of this very run; empty: nothing. A run that is *re-executed* is given the tags of the one before."""
     value, mark = run.tags.get(name, ""), _own_mark(run)
     return value.removesuffix(mark) if value.endswith(mark) else ""

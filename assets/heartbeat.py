@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Beat:
+class RunHeartbeat:
     """The last sign of life of a run's process."""
 
     machine: str
@@ -96,7 +96,9 @@ class Heartbeat:
 
     def _beat(self) -> None:
         process = self._process
-        beat = Beat(machine=_machine(), pid=process.pid, started_at=process.create_time(), mark=secrets.token_hex(4))
+        beat = RunHeartbeat(
+            machine=_machine(), pid=process.pid, started_at=process.create_time(), mark=secrets.token_hex(4)
+        )
         self._instance.daemon_cursor_storage.set_cursor_values({_key(self._run_id): json.dumps(asdict(beat))})
 
     def _listen(self) -> None:
@@ -110,11 +112,11 @@ class Heartbeat:
         _log.warning("the run is %s, and nobody had interrupted its process: it was done here", run.status.value)
 
 
-def beats_of(instance: dg.DagsterInstance, run_ids: Iterable[str]) -> dict[str, Beat]:
+def beats_of(instance: dg.DagsterInstance, run_ids: Iterable[str]) -> dict[str, RunHeartbeat]:
     """The last sign of life of each of these runs that has given one."""
     keys = {_key(run_id): run_id for run_id in run_ids}
     found = instance.daemon_cursor_storage.get_cursor_values(set(keys)) if keys else {}
-    return {keys[key]: Beat(**json.loads(value)) for key, value in found.items()}
+    return {keys[key]: RunHeartbeat(**json.loads(value)) for key, value in found.items()}
 
 
 def _key(run_id: str) -> str:

@@ -6,7 +6,7 @@ import math
 from dataclasses import asdict, fields
 from typing import Any
 
-from assets.shown import picture, sql, table
+from assets.shown import picture, sql_metadata, table
 from dlac_pipeline.audit.audit import open_run
 from dlac_pipeline.audit.lakehouse_sql import rows_of
 from dlac_pipeline.audit.losses import read_losses
@@ -54,7 +54,7 @@ def model_page(lakehouse: Lakehouse, run: str) -> dict[str, Any]:
         **pictures,
         **table("last_checkpoints", [{name: row[name] for name in _CHECKPOINT} for row in checkpoints]),
         **table("incidents", [_incident(row) for row in incidents]),
-        "sql": sql(f"SELECT checkpoint_id, step FROM lineage WHERE run = '{run}' ORDER BY step"),
+        "sql": sql_metadata(f"SELECT checkpoint_id, step FROM lineage WHERE run = '{run}' ORDER BY step"),
     }
 
 

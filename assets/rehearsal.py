@@ -41,10 +41,10 @@ def rehearsed(
     lakehouse: "Lakehouse", run: str, *, steps: int | None = None, sandbox_folder: Path | None = None
 ) -> RehearsedRun:
     """Rehearse a run as it was trained; what goes wrong is part of what is said."""
-    from dlac_pipeline.operations.rehearse import rehearse
+    from dlac_pipeline.operations.rehearse import rehearse_run
 
     try:
-        done = rehearse(lakehouse, run, steps=steps, sandbox_folder=sandbox_folder)
+        done = rehearse_run(lakehouse, run, steps=steps, sandbox_folder=sandbox_folder)
     except (NothingToRehearse, NoSuchRun, NoSuchJobSpec, CatalogUnreachable, StoreUnavailable) as err:
         return RehearsedRun(run=run, holds=None, said=str(err))
     except DlacError as err:
@@ -53,7 +53,7 @@ def rehearsed(
     return RehearsedRun(run=run, holds=done.identical, said=done.summary(), facts=facts)
 
 
-def judged(outcomes: Sequence[RehearsedRun]) -> dg.AssetCheckResult:
+def judge_rehearsals(outcomes: Sequence[RehearsedRun]) -> dg.AssetCheckResult:
     """One verdict on all of them: it holds if none differs or dies and at least one was rehearsed."""
     wrong = [each for each in outcomes if each.holds is False]
     right = [each for each in outcomes if each.holds]
@@ -79,4 +79,4 @@ def judged(outcomes: Sequence[RehearsedRun]) -> dg.AssetCheckResult:
 )
 def rehearsal_identical(job: JobResource) -> dg.AssetCheckResult:
     """Rehearse the run; production is only read. It costs a launch: `rehearse_job` does it for all runs, once a day."""
-    return judged([rehearsed(job.lakehouse(), job.job_spec().run)])
+    return judge_rehearsals([rehearsed(job.lakehouse(), job.job_spec().run)])

@@ -16,18 +16,18 @@ def picture(title: str, png: bytes) -> dg.MarkdownMetadataValue:
     return dg.MetadataValue.md(f"![{title}](data:image/png;base64,{base64.b64encode(png).decode()})")
 
 
-def sql(query: str) -> dg.MarkdownMetadataValue:
+def sql_metadata(query: str) -> dg.MarkdownMetadataValue:
     """A query for `dlac sql`."""
     return dg.MetadataValue.md(f"```sql\n{query}\n```")
 
 
 def table(name: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, dg.TableMetadataValue]:
     """Rows as a table, under their name; nothing where there are none."""
-    records = [dg.TableRecord({key: _shown(value) for key, value in row.items()}) for row in rows]
+    records = [dg.TableRecord({key: _metadata_value(value) for key, value in row.items()}) for row in rows]
     return {name: dg.MetadataValue.table(records)} if records else {}
 
 
-def _shown(value: object) -> str | int | float | bool:
+def _metadata_value(value: object) -> str | int | float | bool:
     if isinstance(value, datetime):
         return value.isoformat(sep=" ", timespec="seconds")
     if isinstance(value, float):

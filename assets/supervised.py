@@ -33,7 +33,7 @@ SILENT_S = 120.0
 """A supervisor that says nothing for so long, not even that it is alive, is given up."""
 
 
-def supervised(
+def supervise_launch(
     request: Request,
     on_event: Callable[[Event], None],
     *,
@@ -114,14 +114,14 @@ class _Voice:
         while self.open:
             late = time.monotonic() >= began + within_s
             if select.select([self._descriptor], [], [], 0.0 if late else _LOOK_S)[0]:
-                yield from self._said()
+                yield from self._read_events()
                 heard = time.monotonic()
             elif time.monotonic() >= heard + silent_s:
                 return
             if late:
                 return
 
-    def _said(self) -> Iterator[Event]:
+    def _read_events(self) -> Iterator[Event]:
         """The events that can be read now."""
         said = os.read(self._descriptor, 65536)
         self.open = bool(said)

@@ -6,10 +6,10 @@ from typing import Any
 import dagster as dg
 from pydantic import Field
 
-from assets.failures import OWNERS, PREEMPTED_TAG, RUN_TAG, STEPPED_ASIDE_TAG, failure, tag, tag_of, told_to_dagster
+from assets.failures import OWNERS, PREEMPTED_TAG, RUN_TAG, STEPPED_ASIDE_TAG, failure, run_tag, tag, told_to_dagster
 from assets.planning import metadata_of_this_run, work_plan
 from assets.resources import JobResource
-from assets.supervised import Event, supervised
+from assets.supervised import Event, supervise_launch
 from dlac_pipeline.lakehouse.errors import LeftUnfinished, Preempted, RunBusy, RunFinished, SteppedAside
 from dlac_pipeline.spec.launch_request import OPERATOR, Request
 from dlac_pipeline.spec.spec_problems import LONGEST_WAIT_S, Section
@@ -73,7 +73,7 @@ def model_checkpoint(
         noticed_at=config.noticed_at,
         launched_by=context.run_id,
     )
-    last = supervised(request, _Shown(context), on_asking=job.was_interrupted)
+    last = supervise_launch(request, _Shown(context), on_asking=job.was_interrupted)
     if _stepped_aside(config, last):
         tag(context, STEPPED_ASIDE_TAG, last["kind"])
         context.log.info(last["message"])
@@ -103,7 +103,7 @@ def _fail_if_unfinished(context: dg.AssetExecutionContext, last: Event) -> None:
             f"the script ended at step {last['step']}, behind a checkpoint, and not the run",
         )
     elif last["ending"] == "stopped":
-        if not tag_of(context.instance.get_run_by_id(context.run_id), PREEMPTED_TAG):
+        if not run_tag(context.instance.get_run_by_id(context.run_id), PREEMPTED_TAG):
             tag(context, PREEMPTED_TAG, "supervisor")
         raise failure(context, Preempted.__name__, f"told to leave, behind a checkpoint of step {last['step']}")
 

@@ -6,16 +6,16 @@ from collections.abc import Mapping
 from secrets import token_hex
 from typing import Any
 
-from assets.shown import sql
+from assets.shown import sql_metadata
 from dlac_pipeline.checkpoint.files import StoreFiles
-from dlac_pipeline.checkpoint.listing import Verdict, list_checkpoints, verify_checkpoints
+from dlac_pipeline.checkpoint.listing import Verification, list_checkpoints, verify_checkpoints
 from dlac_pipeline.lakehouse.errors import NoRestorableCheckpoint, NoSuchCheckpoint
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger.commits import record_verified
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 
 
-def verified_head(lakehouse: Lakehouse, run: str, files: StoreFiles | None) -> Verdict | None:
+def verified_head(lakehouse: Lakehouse, run: str, files: StoreFiles | None) -> Verification | None:
     """Read the files of the run's head again, and record what was found; None: the run has no checkpoint yet.
 
     Raises:
@@ -45,7 +45,7 @@ def verified_head(lakehouse: Lakehouse, run: str, files: StoreFiles | None) -> V
     return verdict
 
 
-def shown_verdict(verdict: Verdict, *, took_s: float) -> Mapping[str, Any]:
+def shown_verdict(verdict: Verification, *, took_s: float) -> Mapping[str, Any]:
     """A verdict as metadata."""
     checkpoint = verdict.checkpoint
     return {
@@ -54,5 +54,5 @@ def shown_verdict(verdict: Verdict, *, took_s: float) -> Mapping[str, Any]:
         "step": checkpoint.step,
         "bytes": checkpoint.bytes or 0,
         "took_s": round(took_s, 3),
-        "sql": sql(f"FROM verifications WHERE run = '{checkpoint.run}' ORDER BY verified_at"),
+        "sql": sql_metadata(f"FROM verifications WHERE run = '{checkpoint.run}' ORDER BY verified_at"),
     }

@@ -28,7 +28,7 @@ from dlac_pipeline.lakehouse.ledger.commits import Attempt, claim, commit_checkp
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import HEAD_KINDS
 from dlac_pipeline.lakehouse.maintenance.expiry import expire_in
-from dlac_pipeline.lakehouse.maintenance.upkeep import upkeep
+from dlac_pipeline.lakehouse.maintenance.upkeep import run_upkeep
 
 _RUNS, _ADVANCES, _UPKEEP_EVERY = 4, 64, 500
 
@@ -101,7 +101,7 @@ class _Growth:
         for done in range(1, self.commits + 1):
             self._commit()
             if self.upkeep_every and done % self.upkeep_every == 0:
-                upkeep(self.ledger.lakehouse)
+                run_upkeep(self.ledger.lakehouse)
         took_s = time.monotonic() - started
         print(json.dumps({"grown": self.home.name, "commits": self.commits, "seconds": round(took_s, 1)}), flush=True)
 
@@ -128,7 +128,7 @@ class _Growth:
     def put_in_order(self, suffix: str) -> dict[str, Figure]:
         """What a last upkeep does, and how much longer a recovery's read of the ledger takes without it."""
         before, started = self._read_s(), time.monotonic()
-        done = {each.table: each for each in upkeep(self.ledger.lakehouse)}["consumption"]
+        done = {each.table: each for each in run_upkeep(self.ledger.lakehouse)}["consumption"]
         return {
             f"upkeep_{suffix}": Figure(value=time.monotonic() - started, unit="s"),
             f"merged_files_{suffix}": Figure(value=done.merged_files, unit="files"),

@@ -1,9 +1,9 @@
 """What it saves to resume on a node that holds the newest checkpoint: `python -m benchmarks.placement [--quick]`.
 
-A run of one rank with a state of 300 MB (--quick: 32 MB) commits a checkpoint to an S3 server of this machine. Then a launch
-claims the run and finds its resume point (`take_over`), in turn with the local copy, as on a node that the launcher prefers, and
-without, as on any other. A forwarder before the server counts the bytes that come from the store. The server is a Python program
-on the same processors. Another store has other seconds and the same bytes.
+A run of one rank with a state of 300 MB (--quick: 32 MB) commits a checkpoint to an S3 server of this node. Then a launch
+claims the run and finds its resume point (`claim_and_verify`). It does so in turn with the local copy, as on a node that the
+launcher prefers, and without it, as on any other node. A forwarder before the server counts the bytes that come from the
+store. The server is a Python program on the same processors. Another store has other seconds and the same bytes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import HEAD_KINDS
 from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
-from dlac_pipeline.supervise.claim import new_nonce, take_over
+from dlac_pipeline.supervise.claim import claim_and_verify, new_nonce
 from tests.object_store import object_store
 
 _WIDTH = 4096
@@ -148,7 +148,7 @@ def _on_other_node(home: Path, spec: JobSpec) -> JobSpec:
 
 def _resume(lakehouse: Lakehouse, spec: JobSpec, forwarder: _Forwarder) -> _Resume:
     before, started = forwarder.bytes, time.perf_counter()
-    point = take_over(lakehouse, spec, nonce=new_nonce())
+    point = claim_and_verify(lakehouse, spec, nonce=new_nonce())
     total_s = time.perf_counter() - started
     assert point.step == 1
     return _Resume(bytes=forwarder.bytes - before, verify_s=point.verify_s, total_s=total_s)

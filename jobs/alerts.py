@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import dagster as dg
 
-from assets.failures import NO_RECOVERY_TAG, RUN_TAG, STEPPED_ASIDE_TAG, tag_of
+from assets.failures import NO_RECOVERY_TAG, RUN_TAG, STEPPED_ASIDE_TAG, run_tag
 from dlac_pipeline.lakehouse.errors import TrainingFailed
 from jobs.recovery import RECOVERS_TAG, recovery_of
 from jobs.rehearse import rehearse_job
@@ -102,10 +102,10 @@ def dlac_alerts(
             minimum_interval_seconds=5,
             description=says,
         )
-        def told(context: dg.RunStatusSensorContext) -> dg.SkipReason:
-            return _told(context, alert_of, kinds, send)
+        def report(context: dg.RunStatusSensorContext) -> dg.SkipReason:
+            return _send_alert(context, alert_of, kinds, send)
 
-        return told
+        return report
 
     failed, succeeded = dg.DagsterRunStatus.FAILURE, dg.DagsterRunStatus.SUCCESS
     sensors = [
@@ -131,7 +131,7 @@ def dlac_alerts(
     return sensors
 
 
-def _told(
+def _send_alert(
     context: dg.RunStatusSensorContext,
     alert_of: Callable[[dg.RunStatusSensorContext], Alert | None],
     kinds: Sequence[Kind],
@@ -194,17 +194,17 @@ def _of_failure(context: dg.RunStatusSensorContext) -> Alert:
     requested = context.instance.get_runs(dg.RunsFilter(tags={RECOVERS_TAG: dead.run_id}), limit=1)
     if requested or isinstance(found, dg.RunRequest):
         return _alert(dead, "recovering", message, "warning")
-    if not tag_of(dead, NO_RECOVERY_TAG):
+    if not run_tag(dead, NO_RECOVERY_TAG):
         message = f"{message} ({found.skip_message})"
     return _alert(dead, "gave_up", message, "error")
 
 
 def _of_success(context: dg.RunStatusSensorContext) -> Alert | None:
     ended = context.dagster_run
-    if tag_of(ended, STEPPED_ASIDE_TAG):
+    if run_tag(ended, STEPPED_ASIDE_TAG):
         return None
     if ended.job_name == recover_job.name:
-        before = tag_of(ended, RECOVERS_TAG) or ended.parent_run_id or "that died"
+        before = run_tag(ended, RECOVERS_TAG) or ended.parent_run_id or "that died"
         return _alert(ended, "recovered", f"goes on for Dagster run {before}", "info")
     return _alert(ended, "succeeded", "ended well", "info")
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import dagster as dg
 from blake3 import blake3
 
-from assets.failures import NO_RECOVERY_TAG, PREEMPTED_TAG, RUN_TAG, STEPPED_ASIDE_TAG, tag_of
+from assets.failures import NO_RECOVERY_TAG, PREEMPTED_TAG, RUN_TAG, STEPPED_ASIDE_TAG, run_tag
 from dlac_pipeline.lakehouse.errors import DlacError, RunBusy
 from dlac_pipeline.spec.job_spec import JobSpec, home_folder, read_spec
 from jobs.recovery import living_trainer, recovery_of
@@ -143,12 +143,12 @@ def _given_up(instance: dg.DagsterInstance, spec: JobSpec, found: Due, log: logg
     newest = None
     for run in _newest_first(instance, spec.run):
         if newest is None:
-            if not trains(run) or tag_of(run, STEPPED_ASIDE_TAG):
+            if not trains(run) or run_tag(run, STEPPED_ASIDE_TAG):
                 continue
             newest, why = run, _needs_a_person(instance, run, log)
             if not why:
                 return ""
-        asked_for = tag_of(run, DUE_TAG).rpartition("@")[0]
+        asked_for = run_tag(run, DUE_TAG).rpartition("@")[0]
         if asked_for:
             return f"Dagster run {newest.run_id} {why}" if asked_for == _asked_for(spec, found) else ""
     return ""
@@ -157,10 +157,10 @@ def _given_up(instance: dg.DagsterInstance, spec: JobSpec, found: Due, log: logg
 def _needs_a_person(instance: dg.DagsterInstance, ended: dg.DagsterRun, log: logging.Logger) -> str:
     """Why a Dagster run that has ended is not to be followed by another one; empty: it may be."""
     if ended.status == dg.DagsterRunStatus.CANCELED:
-        return "" if tag_of(ended, PREEMPTED_TAG) else "was cancelled by a person"
+        return "" if run_tag(ended, PREEMPTED_TAG) else "was cancelled by a person"
     if ended.status != dg.DagsterRunStatus.FAILURE:
         return ""
-    no_recovery = tag_of(ended, NO_RECOVERY_TAG)
+    no_recovery = run_tag(ended, NO_RECOVERY_TAG)
     if no_recovery == RunBusy.__name__:
         return ""  # that launch is gone, or it would have been found
     if no_recovery:

@@ -52,7 +52,7 @@ class LocalDagster:
         """A real dagster-daemon with its code server, ended with all it started."""
         with self.instance():
             pass  # creates the storage: two processes that create it at once break it
-        with self._started("daemon", "dagster-daemon", "run", "-w", self._workspace) as daemon:
+        with self._start_process("daemon", "dagster-daemon", "run", "-w", self._workspace) as daemon:
             yield daemon
 
     @contextlib.contextmanager
@@ -66,7 +66,9 @@ class LocalDagster:
             free.bind(("127.0.0.1", 0))
             port = str(free.getsockname()[1])
         address = f"http://127.0.0.1:{port}"
-        with self._started("webserver", "dagster-webserver", "-h", "127.0.0.1", "-p", port, "-w", self._workspace):
+        with self._start_process(
+            "webserver", "dagster-webserver", "-h", "127.0.0.1", "-p", port, "-w", self._workspace
+        ):
             deadline = time.monotonic() + timeout_s
             while not _answers(f"{address}/server_info"):
                 if time.monotonic() > deadline:
@@ -75,7 +77,7 @@ class LocalDagster:
             yield address
 
     @contextlib.contextmanager
-    def _started(self, name: str, tool: str, *arguments: str) -> Iterator[psutil.Process]:
+    def _start_process(self, name: str, tool: str, *arguments: str) -> Iterator[psutil.Process]:
         with (self._folder / f"{name}.log").open("ab") as log:
             process = subprocess.Popen(
                 [_tool(tool), *arguments],

@@ -15,7 +15,7 @@ from pathlib import Path
 import dagster as dg
 import psutil
 
-from assets.heartbeat import Beat, beats_of
+from assets.heartbeat import RunHeartbeat, beats_of
 from jobs.settings import RecoverySettings, settings_or_defaults
 from jobs.training_runs import is_of, trains
 
@@ -62,7 +62,7 @@ def lost_run_sensor(context: dg.SensorEvaluationContext) -> dg.SensorResult:
         if beat is None:
             reason = _lost_before_it_beat(context.instance, run, silent_s, settings)
         else:
-            reason = _lost(beat, silent_s, settings)
+            reason = _reason_lost(beat, silent_s, settings)
         if reason and _end(context.instance, run, reason):
             lost.append(f"run {run.run_id}: {reason}")
     cursor = json.dumps({"looked_at": now, "seen": {run_id: [one.mark, one.silent_s] for run_id, one in seen.items()}})
@@ -76,7 +76,7 @@ def _seen_before(cursor: str | None) -> tuple[float, dict[str, _Seen]]:
     return said.get("looked_at", 0.0), {run_id: _Seen(*seen) for run_id, seen in said.get("seen", {}).items()}
 
 
-def _lost(beat: Beat, silent_s: float, settings: RecoverySettings) -> str:
+def _reason_lost(beat: RunHeartbeat, silent_s: float, settings: RecoverySettings) -> str:
     """Why a run that has shown no other sign of life for so long is lost; empty: it is not."""
     if beat.is_here and beat.is_gone and silent_s >= settings.gone_after_s:
         return f"its process {beat.pid} is gone"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 
-from assets.failures import NO_RECOVERY_TAG, OUTAGE_TAG, PREEMPTED_TAG, RUN_TAG, tag_of
+from assets.failures import NO_RECOVERY_TAG, OUTAGE_TAG, PREEMPTED_TAG, RUN_TAG, run_tag
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.spec.job_spec import JobSpec
 from jobs.settings import RecoverySettings, settings_or_defaults
@@ -58,7 +58,7 @@ def preemption_sensor(context: dg.RunStatusSensorContext) -> dg.RunRequest | dg.
     """As `recovery_sensor`, for cancelled runs that carry the tag of preemption."""
     cancelled = context.dagster_run
     _let_go_of_pools(context.instance, cancelled, context.log)
-    if not tag_of(cancelled, PREEMPTED_TAG):
+    if not run_tag(cancelled, PREEMPTED_TAG):
         return dg.SkipReason(f"run {cancelled.run_id} was cancelled by a person, and is theirs to start again")
     return recovery_of(context.instance, cancelled, noticed_by="preemption_sensor", log=context.log)
 
@@ -79,7 +79,7 @@ def recovery_of(
     """The recovery of a Dagster run that has ended, or why there is none. It only reads: asked twice it says the same."""
     if not trains(dead):
         return dg.SkipReason(f"run {dead.run_id} did not train: it has no job configuration, or not the model to make")
-    no_recovery = tag_of(dead, NO_RECOVERY_TAG)
+    no_recovery = run_tag(dead, NO_RECOVERY_TAG)
     if no_recovery:
         return dg.SkipReason(f"run {dead.run_id} ended with {no_recovery}: another attempt would end alike")
     try:
@@ -91,7 +91,7 @@ def recovery_of(
     launch: dict[str, Any] = {"takeover": False}
     # Dagster will not ask again about this run: what cannot be decided here, the job itself decides, cautiously.
     try:
-        trainer, launch = _found(instance, spec, past, settings)
+        trainer, launch = _find_trainer(instance, spec, past, settings)
     except Exception as err:
         log.warning(f"it cannot be told who trains, requesting a recovery that fences nobody: {err}", exc_info=True)
     else:
@@ -127,12 +127,12 @@ class _Past:
 
     def __init__(self, instance: dg.DagsterInstance, dead: dg.DagsterRun) -> None:
         self.now = time.time()
-        self.head = tag_of(dead, _HEAD_TAG) or "unknown"
+        self.head = run_tag(dead, _HEAD_TAG) or "unknown"
         """The run's head as it is now; as it was when the dead run was requested, until it is known."""
-        self._requested_at_head = tag_of(dead, _HEAD_TAG)
-        self._in_a_row = int(tag_of(dead, _IN_A_ROW_TAG) or "0")
-        self._away = bool(tag_of(dead, OUTAGE_TAG))
-        self._since = float(tag_of(dead, _OUTAGE_SINCE_TAG) or self.now)
+        self._requested_at_head = run_tag(dead, _HEAD_TAG)
+        self._in_a_row = int(run_tag(dead, _IN_A_ROW_TAG) or "0")
+        self._away = bool(run_tag(dead, OUTAGE_TAG))
+        self._since = float(run_tag(dead, _OUTAGE_SINCE_TAG) or self.now)
         self._lasted_s = _lasted_s(instance, dead)
         self._progressed: bool | None = None
 
@@ -174,7 +174,7 @@ def _passed_on(dead: dg.DagsterRun) -> dict[str, str]:
     return {name: value for name, value in dead.tags.items() if name in _PASSED_ON or not name.startswith(about_itself)}
 
 
-def _found(
+def _find_trainer(
     instance: dg.DagsterInstance, spec: JobSpec, past: _Past, settings: RecoverySettings
 ) -> tuple[str, dict[str, Any]]:
     """Who trains the run (empty: nobody), and how a recovery takes it over."""
@@ -195,7 +195,7 @@ def living_trainer(instance: dg.DagsterInstance, rows: "list[Row]", settings: Re
     """Who owns the run and is alive: another Dagster run, or a launch of somebody else's; empty: nobody."""
     from dlac_pipeline.lakehouse.ledger.run_rows import fence_of_rows, finished_of_rows
     from dlac_pipeline.supervise.claims import launcher_of
-    from dlac_pipeline.supervise.liveness.other_launch import signs_of
+    from dlac_pipeline.supervise.liveness.other_launch import liveness_of
 
     if not rows or finished_of_rows(rows):
         return ""
@@ -204,5 +204,5 @@ def living_trainer(instance: dg.DagsterInstance, rows: "list[Row]", settings: Re
     launched = instance.get_run_by_id(owner) if owner else None
     if launched is not None:
         return "" if launched.is_finished else f"Dagster run {owner} (attempt {attempt})"
-    alive = signs_of(rows, attempt).alive(lost_after_s=settings.lost_after_s)
+    alive = liveness_of(rows, attempt).alive(lost_after_s=settings.lost_after_s)
     return f"launch {owner or 'by hand'} (attempt {attempt})" if alive else ""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import dagster as dg
 from pydantic import Field
 
-from assets.rehearsal import CHECK, RehearsedRun, judged, rehearsed
+from assets.rehearsal import CHECK, RehearsedRun, judge_rehearsals, rehearsed
 from assets.resources import LakehouseResource
 from assets.training import model_checkpoint
 from dlac_pipeline.spec.spec_problems import MOST_STEPS, Section
@@ -85,7 +85,7 @@ def rehearsals_judged(
     context: dg.OpExecutionContext, done: list[RehearsedRun]
 ) -> Iterator[dg.AssetCheckEvaluation | dg.Output[None]]:
     """One evaluation for all, as Dagster keeps one of a check in each of its runs."""
-    result = judged(done)
+    result = judge_rehearsals(done)
     if all(each.holds is None for each in done):
         context.log.warning(f"no run could be rehearsed: {result.description}")
     else:

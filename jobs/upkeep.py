@@ -23,9 +23,9 @@ def own_tables_in_order(
     context: dg.OpExecutionContext, config: UpkeepConfig, lakehouse: LakehouseResource
 ) -> dg.Output[None]:
     """A table of what was done, one row per table of DLAC's."""
-    from dlac_pipeline.lakehouse.maintenance.upkeep import upkeep
+    from dlac_pipeline.lakehouse.maintenance.upkeep import run_upkeep
 
-    done = upkeep(lakehouse.lakehouse(), keep=config.keep_snapshots)
+    done = run_upkeep(lakehouse.lakehouse(), keep=config.keep_snapshots)
     for each in done:
         if each.busy:
             context.log.warning(f"table {each.table} was too busy to be put in order; the next upkeep goes on")

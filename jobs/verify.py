@@ -21,7 +21,7 @@ from dlac_pipeline.spec.spec_problems import Section
 
 if TYPE_CHECKING:
     from dlac_pipeline.checkpoint.files import StoreFiles
-    from dlac_pipeline.checkpoint.listing import Verdict
+    from dlac_pipeline.checkpoint.listing import Verification
     from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 
 
@@ -67,7 +67,7 @@ def newest_checkpoints_verified(
             if verdict is None:
                 context.log.info(f"{run}: it has no checkpoint yet")
                 continue
-            rows.append({**_shown(verdict), "took_s": time.monotonic() - began})
+            rows.append({**_verdict_metadata(verdict), "took_s": time.monotonic() - began})
             problems += [f"{run}: {verdict.problem}"] if verdict.problem is not None else []
     metadata: dict[str, Any] = {"checkpoints": len(rows), **table("verified", rows)}
     if problems:
@@ -80,7 +80,7 @@ def newest_checkpoints_verified(
     return dg.Output(None, metadata=metadata)
 
 
-def _shown(verdict: "Verdict") -> dict[str, Any]:
+def _verdict_metadata(verdict: "Verification") -> dict[str, Any]:
     names = ("run", "step", "checkpoint_id", "bytes")
     return {**{name: getattr(verdict.checkpoint, name) for name in names}, "problem": verdict.problem}
 

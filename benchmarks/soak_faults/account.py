@@ -18,13 +18,13 @@ import pyarrow.parquet as pq
 from benchmarks.soak_faults.lab import Lab
 from benchmarks.soak_faults.trainee import Trainee
 from dlac_pipeline.audit.audit import audit_run
-from dlac_pipeline.checkpoint.store import name_of
+from dlac_pipeline.checkpoint.store import folder_name_of
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
 from dlac_pipeline.lakehouse.ledger.run_rows import Row, checkpoint_rows
 from dlac_pipeline.lakehouse.ledger.schemas import TABLES
 from dlac_pipeline.lakehouse.maintenance.orphans import remove_orphans
-from dlac_pipeline.lakehouse.maintenance.upkeep import upkeep
+from dlac_pipeline.lakehouse.maintenance.upkeep import run_upkeep
 from dlac_pipeline.supervise.claims import launch_folder_of
 from dlac_pipeline.supervise.liveness.other_launch import is_held
 from dlac_pipeline.supervise.run_lock import lock_path
@@ -65,7 +65,7 @@ class RunAccount:
 
 def runs_of(lab: Lab, reference: Sequence[float]) -> list[RunAccount]:
     """The account of every run, behind an upkeep of the tables."""
-    upkeep(lab.lakehouse)
+    run_upkeep(lab.lakehouse)
     return [_account(lab, trainee, reference) for trainee in lab.trainees]
 
 
@@ -187,7 +187,7 @@ def _stages(trainee: Trainee) -> list[str]:
     rows = trainee.rows("checkpoint", "retire")
     retired = {row["checkpoint_id"] for row in rows if row["kind"] == "retire"}
     checkpoints = checkpoint_rows(rows)
-    kept = {name_of(row["manifest_uri"]) for each, row in checkpoints.items() if each not in retired}
+    kept = {folder_name_of(row["manifest_uri"]) for each, row in checkpoints.items() if each not in retired}
     stages = {f"{stage.parent.name}/{stage.name}" for stage in trainee.folder.glob("attempt-*/*")}
     return [f"{trainee.run}/{name}" for name in sorted(stages - kept)]
 

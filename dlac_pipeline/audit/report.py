@@ -164,11 +164,11 @@ def _recoveries_table(recoveries: Sequence[Mapping[str, Any]]) -> str:
 
 def _audits_table(audits: Mapping[str, Mapping[str, Any]]) -> str:
     names = [name for name in audits["reference"] if name != "problems"]
-    rows = [(name.replace("_", " "), *(_said(audits[role][name]) for role in audits)) for name in names]
+    rows = [(name.replace("_", " "), *(_format_value(audits[role][name]) for role in audits)) for name in names]
     return _html_table(("", *audits), rows)
 
 
-def _said(value: object) -> str:
+def _format_value(value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     return f"{value:,}" if isinstance(value, int) else str(value)

@@ -15,17 +15,17 @@ Named = tuple[str, str]
 """Class of an error of ours, and its message."""
 
 
-def named(err: Exception, *, doing: str) -> Named:
+def name_failure(err: Exception, *, doing: str) -> Named:
     """A failure, to be told; `doing` says what somebody else's error ended."""
     if isinstance(err, DlacError):
-        return errors.name_of(err), str(err)
+        return errors.error_kind(err), str(err)
     return CheckpointError.__name__, f"{doing} failed with {type(err).__name__}: {err}"
 
 
 def failure_named(said: Named) -> DlacError:
     """The failure that was told."""
     kind, message = said
-    return errors.revived(kind, message, default=CheckpointError)
+    return errors.error_from_kind(kind, message, default=CheckpointError)
 
 
 @contextmanager
@@ -39,6 +39,6 @@ def failing_together(tree: RankTree, *, doing: str) -> Iterator[None]:
     try:
         yield
     except Exception as err:
-        failure = msgpack.packb(named(err, doing=doing))
+        failure = msgpack.packb(name_failure(err, doing=doing))
     if first := tree.broadcast(tree.lowest(failure)):
         raise failure_named(msgpack.unpackb(first))

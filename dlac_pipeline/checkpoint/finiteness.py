@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch.nn import Module
 
-from dlac_pipeline.checkpoint.step_sync import Beat
+from dlac_pipeline.checkpoint.step_sync import StepSync
 from dlac_pipeline.lakehouse.errors import LossNotFinite
 
 _log = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ class FinitenessCheck:
         self._warn = warn
         self._in_series = False
 
-    def check_losses(self, beat: Beat, *, skipped: Collection[int]) -> None:
+    def check_losses(self, beat: StepSync, *, skipped: Collection[int]) -> None:
         """Check the losses that a beat brings; steps that were not applied changed no weight.
 
         Raises:

@@ -98,7 +98,7 @@ class Choice:
     why: str
 
 
-def choose(settings: CheckpointSpec, cost: Cost | None, failures: Failures) -> Choice:
+def choose_interval(settings: CheckpointSpec, cost: Cost | None, failures: Failures) -> Choice:
     """The interval between checkpoints, in seconds of training, that `settings` ask for."""
     if settings.interval == "fixed":
         return Choice(interval_s=settings.every_s or math.inf, why="as the spec says")
@@ -107,7 +107,7 @@ def choose(settings: CheckpointSpec, cost: Cost | None, failures: Failures) -> C
         return Choice(interval_s=min(_FIRST_S, wished_s or _FIRST_S), why="the first one shows what they cost")
     mtbf_s = failures.mtbf_s(settings.mtbf_s)
     optimum_s = daly_interval_s(cost.lost_s, mtbf_s)
-    why = f"optimum for checkpoints that cost {cost.lost_s:.2g} s, {_said(failures, mtbf_s)}"
+    why = f"optimum for checkpoints that cost {cost.lost_s:.2g} s, {_describe_failures(failures, mtbf_s)}"
     at_least_s, floor = max(
         (cost.lost_s * (1 / MOST_OVERHEAD - 1), f"so that they take {MOST_OVERHEAD:.0%} of the time at the most"),
         (cost.total_s, "as long as one takes"),
@@ -138,7 +138,7 @@ class Interval:
         self._took_s = 0.0
         self._idle, self._busy = _Pace(), _Pace()
         self._told_s = 0.0
-        self.choice = choose(settings, cost, failures)
+        self.choice = choose_interval(settings, cost, failures)
 
     def is_due(self, now: float) -> bool:
         """Whether the interval has passed."""
@@ -174,7 +174,7 @@ class Interval:
             total_s=phases["total"],
         )
         failures = Failures(count=self._before.count, trained_s=self._before.trained_s + now - self._began)
-        self.choice = choose(self._settings, self._cost, failures)
+        self.choice = choose_interval(self._settings, self._cost, failures)
 
     def news(self) -> Choice | None:
         """The choice, if nobody was told of one like it."""
@@ -203,7 +203,7 @@ class _Pace:
         return max(0.0, self.seconds - self.steps * other.seconds / other.steps)
 
 
-def _said(failures: Failures, mtbf_s: float) -> str:
+def _describe_failures(failures: Failures, mtbf_s: float) -> str:
     if failures.count:
         named = "1 failure" if failures.count == 1 else f"{failures.count} failures"
         return f"{named} in {failures.trained_s / 3600:.2g} h of training"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from dlac_pipeline.checkpoint.files import StoreFiles
 from dlac_pipeline.checkpoint.manifest import read_manifest, verify_files
-from dlac_pipeline.checkpoint.store import MANIFEST, folder_uri, name_of
+from dlac_pipeline.checkpoint.store import MANIFEST, folder_name_of, folder_uri
 from dlac_pipeline.lakehouse.errors import CheckpointDamaged, NoSuchCheckpoint, StoreUnavailable
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger.commits import names_of
@@ -45,7 +45,7 @@ class ListedCheckpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Verification:
     """What re-reading a checkpoint found; no problem: every digest holds."""
 
     checkpoint: ListedCheckpoint
@@ -87,7 +87,7 @@ def verify_checkpoints(
     *,
     files: StoreFiles | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> Iterator[Verdict]:
+) -> Iterator[Verification]:
     """Re-read what can still be restored from the store, the newest first; of one step only, if that is given.
 
     `progress` is told how many of how many checkpoints are done.
@@ -113,7 +113,7 @@ def verify_checkpoints(
                 continue
             raise
         if problem is None or not _retired_meanwhile(lakehouse, each):
-            yield Verdict(each, problem)
+            yield Verification(each, problem)
 
 
 def _retired_meanwhile(lakehouse: Lakehouse, checkpoint: ListedCheckpoint) -> bool:
@@ -169,7 +169,7 @@ def _has_copy(row: Row, claim: dict[str, str]) -> bool:
     made_in = claim.get("local", "")
     if not made_in or claim["host"] != socket.gethostname():
         return False
-    copy = Path(made_in) / row["run"] / name_of(row["manifest_uri"]) / MANIFEST
+    copy = Path(made_in) / row["run"] / folder_name_of(row["manifest_uri"]) / MANIFEST
     return bool(copy.is_file() and copy.resolve().as_uri() != row["manifest_uri"])
 
 

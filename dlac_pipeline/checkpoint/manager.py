@@ -24,12 +24,12 @@ from dlac_pipeline.checkpoint.commit.coordinator import Committer, Prepared
 from dlac_pipeline.checkpoint.commit.ledger_rows import Vote
 from dlac_pipeline.checkpoint.commit.local_copies import LocalCopies, node_name
 from dlac_pipeline.checkpoint.engines import Engine
-from dlac_pipeline.checkpoint.failures import failure_named, named
+from dlac_pipeline.checkpoint.failures import failure_named, name_failure
 from dlac_pipeline.checkpoint.manifest import FileEntry
 from dlac_pipeline.checkpoint.phases import Phases
 from dlac_pipeline.checkpoint.rng import save_rng
 from dlac_pipeline.checkpoint.stage.copies import Copies, CopyMemory, Direct, Save, Writer
-from dlac_pipeline.checkpoint.stage.durable_writer import Sealer
+from dlac_pipeline.checkpoint.stage.durable_writer import DurableWriter
 from dlac_pipeline.checkpoint.store import Tiers, stage_name, storing
 from dlac_pipeline.lakehouse.errors import DlacError
 from dlac_pipeline.lakehouse.ledger.commits import Attempt
@@ -76,7 +76,7 @@ class _Staged:
     folder: Path
     engine: str
     writer: Writer
-    sealer: Sealer
+    sealer: DurableWriter
     taken: ReaderStateTracker
     failure: tuple[str, str] | None
     started: float
@@ -203,19 +203,19 @@ class CheckpointManager:
         """Hand this rank's state to the writer; a rank that cannot, votes no."""
         name = stage_name(attempt=self._attempt.number, step=tracker.step, nonce=self._attempt.nonce)
         folder = self._tiers.folder(name)
-        sealer = Sealer(self._tiers, name, behind=behind)
+        sealer = DurableWriter(self._tiers, name, behind=behind)
         writer = make_writer(sealer.save)
         failure = None
         try:
             self._tiers.make(name)
         except DlacError as err:
-            failure = named(err, doing="staging")
+            failure = name_failure(err, doing="staging")
         try:  # even without a folder: the engine's save is collective
             with storing(folder):
                 engine.save(folder, writer.write)
                 save_rng(folder, self._tree.rank, writer.write)
         except DlacError as err:
-            failure = failure or named(err, doing="saving")
+            failure = failure or name_failure(err, doing="saving")
         writer.handed_over()
         return _Staged(
             name=name,
@@ -271,9 +271,9 @@ class CheckpointManager:
         failure = staged.failure
         try:
             if failure is None:
-                entries = self._written(staged)
+                entries = self._write_files(staged)
         except Exception as err:  # every other rank waits for a vote
-            failure = named(err, doing=f"the writing of rank {self._tree.rank}")
+            failure = name_failure(err, doing=f"the writing of rank {self._tree.rank}")
         finally:
             staged.sealer.close()
             self.own_s += sum(staged.phases.get(name, 0.0) for name in ("copy", "write", "seal"))
@@ -289,7 +289,7 @@ class CheckpointManager:
             "advances": [asdict(advance) for advance in taken.advances()],
         }
 
-    def _written(self, staged: _Staged) -> list[FileEntry]:
+    def _write_files(self, staged: _Staged) -> list[FileEntry]:
         """This rank's files, durable."""
         with storing(staged.folder):
             with staged.phases.of("write"):

@@ -28,7 +28,7 @@ NOTICES = ("SIGTERM", "SIGUSR1", "termination_url", "launcher")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Says:
+class RankReport:
     """What one rank says besides its losses."""
 
     notice: str | None = None
@@ -43,7 +43,7 @@ class Says:
 
 
 @dataclass(frozen=True, slots=True)
-class Beat:
+class StepSync:
     """What the ranks said together."""
 
     step: int
@@ -76,7 +76,7 @@ class _Sent:
     work: dist.Work | None
 
 
-class Pulse:
+class StepSyncs:
     """The beats of one rank; `group` is None when there is only one. Its methods are collective, in step order."""
 
     def __init__(self, world_size: int, group: dist.ProcessGroup | None) -> None:
@@ -88,12 +88,12 @@ class Pulse:
         """Whether the host waits for every loss in its own step, so that an error of the device is raised in that of its rows."""
         self._late_steps = 0
         """How many of the last losses no beat waits for: 1 if those of any rank come from an accelerator."""
-        self._says = Says()
+        self._says = RankReport()
         self._step = 0
         self._sent_at: float | None = None
         self._pending: _Sent | None = None
 
-    def step_done(self, step: int, *, loss: torch.Tensor | float, says: Says) -> Beat | None:
+    def step_done(self, step: int, *, loss: torch.Tensor | float, says: RankReport) -> StepSync | None:
         """Note a finished step, and send a beat when it is time; returns the one that has arrived meanwhile."""
         beat = self._receive()
         self._step, self._says = step, says
@@ -102,7 +102,7 @@ class Pulse:
             self._send(late_steps=self._late_steps)
         return beat
 
-    def flush(self) -> list[Beat]:
+    def flush(self) -> list[StepSync]:
         """Everything that was said up to the last finished step; waits for it."""
         beats = [self._receive()]
         if self._losses:
@@ -135,7 +135,7 @@ class Pulse:
         self._pending = _Sent(self._step, self._step - late_steps, count, said, work)
         self._losses = self._losses[count:]
 
-    def _receive(self) -> Beat | None:
+    def _receive(self) -> StepSync | None:
         """The beat under way, if there is one.
 
         Raises:
@@ -156,7 +156,7 @@ class Pulse:
         step_s = max(elapsed_s / self._world_size / sent.count, 1e-6)
         self._steps_per_beat = max(1, min(MAX_STEPS, int(BEAT_EVERY_S / step_s)))
         self._late_steps = int(late > 0)
-        return Beat(
+        return StepSync(
             sent.covered_step,
             [loss / self._world_size for loss in losses[: sent.count]],
             notice=next((name for name, ranks in zip(NOTICES, notices, strict=True) if ranks), None),

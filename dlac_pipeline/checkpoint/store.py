@@ -115,7 +115,7 @@ def folder_of(manifest_uri: str) -> Path:
     return path_at(folder_uri(manifest_uri))
 
 
-def name_of(manifest_uri: str) -> str:
+def folder_name_of(manifest_uri: str) -> str:
     """The name, in its run's folder, of the checkpoint that a manifest is of."""
     return "/".join(folder_uri(manifest_uri).split("/")[-2:])
 

@@ -154,7 +154,7 @@ def fork(
     """
     from dlac_pipeline.checkpoint.store import tiers_of
     from dlac_pipeline.lakehouse.iceberg.connect import connect
-    from dlac_pipeline.operations.fork import fork as fork_run
+    from dlac_pipeline.operations.fork import fork_run
 
     if step is not None and checkpoint is not None:
         raise SpecInvalid(f"expected --step or --checkpoint, found {step!r} and {checkpoint!r}: name one checkpoint")

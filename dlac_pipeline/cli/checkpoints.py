@@ -172,7 +172,7 @@ def adopt(
     """
     from dlac_pipeline.checkpoint.restore.foreign import foreign_checkpoint
     from dlac_pipeline.lakehouse.iceberg.connect import connect
-    from dlac_pipeline.operations.adopt import adopt as adopt_checkpoint
+    from dlac_pipeline.operations.adopt import adopt_checkpoint
 
     job = resolved(spec, home)
     found = foreign_checkpoint(folder, tag=tag)

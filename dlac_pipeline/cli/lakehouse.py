@@ -159,7 +159,7 @@ def unpin(
     ] = False,
 ) -> None:
     """Let go of a pinned snapshot: expiry may then remove what only this pin held back."""
-    from dlac_pipeline.lakehouse.iceberg.pins import unpin as let_go
+    from dlac_pipeline.lakehouse.iceberg.pins import remove_pin as let_go
 
     removed = let_go(lakehouse_of(spec, home), table, snapshot_id, force=force)
     OUT.print(
@@ -177,7 +177,7 @@ def upkeep(
     as_json: AsJson = False,
 ) -> None:
     """Put DLAC's own tables in order: merge small files, expire snapshots, remove unneeded files; safe while runs train."""
-    from dlac_pipeline.lakehouse.maintenance.upkeep import upkeep as put_in_order
+    from dlac_pipeline.lakehouse.maintenance.upkeep import run_upkeep as put_in_order
 
     done = put_in_order(lakehouse_of(spec, home), keep=keep)
     if as_json:

@@ -132,9 +132,9 @@ def train(
     if not render:
         _launch(request)
         return
-    from dlac_pipeline.launchers.protocol import rendered
+    from dlac_pipeline.launchers.protocol import render_job
 
-    OUT.print(rendered(request), markup=False, highlight=False, soft_wrap=True)
+    OUT.print(render_job(request), markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command(rich_help_panel=TRAIN, epilog=examples("dlac rendezvous node-1:29400"))

@@ -193,7 +193,7 @@ class DlacDataset(IterableDataset[DictBatch]):
 
         return DlacLoader(self, inputs, device=device, pin_memory=pin_memory, options=options)
 
-    def agreed(self, batches: Iterator[DictBatch]) -> Iterator[DictBatch]:
+    def with_global_counts(self, batches: Iterator[DictBatch]) -> Iterator[DictBatch]:
         """Batches of this rank alone, with `rows` and `tokens` of all ranks, and empty ones until all have ended."""
         upcoming = self._ahead(batches, None)
         while True:

@@ -44,7 +44,7 @@ class DlacLoader(DataLoader[DictBatch]):
         with self._source.agreeing():
             batches: Iterator[DictBatch] = super().__iter__()
         if self.num_workers and self._source.ends_apart:
-            batches = self._source.agreed(batches)
+            batches = self._source.with_global_counts(batches)
         for batch in batches:
             self._source.observe(batch)
             yield self._hand_out(batch)

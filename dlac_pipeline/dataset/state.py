@@ -14,7 +14,7 @@ from dlac_pipeline.dataset.batches import LastBatch
 from dlac_pipeline.lakehouse.errors import FormatTooNew, ResumeMismatch, SpecInvalid
 from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.plan.legs.choice import asked_for
-from dlac_pipeline.plan.legs.leg import Leg, told
+from dlac_pipeline.plan.legs.leg import Leg, describe_differences
 from dlac_pipeline.plan.order import LegOrder
 from dlac_pipeline.plan.source_order import Cursor, SourceOrder
 from dlac_pipeline.spec.job_spec import (
@@ -158,7 +158,8 @@ def check_last_batch(state: State, asked: LastBatch) -> None:
     if saved != asked:
         raise ResumeMismatch(
             "the state was read with other settings than the dataset was opened with:\n"
-            f"{told({'last_batch': (saved, asked)}, bound='saved')}\ngive the saved value again, or begin without the state"
+            f"{describe_differences({'last_batch': (saved, asked)}, bound='saved')}\ngive the saved value again, or "
+            f"begin without the state"
         )
 
 
@@ -221,7 +222,8 @@ def check_asked(spec: JobSpec, leg: Leg) -> None:
     differing = leg.differences(asked_for(spec, leg, uuids))
     if differing:
         raise ResumeMismatch(
-            f"the state was read with other settings than the dataset was opened with:\n{told(differing, bound='saved')}\n"
+            f"the state was read with other settings than the dataset was opened "
+            f"with:\n{describe_differences(differing, bound='saved')}\n"
             "give the saved values again, or begin without the state"
         )
 

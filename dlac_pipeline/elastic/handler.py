@@ -93,9 +93,9 @@ class DlacRendezvous(RendezvousHandler):
         round_ = self._round
         if round_ is None:
             return 0
-        if round_.leads and (round_.lost() or round_.could_grow):
+        if round_.leads and (round_.lost_nodes() or round_.could_grow):
             round_.announce(_ANOTHER_ROUND, {})
-        return int(bool(round_.cut_off or round_.lost() or round_.announced(_ANOTHER_ROUND) is not None))
+        return int(bool(round_.cut_off or round_.lost_nodes() or round_.announced(_ANOTHER_ROUND) is not None))
 
     def is_closed(self) -> bool:
         """Return whether the run has ended."""

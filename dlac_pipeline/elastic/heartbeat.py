@@ -228,7 +228,7 @@ class NodeHeartbeat:
         with self._lock:
             return self._now() - self._heard_at(slot)
 
-    def lost(self, slot: int) -> bool:
+    def is_lost(self, slot: int) -> bool:
         """Return whether another member was silent for too long while the store answered."""
         with self._lock:
             deposed = self._is_leader(slot) and (self._lease["slot"] != slot or self._leader_left)
@@ -262,7 +262,7 @@ class NodeHeartbeat:
         """Whether every node that waits has read how the run ended; known to the leader."""
         with self._lock:
             waiting = [
-                peer.record for slot, peer in self._peers.items() if "offer" in peer.record and not self.lost(slot)
+                peer.record for slot, peer in self._peers.items() if "offer" in peer.record and not self.is_lost(slot)
             ]
             return self._end is None or all(record["knows_end"] == self._end["id"] for record in waiting)
 
@@ -426,7 +426,7 @@ class NodeHeartbeat:
         return [
             each.id
             for slot, each in known.items()
-            if not each.record or "offer" in each.record or self.lost(slot)  # of a new node only the id is known
+            if not each.record or "offer" in each.record or self.is_lost(slot)  # of a new node only the id is known
         ]
 
     def _publish(self, name: str, message: Message) -> None:
@@ -502,7 +502,7 @@ class NodeHeartbeat:
                     peer.entered = record.get("round", peer.entered)
         with self._lock:
             waiting = {slot: peer.record for slot, peer in self._peers.items() if "offer" in peer.record}
-            self._offers = {slot: Offer(**each["offer"]) for slot, each in waiting.items() if not self.lost(slot)}
+            self._offers = {slot: Offer(**each["offer"]) for slot, each in waiting.items() if not self.is_lost(slot)}
 
     def _gather(self, lease: Message) -> Message:
         """Return what the lease says of the next round: that it is formed, who leads instead, or how many nodes are ready."""
@@ -512,7 +512,7 @@ class NodeHeartbeat:
         before = self._members_before(lease)
         with self._lock:
             offers = {**self._offers, self._slot: mine}
-            busy = [slot for slot in before if slot not in offers and slot in self._peers and not self.lost(slot)]
+            busy = [slot for slot in before if slot not in offers and slot in self._peers and not self.is_lost(slot)]
         ids = self._ids_of(offers)
         refused = refuse_other_jobs(offers, ids, self._slot, stay=before)
         offers = {slot: offer for slot, offer in offers.items() if ids[slot] not in refused.get("ids", ())}

@@ -85,11 +85,11 @@ class Round:
         """A number that changes before anything does that this node knows of the others; 0: there are none."""
         return 0 if self._heartbeat is None else self._heartbeat.looks
 
-    def lost(self) -> list[int]:
+    def lost_nodes(self) -> list[int]:
         """Return the places of nodes that have been silent for too long; a node that does not lead watches the leader only."""
         beat = self._heartbeat
         watched = self.others if self.leads else [LEADER]
-        return [] if beat is None else [place for place in watched if beat.lost(self._slots[place])]
+        return [] if beat is None else [place for place in watched if beat.is_lost(self._slots[place])]
 
     def publish(self, message: Message) -> None:
         """Replace this node's message: to the leader, or, from the leader, to all."""
@@ -140,7 +140,7 @@ class Round:
         beat, slot = self._heartbeat, self._slots[place]
         assert beat is not None, "there is another node"
         moved_on = self.leads and beat.has_moved_on(slot)
-        return beat.lost(slot) or moved_on or bool(beat.message_of(slot).get("parted"))
+        return beat.is_lost(slot) or moved_on or bool(beat.message_of(slot).get("parted"))
 
     def __enter__(self) -> Round:
         return self

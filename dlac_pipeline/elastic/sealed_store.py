@@ -74,11 +74,11 @@ class SealedStore:
         stored = self._store.compare_set(key, found.raw, raw)  # type: ignore[arg-type]  # bytes as well
         if found.raw and stored == found.raw:  # that is how a store answers that the key was deleted
             stored = self._store.compare_set(key, "", raw)
-        return self._opened(name, stored)
+        return self._unseal(name, stored)
 
     def read(self, name: str) -> Sealed:
         """Return what is stored under this name, without waiting for it."""
-        return self._opened(name, self._store.compare_set(self._key(name), _ABSENT, ""))
+        return self._unseal(name, self._store.compare_set(self._key(name), _ABSENT, ""))
 
     def read_all(self, names: Sequence[str]) -> list[Sealed]:
         """Return what is stored under each name: with two questions to the store if all of them exist."""
@@ -99,10 +99,10 @@ class SealedStore:
         """Open what is stored under a name, unless it is the same as the last time."""
         last = self._last_opened.get(name)
         if last is None or last.raw != raw:
-            last = self._last_opened[name] = self._opened(name, raw)
+            last = self._last_opened[name] = self._unseal(name, raw)
         return last
 
-    def _opened(self, name: str, raw: bytes) -> Sealed:
+    def _unseal(self, name: str, raw: bytes) -> Sealed:
         if raw == _ABSENT.encode():
             return Sealed()
         try:

@@ -42,7 +42,7 @@ def tokenizer_digest(tokenizer: Tokenizer) -> str:
     return blake3(tokenizer.to_str(pretty=True).encode()).hexdigest()
 
 
-def load_tokenizer(path: Path, digest: str | None) -> Tokenizer | None:
+def load_corpus_tokenizer(path: Path, digest: str | None) -> Tokenizer | None:
     """The tokenizer in the file, if the file is there and has this digest."""
     try:
         content = path.read_bytes()

@@ -28,7 +28,7 @@ from dlac_pipeline.ingest.appends import (
 )
 from dlac_pipeline.ingest.corpus import Document, corpus_digest
 from dlac_pipeline.ingest.sequences import lay_out
-from dlac_pipeline.ingest.tokenizer import load_tokenizer, save_tokenizer, tokenizer_digest, train_tokenizer
+from dlac_pipeline.ingest.tokenizer import load_corpus_tokenizer, save_tokenizer, tokenizer_digest, train_tokenizer
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, reachable
 
@@ -137,7 +137,7 @@ def tokenize_corpus(
     table = lakehouse.load(tokens)
     rows_there(table, tokens, settings.digest)  # refuse a table that holds something else before a file is written
     done = complete_digest(table) == settings.digest
-    tokenizer = load_tokenizer(tokenizer_path, table.properties.get(TOKENIZER_PROPERTY))
+    tokenizer = load_corpus_tokenizer(tokenizer_path, table.properties.get(TOKENIZER_PROPERTY))
     documents = [] if done and tokenizer else _documents(lakehouse, source, settings.corpus_digest)
     if tokenizer is None:
         tokenizer = train_tokenizer(documents[::sample_every], vocab_size)

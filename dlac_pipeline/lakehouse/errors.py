@@ -347,18 +347,18 @@ class Preempted(TrainingFailed):
     exit_code = 86
 
 
-def name_of(err: BaseException) -> str:
+def error_kind(err: BaseException) -> str:
     """By what name an error is told to other processes: that of the class here which it is one of, else of its own."""
     return next((each for each in type(err).__mro__ if each.__module__ == __name__), type(err)).__name__
 
 
-def named(kind: str) -> type[DlacError] | None:
+def error_class(kind: str) -> type[DlacError] | None:
     """The class here of this name; None: it is no error of DLAC's, or one of another version's."""
     found = globals().get(kind)
     return found if isinstance(found, type) and issubclass(found, DlacError) else None
 
 
-def revived(kind: str, message: str, *, default: type[DlacError]) -> DlacError:
+def error_from_kind(kind: str, message: str, *, default: type[DlacError]) -> DlacError:
     """The error that another process told; one that this version does not know is a `default`, which names it."""
-    known = named(kind)
+    known = error_class(kind)
     return default(f"{kind}: {message}") if known is None else known(message)

@@ -65,7 +65,7 @@ def rereading() -> tenacity.Retrying:
 
 
 @contextmanager
-def overtaken() -> Iterator[None]:
+def as_commit_conflict() -> Iterator[None]:
     """Turn a file that upkeep removed while a commit was built into a `CommitConflict`: the table has long moved on."""
     try:
         yield

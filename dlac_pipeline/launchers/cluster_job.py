@@ -244,7 +244,7 @@ class ClusterJob:
         if not done and self._is_finished():
             return Outcome(ending="finished", attempts=0, step=self._head_step() or 0)
         if not done and failed:
-            raise errors.revived(failed[-1]["kind"], failed[-1]["message"], default=TrainingFailed)
+            raise errors.error_from_kind(failed[-1]["kind"], failed[-1]["message"], default=TrainingFailed)
         if not done and state == "PREEMPTED" and not self._stop.is_set():
             raise TrainingFailed(
                 f"expected {self._scheduler.name} to queue job {job} again after its preemption, found it ended at step "

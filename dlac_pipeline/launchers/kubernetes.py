@@ -20,7 +20,7 @@ from typing import Any
 import yaml
 
 from dlac_pipeline.launchers.cluster_checks import NODE
-from dlac_pipeline.launchers.scheduler import ANSWER_S, JobState, leave_s, name_of, new_key
+from dlac_pipeline.launchers.scheduler import ANSWER_S, JobState, job_name, leave_s, new_key
 from dlac_pipeline.spec.cluster_spec import ClusterSpec
 from dlac_pipeline.spec.launch_request import Request, pack
 
@@ -159,7 +159,7 @@ def _client(api: str) -> Any:
 def documents(request: Request, near: Sequence[str] = ()) -> list[Document]:
     """Return the secret, then what the cluster is to run: the last document is the job."""
     launch, cluster = request.spec.launch, request.spec.cluster
-    name = f"{name_of(request)}-{secrets.token_hex(3)}"
+    name = f"{job_name(request)}-{secrets.token_hex(3)}"
     resources = {
         "cpu": cluster.cpu,
         "nvidia.com/gpu": cluster.gpu,

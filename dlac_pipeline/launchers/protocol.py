@@ -16,7 +16,7 @@ from dlac_pipeline.launchers.cluster_checks import check_cluster
 from dlac_pipeline.spec.job_spec import parse_spec
 from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.supervise.attempt import Event
-from dlac_pipeline.supervise.choose_leg import Wish
+from dlac_pipeline.supervise.choose_leg import ResumeOptions
 from dlac_pipeline.supervise.start_ranks import RankStarter
 from dlac_pipeline.supervise.supervisor import Outcome, Supervisor
 
@@ -55,7 +55,7 @@ def launcher_for(request: Request, on_event: Callable[[Event], None], starter: R
     return _cluster_job(request, on_event)
 
 
-def rendered(request: Request) -> str:
+def render_job(request: Request) -> str:
     """Return the job that a scheduler would get, with *** for each secret. Nothing is submitted.
 
     Raises:
@@ -83,7 +83,7 @@ def supervisor_of(
     return Supervisor(
         request.spec,
         on_event=on_event,
-        wish=Wish(plan_ids=request.plan_ids, repin=request.repin),
+        wish=ResumeOptions(plan_ids=request.plan_ids, repin=request.repin),
         replaces=request.replaces,
         recovers=request.recovers,
         takeover=request.takeover,

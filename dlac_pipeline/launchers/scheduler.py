@@ -60,7 +60,7 @@ class Scheduler(Protocol):
         """Have the job end: its nodes get SIGTERM, and time for a checkpoint."""
 
 
-def name_of(request: Request) -> str:
+def job_name(request: Request) -> str:
     """Return the name of the job. Kubernetes allows 63 characters, with what JobSet appends."""
     return f"dlac-{re.sub('[^a-z0-9]+', '-', request.spec.run.lower())}"[:30].rstrip("-")
 

@@ -6,7 +6,7 @@ import os
 import threading
 import time
 
-from dlac_pipeline.lakehouse.errors import DlacError, Fenced, name_of
+from dlac_pipeline.lakehouse.errors import DlacError, Fenced, error_kind
 from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.launchers.orchestrator import MARGIN_S, Orchestrator, say
@@ -46,7 +46,7 @@ def run_and_tell(launcher: Launcher, *, stopped: int = 0) -> int:
 
 def say_error(err: DlacError) -> int:
     """Say what ended the run; returns the exit status."""
-    say({"event": "error", "kind": name_of(err), "message": str(err)})
+    say({"event": "error", "kind": error_kind(err), "message": str(err)})
     return err.exit_code
 
 

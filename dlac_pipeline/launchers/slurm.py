@@ -19,7 +19,7 @@ from pathlib import Path
 from string import Template
 
 from dlac_pipeline.elastic.sealed_store import KEY_VARIABLE
-from dlac_pipeline.launchers.scheduler import ANSWER_S, UNFINISHED_EXIT_CODE, JobState, leave_s, name_of, new_key
+from dlac_pipeline.launchers.scheduler import ANSWER_S, UNFINISHED_EXIT_CODE, JobState, job_name, leave_s, new_key
 from dlac_pipeline.spec.launch_request import REQUEST_VARIABLE, Request, pack
 
 _ENDED = {
@@ -74,7 +74,7 @@ class Slurm:
         environment = {KEY_VARIABLE: new_key(), **cluster.env, REQUEST_VARIABLE: pack(request)}
         least, most = launch.min_nodes, launch.max_nodes
         return Template(files(__package__).joinpath("job.sbatch").read_text()).substitute(
-            name=name_of(request),
+            name=job_name(request),
             nodes=most if least == most else f"{least}-{most}",
             cpu=cluster.cpu,
             leave_s=leave_s(request),

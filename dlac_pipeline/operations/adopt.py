@@ -8,7 +8,7 @@ from pathlib import Path
 from dlac_pipeline.checkpoint.manifest import FileEntry
 from dlac_pipeline.checkpoint.restore.foreign import Foreign
 from dlac_pipeline.checkpoint.stage.copies import Direct
-from dlac_pipeline.checkpoint.stage.durable_writer import Sealer
+from dlac_pipeline.checkpoint.stage.durable_writer import DurableWriter
 from dlac_pipeline.checkpoint.store import Tiers, tiers_of
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
@@ -18,7 +18,7 @@ from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.run_lock import run_lock
 
 
-def adopt(lakehouse: Lakehouse, spec: JobSpec, foreign: Foreign) -> str:
+def adopt_checkpoint(lakehouse: Lakehouse, spec: JobSpec, foreign: Foreign) -> str:
     """Make the foreign checkpoint the first one of the spec's run, which is new; gives its id.
 
     Raises:
@@ -41,7 +41,7 @@ def adopt(lakehouse: Lakehouse, spec: JobSpec, foreign: Foreign) -> str:
 
 
 def _copied(foreign: Foreign, tiers: Tiers, name: str, folder: Path) -> list[FileEntry]:
-    sealer = Sealer(tiers, name)
+    sealer = DurableWriter(tiers, name)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")

@@ -20,7 +20,7 @@ from dlac_pipeline.checkpoint.store import Tiers, folder_uri, tiers_of
 from dlac_pipeline.lakehouse.durable_io import fsync_directory
 from dlac_pipeline.lakehouse.errors import CheckpointDamaged, NoSuchCheckpoint, SpecInvalid
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
-from dlac_pipeline.lakehouse.ledger.commits import held, names_of, unname_checkpoint
+from dlac_pipeline.lakehouse.ledger.commits import keep_checkpoint, names_of, unname_checkpoint
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.older_ledger import check_ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import HEAD_KINDS, Row, checkpoint_rows
@@ -46,7 +46,7 @@ class Forked:
     parent_step: int
 
 
-def fork(
+def fork_run(
     lakehouse: Lakehouse,
     spec: JobSpec,
     parent_run: str,
@@ -80,7 +80,9 @@ def fork(
     tiers.check_writable()
     with (
         run_lock(spec.checkpoint.local, spec.run, wait_s=0.0, takeover=False),
-        held(ledger, parent_run, f"{_holds_of(spec.run)}:{new_nonce()}", checkpoint_id=target["checkpoint_id"]),
+        keep_checkpoint(
+            ledger, parent_run, f"{_holds_of(spec.run)}:{new_nonce()}", checkpoint_id=target["checkpoint_id"]
+        ),
     ):
         _check_new(ledger, spec.run, parent_run)
         begun = begin(lakehouse, spec, _make_beginning(parent_run, target, files or tiers.files, tiers))

@@ -24,8 +24,8 @@ from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.plan.order import LegOrder
 from dlac_pipeline.read.open import OpenLeg, open_leg
 from dlac_pipeline.spec.job_spec import JobSpec
-from dlac_pipeline.supervise.choose_leg import Wish
-from dlac_pipeline.supervise.claim import ResumePoint, new_nonce, take_over
+from dlac_pipeline.supervise.choose_leg import ResumeOptions
+from dlac_pipeline.supervise.claim import ResumePoint, claim_and_verify, new_nonce
 from dlac_pipeline.track.tracker import ReaderStateTracker
 
 
@@ -68,11 +68,11 @@ def begin(lakehouse: Lakehouse, spec: JobSpec, beginning: Beginning) -> str:
         StoreUnavailable: it cannot be written to the store; nothing was committed, and beginning again goes on.
         Fenced: somebody else took the run over meanwhile.
     """
-    point = take_over(lakehouse, spec, nonce=new_nonce(), wish=Wish(), instead=beginning.instead)
+    point = claim_and_verify(lakehouse, spec, nonce=new_nonce(), wish=ResumeOptions(), instead=beginning.instead)
     opened = open_leg(lakehouse, Leg.from_json(point.leg), spec)
     committer = _committer(lakehouse, spec, point, opened.order)
     name = stage_name(attempt=point.attempt, step=0, nonce=point.nonce)
-    files = _made(beginning, tiers_of(spec), name)
+    files = _make_files(beginning, tiers_of(spec), name)
     prepared = Prepared(
         name=name,
         engine=beginning.engine,
@@ -88,7 +88,7 @@ def begin(lakehouse: Lakehouse, spec: JobSpec, beginning: Beginning) -> str:
     return checkpoint_id
 
 
-def _made(beginning: Beginning, tiers: Tiers, name: str) -> list[FileEntry]:
+def _make_files(beginning: Beginning, tiers: Tiers, name: str) -> list[FileEntry]:
     """The files; nothing of them if they cannot be made."""
     folder, copy = tiers.folder(name), tiers.copy_of(name)
     tiers.make(name)

@@ -35,7 +35,7 @@ from dlac_pipeline.supervise.choose_leg import leg_of
 from dlac_pipeline.supervise.claim import ResumePoint, new_nonce
 from dlac_pipeline.supervise.claims import spec_of_attempt
 from dlac_pipeline.supervise.local_ranks import RankGroup
-from dlac_pipeline.supervise.policies.hangs import Silence, first_cause
+from dlac_pipeline.supervise.policies.hangs import HangDetector, first_cause
 from dlac_pipeline.supervise.start_ranks import RankStarter
 
 MOST_STEPS = 20
@@ -138,7 +138,7 @@ class _Chosen:
     successor: Row
 
 
-def rehearse(
+def rehearse_run(
     lakehouse: Lakehouse,
     run: str,
     *,
@@ -263,7 +263,7 @@ def _replayed(spec: JobSpec, folder: Path, point: ResumePoint) -> dict[str, Any]
     (launch / "spec.json").write_text(spec.model_dump_json())
     write_durably(launch / "resume.json", point.to_json().encode())
     world_size = spec.launch.world_size
-    silence = Silence(spec.launch)
+    silence = HangDetector(spec.launch)
     with closing(RankStarter()) as starter:
         ranks = starter.start(spec, launch, Share(world_size=world_size, ranks=world_size, port=free_port()))
         try:
@@ -278,14 +278,14 @@ def _replayed(spec: JobSpec, folder: Path, point: ResumePoint) -> dict[str, Any]
     return next((event for event in said if event["event"] == "rehearsed"), {"losses": [], "skipped": []})
 
 
-def _check_alive(ranks: RankGroup, spec: JobSpec, silence: Silence) -> None:
+def _check_alive(ranks: RankGroup, spec: JobSpec, silence: HangDetector) -> None:
     failures = ranks.failures()
     silent = silence.too_long(ranks)
     if not failures and silent is None:
         return
     cause = first_cause(failures) if failures else silent
     assert cause is not None
-    kind = errors.named(cause.kind)
+    kind = errors.error_class(cause.kind)
     if kind is not None:
         raise kind(cause.message)
     tail = cause.traceback or ranks.last_words(cause.rank)["log_tail"]

@@ -28,7 +28,7 @@ from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.iceberg.data_files import LiveFile
 from dlac_pipeline.lakehouse.iceberg.row_groups import parse_exclusion, row_groups_of
 from dlac_pipeline.lakehouse.iceberg.snapshots import snapshot_of
-from dlac_pipeline.lakehouse.ledger.branches import Exclusion, Rewound, rewind
+from dlac_pipeline.lakehouse.ledger.branches import Exclusion, Rewound, commit_rewind
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.older_ledger import check_ledger, check_store
 from dlac_pipeline.lakehouse.ledger.plans import get_plan
@@ -87,7 +87,7 @@ def rewind_run(
     else:
         _verify_checkpoint(target, files)
     target_id = None if target is None else target["checkpoint_id"]
-    done = rewind(ledger, run, nonce=nonce, checkpoint_id=target_id, exclude=wanted, why=why, detail=detail)
+    done = commit_rewind(ledger, run, nonce=nonce, checkpoint_id=target_id, exclude=wanted, why=why, detail=detail)
     return replace(done, **_seen_before(lakehouse, run, rows, done.checkpoint_id, wanted, (leg, spec)))
 
 
@@ -109,7 +109,7 @@ def _verify_checkpoint(row: Row, files: StoreFiles) -> None:
 def _report_again(ledger: Ledger, rows: list[Row], landed: Row, spec: JobSpec | None) -> Rewound:
     """Report a rewind that has landed before."""
     run = landed["run"]
-    done = rewind(ledger, run, nonce=landed["nonce"], checkpoint_id=None, detail={})
+    done = commit_rewind(ledger, run, nonce=landed["nonce"], checkpoint_id=None, detail={})
     wanted = tuple(Exclusion(**each) for each in json.loads(landed["detail"])["exclude"])
     leg = _first_leg(run, rows) if done.checkpoint_id is None else leg_of(rows, done.checkpoint_id)
     return replace(done, **_seen_before(ledger.lakehouse, run, rows, done.checkpoint_id, wanted, (leg, spec)))

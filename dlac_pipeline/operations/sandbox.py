@@ -23,7 +23,7 @@ def sandbox(parent: Path | None = None) -> Iterator[Path]:
     parent = parent or Path(tempfile.gettempdir())
     parent.mkdir(parents=True, exist_ok=True)
     remove_left_overs(parent)
-    folder, lock = _made(parent)
+    folder, lock = _make_folder(parent)
     try:
         yield folder
     finally:
@@ -43,7 +43,7 @@ def remove_left_overs(parent: Path) -> None:
                 os.close(descriptor)
 
 
-def _made(parent: Path) -> tuple[Path, int]:
+def _make_folder(parent: Path) -> tuple[Path, int]:
     """A folder and the lock in it; made again if another swept it away before it was locked."""
     while True:
         folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))

@@ -34,7 +34,7 @@ from dlac_pipeline.supervise.claims import (
     left_in_order,
     trained_attempts,
 )
-from dlac_pipeline.supervise.liveness.other_launch import Signs, signs_of
+from dlac_pipeline.supervise.liveness.other_launch import LaunchLiveness, liveness_of
 from dlac_pipeline.supervise.liveness.progress import read_ending, read_total_steps
 from dlac_pipeline.supervise.retry_policy import LOST_AFTER_S
 from dlac_pipeline.supervise.run_lock import lock_path
@@ -172,7 +172,7 @@ def standing_of(rows: list[Row], recoveries: Sequence[Recovery] = ()) -> Standin
 
 def _standing_of_launch(rows: list[Row], run: str, attempt: int, recoveries: Sequence[Recovery]) -> Standing:
     """What became of an attempt that was launched to train."""
-    signs = signs_of(rows, attempt)
+    signs = liveness_of(rows, attempt)
     if signs.here and signs.held:
         note = f"attempt {attempt}, process {_holder(signs, run)} on this node"
         return Standing(state="training", note=note, command=("status", run, "--watch"))
@@ -188,7 +188,7 @@ def _standing_of_launch(rows: list[Row], run: str, attempt: int, recoveries: Seq
     return _describe_lost(rows, run, attempt, signs)
 
 
-def _describe_lost(rows: list[Row], run: str, attempt: int, signs: Signs) -> Standing:
+def _describe_lost(rows: list[Row], run: str, attempt: int, signs: LaunchLiveness) -> Standing:
     """Describe a launch that ended without an order to: its process is gone, or was not heard of for too long."""
     ago = f"last sign of life {format_ago(signs.silent_s)}"
     note = f"attempt {attempt} has no process on this node any more, {ago}"
@@ -200,7 +200,7 @@ def _describe_lost(rows: list[Row], run: str, attempt: int, signs: Signs) -> Sta
     return Standing(state="dead" if signs.here else "silent", note=note, command=_resume(rows, run, attempt))
 
 
-def _holder(signs: Signs, run: str) -> str:
+def _holder(signs: LaunchLiveness, run: str) -> str:
     """The id of the process that holds a run's lock, as the lock names it."""
     return lock_path(signs.local, run).read_text() or "(starting)"
 

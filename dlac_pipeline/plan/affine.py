@@ -33,7 +33,7 @@ class Affine:
         return (self.a_inv * ((rows - self.c + self.rows) % self.rows)) % self.rows
 
 
-def choose(rows: int, key: int, *, shuffle: bool) -> Affine:
+def choose_permutation(rows: int, key: int, *, shuffle: bool) -> Affine:
     """The map of a block of `rows` physical rows, drawn by `key`; the identity when not shuffled.
 
     Of 16 drawn multipliers the one is taken whose a/rows is hardest to approximate by fractions (smallest largest partial

@@ -11,7 +11,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from dlac_pipeline.plan.affine import Affine, choose
+from dlac_pipeline.plan.affine import Affine, choose_permutation
 from dlac_pipeline.plan.keys import derive_key, shuffled
 from dlac_pipeline.plan.units import Ints, UnitTable
 
@@ -207,7 +207,7 @@ class PassCut:
         part = whole.part(index * every, (index + 1) * every)
         rows = int(part.rows.sum())
         key = derive_key(self.settings.seed, _BLOCK, self.settings.source, self.pass_index, group, index)
-        affine = choose(rows, key, shuffle=self.settings.shuffle)
+        affine = choose_permutation(rows, key, shuffle=self.settings.shuffle)
         base = np.cumsum(part.rows) - part.rows
         positions = self._live_positions(part, base, affine) if int(part.live.sum()) < rows else None
         return Block(

@@ -87,7 +87,7 @@ def make_plan(
         groups = [_without(group, dead[group.file_path]) if group.file_path in dead else group for group in groups]
     if not any(group.rows > len(group.dead) for group in groups):
         raise _no_live_rows(table, source, snapshot.snapshot_id, schema.schema_id, sum(group.rows for group in groups))
-    return _written(
+    return _find_or_write(
         lakehouse,
         groups,
         source_table=source.table,
@@ -188,7 +188,7 @@ def exclude_rows(lakehouse: Lakehouse, plan: Plan, dead: Mapping[int, Ints]) -> 
     if all(len(group.dead) == plan.units.dead_rows(unit) for unit, group in enumerate(groups)):
         return plan
     row = plan.row
-    return _written(
+    return _find_or_write(
         lakehouse,
         groups,
         source_table=row.source_table,
@@ -273,7 +273,7 @@ def slices_arrow(cut_id: str, plan_id: str, cut: PassCut) -> pa.Table:
     return pa.table(arrays).select(SLICES_ARROW.names).cast(SLICES_ARROW)
 
 
-def _written(lakehouse: Lakehouse, groups: list[RowGroup], **facts: Any) -> Plan:
+def _find_or_write(lakehouse: Lakehouse, groups: list[RowGroup], **facts: Any) -> Plan:
     """The plan of these row groups, found or written."""
     named = ("table_uuid", "snapshot_id", "schema_id", "row_filter", "columns", "exclude", "base_plan_id")
     content = {**{name: facts[name] for name in named}, "units": _digest(groups)}

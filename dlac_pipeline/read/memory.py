@@ -45,7 +45,7 @@ class Buffers:
             return np.empty(nbytes, dtype=np.uint8)
         size = -(-nbytes // _STEP_BYTES) * _STEP_BYTES
         with self._lock:
-            whole = self._found(size)
+            whole = self._find_free(size)
             self._leased_bytes += len(whole)
             self.peak_bytes = max(self.peak_bytes, self._leased_bytes)
         # Views of numpy arrays refer to the array at the bottom: what comes back must not be one, or it would come too early.
@@ -53,7 +53,7 @@ class Buffers:
         weakref.finalize(handle, self._back, whole).atexit = False
         return np.frombuffer(memoryview(handle).cast("B"), dtype=np.uint8)[:nbytes]
 
-    def _found(self, size: int) -> Bytes:
+    def _find_free(self, size: int) -> Bytes:
         fitting = [each for each in reversed(self._free) if size <= len(each) <= _SPARE * size]
         if fitting:
             chosen = min(fitting, key=len)  # of several the one used last: what lies in a cache is of it

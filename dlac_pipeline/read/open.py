@@ -136,11 +136,11 @@ class OpenLeg:
             nothing = np.zeros((0, self.leg.sequences.length), dtype=np.int64)
             return {name: Column(nothing) for name in self._kinds()}
         for index, stretch in self._first_pass():
-            opened = self.sources[index]
-            table = opened.decoder.decode(stretch.cut.units, stretch.slices)
+            open_from = self.sources[index]
+            table = open_from.decoder.decode(stretch.cut.units, stretch.slices)
             if not self.leg.streamed[index]:
-                return _as_columns(opened)(stretch, table)
-            found = _as_samples(opened)(stretch, table).columns
+                return _as_columns(open_from)(stretch, table)
+            found = _as_samples(open_from)(stretch, table).columns
             if found:  # a transform may make nothing of all rows of a block
                 return {name: Column(array) for name, array in found.items()}
         return {}
@@ -163,22 +163,22 @@ class OpenLeg:
             blocks = SourceBlocks(index, order, source.decoder, prefetch, columns, size_of_columns, portions=True)
             return lambda group, cursor: RowStream(blocks.walk(group, cursor), cursor)
         if self.leg.sequences.length:
-            return self._packed(
+            return self._open_packed(
                 SourceBlocks(index, order, source.decoder, prefetch, self._as_documents(source), _nbytes)
             )
         samples = SourceBlocks(index, order, source.decoder, prefetch, _as_samples(source), _nbytes)
-        return _sampled(samples)
+        return _open_sampled(samples)
 
-    def _packed(self, blocks: SourceBlocks[Documents]) -> Callable[[int, Cursor], Stream]:
+    def _open_packed(self, blocks: SourceBlocks[Documents]) -> Callable[[int, Cursor], Stream]:
         sequences, drain = self.leg.sequences, not self.leg.following
 
-        def opened(group: int, cursor: Cursor) -> Stream:
+        def open_from(group: int, cursor: Cursor) -> Stream:
             walk = blocks.walk(group, cursor)
             line = _numbered(walk)
             packer = Packer(line, length=sequences.length, start=cursor, drain=drain, pad_id=sequences.pad_id)
             return ItemStream(walk, packer)
 
-        return opened
+        return open_from
 
     def _as_documents(self, source: OpenSource) -> Callable[[Stretch, pa.Table], Documents]:
         sequences: LegSequences = self.leg.sequences
@@ -270,12 +270,12 @@ def _as_samples(source: OpenSource) -> Callable[[Stretch, pa.Table], Samples]:
     return prepare
 
 
-def _sampled(blocks: SourceBlocks[Samples]) -> Callable[[int, Cursor], Stream]:
-    def opened(group: int, cursor: Cursor) -> Stream:
+def _open_sampled(blocks: SourceBlocks[Samples]) -> Callable[[int, Cursor], Stream]:
+    def open_from(group: int, cursor: Cursor) -> Stream:
         walk = blocks.walk(group, cursor)
         return ItemStream(walk, Sampler(_numbered(walk), start=cursor))
 
-    return opened
+    return open_from
 
 
 def _nbytes(prepared: Documents | Samples) -> int:

@@ -130,7 +130,7 @@ class RankReader:
 
     def __iter__(self) -> Iterator[Batch]:
         """The batches of the remaining steps."""
-        return self._counted() if self._order.counted else self._agreed()
+        return self._counted() if self._order.counted else self._batches_with_counts()
 
     def every(self, count: int, first: int = 0) -> Iterator[Batch]:
         """The `first`-th (from 0) of the remaining batches, and every `count`-th from there on; the others are passed over.
@@ -214,7 +214,7 @@ class RankReader:
                 cursors=cursors[index],
             )
 
-    def _agreed(self) -> Iterator[Batch]:
+    def _batches_with_counts(self) -> Iterator[Batch]:
         """One batch ahead, for what the others have of it is known only when all have read it."""
         upcoming = self._ahead()
         while upcoming is not None:

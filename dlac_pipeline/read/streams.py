@@ -179,7 +179,7 @@ class BlockWalk(Generic[Prepared]):
             self._prefetch.forget(self._blocks.wanted(self._group, self._upcoming).key)
 
     @property
-    def ended(self) -> bool:
+    def is_ended(self) -> bool:
         """Whether no block follows."""
         return self._upcoming is None
 
@@ -215,7 +215,7 @@ class RowStream:
     @property
     def exhausted(self) -> bool:
         """Whether no row can follow."""
-        return self._walk.ended and (self._stretch is None or self._at == self._stretch.stop)
+        return self._walk.is_ended and (self._stretch is None or self._at == self._stretch.stop)
 
     def take(self, count: int, low: int, high: int) -> Given:
         """Pass up to `count` rows, and give those from the `low`-th to before the `high`-th of them."""

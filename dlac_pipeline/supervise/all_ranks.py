@@ -51,9 +51,9 @@ class AllRanks:
         return self._own.pids
 
     @property
-    def started(self) -> bool:
+    def is_started(self) -> bool:
         """Whether those are known by now."""
-        return self._own.started
+        return self._own.is_started
 
     @property
     def noticed(self) -> bool:
@@ -80,7 +80,7 @@ class AllRanks:
 
     def failures(self) -> list[Exit]:
         """Return the ranks that failed, once all nodes have reported: what broke here may have begun elsewhere."""
-        found = [*self._lost(), *self._own.failures()]
+        found = [*self._lost_ranks(), *self._own.failures()]
         for place, message in self._looked().items():
             found += [self._exit_of(failure, place) for failure in message.get("failures", ())]
         if not found:
@@ -104,12 +104,12 @@ class AllRanks:
         if looks != self._looks:
             self._looks = looks
             self._messages = {place: self._round.message_of(place) for place in self._round.others}
-            self._lost_places = self._round.lost()
+            self._lost_places = self._round.lost_nodes()
             for place, message in self._messages.items():
                 self._copy(message, place)
         return self._messages
 
-    def _lost(self) -> list[Exit]:
+    def _lost_ranks(self) -> list[Exit]:
         """Return the first rank of each lost node; it precedes the failures that follow from it."""
         if self._round.cut_off:
             return [Exit(rank=0, code=1, kind=LOST, message="this node has lost the rendezvous", at=0.0)]

@@ -32,9 +32,9 @@ from dlac_pipeline.lakehouse.ledger.plans import get_plan
 from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.all_ranks import AllRanks
-from dlac_pipeline.supervise.choose_leg import Wish
-from dlac_pipeline.supervise.claim import ResumePoint, new_nonce, take_over
-from dlac_pipeline.supervise.distributed_verify import Provers
+from dlac_pipeline.supervise.choose_leg import ResumeOptions
+from dlac_pipeline.supervise.claim import ResumePoint, claim_and_verify, new_nonce
+from dlac_pipeline.supervise.distributed_verify import NodeVerifiers
 from dlac_pipeline.supervise.incident import (
     Failure,
     Incident,
@@ -44,7 +44,7 @@ from dlac_pipeline.supervise.incident import (
 )
 from dlac_pipeline.supervise.liveness.progress import Phase, Progress
 from dlac_pipeline.supervise.local_ranks import Exit, RankGroup
-from dlac_pipeline.supervise.policies.hangs import Silence, first_cause, stuck_rank
+from dlac_pipeline.supervise.policies.hangs import HangDetector, first_cause, stuck_rank
 from dlac_pipeline.supervise.policies.stragglers import Stragglers
 from dlac_pipeline.supervise.retry_policy import patience_s, waiting_for
 from dlac_pipeline.supervise.start_ranks import RankStarter
@@ -94,7 +94,7 @@ class Supervision:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Regather:
+class Rescale:
     """Ends an attempt behind a checkpoint, so that other machines can train the next one."""
 
     why: Failure
@@ -108,7 +108,13 @@ class SupervisedAttempt:
     """One attempt, led from here; `replaces` and `failure` name the one before it, and what that died of."""
 
     def __init__(
-        self, supervision: Supervision, round_: Round, *, wish: Wish, replaces: int | None, failure: Failure | None
+        self,
+        supervision: Supervision,
+        round_: Round,
+        *,
+        wish: ResumeOptions,
+        replaces: int | None,
+        failure: Failure | None,
     ) -> None:
         self._supervision = supervision
         self._round = round_
@@ -145,9 +151,11 @@ class SupervisedAttempt:
         """The launch folder."""
         return self._folder
 
-    def run(self) -> Ending | Failure | Regather:
+    def run(self) -> Ending | Failure | Rescale:
         """The whole attempt. No rank of this machine is left when it returns or raises."""
-        ranks = AllRanks(started(self._spec, self._folder, self._round, self._supervision.starter), self._round)
+        ranks = AllRanks(
+            start_local_ranks(self._spec, self._folder, self._round, self._supervision.starter), self._round
+        )
         try:  # they import their libraries while the run is claimed
             try:
                 point = self._take_over()
@@ -183,7 +191,7 @@ class SupervisedAttempt:
 
     def _pids(self, ranks: AllRanks) -> list[int]:
         """Process ids of this machine's ranks, which may still import; told to stop, they need not come up first."""
-        while not ranks.started:
+        while not ranks.is_started:
             if ranks.asked_to_stop:
                 self._supervision.stop.set()
             if self._supervision.stop.is_set() and self._asked_at is None:
@@ -197,7 +205,7 @@ class SupervisedAttempt:
         if self._replaces is None:  # fixed before the first try: who claims between two tries is not fenced off
             current = self._waiting()(Ledger(self._lakehouse).state, self._spec.run).fence.attempt
         point: ResumePoint = self._waiting()(
-            take_over,
+            claim_and_verify,
             self._lakehouse,
             self._spec,
             nonce=self._nonce,
@@ -207,7 +215,7 @@ class SupervisedAttempt:
             launch_folder=str(self._folder),
             launched_by=self._supervision.launched_by,
             verifying=self._verifying,
-            verify=Provers(self._round, least_bytes=self._spec.launch.verify_together_mb * 2**20).verify,
+            verify=NodeVerifiers(self._round, least_bytes=self._spec.launch.verify_together_mb * 2**20).verify,
             stop=self._supervision.stop,
         )
         failure = self._failure
@@ -225,9 +233,9 @@ class SupervisedAttempt:
             self._incident = Incident(self._spec, point, failure)
         return point
 
-    def _watch(self, ranks: AllRanks, ledger: LedgerWatch) -> Ending | Failure | Regather:
+    def _watch(self, ranks: AllRanks, ledger: LedgerWatch) -> Ending | Failure | Rescale:
         grows = False
-        silence = Silence(self._spec.launch)
+        silence = HangDetector(self._spec.launch)
         while True:
             self._forward_events()
             self._follow_progress(ranks)
@@ -241,13 +249,13 @@ class SupervisedAttempt:
             told = asked_at is not None or self._supervision.stop.is_set() or ranks.leaving
             if told and any(failure.code == -signal.SIGTERM for failure in failures):
                 self._ending = "stopped"  # told while it was starting, before it could listen; nothing is lost
-                return self._ended(ranks, grows=grows)
+                return self._judge_ending(ranks, grows=grows)
             if failures:
                 return self._failed(ranks, first_cause(failures))
             if ranks.all_exited():
                 self._forward_events()
                 self._follow_progress(ranks)
-                return self._ended(ranks, grows=grows)
+                return self._judge_ending(ranks, grows=grows)
             now = time.monotonic()  # the wall clock may be set meanwhile
             grows = grows or (self._round.could_grow and asked_at is None and self._trains and self._made_room())
             if self._supervision.stop.is_set() and asked_at is None:
@@ -270,7 +278,7 @@ class SupervisedAttempt:
             return False
         return True
 
-    def _ended(self, ranks: AllRanks, *, grows: bool) -> Ending | Regather:
+    def _judge_ending(self, ranks: AllRanks, *, grows: bool) -> Ending | Rescale:
         """How it has ended; where machines come or go and nobody has stopped the run, it goes on with those that are there.
 
         Raises:
@@ -292,7 +300,7 @@ class SupervisedAttempt:
             return self._ending
         cause = "more nodes have come" if grows else f"leaving: node {', '.join(ranks.leaving)}"
         self._say({"event": "regather", "cause": cause, "step": self.step})
-        return Regather(why=self.ended_for(cause))
+        return Rescale(why=self.ended_for(cause))
 
     def ended_for(self, cause: str) -> Failure:
         """What it ended of on purpose, with what it had no time to commit."""
@@ -391,7 +399,7 @@ def spec_for(spec: JobSpec, round_: Round) -> JobSpec:
     return spec.model_copy(update={"launch": launch})
 
 
-def started(spec: JobSpec, folder: Path, round_: Round, starter: RankStarter) -> RankGroup:
+def start_local_ranks(spec: JobSpec, folder: Path, round_: Round, starter: RankStarter) -> RankGroup:
     """This machine's ranks, with a new launch folder.
 
     Raises:

@@ -32,7 +32,7 @@ from dlac_pipeline.spec.job_spec import JobSpec, SourceSpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Wish:
+class ResumeOptions:
     """What a launch wants besides resuming: which plans a new run takes, and what a new leg may change."""
 
     plan_ids: tuple[str, ...] = ()
@@ -43,14 +43,14 @@ class Wish:
     """Row groups to leave out from now on."""
 
 
-RESUME = Wish()
+RESUME = ResumeOptions()
 """Only resume."""
 
 
 class LegChooser:
     """Which leg a launch trains: the committed one, the one behind it, or a new run's first."""
 
-    def __init__(self, ledger: Ledger, spec: JobSpec, wish: Wish, *, recovering: bool) -> None:
+    def __init__(self, ledger: Ledger, spec: JobSpec, wish: ResumeOptions, *, recovering: bool) -> None:
         """Raises `SpecInvalid` if the wish names plans for another number of sources."""
         self._ledger = ledger
         self._lakehouse = ledger.lakehouse

@@ -42,7 +42,7 @@ from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.plan.order import ReaderState
 from dlac_pipeline.plan.source_order import Cursor
 from dlac_pipeline.spec.job_spec import JobSpec
-from dlac_pipeline.supervise.choose_leg import RESUME, LegChooser, Wish, leg_of, planned
+from dlac_pipeline.supervise.choose_leg import RESUME, LegChooser, ResumeOptions, leg_of, planned
 
 Verifying = Callable[[int, int, int], None]
 """Hears a checkpoint's step, its bytes that were found to hold so far, and all its bytes."""
@@ -97,14 +97,14 @@ def new_nonce() -> str:
     return secrets.token_hex(4)
 
 
-def take_over(
+def claim_and_verify(
     lakehouse: Lakehouse,
     spec: JobSpec,
     *,
     nonce: str,
     replaces: int | None = None,
     current: int | None = None,
-    wish: Wish = RESUME,
+    wish: ResumeOptions = RESUME,
     launch_folder: str = "",
     launched_by: str = "",
     verifying: Verifying = lambda step, done, total: None,
@@ -174,7 +174,7 @@ def _claim(
     current: int | None,
     detail: Mapping[str, Any],
 ) -> _Claimed:
-    """Choose the leg as far as the ledger tells, and claim the run. Raises as `take_over`."""
+    """Choose the leg as far as the ledger tells, and claim the run. Raises as `claim_and_verify`."""
     before = ledger.state(run)
     leg = chooser.before_claim(before)
     if current is None:
@@ -188,7 +188,7 @@ def _claim(
 def _resolve(
     ledger: Ledger, claimed: _Claimed, chooser: LegChooser, tiers: Tiers, verifying: Verifying, verify: Verify
 ) -> _Resolved:
-    """Find the newest whole checkpoint, quarantine the damaged ones after it, and choose its leg. Raises as `take_over`."""
+    """Find the newest whole checkpoint, quarantine damaged ones after it, and choose its leg. Raises as `claim_and_verify`."""
     rows = ledger.rows(claimed.attempt.run, kinds=HEAD_KINDS)
     if claimed.head not in (claimed.head_before, None):  # the attempt that was replaced committed in between
         chooser.check(leg_of(rows, claimed.head or ""), rows)

@@ -21,7 +21,7 @@ _ON_THE_WAY = ("steps", "seconds", "auto")
 
 def launch_folder_of(rows: Sequence[Row], attempt: int) -> str:
     """The launch folder that an attempt's claim names; empty if it has none."""
-    return _said(rows, attempt, "launch_folder")
+    return _claim_detail(rows, attempt, "launch_folder")
 
 
 def launch_folders_of(rows: Sequence[Row], attempt: int) -> list[Path]:
@@ -50,7 +50,7 @@ def trained_attempts(rows: Sequence[Row]) -> list[int]:
 
 def node_of(rows: Sequence[Row], attempt: int) -> str:
     """Return the node that claimed an attempt; empty: its claim names none."""
-    return _said(rows, attempt, "host")
+    return _claim_detail(rows, attempt, "host")
 
 
 def spec_of_attempt(lakehouse: Lakehouse, rows: Sequence[Row], run: str, attempt: int) -> JobSpec:
@@ -110,17 +110,19 @@ def last_spec(lakehouse: Lakehouse, run: str) -> JobSpec:
 
 def launcher_of(rows: Sequence[Row], attempt: int) -> str:
     """The orchestrator's run that launched an attempt, or the last before it that trains; empty if it was started by hand."""
-    return _said(rows, max((each for each in trained_attempts(rows) if each <= attempt), default=0), "launched_by")
+    return _claim_detail(
+        rows, max((each for each in trained_attempts(rows) if each <= attempt), default=0), "launched_by"
+    )
 
 
 def claimed_by(rows: Sequence[Row], attempt: int) -> str:
     """The orchestrator's run that launched an attempt; empty if it was started by hand, or trains nothing."""
-    return "" if idle(rows, attempt) else _said(rows, attempt, "launched_by")
+    return "" if idle(rows, attempt) else _claim_detail(rows, attempt, "launched_by")
 
 
 def rendezvous_of(rows: Sequence[Row], attempt: int) -> str:
     """Where the machines of an attempt met; empty: it had one."""
-    return _said(rows, attempt, "rendezvous")
+    return _claim_detail(rows, attempt, "rendezvous")
 
 
 def idle(rows: Sequence[Row], attempt: int) -> bool:
@@ -160,6 +162,6 @@ def last_reason(rows: list[Row], attempt: int) -> str:
     return str(json.loads(mine[-1]["detail"]).get("reason", "steps")) if mine else "steps"
 
 
-def _said(rows: Sequence[Row], attempt: int, name: str) -> str:
+def _claim_detail(rows: Sequence[Row], attempt: int, name: str) -> str:
     claims = [row for row in rows if row["kind"] == "claim" and row["attempt"] == attempt]
     return str(json.loads(claims[-1]["detail"]).get(name, "")) if claims else ""

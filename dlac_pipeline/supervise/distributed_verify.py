@@ -48,7 +48,7 @@ def parts_of(entries: Sequence[FileEntry], machines: int) -> list[list[FileEntry
     return parts
 
 
-class Provers:
+class NodeVerifiers:
     """The leader's side."""
 
     def __init__(self, round_: Round, *, least_bytes: int) -> None:
@@ -92,12 +92,12 @@ class Provers:
             hear(answer.get("bytes", 0))
             if "holds" in answer:
                 return bool(answer["holds"])
-            if time.monotonic() > until or self._round.cut_off or place in self._round.lost():
+            if time.monotonic() > until or self._round.cut_off or place in self._round.lost_nodes():
                 return False
             time.sleep(_POLL_S)
 
 
-class Prover:
+class NodeVerifier:
     """The side of a machine that is led; reads in a thread, while the machine goes on saying how it is.
 
     The thread is one that nobody waits for: it may hang in a file system that does not answer.

@@ -11,7 +11,7 @@ from dlac_pipeline.checkpoint.failures import failing_together
 from dlac_pipeline.checkpoint.restore.conversion import load_state
 from dlac_pipeline.checkpoint.restore.verified_copy import restore
 from dlac_pipeline.checkpoint.rng import load_rng, rng_file, seed_rng
-from dlac_pipeline.checkpoint.store import Tiers, name_of
+from dlac_pipeline.checkpoint.store import Tiers, folder_name_of
 from dlac_pipeline.lakehouse.errors import ResumeMismatch
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.claim import ResumePoint
@@ -26,14 +26,14 @@ def load_checkpoint(
 
     Raises:
         ResumeMismatch: the checkpoint was saved by another kind of engine.
-        DlacError: from `folder_here` and `load_state`.
+        DlacError: from `fetch_checkpoint` and `load_state`.
     """
     if point.engine != engine.name:
         raise ResumeMismatch(
             f"expected the engine {point.engine!r} that saved checkpoint {point.checkpoint_id!r}, found "
             f"{engine.name!r}: resume with the script that the run was started with"
         )
-    folder = folder_here(point, tiers, tree, restores=restores)
+    folder = fetch_checkpoint(point, tiers, tree, restores=restores)
     spent = load_state(
         engine,
         folder,
@@ -49,7 +49,7 @@ def load_checkpoint(
     return spent
 
 
-def folder_here(point: ResumePoint, tiers: Tiers, tree: RankTree, *, restores: bool) -> Path:
+def fetch_checkpoint(point: ResumePoint, tiers: Tiers, tree: RankTree, *, restores: bool) -> Path:
     """The verified files on this machine: the claimer's own, a mounted store's, or a copy made now; collective.
 
     `restores` for one rank of every machine.
@@ -59,7 +59,7 @@ def folder_here(point: ResumePoint, tiers: Tiers, tree: RankTree, *, restores: b
     """
     assert point.folder is not None, "there is a checkpoint to resume from"
     elsewhere = tiers.store is not None and point.host != socket.gethostname()
-    folder = tiers.folder(name_of(point.manifest_uri)) if elsewhere else Path(point.folder)
+    folder = tiers.folder(folder_name_of(point.manifest_uri)) if elsewhere else Path(point.folder)
     with failing_together(tree, doing=f"fetching the checkpoint {point.checkpoint_id!r}"):
         if elsewhere and restores:
             restore({"manifest_uri": point.manifest_uri, "manifest_digest": point.manifest_digest}, tiers)

@@ -16,9 +16,9 @@ from dlac_pipeline.checkpoint.store import storing, tiers_of
 from dlac_pipeline.elastic.round import LEADER, RESUME, VERDICT, Round
 from dlac_pipeline.lakehouse.durable_io import write_durably
 from dlac_pipeline.supervise.all_ranks import ASKS, LEAVE, STOP, report_of
-from dlac_pipeline.supervise.attempt import Ending, Supervision, spec_for, started
+from dlac_pipeline.supervise.attempt import Ending, Supervision, spec_for, start_local_ranks
 from dlac_pipeline.supervise.claim import ResumePoint, new_nonce
-from dlac_pipeline.supervise.distributed_verify import Prover
+from dlac_pipeline.supervise.distributed_verify import NodeVerifier
 from dlac_pipeline.supervise.incident import Failure
 from dlac_pipeline.supervise.local_ranks import RankGroup
 
@@ -30,7 +30,7 @@ _LEAVE_MARGIN_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Verdict:
+class AttemptVerdict:
     """How an attempt has ended, for all its machines: one of the three, or none where this machine leaves by itself."""
 
     ending: Ending | None = None
@@ -46,7 +46,7 @@ class Verdict:
         return asdict(self)
 
     @classmethod
-    def of(cls, words: Mapping[str, Any]) -> Verdict:
+    def of(cls, words: Mapping[str, Any]) -> AttemptVerdict:
         """What `words` said."""
         again, error = words["again"], words["error"]
         return cls(
@@ -58,7 +58,7 @@ class Verdict:
         )
 
 
-class LedAttempt:
+class FollowerAttempt:
     """One attempt; `attempt` is the last one of the run that this machine has heard of."""
 
     def __init__(self, supervision: Supervision, round_: Round, *, attempt: int) -> None:
@@ -67,15 +67,15 @@ class LedAttempt:
         self._spec = spec_for(supervision.spec, round_)
         self._folder = Path(self._spec.checkpoint.local) / self._spec.run / f"launch-{new_nonce()}"
         self._point: ResumePoint | None = None
-        self._prover = Prover(round_, tiers_of(self._spec).files)
+        self._prover = NodeVerifier(round_, tiers_of(self._spec).files)
         self._attempt = attempt
         self._said_at = 0.0
         self._told_of_start = False
         self._asked_at: float | None = None
 
-    def run(self) -> Verdict:
+    def run(self) -> AttemptVerdict:
         """The whole attempt. No rank of this machine is left when it returns or raises."""
-        ranks = started(self._spec, self._folder, self._round, self._supervision.starter)
+        ranks = start_local_ranks(self._spec, self._folder, self._round, self._supervision.starter)
         try:
             while True:
                 self._say(ranks)
@@ -84,9 +84,9 @@ class LedAttempt:
                 verdict = self._round.announced(VERDICT)
                 if verdict is not None:
                     self._round.acknowledge()
-                    return Verdict.of(verdict)
-                if self._round.cut_off or LEADER in self._round.lost():
-                    return self._deserted(ranks)
+                    return AttemptVerdict.of(verdict)
+                if self._round.cut_off or LEADER in self._round.lost_nodes():
+                    return self._report_lost_leader(ranks)
                 if self._asked_at is None and ranks.noticed:
                     self._supervision.leave()
                 if self._supervision.stop.is_set() and self._asked_at is None:
@@ -96,7 +96,7 @@ class LedAttempt:
                     self._asked_at is not None
                     and time.monotonic() > self._asked_at + self._spec.launch.leave_s + _LEAVE_MARGIN_S
                 ):
-                    return Verdict(attempt=self._attempt)
+                    return AttemptVerdict(attempt=self._attempt)
                 self._round.wait(_LOOK_EVERY_S)
         finally:
             self._prover.close()
@@ -128,7 +128,7 @@ class LedAttempt:
     def _tell_of_start(self, ranks: RankGroup) -> None:
         """Once the ranks are processes: until then they import, and this machine listens."""
         point, share = self._point, self._round.share
-        if self._told_of_start or point is None or not ranks.started:
+        if self._told_of_start or point is None or not ranks.is_started:
             return
         self._told_of_start = True
         event = {"event": "attempt", "attempt": point.attempt, "step": point.step, "pids": ranks.pids}
@@ -136,7 +136,7 @@ class LedAttempt:
             {**event, "leader": self._round.hosts[LEADER], "ranks": list(ranks.ranks), "world_size": share.world_size}
         )
 
-    def _deserted(self, ranks: RankGroup) -> Verdict:
+    def _report_lost_leader(self, ranks: RankGroup) -> AttemptVerdict:
         """The leader is lost: whoever of the others leads next finds in the ledger how far it had come."""
         now = time.time()
         known = [found for found in ranks.progress() if found is not None]
@@ -154,7 +154,7 @@ class LedAttempt:
             rows=sum(found.spent.rows for found in known) * self._round.share.world_size // max(1, len(known)),
         )
         self._tell({"event": "failure", "cause": failure.cause, "step": failure.last_step, "phase": failure.doing})
-        return Verdict(again=failure, attempt=self._attempt)
+        return AttemptVerdict(again=failure, attempt=self._attempt)
 
     def _tell(self, event: dict[str, Any]) -> None:
         self._supervision.on_event({"run": self._spec.run, "attempt": self._attempt, **event})

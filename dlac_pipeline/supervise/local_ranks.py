@@ -81,9 +81,9 @@ class RankGroup:
         return self._processes.pids
 
     @property
-    def started(self) -> bool:
+    def is_started(self) -> bool:
         """Whether those are known by now."""
-        return self._processes.started
+        return self._processes.is_started
 
     def progress(self) -> list[Progress | None]:
         """Last sign of life of each rank, in their order."""

@@ -43,17 +43,17 @@ from dlac_pipeline.supervise.all_ranks import LOST
 from dlac_pipeline.supervise.attempt import (
     Ending,
     Event,
-    Regather,
+    Rescale,
     SupervisedAttempt,
     Supervision,
 )
-from dlac_pipeline.supervise.choose_leg import RESUME, Wish
+from dlac_pipeline.supervise.choose_leg import RESUME, ResumeOptions
 from dlac_pipeline.supervise.claim import check_current, check_unfinished
 from dlac_pipeline.supervise.claims import rendezvous_of, to_replace
-from dlac_pipeline.supervise.follower_attempt import LedAttempt, Verdict
+from dlac_pipeline.supervise.follower_attempt import AttemptVerdict, FollowerAttempt
 from dlac_pipeline.supervise.incident import Failure, ended_on_purpose
 from dlac_pipeline.supervise.liveness.other_node import refuse_if_alive_elsewhere
-from dlac_pipeline.supervise.policies.restart import Judge
+from dlac_pipeline.supervise.policies.restart import RestartPolicy
 from dlac_pipeline.supervise.retry_policy import patience_s, waiting_for
 from dlac_pipeline.supervise.run_lock import run_lock
 from dlac_pipeline.supervise.start_ranks import RankStarter
@@ -79,7 +79,7 @@ class _Launch:
 
     supervision: Supervision
     membership: Membership
-    judge: Judge
+    judge: RestartPolicy
 
     @property
     def lakehouse(self) -> Lakehouse:
@@ -95,7 +95,7 @@ class Supervisor:
         spec: JobSpec,
         *,
         on_event: Callable[[Event], None] = lambda event: None,
-        wish: Wish = RESUME,
+        wish: ResumeOptions = RESUME,
         replaces: int | None = None,
         recovers: str = "",
         takeover: bool = False,
@@ -180,30 +180,30 @@ class Supervisor:
                 launched_at=self._launched_at,
                 launched_by=self._launched_by,
             )
-            launch = _Launch(supervision=supervision, membership=membership, judge=Judge(supervision))
+            launch = _Launch(supervision=supervision, membership=membership, judge=RestartPolicy(supervision))
             while True:
                 try:
                     round_ = self._next_round(launch)
                 except RunFinished as err:
-                    return self._concluded(self._finished_before(lakehouse, err))
+                    return self._conclude(self._finished_before(lakehouse, err))
                 except EndedElsewhere as ended:
-                    return self._concluded(Verdict.of(ended.message))
+                    return self._conclude(AttemptVerdict.of(ended.message))
                 if round_ is None:
                     return self._outcome("stopped")
                 with round_:
                     verdict = self._lead(launch, round_) if round_.leads else self._be_led(supervision, round_)
                     if verdict.again is None or self._stop.is_set():
                         round_.part()
-                        return self._concluded(verdict)
+                        return self._conclude(verdict)
                     if round_.cut_off:
                         membership.forget()
 
-    def _concluded(self, verdict: Verdict) -> Outcome:
+    def _conclude(self, verdict: AttemptVerdict) -> Outcome:
         """How the run has ended for this machine; raises what it has died of."""
         self._step = verdict.step or self._step
         if verdict.error is not None:
             kind, message = verdict.error
-            raise errors.revived(kind, message, default=TrainingFailed)
+            raise errors.error_from_kind(kind, message, default=TrainingFailed)
         return self._outcome(verdict.ending or "stopped")
 
     def _outcome(self, ending: Ending) -> Outcome:
@@ -225,7 +225,7 @@ class Supervisor:
                 launch.judge.record_gave_up(self._failure, self._replaces)
             raise
 
-    def _lead(self, launch: _Launch, round_: Round) -> Verdict:
+    def _lead(self, launch: _Launch, round_: Round) -> AttemptVerdict:
         """An attempt, and what is decided of it for all its machines.
 
         Raises:
@@ -233,12 +233,12 @@ class Supervisor:
         """
         error: DlacError | None = None
         try:
-            verdict = self._attempted(launch, round_)
+            verdict = self._attempt(launch, round_)
         except DlacError as err:
             if self._others_went_on(launch.lakehouse, round_, err):
-                verdict = Verdict(again=ended_on_purpose(f"others went on: {err}", step=self._step))
+                verdict = AttemptVerdict(again=ended_on_purpose(f"others went on: {err}", step=self._step))
             else:
-                error, verdict = err, Verdict(error=(errors.name_of(err), str(err)), step=self._step)
+                error, verdict = err, AttemptVerdict(error=(errors.error_kind(err), str(err)), step=self._step)
         self._step = verdict.step
         if verdict.again is None and not self._leaves.is_set():
             launch.membership.end_run(verdict.words())  # before this node exits, which may serve the rendezvous
@@ -249,12 +249,12 @@ class Supervisor:
             raise error
         return verdict
 
-    def _be_led(self, supervision: Supervision, round_: Round) -> Verdict:
+    def _be_led(self, supervision: Supervision, round_: Round) -> AttemptVerdict:
         """An attempt that another machine leads, and decides."""
         self._lock.close()
         self._holds_lock, self._was_led = False, True
         self._attempts += 1
-        verdict = LedAttempt(supervision, round_, attempt=self._replaces or 0).run()
+        verdict = FollowerAttempt(supervision, round_, attempt=self._replaces or 0).run()
         self._replaces = verdict.attempt or self._replaces
         self._failure, self._step = verdict.again, verdict.step
         return verdict
@@ -270,7 +270,7 @@ class Supervisor:
         attempt = self._patiently(ledger.state, self._spec.run).fence.attempt
         return meets == rendezvous_of(self._patiently(ledger.rows, self._spec.run, kinds=("claim",)), attempt)
 
-    def _attempted(self, launch: _Launch, round_: Round) -> Verdict:
+    def _attempt(self, launch: _Launch, round_: Round) -> AttemptVerdict:
         """An attempt, if the run may be claimed."""
         try:
             self._hold_lock(launch.lakehouse)
@@ -285,7 +285,7 @@ class Supervisor:
             )
             self._attempts += 1
             try:
-                return self._decided(launch, attempt)
+                return self._run_attempt(launch, attempt)
             except SteppedAside:
                 before = self._replaces or 0
                 late = before if round_.others else self._to_replace(launch.lakehouse, before)
@@ -294,7 +294,7 @@ class Supervisor:
                 self._replaces = late
                 self._attempts -= 1  # that one was none
 
-    def _decided(self, launch: _Launch, attempt: SupervisedAttempt) -> Verdict:
+    def _run_attempt(self, launch: _Launch, attempt: SupervisedAttempt) -> AttemptVerdict:
         """Run an attempt, and decide whether another one follows.
 
         Raises:
@@ -308,30 +308,30 @@ class Supervisor:
         except (CatalogUnreachable, CommitOutcomeUnknown):
             if attempt.number or not self._stop.is_set():
                 raise
-            return Verdict(ending="stopped", step=self._step)  # told so while it waited; nothing was trained
+            return AttemptVerdict(ending="stopped", step=self._step)  # told so while it waited; nothing was trained
         if isinstance(ending, str):
             if ending == "stopped" and self._leaves.is_set() and attempt.others:
                 left = attempt.ended_for(f"leaving: node {socket.gethostname()}")
-                return Verdict(again=left, attempt=attempt.number, step=attempt.step)
-            return Verdict(ending=ending, attempt=attempt.number, step=attempt.step)
+                return AttemptVerdict(again=left, attempt=attempt.number, step=attempt.step)
+            return AttemptVerdict(ending=ending, attempt=attempt.number, step=attempt.step)
         self._replaces = attempt.number
-        if isinstance(ending, Regather):
+        if isinstance(ending, Rescale):
             self._failure = ending.why
             launch.judge.went_on(attempt)
         else:
             self._failure = ending
             left_out = launch.judge.left_out_behind(attempt, ending)
             self._wish = replace(self._wish, unreadable=(*self._wish.unreadable, *left_out))
-        return Verdict(again=self._failure, attempt=attempt.number, step=attempt.step)
+        return AttemptVerdict(again=self._failure, attempt=attempt.number, step=attempt.step)
 
-    def _finished_before(self, lakehouse: Lakehouse, err: RunFinished) -> Verdict:
+    def _finished_before(self, lakehouse: Lakehouse, err: RunFinished) -> AttemptVerdict:
         """The run had ended when it was to be claimed again: the attempt that failed had committed everything."""
         if self._failure is None:
             raise err
         if self._failure.kind not in ("", HANG, LOST):
             raise TrainingFailed(f"the run is finished, but its script failed afterwards: {self._failure.describe()}")
         end = self._patiently(Ledger(lakehouse).rows, self._spec.run, kinds=("finish",))[-1]
-        return Verdict(ending="finished", attempt=end["attempt"], step=end["step"])
+        return AttemptVerdict(ending="finished", attempt=end["attempt"], step=end["step"])
 
     def _hold_lock(self, lakehouse: Lakehouse) -> None:
         """Refuse, or replace, another launch of the run; the lock of this machine is held until another machine leads.

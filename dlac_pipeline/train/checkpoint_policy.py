@@ -16,7 +16,7 @@ from typing import Any
 
 from dlac_pipeline.checkpoint.interval import Cost, Failures, Interval
 from dlac_pipeline.checkpoint.manager import Committed
-from dlac_pipeline.checkpoint.step_sync import Beat, Says
+from dlac_pipeline.checkpoint.step_sync import RankReport, StepSync
 from dlac_pipeline.elastic.ranks.launch_folder import notice_file, room_file
 from dlac_pipeline.elastic.ranks.rank import leave_reason
 from dlac_pipeline.lakehouse.errors import Preempted
@@ -33,7 +33,7 @@ from dlac_pipeline.train.termination_notice import Notices
 _log = logging.getLogger(__name__)
 
 
-class When:
+class CheckpointPolicy:
     """Of one rank; `folder` is the launch folder, if a supervisor watches."""
 
     def __init__(self, spec: JobSpec, rank: int, folder: Path | None, events: EventWriter) -> None:
@@ -45,7 +45,7 @@ class When:
         self._due = False
         self._step = self._head_step = 0
         self._head: str | None = None
-        self.leaving: Beat | None = None
+        self.leaving: StepSync | None = None
         """The beat that said so."""
         self._notices = Notices(
             spec.launch,
@@ -68,18 +68,18 @@ class When:
             self._interval.taken(time.monotonic())
             self._tell(self._interval)
 
-    def step_done(self, step: int, *, behind: bool) -> Says:
+    def step_done(self, step: int, *, behind: bool) -> RankReport:
         """What this rank says with the step that it has just finished; `behind`: a checkpoint is under way behind it."""
         now, notice = time.monotonic(), self._notices.first
         self._step = step
-        says = Says() if notice is None else Says(notice=notice.name, notice_age_s=now - notice.at)
+        says = RankReport() if notice is None else RankReport(notice=notice.name, notice_age_s=now - notice.at)
         if self._interval is None:
             return says
         self._interval.step_done(now, behind=behind)
         needed_s = self._interval.needed_s(now, behind=behind)
         return replace(says, due=self._interval.is_due(now), needed_s=needed_s, makes_room=self._makes_room())
 
-    def heard(self, beat: Beat) -> None:
+    def on_sync(self, beat: StepSync) -> None:
         """What all ranks hear at this step."""
         self._due = self._due or beat.due
         if self.leaving is not None or not (beat.makes_room or beat.notice is not None):
@@ -117,7 +117,7 @@ class When:
 
     def left(self) -> None:
         """All ranks are about to leave, as they were told to; to make room is no preemption."""
-        if self._told is None:
+        if self._notice_name is None:
             return
         preemption = self._preemption()
         self._events.write(preemption.event())
@@ -143,7 +143,7 @@ class When:
         )
 
     @property
-    def _told(self) -> str | None:
+    def _notice_name(self) -> str | None:
         """The notice by which all leave, or the one that this rank had."""
         first = self._notices.first
         heard = None if self.leaving is None else self.leaving.notice
@@ -151,7 +151,7 @@ class When:
 
     def _preemption(self) -> Preemption:
         return Preemption(
-            notice=str(self._told),
+            notice=str(self._notice_name),
             deadline_s=self._spec.launch.leave_s,
             step=self._step,
             head=self._head,

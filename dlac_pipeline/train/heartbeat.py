@@ -18,7 +18,7 @@ from dlac_pipeline.read.exchange import Waits
 from dlac_pipeline.supervise.liveness.progress import Phase, Progress, ProgressWriter, Spent
 
 
-class Signs:
+class RankHeartbeat:
     """Of one rank; without a launch folder nothing is written. `waits` counts what reading waits for other ranks."""
 
     def __init__(self, folder: Path | None, rank: int, waits: Waits) -> None:
@@ -65,7 +65,7 @@ class Signs:
         self._write()
         return replace(batch, on_mean=self._forward_done)
 
-    def heard(self, loss_step: int, loss: float) -> None:
+    def record_loss(self, loss_step: int, loss: float) -> None:
         """The loss of a step, as all ranks heard it; told with the next sign."""
         self._loss_step, self._loss = loss_step, loss
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from dlac_pipeline.checkpoint.step_sync import Beat
+from dlac_pipeline.checkpoint.step_sync import StepSync
 
 
-def fits(beat: Beat, leave_s: float) -> bool:
+def fits(beat: StepSync, leave_s: float) -> bool:
     """Whether a checkpoint can be committed in what is left of `leave_s`; alike on all ranks, as they heard the same beat.
 
     Without a checkpoint to go by it is tried: the watchdog ends what takes too long.

@@ -29,8 +29,8 @@ from dlac_pipeline.plan.order import LegOrder, ReaderState
 from dlac_pipeline.spec.job_spec import JobSpec, home_folder, parse_recorded, parse_spec, read_spec
 from dlac_pipeline.spec.launch_request import OPERATOR
 from dlac_pipeline.supervise.attempt import KEEP_LAUNCHES, forget_launches
-from dlac_pipeline.supervise.choose_leg import Wish
-from dlac_pipeline.supervise.claim import ResumePoint, new_nonce, take_over
+from dlac_pipeline.supervise.choose_leg import ResumeOptions
+from dlac_pipeline.supervise.claim import ResumePoint, claim_and_verify, new_nonce
 from dlac_pipeline.supervise.incident import (
     Incident,
     RecoveryOutcome,
@@ -41,7 +41,7 @@ from dlac_pipeline.supervise.incident import (
 from dlac_pipeline.supervise.liveness.progress import EventWriter, Phase
 from dlac_pipeline.supervise.retry_policy import PATIENCE_S, waiting_for
 from dlac_pipeline.supervise.run_lock import run_lock
-from dlac_pipeline.train.heartbeat import Signs
+from dlac_pipeline.train.heartbeat import RankHeartbeat
 
 _log = logging.getLogger(__name__)
 _FIRST_LOOK_S, _LOOK_S = 0.02, 0.2
@@ -97,7 +97,7 @@ def await_resume_point(folder: Path) -> ResumePoint:
     return ResumePoint.from_json(path.read_text())
 
 
-def claimed(
+def claim_run(
     lakehouse: Lakehouse, spec: JobSpec, tree: RankTree, tiers: Tiers | None, *, takeover: bool, held: ExitStack
 ) -> ResumePoint:
     """Without a supervisor rank 0 takes the run over; `held` keeps the run's lock; the first of a machine proves its `tiers`.
@@ -116,7 +116,9 @@ def claimed(
             held.enter_context(run_lock(spec.checkpoint.local, spec.run, wait_s=0.0, takeover=takeover))
             nonce = new_nonce()
             folder = str(own_folder(spec, nonce) or "")
-            said = take_over(lakehouse, spec, nonce=nonce, wish=Wish(repin=True), launch_folder=folder).to_json()
+            said = claim_and_verify(
+                lakehouse, spec, nonce=nonce, wish=ResumeOptions(repin=True), launch_folder=folder
+            ).to_json()
         except DlacError as err:
             tree.broadcast(json.dumps({"error": str(err)}).encode())
             raise
@@ -164,7 +166,7 @@ class OwnRecoveries:
         except DlacError as err:
             _log.warning("the recovery cannot be recorded: %s", err)
 
-    def observe(self, signs: Signs, phase: Phase) -> None:
+    def observe(self, signs: RankHeartbeat, phase: Phase) -> None:
         """Record the recovery once the first step of the attempt is done."""
         if self._incident is not None and self._incident.observe([signs.now(phase)]):
             self._record(self._incident, "resumed")

@@ -34,8 +34,8 @@ from dlac_pipeline.checkpoint.finiteness import FinitenessCheck
 from dlac_pipeline.checkpoint.manager import Committed
 from dlac_pipeline.checkpoint.open_manager import open_manager
 from dlac_pipeline.checkpoint.rng import seed_rng
-from dlac_pipeline.checkpoint.step_sync import Beat, Pulse
-from dlac_pipeline.checkpoint.store import name_of, tiers_of
+from dlac_pipeline.checkpoint.step_sync import StepSync, StepSyncs
+from dlac_pipeline.checkpoint.store import folder_name_of, tiers_of
 from dlac_pipeline.elastic.ranks.process_group import join, serve_group_store
 from dlac_pipeline.elastic.ranks.rank import LAUNCH_VARIABLE, REHEARSAL_VARIABLE, leave_reason
 from dlac_pipeline.lakehouse.errors import DlacError, LossNotFinite, ScriptInvalid
@@ -51,13 +51,13 @@ from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.fetch_checkpoint import load_checkpoint
 from dlac_pipeline.supervise.liveness.progress import EventWriter, Phase
 from dlac_pipeline.track.tracker import ReaderStateTracker
-from dlac_pipeline.train.checkpoint_policy import When
-from dlac_pipeline.train.heartbeat import Signs
+from dlac_pipeline.train.checkpoint_policy import CheckpointPolicy
+from dlac_pipeline.train.heartbeat import RankHeartbeat
 from dlac_pipeline.train.startup import (
     OwnRecoveries,
     await_resume_point,
     check_restored,
-    claimed,
+    claim_run,
     job_spec,
     make_own_folder,
     open_lakehouse,
@@ -113,15 +113,15 @@ class TrainingRun:
         self._first_of_machine = int(os.environ.get("LOCAL_RANK", self.rank)) == 0
         self._tiers = tiers_of(spec)
         self._waits = Waits()
-        self._signs = Signs(folder, self.rank, self._waits)
+        self._signs = RankHeartbeat(folder, self.rank, self._waits)
         seed_rng(spec.order.seed, 0, 0)  # alike on all ranks until `restore`, so that models are initialized alike
         skip_shared_memory_op()
         self._patience = timedelta(seconds=max(_GROUP_TIMEOUT_S, spec.launch.hang_timeout_s))
         self._group = self._join()
         self._tree = RankTree(self.rank, self.world_size, self._group)
         self._behind = RankTree(self.rank, self.world_size, self._group, tag=_BACKGROUND_TAG)
-        self._pulse = Pulse(self.world_size, self._group)
-        self._when = When(spec, self.rank, folder, self._events)
+        self._pulse = StepSyncs(self.world_size, self._group)
+        self._when = CheckpointPolicy(spec, self.rank, folder, self._events)
         self._finiteness = FinitenessCheck(
             spec.run,
             "warn" if REHEARSAL_VARIABLE in os.environ else spec.launch.on_nonfinite_loss,
@@ -146,11 +146,13 @@ class TrainingRun:
         """Claim the run without a supervisor; under another launcher the ranks leave signs of life all the same."""
         began = time.time()
         tiers = self._tiers if self._first_of_machine else None
-        self.resume_point = point = claimed(self._lakehouse, self.spec, self._tree, tiers, takeover=takeover, held=held)
+        self.resume_point = point = claim_run(
+            self._lakehouse, self.spec, self._tree, tiers, takeover=takeover, held=held
+        )
         with failing_together(self._tree, doing="making the launch folder"):
             folder = make_own_folder(self.spec, point.nonce)
             self._signs.close()
-            self._signs = Signs(folder, self.rank, self._waits)
+            self._signs = RankHeartbeat(folder, self.rank, self._waits)
         self._events.open(folder)
         if self.rank == 0:
             self._recoveries.begin(point, claimed_at=began)
@@ -252,7 +254,7 @@ class TrainingRun:
         says = self._when.step_done(batch.step, behind=self._manager.under_way)
         beat = self._pulse.step_done(batch.step, loss=loss, says=says)
         if beat is not None:
-            self._heard(beat)
+            self._on_sync(beat)
         self._signs.step_done(batch.step)
         self._recoveries.observe(self._signs, Phase.TRAINING)
         self._report(self._manager.done())
@@ -330,7 +332,7 @@ class TrainingRun:
     def _rehearsed(self) -> None:
         """The end of a rehearsal: its losses are told, nothing is committed."""
         for beat in self._pulse.flush():
-            self._heard(beat)
+            self._on_sync(beat)
         told = {"losses": self._tracker.losses, "skipped": self._tracker.skipped}
         self._events.write({"event": "rehearsed", "step": self._tracker.step, **told})
         self._signs.doing(Phase.DONE, self._tracker.step)
@@ -355,15 +357,15 @@ class TrainingRun:
         """Whether the run is over where its leg is: one that goes on to what is appended ends at `order.steps` only."""
         return not self._leg.following or (self._leg.steps is not None and self.step >= self._leg.steps)
 
-    def _heard(self, beat: Beat) -> None:
+    def _on_sync(self, beat: StepSync) -> None:
         self._tracker.losses += beat.losses
-        self._signs.heard(beat.step, beat.losses[-1])
-        self._when.heard(beat)
+        self._signs.record_loss(beat.step, beat.losses[-1])
+        self._when.on_sync(beat)
         self._finiteness.check_losses(beat, skipped=self._tracker.skipped)
 
     def _checkpoint(self, engine: Engine, reason: str, *, wait: bool) -> None:
         for beat in self._pulse.flush():
-            self._heard(beat)
+            self._on_sync(beat)
         if self.stopped:  # perhaps said in the beats that were still under way
             told = self._when.reason()
             if told is None:
@@ -431,7 +433,7 @@ class TrainingRun:
             leg_is_new=point.leg_is_new,
             order=opened.order_apart(),
             head=point.checkpoint_id,
-            resumed_from=None if point.checkpoint_id is None else name_of(point.manifest_uri),
+            resumed_from=None if point.checkpoint_id is None else folder_name_of(point.manifest_uri),
             lakehouse=lakehouse,
             tiers=self._tiers,
             tree=self._tree,

@@ -29,7 +29,7 @@ from dlac_pipeline.lakehouse.ledger.commits import Attempt, claim, commit_checkp
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import Row, fence_of_rows
 from dlac_pipeline.lakehouse.maintenance.compaction import MIN_FILES
-from dlac_pipeline.lakehouse.maintenance.upkeep import upkeep
+from dlac_pipeline.lakehouse.maintenance.upkeep import run_upkeep
 from tests.conftest import wait_until
 from tests.postgres_server import needs_postgres, postgres
 
@@ -130,7 +130,7 @@ def test_runs_commit_while_upkeep_never_stops(tmp_path: Path, start: Start, cata
     stop.touch()
     kept = keeper.end()
     assert sum(each["removed"] for each in kept) > 0
-    upkeep(lakehouse, keep=2)
+    run_upkeep(lakehouse, keep=2)
     found = check_ledger(lakehouse)
     assert found.keys() == set("abc")
     for run, lines in said.items():
@@ -170,7 +170,7 @@ def test_a_delayed_commit_arrives_behind_a_claim(tmp_path: Path, start: Start, m
     claim(ledger, "r", nonce="n2", replaces=1, detail={})
     if meanwhile != "a claim":
         start("commit", home=str(tmp_path / "home"), run="other", commits=25).end()
-        upkeep(lakehouse, keep=1)
+        run_upkeep(lakehouse, keep=1)
     before = ledger.rows("r")
     process.send_signal(signal.SIGCONT)
     (said,) = late.end(status=80)

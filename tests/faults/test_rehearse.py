@@ -16,7 +16,7 @@ import pytest
 from dlac_pipeline.checkpoint.store import folder_of
 from dlac_pipeline.lakehouse.errors import CheckpointDamaged, NothingToRehearse
 from dlac_pipeline.operations.live_status import LiveStatus
-from dlac_pipeline.operations.rehearse import rehearse
+from dlac_pipeline.operations.rehearse import rehearse_run
 from dlac_pipeline.operations.sandbox import PREFIX
 from dlac_pipeline.supervise.claims import launch_folder_of, spec_of_attempt
 from jobs.definitions import defs
@@ -70,7 +70,7 @@ def test_another_environment_is_found_out_step_by_step(campaign: Arena) -> None:
     order = spec.order.model_copy(update={"batch_size": 64, "seed": 9})  # a newer spec's order counts for nothing
     changed = spec.model_copy(update={"launch": tampered, "order": order})
     before = production(campaign, "reference")
-    found = rehearse(campaign.lakehouse, "reference", spec=changed, steps=2)
+    found = rehearse_run(campaign.lakehouse, "reference", spec=changed, steps=2)
     assert not found.identical
     assert [step.step for step in found.differing] == [found.step + 1, found.step + 2]
     first = found.differing[0]
@@ -91,7 +91,7 @@ def test_a_damaged_checkpoint_is_named_and_not_touched(campaign: Arena) -> None:
         victim.write_bytes(bytes([content[0] ^ 1]) + content[1:])
         before = production(campaign, "reference")
         with pytest.raises(CheckpointDamaged, match=victim.name):
-            rehearse(campaign.lakehouse, "reference")
+            rehearse_run(campaign.lakehouse, "reference")
         assert production(campaign, "reference") == before
     finally:
         victim.write_bytes(content)
@@ -104,7 +104,7 @@ def test_what_to_keep_is_said_where_nothing_can_be_rehearsed(arena: Arena) -> No
     spec = arena.spec("r", world_size=1, passes=1, every_steps=2, keep_last=1)
     arena.train(spec)
     with pytest.raises(NothingToRehearse, match="keep_last = 2"):
-        rehearse(arena.lakehouse, "r", spec=spec)
+        rehearse_run(arena.lakehouse, "r", spec=spec)
 
 
 @pytest.mark.soak
@@ -122,7 +122,7 @@ def test_a_live_run_is_watched_and_rehearsed_and_trains_on(campaign: Arena) -> N
     assert now["samples_per_s"] > 0
     assert 0 < now["eta_s"] < 3600
     assert now["consumed_share"] == pytest.approx(now["step"] * 32 / 2000, abs=0.02)
-    rehearsed = rehearse(campaign.lakehouse, "watched", steps=3)
+    rehearsed = rehearse_run(campaign.lakehouse, "watched", steps=3)
     assert rehearsed.identical, rehearsed.summary()
     os.kill(launch.process.pid, signal.SIGTERM)
     assert launch.wait() == 0, launch.stderr

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from dlac_pipeline.audit.audit import audit_run
-from dlac_pipeline.operations.fork import fork
+from dlac_pipeline.operations.fork import fork_run
 from dlac_pipeline.operations.rewind import rewind_run
 from tests.faults.test_zombie import check_refused, freeze
 
@@ -64,7 +64,7 @@ def test_killed_behind_a_rewind(campaign: Arena, moment: str) -> None:
 def test_a_fork_of_two_ranks_is_trained_by_one(campaign: Arena) -> None:
     """The parent was saved by two; the new run has another number of ranks, and reads all of its own table once."""
     spec = campaign.spec("forked", world_size=1, passes=1, seed=8)
-    fork(campaign.lakehouse, spec, "reference", step=20)
+    fork_run(campaign.lakehouse, spec, "reference", step=20)
     assert campaign.lineage("forked")[0]["world_size"] == 2
     launch = campaign.launch(spec)
     assert launch.wait() == 0, launch.stderr
@@ -82,7 +82,7 @@ def test_a_sharded_fork_is_converted(campaign: Arena) -> None:
     parent = campaign.spec("sharded", "train_deepspeed.py", passes=1, steps=10, stage="1")
     assert campaign.launch(parent).wait() == 0
     spec = campaign.spec("unsharded", "train_deepspeed.py", world_size=1, passes=1, steps=10, stage="1", seed=8)
-    fork(campaign.lakehouse, spec, "sharded")
+    fork_run(campaign.lakehouse, spec, "sharded")
     launch = campaign.launch(spec)
     assert launch.wait() == 0, launch.stderr
     assert audit_run(campaign.lakehouse, "unsharded").exact

@@ -22,9 +22,9 @@ from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.audit.lakehouse_sql import open_audit
 from dlac_pipeline.checkpoint.restore.foreign import foreign_checkpoint
 from dlac_pipeline.lakehouse.errors import CheckpointUnsafe, SpecInvalid
-from dlac_pipeline.operations.adopt import adopt
+from dlac_pipeline.operations.adopt import adopt_checkpoint
 from dlac_pipeline.spec.job_spec import JobSpec
-from dlac_pipeline.supervise.claim import new_nonce, take_over
+from dlac_pipeline.supervise.claim import claim_and_verify, new_nonce
 from dlac_pipeline.supervise.run_lock import run_lock
 from tests.conftest import Arena
 from tests.integration.test_cli import dlac as dlac_command
@@ -90,7 +90,7 @@ def test_a_dcp_checkpoint_begins_a_run(arena: Arena) -> None:
     arena.table()
     spec = arena.spec("r", world_size=1, passes=1)
     weights = dcp_folder(arena.home / "foreign")
-    checkpoint_id = adopt(arena.lakehouse, spec, foreign_checkpoint(arena.home / "foreign"))
+    checkpoint_id = adopt_checkpoint(arena.lakehouse, spec, foreign_checkpoint(arena.home / "foreign"))
     assert arena.head("r") == checkpoint_id
     start = begin(arena, spec)
     assert all(torch.equal(start[name], weights[name]) for name in weights)
@@ -157,12 +157,12 @@ def test_a_run_that_was_begun_meanwhile_is_left_alone(arena: Arena) -> None:
 
     def behind_another(*given: Any, **how: Any) -> AbstractContextManager[None]:
         arena.monkeypatch.setattr("dlac_pipeline.operations.adopt.run_lock", run_lock)
-        adopt(arena.lakehouse, spec, foreign)
+        adopt_checkpoint(arena.lakehouse, spec, foreign)
         return run_lock(*given, **how)
 
     arena.monkeypatch.setattr("dlac_pipeline.operations.adopt.run_lock", behind_another)
     with pytest.raises(SpecInvalid, match="no run named 'r' yet, found one with 1 checkpoints"):
-        adopt(arena.lakehouse, spec, foreign)
+        adopt_checkpoint(arena.lakehouse, spec, foreign)
     assert len(arena.rows("r", "claim")) == len(arena.rows("r", "checkpoint")) == 1
 
 
@@ -172,12 +172,12 @@ def test_a_first_attempt_without_a_checkpoint_is_not_fenced_off(arena: Arena) ->
     dcp_folder(arena.home / "foreign")
     foreign = foreign_checkpoint(arena.home / "foreign")
     training, begun = (arena.spec(run, world_size=1) for run in ("training", "begun"))
-    take_over(arena.lakehouse, training, nonce=new_nonce())
-    take_over(arena.lakehouse, begun, nonce=new_nonce(), instead={"adopts": "foreign"})
+    claim_and_verify(arena.lakehouse, training, nonce=new_nonce())
+    claim_and_verify(arena.lakehouse, begun, nonce=new_nonce(), instead={"adopts": "foreign"})
     with pytest.raises(SpecInvalid, match="no run named 'training' yet, found one with 0 checkpoints"):
-        adopt(arena.lakehouse, training, foreign)
+        adopt_checkpoint(arena.lakehouse, training, foreign)
     assert [row["attempt"] for row in arena.rows("training", "claim")] == [1]
-    assert adopt(arena.lakehouse, begun, foreign) == arena.head("begun")
+    assert adopt_checkpoint(arena.lakehouse, begun, foreign) == arena.head("begun")
 
 
 def test_the_ranks_of_a_bf16_checkpoint_are_counted(arena: Arena) -> None:

@@ -17,14 +17,14 @@ from dlac_pipeline.audit.explain import explain_sql
 from dlac_pipeline.audit.lakehouse_sql import open_audit, rows_of
 from dlac_pipeline.lakehouse.errors import LakehouseError, SpecInvalid
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
-from dlac_pipeline.lakehouse.iceberg.pins import list_pins, unpin
+from dlac_pipeline.lakehouse.iceberg.pins import list_pins, remove_pin
 from dlac_pipeline.lakehouse.ledger.commits import Attempt, claim, commit_checkpoint
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.plans import find_plan
 from dlac_pipeline.lakehouse.ledger.run_rows import Row
 from dlac_pipeline.lakehouse.maintenance.expiry import expire
 from dlac_pipeline.lakehouse.maintenance.orphans import remove_orphans
-from dlac_pipeline.lakehouse.maintenance.upkeep import upkeep
+from dlac_pipeline.lakehouse.maintenance.upkeep import run_upkeep
 from dlac_pipeline.plan.planner import Plan, make_plan
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def outdated(arena: Arena) -> dict[str, Table]:
     found = {name: arena.lakehouse.own(name) for name in KEPT}
     make_plan(arena.lakehouse, arena.spec(RUN, row_filter="even = true").source)
     claim(Ledger(arena.lakehouse), "another", nonce="x", replaces=0, detail={})
-    upkeep(connect(arena.lakehouse.config), keep=1)
+    run_upkeep(connect(arena.lakehouse.config), keep=1)
     for table in found.values():
         with pytest.raises(FileNotFoundError):
             table.scan().to_arrow()
@@ -112,7 +112,7 @@ def test_unpinning_beside_upkeep_still_sees_who_needs_the_snapshot(
     """Neither a missing file nor a run that was overlooked lets go of it."""
     given(monkeypatch, outdated(arena))
     with pytest.raises(SpecInvalid, match=RUN):
-        unpin(arena.lakehouse, "src.t", plan.row.snapshot_id)
+        remove_pin(arena.lakehouse, "src.t", plan.row.snapshot_id)
 
 
 def test_files_that_are_lost_for_good_are_said_to_be(arena: Arena, plan: Plan) -> None:

@@ -18,9 +18,9 @@ from pyiceberg.table.update import RemoveSnapshotRefUpdate
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.errors import CommitConflict, NoSuchSnapshot, PinLost
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
-from dlac_pipeline.lakehouse.iceberg.pins import hold, unpin
+from dlac_pipeline.lakehouse.iceberg.pins import hold, remove_pin
 from dlac_pipeline.lakehouse.iceberg.safe_commit import GuardedSqlCatalog
-from dlac_pipeline.lakehouse.iceberg.snapshots import pin, tag_of
+from dlac_pipeline.lakehouse.iceberg.snapshots import pin, pin_tag
 from dlac_pipeline.lakehouse.retrying import retrying
 
 ROWS = pa.table({"k": pa.array([1, 2, 3], pa.int64())})
@@ -64,8 +64,8 @@ def test_pins_are_taken_and_let_go_of_beside_busy_writers(
     """A commit that loses one race after the other is repeated, with pauses."""
     snapshot = append(lakehouse)
     losing(monkeypatch, chain(repeat(True, LOST), [False], repeat(True, LOST)))
-    assert pin(lakehouse, "src.t", snapshot) == tag_of(snapshot)
-    assert unpin(lakehouse, "src.t", snapshot)
+    assert pin(lakehouse, "src.t", snapshot) == pin_tag(snapshot)
+    assert remove_pin(lakehouse, "src.t", snapshot)
     assert lakehouse.load("src.t").refs().keys() == {"main"}
 
 
@@ -79,14 +79,14 @@ def test_writers_that_are_always_faster_are_blamed(lakehouse: Lakehouse, monkeyp
     with pytest.raises(PinLost, match="does not stay: somebody was faster"):
         pin(lakehouse, "src.t", second)
     with pytest.raises(PinLost, match="did not go away: somebody was faster"):
-        unpin(lakehouse, "src.t", first)
+        remove_pin(lakehouse, "src.t", first)
 
 
 def test_a_pin_that_is_taken_away_again_and_again(lakehouse: Lakehouse, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tag that is gone at the next look is made anew; if that never ends, the error says so."""
     snapshot = append(lakehouse)
     commit: Commit = GuardedSqlCatalog.commit_table
-    taken_away = RemoveSnapshotRefUpdate.model_validate({"ref-name": tag_of(snapshot)})
+    taken_away = RemoveSnapshotRefUpdate.model_validate({"ref-name": pin_tag(snapshot)})
     times: float = LOST
 
     def commit_table(self: SqlCatalog, *request: Any) -> CommitTableResponse:
@@ -98,8 +98,8 @@ def test_a_pin_that_is_taken_away_again_and_again(lakehouse: Lakehouse, monkeypa
         return response
 
     monkeypatch.setattr(GuardedSqlCatalog, "commit_table", commit_table)
-    assert pin(lakehouse, "src.t", snapshot) == tag_of(snapshot)
-    assert unpin(lakehouse, "src.t", snapshot)
+    assert pin(lakehouse, "src.t", snapshot) == pin_tag(snapshot)
+    assert remove_pin(lakehouse, "src.t", snapshot)
     times = math.inf
     monkeypatch.setattr("dlac_pipeline.lakehouse.iceberg.snapshots.retrying", partial(retrying, 0.5))
     with pytest.raises(PinLost, match="does not stay: it was there, and was gone"):

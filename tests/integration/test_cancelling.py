@@ -16,7 +16,7 @@ import dagster as dg
 import pytest
 from dagster._core.errors import DagsterUserCodeUnreachableError
 
-from assets.failures import PREEMPTED_TAG, tag_of
+from assets.failures import PREEMPTED_TAG, run_tag
 from assets.heartbeat import beats_of
 from assets.resources import JobResource
 from jobs.definitions import defs
@@ -190,7 +190,7 @@ def test_a_drain_empties_the_machine_although_the_code_server_is_dead(
             drains.join()
     assert [(sorted(left), stayed) for left, stayed in drained] == [(sorted([first, again, late]), {})]
     for run in (found(instance, run_id) for run_id in (first, again, late)):
-        assert (run.status, tag_of(run, PREEMPTED_TAG)) == (dg.DagsterRunStatus.CANCELED, "moved")
+        assert (run.status, run_tag(run, PREEMPTED_TAG)) == (dg.DagsterRunStatus.CANCELED, "moved")
 
 
 def test_a_drain_names_runs_that_stay_and_runs_that_have_not_shown_where_they_start(

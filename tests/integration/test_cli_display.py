@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from dlac_pipeline.lakehouse.ledger.branches import rewind
+from dlac_pipeline.lakehouse.ledger.branches import commit_rewind
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
-from dlac_pipeline.operations.fork import fork
+from dlac_pipeline.operations.fork import fork_run
 from dlac_pipeline.supervise.run_lock import run_lock
 from tests.conftest import wait_until
 from tests.integration.test_cli import DLAC, Command, dlac
@@ -65,8 +65,8 @@ def some_runs(arena: Arena) -> None:
     arena.train(arena.spec("back", **settings), until=9)
     ledger = Ledger(arena.lakehouse)
     target = ledger.restorable("back", 4)["checkpoint_id"]
-    rewind(ledger, "back", nonce="n", checkpoint_id=target, detail={"rewinds": target})
-    fork(arena.lakehouse, arena.spec(LONG, **settings), "whole", step=4)
+    commit_rewind(ledger, "back", nonce="n", checkpoint_id=target, detail={"rewinds": target})
+    fork_run(arena.lakehouse, arena.spec(LONG, **settings), "whole", step=4)
 
 
 def test_commands_fit_narrow_terminals(arena: Arena) -> None:

@@ -16,7 +16,7 @@ from dlac_pipeline.lakehouse.ledger.commits import Attempt, claim, commit_checkp
 from dlac_pipeline.lakehouse.ledger.ledger import Append, Ledger, RunState
 from dlac_pipeline.lakehouse.ledger.recoveries import Recovery, recoveries_of, write_recovery
 from dlac_pipeline.lakehouse.ledger.run_rows import Fence
-from dlac_pipeline.lakehouse.maintenance.upkeep import upkeep
+from dlac_pipeline.lakehouse.maintenance.upkeep import run_upkeep
 
 if TYPE_CHECKING:
     from tests.conftest import Arena
@@ -130,7 +130,7 @@ def test_a_commit_whose_snapshot_has_been_expired_before_anybody_looked(
     def landed_long_ago(commit: Commit, request: Any) -> CommitTableResponse:
         response = commit(*request)
         claim(other, "another", nonce="x", replaces=0, detail={})
-        upkeep(other.lakehouse, keep=1)
+        run_upkeep(other.lakehouse, keep=1)
         with pytest.raises(CommitFailedException):
             commit(*request)
         assert other.lakehouse.own("consumption").snapshot_by_id(snapshot_of(response)) is None

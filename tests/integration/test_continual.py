@@ -13,7 +13,7 @@ from assets.failures import NO_RECOVERY_TAG, PREEMPTED_TAG, RUN_TAG, STEPPED_ASI
 from dlac_pipeline.operations.pending_work import due
 from dlac_pipeline.operations.rewind import rewind_run
 from dlac_pipeline.spec.job_spec import JobSpec
-from dlac_pipeline.supervise.claim import new_nonce, take_over
+from dlac_pipeline.supervise.claim import claim_and_verify, new_nonce
 from dlac_pipeline.supervise.run_lock import run_lock
 from jobs.continual import continual_training_schedule, new_snapshot_sensor, run_config_of
 from jobs.definitions import defs
@@ -77,7 +77,7 @@ def test_a_launch_by_hand_that_lives_is_left_alone_and_stands_for_nothing_once_i
     arena.table()
     spec = following(arena, "by-hand")
     [asked_for] = scheduled(instance)
-    take_over(arena.lakehouse, spec, nonce=new_nonce())
+    claim_and_verify(arena.lakehouse, spec, nonce=new_nonce())
     (Path(spec.checkpoint.local) / spec.run).mkdir(parents=True)
     with run_lock(spec.checkpoint.local, spec.run, wait_s=0.0, takeover=False):
         assert scheduled(instance) == "by-hand: it has no checkpoint yet, but launch by hand (attempt 1) trains it"

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from dlac_pipeline.checkpoint.restore import conversion
-from dlac_pipeline.checkpoint.restore.conversion import converted
+from dlac_pipeline.checkpoint.restore.conversion import convert_checkpoint
 from dlac_pipeline.checkpoint.store import folder_of
 from dlac_pipeline.lakehouse.errors import StoreUnavailable
 from tests.conftest import Arena, wait_until
@@ -72,7 +72,7 @@ def kept(folder: Path) -> list[str]:
 def test_it_is_made_once(folder: Path) -> None:
     """The second time what is there is used."""
     calls: list[Path] = []
-    first, second = (converted(folder, copying(calls)) for _ in range(2))
+    first, second = (convert_checkpoint(folder, copying(calls)) for _ in range(2))
     assert first == second == folder.parent.parent / "converted" / folder.name
     assert len(calls) == 1
     assert (first / "deep" / "state").read_bytes() == b"all"
@@ -82,14 +82,14 @@ def test_it_is_made_once(folder: Path) -> None:
 def test_a_damaged_one_is_made_again(folder: Path, damage: str) -> None:
     """Altered, truncated, missing, or without its record: it is never used."""
     calls: list[Path] = []
-    path = converted(folder, copying(calls)) / "deep" / "state"
+    path = convert_checkpoint(folder, copying(calls)) / "deep" / "state"
     if damage == "unrecorded":
         (path.parents[1] / "conversion.json").unlink()
     elif damage == "missing":
         path.unlink()
     else:
         path.write_bytes(b"ALL" if damage == "altered" else b"")
-    assert converted(folder, copying(calls)) == path.parents[1]
+    assert convert_checkpoint(folder, copying(calls)) == path.parents[1]
     assert path.read_bytes() == b"all"
     assert len(calls) == 2
 
@@ -103,7 +103,7 @@ def test_killed_in_the_middle_it_is_made_again(folder: Path) -> None:
     process.wait()
     (left,) = kept(folder)
     assert left.startswith(".")
-    assert (converted(folder, copying([])) / "deep" / "state").read_bytes() == b"all"
+    assert (convert_checkpoint(folder, copying([])) / "deep" / "state").read_bytes() == b"all"
     assert kept(folder) == [folder.name]
 
 
@@ -111,7 +111,7 @@ def test_of_two_at_the_same_time_one_waits(folder: Path) -> None:
     """One makes it, both use it, and nothing else is left."""
     calls: list[Path] = []
     with ThreadPoolExecutor(2) as pool:
-        first, second = pool.map(lambda _: converted(folder, copying(calls, pause_s=0.3)), range(2))
+        first, second = pool.map(lambda _: convert_checkpoint(folder, copying(calls, pause_s=0.3)), range(2))
     assert first == second
     assert len(calls) == 1
     assert kept(folder) == [folder.name]
@@ -126,7 +126,7 @@ def test_who_is_frozen_in_the_middle_is_not_waited_for(folder: Path, caplog: pyt
     try:
         wait_until(lambda: psutil.Process(frozen.pid).status() == psutil.STATUS_STOPPED, what="half a conversion")
         letting_go.start()
-        made = converted(folder, copying([]), patience_s=0.2)
+        made = convert_checkpoint(folder, copying([]), patience_s=0.2)
         assert f"process {frozen.pid} on" in caplog.text
         (half,) = set(kept(folder)) - {folder.name}
         assert (made.with_name(half) / "part").exists()
@@ -142,10 +142,10 @@ def test_who_is_frozen_in_the_middle_is_not_waited_for(folder: Path, caplog: pyt
 
 def test_what_is_there_needs_no_lock(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Who is frozen is waited for by the first attempt behind it, and not by those that follow."""
-    made = converted(folder, copying([]))
+    made = convert_checkpoint(folder, copying([]))
     with (made.parent / ".lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert converted(folder, copying([]), patience_s=5.0) == made
+        assert convert_checkpoint(folder, copying([]), patience_s=5.0) == made
     assert caplog.text == ""
 
 
@@ -167,10 +167,10 @@ def test_who_gets_on_is_waited_for(folder: Path, monkeypatch: pytest.MonkeyPatch
         copying(calls)(source, target)
 
     with ThreadPoolExecutor(1) as pool:
-        making = pool.submit(converted, folder, slow)
+        making = pool.submit(convert_checkpoint, folder, slow)
         wait_until(lambda: (folder.parent.parent / "converted").exists() and kept(folder) != [], what="a conversion")
         monkeypatch.setattr(conversion, "_sizes", sizes)
-        assert converted(folder, copying(calls), patience_s=0.05) == making.result()
+        assert convert_checkpoint(folder, copying(calls), patience_s=0.05) == making.result()
     assert len(calls) == 1
 
 
@@ -182,7 +182,7 @@ def test_a_failure_leaves_nothing(folder: Path) -> None:
         raise OSError("no space left")
 
     with pytest.raises(StoreUnavailable, match="no space left"):
-        converted(folder, full)
+        convert_checkpoint(folder, full)
     assert kept(folder) == []
 
 
@@ -192,7 +192,7 @@ def test_it_goes_with_its_checkpoint(arena: Arena) -> None:
     arena.train(arena.spec("r", world_size=1, passes=1), until=35)
     folders = {row["step"]: folder_of(row["manifest_uri"]) for row in arena.rows("r", "checkpoint")}
     for each in folders.values():
-        converted(each, copying([]))
+        convert_checkpoint(each, copying([]))
     (folders[10].parent.parent / "converted" / f".{folders[10].name}-dead").mkdir()
     arena.train(arena.spec("r", world_size=1, passes=1, keep_last=1, keep_steps=[30]))
     wait_until(lambda: not folders[10].exists(), what="the removal of the retired")

@@ -28,7 +28,7 @@ from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.lakehouse.ledger.commits import name_checkpoint, names_of
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import HEAD_KINDS
-from dlac_pipeline.operations.fork import fork
+from dlac_pipeline.operations.fork import fork_run
 from dlac_pipeline.operations.rewind import rewind_run
 from dlac_pipeline.spec.job_spec import JobSpec
 from tests.conftest import Arena, wait_until
@@ -77,7 +77,7 @@ def test_a_fork_has_the_model_and_has_seen_what_its_ancestors_have(arena: Arena)
     weights = weights_at_start(arena, arena.spec("a2", world_size=1))  # made by the same seed; nothing changes it
     settings: dict[str, Any] = {"world_size": 1, "passes": 1, "every_steps": 3}
     second = arena.spec("b", table="src.u", seed=4, **settings)
-    forked = fork(arena.lakehouse, second, "a", step=10)
+    forked = fork_run(arena.lakehouse, second, "a", step=10)
     origin = checkpoint_at(arena, "a", 10)
     assert (forked.parent_checkpoint, forked.parent_step) == (origin["checkpoint_id"], 10)
     (root,) = arena.lineage("b")
@@ -91,7 +91,7 @@ def test_a_fork_has_the_model_and_has_seen_what_its_ancestors_have(arena: Arena)
     third = third.model_copy(
         update={"checkpoint": third.checkpoint.model_copy(update={"store": second.checkpoint.store})}
     )
-    fork(arena.lakehouse, third, "b", step=3)
+    fork_run(arena.lakehouse, third, "b", step=3)
     copied = folder_of(checkpoint_at(arena, "c", 0)["manifest_uri"]) / "torch-state.pt"
     assert copied.stat().st_nlink == 1, "the store's copy behind another local folder"
     arena.train(third)
@@ -144,7 +144,7 @@ def test_rewound_fork_counts_ancestors(arena: Arena) -> None:
     settings: dict[str, Any] = {"world_size": 1, "passes": 1, "every_steps": 3}
     before = arena.train(arena.spec("a", **settings), until=7)
     spec = arena.spec("b", seed=4, **settings)
-    fork(arena.lakehouse, spec, "a", step=6)
+    fork_run(arena.lakehouse, spec, "a", step=6)
     after = arena.train(spec, until=7)
     seen = {row for step, rows in before.items() if step <= 6 for row in rows}
     seen |= {row for step, rows in after.items() if step <= 3 for row in rows}
@@ -163,7 +163,7 @@ def test_forks_that_cannot_be_are_refused(arena: Arena) -> None:
 
     def refused(error: type[Exception], said: str, spec: JobSpec, parent: str, **which: Any) -> None:
         with pytest.raises(error, match=said):
-            fork(arena.lakehouse, spec, parent, **which)
+            fork_run(arena.lakehouse, spec, parent, **which)
         assert arena.rows("a", "checkpoint", "claim", "retire") == [
             row for row in before if row["kind"] in ("checkpoint", "claim", "retire")
         ]
@@ -209,7 +209,7 @@ def test_a_killed_fork_can_be_done_again(arena: Arena) -> None:
     assert names(arena, "a") == []
     name_checkpoint(Ledger(arena.lakehouse), "a", "fork:b:1234")  # as if it had been killed right behind its commit
     with pytest.raises(SpecInvalid, match="choose another name"):
-        fork(arena.lakehouse, spec, "a", step=20)
+        fork_run(arena.lakehouse, spec, "a", step=20)
     assert names(arena, "a") == []
     arena.train(spec)
     assert audit_run(arena.lakehouse, "b").exact
@@ -250,7 +250,7 @@ def test_a_fork_that_fails_lets_go_of_its_own_hold_only(arena: Arena) -> None:
         endings[number] = None
         spec = arena.spec("b", world_size=1, passes=1, local=str(arena.home / f"host{number}"))
         try:
-            fork(connect(arena.lakehouse.config), spec, "a", step=10, files=files)
+            fork_run(connect(arena.lakehouse.config), spec, "a", step=10, files=files)
         except BaseException as err:  # told by the test
             endings[number] = err
 
@@ -282,7 +282,7 @@ def test_a_run_is_forked_while_it_trains(arena: Arena) -> None:
 
     def copy() -> None:
         try:
-            fork(connect(arena.lakehouse.config), new, "a", step=10, files=slow)
+            fork_run(connect(arena.lakehouse.config), new, "a", step=10, files=slow)
         except BaseException as err:  # told by the test
             failures.append(err)
 

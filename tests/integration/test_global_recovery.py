@@ -13,7 +13,7 @@ from dagster._core.test_utils import in_process_test_workspace
 from dagster._core.types.loadable_target_origin import LoadableTargetOrigin
 from dagster_shared.record import copy
 
-from assets.failures import NO_RECOVERY_TAG, OUTAGE_TAG, PREEMPTED_TAG, RUN_TAG, own_value, tag_of
+from assets.failures import NO_RECOVERY_TAG, OUTAGE_TAG, PREEMPTED_TAG, RUN_TAG, own_value, run_tag
 from assets.heartbeat import Heartbeat
 from assets.training import POOL, model_checkpoint
 from dlac_pipeline.lakehouse.errors import SteppedAside
@@ -219,11 +219,11 @@ def test_a_re_executed_run_is_judged_by_what_it_did_itself(
         root_run_id=before.run_id,
     )
     assert isinstance(asked(instance, again), dg.RunRequest)
-    assert not tag_of(again, PREEMPTED_TAG)
+    assert not run_tag(again, PREEMPTED_TAG)
     instance.add_run_tags(again.run_id, {NO_RECOVERY_TAG: own_value(again, "Fenced")})
     now = instance.get_run_by_id(again.run_id)
     assert now is not None
-    assert tag_of(now, NO_RECOVERY_TAG) == "Fenced"
+    assert run_tag(now, NO_RECOVERY_TAG) == "Fenced"
     skipped = asked(instance, now)
     assert isinstance(skipped, dg.SkipReason)
     assert "ended with Fenced" in str(skipped.skip_message)

@@ -10,7 +10,7 @@ import pytest
 from dlac_pipeline.lakehouse.config import KEEP_SNAPSHOTS
 from dlac_pipeline.lakehouse.errors import Fenced, HeadMoved, NoSuchCheckpoint, RowsBetween, RunFinished, SteppedAside
 from dlac_pipeline.lakehouse.iceberg.connect import connect
-from dlac_pipeline.lakehouse.ledger.branches import rewind
+from dlac_pipeline.lakehouse.ledger.branches import commit_rewind
 from dlac_pipeline.lakehouse.ledger.commits import (
     Attempt,
     claim,
@@ -258,7 +258,7 @@ def test_quarantined_checkpoint_is_not_restorable(arena: Arena) -> None:
     with pytest.raises(NoSuchCheckpoint, match=r"'b' that is kept, found \['a'\]"):
         ledger.restorable(RUN, checkpoint_id="b")
     with pytest.raises(NoSuchCheckpoint, match="'b'"):
-        rewind(ledger, RUN, nonce="n2", checkpoint_id="b", detail={})
+        commit_rewind(ledger, RUN, nonce="n2", checkpoint_id="b", detail={})
     with pytest.raises(NoSuchCheckpoint, match="'b'"):
         name_checkpoint(ledger, RUN, "best", checkpoint_id="b")
 

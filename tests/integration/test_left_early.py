@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import dagster as dg
 import pytest
 
-from assets.failures import NO_RECOVERY_TAG, tag_of
+from assets.failures import NO_RECOVERY_TAG, run_tag
 from assets.training import model_checkpoint
 from dlac_pipeline.lakehouse.errors import LeftUnfinished, ScriptInvalid
 from dlac_pipeline.supervise.supervisor import Supervisor
@@ -113,5 +113,5 @@ def test_dagster_shows_no_model_of_a_run_that_was_left(arena: Arena, tmp_path: P
         assert model_checkpoint.key not in {each.asset_key for each in done.get_asset_materialization_events()}
         run = instance.get_run_by_id(done.run_id)
         assert run is not None
-        assert tag_of(run, NO_RECOVERY_TAG) == "LeftUnfinished"
+        assert run_tag(run, NO_RECOVERY_TAG) == "LeftUnfinished"
     assert arena.lineage("r")[-1]["step"] == 15

@@ -19,7 +19,7 @@ from dlac_pipeline.plan.legs.choice import first_leg
 from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.plan.planner import make_plan
 from dlac_pipeline.spec.job_spec import JobSpec
-from dlac_pipeline.supervise.claim import new_nonce, take_over
+from dlac_pipeline.supervise.claim import claim_and_verify, new_nonce
 from tests.conftest import source_rows
 
 if TYPE_CHECKING:
@@ -229,7 +229,7 @@ def test_a_checkpoint_committed_between_look_and_claim_keeps_its_leg(
 
     monkeypatch.setattr("dlac_pipeline.supervise.claim.claim", late_claim)
     with pytest.raises(ResumeMismatch, match="seed: committed 3, asked for 99"):
-        take_over(arena.lakehouse, other, nonce=new_nonce())
+        claim_and_verify(arena.lakehouse, other, nonce=new_nonce())
 
 
 def test_a_later_snapshot_is_read_from_the_next_pass_on(arena: Arena) -> None:

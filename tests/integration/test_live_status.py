@@ -7,11 +7,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dlac_pipeline.lakehouse.ledger.branches import rewind
+from dlac_pipeline.lakehouse.ledger.branches import commit_rewind
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.operations.live_status import LiveStatus
 from dlac_pipeline.operations.status import run_status
-from dlac_pipeline.supervise.claim import take_over
+from dlac_pipeline.supervise.claim import claim_and_verify
 from dlac_pipeline.supervise.liveness.progress import Phase, ProgressWriter, Spent
 from dlac_pipeline.supervise.run_lock import run_lock
 
@@ -40,7 +40,7 @@ def test_a_status_that_follows_a_run_says_what_a_new_one_says(arena: Arena) -> N
     arena.train(spec, until=12)
     assert agree(status)["step"] == 10
     target = ledger.restorable("r", 5)["checkpoint_id"]
-    rewind(ledger, "r", nonce="n", checkpoint_id=target, detail={})
+    commit_rewind(ledger, "r", nonce="n", checkpoint_id=target, detail={})
     assert agree(status)["step"] == 5
     arena.train(spec)
     assert (agree(status)["state"], status.finished) == ("finished", True)
@@ -116,5 +116,5 @@ def claimed_again(arena: Arena, folder: Path) -> Iterator[Path]:
     spec = arena.spec("r", world_size=1, passes=2, every_steps=5)
     arena.train(spec, until=7)
     with run_lock(spec.checkpoint.local, "r", wait_s=0, takeover=False):
-        take_over(arena.lakehouse, spec, nonce="n", launch_folder=str(folder))
+        claim_and_verify(arena.lakehouse, spec, nonce="n", launch_folder=str(folder))
         yield folder

@@ -20,7 +20,7 @@ from dlac_pipeline.lakehouse.errors import CatalogUnreachable
 from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.lakehouse.ledger.commits import claim
 from dlac_pipeline.lakehouse.ledger.ledger import Append, Ledger
-from dlac_pipeline.lakehouse.maintenance.upkeep import upkeep
+from dlac_pipeline.lakehouse.maintenance.upkeep import run_upkeep
 from dlac_pipeline.plan.legs.choice import first_leg
 from dlac_pipeline.plan.planner import make_plan
 from dlac_pipeline.read.open import open_leg
@@ -93,7 +93,7 @@ def test_a_run_is_killed_resumed_and_audited(
     report = audit_run(connect(spec.lakehouse), "remote")
     assert report.exact
     assert store.requests("PUT", "/dlac/consumption/") > 4
-    done = {each.table: each for each in upkeep(connect(spec.lakehouse), keep=1)}
+    done = {each.table: each for each in run_upkeep(connect(spec.lakehouse), keep=1)}
     assert done["consumption"].removed_files > 3
     assert store.requests("DELETE", "/dlac/consumption/") >= done["consumption"].removed_files
     assert audit_run(connect(spec.lakehouse), "remote").exact

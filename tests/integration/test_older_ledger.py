@@ -29,7 +29,7 @@ from dlac_pipeline.lakehouse.ledger import older_ledger
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.older_ledger import WarehouseReader, check_warehouse, commit_marked, newer_in_store
 from dlac_pipeline.lakehouse.ledger.run_rows import Row, checkpoint_rows
-from dlac_pipeline.lakehouse.maintenance.upkeep import upkeep
+from dlac_pipeline.lakehouse.maintenance.upkeep import run_upkeep
 from dlac_pipeline.operations.rewind import rewind_run
 from dlac_pipeline.operations.status import run_status
 from tests.conftest import Arena, wait_until
@@ -85,7 +85,7 @@ def check_refused(arena: Arena, spec: JobSpec) -> None:
         lambda: run_status(arena.lakehouse, "r"),
         lambda: audit_run(arena.lakehouse, "r"),
         lambda: rewind_run(arena.lakehouse, "r", nonce="n", step=10),
-        lambda: upkeep(arena.lakehouse),
+        lambda: run_upkeep(arena.lakehouse),
     ):
         with pytest.raises(LedgerOlderThanStore, match=r"older backup; nothing was deleted.*restore the newest"):
             in_new_process(arena, refused)
@@ -129,7 +129,7 @@ def test_restored_store_and_warehouse_work(arena: Arena) -> None:
     reconnect(arena)
     arena.train(spec)
     assert audit_run(arena.lakehouse, "r").exact
-    upkeep(arena.lakehouse)
+    run_upkeep(arena.lakehouse)
 
 
 def test_warehouse_restored_without_store(arena: Arena) -> None:
@@ -166,7 +166,7 @@ def test_lost_claims_are_no_loss(arena: Arena) -> None:
     assert run_status(arena.lakehouse, "r")["step"] == 10
     arena.train(spec)
     assert audit_run(arena.lakehouse, "r").exact
-    upkeep(arena.lakehouse)
+    run_upkeep(arena.lakehouse)
 
 
 @pytest.mark.parametrize("backup_at", ["before the run", "before the ledger"])

@@ -23,7 +23,7 @@ from dlac_pipeline.checkpoint.listing import list_checkpoints
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.lakehouse.ledger.commits import claim
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
-from dlac_pipeline.supervise.liveness.other_launch import signs_of
+from dlac_pipeline.supervise.liveness.other_launch import liveness_of
 from dlac_pipeline.supervise.run_lock import lock_path, run_lock
 from jobs.definitions import defs
 from jobs.lost import lost_run_sensor
@@ -143,12 +143,12 @@ def test_a_run_is_not_recovered_from_a_launch_by_hand_that_is_alive(
     dead = dagster_run(instance, spec, dg.DagsterRunStatus.FAILURE)
     log = dg.get_dagster_logger()
     with run_lock(spec.checkpoint.local, spec.run, wait_s=0.0, takeover=False):
-        assert signs_of(arena.rows(spec.run), 1).held
+        assert liveness_of(arena.rows(spec.run), 1).held
         skipped = recovery_of(instance, dead, noticed_by="test", log=log)
         assert isinstance(skipped, dg.SkipReason)
         assert "launch by hand (attempt 1)" in str(skipped.skip_message)
     assert lock_path(spec.checkpoint.local, spec.run).read_text() == str(os.getpid())
-    assert not signs_of(arena.rows(spec.run), 1).held
+    assert not liveness_of(arena.rows(spec.run), 1).held
     request = recovery_of(instance, dead, noticed_by="test", log=log)
     assert isinstance(request, dg.RunRequest)
     again = recovery_of(instance, dead, noticed_by="test", log=log)

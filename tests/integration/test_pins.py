@@ -16,9 +16,9 @@ from pyiceberg.io.pyarrow import schema_to_pyarrow
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.errors import CatalogUnreachable, NoSuchSnapshot, NoSuchTable, PinLost, SpecInvalid
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
-from dlac_pipeline.lakehouse.iceberg.pins import hold, let_go, list_pins, pins_table, unpin
+from dlac_pipeline.lakehouse.iceberg.pins import hold, let_go, list_pins, pins_table, remove_pin
 from dlac_pipeline.lakehouse.iceberg.safe_commit import GuardedSqlCatalog
-from dlac_pipeline.lakehouse.iceberg.snapshots import is_pinned, pin, tag_of
+from dlac_pipeline.lakehouse.iceberg.snapshots import is_pinned, pin, pin_tag
 from dlac_pipeline.lakehouse.ledger.plans import PlanRow
 from dlac_pipeline.lakehouse.ledger.schemas import CONSUMPTION, PLANS
 
@@ -112,7 +112,7 @@ def test_a_pin_says_what_it_is_for(lakehouse: Lakehouse) -> None:
     ledger(lakehouse, "busy", *leg(source("p1")))
     ledger(lakehouse, "done", *leg(source("p2")), {"kind": "finish"})
     [found] = list_pins(lakehouse, "src.t")
-    assert (found.table, found.snapshot_id, found.tag) == ("src.t", snapshot, tag_of(snapshot))
+    assert (found.table, found.snapshot_id, found.tag) == ("src.t", snapshot, pin_tag(snapshot))
     assert found.plan_ids == ("p1", "p2")
     assert [(use.run, use.finished, use.needed) for use in found.uses] == [("busy", False, True), ("done", True, False)]
     assert found.needed_by == ("busy",)
@@ -184,7 +184,7 @@ def test_a_renamed_table_is_the_same(lakehouse: Lakehouse) -> None:
     [found] = list_pins(lakehouse, "src.renamed")
     assert (found.needed_by, found.plan_ids) == (("busy",), ("p1",))
     with pytest.raises(SpecInvalid, match="busy"):
-        unpin(lakehouse, "src.renamed", snapshot)
+        remove_pin(lakehouse, "src.renamed", snapshot)
 
 
 def test_a_run_lets_go_of_what_no_run_needs(lakehouse: Lakehouse) -> None:
@@ -235,7 +235,7 @@ def test_what_a_pin_holds_back(lakehouse: Lakehouse) -> None:
     table.delete("k > 0")
     pins = list_pins(lakehouse, "src.t")
     assert [one.held_files for one in pins] == [0, 1]
-    unpin(lakehouse, "src.t", first)
+    remove_pin(lakehouse, "src.t", first)
     [left] = list_pins(lakehouse, "src.t")
     assert (left.held_files, left.held_bytes) == (2, sum(sizes.values()))
 
@@ -261,22 +261,22 @@ def test_unpinning_is_refused_while_a_run_needs_it(lakehouse: Lakehouse) -> None
     plan(lakehouse, snapshot, "p1")
     ledger(lakehouse, "busy", *leg(source("p1")))
     with pytest.raises(SpecInvalid, match=r"found \['busy'\]"):
-        unpin(lakehouse, "src.t", snapshot)
+        remove_pin(lakehouse, "src.t", snapshot)
     ledger(lakehouse, "busy", {"kind": "finish"})
-    assert unpin(lakehouse, "src.t", snapshot)
-    assert not unpin(lakehouse, "src.t", snapshot)
+    assert remove_pin(lakehouse, "src.t", snapshot)
+    assert not remove_pin(lakehouse, "src.t", snapshot)
     plan(lakehouse, snapshot, "p1")
     ledger(lakehouse, "next", *leg(source("p1")))
-    assert unpin(lakehouse, "src.t", snapshot, force=True)
+    assert remove_pin(lakehouse, "src.t", snapshot, force=True)
     assert lakehouse.load("src.t").refs().keys() == {"main"}
 
 
 def test_a_tag_that_was_moved_is_not_removed(lakehouse: Lakehouse) -> None:
     """A pin's tag that names another snapshot is somebody else's doing, and stays."""
     first, second = append(lakehouse), append(lakehouse)
-    lakehouse.load("src.t").manage_snapshots().create_tag(second, tag_of(first)).commit()
+    lakehouse.load("src.t").manage_snapshots().create_tag(second, pin_tag(first)).commit()
     with pytest.raises(PinLost, match="somebody moved it"):
-        unpin(lakehouse, "src.t", first)
+        remove_pin(lakehouse, "src.t", first)
 
 
 def test_a_pin_survives_expiry_and_its_end_frees_the_snapshot(lakehouse: Lakehouse) -> None:
@@ -287,7 +287,7 @@ def test_a_pin_survives_expiry_and_its_end_frees_the_snapshot(lakehouse: Lakehou
     expire = lakehouse.load("src.t").maintenance.expire_snapshots().older_than(datetime(2100, 1, 1))
     expire.commit()
     assert lakehouse.load("src.t").snapshot_by_id(snapshot) is not None
-    unpin(lakehouse, "src.t", snapshot)
+    remove_pin(lakehouse, "src.t", snapshot)
     lakehouse.load("src.t").maintenance.expire_snapshots().older_than(datetime(2100, 1, 1)).commit()
     assert lakehouse.load("src.t").snapshot_by_id(snapshot) is None
 
@@ -299,7 +299,7 @@ def test_holding_without_a_tag(lakehouse: Lakehouse) -> None:
     assert lakehouse.load("src.t").refs().keys() == {"main"}
     with pytest.raises(NoSuchSnapshot):
         hold(lakehouse, "src.t", 1, "none")
-    assert hold(lakehouse, "src.t", snapshot, "tag") == tag_of(snapshot)
+    assert hold(lakehouse, "src.t", snapshot, "tag") == pin_tag(snapshot)
 
 
 @pytest.mark.parametrize("refusal", [ForbiddenError("no"), UnauthorizedError("no"), PermissionError(13, "no")])
@@ -351,9 +351,9 @@ def test_pin_that_vanishes_is_set_again(lakehouse: Lakehouse, monkeypatch: pytes
         answer = real(*request)
         tagged.append(answer)
         if len(tagged) == 1:
-            lakehouse.load("src.t").manage_snapshots().remove_tag(tag_of(snapshot)).commit()
+            lakehouse.load("src.t").manage_snapshots().remove_tag(pin_tag(snapshot)).commit()
         return answer
 
     monkeypatch.setattr(lakehouse.catalog, "commit_table", commit_table)
-    assert pin(lakehouse, "src.t", snapshot) == tag_of(snapshot)
+    assert pin(lakehouse, "src.t", snapshot) == pin_tag(snapshot)
     assert is_pinned(lakehouse.load("src.t"), "src.t", snapshot)

@@ -27,7 +27,7 @@ from dlac_pipeline.lakehouse.errors import (
     UnsupportedColumn,
 )
 from dlac_pipeline.lakehouse.iceberg.connect import connect
-from dlac_pipeline.lakehouse.iceberg.snapshots import pin, tag_of
+from dlac_pipeline.lakehouse.iceberg.snapshots import pin, pin_tag
 from dlac_pipeline.lakehouse.ledger import plans
 from dlac_pipeline.plan.legs.choice import check_readable
 from dlac_pipeline.plan.planner import load_plan, make_plan
@@ -160,7 +160,7 @@ def test_a_pin_that_names_another_snapshot_is_noticed(arena: Arena) -> None:
     table = arena.lakehouse.load("src.t")
     first, second = (snapshot.snapshot_id for snapshot in table.snapshots())
     plan = make_plan(arena.lakehouse, source(snapshot_id=second))
-    arena.lakehouse.load("src.t").manage_snapshots().create_tag(first, tag_of(second)).commit()
+    arena.lakehouse.load("src.t").manage_snapshots().create_tag(first, pin_tag(second)).commit()
     with pytest.raises(PinLost, match=str(first)):
         load_plan(arena.lakehouse, plan.row.plan_id)
     with pytest.raises(PinLost, match=str(first)):

@@ -19,7 +19,7 @@ from dlac_pipeline.lakehouse.errors import SteppedAside
 from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.lakehouse.ledger.commits import claim, name_checkpoint
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
-from dlac_pipeline.lakehouse.maintenance.upkeep import upkeep
+from dlac_pipeline.lakehouse.maintenance.upkeep import run_upkeep
 from tests.conftest import PROGRAMS, Arena, wait_until
 from tests.ports import own_port
 
@@ -82,7 +82,7 @@ def test_a_run_dies_and_goes_on_behind_a_rest_catalog(served: Arena) -> None:
     assert repeated == {21, 22, 23, 24}
     assert all(before[step] == behind[step] for step in repeated)
     assert audit_run(served.lakehouse, "rested").exact
-    upkeep(served.lakehouse)
+    run_upkeep(served.lakehouse)
     assert audit_run(served.lakehouse, "rested").exact
 
 

@@ -29,8 +29,8 @@ from dlac_pipeline.lakehouse.errors import (
 from dlac_pipeline.lakehouse.ledger.run_rows import Row
 from dlac_pipeline.operations.rewind import rewind_run
 from dlac_pipeline.spec.job_spec import JobSpec
-from dlac_pipeline.supervise.choose_leg import Wish
-from dlac_pipeline.supervise.claim import new_nonce, take_over
+from dlac_pipeline.supervise.choose_leg import ResumeOptions
+from dlac_pipeline.supervise.claim import claim_and_verify, new_nonce
 from tests.conftest import source_rows
 
 if TYPE_CHECKING:
@@ -181,11 +181,11 @@ def test_a_recovery_before_the_first_checkpoint_keeps_the_plan_of_the_attempt_it
     """The source grew since: the run goes on with the snapshot that its first attempt was claimed for."""
     arena.table(appends=(100, 100))
     spec = arena.spec("early", world_size=1)
-    first = take_over(arena.lakehouse, spec, nonce=new_nonce())
+    first = claim_and_verify(arena.lakehouse, spec, nonce=new_nonce())
     arena.lakehouse.load("src.t").append(source_rows(200, 100))
-    second = take_over(arena.lakehouse, spec, nonce=new_nonce(), replaces=first.attempt)
+    second = claim_and_verify(arena.lakehouse, spec, nonce=new_nonce(), replaces=first.attempt)
     assert second.leg == first.leg
-    afresh = take_over(arena.lakehouse, spec, nonce=new_nonce())
+    afresh = claim_and_verify(arena.lakehouse, spec, nonce=new_nonce())
     assert json.loads(afresh.leg)["sources"] != json.loads(first.leg)["sources"]
 
 
@@ -282,11 +282,11 @@ def test_another_number_of_sources_or_plans_is_named_before_anything_is_claimed(
     launch = spec.launch.model_copy(update={"new_leg": True})
     two = spec.model_copy(update={"mixture": [source], "launch": launch})
     with pytest.raises(ResumeMismatch, match=r"expected 1 sources, as leg 0 of run 'r1' binds, found 2"):
-        take_over(arena.lakehouse, two, nonce="n")
+        claim_and_verify(arena.lakehouse, two, nonce="n")
     with pytest.raises(ResumeMismatch, match="found 2 in the job spec"):
         rewind_run(arena.lakehouse, "r1", nonce="n", step=5, exclude=["row_id < 3"], spec=two)
     with pytest.raises(SpecInvalid, match=r"a plan for each of the 1 sources of run 'r1', found 2"):
-        take_over(arena.lakehouse, spec, nonce="n", wish=Wish(plan_ids=("a", "b")))
+        claim_and_verify(arena.lakehouse, spec, nonce="n", wish=ResumeOptions(plan_ids=("a", "b")))
     assert [row["attempt"] for row in arena.rows("r1", "claim")] == [1]
 
 

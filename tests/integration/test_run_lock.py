@@ -12,7 +12,7 @@ from tenacity import RetryCallState
 
 from dlac_pipeline.lakehouse import retrying
 from dlac_pipeline.lakehouse.errors import RunBusy, SteppedAside, StoreUnavailable
-from dlac_pipeline.supervise.claim import new_nonce, take_over
+from dlac_pipeline.supervise.claim import claim_and_verify, new_nonce
 from dlac_pipeline.supervise.run_lock import run_lock
 from dlac_pipeline.supervise.supervisor import Outcome, Supervisor
 
@@ -83,8 +83,8 @@ def test_a_second_takeover_of_the_same_attempt_steps_aside_before_it_touches_the
     """`replaces` names an attempt that is not current any more: refused before waiting, claiming or replacing a lock."""
     arena.table(appends=(200,))
     spec = arena.spec("twice", world_size=1)
-    take_over(arena.lakehouse, spec, nonce=new_nonce())
-    take_over(arena.lakehouse, spec, nonce=new_nonce(), replaces=1)
+    claim_and_verify(arena.lakehouse, spec, nonce=new_nonce())
+    claim_and_verify(arena.lakehouse, spec, nonce=new_nonce(), replaces=1)
     with pytest.raises(SteppedAside):
         Supervisor(spec, takeover=True, replaces=1).run()
     assert not list((arena.home / "checkpoints" / "twice").glob("launch*"))
@@ -95,8 +95,8 @@ def test_what_a_dead_run_claims_late_is_replaced_and_what_another_claims_is_not(
     """Its machine had been stopped when it was given up, and went on then: nobody would recover the run a second time."""
     arena.table(appends=(64,))
     spec = arena.spec("late", world_size=1, passes=1)
-    take_over(arena.lakehouse, spec, nonce=new_nonce(), launched_by="dead")
-    take_over(arena.lakehouse, spec, nonce=new_nonce(), replaces=1, launched_by=claimant)
+    claim_and_verify(arena.lakehouse, spec, nonce=new_nonce(), launched_by="dead")
+    claim_and_verify(arena.lakehouse, spec, nonce=new_nonce(), replaces=1, launched_by=claimant)
     recovery = Supervisor(spec, takeover=True, replaces=1, recovers="dead", launched_by="recovery")
     if claimant == "dead":
         assert recovery.run().ending == "finished"
@@ -114,7 +114,7 @@ def test_who_is_told_to_stop_while_its_claim_finds_no_answer_has_stopped(
     database = arena.home / "catalog.db"
     impatient = arena.lakehouse.config.model_copy(update={"uri": f"sqlite:///{database}?timeout=0.1"})
     spec = arena.spec("told", world_size=1, passes=1).model_copy(update={"lakehouse": impatient})
-    take_over(arena.lakehouse, spec, nonce=new_nonce())
+    claim_and_verify(arena.lakehouse, spec, nonce=new_nonce())
     recovery = Supervisor(spec, takeover=True, replaces=1)
     refused: list[str] = []
 

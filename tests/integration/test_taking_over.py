@@ -15,7 +15,7 @@ from dlac_pipeline.lakehouse.errors import CatalogUnreachable, Fenced, ResumeMis
 from dlac_pipeline.lakehouse.ledger.commits import claim
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.operations.rewind import rewind_run
-from dlac_pipeline.supervise.claim import ResumePoint, new_nonce, take_over
+from dlac_pipeline.supervise.claim import ResumePoint, claim_and_verify, new_nonce
 from dlac_pipeline.supervise.supervisor import Supervisor
 
 if TYPE_CHECKING:
@@ -31,15 +31,15 @@ def test_a_claim_that_is_tried_again_fences_nobody_who_claimed_in_between(arena:
     """A recovery that names no attempt waits for a catalog that is away, before its claim or behind it."""
     arena.table(appends=(64,))
     spec = arena.spec("r", world_size=1, passes=1)
-    take_over(arena.lakehouse, spec, nonce=new_nonce())
+    claim_and_verify(arena.lakehouse, spec, nonce=new_nonce())
     tries = iter(("away", "back"))
 
     def away(*given: Any, **how: Any) -> ResumePoint:
         if next(tries) == "back":
-            return take_over(*given, **how)
+            return claim_and_verify(*given, **how)
         if landed:
-            take_over(*given, **how)
-        take_over(arena.lakehouse, spec, nonce="another")
+            claim_and_verify(*given, **how)
+        claim_and_verify(arena.lakehouse, spec, nonce="another")
         raise CatalogUnreachable("away for a moment")
 
     arena.monkeypatch.setattr("dlac_pipeline.supervise.attempt.take_over", away)
@@ -63,7 +63,7 @@ def test_a_leg_is_checked_under_the_claim_where_the_head_only_looked_damaged(are
 
     def taken(spec: Any) -> ResumePoint:
         manifest.write_bytes(whole[:-1])
-        return take_over(arena.lakehouse, spec, nonce=new_nonce())
+        return claim_and_verify(arena.lakehouse, spec, nonce=new_nonce())
 
     arena.monkeypatch.setattr("dlac_pipeline.supervise.claim.claim", mended)
     point = taken(spec)

@@ -26,9 +26,9 @@ from dlac_pipeline.checkpoint.store import tiers_of
 from dlac_pipeline.lakehouse.errors import CheckpointDamaged, StoreUnavailable
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.operations import initial_checkpoint
-from dlac_pipeline.operations.fork import fork
+from dlac_pipeline.operations.fork import fork_run
 from dlac_pipeline.spec.job_spec import JobSpec
-from dlac_pipeline.supervise.claim import take_over
+from dlac_pipeline.supervise.claim import claim_and_verify
 from tests.conftest import Arena, wait_until
 from tests.integration.test_cli import dlac
 
@@ -307,14 +307,14 @@ def test_a_store_that_is_unmounted_while_it_forks_begins_no_run(
     def unmounted(*args: Any, **rest: Any) -> Any:
         other.rename(arena.home / "mounted")
         other.mkdir()
-        return take_over(*args, **rest)
+        return claim_and_verify(*args, **rest)
 
     with monkeypatch.context() as patched:
-        patched.setattr(initial_checkpoint, "take_over", unmounted)
+        patched.setattr(initial_checkpoint, "claim_and_verify", unmounted)
         with pytest.raises(StoreUnavailable, match="mount it again"):
-            fork(arena.lakehouse, child, "r1")
+            fork_run(arena.lakehouse, child, "r1")
     assert list(other.iterdir()) == []
     assert arena.rows("r2", "checkpoint") == []
     other.rmdir()
     (arena.home / "mounted").rename(other)
-    assert fork(arena.lakehouse, child, "r1").parent_step == 15
+    assert fork_run(arena.lakehouse, child, "r1").parent_step == 15

@@ -24,7 +24,7 @@ from dlac_pipeline.lakehouse.ledger.schemas import TABLES
 from dlac_pipeline.lakehouse.maintenance.compaction import MIN_FILES, compact
 from dlac_pipeline.lakehouse.maintenance.expiry import expire
 from dlac_pipeline.lakehouse.maintenance.orphans import remove_orphans
-from dlac_pipeline.lakehouse.maintenance.upkeep import upkeep
+from dlac_pipeline.lakehouse.maintenance.upkeep import run_upkeep
 from dlac_pipeline.lakehouse.retrying import retrying
 from jobs.definitions import defs
 
@@ -121,7 +121,7 @@ def test_what_a_tag_names_is_not_expired_and_holds_nothing_else_back(ledger: Led
     left = ledger.lakehouse.own("consumption")
     assert tagged in {snapshot.snapshot_id for snapshot in left.snapshots()}
     assert len(left.snapshots()) == 4
-    upkeep(ledger.lakehouse, keep=1)
+    run_upkeep(ledger.lakehouse, keep=1)
     assert ledger.lakehouse.own("consumption").refs()["keep-me"].snapshot_id == tagged
     check_readable(ledger.lakehouse)
 
@@ -196,7 +196,7 @@ def test_a_compaction_that_loses_to_a_commit_reads_again(ledger: Ledger, monkeyp
 def test_two_compactions_at_once(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
     """The slower one finds nothing to merge, and no row is there twice."""
     rows = rows_of(ledger)
-    before_first_commit(monkeypatch, lambda: upkeep(connect(ledger.lakehouse.config), keep=1))
+    before_first_commit(monkeypatch, lambda: run_upkeep(connect(ledger.lakehouse.config), keep=1))
     assert compact(ledger.lakehouse).files == 0
     assert rows_of(ledger) == rows
     check_readable(ledger.lakehouse)
@@ -236,7 +236,7 @@ def test_a_sweep_in_the_middle_of_a_commit(ledger: Ledger, monkeypatch: pytest.M
 def test_a_commit_built_on_what_upkeep_has_removed_is_repeated(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
     """The table object that a slow commit read is so old that its manifests are gone: it reads again."""
     stale = ledger.lakehouse.own("consumption")
-    upkeep(ledger.lakehouse, keep=1)
+    run_upkeep(ledger.lakehouse, keep=1)
     real = Lakehouse.own
     given: list[str] = []
 
@@ -252,7 +252,7 @@ def test_a_commit_built_on_what_upkeep_has_removed_is_repeated(ledger: Ledger, m
     for step in (STEPS + 2, STEPS + 3):
         checkpoint(ledger, step)
     monkeypatch.undo()
-    upkeep(ledger.lakehouse, keep=1)
+    run_upkeep(ledger.lakehouse, keep=1)
     monkeypatch.setattr(Lakehouse, "own", own)
     given.clear()
     assert len(ledger.rows(RUN, kinds=("checkpoint",))) == STEPS + 3
@@ -291,7 +291,7 @@ def test_upkeep_of_all_tables_leaves_source_tables_alone(ledger: Ledger, arena: 
     table = arena.table(appends=(10,) * 25)
     snapshots = [snapshot.snapshot_id for snapshot in table.snapshots()]
     files = {path for path in (arena.home / "warehouse" / "src").rglob("*") if path.is_file()}
-    done = {each.table: each for each in upkeep(ledger.lakehouse, keep=2)}
+    done = {each.table: each for each in run_upkeep(ledger.lakehouse, keep=2)}
     assert done.keys() == TABLES.keys()
     assert (done["consumption"].merged_files, done["consumption"].into_files) == (STEPS + 1, 1)
     assert not any(each.busy for each in done.values())
@@ -307,7 +307,7 @@ def test_a_table_that_is_always_busy_is_left_for_the_next_time(ledger: Ledger, m
 
     monkeypatch.setattr(SqlCatalog, "commit_table", refused)
     monkeypatch.setattr("dlac_pipeline.lakehouse.maintenance.compaction.retrying", partial(retrying, 0.5))
-    (busy,) = [each for each in upkeep(ledger.lakehouse) if each.busy]
+    (busy,) = [each for each in run_upkeep(ledger.lakehouse) if each.busy]
     assert (busy.table, busy.merged_files) == ("consumption", 0)
     monkeypatch.undo()
     assert data_files(ledger.lakehouse) == STEPS + 2 > MIN_FILES

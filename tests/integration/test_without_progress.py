@@ -16,14 +16,14 @@ from dlac_pipeline.spec.launch_request import OPERATOR
 from dlac_pipeline.supervise.attempt import SupervisedAttempt, Supervision
 from dlac_pipeline.supervise.choose_leg import RESUME
 from dlac_pipeline.supervise.incident import ended_on_purpose
-from dlac_pipeline.supervise.policies.restart import Judge
+from dlac_pipeline.supervise.policies.restart import RestartPolicy
 from dlac_pipeline.supervise.start_ranks import RankStarter
 
 if TYPE_CHECKING:
     from tests.conftest import Arena
 
 
-def attempts(arena: Arena, count: int) -> tuple[Judge, list[SupervisedAttempt]]:
+def attempts(arena: Arena, count: int) -> tuple[RestartPolicy, list[SupervisedAttempt]]:
     """So many of a run of which two in a row may commit nothing, all of them claimed; and who judges them."""
     supervision = Supervision(
         spec=arena.spec("r", attempts_without_progress=2),
@@ -43,7 +43,7 @@ def attempts(arena: Arena, count: int) -> tuple[Judge, list[SupervisedAttempt]]:
         crew = Round(Share(world_size=1, ranks=1, port=1))
         made.append(SupervisedAttempt(supervision, crew, wish=RESUME, replaces=None, failure=None))
         made[-1].number = number
-    return Judge(supervision), made
+    return RestartPolicy(supervision), made
 
 
 def test_one_that_ends_on_purpose_without_a_commit_is_no_progress(arena: Arena) -> None:

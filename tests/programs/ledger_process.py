@@ -25,7 +25,7 @@ from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
 from dlac_pipeline.lakehouse.ledger.commits import Attempt, claim, commit_checkpoint, finish
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import Row
-from dlac_pipeline.lakehouse.maintenance.upkeep import upkeep
+from dlac_pipeline.lakehouse.maintenance.upkeep import run_upkeep
 
 
 def lakehouse_at(home: str) -> Lakehouse:
@@ -77,7 +77,7 @@ def first(home: str, run: str, times: int, processes: int) -> None:
 def keep_up(home: str, stop: str) -> None:
     """Upkeep, again and again."""
     while not Path(stop).exists():
-        done = upkeep(lakehouse_at(home), keep=2)
+        done = run_upkeep(lakehouse_at(home), keep=2)
         say(merged=sum(each.merged_files for each in done), removed=sum(each.removed_files for each in done))
 
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from dlac_pipeline.checkpoint.rng import load_rng, save_rng
 from dlac_pipeline.checkpoint.stage.copies import Copies, CopyMemory, Direct
-from dlac_pipeline.checkpoint.step_sync import Pulse, Says
+from dlac_pipeline.checkpoint.step_sync import RankReport, StepSyncs
 from dlac_pipeline.dataset.batches import as_batch, as_dict, copy_batch
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.read.batch import Batch
@@ -71,12 +71,12 @@ def _pageable() -> list[str]:
 
 def use_losses() -> dict[str, Any]:
     """Report steps; the loss of step n is n."""
-    pulse, beats = Pulse(1, None), []
+    pulse, beats = StepSyncs(1, None), []
     LOG.clear()
     read_at = []
     for step in range(1, 7):
         before = len(LOG)
-        beat = pulse.step_done(step, loss=fake_device.FakeTensor(torch.tensor(float(step))), says=Says())
+        beat = pulse.step_done(step, loss=fake_device.FakeTensor(torch.tensor(float(step))), says=RankReport())
         read_at.append(LOG[before:])
         beats += [[step, beat.step, beat.losses]] if beat else []
     flushed = [[beat.step, beat.losses] for beat in pulse.flush()]
@@ -85,11 +85,11 @@ def use_losses() -> dict[str, Any]:
 
 def use_waiting_pulse() -> list[list[str]]:
     """Report steps whose losses are waited for, and then some that are not."""
-    pulse, logs = Pulse(1, None), []
+    pulse, logs = StepSyncs(1, None), []
     for step in range(1, 5):
         pulse.waits_for_losses = step <= 2
         LOG.clear()
-        pulse.step_done(step, loss=fake_device.FakeTensor(torch.tensor(float(step))), says=Says())
+        pulse.step_done(step, loss=fake_device.FakeTensor(torch.tensor(float(step))), says=RankReport())
         logs.append(list(LOG))
     return logs
 
@@ -107,10 +107,12 @@ def use_mixed_losses() -> list[Any]:
 
     patched: Any = dist
     patched.all_reduce, kept = add, dist.all_reduce
-    pulses, heard = [Pulse(2, None), Pulse(2, None)], []
+    pulses, heard = [StepSyncs(2, None), StepSyncs(2, None)], []
     for step in range(1, 5):
         losses = [fake_device.FakeTensor(torch.tensor(float(step))), 3.0 * step]
-        beats = [pulse.step_done(step, loss=loss, says=Says()) for pulse, loss in zip(pulses, losses, strict=True)]
+        beats = [
+            pulse.step_done(step, loss=loss, says=RankReport()) for pulse, loss in zip(pulses, losses, strict=True)
+        ]
         heard.append([None if beat is None else [beat.step, beat.losses] for beat in beats])
     patched.all_reduce = kept
     return heard

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dlac_pipeline.plan.affine import MAX_BLOCK_ROWS, choose
+from dlac_pipeline.plan.affine import MAX_BLOCK_ROWS, choose_permutation
 from dlac_pipeline.plan.keys import derive_key, mix, shuffled
 
 KEYS = st.integers(0, 2**64 - 1)
@@ -15,7 +15,7 @@ KEYS = st.integers(0, 2**64 - 1)
 @given(st.integers(1, 3000), KEYS, st.booleans())
 def test_the_map_is_a_bijection_with_that_inverse(rows: int, key: int, shuffle: bool) -> None:
     """Positions reach every row of the block once, and the inverse leads back."""
-    affine = choose(rows, key, shuffle=shuffle)
+    affine = choose_permutation(rows, key, shuffle=shuffle)
     at = affine.rows_at(0, rows)
     assert sorted(at) == list(range(rows))
     assert (affine.positions_of(at) == np.arange(rows)).all()
@@ -26,7 +26,7 @@ def test_the_map_is_a_bijection_with_that_inverse(rows: int, key: int, shuffle: 
 def test_the_largest_block_does_not_overflow(key: int) -> None:
     """At the greatest allowed number of rows, map and inverse still agree."""
     rows = MAX_BLOCK_ROWS - 1
-    affine = choose(rows, key, shuffle=True)
+    affine = choose_permutation(rows, key, shuffle=True)
     at = affine.rows_at(rows - 100, rows)
     assert ((at >= 0) & (at < rows)).all()
     assert (affine.positions_of(at) == np.arange(rows - 100, rows)).all()
@@ -34,14 +34,14 @@ def test_the_largest_block_does_not_overflow(key: int) -> None:
 
 def test_without_shuffle_the_map_is_the_identity() -> None:
     """Unshuffled blocks are read in the table's own order."""
-    assert choose(10, 12345, shuffle=False).rows_at(0, 10).tolist() == list(range(10))
+    assert choose_permutation(10, 12345, shuffle=False).rows_at(0, 10).tolist() == list(range(10))
 
 
 @pytest.mark.parametrize("rows", [0, -1, MAX_BLOCK_ROWS])
 def test_a_block_that_cannot_be_mapped_is_refused(rows: int) -> None:
     """A block of no rows, or of so many that the arithmetic would overflow, is an error that names the number."""
     with pytest.raises(ValueError, match=str(rows)):
-        choose(rows, 0, shuffle=True)
+        choose_permutation(rows, 0, shuffle=True)
 
 
 def test_splitmix64_is_the_published_one() -> None:

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from dlac_pipeline.lakehouse.errors import SpecInvalid
-from dlac_pipeline.launchers.protocol import rendered
+from dlac_pipeline.launchers.protocol import render_job
 from dlac_pipeline.spec.job_spec import parse_spec
 from dlac_pipeline.spec.launch_request import Request
 from tests.cluster import GOOD, asked
@@ -19,7 +19,7 @@ def pods(cluster: dict[str, Any]) -> list[dict[str, Any]]:
     """The pods of a job."""
     (jobset,) = [
         one
-        for one in yaml.safe_load_all(rendered(asked("kubernetes", {"image": "i", **cluster})))
+        for one in yaml.safe_load_all(render_job(asked("kubernetes", {"image": "i", **cluster})))
         if one["kind"] == "JobSet"
     ]
     return [job["template"]["spec"]["template"]["spec"] for job in jobset["spec"]["replicatedJobs"]]
@@ -27,7 +27,7 @@ def pods(cluster: dict[str, Any]) -> list[dict[str, Any]]:
 
 def test_option_without_value_is_flag() -> None:
     """Nothing follows its name, not even an equals sign."""
-    script = rendered(asked("slurm", {"options": {"exclusive": "", "comment": "word"}}))
+    script = render_job(asked("slurm", {"options": {"exclusive": "", "comment": "word"}}))
     assert {"--exclusive", "--comment=word"} <= set(re.findall(r"^#SBATCH (.*)$", script, re.MULTILINE))
 
 
@@ -80,7 +80,7 @@ def test_what_would_be_lost_on_the_way_is_refused(on: str, cluster: dict[str, An
     """By name, with what was found, before anything is submitted."""
     image = {"image": "i"} if on == "kubernetes" else {}
     with pytest.raises(SpecInvalid, match=message):
-        rendered(asked(on, image | cluster))
+        render_job(asked(on, image | cluster))
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_a_folder_that_ends_with_its_pod_is_refused(section: str, place: dict[st
         raw = {**GOOD, "launch": {**GOOD["launch"], "on": "kubernetes"}, "cluster": {"image": "i", "mounts": mounts}}
         return Request(spec=parse_spec(raw | {section: place}, origin="the test"))
 
-    rendered(job())
+    render_job(job())
     for other in ({"path": "/scratch2"}, {"read_only": True}):
         with pytest.raises(SpecInvalid, match=r"that all pods reach, found '(file://)?/scratch/"):
-            rendered(job(**other))
+            render_job(job(**other))

@@ -11,7 +11,7 @@ from dlac_pipeline.supervise.all_ranks import LOST
 from dlac_pipeline.supervise.incident import Failure
 from dlac_pipeline.supervise.local_ranks import Exit
 from dlac_pipeline.supervise.policies.hangs import first_cause
-from dlac_pipeline.supervise.policies.poison_rows import Deaths
+from dlac_pipeline.supervise.policies.poison_rows import CrashLoop
 
 
 def death(step: int, cause: str = "rank 0 was killed by SIGSEGV", **said: Any) -> Failure:
@@ -26,7 +26,7 @@ def raised(step: int, place: str = "train.py:7", **said: Any) -> Failure:
     return death(step, **{"cause": "rank 0 died of ValueError: no", **defaults, **said})
 
 
-def verdicts(deaths: Deaths, *failures: Failure | int) -> list[str]:
+def verdicts(deaths: CrashLoop, *failures: Failure | int) -> list[str]:
     """What follows each of these deaths without a commit in between."""
     found = (each if isinstance(each, Failure) else death(each) for each in failures)
     return [deaths.judge(each, committed=False) for each in found]
@@ -37,8 +37,8 @@ AGAIN, OUT, STOP = "again", "leave out", "stop"
 
 def test_third_death_leaves_rows_out() -> None:
     """Only in a row: another step in between begins the count at one."""
-    assert verdicts(Deaths(3), 7, 7, 7) == [AGAIN, AGAIN, OUT]
-    assert verdicts(Deaths(3), 7, 7, 8, 7, 7, 7) == [AGAIN] * 5 + [OUT]
+    assert verdicts(CrashLoop(3), 7, 7, 7) == [AGAIN, AGAIN, OUT]
+    assert verdicts(CrashLoop(3), 7, 7, 8, 7, 7, 7) == [AGAIN] * 5 + [OUT]
 
 
 def test_late_death_blames_nothing() -> None:
@@ -47,7 +47,7 @@ def test_late_death_blames_nothing() -> None:
     def reported(step: int) -> Failure:
         return raised(step, kind="AcceleratorError")
 
-    deaths = Deaths(3)
+    deaths = CrashLoop(3)
     assert verdicts(deaths, reported(12), reported(10), reported(10)) == [AGAIN] * 3
     assert deaths.undecided
     assert deaths.in_a_row == 3  # three attempts without progress do not end the run
@@ -56,7 +56,7 @@ def test_late_death_blames_nothing() -> None:
 
 def test_late_death_after_commit() -> None:
     """An attempt that had committed something did not wait for its device any more."""
-    deaths = Deaths(2)
+    deaths = CrashLoop(2)
     assert deaths.judge(raised(5), committed=False) == AGAIN
     assert deaths.judge(raised(12, kind="AcceleratorError"), committed=True) == AGAIN
     assert (deaths.count, deaths.in_a_row) == (0, 0)
@@ -65,7 +65,7 @@ def test_late_death_after_commit() -> None:
 
 def test_commit_resets_deaths() -> None:
     """An attempt that committed something has not died at the rows that the one before died at, as a step goes by once only."""
-    deaths = Deaths(2)
+    deaths = CrashLoop(2)
     assert deaths.judge(death(7), committed=False) == AGAIN
     assert deaths.judge(death(7), committed=True) == AGAIN
     assert deaths.judge(death(7), committed=False) == OUT
@@ -74,20 +74,20 @@ def test_commit_resets_deaths() -> None:
 def test_other_rules_blame_no_rows() -> None:
     """Hangs, lost nodes, errors of DLAC, what may pass, and deaths without a batch do not count, a signal does."""
     for said in ({"kind": HANG}, {"kind": LOST}, {"kind": "DataFileUnreadable"}, {"kind": "StoreUnavailable"}):
-        assert verdicts(Deaths(1), death(7, **said)) == [AGAIN]
+        assert verdicts(CrashLoop(1), death(7, **said)) == [AGAIN]
     for origin in ("passing", "peer"):
-        assert verdicts(Deaths(1), *[raised(7, origin=origin)] * 4) == [AGAIN] * 4
-    assert verdicts(Deaths(1), 0) == [AGAIN]
-    assert verdicts(Deaths(1), death(7, kind="ZeroDivisionError")) == [OUT]
-    assert verdicts(Deaths(1), death(7, kind="OSError")) == [OUT]
+        assert verdicts(CrashLoop(1), *[raised(7, origin=origin)] * 4) == [AGAIN] * 4
+    assert verdicts(CrashLoop(1), 0) == [AGAIN]
+    assert verdicts(CrashLoop(1), death(7, kind="ZeroDivisionError")) == [OUT]
+    assert verdicts(CrashLoop(1), death(7, kind="OSError")) == [OUT]
 
 
 def test_same_death_with_other_rows_stops() -> None:
     """Rows that take the place of others in the same step are not to blame; those of a later step may be."""
-    assert verdicts(Deaths(2), 7, 7, 7) == [AGAIN, OUT, STOP]
-    assert verdicts(Deaths(2), 7, 7, 9, 9, 9) == [AGAIN, OUT, AGAIN, OUT, STOP]
+    assert verdicts(CrashLoop(2), 7, 7, 7) == [AGAIN, OUT, STOP]
+    assert verdicts(CrashLoop(2), 7, 7, 9, 9, 9) == [AGAIN, OUT, AGAIN, OUT, STOP]
     otherwise = death(7, "rank 0 died with exit status 3")
-    assert verdicts(Deaths(2), 7, 7, otherwise, otherwise) == [AGAIN, OUT, AGAIN, AGAIN]
+    assert verdicts(CrashLoop(2), 7, 7, otherwise, otherwise) == [AGAIN, OUT, AGAIN, AGAIN]
 
 
 @pytest.mark.parametrize(
@@ -111,25 +111,25 @@ def test_same_death_with_other_rows_stops() -> None:
 )
 def test_same_exception_twice_stops(failures: list[Failure], expected: list[str]) -> None:
     """Unless the rows in hand were the same both times and may be to blame: then these are left out once."""
-    assert verdicts(Deaths(3), *failures) == expected
+    assert verdicts(CrashLoop(3), *failures) == expected
 
 
 def test_rows_blamed_by_setting() -> None:
     """0: the rows are never left out, so the same exception ends the run; 1: they are left out after one death."""
-    assert verdicts(Deaths(0), raised(5), raised(5)) == [AGAIN, STOP]
-    assert verdicts(Deaths(1), raised(1), raised(1)) == [OUT, STOP]
+    assert verdicts(CrashLoop(0), raised(5), raised(5)) == [AGAIN, STOP]
+    assert verdicts(CrashLoop(1), raised(1), raised(1)) == [OUT, STOP]
 
 
 def test_progress_forgives_exceptions() -> None:
     """A script that fails now and then, with checkpoints in between, is launched again each time."""
-    deaths = Deaths(3)
+    deaths = CrashLoop(3)
     assert [deaths.judge(raised(step), committed=True) for step in (5, 9, 14, 21)] == [AGAIN] * 4
 
 
 @pytest.mark.parametrize(("times", "died", "undecided"), [(5, 4, True), (5, 5, False), (0, 3, False), (3, 0, False)])
 def test_no_progress_waits_for_decision(times: int, died: int, undecided: bool) -> None:
     """So NoProgress does not strike before the rows are quarantined, and strikes where they never will be."""
-    deaths = Deaths(times)
+    deaths = CrashLoop(times)
     verdicts(deaths, *[7] * died)
     assert deaths.undecided == undecided
 

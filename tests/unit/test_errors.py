@@ -5,20 +5,20 @@ from __future__ import annotations
 import pytest
 
 from dlac_pipeline.checkpoint.failures import failure_named
-from dlac_pipeline.checkpoint.failures import named as told
+from dlac_pipeline.checkpoint.failures import name_failure as told
 from dlac_pipeline.lakehouse.errors import (
     CheckpointError,
     DataFileUnreadable,
     DlacError,
     NoProgress,
     TrainingFailed,
-    name_of,
-    named,
-    revived,
+    error_class,
+    error_from_kind,
+    error_kind,
 )
 from dlac_pipeline.read.blocks import UnitUnreadable
 from dlac_pipeline.spec.job_spec import parse_spec
-from dlac_pipeline.supervise.follower_attempt import Verdict
+from dlac_pipeline.supervise.follower_attempt import AttemptVerdict
 from dlac_pipeline.supervise.supervisor import Supervisor
 
 STRANGE = ["", "Lost", "annotations", "ClassVar", "name_of", "ValueError"]
@@ -28,21 +28,21 @@ STRANGE = ["", "Lost", "annotations", "ClassVar", "name_of", "ValueError"]
 @pytest.mark.parametrize("kind", STRANGE)
 def test_only_an_error_of_this_version_has_a_name(kind: str) -> None:
     """What else a module holds is not found by it."""
-    assert named(kind) is None
-    assert named("NoProgress") is NoProgress
+    assert error_class(kind) is None
+    assert error_class("NoProgress") is NoProgress
 
 
 def test_what_was_told_is_raised_again() -> None:
     """An error that is not known here is the one that was asked for, and names it."""
-    assert isinstance(revived("NoProgress", "three attempts", default=DlacError), NoProgress)
-    strange = revived("NodeAsleep", "host-3", default=CheckpointError)
+    assert isinstance(error_from_kind("NoProgress", "three attempts", default=DlacError), NoProgress)
+    strange = error_from_kind("NodeAsleep", "host-3", default=CheckpointError)
     assert (type(strange), str(strange)) == (CheckpointError, "NodeAsleep: host-3")
 
 
 def test_an_error_is_told_by_the_name_that_others_know() -> None:
     """A class of a part of DLAC is told as the public one that it is; others by their own name."""
     unreadable = UnitUnreadable("gone", path="a.parquet", row_group=3)
-    assert (name_of(unreadable), name_of(ValueError())) == ("DataFileUnreadable", "ValueError")
+    assert (error_kind(unreadable), error_kind(ValueError())) == ("DataFileUnreadable", "ValueError")
     assert type(failure_named(told(unreadable, doing="reading"))) is DataFileUnreadable
 
 
@@ -55,6 +55,6 @@ def test_a_verdict_of_another_version_ends_a_machine_with_what_it_says(kind: str
         "order": {"batch_size": 32},
         "launch": {"script": "train.py"},
     }
-    verdict = Verdict.of(Verdict(error=(kind, "it was host-3")).words())
+    verdict = AttemptVerdict.of(AttemptVerdict(error=(kind, "it was host-3")).words())
     with pytest.raises(TrainingFailed, match="it was host-3"):
-        Supervisor(parse_spec(raw, origin="the test"))._concluded(verdict)
+        Supervisor(parse_spec(raw, origin="the test"))._conclude(verdict)

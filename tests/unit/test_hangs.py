@@ -11,10 +11,10 @@ import pytest
 
 from dlac_pipeline.elastic.ranks.watched_time import WatchedTime
 from dlac_pipeline.spec.launch_spec import LaunchSpec
-from dlac_pipeline.supervise.liveness.other_launch import signs_of
+from dlac_pipeline.supervise.liveness.other_launch import liveness_of
 from dlac_pipeline.supervise.liveness.progress import Phase, Progress, ProgressWriter
 from dlac_pipeline.supervise.local_ranks import Exit
-from dlac_pipeline.supervise.policies.hangs import Silence
+from dlac_pipeline.supervise.policies.hangs import HangDetector
 from dlac_pipeline.supervise.run_lock import run_lock
 
 LAUNCH = LaunchSpec.model_validate({"script": "x", "hang_timeout_s": 10.0, "start_timeout_s": 100.0})
@@ -42,7 +42,7 @@ class Ranks:
 
 def silent_after(ranks: Ranks, looked_s: float) -> Exit | None:
     """What a supervisor finds that has looked so long, ten times a second."""
-    silence = Silence(LAUNCH, WatchedTime(lambda: ranks.now))
+    silence = HangDetector(LAUNCH, WatchedTime(lambda: ranks.now))
     found = None
     for tenth in range(int(looked_s * 10) + 1):
         ranks.now = tenth / 10
@@ -86,7 +86,7 @@ def test_a_rank_that_was_silent_before_anybody_looked_is_found_as_soon_as_others
 def test_who_was_stopped_with_the_ranks_hears_them_first() -> None:
     """Then they have not been silent; ranks that do not go on with it are found after the usual time."""
     ranks = Ranks((Phase.TRAINING, LOOKED_S), (Phase.TRAINING, LOOKED_S))
-    silence = Silence(LAUNCH, WatchedTime(lambda: ranks.now))
+    silence = HangDetector(LAUNCH, WatchedTime(lambda: ranks.now))
     moments = [0.0, 1.0, *(700 + tenth / 10 for tenth in range(200))]
     found = []
     for ranks.now in moments:
@@ -99,12 +99,12 @@ def test_a_claim_without_a_local_folder_is_nobody_s_launch(tmp_path: Path) -> No
     """A rewind claims the run and launches nothing: no lock is looked for, and the run counts as not alive."""
     row = {"kind": "claim", "attempt": 2, "run": "r", "committed_at": datetime.now(UTC)}
     rewound = {**row, "detail": json.dumps({"host": socket.gethostname(), "rewinds": "r-1"})}
-    signs = signs_of([rewound], 2)
+    signs = liveness_of([rewound], 2)
     assert (signs.here, signs.held, signs.alive(lost_after_s=120.0)) == (True, False, False)
     launched = {**row, "detail": json.dumps({"host": socket.gethostname(), "local": str(tmp_path)})}
     (tmp_path / "r").mkdir()
     with run_lock(str(tmp_path), "r", wait_s=0.0, takeover=False):
-        assert signs_of([launched], 2).held
+        assert liveness_of([launched], 2).held
 
 
 def test_elsewhere_only_what_the_launch_itself_does_is_a_sign(tmp_path: Path) -> None:
@@ -114,10 +114,10 @@ def test_elsewhere_only_what_the_launch_itself_does_is_a_sign(tmp_path: Path) ->
     claimed = {"kind": "claim", "attempt": 2, "run": "r", "committed_at": old, "detail": detail}
     verified = {**claimed, "kind": "verify", "committed_at": datetime.now(UTC)}
     committed = {**verified, "kind": "checkpoint"}
-    assert not signs_of([claimed, verified], 2).alive(lost_after_s=120.0)
-    assert signs_of([claimed, committed], 2).alive(lost_after_s=120.0)
+    assert not liveness_of([claimed, verified], 2).alive(lost_after_s=120.0)
+    assert liveness_of([claimed, committed], 2).alive(lost_after_s=120.0)
     writer = ProgressWriter(tmp_path, 0)
     writer.write(1, Phase.TRAINING)
     writer.close()
-    signs = signs_of([claimed], 2)
+    signs = liveness_of([claimed], 2)
     assert (signs.host, signs.local, signs.here, signs.alive(lost_after_s=120.0)) == ("node7", "/far", False, True)

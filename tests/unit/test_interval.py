@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlac_pipeline.checkpoint.interval import Cost, Failures, Interval, choose, daly_interval_s
+from dlac_pipeline.checkpoint.interval import Cost, Failures, Interval, choose_interval, daly_interval_s
 from dlac_pipeline.lakehouse.ledger.recoveries import Recovery
 from dlac_pipeline.spec.job_spec import CheckpointSpec
 
@@ -92,7 +92,7 @@ def test_the_interval_keeps_its_bounds_and_says_which(
     changes: dict[str, Any], cost: Cost | None, interval_s: float, why: str
 ) -> None:
     """The optimum, unless the recovery point, the overhead or the duration of a checkpoint bounds it."""
-    choice = choose(settings(**changes), cost, Failures())
+    choice = choose_interval(settings(**changes), cost, Failures())
     assert choice.interval_s == pytest.approx(interval_s, rel=0.005)
     assert why in choice.why
 

@@ -15,7 +15,7 @@ from kubernetes_validate import validate
 from dlac_pipeline.lakehouse.errors import BadInput, SpecInvalid
 from dlac_pipeline.launchers import protocol
 from dlac_pipeline.launchers.node_process import for_node
-from dlac_pipeline.launchers.protocol import launcher_for, rendered
+from dlac_pipeline.launchers.protocol import launcher_for, render_job
 from dlac_pipeline.spec.job_spec import parse_spec
 from dlac_pipeline.spec.launch_request import Request, pack, unpack
 from dlac_pipeline.supervise.supervisor import Supervisor
@@ -42,7 +42,7 @@ KUBERNETES = {"image": "registry.example/dlac:1", "cpu": 8, "gpu": 4, "memory_mb
 
 def manifests(cluster: Mapping[str, Any], **launch: Any) -> dict[str, Any]:
     """Return what is rendered for Kubernetes, by kind."""
-    text = rendered(asked("kubernetes", {"image": "i", **cluster}, **launch))
+    text = render_job(asked("kubernetes", {"image": "i", **cluster}, **launch))
     return {document["kind"]: document for document in yaml.safe_load_all(text)}
 
 
@@ -54,7 +54,7 @@ def job_of(jobset: Mapping[str, Any]) -> dict[str, Any]:
 
 def test_slurm_script_asks_for_range() -> None:
     """The script asks for nodes from least to most, warns them in time for a checkpoint, and no node ends another."""
-    script = rendered(asked("slurm", SLURM))
+    script = render_job(asked("slurm", SLURM))
     assert set(re.findall(r"^#SBATCH (.*)$", script, re.MULTILINE)) == {
         "--job-name=dlac-web-text-v2",
         "--requeue",
@@ -82,7 +82,7 @@ def test_slurm_script_asks_for_range() -> None:
 def test_slurm_script_carries_request() -> None:
     """Variables reach the nodes as they are written, and the request as it went in."""
     env = {"NCCL_DEBUG": "WARN", "A": "pa$$word, 'x' $(HOME) ${app_id}\n%"}
-    script = rendered(asked("slurm", {**SLURM, "env": env}))
+    script = render_job(asked("slurm", {**SLURM, "env": env}))
     exports = script[script.index("export ") : script.index("export DLAC_FIRST_NODE")]
     said = subprocess.run(["bash"], input=f"{exports}\nenv -0", text=True, check=True, capture_output=True).stdout
     environment = dict(pair.split("=", 1) for pair in said.rstrip("\0").split("\0"))
@@ -92,7 +92,7 @@ def test_slurm_script_carries_request() -> None:
 
 def test_fixed_number_is_no_range() -> None:
     """Without a range there is none in the script, and without accelerators the ranks are as the spec says."""
-    script = rendered(asked("slurm", {}, nodes="3", nproc_per_node=2))
+    script = render_job(asked("slurm", {}, nodes="3", nproc_per_node=2))
     assert "--nodes=3\n" in script
     assert "gpus" not in script
 
@@ -111,7 +111,7 @@ def test_fixed_number_is_no_range() -> None:
 )
 def test_slurm_script_requeues_itself(tmp_path: Path, code: int, restarts: int, facts: str, again: bool) -> None:
     """A preempted job is queued again whatever Slurm does with it, and a failed one as often as `retries` says."""
-    script = rendered(asked("slurm", SLURM))
+    script = render_job(asked("slurm", SLURM))
     programs = f"""
         srun() {{ return {code}; }}
         sleep() {{ :; }}
@@ -232,7 +232,7 @@ def test_first_pod_serves_rendezvous() -> None:
 def test_impossible_cluster_is_refused(on: str, cluster: dict[str, Any], message: str) -> None:
     """Settings of another scheduler, values that it would cut or that say what DLAC says itself: by name, with what was found."""
     with pytest.raises(SpecInvalid, match=message):
-        rendered(asked(on, cluster, rendezvous="h:1"))
+        render_job(asked(on, cluster, rendezvous="h:1"))
 
 
 def test_local_lakehouse_is_refused(tmp_path: Path) -> None:
@@ -248,7 +248,7 @@ def test_missing_client_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(protocol, "find_spec", lambda name: None)
     with pytest.raises(BadInput, match=r"pip install \"dlac\[cluster\]\""):
         launcher_for(asked("kubernetes", KUBERNETES), print)
-    assert "kind: JobSet" in rendered(asked("kubernetes", KUBERNETES))
+    assert "kind: JobSet" in render_job(asked("kubernetes", KUBERNETES))
 
 
 def test_launcher_here_is_supervisor() -> None:
@@ -267,7 +267,7 @@ def test_node_meets_at_first() -> None:
 
 def test_job_has_its_own_key() -> None:
     """Nodes meet with a secret of the job, which no other job has; on Kubernetes it is a file."""
-    keys = [re.findall("export DLAC_RENDEZVOUS_KEY=(.*)", rendered(asked("slurm", {}))) for _ in range(2)]
+    keys = [re.findall("export DLAC_RENDEZVOUS_KEY=(.*)", render_job(asked("slurm", {}))) for _ in range(2)]
     assert keys[0] != keys[1]
     found = manifests({})
     assert len(found["Secret"]["stringData"]["rendezvous-key"]) == 64

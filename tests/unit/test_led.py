@@ -18,10 +18,10 @@ from dlac_pipeline.elastic.round import LEADER, RESUME, VERDICT, Round
 from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
 from dlac_pipeline.spec.launch_request import OPERATOR
 from dlac_pipeline.supervise.all_ranks import STOP, AllRanks
-from dlac_pipeline.supervise.attempt import Regather, SupervisedAttempt, Supervision, started
+from dlac_pipeline.supervise.attempt import Rescale, SupervisedAttempt, Supervision, start_local_ranks
 from dlac_pipeline.supervise.choose_leg import RESUME as GOES_ON
 from dlac_pipeline.supervise.claim import ResumePoint
-from dlac_pipeline.supervise.follower_attempt import LedAttempt, Verdict
+from dlac_pipeline.supervise.follower_attempt import AttemptVerdict, FollowerAttempt
 from dlac_pipeline.supervise.start_ranks import RankStarter
 from tests.conftest import wait_until
 from tests.crews import rounds, silence
@@ -81,13 +81,13 @@ def beside(call: Callable[[], Any], supervision: Supervision) -> Iterator[Callab
 def test_one_that_is_led_passes_a_stop_on_and_hears_the_verdict(imports: Supervision) -> None:
     """Told where the attempt resumes, it does not wait for its ranks alone."""
     with rounds(2) as (leader, led):
-        attempt = LedAttempt(imports, led, attempt=0)
+        attempt = FollowerAttempt(imports, led, attempt=0)
         leader.announce(RESUME, asdict(POINT))
         with beside(attempt.run, imports) as verdict:
             wait_until(lambda: _resumed(imports.spec), what="its hearing of the resume point")
             imports.stop.set()
             wait_until(lambda: leader.message_of(1).get("asked") == STOP, what="its word")
-            leader.announce(VERDICT, Verdict(ending="stopped", attempt=1).words())
+            leader.announce(VERDICT, AttemptVerdict(ending="stopped", attempt=1).words())
             assert verdict().ending == "stopped"
 
 
@@ -96,7 +96,7 @@ def test_one_that_is_led_notices_that_the_leader_is_lost(imports: Supervision) -
     with rounds(2, timeout_s=5) as (leader, led):
         leader.publish({})
         leader.announce(RESUME, asdict(POINT))
-        attempt = LedAttempt(imports, led, attempt=0)
+        attempt = FollowerAttempt(imports, led, attempt=0)
         with beside(attempt.run, imports) as verdict:
             wait_until(lambda: _resumed(imports.spec), what="its hearing of the resume point")
             silence(leader)
@@ -108,7 +108,7 @@ def test_one_that_leads_hears_that_another_was_told_to_stop(imports: Supervision
     """Before its own ranks have come up, which are told to stop then."""
     with rounds(2) as (leader, other):
         attempt = _leading(imports, leader)
-        ranks = AllRanks(started(imports.spec, attempt.folder, leader, imports.starter), leader)
+        ranks = AllRanks(start_local_ranks(imports.spec, attempt.folder, leader, imports.starter), leader)
         with beside(lambda: attempt._pids(ranks), imports) as pids:
             other.publish({"asked": STOP})
             wait_until(lambda: leader.message_of(1).get("asked") == STOP, what="its word")
@@ -121,9 +121,9 @@ def test_a_machine_that_goes_away_while_it_makes_room_goes(imports: Supervision)
     """More machines have come, and one of its ranks was told to leave: it does not train on with them."""
     with rounds(1) as (alone,):
         attempt = _leading(imports, alone)
-        assert isinstance(attempt._ended(Mock(noticed=False, leaving=[]), grows=True), Regather)
+        assert isinstance(attempt._judge_ending(Mock(noticed=False, leaving=[]), grows=True), Rescale)
         assert not imports.leaves.is_set()
-        assert attempt._ended(Mock(noticed=True, leaving=[]), grows=True) == "stopped"
+        assert attempt._judge_ending(Mock(noticed=True, leaving=[]), grows=True) == "stopped"
         assert imports.leaves.is_set()
 
 

@@ -18,7 +18,7 @@ from dlac_pipeline.checkpoint.files import StoreFiles
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.errors import SpecInvalid, StoreUnavailable
 from dlac_pipeline.lakehouse.masking import is_secret_name, mask_secrets, mask_setting
-from dlac_pipeline.launchers.protocol import rendered
+from dlac_pipeline.launchers.protocol import render_job
 from dlac_pipeline.spec.job_spec import parse_spec, read_spec
 from dlac_pipeline.spec.launch_request import REQUEST_VARIABLE, Request, unpack
 
@@ -336,7 +336,7 @@ def test_rendered_job_is_masked(on: str) -> None:
     }
     raw["checkpoint"] = {"store": "s3://b/c", "store_properties": {"s3.session-token": SECRET}}
     raw["cluster"] = {"env": {"WANDB_API_KEY": SECRET, "A": "shown"}, **({"image": "i"} if on == "kubernetes" else {})}
-    job = rendered(Request(spec=parse_spec(raw, origin="the test").resolved(Path("/home/x"))))
+    job = render_job(Request(spec=parse_spec(raw, origin="the test").resolved(Path("/home/x"))))
     assert "shown" in job
     assert SECRET not in job
     packed = re.search(r"eJ[\w-]{100,}=*", job)

@@ -131,7 +131,7 @@ def test_messages_reach_leader_and_back() -> None:
             wait_until(partial(is_asked, node), what="the leader's message")
         leader.announce("resume", {"step": 8})
         wait_until(lambda: first.announced("resume") == {"step": 8}, what="the later announcement")
-        assert not any(node.lost() or node.cut_off for node in (leader, first, second))
+        assert not any(node.lost_nodes() or node.cut_off for node in (leader, first, second))
 
 
 def test_next_round_forgets_messages(start: Callable[..., NodeHeartbeat]) -> None:
@@ -163,7 +163,7 @@ def test_survivor_leads_next_round(start: Callable[..., NodeHeartbeat]) -> None:
     survivor.seek(offer("b"))
     assert plan_of(survivor).nodes == 2
     lost.close(leaves=False)
-    wait_until(lambda: survivor.lost(lost.slot), what="the loss")
+    wait_until(lambda: survivor.is_lost(lost.slot), what="the loss")
     survivor.end_round()
     survivor.seek(offer("b", attempt=1))
     plan = plan_of(survivor)
@@ -185,7 +185,7 @@ def test_members_read_own_part(start: Callable[..., NodeHeartbeat], store: TCPSt
         assert (plan.nodes, plan.world_size, plan.share(plan.members[1].place).ranks) == (3, 3, 1)
     assert plan_of(leader).is_whole
     leader.close(leaves=True)
-    wait_until(lambda: heir.lost(leader.slot), what="the leader's departure")
+    wait_until(lambda: heir.is_lost(leader.slot), what="the leader's departure")
     heir.end_round()
     heir.seek(offer("a", attempt=1))
     wait_until(lambda: heir.leads, what="the lease")
@@ -249,9 +249,9 @@ def test_departure_needs_no_timeout(start: Callable[..., NodeHeartbeat]) -> None
     leader = next(beat for beat in beats if beat.leads)
     rest = [beat for beat in beats if beat is not leader]
     rest[0].close(leaves=True)
-    wait_until(lambda: leader.lost(rest[0].slot), what="the departure")
+    wait_until(lambda: leader.is_lost(rest[0].slot), what="the departure")
     leader.close(leaves=True)
-    wait_until(lambda: rest[1].lost(leader.slot), what="the leader's departure")
+    wait_until(lambda: rest[1].is_lost(leader.slot), what="the leader's departure")
     rest[1].end_round()
     rest[1].seek(offer("a", attempt=1))
     assert plan_of(rest[1]).nodes == 1
@@ -281,7 +281,7 @@ def test_spare_is_admitted_later(start: Callable[..., NodeHeartbeat]) -> None:
     assert not leader.could_grow
     (other,) = (beat for beat in beats if beat is not leader)
     other.close(leaves=False)
-    wait_until(lambda: leader.lost(other.slot), what="the loss")
+    wait_until(lambda: leader.is_lost(other.slot), what="the loss")
     leader.end_round()
     leader.seek(offer("a", attempt=1))
     assert [member.offer.host for member in plan_of(spare).members] == ["a", "spare"]
@@ -401,7 +401,7 @@ def test_left_behind_node_is_cut_off(start: Callable[..., NodeHeartbeat]) -> Non
     (other,) = (beat for beat in beats if beat is not leader)
     round_ = round_of(other)
     with other._lock:  # its thread stands still, as in a suspended process
-        wait_until(lambda: leader.lost(other.slot), what="the loss")
+        wait_until(lambda: leader.is_lost(other.slot), what="the loss")
         leader.end_round()
         leader.seek(offer("a", attempt=1))
         assert plan_of(leader).nodes == 1

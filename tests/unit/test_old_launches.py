@@ -10,7 +10,7 @@ import pytest
 
 from dlac_pipeline.lakehouse.errors import StoreUnavailable
 from dlac_pipeline.supervise import attempt
-from dlac_pipeline.supervise.attempt import forget_launches, started
+from dlac_pipeline.supervise.attempt import forget_launches, start_local_ranks
 
 
 def test_the_oldest_launch_folders_are_removed_a_few_at_a_time(tmp_path: Path) -> None:
@@ -40,12 +40,12 @@ def test_machines_that_share_a_folder_leave_each_other_theirs(tmp_path: Path, mo
     (tmp_path / "r").mkdir()
     made = [tmp_path / "r" / f"launch-{number:04}" for number in range(count)]
     for folder in made:
-        started(spec, folder, crew, Mock()).end()
+        start_local_ranks(spec, folder, crew, Mock()).end()
     assert all(folder.is_dir() for folder in made)
 
 
 def test_an_attempt_makes_no_folder_where_the_run_s_is_gone(tmp_path: Path) -> None:
     """The next attempt of a launch whose mount went away does not build the run's folder again for writers to go on in."""
     with pytest.raises(StoreUnavailable, match="mount it"):
-        started(Mock(), tmp_path / "r" / "launch-abcd", Mock(), Mock())
+        start_local_ranks(Mock(), tmp_path / "r" / "launch-abcd", Mock(), Mock())
     assert list(tmp_path.iterdir()) == []

@@ -14,7 +14,7 @@ from dlac_pipeline.checkpoint.manifest import FileEntry, Manifest, content_diges
 from dlac_pipeline.elastic.round import Round
 from dlac_pipeline.lakehouse.errors import CheckpointDamaged, StoreUnavailable
 from dlac_pipeline.supervise import distributed_verify
-from dlac_pipeline.supervise.distributed_verify import Prover, Provers, parts_of
+from dlac_pipeline.supervise.distributed_verify import NodeVerifier, NodeVerifiers, parts_of
 from tests.crews import rounds, silence
 
 MACHINES = 3
@@ -167,12 +167,12 @@ def test_the_leader_stops_waiting_when_it_is_told_to(checkpoint: Checkpoint) -> 
 @contextmanager
 def together(
     reads: list[Reads], *, least_bytes: int = 0, silent: int | None = None, proves: bool = True
-) -> Iterator[Provers]:
+) -> Iterator[NodeVerifiers]:
     """A leader and those that it leads, which look for what they are told; `silent` says nothing any more."""
     ends = threading.Event()
 
     def be_led(crew: Round, files: Reads) -> None:
-        with closing(Prover(crew, files)) as prover:
+        with closing(NodeVerifier(crew, files)) as prover:
             while not ends.wait(0.05):
                 prover.look()
                 crew.publish(prover.words)
@@ -188,7 +188,7 @@ def together(
         for thread in led:
             thread.start()
         try:
-            yield Provers(machines[0], least_bytes=least_bytes)
+            yield NodeVerifiers(machines[0], least_bytes=least_bytes)
         finally:
             ends.set()
             for thread in led:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dagster as dg
 import pytest
 
-from assets.rehearsal import RehearsedRun, judged
+from assets.rehearsal import RehearsedRun, judge_rehearsals
 
 SAME = RehearsedRun(
     run="same", holds=True, said="20 losses bit-identical", facts={"checkpoint_id": "c-1", "compared": 20}
@@ -31,7 +31,7 @@ def test_a_rehearsal_that_differs_fails_the_check_and_one_that_cannot_be_done_do
     outcomes: list[RehearsedRun], passed: bool, severity: dg.AssetCheckSeverity, said: str
 ) -> None:
     """The description is of those that matter; the table has all of them, with the same columns."""
-    result = judged(outcomes)
+    result = judge_rehearsals(outcomes)
     assert (result.passed, result.severity, result.description) == (passed, severity, said)
     records = result.metadata["rehearsals"].value.records if outcomes else []  # type: ignore[union-attr]  # a table
     assert [record.data["run"] for record in records] == [each.run for each in outcomes]

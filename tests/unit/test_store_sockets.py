@@ -173,7 +173,7 @@ def test_earlier_store_is_no_news(when: str) -> None:
             replay()
             time.sleep(0.5)
             assert [(beat.cut_off, beat.end, beat.refused) for beat in (leader, follower)] == [(False, None, "")] * 2
-            assert [round_.lost() for round_ in rounds_] == [[], []]
+            assert [round_.lost_nodes() for round_ in rounds_] == [[], []]
         leader.announce("resume", {"step": 9})
         wait_until(lambda: follower.announced("resume") == {"step": 9}, what="the announcement")
         assert [beat.leads for beat in (leader, follower)] == [True, False]

@@ -15,7 +15,7 @@ import pytest
 from dagster import DagsterExecutionInterruptedError
 
 from assets import supervised as module
-from assets.supervised import _Voice, supervised
+from assets.supervised import _Voice, supervise_launch
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.spec.job_spec import parse_spec
 from dlac_pipeline.spec.launch_request import Request
@@ -93,7 +93,7 @@ def test_an_event_that_cannot_be_shown_does_not_end_training(tmp_path: Path, cap
     def storage_is_away(event: dict[str, Any]) -> None:
         raise OSError("the database is away")
 
-    assert supervised(a_request(tmp_path), storage_is_away)["kind"] == "CatalogUnreachable"
+    assert supervise_launch(a_request(tmp_path), storage_is_away)["kind"] == "CatalogUnreachable"
     assert "the event error could not be shown, training goes on: the database is away" in caplog.text
 
 
@@ -105,7 +105,7 @@ def test_an_interruption_while_an_event_is_shown_ends_the_run(tmp_path: Path) ->
         raise DagsterExecutionInterruptedError
 
     with pytest.raises(DagsterExecutionInterruptedError):
-        supervised(a_request(tmp_path), interrupted, on_asking=lambda: told.append("asked"))
+        supervise_launch(a_request(tmp_path), interrupted, on_asking=lambda: told.append("asked"))
     assert told == ["asked"]
 
 
@@ -127,7 +127,7 @@ def test_the_last_words_of_a_clusters_nodes_are_heard(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(sys, "executable", str(program))
     with pytest.raises(DagsterExecutionInterruptedError):
-        supervised(request, interrupted)
+        supervise_launch(request, interrupted)
     assert heard == ["step", "ended"]
 
 

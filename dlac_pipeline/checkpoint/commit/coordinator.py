@@ -15,7 +15,7 @@ from dlac_pipeline.checkpoint.commit.cursors import agreed_reader_state
 from dlac_pipeline.checkpoint.commit.ledger_rows import RowMaker, Vote
 from dlac_pipeline.checkpoint.commit.local_copies import describe_holders, holders_of
 from dlac_pipeline.checkpoint.commit.retention import Retention
-from dlac_pipeline.checkpoint.failures import failure_named, named
+from dlac_pipeline.checkpoint.failures import failure_named, name_failure
 from dlac_pipeline.checkpoint.manifest import FileEntry, Manifest, content_digest, mark_committed
 from dlac_pipeline.checkpoint.store import MANIFEST, Tiers, storing
 from dlac_pipeline.lakehouse.durable_io import fsync_directory, write_durably
@@ -89,7 +89,7 @@ class Committer:
         try:
             decision = self._commit_whatever_comes_between(votes, prepared)
         except Exception as err:  # every other rank waits for an answer
-            return {"error": named(self._fenced_or(err), doing="the coordinator's commit")}
+            return {"error": name_failure(self._fenced_or(err), doing="the coordinator's commit")}
         self._leg_is_new = False
         self._parent, self._rows_since = decision["checkpoint_id"], []
         return decision

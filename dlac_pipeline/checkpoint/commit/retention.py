@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from dlac_pipeline.checkpoint.commit.removal import Removal
 from dlac_pipeline.checkpoint.files import below
-from dlac_pipeline.checkpoint.store import MANIFEST, Tiers, attempt_of, folder_uri, name_of
+from dlac_pipeline.checkpoint.store import MANIFEST, Tiers, attempt_of, folder_name_of, folder_uri
 from dlac_pipeline.lakehouse.ledger.branches import left_by_rewinds
 from dlac_pipeline.lakehouse.ledger.commits import names_of
 from dlac_pipeline.lakehouse.ledger.older_ledger import proven_parent
@@ -91,7 +91,9 @@ class Retention:
         They are told by their names, which no other launch can have used, wherever the store is mounted today.
         """
         out = {row["checkpoint_id"] for row in self._rows if row["kind"] == "retire"}
-        named = {name_of(row["manifest_uri"]): row["checkpoint_id"] for row in checkpoint_rows(self._rows).values()}
+        named = {
+            folder_name_of(row["manifest_uri"]): row["checkpoint_id"] for row in checkpoint_rows(self._rows).values()
+        }
         known = set(named.values())
         files, run = self._files, self._tiers.durable_run()
         attempts = [name for name in files.children(run) if attempt_of(name) is not None]

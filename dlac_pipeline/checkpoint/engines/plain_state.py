@@ -59,7 +59,8 @@ def _plain(value: Any, place: Place) -> Any:
         return value
     raise SpecInvalid(
         f"expected tensors, numbers, strings, None, and lists, tuples and dicts of them to save in a checkpoint, found "
-        f"{kind.__module__}.{kind.__qualname__} at {_said(place)}, which could not be loaded again ({why} is refused): keep "
+        f"{kind.__module__}.{kind.__qualname__} at {_format_place(place)}, which could not be loaded again ({why} is "
+        f"refused): keep "
         "it as one of these, an array as torch.from_numpy(...); nothing was committed"
     )
 
@@ -92,6 +93,6 @@ def _is(one: Any, other: Any) -> bool:
     return one is other
 
 
-def _said(place: Place) -> str:
+def _format_place(place: Place) -> str:
     """As Python would write it, such as optimizer['param_groups'][0]['lr']."""
     return str(place[0]) + "".join(f"[{key!r}]" for key in place[1:]) if place else "its top"

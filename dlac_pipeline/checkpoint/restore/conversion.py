@@ -57,7 +57,7 @@ def load_state(
     if convert is not None:
         with failing_together(tree, doing=f"converting the checkpoint in {str(folder)!r}"):
             if converts:
-                converted(folder, convert, patience_s=patience_s)
+                convert_checkpoint(folder, convert, patience_s=patience_s)
         folder = _folder_of(folder)
     convert_s = time.monotonic() - started if convert is not None else 0.0
     started = time.monotonic()
@@ -65,7 +65,7 @@ def load_state(
     return convert_s, time.monotonic() - started
 
 
-def converted(folder: Path, convert: Convert, *, patience_s: float = 150.0) -> Path:
+def convert_checkpoint(folder: Path, convert: Convert, *, patience_s: float = 150.0) -> Path:
     """The conversion of the checkpoint in `folder`, whose digests hold; made now, unless it is there.
 
     Another process that converts something of this run is waited for, until it has written nothing for `patience_s`.

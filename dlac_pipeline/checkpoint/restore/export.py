@@ -21,7 +21,7 @@ from dlac_pipeline.checkpoint.store import Tiers, storing
 from dlac_pipeline.lakehouse.durable_io import fsync_directory, make_folder_durably, temporary_beside
 from dlac_pipeline.lakehouse.errors import NoSuchCheckpoint, SpecInvalid
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
-from dlac_pipeline.lakehouse.ledger.commits import held, record_export
+from dlac_pipeline.lakehouse.ledger.commits import keep_checkpoint, record_export
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows
 
@@ -63,13 +63,13 @@ def export_weights(
         )
     ledger = Ledger(lakehouse)
     with (
-        held(ledger, tiers.run, _hold_of(path), step=step) as row,
+        keep_checkpoint(ledger, tiers.run, _hold_of(path), step=step) as row,
         TemporaryDirectory(prefix="dlac-export-") as own,  # the run's local copies come and go
     ):
         found = restore(row, replace(tiers, local=Path(own)) if tiers.store is not None else tiers)
         manifest = found.manifest
         weights = weights_of(manifest.engine, found.folder, part=part)
-        return _written(ledger, manifest, weights, path, part)
+        return _write_weights(ledger, manifest, weights, path, part)
 
 
 def _hold_of(path: Path) -> str:
@@ -77,7 +77,7 @@ def _hold_of(path: Path) -> str:
     return f"export:{socket.gethostname()}:{path.resolve()}"
 
 
-def _written(ledger: Ledger, manifest: Manifest, weights: Weights, path: Path, part: str) -> Exported:
+def _write_weights(ledger: Ledger, manifest: Manifest, weights: Weights, path: Path, part: str) -> Exported:
     about = {
         "format": "pt",
         "dlac.run": manifest.run,

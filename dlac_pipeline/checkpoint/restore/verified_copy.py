@@ -20,7 +20,7 @@ from dlac_pipeline.checkpoint.manifest import (
     verify_file,
     verify_files,
 )
-from dlac_pipeline.checkpoint.store import MANIFEST, Tiers, folder_of, folder_uri, name_of, storing
+from dlac_pipeline.checkpoint.store import MANIFEST, Tiers, folder_name_of, folder_of, folder_uri, storing
 from dlac_pipeline.lakehouse.durable_io import temporary_beside, write_durably
 from dlac_pipeline.lakehouse.errors import CheckpointDamaged, StoreUnavailable
 from dlac_pipeline.lakehouse.ledger.run_rows import Row
@@ -41,7 +41,7 @@ class Restored:
 def manifest_of(row: Row, tiers: Tiers) -> Manifest:
     """The manifest that a ledger row names, from this machine's copy if that is whole; raises as `restore`."""
     uri = row["manifest_uri"]
-    return read_manifest(uri, row["manifest_digest"], tiers.files, copy=tiers.folder(name_of(uri)))
+    return read_manifest(uri, row["manifest_digest"], tiers.files, copy=tiers.folder(folder_name_of(uri)))
 
 
 def verify_here(row: Row, manifest: Manifest, files: StoreFiles, done: Done) -> None:
@@ -63,7 +63,7 @@ def restore(row: Row, tiers: Tiers, done: Done = lambda done, total: None, *, ve
         manifest = read_manifest(uri, digest, tiers.files)
         verify(row, manifest, tiers.files, done)
         return Restored(manifest=manifest, folder=folder_of(uri), fetched=[])
-    folder = tiers.folder(name_of(uri))
+    folder = tiers.folder(folder_name_of(uri))
     content = manifest_content(uri, digest, tiers.files, copy=folder)
     manifest = parse_manifest(content, origin=uri)
     came = of_each(manifest.files, lambda entry: _have(entry, folder, uri, tiers.files), done)

@@ -26,7 +26,7 @@ _NICE = 10
 """Of writing behind training: low, but not so low that a busy machine would never get to it."""
 
 
-class Sealer:
+class DurableWriter:
     """The files of one rank in the checkpoint `name`.
 
     `behind`: training goes on meanwhile, and writing gives way to it.

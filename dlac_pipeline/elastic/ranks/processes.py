@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import psutil
 
-from dlac_pipeline.lakehouse.errors import DlacError, TrainingFailed, name_of
+from dlac_pipeline.lakehouse.errors import DlacError, TrainingFailed, error_kind
 
 HANG = "Hang"
 """Kind of the failure of a rank that shows no progress."""
@@ -84,7 +84,7 @@ class RankProcesses:
         self._thread.start()
 
     @property
-    def started(self) -> bool:
+    def is_started(self) -> bool:
         """Whether all process ids are known, or it is known that there will be none."""
         if not self._started.is_set() and time.monotonic() > self._deadline:
             message = f"the ranks were not started within {self._patience_s:.0f} s: see the fork server's log"
@@ -102,12 +102,12 @@ class RankProcesses:
         if rank in self._processes and self.exit_code(rank) == _UNKNOWN:
             why = self._why_unknown()
             return {} if why is None else reason_not_started(why)
-        return self._reason if self.started and self._aborted_by is None else {}
+        return self._reason if self.is_started and self._aborted_by is None else {}
 
     @property
     def pids(self) -> list[int]:
         """Process ids in the order of ranks, 0 for one that was not started. Waits until they are known."""
-        while not self.started:
+        while not self.is_started:
             time.sleep(_POLL_S)
         return [self._pid(rank) for rank in self.ranks]
 
@@ -115,7 +115,7 @@ class RankProcesses:
         """Return the exit status of a rank; negative: the signal that killed it, None: it runs, or will."""
         if rank in self._processes:
             return self._processes[rank].exitcode
-        if not self.started:
+        if not self.is_started:
             return None
         return 1 if self._aborted_by is None else -self._aborted_by
 
@@ -174,7 +174,7 @@ class RankProcesses:
 def reason_not_started(err: Exception) -> Reason:
     """Return the reason of a rank that was not started, in the form in which ranks record theirs."""
     if isinstance(err, DlacError):
-        return {"kind": name_of(err), "message": str(err)}
+        return {"kind": error_kind(err), "message": str(err)}
     found = f"expected to start a process for this rank, found {err!r}: see the limits on processes and memory"
     return {"kind": TrainingFailed.__name__, "message": found}
 

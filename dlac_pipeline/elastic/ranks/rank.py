@@ -27,7 +27,7 @@ from setproctitle import getproctitle, setproctitle
 
 from dlac_pipeline.elastic.ranks.launch_folder import log_file, pid_file, reason_file
 from dlac_pipeline.elastic.ranks.script_errors import describe_exception, text_of
-from dlac_pipeline.lakehouse.errors import DlacError, ScriptInvalid, name_of
+from dlac_pipeline.lakehouse.errors import DlacError, ScriptInvalid, error_kind
 from dlac_pipeline.lakehouse.masking import mask_secrets, mask_setting
 
 RUN_VARIABLE = "DLAC_RUN"
@@ -210,7 +210,7 @@ def leave_reason(err: BaseException) -> None:
     setattr(err, _RECORDED, True)
     exits = isinstance(err, SystemExit)
     reason = {
-        "kind": "" if exits else name_of(err),
+        "kind": "" if exits else error_kind(err),
         "message": "" if exits else mask_secrets(text_of(err))[: _RESERVED_BYTES // 8],
         "detail": {"status": _status_of(err)} if isinstance(err, SystemExit) else _mask_detail(err),
         "at": time.time(),

@@ -21,7 +21,7 @@ from dlac_pipeline.lakehouse.history.steps import Place, Step, TableRows, steps_
 from dlac_pipeline.lakehouse.history.walk import Found, OnOverwrite, Portion, Walk
 from dlac_pipeline.lakehouse.iceberg.data_files import snapshot_schema
 from dlac_pipeline.lakehouse.iceberg.deletes import NO_ROWS, Ints
-from dlac_pipeline.lakehouse.iceberg.snapshots import name_of, snapshot_of
+from dlac_pipeline.lakehouse.iceberg.snapshots import snapshot_of, table_name
 
 __all__ = ["History", "OnOverwrite", "Portion", "changes"]
 
@@ -51,7 +51,8 @@ def changes(
     """
     if table.snapshot_by_id(since) is None:
         raise AppendHistoryLost(
-            f"expected snapshot {since} of {name_of(table)!r}, up to which was planned, found it expired: pin snapshots with a "
+            f"expected snapshot {since} of {table_name(table)!r}, up to which was planned, found it expired: pin "
+            f"snapshots with a "
             "tag; start a new run"
         )
     snapshot_of(table, until)
@@ -61,9 +62,9 @@ def changes(
     try:
         for step in steps_between(table, since, until):
             walk.take(step)
-        found = walk.found()
+        found = walk.conclude()
     except AppendHistoryLost as err:
-        found = walk.lost(err)
+        found = walk.conclude_without_history(err)
     return History(since=since, until=until, _found=found, _rows=rows, _keys=keys)
 
 
@@ -197,7 +198,8 @@ class History:
         most = self._found.merged_rows
         if pure or mixed > most:
             raise AppendHistoryLost(
-                f"expected a rewrite of {name_of(self._rows.table)!r} since snapshot {self.since} to keep what tells rows apart "
+                f"expected a rewrite of {table_name(self._rows.table)!r} since snapshot {self.since} to keep what "
+                f"tells rows apart "
                 f"({self.told_by}), found {pure + mixed} rows with values of their own where {most} at most came "
                 "since: declare identity_columns that a rewrite keeps, or start a new run"
             )

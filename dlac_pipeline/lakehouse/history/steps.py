@@ -21,7 +21,7 @@ from dlac_pipeline.lakehouse.history.row_matching import Mask, Rows
 from dlac_pipeline.lakehouse.iceberg.columns import open_parquet
 from dlac_pipeline.lakehouse.iceberg.data_files import LiveFile, live_files, snapshot_schema
 from dlac_pipeline.lakehouse.iceberg.deletes import NO_ROWS, Deletes, Ints
-from dlac_pipeline.lakehouse.iceberg.snapshots import name_of, snapshot_of
+from dlac_pipeline.lakehouse.iceberg.snapshots import snapshot_of, table_name
 
 _THREADS = 4
 Place = tuple[int, str]
@@ -74,7 +74,7 @@ class TableRows:
         """Some rows of a file, or all that are live."""
         snapshot_id, path = place
         mask = self.alive(place) if chosen is None else chosen
-        return Rows(self.files(snapshot_id)[path], mask, f"snapshot {snapshot_id} of {name_of(self.table)!r}")
+        return Rows(self.files(snapshot_id)[path], mask, f"snapshot {snapshot_id} of {table_name(self.table)!r}")
 
     def _read_dead(self, place: Place) -> Ints:
         snapshot_id, path = place
@@ -123,7 +123,7 @@ def _entries(table: Table, snapshot: Snapshot, *, own: bool) -> list[tuple[Manif
             found.extend((manifest.content, entry) for entry in entries)
     except OSError as err:
         raise DataFileUnreadable(
-            f"expected the manifests of snapshot {snapshot.snapshot_id} of {name_of(table)!r}, found {err}: restore them"
+            f"expected the manifests of snapshot {snapshot.snapshot_id} of {table_name(table)!r}, found {err}: restore them"
         ) from err
     return found
 
@@ -166,7 +166,8 @@ def _gap(table: Table, since: Snapshot, first: Snapshot, step: Step) -> Step:
     found = found or ("that nothing older is in it" if planned and not before else "")
     if found:
         raise AppendHistoryLost(
-            f"expected snapshot {first.snapshot_id} of {name_of(table)!r} to descend from {since.snapshot_id}, up to which was "
+            f"expected snapshot {first.snapshot_id} of {table_name(table)!r} to descend from {since.snapshot_id}, up "
+            f"to which was "
             f"planned, found {found}: the table was rolled back or replaced; start a new run"
         )
     return Step(

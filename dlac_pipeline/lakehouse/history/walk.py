@@ -17,7 +17,7 @@ import numpy as np
 from dlac_pipeline.lakehouse.errors import AppendHistoryLost
 from dlac_pipeline.lakehouse.history.row_matching import Keys, match
 from dlac_pipeline.lakehouse.history.steps import Place, Step, TableRows
-from dlac_pipeline.lakehouse.iceberg.snapshots import name_of
+from dlac_pipeline.lakehouse.iceberg.snapshots import table_name
 
 OnOverwrite = Literal["stop", "read", "ignore"]
 _NOTHING: frozenset[str] = frozenset()
@@ -97,7 +97,7 @@ class Walk:
         else:
             self._add(step, _Held(fresh=True))
 
-    def found(self) -> Found:
+    def conclude(self) -> Found:
         """What the walk found, at its end."""
         until = self._rows.files(self._until)
         if self._held.keys() != until.keys():
@@ -127,7 +127,7 @@ class Walk:
             merged_rows=self._merged_rows,
         )
 
-    def lost(self, err: AppendHistoryLost) -> Found:
+    def conclude_without_history(self, err: AppendHistoryLost) -> Found:
         """What can be said although the history is lost: what became of files that are still there."""
         until = self._rows.files(self._until)
         there = {path for path in self._planned if path in until}
@@ -142,7 +142,8 @@ class Walk:
 
     def _contradiction(self, step: Step, found: str) -> AppendHistoryLost:
         return AppendHistoryLost(
-            f"expected the manifests of {name_of(self._rows.table)!r} to tell its history from {self._since} to {self._until}, "
+            f"expected the manifests of {table_name(self._rows.table)!r} to tell its history from {self._since} to "
+            f"{self._until}, "
             f"found in snapshot {step.snapshot_id} {found}: start a new run"
         )
 
@@ -163,7 +164,7 @@ class Walk:
     def _take_gap(self, step: Step, removed: Mapping[str, _Held]) -> None:
         if self._keys is None and (removed or (step.deletes_added and self._on_overwrite != "read")):
             raise AppendHistoryLost(
-                f"expected all snapshots of {name_of(self._rows.table)!r} from {self._since} to {self._until}, found some "
+                f"expected all snapshots of {table_name(self._rows.table)!r} from {self._since} to {self._until}, found some "
                 f"expired, during which {len(step.added)} data files were added and "
                 f"{f'{len(removed)} planned ones taken away' if removed else 'rows deleted'}: new rows cannot be told from old "
                 "ones; declare identity_columns, or start a new run"
@@ -221,7 +222,7 @@ class Walk:
     def _parent(self, step: Step, why: str) -> int:
         if step.parent is None:
             raise AppendHistoryLost(
-                f"expected the snapshot of {name_of(self._rows.table)!r} before {step.snapshot_id}, in which {why}, found it "
+                f"expected the snapshot of {table_name(self._rows.table)!r} before {step.snapshot_id}, in which {why}, found it "
                 "expired: declare identity_columns, or start a new run"
             )
         return step.parent
@@ -247,7 +248,7 @@ class Walk:
         ways = ["or keep snapshots until every run has seen them"] if step.parent is None else []
         ways += ["or declare identity_columns"] if self._keys is None else []
         return AppendHistoryLost(
-            f"expected appends and deletes in {name_of(self._rows.table)!r} since {self._since}, found an overwrite, snapshot "
+            f"expected appends and deletes in {table_name(self._rows.table)!r} since {self._since}, found an overwrite, snapshot "
             f"{step.snapshot_id} ({len(step.removed)} data files removed, {len(step.added)} added), {found}: "
             + ", ".join(["set on_overwrite to 'read' or 'ignore'", *ways])
         )

@@ -420,7 +420,7 @@ def opening(uri: str, *, answered: bool = False) -> Iterator[None]:
         if not isinstance(err, _REFUSALS) and not is_misconfigured(err, answered=answered):
             raise
         raise CatalogMisconfigured(
-            f"expected a catalog at {shown!r} that takes this address and these credentials, found {_said(err, uri)}; "
+            f"expected a catalog at {shown!r} that takes this address and these credentials, found {_describe_error(err, uri)}; "
             "correct lakehouse.uri, or lakehouse.properties"
         ) from err
 
@@ -436,19 +436,20 @@ def reachable(uri: str) -> Iterator[None]:
         yield
     except _REFUSALS as err:
         raise LakehouseError(
-            f"expected the catalog at {shown!r} to take a request, found {_said(err, uri)}; "
+            f"expected the catalog at {shown!r} to take a request, found {_describe_error(err, uri)}; "
             "check the address, the credentials and what they allow"
         ) from err
     except (SQLAlchemyError, requests.RequestException, RESTError) as err:
         if is_unknown_host(err):
             raise CatalogHostUnknown(
-                f"expected the host of the catalog at {shown!r} to have an address, found {_said(err, uri)}; correct the name "
+                f"expected the host of the catalog at {shown!r} to have an address, found "
+                f"{_describe_error(err, uri)}; correct the name "
                 "in lakehouse.uri"
             ) from err
         file = sqlite_file(uri)
         holder = "" if file is None or not is_locked(err) else locked_by(file)
         raise CatalogUnreachable(
-            f"expected the catalog at {shown!r} to answer, found {_said(err, uri)}; {holder}"
+            f"expected the catalog at {shown!r} to answer, found {_describe_error(err, uri)}; {holder}"
             "check the address, the network and the credentials, then try again"
         ) from err
     except FileNotFoundError:
@@ -461,7 +462,7 @@ def reachable(uri: str) -> Iterator[None]:
         ) from err
 
 
-def _said(err: Exception, uri: str) -> str:
+def _describe_error(err: Exception, uri: str) -> str:
     """The class of an error and the first line of what it says, without the catalog's password."""
     lines = str(err).splitlines() or [""]
     return f"{type(err).__name__}: {lines[0].replace(uri, mask_secrets(uri))}"

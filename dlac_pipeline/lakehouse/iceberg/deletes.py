@@ -76,7 +76,7 @@ class Deletes:
 
     def _of_positions(self, delete: DeleteFile) -> Mapping[str, Ints]:
         def read() -> Mapping[str, Ints]:
-            with self._opened(delete) as parquet:
+            with self._open_delete(delete) as parquet:
                 path, position = _position_columns(parquet.schema_arrow, delete)
                 found = parquet.read(columns=[path, position])
             return _by_path(found[path], found[position].cast(pa.int64()))
@@ -113,7 +113,7 @@ class Deletes:
 
     def _deleted_values(self, delete: DeleteFile, schema: Schema) -> pa.Table:
         def read() -> pa.Table:
-            with self._opened(delete) as parquet:
+            with self._open_delete(delete) as parquet:
                 columns = self._columns(parquet, schema, delete.partition_values)
                 lost = [one for one in columns.absent if schema.find_field(one).field_id not in delete.partition_values]
                 if lost:
@@ -144,7 +144,7 @@ class Deletes:
         return Schema(*(self._fields[field_id] for field_id in ids))
 
     @contextmanager
-    def _opened(self, delete: DeleteFile) -> Iterator[pq.ParquetFile]:
+    def _open_delete(self, delete: DeleteFile) -> Iterator[pq.ParquetFile]:
         with _decoding(delete), self._io.new_input(delete.path).open() as stream:
             yield open_parquet(stream, self._fields.values())
 

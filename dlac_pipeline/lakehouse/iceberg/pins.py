@@ -27,7 +27,7 @@ from dlac_pipeline.lakehouse.errors import (
     SpecInvalid,
 )
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, among, reachable
-from dlac_pipeline.lakehouse.iceberg.snapshots import is_pinned, name_of, pin, snapshot_of, tag_of
+from dlac_pipeline.lakehouse.iceberg.snapshots import is_pinned, pin, pin_tag, snapshot_of, table_name
 from dlac_pipeline.lakehouse.ledger.branches import left_by_rewinds
 from dlac_pipeline.lakehouse.ledger.run_rows import (
     Row,
@@ -37,9 +37,9 @@ from dlac_pipeline.lakehouse.ledger.run_rows import (
     lineage_of,
     restorable_rows,
 )
-from dlac_pipeline.lakehouse.retrying import overtaken, retrying
+from dlac_pipeline.lakehouse.retrying import as_commit_conflict, retrying
 
-_PREFIX = tag_of(0).removesuffix("0")
+_PREFIX = pin_tag(0).removesuffix("0")
 _KINDS = ("leg", "claim", "checkpoint", "quarantine", "retire", "rewind", "finish")
 _PLAN_KEYS = frozenset({"plan_id", "live_plan_id", "base_plan_id", "plan_ids", "leg_plan_ids", "upcoming"})
 _REFUSED = (ForbiddenError, UnauthorizedError, AuthorizationExpiredError)
@@ -148,14 +148,14 @@ def pins_table(lakehouse: Lakehouse, run_or_table: str | None = None) -> list[Pi
     return [one for one in pins if run_or_table is None or any(use.run == run_or_table for use in one.uses)]
 
 
-def unpin(lakehouse: Lakehouse, identifier: str, snapshot_id: int, *, force: bool = False) -> bool:
+def remove_pin(lakehouse: Lakehouse, identifier: str, snapshot_id: int, *, force: bool = False) -> bool:
     """Remove the pin of a snapshot; False if there was none. Expiry may then take away what only it held.
 
     Raises:
         SpecInvalid: a run needs it, and `force` is not set.
         PinLost: the tag names another snapshot, or does not go away.
     """
-    tag = tag_of(snapshot_id)
+    tag = pin_tag(snapshot_id)
 
     def once() -> bool:
         table = lakehouse.load(identifier)
@@ -163,7 +163,7 @@ def unpin(lakehouse: Lakehouse, identifier: str, snapshot_id: int, *, force: boo
             return False
         if not force:
             _check_free(lakehouse, table, identifier, snapshot_id)
-        with reachable(lakehouse.config.uri), overtaken():
+        with reachable(lakehouse.config.uri), as_commit_conflict():
             table.manage_snapshots().remove_tag(tag).commit()
         return True
 
@@ -188,7 +188,7 @@ def let_go(lakehouse: Lakehouse, run: str, identifier: str) -> list[int]:
         NoSuchSnapshot: a snapshot was claimed, and expired, while its pin was away.
     """
     table = lakehouse.load(identifier)
-    pinned = [ref.snapshot_id for tag, ref in table.refs().items() if tag == tag_of(ref.snapshot_id)]
+    pinned = [ref.snapshot_id for tag, ref in table.refs().items() if tag == pin_tag(ref.snapshot_id)]
     plans, runs = _plans(lakehouse), _runs(lakehouse)
     claimed = frozenset[str]().union(*(rows.used for rows in runs.values()))
     gone = []
@@ -196,7 +196,7 @@ def let_go(lakehouse: Lakehouse, run: str, identifier: str) -> list[int]:
         uses = _uses(table, snapshot_id, plans, runs)
         read_by_others = any(plan["plan_id"] not in claimed for plan in _plans_of(table, snapshot_id, plans))
         if run in {use.run for use in uses} and not (read_by_others or any(use.needed for use in uses)):
-            gone += [snapshot_id] if unpin(lakehouse, identifier, snapshot_id, force=True) else []
+            gone += [snapshot_id] if remove_pin(lakehouse, identifier, snapshot_id, force=True) else []
     plans, runs = (_plans(lakehouse), _runs(lakehouse)) if gone else ([], {})
     wanted = [each for each in gone if any(use.needed for use in _uses(table, each, plans, runs))]
     for snapshot_id in wanted:
@@ -359,7 +359,7 @@ def _held_by_one(table: Table) -> dict[str, dict[str, int]]:
                 sizes[file.file_path] = file.file_size_in_bytes
     except OSError as err:
         raise DataFileUnreadable(
-            f"expected the manifests of table {name_of(table)!r}, found {err}: restore them"
+            f"expected the manifests of table {table_name(table)!r}, found {err}: restore them"
         ) from err
     held: dict[str, dict[str, int]] = defaultdict(dict)
     for path, owner in only.items():

@@ -7,15 +7,15 @@ from pyiceberg.table.snapshots import Snapshot
 
 from dlac_pipeline.lakehouse.errors import CommitConflict, NoSuchSnapshot, PinLost, TableReplaced, UnsupportedSnapshot
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, reachable
-from dlac_pipeline.lakehouse.retrying import overtaken, retrying
+from dlac_pipeline.lakehouse.retrying import as_commit_conflict, retrying
 
 
-def name_of(table: Table) -> str:
+def table_name(table: Table) -> str:
     """The table's name with its namespace."""
     return ".".join(table.name())
 
 
-def tag_of(snapshot_id: int) -> str:
+def pin_tag(snapshot_id: int) -> str:
     """The name of the tag that pins `snapshot_id`: one per snapshot, shared by all its plans."""
     return f"dlac-pin-{snapshot_id}"
 
@@ -32,12 +32,12 @@ def snapshot_of(table: Table, snapshot_id: int | None) -> Snapshot:
         known = sorted(snapshot.snapshot_id for snapshot in table.snapshots())
         wanted = "a current snapshot" if snapshot_id is None else f"snapshot {snapshot_id}"
         raise NoSuchSnapshot(
-            f"expected {wanted} in table {name_of(table)!r}, found only {known!r}: append rows or name one of these"
+            f"expected {wanted} in table {table_name(table)!r}, found only {known!r}: append rows or name one of these"
         )
     if not -(2**63) <= found.snapshot_id < 2**63:
         raise UnsupportedSnapshot(
             f"expected a snapshot id of 64 bits with a sign, as Iceberg defines it, found {found.snapshot_id} in table "
-            f"{name_of(table)!r}: append to the table with a writer that keeps to the format, and read the new snapshot"
+            f"{table_name(table)!r}: append to the table with a writer that keeps to the format, and read the new snapshot"
         )
     return found
 
@@ -51,7 +51,8 @@ def schema_id_of(table: Table, snapshot: Snapshot) -> int:
     schema_id = table.metadata.current_schema_id if snapshot.schema_id is None else snapshot.schema_id
     if schema_id not in table.schemas():
         raise UnsupportedSnapshot(
-            f"expected schema {schema_id} of snapshot {snapshot.snapshot_id} in the metadata of table {name_of(table)!r}, found "
+            f"expected schema {schema_id} of snapshot {snapshot.snapshot_id} in the metadata of table "
+            f"{table_name(table)!r}, found "
             f"only schemas {sorted(table.schemas())!r}: read another snapshot"
         )
     return schema_id
@@ -66,14 +67,14 @@ def pin(lakehouse: Lakehouse, identifier: str, snapshot_id: int) -> str:
     Raises:
         PinLost: the tag does not stay, or names another snapshot.
     """
-    tag = tag_of(snapshot_id)
+    tag = pin_tag(snapshot_id)
 
     def once() -> str:
         table = lakehouse.load(identifier)
         if is_pinned(table, identifier, snapshot_id):
             return tag
         snapshot_of(table, snapshot_id)
-        with reachable(lakehouse.config.uri), overtaken():
+        with reachable(lakehouse.config.uri), as_commit_conflict():
             table.manage_snapshots().create_tag(snapshot_id, tag).commit()
         if not is_pinned(lakehouse.load(identifier), identifier, snapshot_id):
             raise CommitConflict("it was there, and was gone at the next look, as an expiry takes it away")
@@ -93,10 +94,10 @@ def is_pinned(table: Table, identifier: str, snapshot_id: int) -> bool:
     Raises:
         PinLost: it names another snapshot.
     """
-    ref = table.refs().get(tag_of(snapshot_id))
+    ref = table.refs().get(pin_tag(snapshot_id))
     if ref is not None and ref.snapshot_id != snapshot_id:
         raise PinLost(
-            f"expected tag {tag_of(snapshot_id)!r} of {identifier!r} to name {snapshot_id}, found {ref.snapshot_id}: "
+            f"expected tag {pin_tag(snapshot_id)!r} of {identifier!r} to name {snapshot_id}, found {ref.snapshot_id}: "
             "somebody moved it"
         )
     return ref is not None

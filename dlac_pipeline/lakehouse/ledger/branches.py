@@ -60,7 +60,7 @@ class Rewound:
     """Why such rows could not be counted."""
 
 
-def rewind(
+def commit_rewind(
     ledger: Ledger,
     run: str,
     *,

@@ -221,7 +221,7 @@ def unname_checkpoint(ledger: Ledger, run: str, name: str) -> str:
 
 
 @contextmanager
-def held(
+def keep_checkpoint(
     ledger: Ledger, run: str, name: str, *, step: int | None = None, checkpoint_id: str | None = None
 ) -> Iterator[Row]:
     """Keep a checkpoint, or the head, from the retention of its run, which may be training; gives its row.

@@ -36,7 +36,7 @@ from dlac_pipeline.lakehouse.ledger.run_rows import (
 from dlac_pipeline.lakehouse.ledger.schemas import CONSUMPTION, FORMAT_VERSION
 from dlac_pipeline.lakehouse.maintenance.compaction import UPKEEP_OF_SNAPSHOT
 from dlac_pipeline.lakehouse.maintenance.expiry import expire_in
-from dlac_pipeline.lakehouse.retrying import overtaken, retrying
+from dlac_pipeline.lakehouse.retrying import as_commit_conflict, retrying
 
 T = TypeVar("T")
 _RUN_OF_SNAPSHOT = "dlac.run"
@@ -116,7 +116,7 @@ class Ledger:
         Raises:
             CommitConflict: others went on since then, and upkeep removed what it was read from.
         """
-        with overtaken():
+        with as_commit_conflict():
             return self._sorted(state.table, state.run, kinds=kinds, after=after, columns=columns)
 
     def head_rows(self, run: str) -> list[Row]:
@@ -241,7 +241,7 @@ class _Tries:
         if relocation.moves:
             completed = [translate_row(row, relocation.to_recorded_uri, relocation.to_recorded) for row in completed]
         arrow = pa.Table.from_pylist(completed, schema=_ARROW)
-        with reachable(lakehouse.config.uri), overtaken(), LeanTransaction(table) as transaction:
+        with reachable(lakehouse.config.uri), as_commit_conflict(), LeanTransaction(table) as transaction:
             said = {_RUN_OF_SNAPSHOT: run, "dlac.seq": str(wanted.fence.seq)}
             transaction.append(arrow, snapshot_properties=said)
             if wanted.finished:

@@ -263,7 +263,7 @@ class _KnownRows:
         self._whole: set[int] = set()
         """Snapshots of which the ledger has every row: many failed commits are built on one snapshot."""
 
-    def lost(self, state: Table, snapshot_id: int | None) -> list[Row]:
+    def missing_rows(self, state: Table, snapshot_id: int | None) -> list[Row]:
         """Return the rows of a state that the ledger lacks."""
         if snapshot_id is None or snapshot_id in self._whole or state.snapshot_by_id(snapshot_id) is None:
             return []
@@ -293,12 +293,12 @@ def _newer_state(rows: _KnownRows, table: Table, folder: TableFolder, path: str)
     try:
         parent = _built_on(state)
         if parent is not None and not (mine and parent in _history(table)):
-            lost = rows.lost(state, parent)
+            lost = rows.missing_rows(state, parent)
             if lost:
                 newest = max(lost, key=lambda row: (row["kind"] == "checkpoint", int(row["step"] or 0)))
                 return Newer(run=newest["run"], step=int(newest["step"] or 0), place=location)
         if version_of(path) > version_of(table.metadata_location):
-            lost = rows.lost(state, state.metadata.current_snapshot_id)
+            lost = rows.missing_rows(state, state.metadata.current_snapshot_id)
             return _lost_checkpoint(rows.lakehouse, lost, str(state.metadata.table_uuid), location)
     except FileNotFoundError:  # upkeep, or the next commit, removed it
         return None

@@ -71,11 +71,11 @@ class Recovery:
 def write_recovery(lakehouse: Lakehouse, recovery: Recovery) -> None:
     """Append one recovery, once."""
 
-    def written() -> bool:
+    def is_written() -> bool:
         known = recoveries_of(lakehouse, recovery.run)
         return any((found.attempt, found.outcome) == (recovery.attempt, recovery.outcome) for found in known)
 
-    append_own(lakehouse, "recoveries", pa.Table.from_pylist([asdict(recovery)], schema=_ARROW), unless=written)
+    append_own(lakehouse, "recoveries", pa.Table.from_pylist([asdict(recovery)], schema=_ARROW), unless=is_written)
 
 
 def recoveries_of(lakehouse: Lakehouse, run: str | None = None) -> list[Recovery]:

@@ -21,7 +21,7 @@ from pyiceberg.table import FileScanTask, Table
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, reachable
 from dlac_pipeline.lakehouse.iceberg.transactions import LeanTransaction
 from dlac_pipeline.lakehouse.maintenance.expiry import expire_in
-from dlac_pipeline.lakehouse.retrying import overtaken, retrying
+from dlac_pipeline.lakehouse.retrying import as_commit_conflict, retrying
 
 UPKEEP_OF_SNAPSHOT = "dlac.upkeep"
 """Property of a snapshot: what was done, by which no row was added or taken."""
@@ -62,7 +62,7 @@ def _merge(lakehouse: Lakehouse, name: str, partition: tuple[Any, ...]) -> Merge
     def once() -> Merged | None:
         nonlocal limit
         limit = max(limit // 2, MIN_FILES)  # less work has more luck beside busy committers
-        with reachable(lakehouse.config.uri), overtaken():
+        with reachable(lakehouse.config.uri), as_commit_conflict():
             table = lakehouse.own(name)
             tasks = _first(_small_files(table).get(partition, []), limit)
             return _rewrite(table, tasks) if len(tasks) >= MIN_FILES else None

@@ -20,7 +20,7 @@ from dlac_pipeline.lakehouse.iceberg.metadata_files import METADATA, TableFolder
 from dlac_pipeline.lakehouse.iceberg.transactions import LeanTransaction
 from dlac_pipeline.lakehouse.ledger.older_ledger import check_warehouse
 from dlac_pipeline.lakehouse.maintenance.compaction import UPKEEP_OF_SNAPSHOT
-from dlac_pipeline.lakehouse.retrying import overtaken, retrying
+from dlac_pipeline.lakehouse.retrying import as_commit_conflict, retrying
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +65,7 @@ def _move_main(lakehouse: Lakehouse, name: str) -> None:
 
     def once() -> None:
         table = lakehouse.own(name)
-        with reachable(lakehouse.config.uri), overtaken(), LeanTransaction(table) as transaction:
+        with reachable(lakehouse.config.uri), as_commit_conflict(), LeanTransaction(table) as transaction:
             transaction.update_snapshot(snapshot_properties={UPKEEP_OF_SNAPSHOT: "orphans"}).fast_append().commit()
 
     retrying()(once)

@@ -32,7 +32,7 @@ class Upkept:
     """Others committed so often that something was left for the next time."""
 
 
-def upkeep(lakehouse: Lakehouse, *, keep: int = KEEP_SNAPSHOTS) -> list[Upkept]:
+def run_upkeep(lakehouse: Lakehouse, *, keep: int = KEEP_SNAPSHOTS) -> list[Upkept]:
     """Put DLAC's own tables in order; `keep` is the number of snapshots that stay of each.
 
     Raises:

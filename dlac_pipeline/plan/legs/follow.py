@@ -19,7 +19,7 @@ from dlac_pipeline.lakehouse.iceberg.pins import hold
 from dlac_pipeline.lakehouse.iceberg.row_groups import row_groups_of
 from dlac_pipeline.lakehouse.iceberg.snapshots import schema_id_of, snapshot_of
 from dlac_pipeline.plan.cut import CutSettings
-from dlac_pipeline.plan.legs.leg import Leg, LegSource, QuarantinedUnit, told
+from dlac_pipeline.plan.legs.leg import Leg, LegSource, QuarantinedUnit, describe_differences
 from dlac_pipeline.plan.order import ReaderState
 from dlac_pipeline.plan.planner import Plan, exclude_rows, load_plan, make_plan
 from dlac_pipeline.plan.source_order import Cursor, SourceOrder, SourceStart
@@ -69,7 +69,7 @@ def next_leg(
         return leg
     sources, emptied = [], []
     for index, (source, mine, wanted) in enumerate(zip(spec.sources, leg.sources, asked.sources, strict=True)):
-        turn = _Turn(lakehouse, source, mine, wanted, leg.cut_settings(index))
+        turn = _SourceTransition(lakehouse, source, mine, wanted, leg.cut_settings(index))
         stands = turn.finish(state[index])
         after = turn.next(stands, repin=repin, unreadable=unreadable)
         changed = changed or after.start != stands or after.snapshot_id != mine.snapshot_id
@@ -95,12 +95,13 @@ def check_changeable(leg: Leg, asked: Leg) -> None:
     fixed = {name: both for name, both in differing.items() if name.rpartition(": ")[2] not in _CHANGEABLE}
     if fixed:
         raise ResumeMismatch(
-            f"a new leg may change {', '.join(_CHANGEABLE)}; of what leg {leg.index} binds it cannot change:\n{told(fixed)}\n"
+            f"a new leg may change {', '.join(_CHANGEABLE)}; of what leg {leg.index} binds it cannot "
+            f"change:\n{describe_differences(fixed)}\n"
             "give the committed values again, or start a run under another name"
         )
 
 
-class _Turn:
+class _SourceTransition:
     """One source between two legs."""
 
     def __init__(
@@ -312,7 +313,7 @@ def leaving_out(lakehouse: Lakehouse, spec: JobSpec, leg: Leg, unreadable: Seque
         return leg
     sources = []
     for index, (source, mine) in enumerate(zip(spec.sources, leg.sources, strict=True)):
-        turn = _Turn(lakehouse, source, mine, mine, leg.cut_settings(index))
+        turn = _SourceTransition(lakehouse, source, mine, mine, leg.cut_settings(index))
         sources.append(turn.next(mine.start, repin=False, unreadable=unreadable))
     return replace(leg, sources=tuple(sources))
 

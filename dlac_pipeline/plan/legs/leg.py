@@ -199,7 +199,7 @@ class Leg:
         differing = self.differences(wanted)
         if differing:
             raise ResumeMismatch(
-                f"resuming would change what leg {self.index} of this run binds:\n{told(differing)}\n"
+                f"resuming would change what leg {self.index} of this run binds:\n{describe_differences(differing)}\n"
                 "give the committed values again, start a new leg on purpose (--new-leg), or start a run under another name"
             )
 
@@ -220,7 +220,7 @@ class Leg:
         return said
 
 
-def told(differences: Mapping[str, tuple[Any, Any]], *, bound: str = "committed") -> str:
+def describe_differences(differences: Mapping[str, tuple[Any, Any]], *, bound: str = "committed") -> str:
     """Differences of two legs, a line each."""
     return "\n".join(
         f"  {name}: {bound} {mine!r}, asked for {theirs!r}" for name, (mine, theirs) in differences.items()

@@ -25,7 +25,7 @@ _ITS_OWN = ("claim", "checkpoint", "quarantine")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Signs:
+class LaunchLiveness:
     """What is known of the launch behind an attempt."""
 
     host: str
@@ -50,18 +50,18 @@ class Signs:
         return self.held if self.here else self.silent_s < lost_after_s
 
 
-def signs_of(rows: list[Row], attempt: int) -> Signs:
+def liveness_of(rows: list[Row], attempt: int) -> LaunchLiveness:
     """The signs of the launch that claimed `attempt`, from the run's rows; of none, if it has no claim."""
     mine = [row for row in rows if row["attempt"] == attempt]
     claims = [json.loads(row["detail"]) for row in mine if row["kind"] == "claim"]
     if not claims:
-        return Signs(host="", local="", here=False, held=False, silent_s=float("inf"))
+        return LaunchLiveness(host="", local="", here=False, held=False, silent_s=float("inf"))
     claim = claims[-1]
     said = [row["committed_at"].timestamp() for row in mine if row["kind"] in _ITS_OWN]
     steps = _steps_at(claim.get("launch_folder", ""))
     host, local = claim.get("host", ""), claim.get("local", "")
     here = host == socket.gethostname()
-    return Signs(
+    return LaunchLiveness(
         host=host,
         local=local,
         here=here,

@@ -19,7 +19,7 @@ from dlac_pipeline.lakehouse.ledger.run_rows import Row, fence_of_rows, finished
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.spec.launch_spec import NODES
 from dlac_pipeline.supervise.claims import claimed_by, idle, last_reason, left_in_order, rendezvous_of
-from dlac_pipeline.supervise.liveness.other_launch import Signs, signs_of
+from dlac_pipeline.supervise.liveness.other_launch import LaunchLiveness, liveness_of
 from dlac_pipeline.supervise.retry_policy import LOST_AFTER_S
 
 _log = logging.getLogger(__name__)
@@ -37,10 +37,10 @@ def refuse_if_alive_elsewhere(
         RunBusy: it is to be taken for alive, or `stop` was set.
     """
     deadline = time.monotonic() + wait_s
-    silence = _Silence()
+    silence = _SilenceOfNode()
     while True:
         rows = rows_now()
-        signs = signs_of(rows, fence_of_rows(rows).attempt)
+        signs = liveness_of(rows, fence_of_rows(rows).attempt)
         if not _counts(rows, spec, signs, launched_by) or silence.is_lost(signs):
             return
         waits = time.monotonic() < deadline or silence.may_be_lost(signs)
@@ -48,7 +48,7 @@ def refuse_if_alive_elsewhere(
             raise RunBusy(_message(spec.run, fence_of_rows(rows).attempt, signs))
 
 
-class _Silence:
+class _SilenceOfNode:
     """How long a launch elsewhere was silent while it was watched from here.
 
     Two nodes' clocks may differ by hours. So what a launch's clock says of its last sign is believed only after a watch, by
@@ -60,7 +60,7 @@ class _Silence:
         self._since = 0.0
         self._seen_alive = False
 
-    def is_lost(self, signs: Signs) -> bool:
+    def is_lost(self, signs: LaunchLiveness) -> bool:
         """Whether it is silent for too long; of a launch on this node its lock decides."""
         if signs.here:
             return not signs.held
@@ -80,19 +80,19 @@ class _Silence:
         watched_s = time.monotonic() - self._since
         return watched_s >= (_watch_s(signs) if self.may_be_lost(signs) else LOST_AFTER_S)
 
-    def may_be_lost(self, signs: Signs) -> bool:
+    def may_be_lost(self, signs: LaunchLiveness) -> bool:
         """Whether its own clock says that it is lost, and no sign was seen meanwhile."""
         return not (signs.here or self._seen_alive) and signs.silent_s >= LOST_AFTER_S
 
 
-def _watch_s(signs: Signs) -> float:
+def _watch_s(signs: LaunchLiveness) -> float:
     """Return how long to watch for another sign of a launch that its clock says is lost."""
     if signs.shows_steps:
         return min(LOST_AFTER_S, _STEPS_SEEN_S)
     return LOST_AFTER_S if signs.rows_every_s is None else min(LOST_AFTER_S, max(_STEPS_SEEN_S, 2 * signs.rows_every_s))
 
 
-def _counts(rows: list[Row], spec: JobSpec, signs: Signs, launched_by: str) -> bool:
+def _counts(rows: list[Row], spec: JobSpec, signs: LaunchLiveness, launched_by: str) -> bool:
     """Whether the current attempt may train elsewhere, and only its signs of life can tell."""
     attempt = fence_of_rows(rows).attempt
     if not attempt or finished_of_rows(rows) or idle(rows, attempt):
@@ -106,7 +106,7 @@ def _counts(rows: list[Row], spec: JobSpec, signs: Signs, launched_by: str) -> b
     return not (one_job or same_place)
 
 
-def _message(run: str, attempt: int, signs: Signs) -> str:
+def _message(run: str, attempt: int, signs: LaunchLiveness) -> str:
     silent_s = max(0.0, signs.silent_s)
     found, wait = (
         (f"on this machine, with the local folder {signs.local!r}", "wait for it")

@@ -29,7 +29,7 @@ class Watched(Protocol):
         """The last one of each rank."""
 
 
-class Silence:
+class HangDetector:
     """For how long the ranks of an attempt have given no sign of life, from the first look on.
 
     A sign is a record that has changed since the last look, in the time in which this process ran: wall clocks are set now and
@@ -89,7 +89,7 @@ def first_cause(failures: list[Exit]) -> Exit:
     killed = [failure for failure in failures if failure.code < 0]
     hard = any(failure.code != -signal.SIGABRT for failure in killed)
     for failure in failures:
-        if errors.named(failure.kind) is not None:
+        if errors.error_class(failure.kind) is not None:
             return failure
         if failure.origin == "script" and failure.code >= 0 and not hard:
             return failure

@@ -36,7 +36,7 @@ _NEVER_OF_ROWS = frozenset(
 """Exceptions for which no row is ever to blame; empty: `sys.exit`, which is a decision of the script."""
 
 
-class Deaths:
+class CrashLoop:
     """What follows the deaths of attempts in a row: another attempt, one without the rows in hand, or none.
 
     A step stands for its rows, because attempts without a commit between them resume from one checkpoint. The rules:
@@ -118,7 +118,7 @@ class Deaths:
 
 def _has_rows(failure: Failure) -> bool:
     """Whether the rows in hand may be to blame: not for what another rule covers."""
-    covered = failure.kind in (HANG, LOST) or errors.named(failure.kind) is not None
+    covered = failure.kind in (HANG, LOST) or errors.error_class(failure.kind) is not None
     return failure.in_hand > 0 and not covered and failure.origin not in ("passing", "peer")
 
 

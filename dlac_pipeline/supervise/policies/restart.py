@@ -35,14 +35,14 @@ from dlac_pipeline.supervise.claims import attempts_without_progress
 from dlac_pipeline.supervise.incident import Failure, gave_up
 from dlac_pipeline.supervise.policies.corrupt_row_groups import damaged_row_group
 from dlac_pipeline.supervise.policies.hangs import STUCK
-from dlac_pipeline.supervise.policies.poison_rows import Deaths, rows_in_hand
+from dlac_pipeline.supervise.policies.poison_rows import CrashLoop, rows_in_hand
 from dlac_pipeline.supervise.retry_policy import PATIENCE_S, waiting_for
 
 _TERMINAL = (BadInput, LedgerError, CheckpointError, Preempted, LossNotFinite)
 """Errors of a rank that another attempt would meet again, here and now."""
 
 
-class Judge:
+class RestartPolicy:
     """Of the attempts of one supervisor."""
 
     def __init__(self, supervision: Supervision) -> None:
@@ -50,7 +50,7 @@ class Judge:
         self._spec = supervision.spec
         self._lakehouse = supervision.lakehouse
         self._fruitless = self._failed = 0
-        self._deaths = Deaths(self._spec.launch.deaths_at_same_rows)
+        self._deaths = CrashLoop(self._spec.launch.deaths_at_same_rows)
 
     def went_on(self, attempt: SupervisedAttempt) -> None:
         """It ended on purpose, for others to go on: that is no failure, and progress only if something was committed."""
@@ -127,7 +127,7 @@ class Judge:
 
     def _raise_if_final(self, failure: Failure) -> None:
         """Raise what a rank died of if another attempt would meet it again, or if none is wanted."""
-        kind = errors.named(failure.kind)
+        kind = errors.error_class(failure.kind)
         if kind is not None and issubclass(kind, _TERMINAL):
             raise kind(failure.message)
         if self._supervision.stop.is_set():
