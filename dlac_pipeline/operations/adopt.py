@@ -19,11 +19,11 @@ from dlac_pipeline.supervise.run_lock import run_lock
 
 
 def adopt_checkpoint(lakehouse: Lakehouse, spec: JobSpec, foreign: Foreign) -> str:
-    """Make the foreign checkpoint the first one of the spec's run, which is new; gives its id.
+    """Make the foreign checkpoint the first one of the spec's run, which must be new. Return its id.
 
     Raises:
         SpecInvalid: the run exists already.
-        StoreUnavailable: it cannot be written to the store; nothing was committed, and adopting it again goes on.
+        StoreUnavailable: the checkpoint cannot be written to the store. Nothing was committed, and the call can be repeated.
     """
     ledger, tiers = Ledger(lakehouse), tiers_of(spec)
     check_new(ledger.rows(spec.run, kinds=HEAD_KINDS), spec.run, instead="adopts")

@@ -1,7 +1,7 @@
-"""A run that begins from a checkpoint of another run, and inherits what that has seen.
+"""Fork: a new run that begins from a checkpoint of another run and inherits what that run has consumed.
 
-Its first checkpoint, at step 0, has the parent's files, and a `fork` row names the parent. The data order begins anew, as the job
-spec of the new run says.
+Its first checkpoint, at step 0, has the parent's files. A `fork` row names the parent. The data order starts from the
+beginning, as the job spec of the new run states.
 """
 
 from __future__ import annotations
@@ -55,17 +55,18 @@ def fork_run(
     checkpoint_id: str | None = None,
     files: StoreFiles | None = None,
 ) -> Forked:
-    """Begin the spec's run, which is new, from a restorable checkpoint of `parent_run`: of a step, with an id, or the head.
+    """Begin the spec's run, which must be new, from a restorable checkpoint of `parent_run`.
 
-    `files` reaches the parent's store, if the spec's own properties do not.
+    The checkpoint is that of a step, the one with an id, or the head. `files` reaches the parent's store if the spec's own
+    properties do not.
 
     Raises:
-        NoSuchRun: there is no such parent.
-        NoSuchCheckpoint: it has no such checkpoint that is kept.
+        NoSuchRun: the parent does not exist.
+        NoSuchCheckpoint: the parent keeps no such checkpoint.
         SpecInvalid: the spec's run exists already.
         LedgerOlderThanStore: the catalog was restored from an older backup.
-        CheckpointDamaged: the parent's files are not what was committed; nothing was begun.
-        StoreUnavailable: a store is away or full; nothing was committed, and forking again goes on.
+        CheckpointDamaged: the parent's files differ from those committed. Nothing was begun.
+        StoreUnavailable: a store is unavailable or full. Nothing was committed, and the call can be repeated.
     """
     ledger, tiers = Ledger(lakehouse), tiers_of(spec)
     check_ledger(lakehouse, parent_run)
@@ -111,7 +112,7 @@ def _make_beginning(parent_run: str, target: Row, files: StoreFiles, tiers: Tier
 
 
 def _holds_of(run: str) -> str:
-    """With a nonce behind it, the name that keeps a parent's checkpoint while `run` is forked from it."""
+    """Prefix of the name that keeps a parent's checkpoint while `run` is forked from it. A nonce follows."""
     return f"fork:{run}"
 
 

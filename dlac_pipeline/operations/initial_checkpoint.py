@@ -38,11 +38,11 @@ class Beginning:
     world_size: int
     """Ranks that saved it."""
     make: Callable[[str, Path], list[FileEntry]]
-    """Fills the folder of the checkpoint of this name; gives its files, which are durable then."""
+    """Function that fills the folder of the checkpoint of this name. It returns the files, which are durable then."""
     instead: Mapping[str, Any]
-    """What the claim is for."""
+    """Purpose of the claim."""
     note: Mapping[str, Any]
-    """What the checkpoint's row says of it."""
+    """Notes for the checkpoint's row."""
     rows: Sequence[Mapping[str, Any]] = ()
     """Further rows of the same append."""
 
@@ -62,11 +62,11 @@ def check_new(rows: Sequence[Row], run: str, *, instead: str) -> None:
 
 
 def begin(lakehouse: Lakehouse, spec: JobSpec, beginning: Beginning) -> str:
-    """Claim the spec's run, and commit its first checkpoint; gives its id. The caller holds the run's lock.
+    """Claim the spec's run, commit its first checkpoint, and return its id. The caller holds the run's lock.
 
     Raises:
-        StoreUnavailable: it cannot be written to the store; nothing was committed, and beginning again goes on.
-        Fenced: somebody else took the run over meanwhile.
+        StoreUnavailable: the checkpoint cannot be written to the store. Nothing was committed, and the call can be repeated.
+        Fenced: another launch claimed the run since then.
     """
     point = claim_and_verify(lakehouse, spec, nonce=new_nonce(), wish=ResumeOptions(), instead=beginning.instead)
     opened = open_leg(lakehouse, Leg.from_json(point.leg), spec)
@@ -89,7 +89,7 @@ def begin(lakehouse: Lakehouse, spec: JobSpec, beginning: Beginning) -> str:
 
 
 def _make_files(beginning: Beginning, tiers: Tiers, name: str) -> list[FileEntry]:
-    """The files; nothing of them if they cannot be made."""
+    """Return the files, or remove all of them if they cannot be made."""
     folder, copy = tiers.folder(name), tiers.copy_of(name)
     tiers.make(name)
     with storing(folder):

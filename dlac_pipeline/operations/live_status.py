@@ -1,7 +1,7 @@
-"""Where a run is right now: what the ledger says, and the signs of life that its ranks leave in the launch folder.
+"""Live status of a run: the ledger's rows, and the signs of life that its ranks leave in the launch folder.
 
-The ledger is asked for rows only when it has new ones; the launch folder is on the machine where the run was launched, and
-without it what is known is what was committed.
+The ledger is read only when it has new rows. The launch folder is on the node where the run was launched. Without it only
+committed facts are known.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _OF_ADVANCES = ("seq", "checkpoint_id", "attempt", "source", "pass", "plan_id", 
 _RATE_OVER_S = 15.0
 """Steps per second are those of this long."""
 _SILENT_S = 30.0
-"""Ranks that have given no sign for so long are told as that, in place of what they did last."""
+"""Silence, in seconds, after which a rank is shown as silent instead of with its last phase."""
 
 
 class LiveStatus:
@@ -53,11 +53,11 @@ class LiveStatus:
 
     @property
     def finished(self) -> bool:
-        """Whether the run is over."""
+        """True if the run is finished."""
         return self._finished
 
     def look(self) -> dict[str, Any]:
-        """Facts by name, as they are now; seconds where a name says so."""
+        """Return the current facts by name. Names that end in `_s` are in seconds."""
         self._ask_ledger()
         now = time.time()
         head = checkpoint_rows(self._rows).get(self._fence.head or "")
@@ -97,7 +97,7 @@ class LiveStatus:
         }
 
     def _ask_ledger(self) -> None:
-        """What is new in it; a catalog that is away is said, and asked again next time."""
+        """Read new rows of the ledger. An unavailable catalog is reported and asked again next time."""
         try:
             state = self._ledger.state(self._run)
             if state.fence != self._fence or state.finished != self._finished:
@@ -112,7 +112,7 @@ class LiveStatus:
             self._problem = str(err)
 
     def _standing(self) -> Standing:
-        """What became of the last launch; whether the run was given up is read once, when a launch is found to be gone."""
+        """Return the state of the last launch. Whether the run was given up is read once, when a launch has no process."""
         standing = standing_of(self._rows, self._recoveries)
         if standing.state in ("dead", "silent") and self._asked_attempt != self._fence.attempt:
             with suppress(LakehouseError):
@@ -130,12 +130,15 @@ class LiveStatus:
         return [] if folder is None else read_all_progress(folder)
 
     def _total_steps(self) -> int | None:
-        """As the ranks said when they began to train."""
+        """Return the total steps that the ranks reported when they began to train."""
         folder = self._folder()
         return None if folder is None else read_total_steps(folder)
 
     def _rate(self, ranks: list[Progress], now: float) -> float | None:
-        """Steps per second; of an attempt from its first finished step on, for until then it starts and loads."""
+        """Return steps per second.
+
+        For an attempt the count starts at its first finished step, because it starts and loads before.
+        """
         if not ranks or not all(each.spent.rows for each in ranks):
             self._steps.clear()
             return None
@@ -160,9 +163,9 @@ class LiveStatus:
         return losses[-1] if losses else None
 
     def _consumed_share(self, ranks: list[Progress]) -> float | None:
-        """Of the live rows of the passes that the sources are in: what is committed, and what the ranks did since.
+        """Return the committed share of the live rows of the current passes, plus what the ranks did since.
 
-        What they did beyond the end of a pass is of the next.
+        Rows past the end of a pass belong to the next pass.
         """
         lineage = set(lineage_of(self._rows, self._fence.head))
         mine = [row for row in self._advances if row["checkpoint_id"] in lineage]
@@ -189,14 +192,14 @@ def _sources(rows: list[Row]) -> set[int]:
 
 
 def _state(standing: Standing, ranks: list[Progress], now: float) -> str:
-    """What a run does that is trained, else what became of its last launch."""
+    """Return what a trained run does, or else the state of its last launch."""
     if standing.state != "training":
         return standing.state
     return _doing(ranks, now) if ranks else "starting"
 
 
 def _doing(ranks: list[Progress], now: float) -> str:
-    """Return what the slowest rank does; if all ranks have been silent for long, also for how long."""
+    """Return what the slowest rank does. If all ranks are silent for long, add for how long."""
     furthest_behind = min(ranks, key=lambda each: (each.step, each.at))
     silent_s = now - max(each.at for each in ranks)
     silent = furthest_behind.phase != Phase.DONE and silent_s > _SILENT_S

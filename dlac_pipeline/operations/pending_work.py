@@ -1,4 +1,4 @@
-"""Whether a run that follows its tables has something to train: its job spec in, what is due and why out. It only reads."""
+"""Pending work of a run that follows its tables: the job spec in, the due work and its reason out. It only reads."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from dlac_pipeline.supervise.choose_leg import leg_of
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Due:
-    """What there is to do for a run."""
+    """Pending work of a run."""
 
     needed: bool
-    """Whether a launch has something to train, as far as the ledger and the tables tell."""
+    """True if the ledger and the tables show rows that a launch could train."""
     why: str
     snapshot_ids: tuple[int, ...]
     """The present snapshot of each source."""
     head: str | None
     rewound: int
-    """The `seq` of the run's last rewind; 0: there is none."""
+    """The `seq` of the run's last rewind, or 0 without one."""
     stepped_back: int
-    """The `seq` of the last row that may have put an earlier head back, a rewind or a quarantine; 0: there is none."""
+    """The `seq` of the last row that may have restored an earlier head (a rewind or a quarantine), or 0."""
 
 
 def due(lakehouse: Lakehouse, spec: JobSpec) -> Due:
-    """What there is to do for the run of `spec`, which follows its tables.
+    """Return the pending work for the run of `spec`, which follows its tables.
 
-    Rows that are too few for a batch stay pending: after a launch has seen that, only a new snapshot tells of more.
+    Rows that are too few for a batch stay pending. After a launch has seen them, only a new snapshot can add more.
 
     Raises:
         NoSuchTable, NoSuchSnapshot: a source cannot be read.

@@ -1,7 +1,8 @@
-"""Rehearsal: a kept checkpoint is restored in a sandbox, and the steps behind it are done again and compared with production's.
+"""Rehearsal: a kept checkpoint is restored in a sandbox, and the steps after it are repeated and compared.
 
-In: a run. Out: step by step the loss that production recorded and the loss that came out now. Production is only read: there is
-no claim, no row in the ledger, no file in the run's folders or in the store, and no lock that a live run needs.
+In: a run. Out: for each step the loss that production recorded and the loss of the rehearsal. Production is only read. A
+rehearsal makes no claim, no ledger row, no file in the run's folders or in the store, and takes no lock that a live run
+needs.
 """
 
 from __future__ import annotations
@@ -49,32 +50,32 @@ class RehearsedStep:
 
     step: int
     recorded: float | None
-    """Global loss; None: the ledger has none."""
+    """Global loss, or None if the ledger has none."""
     replayed: float | None
     """None: the script ended before it."""
     recorded_skipped: bool = False
-    """Whether the engine did not apply the step."""
+    """True if the engine did not apply the step."""
     replayed_skipped: bool = False
 
     @property
     def compared(self) -> bool:
-        """Whether there is a recorded loss to compare with."""
+        """True if a recorded loss exists for comparison."""
         return self.recorded is not None
 
     @property
     def identical(self) -> bool:
-        """Whether both are alike, bit for bit."""
+        """True if both losses are equal, bit for bit."""
         return (_bits(self.recorded), self.recorded_skipped) == (_bits(self.replayed), self.replayed_skipped)
 
     @property
     def difference(self) -> float | None:
-        """Replayed loss less the recorded one; None where one of them is missing."""
+        """Replayed loss minus the recorded one, or None if one of them is missing."""
         return None if self.recorded is None or self.replayed is None else self.replayed - self.recorded
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rehearsal:
-    """What came out."""
+    """Result of a rehearsal."""
 
     run: str
     checkpoint_id: str
@@ -83,11 +84,11 @@ class Rehearsal:
     successor: str
     """The committed checkpoint whose losses were compared."""
     attempt: int
-    """Which production attempt took that."""
+    """The production attempt that took those steps."""
     world_size: int
     script: str
     config_changed: bool | None
-    """Whether spec, script or arguments are others than those that the checkpoint names; None: it names none."""
+    """True if spec, script or arguments differ from those that the checkpoint names. None if it names none."""
     steps: tuple[RehearsedStep, ...]
     restore_s: float
     """Copying the checkpoint into the sandbox, and verifying it."""
@@ -100,12 +101,12 @@ class Rehearsal:
 
     @property
     def differing(self) -> tuple[RehearsedStep, ...]:
-        """The compared steps that are not alike, in order."""
+        """The compared steps whose losses differ, in order."""
         return tuple(step for step in self.steps if step.compared and not step.identical)
 
     @property
     def identical(self) -> bool:
-        """Whether every step that can be compared is alike, bit for bit."""
+        """True if every compared step has equal losses, bit for bit."""
         return self.compared > 0 and not self.differing
 
     def to_json(self) -> dict[str, Any]:
@@ -146,19 +147,19 @@ def rehearse_run(
     steps: int | None = None,
     sandbox_folder: Path | None = None,
 ) -> Rehearsal:
-    """Rehearse the newest kept checkpoint of a run that has a committed successor, for up to `steps` steps (unset: 20 at most).
+    """Rehearse the newest kept checkpoint that has a committed successor, for up to `steps` steps (unset: at most 20).
 
-    With the job spec of the attempt that took the successor, unless another one is given. The order is that of the committed
-    leg, and the number of ranks the recorded one, whatever a spec says. The sandbox is made in `sandbox_folder`, or where
-    temporary files go; it holds one copy of the checkpoint.
+    The job spec is that of the attempt that took the successor, unless `spec` is given. The order is that of the committed
+    leg. The number of ranks is the recorded one, regardless of the spec. The sandbox is made in `sandbox_folder`, or in the
+    folder of temporary files. It holds one copy of the checkpoint.
 
     Raises:
         NoSuchRun: the ledger has no row of the run.
         NoSuchJobSpec: the job spec of the attempt is not on this node.
-        NothingToRehearse: no checkpoint is kept that has a committed successor; says what to keep.
-        CheckpointDamaged: names the file that is missing, truncated or altered.
+        NothingToRehearse: no kept checkpoint has a committed successor. The message names what to keep.
+        CheckpointDamaged: a file is missing, truncated or altered. The message names it.
         StoreUnavailable: the store does not answer.
-        TrainingFailed, DlacError: what the ranks died of.
+        TrainingFailed, DlacError: the ranks failed with it.
     """
     with sandbox(sandbox_folder) as folder:
         started = time.monotonic()
@@ -187,7 +188,7 @@ def rehearse_run(
 def _restored(
     lakehouse: Lakehouse, run: str, wanted: JobSpec | None, folder: Path
 ) -> tuple[JobSpec, _Chosen, Restored]:
-    """The checkpoint, copied into the sandbox from the store; another one if it was retired while it was read."""
+    """Return the checkpoint, copied into the sandbox. If it was retired while it was read, copy another one."""
     ledger = Ledger(lakehouse)
     while True:
         chosen = _newest_with_successor(ledger, run)
@@ -257,7 +258,7 @@ def _in_sandbox(spec: JobSpec, leg: Leg, successor: Row, folder: Path) -> JobSpe
 
 
 def _replayed(spec: JobSpec, folder: Path, point: ResumePoint) -> dict[str, Any]:
-    """Run the ranks to the last step; what they tell."""
+    """Run the ranks to the last step and return their records."""
     launch = folder / "launch"
     launch.mkdir()
     (launch / "spec.json").write_text(spec.model_dump_json())

@@ -52,22 +52,22 @@ def rewind_run(
     why: str = "",
     spec: JobSpec | None = None,
 ) -> Rewound:
-    """Open a new branch of a run from the restorable checkpoint of a step, or with an id; from step 0: from its beginning.
+    """Open a new branch of a run from the restorable checkpoint of a step or with an id. Step 0 is the run's beginning.
 
-    `exclude` are filters for rows of `source` (a label; needed in a mixture) that the branch leaves out. How many
-    of them the checkpoint has been trained on already is counted, and where it had seen none. `nonce`
-    is the caller's name for this rewind: repeating it changes nothing. `spec`, the run's, says where things are now.
+    `exclude` are filters for rows of `source` (a label, required in a mixture) that the branch leaves out. The report counts
+    how many of them the checkpoint has seen already, and names the newest checkpoint that has seen none. `nonce` is the
+    caller's name for this rewind: a repeated call changes nothing. `spec` is the run's job spec and names the current places.
 
     Raises:
-        NoSuchRun: there is no such run.
-        NoSuchCheckpoint: it has no such checkpoint that is kept.
+        NoSuchRun: the run does not exist.
+        NoSuchCheckpoint: the run keeps no such checkpoint.
         SpecInvalid, NoSuchColumn: an expression does not fit the table, or nothing would change.
         ResumeMismatch: `spec` has another number of sources than the run.
-        EmptyPlan: the expressions leave nothing of a source that is read again and again.
-        CheckpointDamaged: the checkpoint is not what was committed.
-        PinLost, TableReplaced: what it would read next is gone.
+        EmptyPlan: the expressions leave no row of a source that is read in several passes.
+        CheckpointDamaged: the checkpoint's files differ from those committed.
+        PinLost, TableReplaced: the data that it would read next is gone.
         LedgerOlderThanStore: the catalog was restored from an older backup.
-        AppendHistoryLost: what was appended behind it to a followed table cannot be told apart any more.
+        AppendHistoryLost: rows appended after it to a followed table cannot be identified any more.
     """
     ledger = Ledger(lakehouse)
     files = _check_store_files(ledger, run, spec)
@@ -116,7 +116,7 @@ def _report_again(ledger: Ledger, rows: list[Row], landed: Row, spec: JobSpec | 
 
 
 def _target(run: str, rows: list[Row], step: int | None, checkpoint_id: str | None) -> Row | None:
-    """Return the row of the checkpoint to go back to; None for the beginning of a run that began with no checkpoint."""
+    """Return the row of the checkpoint to go back to, or None for the beginning of a run that began without one."""
     if step == 0 and checkpoint_id is None:
         first = _first_checkpoint(rows)
         if first is None:
@@ -130,7 +130,7 @@ def _target(run: str, rows: list[Row], step: int | None, checkpoint_id: str | No
 
 
 def _first_checkpoint(rows: Sequence[Row]) -> Row | None:
-    """Return the row of the first checkpoint of a run; its step is 0 if the run was adopted or forked."""
+    """Return the row of the first checkpoint of a run. Its step is 0 if the run was adopted or forked."""
     return min(checkpoint_rows(rows).values(), key=lambda row: int(row["seq"]), default=None)
 
 
@@ -176,7 +176,7 @@ def _tables(lakehouse: Lakehouse, leg: Leg, spec: JobSpec | None) -> list[Table]
 
 
 def _check_history(table: Table, mine: LegSource, on_overwrite: OnOverwrite) -> None:
-    """Check that the branch can go on to what was appended; where no spec says what an overwrite is, one is read."""
+    """Check that the branch can resume with the appended rows. Without a spec, an overwrite counts as new rows."""
     until = snapshot_of(table, None).snapshot_id
     if until != mine.snapshot_id:
         known = changes(
@@ -230,9 +230,10 @@ def _seen_before(
     wanted: Sequence[Exclusion],
     of: tuple[Leg, JobSpec | None],
 ) -> dict[str, Any]:
-    """What a rewind reports of the rows that it excludes: how many the target has seen, and where it had seen none.
+    """Return what a rewind reports on excluded rows: how many the target has seen, and the last checkpoint that had seen
+    none.
 
-    `of` is the target's leg, and the run's spec.
+    `of` is the target's leg, with the run's spec.
     """
     if not wanted:
         return {}

@@ -1,6 +1,6 @@
-"""A temporary folder that is gone afterwards; one whose owner was killed is removed by whoever makes the next.
+"""Sandbox: a temporary folder that is removed afterwards. The next sandbox removes one whose owner was killed.
 
-Its owner holds a lock in it, which the kernel releases however the owner ends.
+The owner holds a lock in the folder. The kernel releases it when the owner dies.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def sandbox(parent: Path | None = None) -> Iterator[Path]:
 
 
 def remove_left_overs(parent: Path) -> None:
-    """Remove the folders in `parent` whose owner is gone; those of other users are theirs."""
+    """Remove the folders in `parent` whose owner is gone. Folders of other users stay."""
     for folder in parent.glob(f"{PREFIX}*"):
         with suppress(OSError):
             descriptor = os.open(folder / _LOCK, os.O_RDWR)
@@ -44,7 +44,7 @@ def remove_left_overs(parent: Path) -> None:
 
 
 def _make_folder(parent: Path) -> tuple[Path, int]:
-    """A folder and the lock in it; made again if another swept it away before it was locked."""
+    """Return a new folder and the lock in it. Make another one if a process removed the folder before it was locked."""
     while True:
         folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
         lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)

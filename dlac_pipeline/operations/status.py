@@ -1,4 +1,4 @@
-"""Where a run is, from its ledger rows and from the processes of this node; and what to do next about it."""
+"""State of a run, from its ledger rows and the processes of this node, and the command to type next."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ SPEC_PLACEHOLDER = "FILE"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Standing:
-    """What became of the last launch of a run, and the command that an operator types next."""
+    """State of the last launch of a run, and the command that an operator types next."""
 
     state: str
-    """finished; training; stopped; caught up; given up; dead; silent; rewound, adopted or forked: not launched since."""
+    """One of: finished, training, stopped, caught up, given up, dead, silent. Before a launch: rewound, adopted, forked."""
     note: str = ""
-    """What is known of it besides."""
+    """Further facts about it."""
     command: tuple[str, ...] = ()
     """Arguments of `dlac`."""
 
@@ -154,10 +154,10 @@ def _listed(run: str, rows: list[Row], recoveries: Sequence[Recovery]) -> dict[s
 
 
 def standing_of(rows: list[Row], recoveries: Sequence[Recovery] = ()) -> Standing:
-    """What became of the last launch of a run, from its rows, its recoveries and the processes of this node.
+    """Return the state of the last launch of a run, from its rows, its recoveries and the processes of this node.
 
-    A launch on this node is looked at: its lock is held by a living process or by none. A launch on another node is known by
-    what it writes only.
+    For a launch on this node the lock decides: a living process holds it, or none. A launch on another node is known only by
+    what it writes.
     """
     if not rows:
         return Standing(state="unknown")
@@ -171,7 +171,7 @@ def standing_of(rows: list[Row], recoveries: Sequence[Recovery] = ()) -> Standin
 
 
 def _standing_of_launch(rows: list[Row], run: str, attempt: int, recoveries: Sequence[Recovery]) -> Standing:
-    """What became of an attempt that was launched to train."""
+    """Return the state of an attempt that was launched to train."""
     signs = liveness_of(rows, attempt)
     if signs.here and signs.held:
         note = f"attempt {attempt}, process {_holder(signs, run)} on this node"
@@ -206,7 +206,7 @@ def _holder(signs: LaunchLiveness, run: str) -> str:
 
 
 def _ended_in_order(rows: list[Row], attempt: int) -> str | None:
-    """How an attempt ended that said so, or that took its last checkpoint in order to end; None for another."""
+    """Return how an attempt ended that reported its end or took its last checkpoint to end, or None for another attempt."""
     folder = launch_folder_of(rows, attempt)
     ending = read_ending(Path(folder)) if folder else None
     reason = last_reason(rows, attempt)
@@ -224,7 +224,7 @@ def _resume(rows: list[Row], run: str, attempt: int) -> tuple[str, ...]:
 
 
 def _total_steps(rows: list[Row]) -> int | None:
-    """The step with which the run ends: as its last attempt says that trains, else as its head does; None if neither tells."""
+    """Return the last step of the run, as the last attempt that trains or else the head records it, or None."""
     fence = fence_of_rows(rows)
     head = checkpoint_rows(rows).get(fence.head or "")
     if finished_of_rows(rows):

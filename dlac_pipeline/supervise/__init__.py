@@ -1,1 +1,1 @@
-"""Recovery Coordinator: ledger -> verified resume point; the supervisor beside the ranks."""
+"""Recovery: from the ledger to a verified resume point, and the supervisor of a node's ranks."""

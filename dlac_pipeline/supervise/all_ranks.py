@@ -1,6 +1,6 @@
-"""All ranks of an attempt, also those of other nodes, as the leader sees them; and the report of another node on its own ranks.
+"""All ranks of an attempt, also those of other nodes, as the leader sees them, and the report of another node on its ranks.
 
-Heartbeats and batches in hand that ranks elsewhere wrote in their launch folder are copied to the leader's, by its clock.
+Heartbeats and batches in hand of other nodes' ranks are copied to the leader's launch folder, in the leader's clock.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from dlac_pipeline.supervise.local_ranks import Exit, RankGroup
 LOST = "NodeLost"
 """Kind of the failure of the ranks of a node whose heartbeat stopped."""
 ASKS, ANSWERS = "asks", "answers"
-"""A leader's message that something has broken; and that a node made its report after it read that."""
+"""Messages: the leader's request after a failure, and a node's mark that it made its report after it read that request."""
 LEAVE, STOP = "leave", "stop"
-"""What a person or a scheduler may ask of a node: to leave the run to the others, or to stop it."""
+"""Requests of a person or a scheduler to a node: to leave the run to the other nodes, or to stop it."""
 
 
 class AllRanks:
-    """The ranks of an attempt; `own` are this node's."""
+    """The ranks of an attempt. `own` are those of this node."""
 
     def __init__(self, own: RankGroup, round_: Round) -> None:
         self.folder = own.folder
@@ -36,7 +36,10 @@ class AllRanks:
         self._round = round_
         self._looks = -1
         self._messages: dict[int, Message] = {}
-        """Of the other nodes by place, as of the last look at the store; so are lost nodes and their ranks' progress."""
+        """Messages of the other nodes by place, as of the last read of the store.
+
+        The same read gives lost nodes and their ranks' progress.
+        """
         self._lost_places: list[int] = []
         self._progress: dict[int, Progress] = {}
         self._beats: dict[int, int] = {}
@@ -47,17 +50,17 @@ class AllRanks:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of this node's ranks; waits until all have started."""
+        """Process ids of this node's ranks. Waits until all have started."""
         return self._own.pids
 
     @property
     def is_started(self) -> bool:
-        """Whether those are known by now."""
+        """True if those process ids are known."""
         return self._own.is_started
 
     @property
     def noticed(self) -> bool:
-        """Whether a rank of this node received a termination notice."""
+        """True if a rank of this node received a termination notice."""
         return self._own.noticed
 
     @property
@@ -68,7 +71,7 @@ class AllRanks:
 
     @property
     def asked_to_stop(self) -> bool:
-        """Whether another node was asked to stop the run."""
+        """True if another node was asked to stop the run."""
         return any(message.get("asked") == STOP for message in self._looked().values())
 
     def progress(self) -> list[Progress | None]:
@@ -110,7 +113,7 @@ class AllRanks:
         return self._messages
 
     def _lost_ranks(self) -> list[Exit]:
-        """Return the first rank of each lost node; it precedes the failures that follow from it."""
+        """Return the first rank of each lost node. It precedes the failures that follow from the loss."""
         if self._round.cut_off:
             return [Exit(rank=0, code=1, kind=LOST, message="this node has lost the rendezvous", at=0.0)]
         self._looked()
@@ -157,7 +160,7 @@ class AllRanks:
 
 
 def report_of(ranks: RankGroup, *, asked: str, answers: bool) -> Message:
-    """Return a node's report on its ranks, for `AllRanks`; `answers`: the leader asked before it was made."""
+    """Return a node's report on its ranks, for `AllRanks`. `answers`: the leader asked before the report was made."""
     records = {rank: read_record(ranks.folder, rank) for rank in ranks.ranks}
     failures = ranks.failures()
     in_hand = {rank: in_hand_file(ranks.folder, rank) for rank in ranks.ranks}

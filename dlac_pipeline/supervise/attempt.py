@@ -57,12 +57,12 @@ KEEP_LAUNCHES = 50
 """Attempts of a run whose launch folders are kept: logs, and the job specs that rehearsals take. Machines may share a folder."""
 _FORGET_AT_ONCE = 5
 _LEAVE_MARGIN_S = 2.0
-"""What ranks get on top of their deadline: they keep it themselves, and say what was lost."""
+"""Extra seconds for ranks past their deadline. Ranks enforce the deadline themselves and report what was lost."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Supervision:
-    """What all attempts of one supervisor have in common."""
+    """Facts that all attempts of one supervisor share."""
 
     spec: JobSpec
     lakehouse: Lakehouse
@@ -74,11 +74,11 @@ class Supervision:
     leaves: threading.Event
     """Set when only this machine was asked to leave."""
     noticed_by: str
-    """Who saw the attempt fail that the first one replaces."""
+    """The one that saw the failure of the attempt that the first one replaces."""
     noticed_at: float
-    """When that was, in seconds since the epoch."""
+    """Moment of that failure, in seconds since the epoch."""
     launched_at: float
-    """When this supervisor was started."""
+    """Start of this supervisor, in seconds since the epoch."""
     launched_by: str
     """The orchestrator's run."""
 
@@ -88,14 +88,14 @@ class Supervision:
         self.stop.set()
 
     def waiting(self, *, replaces: int | None) -> tenacity.Retrying:
-        """Repeats what needs the catalog: a recovery waits for one that is away, until it is told to stop."""
+        """Repeats calls that need the catalog. A recovery waits for an unavailable catalog until it is stopped."""
         within_s = patience_s(replaces=replaces, noticed_by=self.noticed_by)
         return waiting_for(CatalogUnreachable, within_s=within_s, stop=self.stop)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rescale:
-    """Ends an attempt behind a checkpoint, so that other machines can train the next one."""
+    """The reason to end an attempt after a checkpoint, so that other nodes can train the next one."""
 
     why: Failure
 
@@ -105,7 +105,7 @@ class _ToldToStop(Exception):
 
 
 class SupervisedAttempt:
-    """One attempt, led from here; `replaces` and `failure` name the one before it, and what that died of."""
+    """One attempt that this node leads. `replaces` and `failure` describe the attempt before it."""
 
     def __init__(
         self,
@@ -190,7 +190,7 @@ class SupervisedAttempt:
         return self._supervision.waiting(replaces=self._replaces)
 
     def _pids(self, ranks: AllRanks) -> list[int]:
-        """Process ids of this machine's ranks, which may still import; told to stop, they need not come up first."""
+        """Process ids of this node's ranks, which may still import. If a stop is requested, they need not start first."""
         while not ranks.is_started:
             if ranks.asked_to_stop:
                 self._supervision.stop.set()
@@ -271,7 +271,7 @@ class SupervisedAttempt:
             time.sleep(POLL_S)
 
     def _made_room(self) -> bool:
-        """Ask the ranks to leave behind a checkpoint, however long that takes: nothing ends by a moment."""
+        """Ask the ranks to exit after a checkpoint, without a deadline."""
         try:
             room_file(self._folder).touch()
         except OSError:  # the disk is full, perhaps for a moment
@@ -279,10 +279,12 @@ class SupervisedAttempt:
         return True
 
     def _judge_ending(self, ranks: AllRanks, *, grows: bool) -> Ending | Rescale:
-        """How it has ended; where machines come or go and nobody has stopped the run, it goes on with those that are there.
+        """Return how the attempt ended.
+
+        If nodes come or go and the run was not stopped, it resumes with the nodes that exist.
 
         Raises:
-            LeftUnfinished: no rank has said how, and nobody has asked them to leave.
+            LeftUnfinished: no rank reported an end, and no one asked the ranks to exit.
         """
         if self._ending is None and self._asked_at is None and not grows:
             kept = "".join(f", of {each.kind}: {each.message}" for each in ranks.kept_errors()[:1])
@@ -303,7 +305,7 @@ class SupervisedAttempt:
         return Rescale(why=self.ended_for(cause))
 
     def ended_for(self, cause: str) -> Failure:
-        """What it ended of on purpose, with what it had no time to commit."""
+        """Return the failure that stands for an intended end, with the steps that it had no time to commit."""
         return ended_on_purpose(cause, step=self.step, undone=self._undone)
 
     def _failed(self, ranks: AllRanks, cause: Exit) -> Failure:
@@ -363,7 +365,7 @@ class SupervisedAttempt:
             self._say({"event": "step", "step": first.step, "loss_step": first.loss_step, "loss": first.loss})
 
     def _report(self, incident: Incident, outcome: RecoveryOutcome) -> None:
-        """Write the recovery down; a run that has recovered does not die of its report."""
+        """Write the recovery to the ledger. An error of the report does not end the run."""
         try:
             self._say(incident.report(self._lakehouse, outcome))
         except DlacError as err:

@@ -16,7 +16,7 @@ _LIBRARIES = ("dlac-pipeline", "torch", "pyiceberg", "pyarrow", "duckdb", "sqlal
 
 
 def report_unexpected(err: BaseException) -> str:
-    """Write the traceback into a file that only this user may read; return the line that names it."""
+    """Write the traceback into a file that only this user may read. Return the line that names the file."""
     first = next(iter(str(err).splitlines()), "")
     said = f"unexpected {type(err).__name__}{': ' if first else ''}{first}"
     try:

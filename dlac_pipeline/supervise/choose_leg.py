@@ -1,4 +1,4 @@
-"""Which leg a launch trains: the committed one, the one behind it, or a new run's first."""
+"""Choice of the leg that a launch trains: the committed one, its successor, or the first of a new run."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from dlac_pipeline.spec.job_spec import JobSpec, SourceSpec
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResumeOptions:
-    """What a launch wants besides resuming: which plans a new run takes, and what a new leg may change."""
+    """Requests of a launch beyond resuming: the plans of a new run, and the changes of a new leg."""
 
     plan_ids: tuple[str, ...] = ()
-    """Of each source, for a run that begins; empty: plan the sources as the spec says."""
+    """Plan id of each source, for a new run. Empty: plan the sources of the spec."""
     repin: bool = False
-    """Go on to what happened to followed tables since they were planned."""
+    """True to continue with the changes of followed tables since they were planned."""
     unreadable: tuple[Unreadable, ...] = ()
     """Row groups to leave out from now on."""
 
@@ -48,7 +48,7 @@ RESUME = ResumeOptions()
 
 
 class LegChooser:
-    """Which leg a launch trains: the committed one, the one behind it, or a new run's first."""
+    """Choice of the leg that a launch trains: the committed one, its successor, or the first of a new run."""
 
     def __init__(self, ledger: Ledger, spec: JobSpec, wish: ResumeOptions, *, recovering: bool) -> None:
         """Raises `SpecInvalid` if the wish names plans for another number of sources."""
@@ -58,7 +58,7 @@ class LegChooser:
         self._wish = wish
         self._recovering = recovering
         self.unsure = False
-        """Whether the head looked damaged before the claim, and nothing was checked of its leg."""
+        """True if the head looked damaged before the claim, and its leg was not checked."""
         if wish.plan_ids and len(wish.plan_ids) != len(spec.sources):
             raise SpecInvalid(
                 f"expected a plan for each of the {len(spec.sources)} sources of run {spec.run!r}, found {len(wish.plan_ids)}: "
@@ -66,7 +66,7 @@ class LegChooser:
             )
 
     def before_claim(self, state: RunState) -> Leg:
-        """The leg, as far as the ledger tells before anything is claimed or verified."""
+        """Return the leg, as far as the ledger shows it before anything is claimed or verified."""
         rows = self._ledger.rows(self._spec.run, kinds=HEAD_KINDS)
         head = checkpoint_rows(rows).get(state.fence.head or "")
         if head is None:
@@ -79,10 +79,10 @@ class LegChooser:
         return self.at(rows, manifest)
 
     def at(self, rows: list[Row], manifest: Manifest | None) -> Leg:
-        """The leg of an attempt that resumes behind this checkpoint.
+        """Return the leg of an attempt that resumes after this checkpoint.
 
         Raises:
-            ResumeMismatch: the spec asks for something else, and no new leg was asked for.
+            ResumeMismatch: the spec requests another leg, and no new leg was requested.
         """
         if manifest is None:
             return self._first(rows)
@@ -103,10 +103,12 @@ class LegChooser:
         )
 
     def check(self, leg: Leg, rows: Sequence[Row]) -> Leg:
-        """What the spec and the run's rewinds ask for where `leg` is committed; what rewinds exclude needs no new_leg.
+        """Check the requests of the spec and of the run's rewinds against the committed `leg`.
+
+        Exclusions of rewinds need no new leg.
 
         Raises:
-            ResumeMismatch: something else, and no new leg was asked for; or another number of sources.
+            ResumeMismatch: they differ and no new leg was requested, or the number of sources differs.
             TableReplaced: a table was dropped and created again.
         """
         check_sources(self._spec, leg)
@@ -129,9 +131,9 @@ class LegChooser:
         return asked
 
     def _first(self, rows: list[Row]) -> Leg:
-        """The leg that the run begins with; the plans of an attempt that is recovered, if the spec still asks for them.
+        """Return the first leg of the run. A recovered attempt keeps its plans if the spec still requests them.
 
-        A run that a rewind has sent back to its beginning reads the snapshots of its first leg again.
+        A run that was rewound to its beginning reads the snapshots of its first leg again.
         """
         again = starts_over(rows)
         if checkpoint_rows(rows) and not again:
@@ -168,7 +170,7 @@ class LegChooser:
 
 
 def excluding(spec: JobSpec, exclusions: Sequence[Exclusion]) -> JobSpec:
-    """The spec with the exclusions of rewinds behind its own; those that it has already come once."""
+    """Return the spec with the exclusions of rewinds after its own, without repeats."""
     sources = [
         source.model_copy(update={"exclude": list(_with(source.exclude, index, exclusions))})
         for index, source in enumerate(spec.sources)
@@ -177,7 +179,10 @@ def excluding(spec: JobSpec, exclusions: Sequence[Exclusion]) -> JobSpec:
 
 
 def _as_it_began(spec: JobSpec, rows: Sequence[Row]) -> JobSpec:
-    """The spec with the snapshots of the run's first leg where it names none; a followed table is read as it is now."""
+    """Return the spec with the snapshots of the run's first leg where it names none.
+
+    A followed table is read at its current snapshot.
+    """
     first = first_leg_of(rows)
     if first is None or len(first.sources) != len(spec.sources):
         return spec
@@ -191,13 +196,13 @@ def _as_it_began(spec: JobSpec, rows: Sequence[Row]) -> JobSpec:
 
 
 def first_leg_of(rows: Sequence[Row]) -> Leg | None:
-    """The leg that a run began with; None if it has none yet."""
+    """Return the first leg of a run, or None if it has none."""
     legs = [row for row in rows if row["kind"] == "leg"]
     return Leg.from_json(min(legs, key=lambda row: int(row["seq"]))["detail"]) if legs else None
 
 
 def planned(leg: Leg) -> dict[str, Any]:
-    """What a claim says of the plans that its attempt reads: their snapshots stay pinned."""
+    """Return the claim's record of the plans that its attempt reads. Their snapshots stay pinned."""
     return {
         "plan_ids": [source.plan_id for source in leg.sources],
         "leg_plan_ids": leg.plan_ids,

@@ -50,16 +50,16 @@ Verifying = Callable[[int, int, int], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResumePoint:
-    """Where an attempt starts: behind a verified checkpoint, or at step 0."""
+    """Start of an attempt: after a verified checkpoint, or at step 0."""
 
     attempt: int
     nonce: str
     replaces: int
     leg: str
-    """The leg as JSON; committed already unless `leg_is_new`."""
+    """The leg as JSON. It is committed already unless `leg_is_new`."""
     leg_is_new: bool
     leaves_out_more: bool = False
-    """Whether the leg, which is new then, leaves out rows that the one before did not."""
+    """True if the leg is new and leaves out rows that the one before it did not."""
     step: int = 0
     checkpoint_id: str | None = None
     folder: str | None = None
@@ -75,11 +75,11 @@ class ResumePoint:
     claim_s: float = 0.0
     verify_s: float = 0.0
     rehearses_until: int = 0
-    """The step with which a rehearsal ends, which commits nothing; 0: this is none."""
+    """Last step of a rehearsal, which commits nothing, or 0 if this is none."""
 
     @property
     def cursors(self) -> ReaderState:
-        """The cursor of each source and key group; empty without a checkpoint."""
+        """The cursor of each source and key group. Empty without a checkpoint."""
         return [[Cursor(*cursor) for cursor in cursors] for cursors in self.reader_state or []]
 
     def to_json(self) -> str:
@@ -88,7 +88,7 @@ class ResumePoint:
 
     @classmethod
     def from_json(cls, text: str) -> ResumePoint:
-        """What `to_json` wrote."""
+        """Return the resume point that `to_json` wrote."""
         return cls(**json.loads(text))
 
 
@@ -112,22 +112,23 @@ def claim_and_verify(
     instead: Mapping[str, Any] = MappingProxyType({}),
     stop: threading.Event | None = None,
 ) -> ResumePoint:
-    """Claim the run for `nonce` and say where it resumes.
+    """Claim the run for `nonce` and return its resume point.
 
-    `replaces` is the attempt seen to have failed; unset, it is `current`, the one that was current before the first try of this
-    claim; unset as well: the one that is now. `launched_by` names the orchestrator's run, so that a sensor can tell whose
-    attempt is current; `instead` says what an idle attempt is for.
-    `verifying` hears how far the verification of a checkpoint is; what it raises ends it. `verify` is as for `restore`.
-    Once `stop` is set, a catalog that is away is not waited for.
+    - `replaces` is the attempt that was seen to fail. If unset it is `current`, the current attempt before the first try of
+      this claim, or else the current attempt now.
+    - `launched_by` names the orchestrator's run, so that a sensor knows which run's attempt is current.
+    - `instead` states the purpose of an attempt that does not train.
+    - `verifying` receives the progress of the verification of a checkpoint. Its exception ends the claim.
+    - `verify` is as for `restore`.
+    - Once `stop` is set, the claim does not wait for an unavailable catalog.
 
     Raises:
-        CommitOutcomeUnknown: whether the run is claimed is not known.
+        CommitOutcomeUnknown: the run may or may not be claimed.
         SteppedAside, RunFinished: from the claim.
-        LedgerOlderThanStore: the catalog was restored from an older backup; nothing was claimed.
-        ResumeMismatch: the spec asks for something else than what the run's leg binds; nothing was claimed, unless its head only
-            looked damaged.
+        LedgerOlderThanStore: the catalog was restored from an older backup. Nothing was claimed.
+        ResumeMismatch: the spec differs from the run's leg. Nothing was claimed, unless the head only looked damaged.
         NoRestorableCheckpoint: every checkpoint of the lineage is damaged.
-        AppendHistoryLost: what was appended to a followed table cannot be told apart any more; nothing was claimed.
+        AppendHistoryLost: rows appended to a followed table cannot be identified any more. Nothing was claimed.
     """
     started = time.monotonic()
     ledger, tiers = Ledger(lakehouse, stop=stop), tiers_of(spec)
@@ -148,7 +149,7 @@ class _Claimed:
     attempt: Attempt
     replaced: int
     leg: Leg
-    """As the ledger told before the claim."""
+    """The leg that the ledger showed before the claim."""
     head_before: str | None
     head: str | None
     """Of the claim: the attempt that was replaced may have committed in between."""
@@ -174,7 +175,7 @@ def _claim(
     current: int | None,
     detail: Mapping[str, Any],
 ) -> _Claimed:
-    """Choose the leg as far as the ledger tells, and claim the run. Raises as `claim_and_verify`."""
+    """Choose the leg as far as the ledger shows it, and claim the run. Raises as `claim_and_verify`."""
     before = ledger.state(run)
     leg = chooser.before_claim(before)
     if current is None:
@@ -205,10 +206,10 @@ def _resolve(
 
 
 def check_current(lakehouse: Lakehouse, run: str, attempt: int | None) -> None:
-    """Check that `attempt`, if one is to be replaced, is still the current one.
+    """Check that `attempt`, if it is set, is still the current one.
 
     Raises:
-        SteppedAside: it is not: somebody else took the run over.
+        SteppedAside: another launch claimed the run.
     """
     current = Ledger(lakehouse).state(run).fence.attempt
     if attempt is not None and current != attempt:

@@ -1,4 +1,4 @@
-"""What the claims of a run say: who launched which attempt, where and with what, and which of them a launch may replace."""
+"""Facts from the claims of a run: the launcher, place and spec of each attempt, and the attempt that a launch may replace."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ON_THE_WAY = ("steps", "seconds", "auto")
 
 
 def launch_folder_of(rows: Sequence[Row], attempt: int) -> str:
-    """The launch folder that an attempt's claim names; empty if it has none."""
+    """Return the launch folder that an attempt's claim names, or an empty string."""
     return _claim_detail(rows, attempt, "launch_folder")
 
 
@@ -49,7 +49,7 @@ def trained_attempts(rows: Sequence[Row]) -> list[int]:
 
 
 def node_of(rows: Sequence[Row], attempt: int) -> str:
-    """Return the node that claimed an attempt; empty: its claim names none."""
+    """Return the node that claimed an attempt, or an empty string if its claim names none."""
     return _claim_detail(rows, attempt, "host")
 
 
@@ -103,40 +103,43 @@ def _relocation_of(lakehouse: Lakehouse, spec: JobSpec) -> Relocation:
 
 
 def last_spec(lakehouse: Lakehouse, run: str) -> JobSpec:
-    """The spec with which a run was launched last, from its launch folder; rewinds launch nothing."""
+    """Return the spec of the run's last launch, from its launch folder. Rewinds launch nothing."""
     rows = Ledger(lakehouse).head_rows(run)
     return spec_of_attempt(lakehouse, rows, run, max(trained_attempts(rows), default=0))
 
 
 def launcher_of(rows: Sequence[Row], attempt: int) -> str:
-    """The orchestrator's run that launched an attempt, or the last before it that trains; empty if it was started by hand."""
+    """Return the orchestrator's run that launched an attempt or the last one before it that trains. Empty: started by hand."""
     return _claim_detail(
         rows, max((each for each in trained_attempts(rows) if each <= attempt), default=0), "launched_by"
     )
 
 
 def claimed_by(rows: Sequence[Row], attempt: int) -> str:
-    """The orchestrator's run that launched an attempt; empty if it was started by hand, or trains nothing."""
+    """Return the orchestrator's run that launched an attempt. Empty: started by hand, or it trains nothing."""
     return "" if idle(rows, attempt) else _claim_detail(rows, attempt, "launched_by")
 
 
 def rendezvous_of(rows: Sequence[Row], attempt: int) -> str:
-    """Where the machines of an attempt met; empty: it had one."""
+    """Return the rendezvous of an attempt's nodes, or an empty string if it had one node."""
     return _claim_detail(rows, attempt, "rendezvous")
 
 
 def idle(rows: Sequence[Row], attempt: int) -> bool:
-    """Whether an attempt was there to adopt, to rewind or to fork, and trained nothing."""
+    """True if an attempt only adopted, rewound or forked, and trained nothing."""
     return any(trains_nothing(row) for row in rows if row["kind"] == "claim" and row["attempt"] == attempt)
 
 
 def to_replace(
     rows: Sequence[Row], wanted: int, *, rendezvous: str = "", recovers: str = "", launched_by: str = ""
 ) -> int:
-    """The attempt that a launch replaces, told to replace `wanted`: that one, or the current one where it is its to replace.
+    """Return the attempt that a launch replaces if it was asked to replace `wanted`: that one, or the current one.
 
-    It is if another machine of this `rendezvous` claimed it, and told nobody perhaps; if the orchestrator's dead run that is
-    recovered claimed it behind `wanted`, late; and if the orchestrator's own run did, whose job was started again.
+    The current one is replaced in three cases:
+
+    - Another node of this `rendezvous` claimed it, and its message may be lost.
+    - The orchestrator's dead run that is recovered claimed it late, after `wanted`.
+    - The orchestrator's own run claimed it, and its job was started again.
     """
     current = max((int(row["attempt"]) for row in rows if row["kind"] == "claim"), default=0)
     same_place = bool(rendezvous) and rendezvous_of(rows, current) == rendezvous
@@ -146,18 +149,18 @@ def to_replace(
 
 
 def attempts_without_progress(rows: Sequence[Row]) -> int:
-    """Claims since the last committed checkpoint or the last rewind, or since the beginning; of attempts that train."""
+    """Count the claims of attempts that train since the last committed checkpoint, the last rewind, or the beginning."""
     last = max((int(row["seq"]) for row in rows if row["kind"] in ("checkpoint", "rewind")), default=0)
     return sum(1 for row in rows if row["kind"] == "claim" and int(row["seq"]) > last and not trains_nothing(row))
 
 
 def left_in_order(rows: list[Row], attempt: int) -> bool:
-    """Whether an attempt took its last checkpoint in order to exit, or as it had nothing left to read."""
+    """True if an attempt took its last checkpoint in order to exit, or because no rows were left."""
     return last_reason(rows, attempt) not in _ON_THE_WAY
 
 
 def last_reason(rows: list[Row], attempt: int) -> str:
-    """Why an attempt took its last checkpoint; that of one that took none, or did not say why, is on the way."""
+    """Return why an attempt took its last checkpoint, or `interval` if it took none or recorded no reason."""
     mine = [row for row in rows if row["kind"] == "checkpoint" and row["attempt"] == attempt and row["detail"]]
     return str(json.loads(mine[-1]["detail"]).get("reason", "steps")) if mine else "steps"
 

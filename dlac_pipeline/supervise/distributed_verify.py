@@ -1,7 +1,7 @@
-"""The files of a checkpoint are read again by all machines of an attempt, each its part, where they share its folder.
+"""Distributed verification: all nodes of an attempt that share the checkpoint folder each read a part of the files.
 
-The leader says which checkpoint it wants to resume from; each machine reads the manifest and takes its part of the files, which
-all work out alike. What another machine cannot read, finds damaged, or has not read in time, the leader reads itself.
+The leader names the checkpoint to resume from. Each node reads the manifest and computes its part in the same way. The leader
+reads itself what another node cannot read, finds damaged, or has not read in time.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from dlac_pipeline.lakehouse.errors import DlacError
 from dlac_pipeline.lakehouse.ledger.run_rows import Row
 
 PROVE, PROVED = "prove", "proved"
-"""What the leader tells: which checkpoint; and the word of the others: how far each has read its part, and what it found."""
+"""Messages: the leader names the checkpoint. The other nodes report how much of their part they have read, and the result."""
 _POLL_S = 0.05
 _ANSWER_S = 5.0
-"""What others get on top of the time that the leader took for its own part, before it reads theirs as well."""
+"""Extra seconds for other nodes, past the time of the leader's own part. Then the leader reads their parts too."""
 
 
 def parts_of(entries: Sequence[FileEntry], machines: int) -> list[list[FileEntry]]:
@@ -58,7 +58,7 @@ class NodeVerifiers:
         self._asked = 0
 
     def verify(self, row: Row, manifest: Manifest, files: StoreFiles, done: Done) -> None:
-        """As `verify_here`, with the help of the others; what `done` raises ends it."""
+        """Verify as `verify_here` does, with the help of the other nodes. An exception of `done` ends it."""
         total = sum(entry.bytes for entry in manifest.files)
         if not self._round.others or total < self._least_bytes:
             verify_here(row, manifest, files, done)
@@ -85,7 +85,7 @@ class NodeVerifiers:
                     read(place)
 
     def _holds(self, place: int, until: float, hear: Callable[[int], None]) -> bool:
-        """Whether a machine says that all its part holds; false as soon as it says otherwise, or is not waited for any more."""
+        """Return True if a node reports that its whole part is intact. False once it reports damage or its time is over."""
         while True:
             words: Message = self._round.message_of(place).get(PROVED, {})
             answer = words if words.get("asked") == self._asked else {}
@@ -98,9 +98,9 @@ class NodeVerifiers:
 
 
 class NodeVerifier:
-    """The side of a machine that is led; reads in a thread, while the machine goes on saying how it is.
+    """Verification on a node that follows. A thread reads, while the node continues to report.
 
-    The thread is one that nobody waits for: it may hang in a file system that does not answer.
+    The thread is a daemon: a file system that does not answer cannot block the node.
     """
 
     def __init__(self, round_: Round, files: StoreFiles) -> None:
@@ -115,7 +115,7 @@ class NodeVerifier:
         return {PROVED: self._said} if self._said else {}
 
     def look(self) -> None:
-        """Begin to read, if the leader has told of another checkpoint, or asks again."""
+        """Begin to read if the leader has named another checkpoint or asks again."""
         told = self._round.announced(PROVE)
         if told is not None and told != self._wanted:
             self._wanted = told
@@ -141,7 +141,7 @@ class NodeVerifier:
             self._says(told, bytes=so_far, holds=True)
 
     def _says(self, told: Message, **words: Any) -> bool:
-        """Say how far it is; false: nobody asks any more."""
+        """Report the progress. Return False if no one asks any more."""
         wanted = self._wanted == told
         if wanted:
             self._said = {"asked": told["asked"], **words}

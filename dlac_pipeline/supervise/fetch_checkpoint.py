@@ -50,12 +50,12 @@ def load_checkpoint(
 
 
 def fetch_checkpoint(point: ResumePoint, tiers: Tiers, tree: RankTree, *, restores: bool) -> Path:
-    """The verified files on this machine: the claimer's own, a mounted store's, or a copy made now; collective.
+    """Return the verified files on this node: the claimer's own, a mounted store's, or a new copy. Collective.
 
-    `restores` for one rank of every machine.
+    `restores` is true for one rank of every node.
 
     Raises:
-        StoreUnavailable, CheckpointDamaged: some machine has no whole copy, and gets none; on all ranks.
+        StoreUnavailable, CheckpointDamaged: a node has no whole copy and cannot get one. Raised on all ranks.
     """
     assert point.folder is not None, "there is a checkpoint to resume from"
     elsewhere = tiers.store is not None and point.host != socket.gethostname()

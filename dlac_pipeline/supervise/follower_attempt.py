@@ -1,6 +1,6 @@
-"""An attempt on a machine that is led by another: its ranks start, and what becomes of the attempt is decided there.
+"""An attempt on a node that follows: it starts its ranks, and the leader decides how the attempt ends.
 
-In: where it resumes, as the leader tells. Out: the leader's verdict, or this machine's own when the leader is lost.
+In: the resume point from the leader. Out: the leader's verdict, or this node's own if the leader is lost.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from dlac_pipeline.supervise.local_ranks import RankGroup
 
 _SAY_EVERY_S = 0.2
 _LOOK_EVERY_S = 0.25
-"""Between two looks at this node's ranks; what the leader announces is read as soon as it has come."""
+"""Seconds between two looks at this node's ranks. Announcements of the leader are read at once."""
 _LEAVE_MARGIN_S = 5.0
-"""What ranks that were asked to leave get on top of their deadline, as the leader waits for them as well."""
+"""Extra seconds for ranks past their deadline. The leader waits for them as well."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttemptVerdict:
-    """How an attempt has ended, for all its machines: one of the three, or none where this machine leaves by itself."""
+    """The end of an attempt for all its nodes: one of the three fields, or none if only this node exits."""
 
     ending: Ending | None = None
     again: Failure | None = None
-    """All gather again, behind this failure."""
+    """All nodes gather again after this failure."""
     error: tuple[str, str] | None = None
     """Class and message of what ends the run everywhere."""
     attempt: int = 0
@@ -47,7 +47,7 @@ class AttemptVerdict:
 
     @classmethod
     def of(cls, words: Mapping[str, Any]) -> AttemptVerdict:
-        """What `words` said."""
+        """Return the verdict of a message."""
         again, error = words["again"], words["error"]
         return cls(
             ending=words["ending"],
@@ -59,7 +59,7 @@ class AttemptVerdict:
 
 
 class FollowerAttempt:
-    """One attempt; `attempt` is the last one of the run that this machine has heard of."""
+    """One attempt. `attempt` is the run's last one that this node knows of."""
 
     def __init__(self, supervision: Supervision, round_: Round, *, attempt: int) -> None:
         self._supervision = supervision
@@ -137,7 +137,7 @@ class FollowerAttempt:
         )
 
     def _report_lost_leader(self, ranks: RankGroup) -> AttemptVerdict:
-        """The leader is lost: whoever of the others leads next finds in the ledger how far it had come."""
+        """Report that the leader is lost. The next leader reads the progress from the ledger."""
         now = time.time()
         known = [found for found in ranks.progress() if found is not None]
         host = self._round.hosts[LEADER]

@@ -28,7 +28,7 @@ RecoveryOutcome = Literal["resumed", "failed again", "gave up"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failure:
-    """An attempt that ended without finishing; moments in seconds since the epoch."""
+    """An attempt that ended without finishing. Moments are in seconds since the epoch."""
 
     cause: str
     noticed_by: str
@@ -36,31 +36,31 @@ class Failure:
     """Last sign of life of what failed."""
     noticed_at: float
     launched_at: float
-    """When the launch that recovers was begun: the notice itself, where no sensor came between."""
+    """Start of the launch that recovers: the moment of the notice if no sensor was involved."""
     stopped_at: float
-    """When none of its processes was left."""
+    """Moment at which none of its processes was left."""
     last_step: int
     """Last optimizer step that it finished."""
     began: float = 0.0
-    """When it began to train; 0: it did not."""
+    """Moment at which it began to train, or 0."""
     rows: int = 0
     """Rows that it worked on in finished steps."""
     in_hand: int = 0
-    """Step whose batch the rank that failed had in hand; 0: none."""
+    """Step of the batch that the failed rank had, or 0."""
     doing: str = ""
-    """What that rank was doing."""
+    """Phase of that rank."""
     kind: str = ""
     message: str = ""
     detail: dict[str, Any] = field(default_factory=dict)
-    """What the error says besides, for programs."""
+    """Further facts of the error, for programs."""
     rank: int = -1
-    """The rank that failed; -1: none is known."""
+    """The rank that failed, or -1 if it is unknown."""
     trained: bool = False
-    """Whether that rank had finished a step in this attempt."""
+    """True if that rank had finished a step in this attempt."""
     where: str = ""
     """The innermost line of the user's code in the traceback of its exception."""
     place: str = ""
-    """Digest of the class of that exception and of the line that raised it; empty: it recorded no exception."""
+    """Digest of the exception's class and of the line that raised it. Empty if no exception was recorded."""
     origin: Origin = ""
     traceback: str = ""
     log: str = ""
@@ -68,7 +68,7 @@ class Failure:
 
     @property
     def script_raised(self) -> bool:
-        """Whether the script is to blame: it raised the exception, or handed over what DLAC could not compute with in a step."""
+        """True if the script is to blame: it raised the exception, or passed values that DLAC could not compute with."""
         return bool(self.place) and (self.origin == "script" or (self.origin == "dlac" and self.in_hand > 0))
 
     @property
@@ -86,9 +86,9 @@ class Failure:
 
 
 def ended_on_purpose(cause: str, *, step: int, undone: Sequence[Progress] = ()) -> Failure:
-    """An attempt that ended just now so that others can train the next one.
+    """Return the failure of an attempt that ended just now so that other nodes can train the next one.
 
-    `undone` is what its ranks did if it had no time for a checkpoint of its last step; else nothing is lost.
+    `undone` is the work of its ranks if it had no time for a checkpoint of its last step. Otherwise nothing is lost.
     """
     now = time.time()
     return Failure(
@@ -107,9 +107,10 @@ def ended_on_purpose(cause: str, *, step: int, undone: Sequence[Progress] = ()) 
 def failure_of_attempt(
     rows: list[Row], attempt: int, *, noticed_by: str, noticed_at: float, launched_at: float, stopped_at: float
 ) -> Failure | None:
-    """What can be told of an attempt whose supervisor is gone, from the launch folder that its claim names.
+    """Return the failure of an attempt whose supervisor is gone, from the launch folder that its claim names.
 
-    None for one that only adopted, rewound or forked, and for one that had left in good order and is started again by a person.
+    Return None for an attempt that only adopted, rewound or forked, and for one that exited in order and is started again by
+    a person.
     """
     if idle(rows, attempt) or (noticed_by == OPERATOR and left_in_order(rows, attempt)):
         return None
@@ -143,7 +144,7 @@ class Incident:
         self._convert_s = 0.0
 
     def observe(self, progress: list[Progress]) -> bool:
-        """Note the phases that the ranks have reached; true once all have finished a step, or all their work."""
+        """Note the phases that the ranks have reached. Return True once all have finished a step or all their work."""
         now = time.time()
         past_loading = all(found.phase >= Phase.TRAINING for found in progress)
         self._convert_s = max(found.spent.convert_us for found in progress) / 1e6
@@ -155,7 +156,7 @@ class Incident:
         return self._stepped_at is not None
 
     def report(self, lakehouse: Lakehouse, outcome: RecoveryOutcome = "resumed") -> dict[str, Any]:
-        """Write the row of `recoveries`; returns it as an event."""
+        """Write the row of `recoveries` and return it as an event."""
         point, failure = self._point, self._failure
         ended = self._stepped_at or time.time()
         loaded = self._loaded_at or ended
@@ -197,9 +198,9 @@ class Incident:
 
 
 def rows_replayed(ledger: Ledger, rows: Sequence[Row], point: ResumePoint, failure: Failure, *, before_seq: int) -> int:
-    """Rows that are read again, as they count: those of finished steps that no kept checkpoint has.
+    """Count the rows that are read again: those of finished steps that no kept checkpoint contains.
 
-    What the failed attempt had worked on, less what it committed, and what was committed and is now left behind.
+    They are the failed attempt's work minus what it committed, plus what was committed and is now abandoned.
     """
     checkpoints = checkpoint_rows(list(rows))
     heads = [row for row in rows if int(row["seq"]) < before_seq]

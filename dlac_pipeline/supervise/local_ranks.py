@@ -23,27 +23,27 @@ from dlac_pipeline.supervise.rank_logs import LogBound
 _TAIL_LINES = 20
 _TAIL_BYTES = 64 * 1024
 _KILLED_WITHIN_S = 60.0
-"""What a killed rank gets to be gone: the kernel gives back its memory first, and that of its accelerator."""
+"""Seconds for a killed rank to disappear: the kernel first frees its memory and that of its accelerator."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exit:
-    """How one rank ended."""
+    """The end of one rank."""
 
     rank: int
     code: int
-    """Exit status; negative: the signal that killed it."""
+    """Exit status. Negative: the signal that killed it."""
     kind: str = ""
-    """Class of the error that the rank left behind, if it did."""
+    """Class of the error that the rank recorded, or empty."""
     message: str = ""
     detail: dict[str, Any] = field(default_factory=dict)
-    """What the error says besides, for programs."""
+    """Further facts of the error, for programs."""
     at: float = math.inf
-    """When it left its reason behind, in seconds since the epoch."""
+    """Moment at which it recorded its reason, in seconds since the epoch."""
     where: str = ""
     """The innermost line of the user's code in the traceback of its exception."""
     place: str = ""
-    """Digest of the class of the exception and of the line that raised it; empty: it recorded no exception."""
+    """Digest of the exception's class and of the line that raised it. Empty if no exception was recorded."""
     origin: Origin = ""
     traceback: str = ""
     """The frames of the user's code."""
@@ -57,7 +57,7 @@ class Exit:
 
 
 def signal_name(number: int) -> str:
-    """A signal's name; most of the real-time ones have none."""
+    """Return a signal's name. Most real-time signals have none."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -77,12 +77,12 @@ class RankGroup:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids in the order of ranks, 0 for one that could not be started; waits until all have."""
+        """Process ids in rank order, 0 for a rank that could not be started. Waits until all have started."""
         return self._processes.pids
 
     @property
     def is_started(self) -> bool:
-        """Whether those are known by now."""
+        """True if those process ids are known."""
         return self._processes.is_started
 
     def progress(self) -> list[Progress | None]:
@@ -98,20 +98,20 @@ class RankGroup:
         return ended and [*ended, *self._leaving()]
 
     def kept_errors(self) -> list[Exit]:
-        """Ranks that ended well although they have left the reason of a failure behind: the script kept it to itself."""
+        """Return the ranks that ended well although they recorded a failure: the script suppressed the exception."""
         return [exit_ for exit_ in self._exits() if exit_.code == 0 and exit_.kind]
 
     def all_exited(self) -> bool:
-        """Whether no rank is running."""
+        """Return True if no rank is running."""
         return all(self._processes.exit_code(rank) is not None for rank in self.ranks)
 
     @property
     def noticed(self) -> bool:
-        """Whether a rank has been told to leave, whoever told it."""
+        """True if a rank received a termination notice, from whichever source."""
         return any(notice_file(self.folder, rank).exists() for rank in self.ranks)
 
     def last_words(self, rank: int) -> dict[str, str]:
-        """Where a rank's log is, and how it ends."""
+        """Return the path of a rank's log, and its end."""
         path = log_file(self.folder, rank)
         said = b""
         with contextlib.suppress(FileNotFoundError), path.open("rb") as stream:  # it may never have started
@@ -148,7 +148,7 @@ class RankGroup:
         return [Exit(rank=rank, code=1, **reason) for rank in running if (reason := self._reason(rank))]
 
     def _reason(self, rank: int) -> Reason:
-        """Return the reason that the rank recorded, or why it never started; empty: there is none, or half of one."""
+        """Return the reason that the rank recorded, or the reason why it never started. Empty if none is complete."""
         try:
             reason: Reason = json.loads(reason_file(self.folder, rank).read_bytes())
         except (FileNotFoundError, ValueError):

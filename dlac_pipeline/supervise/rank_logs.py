@@ -1,7 +1,7 @@
-"""The logs of ranks: a bound on their size while ranks write, and reading them.
+"""Logs of ranks: a bound on their size while ranks write, and reading them.
 
-Ranks write into their log by themselves and know nothing of the bound: it holds also for what their libraries and children
-print, and a rank outlives the process that keeps it. In: log files. Out: the same files, without their middle; lines.
+Ranks write into their logs directly and do not know the bound. So it also holds for output of their libraries and children,
+and a rank outlives the process that enforces it. In: log files. Out: the same files without their middle, and lines.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _ESCAPES = re.compile(r"\x1b(\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)|[
 
 
 class LogBound:
-    """Keeps log files below a size: their beginning and their end stay, the middle is left out.
+    """Bound on the size of log files: their beginning and end stay, the middle is removed.
 
-    On ext4 and xfs the kernel takes the middle out of the file, and no byte that a rank writes meanwhile is lost. On other file
+    On ext4 and xfs the kernel removes the middle from the file, and no concurrent write of a rank is lost. On other file
     systems the end is copied, and bytes that a rank writes during the copy are lost.
     """
 
     def __init__(self, logs: Mapping[int, Path], max_bytes: int) -> None:
-        """Look after logs by rank, from now until `close`; 0 bytes: no bound."""
+        """Watch logs by rank, from now until `close`. 0 bytes: no bound."""
         self._logs = dict(logs)
         self._max_bytes = max_bytes
         self._left_out_bytes = dict.fromkeys(logs, 0)
@@ -49,7 +49,7 @@ class LogBound:
             self._thread.start()
 
     def close(self) -> None:
-        """Look a last time, and no more; also a second time."""
+        """Check the logs a last time and stop. A second call does nothing."""
         self._closed.set()
         if self._thread is not None:
             self._thread.join()
@@ -62,7 +62,7 @@ class LogBound:
             pause_s = _LOOK_EVERY_S if self._look() else _QUIET_S
 
     def _look(self) -> bool:
-        """Cut the logs that are too large; return whether one of them has grown since the last look."""
+        """Cut the logs that are too large. Return whether one of them has grown since the last check."""
         has_grown = False
         for rank, path in self._logs.items():
             with suppress(OSError):  # it does not exist yet, or its file system is unavailable for a moment
@@ -75,9 +75,9 @@ class LogBound:
 
 
 def cut_middle(path: Path, max_bytes: int, *, before: int = 0) -> int:
-    """Leave out the middle of a file, so that it is half as large as allowed; `before` bytes were left out there earlier.
+    """Remove the middle of a file, so that half of the allowed size remains. `before` bytes were removed there earlier.
 
-    Returns the number of bytes that were left out now.
+    Returns the number of bytes that were removed now.
     """
     head = max(_BLOCK_BYTES, max_bytes // 4 // _BLOCK_BYTES * _BLOCK_BYTES)
     descriptor = os.open(path, os.O_RDWR)
@@ -104,7 +104,7 @@ def _collapse(descriptor: int, start: int, count: int) -> bool:
 
 
 def _copy_end(path: Path, descriptor: int, head: int, tail: int) -> int:
-    """Remove the middle of a file, so that its head and its tail remain; returns the number of removed bytes."""
+    """Remove the middle of a file, so that its head and its tail remain. Return the number of removed bytes."""
     size = os.fstat(descriptor).st_size
     end = os.pread(descriptor, tail, size - tail)
     for _ in range(_COPY_ROUNDS):  # a rank may write faster than this reads
@@ -119,7 +119,7 @@ def _copy_end(path: Path, descriptor: int, head: int, tail: int) -> int:
 
 
 class LogReader:
-    """Reads a log in lines, and what is appended to it later."""
+    """Reader of a log by lines, and of what is appended to it later."""
 
     def __init__(self, path: Path, *, lines: int | None = None) -> None:
         """Begin with the last lines of what exists, or with all of it."""
@@ -129,7 +129,10 @@ class LogReader:
         self._rest = b""
 
     def read(self) -> Iterator[str]:
-        """Yield the lines that were completed since the last call; if the log was cut meanwhile, a line that says so."""
+        """Yield the lines that were completed since the last call.
+
+        If the log was cut since then, yield a line that reports it.
+        """
         with suppress(FileNotFoundError), self._path.open("rb") as stream:
             size = stream.seek(0, os.SEEK_END)
             if self._at < 0:
@@ -153,7 +156,7 @@ class LogReader:
 
 
 def _start_of_last(stream: IO[bytes], size: int, lines: int) -> int:
-    """Return where the last lines of a file begin; of very long lines only the end is searched."""
+    """Return the position at which the last lines of a file begin. If lines are very long, only the end is searched."""
     start, found = size, b""
     while start > 0 and len(found) < _SEARCHED_BYTES:
         step = min(_READ_BYTES, start)
@@ -168,6 +171,6 @@ def _start_of_last(stream: IO[bytes], size: int, lines: int) -> int:
 
 
 def readable(line: bytes) -> str:
-    """Return a line without the characters that move a terminal's cursor; of a line that was overwritten, its last text."""
+    """Return a line without characters that move a terminal's cursor. Of an overwritten line, return its last text."""
     text = _ESCAPES.sub("", line.decode(errors="replace")).rstrip("\r").rpartition("\r")[2]
     return "".join(each for each in text if each == "\t" or each.isprintable())

@@ -1,4 +1,4 @@
-"""Waiting for what is away: a recovery outlasts an outage of the catalog, and leaves at once when it is told to stop."""
+"""Retries of a recovery: it outlasts an outage of the catalog, and stops at once when it is asked to."""
 
 from __future__ import annotations
 
@@ -10,18 +10,24 @@ from dlac_pipeline.lakehouse.errors import DlacError
 from dlac_pipeline.spec.launch_request import OPERATOR
 
 PATIENCE_S = 180.0
-"""How long a recovery waits for a catalog or a store that is away; then it ends, and whoever requested it may ask again."""
+"""Seconds that a recovery waits for an unavailable catalog or store. Then it ends, and can be requested again."""
 LOST_AFTER_S = 120.0
 """A launch on another machine counts as lost when it has given no sign of life for so long."""
 
 
 def patience_s(*, replaces: int | None, noticed_by: str) -> float:
-    """How long a launch waits: a recovery has patience, of a known attempt or one that a program saw fail; a person has none."""
+    """Return the seconds that a launch waits.
+
+    A recovery waits: its attempt is known, or a program saw it fail. A person does not wait.
+    """
     return PATIENCE_S if replaces is not None or noticed_by != OPERATOR else 0.0
 
 
 def waiting_for(*away: type[DlacError], within_s: float, stop: threading.Event) -> tenacity.Retrying:
-    """Repeats what raises one of these errors, at random growing intervals, until `stop` is set; then raises the last one."""
+    """Repeat a call that raises one of these errors, at random growing intervals, until `stop` is set.
+
+    Then raise the last one.
+    """
     return tenacity.Retrying(
         retry=tenacity.retry_if_exception_type(away),
         wait=tenacity.wait_random_exponential(multiplier=0.2, max=5.0),

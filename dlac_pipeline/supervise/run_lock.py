@@ -21,7 +21,7 @@ _POLL_S = 0.1
 
 
 def lock_path(local: str, run: str) -> Path:
-    """The file that a launch locks; it holds the id of the process that did last."""
+    """Return the file that a launch locks. It holds the id of the last process that locked it."""
     return Path(local) / run / "launch.lock"
 
 
@@ -35,15 +35,14 @@ def run_lock(
     may_replace: Callable[[], None] = lambda: None,
     stop: threading.Event | None = None,
 ) -> Iterator[None]:
-    """Hold the run's lock; wait `wait_s` for another holder to leave, then take over without it, or refuse.
+    """Hold the run's lock. Wait `wait_s` for another holder to exit. Then claim the run without the lock, or refuse.
 
-    It lies in the run's folder, which `Tiers.check_writable` has made.
-
-    `may_replace` is asked before the lock of a launch that is still alive is replaced; it raises to refuse. Once `stop` is
-    set, nobody is waited for, and nobody's lock is replaced.
+    The lock is in the run's folder, which `Tiers.check_writable` has made. `may_replace` is called before the lock of a
+    launch that is still alive is replaced, and raises to refuse. Once `stop` is set, the call does not wait, and replaces no
+    lock.
 
     Raises:
-        RunBusy: another launch holds it, and `takeover` was not asked for, or it was told to stop.
+        RunBusy: another launch holds it, and `takeover` was not requested, or the launch was asked to stop.
     """
     stop = stop or threading.Event()
     path = lock_path(local, run)
@@ -95,7 +94,7 @@ def _lock(descriptor: int) -> bool:
 
 
 def _is(path: Path, descriptor: int) -> bool:
-    """Whether the path still leads to what was opened: a takeover may have replaced it."""
+    """Return True if the path still leads to the opened file. A takeover may have replaced it."""
     with suppress(FileNotFoundError):
         return os.path.samestat(os.stat(path), os.fstat(descriptor))
     return False

@@ -1,4 +1,4 @@
-"""Starts a node's ranks, attempt after attempt, in the background: the supervisor claims the run meanwhile.
+"""Start of a node's ranks, for each attempt, in the background: the supervisor claims the run at the same time.
 
 In: a job spec, a launch folder, a share of the ranks. Out: the ranks, as their supervisor watches them.
 """
@@ -33,7 +33,7 @@ class RankStarter:
                 fork_server.start_server(spec)
 
     def start(self, spec: JobSpec, folder: Path, share: Share) -> RankGroup:
-        """Start this node's ranks of an attempt; `folder` is the launch folder."""
+        """Start this node's ranks of an attempt. `folder` is the launch folder."""
         launch, user = spec.launch, object()
         fork_server.add_user(user)
         processes = RankProcesses(

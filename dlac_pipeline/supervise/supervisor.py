@@ -1,6 +1,6 @@
-"""The supervisor beside the ranks: launches an attempt, watches it, ends it whole when a rank dies, and recovers.
+"""Supervisor of a node's ranks: it launches an attempt, watches it, ends it whole when a rank dies, and recovers.
 
-In: a job spec. Out: events for whoever watches, a row in `recoveries` per recovery, and how the run ended.
+In: a job spec. Out: events for listeners, a row in `recoveries` per recovery, and the end of the run.
 """
 
 from __future__ import annotations
@@ -64,10 +64,12 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """How a supervised run ended."""
+    """The end of a supervised run."""
 
     ending: Ending
-    """finished; caught up with what is appended; stopped when asked to, behind a checkpoint; left: the script returned early."""
+    """One of: finished, caught up (no appended rows are left), stopped (on request, after a checkpoint), left (the script
+    returned early).
+    """
     attempts: int
     """Attempts that this supervisor launched."""
     step: int
@@ -75,7 +77,7 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Launch:
-    """What a supervisor has once catalog and store have answered."""
+    """Facts of a supervisor once catalog and store have answered."""
 
     supervision: Supervision
     membership: Membership
@@ -88,7 +90,7 @@ class _Launch:
 
 
 class Supervisor:
-    """Runs a job to its end, through as many attempts as it takes; with several nodes, one on each."""
+    """Supervisor of a job: it runs the job to its end, in as many attempts as needed. With several nodes, one runs on each."""
 
     def __init__(
         self,
@@ -105,9 +107,11 @@ class Supervisor:
         launched_by: str = "",
         starter: RankStarter | None = None,
     ) -> None:
-        """`spec` is resolved; `replaces` names the failed attempt of a recovery, `noticed_by` who saw it fail, and when.
+        """`spec` is resolved.
 
-        `recovers` names the orchestrator's run that has ended, for which this one goes on: what that claims late is replaced too.
+        `replaces` names the failed attempt of a recovery, `noticed_by` the one that saw it fail, and when.
+
+        `recovers` names the orchestrator's ended run that this one resumes. A late claim of that run is replaced too.
         """
         self._launched_at = time.time()
         self._noticed_at = self._launched_at if noticed_at is None else min(noticed_at, self._launched_at)
@@ -133,7 +137,7 @@ class Supervisor:
         self._stop.set()
 
     def leave(self) -> None:
-        """The same, while the run goes on without this machine if there are enough others."""
+        """Ask this node to exit. The run continues without it if enough other nodes exist."""
         self._leaves.set()
         self._stop.set()
 
@@ -199,7 +203,7 @@ class Supervisor:
                         membership.forget()
 
     def _conclude(self, verdict: AttemptVerdict) -> Outcome:
-        """How the run has ended for this machine; raises what it has died of."""
+        """Return the run's end for this node, or raise its error."""
         self._step = verdict.step or self._step
         if verdict.error is not None:
             kind, message = verdict.error
@@ -210,7 +214,7 @@ class Supervisor:
         return Outcome(ending=ending, attempts=self._attempts, step=self._step)
 
     def _next_round(self, launch: _Launch) -> Round | None:
-        """Return the round of the next attempt; None: asked to stop meanwhile.
+        """Return the round of the next attempt, or None if a stop was requested.
 
         Raises:
             NodesMissing: too few nodes came.
@@ -226,10 +230,10 @@ class Supervisor:
             raise
 
     def _lead(self, launch: _Launch, round_: Round) -> AttemptVerdict:
-        """An attempt, and what is decided of it for all its machines.
+        """Run an attempt and decide its consequence for all nodes.
 
         Raises:
-            DlacError: what the run ends with, here; the others have been told.
+            DlacError: the error that ends the run. The other nodes have received it.
         """
         error: DlacError | None = None
         try:
@@ -260,7 +264,7 @@ class Supervisor:
         return verdict
 
     def _others_went_on(self, lakehouse: Lakehouse, round_: Round, err: DlacError) -> bool:
-        """Whether machines of this rendezvous have trained on while this one, which led, was cut off: it meets them again."""
+        """Return True if nodes of this rendezvous have continued while this leader was cut off. It meets them again."""
         meets = self._spec.launch.rendezvous
         if isinstance(err, CatalogUnreachable):
             return round_.cut_off
@@ -334,9 +338,9 @@ class Supervisor:
         return AttemptVerdict(ending="finished", attempt=end["attempt"], step=end["step"])
 
     def _hold_lock(self, lakehouse: Lakehouse) -> None:
-        """Refuse, or replace, another launch of the run; the lock of this machine is held until another machine leads.
+        """Refuse or replace another launch of the run. This node holds its lock until another node leads.
 
-        Where machines share the local folder, one that led and is cut off may hold it still: who was led by it does not wait.
+        Where nodes share the local folder, a leader that was cut off may still hold it. Its followers do not wait for it.
         """
         spec = self._spec
         if self._holds_lock and spec.launch.max_nodes == 1:
@@ -363,7 +367,7 @@ class Supervisor:
         self._holds_lock = True
 
     def _checked_target(self, lakehouse: Lakehouse) -> int | None:
-        """The attempt that is replaced, fixed before waiting for anybody: who comes second steps aside, and fences nobody."""
+        """Return the attempt to replace, fixed before any wait. A second launch steps aside and fences no one."""
         state = self._patiently(Ledger(lakehouse).state, self._spec.run)
         check_unfinished(state)
         for plan_id in self._wish.plan_ids:
@@ -382,14 +386,14 @@ class Supervisor:
         return to_replace(claims, wanted, rendezvous=rendezvous, recovers=self._recovers)
 
     def _check_unfinished(self, lakehouse: Lakehouse) -> None:
-        """Raise RunFinished if others have ended the run; a catalog that does not answer says nothing of it."""
+        """Raise RunFinished if another launch has ended the run. A catalog that does not answer proves nothing."""
         with suppress(LakehouseError):
             check_unfinished(Ledger(lakehouse).state(self._spec.run))
 
     def _patiently(
         self, call: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
     ) -> Result:
-        """Call what needs catalog or store; a recovery waits for one that is away, until it is told to stop."""
+        """Call what needs catalog or store. A recovery waits for an unavailable one, until it is asked to stop."""
         within_s = patience_s(replaces=self._replaces, noticed_by=self._noticed_by)
         return waiting_for(CatalogUnreachable, StoreUnavailable, within_s=within_s, stop=self._stop)(
             call, *args, **kwargs

@@ -1,7 +1,8 @@
-"""When a rank takes a checkpoint and when it leaves: decided from beats that all ranks hear at the same step.
+"""Checkpoint policy of a rank: when it takes a checkpoint and when it exits, from messages that all ranks receive at the same
+step.
 
-Rank 0 keeps the clock and says in its beats that a checkpoint is due, or that more machines are to take part; any rank says that
-it was told to leave.
+Rank 0 keeps the clock and reports that a checkpoint is due, or that more nodes want to join. Any rank reports its termination
+notice.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 
 class CheckpointPolicy:
-    """Of one rank; `folder` is the launch folder, if a supervisor watches."""
+    """Checkpoint policy of one rank. `folder` is the launch folder, if a supervisor watches."""
 
     def __init__(self, spec: JobSpec, rank: int, folder: Path | None, events: EventWriter) -> None:
         self._spec = spec
@@ -46,7 +47,7 @@ class CheckpointPolicy:
         self._step = self._head_step = 0
         self._head: str | None = None
         self.leaving: StepSync | None = None
-        """The beat that said so."""
+        """The message that requested the exit."""
         self._notices = Notices(
             spec.launch,
             local_rank=int(os.environ.get("LOCAL_RANK", "0")),
@@ -56,7 +57,7 @@ class CheckpointPolicy:
         )
 
     def resumed(self, point: ResumePoint, lakehouse: Lakehouse) -> None:
-        """Training goes on from here; rank 0 looks up what checkpoints have cost, and how often the run failed."""
+        """Note that training resumes here. Rank 0 looks up the cost of past checkpoints and the number of failures."""
         self._step = self._head_step = point.step
         self._head = point.checkpoint_id
         if self._rank == 0:
@@ -69,7 +70,10 @@ class CheckpointPolicy:
             self._tell(self._interval)
 
     def step_done(self, step: int, *, behind: bool) -> RankReport:
-        """What this rank says with the step that it has just finished; `behind`: a checkpoint is under way behind it."""
+        """Return this rank's report of the step that it has just finished.
+
+        `behind`: a checkpoint is in progress in the background.
+        """
         now, notice = time.monotonic(), self._notices.first
         self._step = step
         says = RankReport() if notice is None else RankReport(notice=notice.name, notice_age_s=now - notice.at)
@@ -80,7 +84,7 @@ class CheckpointPolicy:
         return replace(says, due=self._interval.is_due(now), needed_s=needed_s, makes_room=self._makes_room())
 
     def on_sync(self, beat: StepSync) -> None:
-        """What all ranks hear at this step."""
+        """Note a message that all ranks receive at this step."""
         self._due = self._due or beat.due
         if self.leaving is not None or not (beat.makes_room or beat.notice is not None):
             return
@@ -89,7 +93,7 @@ class CheckpointPolicy:
             self._notices.leave_by(time.monotonic() + self._spec.launch.leave_s - beat.notice_age_s)
 
     def reason(self) -> str | None:
-        """Why a checkpoint is to be taken behind this step, alike on all ranks; None: there is no reason, or no time."""
+        """Return why a checkpoint is taken after this step, the same on all ranks, or None without a reason or without time."""
         settings = self._spec.checkpoint
         if self.leaving is not None:
             told = self.leaving.notice
@@ -99,24 +103,24 @@ class CheckpointPolicy:
         return ("auto" if settings.interval == "auto" else "seconds") if self._due else None
 
     def note(self, reason: str) -> Mapping[str, Any]:
-        """What the row of a checkpoint that is taken now says of it."""
+        """Return the facts that the row of a checkpoint taken now records about it."""
         return {"reason": reason, **({} if self._interval is None else self._interval.note())}
 
     def taken(self) -> None:
-        """A checkpoint was taken, or handed over to be committed behind training."""
+        """Note that a checkpoint was taken, or passed on to be committed in the background."""
         self._due = False
         if self._interval is not None:
             self._interval.taken(time.monotonic())
 
     def committed(self, committed: Committed) -> None:
-        """A checkpoint is the head; rank 0 learns what it cost."""
+        """Note that a checkpoint is the head. Rank 0 learns its cost."""
         self._head, self._head_step = committed.checkpoint_id, committed.step
         if self._interval is not None:
             self._interval.committed(time.monotonic(), committed.phases)
             self._tell(self._interval)
 
     def left(self) -> None:
-        """All ranks are about to leave, as they were told to; to make room is no preemption."""
+        """Note that all ranks are about to exit on request. Making room for nodes is no preemption."""
         if self._notice_name is None:
             return
         preemption = self._preemption()
@@ -125,7 +129,7 @@ class CheckpointPolicy:
             _log.warning("run %r was %s", self._spec.run, preemption.message())
 
     def close(self) -> None:
-        """The deadline counts no more; signals are whose they were."""
+        """Cancel the deadline and restore the signal handlers."""
         self._notices.close()
 
     def _tell(self, interval: Interval) -> None:
@@ -137,7 +141,7 @@ class CheckpointPolicy:
             _log.info("a checkpoint every %.1f s of training: %s", choice.interval_s, choice.why)
 
     def _makes_room(self) -> bool:
-        """Whether the supervisor has said so; only where machines may come."""
+        """Return True if the supervisor has requested it. It does so only where nodes may join."""
         return (
             self._folder is not None and self._spec.launch.max_nodes > 1 and os.access(room_file(self._folder), os.F_OK)
         )
@@ -160,7 +164,7 @@ class CheckpointPolicy:
         )
 
     def _too_late(self) -> None:
-        """The deadline is there, and so is this rank: say what is lost. A commit that has landed counts nevertheless."""
+        """Report the loss when the deadline ends this rank. A commit that has landed still counts."""
         preemption = self._preemption()
         _log.warning("rank %d of run %r was %s", self._rank, self._spec.run, preemption.message())
         self._events.write(preemption.event())

@@ -1,7 +1,7 @@
-"""The signs of life of one rank: what it is doing, since when, and how long it took by itself for each phase.
+"""Heartbeat of one rank: its phase, the start of the phase, and its own time in each phase.
 
-A sign is one small write; a step has three. Times leave out what the rank waited for others in a collective, as far as that
-can be told apart: of reading, of loading, and of computing up to the loss.
+A sign of life is one small write. A step has three. Times exclude waits for other ranks in a collective, where they can be
+told apart: in reading, loading, and computing up to the loss.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dlac_pipeline.supervise.liveness.progress import Phase, Progress, ProgressW
 
 
 class RankHeartbeat:
-    """Of one rank; without a launch folder nothing is written. `waits` counts what reading waits for other ranks."""
+    """Heartbeat of one rank. Without a launch folder nothing is written. `waits` counts what reading waits for other ranks."""
 
     def __init__(self, folder: Path | None, rank: int, waits: Waits) -> None:
         self._writer = ProgressWriter(folder, rank)
@@ -36,14 +36,14 @@ class RankHeartbeat:
         self._write()
 
     def doing(self, phase: Phase, step: int) -> None:
-        """The rank is in a phase, behind `step`."""
+        """Note that the rank is in a phase, after `step`."""
         self._phase, self._step = phase, step
         if phase == Phase.TRAINING and not self._began:
             self._began = time.time()
         self._write()
 
     def loaded(self, *, convert_s: float, load_s: float) -> None:
-        """The state is loaded; seconds until it was converted, and those of its own loading."""
+        """Note that the state is loaded: seconds until it was converted, and seconds of its own loading."""
         self._convert_s += convert_s
         self._loading_s += load_s
 
@@ -54,7 +54,7 @@ class RankHeartbeat:
         self._write()
 
     def handed(self, batch: Batch, *, counted: bool) -> Batch:
-        """The batch is there, and in hand until its step is done; `counted`: its samples are rows."""
+        """Note that the rank has a batch until its step is done. `counted`: its samples are rows."""
         now = time.monotonic()
         self._reading_s += max(0.0, now - self._since - self._waits.seconds)
         self._since, self._forward_s = now, 0.0
@@ -66,7 +66,7 @@ class RankHeartbeat:
         return replace(batch, on_mean=self._forward_done)
 
     def record_loss(self, loss_step: int, loss: float) -> None:
-        """The loss of a step, as all ranks heard it; told with the next sign."""
+        """Note the global loss of a step. The next sign of life has it."""
         self._loss_step, self._loss = loss_step, loss
 
     def step_done(self, step: int) -> None:
@@ -77,7 +77,7 @@ class RankHeartbeat:
         self._write()
 
     def checkpoints(self, *, own_s: float, own_bytes: int) -> None:
-        """What this rank's part of all checkpoints took, and was, until now."""
+        """Note the total time of this rank's part of all checkpoints."""
         self._checkpoint_s, self._checkpoint_bytes = own_s, own_bytes
 
     def close(self) -> None:
@@ -91,7 +91,9 @@ class RankHeartbeat:
         self._forward_s = self._forward_s or time.monotonic() - self._since
 
     def _say_moved(self, batch: Batch) -> None:
-        """Where the steps alone do not say it: [step, [source, key group, pass, block, first position, last one + 1], ...]."""
+        """Write the moved ranges where the step does not determine them: [step, [source, key group, pass, block, first, end],
+        ...].
+        """
         if batch.moved and self._descriptor is not None:
             said = [
                 [source, group, each.pass_index, each.block, each.position_start, each.position_end]

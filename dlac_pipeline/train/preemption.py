@@ -1,4 +1,4 @@
-"""What becomes of a run that is told to leave: whether an emergency checkpoint fits in the time left, and what was lost."""
+"""Preemption of a run: whether an emergency checkpoint fits in the time left, and what was lost."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from dlac_pipeline.checkpoint.step_sync import StepSync
 
 
 def fits(beat: StepSync, leave_s: float) -> bool:
-    """Whether a checkpoint can be committed in what is left of `leave_s`; alike on all ranks, as they heard the same beat.
+    """Return True if a checkpoint can be committed in the rest of `leave_s`. All ranks use the same message and agree.
 
-    Without a checkpoint to go by it is tried: the watchdog ends what takes too long.
+    Without an earlier checkpoint as a measure the commit is tried. The watchdog ends one that takes too long.
     """
     return beat.notice_age_s + beat.needed_s <= leave_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Preemption:
-    """How a run left."""
+    """The end of a preempted run."""
 
     notice: str
     deadline_s: float
@@ -34,7 +34,7 @@ class Preemption:
         return self.step - self.head_step
 
     def event(self) -> dict[str, Any]:
-        """For whoever watches."""
+        """Return the event for listeners."""
         return {
             "event": "preempted",
             "notice": self.notice,

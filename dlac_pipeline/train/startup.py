@@ -1,6 +1,6 @@
-"""What a rank is told when it starts: its job spec, its lakehouse, and its resume point, whose cursors it checks.
+"""Startup of a rank: its job spec, its lakehouse, and its resume point, whose cursors it checks.
 
-Without a supervisor rank 0 claims the run, and tells the others. It records then how the recovery from a failure went.
+Without a supervisor rank 0 claims the run and notifies the other ranks. It then records how the recovery from a failure went.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ _RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 
 
 def job_spec(folder: Path | None, spec: str | Path | None) -> JobSpec:
-    """The job spec of this rank: the supervisor's, in its launch folder, or the one that the script names.
+    """Return the job spec of this rank: the supervisor's, in its launch folder, or the one that the script names.
 
     Raises:
-        SpecInvalid: neither is there, or so many ranks cannot train it.
+        SpecInvalid: neither exists, or it does not allow this number of ranks.
     """
     if folder is not None:
         return parse_recorded(json.loads((folder / "spec.json").read_text()), origin="the launch folder's spec")
@@ -71,12 +71,12 @@ def job_spec(folder: Path | None, spec: str | Path | None) -> JobSpec:
 
 
 def open_lakehouse(spec: JobSpec, *, supervised: bool) -> Lakehouse:
-    """The lakehouse. A supervised rank waits for a catalog that is away, for so does its supervisor's claim meanwhile.
+    """Return the lakehouse. A supervised rank waits for an unavailable catalog, as its supervisor's claim does.
 
-    The supervisor has opened the catalog before: what a failover answers with is an outage then.
+    The supervisor has opened the catalog before, so an error during a failover is an outage.
 
     Raises:
-        CatalogUnreachable: the catalog does not answer, or stayed away for too long.
+        CatalogUnreachable: the catalog does not answer, or was unavailable for too long.
     """
     within_s = PATIENCE_S if supervised else 0.0
     return waiting_for(CatalogUnreachable, within_s=within_s, stop=threading.Event())(
@@ -85,10 +85,10 @@ def open_lakehouse(spec: JobSpec, *, supervised: bool) -> Lakehouse:
 
 
 def await_resume_point(folder: Path) -> ResumePoint:
-    """Wait for the supervisor, as long as it lives: it may have a large checkpoint to verify.
+    """Wait for the supervisor while it lives: it may have a large checkpoint to verify.
 
-    Every rank looks, maybe on a network file system: the longer it has waited, the less often, and no look is later than a
-    twentieth of the wait.
+    Every rank polls, perhaps on a network file system. The longer it has waited, the longer its pauses, up to a twentieth of
+    the wait.
     """
     path, pause_s = folder / "resume.json", _FIRST_LOOK_S
     while not path.exists():
@@ -100,12 +100,14 @@ def await_resume_point(folder: Path) -> ResumePoint:
 def claim_run(
     lakehouse: Lakehouse, spec: JobSpec, tree: RankTree, tiers: Tiers | None, *, takeover: bool, held: ExitStack
 ) -> ResumePoint:
-    """Without a supervisor rank 0 takes the run over; `held` keeps the run's lock; the first of a machine proves its `tiers`.
+    """Claim the run on rank 0, without a supervisor.
 
-    From then on rank 0 looks at the ledger, and logs if the catalog was replaced by an older backup; the next commit fails.
+    `held` keeps the run's lock. The first rank of a node checks its `tiers`.
+
+    From then on rank 0 reads the ledger. It logs if the catalog was replaced by an older backup. The next commit fails then.
 
     Raises:
-        DlacError: on rank 0, why it could not; on the others, that it could not.
+        DlacError: on rank 0 the cause, on the other ranks that rank 0 failed.
     """
     with failing_together(tree, doing="looking at the checkpoint store"):
         if tiers is not None:
@@ -130,7 +132,7 @@ def claim_run(
 
 
 def own_folder(spec: JobSpec, nonce: str) -> Path | None:
-    """The launch folder of ranks that another launcher started, on their own node; None for a process that none started."""
+    """Return the launch folder of ranks that another launcher started, on their own node, or None without a launcher."""
     return Path(spec.checkpoint.local) / spec.run / f"launch-{nonce}" if _LAUNCHED in os.environ else None
 
 
@@ -172,7 +174,7 @@ class OwnRecoveries:
             self._record(self._incident, "resumed")
 
     def fail(self) -> None:
-        """Record that the recovery failed before the first step was done; nothing if none is under way."""
+        """Record that the recovery failed before the first step. Without a recovery in progress nothing is recorded."""
         if self._incident is not None:
             self._record(self._incident, "failed again")
 
@@ -195,9 +197,9 @@ class OwnRecoveries:
 
 
 def _own_incident(lakehouse: Lakehouse, spec: JobSpec, point: ResumePoint, *, claimed_at: float) -> Incident | None:
-    """The incident that rank 0 recovers from without a supervisor; None if no attempt had failed.
+    """Return the incident from which rank 0 recovers without a supervisor, or None if no attempt had failed.
 
-    torchrun notices by itself that a rank died; who else starts the ranks again is an operator. `claimed_at` is when rank 0
+    torchrun detects a dead rank. Otherwise an operator starts the ranks again. `claimed_at` is the moment at which rank 0
     began to claim the run.
     """
     if not point.replaces or _LAUNCHED not in os.environ:
@@ -214,10 +216,10 @@ def _own_incident(lakehouse: Lakehouse, spec: JobSpec, point: ResumePoint, *, cl
 
 
 def check_restored(order: LegOrder, step: int, found: ReaderState) -> None:
-    """Check that restored cursors are where the order says; of streamed sources only the checkpoint's digest vouches for them.
+    """Check restored cursors against the order. For streamed sources only the checkpoint's digest proves them.
 
     Raises:
-        CursorMismatch: one is not.
+        CursorMismatch: a cursor differs.
     """
     if not order.counted:
         return

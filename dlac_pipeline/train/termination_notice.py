@@ -1,7 +1,7 @@
-"""Why and by when a rank is to leave: signals, a termination URL, the end of its launcher; and a watchdog for the deadline.
+"""Termination notices of a rank: signals, a termination URL, the end of its launcher, and a watchdog for the deadline.
 
-A thread hears signals even while the main thread waits in a collective or for a disk, and ends the process when the
-deadline passes: a rank that is stuck must not outlive the time that its machine has left.
+A thread receives signals even while the main thread waits in a collective or for a disk. It ends the process when the
+deadline passes: a rank that is stuck must not outlive its node's remaining time.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 _LOOK_EVERY_S = 0.5
 _ASK_EVERY_S = 2.0
 _ANSWER_WITHIN_S = (1.0, 2.0)
-"""Seconds to connect, and to answer; an address of the machine itself answers in milliseconds."""
+"""Seconds to connect and to answer. An address of the node itself answers in milliseconds."""
 _LAST_WORDS_S = 1.0
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
@@ -46,7 +46,10 @@ class Notice:
 
 
 class Notices:
-    """What tells one rank to leave; `on_deadline` is called, and the process ended, unless it is closed in time."""
+    """Sources of termination notices for one rank.
+
+    At the deadline `on_deadline` is called and the process ended, unless closed before.
+    """
 
     def __init__(
         self,
@@ -57,7 +60,10 @@ class Notices:
         on_deadline: Callable[[], None],
         tells: Path | None = None,
     ) -> None:
-        """`launched`: by a launcher that is no supervisor, whose end is a notice; `tells`: a file made at the first notice."""
+        """`launched`: started by a launcher other than a supervisor, whose end is a notice.
+
+        `tells`: a file made at the first notice.
+        """
         self._launch = launch
         self._tells = tells
         self._on_deadline = on_deadline
@@ -83,13 +89,13 @@ class Notices:
         self._wake()
 
     def close(self) -> None:
-        """Restore the signal handlers; the deadline counts no more."""
+        """Restore the signal handlers and cancel the deadline."""
         self._closed.set()
         self.restore()
         self._wake()
 
     def restore(self) -> None:
-        """Signals are whose they were before; also in a process that was forked off, which would speak for this one."""
+        """Restore the former signal handlers, also in a forked process, which must not answer for this one."""
         _OPEN.discard(self)
         if self._handlers:
             signal.set_wakeup_fd(self._wakeup_before)
@@ -144,7 +150,7 @@ class Notices:
         os._exit(Preempted.exit_code)
 
     def _ask(self) -> None:
-        """Ask the URL until it says that the machine goes away; what else it says is said once, and no reason to stop."""
+        """Ask the URL until it announces a termination. Any other answer is logged once and is no reason to stop."""
         said = False
         with requests.Session() as session:
             session.trust_env = False  # an address of this machine: no proxy, and nobody's password
@@ -158,7 +164,7 @@ class Notices:
                 self._closed.wait(_ASK_EVERY_S)
 
     def _answer(self, session: requests.Session) -> str:
-        """Ask once; what was wrong, if something was."""
+        """Ask once. Return what was wrong, if anything."""
         url, headers = self._launch.termination_url, self._launch.termination_headers
         try:
             answer = session.get(url, headers=headers, timeout=_ANSWER_WITHIN_S)
@@ -170,7 +176,7 @@ class Notices:
 
 
 def _launchers() -> list[psutil.Process]:
-    """The process that started this one; DeepSpeed's has another before it, which is the one that people end."""
+    """Return the process that started this one. DeepSpeed has another one above it, which people end."""
     parent = psutil.Process().parent()
     if parent is None:
         return []
@@ -183,7 +189,7 @@ def _launchers() -> list[psutil.Process]:
 
 
 def _is_alive(process: psutil.Process) -> bool:
-    """Whether it runs; one that has ended and that nobody has asked about does not."""
+    """Return True if the process runs. A zombie does not."""
     with suppress(psutil.Error):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     return False

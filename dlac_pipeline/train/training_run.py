@@ -1,15 +1,15 @@
-"""What a training script uses: `training_run()` gives resumed batches, the tracker, and the checkpoint hook.
+"""Training run of a script: `training_run()` provides resumed batches, tracking, and checkpoints.
 
     with dlac_pipeline.training_run() as run:
         engine = ...                      # model, optimizer and loop belong to the script
         run.restore(engine)
         for batch in run.batches():
-            loss = batch.mean(loss_per_sample)  # on whichever device they are
+            loss = batch.mean(loss_per_sample)  # on any device
             ...                           # backward, optimizer step
             run.step_done(loss)
 
-Under `dlac train` the launch folder tells it who it is. Under torchrun or the `deepspeed` launcher, give it the job spec:
-`training_run("job.toml")`; rank 0 then claims the run itself.
+Under `dlac train` the launch folder names the run and the rank. Under torchrun or the `deepspeed` launcher, pass the job
+spec: `training_run("job.toml")`. Rank 0 then claims the run itself.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ from dlac_pipeline.train.startup import (
 
 _log = logging.getLogger(__name__)
 _GROUP_TIMEOUT_S = 86_400.0
-"""How long ranks wait for each other: one may convert or fetch a large checkpoint. Who hangs, the supervisor ends."""
+"""Seconds that ranks wait for each other: one may convert or fetch a large checkpoint. The supervisor ends hung ranks."""
 
 _BACKGROUND_TAG = 1
 """The tag of messages between the threads that write a checkpoint in the background."""
@@ -73,15 +73,16 @@ _BACKGROUND_TAG = 1
 
 @contextmanager
 def training_run(spec: str | Path | None = None, *, takeover: bool = False) -> Iterator[TrainingRun]:
-    """The training run of this rank; joins the process group, claims or is told the attempt, cleans up behind itself.
+    """Yield the training run of this rank. It joins the process group, gets its attempt, and cleans up at the end.
 
-    A script may leave it between two steps, on all ranks at the same one, before the run is over: behind a checkpoint.
+    A script may leave it between two steps, on all ranks at the same one, before the run is over. It then ends after a
+    checkpoint.
 
-    `takeover` fences off a launch of the same run that is still alive, instead of being refused; under `dlac train` the
-    command says so.
+    `takeover` fences off a launch of the same run that is still alive, instead of being refused. Under `dlac train` the
+    command decides it.
 
     Raises:
-        SpecInvalid: neither a launch folder nor a spec says what to run.
+        SpecInvalid: neither a launch folder nor a spec describes the run.
         DlacError: from the claim, the plan or the resume point.
     """
     folder = Path(os.environ[LAUNCH_VARIABLE]) if LAUNCH_VARIABLE in os.environ else None
@@ -105,7 +106,7 @@ class TrainingRun:
     """One rank of one attempt."""
 
     def __init__(self, folder: Path | None, spec: JobSpec, *, takeover: bool, held: ExitStack) -> None:
-        """Made by `training_run`; `held` keeps what the run must hold until it is closed."""
+        """Made by `training_run`. `held` keeps what the run must hold until it is closed."""
         self.spec = spec
         self.rank = int(os.environ.get("RANK", "0"))
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -143,7 +144,7 @@ class TrainingRun:
         self._over = False
 
     def _claim_itself(self, *, takeover: bool, held: ExitStack) -> None:
-        """Claim the run without a supervisor; under another launcher the ranks leave signs of life all the same."""
+        """Claim the run without a supervisor. Under another launcher the ranks still write signs of life."""
         began = time.time()
         tiers = self._tiers if self._first_of_machine else None
         self.resume_point = point = claim_run(
@@ -159,7 +160,7 @@ class TrainingRun:
 
     @property
     def stopped(self) -> bool:
-        """Whether the run was asked to stop, and stops here: behind a checkpoint, if there was time for one."""
+        """True if the run was asked to stop and stops here, after a checkpoint if time allowed one."""
         return self._when.leaving is not None
 
     @property
@@ -169,7 +170,7 @@ class TrainingRun:
 
     @property
     def total_steps(self) -> int | None:
-        """The step with which the run ends, or its present leg if it goes on to what is appended; None if only reading tells."""
+        """The last step of the run, or of its present leg if it follows appends. None if only reading can show it."""
         return self._order.total_steps
 
     @property
@@ -204,15 +205,15 @@ class TrainingRun:
     def batches(
         self, *, device: torch.device | str | int | None = None, pin_memory: bool | None = None
     ) -> Iterator[Batch]:
-        """This rank's part of every remaining global batch; ends behind the last step, or behind a checkpoint when asked to stop.
+        """Yield this rank's part of every remaining global batch, to the last step, or to a checkpoint after a stop request.
 
-        `device` is where batches are copied to, on a stream beside the computation; without it they are in host memory.
-        `pin_memory` puts them into page-locked memory: by default if they go to an accelerator. Without an accelerator both
-        change nothing.
+        `device` is where batches are copied to, on a stream of their own. Without it they are in host memory. `pin_memory`
+        puts them into page-locked memory, by default if they go to an accelerator. Without an accelerator both change
+        nothing.
 
         Raises:
             ScriptInvalid: `restore` was not called, or `step_done` was left out.
-            SpecInvalid: the device is not on this machine.
+            SpecInvalid: the device is not on this node.
         """
         if self._engine is None:
             raise ScriptInvalid(
@@ -236,15 +237,15 @@ class TrainingRun:
         self._over = True
 
     def step_done(self, loss: torch.Tensor | float, *, applied: bool | None = None) -> None:
-        """Record that the optimizer step of the last batch is done; takes a checkpoint when one is due.
+        """Record that the optimizer step of the last batch is done, and take a checkpoint when one is due.
 
-        `loss` is this rank's `batch.mean(...)`; `applied` defaults to what the engine says. A loss on an accelerator is read when
-        the next step is done, so that the device is not waited for.
+        `loss` is this rank's `batch.mean(...)`. `applied` defaults to the engine's report. A loss on an accelerator is read
+        when the next step is done, so that the device is not waited for.
 
         Raises:
-            ScriptInvalid: there is no batch whose step could be done.
-            CheckpointError, LedgerError: a checkpoint, or the last one that was under way, could not be taken.
-            SpecInvalid: there is something in the state that could not be loaded again.
+            ScriptInvalid: no batch is in hand.
+            CheckpointError, LedgerError: a checkpoint, or the last one in progress, could not be taken.
+            SpecInvalid: the state contains something that could not be loaded again.
         """
         engine, batch = self._engine, self._batch
         if engine is None or batch is None:
@@ -263,17 +264,18 @@ class TrainingRun:
             self._checkpoint(engine, reason, wait=self.stopped or self.spec.checkpoint.mode == "synchronous")
 
     def settle(self) -> None:
-        """Wait for the checkpoint that is under way behind training, if there is one.
+        """Wait for the checkpoint in progress, if one exists.
 
         Raises:
-            CheckpointError, LedgerError: it failed; the one before is untouched.
+            CheckpointError, LedgerError: it failed. The one before is untouched.
         """
         self._report(self._manager.settle())
 
     def leave(self) -> None:
-        """The script is done: what it has trained is committed, also where it leaves before the run is over.
+        """Commit what the script has trained, also if it leaves before the run is over.
 
-        Not in the middle of a step, nor before `restore`: nobody knows then what is in the model. Raises as `settle` does.
+        Nothing is committed in the middle of a step or before `restore`, because the state of the model is unknown then.
+        Raises as `settle` does.
         """
         self.settle()
         engine = self._engine
@@ -322,7 +324,7 @@ class TrainingRun:
             self._let_go_of_pins()
 
     def _let_go_of_pins(self) -> None:
-        """Of the legs behind; whatever fails is for the next launch, all that was read is committed."""
+        """Release the pins of earlier legs. A failure is left to the next launch, because all rows were committed."""
         for source in self.spec.sources:
             try:
                 let_go(self._lakehouse, self.spec.run, source.table)
@@ -330,7 +332,7 @@ class TrainingRun:
                 _log.warning("expected to let go of pins that no run needs, found %s; the next launch tries again", err)
 
     def _rehearsed(self) -> None:
-        """The end of a rehearsal: its losses are told, nothing is committed."""
+        """End a rehearsal: report its losses, commit nothing."""
         for beat in self._pulse.flush():
             self._on_sync(beat)
         told = {"losses": self._tracker.losses, "skipped": self._tracker.skipped}
@@ -338,7 +340,7 @@ class TrainingRun:
         self._signs.doing(Phase.DONE, self._tracker.step)
 
     def _handed(self) -> Iterator[Batch]:
-        """The reader's batches, with a sign of life before and behind each."""
+        """Yield the reader's batches, with a sign of life before and after each."""
         reader = iter(self._reader)
         while True:
             self._signs.reading()
@@ -348,13 +350,13 @@ class TrainingRun:
             yield self._signs.handed(batch, counted=self._order.counted)
 
     def _leg_is_to_be_said(self) -> bool:
-        """Whether the leg is in no checkpoint, as it had no batch, and nobody would know what it leaves out."""
+        """Return True if no checkpoint names the leg, because it had no batch. Its exclusions would be unknown."""
         point = self.resume_point
         unsaid = point.leg_is_new and self._manager.head == point.checkpoint_id
         return unsaid and (self._run_ends() or point.leaves_out_more)
 
     def _run_ends(self) -> bool:
-        """Whether the run is over where its leg is: one that goes on to what is appended ends at `order.steps` only."""
+        """Return True if the run is over at the end of its leg. One that follows appends ends at `order.steps` only."""
         return not self._leg.following or (self._leg.steps is not None and self.step >= self._leg.steps)
 
     def _on_sync(self, beat: StepSync) -> None:
@@ -398,7 +400,7 @@ class TrainingRun:
         return self._new_group()
 
     def _new_group(self) -> dist.ProcessGroup:
-        """Make a group of all ranks for messages between processors; collective."""
+        """Make a group of all ranks for messages between CPUs. Collective."""
         group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=self._patience)
         return group
 

@@ -1,7 +1,7 @@
-"""Signs of life of a launch that somebody else supervises: in, the run's claims; out, whether it can be taken for alive.
+"""Liveness of a launch under another supervisor: in, the run's claims. Out: whether it counts as alive.
 
-On this machine the launch's lock decides: the kernel releases it with its holder. Of another machine only what it writes can
-be seen: the ledger, and its launch folder where that is shared.
+On this node the launch's lock decides, because the kernel releases it with its holder. Of another node only its writes can be
+seen: the ledger, and its launch folder if that is shared.
 """
 
 from __future__ import annotations
@@ -21,37 +21,37 @@ from dlac_pipeline.supervise.liveness.progress import read_all_progress
 from dlac_pipeline.supervise.run_lock import lock_path
 
 _ITS_OWN = ("claim", "checkpoint", "quarantine")
-"""Kinds of rows that only the attempt appends that they name; operators' and upkeep's name the one that is current."""
+"""Kinds of rows that only the named attempt appends. Rows of operators and of upkeep name the current attempt."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchLiveness:
-    """What is known of the launch behind an attempt."""
+    """Known facts about the launch of an attempt."""
 
     host: str
-    """The machine on which it was launched; empty: nobody knows."""
+    """The node on which it was launched, or empty if unknown."""
     local: str
-    """The local folder of its checkpoints there, in which its lock lies; empty: it launched nothing, or nobody knows."""
+    """The local folder of its checkpoints there, which contains its lock. Empty: it launched nothing, or unknown."""
     here: bool
-    """Whether it was launched on this machine."""
+    """True if it was launched on this node."""
     held: bool
     """Here only: whether a living process holds the run's lock."""
     silent_s: float
-    """Seconds since it was seen to do something: a step of a rank, or a row of its own in the ledger. Its clock says so."""
+    """Seconds since its last visible act by its own clock: a step of a rank, or a row of its own in the ledger."""
     newest: tuple[float, ...] = ()
     """The moments of its signs, by its own clock: another value is a new sign, whatever the clocks say."""
     rows_every_s: float | None = None
-    """The longest time between two rows of its own, by its own clock; None: it has fewer than two."""
+    """The longest time between two rows of its own, by its own clock, or None if it has fewer than two."""
     shows_steps: bool = False
-    """Whether the steps of its ranks can be seen from here."""
+    """True if the steps of its ranks can be seen from here."""
 
     def alive(self, *, lost_after_s: float) -> bool:
-        """Whether it is to be taken for alive; elsewhere it counts as lost after `lost_after_s` of silence."""
+        """True if it counts as alive. On another node it counts as lost after `lost_after_s` of silence."""
         return self.held if self.here else self.silent_s < lost_after_s
 
 
 def liveness_of(rows: list[Row], attempt: int) -> LaunchLiveness:
-    """The signs of the launch that claimed `attempt`, from the run's rows; of none, if it has no claim."""
+    """Return the liveness of the launch that claimed `attempt`, from the run's rows. Empty facts if it has no claim."""
     mine = [row for row in rows if row["attempt"] == attempt]
     claims = [json.loads(row["detail"]) for row in mine if row["kind"] == "claim"]
     if not claims:
@@ -74,7 +74,7 @@ def liveness_of(rows: list[Row], attempt: int) -> LaunchLiveness:
 
 
 def is_held(lock: Path) -> bool:
-    """Whether a living process of this machine holds a run's lock. It is looked at, never taken: that would be a launch."""
+    """Return True if a living process of this node holds a run's lock. The lock is inspected, never taken."""
     with suppress(OSError, ValueError, psutil.NoSuchProcess):
         holder = psutil.Process(int(lock.read_text()))
         if holder.status() == psutil.STATUS_ZOMBIE:
@@ -87,5 +87,5 @@ def is_held(lock: Path) -> bool:
 
 
 def _steps_at(folder: str) -> list[float]:
-    """When the ranks of a launch gave signs of life, where its folder can be seen from here."""
+    """Return the moment of the last sign of life of a launch's ranks, if its folder can be seen from here."""
     return [progress.at for progress in read_all_progress(Path(folder))] if folder else []

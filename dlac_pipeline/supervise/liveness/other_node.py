@@ -1,8 +1,8 @@
-"""Who starts a run that another machine trains is refused, as far as signs of life of that one can be seen from here.
+"""Refusal of a launch while another node trains the run, as far as that node's signs of life can be seen.
 
-A courtesy as the lock is, for what no lock of this machine's can know; safety does not rest on it. A launch of a cluster's job is
-never refused, for its scheduler may start it again; nor is one of an orchestrator's runs for the sake of another of its runs,
-which only the orchestrator can tell to be alive.
+It is a courtesy for what no lock of this node can know. Safety does not depend on it. A launch of a cluster's job is never
+refused, because its scheduler may start it again. A launch by an orchestrator is not refused because of another run of the
+same orchestrator, which alone can know whether that run is alive.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from dlac_pipeline.supervise.retry_policy import LOST_AFTER_S
 _log = logging.getLogger(__name__)
 _LOOK_S = 1.0
 _STEPS_SEEN_S = 15.0
-"""How long the ranks of a launch may show no step before its clock is believed that it is lost."""
+"""Seconds without a step of a launch's ranks after which its own clock is believed that it is lost."""
 
 
 def refuse_if_alive_elsewhere(
     rows_now: Callable[[], list[Row]], spec: JobSpec, *, launched_by: str, wait_s: float, stop: threading.Event
 ) -> None:
-    """Wait `wait_s` for a launch of the spec's run elsewhere to leave or to be lost, then refuse; `rows_now` reads its rows.
+    """Wait `wait_s` for a launch of the spec's run elsewhere to exit or to be lost, then refuse. `rows_now` reads its rows.
 
     Raises:
-        RunBusy: it is to be taken for alive, or `stop` was set.
+        RunBusy: the launch counts as alive, or `stop` was set.
     """
     deadline = time.monotonic() + wait_s
     silence = _SilenceOfNode()
@@ -49,10 +49,10 @@ def refuse_if_alive_elsewhere(
 
 
 class _SilenceOfNode:
-    """How long a launch elsewhere was silent while it was watched from here.
+    """Silence of a launch elsewhere while this node watched it.
 
-    Two nodes' clocks may differ by hours. So what a launch's clock says of its last sign is believed only after a watch, by
-    this node's clock alone, for as long as two of its signs are apart.
+    The clocks of two nodes may differ by hours. So the launch's own clock is believed only after a watch by this node's
+    clock, for the time between two of its signs.
     """
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class _SilenceOfNode:
         self._seen_alive = False
 
     def is_lost(self, signs: LaunchLiveness) -> bool:
-        """Whether it is silent for too long; of a launch on this node its lock decides."""
+        """Return True if it is silent for too long. For a launch on this node its lock decides."""
         if signs.here:
             return not signs.held
         if math.isinf(signs.silent_s):
@@ -81,19 +81,19 @@ class _SilenceOfNode:
         return watched_s >= (_watch_s(signs) if self.may_be_lost(signs) else LOST_AFTER_S)
 
     def may_be_lost(self, signs: LaunchLiveness) -> bool:
-        """Whether its own clock says that it is lost, and no sign was seen meanwhile."""
+        """True if its own clock shows that it is lost, and no sign was seen since the watch began."""
         return not (signs.here or self._seen_alive) and signs.silent_s >= LOST_AFTER_S
 
 
 def _watch_s(signs: LaunchLiveness) -> float:
-    """Return how long to watch for another sign of a launch that its clock says is lost."""
+    """Return the seconds to watch for another sign of a launch that is lost by its own clock."""
     if signs.shows_steps:
         return min(LOST_AFTER_S, _STEPS_SEEN_S)
     return LOST_AFTER_S if signs.rows_every_s is None else min(LOST_AFTER_S, max(_STEPS_SEEN_S, 2 * signs.rows_every_s))
 
 
 def _counts(rows: list[Row], spec: JobSpec, signs: LaunchLiveness, launched_by: str) -> bool:
-    """Whether the current attempt may train elsewhere, and only its signs of life can tell."""
+    """Return True if the current attempt may train elsewhere, so that only its signs of life can decide."""
     attempt = fence_of_rows(rows).attempt
     if not attempt or finished_of_rows(rows) or idle(rows, attempt):
         return False

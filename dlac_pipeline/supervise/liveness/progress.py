@@ -1,4 +1,4 @@
-"""Signs of life of a rank: one small record in a file that is rewritten in place at every step, in microseconds; events."""
+"""Signs of life of a rank: a small record, rewritten in place at every step in microseconds, and events."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from dlac_pipeline.elastic.ranks.launch_folder import in_hand_file, progress_fil
 
 _ENDINGS = ("finished", "stopped", "caught_up", "left")
 _FIRST = struct.Struct("<qqdqd")
-"""What every version writes; what came later is behind it."""
+"""Fields that every version writes. Later fields follow them."""
 _RECORD = struct.Struct(_FIRST.format + "qqqqqqqqd")
 
 
 class Phase(IntEnum):
-    """What a rank is doing."""
+    """Phase of a rank."""
 
     STARTING = 0
     LOADING = 1
@@ -34,10 +34,10 @@ class Phase(IntEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spent:
-    """What one rank has done since its attempt began; times are its own, without what it waited for others in a collective."""
+    """Work of one rank since its attempt began. Times are its own, without the waits in collectives."""
 
     in_hand: int = -1
-    """Step whose batch it has, and has not finished; 0: it asks for one, -1: neither, or not known."""
+    """Step whose batch the rank has and has not finished. 0: it asks for a batch. -1: neither, or unknown."""
     rows: int = 0
     """Rows that it worked on in finished steps."""
     reading_us: int = 0
@@ -50,7 +50,7 @@ class Spent:
     convert_us: int = 0
     """Until a checkpoint was converted to this number of ranks."""
     began: float = 0.0
-    """When it began to train, in seconds since the epoch; 0: not yet."""
+    """Start of training in seconds since the epoch, or 0."""
 
 
 _NOTHING = Spent()
@@ -60,26 +60,26 @@ _SAID = attrgetter(*_SPENT)
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The last sign of life of one rank; `at` is in seconds since the epoch."""
+    """The last sign of life of one rank. `at` is in seconds since the epoch."""
 
     step: int
     phase: Phase
     at: float
     loss_step: int
-    """Step whose loss is `loss`; 0 before the first."""
+    """Step whose loss is `loss`, or 0 before the first."""
     loss: float
     spent: Spent = _NOTHING
 
     @property
     def doing(self) -> str:
-        """What the rank was doing, in a word."""
+        """The rank's phase, in a word."""
         if self.phase != Phase.TRAINING or self.spent.in_hand < 0:
             return self.phase.name.lower()
         return "computing" if self.spent.in_hand else "reading"
 
 
 class ProgressWriter:
-    """Writes a rank's record; without a launch folder it writes nothing."""
+    """Writer of a rank's record. Without a launch folder it writes nothing."""
 
     def __init__(self, folder: Path | None, rank: int) -> None:
         self._descriptor = None
@@ -102,7 +102,7 @@ class ProgressWriter:
 
 
 class EventWriter:
-    """Tells the supervisor what happened, once for all ranks; without a launch folder there is nobody to tell."""
+    """Writer of events for the supervisor, once for all ranks. Without a launch folder it writes nothing."""
 
     def __init__(self, folder: Path | None, rank: int) -> None:
         self._rank = rank
@@ -121,19 +121,22 @@ class EventWriter:
 
 
 def read_total_steps(folder: Path) -> int | None:
-    """The step with which the run ends, as the ranks said when they began to train; None if they did not, or cannot tell."""
+    """Return the last step of the run, as the ranks recorded it when they began to train, or None if unknown."""
     return next((event["total_steps"] for event in reversed(_read_events(folder, ("training",)))), None)
 
 
 def read_ending(folder: Path) -> str | None:
-    """How the script of an attempt ended its run, as rank 0 said: finished, stopped, caught_up or left; None: not in order."""
+    """Return how the script of an attempt ended its run, as rank 0 recorded it, or None if it did not end in order.
+
+    One of: finished, stopped, caught_up, left.
+    """
     events = _read_events(folder, ("training", *_ENDINGS))
     ending = str(events[-1]["event"]) if events else "training"
     return ending if ending in _ENDINGS else None
 
 
 def _read_events(folder: Path, kinds: Sequence[str]) -> list[dict[str, Any]]:
-    """The events of these kinds that rank 0 wrote; none where the folder cannot be read."""
+    """Return the events of these kinds that rank 0 wrote. Empty if the folder cannot be read."""
     try:
         lines = (folder / "events.jsonl").read_text().splitlines(keepends=True)
     except OSError:
@@ -143,9 +146,9 @@ def _read_events(folder: Path, kinds: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def read_in_hand(folder: Path, step: int) -> Iterator[list[int]]:
-    """What ranks told that their batch of `step` moves: source, key group, pass, block, first position, last one + 1.
+    """Return the ranges that the ranks' batch of `step` moves: source, key group, pass, block, first position, end position.
 
-    One that died while it wrote has told nothing.
+    A rank that died while it wrote has recorded nothing.
     """
     for path in sorted(folder.glob(in_hand_file(folder, 0).name.replace("00000", "*"))):
         with suppress(ValueError):
@@ -154,7 +157,7 @@ def read_in_hand(folder: Path, step: int) -> Iterator[list[int]]:
 
 
 def read_record(folder: Path, rank: int) -> bytes:
-    """The rank's last record as it was written; empty: it wrote none."""
+    """Return the rank's last record as it was written. Empty if it wrote none."""
     try:
         return progress_file(folder, rank).read_bytes()
     except FileNotFoundError:
@@ -162,7 +165,7 @@ def read_record(folder: Path, rank: int) -> bytes:
 
 
 def write_record(folder: Path, rank: int, raw: bytes, *, later_s: float) -> None:
-    """Write down what a rank of another machine told, whose clock is so much behind this one's."""
+    """Write the record that a rank of another node reported. `late_s` corrects the clock of that node."""
     step, phase, at, *rest = _RECORD.unpack(raw)
     record = _RECORD.pack(step, phase, at + later_s, *rest)
     descriptor = os.open(progress_file(folder, rank), os.O_WRONLY | os.O_CREAT, 0o644)
@@ -185,5 +188,5 @@ def read_progress(folder: Path, rank: int) -> Progress | None:
 
 
 def read_all_progress(folder: Path) -> list[Progress]:
-    """The last record of each rank that wrote one, in their order, for whoever does not know how many there are."""
+    """Return the last record of each rank that wrote one, in rank order, for a caller that does not know the number of ranks."""
     return [found for rank in ranks_with_progress(folder) if (found := read_progress(folder, rank)) is not None]

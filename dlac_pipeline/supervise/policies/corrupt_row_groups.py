@@ -1,4 +1,4 @@
-"""What an attempt died of when a row group did not decode: damage, for which there is a policy, or a store that is away."""
+"""The cause of an attempt's failure when a row group did not decode: damage, or an unavailable store."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from dlac_pipeline.read.blocks import BlockDecoder, open_decoder
 from dlac_pipeline.spec.job_spec import JobSpec
 
 _WITNESSES = 8
-"""Other data files of the plan that are tried: one that can be read shows that the store is there."""
+"""Other data files of the plan that are tried. One readable file shows that the store is available."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Damaged:
-    """A row group that is damaged, and what the job spec says about that."""
+    """A damaged row group, and the job spec's policy for it."""
 
     unreadable: Unreadable
     policy: str
@@ -55,7 +55,7 @@ def _unit_of(plan: Plan, path: str, row_group: int) -> int | None:
 
 
 def _problem(decoder: BlockDecoder, plan: Plan, unit: int) -> str | None:
-    """Why a unit does not decode."""
+    """Return why a unit does not decode, or an empty string."""
     units = plan.units
     try:
         decoder.row_group(units.file_paths[int(units.file[unit])], int(units.row_group[unit]), int(units.rows[unit]))
@@ -65,7 +65,7 @@ def _problem(decoder: BlockDecoder, plan: Plan, unit: int) -> str | None:
 
 
 def _store_is_there(decoder: BlockDecoder, plan: Plan, path: str) -> bool:
-    """Whether another data file can be read; a plan of one file has no witness, and is believed."""
+    """Return True if another data file can be read. A plan of one file has no such file, and its damage is believed."""
     first_units = {
         plan.units.file_paths[file]: unit for unit, file in reversed(list(enumerate(plan.units.file.tolist())))
     }

@@ -1,4 +1,4 @@
-"""Which rank an attempt fails of: one that died, one that is silent, one that does not leave. Signs of life in, an `Exit` out."""
+"""Hangs and deaths: the rank that an attempt fails of. Signs of life in, an `Exit` out."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STUCK = "Stuck"
 
 
 _Mark = tuple[float, int, Phase] | None
-"""What of a record changes with each sign of life; a loss that is not a number is unlike itself."""
+"""The part of a record that changes with each sign of life. The loss is not in it, because NaN differs from itself."""
 
 
 class Watched(Protocol):
@@ -42,10 +42,10 @@ class HangDetector:
         self._heard: dict[int, tuple[_Mark, float]] = {}
 
     def too_long(self, ranks: Watched) -> Exit | None:
-        """The rank that has been silent longest, if that is too long.
+        """Return the rank that has been silent longest, if that is too long.
 
-        While one of them starts or loads, the others may well wait for it: it is given its time. One that is done with its steps
-        gives no more signs: what a script does behind training (an evaluation, an export) is its own, and takes what it takes.
+        While one rank starts or loads, the others may wait for it, so all get its time. A rank that has done its last step
+        gives no more signs: the script may evaluate or export for as long as it takes.
         """
         found = ranks.progress()
         now = self._clock()
@@ -75,10 +75,10 @@ class HangDetector:
 def first_cause(failures: list[Exit]) -> Exit:
     """Return the failure that explains the others.
 
-    When one rank dies, the others follow with errors of their broken connections, and may be gone before it. In order:
+    When one rank dies, the others follow with errors of their broken connections, and may exit before it. In order:
 
-    - a lost machine, as all its ranks fail with it;
-    - the first error that DLAC names or that the script raised. Before the latter comes a signal, except SIGABRT: with that
+    - a lost node, because all its ranks fail with it;
+    - the first error that DLAC names or that the script raised. Before the latter comes a signal, except SIGABRT, with which
       NCCL ends ranks whose peer is gone;
     - a signal;
     - the first of the others, with those last whose connection to another rank broke.
@@ -97,7 +97,7 @@ def first_cause(failures: list[Exit]) -> Exit:
 
 
 def stuck_rank(ranks: Watched, asked_s: float) -> Exit:
-    """The rank that was furthest behind when all were asked to leave, so many seconds ago."""
+    """Return the rank with the fewest steps since all were asked to exit, `waited_s` seconds ago."""
     steps = {rank: -1 if sign is None else sign.step for rank, sign in enumerate(ranks.progress())}
     return Exit(
         rank=min(steps, key=steps.__getitem__),

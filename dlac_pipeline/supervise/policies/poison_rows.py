@@ -1,7 +1,7 @@
-"""Deaths at the same rows or at the same line of the script: what follows them, and which rows were in hand.
+"""Poison rows: deaths at the same rows or at the same line of the script, and the rows that were in hand.
 
-A row that kills whoever touches it ends every attempt in the same step. What another rule covers (a row group that does not
-decode, an error that another attempt would meet again, a hang, a machine that is lost) is not counted.
+A row that kills each process that reads it ends every attempt in the same step. Deaths that another rule covers are not
+counted: a row group that does not decode, an error that another attempt would repeat, a hang, a lost node.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ _OF_ACCELERATOR = "AcceleratorError"
 Place = tuple[UnitTable, int, int]
 """Units of a plan, a unit of them, and a row in that."""
 AfterDeath = Literal["again", "leave out", "stop"]
-"""What follows an attempt that died: another one, one without the rows that were in hand, or none."""
+"""The consequence of a dead attempt: another attempt, one without the rows in hand, or none."""
 _NEVER_OF_ROWS = frozenset(
     {"", "ImportError", "ModuleNotFoundError", "NameError", "NotImplementedError", "SyntaxError", "UnboundLocalError"}
 )
-"""Exceptions for which no row is ever to blame; empty: `sys.exit`, which is a decision of the script."""
+"""Exceptions for which no row is to blame. The empty string is `sys.exit`, a decision of the script."""
 
 
 class CrashLoop:
-    """What follows the deaths of attempts in a row: another attempt, one without the rows in hand, or none.
+    """Consequence of consecutive deaths: another attempt, one without the rows in hand, or none.
 
     A step stands for its rows, because attempts without a commit between them resume from one checkpoint. The rules:
 
-    - An exception that the script raised at one place in two attempts in a row is a bug of the script, and no attempt follows.
-    - Unless both had the same rows in hand, the script had trained other rows before, and the exception is of a class that values
-      can cause (no NameError, no `sys.exit`): then the rows may be to blame.
-    - After `times` deaths with the same rows in hand, by such an exception, a signal or `os._exit`, an attempt leaves these rows
-      out. If it dies in the same way in the same step, the rows are innocent, and no attempt follows. No checkpoint was
+    - An exception that the script raised at one place in two consecutive attempts is a bug of the script, and no attempt
+      follows.
+    - The rows may be to blame instead if both attempts had the same rows in hand, the script had trained other rows before,
+      and values can cause the exception's class (no NameError, no `sys.exit`).
+    - After `times` deaths with the same rows in hand, by such an exception, a signal or `os._exit`, an attempt leaves these
+      rows out. If it dies in the same way in the same step, the rows are innocent, and no attempt follows. No checkpoint was
       committed without them, so they are not quarantined.
+    - An accelerator's report in an attempt that may not have waited for it in every step blames no rows and no place. This
+      holds for the first attempt and for one that had committed something. The attempt after it waits.
 
-    - What an accelerator reports in an attempt that may not have waited for it in every step blames no rows and no place: that of
-      the first attempt, and of one that had committed something. The attempt after it waits.
-
-    A commit ends the row of attempts.
+    A commit ends the sequence of attempts.
     """
 
     def __init__(self, times: int) -> None:
@@ -59,23 +59,23 @@ class CrashLoop:
         self._times = times
         self._step = 0
         self._tried = 0
-        """The last step whose rows were left out since the last commit; nothing gets better by doing that again."""
+        """The last step whose rows were left out since the last commit. They are left out only once."""
         self._tries = False
-        """Whether the attempt to judge is the first one without those rows."""
+        """True if the attempt to judge is the first one without those rows."""
         self._last = ""
-        """How the attempt before it died."""
+        """Manner of death of the attempt before it."""
         self._trained = False
-        """Whether the script has finished a step in any attempt."""
+        """True if the script has finished a step in any attempt."""
         self.count = 0
         """Deaths in a row at the present step."""
         self._judged = False
-        """Whether an attempt was judged."""
+        """True if an attempt was judged."""
         self._late = 0
         """Deaths before these that an accelerator had reported late: 1 or 0."""
 
     @property
     def undecided(self) -> bool:
-        """Whether more such deaths would lead to a quarantine."""
+        """True if more such deaths would lead to a quarantine."""
         return 0 < self.count < self._times and self._step > self._tried
 
     @property
@@ -109,7 +109,7 @@ class CrashLoop:
         return "leave out"
 
     def _is_hopeless(self, failure: Failure, *, same_rows: bool, tries: bool) -> bool:
-        """Whether a death that repeats the one before cannot be the fault of the rows in hand."""
+        """Return True if a death that repeats the one before cannot be the fault of the rows in hand."""
         if tries:  # a later step is reached only because leaving the rows out has helped
             return failure.in_hand <= self._tried
         blames_rows = same_rows and self._trained and bool(self._times) and failure.in_hand > self._tried
@@ -117,7 +117,7 @@ class CrashLoop:
 
 
 def _has_rows(failure: Failure) -> bool:
-    """Whether the rows in hand may be to blame: not for what another rule covers."""
+    """Return True if the rows in hand may be to blame, and no other rule covers the death."""
     covered = failure.kind in (HANG, LOST) or errors.error_class(failure.kind) is not None
     return failure.in_hand > 0 and not covered and failure.origin not in ("passing", "peer")
 
@@ -130,7 +130,10 @@ def _manner_of(failure: Failure) -> str:
 def rows_in_hand(
     lakehouse: Lakehouse, spec: JobSpec, leg: Leg, *, step: int, folder: Path, reason: str
 ) -> tuple[Unreadable, ...]:
-    """The rows of the global batch of `step`, by row group; `folder` is the launch folder of an attempt that had it in hand."""
+    """Return the rows of the global batch of `step` by row group.
+
+    `folder` is the launch folder of an attempt that had it in hand.
+    """
     units: dict[str, UnitTable] = {}
     for source, mine in zip(spec.sources, leg.sources, strict=True):
         units |= {name: load_plan(lakehouse, name, table=source.table).units for name in mine.start.plan_ids}
@@ -146,7 +149,7 @@ def rows_in_hand(
 
 
 def _of_counted(order: LegOrder, step: int) -> Iterator[Place]:
-    """Where the steps alone say it."""
+    """Return the rows of a source whose position follows from the step alone."""
     before, after = order.consumed(step - 1), order.consumed(step)
     for index, source in enumerate(order.sources):
         for group in range(order.settings.key_groups):
@@ -156,7 +159,7 @@ def _of_counted(order: LegOrder, step: int) -> Iterator[Place]:
 
 
 def _of_streamed(order: LegOrder, step: int, folder: Path) -> Iterator[Place]:
-    """As the ranks told it when they were given the batch; rows read in part are among them."""
+    """Return the rows that the ranks recorded when they received the batch, with rows that are read in part."""
     for source, group, pass_index, block, start, end in read_in_hand(folder, step):
         yield from _places(order.sources[source], pass_index, group, block, list(range(start, end)))
 

@@ -1,6 +1,6 @@
-"""What follows an attempt that failed: another one, what that leaves out, or the end of the run.
+"""Restart policy after a failed attempt: another attempt, the rows that it leaves out, or the end of the run.
 
-In: attempts and what they failed of. Out: row groups and rows to leave out, or the error that the run ends with.
+In: attempts and their failures. Out: row groups and rows to leave out, or the error that ends the run.
 """
 
 from __future__ import annotations
@@ -53,7 +53,10 @@ class RestartPolicy:
         self._deaths = CrashLoop(self._spec.launch.deaths_at_same_rows)
 
     def went_on(self, attempt: SupervisedAttempt) -> None:
-        """It ended on purpose, for others to go on: that is no failure, and progress only if something was committed."""
+        """Note that an attempt ended on purpose, so that others resume.
+
+        It is no failure, and progress only if it committed something.
+        """
         if attempt.committed:
             self._fruitless = 0
 
@@ -63,13 +66,13 @@ class RestartPolicy:
         self._fruitless = attempts_without_progress(rows)
 
     def left_out_behind(self, attempt: SupervisedAttempt, failure: Failure) -> Sequence[Unreadable]:
-        """What the attempt that follows leaves out beside what it does already.
+        """Return what the next attempt leaves out in addition.
 
         Raises:
-            NoProgress: none follows, for attempt after attempt has committed nothing.
-            ScriptFailed: none follows, for the script raises the same exception at the same place.
-            TrainingFailed: none follows, for `launch.max_restarts` is reached.
-            DlacError: none follows, for it would end as this one, or none is wanted.
+            NoProgress: no attempt follows, because several in a row committed nothing.
+            ScriptFailed: no attempt follows, because the script raises the same exception at the same place.
+            TrainingFailed: no attempt follows, because `launch.max_restarts` is reached.
+            DlacError: no attempt follows, because it would end in the same way, or none is wanted.
         """
         self._fruitless = 0 if attempt.committed else self._fruitless + 1
         if failure.kind == LossNotFinite.__name__:
@@ -115,7 +118,7 @@ class RestartPolicy:
         return waiting_for(CatalogUnreachable, StoreUnavailable, within_s=PATIENCE_S, stop=self._supervision.stop)
 
     def _is_of_one_machine(self, failure: Failure) -> bool:
-        """Whether it fails as it leaves: the others go on."""
+        """Return True if only this node fails, while it exits. The others continue."""
         return failure.kind == Preempted.__name__ or self._supervision.leaves.is_set()
 
     def record_gave_up(self, failure: Failure, attempt: int) -> None:

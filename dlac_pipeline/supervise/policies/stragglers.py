@@ -1,7 +1,8 @@
-"""Ranks that are slower than the others, and the phase they are slow in: worked out from the times that ranks tell of themselves.
+"""Stragglers: ranks that are slower than the others, and their slow phase, from the times that ranks report.
 
-Reading and computing are compared over several steps, what happens seldom (loading, checkpoints) each time. Times are the ranks'
-own, without what they wait for each other: in synchronous training all ranks' steps take as long as those of the slowest.
+Reading and computing are compared over several steps. Rare phases (loading, checkpoints) are compared each time. Times are
+the ranks' own, without their waits for each other: in synchronous training all ranks' steps take as long as those of the
+slowest.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _ALIKE = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Straggler:
-    """A slow rank; seconds are those of a step in reading and computing, of the whole phase otherwise."""
+    """A slow rank. Seconds are per step in reading and computing, otherwise of the whole phase."""
 
     rank: int
     phase: str
@@ -32,7 +33,7 @@ class Straggler:
     """Of the other ranks."""
 
     def event(self) -> dict[str, Any]:
-        """For whoever watches."""
+        """Return the event for listeners."""
         factor = round(self.own_s / self.median_s, 2) if self.median_s > 0 else None
         per = " per step" if self.phase in _PER_STEP else ""
         return {
@@ -62,7 +63,7 @@ class Stragglers:
         self._told: set[tuple[int, str]] = set()
 
     def observe(self, progress: Sequence[Progress]) -> list[Straggler]:
-        """Those of the ranks with these signs of life, by rank, that are found slow now, and were not told yet."""
+        """Return the ranks, from these signs of life by rank, that are slow now and were not reported yet."""
         if not self._factor or len(progress) < 2:
             return []
         return [*self._by_steps(progress), *self._each_time(progress)]
@@ -85,7 +86,7 @@ class Stragglers:
         return found
 
     def _each_time(self, progress: Sequence[Progress]) -> list[Straggler]:
-        """When all ranks have gone through a phase once more: what that took each of them."""
+        """Yield what a phase took each rank, when all ranks have gone through it once more."""
         found = []
         for phase, name in _EACH_TIME.items():
             now = [_us(each, name) for each in progress]
@@ -100,7 +101,7 @@ class Stragglers:
     def _slow(
         self, phase: str, own_s: Mapping[int, float], progress: Sequence[Progress], sizes: Sequence[int] = ()
     ) -> list[Straggler]:
-        """Those slower than the others; than those that had as much to do, where `sizes` says how much that was."""
+        """Return the ranks that are slower than the others, or than those with as much work, where `sizes` gives the work."""
         found = []
         for rank, mine in own_s.items():
             peers = [
