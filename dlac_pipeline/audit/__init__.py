@@ -1,1 +1,1 @@
-"""DuckDB over the lakehouse; the SQL lives in .sql files."""
+"""DuckDB over the lakehouse. The SQL is in .sql files."""

@@ -1,7 +1,7 @@
-"""The audit of a run: from the tables and the data files alone to what became of every planned row.
+"""Audit of a run: the tables and the data files in, the fate of each planned row out.
 
-It computes nothing with the code that made the order; the slices in the lakehouse say what has to be consumed, and SQL says
-whether it was.
+It uses no code that computed the order. The slices in the lakehouse define what must be consumed, and SQL decides whether it
+was.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from dlac_pipeline.lakehouse.ledger.older_ledger import check_ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import no_such_run
 
 _NO_VALUE = "expected a value in every column of the ledger that the audit reads, found a row without one"
-"""Said where a sentence cannot be made, because it would have to name a NULL."""
+"""Message for a sentence that would have to name a NULL."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AuditReport:
-    """What became of the rows of one run, on the lineage that was audited; rows are counted once per pass."""
+    """Result of an audit on one lineage of a run. Rows are counted once per pass."""
 
     run: str
     head_checkpoint: str | None
@@ -35,23 +35,23 @@ class AuditReport:
     checkpoints: int
     """On the lineage."""
     checkpoints_abandoned: int
-    """Committed, and left behind by a rewind or a quarantine."""
+    """Checkpoints that were committed, and abandoned by a rewind or a quarantine."""
     recoveries: int
     passes_entered: int
     passes_finished: int
     rows_live: int
-    """Live rows of one pass over each source: of the last one entered; of a followed table, of all that were entered."""
+    """Live rows of one pass over each source: of the last pass entered. For a followed table, of all passes entered."""
     rows_consumed: int
     rows_duplicated: int
-    """Consumed again in the same pass, or in another one over a followed table; once for each time."""
+    """Rows consumed again in the same pass, or in another one over a followed table. Each repetition counts."""
     rows_missing: int
-    """Behind a key group's cursor, and consumed by no checkpoint."""
+    """Rows before a key group's cursor that no checkpoint consumed."""
     rows_pending: int
-    """Ahead of the cursors, in the passes that were entered; partly read rows count."""
+    """Rows past the cursors, in the passes that were entered. Rows read in part count."""
     rows_filtered: int
     """Left out by a transform, or without any item: read, and in no sample."""
     rows_quarantined: int
-    """Refused by a transform; or left out, as their row group does not decode, or ranks died at them."""
+    """Rows that a transform refused, or that were left out because their row group does not decode or ranks died at them."""
     rows_excluded: int
     """Rows of the planned row groups that are not live: deleted, left out by the filter, or excluded before they were read."""
     rows_partial: int
@@ -59,15 +59,15 @@ class AuditReport:
     rows_not_applied: int
     """Consumed by optimizer steps that the engine skipped."""
     adopted_from: str | None
-    """Where the first checkpoint came from, if others wrote it: what that has seen is unknown."""
+    """Origin of the first checkpoint, if others wrote it. Its consumption is unknown."""
     forked_from: str | None
     """Id of the checkpoint of another run that the first one is a copy of: what that has seen, this run has seen."""
     problems: tuple[str, ...]
-    """What else is not as it must be: what was expected, and what was found."""
+    """Other contradictions: what was expected, and what was found."""
 
     @property
     def exact(self) -> bool:
-        """Whether every row behind the cursors was consumed exactly once, and nothing contradicts it."""
+        """True if every row before the cursors was consumed exactly once, and nothing contradicts it."""
         return not (self.rows_duplicated or self.rows_missing or self.problems)
 
     def to_json(self) -> dict[str, Any]:
@@ -76,12 +76,12 @@ class AuditReport:
 
 
 def audit_run(lakehouse: Lakehouse, run: str, checkpoint: str | None = None) -> AuditReport:
-    """Audit a run, finished or not; with an id or a step, as it was when that checkpoint was its head last.
+    """Audit a run, finished or not. An id or a step selects the state in which that checkpoint was last the head.
 
     Raises:
         NoSuchRun: the ledger has no row of it.
         NoSuchCheckpoint: it has no such checkpoint.
-        SpecInvalid: the run came by the step more than once.
+        SpecInvalid: the run passed the step more than once.
         CatalogUnreachable: the catalog does not answer.
     """
     with open_run(lakehouse, run, checkpoint) as connection:
@@ -96,12 +96,12 @@ def audit_open_run(lakehouse: Lakehouse, connection: duckdb.DuckDBPyConnection, 
 
 
 def open_run(lakehouse: Lakehouse, run: str, checkpoint: str | None = None) -> duckdb.DuckDBPyConnection:
-    """As `open_audit` for one run, for many questions; with an id or a step, as it was when that checkpoint was its head last.
+    """Open an audit connection for one run, for many questions. An id or a step selects an earlier state, as in `audit_run`.
 
     Raises:
         NoSuchRun: the ledger has no row of it.
         NoSuchCheckpoint: it has no such checkpoint.
-        SpecInvalid: the run came by the step more than once.
+        SpecInvalid: the run passed the step more than once.
         CatalogUnreachable: the catalog does not answer.
         LedgerOlderThanStore: the catalog was restored from an older backup.
     """

@@ -1,4 +1,4 @@
-"""Whether the data files that a run has read are still there and are those that were planned: footers against work units."""
+"""Check of the data files that a run has read: they exist and are the planned ones. Footers against work units."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 
 _THREADS = 8
 _TOLD = 10
-"""Data files that are named one by one; of others only the number is told."""
+"""Data files that are named one by one. Further ones are counted."""
 
 
 def file_problems(connection: duckdb.DuckDBPyConnection, lakehouse: Lakehouse, run: str) -> list[str]:
-    """What is wrong with the data files of the blocks that the run's surviving lineage has entered, as sentences.
+    """Return the problems of the data files of the blocks that the run's surviving lineage has entered, as sentences.
 
-    Files of snapshots that were let go of, and that their table has expired since, may be gone.
+    Files of released snapshots that their table has expired since may be gone.
     """
     units = rows_of(
         connection,
@@ -47,7 +47,7 @@ def file_problems(connection: duckdb.DuckDBPyConnection, lakehouse: Lakehouse, r
 
 
 def _expired_plans(connection: duckdb.DuckDBPyConnection, lakehouse: Lakehouse) -> set[str]:
-    """The plans of snapshots that their tables do not have any more; a table counts by its uuid, under any name it had."""
+    """Return the plans of snapshots that their tables have expired. A table counts by its uuid, under any name."""
     plans = rows_of(connection, "SELECT plan_id, source_table, table_uuid, snapshot_id FROM plans", [])
     there: dict[str, set[int]] = {}
     for name in {plan["source_table"] for plan in plans}:

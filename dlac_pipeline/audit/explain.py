@@ -1,7 +1,7 @@
-"""The audit's arithmetic as one SQL script, for a plain DuckDB: no DLAC code, no Iceberg extension, only Parquet files.
+"""The audit's arithmetic as one SQL script for a plain DuckDB: no DLAC code, no Iceberg extension, only Parquet files.
 
-The script names the data files of the tables' current snapshots, so it answers as of the moment it was written, as long as
-those files are kept.
+The script names the data files of the tables' current snapshots. So it answers as of the moment at which it was written,
+while those files are kept.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ QUESTIONS = (
     "touched",
     "consumed",
 )
-"""Scripts that answer who has seen a row; each uses only those before it."""
+"""Scripts that answer who has seen a row. Each uses only those before it."""
 
 _AUDIT = (
     "said",
@@ -76,13 +76,13 @@ _AUDIT = (
 _PLAN_IDS = re.compile(r"\b[0-9a-f]{24}\b")
 """The content ids in the JSON of a leg or a claim."""
 _KEPT = ("lineage", "advances", "cuts", "legs", "leg_sources", "leg_cuts", "live_plans")
-"""Views that many others use; computed once, or each of those would compute them anew."""
+"""Views that many others use. They are computed once, or else each of those would compute them again."""
 _KEPT_OF_ONE_RUN = ("dead_positions", "intervals", "shortfalls", "repeats")
-"""Further such views, too dear where nobody may ask for them."""
+"""Further such views, too expensive if they may not be needed."""
 
 
 _READING = ("SELECT", "EXPLAIN", "MULTI", "CREATE", "DROP", "INSERT", "UPDATE", "DELETE")
-"""Statements that leave files alone; tables that they make or change are in memory."""
+"""Statements that leave files alone. Tables that they make or change are in memory."""
 _WRITING = ("COPY", "EXPORT", "IMPORT", "ATTACH", "INSTALL", "LOAD", "PREPARE", "EXECUTE", "SECRET")
 _BEFORE_NAMES = frozenset(
     {
@@ -113,7 +113,7 @@ def sql_script(name: str) -> str:
 def open_audit(
     lakehouse: Lakehouse, *, run: str | None = None, until_seq: int | None = None
 ) -> duckdb.DuckDBPyConnection:
-    """A connection in which the lakehouse's tables, views and macros can be queried; only those rows that `run` needs, if named.
+    """Open a connection with the lakehouse's tables, views and macros. With `run`, only the rows that it needs are loaded.
 
     `until_seq`, with a run: its ledger as it was with that `seq`.
 
@@ -211,7 +211,7 @@ def _words_of(query: str) -> list[tuple[str, Any]]:
 
 
 def _local_paths(address: str) -> list[str]:
-    """Return the local path of an address as it is written and as it is resolved; nothing for an address elsewhere."""
+    """Return the local path of an address as it is written and as it is resolved. Empty for an address elsewhere."""
     scheme, colon, rest = address.partition(":")
     if colon and scheme != "file":
         return []

@@ -47,7 +47,7 @@ def read_losses(connection: duckdb.DuckDBPyConnection, run: str) -> LossCurve:
 
 
 def differing_steps(one: LossCurve, other: LossCurve) -> list[int]:
-    """The steps at which two runs do not have the same loss, bit for bit; a step that only one of them has differs."""
+    """Return the steps at which the losses of two runs differ, bit for bit. A step of only one run differs."""
     steps = sorted(one.losses.keys() | other.losses.keys())
     return [step for step in steps if _bits(one.losses.get(step)) != _bits(other.losses.get(step))]
 

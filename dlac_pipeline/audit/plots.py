@@ -42,7 +42,7 @@ _PHASES = {"copy": "#9db8d9", "write": "#3f6fae", "seal": "#16335b", "vote": "#d
 
 
 def draw_losses(curves: Sequence[LossCurve]) -> bytes:
-    """One or two loss curves over each other; marks are those of the last."""
+    """Draw one or two loss curves over each other. Marks are those of the last."""
     figure = _figure(9.0, 3.6)
     axes = figure.add_subplot()
     for curve, (color, width) in zip(curves, _LINES[-len(curves) :], strict=True):

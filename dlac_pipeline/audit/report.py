@@ -1,6 +1,6 @@
-"""A report on a run that was disturbed, beside one that was not: `report.json` for programs, `report.html` for people.
+"""Report on a disturbed run beside an undisturbed one: `report.json` for programs, `report.html` for people.
 
-The HTML holds everything that it shows; it can be mailed.
+The HTML contains everything that it shows, so it can be mailed.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _UNCOVERED = (
 def write_report(
     lakehouse: Lakehouse, runs: Mapping[str, str], folder: Path, timings: Mapping[str, float]
 ) -> dict[str, Any]:
-    """Write report.json and report.html into `folder`; returns the content of the former.
+    """Write report.json and report.html into `folder`. Return the content of the former.
 
-    `runs` names the runs that are "reference" and "faulty"; `timings` are seconds by what they were spent on.
+    `runs` names the runs that are "reference" and "faulty". `timings` are seconds by activity.
 
     Raises:
         NoSuchRun: the ledger has no row of one of them.
@@ -91,7 +91,7 @@ def _content(
 
 
 def _whole(audit: AuditReport) -> bool:
-    """Whether every row of every pass that was entered is consumed, and none twice."""
+    """Return True if every row of every pass that was entered is consumed, and none twice."""
     return (
         audit.passes_entered > 0
         and audit.passes_finished == audit.passes_entered

@@ -9,7 +9,7 @@ from dlac_pipeline.audit.audit import AuditReport
 
 
 def audit_table(report: AuditReport) -> Table:
-    """The report as a Rich table of two columns: what was counted, and how much; problems come last."""
+    """Return the report as a Rich table of two columns: the item, and its count. Problems come last."""
     table = Table(title=Text(f"Audit of run {report.run}"), show_header=False, title_justify="left")
     table.add_column("what", style="bold")
     table.add_column("value", justify="right", overflow="fold")

@@ -1,6 +1,6 @@
-"""How facts are written for people: durations, ages, counts, bytes, and tables that fit the terminal.
+"""Text for people: durations, ages, counts, bytes, and tables that fit the terminal.
 
-Programs get the facts themselves as JSON. Everything here returns plain text without markup.
+Programs get the facts as JSON. Everything here returns plain text without markup.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def format_duration(seconds: float) -> str:
 
 
 def format_age(moment: datetime | float | None, *, now: float | None = None) -> str:
-    """Write how long ago a moment was; empty without one. A clock that is ahead makes it a moment to come."""
+    """Return the age of a moment, or an empty string without one. A clock that is ahead makes it a moment to come."""
     if moment is None:
         return ""
     at = moment.timestamp() if isinstance(moment, datetime) else moment
@@ -62,7 +62,7 @@ def format_count(count: int, noun: str, plural: str | None = None) -> str:
 
 
 def format_bytes(count: int | None) -> str:
-    """Write a number of bytes: 17.5 kB; empty where it is not known."""
+    """Return a number of bytes as text, such as 17.5 kB, or an empty string if it is unknown."""
     return "" if count is None else decimal(count)
 
 
@@ -77,16 +77,16 @@ class TableColumn:
 
     name: str
     right: bool = False
-    """Whether its values stand at the right, as numbers do."""
+    """True if its values are aligned on the right, as numbers are."""
     long: bool = False
-    """Whether its values get lines of their own where the table is wider than the terminal."""
+    """True if its values get lines of their own where the table is wider than the terminal."""
 
 
 def lay_out_table(columns: Sequence[TableColumn], rows: Sequence[Sequence[str]], width: int) -> list[str]:
-    """Lay a table out in `width` columns; columns without any value are left out.
+    """Lay a table out in `width` columns. Columns without any value are left out.
 
-    Where it is wider, a long column is folded if much room is left for it; else long values get lines of their own. What is
-    still wider is laid out as a block for each row.
+    If it is wider, a long column is folded if much room is left for it. Otherwise long values get lines of their own. A table
+    that is still wider becomes a block for each row.
     """
     cells = [[" ".join(value.split("\n")) for value in row] for row in rows]
     used = [index for index in range(len(columns)) if any(row[index] for row in cells)]
@@ -109,7 +109,7 @@ def _lines_of(
     below: Sequence[int],
     width: int,
 ) -> list[str] | None:
-    """The table with the columns `inline` in it, and `below` each row the others; None if that is wider than `width`."""
+    """Return the table with the columns `inline`, and the others `below` each row, or None if that is wider than `width`."""
     if not inline:
         return None
     widths = {index: _width_of(columns, rows, index) for index in inline}
@@ -126,7 +126,7 @@ def _lines_of(
 def _folded(
     columns: Sequence[TableColumn], rows: Sequence[Sequence[str]], used: Sequence[int], long: Sequence[int], width: int
 ) -> list[str] | None:
-    """The table with its only long column folded; None if it has several, or too little room is left."""
+    """Return the table with its only long column folded, or None if it has several or too little room is left."""
     widths = {index: _width_of(columns, rows, index) for index in used}
     left = width - sum(widths[index] + len(_GAP) for index in used if index not in long)
     if len(long) != 1 or left < _ROOMY:
@@ -155,7 +155,7 @@ def _line(cells: Sequence[str], columns: Sequence[TableColumn], widths: Iterable
 
 
 def lay_out_facts(facts: Mapping[str, object], width: int) -> list[str]:
-    """Lay facts out as a label and a value on each line; long values are folded, unknown and empty ones left out."""
+    """Lay facts out as a label and a value on each line. Long values are folded. Unknown and empty ones are left out."""
     shown = {name: str(value) for name, value in facts.items() if value is not None and str(value)}
     label = max((cell_len(name) for name in shown), default=0)
     label = min(label, max(width - _NARROW, width // 3))

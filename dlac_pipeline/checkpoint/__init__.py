@@ -1,1 +1,1 @@
-"""Checkpoint Manager: stage, digest, vote, commit; engine adapters."""
+"""Checkpoints: the manager of a rank, staging, commit, restore, and engine adapters."""

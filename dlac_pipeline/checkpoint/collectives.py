@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 
 class RankTree:
-    """The ranks of one attempt; rank 0 is the root, the coordinator."""
+    """The ranks of one attempt. Rank 0 is the root, the coordinator."""
 
     def __init__(self, rank: int, world_size: int, group: dist.ProcessGroup | None, *, tag: int = 0) -> None:
         self.rank = rank
@@ -33,7 +33,7 @@ class RankTree:
         return list(self._children())
 
     def gather(self, payload: bytes) -> list[bytes] | None:
-        """All ranks' payloads in rank order at the root, None elsewhere; collective."""
+        """Return all ranks' payloads in rank order at the root, None elsewhere. Collective."""
         collected = {self.rank: payload}
         for child in self.children:
             collected.update(msgpack.unpackb(self._receive(child), strict_map_key=False))
@@ -43,9 +43,9 @@ class RankTree:
         return None
 
     def lowest(self, payload: bytes) -> bytes:
-        """Return the payload of the lowest rank that has one at the root, b"" elsewhere and if none has; collective.
+        """Return the payload of the lowest rank that has one at the root, b"" elsewhere and if none has. Collective.
 
-        No message is longer than one payload, however many ranks there are.
+        No message is longer than one payload, for any number of ranks.
         """
         found = [payload, *map(self._receive, self.children)]  # the ranks below a child come before the next child
         lowest = next(filter(None, found), b"")
@@ -55,7 +55,7 @@ class RankTree:
         return b""
 
     def broadcast(self, payload: bytes | None) -> bytes:
-        """The root's payload, at every rank; collective."""
+        """Return the root's payload, at every rank. Collective."""
         if self.rank != 0:
             payload = self._receive(self.parent)
         assert payload is not None, "the root decides"

@@ -1,4 +1,4 @@
-"""Failures of one rank, told to all: none may be left waiting for it."""
+"""Failures of one rank, shared with all ranks, so that none waits for it."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ Named = tuple[str, str]
 
 
 def name_failure(err: Exception, *, doing: str) -> Named:
-    """A failure, to be told; `doing` says what somebody else's error ended."""
+    """Return a failure as a message. `doing` names the work that a foreign error ended."""
     if isinstance(err, DlacError):
         return errors.error_kind(err), str(err)
     return CheckpointError.__name__, f"{doing} failed with {type(err).__name__}: {err}"
 
 
 def failure_named(said: Named) -> DlacError:
-    """The failure that was told."""
+    """Return the failure of a message."""
     kind, message = said
     return errors.error_from_kind(kind, message, default=CheckpointError)
 
 
 @contextmanager
 def failing_together(tree: RankTree, *, doing: str) -> Iterator[None]:
-    """What fails inside at any rank fails at all, once all are through; collective.
+    """Raise the failure of any rank at all ranks, once all are done. Collective.
 
     Raises:
         DlacError: that of the lowest rank that failed.

@@ -49,7 +49,7 @@ class _Backend(Protocol):
 
 
 def is_local(address: str) -> bool:
-    """Whether `address` is a path of this machine, or a `file://` address."""
+    """Return True if `address` is a path of this node, or a `file://` address."""
     return "://" not in address or address.startswith("file://")
 
 
@@ -64,7 +64,7 @@ def below(address: str, *names: str) -> str:
 
 
 class StoreFiles:
-    """All access to files of a store; safe to use from several threads."""
+    """Access to files of a store. Safe to use from several threads."""
 
     def __init__(self, properties: Mapping[str, str] | None = None, *, deadline_s: float = 60.0) -> None:
         """`deadline_s`: how long something that fails is tried again."""
@@ -72,26 +72,26 @@ class StoreFiles:
         self._deadline_s = deadline_s
 
     def hurried(self) -> StoreFiles:
-        """The same, for what need not be done now: tried again for a few seconds only."""
+        """Return the same store for optional work, with retries for a few seconds only."""
         return StoreFiles(self._remote.properties, deadline_s=min(5.0, self._deadline_s))
 
     def make(self, address: str) -> None:
-        """Make a folder with all above it; an object store needs none.
+        """Make a folder with all above it. An object store needs none.
 
         Raises:
-            StoreUnavailable: the store is full, refuses, or stayed away past the deadline. So do all methods.
+            StoreUnavailable: the store is full, refuses, or was unavailable past the deadline. So do all methods.
         """
         self._tried(lambda backend, path: backend.make(path), address, "write to")
 
     def put(self, source: Path, address: str, *, within: str) -> None:
-        """Copy a local file to `address`, durably; there is nothing yet.
+        """Copy a local file to `address`, durably. No file is at `address` yet.
 
-        `within` is the address of a folder above it that is there: only what is missing below that is made.
+        `within` is the address of an existing folder above it. Only folders below that one are made.
         """
         self._tried(lambda backend, path: backend.put(source, path, within), address, "write to")
 
     def write(self, address: str, content: bytes, *, within: str) -> None:
-        """Make a small file durable: whole, or not at all; `within` as in `put`."""
+        """Make a small file durable: whole, or not at all. `within` as in `put`."""
         self._tried(lambda backend, path: backend.write(path, content, within), address, "write to")
 
     def read(self, address: str) -> bytes:
@@ -119,11 +119,11 @@ class StoreFiles:
         return self._tried(lambda backend, path: backend.digest(path), address, "read")
 
     def children(self, address: str) -> list[str]:
-        """Names of files and folders in a folder, sorted; none if there is no such folder."""
+        """Return the sorted names of files and folders in a folder. Empty if the folder does not exist."""
         return self._tried(lambda backend, path: backend.children(path), address, "list")
 
     def remove(self, address: str) -> None:
-        """Remove a folder with all in it, if it is there."""
+        """Remove a folder with all in it, if it exists."""
         self._tried(lambda backend, path: backend.remove(path), address, "remove from")
 
     def _tried(self, call: Callable[[_Backend, str], Result], address: str, doing: str) -> Result:
@@ -166,12 +166,12 @@ class StoreFiles:
 
 
 def file_digest(path: Path) -> str:
-    """BLAKE3 of a local file's content, as hex; uses all cores for large files."""
+    """Return the BLAKE3 digest of a local file's content, as hex. Large files use all cores."""
     return blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest()
 
 
 def sync_file(path: Path) -> None:
-    """Make a written file's content durable; its name becomes so with its folder."""
+    """Make a written file's content durable. Its name becomes durable with its folder."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -180,12 +180,13 @@ def sync_file(path: Path) -> None:
 
 
 def make_below(above: Path, folder: Path) -> None:
-    """Make `folder`, and what is missing between it and `above`, which is never made itself; their names are durable then.
+    """Make `folder`, and the missing folders between it and `above`. Their names are durable then.
 
-    Where the mount that `above` lies on is gone, nothing is written into the bare mount point, to be hidden when it is back.
+    `above` is never made. If its mount is gone, nothing is written into the bare mount point, where a later mount would hide
+    it.
 
     Raises:
-        OSError: `above` is not there any more, or a folder cannot be made.
+        OSError: `above` does not exist any more, or a folder cannot be made.
     """
     if folder.is_dir():
         return
@@ -241,7 +242,7 @@ _LOCAL = _Local()
 
 
 class _Remote:
-    """A file system of pyarrow; its objects appear whole when they are closed."""
+    """A file system of pyarrow. Its objects appear whole when they are closed."""
 
     def __init__(self, files: pafs.FileSystem) -> None:
         self._files = files

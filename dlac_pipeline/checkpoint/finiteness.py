@@ -1,4 +1,4 @@
-"""Losses and weights that are NaN or infinite: reported, or the end of the run, as `launch.on_nonfinite_loss` says."""
+"""Losses and weights that are NaN or infinite: reported, or the end of the run, as `launch.on_nonfinite_loss` states."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class FinitenessCheck:
         self._in_series = False
 
     def check_losses(self, beat: StepSync, *, skipped: Collection[int]) -> None:
-        """Check the losses that a beat brings; steps that were not applied changed no weight.
+        """Check the losses of a step message. Steps that were not applied changed no weight.
 
         Raises:
             LossNotFinite: one is not finite, and the policy is to stop.
@@ -47,7 +47,7 @@ class FinitenessCheck:
                 self._report(f"expected a finite loss of run {self._run!r}, found {loss} at step {step}")
 
     def check_weights(self, engine: object, step: int) -> None:
-        """Check the weights that a checkpoint is about to have; those of the part that this rank has.
+        """Check the weights that a checkpoint is about to save, of this rank's part.
 
         Raises:
             LossNotFinite: one is not finite, and the policy is to stop. No checkpoint is taken.
@@ -87,7 +87,7 @@ def _own_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
-    """Return whether all numbers are finite, in one pass and without a copy; NaN goes through minimum and maximum."""
+    """Return True if all numbers are finite, in one pass and without a copy. Minimum and maximum propagate NaN."""
     if not tensor.is_floating_point() or tensor.numel() == 0:
         return True
     try:
@@ -98,7 +98,7 @@ def _is_finite(tensor: torch.Tensor) -> bool:
 
 
 def _is_finite_converted(tensor: torch.Tensor) -> bool:
-    """Return whether all numbers of a type without arithmetic are finite, such as float8; true if it cannot be converted."""
+    """Return True if all numbers of a type without arithmetic, such as float8, are finite, or if it cannot be converted."""
     try:
         return bool(torch.isfinite(tensor.float()).all())
     except NotImplementedError:

@@ -1,7 +1,7 @@
-"""When the next checkpoint is due: after a fixed time, or after the optimum of what checkpoints cost and failures lose.
+"""Interval between checkpoints: a fixed time, or the optimum of what checkpoints cost and failures lose.
 
-In: what checkpoints have cost, and how often the run failed. Out: an interval, why it is that, and whether it has passed.
-Only rank 0 asks; the others hear its answer in the pulse.
+In: the cost of past checkpoints, and the number of failures. Out: an interval, its reason, and whether it has passed. Only
+rank 0 decides. The other ranks receive its decision with a step message.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dlac_pipeline.spec.launch_spec import NODES
 MOST_OVERHEAD = 0.1
 """Share of the time that checkpoints may take at the most, whatever the failure rate."""
 _FIRST_S = 60.0
-"""Until the first checkpoint of a run, whose cost nobody knows yet."""
+"""Seconds until the first checkpoint of a run, whose cost is unknown."""
 _LEFT_WELL = ("end", "left", NODES, *NOTICES)
 """Reasons of last checkpoints."""
 _NEWS = 0.1
@@ -29,10 +29,10 @@ _NEWS = 0.1
 
 
 def daly_interval_s(cost_s: float, mtbf_s: float) -> float:
-    """Seconds of work between checkpoints that lose the least, of checkpoints that cost `cost_s`.
+    """Return the seconds of work between checkpoints that lose the least, if a checkpoint costs `cost_s`.
 
     Source: J. T. Daly, A higher order estimate of the optimum checkpoint interval for restart dumps, Future Generation
-    Computer Systems 22 (2006), equation 37; its first term is Young's (1974) sqrt(2 cost mtbf).
+    Computer Systems 22 (2006), equation 37. Its first term is Young's (1974) sqrt(2 cost mtbf).
     """
     if cost_s >= 2 * mtbf_s:
         return mtbf_s
@@ -42,16 +42,16 @@ def daly_interval_s(cost_s: float, mtbf_s: float) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failures:
-    """How often a run failed in how much time of training."""
+    """Number of a run's failures, and its time of training."""
 
     count: int = 0
     trained_s: float = 0.0
 
     @classmethod
     def of_rows(cls, rows: Sequence[Row], recoveries: Sequence[Recovery]) -> Failures:
-        """Of the attempts before the last claim.
+        """Count the attempts before the last claim.
 
-        One that left behind a checkpoint, at its end or as told to, did not fail, nor did one that a rewind ended.
+        An attempt that ended with a checkpoint, at its end or on request, did not fail. Neither did one that a rewind ended.
         """
         seen_alive = {each.replaced_attempt: each.failed_at for each in recoveries}
         claims = [row for row in rows if row["kind"] == "claim" and not trains_nothing(row)][:-1]
@@ -67,22 +67,22 @@ class Failures:
         return cls(count=count, trained_s=trained_s)
 
     def mtbf_s(self, prior_s: float) -> float:
-        """Mean time between failures; before the first the prior, or the time without one if that is longer."""
+        """Mean time between failures. Before the first failure: the prior, or the time without one if that is longer."""
         return self.trained_s / self.count if self.count and self.trained_s else max(prior_s, self.trained_s)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cost:
-    """What a checkpoint costs, in seconds."""
+    """Cost of a checkpoint, in seconds."""
 
     lost_s: float
-    """Training time that it takes away: what training waits, and what it is slower meanwhile."""
+    """Training time that it takes away: the wait of training, and its slowdown during the commit."""
     total_s: float
     """Until it is committed."""
 
     @classmethod
     def of_rows(cls, rows: Sequence[Row]) -> Cost | None:
-        """What the last checkpoint says of itself, short of the commit; None without one."""
+        """Return the cost that the last checkpoint recorded, without its commit, or None."""
         said = [phases for row in rows if row["kind"] == "checkpoint" if (phases := _detail(row).get("phases"))]
         if not said:
             return None
@@ -128,7 +128,7 @@ def choose_interval(settings: CheckpointSpec, cost: Cost | None, failures: Failu
 
 
 class Interval:
-    """Rank 0's clock between checkpoints; moments are monotonic seconds."""
+    """Rank 0's clock between checkpoints. Moments are monotonic seconds."""
 
     def __init__(self, settings: CheckpointSpec, now: float, *, cost: Cost | None, failures: Failures) -> None:
         self._settings = settings
@@ -141,11 +141,14 @@ class Interval:
         self.choice = choose_interval(settings, cost, failures)
 
     def is_due(self, now: float) -> bool:
-        """Whether the interval has passed."""
+        """Return True if the interval has passed."""
         return now - self._since >= self.choice.interval_s
 
     def needed_s(self, now: float, *, behind: bool) -> float:
-        """How long a checkpoint takes that begins now, as the last one did; `behind`: one is under way, and comes first."""
+        """Return how long a checkpoint takes that begins now, measured by the last one.
+
+        `behind`: one is in progress and comes first.
+        """
         left_s = max(0.0, self._since + self._took_s - now) if behind else 0.0
         return left_s + self._took_s
 
@@ -155,12 +158,12 @@ class Interval:
         return {"interval_s": choice.interval_s, "why": choice.why} if math.isfinite(choice.interval_s) else {}
 
     def step_done(self, now: float, *, behind: bool) -> None:
-        """A step is done; `behind`: a checkpoint is being committed behind it, which may slow it down."""
+        """Note a step. `behind`: a checkpoint is being committed in the background, which may slow it down."""
         (self._busy if behind else self._idle).add(now - self._stepped)
         self._stepped = now
 
     def taken(self, now: float) -> None:
-        """A checkpoint was taken, or handed over to be committed behind training."""
+        """Note that a checkpoint was taken, or passed on to be committed in the background."""
         self._since = self._stepped = now
 
     def committed(self, now: float, phases: Mapping[str, float]) -> None:
@@ -177,7 +180,7 @@ class Interval:
         self.choice = choose_interval(self._settings, self._cost, failures)
 
     def news(self) -> Choice | None:
-        """The choice, if nobody was told of one like it."""
+        """Return the choice, if it differs from the last one reported."""
         choice = self.choice
         if self._settings.interval == "fixed" or abs(choice.interval_s - self._told_s) <= _NEWS * self._told_s:
             return None
@@ -197,7 +200,7 @@ class _Pace:
         self.seconds += seconds
 
     def slower_than(self, other: _Pace) -> float:
-        """Seconds that these steps took longer than as many of the others; 0 where there is nothing to compare with."""
+        """Return the seconds that these steps took longer than as many of the others, or 0 without a comparison."""
         if not self.steps or not other.steps:
             return 0.0
         return max(0.0, self.seconds - self.steps * other.seconds / other.steps)

@@ -31,13 +31,13 @@ class ListedCheckpoint:
     bytes: int | None
     """None for checkpoints of versions that did not write it down."""
     state: str
-    """head; kept; left (not an ancestor of the head); retired; damaged (quarantined)."""
+    """One of: head, kept, left (not an ancestor of the head), retired, damaged (quarantined)."""
     verified_at: datetime | None
-    """When all its digests held last, read again by `dlac verify` or for a resume; None: not since it was written."""
+    """Last moment at which all its digests were verified, by `dlac verify` or for a resume, or None."""
     names: list[str]
-    """Given by `dlac name`: it is kept as long as it has one."""
+    """Names given by `dlac name`. It is kept while it has one."""
     tiers: list[str]
-    """Where its files are: store; local: a copy on this machine."""
+    """Places of its files: store, or local (a copy on this node)."""
     folder: str
     """Address in the store."""
     manifest_uri: str
@@ -46,7 +46,7 @@ class ListedCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """What re-reading a checkpoint found; no problem: every digest holds."""
+    """Result of re-reading a checkpoint. No problem: every digest matches."""
 
     checkpoint: ListedCheckpoint
     problem: str | None
@@ -88,14 +88,14 @@ def verify_checkpoints(
     files: StoreFiles | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Iterator[Verification]:
-    """Re-read what can still be restored from the store, the newest first; of one step only, if that is given.
+    """Re-read what can still be restored from the store, the newest first, or only the checkpoint of one step.
 
-    `progress` is told how many of how many checkpoints are done.
+    `progress` receives the number of finished checkpoints and their total.
 
     Raises:
         NoSuchRun: the ledger has no row of the run.
-        NoSuchCheckpoint: it has no such checkpoint that is kept.
-        StoreUnavailable: the store does not answer; nothing is known of the checkpoint whose turn it was, and of those behind it.
+        NoSuchCheckpoint: the run keeps no such checkpoint.
+        StoreUnavailable: the store does not answer. The current checkpoint and those after it were not verified.
     """
     listed = [each for each in list_checkpoints(lakehouse, run) if each.state in ("head", "kept", "left")]
     chosen = [each for each in reversed(listed) if step in (None, each.step)]
@@ -125,7 +125,7 @@ _OUT = {"retire": "retired", "quarantine": "damaged"}
 
 
 def _verified(rows: list[Row]) -> dict[str, datetime]:
-    """Id -> when its digests held last. An attempt that went on from a checkpoint had compared them behind its claim."""
+    """Return id -> last verification. An attempt that resumed from a checkpoint had verified it after its claim."""
     found: dict[str, datetime] = {}
     claimed: dict[int, datetime] = {}
     for row in rows:  # in order of seq
@@ -165,7 +165,7 @@ def _where(checkpoint_id: str, head: str | None, lineage: set[str]) -> str:
 
 
 def _has_copy(row: Row, claim: dict[str, str]) -> bool:
-    """Whether the copy that was made before the store's is still here."""
+    """Return True if the copy that was made before the store's is still here."""
     made_in = claim.get("local", "")
     if not made_in or claim["host"] != socket.gethostname():
         return False

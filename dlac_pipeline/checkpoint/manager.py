@@ -1,9 +1,9 @@
-"""Checkpoint Manager: stage, seal, vote, manifest, commit, decision (design.md section 6), at once or behind training.
+"""Checkpoint Manager: stage, seal, vote, manifest, commit, decision (design.md section 6), at once or in the background.
 
-A checkpoint exists when, and only when, its rows are in the ledger. Until then its files mean nothing to anybody.
+A checkpoint exists if, and only if, its rows are in the ledger. Until then its files mean nothing.
 
-Synchronous: training waits for all of it. Asynchronous: training waits while the state is copied; the rest happens in a thread,
-over a tree of its own, one checkpoint at a time. What is consumed after the copied step belongs to the next checkpoint.
+Synchronous: training waits for all of it. Asynchronous: training waits while the state is copied. The rest happens in a
+thread, over a tree of its own, one checkpoint at a time. Rows consumed after the copied step belong to the next checkpoint.
 """
 
 from __future__ import annotations
@@ -48,13 +48,21 @@ class Committed:
     loss: float | None
     """Of its step, where it was known."""
     phases: dict[str, float]
-    """Seconds of each phase, of the slowest rank: copy (asynchronous only), write, in it digest, seal (what sealing took longer
-    than writing), the threads' sync or upload; vote and commit; stall: what training waited; total."""
+    """Seconds of each phase, of the slowest rank.
+
+    - copy: asynchronous only;
+    - write, and within it digest;
+    - seal: the time of sealing past that of writing;
+    - sync or upload, by threads;
+    - vote and commit;
+    - stall: the wait of training;
+    - total.
+    """
     note: Mapping[str, Any]
-    """What was to be written beside it: why it was taken."""
+    """Facts for its row: why it was taken."""
 
     def event(self) -> dict[str, object]:
-        """For whoever watches."""
+        """Return the event for listeners."""
         return {
             "event": "checkpoint",
             "checkpoint_id": self.checkpoint_id,
@@ -85,9 +93,9 @@ class _Staged:
 
 
 class CheckpointManager:
-    """One rank's part in taking checkpoints; `save`, `begin` and `settle` are collective.
+    """One rank's part in taking checkpoints. `save`, `begin` and `settle` are collective.
 
-    `behind` is a tree for commits behind training, apart from every other message; `committer` works at the coordinator.
+    `behind` is a tree for commits in the background, apart from every other message. `committer` works at the coordinator.
     """
 
     def __init__(
@@ -117,7 +125,7 @@ class CheckpointManager:
 
     @property
     def under_way(self) -> bool:
-        """Whether a checkpoint is being committed behind training."""
+        """True if a checkpoint is being committed in the background."""
         return self._pending is not None and not self._pending.done()
 
     @property
@@ -126,14 +134,14 @@ class CheckpointManager:
         return self._head
 
     def save(self, engine: Engine, tracker: ReaderStateTracker, note: Mapping[str, Any]) -> Committed:
-        """Take a checkpoint of the state after `tracker.step`, and commit it with what was consumed since the last.
+        """Take a checkpoint of the state after `tracker.step`, and commit it with what was consumed since the last one.
 
         The coordinator's `note` goes into the detail of the checkpoint's row.
 
         Raises:
-            StoreUnavailable: a rank could not save; nothing was committed.
-            SpecInvalid: loading would refuse something in a rank's state; nothing was committed.
-            CursorMismatch: a reader stood elsewhere than the order says; nothing was committed.
+            StoreUnavailable: a rank could not save. Nothing was committed.
+            SpecInvalid: loading would refuse something in a rank's state. Nothing was committed.
+            CursorMismatch: a reader differs from the order. Nothing was committed.
             Fenced, HeadMoved, CommitOutcomeUnknown: from the ledger, on all ranks.
         """
         self.settle()
@@ -146,7 +154,7 @@ class CheckpointManager:
         return committed
 
     def begin(self, engine: Engine, tracker: ReaderStateTracker, note: Mapping[str, Any]) -> Committed | None:
-        """Copy the state after `tracker.step`, and commit it behind training; gives the one before, if it was under way.
+        """Copy the state after `tracker.step`, and commit it in the background. Return the one before, if it was in progress.
 
         Raises:
             CheckpointError, LedgerError: as `save`, of the checkpoint before.
@@ -171,18 +179,18 @@ class CheckpointManager:
         return before
 
     def done(self) -> Committed | None:
-        """The checkpoint that was under way, once, if it is committed by now.
+        """Return the checkpoint that was in progress, once, if it is committed by now.
 
         Raises:
-            CheckpointError, LedgerError: it failed; the one before is untouched.
+            CheckpointError, LedgerError: it failed. The one before is untouched.
         """
         return self.settle() if self._pending is None or self._pending.done() else None
 
     def settle(self) -> Committed | None:
-        """Wait for the checkpoint under way, if there is one; it is given once.
+        """Wait for the checkpoint in progress, if one exists. It is returned once.
 
         Raises:
-            CheckpointError, LedgerError: it failed; the one before is untouched.
+            CheckpointError, LedgerError: it failed. The one before is untouched.
         """
         if self._failure is not None:
             raise self._failure
@@ -200,7 +208,7 @@ class CheckpointManager:
         *,
         behind: bool,
     ) -> _Staged:
-        """Hand this rank's state to the writer; a rank that cannot, votes no."""
+        """Pass this rank's state to the writer. A rank that cannot write votes no."""
         name = stage_name(attempt=self._attempt.number, step=tracker.step, nonce=self._attempt.nonce)
         folder = self._tiers.folder(name)
         sealer = DurableWriter(self._tiers, name, behind=behind)
@@ -231,7 +239,7 @@ class CheckpointManager:
         )
 
     def _noting(self, staged: _Staged, tree: RankTree) -> Committed:
-        """Complete it; a failure is final: the tracker has gone on, and a later checkpoint would leave out what this one had."""
+        """Complete it. A failure is final: the tracker has moved on, and a later checkpoint would leave out these rows."""
         try:
             return self._complete(staged, tree)
         except Exception as err:

@@ -29,7 +29,7 @@ _THREADS = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileEntry:
-    """One file of a checkpoint; `path` is relative to the manifest's folder."""
+    """One file of a checkpoint. `path` is relative to the manifest's folder."""
 
     path: str
     bytes: int
@@ -59,9 +59,9 @@ class Manifest:
     files: list[FileEntry]
     libraries: dict[str, str]
     ledger_rows: list[dict[str, Any]]
-    """The run's ledger rows since the parent's checkpoint, and this one's; without what only the commit decides."""
+    """The run's ledger rows since the parent's checkpoint, and this one's, without what only the commit decides."""
     config_digest: str = ""
-    """Of what the model is trained with (`config.config_digest`); empty in manifests of before there was one."""
+    """Digest of what the model is trained with (`config.config_digest`). Empty in older manifests."""
     format_version: int = FORMAT_VERSION
 
     @property
@@ -76,9 +76,9 @@ class Manifest:
 
 
 def mark_committed(manifest: Manifest, run_folder: str, files: StoreFiles) -> None:
-    """Replace the run's commit mark after the commit of this checkpoint; what fails is logged.
+    """Replace the run's commit mark after the commit of this checkpoint. A failure is logged.
 
-    The mark outlives the ledger: by it a ledger that lacks the checkpoint is known to be older.
+    The mark outlives the ledger: it shows that a ledger without the checkpoint is older.
     """
     mark = commit_mark(
         ledger_uuid=manifest.ledger_uuid, run=manifest.run, checkpoint_id=manifest.checkpoint_id, step=manifest.step
@@ -95,18 +95,18 @@ def content_digest(content: bytes) -> str:
 
 
 def read_manifest(manifest_uri: str, digest: str, files: StoreFiles, *, copy: Path | None = None) -> Manifest:
-    """The manifest at this address, or the same from the folder `copy`.
+    """Return the manifest at this address, or the same from the folder `copy`.
 
     Raises:
-        CheckpointDamaged: it is missing or is not what was committed.
-        StoreUnavailable: the store it lies in is not there at all.
+        CheckpointDamaged: it is missing or differs from the committed one.
+        StoreUnavailable: its store does not exist.
         FormatTooNew: a newer DLAC wrote it.
     """
     return parse_manifest(manifest_content(manifest_uri, digest, files, copy=copy), origin=manifest_uri)
 
 
 def manifest_content(manifest_uri: str, digest: str, files: StoreFiles, *, copy: Path | None = None) -> bytes:
-    """The manifest as it lies there; raises as `read_manifest`."""
+    """Return the manifest as it is stored. Raises as `read_manifest`."""
     content = None if copy is None else _content_of_copy(copy, digest)
     if content is None:
         content = _content(manifest_uri, files)
@@ -144,7 +144,7 @@ def parse_manifest(content: bytes, *, origin: str) -> Manifest:
 
 
 def _check_paths(entries: Sequence[FileEntry], origin: str) -> None:
-    """Check that all files are below the manifest's folder, and each is named once; the manifest is not one of them."""
+    """Check that all files are below the manifest's folder, each is named once, and none is the manifest."""
     seen = {MANIFEST}
     for entry in entries:
         path = entry.path
@@ -174,10 +174,10 @@ def _content(manifest_uri: str, files: StoreFiles) -> bytes:
 
 
 def check_there(manifest_uri: str, files: StoreFiles) -> None:
-    """Tell a store that is away from one that lost something: what lies above a checkpoint is there, or the store is not.
+    """Distinguish an unavailable store from a loss: the folder above a checkpoint exists, or the store is not there.
 
     Raises:
-        StoreUnavailable: it is not.
+        StoreUnavailable: it does not exist.
     """
     attempt = manifest_uri.rsplit("/", 2)[0]
     if is_local(manifest_uri):

@@ -36,7 +36,7 @@ Decision = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prepared:
-    """What was staged, as the coordinator knows it."""
+    """A staged checkpoint, as the coordinator knows it."""
 
     name: str
     """Of the checkpoint, in its run's folder."""
@@ -45,13 +45,13 @@ class Prepared:
     waited_s: float
     """For the votes of all ranks."""
     note: Mapping[str, Any]
-    """What its row says besides."""
+    """Further facts for its row."""
     rows: Sequence[Mapping[str, Any]] = ()
     """Further rows of its append, of this checkpoint."""
 
 
 class Committer:
-    """Commits the checkpoints of one attempt, one after the other; `order` is nobody else's."""
+    """Commits of one attempt's checkpoints, one after the other. `order` is used here only."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class Committer:
         self._leg_is_new = leg_is_new
         self._parent = parent
         self._rows_since: list[dict[str, Any]] = []
-        """The run's ledger rows behind the parent's."""
+        """The run's ledger rows after the parent's."""
         self._ledger = Ledger(lakehouse)
         self._maker = RowMaker(lakehouse, leg, order)
         self._settings = settings
@@ -80,12 +80,12 @@ class Committer:
         self._tiers = tiers
         self._retention: Retention | None = None
         self._holders_known = False
-        """Whether a row of this attempt records the nodes with local copies."""
+        """True if a row of this attempt records the nodes with local copies."""
         self._seq = 0
         """The run's last that is known here."""
 
     def decide(self, votes: list[Vote], prepared: Prepared) -> Decision:
-        """Commit, or say why not. Whatever happens is told to all ranks."""
+        """Commit, or explain why not. All ranks receive the result in any case."""
         try:
             decision = self._commit_whatever_comes_between(votes, prepared)
         except Exception as err:  # every other rank waits for an answer
@@ -106,7 +106,7 @@ class Committer:
         return err
 
     def _commit_whatever_comes_between(self, votes: list[Vote], prepared: Prepared) -> Decision:
-        """Commit with the run's rows as they are; a catalog that is away is waited for, as by the ledger itself."""
+        """Commit with the run's rows as they are. The ledger waits for an unavailable catalog."""
         patiently = self._ledger.patiently
         patiently(self._begin)
         while True:
@@ -161,7 +161,7 @@ class Committer:
         }
 
     def _holders(self, votes: Sequence[Vote]) -> dict[str, Any]:
-        """Return what the first checkpoint of an attempt records of the nodes with local copies; later ones record nothing."""
+        """Return the nodes with local copies, for the first checkpoint of an attempt. Later ones record nothing."""
         return {} if self._holders_known else describe_holders(holders_of(votes))
 
     def _make_manifest(
@@ -190,7 +190,7 @@ class Committer:
         )
 
     def _write(self, manifest: Manifest, name: str) -> str:
-        """Write the manifest, last of all files and in the store last of all places; returns its digest."""
+        """Write the manifest, after all other files and in the store last. Return its digest."""
         folder, content = self._tiers.folder(name), manifest.to_bytes()
         with storing(folder):
             for ancestor in (folder.parent, folder.parent.parent, folder.parent.parent.parent):

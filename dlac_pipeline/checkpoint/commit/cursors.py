@@ -10,12 +10,12 @@ from dlac_pipeline.plan.order import LegOrder
 
 
 def agreed_reader_state(order: LegOrder, votes: Sequence[Vote], step: int) -> list[list[list[int]]]:
-    """The cursors that the readers reported, by source and key group.
+    """Return the cursors that the readers reported, by source and key group.
 
-    Where the steps say where every cursor stands, each is compared with that; ranks that share a key group must agree.
+    Where a step determines every cursor, each is compared with it. Ranks that share a key group must agree.
 
     Raises:
-        CursorMismatch: a reader stood elsewhere, or at another step.
+        CursorMismatch: a reader has another cursor, or is at another step.
     """
     state = [[list(c) for c in cursors] for cursors in order.reader_state(step)] if order.counted else None
     reported: dict[int, list[list[int]]] = {}

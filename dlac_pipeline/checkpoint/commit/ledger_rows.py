@@ -17,7 +17,7 @@ Vote = dict[str, Any]
 
 
 class RowMaker:
-    """Makes the rows of one attempt's checkpoints; `order` is nobody else's, as rows may be made behind training."""
+    """Maker of the rows of one attempt's checkpoints. `order` is used here only, because rows may be made in the background."""
 
     def __init__(self, lakehouse: Lakehouse, leg: Leg, order: LegOrder) -> None:
         self._lakehouse = lakehouse
@@ -28,7 +28,7 @@ class RowMaker:
     def rows(
         self, taken: ReaderStateTracker, votes: Sequence[Vote], *, leg_is_new: bool, **checkpoint: Any
     ) -> list[dict[str, Any]]:
-        """The checkpoint's row first; `checkpoint` is what else it says."""
+        """Return the rows, the checkpoint's own first. `checkpoint` has its further facts."""
         named = {"checkpoint_id": checkpoint["checkpoint_id"], "leg": self._leg.index}
         skipped = len(taken.skipped)
         first = {

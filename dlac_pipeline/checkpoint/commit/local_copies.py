@@ -23,13 +23,16 @@ from dlac_pipeline.lakehouse.ledger.run_rows import Row, checkpoint_rows, fence_
 
 _log = logging.getLogger(__name__)
 NODE_NAME_VARIABLE = "DLAC_NODE_NAME"
-"""Environment variable with the name that Kubernetes gives the node; a pod's host name is another one."""
+"""Environment variable with Kubernetes' name of the node. A pod's host name differs from it."""
 _SLURM_NODE_VARIABLE = "SLURMD_NODENAME"
 _NODES = "nodes"
 
 
 class LocalCopies:
-    """The copies on one machine; `evicts` for one of its ranks, and never where the local folder is the store itself."""
+    """The local copies on one node.
+
+    `evicts` is true for one of its ranks, and never where the local folder is the store itself.
+    """
 
     def __init__(self, tiers: Tiers, *, keep: int, evicts: bool, resumed_from: str | None) -> None:
         """`resumed_from` is the name of the checkpoint that this attempt has loaded, or will."""
@@ -39,9 +42,9 @@ class LocalCopies:
         self._copied: set[str] = set()
 
     def committed(self, name: str) -> None:
-        """The checkpoint `name` has its copy in the store: remove the local copies that are older than what is kept.
+        """Remove the local copies that are older than those kept, because the copy of checkpoint `name` is in the store.
 
-        What is staged already for the next one is newer, and stays.
+        A copy staged for the next checkpoint is newer and stays.
         """
         self._kept.append(name)
         self._copied.add(name)
@@ -57,7 +60,7 @@ class LocalCopies:
         return [(each, folder) for each, folder in names if each < name and each not in self._kept]
 
     def _is_copy(self, name: str, folder: Path) -> bool:
-        """Whether the store has it as well, or nobody: from before there was another store, this may be all there is."""
+        """Return True if the store has it too. A folder from before the store was configured may be the only one."""
         copy = self._tiers.copy_of(name)
         if name in self._copied or copy is None or not (folder / MANIFEST).exists():
             return True
@@ -76,7 +79,7 @@ def _removed(folder: Path) -> None:
 
 
 def node_name(environment: Mapping[str, str] = os.environ) -> str:
-    """Return the name by which a scheduler asks for this node; its host name where there is no scheduler."""
+    """Return the name by which a scheduler asks for this node, or its host name without a scheduler."""
     return environment.get(NODE_NAME_VARIABLE) or environment.get(_SLURM_NODE_VARIABLE) or socket.gethostname()
 
 
@@ -90,12 +93,12 @@ def holders_of(votes: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def describe_holders(nodes: Sequence[str]) -> dict[str, Any]:
-    """Return what a checkpoint's row says of the nodes with a copy of it."""
+    """Return the part of a checkpoint's row that names the nodes with a copy of it."""
     return {_NODES: list(nodes)} if nodes else {}
 
 
 def nodes_with_newest(rows: Sequence[Row]) -> list[str]:
-    """Return the nodes with a copy of the head of a run, by the run's rows; empty: none, or none is known."""
+    """Return the nodes with a copy of the head of a run, by the run's rows. Empty: none, or none is known."""
     head = checkpoint_rows(rows).get(fence_of_rows(rows).head or "")
     if head is None:
         return []

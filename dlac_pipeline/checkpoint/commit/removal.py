@@ -1,7 +1,7 @@
-"""The removal of checkpoints' folders behind commits: what cannot be removed keeps nothing else from it, and is tried again.
+"""Removal of checkpoint folders after commits. A folder that cannot be removed delays no other, and is tried again.
 
-In: addresses of folders that no run needs. Out: they are gone from the store, with local copies and conversions; or a warning,
-once, and another try behind the next checkpoint.
+In: addresses of folders that no run needs. Out: the folders are removed from the store, with local copies and conversions.
+Otherwise a warning, once, and another try after the next checkpoint.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from dlac_pipeline.checkpoint.restore.conversion import discard_conversion
 from dlac_pipeline.checkpoint.store import Tiers, attempt_of
 
 AGAIN_AT_ONCE = 16
-"""Of those that failed before, how many are tried again behind one checkpoint."""
+"""Earlier failures that are tried again after one checkpoint."""
 _FAILING_S = 10.0
-"""What failing may take behind one checkpoint: the end of the process waits for it."""
+"""Seconds that failures may take after one checkpoint, because the end of the process waits for them."""
 
 _log = logging.getLogger(__name__)
 
 
 class Removal:
-    """Of one attempt; `left_over` finds, once, what earlier attempts have left."""
+    """Removal of one attempt. `left_over` finds the folders of earlier attempts, once."""
 
     def __init__(self, tiers: Tiers, attempt: int, left_over: Callable[[], Iterable[str]]) -> None:
         self._tiers = tiers
@@ -42,7 +42,7 @@ class Removal:
         self._under_way = False
 
     def begin(self, folders: Iterable[str]) -> None:
-        """Remove these, then what else is to be removed, in a thread; one that is still at it takes them as well."""
+        """Remove these folders, then the others that are due, in a thread. A running thread takes them as well."""
         with self._lock:
             self._new.extend(folders)
             if self._under_way or not (self._new or self._failed or not self._swept):
@@ -52,7 +52,7 @@ class Removal:
         threading.Thread(target=self._work, name="retention").start()
 
     def now(self) -> None:
-        """The same, at once; nobody else is at it."""
+        """Remove these folders at once. No thread is running."""
         self._under_way = True
         self._work()
 
@@ -79,7 +79,7 @@ class Removal:
                 self._said = self._said and bool(self._failed)
 
     def _sweep(self) -> float:
-        """Find what is left over; gives the seconds that failing took."""
+        """Find left-over folders. Return the seconds that failures took."""
         started = time.monotonic()
         try:
             found = list(self._left_over())

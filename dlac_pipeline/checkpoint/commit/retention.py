@@ -1,8 +1,8 @@
-"""Which checkpoints of a run are kept, and the removal of the others' files.
+"""Retention: the choice of a run's checkpoints to keep, and the removal of the others' files.
 
-A checkpoint is retired by a row in the very append that makes a newer one the head; only then are its files removed, and nobody
-selects it any more (`removal`). One that was interrupted goes on behind the next attempt's first checkpoint, together with what
-attempts that were replaced had staged and never committed: no row names it, and none ever can.
+A row retires a checkpoint in the same append that makes a newer one the head. Its files are removed after that append, and it
+is never selected again (`removal`). An interrupted removal continues after the next attempt's first checkpoint. It then
+includes what replaced attempts had staged and never committed, which no row can ever name.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _STAGED = re.compile(r"/step-\d+-(\w+)$")
 
 
 class Retention:
-    """At the coordinator of one attempt; `rows` are the run's when the attempt began."""
+    """Retention at the coordinator of one attempt. `rows` are the run's when the attempt began."""
 
     def __init__(self, settings: CheckpointSpec, tiers: Tiers, attempt: int, rows: Sequence[Row]) -> None:
         self._settings = settings
@@ -45,10 +45,10 @@ class Retention:
         self._rows += [row for row in rows if row["kind"] in ("checkpoint", "name", "rewind", *_OUT)]
 
     def due(self, checkpoint_id: str, step: int, parent: str | None) -> list[str]:
-        """What is to be retired when this checkpoint becomes the head: all that is not kept, oldest first.
+        """Return what must be retired when this checkpoint becomes the head: all that is not kept, oldest first.
 
-        What a rewind left behind stays: only its operator knows for how long somebody may want to go back to it. Checkpoints of
-        one step, where no batch was left behind one, count once.
+        Checkpoints that a rewind abandoned stay, because only their operator knows whether they are still needed. Checkpoints
+        of one step, without a batch between them, count once.
         """
         keep_last = self._settings.keep_last
         if not keep_last:
@@ -77,18 +77,21 @@ class Retention:
         self._removal.begin(folders)
 
     def sweep(self) -> None:
-        """Remove what is left of retired checkpoints, now."""
+        """Remove the remains of retired checkpoints, now."""
         self._removal.now()
 
     def _is_milestone(self, step: int, before: int) -> bool:
-        """Whether it is kept for ever; `before` is its parent's step: between them may lie the multiple that it stands for."""
+        """Return True if it is kept for ever.
+
+        `before` is its parent's step: the multiple that it stands for may be between them.
+        """
         every = self._settings.keep_every_steps
         return step in self._settings.keep_steps or (every > 0 and step // every > before // every)
 
     def _left_over(self) -> Iterator[str]:
-        """Folders of retired checkpoints, and those of earlier attempts that no checkpoint has.
+        """Return the folders of retired checkpoints, and those of earlier attempts that no checkpoint has.
 
-        They are told by their names, which no other launch can have used, wherever the store is mounted today.
+        Their names identify them, at any mount point, because no other launch can have used them.
         """
         out = {row["checkpoint_id"] for row in self._rows if row["kind"] == "retire"}
         named = {
@@ -105,7 +108,7 @@ class Retention:
                 yield below(run, name)
 
     def _never_committed(self, folder: str, known: set[str]) -> bool:
-        """Whether a folder that no row names holds no committed checkpoint; in doubt it is kept.
+        """Return True if a folder that no row names contains no committed checkpoint. In doubt it is kept.
 
         A complete one is in doubt if its attempt was of a version without commit marks.
         """

@@ -1,7 +1,7 @@
-"""Engine adapters: how model, optimizer and schedule get into a checkpoint's folder and back.
+"""Engine adapters: model, optimizer and schedule, into a checkpoint's folder and back.
 
-An adapter saves what its rank owns and says which files it wrote; that they are durable, complete and committed is not its
-business. It is only ever handed a folder whose digests hold.
+An adapter saves what its rank owns and reports the files that it wrote. Durability, completeness and commit belong to the
+manager. An adapter only ever receives a folder whose digests are verified.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ class DeepSpeedState:
 
     name = "deepspeed"
     TAG = "deepspeed"
-    """Of the folder in a checkpoint's that DeepSpeed's files lie in."""
+    """Name of the folder of DeepSpeed's files in a checkpoint's folder."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -46,12 +46,12 @@ class DeepSpeedState:
             raise recorder.failure
 
     def _client_state(self) -> dict[str, Any]:
-        """What makes the checkpoint convertible, where DeepSpeed does not say it itself."""
+        """Return the facts that make the checkpoint convertible and that DeepSpeed does not write itself."""
         own = self._engine.has_moe_layers or hasattr(self._engine.module, "universal_checkpoint_info")
         return {} if own else INFO
 
     def load(self, folder: Path, *, saved_world_size: int) -> None:
-        """The shards of this rank, or its part of a converted checkpoint; tensors and a few known classes only."""
+        """Load the shards of this rank, or its part of a converted checkpoint: tensors and a few known classes only."""
         converted = self.conversion(saved_world_size) is not None
         with only_tensors(folder, safe_classes()), loading_universal(self._engine) if converted else nullcontext():
             path, _ = self._engine.load_checkpoint(str(folder), tag=self.TAG)
@@ -107,9 +107,10 @@ def skip_shared_memory_op() -> None:
 
 
 def _recorder(folder: Path, write: Write) -> Any:
-    """A DeepSpeed checkpoint engine that hands over what is saved in `folder`, which is there, and notes what failed.
+    """Return a DeepSpeed checkpoint engine that passes on what is saved in the existing `folder`, and notes failures.
 
-    A failure is kept, not raised: DeepSpeed's save ends in a barrier that the other ranks wait at; the vote says no later.
+    A failure is kept, not raised. DeepSpeed's save ends in a barrier at which the other ranks wait. The vote reports it
+    later.
     """
     from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 
@@ -119,7 +120,7 @@ def _recorder(folder: Path, write: Write) -> Any:
             self.failure: OSError | SpecInvalid | None = None
 
         def create(self, info: Any) -> None:
-            """Nothing: the folder is there."""
+            """Do nothing. The folder exists."""
 
         def makedirs(self, path: str, exist_ok: bool = False) -> None:
             try:

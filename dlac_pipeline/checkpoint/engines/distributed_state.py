@@ -24,9 +24,11 @@ from dlac_pipeline.lakehouse.errors import CheckpointError, DlacError
 
 
 class DistributedState:
-    """A model under FSDP2 (`fully_shard`), DDP, or neither: every rank saves what it has, replicas once, any number loads it.
+    """A model under FSDP2 (`fully_shard`), DDP, or neither.
 
-    `DistributedState(model=model, optimizer=optimizer, scheduler=scheduler)`: other parts are alike on all ranks, as in
+    Every rank saves its part, replicas are saved once, any number of ranks loads it.
+
+    Use `DistributedState(model=model, optimizer=optimizer, scheduler=scheduler)`. Other parts are equal on all ranks, as in
     `TorchState`.
     """
 
@@ -47,7 +49,7 @@ class DistributedState:
             raise writer.failure
 
     def load(self, folder: Path, *, saved_world_size: int) -> None:
-        """The parts that this rank has now, whichever ranks had them; tensors and plain values only."""
+        """Load the parts that this rank has now, from whichever ranks saved them: tensors and plain values only."""
         state = self._state()
         reader = ShardReader(folder)
         with _together(folder) as alone:
@@ -61,7 +63,7 @@ class DistributedState:
         self._rest.load(folder, saved_world_size=saved_world_size)
 
     def conversion(self, saved_world_size: int) -> Convert | None:
-        """None: parts are put together anew when they are loaded."""
+        """Return None: parts are assembled when they are loaded."""
         return None
 
     def modules(self) -> Mapping[str, Any]:
@@ -69,18 +71,18 @@ class DistributedState:
         return {"model": self._model, **self._rest.modules()}
 
     def step_applied(self) -> bool:
-        """PyTorch applies every step, unless the script says otherwise to `step_done`."""
+        """Return True: PyTorch applies every step, unless the script reports otherwise to `step_done`."""
         return True
 
     def _state(self) -> dict[str, Any]:
-        """This rank's view, by names that do not depend on the number of ranks; tensors are those in use."""
+        """Return this rank's view, by names that do not depend on the number of ranks. Its tensors are those in use."""
         model, optimizer = get_state_dict(self._model, self._optimizers)
         return {"model": model, "optimizer": optimizer}
 
 
 @contextmanager
 def _together(folder: Path) -> Iterator[bool]:
-    """What fails at any rank fails at all; gives whether there is only one."""
+    """Raise the failure of any rank at all ranks. Yield whether only one rank exists."""
     alone = not dist.is_initialized()
     try:
         with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""What the Checkpoint Manager asks of a training engine."""
+"""The interface of a training engine to the Checkpoint Manager."""
 
 from __future__ import annotations
 
@@ -9,20 +9,22 @@ from typing import Any, Protocol
 from dlac_pipeline.checkpoint.stage.copies import Write
 
 Convert = Callable[[Path, Path], None]
-"""Reads a checkpoint's folder and writes what these ranks can load into an empty one; called at one rank only."""
+"""Function that reads a checkpoint's folder and writes what these ranks can load into an empty one. Called at one rank only."""
 
 
 class Engine(Protocol):
-    """What the Checkpoint Manager asks of a training engine."""
+    """The interface of a training engine to the Checkpoint Manager."""
 
     name: str
 
     def save(self, folder: Path, write: Write) -> None:
-        """Hand over this rank's part, file by file in `folder`. Collective.
+        """Pass on this rank's part, file by file in `folder`. Collective.
+
+        No rank may be left waiting for this one after an error.
 
         Raises:
-            OSError: from `write`; no rank may be left waiting for this one.
-            SpecInvalid: there is something in the state that loading would refuse; nor then.
+            OSError: from `write`.
+            SpecInvalid: the state contains something that loading would refuse.
         """
 
     def load(self, folder: Path, *, saved_world_size: int) -> None:
@@ -34,14 +36,14 @@ class Engine(Protocol):
         """
 
     def conversion(self, saved_world_size: int) -> Convert | None:
-        """What makes a checkpoint of so many ranks loadable by these; None: `load` takes it as it is.
+        """Return the conversion of a checkpoint of so many ranks for these ranks, or None if `load` takes it as it is.
 
         Raises:
-            WorldSizeUnsupported: nothing does.
+            WorldSizeUnsupported: no conversion exists.
         """
 
     def modules(self) -> Mapping[str, Any]:
         """Return the modules whose weights a checkpoint has, by name. Parts that are no modules may be among them."""
 
     def step_applied(self) -> bool:
-        """Whether the engine applied the last optimizer step (false on an fp16 overflow)."""
+        """Return True if the engine applied the last optimizer step (false on an fp16 overflow)."""

@@ -1,7 +1,7 @@
-"""What a checkpoint may have in it, seen to before it is written: whatever loading refuses must not get into one.
+"""Plain state: a check, before a checkpoint is written, that it contains nothing that loading refuses.
 
-In: an engine's state. Out: the same with Python's numbers in place of NumPy's. Tensors are passed by, not looked into, and what
-belongs to the script is never changed.
+In: an engine's state. Out: the same with Python's numbers in place of NumPy's. Tensors are not inspected, and the script's
+objects are never changed.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ Place = tuple[Any, ...]
 
 
 def plain_state(state: Any, *, at: str | None = None) -> Any:
-    """`state` as it can be loaded again; itself, unless there are scalars of NumPy in it. `at` says where it belongs.
+    """Return `state` in a form that can be loaded: `state` itself, unless it contains NumPy scalars. `at` names its place.
 
     Raises:
-        SpecInvalid: loading would refuse something in it, which is named with its place.
+        SpecInvalid: loading would refuse something in it. The message names its place.
     """
     try:
         return _plain(state, () if at is None else (at,))
@@ -82,7 +82,7 @@ def _inside(value: Any, place: Place, key: Any) -> Any:
 
 
 def _is_loaded(value: Any) -> bool:
-    """Whether it is known at a glance that loading takes it."""
+    """Return True if a quick look proves that loading accepts it."""
     kind = type(value)
     if kind is int:
         return bool(value.bit_length() <= _LONGEST_INT_BITS)

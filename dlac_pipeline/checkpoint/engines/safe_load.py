@@ -1,4 +1,4 @@
-"""Loading what somebody else may have written: tensors and plain values only, never code."""
+"""Safe loading of files that others may have written: tensors and plain values only, never code."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from dlac_pipeline.lakehouse.errors import CheckpointUnsafe
 
 _FORCED = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 _NAMED = re.compile(r"GLOBAL (\S+) (?:was not|whose)")
-"""How torch names a class or function that it refuses, deep in its message."""
+"""The class or function that torch refuses, deep in its message."""
 _WRAPPED = "WeightsUnpickler error:"
-"""Behind advice, what else torch has to say."""
+"""Prefix of torch's own explanation, after its advice."""
 
 
 @contextmanager
 def only_tensors(folder: Path, classes: Sequence[Any] = ()) -> Iterator[None]:
-    """While inside, `torch.load` refuses everything but tensors, plain values and `classes`, whoever calls it and however.
+    """Let `torch.load` refuse everything but tensors, plain values and `classes` while inside, for every caller.
 
     Raises:
-        CheckpointUnsafe: a file of `folder` has something else in it.
+        CheckpointUnsafe: a file of `folder` contains something else.
     """
     before = os.environ.get(_FORCED)
     os.environ[_FORCED] = "1"  # also where a library asks for weights_only=False
@@ -48,17 +48,17 @@ def only_tensors(folder: Path, classes: Sequence[Any] = ()) -> Iterator[None]:
 
 
 def load_tensors(path: Path, classes: Sequence[Any] = (), *, mmap: bool = False) -> Any:
-    """What lies in one file, in host memory; with `mmap`, tensors are read when they are used.
+    """Load one file into host memory. With `mmap`, tensors are read when they are used.
 
     Raises:
-        CheckpointUnsafe: there is something else in it than tensors, plain values and `classes`.
+        CheckpointUnsafe: it contains something else than tensors, plain values and `classes`.
     """
     with only_tensors(path, classes):
         return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
 
 
 def refusal(value: Any) -> str | None:
-    """What `load_tensors` would refuse of `value`, if it were saved; None: nothing. Memory of tensors is not copied."""
+    """Return what `load_tensors` would refuse of `value` if it were saved, or None. Memory of tensors is not copied."""
     memory: list[Any] = []
     stream = io.BytesIO()
     try:
@@ -98,7 +98,7 @@ class _Unpickler(_weights_only_unpickler.Unpickler):
 
 
 def _refused(err: Exception) -> str:
-    """The class that torch refuses, or else what it says of it."""
+    """Return the class that torch refuses, or else torch's explanation."""
     said = str(err).split(_WRAPPED)[-1].strip()
     named = _NAMED.search(said)
     return named[1] if named else (said.splitlines() or [type(err).__name__])[0]

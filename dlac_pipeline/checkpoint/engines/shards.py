@@ -1,8 +1,8 @@
-"""How torch.distributed.checkpoint (DCP) writes and reads a checkpoint's folder.
+"""Reading and writing of a checkpoint's folder by torch.distributed.checkpoint (DCP).
 
-DCP plans which rank saves which part of which tensor, and which parts of them any other number of ranks loads; that is all
-it is used for. Its own files name their parts in a pickle, which runs what it is told to: here every rank's parts are a list
-in one file, and an index beside them says in plain values what is where.
+DCP plans which rank saves which part of which tensor, and which parts any other number of ranks loads. It is used for that
+only. Its own files name their parts in a pickle, which can run code. Here every rank's parts are a list in one file, and an
+index in plain values records their places.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ _INDEX = "shards-index.pt"
 
 
 class ShardWriter(StorageWriter):
-    """Hands every rank's parts, and at the coordinator the index, to `write`.
+    """Passes every rank's parts, and at the coordinator the index, to `write`.
 
-    A failure is kept, not raised: DCP would go on without this rank's answer, and the vote says no later.
+    A failure is kept, not raised. DCP would continue without this rank's answer, and the vote reports it later.
     """
 
     def __init__(self, folder: Path, write: Write) -> None:
@@ -89,7 +89,7 @@ class ShardWriter(StorageWriter):
         self._hand_over(_INDEX, lambda: plain_state(index, at="index"))
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Which rank this is."""
+        """Note the rank."""
         self._rank_file = f"shards-{kwargs['rank']:05d}.pt"
 
     def reset(self, checkpoint_id: Any = None) -> None:
@@ -137,14 +137,14 @@ class ShardReader(StorageReader):
         }
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """What DCP plans with."""
+        """Return the metadata with which DCP plans."""
         described = {name: _tensor_metadata(entry) for name, entry in self.index["tensors"].items()}
         values = {name: BytesStorageMetadata() for name in self.index["values"]}
         paths = {name: tuple(path) for name, path in self.index["paths"].items()}
         return Metadata(state_dict_metadata={**described, **values}, planner_data=paths)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Copy the parts into the tensors that are there."""
+        """Copy the parts into the existing tensors."""
         by_file: defaultdict[str, list[tuple[int, ReadItem]]] = defaultdict(list)
         for item in plan.items:
             file, position = self._places[item.storage_index]
@@ -184,7 +184,7 @@ class PlainSavePlanner(DefaultSavePlanner):
     """Leaves values that are no tensors as they are."""
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
-        """What is handed over."""
+        """Return the object or tensor to write."""
         return object if write_item.type == WriteItemType.BYTE_IO else super().transform_object(write_item, object)
 
 

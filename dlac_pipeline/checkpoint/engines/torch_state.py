@@ -54,13 +54,13 @@ class TorchState:
 
     @classmethod
     def parts_in(cls, folder: Path) -> dict[str, Any]:
-        """What was saved in `folder`, by part."""
+        """Return the saved parts of `folder` by name."""
         found: dict[str, Any] = load_tensors(folder / cls._FILE)
         return {name: state for name, state in found.items() if name != cls._WRAPPED}
 
     @classmethod
     def bare_weights(cls, folder: Path, part: str) -> dict[str, torch.Tensor] | None:
-        """The tensors of a part by the names that its model has without a data-parallel wrapper; None without such a part."""
+        """Return the tensors of a part by their names without a data-parallel wrapper, or None without such a part."""
         found: dict[str, Any] = load_tensors(folder / cls._FILE)
         if part not in found or part == cls._WRAPPED:
             return None
@@ -82,11 +82,11 @@ class TorchState:
 
 
 _WRAPPER = "module."
-"""What data-parallel wrappers put before the names of the model inside."""
+"""Prefix of data-parallel wrappers before the names of the model inside."""
 
 
 def _wrapped_places(part: Any) -> list[str]:
-    """The beginnings of names that end in what a data-parallel wrapper put there; a model's own attribute `module` is none."""
+    """Return the prefixes of names that end in a data-parallel wrapper's. A model's own attribute `module` is none."""
     if not isinstance(part, torch.nn.Module):
         return []
     wrappers = (DataParallel, DistributedDataParallel)

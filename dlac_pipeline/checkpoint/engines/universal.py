@@ -1,7 +1,7 @@
-"""DeepSpeed Universal Checkpoint: a ZeRO checkpoint taken apart by parameter, for another number of ranks.
+"""DeepSpeed Universal Checkpoint: a ZeRO checkpoint divided by parameter, for another number of ranks.
 
 DeepSpeed's own conversion and load do most of it. What they leave out is done here: buffers and frozen parameters, and at
-ZeRO 3 the settings of parameter groups behind the first.
+ZeRO 3 the settings of parameter groups after the first.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dlac_pipeline.checkpoint.engines.safe_load import load_tensors, only_tensor
 from dlac_pipeline.lakehouse.errors import WorldSizeUnsupported
 
 INFO = {"universal_checkpoint_info": {"universal_checkpoint_version": 0.2}}
-"""What a checkpoint must say of itself to be converted."""
+"""Facts that a checkpoint must contain to be converted."""
 
 
 def safe_classes() -> list[Any]:
@@ -69,7 +69,7 @@ def loading_universal(engine: Any) -> Iterator[None]:
 
 
 def load_rest(engine: Any, folder: Path) -> None:
-    """What DeepSpeed's load of a converted checkpoint leaves as it was."""
+    """Load what DeepSpeed's load of a converted checkpoint leaves unchanged."""
     with loading_universal(engine):
         names = engine._get_all_ckpt_names(str(folder.parent), folder.name)
     state = load_tensors(Path(names[engine.checkpoint_mp_rank]), safe_classes(), mmap=True)

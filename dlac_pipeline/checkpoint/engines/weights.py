@@ -19,18 +19,19 @@ from dlac_pipeline.lakehouse.errors import CheckpointError
 
 Weights = dict[str, torch.Tensor]
 _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
-"""Names by which `torch.compile`, FSDP and activation checkpointing hold the module that they wrap; no model has them itself."""
+"""Names by which `torch.compile`, FSDP and activation checkpointing hold the module that they wrap. No model uses them."""
 
 
 def weights_of(engine: str, folder: Path, *, part: str = "model") -> Weights:
-    """Name -> tensor in host memory of the checkpoint that `engine` saved in `folder`; `part` where there are several models.
+    """Return name -> tensor in host memory of the checkpoint that `engine` saved in `folder`.
 
-    Names are those of the bare model: without what DDP, FSDP, `torch.compile` or activation checkpointing put before them.
-    DeepSpeed's are those of its optimizer where it has any in full precision.
+    `part` selects one of several models. Names are those of the bare model: without the prefixes of DDP, FSDP,
+    `torch.compile` or activation checkpointing. DeepSpeed's tensors are those of its optimizer where it has them in full
+    precision.
 
     Raises:
-        CheckpointError: there is no such part, or no such engine.
-        CheckpointUnsafe: there is more in a file than tensors and plain values.
+        CheckpointError: the part or the engine does not exist.
+        CheckpointUnsafe: a file contains more than tensors and plain values.
     """
     if engine not in _READERS:
         raise CheckpointError(f"expected a checkpoint of one of the engines {sorted(_READERS)!r}, found {engine!r}")
