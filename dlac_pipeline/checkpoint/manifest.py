@@ -191,11 +191,11 @@ def check_there(manifest_uri: str, files: StoreFiles) -> None:
 
 
 def verify_files(manifest: Manifest, folder: str, files: StoreFiles, done: Done = lambda done, total: None) -> None:
-    """Re-read every file in the folder at this address, and compare size and digest; `done` hears how much of it holds.
+    """Re-read every file in the folder at this address, and compare size and digest. `done` receives the progress.
 
     Raises:
-        CheckpointDamaged: names the first file that is missing, truncated or altered.
-        StoreUnavailable: a file cannot be read for another reason, or the store is not there any more.
+        CheckpointDamaged: a file is missing, truncated or altered. The message names the first one.
+        StoreUnavailable: a file cannot be read for another reason, or the store does not exist any more.
     """
     with store_there(below(folder, MANIFEST), files):
         verify_entries(manifest.files, folder, files, done)
@@ -203,7 +203,7 @@ def verify_files(manifest: Manifest, folder: str, files: StoreFiles, done: Done 
 
 @contextmanager
 def store_there(manifest_uri: str, files: StoreFiles) -> Iterator[None]:
-    """Tell damage that is found inside from a store whose mount has gone meanwhile; raises as `verify_files`."""
+    """Distinguish damage that is found inside from a store whose mount is gone since then. Raises as `verify_files`."""
     try:
         yield
     except CheckpointDamaged:
@@ -219,7 +219,10 @@ def verify_entries(
 
 
 def of_each(entries: Sequence[FileEntry], work: Callable[[FileEntry], Result], done: Done) -> list[Result]:
-    """What `work` gives for each entry, in threads; `done` hears how far that is. After an error of either no more begin."""
+    """Return the results of `work` for each entry, in threads.
+
+    `done` receives the progress. After an error of either, no more begin.
+    """
     results: list[Result] = []
     so_far, total = 0, sum(entry.bytes for entry in entries)
     done(so_far, total)
@@ -236,7 +239,7 @@ def of_each(entries: Sequence[FileEntry], work: Callable[[FileEntry], Result], d
 
 
 def verify_entry(entry: FileEntry, folder: str, files: StoreFiles) -> None:
-    """Compare one file of the checkpoint in the folder at this address with its entry; raises as `verify_files`."""
+    """Compare one file of the checkpoint in the folder at this address with its entry. Raises as `verify_files`."""
     check_inside(entry, folder)
     verify_file(entry, below(folder, entry.path), files)
 
@@ -257,7 +260,7 @@ def check_inside(entry: FileEntry, folder: str) -> None:
 
 
 def verify_file(entry: FileEntry, address: str, files: StoreFiles) -> None:
-    """Compare one file with its entry; raises as `verify_files`."""
+    """Compare one file with its entry. Raises as `verify_files`."""
     try:
         size, digest = files.digest(address)
     except FileNotFoundError as err:

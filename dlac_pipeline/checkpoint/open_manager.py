@@ -30,10 +30,11 @@ def open_manager(
     behind: RankTree,
     evicts: bool,
 ) -> CheckpointManager:
-    """The manager of this rank's part of an attempt's checkpoints, as the job spec wants them.
+    """Return the manager of this rank's part of an attempt's checkpoints, by the job spec.
 
-    `order` is nobody else's; `head` is the id of the checkpoint that the attempt resumes from, `resumed_from` its name in the
-    store; `behind` is a tree apart from `tree`, for commits behind training; one rank of a machine `evicts` its local copies.
+    `order` is used here only. `head` is the id of the checkpoint that the attempt resumes from, `resumed_from` its name in
+    the store. `behind` is a tree apart from `tree`, for commits in the background. One rank of a node `evicts` its local
+    copies.
     """
     settings = spec.checkpoint
     committer = Committer(

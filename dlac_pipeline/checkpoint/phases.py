@@ -1,4 +1,4 @@
-"""What each phase of something takes."""
+"""Durations of phases."""
 
 from __future__ import annotations
 

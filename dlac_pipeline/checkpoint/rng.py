@@ -16,7 +16,7 @@ from dlac_pipeline.plan.keys import derive_key
 
 
 def rng_file(folder: Path, rank: int) -> Path:
-    """Where a rank's generators are saved."""
+    """Return the file of a rank's generators."""
     return folder / f"rng-{rank:05d}.pt"
 
 
@@ -64,14 +64,14 @@ def _accelerator_states() -> dict[str, list[torch.Tensor]]:
 
 
 def _set_accelerator_states(state: Mapping[str, Any]) -> None:
-    """Set the generators of the accelerators to what was saved of the same type; there may be fewer here than there were."""
+    """Set the generators of the accelerators to the saved states of the same type. Fewer accelerators than saved are allowed."""
     devices, module = _accelerators()
     for device, generator in zip(devices, state.get(devices[0].type, []) if devices else [], strict=False):
         module.set_rng_state(generator, device)
 
 
 def _accelerators() -> tuple[list[torch.device], Any]:
-    """Return this machine's accelerators, and PyTorch's module for them; neither if there is none."""
+    """Return this node's accelerators, and PyTorch's module for them, or neither."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return [], None

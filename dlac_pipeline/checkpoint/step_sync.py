@@ -1,12 +1,12 @@
-"""The ranks' pulse: one small asynchronous all-reduce about every two seconds carries losses, notices and rank 0's wishes to all.
+"""Messages of all ranks per step: a small asynchronous all-reduce about every two seconds carries losses and notices.
 
-It adds no barrier: a beat that is sent when step n is done is looked at when step n+1 is done, and has long arrived. Every
-rank sees the same beat at the same step, so all stop, and checkpoint, at the same optimizer-step boundary. How many steps
-go into the next beat is worked out from what the beat itself carried, hence alike on all ranks.
+It adds no barrier. A message that is sent after step n is read after step n+1, and has arrived long before. Every rank sees
+the same message at the same step, so all ranks stop, and take a checkpoint, at the same optimizer-step boundary. The number
+of steps until the next message follows from the message itself, so it is equal on all ranks.
 
-A loss that an accelerator computes is read a step later, so that the host does not wait for the device. If any rank has such a
-loss, the beats of all ranks cover the steps up to the one before the last. The first beat announces it, and waits for the loss of
-the first step. A flush waits for every loss.
+A loss that an accelerator computes is read a step later, so that the host does not wait for the device. If any rank has such
+a loss, the messages of all ranks cover the steps up to the one before the last. The first message announces it, and waits for
+the loss of the first step. A flush waits for every loss.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ BEAT_EVERY_S = 2.0
 MAX_STEPS = 64
 """Steps in one beat at the most: bounds how late a notice during fast steps is heard."""
 NOTICES = ("SIGTERM", "SIGUSR1", "termination_url", "launcher")
-"""Why a run is to stop: a signal, what the URL said, or the end of the launcher that started the ranks."""
+"""Reasons to stop a run: a signal, the answer of the URL, or the end of the launcher that started the ranks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankReport:
-    """What one rank says besides its losses."""
+    """Report of one rank besides its losses."""
 
     notice: str | None = None
     """One of NOTICES, if the rank was asked to stop."""
@@ -37,29 +37,29 @@ class RankReport:
     due: bool = False
     """Rank 0: a checkpoint is due."""
     needed_s: float = 0.0
-    """Rank 0: how long a checkpoint takes that begins now, until it is committed; 0: nobody knows."""
+    """Rank 0: seconds until a checkpoint that begins now is committed, or 0 if unknown."""
     makes_room: bool = False
     """Rank 0: the attempt is to leave for more machines to take part."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepSync:
-    """What the ranks said together."""
+    """Reports of all ranks together."""
 
     step: int
     """The last step that the beat covers."""
     losses: list[float]
     """Mean over the ranks of each covered step's loss, the last one that of `step`."""
     notice: str | None = None
-    """Why the run is to stop, if any rank was asked to; the first of NOTICES."""
+    """Reason to stop the run, if any rank has one: the first of NOTICES."""
     notice_age_s: float = 0.0
     """Mean over the ranks that were asked."""
     due: bool = False
-    """Whether rank 0 finds a checkpoint due."""
+    """True if rank 0 finds a checkpoint due."""
     needed_s: float = 0.0
-    """What rank 0 expects a checkpoint to take until it is committed."""
+    """Seconds that rank 0 expects until a checkpoint is committed."""
     makes_room: bool = False
-    """Whether the attempt is to leave for more machines to take part."""
+    """True if the attempt must exit so that more nodes can join."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class _Sent:
 
 
 class StepSyncs:
-    """The beats of one rank; `group` is None when there is only one. Its methods are collective, in step order."""
+    """The messages of one rank. `group` is None for a single rank. Its methods are collective, in step order."""
 
     def __init__(self, world_size: int, group: dist.ProcessGroup | None) -> None:
         self._world_size = world_size
@@ -85,16 +85,16 @@ class StepSyncs:
         self._steps_per_beat = 1
         self._losses: list[ReadLoss] = []
         self.waits_for_losses = False
-        """Whether the host waits for every loss in its own step, so that an error of the device is raised in that of its rows."""
+        """True if the host waits for every loss in its own step, so that a device error is raised in the step of its rows."""
         self._late_steps = 0
-        """How many of the last losses no beat waits for: 1 if those of any rank come from an accelerator."""
+        """Number of last losses for which no message waits: 1 if those of any rank come from an accelerator."""
         self._says = RankReport()
         self._step = 0
         self._sent_at: float | None = None
         self._pending: _Sent | None = None
 
     def step_done(self, step: int, *, loss: torch.Tensor | float, says: RankReport) -> StepSync | None:
-        """Note a finished step, and send a beat when it is time; returns the one that has arrived meanwhile."""
+        """Note a finished step, and send a message when it is time. Return the one that has arrived."""
         beat = self._receive()
         self._step, self._says = step, says
         self._losses.append(start_reading(loss, waits=self.waits_for_losses))
@@ -103,7 +103,7 @@ class StepSyncs:
         return beat
 
     def flush(self) -> list[StepSync]:
-        """Everything that was said up to the last finished step; waits for it."""
+        """Return everything that was reported up to the last finished step. Waits for it."""
         beats = [self._receive()]
         if self._losses:
             self._send(late_steps=0)
@@ -111,7 +111,7 @@ class StepSyncs:
         return [beat for beat in beats if beat is not None]
 
     def _send(self, *, late_steps: int) -> None:
-        """Send the losses of all steps but the last `late_steps`, and what this rank says besides."""
+        """Send the losses of all steps but the last `late_steps`, and this rank's report."""
         now = time.monotonic()
         elapsed_s = BEAT_EVERY_S if self._sent_at is None else now - self._sent_at
         self._sent_at = now

@@ -1,9 +1,9 @@
-"""Where a run's checkpoints lie: made in a local folder, copied to the store; in both under the same names.
+"""Places of a run's checkpoints: made in a local folder, copied to the store, under the same names in both.
 
-Where the store is that local folder there is one copy of everything. Otherwise a checkpoint exists through its copy in the
-store alone, and the one in the local folder spares a restart on the same machine the way. Nothing is ever overwritten.
+If the store is that local folder, one copy exists. Otherwise a checkpoint exists only by its copy in the store, and the one
+in the local folder makes a restart on the same node faster. Nothing is ever overwritten.
 
-The run's folder is made before an attempt, and by nobody later: where it is missing then, its mount is gone.
+The run's folder is made before an attempt and never later. If it is missing then, its mount is gone.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ MANIFEST = "manifest.json"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tiers:
-    """The places of one run's checkpoints; `run` names its folder in each."""
+    """The places of one run's checkpoints. `run` names its folder in each."""
 
     run: str
     local: Path
     """Folder in which checkpoints are made."""
     store: str | None
-    """Address of the durable copies; None where `local` is the store."""
+    """Address of the durable copies, or None if `local` is the store."""
     files: StoreFiles
 
     def folder(self, name: str) -> Path:
-        """Where the checkpoint `name` is made."""
+        """Return the folder in which the checkpoint `name` is made."""
         return self.local / self.run / name
 
     def copy_of(self, name: str) -> str | None:
@@ -61,16 +61,16 @@ class Tiers:
             make_below(self.local / self.run, folder)
 
     def put(self, source: Path, name: str, path: str) -> None:
-        """Copy a file to its place in the checkpoint `name` in the store, which is another place; raises as `make`."""
+        """Copy a file to its place in the checkpoint `name` in the store, which is another place. Raises as `make`."""
         copy = self.copy_of(name)
         assert copy is not None, "there is one place only"
         self.files.put(source, below(copy, path), within=self.durable_run())
 
     def check_writable(self) -> None:
-        """Make the run's folders, and prove that they can be written; on every machine, before its part of an attempt.
+        """Make the run's folders and prove that they can be written, on every node before its part of an attempt.
 
         Raises:
-            StoreUnavailable: one cannot.
+            StoreUnavailable: one cannot be written.
         """
         folder = self.local / self.run
         with storing(folder):
@@ -85,7 +85,7 @@ class Tiers:
 
 
 def tiers_of(spec: JobSpec) -> Tiers:
-    """Where the checkpoints of a resolved spec lie."""
+    """Return the places of the checkpoints of a resolved spec."""
     settings = spec.checkpoint
     files = StoreFiles({**spec.lakehouse.properties, **settings.store_properties}, deadline_s=settings.store_deadline_s)
     one_place = is_local(settings.store) and path_at(settings.store).resolve() == Path(settings.local).resolve()
@@ -95,23 +95,23 @@ def tiers_of(spec: JobSpec) -> Tiers:
 
 
 def stage_name(*, attempt: int, step: int, nonce: str) -> str:
-    """The name of one checkpoint in its run's folder: nobody can have used it, the nonce being this launch's own."""
+    """Return the name of one checkpoint in its run's folder. It is unique, because the nonce belongs to this launch."""
     return f"attempt-{attempt:04d}/step-{step:09d}-{nonce}"
 
 
 def attempt_of(name: str) -> int | None:
-    """The attempt that staged the checkpoint `name`; None for what is not named as one is."""
+    """Return the attempt that staged the checkpoint `name`, or None for another kind of name."""
     number = name.split("/", maxsplit=1)[0].removeprefix("attempt-")
     return int(number) if number.isdigit() else None
 
 
 def folder_uri(manifest_uri: str) -> str:
-    """The address of the folder that a manifest lies in."""
+    """Return the address of a manifest's folder."""
     return manifest_uri.rsplit("/", 1)[0]
 
 
 def folder_of(manifest_uri: str) -> Path:
-    """The folder that a manifest's `file://` address lies in."""
+    """Return the folder of a manifest's `file://` address."""
     return path_at(folder_uri(manifest_uri))
 
 

@@ -1,4 +1,4 @@
-"""What a model was trained with, as one digest: two checkpoints with the same one differ by data and steps alone."""
+"""Digest of what a model was trained with: two checkpoints with the same digest differ by data and steps alone."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from blake3 import blake3
 from dlac_pipeline.spec.job_spec import JobSpec
 
 _TRAINING = {"source", "mixture", "sequences", "order", "params"}
-"""Sections that say what is trained. Where the lakehouse and the store are, how many ranks there are and how they are watched
-changes no model."""
+"""Sections that determine training.
+
+The places of lakehouse and store, the number of ranks and their supervision change no model.
+"""
 
 
 def config_digest(spec: JobSpec) -> str:

@@ -13,7 +13,7 @@ from dlac_pipeline.read.batch import Batch
 from dlac_pipeline.read.device import DeviceCopies
 
 ABOUT = "dlac"
-"""The key under which a batch says what it is."""
+"""The key of a batch's own facts."""
 
 DictBatch = dict[str, Any]
 LastBatch = Literal["partial", "drop", "pad"]
@@ -22,7 +22,7 @@ LAST_BATCHES: tuple[str, ...] = get_args(LastBatch)
 
 
 def as_batch(batch: DictBatch) -> Batch:
-    """The `Batch` of a dict that a dataset gave, for its `mean` and `token_mean`; what it moved is not kept."""
+    """Return the `Batch` of a dict that a dataset gave, for its `mean` and `token_mean`, without what it moved."""
     about = batch[ABOUT]
     named = {name: about[name] for name in ("step", "valid", "source", "rows", "tokens", "world_size")}
     tensors = {name: tensor for name, tensor in batch.items() if name != ABOUT}
@@ -30,10 +30,10 @@ def as_batch(batch: DictBatch) -> Batch:
 
 
 def as_dict(batch: Batch) -> DictBatch:
-    """A batch as a dict: its tensors by column, and what else there is to say of it.
+    """Return a batch as a dict: its tensors by column, and its own facts.
 
     Raises:
-        SpecInvalid: a column has the name that says it.
+        SpecInvalid: a column has the name of that key.
     """
     if ABOUT in batch.tensors:
         raise SpecInvalid(f"expected columns of other names than {ABOUT!r}, found it: let a transform rename it")
@@ -43,7 +43,7 @@ def as_dict(batch: Batch) -> DictBatch:
 
 
 def copy_batch(batch: DictBatch, copies: DeviceCopies) -> DictBatch:
-    """Return a batch with its tensors where `copies` brings them; its cursors stay in host memory, where states are made."""
+    """Return a batch with its tensors where `copies` brings them. Its cursors stay in host memory, where states are made."""
     if not copies.acts:
         return batch
     moved: DictBatch = copies.copy({**batch, ABOUT: {**batch[ABOUT], "cursors": None}})
@@ -51,7 +51,7 @@ def copy_batch(batch: DictBatch, copies: DeviceCopies) -> DictBatch:
 
 
 def remove_empty_slots(batch: Batch, ragged: Collection[str]) -> Batch:
-    """Return the batch with its samples only; `ragged` are the columns of flat values with offsets."""
+    """Return the batch with its samples only. `ragged` are the columns of flat values with offsets."""
     if bool(batch.valid.all()):
         return batch
     kept = batch.valid

@@ -46,15 +46,15 @@ if TYPE_CHECKING:
 
 
 class DlacDataset(IterableDataset[DictBatch]):
-    """One rank's batches from its position to the end of the last pass; each iteration goes on where the consumer stands.
+    """One rank's batches from its position to the end of the last pass. Each iteration resumes at the consumer's position.
 
     With k workers of a `DataLoader(dataset, batch_size=None)`, worker w reads batches w, w+k, w+2k, ..., which the DataLoader
-    puts in order again. It passes over the others, but has to decode their row groups (streamed: tokenize their documents) all
-    the same: the dataset itself decodes in `read.threads` threads, so 0 or 1 workers are the fastest.
+    puts in order again. It skips the others, but has to decode their row groups (streamed: tokenize their documents) anyway.
+    The dataset itself decodes in `read.threads` threads, so 0 or 1 workers are the fastest.
 
-    Of a streamed leg (packing, a transform) all ranks have to agree on its end. They do under torch.distributed, iterated
+    For a streamed leg (packing, a transform) all ranks have to agree on its end. They do under torch.distributed, iterated
     without workers or through `loader()`. Otherwise each rank ends with its own key groups, and a batch's `rows` and `tokens`
-    are those on this rank, as if it were the only one (`world_size` 1).
+    are those of this rank alone (`world_size` 1).
     """
 
     def __init__(
@@ -75,13 +75,13 @@ class DlacDataset(IterableDataset[DictBatch]):
         self.last_batch = last_batch
         self._group = group
         self._shares_end = group is not None
-        """Whether other ranks of torch.distributed read the same dataset; known to spawned workers, which have no group."""
+        """True if other ranks of torch.distributed read the same dataset. Spawned workers know it, and have no group."""
         self._agreeing = False
-        """Whether a loader that agrees with the other ranks on the end is starting its workers."""
+        """True while a loader that agrees with the other ranks on the end starts its workers."""
         self._step = leg.start_step
         self._cursors = start_of(leg, self.key_groups)
         self._base: int | None = None
-        """The step behind which the workers of a DataLoader began to take turns."""
+        """The step after which the workers of a DataLoader began to take turns."""
         self._iteration = 0
         self._begun_in: int | None = None
         """The process in which an iteration was begun and has not ended."""
@@ -99,7 +99,7 @@ class DlacDataset(IterableDataset[DictBatch]):
         return groups_of_slots(self.rank * slots, (self.rank + 1) * slots, per_group)
 
     def __len__(self) -> int:
-        """Batches of the whole leg, all passes; a TypeError where only reading tells."""
+        """Return the batches of the whole leg, all passes. Raises TypeError where only reading can show it."""
         order = self._open().order
         steps = order.total_steps
         if self._streamed or steps is None:
@@ -110,7 +110,7 @@ class DlacDataset(IterableDataset[DictBatch]):
         return bisect_left(range(first, steps + 1), True, key=lambda step: order.valid_rows(step) < self.leg.batch_size)
 
     def __iter__(self) -> Iterator[DictBatch]:
-        """The batches behind the position.
+        """Yield the batches after the position.
 
         Raises:
             DataFileUnreadable: a row group is missing or does not decode.
@@ -119,9 +119,11 @@ class DlacDataset(IterableDataset[DictBatch]):
         return self._batches(self._iteration)
 
     def state_dict(self) -> State:
-        """Where the consumer stands: JSON data of a few KB; call it between the step of the last batch and the next batch.
+        """Return the consumer's position:
 
-        Of several ranks' streamed dataset it is this rank's part: `gathered_state` or `merge_states` put them together.
+        JSON data of a few KB. Call it between the step of the last batch and the next batch.
+
+        For a streamed dataset of several ranks it is this rank's part: `gathered_state` or `merge_states` combine the parts.
         """
         worker = get_worker_info()
         part: dict[str, Any] | None = None
@@ -136,7 +138,7 @@ class DlacDataset(IterableDataset[DictBatch]):
         )
 
     def gathered_state(self) -> State:
-        """The state with the parts of all ranks; all of them call it at the same step."""
+        """Return the state with the parts of all ranks. All of them call it at the same step."""
         if self._group is None or not self._streamed:
             return self.state_dict()
         tree = RankTree(self.rank, self.world_size, self._group)
@@ -145,13 +147,15 @@ class DlacDataset(IterableDataset[DictBatch]):
         return merge_states(json.loads(gathered))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to where a state stands: a counted one of any rank, a streamed one of this rank or merged; then iterate anew.
+        """Move to the position of a state: a counted one of any rank, or a streamed one of this rank or merged.
+
+        Then iterate again.
 
         The snapshot is that of the state, unless the spec names one.
 
         Raises:
             ResumeMismatch: the state was read with other settings, of another table, or lacks key groups of this rank.
-            TableReplaced, PinLost: the table was made anew, or its snapshot is gone.
+            TableReplaced, PinLost: the table was created again, or its snapshot is gone.
         """
         state = read_state(state)
         check_last_batch(state, self.last_batch)
@@ -166,7 +170,7 @@ class DlacDataset(IterableDataset[DictBatch]):
         self._iteration += 1
 
     def observe(self, batch: DictBatch) -> None:
-        """The consumer is done with this batch, or was given it: the position is right behind it."""
+        """Note that the consumer received this batch or is done with it: the position is directly after it."""
         about = batch[ABOUT]
         self._step = int(about["step"])
         self._cursors = dict(zip(self.key_groups, about["cursors"].tolist(), strict=True))
@@ -179,15 +183,15 @@ class DlacDataset(IterableDataset[DictBatch]):
         pin_memory: bool | None = None,
         **options: Any,
     ) -> DlacLoader:
-        """A `DataLoader` over this dataset through which `state_dict()` knows what the consumer was given.
+        """Return a `DataLoader` over this dataset through which `state_dict()` knows what the consumer received.
 
-        `inputs` makes of a batch what the model takes, in the workers if there are any; the loader then yields that. `device`
-        is where batches are copied to, on a stream beside the computation. `pin_memory` puts them into page-locked memory: by
-        default if they go to an accelerator. Without an accelerator both change nothing. `options` are the others of DataLoader:
+        `inputs` turns a batch into the model's inputs, in the workers if they exist. The loader then yields that. `device` is
+        where batches are copied to, on a stream of their own. `pin_memory` puts them into page-locked memory, by default if
+        they go to an accelerator. Without an accelerator both change nothing. `options` are the others of DataLoader:
         num_workers, prefetch_factor, persistent_workers, multiprocessing_context, ...
 
         Raises:
-            SpecInvalid: the device is not on this machine.
+            SpecInvalid: the device is not on this node.
         """
         from dlac_pipeline.dataset.loader import DlacLoader
 
@@ -206,7 +210,7 @@ class DlacDataset(IterableDataset[DictBatch]):
 
     @contextmanager
     def agreeing(self) -> Iterator[None]:
-        """Let workers that are started meanwhile read a streamed dataset of several ranks: their consumer calls `agreed`."""
+        """Let workers that start inside read a streamed dataset of several ranks: their consumer calls `with_global_counts`."""
         self._agreeing = True
         try:
             yield
@@ -215,12 +219,12 @@ class DlacDataset(IterableDataset[DictBatch]):
 
     @property
     def ends_apart(self) -> bool:
-        """Whether the ranks have to agree on the end, and can."""
+        """True if the ranks have to agree on the end, and can."""
         return self._group is not None and self._streamed
 
     @property
     def may_end_unevenly(self) -> bool:
-        """Whether ranks may get unequal numbers of samples, or none, at the end; of a streamed dataset only reading tells."""
+        """True if ranks may get unequal numbers of samples, or none, at the end. Only reading a streamed dataset can show it."""
         if self.world_size == 1 or self.last_batch != "partial":
             return False
         order = self._open().order
@@ -232,7 +236,7 @@ class DlacDataset(IterableDataset[DictBatch]):
         return any(self.leg.streamed)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a spawned worker gets: no open files, no process group."""
+        """Return the state for a spawned worker: no open files, no process group."""
         return {**self.__dict__, "_opened": None, "_group": None}
 
     def _ahead(self, batches: Iterator[DictBatch], last: DictBatch | None) -> tuple[DictBatch, Counts]:
@@ -241,7 +245,7 @@ class DlacDataset(IterableDataset[DictBatch]):
         return batch, summing_over(self._group)([batch[ABOUT]["rows"], batch[ABOUT]["tokens"]])
 
     def _nothing(self) -> DictBatch:
-        """An empty batch, where this rank had ended before the position; without tensors where all ranks have."""
+        """Return an empty batch, where this rank had ended before the position, without tensors where all ranks have."""
         reader = self._reader(exchange=lambda counts: alone([1, 1]))
         batch: DictBatch
         try:
@@ -290,7 +294,7 @@ class DlacDataset(IterableDataset[DictBatch]):
             reader.close()
 
     def _is_dropped(self, rows: int, full_rows: int) -> bool:
-        """Whether a batch with so many samples is not delivered; then no later batch is full."""
+        """Return True if a batch with so many samples is not delivered. Then no later batch is full."""
         return self.last_batch == "drop" and rows < full_rows
 
     def _shaped(self, batch: Batch) -> Batch:

@@ -24,13 +24,13 @@ def trainer_callback(dataset: DlacDataset) -> Any:
 
 
 def last_checkpoint(output_dir: str | Path) -> str | None:
-    """The newest checkpoint of a Trainer that holds a dataset's state; None if there is none."""
+    """Return the newest checkpoint of a Trainer that contains a dataset's state, or None."""
     folders = [path.parent for path in Path(output_dir).glob(f"checkpoint-*/{STATE_FILE}")]
     return str(max(folders, key=lambda folder: int(folder.name.rpartition("-")[2]))) if folders else None
 
 
 class _PositionCallback:
-    """What `trainer_callback` gives, without the base class."""
+    """The callback of `trainer_callback`, without the base class."""
 
     def __init__(self, dataset: DlacDataset) -> None:
         self._dataset = dataset
@@ -38,7 +38,7 @@ class _PositionCallback:
         """Batches before the Trainer's first step."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Check what would not be exact; go to the checkpoint's position."""
+        """Check settings that would not be exact. Move to the checkpoint's position."""
         _check_arguments(args, self._dataset)
         if state.global_step:
             saved = read_state(Path(args.output_dir) / f"checkpoint-{state.global_step}")

@@ -1,4 +1,4 @@
-"""A `DataLoader` that tells its dataset what the consumer is given."""
+"""A `DataLoader` that reports to its dataset what the consumer received."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from dlac_pipeline.read.device import Device, DeviceCopies
 
 
 class DlacLoader(DataLoader[DictBatch]):
-    """A `DataLoader` of whole batches that tells its dataset what the consumer is given.
+    """A `DataLoader` of whole batches that reports to its dataset what the consumer received.
 
-    Iterating it again goes on where the consumer stands, with new workers. Accelerate's `prepare` leaves it as it is: ranks are
-    shared out already, and nothing may be read ahead of the consumer. Batches are on `device`, or in host memory without one.
+    A second iteration resumes at the consumer's position, with new workers. Accelerate's `prepare` leaves it unchanged: ranks
+    have their shares already, and nothing may be read ahead of the consumer. Batches are on `device`, or in host memory
+    without one.
     """
 
     _is_accelerate_prepared = True
@@ -60,7 +61,7 @@ class DlacLoader(DataLoader[DictBatch]):
 
 @dataclass(frozen=True, slots=True)
 class _Inputs:
-    """What a loader collates with: the batch itself, or what the user's function makes of it beside what it is."""
+    """Collate function of a loader: the batch itself, or the result of the user's function beside the batch's facts."""
 
     make: Callable[[DictBatch], Any] | None
 

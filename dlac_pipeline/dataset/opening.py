@@ -1,4 +1,4 @@
-"""From a job spec or single settings to a dataset: plans, or goes on where a state stands."""
+"""Opening of a dataset: a job spec or single settings in, a new plan or the position of a state."""
 
 from __future__ import annotations
 
@@ -45,16 +45,19 @@ def open_dataset(
     last_batch: LastBatch = "partial",
     **settings: Any,
 ) -> DlacDataset:
-    """This rank's dataset over what a job spec names, or over `table`, `columns`, `batch_size` and further settings of one.
+    """Return this rank's dataset over a job spec, or over `table`, `columns`, `batch_size` and further settings.
 
-    `batch_size` is that of the global batch; a rank's batch has batch_size / world_size samples. Rank and world size default to
-    those of torch.distributed where it is initialised, then to RANK and WORLD_SIZE, then to one rank. Under torch.distributed
-    every rank calls this: rank 0 plans, and tells the others. `state`, or the folder or file that holds one, opens at that
-    position, on the snapshot that it names; without it the table's current snapshot is pinned and planned.
+    `batch_size` is that of the global batch. A rank's batch has batch_size / world_size samples. Rank and world size default
+    to those of torch.distributed where it is initialized, then to RANK and WORLD_SIZE, then to one rank. Under
+    torch.distributed every rank calls this: rank 0 plans and shares the plan. `state`, or the folder or file that contains
+    one, opens at that position, on the snapshot that it names. Without it the table's current snapshot is pinned and planned.
 
-    `last_batch` says what becomes of batches for which too few samples are left: "partial" gives their samples only, so that a
-    rank may have fewer than the others or none, "drop" leaves them out on all ranks, "pad" fills them up with zero rows, which
-    batch["dlac"]["valid"] marks as False. Every rank has the same number of batches in all three.
+    `last_batch` decides on batches for which too few samples are left. Every rank has the same number of batches in all
+    three:
+
+    - "partial" gives their samples only, so a rank may have fewer than the others, or none;
+    - "drop" leaves them out on all ranks;
+    - "pad" fills them up with zero rows, which batch["dlac"]["valid"] marks as False.
 
     Raises:
         SpecInvalid: a setting is unknown or wrong, or the ranks do not divide the batch size.
@@ -114,10 +117,10 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 
 def _check_types(**arguments: object) -> None:
-    """Check the types of what is no setting of a job spec; those of settings are checked with the spec.
+    """Check the types of arguments that are no setting of a job spec. The spec checks those of settings.
 
     Raises:
-        SpecInvalid: names the argument, and what it may be.
+        SpecInvalid: an argument is wrong. The message names it and its types.
     """
     for name, value in arguments.items():
         wanted = _TYPES[name]
@@ -168,7 +171,7 @@ def _whole(name: str, value: SupportsIndex) -> int:
     """Return an integer of any library as Python's.
 
     Raises:
-        SpecInvalid: it is no integer; neither a bool nor 1.0 is one.
+        SpecInvalid: it is no integer. Neither a bool nor 1.0 is one.
     """
     try:
         if str(getattr(value, "dtype", type(value).__name__)).endswith("bool"):
@@ -206,7 +209,7 @@ def _own_place() -> tuple[int, int]:
 
 
 def _planned(spec: JobSpec, group: dist.ProcessGroup | None) -> Leg:
-    """The leg that the spec asks for, on the snapshot that is current now; in a group rank 0 says which one that is."""
+    """Return the leg that the spec requests, on the current snapshot. In a group rank 0 chooses the snapshot."""
     said: dict[str, str] | None = None
     failed: DlacError | None = None
     if group is None or dist.get_rank() == 0:

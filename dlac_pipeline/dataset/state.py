@@ -1,4 +1,4 @@
-"""Where a consumer stands, as JSON data: made, merged over ranks, read, and checked against what is asked for."""
+"""State of a dataset as JSON data: made, merged over ranks, read, and checked against the requested settings."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from dlac_pipeline.spec.job_spec import (
 )
 
 STATE_VERSION = 2
-"""Of the state; a later DLAC reads what an earlier one wrote. Version 1 had a digest of its leg only, and no `last_batch`."""
+"""Version of the state. A later DLAC reads an earlier one. Version 1 had a digest of its leg only, and no `last_batch`."""
 _KEYS = {1: ("leg", "step", "cursors"), 2: ("leg", "step", "cursors", "last_batch", "digest")}
-"""What a state of each version holds besides `format_version`, and `worker` where it is that of a worker."""
+"""Keys of a state of each version besides `format_version`, and `worker` in a worker's state."""
 STATE_FILE = "dlac_reader.json"
-"""The state beside a checkpoint; written last, so a checkpoint folder without it is not complete."""
+"""The state beside a checkpoint. It is written last, so a checkpoint folder without it is not complete."""
 
 State = dict[str, Any]
 Cursors = dict[int, list[list[int]]]
@@ -36,7 +36,7 @@ Cursors = dict[int, list[list[int]]]
 def make_state(
     leg: Leg, *, step: int, cursors: Cursors | None, last_batch: LastBatch, worker: dict[str, Any] | None
 ) -> State:
-    """Make the state of a consumer that was given the batch of `step`; `cursors` where the steps do not determine them."""
+    """Make the state of a consumer that received the batch of `step`, with `cursors` where the step does not determine them."""
     text = leg.to_json()
     state: State = {
         "format_version": STATE_VERSION,
@@ -77,10 +77,10 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> State:
 
 
 def read_state(state: Mapping[str, Any] | str | Path) -> State:
-    """A state, from a file or a folder that holds one, or as it is; checked for its version, its keys and its digest.
+    """Return a state, from a file or a folder that contains one, or as it is. Version, keys and digest are checked.
 
     Raises:
-        SpecInvalid: there is no such file, or it is not the state of a dataset.
+        SpecInvalid: the file does not exist, or it is not the state of a dataset.
         FormatTooNew: a newer DLAC wrote it.
         ResumeMismatch: it was altered.
     """
@@ -127,7 +127,7 @@ def _check_content(state: State) -> None:
 
 
 def _with_digest(state: State) -> State:
-    """The state with the digest of all that it holds; of version 1, which had none, as it is."""
+    """Return the state with the digest of its content. Version 1 had none and stays as it is."""
     return state if state["format_version"] == 1 else {**state, "digest": _digest(state)}
 
 
@@ -153,7 +153,7 @@ def _read_file(path: Path) -> Any:
 
 
 def check_last_batch(state: State, asked: LastBatch) -> None:
-    """Check that a state was read with the `last_batch` that is asked for; one of version 1 does not name it."""
+    """Check that a state was read with the requested `last_batch`. One of version 1 does not name it."""
     saved = state.get("last_batch", asked)
     if saved != asked:
         raise ResumeMismatch(
@@ -167,7 +167,7 @@ def check_position(state: State, order: LegOrder) -> None:
     """Check that a state's step and cursors are places of its leg.
 
     Raises:
-        ResumeMismatch: they are not; names what is wrong.
+        ResumeMismatch: they are not. The message names what is wrong.
     """
     step, first = state["step"], order.settings.start_step
     last = order.total_steps if order.counted else order.settings.steps
@@ -197,7 +197,7 @@ def _check_cursors(group: str, cursors: Any, order: LegOrder) -> None:
 
 
 def _is_place(group: int, source: SourceOrder, cursor: object) -> bool:
-    """Whether a cursor of a key group is one of this source."""
+    """Return True if a cursor of a key group is one of this source."""
     if not isinstance(cursor, list | tuple) or len(cursor) != 4:
         return False
     if not all(type(number) is int and number >= 0 for number in cursor):
@@ -216,7 +216,7 @@ def _is_place(group: int, source: SourceOrder, cursor: object) -> bool:
 
 
 def check_asked(spec: JobSpec, leg: Leg) -> None:
-    """Check that the spec asks for what the leg of a state binds; a snapshot that it does not name is that of the state."""
+    """Check that the spec requests what the leg of a state binds. A snapshot that it does not name is that of the state."""
     lakehouse = connect(spec.lakehouse)
     uuids = {source.table: str(lakehouse.load(source.table).metadata.table_uuid) for source in spec.sources}
     differing = leg.differences(asked_for(spec, leg, uuids))
@@ -234,7 +234,7 @@ def start_of(leg: Leg, key_groups: range) -> Cursors:
 
 
 def cursors_of(state: State, leg: Leg, key_groups: range) -> Cursors:
-    """The cursors of these key groups; of a counted leg the steps alone say where they are."""
+    """Return the cursors of these key groups. For a counted leg the step determines them."""
     if state["cursors"] is None:
         return start_of(leg, key_groups)
     missing = [group for group in key_groups if str(group) not in state["cursors"]]
@@ -247,7 +247,7 @@ def cursors_of(state: State, leg: Leg, key_groups: range) -> Cursors:
 
 
 def base_of(state: State) -> int | None:
-    """Behind which step the workers took turns, where the state is that of one of them."""
+    """Return the step after which the workers took turns, if the state is that of a worker."""
     part, worker = state.get("worker"), get_worker_info()
     if part is None:
         return None

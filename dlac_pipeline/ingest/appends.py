@@ -1,7 +1,7 @@
-"""Rows into a source table by a few appends, exactly once: a `Batchwise` in, the number of rows appended out.
+"""Appends to a source table, a few and each exactly once: a `Batchwise` in, the number of rows appended out.
 
-How far an ingestion is stands in the table's properties, set by the very transaction that appends the rows. A killed
-ingestion is continued behind its last append; one that lost a race to another looks again and continues behind that.
+The table's properties hold the progress of an ingestion. The transaction that appends the rows sets them. A killed ingestion
+continues after its last append. One that lost a race reads again and continues after the winner's append.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, reachable
 from dlac_pipeline.lakehouse.retrying import retrying
 
 BEGUN_PROPERTY = "dlac.ingest.begun"
-"""Digest of what the table is being filled with; set by the first append."""
+"""Digest of the content that fills the table. The first append sets it."""
 COMPLETE_PROPERTY = "dlac.ingest.complete"
-"""Digest of what the table holds; set by the last append."""
+"""Digest of the table's complete content. The last append sets it."""
 ROWS_PROPERTY = "dlac.ingest.rows"
-"""Rows of the ingestion that are in the table; set by every append."""
+"""Rows of the ingestion that are in the table. Every append sets it."""
 
 Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batchwise:
-    """What a table is to hold: `rows_of(first, end)` gives the rows first..end-1 of `rows` as an Arrow table."""
+    """Intended content of a table: `rows_of(first, end)` gives the rows first..end-1 of `rows` as an Arrow table."""
 
     digest: str
     schema: Schema
@@ -45,7 +45,7 @@ class Batchwise:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Appended:
-    """What one call did: nothing, where the table already held everything."""
+    """Result of one call: nothing, if the table had the whole content already."""
 
     appends: int
     rows: int
@@ -57,10 +57,10 @@ def complete_digest(table: Table) -> str | None:
 
 
 def rows_there(table: Table, identifier: str, digest: str) -> int:
-    """How many rows of the ingestion with this digest the table holds.
+    """Return the number of rows of the ingestion with this digest that the table holds.
 
     Raises:
-        SpecInvalid: the table holds something else.
+        SpecInvalid: the table contains something else.
     """
     begun = table.properties.get(BEGUN_PROPERTY)
     if begun is None and table.current_snapshot() is None:
@@ -77,15 +77,15 @@ def rows_there(table: Table, identifier: str, digest: str) -> int:
 def append_batchwise(
     lakehouse: Lakehouse, identifier: str, content: Batchwise, *, appends: int, progress: Progress | None = None
 ) -> Appended:
-    """Bring `content` into the table in `appends` contiguous parts, continuing behind what is there.
+    """Append `content` to the table in `appends` contiguous parts, after the rows that exist.
 
     Args:
         progress: Called after every append with (rows in the table, rows in all).
 
     Raises:
-        SpecInvalid: the table holds something else, or `appends` does not fit the number of rows.
+        SpecInvalid: the table contains something else, or `appends` does not fit the number of rows.
         LakehouseError: the warehouse cannot be written.
-        CatalogUnreachable: the catalog stayed away for a minute.
+        CatalogUnreachable: the catalog was unavailable for a minute.
     """
     if not 1 <= appends <= content.rows:
         raise SpecInvalid(f"expected between 1 and {content.rows} appends for {content.rows} rows, found {appends!r}")
@@ -100,7 +100,7 @@ def append_batchwise(
 
 
 def create_source_table(lakehouse: Lakehouse, identifier: str, schema: Schema, properties: Mapping[str, str]) -> None:
-    """Create the table and its namespace unless they exist; safe to race."""
+    """Create the table and its namespace unless they exist. Safe to race."""
     lakehouse.create_namespace(identifier.rpartition(".")[0])
     with reachable(lakehouse.config.uri):
         if lakehouse.catalog.table_exists(identifier):
@@ -114,9 +114,9 @@ def create_source_table(lakehouse: Lakehouse, identifier: str, schema: Schema, p
 
 
 def _append_next(lakehouse: Lakehouse, identifier: str, content: Batchwise, appends: int) -> tuple[int, int] | None:
-    """Append the part that follows what is there; returns its (first, end), or None when nothing is missing.
+    """Append the next part. Return its (first, end), or None when nothing is missing.
 
-    The properties are read from the table object on which the append is built: if anybody appends in between, the
+    The properties are read from the table object on which the append is built. If another process appends in between, the
     append is refused, and the next try reads again.
     """
     table = lakehouse.load(identifier)

@@ -37,7 +37,7 @@ class Document:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CorpusReport:
-    """What the corpus is, and what this call did about it."""
+    """The corpus, and what this call did."""
 
     identifier: str
     digest: str
@@ -47,7 +47,7 @@ class CorpusReport:
     undecodable: tuple[str, ...]
     """Paths that were left out because they cannot be decoded: the standard library tests its decoder with them."""
     appends: int
-    """Appends made by this call; 0 when the table already held the corpus."""
+    """Appends made by this call, or 0 if the table already had the corpus."""
     appended_documents: int
 
 
@@ -59,17 +59,17 @@ def ingest_stdlib_corpus(
     root: Path | None = None,
     progress: Progress | None = None,
 ) -> CorpusReport:
-    """Bring every Python source below `root` into the table `identifier`, exactly once.
+    """Ingest every Python source below `root` into the table `identifier`, exactly once.
 
     Args:
         lakehouse: Where the table is or will be.
-        identifier: The table, as namespace.table; created if it does not exist.
+        identifier: The table, as namespace.table. Created if it does not exist.
         appends: Number of commits over which the documents are spread.
-        root: Folder of the sources; by default the standard library of the running interpreter, its tests included.
+        root: Folder of the sources, by default the standard library of the running interpreter with its tests.
         progress: Called after every append with (documents in the table, documents in all).
 
     Raises:
-        SpecInvalid: there are no sources, or the table holds something else.
+        SpecInvalid: no source exists, or the table contains something else.
     """
     documents, undecodable = _read(root if root is not None else Path(sysconfig.get_path("stdlib")))
     digest = corpus_digest(documents)
@@ -92,7 +92,7 @@ def ingest_stdlib_corpus(
 
 
 def corpus_digest(documents: Sequence[Document]) -> str:
-    """Digest of paths and sources in their order; each is framed by its length, so that no two corpora collide."""
+    """Return the digest of paths and sources in their order. Each is framed by its length, so that no two corpora collide."""
     digest = blake3()
     for document in documents:
         for text in (document.path.encode(), document.source.encode()):
@@ -126,7 +126,7 @@ def _source_paths(root: Path) -> Iterator[str]:
 
 
 def _decoded(path: Path) -> str | None:
-    """The file's text by its own encoding declaration (PEP 263); None when it breaks it."""
+    """Return the file's text by its own encoding declaration (PEP 263), or None if it violates it."""
     try:
         with tokenize.open(path) as stream:
             source = stream.read()

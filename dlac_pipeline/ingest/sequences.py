@@ -17,7 +17,7 @@ _DOCUMENTS_AT_ONCE = 128
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sequences:
-    """A line of tokens in sequences of one length; the last one is filled up with end-of-document tokens."""
+    """A line of tokens in sequences of one length. The last one is filled up with end-of-document tokens."""
 
     ids: npt.NDArray[np.int32]
     """[sequences, length]"""

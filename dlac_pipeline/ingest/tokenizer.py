@@ -17,7 +17,7 @@ _SMALLEST_VOCABULARY = 257
 
 
 def train_tokenizer(texts: Sequence[str], vocab_size: int) -> Tokenizer:
-    """Learn at most `vocab_size` tokens; the end of a document is token 0, and any text decodes back exactly.
+    """Learn at most `vocab_size` tokens. The end of a document is token 0, and any text decodes back exactly.
 
     Raises:
         SpecInvalid: `vocab_size` leaves no room for the 256 bytes and the end of a document.
@@ -43,7 +43,7 @@ def tokenizer_digest(tokenizer: Tokenizer) -> str:
 
 
 def load_corpus_tokenizer(path: Path, digest: str | None) -> Tokenizer | None:
-    """The tokenizer in the file, if the file is there and has this digest."""
+    """Return the tokenizer in the file, if the file exists and has this digest."""
     try:
         content = path.read_bytes()
     except FileNotFoundError:
@@ -54,10 +54,10 @@ def load_corpus_tokenizer(path: Path, digest: str | None) -> Tokenizer | None:
 
 
 def save_tokenizer(tokenizer: Tokenizer, path: Path) -> None:
-    """Write the tokenizer durably; what is at `path` is never overwritten by another one.
+    """Write the tokenizer durably. A different file at `path` is never overwritten.
 
     Raises:
-        SpecInvalid: `path` holds something else.
+        SpecInvalid: `path` contains something else.
     """
     content = tokenizer.to_str(pretty=True).encode()
     if path.exists():

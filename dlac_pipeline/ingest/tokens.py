@@ -1,7 +1,7 @@
-"""A corpus table in, a table of token sequences of one length and the tokenizer's file out: what the GPT example reads.
+"""Tokens of the GPT example: a corpus table in, a table of token sequences of one length and the tokenizer's file out.
 
-The documents in order of their ids, each followed by an end-of-document token, make one line of tokens; the line is cut
-into sequences, and the last one is filled up with end-of-document tokens.
+The documents in order of their ids, each followed by an end-of-document token, make one line of tokens. The line is cut into
+sequences, and the last one is filled up with end-of-document tokens.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ TOKENS = Schema(
     NestedField(3, "first_document", LongType(), required=False),
 )
 TOKENIZER_PROPERTY = "dlac.tokens.tokenizer"
-"""Digest of the tokenizer's JSON file; set by every append."""
+"""Digest of the tokenizer's JSON file. Every append sets it."""
 COUNT_PROPERTY = "dlac.tokens.count"
-"""Tokens in all, without what fills up the last sequence; set by every append."""
+"""Tokens in all, without the filling of the last sequence. Every append sets it."""
 _LAYOUT_VERSION = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokensReport:
-    """What the table of sequences is, and what this call did about it."""
+    """The table of sequences, and what this call did."""
 
     identifier: str
     tokenizer_path: Path
@@ -60,7 +60,7 @@ class TokensReport:
     padding_tokens: int
     """End-of-document tokens that fill up the last sequence."""
     appends: int
-    """Appends made by this call; 0 when the table already held all sequences."""
+    """Appends made by this call, or 0 if the table already had all sequences."""
     appended_sequences: int
 
 
@@ -107,12 +107,12 @@ def tokenize_corpus(
     sample_every: int = 4,
     progress: Progress | None = None,
 ) -> TokensReport:
-    """Train a tokenizer on a sample of the corpus, and bring the corpus into a table of token sequences, exactly once.
+    """Train a tokenizer on a sample of the corpus, and write the corpus into a table of token sequences, exactly once.
 
     Args:
         lakehouse: Where both tables are.
         corpus: The table that `ingest_stdlib_corpus` filled.
-        tokens: The table to fill, as namespace.table; created if it does not exist.
+        tokens: The table to fill, as namespace.table. Created if it does not exist.
         vocab_size: Tokens to learn, the 256 bytes and the end of a document included.
         sequence_length: Tokens of every sequence.
         rows_per_row_group: Sequences in a Parquet row group.
@@ -122,8 +122,8 @@ def tokenize_corpus(
         progress: Called after every append with (sequences in the table, sequences in all).
 
     Raises:
-        SpecInvalid: the corpus is not complete, a setting is wrong, or table or file hold something else.
-        NoSuchTable: there is no corpus.
+        SpecInvalid: the corpus is not complete, a setting is wrong, or table or file contain something else.
+        NoSuchTable: the corpus does not exist.
     """
     source = lakehouse.load(corpus)
     settings = _Settings(
@@ -174,7 +174,7 @@ def _complete(source: Table, corpus: str) -> str:
 
 
 def _documents(lakehouse: Lakehouse, source: Table, digest: str) -> list[str]:
-    """The sources in order of their ids, checked to be the ingested ones; rows that came later are left out."""
+    """Yield the sources in order of their ids, checked to be the ingested ones. Later rows are left out."""
     ingested = f"document_id < {int(source.properties[ROWS_PROPERTY])}"
     with reachable(lakehouse.config.uri):
         rows = source.scan(row_filter=ingested, selected_fields=("document_id", "path", "source")).to_arrow()

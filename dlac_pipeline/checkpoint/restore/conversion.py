@@ -1,10 +1,13 @@
-"""Checkpoints converted to another number of ranks: made once, verified, never half.
+"""Checkpoints converted to another number of ranks: made once, verified, never partial.
 
-In: a checkpoint's folder whose digests hold, and the engine's way to convert it. Out: `<run>/converted/<checkpoint>/`, with a
-record of its files that is written last. It is made under a name that nobody else has, and renamed when it is whole: killed
-anywhere, it is made again; of two at the same time, one waits and uses what the other made. One that does not get on, because
-it is frozen, is not waited for: both make it, and who is last uses what is there. No ledger row names it: it can always be made
-again, and goes with its checkpoint.
+In: a checkpoint's folder with verified digests, and the engine's conversion. Out: `<run>/converted/<checkpoint>/`, with a
+record of its files that is written last. It is made under a unique name, and renamed when it is whole.
+
+- A conversion that is killed is made again.
+- Of two at the same time, one waits and uses the result of the other.
+- One that makes no progress, because it is frozen, is not waited for: both make it, and the last one uses what exists.
+
+No ledger row names it: it can always be made again, and is removed with its checkpoint.
 """
 
 from __future__ import annotations
@@ -66,7 +69,7 @@ def load_state(
 
 
 def convert_checkpoint(folder: Path, convert: Convert, *, patience_s: float = 150.0) -> Path:
-    """The conversion of the checkpoint in `folder`, whose digests hold; made now, unless it is there.
+    """Return the conversion of the checkpoint in `folder`, whose digests are verified. Make it if it does not exist.
 
     Another process that converts something of this run is waited for, until it has written nothing for `patience_s`.
 
@@ -103,7 +106,7 @@ def _remove(folders: Iterable[Path]) -> None:
 
 @contextmanager
 def _only_one(parent: Path, patience_s: float) -> Iterator[bool]:
-    """Whether this is the only process that converts something of this run; the lock ends with its process."""
+    """Yield whether this is the only process that converts something of this run. The lock ends with its process."""
     parent.mkdir(exist_ok=True)  # in the run's folder, which is there
     with (parent / _LOCK).open("a+") as lock:
         alone = _taken(lock, parent, patience_s)
@@ -121,7 +124,7 @@ def _only_one(parent: Path, patience_s: float) -> Iterator[bool]:
 
 
 def _taken(lock: IO[str], parent: Path, patience_s: float) -> bool:
-    """Whether the lock is held, having waited for as long as whoever holds it writes something."""
+    """Return True if the lock is held, after a wait while its holder writes."""
     while True:
         there = _sizes(parent)
         deadline = time.monotonic() + patience_s
@@ -173,7 +176,7 @@ def _seal(stage: Path) -> None:
 
 
 def _holds(target: Path) -> bool:
-    """Whether there is a conversion, whole and unaltered."""
+    """Return True if a conversion exists, whole and unaltered."""
     try:
         record = json.loads((target / _RECORD).read_bytes())
         if record["format_version"] != _FORMAT_VERSION:

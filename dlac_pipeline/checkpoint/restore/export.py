@@ -1,6 +1,4 @@
-"""From a checkpoint to a file of weights for deployment, and back: the file's digest says which checkpoint it was, and so what
-it has seen.
-"""
+"""Export of a checkpoint as a file of weights, and its identification: the file's digest names the checkpoint."""
 
 from __future__ import annotations
 
@@ -46,9 +44,9 @@ def export_weights(
 
     Raises:
         SpecInvalid: `path` is no file's, or `part` is blank.
-        NoSuchRun: there is no such run.
+        NoSuchRun: the run does not exist.
         NoSuchCheckpoint: it has no restorable checkpoint of that step.
-        CheckpointDamaged: its files are not what was committed; nothing was written.
+        CheckpointDamaged: its files differ from those committed. Nothing was written.
         StoreUnavailable: the file cannot be written.
     """
     try:
@@ -113,7 +111,7 @@ def _save(weights: Weights, path: Path, about: dict[str, str]) -> None:
     """Write the file.
 
     Raises:
-        OSError: it cannot be written; the library has an error of its own for that.
+        OSError: it cannot be written. The library's own error is converted.
     """
     try:
         # Tensors that share memory are written out each: whoever loads them need not know.
@@ -133,10 +131,10 @@ def _order_header(path: Path) -> None:
 
 
 def checkpoint_of_file(lakehouse: Lakehouse, path: Path) -> dict[str, object]:
-    """Which checkpoint a file of weights was exported from, by its content alone.
+    """Return the checkpoint from which a file of weights was exported, by its content alone.
 
     Raises:
-        NoSuchCheckpoint: none that this lakehouse knows.
+        NoSuchCheckpoint: this lakehouse knows none.
     """
     digest = file_digest(path)
     row = Ledger(lakehouse).export(digest)

@@ -40,11 +40,11 @@ class Foreign:
 
 
 def foreign_checkpoint(folder: Path, *, tag: str | None = None) -> Foreign:
-    """The DeepSpeed or DCP checkpoint in `folder`; `tag` is DeepSpeed's, by default what its file `latest` says.
+    """Return the DeepSpeed or DCP checkpoint in `folder`. `tag` is DeepSpeed's, by default that of its file `latest`.
 
     Raises:
-        SpecInvalid: there is neither.
-        CheckpointUnsafe: a file of DeepSpeed's has more in it than tensors, plain values and its own few classes.
+        SpecInvalid: the folder contains neither.
+        CheckpointUnsafe: a DeepSpeed file contains more than tensors, plain values and a few known classes.
     """
     if (folder / ".metadata").is_file():
         return Foreign(origin=folder, engine=DistributedState.name, world_size=1, copy=_dcp_copier(folder))

@@ -39,23 +39,23 @@ class Restored:
 
 
 def manifest_of(row: Row, tiers: Tiers) -> Manifest:
-    """The manifest that a ledger row names, from this machine's copy if that is whole; raises as `restore`."""
+    """Return the manifest that a ledger row names, from this node's copy if that is whole. Raises as `restore`."""
     uri = row["manifest_uri"]
     return read_manifest(uri, row["manifest_digest"], tiers.files, copy=tiers.folder(folder_name_of(uri)))
 
 
 def verify_here(row: Row, manifest: Manifest, files: StoreFiles, done: Done) -> None:
-    """Verify the checkpoint that a ledger row names where it was written; raises as `verify_files`."""
+    """Verify the checkpoint that a ledger row names where it was written. Raises as `verify_files`."""
     verify_files(manifest, folder_uri(row["manifest_uri"]), files, done)
 
 
 def restore(row: Row, tiers: Tiers, done: Done = lambda done, total: None, *, verify: Verify = verify_here) -> Restored:
-    """The verified folder of the checkpoint that a ledger row names; safe to be killed, and to be done again.
+    """Return the verified folder of the checkpoint that a ledger row names. Safe to be killed and repeated.
 
-    `done` hears how much of it is there and holds; `verify` verifies it where there is no copy to be made.
+    `done` receives the progress. `verify` verifies it where no copy has to be made.
 
     Raises:
-        CheckpointDamaged: names what is missing or altered in the store.
+        CheckpointDamaged: a file is missing or altered in the store. The message names it.
         StoreUnavailable: the store cannot be reached, or the local folder cannot be written.
     """
     uri, digest = row["manifest_uri"], row["manifest_digest"]
@@ -74,7 +74,7 @@ def restore(row: Row, tiers: Tiers, done: Done = lambda done, total: None, *, ve
 
 
 def _have(entry: FileEntry, folder: Path, manifest_uri: str, files: StoreFiles) -> bool:
-    """Make sure of one file of the local copy; whether it had to come from the store."""
+    """Provide one file of the local copy. Return True if it came from the store."""
     path, local = folder / entry.path, StoreFiles(deadline_s=0.0)
     try:
         check_inside(entry, str(folder))

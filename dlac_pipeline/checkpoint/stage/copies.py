@@ -1,4 +1,4 @@
-"""What an engine hands over to be saved: written at once, or copied now and written behind training."""
+"""Writers of an engine's states: written at once, or copied now and written in the background."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dlac_pipeline.read.device import can_pin_memory
 
 
 class Write(Protocol):
-    """Takes one file of a checkpoint: where it is to lie, and what is to be in it."""
+    """Function that takes one file of a checkpoint: its path, and its content."""
 
     def __call__(self, path: Path, state: Any) -> None:
         """Write or copy `state`, which may change afterwards.
@@ -27,7 +27,7 @@ class Write(Protocol):
 
 
 class Writer(Protocol):
-    """What becomes of the states of one checkpoint."""
+    """Writer of the states of one checkpoint."""
 
     @property
     def write(self) -> Write:
@@ -84,14 +84,17 @@ class CopyMemory:
         return mine
 
     def give_back(self, storages: list[torch.UntypedStorage]) -> None:
-        """Nothing refers to these any more; what the last checkpoint did not use is let go of."""
+        """Note that these copies are free. Copies that the last checkpoint did not use are released."""
         self._free.clear()
         for storage in storages:
             self._free[storage.nbytes(), storage.is_pinned()].append(storage)
 
 
 class Copies:
-    """Copies every state, tensors with the storages that they share; `finish` writes the copies with `save`, in any thread."""
+    """Copies of every state, tensors with the storages that they share.
+
+    `finish` writes the copies with `save`, in any thread.
+    """
 
     def __init__(self, memory: CopyMemory, save: Save = write_state) -> None:
         self._memory = memory
@@ -99,7 +102,7 @@ class Copies:
         self._states: list[tuple[Path, Any]] = []
         self._storages: dict[tuple[int, int], torch.UntypedStorage] = {}
         self._originals: list[torch.UntypedStorage] = []
-        """Kept while states are handed over: as long as they live, nothing else can be at their addresses."""
+        """Kept while states are passed on: while they live, no other storage can have their addresses."""
         self.bytes = 0
         """Of the copies."""
 
@@ -138,7 +141,7 @@ class Copies:
         return copy.deepcopy(value)
 
     def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy a tensor into host memory; one that is made of others, such as a DTensor, of copies of these."""
+        """Copy a tensor into host memory. One that consists of others, such as a DTensor, is made of copies of these."""
         plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
         if not plain and is_traceable_wrapper_subclass(tensor):
             return self._made_of_copies(tensor)
@@ -156,7 +159,7 @@ class Copies:
         return torch.nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else made
 
     def _made_of_copies(self, tensor: Any) -> torch.Tensor:
-        """Make the same kind of tensor of copies of its tensors; what else it is made of, such as a device mesh, is shared."""
+        """Make the same kind of tensor from copies of its tensors. Its other parts, such as a device mesh, are shared."""
         names, rest = tensor.__tensor_flatten__()
         parts = {name: getattr(tensor, name) for name in names}
         copied = {name: self._tensor(part) if isinstance(part, torch.Tensor) else part for name, part in parts.items()}

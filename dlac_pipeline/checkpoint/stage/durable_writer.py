@@ -1,7 +1,7 @@
-"""From an engine's states to entries of the manifest: written, digested, and durable in the store.
+"""Durable writer: an engine's states in, entries of the manifest out. Files are written, digested, and durable in the store.
 
-Files are made durable by threads while the next ones are written. A copy that lies before the store needs no fsync: it is used
-only where its digests hold.
+Threads make files durable while the next ones are written. A copy in front of the store needs no fsync, because it is used
+only if its digests match.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from dlac_pipeline.lakehouse.durable_io import fsync_directory
 
 _THREADS = 4
 _NICE = 10
-"""Of writing behind training: low, but not so low that a busy machine would never get to it."""
+"""Niceness of writing in the background: low, but a busy node still gets to it."""
 
 
 class DurableWriter:
     """The files of one rank in the checkpoint `name`.
 
-    `behind`: training goes on meanwhile, and writing gives way to it.
+    `behind`: training continues during the write, and the write yields to it.
     """
 
     def __init__(self, tiers: Tiers, name: str, *, behind: bool = False) -> None:
@@ -42,7 +42,7 @@ class DurableWriter:
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="sealing")
         self._sealed: list[tuple[Future[None], FileEntry]] = []
         self.phases = Phases()
-        """Seconds: digest, in writing; of threads: sync, upload."""
+        """Seconds: digest, within writing. Of threads: sync, upload."""
 
     def save(self, state: Any, path: Path) -> None:
         """Write `state` to `path`, and begin to make it durable.
@@ -72,7 +72,7 @@ class DurableWriter:
             self.close()
 
     def close(self) -> None:
-        """End the threads; what is not sealed by now never is."""
+        """End the threads. Files that are not sealed by now never are."""
         self._pool.shutdown(wait=True, cancel_futures=True)
         if self._behind is not None:
             self._behind.shutdown()

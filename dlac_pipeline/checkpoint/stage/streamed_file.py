@@ -1,7 +1,7 @@
-"""From a state to its file: written once, front to back, and digested on the way, so that nothing is read again.
+"""Streamed file: a state is written once, front to back, and digested on the way, so that nothing is read again.
 
-Large files go past the page cache (O_DIRECT) where the file system can: a checkpoint that is written behind training takes half
-as much of the processor so, and does not push out of memory what training reads.
+Large files bypass the page cache (O_DIRECT) where the file system can. A checkpoint that is written in the background then
+takes half of the CPU time, and does not evict what training reads.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from blake3 import blake3
 from torch.utils.serialization import config as torch_config
 
 _BUFFER_BYTES = 8 << 20
-"""A multiple of every device's block size; what is left at the end, and so a small file, goes through the page cache."""
+"""A multiple of every device's block size. The rest at the end, and so a small file, passes through the page cache."""
 _DIRECT: int = getattr(os, "O_DIRECT", 0)
 
 
@@ -37,13 +37,15 @@ class Written:
 
 
 def write_state(state: Any, path: Path, *, direct: bool = True) -> Written:
-    """`torch.save` into a new file; not yet durable. `direct`: past the page cache, for what is not read again soon.
+    """Write `torch.save` into a new file, which is not durable yet.
 
-    The zip's own checksums are left out: torch never looks at them, and the digest says more.
+    `direct`: past the page cache, for files not read again soon.
+
+    The zip's own checksums are left out: torch never checks them, and the digest is stronger.
 
     Raises:
         OSError: it cannot be written.
-        FileExistsError: there is a file already.
+        FileExistsError: the file exists already.
     """
     file = _StreamedFile(path, direct=direct)
     try:
@@ -55,7 +57,7 @@ def write_state(state: Any, path: Path, *, direct: bool = True) -> Written:
 
 
 class _StreamedFile:
-    """What `torch.save` writes to. A failure is kept until `finish`: raised in the middle, torch would report its own."""
+    """Target of `torch.save`. A failure is kept until `finish`: if it were raised earlier, torch would report its own."""
 
     def __init__(self, path: Path, *, direct: bool) -> None:
         self._descriptor = _open_new(path, direct)
@@ -97,7 +99,7 @@ class _StreamedFile:
         return Written(bytes=self._bytes, digest=self._hasher.hexdigest(), digest_s=self._digest_s)
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Release the file."""
         os.close(self._descriptor)
 
     def _hand_over(self) -> None:
