@@ -1,1 +1,1 @@
-"""What is stored: the catalog, DLAC's tables, snapshots and row groups, the consumption ledger and its fence."""
+"""Storage: the catalog, DLAC's tables, snapshots and row groups, the ledger of consumption and its fence."""

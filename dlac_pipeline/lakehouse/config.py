@@ -27,14 +27,14 @@ _LIBPQ_TIMEOUTS = {
     "keepalives_interval": "5",
     "keepalives_count": "2",
 }
-"""A network that went silent is noticed within half a minute; the kernel by itself takes a quarter of an hour."""
+"""Timeouts that detect a silent network within half a minute. The kernel's own takes a quarter of an hour."""
 KEEP_SNAPSHOTS = 20
-"""Of each of DLAC's own tables, where nothing else is said."""
+"""Snapshots that are kept of each of DLAC's own tables, by default."""
 MOST_SNAPSHOTS = 1_000_000
 
 
 class LakehouseConfig(BaseModel):
-    """Where the lakehouse is: its Iceberg catalog and the folder or bucket of its files."""
+    """Place of the lakehouse: its Iceberg catalog and the folder or bucket of its files."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
@@ -108,9 +108,9 @@ class LakehouseConfig(BaseModel):
 
 
 def checked_address(address: str, *, known: tuple[str, ...] | None = SCHEMES) -> str:
-    """Return the one spelling of a folder's address: an absolute path, file:///path, or scheme://bucket/path.
+    """Return a folder's address in one spelling: an absolute path, file:///path, or scheme://bucket/path.
 
-    `known` are the schemes beside file that are allowed; None: all.
+    `known` are the schemes beside file that are allowed. None: all.
 
     Raises:
         ValueError: it is none of these. A typo must not become a local folder.
@@ -162,12 +162,12 @@ def checked_home(home: Path) -> Path:
 
 
 def sqlite_uri(path: str) -> str:
-    """Return the address of an SQLite file; in an address `?` begins the parameters, and `%` is an escape."""
+    """Return the address of an SQLite file. In an address `?` begins the parameters, and `%` is an escape."""
     return f"sqlite:///{path.replace('%', '%25').replace('?', '%3F')}"
 
 
 def sqlite_file(uri: str) -> Path | None:
-    """Return the file of an SQLite catalog; None for any other catalog."""
+    """Return the file of an SQLite catalog, or None for any other catalog."""
     head, _, _ = uri.partition("?")
     dialect, separator, path = head.partition(":///")
     if not separator or dialect.partition("+")[0] != "sqlite" or not path or path == ":memory:":
@@ -184,7 +184,7 @@ def _absolute(path: str) -> str:
 
 
 def _with_timeouts(uri: str) -> str:
-    """An address whose connections end when nobody answers any more; what it says itself of that stands."""
+    """Return an address whose connections end when the server does not answer. Its own parameters are kept."""
     dialect = uri.partition(":")[0]
     if dialect == "sqlite":
         wanted = {"timeout": "30"}

@@ -1,7 +1,7 @@
-"""File I/O for a local warehouse that survives a power cut: what is closed is on the disk.
+"""File I/O for a local warehouse that survives a power cut: a closed file is on the disk.
 
-pyiceberg does not fsync what it writes locally, so a commit that SQLite made durable could name a metadata file that a
-power cut takes away. Object stores acknowledge durably by themselves and are left as they are.
+pyiceberg does not fsync what it writes locally, so a commit that SQLite made durable could name a metadata file that a power
+cut removes. Object stores acknowledge durably and need no change.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def make_folder_durably(folder: Path) -> None:
 
 @contextmanager
 def temporary_beside(path: Path) -> Iterator[Path]:
-    """A name beside `path` that nobody else has, for what becomes `path` when it is whole; removed if that fails.
+    """Yield a unique name beside `path`, for a file that becomes `path` when it is whole. It is removed on failure.
 
-    Machines share folders, and their containers count processes alike: a process id alone is many writers' name.
+    Nodes share folders, and their containers number processes in the same way, so a process id alone is not unique.
     """
     temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}")
     try:

@@ -1,57 +1,39 @@
-"""Every error DLAC raises, one class per failure; `exit_code` is what a process that dies of it returns.
+"""Errors of DLAC, one class per failure. `exit_code` is the exit status of a process that ends with it.
 
-DlacError
-├── BadInput                  the request cannot be met as written
-│   ├── SpecInvalid           a job spec, a name or an option is wrong
-│   ├── ResumeMismatch        resuming would change something that the leg binds
-│   ├── CatalogMisconfigured  the catalog's address or credentials are wrong
-│   ├── NoSuchLakehouse, NoSuchTable, NoSuchSnapshot, NoSuchColumn, NoSuchRun
-│   ├── NoSuchCheckpoint      the run is known, a checkpoint or a checkpoint's name is not
-│   ├── NoSuchJobSpec         the job spec of a known run is not on this node
-│   ├── UnsupportedColumn     a column cannot become a tensor
-│   ├── UnsupportedSnapshot   the snapshot has an id or a schema that cannot be recorded or found
-│   ├── UnsupportedDeletes    the snapshot carries delete files that cannot be applied
-│   ├── TableReplaced         the table was dropped and created again since the plan
-│   ├── EmptyPlan             a pass would have no live row
-│   ├── ScriptInvalid         the training script cannot be run, or does not do its part
-│   ├── TransformFailed       the user's transform raised, rejected rows, or broke its contract
-│   ├── LogsMissing           the logs of an attempt are not on this node, or no longer
-│   ├── NothingToRehearse     no kept checkpoint has a committed successor
-│   ├── TokenizerUnreadable   a tokenizer cannot be loaded, or lacks a token
-│   └── FormatTooNew          written by a newer DLAC
-├── LakehouseError            the lakehouse did not do its part
-│   ├── CatalogUnreachable
-│   │   └── CatalogHostUnknown  the name of its host does not resolve
-│   ├── MetadataLost          the metadata file of a table is missing or cannot be read
-│   ├── PinLost               the tag that keeps the snapshot alive is gone or moved
-│   ├── AppendHistoryLost     what was appended to a source since its plan cannot be told apart any more
-│   └── DataFileUnreadable
-├── LedgerError               the consumption ledger said no
-│   ├── Fenced                a newer attempt owns the run
-│   ├── RunBusy               another launch of this run is alive
-│   ├── RunFinished
-│   ├── SteppedAside          another recovery claimed the run first
-│   ├── HeadMoved             the head is not my parent under my own attempt
-│   ├── LedgerOlderThanStore  the catalog was restored from a backup that lacks committed checkpoints
-│   ├── RowsBetween           rows were appended to the run since those that a commit was made from
-│   ├── CommitConflict        `main` moved under a commit (retried by the commit loop)
-│   └── CommitOutcomeUnknown  the catalog stayed away past the deadline
-├── CheckpointError
-│   ├── StoreUnavailable      the checkpoint store is not writable, full or away
-│   ├── CheckpointDamaged     a file is missing, truncated or altered
-│   ├── CheckpointUnsafe      a file has more in it than tensors and plain values
-│   ├── NoRestorableCheckpoint
-│   ├── CursorMismatch        a restored or reported cursor differs from the order
-│   └── WorldSizeUnsupported  the saved state cannot be loaded by this number of ranks
-└── TrainingFailed            the ranks died
+DlacError ├── BadInput                  the request cannot be met as written │   ├── SpecInvalid           a job spec, a name
+or an option is wrong │   ├── ResumeMismatch        resuming would change something that the leg binds │   ├──
+CatalogMisconfigured  the catalog's address or credentials are wrong │   ├── NoSuchLakehouse, NoSuchTable, NoSuchSnapshot,
+NoSuchColumn, NoSuchRun │   ├── NoSuchCheckpoint      the run is known, a checkpoint or a checkpoint's name is not │   ├──
+NoSuchJobSpec         the job spec of a known run is not on this node │   ├── UnsupportedColumn     a column cannot become a
+tensor │   ├── UnsupportedSnapshot   the snapshot has an id or a schema that cannot be recorded or found │   ├──
+UnsupportedDeletes    the snapshot has delete files that cannot be applied │   ├── TableReplaced         the table was dropped
+and created again since the plan │   ├── EmptyPlan             a pass would have no live row │   ├── ScriptInvalid         the
+training script cannot be run, or does not do its part │   ├── TransformFailed       the user's transform raised, rejected
+rows, or broke its contract │   ├── LogsMissing           the logs of an attempt are not on this node, or no longer │   ├──
+NothingToRehearse     no kept checkpoint has a committed successor │   ├── TokenizerUnreadable   a tokenizer cannot be loaded,
+or lacks a token │   └── FormatTooNew          written by a newer DLAC ├── LakehouseError            the lakehouse did not do
+its part │   ├── CatalogUnreachable │   │   └── CatalogHostUnknown  the name of its host does not resolve │   ├── MetadataLost
+the metadata file of a table is missing or cannot be read │   ├── PinLost               the tag that keeps the snapshot alive
+is gone or moved │   ├── AppendHistoryLost     rows appended to a source since its plan cannot be identified any more │   └──
+DataFileUnreadable ├── LedgerError               the ledger refused │   ├── Fenced                a newer attempt owns the run
+│   ├── RunBusy               another launch of this run is alive │   ├── RunFinished │   ├── SteppedAside          another
+recovery claimed the run first │   ├── HeadMoved             the head is not my parent under my own attempt │   ├──
+LedgerOlderThanStore  the catalog was restored from a backup that lacks committed checkpoints │   ├── RowsBetween
+rows were appended to the run since those that a commit was made from │   ├── CommitConflict        `main` moved under a
+commit (retried by the commit loop) │   └── CommitOutcomeUnknown  the catalog was unavailable past the deadline ├──
+CheckpointError │   ├── StoreUnavailable      the checkpoint store is not writable, full or unavailable │   ├──
+CheckpointDamaged     a file is missing, truncated or altered │   ├── CheckpointUnsafe      a file contains more than tensors
+and plain values │   ├── NoRestorableCheckpoint │   ├── CursorMismatch        a restored or reported cursor differs from the
+order │   └── WorldSizeUnsupported  the saved state cannot be loaded by this number of ranks └── TrainingFailed            the
+ranks died
     ├── NoProgress            several attempts in a row committed nothing
     ├── LossNotFinite         the loss is NaN or infinite, or the weights are
     ├── ScriptFailed          the training script raised the same exception at the same place twice in a row
     ├── LeftUnfinished        the script ended well, and the run has not
-    ├── NodesMissing          fewer machines than the job wants came together
+    ├── NodesMissing          fewer nodes than the job wants came together
     ├── ClusterRefused        the cluster's scheduler does not take the job
-    ├── ClusterSilent         the cluster's scheduler does not answer any more; the job is left as it is
-    └── Preempted             the ranks left at their deadline without a checkpoint
+    ├── ClusterSilent         the cluster's scheduler does not answer any more. The job is left as it is
+    └── Preempted             the ranks exited at their deadline without a checkpoint
 """
 
 from __future__ import annotations
@@ -66,15 +48,15 @@ class DlacError(Exception):
 
     exit_code: ClassVar[int] = 70
     transient: ClassVar[bool] = False
-    """Whether the same request may well succeed later: an orchestrator tries again, within bounds."""
+    """True if the same request may succeed later: an orchestrator tries again, within bounds."""
 
     def __init__(self, *args: object) -> None:
-        """`args` as of any exception; secrets in them are masked, for errors go to logs, reports and Dagster."""
+        """`args` as of any exception. Secrets in them are masked, because errors go to logs, reports and Dagster."""
         super().__init__(*(mask_secrets(each) if isinstance(each, str) else each for each in args))
 
 
 class BadInput(DlacError):
-    """The request cannot be met as it is written; trying again unchanged is useless."""
+    """The request cannot be met as it is written. Trying again unchanged is useless."""
 
     exit_code = 64
 
@@ -88,7 +70,7 @@ class ResumeMismatch(BadInput):
 
 
 class CatalogMisconfigured(BadInput):
-    """The address or the credentials of the catalog are wrong; waiting does not mend them."""
+    """The address or the credentials of the catalog are wrong. Waiting does not help."""
 
 
 class NoSuchLakehouse(BadInput):
@@ -196,7 +178,7 @@ class PinLost(LakehouseError):
 
 
 class AppendHistoryLost(LakehouseError):
-    """What was appended to a source since its plan cannot be told apart any more."""
+    """Rows appended to a source since its plan cannot be identified any more."""
 
     transient = False
 
@@ -212,7 +194,7 @@ class LedgerError(DlacError):
 
 
 class Fenced(LedgerError):
-    """A newer attempt owns the run; this one must stop for good."""
+    """A newer attempt owns the run. This one must stop for good."""
 
     exit_code = 80
 
@@ -246,11 +228,11 @@ class LedgerOlderThanStore(LedgerError):
 
 
 class RowsBetween(LedgerError):
-    """Somebody, such as an operator who named a checkpoint, appended rows to the run that a commit has not seen."""
+    """Another process, such as an operator who named a checkpoint, appended rows to the run that a commit has not seen."""
 
 
 class CommitConflict(LedgerError):
-    """`main` of a table moved between the read and the commit; the commit did not land."""
+    """`main` of a table moved between the read and the commit. The commit did not land."""
 
 
 class CommitOutcomeUnknown(LedgerError):
@@ -286,7 +268,7 @@ class NoRestorableCheckpoint(CheckpointError):
 
 
 class CursorMismatch(CheckpointError):
-    """A restored or reported cursor differs from what the order says."""
+    """A restored or reported cursor differs from the order."""
 
 
 class WorldSizeUnsupported(CheckpointError):
@@ -342,23 +324,26 @@ class LeftUnfinished(TrainingFailed):
 
 
 class Preempted(TrainingFailed):
-    """The deadline of a termination notice passed before a checkpoint of it was committed; the one before is the head."""
+    """The deadline of a termination notice passed before its checkpoint was committed. The one before is the head."""
 
     exit_code = 86
 
 
 def error_kind(err: BaseException) -> str:
-    """By what name an error is told to other processes: that of the class here which it is one of, else of its own."""
+    """Return the kind of an error for other processes: the name of its nearest class here, else of its own class."""
     return next((each for each in type(err).__mro__ if each.__module__ == __name__), type(err)).__name__
 
 
 def error_class(kind: str) -> type[DlacError] | None:
-    """The class here of this name; None: it is no error of DLAC's, or one of another version's."""
+    """Return the class here of this name, or None if it is no error of DLAC's, or one of another version."""
     found = globals().get(kind)
     return found if isinstance(found, type) and issubclass(found, DlacError) else None
 
 
 def error_from_kind(kind: str, message: str, *, default: type[DlacError]) -> DlacError:
-    """The error that another process told; one that this version does not know is a `default`, which names it."""
+    """Return the error that another process reported.
+
+    A kind that this version does not know becomes a `default` that names it.
+    """
     known = error_class(kind)
     return default(f"{kind}: {message}") if known is None else known(message)

@@ -77,15 +77,15 @@ class Condition(ABC):
 
     @abstractmethod
     def may_be_true(self, known: Known) -> bool:
-        """Whether it may be true for some row."""
+        """Return True if the condition may be true for some row."""
 
     @abstractmethod
     def must_be_true(self, known: Known) -> bool:
-        """Whether it is true for every row."""
+        """Return True if the condition is true for every row."""
 
     @abstractmethod
     def true_rows(self, table: pa.Table) -> _Flags:
-        """Return for which rows it is true; `table` has the top-level columns of `paths`."""
+        """Return the rows for which it is true. `table` has the top-level columns of `paths`."""
 
     @property
     @abstractmethod
@@ -140,11 +140,11 @@ class Combination(Condition):
     parts: tuple[Condition, ...]
 
     def may_be_true(self, known: Known) -> bool:
-        """Whether all parts, or one of them, may be."""
+        """Return True if all parts, or one of them, may be true."""
         return (all if self.every else any)(part.may_be_true(known) for part in self.parts)
 
     def must_be_true(self, known: Known) -> bool:
-        """Whether all parts, or one of them, must be."""
+        """Return True if all parts, or one of them, must be true."""
         return (all if self.every else any)(part.must_be_true(known) for part in self.parts)
 
     def true_rows(self, table: pa.Table) -> _Flags:
@@ -209,12 +209,12 @@ class IsNull(_OnOne):
     negated: bool = False
 
     def may_be_true(self, known: Known) -> bool:
-        """Whether there may be a null, or a value."""
+        """Return True if a null, or a value, may occur."""
         facts = self._facts(known)
         return facts.may_have_value if self.negated else facts.may_be_null
 
     def must_be_true(self, known: Known) -> bool:
-        """Whether there is nothing else."""
+        """Return True if nothing else occurs."""
         facts = self._facts(known)
         return not (facts.may_be_null if self.negated else facts.may_have_value)
 
@@ -231,12 +231,12 @@ class IsNan(_OnOne):
     negated: bool = False
 
     def may_be_true(self, known: Known) -> bool:
-        """Whether there may be a NaN, or a value."""
+        """Return True if a NaN, or a value, may occur."""
         facts = self._facts(known)
         return facts.may_have_value and (self.negated or self._may_be_nan(facts))
 
     def must_be_true(self, known: Known) -> bool:
-        """Whether there are only values, none of them NaN."""
+        """Return True if only values occur, none of them NaN."""
         facts = self._facts(known)
         return self.negated and not facts.may_be_null and not self._may_be_nan(facts)
 
@@ -251,21 +251,21 @@ class IsNan(_OnOne):
 
 @dataclass(frozen=True)
 class IsBetween(_OnOne):
-    """A column's value is at least `low` and at most `high`, or above and below where `open`; None is no limit."""
+    """A column's value is at least `low` and at most `high`, or above and below where `open`. None is no limit."""
 
     low: Any = None
     high: Any = None
     open: bool = False
 
     def may_be_true(self, known: Known) -> bool:
-        """Whether the bounds overlap with the limits."""
+        """Return True if the bounds overlap with the limits."""
         facts = self._facts(known)
         above = self.high is None or facts.lower is None or self._is_below(facts.lower, self.high)
         below = self.low is None or facts.upper is None or self._is_below(self.low, facts.upper)
         return facts.may_have_value and above and below
 
     def must_be_true(self, known: Known) -> bool:
-        """Whether the bounds are within the limits, and nothing is null or NaN."""
+        """Return True if the bounds are within the limits, and nothing is null or NaN."""
         facts = self._facts(known)
         above = self.low is None or (facts.lower is not None and self._is_below(self.low, facts.lower))
         below = self.high is None or (facts.upper is not None and self._is_below(facts.upper, self.high))
@@ -287,20 +287,20 @@ class IsBetween(_OnOne):
 
 @dataclass(frozen=True)
 class IsAmong(_OnOne):
-    """A column's value is one of `members`, or with `negated` is there and is none of them."""
+    """A column's value is one of `members`, or with `negated` is a value and none of them."""
 
     members: frozenset[Any] = frozenset()
     negated: bool = False
 
     def may_be_true(self, known: Known) -> bool:
-        """Whether a member, or something else, may occur."""
+        """Return True if a member, or something else, may occur."""
         facts = self._facts(known)
         if self.negated:
             return facts.may_have_value and not self._is_only_member(facts)
         return any(facts.may_hold(value) for value in self.members)
 
     def must_be_true(self, known: Known) -> bool:
-        """Whether only one member occurs, or none."""
+        """Return True if only one member occurs, or none."""
         facts = self._facts(known)
         if facts.may_be_null:
             return False
@@ -320,7 +320,7 @@ class IsAmong(_OnOne):
         return _flags(pc.is_valid(values)) & ~found if self.negated else found
 
     def _is_only_member(self, facts: Facts) -> bool:
-        """Whether all values are one and the same member; nulls are left aside."""
+        """Return True if all values are one and the same member. Nulls are ignored."""
         one = facts.lower is not None and facts.lower == facts.upper
         return one and facts.lower in self.members and not self._may_be_nan(facts)
 
@@ -329,7 +329,7 @@ class IsAmong(_OnOne):
 class IsLike(_OnOne):
     """A text matches a LIKE pattern that starts with `prefix`.
 
-    `rest` is the pattern after the prefix; None if any text may follow.
+    `rest` is the pattern after the prefix, or None if any text may follow.
     """
 
     prefix: str = ""
@@ -337,13 +337,13 @@ class IsLike(_OnOne):
     negated: bool = False
 
     def may_be_true(self, known: Known) -> bool:
-        """Whether the bounds leave room for a text that matches, or one that does not."""
+        """Return True if the bounds leave room for a text that matches, or one that does not."""
         facts = self._facts(known)
         settled = self._all_start(facts) and self.rest is None if self.negated else self._none_starts(facts)
         return facts.may_have_value and not settled
 
     def must_be_true(self, known: Known) -> bool:
-        """Whether the bounds prove a match, or that there is none."""
+        """Return True if the bounds prove a match, or its absence."""
         facts = self._facts(known)
         proven = self._none_starts(facts) if self.negated else self._all_start(facts) and self.rest is None
         return not facts.may_be_null and proven
@@ -367,10 +367,10 @@ class IsLike(_OnOne):
 
 
 def parse_filter(text: str, schema: Schema) -> Condition:
-    """Return the condition in `text`; all rows when it is empty.
+    """Return the condition in `text`: all rows when it is empty.
 
     Raises:
-        SpecInvalid: it is blank or no filter, or compares a column with what it cannot be compared with.
+        SpecInvalid: it is blank or no filter, or compares a column with an incomparable literal.
         NoSuchColumn: it names a column that the schema lacks.
     """
     if not text:
@@ -445,7 +445,7 @@ class _Binder:
         )
 
     def _path(self, names: tuple[str, ...]) -> FieldPath:
-        """The column of this name; a name with dots is that of a column before it is that of a field in a struct."""
+        """Return the column of this name. A column with dots in its name precedes a field in a struct."""
         fields = _descend(self._schema.fields, names)
         if fields is None:
             raise NoSuchColumn(
@@ -470,7 +470,7 @@ def _names_below(fields: Sequence[NestedField], prefix: str) -> list[str]:
 
 
 def _hint_inside(schema: Schema, names: tuple[str, ...]) -> str:
-    """Return what to write where a name leads into a list or a map; empty where it does not."""
+    """Return the text to write where a name leads into a list or a map, or an empty string."""
     for count in range(len(names) - 1, 0, -1):
         outer = _descend(schema.fields, names[:count])
         if outer is not None and isinstance(outer[-1].field_type, ListType | MapType):
@@ -508,9 +508,9 @@ def _among(path: FieldPath, places: Sequence[LiteralPlace], negated: bool) -> Co
 
 
 def _split_pattern(pattern: str) -> tuple[str, str | None]:
-    r"""The literal start of a LIKE pattern, and the rest as a regular expression: None if anything may follow.
+    r"""Return the literal start of a LIKE pattern, and the rest as a regular expression, or None if anything may follow.
 
-    `%` stands for any text and `_` for one character; `\%`, `\_` and `\\` stand for themselves.
+    `%` stands for any text and `_` for one character. `\%`, `\_` and `\\` stand for themselves.
     """
     tokens: list[tuple[bool, str]] = []
     for escaped, plain in re.findall(r"\\([%_\\])|(.)", pattern, re.DOTALL):

@@ -1,4 +1,4 @@
-"""What is known of a column's values in a file or a row group, and what partition values prove of their source columns."""
+"""Facts about a column's values in a file or a row group, and what partition values prove of their source columns."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ _GREATEST_CHARACTER = "\U0010ffff"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
-    """Facts about a column's values; all values that are neither null nor NaN are between `lower` and `upper`.
+    """Facts about a column's values. All values that are neither null nor NaN are between `lower` and `upper`.
 
-    None is an unknown bound. `hashed` tells whether a value hashes to the bucket of its partition.
+    None is an unknown bound. `hashed` decides whether a value hashes to the bucket of its partition.
     """
 
     may_be_null: bool = True
@@ -51,7 +51,7 @@ class Facts:
     hashed: Callable[[Any], bool] | None = None
 
     def may_hold(self, value: Any) -> bool:
-        """Whether a row may have this value."""
+        """Return True if a row may have this value."""
         inside = (self.lower is None or self.lower <= value) and (self.upper is None or value <= self.upper)
         return self.may_have_value and inside and (self.hashed is None or self.hashed(value))
 
@@ -76,7 +76,7 @@ def both(one: Facts, other: Facts) -> Facts:
 def of_counts(
     kind: IcebergType, *, rows: int, nulls: int | None, nans: int | None = None, lower: Any = None, upper: Any = None
 ) -> Facts:
-    """Return what counts and comparable bounds say; None is unknown, and columns other than floats hold no NaN."""
+    """Return the facts from counts and comparable bounds. None is unknown. Columns other than floats have no NaN."""
     return Facts(
         may_be_null=nulls != 0,
         may_have_value=nulls is None or nulls < rows,
@@ -87,7 +87,7 @@ def of_counts(
 
 
 def of_partition(transform: Transform[Any, Any], kind: IcebergType, value: Any) -> Facts:
-    """Return what a file's partition value says of its source column of type `kind`."""
+    """Return the facts that a file's partition value proves of its source column of type `kind`."""
     if not _is_known(transform):
         return UNKNOWN
     if value is None:
@@ -103,7 +103,7 @@ def of_partition(transform: Transform[Any, Any], kind: IcebergType, value: Any) 
 
 
 def of_summary(transform: Transform[Any, Any], kind: IcebergType, summary: PartitionFieldSummary) -> Facts:
-    """Return what a manifest's summary of one partition field says of the field's source column."""
+    """Return the facts that a manifest's summary of one partition field proves of the field's source column."""
     if not _is_known(transform):
         return UNKNOWN
     found = replace(UNKNOWN if summary.contains_null else NO_NULL, may_be_nan=isinstance(kind, FLOATS))
@@ -130,7 +130,7 @@ def _both_hashed(
 
 
 def _is_known(transform: Transform[Any, Any]) -> bool:
-    """Whether the transform keeps null apart from values, and is one that `_range` or `_in_bucket` can invert."""
+    """Return True if the transform keeps null apart from values, and `_range` or `_in_bucket` can invert it."""
     return isinstance(transform, IdentityTransform | TruncateTransform | BucketTransform | TimeTransform)
 
 
@@ -146,7 +146,7 @@ def _in_bucket(transform: BucketTransform[Any], kind: IcebergType, bucket: int) 
 
 
 def _range(transform: Transform[Any, Any], kind: IcebergType, least: Any, greatest: Any) -> tuple[Any, Any]:
-    """The bounds of the source values whose partition values are between two values; None where open."""
+    """Return the bounds of the source values whose partition values are between two values. None where open."""
     if isinstance(transform, IdentityTransform):
         return least, greatest
     if isinstance(transform, TruncateTransform):
@@ -167,7 +167,7 @@ def _truncated(width: int, kind: IcebergType, least: Any, greatest: Any) -> tupl
 
 
 def _after_prefix(prefix: Any) -> Any:
-    """A value that is greater than all that start with `prefix`; None if there is none."""
+    """Return a value greater than all that start with `prefix`, or None."""
     if isinstance(prefix, bytes):
         kept = prefix.rstrip(b"\xff")
         return kept[:-1] + bytes([kept[-1] + 1]) if kept else None

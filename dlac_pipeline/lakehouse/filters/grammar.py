@@ -41,7 +41,7 @@ class WrittenLiteral:
 class Atom:
     """A condition on one column: `operator` is a comparison, "in", "like", "null" or "nan".
 
-    `names` are the parts of the column's name between dots; a part in double quotes may hold dots itself.
+    `names` are the parts of the column's name between dots. A part in double quotes may contain dots.
     """
 
     names: tuple[str, ...]

@@ -76,7 +76,7 @@ _HINTS: dict[type, str] = {
 
 @dataclass(frozen=True, slots=True)
 class LiteralPlace:
-    """Where a literal is among the values of a type: None where the type has no such value."""
+    """Place of a literal among the values of a type, or None where the type has no such value."""
 
     at_most: Any
     equal: Any
@@ -84,7 +84,7 @@ class LiteralPlace:
 
 
 def place_of(kind: IcebergType, literal: Value) -> LiteralPlace | None:
-    """Return the place of a literal among the values of `kind`; None if it cannot be compared with them."""
+    """Return the place of a literal among the values of `kind`, or None if they cannot be compared."""
     if isinstance(kind, DecimalType):
         greatest = 10**kind.precision - 1
         return _on_grid(_number(literal), 10**kind.scale, (-greatest, greatest))
@@ -120,7 +120,7 @@ def from_python(kind: IcebergType, value: Any) -> Any:
 
 
 def from_bytes(kind: IcebergType, stored: bytes) -> Any:
-    """Return the comparable value of a bound as Iceberg stores it, perhaps before its column was widened; None if unknown."""
+    """Return the comparable value of a bound as Iceberg stores it, perhaps before its column was widened, or None."""
     if isinstance(kind, FLOATS):
         value = struct.unpack("<f" if len(stored) == 4 else "<d", stored)[0]
         return None if isnan(value) else value
@@ -147,7 +147,7 @@ def to_python(kind: IcebergType, value: Any) -> Any:
 
 
 def unit_ns(kind: IcebergType) -> int | None:
-    """Return the nanoseconds in one unit of a type of dates or times; None for other types."""
+    """Return the nanoseconds in one unit of a type of dates or times, or None for other types."""
     return _UNITS_NS.get(type(kind))
 
 
@@ -237,7 +237,7 @@ def _clock_ns(clock: re.Match[str]) -> Fraction | None:
 
 
 def _zone_ns(text: str, *, zoned: bool) -> int | None:
-    """The offset from UTC; none means UTC, and a column without a zone takes no offset."""
+    """Return the offset from UTC. No offset means UTC, and a column without a zone takes none."""
     if not text:
         return 0
     if not zoned:

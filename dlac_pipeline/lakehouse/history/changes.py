@@ -1,8 +1,8 @@
-"""What happened to a table between two snapshots: which rows came since, and where to read them; which rows are gone.
+"""Changes of a table between two snapshots: new rows and where to read them, and removed rows.
 
-A run planned snapshot P (`since`) and goes on with N (`until`), which descends from P. The snapshots between are walked in
-order, each by what its manifests really did. Where a file of N holds rows of P beside others, they are told apart by v3 row ids
-or by identity columns; without either, rows that came are read in the last snapshot in which they were by themselves.
+A run planned snapshot P (`since`) and continues with N (`until`), which descends from P. The snapshots between them are
+walked in order, each by what its manifests did. Where a file of N mixes rows of P with others, v3 row ids or identity columns
+tell them apart. Without either, new rows are read in the last snapshot that had them in a file of their own.
 """
 
 from __future__ import annotations
@@ -34,15 +34,19 @@ def changes(
     on_overwrite: OnOverwrite = "stop",
     identity_columns: Sequence[str] = (),
 ) -> History:
-    """What happened from snapshot `since` to snapshot `until`.
+    """Return the changes from snapshot `since` to snapshot `until`.
 
-    `on_overwrite` says what an overwrite is to a run that follows the table: "stop" raises unless it can be proven that it
-    only removed rows; "read" reads rows that it brought and leaves out those that it removed (without row ids and identity
-    columns its files are read whole: rows that it kept come again); "ignore" reads nothing of it and leaves nothing out, but
-    an overwrite that provably only removed rows is a delete. Rows that come back with a known identity are not new.
+    `on_overwrite` decides on an overwrite for a run that follows the table:
 
-    If `until` does not descend from `since`, or what came since cannot be told apart, then `History.portions` raises
-    `AppendHistoryLost`, and `History.gone` still answers for files that are where they were.
+    - "stop" raises unless the overwrite provably only removed rows.
+    - "read" reads rows that it added and leaves out those that it removed. Without row ids and identity columns its files are
+      read whole: rows that it kept are read again.
+    - "ignore" reads nothing of it and leaves nothing out. An overwrite that provably only removed rows is a delete.
+
+    Rows that reappear with a known identity are not new.
+
+    If `until` does not descend from `since`, or new rows cannot be identified, then `History.portions` raises
+    `AppendHistoryLost`, and `History.gone` still answers for files that did not move.
 
     Raises:
         NoSuchSnapshot: the table has no snapshot `until`.
@@ -69,7 +73,7 @@ def changes(
 
 
 def _keys(rows: TableRows, since: int, until: int, identity_columns: Sequence[str]) -> Keys | None:
-    """By what rows can be told apart: the declared identity columns, else row ids where all files have them, else nothing."""
+    """Return the keys of rows: the declared identity columns, else row ids where all files have them, else nothing."""
     schema = snapshot_schema(rows.table, until)
     if identity_columns:
         return identity_keys(schema, identity_columns)
@@ -80,7 +84,7 @@ def _keys(rows: TableRows, since: int, until: int, identity_columns: Sequence[st
 
 @dataclass(frozen=True, kw_only=True)
 class History:
-    """What happened to a table from snapshot `since` to snapshot `until`."""
+    """Changes of a table from snapshot `since` to snapshot `until`."""
 
     since: int
     until: int
@@ -90,32 +94,32 @@ class History:
 
     @property
     def steps(self) -> tuple[Step, ...]:
-        """What each snapshot did, as far as it was followed."""
+        """The changes of each snapshot, as far as it was followed."""
         return self._found.steps
 
     @property
     def told_by(self) -> Literal["row_ids", "identity_columns", "appends"]:
-        """By what rows are told apart."""
+        """The keys that tell rows apart."""
         if self._keys is None:
             return "appends"
         return "identity_columns" if self._keys.columns else "row_ids"
 
     @property
     def portions(self) -> tuple[Portion, ...]:
-        """Where every row that came since and is live is read, once, in order.
+        """Return where every new live row is read, once, in order.
 
         Raises:
-            AppendHistoryLost: that cannot be told.
+            AppendHistoryLost: it cannot be determined.
         """
         if isinstance(self._found.portions, AppendHistoryLost):
             raise self._found.portions
         return self._found.portions
 
     def check(self) -> None:
-        """Check that all of it can be told.
+        """Check that all of it can be determined.
 
         Raises:
-            AppendHistoryLost: what came cannot be told apart, or a rewrite did not keep what tells rows apart.
+            AppendHistoryLost: new rows cannot be identified, or a rewrite did not keep the keys.
             SpecInvalid: the identity columns do not tell rows apart.
         """
         _ = self.portions
@@ -123,14 +127,14 @@ class History:
             _ = self._matched
 
     def gone(self, path: str) -> Ints | None:
-        """Sorted positions of the rows of a data file of `since` that were live there and are not in `until`.
+        """Return sorted positions of the rows of a data file of `since` that were live then and are not in `until`.
 
-        None where it cannot be told: rows moved to other files, some were deleted there, and nothing tells them apart. Then
-        what was planned of `since` is finished first.
+        Return None where it cannot be determined: rows moved to other files, some were deleted there, and nothing tells them
+        apart. Then the plan of `since` is finished first.
 
         Raises:
             SpecInvalid: the identity columns do not tell rows apart.
-            AppendHistoryLost: a rewrite did not keep what tells rows apart.
+            AppendHistoryLost: a rewrite did not keep the keys.
         """
         if path in self._found.unsure:
             return None
@@ -140,11 +144,11 @@ class History:
         return np.flatnonzero(away)
 
     def old_rows(self, snapshot_id: int, path: str) -> Ints:
-        """Sorted positions of the rows of a portion's file that were live in `since` already: those are not new.
+        """Return sorted positions of the rows of a portion's file that were live in `since` already, and so are not new.
 
         Raises:
             SpecInvalid: the identity columns do not tell rows apart.
-            AppendHistoryLost: a rewrite did not keep what tells rows apart.
+            AppendHistoryLost: a rewrite did not keep the keys.
         """
         place = (snapshot_id, path)
         return np.flatnonzero(self._matched[1][place]) if place in self._new_places else NO_ROWS

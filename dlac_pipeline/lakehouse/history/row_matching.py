@@ -1,7 +1,7 @@
-"""Which rows of some data files are rows of others: matched by v3 row id, or by declared identity columns.
+"""Matching of rows between data files: by v3 row id, or by declared identity columns.
 
-In go data files, each with the rows of it that are meant; out comes one mask per file. Only the key columns are read, in
-batches; DuckDB joins 16 bytes of digest per row and spills to disk past its memory limit. A mask is one byte per row.
+In: data files, each with its chosen rows. Out: one mask per file. Only the key columns are read, in batches. DuckDB joins 16
+bytes of digest per row and spills to disk past its memory limit. A mask is one byte per row.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MEMORY_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows of one data file: `chosen` is a mask over its positions; `where` names it in messages."""
+    """Rows of one data file: `chosen` is a mask over its positions. `where` names it in messages."""
 
     file: LiveFile
     chosen: Mask
@@ -43,7 +43,7 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """By what rows are told apart: the identity columns of `schema`, or v3 row ids where `columns` is empty."""
+    """Keys of rows: the identity columns of `schema`, or v3 row ids where `columns` is empty."""
 
     schema: Schema
     columns: tuple[str, ...] = ()
@@ -77,11 +77,11 @@ def identity_keys(schema: Schema, columns: Sequence[str]) -> Keys:
 def match(
     table: Table, old: Sequence[Rows], new: Sequence[Rows], keys: Keys, *, memory_bytes: int = _MEMORY_BYTES
 ) -> tuple[list[Mask], list[Mask]]:
-    """Which of the `old` rows are among the `new` ones, and which of the new among the old: a mask per file, by position.
+    """Return the `old` rows that are among the `new` ones, and the new among the old: a mask per file, by position.
 
     Raises:
         SpecInvalid: two rows of one side have the same identity, and the other side has it too.
-        AppendHistoryLost: the same of row ids.
+        AppendHistoryLost: as before, with row ids.
         DataFileUnreadable: a data file cannot be read.
     """
     sides = _Side(table, old, keys), _Side(table, new, keys)
@@ -95,7 +95,10 @@ def match(
 
 
 def _join(connection: duckdb.DuckDBPyConnection, old: _Side, new: _Side) -> int:
-    """Mark what both sides have; the number of pairs, which exceeds the rows of a side if it has a key twice."""
+    """Mark the rows of both sides that match.
+
+    Return the number of pairs, which exceeds the rows of a side with a repeated key.
+    """
     for name, side in (("old", old), ("new", new)):
         connection.register(name, side.reader())
     query = (
@@ -126,12 +129,12 @@ class _Side:
 
     @property
     def wanted(self) -> bool:
-        """Whether any row is meant."""
+        """True if any row is chosen."""
         return any(one.chosen.any() for one in self.rows)
 
     @property
     def found_rows(self) -> int:
-        """How many rows were found on the other side."""
+        """Number of rows that were found on the other side."""
         return int(np.count_nonzero(self.found))
 
     @property
@@ -148,7 +151,7 @@ class _Side:
         return f"md5_number(concat({', '.join(digests)}))"
 
     def masks(self) -> list[Mask]:
-        """What was found, by file."""
+        """The found rows, by file."""
         return np.split(self.found, np.cumsum([one.file.rows for one in self.rows])[:-1]) if self.rows else []
 
     def reader(self) -> pa.RecordBatchReader:

@@ -1,6 +1,6 @@
-"""A table's snapshots as its history needs them: what each did, by its manifests, and which rows live in it.
+"""Steps of a table's history: the changes of each snapshot, by its manifests, and the rows that live in it.
 
-In go two snapshots of a table; out come the steps from one to the other, and the live rows of any data file on the way.
+In: two snapshots of a table. Out: the steps from one to the other, and the live rows of any data file on the way.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ Place = tuple[int, str]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
-    """What one snapshot did, by its manifests: data files added and removed, each with its rows.
+    """Changes of one snapshot, by its manifests: data files added and removed, each with its rows.
 
-    `parent` is None where it was expired; `operation` is "gap" for all that snapshots which are gone did together.
+    `parent` is None where it was expired. `operation` is "gap" for the combined changes of expired snapshots.
     """
 
     snapshot_id: int
@@ -93,7 +93,7 @@ class TableRows:
 
 
 def steps_between(table: Table, since: int, until: int) -> list[Step]:
-    """The snapshots after `since` up to `until`, oldest first; a "gap" comes first where some of them are expired.
+    """Return the snapshots after `since` up to `until`, oldest first. A "gap" comes first where some are expired.
 
     pyiceberg takes the parent from a snapshot whose parent expires: a missing parent may mean the table's first snapshot.
     """
@@ -149,7 +149,7 @@ def _step(table: Table, snapshot: Snapshot) -> Step:
 
 
 def _gap(table: Table, since: Snapshot, first: Snapshot, step: Step) -> Step:
-    """What the expired snapshots between `since` and `first` did, as one step: `step` is what `first` did then."""
+    """Return the changes of the expired snapshots between `since` and `first` as one step. `step` has the changes of `first`."""
     before: dict[str, tuple[int, int | None]] = {path: (rows, None) for path, rows in step.removed.items()}
     deletes_added = False
     for content, entry in _entries(table, first, own=False):
@@ -181,6 +181,6 @@ def _gap(table: Table, since: Snapshot, first: Snapshot, step: Step) -> Step:
 
 
 def _precedes(table: Table, sequence_number: int | None, since: Snapshot) -> bool:
-    """Whether what has this sequence number is not younger than `since`; version 1 has no sequence numbers."""
+    """Return True if an entry with this sequence number is not younger than `since`. Version 1 has no sequence numbers."""
     known = table.metadata.format_version > 1 and sequence_number is not None and since.sequence_number is not None
     return known and int(sequence_number or 0) <= int(since.sequence_number or 0)

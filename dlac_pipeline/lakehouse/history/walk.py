@@ -1,8 +1,8 @@
-"""The walk over a table's history, from a planned snapshot on: what every data file may hold, and where it is read.
+"""Walk over a table's history, from a planned snapshot on: the possible rows of every data file, and where they are read.
 
-Every data file is known by two things: of which planned files it may hold rows (`origins`), and whether it may hold rows that
-came since (`fresh`). Where one file holds both, rows are told apart by keys; without keys, fresh files are read where they
-were last by themselves, and of planned rows it is known what became of them as long as none was deleted from where they are.
+Two facts describe a data file: the planned files whose rows it may contain (`origins`), and whether it may contain new rows
+(`fresh`). Where one file mixes both, keys tell rows apart. Without keys, fresh files are read where they were last separate,
+and planned rows are followed until one is deleted from its new place.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Portion:
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """What a live data file may hold; `opaque`: rows that nobody shall read and that cannot be told from others."""
+    """The possible content of a live data file. `opaque`: rows that are not to be read and cannot be told from others."""
 
     origins: frozenset[str] = _NOTHING
     fresh: bool = False
@@ -45,14 +45,14 @@ class _Held:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Found:
-    """What a walk found; `portions` is the error if the history is lost."""
+    """Result of a walk. `portions` is the error if the history is lost."""
 
     steps: tuple[Step, ...]
     portions: tuple[Portion, ...] | AppendHistoryLost
     places: Mapping[str, frozenset[Place]]
     """Planned file -> where rows of it still count as live."""
     unsure: frozenset[str]
-    """Planned files of which it cannot be told what became of their rows."""
+    """Planned files whose rows cannot be followed."""
     spared: tuple[tuple[int, int], ...] = ()
     """Snapshots before and after deletes that do not count."""
     pure: frozenset[Place] = frozenset()
@@ -98,7 +98,7 @@ class Walk:
             self._add(step, _Held(fresh=True))
 
     def conclude(self) -> Found:
-        """What the walk found, at its end."""
+        """Return the result of the walk, at its end."""
         until = self._rows.files(self._until)
         if self._held.keys() != until.keys():
             different = sorted(self._held.keys() ^ until.keys())[0]
@@ -128,7 +128,7 @@ class Walk:
         )
 
     def conclude_without_history(self, err: AppendHistoryLost) -> Found:
-        """What can be said although the history is lost: what became of files that are still there."""
+        """Return the result if the history is lost: only files that still exist are known."""
         until = self._rows.files(self._until)
         there = {path for path in self._planned if path in until}
         if self._on_overwrite == "ignore":  # deletes may be those of an overwrite
@@ -194,7 +194,7 @@ class Walk:
             self._add(step, _Held(origins, any(held.fresh for held in removed.values())))
 
     def _lose_track(self, step: Step, removed: Mapping[str, _Held], *, moved: bool) -> None:
-        """Without keys, rows of planned files are followed into other files as long as all of them are there."""
+        """Stop following rows of planned files into other files, if some were deleted there and no keys exist."""
         for path, held in removed.items():
             nothing_lost = sum(step.removed.values()) == sum(step.added.values())
             if moved and path in self._planned and (step.parent is not None or nothing_lost):
@@ -254,7 +254,7 @@ class Walk:
         )
 
     def _only_removes(self, step: Step, removed: Mapping[str, _Held]) -> bool:
-        """Whether all rows that an overwrite wrote are rows that it took: then it only deleted, as pyiceberg does."""
+        """Return True if an overwrite wrote only rows that it removed: then it only deleted, as pyiceberg does."""
         parent = step.parent
         unknown = parent is None and (step.deletes_added or removed.keys() - self._planned.keys())
         if self._keys is None or unknown:
@@ -275,7 +275,7 @@ class Walk:
         return new_rows == 0
 
     def _ignored(self, step: Step, removed: Mapping[str, _Held]) -> None:
-        """What an ignored overwrite took away still counts, as it was before; what it brought does not."""
+        """Undo an ignored overwrite: its removed files still count, and its added files do not."""
         self._keep_before(step, removed)
         if step.deletes_added:
             self._spared.append((self._parent(step, "rows are deleted that still count"), step.snapshot_id))

@@ -1,9 +1,9 @@
-"""From the columns of one Parquet file to the columns of the table at a pinned schema.
+"""Columns of one Parquet file as columns of the table at a pinned schema.
 
-A column is found in the file by Iceberg field id; by the table's name mapping if the file has no ids; else by name.
-So renamed, reordered, dropped and widened columns read as the pinned schema names and types them, and a column that the
-file lacks is its identity partition value, else its initial default, else null. What comes out has one Arrow type per
-Iceberg type: `string`, `binary` and `list`, never their `large_` forms, and 16 bytes for a uuid.
+A column is found in the file by Iceberg field id, by the table's name mapping if the file has no ids, else by name. So
+renamed, reordered, dropped and widened columns read as the pinned schema names and types them. A column that the file lacks
+is its identity partition value, else its initial default, else null. The result has one Arrow type per Iceberg type:
+`string`, `binary` and `list`, never their `large_` forms, and 16 bytes for a uuid.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ _Found = tuple[pa.Field, MappedField | None]
 
 
 def open_parquet(stream: Any, fields: Iterable[NestedField], **options: Any) -> pq.ParquetFile:
-    """Open a Parquet file of which these columns of a table are read; `options` are those of `ParquetFile`.
+    """Open a Parquet file of which these columns of a table are read. `options` are those of `ParquetFile`.
 
-    Timestamps stored as INT96 hold any date from year 1 to 9999, as no nanoseconds in 64 bits do, so they are read in the
-    table's own unit.
+    Timestamps stored as INT96 can be any date from year 1 to 9999, which nanoseconds in 64 bits cannot, so they are read in
+    the table's own unit.
     """
     kinds = {kind for field in fields for kind in _kinds_in(field.field_type)}
     nanoseconds = kinds & {TimestampNanoType, TimestamptzNanoType} and not kinds & {TimestampType, TimestamptzType}
@@ -72,7 +72,7 @@ def _kinds_in(kind: IcebergType) -> set[type]:
 
 
 def concat_chunks(chunks: Sequence[Any], kind: Any) -> Any:
-    """One array of chunks of type `kind`; of strings and lists with offsets of 64 bits where those of 32 are too few."""
+    """Return one array of chunks of type `kind`, of strings and lists with 64-bit offsets where 32 bits are too few."""
     arrays = [*chunks] or [pa.array([], type=kind)]
     if len(arrays) == 1:
         return arrays[0]
@@ -86,7 +86,7 @@ def concat_chunks(chunks: Sequence[Any], kind: Any) -> Any:
 
 
 def large_form(kind: Any) -> Any:
-    """The type with offsets of 64 bits, of a type of strings or lists; another type as it is."""
+    """Return the type with 64-bit offsets for a type of strings or lists, and another type unchanged."""
     if pa.types.is_list(kind):
         return pa.large_list(kind.value_field)
     return {pa.string(): pa.large_string(), pa.binary(): pa.large_binary()}.get(kind, kind)
@@ -95,7 +95,7 @@ def large_form(kind: Any) -> Any:
 def lacks_columns(
     file_schema: pa.Schema, schema: Schema, names: Sequence[str], name_mapping: NameMapping | None
 ) -> bool:
-    """Whether a file lacks one of the columns `names` of `schema`."""
+    """Return True if a file lacks one of the columns `names` of `schema`."""
     in_file = _by_id(file_schema, schema, name_mapping)
     return any(field.name in names and field.field_id not in in_file for field in schema.fields)
 
@@ -114,7 +114,7 @@ def arrow_type(iceberg_type: IcebergType) -> pa.DataType:
 
 @dataclass(frozen=True)
 class _Column:
-    """Where one column of the table comes from: the file's column `in_file` of type `found`, or a constant.
+    """Source of one column of the table: the file's column `in_file` of type `found`, or a constant.
 
     `mapped` is the name mapping of the fields below it, if the file has no ids.
     """
@@ -133,7 +133,7 @@ class _Column:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Statistics of a column in a row group: Arrow scalars in the table's type; None where unknown, NaN left aside."""
+    """Statistics of a column in a row group: Arrow scalars in the table's type. None where unknown. NaN is ignored."""
 
     nulls: int | None
     lower: Any
@@ -141,7 +141,7 @@ class Bounds:
 
 
 class FileColumns:
-    """How the named columns of a table are read from one file.
+    """Reading of the named columns of a table from one file.
 
     `in_file` are the file's top-level columns to read, `absent` the named columns that are constant here.
     """
@@ -179,7 +179,7 @@ class FileColumns:
         return cls([_column(top_level[name], in_file, partition_values) for name in names], _first_leaves(file_schema))
 
     def align(self, table: pa.Table, rows: int) -> pa.Table:
-        """The columns in the table's names and types, from what was read of `in_file`; `rows` fill the constant ones.
+        """Return the columns in the table's names and types, from what was read of `in_file`. `rows` fill the constant ones.
 
         Raises:
             UnsupportedColumn: a value does not fit the table's type.
@@ -187,7 +187,7 @@ class FileColumns:
         return pa.table({column.field.name: _aligned(column, table, rows) for column in self._columns})
 
     def bounds(self, row_group: pq.RowGroupMetaData) -> dict[str, Bounds]:
-        """What the file's statistics say of those columns, by name, that are in the file and not nested."""
+        """Return the file's statistics of those columns, by name, that are in the file and not nested."""
         found = {}
         for column in self._columns:
             if column.in_file is None or pa.types.is_nested(column.found):
@@ -200,7 +200,7 @@ class FileColumns:
 
 
 def name_mapping_of(table: Table) -> NameMapping | None:
-    """The table's mapping of names to field ids, for files without ids; None if it has none.
+    """Return the table's mapping of names to field ids, for files without ids, or None.
 
     Raises:
         UnsupportedColumn: the property is not such a mapping.
@@ -270,7 +270,7 @@ def _column(field: NestedField, in_file: Mapping[int, _Found], partition_values:
 
 
 def _fits(found: Any, wanted: Any) -> bool:
-    """Whether a value of type `found` is one of type `wanted`, as Iceberg promotes types."""
+    """Return True if a value of type `found` is one of type `wanted`, as Iceberg promotes types."""
     if pa.types.is_dictionary(found):
         found = found.value_type
     if isinstance(found, pa.BaseExtensionType):
@@ -311,7 +311,7 @@ _PROMOTIONS: tuple[tuple[Callable[[Any], bool], Callable[[Any, Any], bool]], ...
 
 
 def _extremes(statistics: pq.Statistics, column: _Column) -> tuple[Any, Any]:
-    """Least and greatest value as Arrow scalars of the table's type; (None, None) where they are not to be relied on."""
+    """Return least and greatest value as Arrow scalars of the table's type, or (None, None) if they are unreliable."""
     wanted = arrow_type(column.field.field_type)
     if not statistics.has_min_max or pa.types.is_fixed_size_binary(wanted):
         return None, None
@@ -367,7 +367,7 @@ def _cast(array: Any, wanted: pa.DataType) -> Any:
 
 
 def _split_strings(array: Any) -> list[Any]:
-    """Slices of an array of large strings that each fit offsets of 32 bits; a value that does not is one alone."""
+    """Yield slices of an array of large strings that each fit 32-bit offsets. A value that does not fit is one alone."""
     if not len(array):
         return []
     offsets = np.frombuffer(array.buffers()[1], dtype=np.int64)[array.offset : array.offset + len(array) + 1]
@@ -390,7 +390,7 @@ def _narrow(array: Any, wanted: pa.DataType) -> Any:
 
 
 def _projected(array: Any, found: Any, want: IcebergType, mapped: MappedField | None) -> Any:
-    """A nested array of the file's type `found` with the fields of `want`, found by id; nulls stay nulls."""
+    """Return a nested array of the file's type `found` with the fields of `want`, found by id. Nulls stay nulls."""
     if isinstance(want, StructType) and pa.types.is_struct(found):
         return _struct(array, found, want, mapped)
     if isinstance(want, ListType) and _is_list(found):

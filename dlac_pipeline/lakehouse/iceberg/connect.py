@@ -76,7 +76,7 @@ _REFUSALS = (BadRequestError, UnauthorizedError, ForbiddenError, OAuthError)
 
 
 class Lakehouse:
-    """An open catalog and DLAC's tables in it; `relocation` tells where the folders of a moved lakehouse are."""
+    """An open catalog and DLAC's tables in it. `relocation` has the folders of a moved lakehouse."""
 
     def __init__(self, config: LakehouseConfig, catalog: Catalog, relocation: Relocation | None = None) -> None:
         self.config = config
@@ -170,10 +170,10 @@ class Lakehouse:
         return table
 
     def _load_not_older(self, name: str) -> Table:
-        """Load DLAC's own table `name`; its history only ever grows, so a shorter one is that of an older catalog.
+        """Load DLAC's own table `name`. Its history only ever grows, so a shorter one belongs to an older catalog.
 
         Raises:
-            LedgerOlderThanStore: what was read earlier is gone.
+            LedgerOlderThanStore: rows that were read earlier are gone.
         """
         known = self._seen.get(name, ("", 0))  # before the load: what another thread reads meanwhile is no measure
         for pause_s in _LOOKS_AT_OLDER_S:
@@ -202,7 +202,7 @@ class Lakehouse:
         self._seen[name] = max(self._seen.get(name, age), age, key=lambda each: each[1])
 
     def look(self, name: str, read: Callable[[Table], _T]) -> _T:
-        """What `read` finds in DLAC's own table `name` as it is now; when upkeep deletes files under it, it reads again.
+        """Return the result of `read` on DLAC's own table `name`. Read again if upkeep deletes files under it.
 
         Raises:
             CatalogUnreachable: the catalog does not answer.
@@ -225,17 +225,17 @@ class Lakehouse:
         columns: Sequence[str] = ("*",),
         limit: int | None = None,
     ) -> Any:
-        """The rows of DLAC's own table `name` as it is now, as an Arrow table; raises as `look` does."""
+        """Return the current rows of DLAC's own table `name` as an Arrow table. Raises as `look` does."""
         return self.look(
             name,
             lambda table: table.scan(row_filter=row_filter, selected_fields=tuple(columns), limit=limit).to_arrow(),
         )
 
     def create_own_tables(self) -> None:
-        """Create those of DLAC's tables that do not exist, and give older ones the columns that came since; safe to race.
+        """Create those of DLAC's tables that do not exist, and add new columns to older ones. Safe to race.
 
         Raises:
-            CommitConflict: others changed the columns of one all the time.
+            CommitConflict: other processes change the columns of one all the time.
         """
         with reachable(self.config.uri):
             self.create_namespace(self.config.namespace)
@@ -270,7 +270,7 @@ class Lakehouse:
             self.catalog.update_namespace_properties(namespace, updates={MADE_AT: place})
 
     def _evolve(self, identifier: str, schema: Schema) -> None:
-        """Add the columns that a table of an older version lacks; columns are only ever added, as optional ones."""
+        """Add the columns that a table of an older version lacks. Columns are only ever added, as optional ones."""
 
         def once() -> None:
             table = self._load(identifier)
@@ -284,13 +284,13 @@ class Lakehouse:
         retrying(of=CommitConflict)(once)
 
     def create_namespace(self, namespace: str) -> None:
-        """Create `namespace` unless it exists; safe to race."""
+        """Create `namespace` unless it exists. Safe to race."""
         with reachable(self.config.uri), suppress(NamespaceAlreadyExistsError, IntegrityError):  # pyiceberg's own race
             self.catalog.create_namespace_if_not_exists(namespace)
 
 
 def last_sequence_number(table: Table) -> int:
-    """Return the number of the table's last commit with a snapshot; 0 where its format has none."""
+    """Return the number of the table's last commit with a snapshot, or 0 if its format has none."""
     return int(getattr(table.metadata, "last_sequence_number", 0))
 
 
@@ -299,14 +299,14 @@ def _age_of(table: Table) -> tuple[str, int]:
 
 
 def connect(config: LakehouseConfig, *, create: bool = True, answered: bool = False) -> Lakehouse:
-    """Open the catalog and make sure that DLAC's tables exist; where there is no lakehouse, only `create` makes one.
+    """Open the catalog and make sure that DLAC's tables exist. Without a lakehouse, only `create` makes one.
 
-    `answered`: another process of the run has opened this catalog, so that failures that may pass are an outage.
+    `answered`: another process of the run has opened this catalog, so a transient failure is an outage.
 
     Raises:
         CatalogUnreachable: the catalog does not answer.
         CatalogMisconfigured: its address or its credentials are wrong.
-        NoSuchLakehouse: there is none, and none is to be made.
+        NoSuchLakehouse: none exists, and `create` is false.
     """
     check_address(config, answered=answered)
     recorded = _read_places(config, answered=answered)
@@ -346,7 +346,7 @@ def _make_folder(config: LakehouseConfig) -> None:
 
 
 def _read_places(config: LakehouseConfig, *, answered: bool) -> Recorded | None:
-    """Read what an SQLite catalog records, and wait while another process has it locked; None: it is another catalog."""
+    """Read the places that an SQLite catalog records. Wait while another process has it locked. None: another catalog."""
     file = sqlite_file(config.uri)
     if file is None:
         return None
@@ -366,7 +366,7 @@ def _read_places(config: LakehouseConfig, *, answered: bool) -> Recorded | None:
 
 
 def _open(config: LakehouseConfig, relocation: Relocation, *, create: bool) -> Catalog:
-    """Open the catalog; two processes that create an SQL catalog's tables at once both get there."""
+    """Open the catalog. If two processes create an SQL catalog's tables at once, both succeed."""
     properties = {**config.catalog_properties(), **relocation.properties()}
     if raw_path(config.warehouse) is not None:  # a table made now is recorded as those that were made before the move
         path = relocation.to_recorded(raw_path(config.warehouse) or "")
@@ -463,6 +463,6 @@ def reachable(uri: str) -> Iterator[None]:
 
 
 def _describe_error(err: Exception, uri: str) -> str:
-    """The class of an error and the first line of what it says, without the catalog's password."""
+    """Return the class of an error and the first line of its message, without the catalog's password."""
     lines = str(err).splitlines() or [""]
     return f"{type(err).__name__}: {lines[0].replace(uri, mask_secrets(uri))}"

@@ -1,8 +1,8 @@
-"""The live data files of a snapshot, with the deletes that apply to each: our own walk over the manifests.
+"""Live data files of a snapshot, with the deletes that apply to each, from the manifests.
 
 pyiceberg's planner refuses equality deletes and does not read the fields of format v3, so manifests are read here, with
-pyiceberg's Avro reader. A filter prunes manifests by partition summaries, files by partition and by column
-metrics; what partitions leave undecided is the file's residual. Deletes are matched as the Iceberg specification says, by
+pyiceberg's Avro reader. A filter prunes manifests by partition summaries, and files by partition and by column metrics. The
+rest that partitions leave undecided is the file's residual. Deletes are matched as the Iceberg specification defines, by
 sequence number, partition, and path.
 """
 
@@ -52,7 +52,7 @@ decode_doubles_exactly()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeleteFile:
-    """A delete file; `equality_ids` are those of an equality delete, `offset` and `size_bytes` of a deletion vector's blob."""
+    """A delete file. `equality_ids` are those of an equality delete, `offset` and `size_bytes` of a deletion vector's blob."""
 
     path: str
     rows: int
@@ -65,10 +65,10 @@ class DeleteFile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LiveFile:
-    """A live Parquet data file; `residual` is what its partition leaves open of the filter.
+    """A live Parquet data file. `residual` is the part of the filter that its partition leaves undecided.
 
-    `snapshot_id` is that of the snapshot that added it; `first_row_id` is None before format v3; `partition_values` are
-    its identity partition values by source field id. A deletion vector replaces positional delete files.
+    `snapshot_id` is that of the snapshot that added it. `first_row_id` is None before format v3. `partition_values` are its
+    identity partition values by source field id. A deletion vector replaces positional delete files.
     """
 
     path: str
@@ -121,7 +121,7 @@ def live_files(
 
 
 def _entries(io: FileIO, manifest_list: str, pruning: _Pruning) -> Iterator[tuple[ManifestContent, ManifestEntry]]:
-    """The live entries of all manifests that the filter leaves; deletes are never pruned."""
+    """Return the live entries of all manifests that the filter leaves. Deletes are never pruned."""
     try:
         with AvroFile[ManifestFile](
             io.new_input(manifest_list),
@@ -141,7 +141,7 @@ def _entries(io: FileIO, manifest_list: str, pruning: _Pruning) -> Iterator[tupl
 
 
 def _read(io: FileIO, manifest: ManifestFile) -> list[ManifestEntry]:
-    """The live entries of a manifest; the n-th data file without a first row id follows those before it."""
+    """Return the live entries of a manifest. The n-th data file without a first row id follows those before it."""
     with AvroFile[ManifestEntry](
         io.new_input(manifest.manifest_path),
         MANIFEST_ENTRY_SCHEMAS[3],
@@ -161,7 +161,7 @@ def _read(io: FileIO, manifest: ManifestFile) -> list[ManifestEntry]:
 
 
 class _Pruning:
-    """What a filter says of manifests and files, for every partition spec that the table ever had."""
+    """Pruning of manifests and files by a filter, for every partition spec that the table ever had."""
 
     def __init__(self, schema: Schema, specs: Mapping[int, PartitionSpec], condition: Condition) -> None:
         self.specs = specs
@@ -171,7 +171,7 @@ class _Pruning:
         self._residuals: dict[Partition, tuple[Known, Condition]] = {}
 
     def may_hold(self, manifest: ManifestFile) -> bool:
-        """Whether a data manifest may list a file with matching rows."""
+        """Return True if a data manifest may list a file with matching rows."""
         known: dict[int, Facts] = {}
         for part, summary in zip(
             self.specs[manifest.partition_spec_id].fields, manifest.partitions or (), strict=False
@@ -182,7 +182,7 @@ class _Pruning:
         return self._condition.may_be_true(known)
 
     def may_match(self, file: DataFile) -> bool:
-        """Whether a data file may have matching rows."""
+        """Return True if a data file may have matching rows."""
         known, residual = self._in_partition(file)
         if isinstance(residual, Constant):
             return residual.value
@@ -191,7 +191,7 @@ class _Pruning:
         )
 
     def residual(self, file: DataFile) -> Condition:
-        """What a file's partition leaves open of the filter: one object for all files of a partition."""
+        """Return the part of the filter that a file's partition leaves undecided: one object for all files of a partition."""
         return self._in_partition(file)[1]
 
     def _in_partition(self, file: DataFile) -> tuple[Known, Condition]:
@@ -206,7 +206,7 @@ class _Pruning:
         return self._residuals[key]
 
     def _of_metrics(self, file: DataFile, field_id: int) -> Facts:
-        """Facts from a file's column metrics; writers count nulls inside of structs differently."""
+        """Return facts from a file's column metrics. Writers count nulls inside of structs differently."""
         kind = self._kinds[field_id]
         if not kind.is_primitive:
             return UNKNOWN

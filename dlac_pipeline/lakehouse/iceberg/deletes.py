@@ -49,7 +49,7 @@ _T = TypeVar("_T")
 
 
 class Deletes:
-    """Dead rows of the data files of one table; may be asked by several threads at a time."""
+    """Dead rows of the data files of one table. Several threads may ask at a time."""
 
     def __init__(self, table: Table, schema: Schema) -> None:
         self._io = table.io
@@ -96,7 +96,7 @@ class Deletes:
         return rows
 
     def _of_values(self, file: LiveFile, parquet: pq.ParquetFile, ids: tuple[int, ...]) -> Ints:
-        """Positions of the rows whose columns `ids` equal a deleted row; null equals null."""
+        """Return positions of the rows whose columns `ids` equal a deleted row. Null equals null."""
         schema = self._schema_of(ids, file.path)
         deletes = [delete for delete in file.equality if delete.equality_ids == ids]
         deleted = pa.concat_tables([self._deleted_values(delete, schema) for delete in deletes])
@@ -161,7 +161,7 @@ def _decoding(delete: DeleteFile) -> Iterator[None]:
 
 
 class _Once(Generic[_T]):
-    """Values that are made once, by the first thread that asks; the others wait for it."""
+    """Values that are made once, by the first thread that asks. The others wait for it."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -180,7 +180,7 @@ class _Once(Generic[_T]):
 
 
 def _all_fields(table: Table, schema: Schema) -> dict[int, NestedField]:
-    """Every top-level column that the table ever had, by field id: as in `schema`, or as it last was; all optional."""
+    """Return every top-level column that the table ever had, by field id: as in `schema`, or as it last was. All optional."""
     fields: dict[int, NestedField] = {}
     for one in (*(table.schemas()[key] for key in sorted(table.schemas())), schema):
         fields |= {found.field_id: found.model_copy(update={"required": False}) for found in one.fields}
@@ -230,7 +230,7 @@ def decode_vector(blob: bytes, vector: DeleteFile) -> Ints:
 
 
 def _puffin_blobs(stream: InputStream, path: str) -> set[_Blob] | None:
-    """The blobs that the footer of a Puffin file names; None where the footer is compressed.
+    """Return the blobs that the footer of a Puffin file names, or None if the footer is compressed.
 
     Raises:
         UnsupportedDeletes: it is no Puffin file.
@@ -260,7 +260,7 @@ def _puffin_blobs(stream: InputStream, path: str) -> set[_Blob] | None:
 
 
 def matching_rows(table: pa.Table, deleted: pa.Table) -> Ints:
-    """Sorted positions of the rows of `table` that are among those of `deleted` (same columns); null equals null."""
+    """Return sorted positions of the rows of `table` that are among those of `deleted` (same columns). Null equals null."""
     possible = np.ones(len(table), dtype=np.bool_)
     for name in table.column_names:
         possible &= pc.is_in(table[name], value_set=_combined([deleted[name]])).to_numpy()
@@ -299,7 +299,7 @@ def _ranges(deleted: pa.Table) -> dict[str, tuple[Any, Any, bool]]:
 
 
 def _may_hold(bounds: Mapping[str, Bounds], ranges: Mapping[str, tuple[Any, Any, bool]]) -> bool:
-    """Whether a row group may hold a deleted row: every column must be able to."""
+    """Return True if a row group may contain a deleted row: every column must be able to."""
     return all(_may_equal(bound, ranges[name]) for name, bound in bounds.items() if name in ranges)
 
 

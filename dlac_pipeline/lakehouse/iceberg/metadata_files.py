@@ -23,7 +23,7 @@ _VERSION = re.compile(r"v?(\d+)(?:-[^/]*)?\.metadata\.json$")
 
 
 def version_of(location: str) -> int:
-    """Return the number in the name of a metadata file; -1 for a name without one."""
+    """Return the number in the name of a metadata file, or -1 for a name without one."""
     found = _VERSION.match(location.rsplit("/", 1)[-1])
     return int(found[1]) if found else -1
 
@@ -58,7 +58,7 @@ class TableFolder:
         return [path for path in self.metadata_paths() if path not in named]
 
     def metadata(self, path: str) -> dict[str, Any]:
-        """Return the content of a metadata file; empty if it is gone (each commit removes the oldest) or no JSON object."""
+        """Return the content of a metadata file. Empty if it is gone (each commit removes the oldest) or no JSON object."""
         try:
             with self._filesystem.open_input_stream(path) as stream:
                 found = json.loads(stream.read())
@@ -92,7 +92,7 @@ class TableFolder:
 
 
 def newest_metadata(missing: str, properties: dict[str, str]) -> str | None:
-    """Return the newest metadata file in the folder of one that is missing; None if the folder has no newer one."""
+    """Return the newest metadata file in the folder of a missing one, or None if the folder has no newer one."""
     io = load_file_io(properties, missing)
     if not isinstance(io, PyArrowFileIO):
         return None

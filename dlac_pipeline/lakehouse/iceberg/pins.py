@@ -1,7 +1,7 @@
-"""The pins of source tables: what they are, which runs need them, what they hold back; taking one, letting one go.
+"""Pins of source tables: the runs that need them, the files that they hold, pinning and unpinning.
 
-A pin is a tag `dlac-pin-<snapshot id>`. Which runs need it is read from the ledger: the legs that may be read name plans,
-and a plan names its snapshot. Tables count by their uuid: one that was renamed is the same.
+A pin is a tag `dlac-pin-<snapshot id>`. The ledger shows which runs need it: the legs that may be read name plans, and a plan
+names its snapshot. Tables count by their uuid: a renamed table is the same.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _UNTAGGED = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PinUse:
-    """A run that planned a pinned snapshot; `needed`: it may still read such a leg, or somebody may go back to it."""
+    """A run that planned a pinned snapshot. `needed`: it may still read such a leg, or an operator may go back to it."""
 
     run: str
     finished: bool
@@ -61,15 +61,15 @@ class PinUse:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pin:
-    """One pinned snapshot of one table; the data files held back are those that no other tag and no branch reaches."""
+    """One pinned snapshot of one table. Its held data files are those that no other tag and no branch reaches."""
 
     table: str
     snapshot_id: int
     tag: str
     committed_at: datetime
-    """When the snapshot was made."""
+    """Moment at which the snapshot was made."""
     pinned_at: datetime | None
-    """When the first plan of it was made; None if there is none."""
+    """Moment at which the first plan of it was made, or None."""
     plan_ids: tuple[str, ...]
     uses: tuple[PinUse, ...]
     held_files: int
@@ -83,13 +83,13 @@ class Pin:
 
 @dataclass(frozen=True)
 class _RunRows:
-    """What the ledger says of the plans that one run uses."""
+    """The ledger's facts about the plans that one run uses."""
 
     rows: Sequence[Row]
 
     @property
     def finished(self) -> bool:
-        """Whether the run takes no more attempts."""
+        """True if the run takes no more attempts."""
         return finished_of_rows(self.rows)
 
     @cached_property
@@ -99,9 +99,9 @@ class _RunRows:
 
     @cached_property
     def needed(self) -> frozenset[str]:
-        """Those of the legs of checkpoints that may be restored, of the last leg, and of the last claim.
+        """The legs of checkpoints that may be restored, of the last leg, and of the last claim.
 
-        A finished run needs those only to which somebody may go back, because a rewind left them behind.
+        A finished run needs only those to which an operator may go back, because a rewind abandoned them.
         """
         there = set(restorable_rows(self.rows))
         if self.finished:
@@ -137,7 +137,7 @@ def list_pins(lakehouse: Lakehouse, identifier: str | None = None) -> list[Pin]:
 
 
 def pins_table(lakehouse: Lakehouse, run_or_table: str | None = None) -> list[Pin]:
-    """The pins that a run uses, or else those of a table; all of them without a name.
+    """Return the pins that a run uses, or else those of a table, or all of them without a name.
 
     Raises:
         NoSuchTable: the name is neither that of a run nor of a table.
@@ -149,11 +149,11 @@ def pins_table(lakehouse: Lakehouse, run_or_table: str | None = None) -> list[Pi
 
 
 def remove_pin(lakehouse: Lakehouse, identifier: str, snapshot_id: int, *, force: bool = False) -> bool:
-    """Remove the pin of a snapshot; False if there was none. Expiry may then take away what only it held.
+    """Remove the pin of a snapshot. Return False if it has none. Expiry may then remove what only the pin held.
 
     Raises:
         SpecInvalid: a run needs it, and `force` is not set.
-        PinLost: the tag names another snapshot, or does not go away.
+        PinLost: the tag names another snapshot, or cannot be removed.
     """
     tag = pin_tag(snapshot_id)
 
@@ -176,16 +176,16 @@ def remove_pin(lakehouse: Lakehouse, identifier: str, snapshot_id: int, *, force
 
 
 def let_go(lakehouse: Lakehouse, run: str, identifier: str) -> list[int]:
-    """Remove the pins of a table that a run has used and that nobody needs any more; returns their snapshots.
+    """Remove the pins of a table that a run has used and that no run needs any more. Return their snapshots.
 
-    Where there is a plan that no run has claimed, the pin stays: a dataset may be reading it. A run that plans such a snapshot at
-    this moment is heard of by its claim. If that comes in between, the pin is taken again; if it comes later, the run finds
-    its pin lost before it reads, and plans anew when it is launched again.
+    If a plan exists that no run has claimed, the pin stays, because a dataset may be reading it. A run that plans such a
+    snapshot at this moment becomes known by its claim. If the claim comes during the removal, the pin is taken again. If it
+    comes later, the run finds its pin lost before it reads, and plans again at its next launch.
 
     Raises:
         NoSuchTable: the table does not exist.
-        PinLost: a tag does not go away.
-        NoSuchSnapshot: a snapshot was claimed, and expired, while its pin was away.
+        PinLost: a tag cannot be removed.
+        NoSuchSnapshot: a snapshot was claimed, and expired, while it had no pin.
     """
     table = lakehouse.load(identifier)
     pinned = [ref.snapshot_id for tag, ref in table.refs().items() if tag == pin_tag(ref.snapshot_id)]
@@ -205,12 +205,12 @@ def let_go(lakehouse: Lakehouse, run: str, identifier: str) -> list[int]:
 
 
 def hold(lakehouse: Lakehouse, identifier: str, snapshot_id: int, how: Literal["tag", "none"]) -> str:
-    """Keep a snapshot alive as the source's `pin` setting says; returns the tag's name, or "" without a tag.
+    """Keep a snapshot alive as the source's `pin` setting defines. Return the tag's name, or "" without a tag.
 
     Raises:
-        SpecInvalid: the catalog or the warehouse lets nobody tag this table.
+        SpecInvalid: the catalog or the warehouse does not allow a tag on this table.
         PinLost: the tag does not stay.
-        NoSuchSnapshot: there is no such snapshot.
+        NoSuchSnapshot: the snapshot does not exist.
     """
     snapshot_of(lakehouse.load(identifier), snapshot_id)  # what cannot even be read is another failure
     if how == "none":
@@ -334,7 +334,10 @@ def _pins_of(table: Table, name: str, plans: Sequence[Row], runs: Mapping[str, _
 
 
 def _held_by_one(table: Table) -> dict[str, dict[str, int]]:
-    """Branch or tag -> the data files (path -> bytes) that nothing else reaches; nothing unless a pin has some of its own."""
+    """Return branch or tag -> the data files (path -> bytes) that nothing else reaches.
+
+    Empty unless a pin has some of its own.
+    """
     if not any(name.startswith(_PREFIX) for name in table.refs()):
         return {}
     manifests: dict[str, ManifestFile] = {}

@@ -25,10 +25,10 @@ MADE_AT = "dlac.catalog-file"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Relocation:
-    """The folders of a lakehouse that was moved or copied, as recorded and as they are now; none: it is where it was made."""
+    """The folders of a lakehouse that was moved or copied, as recorded and as they are now. Empty: it did not move."""
 
     moves: tuple[tuple[str, str], ...] = ()
-    """(folder as recorded, folder now); what lies deeper comes first."""
+    """(folder as recorded, folder now). Deeper folders come first."""
 
     def here(self, path: str) -> str:
         """Return where a recorded path is now."""
@@ -39,15 +39,15 @@ class Relocation:
         return _replace_folder(path, tuple((now, before) for before, now in self.moves))
 
     def uri_here(self, uri: str) -> str:
-        """Return where the file at a recorded `file://` address is now; other addresses stay."""
+        """Return the present place of the file at a recorded `file://` address. Other addresses stay."""
         return self._uri(uri, self.moves)
 
     def to_recorded_uri(self, uri: str) -> str:
-        """Return how a `file://` address of something in this lakehouse is recorded; other addresses stay."""
+        """Return the recorded form of a `file://` address in this lakehouse. Other addresses stay."""
         return self._uri(uri, tuple((now, before) for before, now in self.moves))
 
     def properties(self) -> dict[str, str]:
-        """Return the property of a catalog that tells its file I/O."""
+        """Return the catalog property that informs its file I/O."""
         return {PROPERTY: json.dumps(self.moves)} if self.moves else {}
 
     @staticmethod
@@ -69,7 +69,7 @@ _NOT_MOVED = Relocation()
 
 
 def raw_path(location: str) -> str | None:
-    """Return the path of a local location as Iceberg records it, without escapes; None for one of an object store."""
+    """Return the path of a local location as Iceberg records it, without escapes, or None for one of an object store."""
     if location.startswith("file:"):
         path = location.removeprefix("file:")
         return path.removeprefix("//") if path.startswith("///") else path
@@ -78,16 +78,16 @@ def raw_path(location: str) -> str | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recorded:
-    """What an SQLite catalog records of the places of its lakehouse."""
+    """Places of a lakehouse that an SQLite catalog records."""
 
     ledger_metadata: str | None = None
-    """Location of the ledger's metadata; None: the catalog has no lakehouse of DLAC's."""
+    """Location of the ledger's metadata. None: the catalog has no lakehouse of DLAC's."""
     catalog_file: str | None = None
-    """The catalog's file when it was made; None: an older DLAC made it."""
+    """The catalog's file when it was made. None: an older DLAC made it."""
 
 
 def read_recorded(file: Path, config: LakehouseConfig) -> Recorded:
-    """Read what the catalog in `file` records, and wait while another process has it locked; nothing is created.
+    """Read the records of the catalog in `file`, and wait while another process has it locked. Nothing is created.
 
     Raises:
         sqlite3.Error: it cannot be read, or is no SQLite file.
