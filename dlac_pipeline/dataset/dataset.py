@@ -119,9 +119,9 @@ class DlacDataset(IterableDataset[DictBatch]):
         return self._batches(self._iteration)
 
     def state_dict(self) -> State:
-        """Return the consumer's position:
+        """Return the consumer's position as JSON data of a few KB.
 
-        JSON data of a few KB. Call it between the step of the last batch and the next batch.
+        Call it between the step of the last batch and the next batch.
 
         For a streamed dataset of several ranks it is this rank's part: `gathered_state` or `merge_states` combine the parts.
         """

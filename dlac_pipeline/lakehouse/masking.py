@@ -31,7 +31,7 @@ _PROSE = re.compile(
     r"an?|expected|field|found|in|input|is|it|missing|must|none?|not|of|should|string|the|unknown|value|was",
     re.IGNORECASE,
 )
-"""What follows the name of a setting, and a colon, in messages."""
+"""Words that follow the name of a setting and a colon in messages."""
 
 _USERINFO = re.compile(r"(?P<before>://[^:/@\s'\"]*):(?:\S*@|(?!\d+\b)[^\n'\"]*?@)")
 _TOKEN_USER = re.compile(r"(?P<before>https?://)[^:/@\s'\"]{20,}@", re.IGNORECASE)
@@ -121,7 +121,7 @@ def _mask_pairs(text: str) -> str:
 
 
 def _is_pair(pair: re.Match[str], bare: str | None) -> bool:
-    """Return whether a value follows a name; in prose a colon only separates, and a secret may be the next word."""
+    """Return True if a value follows a name. In prose a colon only separates, and a secret may be the next word."""
     if bare is not None and bare.casefold() in ("bearer", "basic", "negotiate", "digest", "apikey"):
         return False
     if pair["sign"] == "=" or pair["close"] is not None or bare is None:

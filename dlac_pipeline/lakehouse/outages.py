@@ -1,4 +1,4 @@
-"""What keeps a catalog from answering: a wrong address, wrong credentials, or an outage."""
+"""Causes of a catalog's failure to answer: a wrong address, wrong credentials, or an outage."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _REFUSED = (
     "is not permitted to log in",
     *_DAMAGED,
 )
-"""What servers and drivers write of requests that stay wrong, in messages without a class of their own."""
+"""Messages of servers and drivers for requests that stay wrong, without a class of their own."""
 _REFUSED_AT_FIRST = (
     "no pg_hba.conf entry",
     "unable to open database file",
@@ -41,7 +41,7 @@ _REFUSED_AT_FIRST = (
     "RESTError 405",
     "RestError: Method Not Allowed",
 )
-"""What an address that never worked is answered with, and a right one during a failover or while a mount is absent."""
+"""Answers to an address that never worked, and to a right one during a failover or without its mount."""
 _NO_DATABASE = ('database "', 'role "')
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 
 def strict_json(value: object, *, default: Callable[[Any], object] = str, indent: int | None = None) -> str:
-    """Return a value as JSON text; a number that is not finite becomes null.
+    """Return a value as JSON text. A number that is not finite becomes null.
 
-    `default` turns what JSON has no type for into what it has.
+    `default` converts types that JSON lacks.
     """
     return json.dumps(finite(value, default=default), allow_nan=False, indent=indent)
 
@@ -34,7 +34,7 @@ def _key(key: object) -> str:
 
 
 def _plain(value: object) -> object:
-    """Return what `default` made, if it is of a plain type; anything else as text, so that nothing is asked for ever."""
+    """Return the result of `default` if it is of a plain type, or else as text, so that the conversion ends."""
     return (
         value if value is None or isinstance(value, str | int | float | bool | list | tuple | Mapping) else str(value)
     )

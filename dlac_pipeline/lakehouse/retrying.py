@@ -21,11 +21,11 @@ _REFUSED = (
     "SIGNATURE_DOES_NOT_MATCH",
     "Bucket does not exist",
 )
-"""What object stores say of such failures, in messages without a number."""
+"""Messages of object stores for such failures, without a number."""
 _STORES = ("AWS Error", "google::cloud", "curlCode", "Azure")
 """By which messages of object stores are known: pyarrow's own, of damaged files, have no number either."""
 _random = random.SystemRandom()
-"""Apart from the training's own generator, which a checkpoint restores; and forked ranks must not wait in lock-step."""
+"""A generator apart from training's, which a checkpoint restores. Forked ranks must not retry in lock-step."""
 
 
 def retrying(
@@ -34,8 +34,9 @@ def retrying(
     of: type[Exception] | tuple[type[Exception], ...] = (CommitConflict, CatalogUnreachable),
     stop: threading.Event | None = None,
 ) -> tenacity.Retrying:
-    """Repeats what lost a race, or got no answer, at random growing intervals; raises the last error past the deadline, or once
-    `stop` is set.
+    """Repeat a call that lost a race or got no answer, at random growing intervals.
+
+    Raise the last error past the deadline, or once `stop` is set.
     """
     stop = stop or threading.Event()
     return tenacity.Retrying(
@@ -48,12 +49,12 @@ def retrying(
 
 
 def is_final(err: OSError) -> bool:
-    """Whether waiting does not mend this failure of a file system or an object store."""
+    """Return True if waiting does not help against this failure of a file system or an object store."""
     return err.errno in _FINAL or any(said in str(err) for said in _REFUSED)
 
 
 def may_pass(err: OSError) -> bool:
-    """Whether a file system or an object store may answer later; a file that cannot be decoded stays as it is."""
+    """Return True if a file system or an object store may answer later. A file that cannot be decoded does not change."""
     return not is_final(err) and (err.errno is not None or any(said in str(err) for said in _STORES))
 
 

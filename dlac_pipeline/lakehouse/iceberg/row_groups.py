@@ -1,7 +1,7 @@
-"""The row groups of a pinned snapshot: what is planned, with the rows that deletes, a filter or exclusions make dead.
+"""Row groups of a pinned snapshot: the planned rows, with those that deletes, a filter or exclusions make dead.
 
 Each footer is read once, in background threads. A filter is decided as early as possible: for a file by partition and
-metrics, for a row group by its statistics, and only where those leave it open by reading the filter's columns.
+metrics, for a row group by its statistics. Only if those leave it undecided, the filter's columns are read.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _THREADS = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowGroup:
-    """One row group of one data file; `dead` holds the sorted offsets of the rows that are not to be read.
+    """One row group of one data file. `dead` contains the sorted offsets of the rows that are not read.
 
-    `first_row_id` is the v3 row id of its first row, from which its others count on; None where the file has no such ids,
-    or carries them in a column of its own (as a compaction writes them).
+    `first_row_id` is the v3 row id of its first row, from which its others count. It is None where the file has no such ids,
+    or has them in a column of its own (as a compaction writes them).
     """
 
     file_path: str
@@ -49,13 +49,13 @@ class RowGroup:
 
 
 def parse_exclusion(text: str, schema: Schema, table: Table) -> tuple[Schema, Condition]:
-    """The condition in `text`, and the columns that it looks at under the names by which it calls them.
+    """Return the condition in `text`, and the columns that it uses under their names in the text.
 
-    Where `schema` lacks a name, the newest schema of the table that has them all says which columns are meant: what was
-    renamed is still found by its field id, and a column that came later is null in older files.
+    Where `schema` lacks a name, the newest schema of the table that has them all decides which columns are meant. A renamed
+    column is still found by its field id, and a later column is null in older files.
 
     Raises:
-        SpecInvalid: it is blank or no filter, or compares a column with what it cannot be compared with.
+        SpecInvalid: it is blank or no filter, or compares a column with an incomparable literal.
         NoSuchColumn: no schema of the table has all columns that it names.
     """
     if not text.strip():
@@ -78,7 +78,7 @@ def parse_exclusion(text: str, schema: Schema, table: Table) -> tuple[Schema, Co
 
 
 def _excluded(exclude: Sequence[str], schema: Schema, table: Table) -> list[_Predicate]:
-    """What the exclusions name; those that `schema` understands as one predicate."""
+    """Return the conditions of the exclusions. Those that `schema` understands become one predicate."""
     parsed = [parse_exclusion(text, schema, table) for text in exclude]
     own = combine(False, [condition for names, condition in parsed if names is schema])
     return [
@@ -97,16 +97,16 @@ def row_groups_of(
     only: Callable[[LiveFile], bool] | None = None,
     exclude: Sequence[str] = (),
 ) -> list[RowGroup]:
-    """All row groups of a snapshot but for the files that the filter excludes whole, sorted by file path and row group.
+    """Yield all row groups of a snapshot but for files that the filter excludes whole, sorted by file path and row group.
 
-    A row is dead if a delete names it, if the filter is not true for it, or if one of `exclude` is. Exclusions leave the
-    list of row groups as it is, and may name columns as another schema of the table does (see `parse_exclusion`). `only`
-    chooses among the files; `schema` names the columns: the snapshot's own unless given.
+    A row is dead if a delete names it, if the filter is not true for it, or if one of `exclude` is. Exclusions do not change
+    the list of row groups, and may name columns as another schema of the table does (see `parse_exclusion`). `only` chooses
+    among the files. `schema` names the columns, by default the snapshot's own.
 
     Raises:
         NoSuchSnapshot, SpecInvalid, NoSuchColumn: the request does not fit the table.
         DataFileUnreadable: a data file, delete file or manifest cannot be read.
-        UnsupportedDeletes, UnsupportedColumn: a file holds what cannot be read exactly.
+        UnsupportedDeletes, UnsupportedColumn: a file contains data that cannot be read exactly.
     """
     schema = schema or snapshot_schema(table, snapshot_id)
     wanted = parse_filter(row_filter, schema)
@@ -123,7 +123,7 @@ def row_groups_of(
 
 @dataclass(frozen=True)
 class _Predicate:
-    """A condition and the schema that it is bound to; decided by statistics or row by row."""
+    """A condition and the schema that it is bound to, decided by statistics or row by row."""
 
     schema: Schema
     condition: Condition
@@ -134,7 +134,7 @@ class _Predicate:
         return self.condition.columns
 
     def of_all(self, rows: int, bounds: Mapping[str, Bounds]) -> bool | None:
-        """Whether it is true for all rows (True) or none (False) of a row group with these statistics; None: not known."""
+        """Return True or False if it holds for all rows or none of a row group with these statistics, or None if unknown."""
         known = {
             path.field_id: _facts(path.kind, rows, bounds[path.name])
             for path in self.condition.paths
@@ -220,7 +220,7 @@ class _InFile:
     columns: FileColumns
 
     def is_true(self, row_group: int) -> bool | npt.NDArray[np.bool_]:
-        """For which rows of a row group the predicate is true; reads them only if the statistics do not say it."""
+        """Return the rows of a row group for which the predicate is true. They are read only if the statistics do not decide."""
         footer = self.parquet.metadata.row_group(row_group)
         known = self.predicate.of_all(footer.num_rows, self.columns.bounds(footer))
         if known is not None:

@@ -1,18 +1,16 @@
-"""pyiceberg catalogs whose failed commits never destroy a table.
+"""Catalogs of pyiceberg whose failed commits never destroy a table.
 
-pyiceberg deletes a commit's manifests when `commit_table` raises `CommitFailedException`. If the answer of a landed commit
-was lost and its request is sent again, the replay fails in exactly that way, and the manifests deleted are those of the
-landed snapshot. The guard looks whether this commit's snapshot is in the table: if so, it succeeded; if not, it raises
-our own `CommitConflict`, on which pyiceberg deletes nothing. Left-over files are upkeep's business. (A landed snapshot may
-have been expired by the time of the look, behind many others: so whoever repeats a commit decides from the rows.)
-
-Nor does an expiry take what it must not: pyiceberg drops a tag that was made since the expiry was decided, with its snapshot,
-and fails on a snapshot that is gone already. Under the guard, both are conflicts.
-
-Nor does one client, frozen or cut off between the two requests of its commit, stop everybody else's for good: PostgreSQL takes
-the row from it, and whoever waits for a row asks again. Its error is one more doubt: it reads again, and decides from the rows.
-
-A commit to SQLite is durable before it is acknowledged: files of retired checkpoints are removed after it.
+- pyiceberg deletes a commit's manifests when `commit_table` raises `CommitFailedException`. If the answer of a landed commit
+  was lost and its request is sent again, the repetition fails in exactly that way, and the deleted manifests are those of the
+  landed snapshot. The guard checks whether this commit's snapshot is in the table. If so, the commit succeeded. If not, it
+  raises our own `CommitConflict`, on which pyiceberg deletes nothing. Upkeep removes left-over files. (Many later commits may
+  have expired a landed snapshot by the time of the check, so a caller that repeats a commit decides from the rows.)
+- pyiceberg's expiry drops a tag that was made since the expiry was decided, with its snapshot, and fails on a snapshot that
+  is gone already. Under the guard, both are conflicts.
+- A client that is frozen or cut off between the two requests of its commit does not block the others for good. PostgreSQL
+  takes the row from it, and a waiting client asks again. The error is one more doubt: the client reads again and decides from
+  the rows.
+- A commit to SQLite is durable before it is acknowledged: files of retired checkpoints are removed after it.
 """
 
 from __future__ import annotations
@@ -65,7 +63,7 @@ class MetadataMissing(FileNotFoundError):
 
 
 def decode_doubles_exactly() -> None:
-    """Make pyiceberg read the doubles of manifests with all 64 bits; repeating it changes nothing.
+    """Make pyiceberg read the doubles of manifests with all 64 bits. Repeating it changes nothing.
 
     pyiceberg's compiled Avro decoder returns them with 32 bits. They are partition values: files are pruned by them, columns
     that a data file lacks are filled with them, and pyiceberg writes them back when it merges manifests.
@@ -82,7 +80,7 @@ decode_doubles_exactly()
 
 
 class GuardedSqlCatalog(SqlCatalog):
-    """A SQL catalog (SQLite, PostgreSQL) behind the guard; nobody has, or waits for, a table's row without an end."""
+    """A SQL catalog (SQLite, PostgreSQL) behind the guard. No client holds, or waits for, a table's row without an end."""
 
     def __init__(self, name: str, **properties: str) -> None:
         super().__init__(name, **properties)
@@ -121,13 +119,13 @@ class GuardedSqlCatalog(SqlCatalog):
         requirements: tuple[TableRequirement, ...],
         updates: tuple[TableUpdate, ...],
     ) -> StagedTable:
-        """Look at what is expired on the very metadata that the commit replaces."""
+        """Check the expired snapshots on the same metadata that the commit replaces."""
         if current_table is not None:
             _check_expiry(current_table.metadata, updates)
         return super()._update_and_stage_table(current_table, table_identifier, requirements, updates)
 
     def _convert_orm_to_iceberg(self, orm_table: IcebergTables) -> Table:
-        """Read a table's metadata; say which file is missing."""
+        """Read a table's metadata, and name a missing file."""
         try:
             return super()._convert_orm_to_iceberg(orm_table)
         except FileNotFoundError as err:
@@ -168,7 +166,7 @@ def guarded_catalog(kind: str) -> type[Catalog]:
 _REST_TIMEOUT_S = (10.0, 60.0)
 """To connect, and between two pieces of an answer."""
 _POSTGRES_TIMEOUTS = {"idle_in_transaction_session_timeout": "30s", "lock_timeout": "20s"}
-"""How long a client may have a row and do nothing, and wait for a row that another one has."""
+"""Limits for a client that holds a row and does nothing, and for the wait for a row that another client holds."""
 _LIMIT_LOCKS = text(
     "SELECT set_config(name, CASE name WHEN 'lock_timeout' THEN :lock_timeout "
     "ELSE :idle_in_transaction_session_timeout END, true) FROM pg_settings "
@@ -178,7 +176,10 @@ _LIMIT_LOCKS = text(
 
 
 def _limit_locks(connection: Connection) -> None:
-    """In this transaction only, for a pooler may hand the connection on; what the address, role or database says stands."""
+    """Set the limits in this transaction only, because a pooler may pass the connection on.
+
+    Settings of address, role or database win.
+    """
     connection.execute(_LIMIT_LOCKS, _POSTGRES_TIMEOUTS)
 
 

@@ -59,10 +59,10 @@ def schema_id_of(table: Table, snapshot: Snapshot) -> int:
 
 
 def pin(lakehouse: Lakehouse, identifier: str, snapshot_id: int) -> str:
-    """Tag `snapshot_id` and look again that the tag is there; returns the tag's name.
+    """Tag `snapshot_id` and check afterwards that the tag exists. Return the tag's name.
 
-    A racing expiry can silently drop a tag that was just created, and `create_tag` silently moves one that exists: hence
-    the look before and the look after.
+    A racing expiry can silently drop a tag that was just created, and `create_tag` silently moves one that exists. Hence a
+    check before and a check after.
 
     Raises:
         PinLost: the tag does not stay, or names another snapshot.
@@ -89,7 +89,7 @@ def pin(lakehouse: Lakehouse, identifier: str, snapshot_id: int) -> str:
 
 
 def is_pinned(table: Table, identifier: str, snapshot_id: int) -> bool:
-    """Whether the table has the tag that pins `snapshot_id`.
+    """Return True if the table has the tag that pins `snapshot_id`.
 
     Raises:
         PinLost: it names another snapshot.

@@ -26,7 +26,7 @@ def is_locked(err: Exception) -> bool:
 
 
 def lock_timeout_s(uri: str) -> float:
-    """Return how long SQLite waits for a lock: as the catalog's address says, else half a minute."""
+    """Return the seconds that SQLite waits for a lock: those of the catalog's address, or half a minute."""
     said = parse_qs(uri.partition("?")[2]).get("timeout", [])
     with suppress(ValueError):
         return float(said[0]) if said else _LOCK_TIMEOUT_S
@@ -47,7 +47,7 @@ class ReportingConnection(sqlite3.Connection):
     """
 
     def __init__(self, database: str, *, file: Path, timeout: float = _LOCK_TIMEOUT_S, **options: Any) -> None:
-        """`timeout` is the whole wait; `options` are those of `sqlite3.connect`."""
+        """`timeout` is the whole wait. `options` are those of `sqlite3.connect`."""
         self._file = file
         self._timeout_s = timeout
         self._first_s = min(timeout, _REPORT_AFTER_S)
@@ -110,7 +110,7 @@ class _ReportingCursor(sqlite3.Cursor):
 
 
 def _holders(file: Path) -> set[int]:
-    """Return the processes that have a lock on a file or on its journals; Linux lists them."""
+    """Return the processes that have a lock on a file or on its journals. Linux lists them."""
     inodes = set()
     for suffix in ("", "-journal", "-wal", "-shm"):
         with suppress(OSError):

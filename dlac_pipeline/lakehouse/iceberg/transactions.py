@@ -12,7 +12,7 @@ from pyiceberg.table.update import TableUpdate
 
 
 class LeanTransaction(Transaction):
-    """A transaction whose `table_metadata` is kept until another update is staged; nobody may change what it gives."""
+    """A transaction whose `table_metadata` is kept until another update is staged. Callers must not change the result."""
 
     def __init__(self, table: Table) -> None:
         super().__init__(table)
@@ -20,7 +20,7 @@ class LeanTransaction(Transaction):
 
     @property
     def table_metadata(self) -> TableMetadata:
-        """The table's metadata with what is staged so far."""
+        """The table's metadata with the staged updates."""
         base, updates = self._table.metadata, self._updates
         if self._known is None or self._known[0] is not base or self._known[1] is not updates:
             self._known = (base, updates, super().table_metadata)

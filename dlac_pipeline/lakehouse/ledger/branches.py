@@ -1,7 +1,7 @@
-"""Branches of a run: going back to an earlier checkpoint, what counts from there on, and what is left behind.
+"""Branches of a run: a rewind to an earlier checkpoint, what counts from then on, and what is abandoned.
 
-A `rewind` row begins a branch at its target, which is the head from then on. Rows of the branch that it leaves stay as they are:
-they are told by not being on the lineage of the head.
+A `rewind` row begins a branch at its target, which is the head from then on. Rows of the abandoned branch stay as they are.
+They are not on the lineage of the head.
 """
 
 from __future__ import annotations
@@ -40,24 +40,27 @@ class Exclusion:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rewound:
-    """What a rewind did."""
+    """Result of a rewind."""
 
     checkpoint_id: str | None
-    """The head now; None: the run is at its beginning."""
+    """The new head. None: the run is at its beginning."""
     step: int
     left: str | None
     """The head before."""
     left_step: int
     attempt: int
-    """That of the rewind itself; older ones are fenced off."""
+    """Attempt of the rewind itself. Older attempts are fenced off."""
     excluded_rows_seen: int | None = None
-    """Rows that this rewind excludes and that the head has been trained on; None: not counted."""
+    """Rows that this rewind excludes and that the head has been trained on. None: not counted."""
     clean_checkpoint: str | None = None
-    """Where the head has seen such rows: the newest checkpoint before it that has seen none of them; None: there is none."""
+    """The newest checkpoint before the head that has seen none of those rows, if the head has seen some.
+
+    None: it does not exist.
+    """
     clean_step: int | None = None
     """The step of that checkpoint. Where there is none: 0 if the run can begin again, None if it was adopted or forked."""
     not_counted: str = ""
-    """Why such rows could not be counted."""
+    """Reason why such rows could not be counted."""
 
 
 def commit_rewind(
@@ -70,9 +73,11 @@ def commit_rewind(
     why: str = "",
     detail: dict[str, Any],
 ) -> Rewound:
-    """Make a restorable checkpoint the head, and `nonce` the owner of the run, in one append; once, however often repeated.
+    """Make a restorable checkpoint the head, and `nonce` the owner of the run, in one append: once, however often it is
+    repeated.
 
-    Without a checkpoint the run is at its beginning again. `detail` is what the claim says besides; its attempt trains nothing.
+    Without a checkpoint the run is at its beginning again. `detail` has further facts of the claim, whose attempt trains
+    nothing.
 
     Raises:
         NoSuchCheckpoint: the run has no such checkpoint, or it is retired or quarantined.
@@ -104,22 +109,24 @@ def commit_rewind(
 
 
 def starts_over(rows: Sequence[Row]) -> bool:
-    """Return whether a rewind to the beginning is the last thing that moved the head; `rows` in order of `seq`."""
+    """Return True if a rewind to the beginning was the last move of the head. `rows` are in order of `seq`."""
     moved = [row for row in rows if row["kind"] in ("checkpoint", "quarantine", "rewind") and _moves_head(row)]
     return bool(moved) and moved[-1]["kind"] == "rewind" and moved[-1]["checkpoint_id"] is None
 
 
 def exclusions_in_force(rows: Sequence[Row]) -> tuple[Exclusion, ...]:
-    """What the rewinds on the surviving lineage exclude, the oldest first; `rows` in order of `seq`."""
+    """Return the exclusions of the rewinds on the surviving lineage, the oldest first. `rows` are in order of `seq`."""
     _, now = _rewinds_by_checkpoint(rows)
     return _exclusions(now)
 
 
 def retire_left(ledger: Ledger, run: str, checkpoint: str | None = None) -> list[Row]:
-    """Retire what is not on the surviving lineage and has no name: one checkpoint, by id or step, or all. Gives their rows.
+    """Retire checkpoints that are not on the surviving lineage and have no name: one, by id or step, or all.
+
+    Return their rows.
 
     Raises:
-        SpecInvalid: there is no such checkpoint, it is on the surviving lineage, or it has a name.
+        SpecInvalid: the checkpoint does not exist, it is on the surviving lineage, or it has a name.
     """
     gone: list[Row] = []
 
@@ -183,9 +190,9 @@ def left_by_rewinds(rows: Sequence[Row]) -> set[str]:
 
 
 def _rewinds_by_checkpoint(rows: Sequence[Row]) -> tuple[dict[str, tuple[Row, ...]], tuple[Row, ...]]:
-    """Checkpoint id -> the rewinds on its lineage, and those on the lineage of what is committed next.
+    """Return checkpoint id -> the rewinds on its lineage, and those on the lineage of the next commit.
 
-    A quarantine steps back along the lineage, perhaps beyond the rewind's target: its branch goes on all the same.
+    A quarantine steps back along the lineage, perhaps beyond the rewind's target. Its branch continues nevertheless.
     """
     found: dict[str, tuple[Row, ...]] = {}
     now: tuple[Row, ...] = ()

@@ -1,5 +1,6 @@
-"""What may be appended to a run's ledger, and when: claim, checkpoint, quarantine, name, export, verify,
-finish (design.md sections 6.4 and 7).
+"""Rules of appends to a run's ledger: claim, checkpoint, quarantine, name, export, verify, finish.
+
+Source: design.md sections 6.4 and 7.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from dlac_pipeline.lakehouse.ledger.run_rows import HEAD_KINDS, Fence, Row, no_s
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Attempt:
-    """One launch of a run; `nonce` tells it from any other launch with the same number."""
+    """One launch of a run. `nonce` distinguishes it from any other launch with the same number."""
 
     run: str
     number: int
@@ -36,7 +37,7 @@ def claim(ledger: Ledger, run: str, *, nonce: str, replaces: int, detail: dict[s
     """Make `nonce` the owner of the run, in place of attempt number `replaces`.
 
     Raises:
-        SteppedAside: attempt `replaces` is no longer the current one: somebody else recovers the run.
+        SteppedAside: attempt `replaces` is no longer the current one, because another recovery claimed the run.
         RunFinished: the run is finished.
     """
 
@@ -66,12 +67,12 @@ def commit_checkpoint(
     rows: Sequence[Row],
     seq: int | None = None,
 ) -> RunState:
-    """Append a checkpoint's rows and make it the head; exactly once, however often the commit is repeated.
+    """Append a checkpoint's rows and make it the head, exactly once, however often the commit is repeated.
 
-    `seq` is the run's last that `rows` were made from; None where they depend on no others.
+    `seq` is the run's last that `rows` were made from, or None if they depend on no others.
 
     Raises:
-        RowsBetween: the run has rows behind `seq`: make the rows again, with these in mind.
+        RowsBetween: the run has rows after `seq`. Make the rows again from all rows.
         Fenced: a newer attempt owns the run.
         HeadMoved: the head is neither `parent` nor this checkpoint.
     """
@@ -133,10 +134,10 @@ def finish(ledger: Ledger, attempt: Attempt, *, step: int) -> RunState:
 def name_checkpoint(
     ledger: Ledger, run: str, name: str, *, step: int | None = None, checkpoint_id: str | None = None
 ) -> str:
-    """Give the checkpoint of a step or with an id, or the head, a name; retention keeps it as long as it has one. Gives its id.
+    """Name the checkpoint of a step or with an id, or the head. Retention keeps it while it has a name. Return its id.
 
     Raises:
-        NoSuchRun: there is no such run.
+        NoSuchRun: the run does not exist.
         NoSuchCheckpoint: it has no restorable checkpoint of that step.
         SpecInvalid: another checkpoint of the run has the name.
     """
@@ -163,7 +164,7 @@ def name_checkpoint(
 
 
 def record_export(ledger: Ledger, run: str, checkpoint_id: str, said: dict[str, Any]) -> None:
-    """Record a file that was made of a checkpoint; `said` has its digest. Once, however often it is made."""
+    """Record a file that was made from a checkpoint. `said` has its digest. Once, however often it is made."""
 
     def decide(state: RunState) -> Append | None:
         known = (json.loads(row["detail"])["digest"] for row in ledger.rows_at(state, kinds=("export",)))
@@ -194,10 +195,10 @@ def record_verified(ledger: Ledger, run: str, problems: Mapping[str, str | None]
 
 
 def unname_checkpoint(ledger: Ledger, run: str, name: str) -> str:
-    """Take a name away; gives the id of the checkpoint that had it.
+    """Remove a name. Return the id of the checkpoint that had it.
 
     Raises:
-        NoSuchRun: there is no such run.
+        NoSuchRun: the run does not exist.
         NoSuchCheckpoint: none of its checkpoints has the name.
     """
     held = ""
@@ -224,13 +225,13 @@ def unname_checkpoint(ledger: Ledger, run: str, name: str) -> str:
 def keep_checkpoint(
     ledger: Ledger, run: str, name: str, *, step: int | None = None, checkpoint_id: str | None = None
 ) -> Iterator[Row]:
-    """Keep a checkpoint, or the head, from the retention of its run, which may be training; gives its row.
+    """Keep a checkpoint, or the head, from the retention of its run, which may be training. Yield its row.
 
-    Whoever is killed inside leaves the name, and so the checkpoint, until `name` holds again or is taken away.
+    A process that is killed inside leaves the name, and so the checkpoint, until `name` is used again or removed.
 
     Raises:
-        NoSuchRun: there is no such run.
-        NoSuchCheckpoint: there is no such checkpoint, or it was retired, or found damaged, meanwhile.
+        NoSuchRun: the run does not exist.
+        NoSuchCheckpoint: the checkpoint does not exist, or was retired or found damaged since then.
     """
     target = ledger.restorable(run, step, checkpoint_id=checkpoint_id)["checkpoint_id"]
     if names_of(ledger.rows(run, kinds=("name",))).get(name, target) != target:
@@ -261,7 +262,7 @@ def _said_of_name(state: RunState, name: str, checkpoint_id: str | None) -> Appe
 
 
 def beside(state: RunState, rows: Sequence[Row]) -> Append:
-    """Rows that leave owner and head as they are; whoever owns the run goes on behind them."""
+    """Return rows that leave owner and head unchanged. The owner of the run continues after them."""
     return Append(rows=rows, fence=replace(state.fence, seq=state.fence.seq + 1), finished=state.finished)
 
 

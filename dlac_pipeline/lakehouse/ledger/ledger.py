@@ -1,8 +1,8 @@
-"""The consumption ledger: the rows of a run, its fence, and the one loop by which anything is appended.
+"""Ledger of consumption: the rows of a run, its fence, and the one loop for all appends.
 
-A commit to the ledger is THE commit point of a checkpoint. Every append moves `main`, carries `seq` + 1 in all its rows,
-and is built on the very table object on which the fence was read; pyiceberg asserts that `main` has not moved since, so
-nobody can have changed the fence in between. After any doubt the loop reads again and decides from what it reads.
+A commit to the ledger is THE commit point of a checkpoint. Every append moves `main`, has `seq` + 1 in all its rows, and is
+built on the same table object on which the fence was read. pyiceberg asserts that `main` has not moved since, so no process
+can have changed the fence in between. After any doubt the loop reads again and decides from the rows.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ class RunState:
 
     @property
     def exists(self) -> bool:
-        """Whether the ledger has a row of this run."""
+        """True if the ledger has a row of this run."""
         return self.fence.seq > 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Append:
-    """Rows to append and the fence that they install; `finished` drops the fence property instead."""
+    """Rows to append and the fence that they install. `finished` drops the fence property instead."""
 
     rows: Sequence[Row]
     fence: Fence
@@ -72,7 +72,7 @@ Decide = Callable[[RunState], Append | None]
 
 
 class Ledger:
-    """The `consumption` table of one lakehouse; once `stop` is set, no append to it is repeated."""
+    """The `consumption` table of one lakehouse. Once `stop` is set, no append to it is repeated."""
 
     def __init__(self, lakehouse: Lakehouse, *, deadline_s: float = 180.0, stop: threading.Event | None = None) -> None:
         self.lakehouse = lakehouse
@@ -85,7 +85,7 @@ class Ledger:
         return str(self.lakehouse.own("consumption").metadata.table_uuid)
 
     def state(self, run: str) -> RunState:
-        """The run's fence as it is now; rebuilt from rows where the cached property is absent."""
+        """Return the run's current fence. It is rebuilt from rows where the cached property is absent."""
         return self.lakehouse.look("consumption", lambda table: self._state(table, run))
 
     def _state(self, table: Table, run: str) -> RunState:
@@ -111,10 +111,10 @@ class Ledger:
     def rows_at(
         self, state: RunState, *, kinds: Sequence[str] = (), after: int = 0, columns: tuple[str, ...] = ("*",)
     ) -> list[Row]:
-        """The rows that the run had at one read, as `rows` gives them; of `columns` only, one of which is `seq`.
+        """Return the rows that the run had at one read, as `rows` does, with `columns` only, one of which is `seq`.
 
         Raises:
-            CommitConflict: others went on since then, and upkeep removed what it was read from.
+            CommitConflict: other commits followed, and upkeep removed the files of that read.
         """
         with as_commit_conflict():
             return self._sorted(state.table, state.run, kinds=kinds, after=after, columns=columns)
@@ -149,7 +149,7 @@ class Ledger:
         return totals
 
     def advances(self, run: str, columns: Sequence[str], checkpoints: Sequence[str] = ()) -> list[Row]:
-        """These columns of a run's advances; of those of some checkpoints, if named."""
+        """Return these columns of a run's advances, or of those of some checkpoints."""
         wanted: BooleanExpression = And(equals("run", run), equals("kind", "advance"))
         if checkpoints:
             wanted = And(wanted, among("checkpoint_id", checkpoints))
@@ -171,13 +171,13 @@ class Ledger:
         return [translate_row(row, relocation.uri_here, relocation.here) for row in rows] if relocation.moves else rows
 
     def append(self, run: str, decide: Decide) -> RunState:
-        """Read, let `decide` say what to append, commit; repeat on conflict or doubt. Returns the last read.
+        """Read, let `decide` return what to append, commit, and repeat on conflict or doubt. Return the last read.
 
-        `decide` raises to refuse, and returns None when what it wants is already there.
+        `decide` raises to refuse. It returns None when its rows exist already.
 
         Raises:
             SpecInvalid: a run cannot have this name, and none has it yet.
-            CommitOutcomeUnknown: the catalog stayed away past the deadline, or until this was told to stop.
+            CommitOutcomeUnknown: the catalog was unavailable past the deadline, or until a stop was requested.
             LakehouseError: the warehouse cannot be written.
         """
         try:
@@ -190,10 +190,10 @@ class Ledger:
             ) from err
 
     def patiently(self, work: Callable[[], T]) -> T:
-        """Repeat what leads up to an append for as long as the append itself is repeated while the catalog is away.
+        """Repeat the preparation of an append while the catalog is unavailable, for as long as the append itself is repeated.
 
         Raises:
-            CatalogUnreachable: it stayed away past the deadline.
+            CatalogUnreachable: it was unavailable past the deadline.
         """
         return retrying(self._deadline_s, stop=self._stop)(work)
 
@@ -263,7 +263,7 @@ class _Tries:
         return state, wanted
 
     def _still_decided(self) -> tuple[RunState, Append] | None:
-        """What an earlier try decided, on the table as it is now; None: there was none, or the run may have other rows."""
+        """Return the decision of an earlier try, on the present table. None: no decision, or the run may have other rows."""
         if self._decided is None:
             return None
         state, wanted = self._decided
@@ -286,10 +286,10 @@ def _property(run: str) -> str:
 
 
 def _same_rows(run: str, before: Table, now: Table) -> bool:
-    """Whether everything that was committed in between is known, and is other runs' or moved no row.
+    """Return True if all commits in between are known, and belong to other runs or moved no row.
 
-    The oldest snapshot that an expiry leaves names no parent, as the first one of a table does. What tells them apart is that
-    each commit takes the next sequence number.
+    The oldest snapshot that an expiry leaves names no parent, as the first one of a table does. The sequence number
+    distinguishes them: each commit takes the next one.
     """
     read_at, snapshot = before.current_snapshot(), now.current_snapshot()
     last = None if read_at is None else read_at.snapshot_id

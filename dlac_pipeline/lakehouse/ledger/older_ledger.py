@@ -1,15 +1,15 @@
-"""The check that the ledger is not older than its checkpoint store and its warehouse, as after a restored backup.
+"""Check that the ledger is not older than its checkpoint store and its warehouse, as after a restored backup.
 
-In: a lakehouse, a run, and the run's folder in the checkpoint store. Out: nothing, or `LedgerOlderThanStore`. Two places hold
-evidence that a checkpoint was committed which the ledger does not have:
+In: a lakehouse, a run, and the run's folder in the checkpoint store. Out: nothing, or `LedgerOlderThanStore`. Two places have
+evidence of a committed checkpoint that the ledger lacks:
 
 - The store. After each commit the run's commit mark names the checkpoint, and a manifest names its parent, which was
-  committed before. A complete checkpoint with neither mark nor child may be left by a commit that did not land: that is no
+  committed before. A complete checkpoint with neither mark nor child may be left by a commit that did not land, and is no
   evidence.
-- The warehouse. A metadata file of the ledger that the catalog does not name was built on a state that had been committed.
-  Its own last append may not have landed: that is no evidence, unless the store has the mark.
+- The warehouse. A metadata file of the ledger that the catalog does not name was built on a committed state. Its own last
+  append may not have landed, and is no evidence unless the store has the mark.
 
-What is read from a place is compared with rows that were read afterwards, so that commits under way raise no alarm.
+A place is read first, and the rows to compare with afterwards, so that concurrent commits raise no alarm.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ class StoreReader(Protocol):
     """The part of a checkpoint store that the check needs."""
 
     def children(self, address: str) -> list[str]:
-        """Return the names of files and folders in a folder; none if there is no such folder."""
+        """Return the names of files and folders in a folder. Empty if the folder does not exist."""
 
     def read(self, address: str) -> bytes:
-        """Return all of a small file; raise `FileNotFoundError` if there is none."""
+        """Return all of a small file. Raise `FileNotFoundError` if it does not exist."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,7 +88,7 @@ class WarehouseReader:
         self._io = PyArrowFileIO(dict(lakehouse.config.properties))
 
     def children(self, address: str) -> list[str]:
-        """Return the names of files and folders in a folder; none if there is no such folder."""
+        """Return the names of files and folders in a folder. Empty if the folder does not exist."""
         if _is_local(address):
             folder = Path(_path(address))
             return sorted(each.name for each in folder.iterdir()) if folder.is_dir() else []
@@ -97,7 +97,7 @@ class WarehouseReader:
         return sorted(info.base_name for info in found)
 
     def read(self, address: str) -> bytes:
-        """Return all of a small file; raise `FileNotFoundError` if there is none."""
+        """Return all of a small file. Raise `FileNotFoundError` if it does not exist."""
         if _is_local(address):
             return Path(_path(address)).read_bytes()
         scheme, netloc, path = PyArrowFileIO.parse_location(address)
@@ -183,10 +183,10 @@ def _rows_of(ledger: Ledger, run: str) -> list[Row]:
 
 
 def newer_in_store(ledger: Ledger, run: str, folder: str, files: StoreReader, *, rows: list[Row]) -> Newer | None:
-    """Return a committed checkpoint in the run's folder that the ledger lacks; None if there is none.
+    """Return a committed checkpoint in the run's folder that the ledger lacks, or None.
 
-    Folders are listed from the newest attempt on that committed: a lost checkpoint was committed after all known ones. Only
-    marks and what no row names are read: no more than the left-overs of the last attempts, in an intact ledger.
+    Folders are listed from the newest committed attempt on, because a lost checkpoint was committed after all known ones.
+    Only marks and folders that no row names are read. In an intact ledger these are the left-overs of the last attempts.
     """
     uuid, rows_by_id = ledger.table_uuid, checkpoint_rows(rows)
     mark = commit_marked(folder, uuid, files)
@@ -215,7 +215,7 @@ def mark_in(folder: str, ledger_uuid: str) -> str:
 
 
 def commit_marked(folder: str, ledger_uuid: str, files: StoreReader) -> Proof | None:
-    """Return what the commit mark in a run's folder proves to be committed; None if there is no mark."""
+    """Return the checkpoint whose commit the mark in a run's folder proves, or None without a mark."""
     place = mark_in(folder, ledger_uuid)
     found = _json(place, files)
     return _proof_of(found, place) if found.get("checkpoint_id") else None
@@ -230,10 +230,11 @@ def proven_parent(folder: str, files: StoreReader) -> Proof | None:
 def check_warehouse(lakehouse: Lakehouse, run: str | None = None, *, exists: bool = True) -> None:
     """Check that no metadata file of the ledger in the warehouse has commits that the ledger lacks.
 
-    Of a `run`, if named; of one that `exists` only newer files are read, else all that the catalog does not name.
+    With `run`, only its commits count. If the run `exists`, only newer files are read, otherwise all that the catalog does
+    not name.
 
     Raises:
-        LedgerOlderThanStore: one has.
+        LedgerOlderThanStore: one has such commits.
     """
     table = lakehouse.own("consumption")
     try:
@@ -279,9 +280,9 @@ class _KnownRows:
 
 
 def _newer_state(rows: _KnownRows, table: Table, folder: TableFolder, path: str) -> Newer | None:
-    """Return what an unnamed metadata file has that the ledger lacks; None if nothing is proven to be committed.
+    """Return what an unnamed metadata file has that the ledger lacks, or None if no commit is proven.
 
-    `table` is the ledger as it was before: what it lacks is looked for again in the rows.
+    `table` is the ledger as it was before. A lack is checked again in the rows.
     """
     content, location = folder.metadata(path), folder.location_of(path)
     mine = content.get("table-uuid") == str(table.metadata.table_uuid)
@@ -306,7 +307,7 @@ def _newer_state(rows: _KnownRows, table: Table, folder: TableFolder, path: str)
 
 
 def _state_of(content: dict[str, Any], location: str, io: FileIO) -> StaticTable | None:
-    """Return the table as the content of a metadata file has it; None for content of something else."""
+    """Return the table of a metadata file's content, or None for other content."""
     try:
         metadata = TableMetadataUtil.parse_obj(content)
     except (ValidationError, ValueError, KeyError, TypeError, AttributeError):
@@ -381,7 +382,7 @@ def _unnamed_folders(folder: str, files: StoreReader, committed: list[Row]) -> l
 
 
 def _number_of_attempt(name: str) -> int:
-    """Return the number of the attempt that a folder is named after; -1 for another folder."""
+    """Return the number of the attempt that a folder is named after, or -1 for another folder."""
     number = name.removeprefix("attempt-")
     return int(number) if number != name and number.isdecimal() else -1
 
@@ -393,7 +394,7 @@ def _proof_of(said: Mapping[str, Any], place: str) -> Proof:
 
 
 def _built_on(state: Table) -> int | None:
-    """Return the id of the snapshot under the current one, which was committed; None if it is not retained."""
+    """Return the id of the snapshot under the current one, which was committed, or None if it is not retained."""
     current = state.current_snapshot()
     parent = None if current is None else state.snapshot_by_id(current.parent_snapshot_id or 0)
     return None if parent is None else parent.snapshot_id
@@ -416,7 +417,7 @@ def _key(row: Row) -> Key:
 
 
 def _json(address: str, files: StoreReader) -> dict[str, Any]:
-    """Return a JSON object; empty if it is gone or cut short."""
+    """Return a JSON object. Empty if it is gone or cut short."""
     try:
         found = json.loads(files.read(address))
     except (FileNotFoundError, ValueError):

@@ -1,7 +1,7 @@
-"""Plans, their work units, and the slices of their passes, as tables.
+"""Tables of plans, their work units, and the slices of their passes.
 
-Units are written first under a write id, the plan row last and only if nobody wrote the same plan meanwhile; readers go
-from the plan row to its write id, so a crash or a race leaves no half or double plan.
+Units are written first under a write id. The plan row is last, and only if no process wrote the same plan since then. Readers
+follow the plan row to its write id, so a crash or a race leaves no half or double plan.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class PlanRow:
     created_at: datetime
     format_version: int = FORMAT_VERSION
     exclude: str = "[]"
-    """JSON list of the expressions whose rows were left out besides the filter."""
+    """JSON list of the expressions whose rows were left out in addition to the filter."""
     base_plan_id: str | None = None
     """The plan with the same units of which this one leaves out more rows."""
 
@@ -77,7 +77,7 @@ def get_plan(lakehouse: Lakehouse, plan_id: str) -> PlanRow:
 
 
 def write_plan(lakehouse: Lakehouse, plan: PlanRow, units: pa.Table) -> PlanRow:
-    """Write units, then the plan row; returns the row that won if somebody else wrote the same plan."""
+    """Write units, then the plan row. Return the winning row if another process wrote the same plan."""
     written = equals("write_id", plan.write_id)
     append_own(lakehouse, "work_units", units, unless=lambda: _any(lakehouse, "work_units", written))
     row = pa.Table.from_pylist([asdict(plan)], schema=_PLANS_ARROW)
@@ -101,7 +101,7 @@ def read_units(lakehouse: Lakehouse, plan: PlanRow) -> pa.Table:
 
 
 def write_slices(lakehouse: Lakehouse, cut_id: str, slices: Callable[[], pa.Table]) -> None:
-    """Write the slices of a cut, unless they are there: a cut's id is a digest of its content."""
+    """Write the slices of a cut, unless they exist. A cut's id is a digest of its content."""
 
     def present() -> bool:
         return _any(lakehouse, "slices", equals("cut_id", cut_id))
@@ -111,10 +111,10 @@ def write_slices(lakehouse: Lakehouse, cut_id: str, slices: Callable[[], pa.Tabl
 
 
 def append_own(lakehouse: Lakehouse, name: str, rows: pa.Table, *, unless: Callable[[], bool]) -> None:
-    """Append to one of DLAC's tables; after a conflict or doubt `unless` is asked before the append is repeated.
+    """Append to one of DLAC's tables. After a conflict or doubt `unless` is called before the append is repeated.
 
     Raises:
-        CatalogUnreachable: the catalog stayed away for a minute.
+        CatalogUnreachable: the catalog was unavailable for a minute.
     """
 
     def once() -> None:

@@ -22,13 +22,13 @@ PHASES = ("detect", "schedule", "stop", "claim", "verify", "convert", "load", "f
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recovery:
-    """One recovery; durations in seconds, each phase after the one before it."""
+    """One recovery. Durations are in seconds, each phase after the one before it."""
 
     run: str
     seq: int
     """The `seq` of the claim that began it."""
     attempt: int
-    """The attempt that recovered; of a run that was given up the one that failed last."""
+    """The attempt that recovered. For a run that was given up: the last one that failed."""
     replaced_attempt: int
     cause: str
     noticed_by: str
@@ -37,29 +37,32 @@ class Recovery:
     resumed_from: str | None
     resumed_step: int
     rows_replayed: int
-    """Rows that were read again: of steps that a rank had finished, and of checkpoints that are left behind."""
+    """Rows that were read again: of steps that a rank had finished, and of abandoned checkpoints."""
     detect_s: float
     """From the last sign of life to the notice."""
     schedule_s: float | None = 0.0
-    """From a sensor's notice to the new launch; 0 where the supervisor itself recovers. None in rows of older versions."""
+    """Seconds from a sensor's notice to the new launch, or 0 where the supervisor itself recovers.
+
+    None in rows of older versions.
+    """
     stop_s: float
     claim_s: float
     verify_s: float
     convert_s: float | None = 0.0
     """Until the state was converted to another number of ranks, before the load."""
     load_s: float
-    """Until all ranks have their state; includes what is left of their start."""
+    """Seconds until all ranks have their state, with the rest of their start."""
     first_step_s: float
     total_s: float
     outcome: str
-    """resumed; failed again: before its first step; gave up: no attempt followed."""
+    """One of: resumed, failed again (before its first step), gave up (no attempt followed)."""
     format_version: int = FORMAT_VERSION
     work_lost_s: float | None = 0.0
     """Training of the failed attempt that is not in any checkpoint."""
 
     @property
     def down_s(self) -> float:
-        """Seconds from the last sign of life until an operator started the run again; 0 where a program noticed."""
+        """Seconds from the last sign of life until an operator started the run again, or 0 where a program noticed."""
         return self.detect_s if self.noticed_by == _OPERATOR else 0.0
 
     @property

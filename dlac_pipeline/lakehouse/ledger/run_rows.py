@@ -1,6 +1,6 @@
-"""What the rows of one run say: whose it is, which checkpoint is its head, and which can be restored. Rows in, facts out.
+"""Facts from the rows of one run: its owner, its head, and its restorable checkpoints. Rows in, facts out.
 
-Everything that is said of a run at one time comes from rows that were read at once: rows that are read twice may differ.
+All facts about a run at one time come from rows of one read, because rows of two reads may differ.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ HEAD_KINDS = (
     "fork",
     "finish",
 )
-"""Every kind but `advance`: what says where a run is, without what it consumed."""
+"""Every kind but `advance`: the state of a run, without its consumption."""
 _IDLE = {"adopts": "adopted", "rewinds": "rewound", "forks": "forked"}
-"""What the claim of an attempt says that trains nothing, and is there for something else -> how its run stands then."""
+"""Mark in the claim of an attempt that trains nothing -> the state of its run."""
 _NAMED = 5
 """Checkpoints that a message names, at the most."""
 _RUNS_NAMED = 10
 """Runs that a message names, at the most."""
 _DECIDED = ("manifest_uri", "manifest_digest", "model_digest", "committed_at", "format_version", "run")
-"""Columns of ledger rows that only their commit decides; manifests leave them out."""
+"""Columns of ledger rows that only their commit decides. Manifests leave them out."""
 
 
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -91,7 +91,7 @@ def no_such_run(run: str, runs: Sequence[str]) -> NoSuchRun:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fence:
-    """Who owns a run, how far its ledger is, and which checkpoint is its head."""
+    """Owner of a run, length of its ledger, and its head."""
 
     attempt: int = 0
     nonce: str = ""
@@ -140,7 +140,7 @@ def restorable_rows(rows: Sequence[Row]) -> dict[str, Row]:
 
 
 def way_out(run: str, rows: Sequence[Row]) -> str:
-    """What to do about a run of whose lineage no checkpoint can be restored: branches that rewinds have left may be whole."""
+    """Return advice for a run without a restorable checkpoint on its lineage: abandoned branches may be whole."""
     there = sorted(restorable_rows(rows).values(), key=lambda row: (int(row["step"]), int(row["seq"])), reverse=True)
     if not there:
         return "start a run under another name"
@@ -152,9 +152,9 @@ def way_out(run: str, rows: Sequence[Row]) -> str:
 
 
 def restorable(run: str, rows: Sequence[Row], step: int | None, *, checkpoint_id: str | None = None) -> Row:
-    """Of these rows that of the head, or of the checkpoint of a step or with an id; raises as `Ledger.restorable`.
+    """Return the row of the head, or of the checkpoint of a step or with an id. Raises as `Ledger.restorable`.
 
-    Where a run came by the step twice, it is the one on the surviving lineage, else the newest.
+    If a run passed the step twice, it is the one on the surviving lineage, else the newest.
     """
     if not rows:
         raise NoSuchRun(f"expected a run named {run!r} in the ledger, found none: `dlac runs` lists those that it has")
@@ -188,7 +188,7 @@ def fence_of_rows(rows: Sequence[Row]) -> Fence:
 
 
 def finished_of_rows(rows: Sequence[Row]) -> bool:
-    """Whether a run's rows say that it is finished, and no later rewind opened it again."""
+    """Return True if a run's rows show that it is finished, and no later rewind opened it again."""
     last = max(
         (row for row in rows if row["kind"] in ("finish", "rewind")), key=lambda row: int(row["seq"]), default=None
     )
@@ -196,12 +196,12 @@ def finished_of_rows(rows: Sequence[Row]) -> bool:
 
 
 def idle_kind(rows: Sequence[Row], attempt: int) -> str | None:
-    """What an attempt was there for that trains nothing: adopted, rewound or forked; None for one that trains."""
+    """Return the purpose of an attempt that trains nothing (adopted, rewound or forked), or None for one that trains."""
     claims = [row for row in rows if row["kind"] == "claim" and row["attempt"] == attempt]
     found = json.loads(claims[-1]["detail"] or "{}") if claims else {}
     return next((done for name, done in _IDLE.items() if name in found), None)
 
 
 def trains_nothing(claim: Row) -> bool:
-    """Whether the attempt of a claim only adopts, rewinds or forks: it neither makes progress nor fails."""
+    """Return True if the attempt of a claim only adopts, rewinds or forks: it neither makes progress nor fails."""
     return any(name in json.loads(claim["detail"] or "{}") for name in _IDLE)

@@ -1,6 +1,6 @@
 """Schemas of DLAC's tables and the version of everything that is persisted.
 
-Promise: a table or manifest of an older format version stays readable; columns are only added, as optional ones.
+Promise: a table or manifest of an older format version stays readable. Columns are only added, as optional ones.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Many small data files of DLAC's own tables become few: files are merged, rows never.
+"""Compaction of DLAC's own tables: many small data files become few. Files are merged, rows never.
 
-One checkpoint is one data file; a run of weeks has tens of thousands, and a scan opens every one. A merge is one `overwrite`
-snapshot, built on the table object whose files were read, so it asserts that `main` has not moved since: beside live
-committers it is the merge that loses, reads again and takes fewer files. A commit that loses to a merge repeats itself, like
-after any other conflict. Nothing but data files changes: no row, no `seq`, no property.
+One checkpoint is one data file. A run of weeks has tens of thousands, and a scan opens every one. A merge is one `overwrite`
+snapshot, built on the table object whose files were read, so it asserts that `main` has not moved since. Against live
+committers the merge loses, reads again and takes fewer files. A commit that loses to a merge repeats itself, as after any
+other conflict. Only data files change: no row, no `seq`, no property.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MAX_FILES = 512
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Merged:
-    """How many data files became how many."""
+    """Number of data files before and after a merge."""
 
     files: int = 0
     into: int = 0
@@ -44,8 +44,8 @@ def compact(lakehouse: Lakehouse, name: str = "consumption") -> Merged:
     """Merge the small data files of each partition of DLAC's own table `name`.
 
     Raises:
-        CatalogUnreachable: the catalog stayed away for a minute.
-        CommitConflict: others committed all the time; what was merged until then stays merged.
+        CatalogUnreachable: the catalog was unavailable for a minute.
+        CommitConflict: other processes committed all the time. Earlier merges stay.
         LakehouseError: files that the table names are not in the warehouse.
     """
     files = into = 0
@@ -56,7 +56,7 @@ def compact(lakehouse: Lakehouse, name: str = "consumption") -> Merged:
 
 
 def _merge(lakehouse: Lakehouse, name: str, partition: tuple[Any, ...]) -> Merged | None:
-    """Merge some files of one partition, in one commit; None when there is nothing to merge."""
+    """Merge some files of one partition, in one commit. Return None if nothing can be merged."""
     limit = 2 * _MAX_FILES
 
     def once() -> Merged | None:
@@ -71,7 +71,10 @@ def _merge(lakehouse: Lakehouse, name: str, partition: tuple[Any, ...]) -> Merge
 
 
 def _small_files(table: Table) -> dict[tuple[Any, ...], list[FileScanTask]]:
-    """The small data files by partition, in the order in which they were written; those with delete files are left alone."""
+    """Return the small data files by partition, in the order in which they were written.
+
+    Files with delete files are left alone.
+    """
     found = defaultdict(list)
     spec = table.spec()
     for task in table.scan().plan_files():
@@ -95,9 +98,9 @@ def _within(tasks: Sequence[FileScanTask], most_bytes: int) -> Iterator[FileScan
 
 
 def _rewrite(table: Table, tasks: Sequence[FileScanTask]) -> Merged:
-    """Put the rows of these files into as few as possible.
+    """Write the rows of these files into as few files as possible.
 
-    The new files are written on every try anew: files written before a conflict may be taken for orphans by now.
+    The new files are written again on every try: files written before a conflict may count as orphans by now.
     """
     schema = schema_to_pyarrow(table.schema(), include_field_ids=False)
     scan = ArrowScan(table.metadata, table.io, table.schema(), AlwaysTrue())

@@ -1,9 +1,8 @@
-"""Snapshots of DLAC's own tables that nobody needs are expired by the appends themselves, so that no commit grows slower.
+"""Expiry of snapshots of DLAC's own tables by the appends themselves, so that no commit grows slower.
 
-Each commit copies, writes and reads a table's whole metadata, and every retained snapshot is part of it. So each append
-also expires, in its own transaction, what it pushes out of the newest `KEEP_SNAPSHOTS`: nothing to schedule, nothing that
-could be half done. What a branch or a tag names stays.
-Expiry deletes no file: that is for dlac_pipeline/lakehouse/maintenance/orphans.py.
+Each commit copies, writes and reads a table's whole metadata, and every retained snapshot is part of it. So each append also
+expires, in its own transaction, the snapshots past the newest `KEEP_SNAPSHOTS`. Nothing has to be scheduled, and nothing can
+be half done. Snapshots of a branch or a tag stay. Expiry deletes no file: see dlac_pipeline/lakehouse/maintenance/orphans.py.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from dlac_pipeline.lakehouse.retrying import retrying
 
 
 def expire(lakehouse: Lakehouse, name: str, *, keep: int = KEEP_SNAPSHOTS) -> int:
-    """Expire all snapshots of DLAC's own table `name` but the newest `keep`, and those that are named; returns how many.
+    """Expire all snapshots of DLAC's own table `name` but the newest `keep` and the named ones. Return their number.
 
     Raises:
-        CatalogUnreachable: the catalog stayed away for a minute.
-        CommitConflict: others committed all the time.
+        CatalogUnreachable: the catalog was unavailable for a minute.
+        CommitConflict: other processes committed all the time.
     """
 
     def once() -> int:

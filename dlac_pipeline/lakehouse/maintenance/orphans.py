@@ -25,20 +25,22 @@ from dlac_pipeline.lakehouse.retrying import as_commit_conflict, retrying
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Removed:
-    """How many files were deleted, and their bytes."""
+    """Number of deleted files, and their bytes."""
 
     files: int = 0
     bytes: int = 0
 
 
 def remove_orphans(lakehouse: Lakehouse, name: str, *, checked: bool = False) -> Removed:
-    """Delete the files of DLAC's own table `name` that no retained snapshot names; `checked`: of a ledger that is the newest.
+    """Delete the files of DLAC's own table `name` that no retained snapshot names.
+
+    `checked`: the ledger is known to be the newest.
 
     Raises:
-        CatalogUnreachable: the catalog stayed away for a minute.
-        CommitConflict: others committed all the time.
+        CatalogUnreachable: the catalog was unavailable for a minute.
+        CommitConflict: other processes committed all the time.
         LakehouseError: another table's files are among them, or they cannot be listed or deleted.
-        LedgerOlderThanStore: the catalog was restored from an older backup: newer files are the only copy of what it lacks.
+        LedgerOlderThanStore: the catalog was restored from an older backup. Newer files are the only copy of lost commits.
     """
     if name == "consumption" and not checked:
         check_warehouse(lakehouse)

@@ -20,7 +20,7 @@ from dlac_pipeline.lakehouse.maintenance.orphans import Removed, remove_orphans
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Upkept:
-    """What was done to one of DLAC's tables."""
+    """Result of upkeep on one of DLAC's tables."""
 
     table: str
     merged_files: int
@@ -33,12 +33,12 @@ class Upkept:
 
 
 def run_upkeep(lakehouse: Lakehouse, *, keep: int = KEEP_SNAPSHOTS) -> list[Upkept]:
-    """Put DLAC's own tables in order; `keep` is the number of snapshots that stay of each.
+    """Run upkeep on DLAC's own tables. `keep` is the number of snapshots that stay of each.
 
     Raises:
-        CatalogUnreachable: the catalog stayed away for a minute.
+        CatalogUnreachable: the catalog was unavailable for a minute.
         LakehouseError: another table's files are among them, or they cannot be listed or deleted.
-        LedgerOlderThanStore: the catalog was restored from an older backup; nothing was changed.
+        LedgerOlderThanStore: the catalog was restored from an older backup. Nothing was changed.
     """
     check_warehouse(lakehouse)
     return [_upkeep_of(lakehouse, name, keep) for name in TABLES]
