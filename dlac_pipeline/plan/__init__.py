@@ -1,1 +1,1 @@
-"""Snapshot -> work units -> slices of key groups; the order as a pure function of the leg."""
+"""Plan: snapshot -> work units -> slices of key groups. The order is a pure function of the leg."""

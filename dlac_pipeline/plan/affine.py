@@ -17,7 +17,7 @@ MAX_BLOCK_ROWS = 2**31
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Affine:
-    """position -> row: (a*position + c) mod rows; row -> position: a_inv*(row - c) mod rows."""
+    """position -> row: (a*position + c) mod rows. row -> position: a_inv*(row - c) mod rows."""
 
     rows: int
     a: int
@@ -34,7 +34,7 @@ class Affine:
 
 
 def choose_permutation(rows: int, key: int, *, shuffle: bool) -> Affine:
-    """The map of a block of `rows` physical rows, drawn by `key`; the identity when not shuffled.
+    """Return the map of a block of `rows` physical rows, drawn by `key`, or the identity without shuffling.
 
     Of 16 drawn multipliers the one is taken whose a/rows is hardest to approximate by fractions (smallest largest partial
     quotient of its continued fraction): its multiples, the rows of neighbouring positions, spread evenly over the block.

@@ -1,7 +1,7 @@
-"""One pass, cut: units permuted, laid end to end, dealt to key groups, and walked in blocks.
+"""Cut of one pass: units permuted, laid end to end, dealt to key groups, and walked in blocks.
 
-A pass is cut once; where its slices lie is a pure function of (units, cut settings, pass, rows dealt before). Which of their
-rows are passed over may grow later, by exclusions: that never moves a slice, nor a row within its block.
+A pass is cut once. The place of its slices is a pure function of (units, cut settings, pass, rows dealt before). Exclusions
+may add skipped rows later. They never move a slice, nor a row within its block.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _UNITS, _BLOCK = 1, 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CutSettings:
-    """What, besides the plan and the rows dealt before, determines how a pass of one source is cut."""
+    """Settings that, with the plan and the rows dealt before, determine how a pass of one source is cut."""
 
     seed: int
     key_groups: int
@@ -57,7 +57,7 @@ class Block:
     """First row of each slice within the block."""
     affine: Affine
     live_positions: Ints | None
-    """Positions of the live rows, sorted; None when all rows are live."""
+    """Positions of the live rows, sorted, or None when all rows are live."""
     live_rows: int
 
     @property
@@ -66,7 +66,7 @@ class Block:
         return self.affine.rows
 
     def position_after(self, live: int) -> int:
-        """The cursor position right behind the `live`-th live row (1-based); 0 before the first."""
+        """Return the cursor position directly after the `live`-th live row (1-based), or 0 before the first."""
         if live == 0:
             return 0
         return live if self.live_positions is None else int(self.live_positions[live - 1]) + 1
@@ -95,9 +95,9 @@ class Block:
 
 
 def deal(live_rows: int, dealt: Ints) -> Ints:
-    """How many of `live_rows` each key group gets, given what it was dealt before; int64 [G].
+    """Return the number of `live_rows` for each key group, given what it was dealt before: int64 [G].
 
-    Group g gets max(0, floor((M+g)/G) - t_g), M being the smallest number for which these sum to `live_rows`: over many
+    Group g gets max(0, floor((M+g)/G) - t_g), M being the smallest number for which these sum to `live_rows`. Over many
     passes and appends all groups stay level.
     """
     groups = len(dealt)
@@ -118,7 +118,7 @@ def deal(live_rows: int, dealt: Ints) -> Ints:
 
 
 class PassCut:
-    """All key groups' segments of one pass; rows that are dead in `live_units`, too, are passed over in place."""
+    """All key groups' segments of one pass. Rows that are dead in `live_units` are skipped in place."""
 
     def __init__(
         self,
@@ -166,7 +166,7 @@ class PassCut:
         return np.append(ends[starts], ends[-1]).astype(np.int64)
 
     def _cut(self, group: int) -> Slices:
-        """The slices of key group `group`, in walking order; `live` counts what is live in `live_units`."""
+        """Return the slices of key group `group`, in walking order. `live` counts the live rows of `live_units`."""
         stop = int(self._segment_end[group])
         start = stop - int(self.dealt[group])
         if start == stop:
@@ -196,7 +196,7 @@ class PassCut:
         return still
 
     def _physical(self, unit: int, live: int) -> int:
-        """Where a unit is cut before its `live`-th live row; dead rows at a cut go left."""
+        """Return where a unit is cut before its `live`-th live row. Dead rows at a cut go left."""
         if live == 0 or unit not in self.units.dead:
             return live
         offsets = self.units.live_offsets(unit)
@@ -223,12 +223,12 @@ class PassCut:
 
 
 def _line(live: Ints, settings: CutSettings, pass_index: int) -> Ints:
-    """The units with these live rows (int64 [units], all above 0) in the order in which they are laid end to end.
+    """Return the units with these live rows (int64 [units], all above 0) in the order in which they are laid end to end.
 
-    Units lie in table order. They are divided into as many strata of equal rows as slices are read at a time (G*S); each
+    Units are in table order. They are divided into as many strata of equal rows as slices are read at a time (G*S). Each
     stratum is bound to one of the S lanes of a key group for the pass, and its units, shuffled, are spread evenly over the
-    group's segment. So at any time the slices being read come one from each stratum: whatever a table is sorted by, all of it is
-    mixed in every batch, more evenly than by drawing units from one urn, and however the segments are cut.
+    group's segment. So at any time the slices being read come one from each stratum. All of a sorted table is mixed in every
+    batch, more evenly than by drawing units from one urn, and for any cut of the segments.
     """
     units = np.arange(len(live), dtype=np.int64)
     if not settings.shuffle or not len(live):

@@ -1,8 +1,8 @@
-"""Which source the n-th sample comes from: a deterministic weighted schedule without memory.
+"""Mixture: the source of the n-th sample, by a deterministic weighted schedule without memory.
 
-Sample k of key group g is the n-th of the leg, n = k*G + g; u = (a*n) mod P falls into the bin of one of the sources that are
-still there, bins as wide as their weights. P is prime and a/P near the golden ratio, so any stretch of samples holds each
-source's share within a few samples, and a key group sees every u once in P samples.
+Sample k of key group g is the n-th of the leg, n = k*G + g. u = (a*n) mod P falls into the bin of one of the remaining
+sources. The bins are as wide as their weights. P is prime and a/P near the golden ratio, so any range of samples contains
+each source's share within a few samples, and a key group sees every u once in P samples.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _STRIDE = 40_504
 MAX_KEY_GROUPS = _PERIOD - 1
 
 Present = tuple[bool, ...]
-"""Which sources are still there."""
+"""The sources that remain."""
 
 
 class Mixture:
-    """A schedule over weighted sources; weights need not sum to one."""
+    """A schedule over weighted sources. Weights need not sum to one."""
 
     def __init__(self, weights: Sequence[float], key_groups: int) -> None:
         if not weights or min(weights) <= 0:
@@ -49,7 +49,7 @@ class Mixture:
         return self._bins(present)[(n % _PERIOD) * _STRIDE % _PERIOD]
 
     def counts(self, group: int, start: int, stop: int, present: Present) -> Ints:
-        """How many of a group's samples start .. stop-1 come from each source, int64 [sources]."""
+        """Return how many of a group's samples start .. stop-1 come from each source: int64 [sources]."""
         if present.count(True) == 1:
             return np.array([(stop - start) * here for here in present], dtype=np.int64)
         return self._until(group, stop, present) - self._until(group, start, present)

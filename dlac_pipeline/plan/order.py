@@ -1,8 +1,8 @@
-"""The order of a leg: which row is the i-th sample of step n, and where every cursor stands after it.
+"""Order of a leg: the row of the i-th sample of step n, and every cursor after it.
 
-Pure: nothing here reads a file, knows a rank, or remembers what happened. Steps count from 1 over the whole run; the reader
-state of step n is where the cursors stand after it. Only of counted sources (a row is a sample) can it say that much; of
-streamed ones it says which row comes next.
+Pure: nothing here reads a file, knows a rank, or keeps state. Steps count from 1 over the whole run. The reader state of step
+n is the cursors after it. It is known for counted sources only (a row is a sample). For streamed ones the order gives the
+next row.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ReaderState = list[list[Cursor]]
 class Advance:
     """One block's part of what a checkpoint moved: positions [position_start, position_end), all applied or none.
 
-    With `token_end` the last row was read only up to there; with `token_start` the first one from there on.
+    With `token_end` the last row was read only up to it. With `token_start` the first row was read from it on.
     """
 
     source: int
@@ -54,7 +54,7 @@ class Advance:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LegSettings:
-    """What, besides its sources, determines the order of a leg."""
+    """Settings that, with its sources, determine the order of a leg."""
 
     key_groups: int
     batch_size: int
@@ -62,7 +62,7 @@ class LegSettings:
     steps: int | None = None
     """Optimizer steps after which the run ends at the latest."""
     pending_tail: bool = False
-    """Whether rows that do not fill a batch stay for the next leg; otherwise the last batches have empty slots."""
+    """True if rows that do not fill a batch stay for the next leg. Otherwise the last batches have empty slots."""
 
     def __post_init__(self) -> None:
         if self.batch_size % self.key_groups:
@@ -76,7 +76,7 @@ class LegSettings:
 
 @dataclass(frozen=True, slots=True)
 class _Phase:
-    """From sample `start` of a key group on these sources are there; `before` counts the samples of each source until then."""
+    """From sample `start` of a key group these sources remain. `before` counts the samples of each source until then."""
 
     start: int
     before: Ints
@@ -86,7 +86,7 @@ class _Phase:
 class LegOrder:
     """The order of a leg.
 
-    `streamed` tells which of its sources have samples that are not rows, `active` which of them this leg reads at all.
+    `streamed` marks its sources whose samples are not rows, `active` those that this leg reads.
     """
 
     def __init__(
@@ -107,12 +107,12 @@ class LegOrder:
 
     @property
     def counted(self) -> bool:
-        """Whether the steps alone say where all cursors stand."""
+        """True if a step alone determines all cursors."""
         return not any(self.streamed)
 
     @cached_property
     def total_steps(self) -> int | None:
-        """The step with which the leg ends; None if only reading tells."""
+        """The last step of the leg, or None if only reading can show it."""
         if not any(self.active):
             return self.settings.start_step
         limit = self.settings.steps
@@ -130,16 +130,16 @@ class LegOrder:
         return (step - self.settings.start_step) * self.settings.samples_per_group
 
     def consumed(self, step: int) -> Ints:
-        """Rows of the leg that each key group has consumed after `step`, int64 [sources, G]; counted sources only."""
+        """Return the rows of the leg that each key group has consumed after `step`, int64 [sources, G]. Counted sources only."""
         slots, groups = self.samples(step), range(self.settings.key_groups)
         return np.stack([self._consumed_of(group, slots) for group in groups], axis=1)
 
     def valid_rows(self, step: int) -> int:
-        """Valid samples of the global batch of `step`: B, or fewer at the very end; counted sources only."""
+        """Return the valid samples of the global batch of `step`: B, or fewer at the very end. Counted sources only."""
         return int((self.consumed(step) - self.consumed(step - 1)).sum())
 
     def reader_state(self, step: int) -> ReaderState:
-        """All cursors after `step`; counted sources only."""
+        """Return all cursors after `step`. Counted sources only."""
         consumed = self.consumed(step)
         return [
             [source.cursor(group, int(count)) for group, count in enumerate(consumed[index])]
@@ -147,7 +147,10 @@ class LegOrder:
         ]
 
     def advances(self, group: int, first_step: int, last_step: int, *, applied: bool) -> Iterator[Advance]:
-        """What the steps first_step..last_step moved in `group`, one entry per (source, pass, block); counted sources only."""
+        """Return the advances of the steps first_step..last_step in `group`, one per (source, pass, block).
+
+        Counted sources only.
+        """
         before, after = (self._consumed_of(group, self.samples(step)) for step in (first_step - 1, last_step))
         for index, source in enumerate(self.sources):
             start, stop = int(before[index]), int(after[index])
@@ -214,7 +217,9 @@ class LegOrder:
             phase = _Phase(stop, phase.before + self.mixture.counts(group, phase.start, stop, present), present)
 
     def _end(self, group: int) -> int:
-        """Samples of a key group until its last finite source is exhausted; with a pending tail until the first one is."""
+        """Return the samples of a key group until its last finite source is exhausted, or with a pending tail until the first
+        one is.
+        """
         phases = self._phases(group)
         if not self.settings.pending_tail:
             return phases[-1].start

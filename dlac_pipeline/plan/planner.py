@@ -62,9 +62,9 @@ def make_plan(
     dead: Mapping[str, Ints] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Plan:
-    """Pin the snapshot and plan it; the same content gives the same plan, written once.
+    """Pin the snapshot and plan it. The same content gives the same plan, written once.
 
-    `only` picks data files; `dead` names further dead rows, as positions in a data file (path -> sorted int64).
+    `only` chooses data files. `dead` names further dead rows, as positions in a data file (path -> sorted int64).
 
     Raises:
         BadInput: the table, snapshot, columns, transform or filter cannot be planned (see its subclasses).
@@ -108,8 +108,8 @@ def check_source(table: Table, source: SourceSpec, snapshot: Snapshot) -> Schema
     Raises:
         NoSuchColumn: the schema lacks a column of the source, of its filter or of its identity.
         UnsupportedColumn: a column cannot become a tensor.
-        SpecInvalid: an identity column is not of a primitive type, a column has a name that transforms use, or the text of the
-            filter is no filter.
+        SpecInvalid: an identity column is not of a primitive type, a column has a name that transforms use, or the text of
+            the filter is no filter.
         TransformFailed: the transform cannot be loaded.
         UnsupportedSnapshot: the table's metadata lack the schema.
     """
@@ -159,7 +159,7 @@ def _fits(schema: Schema, row_filter: str) -> bool:
 
 
 def _no_live_rows(table: Table, source: SourceSpec, snapshot_id: int, schema_id: int, rows: int) -> EmptyPlan:
-    """The error for a plan without live rows; it names the exclusions if the filter alone leaves some."""
+    """Return the error for a plan without live rows. It names the exclusions if the filter alone leaves some."""
     asked = (
         f"expected live rows in snapshot {snapshot_id} of {source.table!r} under the filter {source.planned_filter!r}"
     )
@@ -171,7 +171,9 @@ def _no_live_rows(table: Table, source: SourceSpec, snapshot_id: int, schema_id:
 
 
 def exclude_rows(lakehouse: Lakehouse, plan: Plan, dead: Mapping[int, Ints]) -> Plan:
-    """The plan with the same units of which these rows (unit -> sorted offsets) are left out, too; `plan` if they were."""
+    """Return the plan with the same units that also leaves out these rows (unit -> sorted offsets), or `plan` if it does
+    already.
+    """
     groups = []
     for unit in range(len(plan.units)):
         known = plan.units.dead.get(unit, np.zeros(0, dtype=np.int64))
@@ -229,7 +231,7 @@ def cut_id_of(plan_id: str, cut: PassCut) -> str:
 
 
 def record_cut(lakehouse: Lakehouse, plan_id: str, cut: PassCut) -> str:
-    """Write the slices of a pass when it is entered; returns the cut's id."""
+    """Write the slices of a pass when it is entered. Return the cut's id."""
     cut_id = cut_id_of(plan_id, cut)
     write_slices(lakehouse, cut_id, lambda: slices_arrow(cut_id, plan_id, cut))
     return cut_id

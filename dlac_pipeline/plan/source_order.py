@@ -1,7 +1,7 @@
-"""One source within a leg: a queue of cuts, which each key group walks as one line of live rows.
+"""Order of one source within a leg: a queue of cuts, which each key group walks as one line of live rows.
 
-In: where the source stood when the leg began (open cuts, cursors, rows dealt, plans to be cut next). Out: the i-th row of a key
-group since then, where its cursor stands behind it, and where the source stands when the leg ends.
+In: the source's state when the leg began (open cuts, cursors, rows dealt, plans to cut next). Out: the i-th row of a key
+group since then, its cursor after it, and the source's state when the leg ends.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from dlac_pipeline.plan.units import Ints, UnitTable
 
 
 class Cursor(NamedTuple):
-    """One key group in one source: behind its last wholly consumed row, or `offset` items into the row at `position`."""
+    """Position of one key group in one source: after its last wholly consumed row, or `offset` items into the row at
+    `position`.
+    """
 
     pass_index: int = 0
     block: int = 0
@@ -29,26 +31,26 @@ class Cursor(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpenCut:
-    """What names the cut of a pass, and all it is made from besides units; open until every key group has finished it."""
+    """The name of a pass's cut, and its inputs besides units. Open until every key group has finished it."""
 
     pass_index: int
     plan_id: str
-    """Whose units were cut."""
+    """The plan whose units were cut."""
     live_plan_id: str
-    """Whose dead rows are passed over: the same units, and perhaps exclusions."""
+    """The plan whose dead rows are skipped: the same units, perhaps with exclusions."""
     dealt_before: tuple[int, ...]
     settings: CutSettings
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceStart:
-    """Where a source stands when a leg begins."""
+    """State of a source when a leg begins."""
 
     cursors: tuple[Cursor, ...]
     dealt: tuple[int, ...]
     """Live rows dealt to each key group so far, open cuts included (t_g)."""
     upcoming: tuple[tuple[str, int], ...]
-    """Plans to be cut next, and passes over each; 0 passes: again and again."""
+    """Plans to cut next, and passes over each. 0 passes: without end."""
     next_pass: int = 0
     open: tuple[OpenCut, ...] = ()
 
@@ -79,7 +81,7 @@ class Stretch:
     start: int
     stop: int
     portion: tuple[int, int] | None = None
-    """The slices of the block, first and past the last, that hold these rows; None: all of them."""
+    """The slices of the block, first and end, that contain these rows, or None for all of them."""
 
     @property
     def pass_index(self) -> int:
@@ -110,17 +112,17 @@ class Stretch:
 
     @property
     def cursor(self) -> Cursor:
-        """Where the cursor stands after this stretch."""
+        """Return the cursor after this range."""
         return Cursor(self.pass_index, self.block.index, self.block.position_after(self.stop))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Entry:
-    """One cut of the queue; `begins` and `ends` count a key group's rows since the leg began, `passed` its rows before that."""
+    """One cut of the queue. `begins` and `ends` count a key group's rows since the leg began, `passed` its rows before that."""
 
     cut: OpenCut
     queue: int
-    """Index into the upcoming plans; -1 for a cut that was open."""
+    """Index into the upcoming plans, or -1 for a cut that was open."""
     dealt: Ints
     begins: Ints
     ends: Ints
@@ -128,7 +130,7 @@ class _Entry:
 
 
 class SourceOrder:
-    """The order of one source within a leg; `units` holds the units of every plan that `start` names, by plan id."""
+    """The order of one source within a leg. `units` has the units of every plan that `start` names, by plan id."""
 
     def __init__(self, start: SourceStart, units: Mapping[str, UnitTable], settings: CutSettings) -> None:
         self.start = start
@@ -142,11 +144,11 @@ class SourceOrder:
 
     @property
     def endless(self) -> bool:
-        """Whether the source goes on for ever."""
+        """True if the source has no end."""
         return any(passes == 0 for _, passes in self.start.upcoming)
 
     def available(self) -> Ints | None:
-        """Rows of each key group from the leg's beginning to the source's end, int64 [G]; None when endless."""
+        """Return the rows of each key group from the leg's beginning to the source's end, int64 [G], or None if endless."""
         if self.endless:
             return None
         cut_so_far, left = self._next_pass() - self.start.next_pass, 0
@@ -176,7 +178,7 @@ class SourceOrder:
                 start = until
 
     def cursor(self, group: int, consumed: int) -> Cursor:
-        """Where the cursor of `group` stands after `consumed` rows of the leg."""
+        """Return the cursor of `group` after `consumed` rows of the leg."""
         if consumed == 0:
             return self.start.cursors[group]
         *_, last = self.stretches(group, consumed - 1, consumed)
@@ -199,11 +201,11 @@ class SourceOrder:
         return self._cut(self._of_pass(pass_index).cut)
 
     def open_cut_of(self, pass_index: int) -> OpenCut:
-        """What names the cut of a pass that the leg reads."""
+        """Return the name of the cut of a pass that the leg reads."""
         return self._of_pass(pass_index).cut
 
     def finish_at(self, cursors: Sequence[Cursor]) -> SourceStart:
-        """Where the source stands when the leg ends with these cursors: what the next leg begins with."""
+        """Return the source's state when the leg ends with these cursors: the start of the next leg."""
         entered = max(c.pass_index if c > Cursor(c.pass_index) else c.pass_index - 1 for c in cursors)
         while self._next_pass() <= entered and self._add_next():
             pass
@@ -237,7 +239,7 @@ class SourceOrder:
         raise IndexError(f"expected a pass that this leg reads, found pass {pass_index}")
 
     def _entry_of(self, group: int, row: int) -> _Entry | None:
-        """The entry in which a row of a key group lies; None behind the last."""
+        """Return the entry that contains a row of a key group, or None past the last."""
         while not self._entries or int(self._entries[-1].ends[group]) <= row:
             if not self._add_next():
                 return None
@@ -255,7 +257,7 @@ class SourceOrder:
         self._add(opened, queue=-1, dealt=whole, passed=np.array(passed, dtype=np.int64))
 
     def _add_next(self) -> bool:
-        """Cut the next pass of the queue; false at its end."""
+        """Cut the next pass of the queue. Return False at its end."""
         cut_so_far = self._next_pass() - self.start.next_pass
         for queue, (plan_id, passes) in enumerate(self.start.upcoming):
             if passes == 0 or cut_so_far < passes:

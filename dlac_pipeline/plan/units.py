@@ -24,7 +24,7 @@ class UnitTable:
     rows: Ints
     """Physical rows."""
     dead: Mapping[int, Ints] = field(default_factory=dict)
-    """Unit -> sorted offsets of its dead rows; absent: all rows live."""
+    """Unit -> sorted offsets of its dead rows. Absent: all rows live."""
     bytes: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
     def __len__(self) -> int:

@@ -17,12 +17,14 @@ Piece = tuple[Column, Ints, Ints]
 
 
 def assemble(kind: ColumnKind, pieces: Sequence[Piece], slots: int, *, length: int = 0) -> dict[str, Array]:
-    """The tensors of one column of a batch of `slots` samples, as fresh arrays; slots without a row are zeros or empty.
+    """Return the tensors of one column of a batch of `slots` samples, as fresh arrays.
+
+    Slots without a row are zeros or empty.
 
     `length` is that of the lists of a batch without rows.
 
     Raises:
-        UnsupportedColumn: the pieces hold lists of different lengths.
+        UnsupportedColumn: the pieces contain lists of different lengths.
     """
     pieces = [piece for piece in pieces if len(piece[1])]
     found = _ragged(kind, pieces, slots) if kind.ragged else {kind.name: _dense(kind, pieces, slots, length)}
@@ -35,7 +37,7 @@ def assemble(kind: ColumnKind, pieces: Sequence[Piece], slots: int, *, length: i
 
 
 RunPiece = tuple[Column, Ints, Ints | None, slice]
-"""Rows of a column; the places they fill, batch * width + slot (None: all of them, in order); the slots they lie in."""
+"""Rows of a column, the places that they fill, batch * width + slot (None: all of them, in order), and their slots."""
 
 
 def assemble_run(

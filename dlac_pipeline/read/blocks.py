@@ -33,13 +33,13 @@ from dlac_pipeline.read.memory import Buffers
 PartitionValues = Callable[[str], Mapping[int, Any]]
 """Data file path -> its identity partition values by source field id."""
 _SHARED_BYTES = 2**26
-"""Of row groups that are kept decoded because several key groups have slices of them; the last one is always kept."""
+"""Bytes of row groups that are kept decoded because several key groups have slices of them. The last one is always kept."""
 
 
 class UnitUnreadable(DataFileUnreadable):
-    """A row group is missing or does not decode; `detail` says which one, for who decides what becomes of it.
+    """A row group is missing or does not decode. `detail` names it, for the policy.
 
-    A DataLoader raises what its worker raised anew, from the message alone: then `detail` is empty.
+    A DataLoader raises its worker's error again, from the message alone. Then `detail` is empty.
     """
 
     def __init__(self, message: str, *, path: str | None = None, row_group: int = -1) -> None:
@@ -79,14 +79,14 @@ class BlockDecoder:
 
     @property
     def shared_bytes(self) -> int:
-        """What is kept of row groups that several key groups have slices of."""
+        """Return the bytes that are kept of row groups with slices of several key groups."""
         return self._shared.nbytes
 
     def decode(self, units: UnitTable, slices: Slices) -> pa.Table:
         """Decode all physical rows of slices, in their order, with the types of the table.
 
         Raises:
-            UnitUnreadable: a file is missing or corrupt; names it and the row group.
+            UnitUnreadable: a file is missing or corrupt. The message names it and the row group.
         """
         places = zip(slices.unit.tolist(), slices.first.tolist(), slices.rows.tolist(), strict=True)
         parts = (self._slice(units, unit, first, rows) for unit, first, rows in places)
@@ -121,9 +121,9 @@ class BlockDecoder:
         return opened.columns.align(table, rows)
 
     def list_length(self, units: UnitTable, unit: int, name: str) -> int | None:
-        """The length of the first live list of a column in a work unit; None if all of them are null.
+        """Return the length of the first live list of a column in a work unit, or None if all of them are null.
 
-        The footer says it where no list is null, and none dead; else the column is read.
+        The footer shows it where no list is null, and none dead. Otherwise the column is read.
 
         Raises:
             UnitUnreadable: the row group is missing or corrupt.
@@ -218,7 +218,7 @@ def open_decoder(table: Table, source: LegSource, snapshot_ids: Collection[int])
 
 
 class _Once:
-    """The tables that the last few calls gave, by key; a call that is under way in another thread is waited for."""
+    """The tables of the last few calls, by key. A call in progress in another thread is waited for."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
@@ -228,11 +228,11 @@ class _Once:
 
     @property
     def nbytes(self) -> int:
-        """What is kept."""
+        """Bytes of the kept tables."""
         return sum(list(self._bytes.values()))
 
     def get(self, key: Any, make: Callable[[], pa.Table]) -> pa.Table:
-        """What `make` gives, or gave."""
+        """Return the result of `make`, new or kept."""
         with self._lock:
             future = self._made.get(key)
             mine = future is None

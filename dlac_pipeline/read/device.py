@@ -20,7 +20,7 @@ Device = torch.device | str | int
 
 @cache
 def can_pin_memory() -> bool:
-    """Return whether this process can allocate page-locked memory; only the backend of an accelerator gives it."""
+    """Return True if this process can allocate page-locked memory. Only the backend of an accelerator provides it."""
     if not torch.accelerator.is_available():
         return False
     try:
@@ -38,25 +38,25 @@ class DeviceCopies:
     """
 
     def __init__(self, device: Device | None, *, pin_memory: bool | None = None) -> None:
-        """Without a device tensors stay in host memory. `pin_memory`: page-locked; None: if they go to an accelerator.
+        """Without a device tensors stay in host memory. `pin_memory`: page-locked. None: if they go to an accelerator.
 
         Raises:
-            SpecInvalid: PyTorch does not know the device, or this machine does not have it.
+            SpecInvalid: PyTorch does not know the device, or this node does not have it.
         """
         self._device = None if device is None else _device_named(device)
         moves = self._device is not None and self._device.type != "cpu"
         self.pins = (moves if pin_memory is None else pin_memory) and can_pin_memory()
-        """Whether tensors are put into page-locked memory."""
+        """True if tensors are put into page-locked memory."""
         self._moves = moves
         self._stream: torch.Stream | None = None
 
     @property
     def acts(self) -> bool:
-        """Whether there is anything to do with a batch."""
+        """True if a batch needs any copy."""
         return self.pins or self._moves
 
     def copy(self, batch: Any) -> Any:
-        """Return `batch` with its tensors in page-locked memory or on the device; itself if nothing is to be done."""
+        """Return `batch` with its tensors in page-locked memory or on the device, or `batch` itself if no copy is needed."""
         if not self.acts:
             return batch
         pinned = _map_tensors(batch, self._pin) if self.pins else batch
@@ -121,7 +121,7 @@ def _has_streams(device: torch.device) -> bool:
 
 
 def _map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return `value` with each tensor changed, through dicts, lists and tuples; anything else stays as it is."""
+    """Return `value` with each tensor changed, through dicts, lists and tuples. Other values stay as they are."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, Mapping):

@@ -21,7 +21,7 @@ from dlac_pipeline.rows.transform import Reject, Rejected, RowRejected, Transfor
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SourceRows:
-    """What became of a block's live rows; every position is in exactly one of the three."""
+    """The fate of a block's live rows. Every position is in exactly one of the three."""
 
     positions: Ints
     """Block positions of the rows that give items, int64 [rows], increasing."""
@@ -40,7 +40,7 @@ class SourceRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Documents:
-    """The tokens of a block, in reading order; the items of its rows are tokens."""
+    """The tokens of a block, in reading order. The items of its rows are tokens."""
 
     values: Tokens
     """Token ids of all documents end to end, int32 or int64 [tokens]."""
@@ -56,10 +56,10 @@ class Documents:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Samples:
-    """The samples of a block, in reading order; the items of its rows are samples."""
+    """The samples of a block, in reading order. The items of its rows are samples."""
 
     columns: dict[str, Array]
-    """Column -> array [samples] or [samples, length]; no columns where there are no samples."""
+    """Column -> array [samples] or [samples, length]. No columns without samples."""
     rows: SourceRows
 
     @property
@@ -81,23 +81,23 @@ def documents_of(
     reject: Reject = "fail",
     check: bool = False,
 ) -> Documents:
-    """Documents of a block's live rows, at these block positions (int64 [rows], increasing).
+    """Return the documents of a block's live rows, at these block positions (int64 [rows], increasing).
 
     Args:
         live: The rows, in reading order.
         positions: The block position of each.
         column: After the transform: a string column, to be tokenized, or lists of integers, which are tokens.
         transform: The user's function, between the rows and `column`.
-        tokenizer: For a string column; lists are tokens already.
-        end_id: Token put behind each document; an empty document stays empty.
+        tokenizer: For a string column. Lists are tokens already.
+        end_id: Token put after each document. An empty document stays empty.
         begin_id: Token put before each document.
-        reject: What becomes of rows that the transform or the tokenizer raises for.
-        check: Whether to verify on these rows that the transform does not depend on how rows are batched.
+        reject: Policy for rows at which the transform or the tokenizer raises.
+        check: True to verify on these rows that the transform does not depend on how rows are batched.
 
     Raises:
         RowRejected: a row was rejected and `reject` is "fail".
         TransformFailed: the transform breaks its contract.
-        NoSuchColumn: `column` is not there.
+        NoSuchColumn: `column` does not exist.
         SpecInvalid: a string column and no tokenizer.
         UnsupportedColumn: another type, or nulls.
     """
@@ -126,9 +126,9 @@ def samples_of(
     check: bool = False,
     origin: str = "the block",
 ) -> Samples:
-    """Samples of a block's live rows: each output row of the transform is one; arguments as for `documents_of`.
+    """Return the samples of a block's live rows: each output row of the transform is one. Arguments as for `documents_of`.
 
-    `columns` are those that become tensors; None: all that there are behind the transform.
+    `columns` are those that become tensors. None: all columns after the transform.
 
     Raises:
         RowRejected, TransformFailed, NoSuchColumn, UnsupportedColumn: as `documents_of`.
@@ -143,7 +143,7 @@ def samples_of(
 
 
 def source_rows(positions: Ints, row: Ints, rejected: Rejected, ends: Ints | None = None) -> SourceRows:
-    """What became of rows at `positions`, from the row of each document and its end; from that of each sample, without."""
+    """Return the fate of rows at `positions`, from the row of each document and its end, or from the row of each sample."""
     ends = np.arange(1, len(row) + 1, dtype=np.int64) if ends is None else ends
     last = np.flatnonzero(np.append(row[1:] != row[:-1], True)) if len(row) else np.zeros(0, dtype=np.int64)
     filtered = np.ones(len(positions), dtype=np.bool_)
@@ -183,7 +183,7 @@ def _tokenized(
     tokenizer: Tokenizer | None,
     reject: Reject,
 ) -> tuple[Tokens, Ints, Transformed]:
-    """Tokens and offsets of the texts; rows with a text that the tokenizer raises for are left out and named."""
+    """Return tokens and offsets of the texts. Rows with a text at which the tokenizer raises are left out and named."""
     if tokenizer is None:
         raise SpecInvalid(f"expected a tokenizer for column {name!r}, found none and texts: name one")
     array = texts.cast(pa.large_string()).combine_chunks()
@@ -221,7 +221,7 @@ def _bad_rows(texts: pa.LargeStringArray, row: Ints, tokenizer: Tokenizer) -> di
 
 
 def _framed(values: Tokens, ends: Ints, begin_id: int | None, end_id: int | None) -> tuple[Tokens, Ints]:
-    """The documents with `begin_id` before and `end_id` behind each."""
+    """Return the documents with `begin_id` before and `end_id` after each."""
     extra = (begin_id is not None) + (end_id is not None)
     framed_ends = ends + extra * np.arange(1, len(ends) + 1, dtype=np.int64)
     framed = np.empty(len(values) + extra * len(ends), dtype=values.dtype)

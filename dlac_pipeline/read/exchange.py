@@ -14,7 +14,7 @@ from dlac_pipeline.read.reader import Counts, Exchange
 
 @dataclass(slots=True)
 class Waits:
-    """What was waited for other ranks, until whoever reads it begins anew."""
+    """Seconds of waiting for other ranks, until the reader of this count resets it."""
 
     seconds: float = 0.0
 
@@ -34,7 +34,7 @@ class _Summed:
 
 
 def summing_over(group: dist.ProcessGroup | None, waits: Waits | None = None) -> Exchange:
-    """Sums over the ranks of a gloo group that nothing else uses; over this rank alone without one. `waits` counts waiting."""
+    """Sums over the ranks of a gloo group that nothing else uses, or over this rank alone. `waits` counts waiting."""
 
     def start(counts: Sequence[int]) -> Counts:
         numbers = torch.tensor(counts, dtype=torch.int64)

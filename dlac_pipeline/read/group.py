@@ -26,7 +26,7 @@ class GroupBatch:
     samples: int = 0
     """Slots of the whole key group that are filled."""
     items: int = 0
-    """Tokens without padding in the pieces; where nothing is packed, the samples."""
+    """Tokens without padding in the pieces. Without packing, the samples."""
     source_of: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     """The source of each slot of the key group, -1 where it is empty."""
     advances: list[tuple[int, BlockAdvance]] = field(default_factory=list)
@@ -38,11 +38,11 @@ class GroupRun:
     """A key group's part of several batches, all of it filled."""
 
     pieces: list[tuple[Columns, Ints, Ints | None]]
-    """Columns, rows of them, and their places: batch * width + slot; None: they fill all places, in order."""
+    """Columns, rows of them, and their places: batch * width + slot. None: they fill all places, in order."""
     source_of: Ints
     """The source of each slot that the rank works on, int64 [batches, width]."""
     cursors: Ints
-    """Where the key group stands behind each batch, int64 [batches, sources, 4]."""
+    """The key group's cursors after each batch, int64 [batches, sources, 4]."""
 
 
 class GroupReader:
@@ -84,17 +84,17 @@ class GroupReader:
 
     @property
     def high(self) -> int:
-        """The slot behind the last one that the rank works on."""
+        """The slot after the last one that the rank works on."""
         return self._high
 
     @property
     def has_last_slot(self) -> bool:
-        """Whether this rank reports for the key group, if ranks share it."""
+        """True if this rank reports for the key group, if ranks share it."""
         return self._high == self._slots
 
     @property
     def cursors(self) -> list[Cursor]:
-        """Where the key group stands in each source."""
+        """The key group's cursor in each source."""
         return [
             self._streams[source].cursor if source in self._streams else cursor
             for source, cursor in enumerate(self._cursors)
@@ -106,9 +106,9 @@ class GroupReader:
         return tuple(here and not self._streams[source].exhausted for source, here in enumerate(self._active))
 
     def take(self, *, give: bool = True) -> GroupBatch:
-        """The next batch's part; the cursors move over all slots of the key group.
+        """Return the next batch's part. The cursors move over all slots of the key group.
 
-        Without `give` they do no more than that: there are no pieces, nothing is laid out.
+        Without `give` only the cursors move, and no pieces are made.
         """
         self._wanted = (self._low, self._high) if give else (0, 0)
         before, present = self.cursors, self.present
@@ -128,7 +128,7 @@ class GroupReader:
         return batch
 
     def at_hand(self, limit: int) -> int:
-        """How many batches, up to `limit`, the blocks being read are sure to fill."""
+        """Return how many batches, up to `limit`, the blocks being read are sure to fill."""
         here = [index for index, active in enumerate(self._active) if active]
         left = {source: _rows_at_hand(self._streams[source]) for source in here}
         if len(here) == 1:
@@ -142,7 +142,7 @@ class GroupReader:
         return limit
 
     def run(self, batches: int) -> GroupRun:
-        """The part of the next batches, as many as are at hand."""
+        """Return the part of the next batches, as many as are ready."""
         schedule = self._schedule(batches)
         cursors = np.empty((batches, len(self._cursors), 4), dtype=np.int64)
         cursors[:] = np.array(self.cursors)
@@ -171,7 +171,7 @@ class GroupReader:
         return self._mixture.sources(self._group, self._at, stop, self.present).reshape(batches, self._slots)
 
     def _fill(self, batch: GroupBatch, start: int, stop: int, present: Present) -> bool:
-        """Fill slots start .. stop-1 while these sources are there; whether one of several ended before the last slot."""
+        """Fill slots start .. stop-1 while these sources remain. Return True if one of several ended before the last slot."""
         if not any(present):
             return False
         sources = self._mixture.sources(self._group, self._at + start, self._at + stop, present)

@@ -18,10 +18,12 @@ _LIST_ITEMS = 2**31
 
 
 def end_to_end(parts: Iterable[pa.Table], rows: int, buffers: Buffers) -> pa.Table:
-    """Tables of one schema and so many rows together as one, each let go of before the next one is made where types allow.
+    """Return tables of one schema and so many rows together as one.
 
-    Columns of fixed width, and lists of one length of them, are copied into one leased array: rows are then gathered from one
-    place, and what a part was decoded into is used again, while it is in the processor's cache, for the next one.
+    Each is released before the next is made where types allow.
+
+    Columns of fixed width, and lists of one length of them, are copied into one leased array. Rows are then gathered from one
+    place, and the memory into which a part was decoded is used again for the next one, while it is in the processor's cache.
     """
     columns: dict[str, _Joined] = {}
     for part in parts:
@@ -31,7 +33,7 @@ def end_to_end(parts: Iterable[pa.Table], rows: int, buffers: Buffers) -> pa.Tab
 
 
 def take_rows(table: pa.Table, rows: Any) -> pa.Table:
-    """These rows of a table; strings that may not fit the offsets of a string array get offsets of 64 bits."""
+    """Return these rows of a table. Strings that may not fit the offsets of a string array get 64-bit offsets."""
     for place, column in enumerate(table.columns):
         large = large_form(column.type)
         if large != column.type and column.num_chunks > 1 and column.nbytes >= _STRING_BYTES:
@@ -70,7 +72,7 @@ class _Joined:
         return pa.chunked_array(chunks)
 
     def _copied(self) -> list[pa.Array]:
-        """What lies in `content` as an Arrow array of its type, or what was added before it could not be copied."""
+        """Return the content as an Arrow array of its type, or what was added before it could not be copied."""
         if not self._at:
             return self._chunks
         rows, kind = self._at, self._type
@@ -84,7 +86,7 @@ class _Joined:
 
 
 def _flat(array: Any) -> Bytes | None:
-    """The bytes of an array, as many for each row; None where they cannot be laid end to end just so."""
+    """Return the bytes of an array, as many for each row, or None where they cannot be laid end to end."""
     rows = len(array)
     if isinstance(array.type, pa.ListType):
         lengths = np.diff(array.offsets.to_numpy())

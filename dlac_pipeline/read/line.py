@@ -1,10 +1,10 @@
-"""The items of one key group's blocks, as one line with a cursor exactly behind the last item taken.
+"""Line of the items of one key group's blocks, with a cursor exactly after the last item taken.
 
-A source's blocks make one line of items (tokens of documents, or samples), over block and pass boundaries. What was taken is
-told in advances: intervals of block positions that follow each other without gap or overlap. An advance ends right behind
-its last row; where that row was read only in part, `token_end` says how far, and the next advance begins at the same row.
-Rows that give no item are told with the next row of their block; behind the last one, when the next block's first item is
-taken or the line has ended. So the cursor is where the last advance ends, and what is behind a cursor depends on nothing else.
+A source's blocks make one line of items (tokens of documents, or samples), over block and pass boundaries. Advances record
+what was taken: intervals of block positions without gap or overlap. An advance ends directly after its last row. If that row
+was read only in part, `token_end` gives how far, and the next advance begins at the same row. Rows without an item are
+recorded with the next row of their block. After the last one, they are recorded when the next block's first item is taken or
+the line has ended. So the cursor is the end of the last advance, and what follows a cursor depends on nothing else.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Piece = tuple[Content, int, int]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class BlockAdvance:
-    """What was taken of one block: positions [position_start, position_end), the first and last perhaps in part."""
+    """Range taken of one block: positions [position_start, position_end), the first and last perhaps in part."""
 
     pass_index: int
     block: int
@@ -47,7 +47,7 @@ class BlockAdvance:
 
     @property
     def cursor(self) -> Cursor:
-        """Where the cursor stands behind this advance."""
+        """Return the cursor after this advance."""
         if self.token_end is None:
             return Cursor(self.pass_index, self.block, self.position_end)
         return Cursor(self.pass_index, self.block, self.position_end - 1, self.token_end)
@@ -86,7 +86,7 @@ def _joined(one: BlockAdvance, two: BlockAdvance) -> BlockAdvance:
 
 @dataclass(slots=True)
 class _Open(Generic[Content]):
-    """A block of the line, of which `taken` items are taken; `cursor` is where its last advance ended."""
+    """A block of the line, of which `taken` items are taken. `cursor` is the end of its last advance."""
 
     content: Content
     cursor: Cursor
@@ -95,7 +95,7 @@ class _Open(Generic[Content]):
 
     @property
     def last(self) -> int:
-        """The last position that is told of this block, -1 if there is none."""
+        """The last position of this block that is recorded, or -1."""
         rows = self.rows
         ends = [
             *rows.positions[-1:].tolist(),
@@ -106,7 +106,7 @@ class _Open(Generic[Content]):
 
     @property
     def done(self) -> bool:
-        """Whether all of it is told."""
+        """True if all of it is recorded."""
         return self.last < self.cursor.position  # a row read in part is not behind the cursor
 
     def advance(self, items: int) -> BlockAdvance:
@@ -119,7 +119,7 @@ class _Open(Generic[Content]):
         return self._to(int(self.rows.positions[row]) + 1, row, self.taken - begin)
 
     def leave(self) -> list[BlockAdvance]:
-        """Pass over the rows that give no item behind the last one that does."""
+        """Skip the rows without an item after the last one that has some."""
         return [] if self.done else [self._to(self.last + 1, len(self.rows.ends), None)]
 
     def _to(self, end: int, row: int, token_end: int | None) -> BlockAdvance:
@@ -155,7 +155,7 @@ class Line(Generic[Content]):
         self.cursor = start
 
     def fill(self, items: int) -> int:
-        """Enter blocks until so many items are there or the line has ended; how many there are."""
+        """Enter blocks until so many items are ready or the line has ended. Return how many are ready."""
         while self._available < items and (entered := self._next()) is not None:
             block = self._enter(*entered)
             self._available += block.rows.items - block.taken
@@ -163,7 +163,7 @@ class Line(Generic[Content]):
         return self._available
 
     def take(self, items: int) -> tuple[list[Piece[Content]], list[BlockAdvance]]:
-        """Take this many items, which are there; at the end of the line also what lies behind its last item."""
+        """Take this many items, which are ready. At the end of the line, also take the rest after its last item."""
         self._available -= items
         pieces: list[Piece[Content]] = []
         advances: list[BlockAdvance] = []
@@ -187,7 +187,7 @@ class Line(Generic[Content]):
 
     @property
     def done(self) -> bool:
-        """Whether nothing of the blocks entered is left to take or to tell."""
+        """True if nothing of the entered blocks is left to take or to record."""
         return all(block.done for block in self._open)
 
     def _next(self) -> tuple[int, int, Content] | None:

@@ -1,7 +1,7 @@
 """Memory that is used again: large arrays whose pages stay with the process until their owner is done with reading.
 
-Fresh pages are dear: the kernel clears each, and in a virtual machine the host may have to find it first; that can take as long
-as decoding what is written to it. What is leased here comes back by itself once nothing refers to it any more.
+Fresh pages are expensive: the kernel clears each, and in a virtual machine the hypervisor may have to find it first. That can
+take as long as decoding into it. A leased array returns automatically once nothing refers to it any more.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import numpy.typing as npt
 
 _STEP_BYTES = 2**20
 _SMALLEST_BYTES = 2**20
-"""Smaller arrays are left to the allocator, which keeps them by itself."""
+"""Smaller arrays are left to the allocator, which keeps them automatically."""
 _SPARE = 1.25
 """A returned array is leased again for what needs at least this part of it, the other way round."""
 Bytes = npt.NDArray[np.uint8]
 ALLOCATOR_SETTINGS = {"MIMALLOC_PURGE_DELAY": "-1", "MIMALLOC_ALLOW_LARGE_OS_PAGES": "1"}
-"""Environment in which Arrow's allocator does the same for what is decoded: it keeps freed pages, in large ones."""
+"""Environment in which Arrow's allocator does the same for decoded data: it keeps freed pages, in large ones."""
 
 
 class Buffers:
-    """Leases arrays; what is leased and kept is never more than was leased at a time."""
+    """Leases of arrays. Leased and kept memory together never exceed the largest amount leased at a time."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # an array may come back in the middle of a lease, by the garbage collector
@@ -35,12 +35,12 @@ class Buffers:
 
     @property
     def nbytes(self) -> int:
-        """What is leased and kept."""
+        """Leased and kept bytes."""
         with self._lock:
             return self._leased_bytes + sum(map(len, self._free))
 
     def lease(self, nbytes: int) -> Bytes:
-        """An array of this size, uint8, with undefined content; ours again when neither it nor a view of it exists."""
+        """Return an array of this size, uint8, with undefined content. It returns when neither it nor a view of it exists."""
         if nbytes < _SMALLEST_BYTES:
             return np.empty(nbytes, dtype=np.uint8)
         size = -(-nbytes // _STEP_BYTES) * _STEP_BYTES
@@ -69,7 +69,7 @@ class Buffers:
             self._trim(0)
 
     def _trim(self, wanted: int) -> None:
-        """Let go of what would make more than was ever leased at a time, the longest unused first."""
+        """Release what would exceed the largest amount ever leased at a time, the longest unused first."""
         limit = max(self.peak_bytes, self._leased_bytes + wanted)
         while self._free and self._leased_bytes + wanted + sum(map(len, self._free)) > limit:
             del self._free[0]

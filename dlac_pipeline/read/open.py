@@ -45,7 +45,7 @@ class OpenSource:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpenLeg:
-    """A leg whose plans and tables are open; makes readers for any rank."""
+    """A leg whose plans and tables are open. It makes readers for any rank."""
 
     leg: Leg
     spec: JobSpec
@@ -56,7 +56,7 @@ class OpenLeg:
     tokenizer: Tokenizer | None
 
     def order_apart(self) -> LegOrder:
-        """The same order again, for another thread: an order works out its cuts when they are asked for."""
+        """Return the same order again, for another thread: an order computes its cuts on demand."""
         return self.leg.order(self.units)
 
     def start_state(self) -> ReaderState:
@@ -73,9 +73,9 @@ class OpenLeg:
         exchange: Exchange = alone,
         budget_bytes: int | None = None,
     ) -> RankReader:
-        """The reader of one rank, from behind `step` (unset: the leg's beginning); `state` is needed where it is not counted.
+        """Return the reader of one rank, from after `step` (unset: the leg's beginning). A streamed leg needs `state`.
 
-        `budget_bytes` is that of the spec unless given.
+        `budget_bytes` defaults to that of the spec.
 
         Raises:
             SpecInvalid: the number of ranks does not divide the batch size.
@@ -204,11 +204,11 @@ class OpenLeg:
 
 
 def open_leg(lakehouse: Lakehouse, leg: Leg, spec: JobSpec) -> OpenLeg:
-    """Open a leg as the spec says where things are.
+    """Open a leg, with the places that the spec names.
 
     Raises:
         TableReplaced, PinLost: a table is not the planned one, or its pin is gone.
-        ResumeMismatch: the transform or the tokenizer is not the one that is bound.
+        ResumeMismatch: the transform or the tokenizer is not the bound one.
         UnsupportedColumn, NoSuchColumn: a column cannot become a tensor.
     """
     plans: dict[str, Plan] = {}
@@ -289,7 +289,7 @@ def _live(stretch: Stretch, table: pa.Table) -> tuple[pa.Table, np.typing.NDArra
 
 
 def _live_mask(stretch: Stretch) -> np.typing.NDArray[np.bool_] | None:
-    """Which rows of a stretch's slices are live; None where all are."""
+    """Return the live rows of a range's slices as a mask, or None where all are live."""
     block = stretch.block
     if block.live_rows == block.rows:
         return None

@@ -1,4 +1,4 @@
-"""Documents of one key group's blocks in, sequences of T tokens out; or, without packing, samples."""
+"""Packing: documents of one key group's blocks in, sequences of T tokens out, or, without packing, samples."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ BEGINNING = Cursor()
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Taken:
-    """What was passed by one call; `cursor` is where the line goes on."""
+    """Result of one call. `cursor` is where the line resumes."""
 
     count: int
-    """Sequences or samples; fewer than asked for at the end of the line."""
+    """Sequences or samples, fewer than requested at the end of the line."""
     items: int
     """Tokens without padding, or samples."""
     cursor: Cursor
@@ -39,7 +39,7 @@ class Packed(Taken):
     tokens: Tokens
     """[count, T]"""
     document: Masks
-    """[count, T]: 1, 2, 3, ... within each sequence; 0 is padding. Tokens attend to tokens of their own document only."""
+    """[count, T]: 1, 2, 3, ... within each sequence, 0 for padding. Tokens attend to tokens of their own document only."""
     position: Masks
     """[count, T]: restarts at 0 with each document, and with each sequence: the beginning of a document that is continued from
     the sequence before cannot be attended to any more."""
@@ -50,15 +50,16 @@ class SampleRows(Taken):
     """Samples of dense columns."""
 
     columns: dict[str, Array]
-    """Column -> [count] or [count, length]; no columns where count is 0."""
+    """Column -> [count] or [count, length]. No columns where count is 0."""
 
 
 class Packer:
     """Sequences of `length` tokens of one key group and source, from the cursor `start` on.
 
-    The first block given holds the rows of block `start` from `start.position` on: a row that was read in part is given whole
-    again. At the end of the line the last sequence is filled up with `pad_id` (`drain`), or what does not fill a sequence stays
-    pending behind the cursor. The sequences do not depend on where the line was resumed or how many were taken at a time.
+    The first block contains the rows of block `start` from `start.position` on: a row that was read in part is given whole
+    again. At the end of the line the last sequence is filled up with `pad_id` (`drain`), or the rest that does not fill a
+    sequence stays pending after the cursor. The sequences do not depend on where the line was resumed or how many were taken
+    at a time.
     """
 
     def __init__(
@@ -79,21 +80,21 @@ class Packer:
 
     @property
     def cursor(self) -> Cursor:
-        """Right behind the last token taken."""
+        """The cursor directly after the last token taken."""
         return self._line.cursor
 
     @property
     def exhausted(self) -> bool:
-        """Whether nothing can follow; waits for the next block where that decides."""
+        """True if nothing can follow. Waits for the next block where that decides."""
         need = 1 if self._drain else self._length
         left = self._line.fill(need)
         return left < need and (left > 0 or self._line.done)
 
     def take(self, count: int) -> Packed:
-        """Up to `count` sequences.
+        """Return up to `count` sequences.
 
         Raises:
-            CursorMismatch: the first block does not go on where the line was to be resumed.
+            CursorMismatch: the first block does not continue where the line was to be resumed.
         """
         items = self._items(count)
         pieces, advances = self._line.take(items)
@@ -122,23 +123,23 @@ class Packer:
 
 
 class Sampler:
-    """Samples of one key group and source without packing, from the cursor `start` on; otherwise as `Packer`."""
+    """Samples of one key group and source without packing, from the cursor `start` on, otherwise as `Packer`."""
 
     def __init__(self, blocks: Iterable[tuple[int, int, Samples]], *, start: Cursor = BEGINNING) -> None:
         self._line = Line(blocks, start)
 
     @property
     def cursor(self) -> Cursor:
-        """Right behind the last sample taken."""
+        """The cursor directly after the last sample taken."""
         return self._line.cursor
 
     @property
     def exhausted(self) -> bool:
-        """Whether nothing can follow; waits for the next block where that decides."""
+        """True if nothing can follow. Waits for the next block where that decides."""
         return self._line.fill(1) == 0 and self._line.done
 
     def take(self, count: int) -> SampleRows:
-        """Up to `count` samples; raises as `Packer.take`."""
+        """Return up to `count` samples. Raises as `Packer.take`."""
         items = min(count, self._line.fill(count))
         pieces, advances = self._line.take(items)
         names = pieces[0][0].columns if pieces else ()
@@ -171,7 +172,7 @@ def _laid_out(
 
 
 def _starts(pieces: list[Piece[Documents]], items: int, length: int) -> Ints:
-    """Where sequences and where documents begin among tokens laid end to end, int64, sorted; both: twice."""
+    """Return where sequences and documents begin among tokens laid end to end, int64, sorted. If both do, twice."""
     starts, base = [np.arange(0, items, length)], 0
     for content, first, stop in pieces:
         low, high = content.ends.searchsorted((first + 1, stop))

@@ -22,7 +22,7 @@ class Wanted(Generic[Prepared]):
     key: BlockKey
     size_bytes: int
     scratch_bytes: int
-    """What a thread takes besides to prepare it, which the allocator keeps."""
+    """Bytes that a thread also takes to prepare it, which the allocator keeps."""
     prepare: Callable[[], Prepared]
     size_of: Callable[[Prepared], int]
     """The size in bytes of what was prepared."""
@@ -43,9 +43,9 @@ class _Asked:
 
 
 class Prefetcher:
-    """Prepares blocks ahead in background threads; what is ahead and what is being read stay within the budget together.
+    """Preparation of blocks ahead in background threads. Blocks ahead and blocks being read stay within the budget together.
 
-    A block that is needed now is always prepared; one that is asked for ahead waits until there is room. `beside_bytes` says what
+    A block that is needed now is always prepared. One that is requested ahead waits for room. `beside_bytes` returns what
     else counts towards the budget at the time.
     """
 

@@ -1,10 +1,10 @@
 """One rank's reader: from the order and a reader state to batches of tensors.
 
-1. Rank r of W works on slots [rB/W, (r+1)B/W) of every global batch; slot s belongs to key group s // (B/G).
-2. Each of its key groups shares its slots out among the sources, and fills them from one stream per source.
-3. Blocks are decoded and prepared ahead; a batch is gathered from them by index, straight into one array per column.
+1. Rank r of W works on slots [rB/W, (r+1)B/W) of every global batch. Slot s belongs to key group s // (B/G). 2. Each of its
+key groups divides its slots among the sources, and fills them from one stream per source. 3. Blocks are decoded and prepared
+ahead. A batch is gathered from them by index, directly into one array per column.
 
-Resume requires an unchanged leg; the number of ranks may change.
+Resume requires an unchanged leg. The number of ranks may change.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from dlac_pipeline.read.streams import Columns, Stream
 from dlac_pipeline.rows.columns import Array, ColumnKind
 
 _RUN_BYTES = 2**24
-"""Of batches that are gathered together, in one array per column; large enough for the kernel to back it with large pages."""
+"""Bytes of batches that are gathered together, in one array per column: large enough for large pages of the kernel."""
 OpenStream = Callable[[int, int, Cursor], Stream]
 """(source, key group, cursor) -> stream."""
 
@@ -73,7 +73,7 @@ class _Upcoming:
 
 
 class RankReader:
-    """Batches of rank `rank` of `world_size`, from behind `step`, where the cursors are `state`, to the end of the leg."""
+    """Batches of rank `rank` of `world_size`, from after `step`, where the cursors are `state`, to the end of the leg."""
 
     def __init__(
         self,
@@ -133,10 +133,10 @@ class RankReader:
         return self._counted() if self._order.counted else self._batches_with_counts()
 
     def every(self, count: int, first: int = 0) -> Iterator[Batch]:
-        """The `first`-th (from 0) of the remaining batches, and every `count`-th from there on; the others are passed over.
+        """Yield the `first`-th (from 0) of the remaining batches, and every `count`-th from then on. The others are skipped.
 
-        For one of several processes that read for the same rank. Nothing is exchanged: `rows` and `tokens` of a streamed leg
-        are those on this rank, and its end is that of this rank's key groups.
+        This is for one of several processes that read for the same rank. Nothing is exchanged: `rows` and `tokens` of a
+        streamed leg are those on this rank, and its end is that of this rank's key groups.
         """
         between, last, counted = first, self._order.total_steps, self._order.counted
         while last is None or self._step < last:
@@ -168,7 +168,7 @@ class RankReader:
             yield self._read(rows, rows)[0]
 
     def _at_hand(self, last: int | None) -> int:
-        """How many batches can be gathered together: none waits for a block, all of them are full, on every rank."""
+        """Return how many batches can be gathered together: none waits for a block, all of them are full, on every rank."""
         kinds = self._kinds.values()
         if not self._lengths or any(kind.ragged for kind in kinds):
             return 0
@@ -234,11 +234,11 @@ class RankReader:
         return _Upcoming(batch, self._exchange([samples, items]))
 
     def _goes_on(self, samples: int) -> bool:
-        """Whether a batch of which this rank has so many samples is one of the leg, as far as this rank can tell."""
+        """Return True if a batch with so many samples of this rank belongs to the leg, as far as this rank knows."""
         return self._order.counted or samples == self._slots or (samples > 0 and not self._order.settings.pending_tail)
 
     def _pass_over(self) -> int:
-        """Pass over the next batch; its samples on this rank."""
+        """Skip the next batch. Return its samples on this rank."""
         self._step += 1
         taken = [part.take(give=False) for part in self._parts]
         mine = [each.source_of[part.low : part.high] for part, each in zip(self._parts, taken, strict=True)]

@@ -33,11 +33,11 @@ _SCRATCH = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Given:
-    """What a stream gave: `count` samples were passed, of which `pieces` hold those that were asked for, in order."""
+    """Result of a stream: `count` samples were passed, of which `pieces` contain the requested ones, in order."""
 
     count: int
     items: int
-    """Tokens without padding among the samples asked for; where nothing is packed, the samples."""
+    """Tokens without padding among the requested samples. Without packing, the samples."""
     pieces: list[Piece]
     advances: list[BlockAdvance] = field(default_factory=list)
 
@@ -47,17 +47,17 @@ class Stream(Protocol):
 
     @property
     def cursor(self) -> Cursor:
-        """Right behind the last sample taken."""
+        """The cursor directly after the last sample taken."""
 
     @property
     def exhausted(self) -> bool:
-        """Whether no sample can follow."""
+        """True if no sample can follow."""
 
     def take(self, count: int, low: int, high: int) -> Given:
         """Pass up to `count` samples, and give those from the `low`-th to before the `high`-th of them."""
 
     def close(self) -> None:
-        """Let go of the blocks."""
+        """Release the blocks."""
 
 
 class SourceBlocks(Generic[Prepared]):
@@ -91,7 +91,7 @@ class SourceBlocks(Generic[Prepared]):
         return BlockWalk(self, self._prefetch, group, cursor)
 
     def wanted(self, group: int, stretch: Stretch) -> Wanted[Prepared]:
-        """What prepares the block of a stretch."""
+        """Return the preparation of a range's block."""
         units, slices = stretch.cut.units, stretch.slices
         rows = int(slices.rows.sum())
 
@@ -147,7 +147,7 @@ def _encoded_bytes(units: UnitTable, slices: Slices) -> Ints:
 
 
 class BlockWalk(Generic[Prepared]):
-    """Iterates over (stretch, prepared block); the next block is asked for as soon as one is given out."""
+    """Iteration over (range, prepared block). The next block is requested as soon as one is given out."""
 
     def __init__(self, blocks: SourceBlocks[Prepared], prefetch: Prefetcher, group: int, cursor: Cursor) -> None:
         self._blocks = blocks
@@ -173,14 +173,14 @@ class BlockWalk(Generic[Prepared]):
         return stretch, prepared
 
     def close(self) -> None:
-        """Forget what is held and what was asked for."""
+        """Forget held blocks and requests."""
         self._release()
         if self._upcoming is not None:
             self._prefetch.forget(self._blocks.wanted(self._group, self._upcoming).key)
 
     @property
     def is_ended(self) -> bool:
-        """Whether no block follows."""
+        """True if no block follows."""
         return self._upcoming is None
 
     def _ask(self) -> None:
@@ -195,7 +195,7 @@ class BlockWalk(Generic[Prepared]):
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Rows of one block for several batches, and the cursor behind each batch, int64 [batches, 4]."""
+    """Rows of one block for several batches, and the cursor after each batch, int64 [batches, 4]."""
 
     columns: Columns
     rows: Ints
@@ -214,7 +214,7 @@ class RowStream:
 
     @property
     def exhausted(self) -> bool:
-        """Whether no row can follow."""
+        """True if no row can follow."""
         return self._walk.is_ended and (self._stretch is None or self._at == self._stretch.stop)
 
     def take(self, count: int, low: int, high: int) -> Given:
@@ -240,7 +240,7 @@ class RowStream:
         return 0 if self._stretch is None else max(0, self._stretch.stop - self._at - 1)
 
     def run(self, until: Ints) -> Run:
-        """The next until[-1] rows, which are at hand; `until` counts those behind each of several batches."""
+        """Return the next until[-1] rows, which are ready. `until` counts those up to the end of each of several batches."""
         stretch, start = self._stretch, self._at
         assert stretch is not None
         self._at = start + int(until[-1])
@@ -254,12 +254,12 @@ class RowStream:
         return Run(self._columns, stretch.rows_of(start, self._at), cursors)
 
     def close(self) -> None:
-        """Let go of the blocks."""
+        """Release the blocks."""
         self._columns = {}
         self._walk.close()
 
     def _entered(self) -> Stretch:
-        """The stretch that the next row lies in."""
+        """Return the range of the next row."""
         if self._stretch is None or self._at == self._stretch.stop:
             self._columns = {}
             self._stretch, self._columns = next(self._walk)
@@ -290,12 +290,12 @@ class ItemStream:
 
     @property
     def cursor(self) -> Cursor:
-        """Right behind the last item taken."""
+        """The cursor directly after the last item taken."""
         return self._line.cursor
 
     @property
     def exhausted(self) -> bool:
-        """Whether no sample can follow."""
+        """True if no sample can follow."""
         return self._line.exhausted
 
     def take(self, count: int, low: int, high: int) -> Given:
@@ -317,7 +317,7 @@ class ItemStream:
         )
 
     def close(self) -> None:
-        """Let go of the blocks."""
+        """Release the blocks."""
         self._walk.close()
 
 

@@ -1,4 +1,4 @@
-"""Which leg a job spec asks for: the first one of a run, the committed one again, or a new one on purpose."""
+"""Leg that a job spec requests: the first one of a run, the committed one again, or an intended new one."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def check_readable(lakehouse: Lakehouse, spec: JobSpec) -> None:
     """Check all that reading a job's sources needs besides their rows, before anything is pinned, written or claimed.
 
     Raises:
-        BadInput: a table, a column, a transform or the tokenizer; or the sources have different columns.
+        BadInput: a table, a column, a transform or the tokenizer is wrong, or the sources have different columns.
     """
     check_tokens(spec.sequences)
     sequences_of(spec.sequences, spec.source)
@@ -75,10 +75,10 @@ def check_tokens(sequences: SequenceSpec) -> None:
 
 
 def check_alike(known: Mapping[str, Mapping[str, ColumnKind]]) -> None:
-    """Check that what is read from all sources (label -> columns) fits into one batch.
+    """Check that the columns of all sources (label -> columns) fit into one batch.
 
     Raises:
-        UnsupportedColumn: it does not.
+        UnsupportedColumn: they do not.
     """
     first, *others = known or [""]
     for label in others:
@@ -112,7 +112,7 @@ def _check_documents(schema: Schema, source: SourceSpec, sequences: SequenceSpec
 
 
 def check_sources(spec: JobSpec, leg: Leg) -> None:
-    """Check that the job spec has as many sources as the leg: they are told apart by their place.
+    """Check that the job spec has as many sources as the leg: their place identifies them.
 
     Raises:
         ResumeMismatch: it has more or fewer.
@@ -125,9 +125,9 @@ def check_sources(spec: JobSpec, leg: Leg) -> None:
 
 
 def asked_for(spec: JobSpec, leg: Leg, table_uuids: Mapping[str, str]) -> Leg:
-    """What the spec asks for where `leg` is committed: the same record if nothing that a leg binds would change.
+    """Return the leg that the spec requests where `leg` is committed: an equal record if no bound setting changes.
 
-    A table counts by its uuid, whatever it is called now: `table_uuids` names that of each table of the spec.
+    A table counts by its uuid, under any name: `table_uuids` has that of each table of the spec.
     """
     known: list[LegSource | None] = [*leg.sources, *[None] * (len(spec.sources) - len(leg.sources))]
     sources = []
@@ -191,7 +191,7 @@ def _settings(spec: JobSpec) -> dict[str, Any]:
 
 
 def sequences_of(spec: SequenceSpec, first: SourceSpec) -> LegSequences:
-    """How documents become sequences, with tokens by number and the tokenizer by its digest.
+    """Return how documents become sequences, with tokens by number and the tokenizer by its digest.
 
     Raises:
         TokenizerUnreadable: the tokenizer cannot be loaded, or lacks a token.

@@ -27,20 +27,20 @@ from dlac_pipeline.plan.units import Ints
 from dlac_pipeline.spec.job_spec import JobSpec, SourceSpec
 
 _CHANGEABLE = ("batch_size", "block_slices", "shuffle", "seed", "steps", "exclude", "weight", "passes", "snapshot_id")
-"""What a new leg may bind otherwise than the one before it."""
+"""Settings that a new leg may change."""
 Dead = dict[int, Ints]
-"""Unit -> sorted offsets of rows that are to be passed over."""
+"""Unit -> sorted offsets of rows that are skipped."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unreadable:
-    """A row group that is to be left out, because it is missing or does not decode, or rows of it that kill the ranks."""
+    """A row group to leave out, because it is missing or does not decode, or rows of it that kill the ranks."""
 
     path: str
     row_group: int
     reason: str
     positions: tuple[int, ...] = ()
-    """Of the rows, in the data file; empty: the whole row group."""
+    """Positions of the rows in the data file. Empty: the whole row group."""
 
 
 def next_leg(
@@ -54,14 +54,14 @@ def next_leg(
     repin: bool,
     unreadable: Sequence[Unreadable] = (),
 ) -> Leg:
-    """The leg behind `leg` at `step`, where the cursors are `state`; `leg` itself if nothing would change.
+    """Return the leg after `leg` at `step`, where the cursors are `state`, or `leg` itself if nothing would change.
 
-    `asked` is what the spec asks for; `repin` goes on to what happened to followed tables since they were planned.
+    `asked` is the request of the spec. `repin` continues with the changes of followed tables since they were planned.
 
     Raises:
-        ResumeMismatch: the spec asks for a change that no leg allows.
-        AppendHistoryLost: what was appended cannot be told apart any more.
-        EmptyPlan: the exclusions leave nothing of a source that is read again and again.
+        ResumeMismatch: the spec requests a change that no leg allows.
+        AppendHistoryLost: appended rows cannot be identified any more.
+        EmptyPlan: the exclusions leave no row of a source that is read in several passes.
     """
     check_changeable(leg, asked)
     changed = asked.bound() != leg.bound()
@@ -86,10 +86,10 @@ def next_leg(
 
 
 def check_changeable(leg: Leg, asked: Leg) -> None:
-    """Check that a new leg may bind what `asked` binds otherwise than `leg`.
+    """Check that a new leg may change what `asked` changes.
 
     Raises:
-        ResumeMismatch: it may not; names each such difference.
+        ResumeMismatch: it may not. The message names each such difference.
     """
     differing = leg.differences(asked)
     fixed = {name: both for name, both in differing.items() if name.rpartition(": ")[2] not in _CHANGEABLE}
@@ -116,10 +116,10 @@ class _SourceTransition:
         self._plans: dict[str, Plan] = {}
         self._histories: dict[tuple[int, int], History] = {}
         self.is_emptied = False
-        """Whether new exclusions leave no row of the source, read already or not."""
+        """True if new exclusions leave no row of the source, read already or not."""
 
     def finish(self, cursors: Sequence[Cursor]) -> SourceStart:
-        """Where the source stands at these cursors."""
+        """Return the source's state at these cursors."""
         return self._order(self._mine.start).finish_at(cursors)
 
     def next(self, stands: SourceStart, *, repin: bool, unreadable: Sequence[Unreadable]) -> LegSource:
@@ -143,7 +143,7 @@ class _SourceTransition:
         )
 
     def _quarantined(self, stands: SourceStart, unreadable: Sequence[Unreadable]) -> tuple[QuarantinedUnit, ...]:
-        """What of the source is newly left out."""
+        """Return the parts of the source that are newly left out."""
         found: dict[Unreadable, QuarantinedUnit] = {}
         for plan in [self._plan(plan_id) for plan_id in stands.live_plan_ids]:
             units = {place: unit for unit, place in enumerate(_places(plan))}
@@ -236,14 +236,14 @@ class _SourceTransition:
         return replace(start, dealt=tuple((np.array(start.dealt) - removed).tolist()))
 
     def _leaves_none(self, now: Mapping[str, str]) -> bool:
-        """Return whether new exclusions leave no row; `now` maps plans to what is left of them."""
+        """Return True if new exclusions leave no row. `now` maps plans to the rest of their rows."""
         if tuple(self._wanted.exclude) == self._mine.exclude or self._mine.follow == "appends":
             return False
         had, has = (any(self._plan(each).units.live_rows.any() for each in plans) for plans in (now, now.values()))
         return had and not has
 
     def _without(self, plan_id: str, until: int, unreadable: Sequence[Unreadable]) -> str:
-        """The plan that passes over what is to be passed over besides, by its id."""
+        """Return the id of the plan that also skips these rows."""
         plan = self._plan(plan_id)
         made = exclude_rows(
             self._lakehouse,
@@ -254,7 +254,7 @@ class _SourceTransition:
         return made.row.plan_id
 
     def _gone(self, plan: Plan, until: int) -> Dead:
-        """Rows of a plan that are not live in `until` any more; none of a file where that cannot be told."""
+        """Return the rows of a plan that are not live in `until` any more. Files where that is unknown are left out."""
         if until == self._mine.snapshot_id:
             return {}
         history = self._history(plan.row.snapshot_id, until)
@@ -299,7 +299,7 @@ class _SourceTransition:
 
 
 def _past_dead(order: SourceOrder, group: int, cursor: Cursor) -> Cursor:
-    """The cursor, or if it stands inside a row that is passed over now, the one right behind that row."""
+    """Return the cursor, or if it is inside a row that is skipped now, the one directly after that row."""
     if not cursor.offset:
         return cursor
     block = order.cut_of(cursor.pass_index).block(group, cursor.block)
@@ -308,7 +308,7 @@ def _past_dead(order: SourceOrder, group: int, cursor: Cursor) -> Cursor:
 
 
 def leaving_out(lakehouse: Lakehouse, spec: JobSpec, leg: Leg, unreadable: Sequence[Unreadable]) -> Leg:
-    """A run's first leg without these row groups; `leg` itself if it has none of them."""
+    """Return a run's first leg without these row groups, or `leg` itself if it has none of them."""
     if not unreadable:
         return leg
     sources = []

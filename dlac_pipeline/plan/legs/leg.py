@@ -17,7 +17,7 @@ from dlac_pipeline.plan.source_order import SourceOrder, SourceStart
 from dlac_pipeline.plan.units import UnitTable
 
 LEG_VERSION = 2
-"""Of the record itself; version 1 was never released."""
+"""Version of the record. Version 1 was never released."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,12 +29,12 @@ class QuarantinedUnit:
     rows: int
     reason: str
     positions: tuple[int, ...] = ()
-    """Of the rows, in the data file; empty: the whole row group."""
+    """Positions of the rows in the data file. Empty: the whole row group."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LegSource:
-    """What a leg binds of one source, and where the source stands when the leg begins."""
+    """The part of a leg for one source, and the source's state when the leg begins."""
 
     name: str
     table: str
@@ -55,16 +55,16 @@ class LegSource:
     nullable: tuple[str, ...] = ()
     ragged: tuple[str, ...] = ()
     transform: str = ""
-    """Digest of the transform's code; empty: none."""
+    """Digest of the transform's code, or empty."""
     on_reject: str = "fail"
     active: bool = True
-    """Whether this leg reads from the source: not while it has nothing new."""
+    """True if this leg reads from the source, which has no new rows otherwise."""
     quarantined: tuple[QuarantinedUnit, ...] = ()
     """Row groups that are left out from this leg on."""
     start: SourceStart
 
     def bound(self) -> dict[str, Any]:
-        """What may not change within the leg, by name."""
+        """Return what may not change within the leg, by name."""
         names = ("table_uuid", "snapshot_id", "schema_id", "plan_id", "columns", "row_filter", "exclude", "weight")
         more = ("passes", "follow", "identity_columns", "nullable", "ragged", "transform", "on_reject")
         return {name: getattr(self, name) for name in (*names, *more)}
@@ -72,7 +72,7 @@ class LegSource:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LegSequences:
-    """How documents become sequences; a tokenizer counts by its digest, tokens by their numbers."""
+    """Conversion of documents to sequences. A tokenizer counts by its digest, tokens by their numbers."""
 
     length: int = 0
     column: str = ""
@@ -84,7 +84,7 @@ class LegSequences:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Leg:
-    """What a leg binds."""
+    """The record that determines the order of a range of a run's steps."""
 
     index: int
     start_step: int
@@ -106,12 +106,12 @@ class Leg:
 
     @property
     def following(self) -> bool:
-        """Whether the run goes on to what is appended to its sources."""
+        """True if the run continues with appended rows of its sources."""
         return any(source.follow == "appends" for source in self.sources)
 
     @property
     def streamed(self) -> tuple[bool, ...]:
-        """Which sources have samples that are not rows."""
+        """The sources whose samples are not rows."""
         return tuple(bool(self.sequences.length or source.transform) for source in self.sources)
 
     def order(self, units: Mapping[str, UnitTable]) -> LegOrder:
@@ -131,7 +131,7 @@ class Leg:
         return LegOrder(sources, mixture, settings, streamed=self.streamed, active=active)
 
     def cut_settings(self, source: int) -> CutSettings:
-        """How passes of a source that this leg enters are cut."""
+        """Return how passes of a source that this leg enters are cut."""
         return CutSettings(
             seed=self.seed,
             key_groups=self.key_groups,
@@ -162,7 +162,7 @@ class Leg:
             raise FormatTooNew(f"the leg is not one that this DLAC reads: {err}") from err
 
     def bound(self) -> dict[str, Any]:
-        """What may not change within the leg, by name; of several sources with the source's name before it."""
+        """Return what may not change within the leg, by name. With several sources the source's name comes first."""
         names = ("seed", "key_groups", "batch_size", "block_slices", "shuffle", "steps")
         found = {name: getattr(self, name) for name in names}
         found |= {f"sequences.{name}": getattr(self.sequences, name) for name in LegSequences.__dataclass_fields__}
@@ -173,7 +173,7 @@ class Leg:
         return found
 
     def differences(self, wanted: Leg) -> dict[str, tuple[Any, Any]]:
-        """What `wanted` binds otherwise: name -> what this leg binds, and what is asked for."""
+        """Return the differences of `wanted`: name -> this leg's value, and the requested one."""
         mine, theirs = self.bound(), wanted.bound()
         return {
             name: (mine.get(name), theirs.get(name))
@@ -182,7 +182,7 @@ class Leg:
         }
 
     def leaves_out_more_than(self, before: Leg | None) -> bool:
-        """Whether a source of it excludes or quarantines what it did not in the leg before."""
+        """Return True if a source excludes or quarantines more than in the leg before."""
         known = [(set(each.exclude), set(each.quarantined)) for each in (before.sources if before else ())]
         known += [(set(), set())] * (len(self.sources) - len(known))
         return any(
@@ -191,10 +191,10 @@ class Leg:
         )
 
     def check_same(self, wanted: Leg) -> None:
-        """Check that `wanted`, made from the job spec, binds what this committed leg binds.
+        """Check that `wanted`, made from the job spec, binds the same as this committed leg.
 
         Raises:
-            ResumeMismatch: it does not; names each difference.
+            ResumeMismatch: it does not. The message names each difference.
         """
         differing = self.differences(wanted)
         if differing:
@@ -204,7 +204,7 @@ class Leg:
             )
 
     def warnings(self, live_rows: int, world_size: int) -> list[str]:
-        """What is allowed but surely not meant, or costs more than it needs to."""
+        """Return warnings on allowed settings that are surely not intended, or cost more than needed."""
         said = []
         if live_rows < self.batch_size and not self.following and not any(self.streamed):
             passes = max(source.passes for source in self.sources)
