@@ -38,7 +38,7 @@ _ROLE = "dlac"
 _UNLIMITED = 2**31 - 1
 """Restarts that torch allows: how many there are is decided by their progress."""
 _IDENTITY = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
-"""Variables that say which rank this is; this process may have been started with some of another launcher."""
+"""Variables that identify a rank. This process may have inherited some from another launcher."""
 _SERVER_ENDS_S = 2.0
 _METHODS = {"fork": "forkserver", "spawn": "spawn"}
 # It warns that signals are not handled on another thread than the main one: the supervisor handles them.
@@ -68,7 +68,7 @@ class RankAgent(LocalElasticAgent):
         self._has_started = False
 
     def start_processes(self, spec: JobSpec, folder: Path, share: Share) -> Processes:
-        """Start this node's ranks of an attempt, and return their processes by rank; `folder` is the launch folder.
+        """Start this node's ranks of an attempt, and return their processes by rank. `folder` is the launch folder.
 
         A fork server that still imports is waited for.
 

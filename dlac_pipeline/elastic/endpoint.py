@@ -28,7 +28,7 @@ _CONNECT_S = 2.0
 
 
 class Endpoint:
-    """The host:port of a rendezvous; the node with that address serves it, once, for as long as this object exists."""
+    """The host:port of a rendezvous. The node with that address serves it, once, while this object exists."""
 
     def __init__(self, address: str, *, timeout_s: float) -> None:
         """`timeout_s`: how long a call to the store may take."""
@@ -39,7 +39,7 @@ class Endpoint:
 
     @property
     def serves(self) -> bool:
-        """Whether this process serves the store."""
+        """True if this process serves the store."""
         return self._served is not None
 
     def connect(self) -> TCPStore:
@@ -59,7 +59,7 @@ class Endpoint:
         return self.open_client(timeout_s=self._timeout.total_seconds())
 
     def open_client(self, *, timeout_s: float) -> TCPStore:
-        """Return a new connection to a store that is served; its calls wait for a key so long at most.
+        """Return a new connection to a served store. Its calls wait for a key this long at most.
 
         Raises:
             RuntimeError: no store answers.
@@ -69,7 +69,7 @@ class Endpoint:
 
     @property
     def hint(self) -> str:
-        """What to write where the host stands for this node alone; empty where other nodes may reach it."""
+        """Return advice where the host name means this node only, or an empty string where other nodes may reach it."""
         if not stands_for_loopback(self._host):
             return ""
         return (
@@ -116,7 +116,7 @@ def serve_rendezvous(address: str, stop: threading.Event, on_ready: Callable[[],
 
 
 def in_time(call: Callable[[], Result], within_s: float, *, over: Callable[[], bool] = lambda: False) -> Result | None:
-    """Return what the call returns, made on a thread that is abandoned if it does not end; None: `over` became true.
+    """Return the result of a call on a thread, which is abandoned if it does not end. None: `over` became true.
 
     Raises:
         NotInTime: it did not end.

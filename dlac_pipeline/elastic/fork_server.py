@@ -24,12 +24,12 @@ from dlac_pipeline.lakehouse.errors import TrainingFailed
 from dlac_pipeline.spec.job_spec import JobSpec
 
 _LOG_BYTES = 2**20
-"""Size from which a log of earlier launches is begun anew."""
+"""Size from which a log of earlier launches is started again."""
 _ENDS_WITHIN_S = 5.0
 _POLL_S = 0.01
 _LOCK = threading.Lock()
 _RUNNING: dict[str, object] = {}
-"""What the running server was started for, and its process id."""
+"""Purpose of the running server, and its process id."""
 _USERS: list[object] = []
 """Starts and ranks that need the server."""
 
@@ -46,7 +46,7 @@ def add_user(user: object) -> None:
 
 
 def remove_user(user: object) -> None:
-    """Take back `add_user`; also a second time."""
+    """Undo `add_user`. A second call does nothing."""
     with _LOCK:
         if user in _USERS:
             _USERS.remove(user)
@@ -77,20 +77,20 @@ def start_server(spec: JobSpec) -> None:
 
 
 def is_alive() -> bool:
-    """Return whether the server runs that was started last; multiprocessing replaces a dead one by one that imports nothing."""
+    """Return True if the last started server runs. multiprocessing replaces a dead one by one that imports nothing."""
     pid = _pid()
     return pid is not None and pid == _RUNNING.get("pid") and not _has_ended(pid)
 
 
 def end_server(*, only_user: object = None) -> None:
-    """End the server, unless ranks use it besides those of `only_user`. Ranks that it has not started never are."""
+    """End the server, unless ranks other than those of `only_user` use it. Ranks that it has not started never start."""
     with _LOCK:
         if all(user is only_user for user in _USERS):
             _kill()
 
 
 def why_gone(spec: JobSpec, *, within_s: float = 0.0) -> TrainingFailed | None:
-    """Return why the server has ended, which may take a moment; None: it runs, or is not used."""
+    """Return why the server has ended, which may take a moment. None: it runs, or is not used."""
     deadline = time.monotonic() + within_s
     while is_used(spec) and is_alive() and time.monotonic() < deadline:
         time.sleep(_POLL_S)
@@ -128,7 +128,7 @@ def _files_of(spec: JobSpec) -> tuple[Path, Path]:
 
 
 def _pid() -> int | None:
-    """Return the process id of multiprocessing's server; None: none was started."""
+    """Return the process id of multiprocessing's server, or None if none was started."""
     return vars(forkserver._forkserver).get("_forkserver_pid")
 
 

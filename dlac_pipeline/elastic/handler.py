@@ -39,7 +39,7 @@ class DlacRendezvous(RendezvousHandler):
     """The rendezvous of one agent."""
 
     def __init__(self, run_id: str, launch: LaunchSpec, *, batch_size: int) -> None:
-        """`launch` has the limits of nodes and times; `batch_size`: the world size divides it, 0: any world size will do."""
+        """`launch` has the limits of nodes and times. The world size divides `batch_size`, unless that is 0."""
         self._run_id = run_id
         self._launch = launch
         self._membership = Membership(run_id, launch, batch_size=batch_size, config="")
@@ -107,7 +107,7 @@ class DlacRendezvous(RendezvousHandler):
         self._membership.end_run(_ENDED)
 
     def shutdown(self) -> bool:
-        """Leave the run; the node that leads announces that it has ended."""
+        """Leave the run. The leader announces that the run has ended."""
         if self._round is not None and self._round.leads:
             self.set_closed()
         self._membership.close()
@@ -117,7 +117,7 @@ class DlacRendezvous(RendezvousHandler):
 def create_handler(parameters: RendezvousParameters) -> DlacRendezvous:
     """Return the handler of an agent, from torchrun's arguments.
 
-    `--rdzv-conf` takes `timeout` (seconds to wait for the least number of nodes; torchrun gives 900), `last_call_timeout`,
+    `--rdzv-conf` takes `timeout` (seconds to wait for the least number of nodes, torchrun gives 900), `last_call_timeout`,
     `node_timeout`, `key_file` and `batch_size`.
     """
     several = parameters.max_nodes > 1

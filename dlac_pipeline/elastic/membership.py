@@ -145,7 +145,7 @@ class Membership:
             self._heartbeat.end_run(message)
 
     def forget(self) -> None:
-        """Use another connection for the next round; a node that serves the store keeps serving it."""
+        """Use another connection for the next round. A node that serves the store keeps serving it."""
         beat, self._heartbeat = self._heartbeat, None
         if beat is not None:
             self._ended_before, self._ids_before = beat.ended_before, beat.ids
@@ -167,7 +167,7 @@ class Membership:
         beat.close(leaves=True)
 
     def _connected(self, stop: threading.Event) -> NodeHeartbeat | None:
-        """Return the heartbeat of this node, begun where there is none; None: `stop` was set meanwhile."""
+        """Return the heartbeat of this node, started if necessary, or None if `stop` was set."""
         if self._heartbeat is None:
             assert self._endpoint is not None, "of several nodes"
             from dlac_pipeline.elastic.endpoint import in_time

@@ -11,7 +11,7 @@ from dlac_pipeline.elastic.sealed_store import SealedStore
 
 
 def name_of_plan(number: int, formed_by: int) -> str:
-    """Return the name of a round's plan; `formed_by`: slot of the leader that formed it."""
+    """Return the name of a round's plan. `formed_by` is the slot of the leader that formed it."""
     return f"round/{number}/{formed_by}"
 
 
@@ -22,7 +22,7 @@ def publish_parts(store: SealedStore, plan: RoundPlan, *, formed_by: int) -> Non
 
 
 def read_part(store: SealedStore, slot: int, *, number: int, formed_by: int) -> RoundPlan | None:
-    """Return a node's part of a round's plan; None: the node is no member, or its part is not there."""
+    """Return a node's part of a round's plan. None: the node is no member, or its part is not written."""
     message = store.read(_name_of_part(slot)).message or {}
     if (message.get("number"), message.pop("formed_by", 0)) != (number, formed_by):
         return None
@@ -30,7 +30,7 @@ def read_part(store: SealedStore, slot: int, *, number: int, formed_by: int) -> 
 
 
 def read_plan(store: SealedStore, *, number: int, formed_by: int) -> RoundPlan | None:
-    """Return all of a round's plan; None: it is not there."""
+    """Return all of a round's plan, or None if it is not written."""
     message = store.read(name_of_plan(number, formed_by)).message
     return None if message is None else RoundPlan.of(message)
 

@@ -1,8 +1,8 @@
-"""What multiprocessing's fork server imports, once per supervisor, so that ranks start without importing it.
+"""Imports of multiprocessing's fork server, once per supervisor, so that ranks start without importing.
 
-The fork server imports this module, and this module the rest. A fork copies the calling thread alone: what is imported must
-begin no thread, and open no accelerator. In: environment variable PRELOAD_VARIABLE. Out: modules, imported, or the reason why
-the server ended, in a file.
+The fork server imports this module, and this module the rest. A fork copies the calling thread alone, so an import must start
+no thread and open no accelerator. In: environment variable PRELOAD_VARIABLE. Out: imported modules, or the reason why the
+server ended, in a file.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _print_into(log: str) -> None:
 
 
 def end_with_parent(number: int) -> None:
-    """Have the kernel send this signal when the thread that started this process ends; 0: none any more. Linux only."""
+    """Ask the kernel to send this signal when the thread that started this process ends. 0: none any more. Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
 

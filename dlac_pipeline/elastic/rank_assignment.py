@@ -14,7 +14,7 @@ from dlac_pipeline.elastic.ranks.rank_share import Share
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Offer:
-    """What a node brings."""
+    """Offer of a node to a round."""
 
     host: str
     address: str
@@ -22,7 +22,7 @@ class Offer:
     ranks: int
     """Number of ranks that it can have."""
     interface: str = ""
-    """Network interface of its ranks; empty: the libraries choose one."""
+    """Network interface of its ranks. Empty: the libraries choose one."""
     attempt: int = 0
     """Last attempt of the run that it has taken part in."""
     config: str = ""
@@ -37,7 +37,7 @@ class Member:
     id: str
     """Random name of the node's connection: a plan of an earlier time, which a stranger wrote again, has another one."""
     place: int
-    """Number of the node in the round; 0 leads."""
+    """Number of the node in the round. 0 leads."""
     offer: Offer
     first_rank: int
     ranks: int
@@ -64,7 +64,7 @@ class RoundPlan:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all members are known."""
+        """True if all members are known."""
         return len(self.members) == self.nodes
 
     def part(self, place: int) -> RoundPlan:
@@ -72,7 +72,7 @@ class RoundPlan:
         return replace(self, members=(self.members[0], self.members[place]) if place else self.members[:1])
 
     def place_of(self, slot: int, id_: str) -> int | None:
-        """Return the place of a node by its slot and its id; None: it is no member, as far as is known."""
+        """Return the place of a node by its slot and its id, or None if it is not a known member."""
         return next((member.place for member in self.members if (member.slot, member.id) == (slot, id_)), None)
 
     def member(self, place: int) -> Member:
@@ -120,7 +120,7 @@ def assign_ranks(
     batch_size: int,
     most_nodes: int,
 ) -> tuple[Member, ...]:
-    """Return the members of a round by what the nodes in each slot offer, and by their ids; a node without a rank is none.
+    """Return the members of a round by the offers of the nodes in each slot. A node without a rank is no member.
 
     The leader is first. Nodes of the last round (`stay`) come before others, and of these the ones with the most ranks.
     """
@@ -142,9 +142,9 @@ def assign_ranks(
 def refuse_other_jobs(
     offers: Mapping[int, Offer], ids: Mapping[int, str], mine: int, *, stay: Collection[int]
 ) -> dict[str, Any]:
-    """Return the ids of nodes that would train another job, and why they are refused; empty: all would train the same.
+    """Return the ids of nodes that would train another job, and the reason. Empty: all would train the same job.
 
-    Before the first round all are refused, for it is not known whose job is meant.
+    Before the first round all are refused, because the intended job is unknown.
     """
     other = [slot for slot, offer in offers.items() if offer.config != offers[mine].config]
     if not other:

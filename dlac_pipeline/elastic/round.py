@@ -1,7 +1,7 @@
-"""One round, as one of its nodes sees it: its share of the ranks, which node leads, and the messages of the others.
+"""One round, as one of its nodes sees it: its share of the ranks, the leader, and the messages of the others.
 
-The leader claims the run, announces where it resumes, watches all ranks, and decides how the attempt has ended. Every other node
-starts its ranks and does as the leader announces. A node by itself leads, and has no others.
+The leader claims the run, announces the resume point, watches all ranks, and decides how the attempt has ended. Every other
+node starts its ranks and follows the leader's announcements. A single node leads, and has no others.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dlac_pipeline.elastic.ranks.rank_share import Share
 from dlac_pipeline.elastic.sealed_store import Message
 
 RESUME, VERDICT = "resume", "verdict"
-"""What a leader announces: where the attempt resumes, and how it has ended."""
+"""Announcements of a leader: the resume point, and the end of the attempt."""
 LEADER = 0
 """Place of the leader."""
 _EACH_BEAT = ("now", "progress", "in_hand")
@@ -28,7 +28,7 @@ _PART_S = 5.0
 
 
 class _Shares(Sequence[Share]):
-    """The share of each node by its place; a node that does not lead knows the leader's and its own."""
+    """The share of each node by its place. A node that does not lead knows the leader's and its own."""
 
     def __init__(self, plan: RoundPlan) -> None:
         self._plan = plan
@@ -47,15 +47,15 @@ class _Shares(Sequence[Share]):
 
 
 class Round:
-    """Nodes of one attempt, by their places; a context manager."""
+    """Nodes of one attempt, by their places. A context manager."""
 
     def __init__(self, share: Share, *, plan: RoundPlan | None = None, heartbeat: NodeHeartbeat | None = None) -> None:
-        """`share`: this node's; a node by itself has neither plan nor heartbeat."""
+        """`share` is this node's. A single node has neither plan nor heartbeat."""
         self.share = share
         self.number = 0 if plan is None else plan.number
         self.shares: Sequence[Share] = (share,) if plan is None else _Shares(plan)
         self.hosts: Mapping[int, str] = {0: socket.gethostname()}
-        """Host names by place; a node that does not lead knows the leader's and its own."""
+        """Host names by place. A node that does not lead knows the leader's and its own."""
         self._slots: Mapping[int, int] = {}
         if plan is not None:
             self.hosts = {member.place: member.offer.host for member in plan.members}
@@ -67,26 +67,26 @@ class Round:
 
     @property
     def leads(self) -> bool:
-        """Whether this node leads."""
+        """True if this node leads."""
         return self.share.node == LEADER
 
     @property
     def could_grow(self) -> bool:
-        """Whether nodes wait with which there would be more ranks; known to the leader."""
+        """True if nodes wait with which more ranks would train. Known to the leader."""
         return self._heartbeat is not None and self._heartbeat.could_grow
 
     @property
     def cut_off(self) -> bool:
-        """Whether this node has reached no other for too long, or the others have begun another round."""
+        """True if this node has reached no other for too long, or the others have begun another round."""
         return self._heartbeat is not None and self._heartbeat.cut_off
 
     @property
     def looks(self) -> int:
-        """A number that changes before anything does that this node knows of the others; 0: there are none."""
+        """A number that changes whenever this node's knowledge of the others does. 0: a single node."""
         return 0 if self._heartbeat is None else self._heartbeat.looks
 
     def lost_nodes(self) -> list[int]:
-        """Return the places of nodes that have been silent for too long; a node that does not lead watches the leader only."""
+        """Return the places of nodes that have been silent for too long. A node that does not lead watches the leader only."""
         beat = self._heartbeat
         watched = self.others if self.leads else [LEADER]
         return [] if beat is None else [place for place in watched if beat.is_lost(self._slots[place])]
@@ -99,7 +99,7 @@ class Round:
             self._heartbeat.publish(message, hurry=is_news)
 
     def message_of(self, place: int) -> Message:
-        """Return the last message of another node; empty: none yet."""
+        """Return the last message of another node. Empty: none yet."""
         assert self._heartbeat is not None, "there is another node"
         return self._heartbeat.message_of(self._slots[place])
 
@@ -116,7 +116,7 @@ class Round:
             self._heartbeat.wait_for_news(within_s)
 
     def announce(self, subject: str, message: Message) -> None:
-        """Announce something to all nodes, as the leader; the last message of a subject stands."""
+        """Announce something to all nodes, as the leader. The last message of a subject counts."""
         if self._heartbeat is not None:
             self._heartbeat.announce(subject, message)
 

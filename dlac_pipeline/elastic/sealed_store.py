@@ -1,8 +1,8 @@
 """Sealed messages in a store of torch: without the key none can be read, and none is accepted.
 
-In: torch's store, a secret. Out: JSON messages by name. A message is encrypted and authenticated together with its name (Fernet
-of `cryptography`). Nothing of a store is unpickled. A stranger who reaches the port can still delete and overwrite: what is
-overwritten counts as not written, and its writer writes it again.
+In: torch's store, a secret. Out: JSON messages by name. A message is encrypted and authenticated together with its name
+(Fernet of `cryptography`). Nothing from a store is unpickled. A stranger who reaches the port can still delete and overwrite.
+An overwritten message counts as missing, and its writer writes it again.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _ABSENT = "absent"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sealed:
-    """What is stored under a name."""
+    """Content of a name in the store."""
 
     raw: bytes = b""
-    """As it is stored; empty: nothing is."""
+    """The stored bytes. Empty: nothing is stored."""
     message: Message | None = None
     """None: nothing is stored, or it was not sealed with this key under this name."""
 
@@ -69,7 +69,7 @@ class SealedStore:
         self._store.multi_set(keys, sealed)  # type: ignore[attr-defined]  # torch's declarations lack it
 
     def replace(self, name: str, found: Sealed, message: Message) -> Sealed:
-        """Write a message if `found` is still what is stored; return what is stored then."""
+        """Write a message if `found` is still stored. Return what is stored then."""
         key, raw = self._key(name), self._seal(name, message)
         stored = self._store.compare_set(key, found.raw, raw)  # type: ignore[arg-type]  # bytes as well
         if found.raw and stored == found.raw:  # that is how a store answers that the key was deleted
@@ -77,11 +77,11 @@ class SealedStore:
         return self._unseal(name, stored)
 
     def read(self, name: str) -> Sealed:
-        """Return what is stored under this name, without waiting for it."""
+        """Return the content of this name, without waiting for it."""
         return self._unseal(name, self._store.compare_set(self._key(name), _ABSENT, ""))
 
     def read_all(self, names: Sequence[str]) -> list[Sealed]:
-        """Return what is stored under each name: with two questions to the store if all of them exist."""
+        """Return the content of each name, with two requests to the store if all of them exist."""
         keys = [self._key(name) for name in names]
         with suppress(RuntimeError):  # a key was deleted since it was looked for
             if not keys or self._store.check(keys):
@@ -96,7 +96,7 @@ class SealedStore:
         return self._fernet.encrypt(json.dumps([self._key(name), message]).encode()).decode()
 
     def _opened_anew(self, name: str, raw: bytes) -> Sealed:
-        """Open what is stored under a name, unless it is the same as the last time."""
+        """Unseal the content of a name, unless it is equal to the last one."""
         last = self._last_opened.get(name)
         if last is None or last.raw != raw:
             last = self._last_opened[name] = self._unseal(name, raw)

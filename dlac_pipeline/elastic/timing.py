@@ -1,4 +1,4 @@
-"""When a node beats, and when the leader forms a round. Only the clock of the node itself counts."""
+"""Timing of heartbeats and rounds. Only the clock of the node itself counts."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ BRISK_FOR_S = 5.0
 _EVERY_S = 0.25
 _QUIET_S = 1.0
 _READ_OFTEN = 256
-"""Nodes up to which the leader reads all of them every time; of more it reads as many per second."""
+"""Nodes up to which the leader reads all of them every time. Of more it reads as many per second."""
 _BUSY_MARGIN_S = 10.0
-"""What nodes get on top of the time in which ranks leave, until a round is formed without them."""
+"""Extra seconds for nodes, past the time in which ranks exit, until a round is formed without them."""
 
 
 def pause_of_leader(nodes: int) -> float:
@@ -27,7 +27,7 @@ def pause_of_node(*, is_quiet: bool, node_timeout_s: float) -> float:
 
 
 class LastCall:
-    """How long the leader waits for more nodes once there are enough for a round."""
+    """Wait of the leader for more nodes once enough exist for a round."""
 
     def __init__(self, launch: LaunchSpec, now: Callable[[], float]) -> None:
         self._launch = launch

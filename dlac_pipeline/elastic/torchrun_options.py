@@ -35,10 +35,10 @@ def are_given(options: Sequence[str], environment: Mapping[str, str]) -> bool:
 def launch_settings(
     options: Sequence[str], environment: Mapping[str, str], launch: LaunchSpec, run: str
 ) -> dict[str, Any]:
-    """Return the settings of the launch section that options replace; variables of the environment count less than options.
+    """Return the settings of the launch section that options replace. Environment variables count less than options.
 
     Raises:
-        SpecInvalid: an option has no meaning here, or no such value.
+        SpecInvalid: an option has no meaning here, or its value does not exist.
     """
     given = _parse(options, environment)
     settings: dict[str, Any] = {}
@@ -69,7 +69,7 @@ def launch_settings(
 
 
 def _parse(options: Sequence[str], environment: Mapping[str, str]) -> dict[str, Any]:
-    """Return what is given, by name; torchrun's defaults are not."""
+    """Return the given options by name, without torchrun's defaults."""
     from torch.distributed.run import get_args_parser
 
     parser = get_args_parser()

@@ -1,1 +1,1 @@
-"""Where a run trains: on this machine and those that meet it, or as a job of a cluster's scheduler."""
+"""Launchers: training on this node and those that join it, or as a job of a cluster's scheduler."""

@@ -103,7 +103,7 @@ def _check_pod(cluster: ClusterSpec) -> None:
 
 
 def _containers(cluster: ClusterSpec) -> list[dict[str, Any]]:
-    """Return what `cluster.pod` says of containers."""
+    """Return the containers of `cluster.pod`."""
     containers = cluster.pod.get("spec", {}).get("containers", [])
     if not all(isinstance(one, dict) and one.get("name") for one in containers):
         raise SpecInvalid(

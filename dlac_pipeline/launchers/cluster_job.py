@@ -1,8 +1,7 @@
 """A run as one job of a cluster: submit it, follow it, cancel it, and judge how it ended.
 
-The nodes recover by themselves (`launchers/node_process.py`). Their events come from the scheduler's logs, which may lag or
-be lost.
-Whether the run is finished is in the ledger: a scheduler's "completed" only says that no process is left.
+The nodes recover without help (`launchers/node_process.py`). Their events come from the scheduler's logs, which may lag or be
+lost. The ledger records whether the run is finished: a scheduler's "completed" only means that no process is left.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ class ClusterJob:
         silent_s: float = SILENT_S,
         gone_s: float = GONE_S,
     ) -> None:
-        """`look_s` is the time between two questions to the scheduler; the other two stand in for the constants above."""
+        """`look_s` is the time between two requests to the scheduler. The other two replace the constants above."""
         self._request = request
         self._scheduler = scheduler
         self._on_event = on_event
@@ -88,7 +87,7 @@ class ClusterJob:
 
         Raises:
             ClusterRefused: the scheduler does not take it.
-            ClusterSilent: the scheduler stopped answering; the job is left as it is.
+            ClusterSilent: the scheduler stopped answering. The job is left as it is.
             TrainingFailed: the job ended before the run, and no node reported why.
             DlacError: the error that its nodes reported.
         """
@@ -113,7 +112,7 @@ class ClusterJob:
             ) from err
 
     def _follow(self, job: str) -> str:
-        """Look at the job until it has ended; return its last state. A job that is queued again has not ended.
+        """Poll the job until it has ended, and return its last state. A job that is queued again has not ended.
 
         Raises:
             ClusterSilent: the scheduler stopped answering, and the run is not known to be finished.
@@ -176,14 +175,14 @@ class ClusterJob:
             self._cancel_again_at = now + self._leave_s
 
     def _is_to_end(self) -> bool:
-        """Whether the job is to be cancelled: on request, or because a part of it stays after the run is done."""
+        """Return True if the job must be cancelled: on request, or because a part of it stays after the run is done."""
         if self._stop.is_set():
             return True
         stays_s = LISTENS_S if self._events.all_ended else self._silent_s
         return self._events.is_done and self._events.quiet_s > stays_s
 
     def _has_ended(self, state: JobState) -> bool:
-        """Whether the job is over and its logs are read: a state that lasts for one look may be on the way to the queue."""
+        """Return True if the job is over and its logs are read. A state that lasts for one poll may lead back to the queue."""
         if self._ending_since is not None and self._events.is_done:
             return True
         if not state.over:
@@ -195,7 +194,7 @@ class ClusterJob:
         return now - self._over_since >= self._look_s * (1 if read else 2)
 
     def _is_given_up(self, job: str, err: Exception) -> bool:
-        """Bear a question without an answer; return whether to follow no longer, since it is known how the run ended.
+        """Note a request without an answer. Return True if following can stop, because the run's end is known.
 
         Raises:
             ClusterSilent: the scheduler has not answered for too long.
@@ -278,7 +277,7 @@ class ClusterJob:
 
 
 def _step_of_head(ledger: Ledger, run: str) -> int:
-    """Return the step of the last checkpoint; 0 before the first."""
+    """Return the step of the last checkpoint, or 0 before the first."""
     try:
         return int(ledger.restorable(run)["step"])
     except (NoSuchCheckpoint, NoSuchRun):

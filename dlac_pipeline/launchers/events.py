@@ -57,22 +57,22 @@ class NodeEvents:
 
     @property
     def last_events(self) -> list[Event]:
-        """How nodes ended."""
+        """The ends of nodes."""
         return [event for log in self._logs.values() for event in log.last_events]
 
     @property
     def any(self) -> bool:
-        """Whether a node has reported anything."""
+        """True if a node has reported anything."""
         return any(log.nodes for log in self._logs.values())
 
     @property
     def is_done(self) -> bool:
-        """Whether a node reported that the run needs no more training."""
+        """True if a node reported that the run needs no more training."""
         return any(event["event"] == "ended" and event["ending"] != "stopped" for event in self.last_events)
 
     @property
     def all_ended(self) -> bool:
-        """Whether each node that reported anything has also reported its end."""
+        """True if each node that reported anything has also reported its end."""
         return all(len(log.last_events) >= log.nodes for log in self._logs.values())
 
     @property

@@ -50,11 +50,11 @@ class Kubernetes:
         self._read_at: float | None = None
 
     def render(self, request: Request, near: Sequence[str] = ()) -> str:
-        """Return the manifests, in which pods prefer the nodes in `near`; asks no cluster."""
+        """Return the manifests, in which pods prefer the nodes in `near`. Asks no cluster."""
         return yaml.safe_dump_all(documents(request, near), sort_keys=False)
 
     def submit(self, request: Request, near: Sequence[str]) -> str:
-        """Create the job, and the secret that its pods wait for; the job owns what else is created. Return its name."""
+        """Create the job, and the secret that its pods wait for. The job owns the other objects. Return its name."""
         secret, *others = documents(request, near)
         try:
             # one after the other: a TrainJob is refused before its runtime exists
@@ -93,7 +93,7 @@ class Kubernetes:
         return JobState(name="RUNNING" if any(one.get("active") for one in jobs) else "PENDING")
 
     def read(self, job: str) -> list[tuple[str, str]]:
-        """Return what the pods' logs have gained; a pod that replaces another continues its log."""
+        """Return the new content of the pods' logs. A pod that replaces another continues its log."""
         core, now = _client("CoreV1Api"), time.monotonic()
         since = {} if self._read_at is None else {"since_seconds": int(now - self._read_at) + _OVERLAP_S}
         pods = core.list_namespaced_pod(
@@ -120,7 +120,7 @@ class Kubernetes:
         return pieces
 
     def _new(self, pod: str, log: str) -> str:
-        """Return the whole lines of a log that were not read yet; each begins with its time."""
+        """Return the whole lines of a log that were not read yet. Each begins with its time."""
         read_to = self._read_to.get(pod, "")
         lines = [line for line in log.splitlines(keepends=True) if line.endswith("\n") and line.split(" ")[0] > read_to]
         self._read_to[pod] = lines[-1].split(" ")[0] if lines else read_to

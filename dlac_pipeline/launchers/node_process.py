@@ -1,9 +1,9 @@
-"""The process on each node of a cluster job: `python -m dlac_pipeline.launchers.node_process`. The environment has the request.
+"""The process on each node of a cluster job: `python -m dlac_pipeline.launchers.node_process`.
 
-It supervises the ranks of its node. Standard output: one event per line of JSON; what libraries and users' code print goes to
-standard error. SIGTERM, by which schedulers preempt, evict and cancel, makes the node leave after a checkpoint; the run continues
-if enough other nodes are left. Exit status: 0 if the run is finished, UNFINISHED_EXIT_CODE if the node left before, or the
-status of the error.
+It supervises the ranks of its node. The request is in the environment. Standard output: one event per line of JSON. Output of
+libraries and users' code goes to standard error. SIGTERM, by which schedulers preempt, evict and cancel, makes the node exit
+after a checkpoint. The run continues if enough other nodes are left. Exit status: 0 if the run is finished,
+UNFINISHED_EXIT_CODE if the node exited before, or the status of the error.
 """
 
 from __future__ import annotations

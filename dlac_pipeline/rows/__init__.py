@@ -1,1 +1,1 @@
-"""What the values of a row become: columns as arrays, a user's transform, tokens; a leg binds them by their digests."""
+"""Values of a row: columns as arrays, a user's transform, tokens. A leg binds them by their digests."""

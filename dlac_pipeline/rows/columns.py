@@ -1,6 +1,6 @@
-"""From Arrow columns to tensor columns: which types can become tensors, and how Arrow buffers become arrays.
+"""Columns of Arrow as columns of tensors: the types that can become tensors, and Arrow buffers as arrays.
 
-What tensors a column yields is known from the schema and from what the source declares, never from the data:
+The schema and the source's declarations determine the tensors of a column, never the data:
 
     number, boolean            name [rows]
     date, time, timestamp      name [rows], int64: days, or the type's own unit, since the epoch or midnight
@@ -8,7 +8,7 @@ What tensors a column yields is known from the schema and from what the source d
     list                       name [rows, length]; a list of another length is refused
     list, declared ragged      name [items], flat; name.offsets [rows + 1], int64
     string, binary             name [bytes], flat uint8; name.offsets [rows + 1], int64
-    declared nullable          besides: name.valid [rows], bool; a null reads as zeros, or as empty
+    declared nullable          also: name.valid [rows], bool; a null reads as zeros, or as empty
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _FIXED_BYTES = (FixedType, UUIDType)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ColumnKind:
-    """What tensors a column yields.
+    """The tensors of a column.
 
     `items` is the dtype of its values, `listed` whether a row is a list of them, `width` the bytes of a row of fixed bytes,
     `length` that of every list where it is known.
@@ -85,9 +85,9 @@ class ColumnKind:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """Decoded rows of a column: `values` [rows] or [rows, length]; flat with `offsets` [rows + 1] where it is ragged.
+    """Decoded rows of a column: `values` [rows] or [rows, length], or flat with `offsets` [rows + 1] where it is ragged.
 
-    `valid` [rows] is there if the column is declared nullable. Arrays may be read-only views of Arrow buffers.
+    `valid` [rows] exists if the column is declared nullable. Arrays may be read-only views of Arrow buffers.
     """
 
     values: Array
@@ -101,7 +101,7 @@ class Column:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of its arrays; those of `values` outside `offsets` are not counted."""
+        """The bytes of its arrays. Those of `values` outside `offsets` are not counted."""
         offsets = self.offsets
         used = self.values if offsets is None else self.values[int(offsets[0]) : int(offsets[-1])]
         return sum(array.nbytes for array in (used, offsets, self.valid) if array is not None)
@@ -114,7 +114,7 @@ class Column:
         return Column(self.values, self.offsets[first : first + rows + 1], valid)
 
     def copy(self) -> Column:
-        """The same rows in arrays of their own, so that what this is a view of may be freed."""
+        """Return the same rows in arrays of their own, so that the viewed memory may be freed."""
         valid = None if self.valid is None else self.valid.copy()
         if self.offsets is None:
             return Column(self.values.copy(), None, valid)
@@ -125,12 +125,12 @@ class Column:
 def kinds_of(
     schema: Schema, names: Sequence[str], ragged: Collection[str] = (), nullable: Collection[str] = ()
 ) -> dict[str, ColumnKind]:
-    """What tensors the named columns yield; `ragged` and `nullable` are the columns so declared.
+    """Return the tensors of the named columns. `ragged` and `nullable` are the columns so declared.
 
     Raises:
         NoSuchColumn: a column is not at the top level of the schema.
-        UnsupportedColumn: a column cannot become a tensor, is declared to be what it cannot be, or yields a tensor with the
-            name of another column's.
+        UnsupportedColumn: a column cannot become a tensor, is declared as something that it cannot be, or yields a tensor
+            with the name of another column's.
     """
     fields = {field.name: field.field_type for field in schema.fields}
     check_names(schema, (*names, *ragged, *nullable))
@@ -168,10 +168,10 @@ def check_names(schema: Schema, names: Sequence[str]) -> None:
 def check_columns(
     schema: Schema, names: Sequence[str], ragged: Collection[str] = (), nullable: Collection[str] = ()
 ) -> None:
-    """Check that every named column is there and can become a tensor, as declared.
+    """Check that every named column exists and can become a tensor, as declared.
 
     Raises:
-        NoSuchColumn, UnsupportedColumn: it is not, or cannot.
+        NoSuchColumn, UnsupportedColumn: it does not, or cannot.
     """
     kinds_of(schema, names, ragged, nullable)
 
@@ -199,13 +199,13 @@ def _kind_of(name: str, column_type: IcebergType, ragged: bool, nullable: bool) 
 def to_column(
     column: pa.ChunkedArray, kind: ColumnKind, *, origin: str, live: npt.NDArray[np.bool_] | None = None
 ) -> Column:
-    """A column in the table's Arrow type as arrays; views of the Arrow buffers wherever they allow it.
+    """Return a column in the table's Arrow type as arrays: views of the Arrow buffers where possible.
 
-    `live` [rows] are the rows that are read, where others are dead: those hold anything.
+    `live` [rows] are the rows that are read, where others are dead and have undefined content.
 
     Raises:
-        UnsupportedColumn: nulls in a column not declared nullable, or inside lists; lists of different lengths in a column
-            not declared ragged. Names the column and the file (`origin`).
+        UnsupportedColumn: nulls in a column not declared nullable, or inside lists, or lists of different lengths in a column
+            not declared ragged. The message names the column and the file (`origin`).
     """
     array = concat_chunks(column.chunks, column.type)
     try:
@@ -250,7 +250,7 @@ def _zeroed(values: Array, valid: npt.NDArray[np.bool_] | None) -> Array:
 
 
 def _items(array: Any, items: np.dtype[Any]) -> Array:
-    """A flat Arrow array of numbers, booleans or times; what stands in place of nulls is undefined."""
+    """Return a flat Arrow array of numbers, booleans or times. The content in place of nulls is undefined."""
     if pa.types.is_boolean(array.type):
         array = array.fill_null(False) if array.null_count else array
         return np.asarray(array.to_numpy(zero_copy_only=False))
@@ -305,10 +305,10 @@ def _lists(array: Any, kind: ColumnKind, valid: npt.NDArray[np.bool_] | None, or
 
 
 def to_numpy(column: pa.ChunkedArray, *, name: str, origin: str) -> Array:
-    """A column as an array [rows] or [rows, length]; a view of the Arrow buffers wherever they allow it.
+    """Return a column as an array [rows] or [rows, length]: a view of the Arrow buffers where possible.
 
     Raises:
-        UnsupportedColumn: nulls, or lists of different lengths; names the column and the file (`origin`).
+        UnsupportedColumn: nulls, or lists of different lengths. The message names the column and the file (`origin`).
     """
     listed = pa.types.is_list(column.type) or pa.types.is_large_list(column.type)
     items = column.type.value_type if listed else column.type

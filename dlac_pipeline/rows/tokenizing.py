@@ -1,7 +1,7 @@
-"""A column of texts or of lists in, token ids out; texts by any `tokenizers` JSON file or fast tokenizer of transformers.
+"""Tokens of a column of texts or of lists. Texts by any `tokenizers` JSON file or fast tokenizer of transformers.
 
-Texts stay texts: a text that spells out a special token does not become that token, nothing is added around it, and
-nothing is cut off or padded, whatever the file says; what begins and ends a document is the reader's business.
+Texts stay texts: a text that spells out a special token does not become that token, nothing is added around it, and nothing
+is truncated or padded, whatever the file defines. The reader adds the tokens that begin and end a document.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from dlac_pipeline.rows.columns import Ints
 
 Tokens = npt.NDArray[np.int32] | npt.NDArray[np.int64]
 _TEXT_BYTES_AT_ONCE = 2**20
-"""What the library keeps of a text it encoded takes some hundred bytes per token, until the ids are copied."""
+"""Bytes of text per call. The library keeps some hundred bytes per token of an encoded text, until the ids are copied."""
 
 
 class Tokenizer(Protocol):
-    """Turns texts into token ids; what it gives depends on the text alone."""
+    """Converter of texts to token ids. Its result depends on the text alone."""
 
     @property
     def digest(self) -> str:
@@ -45,7 +45,7 @@ class Tokenizer(Protocol):
 
 
 class FastTokenizer:
-    """A tokenizer of the `tokenizers` library; the library releases the GIL while it encodes."""
+    """A tokenizer of the `tokenizers` library, which releases the GIL while it encodes."""
 
     def __init__(self, backend: Backend, *, name: str, digest: str) -> None:
         # One thread per call: the reader's background threads are the parallelism, they leave the other cores to the
@@ -139,7 +139,7 @@ def _parts(texts: pa.StringArray | pa.LargeStringArray) -> Iterator[Any]:
 
 
 def is_text(column_type: pa.DataType) -> bool:
-    """Whether a column of this type is tokenized."""
+    """Return True if a column of this type is tokenized."""
     if pa.types.is_dictionary(column_type):
         column_type = column_type.value_type
     return bool(
@@ -148,7 +148,8 @@ def is_text(column_type: pa.DataType) -> bool:
 
 
 def tokens_of_lists(lists: pa.ChunkedArray, name: str) -> tuple[Tokens, Ints]:
-    """Tokens of a column of lists of integers, and offsets; a view of the Arrow buffers of one chunk of int32 or int64.
+    """Return tokens of a column of lists of integers, and offsets: a view of the Arrow buffers of one chunk of int32 or
+    int64.
 
     Raises:
         UnsupportedColumn: another type, or nulls inside the lists.

@@ -1,12 +1,12 @@
-"""A user's own Arrow function between decoding and samples: live rows in, rows and where each came from out.
+"""Transform: a user's own Arrow function between decoding and samples. Live rows in, rows and their origins out.
 
     def f(batch: pa.RecordBatch) -> pa.RecordBatch
 
-The function maps, drops or multiplies rows. What becomes of a row may depend on nothing but that row: not on the other
-rows of the batch, not on how rows were batched, not on earlier calls, the clock or chance. Several background threads
-may call it at the same time. Its batch carries one more column, `dlac_row` (int64: 0, 1, 2, ...). Where the output has
-`dlac_row`, it says which input row each output row comes from, in non-decreasing order: missing numbers are dropped rows,
-repeated ones are rows that became several. Without it, output row i comes from input row i.
+The function maps, drops or multiplies rows. Its result for a row may depend on nothing but that row: not on the other rows of
+the batch, not on how rows were batched, not on earlier calls, the clock or chance. Several background threads may call it at
+the same time. Its batch has one more column, `dlac_row` (int64: 0, 1, 2, ...). If the output has `dlac_row`, it names the
+input row of each output row, in non-decreasing order: missing numbers are dropped rows, repeated ones are rows that became
+several. Without it, output row i comes from input row i.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from dlac_pipeline.rows.columns import Ints
 
 ROW = "dlac_row"
 Reject = Literal["fail", "quarantine"]
-"""What becomes of rows that the function raises for: an error, or they are passed over and named."""
+"""Policy for rows at which the function raises: an error, or they are skipped and named."""
 Rejected = tuple[tuple[int, str], ...]
 """(position, reason) of each row passed over, by position."""
 
 
 class RowRejected(TransformFailed):
-    """The function raised for one row; `position` is its position in the block, for the caller to name file and row."""
+    """The function raised for one row. `position` is its position in the block, for the caller to name file and row."""
 
     def __init__(self, position: int, message: str) -> None:
         super().__init__(message)
@@ -49,20 +49,20 @@ class Transform:
     name: str
     """As it was asked for: path/to/file.py:function or package.module:function."""
     digest: str
-    """Of the bytes of the function's source file and its name; what that file imports is not in it."""
+    """Digest of the bytes of the function's source file and its name. Imports of that file are not in it."""
     function: Callable[[pa.RecordBatch], Any]
 
     def __call__(self, batch: pa.RecordBatch) -> Any:
-        """What the function makes of a batch, unchecked."""
+        """Return the function's result for a batch, unchecked."""
         return self.function(batch)
 
 
 @dataclass(frozen=True, slots=True)
 class Transformed:
-    """What became of rows."""
+    """The fate of rows."""
 
     table: pa.Table
-    """Output rows, without `dlac_row`; no columns if every row was rejected."""
+    """Output rows, without `dlac_row`. No columns if every row was rejected."""
     row: Ints
     """Input row of each output row, int64 [output rows], non-decreasing."""
     rejected: Rejected
@@ -132,7 +132,7 @@ def _source(function: Callable[..., Any], module: ModuleType) -> bytes:
 def transform_rows(
     transform: Transform, live: pa.Table, positions: Ints, *, reject: Reject = "fail", check: bool = False
 ) -> Transformed:
-    """Run the function over rows at these positions [rows]; with `check`, also over halves, which must give the same.
+    """Run the function over rows at these positions [rows]. With `check`, also over halves, which must give the same.
 
     Raises:
         RowRejected: the function raised for a row and `reject` is "fail".
@@ -160,7 +160,7 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """One function over the rows of one block; `start` is the first row of a batch within the block."""
+    """One function over the rows of one block. `start` is the first row of a batch within the block."""
 
     transform: Transform
     positions: Ints

@@ -16,15 +16,15 @@ class ReadLoss:
     number: torch.Tensor | float
     """The number, or where it will be in host memory."""
     copied: torch.Event | None
-    """The end of its copy; None if nothing is under way."""
+    """The end of its copy, or None if none is in progress."""
 
     @property
     def is_late(self) -> bool:
-        """Whether the number is waited for: it is computed by an accelerator."""
+        """True if the number is waited for, because an accelerator computes it."""
         return self.copied is not None
 
     def wait(self) -> float:
-        """Return the number, as soon as it is there."""
+        """Return the number, as soon as it is known."""
         if self.copied is not None:
             self.copied.synchronize()
         return float(self.number)
@@ -33,7 +33,7 @@ class ReadLoss:
 def start_reading(loss: torch.Tensor | float, *, waits: bool = False) -> ReadLoss:
     """Begin to read a loss. One on an accelerator is copied after the work that was launched there.
 
-    The copy is not waited for, unless `waits` says so.
+    The copy is not waited for, unless `waits` is true.
     """
     if not isinstance(loss, torch.Tensor):
         return ReadLoss(loss, None)

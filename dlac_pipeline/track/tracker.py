@@ -1,8 +1,8 @@
-"""Reader State Tracker: what each finished optimizer step consumed, since the last checkpoint.
+"""Reader State Tracker: the consumption of each finished optimizer step, since the last checkpoint.
 
-It advances when an optimizer step is done, never when a batch is handed out: prefetched rows are not consumed. Where the
-steps alone say what was consumed it keeps a reference and a flag per step, and the ledger's rows are worked out from the
-order when a checkpoint is taken; of streamed sources it keeps what the readers report, joined per block.
+It advances when an optimizer step is done, never when a batch is returned: prefetched rows are not consumed. Where the step
+alone determines consumption it keeps a reference and a flag per step, and the ledger's rows are computed from the order when
+a checkpoint is taken. Of streamed sources it keeps the readers' reports, joined per block.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dlac_pipeline.read.line import BlockAdvance, merge
 
 @dataclass(slots=True)
 class _Moved:
-    """What steps alike moved of one block."""
+    """Ranges of one block that consecutive steps moved with one result."""
 
     first_step: int
     last_step: int
@@ -30,14 +30,14 @@ class _Moved:
 
 @dataclass(slots=True)
 class ReaderStateTracker:
-    """One rank's record of finished steps; `committed_step` is the step of the last checkpoint that was taken."""
+    """One rank's record of finished steps. `committed_step` is the step of the last checkpoint that was taken."""
 
     committed_step: int
     groups: range
     """Key groups whose cursors this rank reports."""
     step: int = 0
     cursors: Ints | None = None
-    """Cursors after `step`, int64 [groups, sources, 4]; None where others vote on them."""
+    """Cursors after `step`, int64 [groups, sources, 4], or None where others vote on them."""
     losses: list[float] = field(default_factory=list)
     """Global loss of each step since the last checkpoint, filled as they become known."""
     skipped: list[int] = field(default_factory=list)
@@ -66,7 +66,7 @@ class ReaderStateTracker:
             self._add(self._moved.setdefault((source, group), []), batch.step, applied, advance)
 
     def stretches(self) -> Iterator[tuple[int, int, bool]]:
-        """(first step, last step, applied) of each run of steps alike, since the last checkpoint."""
+        """(first step, last step, applied) of each range of steps with one result, since the last checkpoint."""
         start = self.committed_step + 1
         for skipped in [*self.skipped, self.step + 1]:
             if start < skipped:
@@ -76,13 +76,13 @@ class ReaderStateTracker:
             start = skipped + 1
 
     def advances(self) -> Iterator[Advance]:
-        """What streamed sources moved since the last checkpoint."""
+        """Moves of streamed sources since the last checkpoint."""
         for (source, group), moves in self._moved.items():
             for moved in moves:
                 yield _advance(source, group, moved)
 
     def take(self) -> ReaderStateTracker:
-        """What was recorded since the last checkpoint was taken; from here on it is recorded for the next one."""
+        """Return the record since the last checkpoint was taken, and begin the record for the next one."""
         taken = copy.copy(self)
         self.committed_step = self.step
         self.losses, self.skipped, self._moved = [], [], {}

@@ -19,7 +19,7 @@ _ELSEWHERE = ("192.0.2.1", 9)
 
 
 def own_address(host: str) -> str:
-    """Return the address of this node that `host` stands for; empty if `host` is another node.
+    """Return the address of this node that `host` stands for. Empty if `host` is another node.
 
     A hosts file often maps a node's own name to a loopback address, at which no other node reaches it. Such a name stands for
     the address from which this node reaches others.
@@ -43,7 +43,7 @@ def stands_for_loopback(host: str) -> bool:
 
 
 def listen_at(address: str, port: int) -> socket.socket:
-    """Return a socket that listens at this address of this node and at no other; port 0: any that is free.
+    """Return a socket that listens at this address of this node and at no other. Port 0: any free one.
 
     Raises:
         OSError: another socket listens there.
@@ -68,7 +68,7 @@ def free_port() -> int:
 
 
 def interface_of(address: str) -> str:
-    """Return the network interface with an address of this node; empty if that leads nowhere but here, or to none.
+    """Return the network interface with an address of this node. Empty for a loopback address, and for none.
 
     (A node's own name often stands for a loopback address in its hosts file.)
     """
@@ -103,7 +103,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def _routed_address() -> str:
-    """Return the address from which this node reaches others; empty if it reaches none. Sends nothing."""
+    """Return the address from which this node reaches others. Empty if it reaches none. Sends nothing."""
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect(_ELSEWHERE)
         return str(probe.getsockname()[0])

@@ -15,7 +15,7 @@ from dlac_pipeline.read.memory import ALLOCATOR_SETTINGS
 from dlac_pipeline.spec.job_spec import JobSpec
 
 NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
-"""Names the network interface of NCCL, which finds one by itself where there are several nodes."""
+"""Variable with the network interface of NCCL, which finds one automatically on several nodes."""
 GROUP_SETTINGS = {"TORCH_GLOO_LAZY_INIT": "1"}
 """Ranks connect when they first talk to each other. Else each group of n ranks begins with n * n questions to one store."""
 _LOCK = threading.RLock()
@@ -44,7 +44,7 @@ def environment_of_attempt(spec: JobSpec, share: Share, folder: Path) -> dict[st
 
 @contextmanager
 def set_environment(wanted: Mapping[str, str]) -> Iterator[None]:
-    """Give a process that is started meanwhile this environment; multiprocessing has no other way. One thread at a time does."""
+    """Give a process that is started inside this environment. multiprocessing has no other way. One thread at a time does."""
     with _LOCK:
         before = dict(os.environ)
         os.environ.update(wanted)

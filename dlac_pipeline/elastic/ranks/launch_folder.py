@@ -1,4 +1,4 @@
-"""What lies in a launch folder by rank, and under which names."""
+"""Files of a launch folder by rank, and their names."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ def progress_file(folder: Path, rank: int) -> Path:
 
 
 def ranks_with_progress(folder: Path) -> list[int]:
-    """Those that have such a file; one that is being brought from another machine is none yet."""
+    """Return the ranks with such a file. One that is still being copied from another node does not count."""
     names = (_PROGRESS.fullmatch(path.name) for path in folder.glob("progress-*"))
     return sorted(int(name[1]) for name in names if name)
 
 
 def in_hand_file(folder: Path, rank: int) -> Path:
-    """What the batch in its hand moves, if the steps alone do not say it."""
+    """Return the file of the ranges that the batch in hand moves, if the step does not determine them."""
     return folder / f"in-hand-{rank:05d}"
 
 
 def notice_file(folder: Path, rank: int) -> Path:
-    """Which is there once it has been told to leave, whoever told it."""
+    """Return the file that exists once the rank has received a termination notice, from whichever source."""
     return folder / f"notice-{rank:05d}"
 
 
 def room_file(folder: Path) -> Path:
-    """Which is there once all are to leave, behind a checkpoint, for more machines to take part in the next attempt."""
+    """Return the file that asks all ranks to exit after a checkpoint, so that more nodes can join the next attempt."""
     return folder / "room"
 
 
 def reason_file(folder: Path, rank: int) -> Path:
-    """Why it fails; blanks until it does."""
+    """Return the file with the reason of the rank's failure. It has blanks until then."""
     return folder / f"error-{rank:05d}.json"
 
 
 def pid_file(folder: Path, rank: int) -> Path:
-    """Its process, once it has begun; the undertaker knows these names as well."""
+    """Return the file of the rank's process id. The reaper of left-over processes uses these names too."""
     return folder / f"pid-{rank:05d}"
 
 

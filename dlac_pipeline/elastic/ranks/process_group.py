@@ -1,4 +1,4 @@
-"""Joining the process group, whoever has launched the ranks: DLAC's supervisor, torchrun or the `deepspeed` launcher.
+"""Process group of the ranks, under DLAC's supervisor, torchrun or the `deepspeed` launcher.
 
 All other groups, DLAC's and DeepSpeed's, are made through this one's store.
 """
@@ -18,15 +18,15 @@ from dlac_pipeline.elastic.ranks.addresses import GLOO_INTERFACE, LOOPBACK, inte
 
 _STORE_TIMEOUT = timedelta(seconds=300)
 _SERVED: list[TCPStore] = []
-"""The store that this process serves; PyTorch takes it for its own as long as it is kept."""
+"""The stores that this process serves. PyTorch uses such a store as its own while it is kept."""
 
 
 def join() -> None:
     """Initialize the default process group, unless the script did.
 
-    torchrun keeps its store across its restarts, with the addresses of ranks that are dead: each restart gets keys of its
-    own. On several machines each one counts restarts by itself, so that the numbers tell nothing: there torchrun is told not
-    to keep the store (docs/launchers.md).
+    torchrun keeps its store across its restarts, with the addresses of dead ranks: each restart gets keys of its own. On
+    several nodes each one counts restarts alone, so the numbers are useless. There torchrun must not keep the store
+    (docs/launchers.md).
     """
     if dist.is_initialized():
         return
@@ -43,7 +43,7 @@ def join() -> None:
 
 
 def serve_store(address: str, port: int, *, timeout: timedelta = _STORE_TIMEOUT, shared: bool = False) -> TCPStore:
-    """Serve a store at one address of this node; PyTorch by itself listens at every address, whichever it is given.
+    """Serve a store at one address of this node. PyTorch alone listens at every address, whichever it is given.
 
     `shared`: a later call in this process for the same port returns this store.
 
@@ -80,7 +80,7 @@ def serve_group_store() -> None:
 
 
 def _stay_on_node() -> None:
-    """Have Gloo talk through loopback where all ranks are on this node; a supervisor has said so in the environment."""
+    """Make Gloo use loopback if all ranks are on this node, as a supervisor records it in the environment."""
     is_alone = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE", "1")
     interface = interface_of(LOOPBACK)
     if is_alone and interface:

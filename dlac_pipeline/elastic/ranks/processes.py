@@ -37,7 +37,7 @@ class RankProcess(Protocol):
 
     @property
     def exitcode(self) -> int | None:
-        """Its exit status; negative: the signal that killed it, None: it runs."""
+        """Exit status. Negative: the signal that killed it. None: it runs."""
 
     def join(self, timeout: float | None = None) -> None:
         """Wait for its end, and reap it."""
@@ -48,7 +48,7 @@ Processes = Mapping[int, RankProcess]
 
 
 class RankProcesses:
-    """Processes that a thread starts, so that the supervisor can answer meanwhile."""
+    """Processes that a thread starts, so that the supervisor can answer during the start."""
 
     def __init__(
         self,
@@ -76,16 +76,16 @@ class RankProcesses:
         self._aborted_by: signal.Signals | None = None
         self._gave_up = False
         self._started = threading.Event()
-        """Whether it is known which ranks there are."""
+        """Set when it is known which ranks exist."""
         self._starting = threading.Event()
-        """Whether the start is over."""
+        """Set when the start is over."""
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._start, args=(start,), name="ranks", daemon=True)
         self._thread.start()
 
     @property
     def is_started(self) -> bool:
-        """Whether all process ids are known, or it is known that there will be none."""
+        """True if all process ids are known, or it is known that no rank will start."""
         if not self._started.is_set() and time.monotonic() > self._deadline:
             message = f"the ranks were not started within {self._patience_s:.0f} s: see the fork server's log"
             self._reason = {"kind": HANG, "message": message}
@@ -94,11 +94,11 @@ class RankProcesses:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether ranks are still to be started."""
+        """True if ranks are still to be started."""
         return not self._gave_up
 
     def reason(self, rank: int) -> Reason:
-        """Return why a rank could not be started, or why its end is not known; empty: neither is so."""
+        """Return why a rank could not be started, or why its end is unknown. Empty: neither is so."""
         if rank in self._processes and self.exit_code(rank) == _UNKNOWN:
             why = self._why_unknown()
             return {} if why is None else reason_not_started(why)
@@ -112,7 +112,7 @@ class RankProcesses:
         return [self._pid(rank) for rank in self.ranks]
 
     def exit_code(self, rank: int) -> int | None:
-        """Return the exit status of a rank; negative: the signal that killed it, None: it runs, or will."""
+        """Return the exit status of a rank. Negative: the signal that killed it. None: it runs, or will."""
         if rank in self._processes:
             return self._processes[rank].exitcode
         if not self.is_started:
@@ -120,7 +120,7 @@ class RankProcesses:
         return 1 if self._aborted_by is None else -self._aborted_by
 
     def signal(self, number: signal.Signals) -> None:
-        """Signal the process group of every rank that runs; ranks that have not been started never are."""
+        """Signal the process group of every rank that runs. Ranks that have not started never start."""
         if not self._started.is_set():
             self._aborted_by = number
             self._give_up()
@@ -130,7 +130,7 @@ class RankProcesses:
                 signal_rank(self._pid(rank), number, alive=alive)
 
     def wait_until_gone(self, within_s: float) -> dict[int, int]:
-        """Wait for the end of all ranks; return those that are left, as process ids by rank."""
+        """Wait for the end of all ranks. Return those that are left, as process ids by rank."""
         deadline = time.monotonic() + within_s
         self._starting.wait(_STARTER_ENDS_S)  # a start that goes on kills its ranks itself
         left = {rank: self._pid(rank) for rank in self._processes}
@@ -159,7 +159,7 @@ class RankProcesses:
         self._ended.wait()  # torch interrupts a rank when the thread that started it ends
 
     def _give_up(self) -> None:
-        """Have the thread start no ranks any more; it kills those that it has just started."""
+        """Make the thread start no more ranks. It kills those that it has just started."""
         with self._lock:
             if self._started.is_set():
                 return

@@ -31,13 +31,13 @@ from dlac_pipeline.lakehouse.errors import DlacError, ScriptInvalid, error_kind
 from dlac_pipeline.lakehouse.masking import mask_secrets, mask_setting
 
 RUN_VARIABLE = "DLAC_RUN"
-"""Names the run, for whoever looks at processes."""
+"""Variable with the name of the run, for tools that list processes."""
 LAUNCH_VARIABLE = "DLAC_LAUNCH"
-"""Names the launch folder; set by the launcher for every rank."""
+"""Variable with the launch folder, which the launcher sets for every rank."""
 REHEARSAL_VARIABLE = "DLAC_REHEARSAL"
 """Set to 1 for the ranks of a rehearsal, for scripts with side effects."""
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-"""What ends a launch. Whoever ends whole process trees sends them to every process of it."""
+"""Signals that end a launch. Tools that end whole process trees send them to every process."""
 _OWN_PACKAGES = ("dlac_pipeline",)
 _INTERRUPTED = 128 + signal.SIGINT
 """Exit status of a script that a keyboard interrupt ended, as shells report it."""
@@ -52,9 +52,9 @@ if "--multiprocessing-fork" in sys.orig_argv:
 
 @contextmanager
 def held_signals() -> Iterator[None]:
-    """Block the signals that end a launch in processes that are started meanwhile; a rank unblocks them before its script.
+    """Block the signals that end a launch in processes that are started inside. A rank unblocks them before its script.
 
-    The fork server never unblocks them: it must outlive such a signal, for the ranks commit a checkpoint then.
+    The fork server never unblocks them: it must outlive such a signal, because the ranks commit a checkpoint then.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
     try:
@@ -136,7 +136,7 @@ def _forget_shadowed(folder: Path) -> None:
 
 
 def _run(script: str) -> int:
-    """Run the script; return its exit status. The reason of a failure is recorded."""
+    """Run the script and return its exit status. The reason of a failure is recorded."""
     try:
         _serve_group_store()
         runpy.run_path(script, run_name="__main__")
@@ -173,9 +173,9 @@ def _serve_group_store() -> None:
 
 
 def _as_said(err: BaseException, script: str) -> BaseException:
-    """The error of a script that ended with one; what every attempt would meet again, as that.
+    """Return the error of a script that ended with one, as its own class if every attempt would meet it again.
 
-    A module that is missing is not: the file system that it lies on may be mounted later than the machine is back.
+    A missing module is not of this kind: its file system may be mounted later than the node is back.
     """
     if not isinstance(err, SyntaxError) or err.filename != script:
         return err
@@ -185,7 +185,7 @@ def _as_said(err: BaseException, script: str) -> BaseException:
 
 
 def pid_of(launch: Path, rank: int) -> int:
-    """The process of a rank, living or dead, for whoever looks at a launch from outside.
+    """Return the process of a rank, living or dead, for tools outside the launch.
 
     Raises:
         FileNotFoundError: it has not begun yet.

@@ -13,11 +13,11 @@ class Share:
     ranks: int
     first_rank: int = 0
     node: int = 0
-    """The node's place; 0 leads."""
+    """The node's place. 0 leads."""
     nodes: int = 1
     """Number of nodes in the attempt."""
     address: str = "127.0.0.1"
     """Address of the leader, where ranks meet."""
     port: int = 0
     interface: str = ""
-    """Network interface of this node's ranks; empty: the libraries choose one."""
+    """Network interface of this node's ranks. Empty: the libraries choose one."""

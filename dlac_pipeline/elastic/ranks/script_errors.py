@@ -20,7 +20,7 @@ from dlac_pipeline.lakehouse.errors import DlacError
 from dlac_pipeline.lakehouse.masking import mask_secrets
 
 Origin = Literal["", "script", "dlac", "passing", "peer"]
-"""Which party an exception blames.
+"""The party that an exception blames.
 
 - `script`: the user's code.
 - `dlac`: code of DLAC that the script called.
@@ -149,7 +149,7 @@ def _http_status(err: BaseException) -> int | None:
 
 
 def _owner_of(file: str) -> Literal["user", "dlac", ""]:
-    """Return the owner of a source file; empty: a library, or the machinery that starts the script."""
+    """Return the owner of a source file. Empty: a library, or the machinery that starts the script."""
     if file.startswith("<frozen"):
         return ""
     path = os.path.realpath(file)

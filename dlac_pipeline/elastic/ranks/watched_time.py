@@ -1,6 +1,4 @@
-"""Time in which this process ran. One that was stopped and goes on, or whose machine was suspended, has heard nothing meanwhile:
-what passed then is nobody's silence.
-"""
+"""A clock that stops while this process is suspended, so that a paused supervisor does not report other nodes as silent."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ _COUNTED_S = 1.0
 
 
 class WatchedTime:
-    """Seconds since it was made, less what nobody read it for; from several threads."""
+    """Seconds since it was made, without the time in which no thread read it. Thread-safe."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
