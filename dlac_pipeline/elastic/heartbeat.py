@@ -1,18 +1,19 @@
-"""One node's heartbeat in the store of a run, the lease of the node that leads, and the rounds that the leader forms.
+"""One node's heartbeat in the store of a run, the lease of the leader, and the rounds that the leader forms.
 
-A thread talks to the store a few times a second, so that a silent network does not block the node. A node that leads reads the
-records of all nodes. Any other node reads one record, the lease, and what that announces. Only this node's own clock counts.
+A thread talks to the store a few times a second, so that a silent network does not block the node. The leader reads the
+records of all nodes. Any other node reads one record, the lease, and the announcements that it names. Only this node's own
+clock counts.
 
     slots               the last slot: each connection of a node takes the next one
     node/SLOT           a node's record: its offer while it waits for a round, its message to the leader during one
-    lease               the leader's record: its slot, its round, its message to all, how the run has ended
-    member/SLOT         the part of the last round's plan that is for the node in SLOT
+    lease               the leader's record: its slot, its round, its message to all, the end of the run
+    member/SLOT         the part of the last round's plan for the node in SLOT
     round/N/SLOT        the plan of round N as the leader in SLOT formed it
-    round/N/SLOT/...    what that leader announced
+    round/N/SLOT/...    the announcements of that leader
 
-A stranger may have written down what nodes wrote to an earlier store with the same key, and write it again. So beats and numbers
-of rounds begin at the milliseconds since 1970 and count up: what is older has lower ones. A plan, a refusal and the end of the
-run name the nodes that they are for by their ids, which are random, and count for these only.
+A stranger may have copied the records of an earlier store with the same key, and write them again. So numbers of heartbeats
+and rounds begin at the milliseconds since 1970 and count up: older ones are lower. A plan, a refusal and the end of the run
+name the nodes that they are for by random ids, and count for these only.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class NodeHeartbeat:
         ended_before: str | None,
         ids_before: Collection[str] = (),
     ) -> None:
-        """`ended_before`: end of a run that an earlier launch announced; None: the one found first. `ids_before`: see `ids`."""
+        """`ended_before`: end of a run that an earlier launch announced. None: the one found first. `ids_before`: see `ids`."""
         self.ended_before = ended_before
         self._store = store
         self._launch = launch
@@ -80,9 +81,9 @@ class NodeHeartbeat:
         self._announced: dict[str, Message] = {}
         self._versions: dict[str, int] = {}
         self._leader_left = False
-        """Whether the leader waits for another round than the one that this node is in."""
+        """True if the leader waits for another round than this node's."""
         self._published: dict[str, Message] = {}
-        """What this node wrote as the leader of this round."""
+        """This node's writes as the leader of this round."""
         self._end: Message | None = None
         self._lease: Message = NO_LEASE
         self._lease_raw = b""
@@ -121,25 +122,25 @@ class NodeHeartbeat:
 
     @property
     def place(self) -> int | None:
-        """This node's place in its round; None: it is no member of one."""
+        """This node's place in its round. None: it is no member of one."""
         plan = self.plan
         return None if plan is None else plan.place_of(self._slot, self._id)
 
     @property
     def looks(self) -> int:
-        """How often this node has read the store: what it knows of others changes with that alone."""
+        """Number of this node's reads of the store. Its knowledge of others changes with them alone."""
         return self._looks
 
     @property
     def others_train(self) -> bool:
-        """Whether a live leader has a round without this node."""
+        """True if a live leader has a round without this node."""
         with self._lock:
             fresh = self._now() - self._lease_at < self._launch.node_timeout_s
             return fresh and not self._in_round and self._lease["round"] > 0 and self._lease["training"]
 
     @property
     def refused(self) -> str:
-        """Why the leader forms no round with this node; empty: it would."""
+        """Reason why the leader forms no round with this node. Empty: it would."""
         with self._lock:
             hosts = self._lease.get("refused", {})
             return str(hosts["why"]) if self._id in hosts.get("ids", ()) else ""
@@ -158,13 +159,13 @@ class NodeHeartbeat:
 
     @property
     def is_foreign(self) -> bool:
-        """Whether the lease has content that this node's key does not open."""
+        """True if the lease has content that this node's key does not open."""
         with self._lock:
             return self._lease is NO_LEASE and bool(self._lease_raw)
 
     @property
     def end(self) -> Message | None:
-        """How the run has ended since this node came."""
+        """The end of the run since this node came."""
         with self._lock:
             found = self._lease["ended"]
             news = found is not None and found["id"] != self.ended_before and not self.ids.isdisjoint(found["to"])
@@ -172,7 +173,7 @@ class NodeHeartbeat:
 
     @property
     def cut_off(self) -> bool:
-        """Whether the store has not answered for too long, or the others have begun another round without this node."""
+        """True if the store has not answered for too long, or the others have begun another round without this node."""
         with self._lock:
             silent = self._spoke_at < self._now() - self._launch.node_timeout_s
             left_behind = self._in_round and self._plan is not None and self._lease["round"] > self._plan.number
@@ -180,7 +181,7 @@ class NodeHeartbeat:
 
     @property
     def could_grow(self) -> bool:
-        """Whether nodes wait with which there would be more ranks; known to the leader."""
+        """True if nodes wait with which more ranks would train. Known to the leader."""
         with self._lock:
             if self._plan is None or not self._offers or self._plan.nodes >= self._launch.max_nodes:
                 return False
@@ -192,7 +193,7 @@ class NodeHeartbeat:
             return usable_ranks(self._batch_size, offered) > self._plan.world_size
 
     def publish(self, message: Message, *, hurry: bool = False) -> None:
-        """Replace this node's message: to the leader, or, from the leader, to all; without `hurry` with the next beat."""
+        """Replace this node's message: to the leader, or, from the leader, to all. Without `hurry` with the next heartbeat."""
         with self._lock:
             self._message = message
         if hurry:
@@ -204,7 +205,7 @@ class NodeHeartbeat:
         self._has_news.clear()
 
     def announce(self, subject: str, message: Message) -> None:
-        """Announce something to all members of the round; the last message of a subject stands."""
+        """Announce something to all members of the round. The last message of a subject counts."""
         with self._lock:
             self._to_announce[subject] = self._announced[subject] = message
         self._hurries.set()
@@ -215,7 +216,7 @@ class NodeHeartbeat:
             return self._announced.get(subject)
 
     def message_of(self, slot: int) -> Message:
-        """Return the last message of another member in this round; empty: none yet."""
+        """Return the last message of another member in this round. Empty: none yet."""
         with self._lock:
             if self.leads:
                 record = self._peers[slot].record if slot in self._peers else {}
@@ -241,7 +242,7 @@ class NodeHeartbeat:
             )
 
     def has_moved_on(self, slot: int) -> bool:
-        """Return whether another member has taken part in this round and does no more; known to the leader."""
+        """Return True if another member has taken part in this round and has left it. Known to the leader."""
         with self._lock:
             peer, number = self._peers.get(slot), 0 if self._plan is None else self._plan.number
             return peer is not None and peer.entered == number and peer.record.get("round") != number
@@ -259,7 +260,7 @@ class NodeHeartbeat:
 
     @property
     def all_know_the_end(self) -> bool:
-        """Whether every node that waits has read how the run ended; known to the leader."""
+        """Return True if every waiting node has read the end of the run. Known to the leader."""
         with self._lock:
             waiting = [
                 peer.record for slot, peer in self._peers.items() if "offer" in peer.record and not self.is_lost(slot)
@@ -267,7 +268,7 @@ class NodeHeartbeat:
             return self._end is None or all(record["knows_end"] == self._end["id"] for record in waiting)
 
     def close(self, *, leaves: bool) -> None:
-        """Stop. A node that leaves says so, and a leader gives its lease back; a thread that hangs is left to itself."""
+        """Stop. A node that leaves reports it, and a leader returns its lease. A thread that hangs is abandoned."""
         self._leaves = leaves
         self._closing.set()
         self._hurries.set()
@@ -324,7 +325,7 @@ class NodeHeartbeat:
 
     @property
     def leads(self) -> bool:
-        """Whether this node has the lease."""
+        """True if this node has the lease."""
         return bool(self._slot) and (self._lease["slot"], self._lease["id"]) == (self._slot, self._id)
 
     def _note_lease(self, found: Sealed) -> None:
@@ -470,7 +471,7 @@ class NodeHeartbeat:
             self._store.replace("slots", found, {"last": self._slot, "by": self._id})
 
     def _last_slot(self, found: Sealed) -> int:
-        """Return the last slot; a stranger may have deleted its record, or written an old one again."""
+        """Return the last slot. A stranger may have deleted its record, or written an old one again."""
         return max(self._slot, int(self._lease["slots"]), 0 if found.message is None else int(found.message["last"]))
 
     def _read_nodes(self) -> None:
@@ -505,7 +506,7 @@ class NodeHeartbeat:
             self._offers = {slot: Offer(**each["offer"]) for slot, each in waiting.items() if not self.is_lost(slot)}
 
     def _gather(self, lease: Message) -> Message:
-        """Return what the lease says of the next round: that it is formed, who leads instead, or how many nodes are ready."""
+        """Return the next round's state from the lease: that it is formed, who leads instead, or how many nodes are ready."""
         with self._lock:
             assert self._offer is not None
             mine = self._offer
@@ -544,7 +545,7 @@ class NodeHeartbeat:
         return [member.slot for member in plan.members]
 
     def _read_round(self) -> None:
-        """Read the plan of a round that was formed; a member is in it from then on."""
+        """Read the plan of a round that was formed. A member belongs to it from then on."""
         with self._lock:
             number, formed_by = self._lease["round"], self._lease["formed_by"]
             known = 0 if self._plan is None else self._plan.number

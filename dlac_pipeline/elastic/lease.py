@@ -34,7 +34,7 @@ class Peer:
     record: Message = field(default_factory=dict)
     id: str = ""
     beat: int = -1
-    """Last beat that was read; -1: none yet. The first one may be of a node that died long ago, and counts for nothing."""
+    """Last heartbeat that was read. -1: none yet. The first one may be of a node that died long ago, and does not count."""
     heard_at: float = 0.0
     entered: int = 0
     """Last round that it took part in."""

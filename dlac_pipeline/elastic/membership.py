@@ -33,12 +33,12 @@ _POLL_S = 0.05
 _CONNECT_AGAIN_S = 1.0
 _WANTED_EVERY_S = 5.0
 _WANTED_BY = 16
-"""Nodes that look whether the run has ended that often; more of them look less often: it is a question to the catalog."""
+"""Nodes that check this often whether the run has ended. More nodes check less often, because each check asks the catalog."""
 _FAREWELL_S = 5.0
 _REFUSAL_S = 2.0
-"""How long a node that serves the store and would train another job stays: the others read that in the meantime."""
+"""Seconds that a node stays that serves the store and would train another job: the others read the refusal."""
 _AGENTS_WAIT_S = 60.0
-"""How long the agents of one round wait for each other: all of them exist when it is formed."""
+"""Seconds that the agents of one round wait for each other. All of them exist when it is formed."""
 
 
 class EndedElsewhere(Exception):
@@ -50,13 +50,13 @@ class EndedElsewhere(Exception):
 
 
 class Membership:
-    """Of one node in one run; without `launch.nodes` the node is by itself."""
+    """Membership of one node in one run. Without `launch.nodes` it is a single node."""
 
     def __init__(self, name: str, launch: LaunchSpec, *, batch_size: int, config: str) -> None:
-        """`name`: that of the run, among all that meet at one address; `config`: digest of what the node would train.
+        """`name`: that of the run, among all that meet at one address. `config`: digest of the node's job.
 
         Raises:
-            SpecInvalid: several nodes, and no secret that they share.
+            SpecInvalid: several nodes, and no shared secret.
         """
         self._launch = launch
         self._batch_size = batch_size
@@ -75,16 +75,16 @@ class Membership:
 
     @classmethod
     def of_job(cls, spec: JobSpec, *, ledger: str) -> Membership:
-        """Return the membership in a job's run; `ledger` identifies the ledger: other lakehouses have runs of the same name.
+        """Return the membership in a job's run. `ledger` identifies the ledger: other lakehouses have runs of the same name.
 
         Raises:
-            SpecInvalid: several nodes, and no secret that they share.
+            SpecInvalid: several nodes, and no shared secret.
         """
         config = config_digest(spec) if spec.launch.max_nodes > 1 else ""
         return cls(f"{spec.run}@{ledger}", spec.launch, batch_size=spec.order.batch_size, config=config)
 
     def open_store(self) -> Store | None:
-        """Return another connection to the store through which the nodes meet; None: there is no other node.
+        """Return another connection to the store of the rendezvous, or None for a single node.
 
         Raises:
             OSError, RuntimeError: the store does not answer.
@@ -92,10 +92,10 @@ class Membership:
         return None if self._endpoint is None else self._endpoint.open_client(timeout_s=_AGENTS_WAIT_S)
 
     def next_round(self, attempt: int, stop: threading.Event, still_wanted: Callable[[], None]) -> Round | None:
-        """Return the round of the next attempt; None: `stop` was set meanwhile.
+        """Return the round of the next attempt, or None if `stop` was set.
 
-        `attempt` is the last one of the run that this node took part in. `still_wanted` is called every few seconds, and raises
-        where there is nothing left to wait for.
+        `attempt` is the last one of the run that this node took part in. `still_wanted` is called every few seconds, and
+        raises if nothing is left to wait for.
 
         Raises:
             EndedElsewhere: the run has ended without this node.

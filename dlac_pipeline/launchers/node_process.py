@@ -31,7 +31,7 @@ from dlac_pipeline.supervise.claims import to_replace
 
 _JOB_VARIABLE = "SLURM_JOB_ID"
 _RESTARTS_VARIABLE = "SLURM_RESTART_COUNT"
-"""Slurm: how often the job was queued again; absent the first time."""
+"""Slurm: number of times that the job was queued again. Absent the first time."""
 
 
 def for_node(request: Request, environment: Mapping[str, str]) -> Request:
@@ -55,12 +55,12 @@ def of_this_start(request: Request) -> Request:
 
 
 def this_start(environment: Mapping[str, str]) -> str:
-    """Return a name of this start of the job: the same on all nodes of Slurm, which share a log; else this process's own."""
+    """Return a name of this start of the job: the same on all nodes of Slurm, which share a log, or else this process's own."""
     return environment.get(_RESTARTS_VARIABLE, "0") if _JOB_VARIABLE in environment else str(time.time_ns())
 
 
 def end_orphan(job: str, *, finished: bool) -> None:
-    """End this node's job of Slurm if its first node is lost, and the batch script with it; unless it is finished, requeue it."""
+    """End this node's job of Slurm if its first node is lost, with its batch script. Requeue it unless it is finished."""
     slurm = Slurm()
     # A container has no commands of Slurm. `dlac train` does the same.
     with suppress(OSError, subprocess.SubprocessError):
@@ -70,7 +70,7 @@ def end_orphan(job: str, *, finished: bool) -> None:
 
 
 def main() -> int:
-    """Supervise this node's ranks; returns the exit status."""
+    """Supervise this node's ranks. Return the exit status."""
     keep_events_apart()
     say({"event": "node", "host": socket.gethostname(), "start": this_start(os.environ)})
     try:

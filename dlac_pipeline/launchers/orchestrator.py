@@ -1,4 +1,6 @@
-"""Whoever started this process, and holds its standard input and output: told how it is, and followed to its end."""
+"""The orchestrator that started this process and holds its standard input and output: reports go to it, and its end is
+noticed.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,13 @@ from dlac_pipeline.lakehouse.errors import TrainingFailed
 from dlac_pipeline.lakehouse.plain_json import strict_json
 
 MARGIN_S = 5.0
-"""What a launcher gets on top of the ranks' grace period when nobody needs it any more."""
+"""Extra seconds for a launcher, past the ranks' grace period, when it is not needed any more."""
 _ALIVE_EVERY_S = 5.0
 """Seconds between two signs of life."""
 
 
 class Orchestrator:
-    """Hears a sign of life every few seconds; with its end, what was begun for it ends."""
+    """Receiver of signs of life every few seconds. When it ends, the work for it ends."""
 
     def __init__(self) -> None:
         self._stop: Callable[[], None] | None = None
@@ -28,11 +30,11 @@ class Orchestrator:
         threading.Thread(target=self._hear, daemon=True).start()
 
     def on_end(self, stop: Callable[[], None], *, grace_s: float) -> None:
-        """Call `stop` when it has ended, and give what this stops so many seconds; before there is such a thing, none."""
+        """Call `stop` when it has ended, and give that this many seconds. Without `stop`, none."""
         self._grace_s, self._stop = grace_s + MARGIN_S, stop
 
     def _hear(self) -> None:
-        """Read standard input to its end: whoever held the other side is gone. Then leave, in good order or not."""
+        """Read standard input to its end, which means that the other side is gone. Then exit, in order or not."""
         while os.read(sys.stdin.fileno(), 4096):
             continue
         if self._stop is not None:
@@ -42,7 +44,7 @@ class Orchestrator:
         os._exit(TrainingFailed.exit_code)
 
     def _say_alive(self) -> None:
-        """That this process runs; that the ranks do, their progress tells."""
+        """Report that this process runs. The ranks' progress shows that they run."""
         while True:
             time.sleep(_ALIVE_EVERY_S)
             say({"event": "alive"})
@@ -63,7 +65,7 @@ class _Events:
         sys.stdout = sys.stderr  # what is printed is there at once, whichever way the process ends
 
     def say(self, event: dict[str, Any]) -> None:
-        """Say an event, one line of JSON; from any thread."""
+        """Report an event as one line of JSON. Thread-safe."""
         try:
             with self._saying:
                 stream = self._stream or sys.stdout

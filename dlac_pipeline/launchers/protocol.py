@@ -1,7 +1,7 @@
-"""Launchers: what runs a job to its end, wherever `launch.on` says.
+"""Launchers: they run a job to its end, on the target that `launch.on` names.
 
-In: a request. Out: events, and how the run ended. Recovery happens beside the ranks, in the supervisor. The launcher of a cluster
-submits a job in which every node runs a supervisor, and follows it.
+In: a request. Out: events, and the end of the run. Recovery happens beside the ranks, in the supervisor. The launcher of a
+cluster submits a job in which every node runs a supervisor, and follows it.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class Launcher(Protocol):
 
 
 def launcher_for(request: Request, on_event: Callable[[Event], None], starter: RankStarter | None = None) -> Launcher:
-    """Return the launcher that the job spec names in `launch.on`. `starter`, if there is one, has begun to import for the ranks.
+    """Return the launcher that the job spec names in `launch.on`. `starter`, if set, imports for the ranks already.
 
     Raises:
-        SpecInvalid: the scheduler cannot do what the job spec says.
+        SpecInvalid: the scheduler cannot do what the job spec requests.
         BadInput: the client of Kubernetes is not installed.
     """
     if request.spec.launch.on == "here":
@@ -59,7 +59,7 @@ def render_job(request: Request) -> str:
     """Return the job that a scheduler would get, with *** for each secret. Nothing is submitted.
 
     Raises:
-        SpecInvalid: no scheduler is named, or it cannot do what the job spec says.
+        SpecInvalid: no scheduler is named, or it cannot do what the job spec requests.
     """
     if request.spec.launch.on == "here":
         raise SpecInvalid("expected launch.on = 'slurm' or 'kubernetes' to render a job for, found 'here'")

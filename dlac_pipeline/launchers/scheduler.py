@@ -1,4 +1,4 @@
-"""What `ClusterJob` needs of a scheduler, and what both schedulers make of a request."""
+"""Interface of a scheduler to `ClusterJob`, and the parts of a request that both schedulers share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Protocol
 from dlac_pipeline.spec.launch_request import Request
 
 UNFINISHED_EXIT_CODE = 3
-"""Exit status of a node that was asked to leave before the run was finished; less than the status of every DlacError."""
+"""Exit status of a node that was asked to exit before the run was finished. Less than the status of every DlacError."""
 FIRST_NODE_VARIABLE = "DLAC_FIRST_NODE"
 """Environment variable with the address of the node that serves the rendezvous."""
 KEY_FILE_VARIABLE = "DLAC_RENDEZVOUS_KEY_FILE"
@@ -25,7 +25,7 @@ _MARGIN_S = 10
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobState:
-    """What a scheduler says of a job."""
+    """State of a job as its scheduler reports it."""
 
     name: str
     over: bool = False
@@ -42,7 +42,7 @@ class Scheduler(Protocol):
         """Its name in messages."""
 
     def render(self, request: Request, near: Sequence[str] = ()) -> str:
-        """Return the job as text; asks no cluster. `near`: nodes that it should have."""
+        """Return the job as text. Asks no cluster. `near`: preferred nodes."""
 
     def submit(self, request: Request, near: Sequence[str]) -> str:
         """Submit the job and return its id. It gets nodes of `near` where they are free: they hold the newest checkpoint."""

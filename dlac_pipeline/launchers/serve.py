@@ -19,7 +19,7 @@ from dlac_pipeline.supervise.start_ranks import RankStarter
 
 
 def serve(request: Request, starter: RankStarter, orchestrator: Orchestrator) -> int:
-    """Serve a request of the orchestrator; returns the exit status."""
+    """Serve a request of the orchestrator. Return the exit status."""
     try:
         launcher = launcher_for(request, say, starter)
     except DlacError as err:
@@ -32,7 +32,7 @@ def serve(request: Request, starter: RankStarter, orchestrator: Orchestrator) ->
 
 
 def run_and_tell(launcher: Launcher, *, stopped: int = 0) -> int:
-    """Run it to its end and report how it ended; returns the exit status, which is `stopped` if it was asked to leave."""
+    """Run the launcher to its end and report it. Return the exit status, which is `stopped` if it was asked to exit."""
     try:
         outcome = launcher.run()
     except DlacError as err:
@@ -45,13 +45,13 @@ def run_and_tell(launcher: Launcher, *, stopped: int = 0) -> int:
 
 
 def say_error(err: DlacError) -> int:
-    """Say what ended the run; returns the exit status."""
+    """Report the error that ended the run. Return the exit status."""
     say({"event": "error", "kind": error_kind(err), "message": str(err)})
     return err.exit_code
 
 
 def stop_when_replaced(launcher: Launcher, request: Request) -> None:
-    """Leave once another launch has claimed the run: what is trained from then on can never be committed."""
+    """Exit once another launch has claimed the run: later training can never be committed."""
     fence = _FenceLook(request)
     while True:
         time.sleep(request.fence_look_s)
@@ -64,7 +64,7 @@ def stop_when_replaced(launcher: Launcher, request: Request) -> None:
 
 
 class _FenceLook:
-    """Looks at the fence of a run, again and again over one connection; after a failure over a new one."""
+    """Repeated check of the fence of a run over one connection. After a failure it opens a new one."""
 
     def __init__(self, request: Request) -> None:
         self._request = request
@@ -72,7 +72,7 @@ class _FenceLook:
         self._seen = 0
 
     def is_anothers(self) -> bool:
-        """Whether the run was this launch's, and is another's now; a catalog that is away fences nobody."""
+        """Return True if the run was this launch's, and is another's now. An unavailable catalog fences nothing."""
         try:
             self._ledger = self._ledger or Ledger(connect(self._request.spec.lakehouse))
             return self._claimed_since(self._ledger)

@@ -16,7 +16,7 @@ from dlac_pipeline.elastic.ranks.rank import ENDING_SIGNALS
 
 
 def on_signals(numbers: Iterable[signal.Signals], answer: Callable[[], None]) -> None:
-    """Have a thread of this process call `answer` at each of these signals; once for several that come together."""
+    """Make a thread of this process call `answer` at each of these signals, once for several that arrive together."""
     heard, told = os.pipe()  # no process that is started from here has them
     os.set_blocking(told, False)
 
@@ -34,5 +34,5 @@ def on_signals(numbers: Iterable[signal.Signals], answer: Callable[[], None]) ->
 
 
 def on_ending_signals(leave: Callable[[], None]) -> None:
-    """Have this process, a launcher, call `leave` at each signal that ends a launch; not at one that `nohup` has it ignore."""
+    """Make this process, a launcher, call `leave` at each signal that ends a launch, except one that `nohup` ignores."""
     on_signals([number for number in ENDING_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN], leave)

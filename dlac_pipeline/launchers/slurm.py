@@ -54,7 +54,7 @@ class Slurm:
         self._read_bytes = 0
         self._prefers_s = prefers_s
         self._prefers = False
-        """Whether the job requires nodes only for a while."""
+        """True if the job requires nodes only for a while."""
         self._pending_since: float | None = None
 
     def render(self, request: Request, near: Sequence[str] = ()) -> str:
@@ -117,7 +117,7 @@ class Slurm:
         return JobState(name=name, over=name in _ENDED, first_node_lost=lost)
 
     def _prefer_no_longer(self, job: str, facts: Mapping[str, str]) -> None:
-        """Drop the nodes that a job requires if it is pending for too long; also one that is queued again after a loss."""
+        """Drop the nodes that a job requires if it is pending for too long, also one that is queued again after a loss."""
         if not self._prefers or facts["JobState"] != "PENDING" or facts.get("ReqNodeList", _NONE) == _NONE:
             self._pending_since = None
             return
@@ -146,7 +146,7 @@ class Slurm:
 
 
 def _idle(nodes: Sequence[str], partition: str) -> list[str]:
-    """Return those of the nodes that are idle, in their order; none if Slurm does not answer."""
+    """Return those of the nodes that are idle, in their order. Empty if Slurm does not answer."""
     if not nodes:
         return []
     question = ["sinfo", "--noheader", "--Node", "--format=%N %t", f"--nodes={','.join(nodes)}"]
@@ -173,10 +173,10 @@ def _expanded(nodes: str) -> list[str]:
 
 
 def _answer(*command: str, script: str | None = None) -> str:
-    """Run one of Slurm's commands; return its standard output.
+    """Run one of Slurm's commands. Return its standard output.
 
     Raises:
-        ConnectionError: it failed; the message is what it wrote to standard error.
+        ConnectionError: it failed. The message is its standard error.
     """
     done = subprocess.run(command, input=script, capture_output=True, text=True, check=False, timeout=ANSWER_S)
     if done.returncode:

@@ -1,13 +1,15 @@
-"""The supervisor as a process of its own, for an orchestrator: `python -m dlac_pipeline.launchers.supervisor_process < request`.
+"""The supervisor as a process, for an orchestrator: `python -m dlac_pipeline.launchers.supervisor_process < request`.
 
-Standard input: one line of JSON (the request), then nothing until the orchestrator closes it or dies, which ends the run in
-good order. Standard output: one event per line of JSON, among them a sign of life (`alive`) every few seconds; what libraries
-and users' code print goes to standard error. Exit status: 0, or that of the error
-(dlac_pipeline/lakehouse/errors.py). A supervisor whose run was taken over by another launch leaves, and does not wait until
-its next commit is refused. A request for a cluster (`launch.on`) is
-submitted from here, and the job followed, in the same way.
+- Standard input: one line of JSON (the request), then nothing until the orchestrator closes it or dies, which ends the run in
+  order.
+- Standard output: one event per line of JSON, among them a sign of life (`alive`) every few seconds. Output of libraries and
+  users' code goes to standard error.
+- Exit status: 0, or that of the error (dlac_pipeline/lakehouse/errors.py).
 
-Little is imported before the request is read: what the ranks need is imported beside what the supervisor needs.
+A supervisor whose run was claimed by another launch exits, and does not wait until its next commit is refused. For a cluster
+(`launch.on`) it submits the job and follows it, in the same way.
+
+Little is imported before the request is read: the ranks' imports run beside those of the supervisor.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from dlac_pipeline.supervise.start_ranks import RankStarter
 
 
 def main() -> int:
-    """Serve one request; returns the exit status."""
+    """Serve one request. Return the exit status."""
     keep_events_apart()
     starter = RankStarter()
     try:

@@ -1,4 +1,4 @@
-"""The cluster section of a job spec: what a scheduler is told of the machines on which a run trains."""
+"""Cluster section of a job spec: the nodes on which a run trains, for the scheduler."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class MountSpec(Section):
 
     @property
     def writable(self) -> bool:
-        """Whether nodes may write to it."""
+        """True if nodes may write to it."""
         return not self.read_only and self.kind != "secret"
 
     def volume(self) -> dict[str, Any]:
@@ -41,7 +41,7 @@ class MountSpec(Section):
 
 
 class ClusterSpec(Section):
-    """What `launch.on` needs to know where it is a scheduler; how many nodes is said by launch.nodes."""
+    """Settings of a scheduler as `launch.on`. launch.nodes has the number of nodes."""
 
     image: str = Field(
         default="",

@@ -27,7 +27,7 @@ from dlac_pipeline.spec.spec_problems import (
 
 
 class SourceSpec(Section):
-    """What is read."""
+    """Source of rows."""
 
     table: str = Field(description="The Iceberg table to train from, as namespace.table.")
     name: str = Field(default="", description="Name of the source in audits and messages; empty: the table's.")
@@ -136,7 +136,7 @@ class SourceSpec(Section):
 
 
 class OrderSpec(Section):
-    """What determines the order of rows; bound by the leg."""
+    """Settings that determine the order of rows. The leg binds them."""
 
     seed: int = Field(
         default=0, description="Seed of the order and of the ranks' random number generators.", ge=0, lt=2**63
@@ -163,7 +163,7 @@ class OrderSpec(Section):
 
 
 class SequenceSpec(Section):
-    """How documents become sequences; without a length every row is a sample."""
+    """Conversion of documents to sequences. Without a length every row is a sample."""
 
     length: int = Field(
         default=0, description="Tokens in a sequence (T); 0: rows are samples, nothing is packed.", ge=0, le=2**24
@@ -182,7 +182,7 @@ class SequenceSpec(Section):
 
 
 class ReadSpec(Section):
-    """How each rank reads; changes nothing about what is read."""
+    """Reading of each rank. It does not change which rows are read."""
 
     threads: int = Field(default=2, description="Threads of a rank that decode ahead.", ge=1, le=1024)
     budget_mb: int = Field(
@@ -194,7 +194,7 @@ class ReadSpec(Section):
 
 
 class CheckpointSpec(Section):
-    """When and where checkpoints are taken."""
+    """Moments and places of checkpoints."""
 
     store: str = Field(
         default="",
@@ -301,7 +301,7 @@ class CheckpointSpec(Section):
 
     @property
     def steps_between(self) -> int | None:
-        """Optimizer steps at whose multiples checkpoints are taken; None: steps do not count."""
+        """Optimizer steps at whose multiples checkpoints are taken. None: steps do not count."""
         if self.every_steps is None and self.interval == "fixed" and not self.every_s:
             return 100
         return self.every_steps
@@ -358,7 +358,7 @@ class JobSpec(Section):
         return self
 
     def passes_of(self, source: SourceSpec) -> int:
-        """Passes over a source; 0: again and again."""
+        """Return the passes over a source. 0: without end."""
         return self.order.passes if source.passes is None else source.passes
 
     def resolved(self, home: Path) -> JobSpec:
@@ -415,7 +415,7 @@ def parse_recorded(raw: dict[str, Any], *, origin: str) -> JobSpec:
 
 
 def read_spec(path: Path) -> JobSpec:
-    """A validated spec from a .toml, .yaml or .yml file; the script's path becomes absolute.
+    """Return a validated spec from a .toml, .yaml or .yml file. The script's path becomes absolute.
 
     Raises:
         SpecInvalid: the file cannot be read, or a field is wrong.

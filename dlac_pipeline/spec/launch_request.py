@@ -1,4 +1,4 @@
-"""What is asked of a launcher: a job, and how it takes the run over. It travels as JSON."""
+"""Request to a launcher: a job, and how it takes the run over. It travels as JSON."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.spec.spec_problems import LONGEST_WAIT_S, Section
 
 OPERATOR = "operator"
-"""Who notices, where no program did: a person who starts a run again."""
+"""The one who notices a failure where no program did: a person who starts a run again."""
 REQUEST_VARIABLE = "DLAC_REQUEST"
 """Environment variable that carries the request to the nodes of a cluster job."""
 REQUEST_FILE_VARIABLE = "DLAC_REQUEST_FILE"
@@ -22,7 +22,7 @@ REQUEST_FILE_VARIABLE = "DLAC_REQUEST_FILE"
 
 
 class Request(Section):
-    """What an orchestrator asks."""
+    """Request of an orchestrator."""
 
     spec: JobSpec
     """Resolved."""
@@ -32,12 +32,12 @@ class Request(Section):
     takeover: bool = False
     wait_s: float = Field(default=0.0, ge=0, le=LONGEST_WAIT_S)
     recovers: str = ""
-    """The orchestrator's run that has ended, for which this one goes on: what it claims behind `replaces` is replaced as well."""
+    """The orchestrator's ended run that this one resumes. A claim of that run after `replaces` is replaced as well."""
     noticed_by: str = OPERATOR
     noticed_at: float | None = Field(default=None, ge=0, le=1e11)
-    """When the failure was noticed, in seconds since the epoch; unset: when this supervisor was started."""
+    """Moment at which the failure was noticed, in seconds since the epoch. Unset: the start of this supervisor."""
     launched_by: str = ""
-    """The orchestrator's run; empty: nobody's, and a takeover is noticed at the next commit only."""
+    """The orchestrator's run. Empty: none, and a takeover is noticed at the next commit only."""
     fence_look_s: float = Field(default=10.0, gt=0, le=LONGEST_WAIT_S)
     """Seconds between two looks whether another launch has taken the run over."""
 

@@ -10,13 +10,13 @@ from pydantic import Field, field_validator, model_validator
 from dlac_pipeline.spec.spec_problems import LONGEST_WAIT_S, MOST_NODES, Section
 
 NODES = "nodes"
-"""Why an attempt leaves that makes room for more machines; nothing ends by a moment, so this is no notice."""
+"""Reason of an attempt that exits to make room for more nodes. It has no deadline, so this is no notice."""
 LISTENS_S = 30.0
-"""What the nodes of a cluster's job get on top of their ranks' time to leave, for their last words to come out of its logs."""
+"""Extra seconds for the nodes of a cluster's job, past their ranks' time to exit, until their last events appear in its logs."""
 
 
 def check_port(address: str) -> None:
-    """Check the port of a host:port; an empty address has none.
+    """Check the port of a host:port. An empty address has none.
 
     Raises:
         ValueError: it is no port.
@@ -27,7 +27,7 @@ def check_port(address: str) -> None:
 
 
 class LaunchSpec(Section):
-    """How the ranks are started and watched."""
+    """Start and supervision of the ranks."""
 
     script: str = Field(
         description="The training script, run by every rank; relative to the spec's file. From Dagster, relative to the "

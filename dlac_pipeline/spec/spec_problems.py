@@ -1,7 +1,7 @@
-"""What is wrong with a job spec, in words: by field, what was expected and what was found; and the base of its sections.
+"""Problems of a job spec in words: by field, expected and found. And the base class of its sections.
 
-Every number of a section has a least and a greatest value. What a number of another kind (inf, nan, true) or beyond them would
-do is found out late, by a library: after the run was claimed, or not at all.
+Every number of a section has a least and a greatest value. Without them a library would fail late on a number of another kind
+(inf, nan, true) or beyond them: after the run was claimed, or not at all.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def bounds_of(field: FieldInfo) -> dict[type, float]:
 
 
 def _fits(value: object) -> bool:
-    """Return whether a value is no number at all, or one that fits into 64 bits; true and false are neither."""
+    """Return True if a value is no number at all, or one that fits into 64 bits. true and false are neither."""
     if isinstance(value, bool):
         return False
     try:
@@ -81,7 +81,7 @@ def _kinds_of(annotation: Any) -> Iterator[Any]:
 
 
 def _metadata_of(annotation: Any) -> Iterator[Any]:
-    """The bounds of what is in a list."""
+    """Return the bounds of a list's items."""
     if typing.get_origin(annotation) is list:
         for each in getattr(typing.get_args(annotation)[0], "__metadata__", ()):
             yield from getattr(each, "metadata", ())
@@ -94,7 +94,7 @@ def _bounds_said(field: FieldInfo) -> str:
 
 
 def place_said(path: Sequence[str | int], root: type[BaseModel]) -> str:
-    """Return where a problem is; a key that is no name, of a table of free settings, may be a secret."""
+    """Return the place of a problem. In a table of free settings, a key that is no name may be a secret."""
     free = _free_from(path, root)
     parts = [
         f"<{type(part).__name__}>" if at >= free and not isinstance(part, str) else str(part)
@@ -104,7 +104,7 @@ def place_said(path: Sequence[str | int], root: type[BaseModel]) -> str:
 
 
 def problem_said(problem: ErrorDetails, root: type[BaseModel]) -> str:
-    """What was expected and what was found; of sections, lists and what may be a secret the type only."""
+    """Return expected and found values. Of sections, lists and possible secrets, the type only."""
     if problem["type"] == "value_error":  # a validator above, which names what it found
         return mask_secrets(str(problem["ctx"]["error"]))
     if problem["type"] == "missing":
@@ -128,7 +128,7 @@ def _describe_found(problem: ErrorDetails, root: type[BaseModel]) -> str:
 
 
 def _free_from(path: Sequence[str | int], root: type[BaseModel]) -> int:
-    """Return the index of the first part of a path that is a key of free settings; the path's length if none is."""
+    """Return the index of the first part of a path that is a key of free settings, or the path's length."""
     field: FieldInfo | None = None
     section: type[BaseModel] | None = root
     for at, part in enumerate(path):
@@ -174,7 +174,7 @@ def _close(path: Sequence[str | int], section: type[BaseModel]) -> list[str]:
 
 
 def _instead(path: Sequence[str | int], root: type[BaseModel]) -> str:
-    """What the unknown field at `path` was probably meant to be."""
+    """Return the probable meaning of the unknown field at `path`."""
     section = _section_of(path, root)
     if section is None:
         return "unknown field"
