@@ -38,7 +38,7 @@ _ROWS_OF = {
     ]
 )
 def consumption_audit(job: JobResource) -> Iterator[dg.AssetCheckResult]:
-    """Audit the run once, and answer all three; rows that are not exactly once in a model are an error of any size."""
+    """Audit the run once for all three checks. Rows that are not exactly once in a model are an error of any size."""
     from dlac_pipeline.audit.audit import audit_run
 
     run = job.job_spec().run
@@ -67,9 +67,9 @@ def consumption_audit(job: JobResource) -> Iterator[dg.AssetCheckResult]:
     description="The files of the newest checkpoint are there, and read again they have the digests that were committed.",
 )
 def checkpoint_restorable(job: JobResource) -> dg.AssetCheckResult:
-    """Read the newest checkpoint again and write into the ledger what was found; a store that is away is only a warning.
+    """Read the newest checkpoint again and write the result into the ledger. An unavailable store is only a warning.
 
-    A run that has taken none yet, such as one that waits for a batch, has nothing that could not be restored.
+    A run without a checkpoint, such as one that waits for a batch, passes.
     """
     from assets.verified import shown_verdict, verified_head
     from dlac_pipeline.checkpoint.store import tiers_of

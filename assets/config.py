@@ -12,10 +12,9 @@ from dlac_pipeline.spec.job_spec import JobSpec
 
 
 def dagster_config(model: type[BaseModel]) -> type[dg.Config]:
-    """A Dagster config class with the fields, defaults and descriptions of a pydantic model, and of those inside it.
+    """Return a Dagster config class with the fields, defaults and descriptions of a pydantic model and its parts.
 
-    Dagster checks names, types and the choice where a field has one; the model's own validators run when the spec is built
-    from the configuration.
+    Dagster checks names, types and choices. The model's own validators run when the spec is built from the configuration.
     """
     fields: dict[str, Any] = {}
     for name, field in model.model_fields.items():

@@ -1,4 +1,4 @@
-"""How an error of DLAC becomes the failure of a Dagster step: with its reason, and with word for the recovery sensors."""
+"""Failures of Dagster steps from errors of DLAC, with the reason, and with tags for the recovery sensors."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,17 +9,20 @@ from dlac_pipeline.lakehouse import errors
 from dlac_pipeline.lakehouse.errors import CatalogUnreachable, CommitOutcomeUnknown, DlacError, StoreUnavailable
 
 OWNERS = ["team:ml-platform"]
-"""Whom the asset pages name: those who run the lakehouse."""
+"""Owners on the asset pages: those who run the lakehouse."""
 RUN_TAG = "dlac/run"
-"""The training run that a Dagster run is about; the queue lets one of them train at a time."""
+"""Tag with the training run of a Dagster run. The queue lets one Dagster run per training run train at a time."""
 NO_RECOVERY_TAG = "dlac/no_recovery"
-"""Set on a Dagster run whose failure another attempt would meet again; the sensors leave it alone."""
+"""Tag of a Dagster run whose failure another attempt would meet again. The sensors leave it alone."""
 PREEMPTED_TAG = "dlac/preempted"
-"""Set on a Dagster run that was told to leave, and not by a person who cancelled it; its value says how. It is resumed."""
+"""Tag of a Dagster run that received a termination notice, other than a person's cancellation.
+
+Its value names the notice. It is resumed.
+"""
 OUTAGE_TAG = "dlac/outage"
 """Set on a Dagster run that ended because the catalog or the checkpoint store was away: no fault of the training run's."""
 STEPPED_ASIDE_TAG = "dlac/stepped_aside"
-"""Set on a recovery that found another one at work; it has done nothing, and nothing is wrong."""
+"""Tag of a recovery that found another one at work. It has done nothing, and nothing is wrong."""
 
 _AWAY = (CatalogUnreachable, CommitOutcomeUnknown, StoreUnavailable)
 
@@ -34,7 +37,7 @@ def told_to_dagster(context: dg.AssetExecutionContext) -> Iterator[None]:
 
 
 def failure(context: dg.AssetExecutionContext, kind: str, message: str) -> dg.Failure:
-    """The failure of a step for an error named `kind`; a kind that DLAC does not know is something that died."""
+    """Return the failure of a step for an error named `kind`. A kind that DLAC does not know counts as a death."""
     known = errors.error_class(kind)
     if known is not None:
         if not known.transient:
@@ -55,7 +58,7 @@ def own_value(run: dg.DagsterRun, value: str) -> str:
 
 
 def run_tag(run: dg.DagsterRun, name: str) -> str:
-    """What a tag says of this very run; empty: nothing. A run that is *re-executed* is given the tags of the one before."""
+    """Return a tag of this very run, or an empty string. A *re-executed* run has the tags of the one before."""
     value, mark = run.tags.get(name, ""), _own_mark(run)
     return value.removesuffix(mark) if value.endswith(mark) else ""
 

@@ -1,10 +1,10 @@
-"""Signs of life of the process of a Dagster run, for a sensor that finds runs whose process is gone; and its ear.
+"""Heartbeat of a Dagster run's process, for a sensor that finds runs whose process is gone, and the end of that process.
 
-Dagster interrupts a run's process through the code server that started it. Where that one is dead, the process learns from the
-run's own status, which it reads at each beat, that the run is to end or has been ended.
+Dagster interrupts a run's process through the code server that started it. If that server is dead, the process reads from the
+run's own status, at each heartbeat, that the run must end or has ended.
 
-They are kept in Dagster's key-value storage, which all its processes share: run tags are no place for them, because Dagster
-writes all tags of a run at once, and two writers can lose each other's.
+Heartbeats are kept in Dagster's key-value storage, which all its processes share. Run tags cannot hold them: Dagster writes
+all tags of a run at once, and two writers can lose each other's.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BEAT_EVERY_S = 5.0
 _HEARD_AFTER_BEATS = 2
 """Dagster's own interruption is to come first: a second one would kill the trainer at its last checkpoint."""
 _TO_END = (dg.DagsterRunStatus.CANCELING, dg.DagsterRunStatus.CANCELED, dg.DagsterRunStatus.FAILURE)
-"""Of a run whose process is here and beats: somebody else has said so."""
+"""Status of a run that must end although its process sends heartbeats: another process has set it."""
 _log = logging.getLogger(__name__)
 
 
@@ -40,13 +40,13 @@ class RunHeartbeat:
     machine: str
     pid: int
     started_at: float
-    """When the process was created, in seconds since the epoch: an id that is given again is told apart by it."""
+    """Creation of the process, in seconds since the epoch. It identifies a process whose id is used again."""
     mark: str
     """Another one with every beat. Clocks of two machines are never compared: what counts is how long it stays the same."""
 
     @property
     def is_here(self) -> bool:
-        """Whether the process is one of this machine."""
+        """True if the process is on this node."""
         return self.machine == _machine()
 
     @property
@@ -62,12 +62,12 @@ class Heartbeat:
     """Beats for a run from now on, in the name of a process, until it is closed or this process dies."""
 
     def __init__(self, instance: dg.DagsterInstance, run_id: str, *, process: psutil.Process | None = None) -> None:
-        """`process` is the one that is to be looked for; unset: this one, which is interrupted when the run is to end."""
+        """`process` is the process to observe. Unset: this one, which is interrupted when the run must end."""
         self._instance = instance
         self._run_id = run_id
         self._process = process or psutil.Process()
         self._interrupted = process is not None
-        """Whether this process has been interrupted, or is none of the run's: it is not to be interrupted any more."""
+        """True if this process has been interrupted already, or does not belong to the run. It is not interrupted again."""
         self._seen_to_end = 0
         self._closed = threading.Event()
         self._beat()
@@ -75,12 +75,12 @@ class Heartbeat:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop; the run is about to say itself how it ended."""
+        """Stop. The run is about to report its own end."""
         self._closed.set()
         self._thread.join()
 
     def was_interrupted(self) -> None:
-        """Be told that this process has been interrupted, and is on its way to the end."""
+        """Note that this process has been interrupted and is ending."""
         self._interrupted = True
 
     def _keep_beating(self) -> None:

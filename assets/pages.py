@@ -1,4 +1,4 @@
-"""What the page of the model shows of a training run: pictures, its last checkpoints, its incidents, and SQL to ask further."""
+"""Page of the model for a training run: plots, its last checkpoints, its incidents, and SQL for further questions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _INCIDENT = tuple(each.name for each in fields(Recovery) if each.name not in ("r
 
 
 def _number(value: float) -> float | str:
-    """Return a number as metadata; one that is not finite as text, for Dagster keeps metadata as JSON."""
+    """Return a number as metadata. One that is not finite becomes text, because Dagster stores metadata as JSON."""
     return value if math.isfinite(value) else str(value)
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     description="One snapshot of the source table, kept alive by an Iceberg tag: what the run reads, whatever is appended later.",
 )
 def pinned_snapshot(context: dg.AssetExecutionContext, job: JobResource) -> dg.MaterializeResult[None]:
-    """Pin the snapshot that the run was started with; for a new run the one the spec names, or the current one."""
+    """Pin the snapshot that the run was started with. For a new run, the one that the spec names, or the current one."""
     from dlac_pipeline.lakehouse.iceberg.pins import hold
     from dlac_pipeline.lakehouse.iceberg.snapshots import snapshot_of
 
@@ -57,7 +57,7 @@ def pinned_snapshot(context: dg.AssetExecutionContext, job: JobResource) -> dg.M
     description="One row per work unit (row group) of the pinned snapshot, under a content-addressed plan id.",
 )
 def work_plan(context: dg.AssetExecutionContext, job: JobResource) -> dg.MaterializeResult[None]:
-    """Plan the pinned snapshots; a run that goes on keeps the plans that its leg binds."""
+    """Plan the pinned snapshots. A resumed run keeps the plans that its leg binds."""
     from dlac_pipeline.lakehouse.ledger.plans import get_plan
     from dlac_pipeline.plan.legs.choice import check_readable
     from dlac_pipeline.plan.planner import make_plan
@@ -91,7 +91,7 @@ def work_plan(context: dg.AssetExecutionContext, job: JobResource) -> dg.Materia
 
 
 def _last_leg(lakehouse: "Lakehouse", spec: JobSpec) -> "Leg | None":
-    """The leg that the run's head ends in, whose sources are those of the spec; None: it has no checkpoint.
+    """Return the leg of the run's head, whose sources are those of the spec, or None without a checkpoint.
 
     Raises:
         ResumeMismatch: the spec has another number of sources.
@@ -111,7 +111,7 @@ def _last_leg(lakehouse: "Lakehouse", spec: JobSpec) -> "Leg | None":
 
 
 def metadata_of_this_run(context: dg.AssetExecutionContext, key: dg.AssetKey) -> dict[str, Any]:
-    """Metadata with which this Dagster run materialized an upstream asset; empty if it did not."""
+    """Return the metadata with which this Dagster run materialized an upstream asset. Empty if it did not."""
     entries = context.instance.all_logs(context.run_id, of_type=dg.DagsterEventType.ASSET_MATERIALIZATION)
     found = [entry.asset_materialization for entry in entries if entry.asset_materialization]
     mine = [event for event in found if event.asset_key == key]

@@ -1,4 +1,4 @@
-"""A rehearsal as an asset check: in a sandbox, the steps behind a checkpoint have the losses that production recorded."""
+"""Rehearsal as an asset check: in a sandbox, the steps after a checkpoint have the losses that production recorded."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -28,11 +28,11 @@ _FACTS = ("checkpoint_id", "step", "successor", "attempt", "world_size", "compar
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RehearsedRun:
-    """What a rehearsal of one training run came to."""
+    """Result of one training run's rehearsal."""
 
     run: str
     holds: bool | None
-    """Whether every loss is bit-identical; None: it could not be rehearsed, which says nothing against its checkpoints."""
+    """True if every loss is bit-identical. None: it could not be rehearsed, which proves nothing about its checkpoints."""
     said: str
     facts: dict[str, Any] = field(default_factory=dict)
 
@@ -40,7 +40,7 @@ class RehearsedRun:
 def rehearsed(
     lakehouse: "Lakehouse", run: str, *, steps: int | None = None, sandbox_folder: Path | None = None
 ) -> RehearsedRun:
-    """Rehearse a run as it was trained; what goes wrong is part of what is said."""
+    """Rehearse a run as it was trained. An error is part of the result."""
     from dlac_pipeline.operations.rehearse import rehearse_run
 
     try:
@@ -78,5 +78,5 @@ def judge_rehearsals(outcomes: Sequence[RehearsedRun]) -> dg.AssetCheckResult:
     description="Restored in a sandbox, the newest checkpoint with a successor leads to the recorded losses, bit for bit.",
 )
 def rehearsal_identical(job: JobResource) -> dg.AssetCheckResult:
-    """Rehearse the run; production is only read. It costs a launch: `rehearse_job` does it for all runs, once a day."""
+    """Rehearse the run. Production is only read. It costs a launch: `rehearse_job` does it for all runs, once a day."""
     return judge_rehearsals([rehearsed(job.lakehouse(), job.job_spec().run)])

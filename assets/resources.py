@@ -1,4 +1,4 @@
-"""What the assets are given: the job that is to be run, and the lakehouse of the corpus."""
+"""Resources of the assets: the job to run, and the lakehouse of the corpus."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,7 +25,7 @@ class JobResource(dg.ConfigurableResource[Any]):
 
     @contextmanager
     def yield_for_execution(self, context: dg.InitResourceContext) -> Iterator[Self]:
-        """This resource, with a heartbeat for as long as the Dagster run that uses it."""
+        """Yield this resource, with a heartbeat while the Dagster run uses it."""
         if context.run_id is None or context.instance is None:
             yield self
             return
@@ -36,7 +36,7 @@ class JobResource(dg.ConfigurableResource[Any]):
             self._heartbeat.close()
 
     def was_interrupted(self) -> None:
-        """Be told that the process of the Dagster run has been interrupted: the heartbeat need not do it again."""
+        """Note that the process of the Dagster run has been interrupted. The heartbeat does not interrupt it again."""
         if self._heartbeat is not None:
             self._heartbeat.was_interrupted()
 

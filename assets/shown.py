@@ -22,7 +22,7 @@ def sql_metadata(query: str) -> dg.MarkdownMetadataValue:
 
 
 def table(name: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, dg.TableMetadataValue]:
-    """Rows as a table, under their name; nothing where there are none."""
+    """Return rows as a table under their name. Empty without rows."""
     records = [dg.TableRecord({key: _metadata_value(value) for key, value in row.items()}) for row in rows]
     return {name: dg.MetadataValue.table(records)} if records else {}
 

@@ -1,7 +1,7 @@
-"""A supervisor process under a Dagster run: events come in while it trains, and it never outlives the run.
+"""Supervisor process of a Dagster run: its events arrive while it trains, and it never outlives the run.
 
-The supervisor leads a session of its own. It ends in good order when its standard input closes, which happens however
-this process dies; when Dagster interrupts this process, it is asked to stop, then killed with its ranks.
+The supervisor leads a session of its own. It ends in order when its standard input closes, which happens however this process
+dies. When Dagster interrupts this process, the supervisor is asked to stop, and later killed with its ranks.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from dlac_pipeline.spec.launch_spec import LISTENS_S, LaunchSpec
 
 Event = dict[str, Any]
 _MARGIN_S = 10.0
-"""What the supervisor gets on top of the ranks' time to leave."""
+"""Extra seconds for the supervisor, past the ranks' time to exit."""
 _ASKING_S = 30.0
 """And where it follows a cluster's job, on top of the time for which it listens to nodes: schedulers answer when they like."""
 _LOOK_S = 1.0
 _log = logging.getLogger(__name__)
 SILENT_S = 120.0
-"""A supervisor that says nothing for so long, not even that it is alive, is given up."""
+"""Seconds of silence, without a sign of life, after which a supervisor is given up."""
 
 
 def supervise_launch(
@@ -40,10 +40,10 @@ def supervise_launch(
     on_asking: Callable[[], None] = lambda: None,
     silent_s: float = SILENT_S,
 ) -> Event:
-    """Run the supervisor and pass its events on as they happen; the last one, `ended` or `error`, is what is returned.
+    """Run the supervisor and pass its events on as they arrive. Return the last one, `ended` or `error`.
 
-    Interrupted, it calls `on_asking`, asks the supervisor to stop and passes on what it still says, marked `asked`; interrupted
-    again, it kills it. An event that cannot be passed on is lost, and training goes on.
+    After an interruption, it calls `on_asking`, asks the supervisor to stop and passes on its further events, marked `asked`.
+    After a second one, it kills the supervisor. An event that cannot be passed on is lost, and training continues.
     """
     process = subprocess.Popen(
         [sys.executable, "-m", "dlac_pipeline.launchers.supervisor_process"],
@@ -81,7 +81,7 @@ def _leaves_within_s(launch: LaunchSpec) -> float:
 
 
 def _pass_on(on_event: Callable[[Event], None], event: Event) -> None:
-    """Show an event. Dagster's storage may be away for a while, which is no reason to end a training run; an interruption is."""
+    """Show an event. An outage of Dagster's storage does not end a training run. An interruption does."""
     try:
         on_event(event)
     except Exception as err:
@@ -96,19 +96,20 @@ def _warn(message: str, *facts: object) -> None:
 
 
 class _Voice:
-    """What a supervisor says; its signs of life are heard, and not passed on."""
+    """Output of a supervisor. Its signs of life are noted, and not passed on."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdout is not None
         self._descriptor = process.stdout.fileno()
         self._rest = b""
         self.open = True
-        """Whether it may still say something."""
+        """True if more output may come."""
 
     def events(self, *, silent_s: float = math.inf, within_s: float = math.inf) -> Iterator[Event]:
-        """Its events until it has ended, has been silent for `silent_s`, or `within_s` have passed.
+        """Yield its events until it has ended, has been silent for `silent_s`, or `within_s` have passed.
 
-        It is looked for what it has said before it is given up: who is given the events may have taken all of that time.
+        Its output is read once more before it is given up, because the receiver of the events may have taken all of that
+        time.
         """
         began = heard = time.monotonic()
         while self.open:
@@ -130,7 +131,7 @@ class _Voice:
 
 
 def _event_of(line: bytes) -> Event | None:
-    """What a line says; None, and a warning, of one that is no event: whatever was printed there is no reason to end training."""
+    """Return the event of a line, or None, with a warning, for other text: printed text does not end training."""
     with contextlib.suppress(ValueError):
         said = json.loads(line)
         if isinstance(said, dict) and "event" in said:
@@ -140,7 +141,7 @@ def _event_of(line: bytes) -> Event | None:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """SIGKILL what is left of it; its ranks die with it."""
+    """Kill the rest of it with SIGKILL. Its ranks die with it."""
     if process.poll() is None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_LOOK_S)  # it has said its last word and is leaving

@@ -15,11 +15,11 @@ from dlac_pipeline.spec.launch_request import OPERATOR, Request
 from dlac_pipeline.spec.spec_problems import LONGEST_WAIT_S, Section
 
 POOL = "trainers"
-"""Its limit is the number of training runs that this Dagster instance trains at once; without one it has none."""
+"""Pool whose limit is the number of training runs that this Dagster instance trains at once. Without one, no limit."""
 
 
 class LaunchConfig(Section, dg.Config):
-    """How this launch takes the run over; the defaults start a run, or resume one that nobody is training."""
+    """Takeover of the run by this launch. The defaults start a run, or resume one that no launch is training."""
 
     replaces: int | None = Field(
         default=None, ge=0, lt=2**31, description="The failed attempt that is recovered; unset: the current one."
@@ -55,7 +55,7 @@ class LaunchConfig(Section, dg.Config):
 def model_checkpoint(
     context: dg.AssetExecutionContext, config: LaunchConfig, job: JobResource
 ) -> Iterator[dg.MaterializeResult[None]]:
-    """Train until the run is finished, caught up, or told to leave; a recovery that comes second makes nothing."""
+    """Train until the run is finished, caught up, or preempted. A recovery that comes second makes nothing."""
     with told_to_dagster(context):
         spec = job.job_spec()
     if context.run.tags.get(RUN_TAG) != spec.run:
@@ -86,13 +86,16 @@ def model_checkpoint(
 
 
 def _stepped_aside(config: LaunchConfig, last: Event) -> bool:
-    """Whether a sensor's recovery found that somebody else trains the run."""
+    """Return True if a sensor's recovery found that another launch trains the run."""
     kinds = (SteppedAside.__name__, RunBusy.__name__)
     return config.noticed_by != OPERATOR and last["event"] == "error" and last["kind"] in kinds
 
 
 def _fail_if_unfinished(context: dg.AssetExecutionContext, last: Event) -> None:
-    """Raise what the run died of. One that was told to leave, which nobody here did, is preempted: it is to be resumed."""
+    """Raise the error that ended the run.
+
+    One that exited on a notice, without a request from here, is preempted and will be resumed.
+    """
     if last["event"] == "error":
         if last["kind"] != RunFinished.__name__:  # recovering twice changes nothing
             raise failure(context, last["kind"], last["message"])

@@ -1,4 +1,4 @@
-"""The newest checkpoint of a run, read again; what is found goes into the ledger and onto a page."""
+"""Verification of a run's newest checkpoint. The result goes into the ledger and onto a page."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 
 
 def verified_head(lakehouse: Lakehouse, run: str, files: StoreFiles | None) -> Verification | None:
-    """Read the files of the run's head again, and record what was found; None: the run has no checkpoint yet.
+    """Read the files of the run's head again, and record the result. None: the run has no checkpoint yet.
 
     Raises:
-        NoSuchRun: there is no such run.
+        NoSuchRun: the run does not exist.
         NoSuchCheckpoint: its head was retired while it was read.
         NoRestorableCheckpoint: every checkpoint is damaged.
-        StoreUnavailable: the store does not answer; that is no damage, and nothing is recorded.
+        StoreUnavailable: the store does not answer. That is no damage, and nothing is recorded.
     """
     listed = list_checkpoints(lakehouse, run)
     if not listed:

@@ -1,1 +1,1 @@
-"""What starts it: Dagster jobs, sensors and definitions; the demo."""
+"""Dagster jobs, sensors, schedules and definitions, and the demo."""

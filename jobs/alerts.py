@@ -1,9 +1,9 @@
 """Alerts about DLAC's runs, by Dagster's own sensors: to the log, or as JSON to a command that you name.
 
-`dlac_alerts()` makes them for your own `Definitions`, with a function of yours in the place of the command if you like. The
-pattern is that of Dagster's `make_slack_on_run_failure_sensor`. Hooks of a job would run in the process of the run, and say
-nothing when that is killed: hence sensors. Each looks at one ended run per tick and sends at most one alert about it, so that a
-tick either sent what it had to, or failed and is done again as a whole: nothing is lost, and nothing is told twice.
+`dlac_alerts()` makes them for your own `Definitions`, with a function of yours in place of the command if you like. The
+pattern is that of Dagster's `make_slack_on_run_failure_sensor`. Hooks of a job would run in the process of the run, and are
+silent when that is killed: hence sensors. Each looks at one ended run per tick and sends at most one alert about it. So a
+tick either sent its alert, or failed and is repeated as a whole. No alert is lost, and none is sent twice.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ Kind = Literal["recovering", "gave_up", "failed", "recovered", "succeeded", "che
 _BESIDE_TRAINING = (upkeep_job.name, verify_job.name, rehearse_job.name)
 _TRIES = 3
 _TICK_S = 50.0
-"""Dagster gives up a tick after 60 seconds; it would be done again, and what it had sent with it."""
+"""Dagster gives up a tick after 60 seconds and repeats it, with the alerts that it had sent."""
 _HELD_S = 3600.0
-"""For so long after its run ended an alert that nobody takes is tried in tick after tick; those behind it wait."""
+"""Seconds after the end of its run during which a refused alert is tried in each tick. Later alerts wait."""
 
 
 class AlertUnsent(dg.DagsterError):
@@ -43,12 +43,14 @@ class AlertUnsent(dg.DagsterError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Alert:
-    """One thing to tell somebody."""
+    """One alert."""
 
     kind: Kind
-    """recovering: died, and a recovery is requested; gave_up: died, and a person is needed; failed: another job than training."""
+    """recovering: died, and a recovery is requested. gave_up: died, and a person is needed. failed: another job than
+    training.
+    """
     run: str
-    """The training run; empty: none."""
+    """The training run, or empty."""
     job: str
     dagster_run: str
     message: str
@@ -137,10 +139,10 @@ def _send_alert(
     kinds: Sequence[Kind],
     send: Send,
 ) -> dg.SkipReason:
-    """Send the alert about an ended run, if there is one. A reason, whatever it says, ends the tick: the next run has its own.
+    """Send the alert about an ended run, if it needs one. Any result ends the tick, because the next run has its own.
 
     Raises:
-        AlertUnsent: nobody took it; the next tick tries again.
+        AlertUnsent: it was refused. The next tick tries again.
     """
     began, run = time.monotonic(), context.dagster_run
     if not (trains(run) or run.job_name in _BESIDE_TRAINING):
@@ -161,7 +163,7 @@ def _send_alert(
 
 
 def _send_until(began: float, send: Send, alert: Alert, log: logging.Logger) -> None:
-    """Send an alert, with a few tries; none begins that could outlast the tick, which began at that monotonic time."""
+    """Send an alert, with a few tries. None begins that could outlast the tick, which began at that monotonic time."""
     import tenacity  # not by the process of each run
 
     longest_s = settings_or_defaults(log).alerts.timeout_s
@@ -210,9 +212,9 @@ def _of_success(context: dg.RunStatusSensorContext) -> Alert | None:
 
 
 def _of_checks(context: dg.RunStatusSensorContext) -> Alert | None:
-    """One alert for all checks that did not hold in a run, with the severity of the worst; those of other runs are not asked for.
+    """Return one alert for all failed checks of a run, with the severity of the worst. Checks of other runs are not read.
 
-    Read from the run's own log: across runs Dagster's default storage, which has a database for each, cannot be asked.
+    It reads the run's own log: across runs Dagster's default storage, which has a database for each, cannot be queried.
     """
     entries = context.instance.all_logs(context.dagster_run.run_id, of_type=dg.DagsterEventType.ASSET_CHECK_EVALUATION)
     answers: list[Any] = [entry.dagster_event.event_specific_data for entry in entries if entry.dagster_event]

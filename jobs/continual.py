@@ -1,7 +1,7 @@
-"""Continual training: job specs in $DLAC_HOME/jobs whose sources follow appends are trained again when there is something new.
+"""Continual training: job specs in $DLAC_HOME/jobs whose sources follow appends are trained again when new rows exist.
 
-On a schedule, or as soon as a sensor sees a new snapshot. Both are off until somebody turns them on. What ended in a way that
-needs a person is not asked for again until there is something else to do.
+It runs on a schedule, or as soon as a sensor sees a new snapshot. Both are off until a person turns them on. A run whose end
+needs a person is not requested again until its work changes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from dlac_pipeline.operations.pending_work import Due
 
 FOLDER = "jobs"
-"""Of the home folder: one file for each training run that is to be kept going."""
+"""Folder in the home folder, with one file for each training run to continue."""
 DUE_TAG = "dlac/due"
 """On a requested run: what it was asked for, and the head at that moment (see `due_key`)."""
 _GOES_ON = (
@@ -46,7 +46,7 @@ _UNDER_WAY = [
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Look:
-    """What was found for one job spec."""
+    """Result of a look at one job spec."""
 
     spec: JobSpec | None
     due: Due | None
@@ -60,7 +60,7 @@ class _Look:
     description="Trains every run of the folder jobs/ that follows appends and has something new. Off until turned on.",
 )
 def continual_training_schedule(context: dg.ScheduleEvaluationContext) -> list[dg.RunRequest] | dg.SkipReason:
-    """A Dagster run for each training run that has something to train and that nobody trains."""
+    """Request a Dagster run for each training run that has rows to train and no trainer."""
     return _requests(context.instance, context.log, once_per_snapshot=False)
 
 
@@ -119,7 +119,7 @@ def _look(instance: dg.DagsterInstance, path: Path, log: logging.Logger) -> _Loo
 def _held_back(
     instance: dg.DagsterInstance, lakehouse: Lakehouse, spec: JobSpec, found: Due, log: logging.Logger
 ) -> str:
-    """Why nothing is asked for although there is something new, as the rest of a sentence; empty: it is asked for."""
+    """Return why nothing is requested although new rows exist, as the rest of a sentence. Empty: it is requested."""
     from dlac_pipeline.lakehouse.ledger.ledger import Ledger
     from dlac_pipeline.lakehouse.ledger.run_rows import HEAD_KINDS
 
@@ -135,10 +135,10 @@ def _held_back(
 
 
 def _given_up(instance: dg.DagsterInstance, spec: JobSpec, found: Due, log: logging.Logger) -> str:
-    """Which Dagster run needs a person before the same is tried again, and why; empty: none does.
+    """Return the Dagster run that needs a person before the work is tried again, and the reason. Empty: none does.
 
-    The newest one says how it ended, and may be a recovery, or launched by hand. The newest that was requested here says for
-    what: the head does not count there, for runs that end like that may have committed something before.
+    The newest one shows how it ended, and may be a recovery, or launched by hand. The newest that was requested here shows
+    its purpose. The head does not count, because runs that end like that may have committed something before.
     """
     newest = None
     for run in _newest_first(instance, spec.run):
@@ -155,7 +155,7 @@ def _given_up(instance: dg.DagsterInstance, spec: JobSpec, found: Due, log: logg
 
 
 def _needs_a_person(instance: dg.DagsterInstance, ended: dg.DagsterRun, log: logging.Logger) -> str:
-    """Why a Dagster run that has ended is not to be followed by another one; empty: it may be."""
+    """Return why no other Dagster run may follow an ended one. Empty: one may."""
     if ended.status == dg.DagsterRunStatus.CANCELED:
         return "" if run_tag(ended, PREEMPTED_TAG) else "was cancelled by a person"
     if ended.status != dg.DagsterRunStatus.FAILURE:
@@ -187,15 +187,15 @@ def _request(spec: JobSpec, found: Due, once_per_snapshot: bool) -> dg.RunReques
 
 
 def due_key(spec: JobSpec, found: Due) -> str:
-    """What there was to do, and from where: a Dagster run that ended well with it needs no other.
+    """Return the work and its start as a key: a Dagster run that ended well with it needs no successor.
 
-    A head that was stepped back to is not as it was when it was committed: what was trained behind it does not count.
+    A head that was restored by a rewind differs from the same head at its commit: the training after it does not count.
     """
     return f"{_asked_for(spec, found)}@{found.head or 'start'}.{found.stepped_back}"
 
 
 def _asked_for(spec: JobSpec, found: Due) -> str:
-    """The snapshots that are to be trained, behind which rewind, and the spec and script that are to do it."""
+    """Return the snapshots to train, the last rewind, and the spec and script of the training."""
     from dlac_pipeline.checkpoint.training_config import config_digest  # of the script as well
 
     digest = blake3((spec.model_dump_json() + config_digest(spec)).encode()).hexdigest(length=16)

@@ -11,11 +11,11 @@ NOT_RETRIED = {"dagster/max_retries": "0"}
 
 
 class TrainingRunCoordinator(QueuedRunCoordinator):
-    """Tags a Dagster run that trains with the name of its training run before it is queued, whoever launches it from wherever.
+    """Run coordinator that tags a training Dagster run with the name of its training run before it is queued.
 
-    By that tag the queue's `tag_concurrency_limits` hold back a second trainer of the same training run. It is a
-    courtesy, as the run's lock is: safety rests on the fence. What *Materialize* in the UI launches has no job's tags: that
-    Dagster retries none of these runs is said here as well.
+    By that tag the queue's `tag_concurrency_limits` hold back a second trainer of the same training run. It is a courtesy, as
+    the run's lock is: safety depends on the fence. A launch by *Materialize* in the UI has no job's tags, so the coordinator
+    also sets that Dagster retries none of these runs.
     """
 
     def submit_run(self, context: SubmitRunContext) -> dg.DagsterRun:

@@ -1,9 +1,9 @@
 """The main job on real input, through Dagster, with faults: `python -m jobs.demo` (`make demo`, `dlac demo`).
 
-1. Ingest and tokenize the standard library's sources; train a reference run without faults.
-2. Train the same plan again as another run. SIGKILL one of its ranks in the middle of a step: the supervisor recovers.
-   SIGKILL the Dagster run's own process: the trainer leaves, the sensor requests the recovery job, which finishes the run.
-3. Audit both, compare their losses bit by bit, and write the report.
+1. Ingest and tokenize the standard library's sources. Train a reference run without faults. 2. Train the same plan again as
+another run. SIGKILL one of its ranks in the middle of a step: the supervisor recovers. SIGKILL the Dagster run's own process:
+the trainer exits, the sensor requests the recovery job, which finishes the run. 3. Audit both, compare their losses bit by
+bit, and write the report.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Stage:
     faults: list[Fault] = field(default_factory=list)
 
     def tick(self) -> None:
-        """Show how far it is; strike with what is due."""
+        """Show the progress, and inject the fault that is due."""
         step = 0 if self.live is None else self.live.step()
         self.progress.update(self.task, completed=step)
         for fault in self.faults:
@@ -83,7 +83,7 @@ class Demo:
         self._timings: dict[str, float] = {}
 
     def run(self) -> bool:
-        """All of it; true if everything that it must show held."""
+        """Run all of it. Return True if everything that it must show held."""
         started = time.monotonic()
         columns = (
             TextColumn("{task.description}"),
@@ -178,10 +178,10 @@ def main(
 
 
 def check_checkout() -> None:
-    """The demo trains the example on Dagster's workspace file: both lie in a checkout, not in an installed package.
+    """Check for a checkout: the demo trains the example on Dagster's workspace file, and an installed package has neither.
 
     Raises:
-        BadInput: they are not there.
+        BadInput: they do not exist.
     """
     for needed in (JOB, WORKSPACE):
         if not needed.is_file():

@@ -1,7 +1,7 @@
-"""Empty this machine of training runs before it goes away: `python -m jobs.drain` (DAGSTER_HOME names the instance).
+"""Drain of this node: its training runs end before it is shut down. `python -m jobs.drain` (DAGSTER_HOME names the instance).
 
-Each Dagster run that trains here is marked as preempted, then cancelled: its trainer leaves behind a checkpoint, and the sensors
-request its recovery, which runs wherever the queue's launcher starts it. Stop what launches runs on this machine first.
+Each Dagster run that trains here is marked as preempted, then cancelled. Its trainer exits after a checkpoint, and the
+sensors request its recovery, which runs wherever the queue's launcher starts it. Stop what launches runs on this node first.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ _POLL_S = 0.5
 
 
 def drain(instance: dg.DagsterInstance, *, reason: str, within_s: float) -> tuple[list[str], dict[str, str]]:
-    """Preempt every Dagster run that trains on this machine; ids of those that have left in time, and why others have not.
+    """Preempt every Dagster run that trains on this node.
 
-    Where a run is that only starts is told by its first heartbeat, which is waited for.
+    Return the ids of those that exited in time, and why others did not.
+
+    The first heartbeat of a starting run shows its node, so it is waited for.
     """
     deadline = time.monotonic() + within_s
     asked: dict[str, str] = {}
@@ -37,7 +39,7 @@ def drain(instance: dg.DagsterInstance, *, reason: str, within_s: float) -> tupl
 
 
 def _left(instance: dg.DagsterInstance, asked: dict[str, str], reason: str) -> dict[str, str]:
-    """Runs that are here or may be, with a word on each; those that are here for the first time are `asked` to leave."""
+    """Return the runs that are here or may be, with a note on each. New ones here are `asked` to exit."""
     runs = [run for run in instance.get_runs(dg.RunsFilter(statuses=_UNDER_WAY)) if trains(run)]
     beats = beats_of(instance, [run.run_id for run in runs])
     left = {}
@@ -55,7 +57,7 @@ def _left(instance: dg.DagsterInstance, asked: dict[str, str], reason: str) -> d
 
 
 def _ask(instance: dg.DagsterInstance, run: dg.DagsterRun, reason: str) -> tuple[bool, str]:
-    """Preempt a run, unless it is on its way already, whoever cancelled it: whether it will know of it, and a word on how."""
+    """Preempt a run, unless it is ending already. Return whether it will know of it, and a note."""
     if run.status == dg.DagsterRunStatus.CANCELING:
         return True, "it was cancelled before"
     try:
@@ -67,7 +69,7 @@ def _ask(instance: dg.DagsterInstance, run: dg.DagsterRun, reason: str) -> tuple
 
 
 def _is_canceling(instance: dg.DagsterInstance, run_id: str) -> bool:
-    """Whether it is known to be; not where the storage that keeps it cannot be asked."""
+    """Return True if it is known to be canceling. Unknown where the storage cannot be read."""
     with suppress(Exception):
         run = instance.get_run_by_id(run_id)
         return run is None or run.is_finished or run.status == dg.DagsterRunStatus.CANCELING
@@ -80,7 +82,7 @@ def main(
         float, typer.Option(help="Seconds that they get; more than launch.deadline_s (unset: grace_s).")
     ] = 60.0,
 ) -> None:
-    """Preempt the training runs of this machine; exit status 0 only if all have left."""
+    """Preempt the training runs of this node. Exit status 0 only if all have exited."""
     with dg.DagsterInstance.get() as instance:
         ended, left = drain(instance, reason=reason, within_s=within_s)
         said = {**dict.fromkeys(ended, "has left"), **{each: f"has not left; {why}" for each, why in left.items()}}

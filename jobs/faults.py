@@ -37,13 +37,13 @@ class LiveRun:
             return None
 
     def supervisor(self) -> psutil.Process | None:
-        """The supervisor's process; its ranks are its children, or those of its fork server."""
+        """Return the supervisor's process. Its ranks are its children, or those of its fork server."""
         process = self.rank(0)
         above = [] if process is None else process.parents()
         return next((one for one in above if "dlac_pipeline.launchers.supervisor_process" in one.cmdline()), None)
 
     def kill_rank(self, number: int) -> bool:
-        """SIGKILL a rank in the middle of an optimizer step; false if there is none to kill."""
+        """SIGKILL a rank in the middle of an optimizer step. Return False if no rank exists."""
         process = self.rank(number)
         if process is None:
             return False

@@ -25,12 +25,12 @@ from jobs.recovery import RECOVERS_TAG
 
 WORKSPACE = Path(__file__).resolve().parent.parent / "workspace.yaml"
 SETTINGS = Path(__file__).with_name("dagster.yaml")
-"""What an instance for DLAC needs; people copy it."""
+"""Settings of a Dagster instance for DLAC, for people to copy."""
 _POLL_S = 0.25
 
 
 class LocalDagster:
-    """Dagster with its storage in `home`/dagster and the lakehouse in `home`; use it inside `running()`."""
+    """Dagster with its storage in `home`/dagster and the lakehouse in `home`. Use it inside `running()`."""
 
     def __init__(self, home: Path, *, settings: Mapping[str, Any] | None = None, workspace: Path = WORKSPACE) -> None:
         """`settings` are further sections of dagster.yaml, such as `storage`."""
@@ -57,7 +57,7 @@ class LocalDagster:
 
     @contextlib.contextmanager
     def webserver(self, *, timeout_s: float = 120.0) -> Iterator[str]:
-        """A real dagster-webserver; gives its address, once it answers.
+        """Yield the address of a real dagster-webserver, once it answers.
 
         Raises:
             TrainingFailed: it does not answer in time.
@@ -93,12 +93,12 @@ class LocalDagster:
             _end_tree(process)
 
     def cancel(self, run_id: str) -> bool:
-        """Ask for the end of a run, as the button in the UI does; whether the request was passed on."""
+        """Request the end of a run, as the button in the UI does. Return True if the request was passed on."""
         with self.instance() as instance:
             return bool(instance.run_coordinator.cancel_run(run_id))
 
     def launch(self, job: str, run_config: dict[str, Any], *, tags: Mapping[str, str] | None = None) -> str:
-        """Submit a run of a job to the daemon's queue; returns its run id."""
+        """Submit a run of a job to the daemon's queue. Return its run id."""
         name = f"launch-{secrets.token_hex(4)}"
         config = self._folder / f"{name}.yaml"
         config.write_text(yaml.safe_dump(run_config))
@@ -147,7 +147,7 @@ class LocalDagster:
         )
 
     def instance(self) -> dg.DagsterInstance:
-        """The instance, for reading runs and events; a context manager."""
+        """Yield the instance, for reading runs and events."""
         return dg.DagsterInstance.from_config(str(self._folder))
 
 

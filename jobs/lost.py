@@ -1,7 +1,6 @@
-"""Dagster runs whose process is gone without a word: the code server or the whole machine died, and Dagster still waits for them.
+"""Dagster runs whose process is gone: the code server or the whole node died, and Dagster still waits for them.
 
-A sensor looks at their heartbeats. It says only that the run has ended; what is to be done then, the sensors in
-jobs/recovery.py decide.
+A sensor looks at their heartbeats. It only marks the run as ended. The sensors in jobs/recovery.py decide what follows.
 """
 
 import importlib
@@ -29,7 +28,7 @@ _LAUNCHED_BY_TAG = ".dagster/grpc_info"
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """The newest sign of life that was seen of a run, and for how long it has been the newest while somebody looked."""
+    """The newest sign of life that was seen of a run, and how long it has been the newest while a sensor looked."""
 
     mark: str
     silent_s: float
@@ -71,13 +70,13 @@ def lost_run_sensor(context: dg.SensorEvaluationContext) -> dg.SensorResult:
 
 
 def _seen_before(cursor: str | None) -> tuple[float, dict[str, _Seen]]:
-    """When this sensor looked last, and what it saw."""
+    """Moment and result of this sensor's last look."""
     said = json.loads(cursor or "{}")
     return said.get("looked_at", 0.0), {run_id: _Seen(*seen) for run_id, seen in said.get("seen", {}).items()}
 
 
 def _reason_lost(beat: RunHeartbeat, silent_s: float, settings: RecoverySettings) -> str:
-    """Why a run that has shown no other sign of life for so long is lost; empty: it is not."""
+    """Return why a run that has been silent for so long is lost. Empty: it is not."""
     if beat.is_here and beat.is_gone and silent_s >= settings.gone_after_s:
         return f"its process {beat.pid} is gone"
     if silent_s < settings.lost_after_s:
@@ -93,10 +92,9 @@ def _import_what_a_recovery_needs() -> None:
 def _lost_before_it_beat(
     instance: dg.DagsterInstance, run: dg.DagsterRun, silent_s: float, settings: RecoverySettings
 ) -> str:
-    """Why a run without a heartbeat will never have one: what was to start it here, or its process, is gone; empty: it may.
+    """Return why a run without a heartbeat will never have one: its starter here, or its process, is gone. Empty: it may.
 
-    A process that is there may take long to import on a busy machine, and has shown nothing by which it could be told from
-    one that hangs.
+    An existing process may take long to import on a busy node, and cannot be distinguished from one that hangs.
     """
     if silent_s < settings.gone_after_s:
         return ""
@@ -110,7 +108,7 @@ def _lost_before_it_beat(
 
 
 def _started_here(instance: dg.DagsterInstance, run: dg.DagsterRun) -> tuple[int, float]:
-    """The process that a code server of this machine started for a run, and when it said so; 0: none that is known of."""
+    """Return the process that a code server of this node started for a run, and the moment. 0: none is known."""
     server = _server_of(run)
     if not server or not Path(server).exists():
         return 0, 0.0  # launched by another machine, or by other means
@@ -122,12 +120,12 @@ def _started_here(instance: dg.DagsterInstance, run: dg.DagsterRun) -> tuple[int
 
 
 def _server_of(run: dg.DagsterRun) -> str:
-    """The socket of the code server that was to start a run; empty: there was none."""
+    """Return the socket of the code server for a run, or an empty string."""
     return str(json.loads(run.tags.get(_LAUNCHED_BY_TAG, "{}")).get("socket") or "")
 
 
 def _server_is_gone(run: dg.DagsterRun) -> bool:
-    """Whether the socket of the code server is here, and nobody answers there any more."""
+    """Return True if the socket of the code server is on this node and does not answer."""
     server = _server_of(run)
     if not server or not Path(server).exists():
         return False
@@ -140,7 +138,7 @@ def _server_is_gone(run: dg.DagsterRun) -> bool:
 
 
 def _is_there(pid: int, since: float) -> bool:
-    """Whether the process that had this id at that time runs."""
+    """Return True if the process that had this id at that time runs."""
     with suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)
         return process.create_time() <= since and process.status() != psutil.STATUS_ZOMBIE

@@ -1,7 +1,8 @@
-"""Global recovery: when the Dagster run of a training run ends before the training run does, a sensor requests the recovery job.
+"""Global recovery: when the Dagster run of a training run ends before the training run does, a sensor requests the recovery
+job.
 
-A run that failed, and one that was cancelled because its machine goes away, are recovered; one that a person cancelled is not.
-Runs whose process is gone without a word are made to fail by the sensor in jobs/lost.py, and recovered then.
+A run that failed, and one that was cancelled because its node is shut down, are recovered. One that a person cancelled is
+not. The sensor in jobs/lost.py marks runs whose process is gone as failed, and they are recovered then.
 """
 
 import logging
@@ -25,10 +26,10 @@ _HEAD_TAG, _IN_A_ROW_TAG = "dlac/head", "dlac/recoveries_in_a_row"
 _OUTAGE_SINCE_TAG = "dlac/outage_since"
 """On a recovery run: when catalog or store were first away, in seconds since the epoch, if they have been since then."""
 RECOVERS_TAG = "dlac/recovers"
-"""On a recovery run: the Dagster run that it goes on for."""
+"""Tag of a recovery run: the Dagster run that it resumes."""
 _PRIORITY_TAG = "dagster/priority"
 _PASSED_ON = (_PRIORITY_TAG, "dagster/max_runtime")
-"""Of Dagster's own tags; those of launchers and people are passed on as well."""
+"""Dagster's own tags that are passed on. Tags of launchers and people are passed on as well."""
 _LONG_S = 600.0
 """A run that lasted longer has trained: where it could not begin, it would have waited for three minutes."""
 
@@ -41,7 +42,7 @@ _LONG_S = 600.0
     description="Requests recover_job when a Dagster run that trains has died; leaves failures alone that would come again.",
 )
 def recovery_sensor(context: dg.RunFailureSensorContext) -> dg.RunRequest | dg.SkipReason:
-    """One recovery per dead Dagster run; it replaces the attempt that is current now, unless that one is alive."""
+    """Request one recovery per dead Dagster run. It replaces the current attempt, unless that one is alive."""
     _let_go_of_pools(context.instance, context.dagster_run, context.log)
     return recovery_of(context.instance, context.dagster_run, noticed_by="recovery_sensor", log=context.log)
 
@@ -64,7 +65,7 @@ def preemption_sensor(context: dg.RunStatusSensorContext) -> dg.RunRequest | dg.
 
 
 def _let_go_of_pools(instance: dg.DagsterInstance, ended: dg.DagsterRun, log: logging.Logger) -> None:
-    """Free the slots of a run whose process was killed: nobody else does, and its recovery would wait for them for ever."""
+    """Free the slots of a run whose process was killed, or its recovery would wait for them for ever."""
     try:
         instance.event_log_storage.free_concurrency_slots_for_run(ended.run_id)
     except Exception:
@@ -76,7 +77,10 @@ def _let_go_of_pools(instance: dg.DagsterInstance, ended: dg.DagsterRun, log: lo
 def recovery_of(
     instance: dg.DagsterInstance, dead: dg.DagsterRun, *, noticed_by: str, log: logging.Logger
 ) -> dg.RunRequest | dg.SkipReason:
-    """The recovery of a Dagster run that has ended, or why there is none. It only reads: asked twice it says the same."""
+    """Return the recovery of a Dagster run that has ended, or why it has none.
+
+    It only reads, so a second call returns the same.
+    """
     if not trains(dead):
         return dg.SkipReason(f"run {dead.run_id} did not train: it has no job configuration, or not the model to make")
     no_recovery = run_tag(dead, NO_RECOVERY_TAG)
@@ -123,12 +127,12 @@ def recovery_of(
 
 
 class _Past:
-    """What recoveries before this one came to, as the dead run's tags say, and what it did itself."""
+    """Results of recoveries before this one, by the dead run's tags, and of the dead run itself."""
 
     def __init__(self, instance: dg.DagsterInstance, dead: dg.DagsterRun) -> None:
         self.now = time.time()
         self.head = run_tag(dead, _HEAD_TAG) or "unknown"
-        """The run's head as it is now; as it was when the dead run was requested, until it is known."""
+        """The run's present head. Until it is known, the head when the dead run was requested."""
         self._requested_at_head = run_tag(dead, _HEAD_TAG)
         self._in_a_row = int(run_tag(dead, _IN_A_ROW_TAG) or "0")
         self._away = bool(run_tag(dead, OUTAGE_TAG))
@@ -142,18 +146,21 @@ class _Past:
 
     @property
     def outage_since(self) -> float | None:
-        """Since when catalog or store have been away, if the dead run died of that; it may have trained well before."""
+        """Return the begin of an outage of catalog or store, if the dead run died of one. It may have trained well before."""
         if not self._away:
             return None
         return self.now if self._trained else self._since
 
     @property
     def _trained(self) -> bool:
-        """Whether it committed something; where the ledger could not be asked, whether it lasted as if it had."""
+        """Return True if it committed something, or if the ledger is unavailable, if it lasted long enough."""
         return self._lasted_s > _LONG_S if self._progressed is None else self._progressed
 
     def fruitless(self, settings: RecoverySettings) -> int:
-        """Recoveries in a row that committed nothing; those that ended of an outage do not count, unless it lasts too long."""
+        """Return the consecutive recoveries that committed nothing.
+
+        Those that an outage ended do not count, unless it lasts too long.
+        """
         if self._trained:
             return 0
         since = self.outage_since
@@ -177,7 +184,7 @@ def _passed_on(dead: dg.DagsterRun) -> dict[str, str]:
 def _find_trainer(
     instance: dg.DagsterInstance, spec: JobSpec, past: _Past, settings: RecoverySettings
 ) -> tuple[str, dict[str, Any]]:
-    """Who trains the run (empty: nobody), and how a recovery takes it over."""
+    """Return the run's trainer (empty: none), and how a recovery takes the run over."""
     from dlac_pipeline.lakehouse.iceberg.connect import connect
     from dlac_pipeline.lakehouse.ledger.ledger import Ledger
     from dlac_pipeline.lakehouse.ledger.run_rows import HEAD_KINDS, fence_of_rows
@@ -192,7 +199,7 @@ def _find_trainer(
 
 
 def living_trainer(instance: dg.DagsterInstance, rows: "list[Row]", settings: RecoverySettings) -> str:
-    """Who owns the run and is alive: another Dagster run, or a launch of somebody else's; empty: nobody."""
+    """Return the living owner of the run: another Dagster run, or a launch from elsewhere. Empty: none."""
     from dlac_pipeline.lakehouse.ledger.run_rows import fence_of_rows, finished_of_rows
     from dlac_pipeline.supervise.claims import launcher_of
     from dlac_pipeline.supervise.liveness.other_launch import liveness_of

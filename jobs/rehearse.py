@@ -1,4 +1,4 @@
-"""The job that rehearses runs, one op for each, and its schedule, which whoever runs a lakehouse turns on."""
+"""The job that rehearses runs, one op for each, and its schedule, which the lakehouse's operator turns on."""
 
 import re
 from collections.abc import Iterator
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 
 POOL = "rehearsals"
-"""Its limit is the number of rehearsals at once on this Dagster instance; each takes as many ranks as the run was trained on."""
+"""Pool whose limit is the number of simultaneous rehearsals. Each takes as many ranks as the run was trained on."""
 
 
 class RehearseConfig(Section, dg.Config):
-    """Which runs are rehearsed, and how far."""
+    """Runs to rehearse, and for how many steps."""
 
     runs: list[str] = Field(
         default=[], description="Training runs; empty: all that have committed a checkpoint within committed_within_h."
@@ -47,7 +47,7 @@ class RehearseConfig(Section, dg.Config):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Asked:
-    """One rehearsal that is to be done."""
+    """One requested rehearsal."""
 
     run: str
     steps: int | None
@@ -73,7 +73,7 @@ def runs_to_rehearse(
     description="Restores a run's checkpoint in a sandbox, does the steps behind it again, and compares the losses.",
 )
 def rehearsal(context: dg.OpExecutionContext, asked: Asked, lakehouse: LakehouseResource) -> RehearsedRun:
-    """What came out; one that differs does not keep the other runs from being rehearsed."""
+    """Return the result. A rehearsal that differs does not stop those of other runs."""
     folder = Path(asked.sandbox) if asked.sandbox else None
     done = rehearsed(lakehouse.lakehouse(), asked.run, steps=asked.steps, sandbox_folder=folder)
     (context.log.error if done.holds is False else context.log.info)(f"{done.run}: {done.said}")

@@ -1,4 +1,4 @@
-"""What is set for Dagster besides the job specs: $DLAC_HOME/orchestration.toml, read anew by every tick that needs it."""
+"""Settings of Dagster besides the job specs: $DLAC_HOME/orchestration.toml, which each tick reads again."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class RecoverySettings(Section):
 
 
 class AlertSettings(Section):
-    """Who is told."""
+    """Receivers of alerts."""
 
     command: list[str] = Field(
         default_factory=list,
@@ -75,7 +75,7 @@ class Settings(Section):
 
 
 def settings_or_defaults(log: logging.Logger) -> Settings:
-    """The settings, or the defaults and a word in the log: a recovery does not wait until somebody has mended a file."""
+    """Return the settings, or the defaults with a note in the log: a recovery does not wait until a file is corrected."""
     try:
         return read_settings()
     except SpecInvalid as err:
@@ -84,7 +84,7 @@ def settings_or_defaults(log: logging.Logger) -> Settings:
 
 
 def read_settings(home: Path | None = None) -> Settings:
-    """The settings in the home folder; defaults where there is no such file.
+    """Return the settings in the home folder, or the defaults without a file.
 
     Raises:
         SpecInvalid: the file cannot be read, or a field is wrong.

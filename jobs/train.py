@@ -34,4 +34,4 @@ recover_job = dg.define_asset_job(
 )
 
 MONITORED = [train_job, recover_job, dg.define_asset_job(MATERIALIZE)]
-"""The jobs whose runs may train, for sensors that look at how runs ended; of the last, Dagster's own, only the name is used."""
+"""The jobs whose runs may train, for sensors on the ends of runs. The last is Dagster's own, of which only the name is used."""

@@ -1,4 +1,4 @@
-"""Dagster runs that train: how they are told from others, and what they were given."""
+"""Dagster runs that train: recognition, and their job specs."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _STEP = MODEL.to_python_identifier()
 
 
 def trains(run: dg.DagsterRun) -> bool:
-    """Whether a run trains: it is of one of these jobs, has a job spec, and the model is among what it was to materialize.
+    """Return True if a run trains: it is of one of these jobs, has a job spec, and was to materialize the model.
 
-    Checks alone train nothing, nor do others of the assets, nor what re-executes some steps without this one.
+    Runs of checks alone, of other assets, and re-executions of steps without the model do not train.
     """
     if run.job_name not in TRAINING_JOBS or raw_spec_of(run.run_config) is None:
         return False
@@ -32,17 +32,17 @@ def trains(run: dg.DagsterRun) -> bool:
 
 
 def is_of(run: dg.DagsterRun, location: str | None) -> bool:
-    """Whether a run belongs to the code location of this name: others may have assets and jobs of the same names."""
+    """Return True if a run belongs to the code location of this name. Others may have assets and jobs of the same names."""
     origin = run.remote_job_origin
     there = None if origin is None else origin.repository_origin.code_location_origin.location_name
     return there == location
 
 
 def spec_of(run_config: Mapping[str, Any]) -> JobSpec:
-    """The job spec in the configuration of a Dagster run; `{env: NAME}` stands for a variable, as in Dagster.
+    """Return the job spec in the configuration of a Dagster run. `{env: NAME}` stands for a variable, as in Dagster.
 
     Raises:
-        SpecInvalid: there is none, it is not a valid one, or names a variable that this process does not have.
+        SpecInvalid: it does not exist, is not valid, or names a variable that this process does not have.
     """
     raw = raw_spec_of(run_config)
     if raw is None:
@@ -51,9 +51,9 @@ def spec_of(run_config: Mapping[str, Any]) -> JobSpec:
 
 
 def raw_spec_of(run_config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The job spec in the configuration of a Dagster run, as it is written there; None: there is none.
+    """Return the job spec in the configuration of a Dagster run, as it is written, or None.
 
-    Nothing is validated yet: a key without a value is None in YAML, and what a person wrote may be anything.
+    It is not validated: a key without a value is None in YAML, and a person may have written anything.
     """
     found: Any = run_config
     for name in ("resources", "job", "config", "spec"):
@@ -62,7 +62,7 @@ def raw_spec_of(run_config: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def training_run_of(run: dg.DagsterRun) -> str:
-    """The name of the training run in a Dagster run's configuration; empty: it cannot be told here."""
+    """Return the name of the training run in a Dagster run's configuration. Empty: unknown here."""
     named: Any = (raw_spec_of(run.run_config) or {}).get("run")
     try:
         named = _with_environment(named)
@@ -72,7 +72,7 @@ def training_run_of(run: dg.DagsterRun) -> str:
 
 
 def _with_environment(written: Any) -> Any:
-    """What was written, with the values of the environment variables that it names."""
+    """Return the configuration with the values of the environment variables that it names."""
     if isinstance(written, Mapping):
         if set(written) == {"env"} and isinstance(name := written["env"], str):
             if name not in os.environ:

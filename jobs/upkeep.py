@@ -1,4 +1,4 @@
-"""The job that puts DLAC's own tables in order, and its schedule, which whoever runs a lakehouse turns on."""
+"""The job that runs upkeep on DLAC's own tables, and its schedule, which the lakehouse's operator turns on."""
 
 from dataclasses import asdict
 
@@ -11,7 +11,7 @@ from dlac_pipeline.spec.spec_problems import Section
 
 
 class UpkeepConfig(Section, dg.Config):
-    """What upkeep leaves."""
+    """Limits of upkeep."""
 
     keep_snapshots: int = Field(
         default=KEEP_SNAPSHOTS, ge=1, le=MOST_SNAPSHOTS, description="Snapshots to keep of each of DLAC's own tables."

@@ -1,4 +1,4 @@
-"""The job that reads the newest checkpoint of every run again, and its schedule, which whoever runs a lakehouse turns on."""
+"""The job that verifies the newest checkpoint of every run, and its schedule, which the lakehouse's operator turns on."""
 
 import time
 from contextlib import suppress
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class VerifyConfig(Section, dg.Config):
-    """Which checkpoints are read."""
+    """Checkpoints to verify."""
 
     runs: list[str] = Field(default=[], description="Training runs; empty: all of the lakehouse.")
     not_since_h: float = Field(
@@ -86,7 +86,7 @@ def _verdict_metadata(verdict: "Verification") -> dict[str, Any]:
 
 
 def _held_since(lakehouse: "Lakehouse", run: str, since: datetime) -> bool:
-    """Whether the digests of the run's head have held since."""
+    """Return True if the digests of the run's head have been verified since."""
     from dlac_pipeline.checkpoint.listing import list_checkpoints
 
     heads = [each for each in list_checkpoints(lakehouse, run) if each.state == "head"]
@@ -94,7 +94,7 @@ def _held_since(lakehouse: "Lakehouse", run: str, since: datetime) -> bool:
 
 
 def _files_of(lakehouse: "Lakehouse", run: str) -> "StoreFiles | None":
-    """With the store's own settings where the run was launched here; else with those of the lakehouse."""
+    """Return the store's files, with the store's own settings where the run was launched here, else those of the lakehouse."""
     from dlac_pipeline.checkpoint.store import tiers_of
     from dlac_pipeline.supervise.claims import last_spec
 

@@ -64,9 +64,9 @@ def rewind(
     spec: SpecOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """Go back to a checkpoint: a new branch begins there, the old one stays auditable, and a launch that is alive is fenced off.
+    """Go back to a checkpoint: a new branch begins, the old one stays auditable, and a live launch is fenced off.
 
-    A finished run is open again. What is excluded stays so on this branch, whatever the job spec says.
+    A finished run is open again. Exclusions stay in force on this branch, whatever the job spec contains.
     """
     from dlac_pipeline.operations.rewind import rewind_run
     from dlac_pipeline.supervise.claim import new_nonce
@@ -148,9 +148,9 @@ def fork(
     home: Home = None,
     as_json: AsJson = False,
 ) -> None:
-    """Begin a run from a checkpoint of another one, which may be training: it has seen what that has seen.
+    """Begin a run from a checkpoint of another one, which may be training. It inherits what that run has consumed.
 
-    Model, optimizer and generators are the parent's; data order, tables and everything else are those of the job spec.
+    Model, optimizer and generators are the parent's. Data order, tables and everything else are those of the job spec.
     """
     from dlac_pipeline.checkpoint.store import tiers_of
     from dlac_pipeline.lakehouse.iceberg.connect import connect
@@ -190,9 +190,9 @@ def retire(
     home: Home = None,
     spec: SpecOption = None,
 ) -> None:
-    """Let go of checkpoints that rewinds have left behind: nobody can go back to them, and their files are removed.
+    """Retire checkpoints that rewinds have abandoned. They cannot be restored afterwards, and their files are removed.
 
-    What they have consumed stays in the ledger. On the surviving lineage checkpoint.keep_last says what is kept.
+    Their consumption stays in the ledger. On the surviving lineage checkpoint.keep_last decides what is kept.
     """
     from dlac_pipeline.checkpoint.commit.retention import Retention
     from dlac_pipeline.checkpoint.store import tiers_of
@@ -213,7 +213,7 @@ def retire(
 
 
 def _known_spec(lakehouse: Lakehouse, run: str, spec: Path | None, home: Path | None) -> JobSpec | None:
-    """The run's spec; None for one that was launched from another machine."""
+    """Return the run's spec, or None for one that was launched from another node."""
     with suppress(NoSuchJobSpec):
         return spec_of_run(run, spec, home, lakehouse=lakehouse)
     return None

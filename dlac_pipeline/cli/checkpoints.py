@@ -84,7 +84,7 @@ def name(
     home: Home = None,
     spec: SpecOption = None,
 ) -> None:
-    """Name a checkpoint: retention keeps it until the name is taken away, whatever the job spec says."""
+    """Tag a checkpoint: retention keeps it until the tag is removed, whatever the job spec contains."""
     from dlac_pipeline.lakehouse.ledger.commits import name_checkpoint
     from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 
@@ -116,9 +116,9 @@ def verify(
         int | None, typer.Option(help="Only the checkpoint of this step; unset: every one that is kept.")
     ] = None,
 ) -> None:
-    """Read the files of a run's checkpoints again and compare their digests; exit status 0 only if all hold.
+    """Read the files of a run's checkpoints again and compare their digests. Exit status 0 only if all match.
 
-    What was found goes into the ledger; `dlac checkpoints` says when each was whole last.
+    The result goes into the ledger. `dlac checkpoints` shows when each was last whole.
     """
     from dlac_pipeline.checkpoint.listing import verify_checkpoints
     from dlac_pipeline.checkpoint.store import tiers_of
@@ -166,9 +166,9 @@ def adopt(
     tag: Annotated[str | None, typer.Option(help="DeepSpeed's tag; unset: what its file `latest` says.")] = None,
     home: Home = None,
 ) -> None:
-    """Begin the spec's run from a checkpoint that others wrote; what that has seen stays unknown.
+    """Begin the spec's run from a checkpoint that others wrote. Its consumption stays unknown.
 
-    DCP's own index is a pickle, which runs what it is told to: adopt only what you trust.
+    DCP's own index is a pickle, which can run code: adopt only what you trust.
     """
     from dlac_pipeline.checkpoint.restore.foreign import foreign_checkpoint
     from dlac_pipeline.lakehouse.iceberg.connect import connect
@@ -193,7 +193,7 @@ def export(
     spec: SpecOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write a checkpoint's weights as safetensors; by the file's digest `dlac whose` finds out what it has seen."""
+    """Write a checkpoint's weights as safetensors. By the file's digest `dlac identify` finds its checkpoint."""
     from dlac_pipeline.checkpoint.restore.export import export_weights
     from dlac_pipeline.checkpoint.store import tiers_of
 
@@ -212,7 +212,7 @@ def whose(
     spec: SpecOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """Which checkpoint a file of weights is of, by its digest: what that has seen, `dlac sql` tells."""
+    """Identify the checkpoint of a file of weights, by its digest. `dlac sql` shows what it has consumed."""
     from dlac_pipeline.checkpoint.restore.export import checkpoint_of_file
 
     show_facts(checkpoint_of_file(lakehouse_of(spec, home), file), as_json=as_json)

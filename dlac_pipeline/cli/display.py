@@ -1,5 +1,6 @@
-"""What a person sees in the terminal of a run: of the run that this process trains a progress bar, and a line per
-checkpoint, failure and recovery; of any other run the facts that a look finds.
+"""Terminal display of a run. A run of this process: a progress bar, and a line per checkpoint, failure and recovery.
+
+Any other run: the facts of each look.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def watch_run(
 
 
 def _looks(open_lakehouse: Callable[[], Lakehouse], run: str) -> Iterator[dict[str, Any]]:
-    """What each look finds: until the run is there, what is waited for."""
+    """Yield the result of each look. Until the run exists, the missing part."""
     from dlac_pipeline.lakehouse.errors import NoSuchLakehouse, NoSuchRun
     from dlac_pipeline.operations.live_status import LiveStatus
 
@@ -84,7 +85,7 @@ def _looks(open_lakehouse: Callable[[], Lakehouse], run: str) -> Iterator[dict[s
 
 
 def describe_status(facts: Mapping[str, Any], options: Sequence[str] = ()) -> dict[str, str | None]:
-    """Write down for people what `run_status` found: a label and a text each, without what is not known."""
+    """Return the result of `run_status` for people: a label and a text each, without unknown facts."""
     head = facts["head_checkpoint"]
     checkpoints = format_count(facts["checkpoints"], "checkpoint")
     reason = f" ({facts['checkpoint_reason']})" if facts["checkpoint_reason"] else ""
@@ -108,7 +109,7 @@ def describe_status(facts: Mapping[str, Any], options: Sequence[str] = ()) -> di
 
 
 def describe_live(facts: Mapping[str, Any], options: Sequence[str] = ()) -> dict[str, str | None]:
-    """Write down for people what one look of `LiveStatus` found; of a run that is waited for, what is waited for."""
+    """Return the result of a look of `LiveStatus` for people. For a run that does not exist yet, the missing part."""
     if facts["state"] == "waiting":
         return {"run": facts["run"], "state": "waiting for it to start (Ctrl-C ends this)", "found": facts["waits_for"]}
     speeds = [(facts[f"{noun}_per_s"], noun) for noun in ("steps", "samples", "tokens")]
@@ -135,9 +136,9 @@ def describe_live(facts: Mapping[str, Any], options: Sequence[str] = ()) -> dict
 
 
 def command_with(command: str, options: Sequence[str]) -> str:
-    """Return a command with the options that name the lakehouse; empty if there is no command.
+    """Return a command with the options that name the lakehouse. Empty without a command.
 
-    A job spec among the options takes the place of one that the command leaves open.
+    A job spec among the options replaces the placeholder in the command.
     """
     from dlac_pipeline.operations.status import SPEC_PLACEHOLDER
 
@@ -147,7 +148,7 @@ def command_with(command: str, options: Sequence[str]) -> str:
 
 
 def _state_of(facts: Mapping[str, Any], *, now: str | None = None) -> str:
-    """The state of a run and what is known of its last launch."""
+    """Return the state of the run and the known facts about its last launch."""
     state = facts["launch"] if now is None else now
     return f"{state}: {facts['launch_note']}" if facts["launch_note"] else state
 
@@ -159,7 +160,7 @@ def _step_of(facts: Mapping[str, Any]) -> str:
 
 
 class TrainingDisplay:
-    """Shows a supervisor's events; a context manager."""
+    """Display of a supervisor's events. A context manager."""
 
     def __init__(self, console: Console, run: str) -> None:
         columns = (
@@ -174,7 +175,7 @@ class TrainingDisplay:
         self._task = self._progress.add_task(f"{run}: starting", total=None, loss="-")
         self._run = run
         self.attempt = 0
-        """The last attempt that an event named; 0: none did."""
+        """The last attempt that an event named, or 0."""
 
     def __enter__(self) -> TrainingDisplay:
         self._progress.start()
@@ -252,7 +253,7 @@ _ENDINGS = {"caught_up": "caught up", "left": "was left by its script, after a c
 
 
 def describe_outcome(run: str, outcome: Outcome, *, attempt: int) -> str:
-    """Write down for people how a run ended; `attempt` is the last one that was launched, 0 if none was."""
+    """Return the end of a run for people. `attempt` is the last one that was launched, or 0."""
     ending = _ENDINGS.get(outcome.ending, outcome.ending)
     if not attempt:
         return f"run {run!r} {ending} at step {outcome.step:,}"

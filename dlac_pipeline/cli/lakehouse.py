@@ -51,9 +51,9 @@ def audit(
         ),
     ] = None,
 ) -> None:
-    """Prove from the tables what the run has consumed; exit status 0 only if it is exact.
+    """Prove from the tables what the run has consumed. Exit status 0 only if it is exact.
 
-    The surviving lineage is audited, or that of any other head: a branch that a rewind has left.
+    The surviving lineage is audited, or that of any other head: a branch that a rewind has abandoned.
     """
     from dlac_pipeline.audit.audit import audit_run
     from dlac_pipeline.audit.explain import explain_sql
@@ -158,7 +158,7 @@ def unpin(
         bool, typer.Option(help="Even if a run needs it; that run cannot resume, or be rewound, then.")
     ] = False,
 ) -> None:
-    """Let go of a pinned snapshot: expiry may then remove what only this pin held back."""
+    """Release a pinned snapshot: expiry may then remove what only this pin held."""
     from dlac_pipeline.lakehouse.iceberg.pins import remove_pin as let_go
 
     removed = let_go(lakehouse_of(spec, home), table, snapshot_id, force=force)
@@ -176,7 +176,7 @@ def upkeep(
     ] = KEEP_SNAPSHOTS,
     as_json: AsJson = False,
 ) -> None:
-    """Put DLAC's own tables in order: merge small files, expire snapshots, remove unneeded files; safe while runs train."""
+    """Run upkeep on DLAC's own tables: merge small files, expire snapshots, remove unneeded files. Safe while runs train."""
     from dlac_pipeline.lakehouse.maintenance.upkeep import run_upkeep as put_in_order
 
     done = put_in_order(lakehouse_of(spec, home), keep=keep)
@@ -196,13 +196,13 @@ def upkeep(
 
 
 def _advice(err: Exception) -> str:
-    """Return what to do about a file that SQL may not read; DuckDB says only that it is disabled."""
+    """Return advice on a file that SQL may not read. DuckDB only reports that it is disabled."""
     kept_out = "disabled" in str(err) or "external" in str(err)
     return "; files outside of the lakehouse are read with --allow-files" if kept_out else ""
 
 
 def _json_value(value: object) -> object:
-    """What JSON has no type for: decimals as numbers, all else as text."""
+    """Return a value of a type that JSON lacks: decimals as numbers, all else as text."""
     if isinstance(value, Decimal):
         return int(value) if value == value.to_integral_value() else float(value)
     return str(value)

@@ -51,9 +51,9 @@ def logs(
     home: Home = None,
     spec: SpecOption = None,
 ) -> None:
-    """Print the output of the ranks, as it is on this node. Of several ranks, each line begins with its rank.
+    """Print the output of the ranks that is on this node. With several ranks, each line begins with its rank.
 
-    A log is bounded by launch.log_mb; logs of the newest 50 attempts are kept.
+    A log is bounded by launch.log_mb. Logs of the newest 50 attempts are kept.
     """
     from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 
@@ -135,7 +135,7 @@ def _why_missing(rows: list[Row], run: str, attempt: int, folders: list[Path]) -
 
 
 def _print_lines(readers: dict[int, LogReader], *, last: bool) -> bool:
-    """Print what can be read now, and the `last` time also a line that has no end; returns whether there was something."""
+    """Print the lines that can be read now, the `last` time also one without an end. Return True if any was printed."""
     said = False
     for rank, reader in readers.items():
         begin = f"[rank {rank}] " if len(readers) > 1 else ""

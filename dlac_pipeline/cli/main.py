@@ -25,9 +25,9 @@ from dlac_pipeline.supervise.bug_report import EXIT_CODE, report_unexpected
 
 _EX_IOERR = 74
 _REPORTS_LEFT = {"duckdb", "torch"}
-"""Libraries that print, or tidy up, what is left of their objects at the end of a process."""
+"""Libraries that print, or clean up, the rest of their objects at the end of a process."""
 _COLLECT_AFTER = 50_000
-"""Objects that are allocated before the youngest are collected; Python's own 700 are for programs that import less."""
+"""Objects that are allocated before the youngest are collected. Python's own 700 suits programs that import less."""
 app = typer.Typer(
     name="dlac",
     help="Train from Iceberg tables, with data consumption committed in the lakehouse together with every checkpoint.",
@@ -50,7 +50,7 @@ def root(
         bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
-    """What all commands share; the help is the app's."""
+    """Define options of the command itself. The help text is the app's."""
 
 
 @app.command(
@@ -66,9 +66,9 @@ def demo(context: typer.Context) -> None:
 
 
 def main() -> None:
-    """Entry point: every error is one line on standard error; a DLAC error has its class's exit status.
+    """Run the command: every error is one line on standard error. A DLAC error has its class's exit status.
 
-    Any other exception is a bug: its traceback goes into a file. Ctrl-C and a reader that has gone are no errors.
+    Any other exception is a bug: its traceback goes into a file. Ctrl-C and a closed pipe are no errors.
     """
     _spare_collections()
     if sys.stdout is None:  # closed by who started this: nobody wants to read
@@ -131,7 +131,7 @@ def _end(said: str, exit_code: int) -> NoReturn:
 
 
 def _output_fails() -> bool:
-    """Whether nothing can be written; what is left to be is dropped then, or Python would try again as it ends."""
+    """Return True if the output cannot be written. The rest is dropped then, or Python would try again at its end."""
     try:
         sys.stdout.write("\n")
         sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""What went wrong, what became of it, and whether a run could be resumed: incidents, rehearsals."""
+"""Failures of a run and their consequences, and whether it could be resumed: incidents, rehearsals."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def rehearse(
     spec: SpecOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """Restore a checkpoint in a sandbox, do the steps behind it again, and compare the losses; exit status 0 only if identical.
+    """Restore a checkpoint in a sandbox, repeat the steps after it, and compare the losses. Exit status 0 only if identical.
 
     Production is only read. The script finds DLAC_REHEARSAL=1 in its environment.
     """
@@ -142,7 +142,7 @@ def _row_of_step(step: RehearsedStep) -> tuple[str, ...]:
 
 
 def _phases(recovery: Recovery) -> str:
-    """Those that took time, in order; older rows do not say all of them."""
+    """Return the phases that took time, in order. Older rows do not have all of them."""
     from dlac_pipeline.lakehouse.ledger.recoveries import PHASES
 
     shown = [name for name in PHASES if name != "total" and not (name == "detect" and recovery.down_s)]

@@ -117,12 +117,12 @@ def train(
         bool, typer.Option("--render", help="Print the job that the scheduler would get, and submit nothing.")
     ] = False,
 ) -> None:
-    """Train a run to its end; resumes it where its last committed checkpoint is. Ctrl-C stops it behind a checkpoint.
+    """Train a run to its end, from its last committed checkpoint. Ctrl-C stops it after a checkpoint.
 
     Options and PET_* variables of torchrun mean the same here: --nnodes, --nproc-per-node, --rdzv-endpoint, --rdzv-conf,
     --standalone, --max-restarts, --start-method, --shutdown-timeout, --numa-binding, --virtual-local-rank.
 
-    With several nodes the same command is started on each of them. A node that gets SIGTERM leaves the run to the others. With
+    With several nodes, start the same command on each of them. A node that gets SIGTERM leaves the run to the others. With
     launch.on = "slurm" or "kubernetes" one job is submitted, followed from here, and cancelled with this command.
     """
     job = _with_torchrun_options(resolved(spec, home), context.args)
@@ -141,9 +141,9 @@ def train(
 def rendezvous(
     address: Annotated[str, typer.Argument(help="host:port; the same that the machines of a run are given.")],
 ) -> None:
-    """Serve the rendezvous of runs on several machines, on one that outlives them; SIGTERM or Ctrl-C ends it.
+    """Serve the rendezvous of runs on several nodes, on a node that outlives them. SIGTERM or Ctrl-C ends it.
 
-    Without this one of the machines serves it, and the others cannot meet while that one is away.
+    Without this command one of the nodes serves it, and the others cannot meet while that node is unavailable.
     """
     from dlac_pipeline.elastic.endpoint import serve_rendezvous
     from dlac_pipeline.launchers.signals import on_signals
@@ -185,7 +185,7 @@ def recover(
         ),
     ] = 30.0,
 ) -> None:
-    """Resume a run by its name, from the committed ledger; fences off whatever may still be alive of it."""
+    """Resume a run by its name, from the committed ledger. Older launches that may be alive are fenced off."""
     from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 
     lakehouse = lakehouse_of(spec, home)
@@ -214,7 +214,10 @@ def status(
         typer.Option(help="Seconds between two looks of --watch.", min=0.1, max=LONGEST_WAIT_S, callback=check_number),
     ] = 1.0,
 ) -> None:
-    """Where a run is: step, loss, last checkpoint, attempt, what rewinds exclude; with --watch also what it does."""
+    """Show the state of a run: step, loss, last checkpoint, attempt, exclusions of rewinds.
+
+    With --watch also its present work.
+    """
     options = place_options(spec, home)
     if watch:
         watch_run(lambda: lakehouse_of(spec, home), run, OUT, every_s=every_s, as_json=as_json, options=options)

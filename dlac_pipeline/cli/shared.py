@@ -1,4 +1,4 @@
-"""What subcommands share: their options, where the lakehouse is, and how facts are shown."""
+"""Shared parts of subcommands: their options, the place of the lakehouse, and the display of facts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TRAIN, LOOK, RECOVER = "Train", "Look", "Recover"
 BRANCH, CHECKPOINTS, LAKEHOUSE = "Branch", "Checkpoints", "Lakehouse"
 """Groups of commands in the help of `dlac`."""
 _WIDE = 100_000
-"""Columns of what is no terminal: nothing is folded, nor cut off, for the program that reads it."""
+"""Columns without a terminal: nothing is folded or cut off, for the program that reads it."""
 _JOINERS = "\u200c\u200d"
 """Parts of words in some scripts, and of emoji."""
 
@@ -54,10 +54,10 @@ def _is_shown(character: str) -> bool:
 
 
 class _SafeConsole(Console):
-    """A console that shows control characters of what is printed, instead of obeying them."""
+    """A console that shows control characters in its text instead of obeying them."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Render with `terminal_text`; the console's own control codes stay."""
+        """Render with `terminal_text`. The console's own control codes stay."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=terminal_text(segment.text))
 
@@ -84,7 +84,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, for
 
 
 def check_number(value: float) -> float:
-    """Return the number of an option; nan is within every bound, and refused here.
+    """Return the number of an option. nan is within every bound, and refused here.
 
     Raises:
         typer.BadParameter: it is nan.
@@ -113,7 +113,7 @@ def lakehouse_of(spec: Path | None, home: Path | None) -> Lakehouse:
 
 
 def given_spec(run: str, spec: Path | None, home: Path | None) -> JobSpec | None:
-    """The job spec in a file, of this run whichever it names; None: none is given."""
+    """Return the job spec in a file, for this run whichever it names, or None without a file."""
     if spec is None:
         return None
     return parse_spec(
@@ -146,7 +146,7 @@ def steps_bar() -> Progress:
 
 
 def show_rows(names: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """A table, or one for each row, a field per line, where that would be wider than the terminal; None is NULL."""
+    """Print a table, or one for each row, a field per line, where it would be wider than the terminal. None is NULL."""
     cells = [
         [Text("NULL", style="dim") if value is None else Text(terminal_text(str(value))) for value in row]
         for row in rows

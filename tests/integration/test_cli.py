@@ -178,7 +178,7 @@ def test_the_demo_explains_its_own_options() -> None:
 
 def test_the_version_is_that_of_the_package(here: Command) -> None:
     """`dlac --version` prints it."""
-    assert here("--version").stdout == f"dlac {version('dlac')}\n"
+    assert here("--version").stdout == f"dlac {version('dlac-pipeline')}\n"
 
 
 def test_help_explains_every_command(here: Command) -> None:

@@ -217,9 +217,9 @@ def test_looking_imports_no_training_library(runs_of_one: Arena, arguments: list
     if "--help" in arguments:
         left |= {"pyiceberg", "pyarrow", "sqlalchemy", "numpy", "psutil", "requests"}
     code = (
-        "import sys\nfrom dlac_pipeline import cli\n"
+        "import sys\nfrom dlac_pipeline.cli import main\n"
         f"sys.argv = ['dlac', *{arguments!r}]\n"
-        "try:\n    cli.main()\nexcept SystemExit as ended:\n    assert not ended.code, ended\n"
+        "try:\n    main.main()\nexcept SystemExit as ended:\n    assert not ended.code, ended\n"
         f"print('imported', sorted({left!r} & set(sys.modules)))"
     )
     environment = {**os.environ, "DLAC_HOME": str(runs_of_one.home)}

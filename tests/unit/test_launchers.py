@@ -246,7 +246,7 @@ def test_local_lakehouse_is_refused(tmp_path: Path) -> None:
 def test_missing_client_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """A job can be rendered without the client of Kubernetes, and not be submitted."""
     monkeypatch.setattr(protocol, "find_spec", lambda name: None)
-    with pytest.raises(BadInput, match=r"pip install \"dlac\[cluster\]\""):
+    with pytest.raises(BadInput, match=r"pip install \"dlac-pipeline\[cluster\]\""):
         launcher_for(asked("kubernetes", KUBERNETES), print)
     assert "kind: JobSet" in render_job(asked("kubernetes", KUBERNETES))
 
