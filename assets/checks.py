@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 import dagster as dg
 
+from assets.metadata import sql_metadata
 from assets.resources import JobResource
-from assets.shown import sql_metadata
 from assets.training import model_checkpoint
 from dlac_pipeline.lakehouse.errors import NoRestorableCheckpoint, StoreUnavailable
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 
+from assets.metadata import table
 from assets.resources import JobResource
-from assets.shown import table
 from assets.training import model_checkpoint
 from dlac_pipeline.lakehouse.errors import (
     CatalogUnreachable,

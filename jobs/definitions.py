@@ -15,7 +15,7 @@ from assets.sources import corpus, tokens
 from assets.training import model_checkpoint
 from jobs.alerts import dlac_alerts
 from jobs.continual import continual_training_schedule, new_snapshot_sensor
-from jobs.lost import lost_run_sensor
+from jobs.lost_runs import lost_run_sensor
 from jobs.recovery import preemption_sensor, recovery_sensor
 from jobs.rehearse import rehearse_job, rehearse_schedule
 from jobs.train import ingest_job, recover_job, train_job

@@ -1,9 +1,9 @@
 """The main job on real input, through Dagster, with faults: `python -m jobs.demo` (`make demo`, `dlac demo`).
 
-1. Ingest and tokenize the standard library's sources. Train a reference run without faults. 2. Train the same plan again as
-another run. SIGKILL one of its ranks in the middle of a step: the supervisor recovers. SIGKILL the Dagster run's own process:
-the trainer exits, the sensor requests the recovery job, which finishes the run. 3. Audit both, compare their losses bit by
-bit, and write the report.
+1. Ingest and tokenize the standard library's sources. Train a reference run without faults.
+2. Train the same plan again as another run. SIGKILL one of its ranks in the middle of a step: the supervisor recovers.
+   SIGKILL the Dagster run's own process: the trainer exits, the sensor requests the recovery job, which finishes the run.
+3. Audit both, compare their losses bit by bit, and write the report.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 job.
 
 A run that failed, and one that was cancelled because its node is shut down, are recovered. One that a person cancelled is
-not. The sensor in jobs/lost.py marks runs whose process is gone as failed, and they are recovered then.
+not. The sensor in jobs/lost_runs.py marks runs whose process is gone as failed, and they are recovered then.
 """
 
 import logging

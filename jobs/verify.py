@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import dagster as dg
 from pydantic import Field
 
+from assets.metadata import table
 from assets.resources import LakehouseResource
-from assets.shown import table
 from dlac_pipeline.lakehouse.errors import (
     NoRestorableCheckpoint,
     NoSuchCheckpoint,

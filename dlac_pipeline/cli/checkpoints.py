@@ -76,8 +76,9 @@ def _row_of(listed: ListedCheckpoint) -> tuple[str, ...]:
     )
 
 
-@app.command(rich_help_panel=CHECKPOINTS, epilog=examples("dlac name my-run best", "dlac name my-run best --step 400"))
-def name(
+@app.command("name", hidden=True)  # the name of version 0.1
+@app.command(rich_help_panel=CHECKPOINTS, epilog=examples("dlac tag my-run best", "dlac tag my-run best --step 400"))
+def tag(
     run: RunName,
     name: Annotated[str, typer.Argument(help="The name.", callback=check_checkpoint_name)],
     step: Annotated[int | None, typer.Option(help="The step of the checkpoint; unset: the head.")] = None,
@@ -92,14 +93,15 @@ def name(
     OUT.print(f"checkpoint {checkpoint_id} is named {name}", markup=False)
 
 
-@app.command(rich_help_panel=CHECKPOINTS, epilog=examples("dlac unname my-run best"))
-def unname(
+@app.command("unname", hidden=True)  # the name of version 0.1
+@app.command(rich_help_panel=CHECKPOINTS, epilog=examples("dlac untag my-run best"))
+def untag(
     run: RunName,
     name: Annotated[str, typer.Argument(help="The name.")],
     home: Home = None,
     spec: SpecOption = None,
 ) -> None:
-    """Take the name of a checkpoint away: retention treats it as any other then."""
+    """Remove a tag from a checkpoint: retention then treats it as any other."""
     from dlac_pipeline.lakehouse.ledger.commits import unname_checkpoint
     from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 
@@ -202,8 +204,9 @@ def export(
     show_facts(asdict(export_weights(lakehouse, tiers_of(job), out, step=step, part=part)), as_json=as_json)
 
 
-@app.command(rich_help_panel=CHECKPOINTS, epilog=examples("dlac whose weights.safetensors"))
-def whose(
+@app.command("whose", hidden=True)  # the name of version 0.1
+@app.command(rich_help_panel=CHECKPOINTS, epilog=examples("dlac identify weights.safetensors"))
+def identify(
     file: Annotated[
         Path,
         typer.Argument(help="A file that `dlac export` wrote, wherever it was copied.", exists=True, dir_okay=False),

@@ -21,7 +21,7 @@ from dlac_pipeline.cli import branches, checkpoints, lakehouse, logs, recovery, 
 from dlac_pipeline.cli.display import Interrupted
 from dlac_pipeline.cli.shared import ERR, OUT, TRAIN, terminal_text
 from dlac_pipeline.lakehouse.errors import BadInput, DlacError
-from dlac_pipeline.supervise.bug_report import EXIT_CODE, report_unexpected
+from dlac_pipeline.launchers.bug_report import EXIT_CODE, report_unexpected
 
 _EX_IOERR = 74
 _REPORTS_LEFT = {"duckdb", "torch"}

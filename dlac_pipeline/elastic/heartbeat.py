@@ -99,8 +99,6 @@ class NodeHeartbeat:
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._thread.start()
 
-    # The node's main thread
-
     def seek(self, offer: Offer) -> None:
         """Wait for the next round from now on."""
         with self._lock:

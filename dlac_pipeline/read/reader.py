@@ -1,8 +1,8 @@
 """One rank's reader: from the order and a reader state to batches of tensors.
 
-1. Rank r of W works on slots [rB/W, (r+1)B/W) of every global batch. Slot s belongs to key group s // (B/G). 2. Each of its
-key groups divides its slots among the sources, and fills them from one stream per source. 3. Blocks are decoded and prepared
-ahead. A batch is gathered from them by index, directly into one array per column.
+1. Rank r of W works on slots [rB/W, (r+1)B/W) of every global batch. Slot s belongs to key group s // (B/G).
+2. Each of its key groups divides its slots among the sources, and fills them from one stream per source.
+3. Blocks are decoded and prepared ahead. A batch is gathered from them by index, directly into one array per column.
 
 Resume requires an unchanged leg. The number of ranks may change.
 """

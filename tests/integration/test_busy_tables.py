@@ -75,7 +75,7 @@ def test_writers_that_are_always_faster_are_blamed(lakehouse: Lakehouse, monkeyp
     pin(lakehouse, "src.t", first)
     losing(monkeypatch, repeat(True))
     for module in ("snapshots", "pins"):
-        monkeypatch.setattr(f"catalog.{module}.retrying", partial(retrying, 0.5))
+        monkeypatch.setattr(f"dlac_pipeline.lakehouse.iceberg.{module}.retrying", partial(retrying, 0.5))
     with pytest.raises(PinLost, match="does not stay: somebody was faster"):
         pin(lakehouse, "src.t", second)
     with pytest.raises(PinLost, match="did not go away: somebody was faster"):

@@ -252,7 +252,14 @@ def test_an_output_that_cannot_be_written_is_one_line(arena: Arena, more: tuple[
 
 
 def test_a_folder_is_no_file_of_weights(arena: Arena) -> None:
-    """`dlac whose` says so in a line."""
-    done = dlac("whose", str(arena.home), home=arena.home)
+    """`dlac identify` says so in a line."""
+    done = dlac("identify", str(arena.home), home=arena.home)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("name", ["name", "unname", "whose"])
+def test_old_commands_stay_hidden(name: str, tmp_path: Path) -> None:
+    """A command that was renamed keeps its old name for one version. The help does not list it."""
+    assert f"│ {name} " not in dlac("--help", home=tmp_path).stdout
+    assert f"Usage: dlac {name}" in dlac(name, "--help", home=tmp_path).stdout

@@ -34,7 +34,7 @@ _READS = (
     ("recover", "r"),
     ("rehearse", "r"),
     ("export", "r", "w.safetensors"),
-    ("name", "r", "best"),
+    ("tag", "r", "best"),
 )
 _SPEC = """\
 run = "r"

@@ -228,7 +228,7 @@ def test_weights_load_into_the_bare_model(tmp_path: Path, model: Callable[[], An
 
 @pytest.mark.soak
 def test_the_command_line_exports_and_asks(arena: Arena) -> None:
-    """`dlac export` writes, `dlac whose` names the checkpoint; a file that nobody exported is refused."""
+    """`dlac export` writes, `dlac identify` names the checkpoint; a file that nobody exported is refused."""
     arena.table(appends=(320,))
     spec = arena.spec("r", world_size=1, passes=1)
     arena.train(spec)
@@ -236,11 +236,11 @@ def test_the_command_line_exports_and_asks(arena: Arena) -> None:
     made = dlac("export", "r", str(out), "--json", "--spec", str(arena.home / "r.yaml"), home=arena.home)
     assert made.returncode == 0, made.stderr
     said = json.loads(made.stdout)
-    asked = json.loads(dlac("whose", str(out), "--json", home=arena.home).stdout)
+    asked = json.loads(dlac("identify", str(out), "--json", home=arena.home).stdout)
     assert (asked["checkpoint_id"], asked["digest"]) == (said["checkpoint_id"], said["digest"])
     assert asked["checkpoint_id"] == arena.head("r")
     stranger = arena.home / "stranger"
     stranger.write_bytes(b"not an export")
-    refused = dlac("whose", str(stranger), home=arena.home)
+    refused = dlac("identify", str(stranger), home=arena.home)
     assert refused.returncode != 0
     assert "NoSuchCheckpoint" in refused.stderr

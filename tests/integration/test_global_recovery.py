@@ -23,7 +23,7 @@ from dlac_pipeline.supervise.claim import check_current
 from jobs.continual import run_config_of
 from jobs.coordinator import TrainingRunCoordinator
 from jobs.definitions import defs
-from jobs.lost import lost_run_sensor
+from jobs.lost_runs import lost_run_sensor
 from jobs.recovery import RECOVERS_TAG, recovery_of, recovery_sensor
 from jobs.train import MONITORED
 from jobs.training_runs import MODEL, TRAINING_JOBS, spec_of, training_run_of, trains
@@ -278,7 +278,7 @@ def test_time_in_which_nobody_looked_is_no_silence_of_the_runs(
     def status_after(looks: list[int]) -> dg.DagsterRunStatus:
         nonlocal cursor
         for passed_s in looks:
-            monkeypatch.setattr("jobs.lost.time.time", lambda passed_s=passed_s: began + passed_s)
+            monkeypatch.setattr("jobs.lost_runs.time.time", lambda passed_s=passed_s: began + passed_s)
             context = dg.build_sensor_context(instance=instance, cursor=cursor)
             cursor = lost_run_sensor.evaluate_tick(context).cursor
         now = instance.get_run_by_id(run.run_id)

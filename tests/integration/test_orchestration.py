@@ -26,7 +26,7 @@ from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.supervise.liveness.other_launch import liveness_of
 from dlac_pipeline.supervise.run_lock import lock_path, run_lock
 from jobs.definitions import defs
-from jobs.lost import lost_run_sensor
+from jobs.lost_runs import lost_run_sensor
 from jobs.recovery import recovery_of
 from jobs.settings import FILE, read_settings
 from jobs.verify import verify_job

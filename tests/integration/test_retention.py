@@ -332,12 +332,12 @@ def test_names_are_refused_where_they_would_mislead(arena: Arena) -> None:
     ledger = Ledger(arena.lakehouse)
     with pytest.raises(NoSuchCheckpoint, match=r"at step 20 that is kept, found those of steps \[60, 63\]"):
         name_checkpoint(ledger, "r", "early", step=20)
-    named = dlac("name", "r", "best", "--step", "60", home=arena.home)
+    named = dlac("tag", "r", "best", "--step", "60", home=arena.home)
     assert "is named best" in named.stdout
     assert name_checkpoint(ledger, "r", "best", step=60) in named.stdout  # again: nothing to do
     with pytest.raises(SpecInvalid, match="'best' to name no checkpoint"):
         name_checkpoint(ledger, "r", "best")
-    assert dlac("unname", "r", "best", home=arena.home).returncode == 0
+    assert dlac("untag", "r", "best", home=arena.home).returncode == 0
     with pytest.raises(NoSuchCheckpoint, match=r"named 'best', found the names \[\]"):
         unname_checkpoint(ledger, "r", "best")
     with pytest.raises(RunFinished):

@@ -124,7 +124,7 @@ COMMANDS = [
     ["verify", "RUN", "--spec", "SPEC"],
     ["export", "RUN", "w.safetensors", "--spec", "SPEC"],
     ["name", "RUN", "good", "--spec", "SPEC"],
-    ["unname", "RUN", "good", "--spec", "SPEC"],
+    ["untag", "RUN", "good", "--spec", "SPEC"],
     ["retire", "RUN", "--spec", "SPEC"],
     ["rewind", "RUN", "--to-step", "1", "--spec", "SPEC"],
     ["fork", "RUN", "--as", "new", "--spec", "SPEC"],
@@ -160,5 +160,5 @@ def test_fork_begins_no_bad_run(arena: Arena, new: str) -> None:
 def test_name_command_refuses_holds(arena: Arena) -> None:
     """An operator gives no checkpoint a name by which DLAC holds others."""
     with pytest.raises(SpecInvalid, match="fork:"):
-        app(["name", "r", "fork:b:1", "--home", str(arena.home)], standalone_mode=False)
+        app(["tag", "r", "fork:b:1", "--home", str(arena.home)], standalone_mode=False)
     assert Path(arena.home).is_dir()

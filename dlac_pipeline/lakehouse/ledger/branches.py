@@ -247,7 +247,7 @@ def _one_left(run: str, left: dict[str, Row], named: str) -> Row:
     except NoSuchCheckpoint as err:
         raise SpecInvalid(
             f"expected a checkpoint of run {run!r} that is left behind and has no name, found {named!r}; left are "
-            f"{sorted(left)!r}: on the surviving lineage checkpoint.keep_last says what is kept, and `dlac unname` takes a "
+            f"{sorted(left)!r}: on the surviving lineage checkpoint.keep_last says what is kept, and `dlac untag` takes a "
             "name away"
         ) from err
 

@@ -155,7 +155,7 @@ def name_checkpoint(
         if holder is not None:
             raise SpecInvalid(
                 f"expected {name!r} to name no checkpoint of run {run!r}, found it names {holder!r}: choose another, or "
-                "take it away with `dlac unname`"
+                "take it away with `dlac untag`"
             )
         return _said_of_name(state, name, named)
 
