@@ -25,6 +25,7 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/pytest -q tests/unit/test_vocabulary.py
 
 unit: setup
 	$(BIN)/pytest -m "not soak" -n 3 --dist loadfile --no-loadscope-reorder --durations 30

@@ -26,7 +26,7 @@ from benchmarks.soak_faults.account import launches_of, left_of, runs_of, traine
 from benchmarks.soak_faults.choosing import KINDS, Choice, choose
 from benchmarks.soak_faults.healing import Fault, Wound, heal, strike
 from benchmarks.soak_faults.lab import RUNS, Lab, open_lab
-from benchmarks.soak_faults.page import day_of, page_of, seconds_by_kind
+from benchmarks.soak_faults.page import day_of, faults_of, page_of, seconds_by_kind
 from benchmarks.soak_faults.told import tell
 
 _PAGE = Path(__file__).parents[1] / "docs" / "soak.md"
@@ -50,7 +50,9 @@ def main() -> int:
     parser.add_argument("--docs", type=Path, help="JSON file of a campaign, of which docs/soak.md is made")
     asked = parser.parse_args()
     if asked.docs:
-        _PAGE.write_text(page_of(json.loads(asked.docs.read_text())))
+        campaign = json.loads(asked.docs.read_text())
+        _PAGE.write_text(page_of(campaign))
+        _PAGE.with_suffix(".json").write_text(faults_of(campaign))
         return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # behind what cleans up
     minutes, faults = (0.0, len(KINDS)) if asked.quick else (asked.minutes, asked.faults)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 import time
 from collections.abc import Iterable, Sequence
@@ -19,51 +20,45 @@ def page_of(campaign: Told) -> str:
     runs: list[Told] = campaign["runs"]
     left = [f"{name}: {', '.join(found)}" for name, found in campaign["left"].items() if found]
     quarantined = sum(fault["told"]["quarantined"] for fault in faults)
-    followed = {fault["during"] for fault in faults}
     skipped = ", ".join(campaign["skipped"])
     lines = [
         "# Self-healing soak",
         "",
-        "Written by `python -m benchmarks.soak --docs soak.json`; `make soak-campaign` is the long one: 2 hours and 200 faults.",
+        "`make soak-campaign` runs it and writes this page. [soak.json](soak.json) has each fault: kind, run, step, outcome, "
+        "seconds and phases.",
         "",
-        f"**This one: {len(faults)} faults in {campaign['minutes_taken']:.0f} minutes**, seed {campaign['seed']}, on "
+        f"**{len(faults)} faults in {campaign['minutes_taken']:.0f} minutes**, seed {campaign['seed']}, on "
         f"{campaign['day']}, {campaign['machine']}.",
         "",
-        "A real Dagster (daemon, code server, sensors) on an embedded lakehouse; two training runs beside each other, of two",
-        "forked ranks each, one with synchronous and one with asynchronous checkpoints every 10 steps; a run that finishes is",
-        "followed by a new one. Each fault waits until the last one is healed, except those that say which recovery they strike.",
-        *([] if campaign.get("remarks") else ["Nobody touched anything in between."]),
+        "A real Dagster (daemon, code server, sensors) on an embedded lakehouse. Two training runs of two ranks each, one with "
+        "synchronous and one with asynchronous checkpoints every 10 steps.",
         "",
         *([f"- **It failed:** {campaign['failed']}"] if campaign["failed"] else []),
-        f"- Healed: {sum(fault['recovery_s'] is not None for fault in faults)} of {len(faults)} faults; {quarantined} damaged "
-        "checkpoints were quarantined, and their parents taken.",
-        f"- Runs: {len(runs)}, with {sum(run['attempts'] for run in runs)} attempts; finished: {_count(runs, 'finished')}.",
-        f"- Audit exact: {_count(runs, 'audit_exact')}. Rows in the training function's own journal are those that the ledger "
-        f"names: {_count(runs, 'journal_agrees')}. Losses bit-identical to those of a run without faults: "
-        f"{_count(runs, 'losses_identical')}.",
-        f"- Left over ({', '.join(campaign['left'])}; table files are those that no table names behind an upkeep): "
-        f"{'; '.join(left) or 'nothing'}.",
+        f"- Healed: {sum(fault['recovery_s'] is not None for fault in faults)} of {len(faults)} faults. {quarantined} damaged "
+        "checkpoints were quarantined, and their parents resumed.",
+        f"- Runs: {len(runs)}, with {sum(run['attempts'] for run in runs)} attempts. Finished: {_count(runs, 'finished')}. "
+        f"Audit exact: {_count(runs, 'audit_exact')}. Journal equals ledger: {_count(runs, 'journal_agrees')}. Losses "
+        f"bit-identical to those of a run without faults: {_count(runs, 'losses_identical')}.",
+        f"- Left over ({', '.join(campaign['left'])}): {'; '.join(left) or 'nothing'}.",
         *_launches(campaign["launch_folders"]),
         *([f"- Not in it: {skipped}."] if skipped else []),
         *(f"- {remark}" for remark in campaign.get("remarks", ())),
         "",
-        "## By kind",
-        "",
-        "Seconds from the strike to the first new optimizer step of the last run that was struck; of what ends no attempt",
-        "(daemon, code server, a locked catalog) until a new checkpoint is committed and the sensors look again. What passes by",
-        "itself is in it.",
+        "Seconds from the fault to the first new optimizer step of the last run that it struck:",
         "",
         *_table(("kind", "is", "faults", "median", "max"), _by_kind(faults)),
         "",
-        "## Every fault",
-        "",
-        "Phases are those of [`dlac incidents`](recovery.md#what-is-told-afterwards-dlac-incidents), of all recoveries from the",
-        "fault in the run that took longest, added up; where there are none, training went on.",
-        "",
-        *_table(_HEADS, [_fault_row(fault, followed=fault["number"] in followed) for fault in faults]),
-        "",
     ]
     return "\n".join(lines)
+
+
+def faults_of(campaign: Told) -> str:
+    """Return the faults of a campaign as JSON: a list with one object per line."""
+    faults: list[Told] = campaign["faults"]
+    followed = {fault["during"] for fault in faults}
+    rows = (_fault_row(fault, followed=fault["number"] in followed) for fault in faults)
+    objects = (json.dumps({name: str(cell) for name, cell in zip(_HEADS, row, strict=True)}) for row in rows)
+    return "[\n" + ",\n".join(objects) + "\n]\n"
 
 
 def _launches(folders: Told) -> list[str]:

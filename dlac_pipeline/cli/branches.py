@@ -59,7 +59,7 @@ def rewind(
         ),
     ] = None,
     source: Annotated[str | None, typer.Option(help="Whose rows these are, in a mixture.")] = None,
-    why: Annotated[str, typer.Option(help="The reason, for whoever reads the ledger later.")] = "",
+    why: Annotated[str, typer.Option(help="The reason, for later readers of the ledger.")] = "",
     home: Home = None,
     spec: SpecOption = None,
     as_json: AsJson = False,

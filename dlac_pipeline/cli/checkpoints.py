@@ -165,7 +165,7 @@ def adopt(
             help="The checkpoint: DeepSpeed's folder, or that of torch.distributed.checkpoint.", exists=True
         ),
     ],
-    tag: Annotated[str | None, typer.Option(help="DeepSpeed's tag; unset: what its file `latest` says.")] = None,
+    tag: Annotated[str | None, typer.Option(help="DeepSpeed's tag; unset: that of its file `latest`.")] = None,
     home: Home = None,
 ) -> None:
     """Begin the spec's run from a checkpoint that others wrote. Its consumption stays unknown.

@@ -101,7 +101,7 @@ def train(
     ] = False,
     plan_id: Annotated[
         list[str] | None,
-        typer.Option(help="Train this plan, or one for each source; unset: plan the sources as the spec says."),
+        typer.Option(help="Train this plan, or one for each source; unset: plan the sources of the spec."),
     ] = None,
     new_leg: Annotated[
         bool,
@@ -109,9 +109,7 @@ def train(
             help="Allow the spec to change weights, exclusions, batch size, passes, steps, snapshot or order from here on."
         ),
     ] = False,
-    nodes: Annotated[
-        str | None, typer.Option(help='Machines that train it together: "4", or "2:4" for 2 to 4.')
-    ] = None,
+    nodes: Annotated[str | None, typer.Option(help='Nodes that train it together: "4", or "2:4" for 2 to 4.')] = None,
     rendezvous: Annotated[str | None, typer.Option(help="host:port at which they meet.")] = None,
     render: Annotated[
         bool, typer.Option("--render", help="Print the job that the scheduler would get, and submit nothing.")
@@ -139,7 +137,7 @@ def train(
 
 @app.command(rich_help_panel=TRAIN, epilog=examples("dlac rendezvous node-1:29400"))
 def rendezvous(
-    address: Annotated[str, typer.Argument(help="host:port; the same that the machines of a run are given.")],
+    address: Annotated[str, typer.Argument(help="host:port; the same address as on the nodes of a run.")],
 ) -> None:
     """Serve the rendezvous of runs on several nodes, on a node that outlives them. SIGTERM or Ctrl-C ends it.
 
@@ -178,7 +176,7 @@ def recover(
     wait_s: Annotated[
         float,
         typer.Option(
-            help="Seconds to let a launch that is still alive leave by itself.",
+            help="Seconds that a live launch has to exit on its own.",
             min=0,
             max=LONGEST_WAIT_S,
             callback=check_number,

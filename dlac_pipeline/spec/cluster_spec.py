@@ -68,7 +68,7 @@ class ClusterSpec(Section):
     retries: int = Field(
         default=0,
         description="Times that a failed job is started again: on Slurm when all nodes have ended (a preemption counts as well), "
-        "on Kubernetes each pod by itself. Preempted jobs and pods are started again in any case.",
+        "on Kubernetes each pod alone. Preempted jobs and pods are started again in any case.",
         ge=0,
         le=1000,
     )

@@ -56,12 +56,12 @@ class SourceSpec(Section):
     )
     follow: Literal["pinned", "appends"] = Field(
         default="pinned",
-        description='"pinned": the snapshot that was planned; "appends": every launch goes on to what was appended since, in '
+        description='"pinned": the planned snapshot. "appends": every launch continues with the rows appended since, in '
         "one pass, and keeps what does not fill a batch for the next.",
     )
     on_overwrite: Literal["stop", "read", "ignore"] = Field(
         default="stop",
-        description="What a following source does about overwritten rows: stop with an error, read what is new, or ignore.",
+        description="Policy of a following source for overwritten rows: stop with an error, read new rows, or ignore.",
     )
     identity_columns: list[str] = Field(
         default_factory=list,
@@ -70,7 +70,7 @@ class SourceSpec(Section):
     pin: Literal["tag", "none"] = Field(
         default="tag",
         description='"tag": keep the snapshot alive by an Iceberg tag; "none": for a table that may only be read. Then the run '
-        "is exact as long as nobody expires the snapshot, and stops afterwards.",
+        "is exact until the snapshot is expired, and stops afterwards.",
     )
     nullable: list[str] = Field(
         default_factory=list, description='Columns whose nulls read as zeros, beside a bool tensor "<name>.valid".'
@@ -84,11 +84,11 @@ class SourceSpec(Section):
     )
     on_reject: Literal["fail", "quarantine"] = Field(
         default="fail",
-        description="What becomes of rows for which the transform raises, or whose text cannot be tokenized.",
+        description="Policy for rows at which the transform raises, or whose text cannot be tokenized.",
     )
     on_unreadable: Literal["fail", "quarantine"] = Field(
         default="fail",
-        description="What becomes of row groups that are missing or do not decode: the run stops, or goes on without them.",
+        description="Policy for row groups that are missing or do not decode: the run stops, or continues without them.",
     )
 
     @field_validator("table")
@@ -169,11 +169,11 @@ class SequenceSpec(Section):
         default=0, description="Tokens in a sequence (T); 0: rows are samples, nothing is packed.", ge=0, le=2**24
     )
     column: str = Field(
-        default="", description="Column of text, or of lists of tokens, behind the transform; empty: the first column."
+        default="", description="Column of text, or of lists of tokens, after the transform. Empty: the first column."
     )
     tokenizer: str = Field(default="", description="For text: a tokenizer.json, or a transformers tokenizer by name.")
     begin_token: str = Field(default="", description="Token put before each document; empty: none.")
-    end_token: str = Field(default="", description="Token put behind each document; empty: none.")
+    end_token: str = Field(default="", description="Token put after each document. Empty: none.")
     begin_id: int | None = Field(default=None, description="As begin_token, by number.", ge=0, lt=2**31)
     end_id: int | None = Field(default=None, description="As end_token, by number.", ge=0, lt=2**31)
     pad_id: int = Field(
@@ -203,7 +203,7 @@ class CheckpointSpec(Section):
     )
     store_properties: dict[str, str] = Field(
         default_factory=dict,
-        description="pyiceberg properties of the store, such as s3.endpoint, besides those of the lakehouse.",
+        description="pyiceberg properties of the store, such as s3.endpoint, in addition to those of the lakehouse.",
     )
     store_deadline_s: float = Field(
         default=120.0,
@@ -269,12 +269,12 @@ class CheckpointSpec(Section):
     )
     keep_every_steps: int = Field(
         default=0,
-        description="Of every so many steps the first checkpoint is kept besides, at a multiple or behind it; 0: none.",
+        description="The first checkpoint at or after each multiple of this many steps is kept as well. 0: none.",
         ge=0,
         le=MOST_STEPS,
     )
     keep_steps: list[Annotated[int, Field(ge=0, le=MOST_STEPS)]] = Field(
-        default_factory=list, description="Steps whose checkpoints are kept besides."
+        default_factory=list, description="Steps whose checkpoints are kept as well."
     )
 
     @field_validator("store")
@@ -311,16 +311,14 @@ class JobSpec(Section):
     """One training run."""
 
     run: str = Field(description="Name of the run: letters, digits, dots, dashes and underscores.")
-    source: SourceSpec = Field(description="What is read; in a mixture the first of its sources.")
+    source: SourceSpec = Field(description="The source. In a mixture, the first of its sources.")
     mixture: list[SourceSpec] = Field(default_factory=list, description="Further sources, mixed in by their weights.")
-    sequences: SequenceSpec = Field(default=SequenceSpec(), description="How documents become sequences.")
+    sequences: SequenceSpec = Field(default=SequenceSpec(), description="Conversion of documents to sequences.")
     read: ReadSpec = Field(default=ReadSpec(), description="How each rank reads.")
     order: OrderSpec = Field(description="What determines the order of rows.")
     checkpoint: CheckpointSpec = Field(default=CheckpointSpec(), description="When and where checkpoints are taken.")
     launch: LaunchSpec = Field(description="How the ranks are started and watched.")
-    cluster: ClusterSpec = Field(
-        default=ClusterSpec(), description="What the scheduler is told, where launch.on is one."
-    )
+    cluster: ClusterSpec = Field(default=ClusterSpec(), description="Settings of the scheduler that launch.on names.")
     lakehouse: LakehouseConfig = Field(default=LakehouseConfig(), description="Where the lakehouse is.")
     params: dict[str, str] = Field(default_factory=dict, description="Settings that the training script reads itself.")
 

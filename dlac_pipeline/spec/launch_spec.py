@@ -42,25 +42,25 @@ class LaunchSpec(Section):
     )
     on: Literal["here", "slurm", "kubernetes"] = Field(
         default="here",
-        description='"here": on this machine, or on those where the same command is started; "slurm", "kubernetes": as a job of '
+        description='"here": on this node, or on the nodes where the same command is started. "slurm", "kubernetes": as a job of '
         "that scheduler, in which every node is supervised; see the cluster section.",
     )
     nodes: str = Field(
         default="",
-        description='Machines that train the run together: "4", or "2:4" for at least 2 and at most 4; each starts the same '
-        "command. An attempt has as many ranks as are there and divide the batch size. Empty: this machine, `world_size` ranks.",
+        description='Nodes that train the run together: "4", or "2:4" for at least 2 and at most 4. Each starts the same '
+        "command. The world size is the largest that divides the batch size. Empty: this node, `world_size` ranks.",
         pattern=r"^([1-9][0-9]*(:[1-9][0-9]*)?)?$",
     )
     nproc_per_node: int = Field(
         default=0,
-        description="With `nodes`: ranks that this machine can take; 0: as many as it has accelerators, one without any.",
+        description="With `nodes`: ranks that this node can take. 0: as many as it has accelerators, one without any.",
         ge=0,
         le=4096,
     )
     rendezvous: str = Field(
         default="",
-        description="With several nodes: host:port at which they meet. The machine with that address serves it. The nodes of a "
-        "scheduler's job find it by themselves.",
+        description="With several nodes: host:port at which they meet. The node with that address serves it. The nodes of a "
+        "scheduler's job find it automatically.",
         pattern=r"^(\S+:[0-9]+)?$",
     )
     rendezvous_key_file: str = Field(
@@ -76,7 +76,7 @@ class LaunchSpec(Section):
     )
     last_call_s: int = Field(
         default=5,
-        description="Seconds for which more nodes are waited for once the least number is there.",
+        description="Seconds to wait for more nodes once the least number exists.",
         ge=1,
         le=LONGEST_WAIT_S,
     )
@@ -100,7 +100,7 @@ class LaunchSpec(Section):
     )
     preload: list[str] = Field(
         default_factory=list,
-        description='With start = "fork": modules that this process imports besides PyTorch and DLAC, such as "deepspeed". '
+        description='With start = "fork": modules that it imports in addition to PyTorch and DLAC, such as "deepspeed". '
         "Modules that begin threads or open an accelerator at import are refused.",
     )
     max_restarts: int | None = Field(
@@ -118,7 +118,7 @@ class LaunchSpec(Section):
     )
     env: dict[str, str] = Field(
         default_factory=dict,
-        description="Environment variables set for the ranks; also for what is imported ahead of them. OMP_NUM_THREADS is 1 "
+        description="Environment variables set for the ranks; also for imports before them. OMP_NUM_THREADS is 1 "
         "unless it is set here or where the run is launched.",
     )
     grace_s: float = Field(
@@ -129,14 +129,14 @@ class LaunchSpec(Section):
     )
     deadline_s: float = Field(
         default=0.0,
-        description="Seconds from a notice (SIGTERM, SIGUSR1, termination_url) until the ranks are gone, behind an emergency "
+        description="Seconds from a notice (SIGTERM, SIGUSR1, termination_url) until the ranks have exited, after an emergency "
         "checkpoint if there is time for one; 0: grace_s.",
         ge=0,
         le=LONGEST_WAIT_S,
     )
     termination_url: str = Field(
         default="",
-        description="Asked every few seconds whether this machine goes away: 200 is a notice, 404 is none; empty: not asked.",
+        description="URL asked every few seconds for a termination of this node: 200 is a notice, 404 is none.",
         pattern=r"^(https?://.+)?$",
     )
     termination_headers: dict[str, str] = Field(default_factory=dict, description="Headers of those requests: a token.")
@@ -177,7 +177,7 @@ class LaunchSpec(Section):
     deaths_at_same_rows: int = Field(
         default=3,
         description="Attempts in a row that die in the same step, with its batch in hand, before the rows of that batch are "
-        "quarantined and the run goes on without them; 0: never.",
+        "quarantined and the run continues without them. 0: never.",
         ge=0,
         le=1_000_000,
     )
@@ -189,7 +189,7 @@ class LaunchSpec(Section):
     )
     straggler_factor: float = Field(
         default=2.0,
-        description="A rank is told as a straggler when its own time in a phase is so many times the median of the other ranks'; "
+        description="A rank is a straggler when its own time in a phase is this many times the median of the other ranks'. "
         "0: never.",
         ge=0,
         le=1e6,

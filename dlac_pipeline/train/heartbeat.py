@@ -1,7 +1,7 @@
 """Heartbeat of one rank: its phase, the start of the phase, and its own time in each phase.
 
 A sign of life is one small write. A step has three. Times exclude waits for other ranks in a collective, where they can be
-told apart: in reading, loading, and computing up to the loss.
+measured: in reading, loading, and computing up to the loss.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def table_of(lakehouse: Lakehouse, reading: Reading, *appends: int) -> SourceTab
     return table
 
 
-def test_what_is_excluded_in_the_last_pass_is_not_read_in_passes_that_are_added(lakehouse: Lakehouse) -> None:
+def test_added_passes_skip_excluded_rows(lakehouse: Lakehouse) -> None:
     """Exclusions hold for passes that a leg after the next one asks for, too."""
     table_of(lakehouse, LISTS, 20, 20)
     run = Run.begin(lakehouse, spec_of(LISTS, {"passes": 1}))
@@ -62,7 +62,7 @@ def test_what_is_excluded_in_the_last_pass_is_not_read_in_passes_that_are_added(
     assert sum(row == 10 for row in behind) >= 1
 
 
-def test_a_row_that_is_gone_while_it_is_read_is_not_read_on(lakehouse: Lakehouse) -> None:
+def test_row_removed_during_read_is_skipped(lakehouse: Lakehouse) -> None:
     """The rest of a document that was packed in part, and deleted then, is passed over; what follows begins at its beginning."""
     table = table_of(lakehouse, PACKED, 40)
     spec = spec_of(PACKED, {}, follow="appends", identity_columns=["row_id"])
@@ -78,7 +78,7 @@ def test_a_row_that_is_gone_while_it_is_read_is_not_read_on(lakehouse: Lakehouse
     assert not split & {int(token) // PER_ROW for batch in behind for token in batch.tensors["tokens"].reshape(-1)}
 
 
-def test_rows_that_are_gone_are_not_read_where_too_few_are_left(lakehouse: Lakehouse) -> None:
+def test_removed_rows_near_end_are_skipped(lakehouse: Lakehouse) -> None:
     """Deletes that leave no key group enough for a batch end the leg at once; what is left comes with the next append."""
     table = table_of(lakehouse, LISTS, 40)
     spec = spec_of(LISTS, {}, follow="appends", identity_columns=["row_id"])
@@ -95,7 +95,7 @@ def test_rows_that_are_gone_are_not_read_where_too_few_are_left(lakehouse: Lakeh
     assert len(behind) == 28
 
 
-def test_an_endless_source_of_which_nothing_is_left_is_refused(lakehouse: Lakehouse) -> None:
+def test_endless_empty_source_is_refused(lakehouse: Lakehouse) -> None:
     """Exclusions that leave no row of a source that is read again and again stop the run, which would never find a row."""
     table_of(lakehouse, LISTS, 20)
     run = Run.begin(lakehouse, spec_of(LISTS, {"steps": 50}, passes=0))
@@ -118,7 +118,7 @@ def ids_of(batches: Sequence[GlobalBatch]) -> set[int]:
     return {row for batch in batches for row in batch.tensors["row_id"][batch.valid].tolist()}
 
 
-def test_a_rank_without_samples_has_the_columns_of_the_others(lakehouse: Lakehouse, tmp_path: Path) -> None:
+def test_rank_without_samples_has_all_columns(lakehouse: Lakehouse, tmp_path: Path) -> None:
     """Also where the transform makes nothing of the rows that are looked at first: of row 0, and key group 0 has no other."""
     reading = transformed(tmp_path)
     table_of(lakehouse, reading, 1, 1)
@@ -129,9 +129,7 @@ def test_a_rank_without_samples_has_the_columns_of_the_others(lakehouse: Lakehou
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 4])
-def test_a_source_that_ends_without_a_sample_leaves_its_slots_to_the_others(
-    lakehouse: Lakehouse, batch_size: int
-) -> None:
+def test_empty_source_leaves_slots_to_others(lakehouse: Lakehouse, batch_size: int) -> None:
     """What follows in a source may be rows without tokens, which only reading tells: the batch is filled, and the run goes on."""
     table_of(lakehouse, PACKED, 1)  # row 0, which has no tokens
     SourceTable(lakehouse, "src.u", PACKED.rows).append(40)

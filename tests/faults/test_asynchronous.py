@@ -76,7 +76,7 @@ def test_a_stalled_commit_holds_the_next_checkpoint_back(campaign: Arena) -> Non
 
 
 @pytest.mark.soak
-def test_asked_to_stop_a_run_leaves_behind_a_checkpoint_of_its_last_step(campaign: Arena) -> None:
+def test_stop_leaves_checkpoint_of_last_step(campaign: Arena) -> None:
     """SIGTERM with a checkpoint under way: that one is committed, then one of the step at which the run stops."""
     run = "asynchronous-stopped"
     launch = campaign.launch(campaign.spec(run, passes=1, pause_s=0.05, **MODE))

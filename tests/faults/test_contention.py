@@ -141,7 +141,7 @@ def test_runs_commit_while_upkeep_never_stops(tmp_path: Path, start: Start, cata
     assert len(list(lakehouse.own("consumption").scan().plan_files())) < 3 * MIN_FILES
 
 
-def test_the_first_commits_of_several_runs_race_to_make_the_tables(tmp_path: Path, start: Start) -> None:
+def test_first_commits_race_to_make_tables(tmp_path: Path, start: Start) -> None:
     """In an empty lakehouse all processes end up at the same ledger, and none loses its rows; again and again."""
     times, runs = 3, ("a", "b", "c")
     for each in range(times):

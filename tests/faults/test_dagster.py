@@ -19,9 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # Dagster's own libraries war
 
 
 @pytest.mark.parametrize("victim", ["dagster run", pytest.param("supervisor", marks=pytest.mark.soak)])
-def test_a_killed_process_above_the_ranks_is_recovered_through_the_sensor(
-    campaign: Arena, dagster: LocalDagster, victim: str
-) -> None:
+def test_killed_parent_process_is_recovered(campaign: Arena, dagster: LocalDagster, victim: str) -> None:
     """SIGKILL of the Dagster run's process, or of the supervisor: all ranks leave, recover_job finishes the run exactly.
 
     One run may train at a time on this instance: the killed one does not keep its place.
@@ -50,9 +48,7 @@ def test_a_killed_process_above_the_ranks_is_recovered_through_the_sensor(
     assert [check.event_specific_data.passed for check in checks] == [True] * 4
 
 
-def test_every_committed_checkpoint_is_an_observation_and_the_model_carries_pictures(
-    campaign: Arena, dagster: LocalDagster
-) -> None:
+def test_checkpoints_are_observations_with_pictures(campaign: Arena, dagster: LocalDagster) -> None:
     """The asset's page shows step, loss and rows of each checkpoint, and in the end the loss curve."""
     spec = campaign.spec("observed", passes=1)
     ended = dagster.wait(dagster.launch("train_job", job_config(spec)))
@@ -71,7 +67,7 @@ def test_every_committed_checkpoint_is_an_observation_and_the_model_carries_pict
 
 
 @pytest.mark.soak
-def test_a_failure_that_would_come_again_is_not_recovered(campaign: Arena, dagster: LocalDagster) -> None:
+def test_permanent_failure_is_not_recovered(campaign: Arena, dagster: LocalDagster) -> None:
     """A wrong column fails the Dagster run with its reason, and the sensor, having looked, leaves it alone."""
     spec = campaign.spec("hopeless-dagster", columns=["no_such_column"])
     ended = dagster.wait(dagster.launch("train_job", job_config(spec)))

@@ -24,9 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # Dagster's own libraries war
 
 
 @pytest.mark.soak
-def test_a_run_that_a_person_cancels_leaves_behind_a_checkpoint_and_is_left_alone(
-    campaign: Arena, dagster: LocalDagster
-) -> None:
+def test_cancelled_run_checkpoints_and_stays(campaign: Arena, dagster: LocalDagster) -> None:
     """Cancelled as in the UI: no process or lock is left within the grace period, no step is lost, nobody recovers it."""
     spec = campaign.spec("cancelled", pause_s=0.05, every_steps=1000, grace_s=15.0)
     run_id, processes = trained_to(dagster, spec)
@@ -48,9 +46,7 @@ def test_a_run_that_a_person_cancels_leaves_behind_a_checkpoint_and_is_left_alon
 
 
 @pytest.mark.soak
-def test_a_rank_that_is_told_to_leave_fails_the_dagster_run_as_preempted_and_is_resumed(
-    campaign: Arena, dagster: LocalDagster
-) -> None:
+def test_preempted_rank_fails_run_and_resumes(campaign: Arena, dagster: LocalDagster) -> None:
     """SIGUSR1 to one rank, as a cluster sends it: an emergency checkpoint, a failure that says why, and one recovery."""
     spec = campaign.spec("preempted", pause_s=0.05)
     run_id, _ = trained_to(dagster, spec)
@@ -106,9 +102,7 @@ def test_a_killed_code_server_takes_nothing_along(campaign: Arena, dagster: Loca
 
 
 @pytest.mark.soak
-def test_a_run_whose_code_server_is_dead_leaves_behind_a_checkpoint_when_it_is_cancelled(
-    campaign: Arena, dagster: LocalDagster
-) -> None:
+def test_cancel_works_without_code_server(campaign: Arena, dagster: LocalDagster) -> None:
     """Dagster cannot tell its process; that one finds out, once, and leaves as if it had been told: no step is lost."""
     spec = campaign.spec("unreachable", pause_s=0.05, every_steps=1000, grace_s=15.0)
     run_id, processes = trained_to(dagster, spec)
@@ -146,9 +140,7 @@ def test_two_recoveries_at_once_train_once(campaign: Arena, dagster: LocalDagste
 
 
 @pytest.mark.soak
-def test_the_queue_holds_a_second_trainer_of_a_run_back_and_lets_other_runs_through(
-    campaign: Arena, dagster: LocalDagster
-) -> None:
+def test_queue_allows_one_trainer_per_run(campaign: Arena, dagster: LocalDagster) -> None:
     """Three Dagster runs of two training runs: those of the same name train one after the other, the other one beside them."""
     one, other = campaign.spec("one", pause_s=0.5), campaign.spec("other")
     ids = [dagster.launch("train_job", job_config(spec)) for spec in (one, one, other)]

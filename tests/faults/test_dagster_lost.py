@@ -17,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # Dagster's own libraries war
 
 
 @pytest.mark.soak
-def test_a_worker_that_is_stopped_loses_its_run_and_never_commits_again(campaign: Arena) -> None:
+def test_stopped_worker_never_commits_again(campaign: Arena) -> None:
     """SIGSTOP of the run's process: found by its heartbeat, taken over; its trainer leaves although nobody reads its words."""
     home = campaign.home
     (home / "orchestration.toml").write_text("[recovery]\nlost_after_s = 20\nwait_for_old_launch_s = 2\n")
@@ -46,7 +46,7 @@ def test_a_worker_that_is_stopped_loses_its_run_and_never_commits_again(campaign
 
 
 @pytest.mark.soak
-def test_a_machine_that_died_is_found_when_the_daemon_is_back(campaign: Arena) -> None:
+def test_dead_node_is_found_by_daemon(campaign: Arena) -> None:
     """SIGKILL of daemon, code server, worker, supervisor and ranks at once: the run stays STARTED until it is found lost."""
     dagster = LocalDagster(campaign.home)
     spec = campaign.spec("machine", pause_s=0.05)

@@ -23,7 +23,7 @@ pytestmark = [
 ]
 
 
-def test_a_killed_run_heals_with_its_instance_in_postgresql(campaign: Arena) -> None:
+def test_killed_run_heals_on_postgres_instance(campaign: Arena) -> None:
     """Queue, tags, heartbeats, sensors and a lost run, all in PostgreSQL: nothing is lost and nothing is repeated."""
     with postgres() as address:
         dagster = LocalDagster(campaign.home, settings={"storage": {"postgres": {"postgres_url": address}}})

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 @pytest.mark.parametrize("mode", [pytest.param("synchronous", marks=pytest.mark.soak), "asynchronous"])
-def test_a_full_store_ends_the_run_and_loses_nothing(campaign: Arena, small_disk: Path, mode: str) -> None:
+def test_full_store_ends_run_without_loss(campaign: Arena, small_disk: Path, mode: str) -> None:
     """The run ends of `StoreUnavailable` behind its last committed checkpoint; with more room it finishes, exact."""
     run = f"disk-full-{mode}"
     spec = campaign.spec(run, store=str(small_disk), mode=mode)

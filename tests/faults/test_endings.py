@@ -39,7 +39,7 @@ def test_attempts_without_commit_end_run(campaign: Arena) -> None:
 
 
 @pytest.mark.soak
-def test_the_cause_is_told_although_its_rank_is_the_last_to_leave(campaign: Arena) -> None:
+def test_cause_is_reported_if_rank_exits_last(campaign: Arena) -> None:
     """The rank whose connection broke is gone first; the failure names the rank that failed, and of what."""
     launch = campaign.launch(
         campaign.spec("slow-to-leave", "fails_slowly.py", attempts_without_progress=1, deaths_at_same_rows=0)

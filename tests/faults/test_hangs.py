@@ -34,7 +34,7 @@ def test_a_deadlocked_collective_is_found_and_recovered_from(campaign: Arena) ->
 
 
 @pytest.mark.soak
-def test_a_clock_that_is_set_again_and_again_ends_nothing(campaign: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changing_clock_ends_nothing(campaign: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
     """At each look of the supervisor a minute has gone: ranks that train do not hang, and those that leave get their time."""
     wall, looks = time.time, count()
     monkeypatch.setattr(time, "time", lambda: wall() + 60.0 * next(looks))
@@ -54,7 +54,7 @@ def test_a_clock_that_is_set_again_and_again_ends_nothing(campaign: Arena, monke
 
 
 @pytest.mark.soak
-def test_a_reader_that_waits_for_a_dead_store_is_found(arena: Arena, store: ObjectStore, network: Network) -> None:
+def test_reader_on_dead_store_is_found(arena: Arena, store: ObjectStore, network: Network) -> None:
     """The store's connections stay and nothing comes: the phase is reading; once the store answers the run goes on."""
     direct = store.lakehouse(arena.home)
     config = direct.model_copy(update={"uri": f"sqlite:///{arena.home}/remote.db"})

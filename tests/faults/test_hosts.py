@@ -119,7 +119,7 @@ def network(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("who", ["the leader", "another one"])
-def test_one_is_lost_for_good_and_one_is_added(network: Network, who: str) -> None:
+def test_one_node_lost_and_one_added(network: Network, who: str) -> None:
     """Three, then two, then three again."""
     spec = network.job("lost-for-good", "2:3")
     for name in ("a", "b", "c"):

@@ -38,7 +38,7 @@ def test_rows_replayed_are_counted_not_estimated(arena: Arena) -> None:
 
 
 @pytest.mark.soak
-def test_a_coordinator_that_dies_behind_the_end_of_the_run_has_finished_it(arena: Arena) -> None:
+def test_coordinator_death_after_end_finishes_run(arena: Arena) -> None:
     """The next attempt finds nothing to claim: the launch ends well, at the last step, and nothing is trained again."""
     arena.table(appends=(300,))
     sabotage = {"env": {"SABOTAGE": "kill-after-finish@10"}}

@@ -16,7 +16,7 @@ SEEDS = [pytest.param(seed, marks=[] if seed < QUICK else [pytest.mark.soak]) fo
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_rank_killed_at_a_random_moment_changes_nothing(campaign: Arena, seed: int) -> None:
+def test_random_rank_kill_changes_nothing(campaign: Arena, seed: int) -> None:
     """The run finishes, its own journal holds every row once per pass, and batches and losses are the undisturbed run's."""
     draw = random.Random(seed)
     run = f"kill-{seed}"

@@ -22,7 +22,7 @@ def test_a_failure_after_the_last_batch_is_told(campaign: Arena) -> None:
     assert campaign.rows("afterwards", "finish")
 
 
-def test_what_a_rank_has_started_dies_with_the_supervisor(campaign: Arena) -> None:
+def test_children_of_ranks_die_with_supervisor(campaign: Arena) -> None:
     """SIGKILL of the supervisor: the ranks' own children are gone as well, within 30 s."""
     launch = campaign.launch(campaign.spec("children", "has_children.py"))
     launch.wait_for("training")
@@ -38,9 +38,7 @@ def test_what_a_rank_has_started_dies_with_the_supervisor(campaign: Arena) -> No
 
 
 @pytest.mark.soak
-def test_a_full_store_under_deepspeed_ends_the_run_and_no_rank_waits_for_another(
-    campaign: Arena, small_disk: Path
-) -> None:
+def test_full_store_under_deepspeed_blocks_no_rank(campaign: Arena, small_disk: Path) -> None:
     """DeepSpeed's save ends in a barrier: a rank that cannot write must reach it, and say no in the vote."""
     spec = campaign.spec("ds-full", "train_deepspeed.py", store=str(small_disk), every_steps=2, hang_timeout_s=60.0)
     launch = campaign.launch(spec)

@@ -66,7 +66,7 @@ def test_the_leader_is_lost(campaign: Arena, together: JobSpec) -> None:
 
 
 @pytest.mark.soak
-def test_a_leader_that_dies_between_its_claim_and_telling_of_it(campaign: Arena, together: JobSpec) -> None:
+def test_leader_dies_before_announcing_claim(campaign: Arena, together: JobSpec) -> None:
     """The other one has heard of no attempt, finds a claim of its own rendezvous in the ledger, and replaces it."""
     marker = campaign.home / "killed-as-it-told"
     under = [sys.executable, str(PROGRAMS / "killed_when_it_tells.py"), str(marker)]
@@ -114,7 +114,7 @@ def _rendezvous(address: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.soak
-def test_one_that_is_asked_to_leave_leaves_the_run_to_the_other(campaign: Arena, together: JobSpec) -> None:
+def test_leaving_node_passes_run_on(campaign: Arena, together: JobSpec) -> None:
     """SIGTERM to `dlac train` on one machine: a checkpoint, not a row twice, and no failure; whichever of them led."""
     stays = campaign.launch(together)
     path = campaign.home / "leaves.yaml"
@@ -164,7 +164,7 @@ def test_a_stop_stops_one_that_waits(campaign: Arena) -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("who", ["the leader", "the other"])
-def test_a_notice_to_a_rank_has_its_machine_leave(campaign: Arena, together: JobSpec, who: str) -> None:
+def test_notice_to_rank_makes_node_leave(campaign: Arena, together: JobSpec, who: str) -> None:
     """As where one of several spot instances is taken away: a checkpoint of all, and the other machine goes on."""
     leader, other = trained_together(campaign, together)
     leaves, stays = (leader, other) if who == "the leader" else (other, leader)
@@ -188,7 +188,7 @@ def test_another_job_is_refused(campaign: Arena) -> None:
 
 
 @pytest.mark.soak
-def test_one_too_many_takes_the_place_of_one_that_is_lost(campaign: Arena) -> None:
+def test_spare_node_replaces_lost_node(campaign: Arena) -> None:
     """Of three where two are wanted, one waits, and is told when it is needed, or that the run has ended."""
     spec = job(campaign, "one-too-many", nodes="2")
     leader, other = trained_together(campaign, spec)
@@ -221,7 +221,7 @@ def test_too_few_are_told_so(campaign: Arena) -> None:
 
 
 @pytest.mark.soak
-def test_one_that_comes_before_the_first_checkpoint_does_not_end_the_run(campaign: Arena) -> None:
+def test_early_node_waits_for_first_checkpoint(campaign: Arena) -> None:
     """Room for it is made behind a checkpoint, however much longer than the grace period that takes."""
     env = {"COMMIT_SLEEPS_S": "3"}
     spec = job(campaign, "comes-early", program="train_slow_commit.py", every_steps=1000, grace_s=1, env=env)
@@ -242,7 +242,7 @@ def test_one_that_comes_before_the_first_checkpoint_does_not_end_the_run(campaig
 
 @pytest.mark.soak
 @pytest.mark.parametrize("who", ["the leader", "the other"])
-def test_one_that_leaves_without_time_for_a_checkpoint_costs_what_the_incident_says(campaign: Arena, who: str) -> None:
+def test_leaving_without_time_is_recorded(campaign: Arena, who: str) -> None:
     """No checkpoint would be committed by the deadline: the others do again what all had done since the last one."""
     run = f"no-time-{who.replace(' ', '-')}"
     leader, other = trained_together(campaign, job(campaign, run, program="train_no_time.py"))

@@ -76,7 +76,7 @@ def test_every_token_once_per_pass(packed: Arena) -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(3))
-def test_a_killed_rank_and_other_numbers_of_ranks_change_nothing(packed: Arena, seed: int) -> None:
+def test_kill_and_rescale_keep_packed_order(packed: Arena, seed: int) -> None:
     """2 ranks, one killed; in the campaign 4, stopped, and 1; then 8, which share key groups: the same batches."""
     run = f"packed-{seed}"
     launch = packed.launch(spec(packed, run, pause_s=0.02))

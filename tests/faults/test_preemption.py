@@ -66,7 +66,7 @@ def finish_exactly(campaign: Arena, run: str) -> Launch:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
-def test_a_signal_to_one_rank_is_heard_by_all(campaign: Arena, number: signal.Signals) -> None:
+def test_signal_to_one_rank_reaches_all(campaign: Arena, number: signal.Signals) -> None:
     """Both ranks leave behind one checkpoint of the same step; the supervisor does not launch again."""
     run = f"told-by-{number.name}"
     launch = campaign.launch(campaign.spec(run, **TRAINING))
@@ -87,7 +87,7 @@ def test_a_signal_to_one_rank_is_heard_by_all(campaign: Arena, number: signal.Si
 
 @pytest.mark.soak
 @pytest.mark.parametrize("start", ["fork", "spawn"])
-def test_a_signal_to_the_whole_process_tree_leads_to_a_checkpoint(campaign: Arena, start: str) -> None:
+def test_signal_to_process_tree_makes_checkpoint(campaign: Arena, start: str) -> None:
     """As machines that shut down and batch systems send it: to the fork server and multiprocessing's tracker as well."""
     run = f"whole-tree-{start}"
     launch = campaign.launch(campaign.spec(run, start=start, **TRAINING))
@@ -123,7 +123,7 @@ def test_a_termination_url_is_asked_with_its_headers(campaign: Arena) -> None:
 
 
 @pytest.mark.soak
-def test_a_url_that_does_not_answer_is_said_once_and_nothing_else(campaign: Arena) -> None:
+def test_silent_url_is_logged_once(campaign: Arena) -> None:
     """A run on a machine without such an endpoint trains to its end, with one line in the log of rank 0."""
     run = "nobody-answers"
     launch = campaign.launch(campaign.spec(run, termination_url="http://127.0.0.1:9/gone", **TRAINING))
@@ -135,7 +135,7 @@ def test_a_url_that_does_not_answer_is_said_once_and_nothing_else(campaign: Aren
 
 
 @pytest.mark.soak
-def test_no_time_for_a_checkpoint_by_what_the_last_one_took(campaign: Arena) -> None:
+def test_no_checkpoint_without_time(campaign: Arena) -> None:
     """Commits take 3 s and the deadline is 2: the ranks leave at once, the head stays, and the log says what is lost."""
     run = "no-time"
     spec = campaign.spec(run, "train_slow_commit.py", deadline_s=2.0, env={"COMMIT_SLEEPS_S": "3"}, **TRAINING)
@@ -158,7 +158,7 @@ def test_no_time_for_a_checkpoint_by_what_the_last_one_took(campaign: Arena) -> 
 
 
 @pytest.mark.soak
-def test_a_checkpoint_that_takes_too_long_is_left_at_the_deadline(campaign: Arena) -> None:
+def test_slow_checkpoint_is_abandoned_at_deadline(campaign: Arena) -> None:
     """The emergency checkpoint hangs before its commit: all ranks are gone by the deadline, and the head is the one before."""
     run = "too-long"
     spec = campaign.spec(run, "train_slow_commit.py", deadline_s=4.0, env={"COMMIT_SLEEPS_S": "0,600"}, **TRAINING)
@@ -178,7 +178,7 @@ def test_a_checkpoint_that_takes_too_long_is_left_at_the_deadline(campaign: Aren
 
 
 @pytest.mark.soak
-def test_a_rank_that_waits_for_a_stopped_one_is_gone_by_the_deadline(campaign: Arena) -> None:
+def test_rank_waiting_for_stopped_one_exits(campaign: Arena) -> None:
     """One rank is frozen, the other waits for it in a collective, where no Python handler runs: its watchdog ends it."""
     run = "frozen"
     launch = campaign.launch(campaign.spec(run, deadline_s=3.0, **TRAINING))
@@ -194,7 +194,7 @@ def test_a_rank_that_waits_for_a_stopped_one_is_gone_by_the_deadline(campaign: A
 
 
 @pytest.mark.soak
-def test_a_checkpoint_under_way_is_waited_for_where_another_one_would_not_fit(campaign: Arena) -> None:
+def test_checkpoint_in_progress_is_awaited(campaign: Arena) -> None:
     """Behind training commits take 6 s and the deadline is 9: the one under way becomes the head, and no other is begun."""
     run = "under-way"
     changes = {"mode": "asynchronous", "deadline_s": 9.0, "env": {"COMMIT_SLEEPS_S": "6"}}

@@ -47,7 +47,7 @@ def production(arena: Arena, run: str) -> Seen:
     return (None if snapshot is None else snapshot.snapshot_id, files, sandboxes)
 
 
-def test_a_rehearsal_is_bit_identical_and_leaves_nothing_behind(campaign: Arena) -> None:
+def test_rehearsal_is_identical_and_clean(campaign: Arena) -> None:
     """`dlac rehearse`: every loss behind the last checkpoint with a successor; ledger, files and journal stay as they were."""
     before, entries = production(campaign, "reference"), len(campaign.entries("reference"))
     done = dlac("rehearse", "reference", "--json", home=campaign.home)
@@ -98,7 +98,7 @@ def test_a_damaged_checkpoint_is_named_and_not_touched(campaign: Arena) -> None:
 
 
 @pytest.mark.soak
-def test_what_to_keep_is_said_where_nothing_can_be_rehearsed(arena: Arena) -> None:
+def test_nothing_to_rehearse_names_setting(arena: Arena) -> None:
     """Where only the head is kept there is no checkpoint whose successor is known."""
     arena.table(appends=(160,))
     spec = arena.spec("r", world_size=1, passes=1, every_steps=2, keep_last=1)
@@ -108,7 +108,7 @@ def test_what_to_keep_is_said_where_nothing_can_be_rehearsed(arena: Arena) -> No
 
 
 @pytest.mark.soak
-def test_a_live_run_is_watched_and_rehearsed_and_trains_on(campaign: Arena) -> None:
+def test_live_run_is_rehearsed_and_continues(campaign: Arena) -> None:
     """Beside a run that trains: the facts move, the rehearsal is identical, and the run's batches are the undisturbed run's."""
     launch = campaign.launch(campaign.spec("watched", pause_s=0.15))
     launch.wait_for("checkpoint", 2)
@@ -143,7 +143,7 @@ def test_watching_a_finished_run_ends_with_one_line(campaign: Arena) -> None:
 
 @pytest.mark.soak
 @pytest.mark.filterwarnings("ignore")  # Dagster's own libraries warn of each other
-def test_the_job_asks_it_of_every_run_and_its_check_fails_if_one_differs(arena: Arena, tmp_path: Path) -> None:
+def test_rehearsal_job_covers_every_run(arena: Arena, tmp_path: Path) -> None:
     """Two runs, and a name that nobody has: identical is a passed check, another environment fails it by run and step."""
     arena.table(appends=(192,))
     specs = [arena.spec(run, world_size=1, passes=1, every_steps=2) for run in ("steady", "drifts")]

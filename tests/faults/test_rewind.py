@@ -61,7 +61,7 @@ def test_killed_behind_a_rewind(campaign: Arena, moment: str) -> None:
 
 
 @pytest.mark.soak
-def test_a_fork_of_two_ranks_is_trained_by_one(campaign: Arena) -> None:
+def test_fork_of_two_ranks_trains_on_one(campaign: Arena) -> None:
     """The parent was saved by two; the new run has another number of ranks, and reads all of its own table once."""
     spec = campaign.spec("forked", world_size=1, passes=1, seed=8)
     fork_run(campaign.lakehouse, spec, "reference", step=20)

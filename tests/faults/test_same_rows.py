@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 DEADLY = 123
 
 
-def test_rows_at_which_ranks_die_again_and_again_are_quarantined(arena: Arena) -> None:
+def test_deadly_rows_are_quarantined(arena: Arena) -> None:
     """SIGSEGV whenever one row is in the batch: that global batch is left out and named; all else is read once."""
     arena.table(appends=(300,))
     settings: dict[str, Any] = {"deaths_at_same_rows": 2, "attempts_without_progress": 2, "deadly_row": DEADLY}
@@ -43,7 +43,7 @@ def test_rows_at_which_ranks_die_again_and_again_are_quarantined(arena: Arena) -
 
 
 @pytest.mark.parametrize("rows", [pytest.param(300, marks=pytest.mark.soak), 20])
-def test_rows_behind_which_no_batch_is_left_are_quarantined_visibly(arena: Arena, rows: int) -> None:
+def test_last_deadly_rows_are_quarantined_visibly(arena: Arena, rows: int) -> None:
     """They are those of the run's last batch, or of its only one: the leg that leaves them out is committed all the same."""
     arena.table(appends=(rows,))
     batches = arena.train(arena.spec("before", world_size=1, passes=1))
@@ -60,7 +60,7 @@ def test_rows_behind_which_no_batch_is_left_are_quarantined_visibly(arena: Arena
 
 
 @pytest.mark.soak
-def test_what_a_run_that_follows_its_table_leaves_out_is_left_out_once(arena: Arena) -> None:
+def test_following_run_leaves_rows_out_once(arena: Arena) -> None:
     """It has nothing more to read then, and ends; the next launch knows of it, and does not die again."""
     arena.table(appends=(320,))
     batches = arena.train(arena.spec("before", world_size=1, passes=1))

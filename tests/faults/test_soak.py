@@ -14,7 +14,7 @@ from benchmarks.soak_faults.choosing import KINDS
 
 @pytest.mark.soak
 @pytest.mark.timeout(2400)
-def test_every_kind_of_fault_is_healed_and_nothing_is_left(tmp_path: Path) -> None:
+def test_every_fault_kind_is_healed(tmp_path: Path) -> None:
     """All runs finish, exact and with the losses of a run without faults; no process, lock, folder or file is left."""
     out = tmp_path / "soak.json"
     command = [sys.executable, "-m", "benchmarks.soak", "--quick", "--out", str(out)]

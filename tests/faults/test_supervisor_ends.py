@@ -55,7 +55,7 @@ def test_a_killed_supervisor_takes_its_ranks_along(campaign: Arena) -> None:
     "number",
     [signal.SIGTERM, *(pytest.param(other, marks=pytest.mark.soak) for other in (signal.SIGUSR1, signal.SIGHUP))],
 )
-def test_a_stop_is_a_checkpoint_and_an_orderly_end(campaign: Arena, number: signal.Signals) -> None:
+def test_stop_makes_checkpoint_and_ends(campaign: Arena, number: signal.Signals) -> None:
     """On a signal that ends a launch the run checkpoints where it is, and the next launch goes on there, repeating nothing."""
     run = f"stopped-by-{number.name}"
     launch = campaign.launch(campaign.spec(run, pause_s=0.05))
@@ -71,7 +71,7 @@ def test_a_stop_is_a_checkpoint_and_an_orderly_end(campaign: Arena, number: sign
 
 
 @pytest.mark.soak
-def test_a_stop_while_the_ranks_still_come_up_does_not_wait_for_them(campaign: Arena, tmp_path: Path) -> None:
+def test_stop_does_not_wait_for_starting_ranks(campaign: Arena, tmp_path: Path) -> None:
     """Its fork server imports a library that takes an hour: told to stop, the launch ends all the same."""
     (tmp_path / "slow.py").touch()
     (tmp_path / "slow_library.py").write_text("import time\ntime.sleep(3600)\n")

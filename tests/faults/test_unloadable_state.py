@@ -23,7 +23,7 @@ def test_a_learning_rate_of_numpy_is_resumed(campaign: Arena, engine: str, mode:
 
 
 @pytest.mark.parametrize(("engine", "mode"), KINDS)
-def test_what_could_not_be_loaded_again_fails_the_first_checkpoint(campaign: Arena, engine: str, mode: str) -> None:
+def test_unloadable_state_fails_first_checkpoint(campaign: Arena, engine: str, mode: str) -> None:
     """It is bad input at all ranks, named with its place; nothing was committed, and no other attempt meets it again."""
     run = f"array-{engine}"
     spec = campaign.spec(run, "train_numpy.py", engine=engine, mode=mode, schedule="yes")

@@ -47,7 +47,7 @@ def test_every_so_many_seconds(campaign: Arena) -> None:
 
 
 @pytest.mark.soak
-def test_the_optimum_is_told_and_takes_failures_into_account(campaign: Arena) -> None:
+def test_optimum_considers_failures(campaign: Arena) -> None:
     """The interval and its reason are in events, in the ledger, in SQL and in the status; a killed rank counts as a failure."""
     run = "automatic"
     launch = campaign.launch(campaign.spec(run, interval="auto", recovery_point_s=5.0, **CLOCK))

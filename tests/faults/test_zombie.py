@@ -58,7 +58,7 @@ def test_a_frozen_attempt_awakens_during_a_takeover(campaign: Arena) -> None:
     assert campaign.losses(run) == campaign.losses("reference")
 
 
-def test_a_coordinator_frozen_between_reading_the_fence_and_committing(campaign: Arena) -> None:
+def test_frozen_coordinator_cannot_commit(campaign: Arena) -> None:
     """It has checked that the run is its own; the run is then taken over and finished; its commit is still refused."""
     run = "zombie-in-commit"
     spec = campaign.spec(run, "train_sabotaged.py", env={"SABOTAGE": "stop-before-commit@20"}, passes=1)
@@ -84,7 +84,7 @@ def test_a_coordinator_frozen_between_reading_the_fence_and_committing(campaign:
 
 
 @pytest.mark.soak
-def test_a_frozen_launch_goes_on_while_the_recovery_of_its_run_waits_for_it(campaign: Arena) -> None:
+def test_frozen_launch_resumes_during_recovery(campaign: Arena) -> None:
     """It finds its ranks dead and claims the run once more, for a Dagster run that has ended: the recovery replaces that, too."""
     run = "zombie-recovers"
     spec = campaign.spec(run, pause_s=0.3)  # so that it cannot end before the recovery has waited long enough

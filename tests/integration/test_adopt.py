@@ -148,7 +148,7 @@ def test_what_is_no_checkpoint_is_refused(arena: Arena) -> None:
     assert arena.rows("r") == []
 
 
-def test_a_run_that_was_begun_meanwhile_is_left_alone(arena: Arena) -> None:
+def test_run_begun_concurrently_is_left_alone(arena: Arena) -> None:
     """Whoever gets the lock second is refused, and claims nothing."""
     arena.table()
     spec = arena.spec("r", world_size=1, passes=1)
@@ -166,7 +166,7 @@ def test_a_run_that_was_begun_meanwhile_is_left_alone(arena: Arena) -> None:
     assert len(arena.rows("r", "claim")) == len(arena.rows("r", "checkpoint")) == 1
 
 
-def test_a_first_attempt_without_a_checkpoint_is_not_fenced_off(arena: Arena) -> None:
+def test_first_attempt_without_checkpoint_is_kept(arena: Arena) -> None:
     """It may train on another machine, whose lock nobody sees here; what only began to adopt is gone on with."""
     arena.table()
     dcp_folder(arena.home / "foreign")

@@ -140,9 +140,7 @@ def another_teams(instance: dg.DagsterInstance, *, dies: bool = False) -> None:
     dg.materialize([other_teams_table, fresh, fragile], instance=instance, raise_on_error=False)
 
 
-def test_alerts_tell_what_heals_by_itself_from_what_needs_a_person(
-    arena: Arena, home: Path, instance: dg.DagsterInstance
-) -> None:
+def test_alerts_separate_recovery_from_human_work(arena: Arena, home: Path, instance: dg.DagsterInstance) -> None:
     """A run that died is a warning, one that would die again an error; the command gets both as JSON."""
     arena.table()
     spec = arena.spec("alerting", world_size=1)
@@ -161,9 +159,7 @@ def test_alerts_tell_what_heals_by_itself_from_what_needs_a_person(
     assert [alert.message for alert in alerts] == ["it died"] * 2
 
 
-def test_failed_checks_are_told_of_on_any_storage_and_only_those_of_our_runs(
-    arena: Arena, home: Path, instance: dg.DagsterInstance
-) -> None:
+def test_failed_checks_of_our_runs_are_reported(arena: Arena, home: Path, instance: dg.DagsterInstance) -> None:
     """One alert for a run, with its worst severity, whether it ended well or failed; other teams' checks are theirs."""
     pager = Pager()
     well, badly = (watched(instance, name, pager) for name in ("check_alerts", "failed_run_check_alerts"))
@@ -193,7 +189,7 @@ def test_failed_checks_are_told_of_on_any_storage_and_only_those_of_our_runs(
     assert {alert.kind for alert in pager.taken} == {"check_failed"}
 
 
-def test_an_alert_that_is_not_taken_is_tried_again_and_holds_its_place(
+def test_refused_alert_is_retried_in_order(
     arena: Arena, home: Path, instance: dg.DagsterInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Refused once it is sent in the same tick; refused for longer the tick fails, and the next one sends it first."""
@@ -238,9 +234,7 @@ def test_no_try_begins_that_could_outlast_the_tick(arena: Arena, home: Path, ins
         assert (home / "tries").read_text().count("tried") == tries
 
 
-def test_what_materialize_launches_is_told_of_if_it_trains(
-    arena: Arena, home: Path, instance: dg.DagsterInstance
-) -> None:
+def test_materialized_training_is_reported(arena: Arena, home: Path, instance: dg.DagsterInstance) -> None:
     """*Materialize* in the UI launches the job of all assets; other assets of it, and other teams' runs, are skipped."""
     pager = Pager()
     watch = watched(instance, "failure_alerts", pager)
@@ -255,9 +249,7 @@ def test_what_materialize_launches_is_told_of_if_it_trains(
     assert pager.told == [("recovering", "materialized"), ("failed", "")]
 
 
-def test_what_a_re_executed_run_inherited_is_not_its_own(
-    arena: Arena, home: Path, instance: dg.DagsterInstance
-) -> None:
+def test_inherited_tags_are_ignored(arena: Arena, home: Path, instance: dg.DagsterInstance) -> None:
     """A run that stepped aside is not told of; started again by a person, with its tags, it is, when it has recovered."""
     pager = Pager()
     watch = watched(instance, "success_alerts", pager)

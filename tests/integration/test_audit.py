@@ -39,9 +39,7 @@ def test_the_audit_of_a_finished_run_is_exact(lake: Lake, run: str) -> None:
     assert json.loads(json.dumps(report.to_json()))["exact"] is True
 
 
-def test_consumed_agrees_with_the_journal_on_every_row_and_checkpoint(
-    lake: Lake, audit: duckdb.DuckDBPyConnection
-) -> None:
+def test_consumed_equals_journal_at_every_checkpoint(lake: Lake, audit: duckdb.DuckDBPyConnection) -> None:
     """`consumed` and `touched` say of each row of each data file what the training function saw up to each checkpoint."""
     answers = rows_of(
         audit,
@@ -138,7 +136,7 @@ def test_a_rewound_run_has_consumed_only_what_survives(lake: Lake) -> None:
     ]
 
 
-def test_a_partly_read_row_is_touched_and_not_consumed(lake: Lake) -> None:
+def test_partly_read_row_is_not_consumed(lake: Lake) -> None:
     """A row of which only the first tokens were read counts for `touched`, not for `consumed`, and is reported."""
     name = lake.forge(
         lambda rows: changed(lambda row: is_advance(row) and row["step"] == 8, token_end=5)(until_step(rows, 8))

@@ -57,7 +57,7 @@ def partly_seen(run: str, seen: Counter[int]) -> int:
     return sum(n % items_of(run, row_id) > 0 for row_id, n in seen.items())
 
 
-def test_the_audit_is_exact_and_counts_what_the_tensors_held(workshop: Workshop, run: str) -> None:
+def test_audit_counts_what_tensors_had(workshop: Workshop, run: str) -> None:
     """Rows consumed and partly read are those of the tensors, skipped steps' rows are told, and nothing contradicts."""
     report = audit_run(workshop.lakehouse, run)
     seen = workshop.seen_until(run, report.step)

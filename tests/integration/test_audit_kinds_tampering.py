@@ -131,7 +131,7 @@ def test_a_contradiction_is_found(workshop: Workshop, kind: str, change: Change,
     assert any(part in said for said in report.problems for part in problem.split("|")), report.problems
 
 
-def test_a_row_twice_in_a_followed_table_is_duplicated(workshop: Workshop) -> None:
+def test_repeated_row_of_followed_table_is_duplicated(workshop: Workshop) -> None:
     """Where each pass must be over other rows, a row that is consumed in three passes counts as duplicated twice."""
     report = workshop.audit_forged(leg_changed(0, of_source(0, follow="appends")), of=trained(workshop, "plain"))
     assert (report.rows_consumed, report.rows_duplicated) == (3 * 203, 2 * 203)
@@ -146,7 +146,7 @@ def test_what_was_committed_at_any_checkpoint_is_exact(workshop: Workshop, kind:
     assert report.rows_pending > 0
 
 
-def test_a_plan_that_only_says_it_is_empty_does_not_stand_for_a_pass(workshop: Workshop) -> None:
+def test_falsely_empty_plan_is_no_pass(workshop: Workshop) -> None:
     """Whether a pass that nobody entered had live rows is told by the units of its plan."""
     run = trained(workshop, "emptied")
     plans = workshop.lakehouse.own("plans")

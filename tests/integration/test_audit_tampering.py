@@ -123,7 +123,7 @@ def has_dead_rows(row: Row) -> bool:
         (changed(lambda row: row["slice"] == 1, plan_id="nowhere"), "expected plan nowhere once"),
     ],
 )
-def test_slices_that_do_not_fit_their_plan_are_found(lake: Lake, slices: Change, problem: str) -> None:
+def test_slices_outside_plan_are_found(lake: Lake, slices: Change, problem: str) -> None:
     """A cut that lacks live rows, holds some twice, or is no permutation makes the audit of its runs inexact."""
     report = lake.audit_forged(unchanged, slices=slices)
     assert not report.exact

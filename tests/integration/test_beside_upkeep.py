@@ -95,7 +95,7 @@ QUESTIONS: dict[str, Callable[[Lakehouse, Plan], Any]] = {
 }
 
 
-def test_a_read_whose_files_are_deleted_under_it_reads_again(arena: Arena, plan: Plan) -> None:
+def test_read_repeats_after_deleted_files(arena: Arena, plan: Plan) -> None:
     """Each table is read anew where its files have gone: the answer is that of a moment without upkeep."""
     tables = outdated(arena)
     for name, question in QUESTIONS.items():
@@ -106,16 +106,14 @@ def test_a_read_whose_files_are_deleted_under_it_reads_again(arena: Arena, plan:
         assert found == question(arena.lakehouse, plan), name
 
 
-def test_unpinning_beside_upkeep_still_sees_who_needs_the_snapshot(
-    arena: Arena, plan: Plan, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unpin_during_upkeep_sees_needs(arena: Arena, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither a missing file nor a run that was overlooked lets go of it."""
     given(monkeypatch, outdated(arena))
     with pytest.raises(SpecInvalid, match=RUN):
         remove_pin(arena.lakehouse, "src.t", plan.row.snapshot_id)
 
 
-def test_files_that_are_lost_for_good_are_said_to_be(arena: Arena, plan: Plan) -> None:
+def test_lost_files_are_reported(arena: Arena, plan: Plan) -> None:
     """What nobody will bring back is an error that names the table, and no traceback of a missing file."""
     shutil.rmtree(arena.home / "warehouse" / "dlac" / "plans" / "data")
     with pytest.raises(LakehouseError, match=r"the files of table 'plans' .* restore them"):
@@ -123,9 +121,7 @@ def test_files_that_are_lost_for_good_are_said_to_be(arena: Arena, plan: Plan) -
 
 
 @pytest.mark.parametrize("at", [1, 2, 3, 4])
-def test_a_sweep_whose_snapshots_another_sweep_has_removed_looks_again(
-    arena: Arena, plan: Plan, monkeypatch: pytest.MonkeyPatch, at: int
-) -> None:
+def test_concurrent_sweeps_look_again(arena: Arena, plan: Plan, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
     """Wherever the other one comes in between: nothing fails, the work is done, and what is named stays."""
     tables = outdated(arena)
     litter = arena.home / "warehouse" / "dlac" / "consumption" / "data" / "nobodys.parquet"
@@ -139,9 +135,7 @@ def test_a_sweep_whose_snapshots_another_sweep_has_removed_looks_again(
         arena.lakehouse.own("consumption").scan(snapshot_id=snapshot.snapshot_id).to_arrow()
 
 
-def test_a_catalog_that_is_away_while_main_is_moved_is_waited_for(
-    arena: Arena, plan: Plan, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_catalog_outage_during_move_is_awaited(arena: Arena, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sweep, too, repeats a commit that got no answer."""
     expire(arena.lakehouse, "consumption", keep=1)
     real = SqlCatalog.commit_table

@@ -58,9 +58,7 @@ def losing(monkeypatch: pytest.MonkeyPatch, races: Iterator[bool]) -> None:
     monkeypatch.setattr(GuardedSqlCatalog, "commit_table", commit_table)
 
 
-def test_pins_are_taken_and_let_go_of_beside_busy_writers(
-    lakehouse: Lakehouse, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pins_work_beside_busy_writers(lakehouse: Lakehouse, monkeypatch: pytest.MonkeyPatch) -> None:
     """A commit that loses one race after the other is repeated, with pauses."""
     snapshot = append(lakehouse)
     losing(monkeypatch, chain(repeat(True, LOST), [False], repeat(True, LOST)))
@@ -82,7 +80,7 @@ def test_writers_that_are_always_faster_are_blamed(lakehouse: Lakehouse, monkeyp
         remove_pin(lakehouse, "src.t", first)
 
 
-def test_a_pin_that_is_taken_away_again_and_again(lakehouse: Lakehouse, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pin_removed_repeatedly_is_reported(lakehouse: Lakehouse, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tag that is gone at the next look is made anew; if that never ends, the error says so."""
     snapshot = append(lakehouse)
     commit: Commit = GuardedSqlCatalog.commit_table

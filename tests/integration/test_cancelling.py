@@ -129,7 +129,7 @@ def found(instance: dg.DagsterInstance, run_id: str) -> dg.DagsterRun:
         (give_up, dg.DagsterRunStatus.FAILURE, ""),
     ],
 )
-def test_a_run_that_is_ended_leaves_although_its_code_server_is_dead(
+def test_ended_run_exits_without_code_server(
     arena: Arena,
     instance: dg.DagsterInstance,
     end: Callable[[dg.DagsterInstance, str], None],
@@ -145,9 +145,7 @@ def test_a_run_that_is_ended_leaves_although_its_code_server_is_dead(
 
 
 @pytest.mark.parametrize("how", ["interrupted before", "another process"])
-def test_a_process_that_knows_or_is_not_the_runs_is_not_interrupted(
-    arena: Arena, instance: dg.DagsterInstance, how: str
-) -> None:
+def test_foreign_process_is_not_interrupted(arena: Arena, instance: dg.DagsterInstance, how: str) -> None:
     """Dagster's own interruption came through: the trainer takes its last checkpoint and is not disturbed at it."""
     run_id = dagster_run(instance, arena, "r")
     with process_of(instance, run_id, how) as process:
@@ -174,9 +172,7 @@ def test_the_asset_reaches_the_heartbeat_of_its_run(arena: Arena, instance: dg.D
     assert done.output_for_node("reaches")
 
 
-def test_a_drain_empties_the_machine_although_the_code_server_is_dead(
-    arena: Arena, instance: dg.DagsterInstance
-) -> None:
+def test_drain_works_without_code_server(arena: Arena, instance: dg.DagsterInstance) -> None:
     """All are asked, also one that was re-executed and carries old tags, and one that starts meanwhile when it beats."""
     first = dagster_run(instance, arena, "first")
     again = dagster_run(instance, arena, "again", tags={PREEMPTED_TAG: "old"}, parent_run_id=first, root_run_id=first)
@@ -193,9 +189,7 @@ def test_a_drain_empties_the_machine_although_the_code_server_is_dead(
         assert (run.status, run_tag(run, PREEMPTED_TAG)) == (dg.DagsterRunStatus.CANCELED, "moved")
 
 
-def test_a_drain_names_runs_that_stay_and_runs_that_have_not_shown_where_they_start(
-    arena: Arena, instance: dg.DagsterInstance
-) -> None:
+def test_drain_names_remaining_runs(arena: Arena, instance: dg.DagsterInstance) -> None:
     """It does not say that the machine is empty while it cannot know; what a person has cancelled before stays theirs."""
     starts, cancelled = dagster_run(instance, arena, "starts", started=False), dagster_run(instance, arena, "cancelled")
     with process_of(instance, cancelled, "interrupted before"):

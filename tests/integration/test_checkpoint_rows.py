@@ -50,9 +50,7 @@ def test_a_resumed_run_records_no_row_twice(arena: Arena, spec: JobSpec) -> None
     check_recorded(arena, seen)
 
 
-def test_steps_that_the_engine_skipped_are_recorded_as_not_applied(
-    arena: Arena, spec: JobSpec, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_skipped_steps_are_not_applied(arena: Arena, spec: JobSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of a skipped step are in the ledger, in advances of their own, and the checkpoint counts the step."""
     steps = iter(range(1, 17))
     monkeypatch.setattr(TorchState, "step_applied", lambda self: next(steps) not in (2, 3, 7))

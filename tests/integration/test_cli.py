@@ -58,7 +58,7 @@ def write_spec(arena: Arena, run: str) -> Path:
     return path
 
 
-def test_a_run_is_planned_trained_looked_at_and_audited_from_the_command_line(arena: Arena, here: Command) -> None:
+def test_run_works_from_command_line(arena: Arena, here: Command) -> None:
     """plan, train, status, audit and sql agree about the run, and the printed SQL answers without DLAC."""
     arena.table(appends=(300, 300))
     spec = write_spec(arena, "by-hand")
@@ -101,7 +101,7 @@ def test_a_run_is_planned_trained_looked_at_and_audited_from_the_command_line(ar
         (("status", "[/a]"), 64, "[/a]"),
     ],
 )
-def test_a_wrong_request_is_one_clear_error_and_its_exit_status(
+def test_wrong_request_is_one_clear_error(
     arena: Arena, here: Command, arguments: tuple[str, ...], status: int, said: str
 ) -> None:
     """No traceback: what was expected, what was found, and a status that schedulers can read."""
@@ -111,7 +111,7 @@ def test_a_wrong_request_is_one_clear_error_and_its_exit_status(
     assert "Traceback" not in done.stderr
 
 
-def test_every_wrong_field_of_a_spec_is_named_at_once(arena: Arena, here: Command) -> None:
+def test_every_wrong_field_is_named(arena: Arena, here: Command) -> None:
     """A spec with three mistakes is mended in one go, not in three."""
     path = arena.home / "bad.toml"
     path.write_text(
@@ -189,7 +189,7 @@ def test_help_explains_every_command(here: Command) -> None:
 
 
 @pytest.mark.soak
-def test_a_bar_shows_where_a_person_waits_and_nowhere_else(arena: Arena) -> None:
+def test_bar_appears_only_in_terminal(arena: Arena) -> None:
     """`dlac verify` draws a bar on a terminal; a program that reads its standard error finds nothing there."""
     arena.table(appends=(300,))
     arena.train(arena.spec("r", world_size=1, passes=1, every_steps=5))
@@ -225,7 +225,7 @@ def in_terminal(columns: int, *arguments: str) -> str:
     return said.decode()
 
 
-def test_what_is_shown_is_whole_in_a_pipe_and_in_a_narrow_terminal(arena: Arena) -> None:
+def test_output_is_whole_in_pipe(arena: Arena) -> None:
     """A pipe gets a line per row; a terminal that is too narrow for a row of SQL gets a line per field, and ids whole."""
     arena.table(appends=(300,))
     arena.train(arena.spec("r", world_size=1, passes=1, every_steps=5))
@@ -240,7 +240,7 @@ def test_what_is_shown_is_whole_in_a_pipe_and_in_a_narrow_terminal(arena: Arena)
 
 
 @pytest.mark.parametrize("more", [(), ("--json",)])
-def test_an_output_that_cannot_be_written_is_one_line(arena: Arena, more: tuple[str, ...]) -> None:
+def test_unwritable_output_is_one_line(arena: Arena, more: tuple[str, ...]) -> None:
     """A full disk behind standard output is told as that; a standard output that was closed is nobody's."""
     command = [str(DLAC), "sql", "SELECT 1", *more, "--home", str(arena.home)]
     with Path("/dev/full").open("w") as full:

@@ -121,9 +121,7 @@ def test_refused_append_is_a_conflict(ledger: Ledger, monkeypatch: pytest.Monkey
     assert ledger.lakehouse.own("plans").current_snapshot() is None
 
 
-def test_a_commit_whose_snapshot_has_been_expired_before_anybody_looked(
-    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_expired_commit_is_recognized(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
     """The commit lands, so many others follow that its snapshot is gone, then it is called failed: the rows tell."""
     other = Ledger(connect(ledger.lakehouse.config))
 
@@ -190,7 +188,7 @@ def test_without_the_guard_a_replay_destroys_the_table(arena: Arena, monkeypatch
         check_readable(plain)
 
 
-def test_an_append_on_a_stale_table_object_is_refused(ledger: Ledger) -> None:
+def test_append_on_stale_table_is_refused(ledger: Ledger) -> None:
     """A table object loaded before another's append cannot be appended to, and the refusal harms nothing."""
     stale: Table = ledger.state(RUN).table
     arrow = stale.scan().to_arrow()
@@ -217,9 +215,7 @@ def test_an_append_between_read_and_commit_is_noticed(ledger: Ledger) -> None:
     check_readable(ledger.lakehouse)
 
 
-def test_a_zombie_between_reading_the_fence_and_committing_is_fenced(
-    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_zombie_before_commit_is_fenced(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
     """A takeover that lands after the zombie has read its fence, and before it commits, still shuts it out."""
     other = Ledger(connect(ledger.lakehouse.config))
 
@@ -234,7 +230,7 @@ def test_a_zombie_between_reading_the_fence_and_committing_is_fenced(
     check_readable(ledger.lakehouse)
 
 
-def test_a_catalog_that_stays_away_ends_in_an_unknown_outcome(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_outage_leaves_unknown_outcome(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
     """Past its deadline the append stops and says that the rows will tell."""
 
     def away(self: SqlCatalog, *request: Any) -> CommitTableResponse:

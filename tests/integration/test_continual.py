@@ -46,9 +46,7 @@ def asked(instance: dg.DagsterInstance) -> Any:
     return [request.run_key for request in data.run_requests or []] or data.skip_message
 
 
-def test_the_schedule_trains_what_is_new_and_says_why_it_does_not(
-    arena: Arena, home: Path, instance: dg.DagsterInstance
-) -> None:
+def test_schedule_trains_new_rows_with_reason(arena: Arena, home: Path, instance: dg.DagsterInstance) -> None:
     """Not begun, trained to the end, appended to, under way, too little for a batch: one answer each, with its reason."""
     assert "there is no job spec" in scheduled(instance)
     arena.table()
@@ -70,9 +68,7 @@ def test_the_schedule_trains_what_is_new_and_says_why_it_does_not(
     assert "is not a valid job spec" in scheduled(instance)
 
 
-def test_a_launch_by_hand_that_lives_is_left_alone_and_stands_for_nothing_once_it_is_gone(
-    arena: Arena, home: Path, instance: dg.DagsterInstance
-) -> None:
+def test_live_manual_launch_is_left_alone(arena: Arena, home: Path, instance: dg.DagsterInstance) -> None:
     """Nor does a Dagster run that was refused for its sake."""
     arena.table()
     spec = following(arena, "by-hand")
@@ -104,9 +100,7 @@ def test_the_snapshot_sensor_asks_once_for_each_snapshot(
     assert after != before
 
 
-def test_a_run_that_was_rewound_trains_again_what_it_had_trained(
-    arena: Arena, home: Path, instance: dg.DagsterInstance
-) -> None:
+def test_rewound_run_trains_again(arena: Arena, home: Path, instance: dg.DagsterInstance) -> None:
     """Neither the Dagster run that ended well from that head before, nor the sensor's key, stands for the new branch."""
     arena.table(appends=(64,))
     spec = following(arena, "rewound", every_steps=1)
@@ -123,7 +117,7 @@ def test_a_run_that_was_rewound_trains_again_what_it_had_trained(
     assert new_key != key
 
 
-def test_due_tells_a_run_that_was_left_from_one_that_has_caught_up(arena: Arena) -> None:
+def test_due_separates_left_from_caught_up(arena: Arena) -> None:
     """A run that died behind a checkpoint has something to train, although no snapshot is new."""
     arena.table()
     spec = arena.spec("left", follow="appends", world_size=1)
@@ -166,9 +160,7 @@ def test_what_ended_for_good_waits_for_an_append(
     assert again.tags["dlac/due"] != request.tags["dlac/due"]
 
 
-def test_a_recovery_that_was_given_up_speaks_for_the_run_that_it_recovers(
-    arena: Arena, home: Path, instance: dg.DagsterInstance
-) -> None:
+def test_failed_recovery_counts_for_its_run(arena: Arena, home: Path, instance: dg.DagsterInstance) -> None:
     """Recoveries do not carry what was due, and one that stepped aside says nothing; a run that heals is asked for as before."""
     arena.table()
     spec = following(arena, "recovers")

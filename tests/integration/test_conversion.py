@@ -117,7 +117,7 @@ def test_of_two_at_the_same_time_one_waits(folder: Path) -> None:
     assert kept(folder) == [folder.name]
 
 
-def test_who_is_frozen_in_the_middle_is_not_waited_for(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_frozen_converter_is_not_awaited(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     """It is named, and what it was to make is made beside it; when it goes on it uses that, and leaves nothing."""
     frozen = subprocess.Popen([sys.executable, "-c", FROZEN, str(folder)])
     letting_go = threading.Timer(

@@ -31,7 +31,7 @@ def test_any_number_of_workers_gives_the_same_batches(datasets: Datasets, kind: 
     assert seen(datasets.open(kind).loader(**options)) == whole
 
 
-def test_the_position_is_the_last_batch_that_was_handed_out(datasets: Datasets) -> None:
+def test_position_is_last_returned_batch(datasets: Datasets) -> None:
     """Before the first batch it is the beginning; a batch counts once it is handed out, and nothing counts that is read ahead."""
     for workers in (0, 2):
         dataset = datasets.open()
@@ -42,7 +42,7 @@ def test_the_position_is_the_last_batch_that_was_handed_out(datasets: Datasets) 
             assert batch["dlac"]["step"] == dataset.step == dataset.state_dict()["step"] == step
 
 
-def test_a_consumer_that_reads_ahead_says_what_it_is_done_with(datasets: Datasets) -> None:
+def test_read_ahead_consumer_reports_progress(datasets: Datasets) -> None:
     """`observe` puts the position behind the batch whose step is done, though the next one was handed out already."""
     for workers in (0, 2):
         dataset = datasets.open("packed")
@@ -85,7 +85,7 @@ def test_what_would_lose_or_repeat_batches_is_refused(datasets: Datasets) -> Non
         next(iter(loader))
 
 
-def test_inputs_are_made_in_the_workers_and_handed_out_alone(datasets: Datasets) -> None:
+def test_inputs_are_made_in_workers(datasets: Datasets) -> None:
     """With `inputs` the loader gives what the function makes of a batch; the position is known all the same."""
     whole = [batch["tokens"] for batch in datasets.whole("packed")[:6]]
     for workers in (0, 2):
@@ -134,7 +134,7 @@ def test_a_counted_dataset_has_a_length(datasets: Datasets) -> None:
         len(datasets.open("packed"))
 
 
-def test_errors_of_workers_are_raised_where_the_batches_are_read(tmp_path: Path) -> None:
+def test_worker_errors_reach_reader(tmp_path: Path) -> None:
     """A data file that is gone ends the loop with the file's name, whether a worker or this process reads it."""
     datasets = Datasets(tmp_path / "home")
     first, second = datasets.open(), datasets.open()
@@ -146,7 +146,7 @@ def test_errors_of_workers_are_raised_where_the_batches_are_read(tmp_path: Path)
         list(second.loader(num_workers=1))
 
 
-def test_a_corrupt_data_file_of_a_worker_is_named_where_the_batches_are_read(tmp_path: Path) -> None:
+def test_corrupt_file_of_worker_is_named(tmp_path: Path) -> None:
     """A row group that does not decode in a worker is the same error in the consumer, with the file's name."""
     datasets = Datasets(tmp_path / "home")
     dataset = datasets.open()

@@ -126,7 +126,7 @@ def test_ranks_read_a_streamed_dataset_together(lakehouse: Lakehouse, tmp_path: 
 
 
 @pytest.mark.soak
-def test_a_rank_that_has_ended_goes_on_with_empty_batches(lakehouse: Lakehouse, tmp_path: Path) -> None:
+def test_ended_rank_gives_empty_batches(lakehouse: Lakehouse, tmp_path: Path) -> None:
     """Resumed one batch before the end, where some ranks have no sample left, and then at the end, with workers."""
     alone = open_dataset(lakehouse=lakehouse, **SETTINGS)
     states = [alone.state_dict() for _ in alone]

@@ -37,7 +37,7 @@ def end(loader: Any) -> None:
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=pytest.mark.soak) if kind == "packed" else kind for kind in KINDS]
 )
-def test_the_state_is_the_same_whichever_way_it_was_read(datasets: Datasets, kind: str) -> None:
+def test_state_is_equal_for_every_loader(datasets: Datasets, kind: str) -> None:
     """Behind 7 batches read directly, by loaders with workers, and by a StatefulDataLoader it is the same few bytes of JSON."""
     direct = datasets.open(kind)
     for _ in islice(direct, 7):
@@ -90,7 +90,7 @@ def test_resuming_gives_what_was_not_consumed(datasets: Datasets, kind: str) -> 
         ),
     ],
 )
-def test_a_stateful_data_loader_resumes_by_its_own_state(datasets: Datasets, kind: str, workers: int) -> None:
+def test_stateful_loader_resumes_by_its_state(datasets: Datasets, kind: str, workers: int) -> None:
     """What each worker had read ahead is read again, and its turns go on where they were, however often it is resumed."""
     whole = datasets.whole(kind)
     for cuts in ((0,), (2, 1, 3), (len(whole) - 1,), (len(whole),)):
@@ -107,7 +107,7 @@ def test_a_stateful_data_loader_resumes_by_its_own_state(datasets: Datasets, kin
         assert found + seen(loader) == whole
 
 
-def test_a_stateful_data_loader_keeps_its_number_of_workers(datasets: Datasets) -> None:
+def test_stateful_loader_keeps_worker_count(datasets: Datasets) -> None:
     """The state of one of two workers is refused where there are none; the dataset's own state fits anywhere."""
     loader = stateful(datasets.open(), 2)
     next(iter(loader))
@@ -273,7 +273,7 @@ def test_impossible_cursors_are_refused(datasets: Datasets) -> None:
         datasets.open(state={**counted, "cursors": old["cursors"]})
 
 
-def test_a_state_that_is_damaged_or_partial_is_refused(datasets: Datasets) -> None:
+def test_damaged_state_is_refused(datasets: Datasets) -> None:
     """An altered leg, a newer version, another rank's cursors, and parts that do not belong together."""
     state = datasets.open().state_dict()
     wrong: list[tuple[type[DlacError], str, Callable[[], Any]]] = [

@@ -64,7 +64,7 @@ def look(arena: Arena, spec: JobSpec, *, launched_by: str = "", wait_s: float = 
     refuse_if_alive_elsewhere(rows, spec, launched_by=launched_by, wait_s=wait_s, stop=stop)
 
 
-def test_a_launch_that_lives_on_another_machine_is_not_fenced_off_unless_asked_for(arena: Arena, spec: JobSpec) -> None:
+def test_live_launch_elsewhere_is_not_fenced(arena: Arena, spec: JobSpec) -> None:
     """The refusal names what was found and how long to wait; nothing is claimed. A takeover is not refused."""
     with machine(arena):
         claim_and_verify(arena.lakehouse, spec, nonce=new_nonce())
@@ -77,7 +77,7 @@ def test_a_launch_that_lives_on_another_machine_is_not_fenced_off_unless_asked_f
 
 
 @pytest.mark.parametrize("how", ["lost", "replaced"])
-def test_a_lost_launch_and_one_that_is_to_be_replaced_hold_nobody_up(arena: Arena, spec: JobSpec, how: str) -> None:
+def test_lost_launch_delays_nobody_else(arena: Arena, spec: JobSpec, how: str) -> None:
     """The machine was lost, and a person starts the run again; or a recovery names the attempt that it replaces."""
     with machine(arena):
         claim_and_verify(arena.lakehouse, spec, nonce=new_nonce())
@@ -87,7 +87,7 @@ def test_a_lost_launch_and_one_that_is_to_be_replaced_hold_nobody_up(arena: Aren
     assert Supervisor(spec, **asked).run().ending == "finished"
 
 
-def test_it_is_waited_for_as_long_as_asked_for(arena: Arena, spec: JobSpec) -> None:
+def test_wait_lasts_as_requested(arena: Arena, spec: JobSpec) -> None:
     """Until it is lost, or until who waits is told to stop."""
     with machine(arena):
         claim_and_verify(arena.lakehouse, spec, nonce=new_nonce())
@@ -97,7 +97,7 @@ def test_it_is_waited_for_as_long_as_asked_for(arena: Arena, spec: JobSpec) -> N
     look(arena, spec, wait_s=600.0)
 
 
-def test_a_launch_here_that_has_another_local_folder_is_seen_by_its_lock(arena: Arena, spec: JobSpec) -> None:
+def test_other_local_folder_is_seen_by_lock(arena: Arena, spec: JobSpec) -> None:
     """While it is held; a claim with this very folder is left to the lock."""
     other = spec.model_copy(update={"checkpoint": spec.checkpoint.model_copy(update={"local": f"{arena.home}/other"})})
     (arena.home / "other" / "r").mkdir(parents=True)
@@ -126,7 +126,7 @@ def test_what_goes_on_by_design_is_not_refused(arena: Arena, spec: JobSpec) -> N
         look(arena, spec)
 
 
-def test_an_attempt_that_has_ended_in_order_or_only_adopts_is_not_alive(arena: Arena, spec: JobSpec) -> None:
+def test_ended_attempt_is_not_alive(arena: Arena, spec: JobSpec) -> None:
     """It says so in its last checkpoint, or in its claim; one that was cut off behind a checkpoint does not."""
     look(arena, spec)
     with machine(arena):

@@ -80,9 +80,7 @@ def test_zero_1_is_converted_for_fewer_ranks_once(tmp_path: Path) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize(("engine", "precision"), ZERO)
 @pytest.mark.parametrize("writer", ["direct", "copies"])
-def test_every_deepspeed_state_is_loaded_by_any_number_of_ranks(
-    tmp_path: Path, engine: str, precision: str, writer: str
-) -> None:
+def test_deepspeed_state_loads_at_any_size(tmp_path: Path, engine: str, precision: str, writer: str) -> None:
     """2 -> 2, 1, 4 ranks: parameters, optimizer, groups, buffers, schedule, steps and loss scale, bit for bit."""
     saved = save(tmp_path, 2, engine=engine, precision=precision, writer=writer)
     if precision == "fp16":
@@ -94,9 +92,7 @@ def test_every_deepspeed_state_is_loaded_by_any_number_of_ranks(
 @pytest.mark.parametrize("engine", ["fsdp2", "ddp"])
 @pytest.mark.parametrize("writer", ["direct", "copies"])
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_every_pytorch_state_is_loaded_by_any_number_of_ranks(
-    tmp_path: Path, engine: str, writer: str, world_size: int
-) -> None:
+def test_pytorch_state_loads_at_any_size(tmp_path: Path, engine: str, writer: str, world_size: int) -> None:
     """From and to 1, 2 and 4 ranks, of which some own no row of a layer."""
     check_resizes(save(tmp_path, world_size, engine=engine, writer=writer), 1, 2, 4)
 
@@ -106,7 +102,7 @@ def test_every_pytorch_state_is_loaded_by_any_number_of_ranks(
     "what",
     [{"engine": "zero3", "frozen": True}, {"engine": "zero1", "momentum": True}, {"engine": "zero3", "momentum": True}],
 )
-def test_what_deepspeed_cannot_convert_is_refused_by_every_rank(tmp_path: Path, what: dict[str, Any]) -> None:
+def test_unconvertible_state_is_refused_by_all(tmp_path: Path, what: dict[str, Any]) -> None:
     """Frozen parameters at ZeRO 3, optimizers without Adam's moments: named, and the same number of ranks still loads."""
     saved = save(tmp_path, 2, **what)
     refused = saved.load(4)
@@ -116,7 +112,7 @@ def test_what_deepspeed_cannot_convert_is_refused_by_every_rank(tmp_path: Path, 
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("engine", "world_size"), [("zero1", 2), ("zero1", 1)])
-def test_code_in_a_deepspeed_file_is_refused_by_every_rank(tmp_path: Path, engine: str, world_size: int) -> None:
+def test_code_in_deepspeed_file_is_refused(tmp_path: Path, engine: str, world_size: int) -> None:
     """A file that would run a command when it is loaded as DeepSpeed loads it, or converts it: named, and not run."""
     saved = save(tmp_path, 2, engine=engine)
     path = saved.folder / "deepspeed" / "mp_rank_00_model_states.pt"
@@ -132,7 +128,7 @@ def test_code_in_a_deepspeed_file_is_refused_by_every_rank(tmp_path: Path, engin
 @pytest.mark.parametrize(
     "engine", ["fsdp2", *(pytest.param(each, marks=pytest.mark.soak) for each in ("ddp", "zero1", "zero2", "zero3"))]
 )
-def test_a_rank_that_cannot_write_leaves_no_other_waiting(tmp_path: Path, engine: str) -> None:
+def test_failed_write_blocks_no_rank(tmp_path: Path, engine: str) -> None:
     """The save raises there, returns elsewhere, and all ranks train on together: it is the vote that says no."""
     saved = save(tmp_path, 2, engine=engine, full_rank=1)
     assert not any("00001" in path.name or "rank_1" in path.name for path in saved.folder.rglob("*"))
@@ -171,7 +167,7 @@ class Parts:
 
 
 @pytest.mark.parametrize("kind", ["torch", "dcp"])
-def test_what_changes_right_after_the_copy_is_not_in_the_checkpoint(tmp_path: Path, kind: str) -> None:
+def test_change_after_copy_is_not_saved(tmp_path: Path, kind: str) -> None:
     """Parameters, optimizer, schedule and loss scale come back as they were when the save returned (pytorch#144657)."""
     parts = Parts()
     parts.train(3)
@@ -216,7 +212,7 @@ def test_numbers_of_numpy_come_back_as_numbers(tmp_path: Path, kind: str, writin
     ("kind", "place"), [("torch", r"optimizer\['param_groups'\]\[0\]\['table'\]"), ("dcp", r"optimizer.*table")]
 )
 @pytest.mark.parametrize("writing", ["direct", "copies"])
-def test_what_could_not_be_loaded_again_is_not_saved(tmp_path: Path, kind: str, place: str, writing: str) -> None:
+def test_unloadable_state_is_not_saved(tmp_path: Path, kind: str, place: str, writing: str) -> None:
     """An array among the optimizer's settings, an object in a part's state: named with their places, and not written."""
     parts, writer = Parts(), writer_of(writing)
     parts.train(1)
@@ -241,7 +237,7 @@ def test_ranks_save_numbers_of_numpy_and_load_them(tmp_path: Path, engine: str) 
 
 
 @pytest.mark.parametrize("engine", ["fsdp2", "zero1"])
-def test_no_rank_waits_for_one_whose_state_could_not_be_loaded_again(tmp_path: Path, engine: str) -> None:
+def test_unloadable_state_blocks_no_rank(tmp_path: Path, engine: str) -> None:
     """All are through with the save, and train on, before those that wanted to write it say so."""
     saved = save(tmp_path, 2, engine=engine, keeps="enum")
     assert len(saved.state["losses"]) == STEPS + 2
@@ -278,7 +274,7 @@ def test_code_in_a_file_of_shards_is_refused(tmp_path: Path, name: str) -> None:
     assert not (tmp_path / "was-run").exists()
 
 
-def test_code_in_a_file_of_pytorch_state_is_refused(tmp_path: Path) -> None:
+def test_code_in_pytorch_file_is_refused(tmp_path: Path) -> None:
     """Also where random number generators are kept."""
     state = TorchState(model=torch.nn.Linear(2, 2))
     state.save(tmp_path, Direct().write)

@@ -100,7 +100,7 @@ def test_what_cannot_be_exported_is_refused(arena: Arena) -> None:
     assert arena.rows("r", "export") == []
 
 
-def test_a_checkpoint_is_exported_while_its_run_retires_it(arena: Arena) -> None:
+def test_export_survives_concurrent_retention(arena: Arena) -> None:
     """The run's retention waits for the export, and goes on behind it."""
     arena.table()
     spec = arena.spec("r", world_size=1, passes=1, keep_last=1)

@@ -68,7 +68,7 @@ def names(arena: Arena, run: str) -> list[str]:
     return sorted(names_of(arena.rows(run, "name")))
 
 
-def test_a_fork_has_the_model_and_has_seen_what_its_ancestors_have(arena: Arena) -> None:
+def test_fork_inherits_model_and_consumption(arena: Arena) -> None:
     """Through forks of forks, over other tables: rows before the forks are seen, those behind them are not."""
     arena.table(appends=(500, 500))
     arena.table("src.u", appends=(200,))
@@ -238,7 +238,7 @@ class AwayInTheEnd(SlowFiles):
         raise StoreUnavailable("away")
 
 
-def test_a_fork_that_fails_lets_go_of_its_own_hold_only(arena: Arena) -> None:
+def test_failed_fork_releases_own_hold(arena: Arena) -> None:
     """Another one to the same run goes on copying; once that has begun, every hold for it is let go of."""
     arena.table(appends=(500,))
     arena.train(arena.spec("a", world_size=1, passes=1))

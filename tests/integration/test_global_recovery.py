@@ -47,9 +47,7 @@ def asked(instance: dg.DagsterInstance, dead: dg.DagsterRun) -> dg.RunRequest | 
     return recovery_of(instance, dead, noticed_by="test", log=dg.get_dagster_logger())
 
 
-def test_what_a_person_materialized_is_recovered_and_what_does_not_train_is_not(
-    arena: Arena, home: Path, instance: dg.DagsterInstance
-) -> None:
+def test_only_training_materializations_are_recovered(arena: Arena, home: Path, instance: dg.DagsterInstance) -> None:
     """*Materialize* in the UI launches a job of Dagster's own; other assets, and checks alone, train nothing."""
     assert model_checkpoint.key == MODEL
     config = run_config_of(left(arena, "materialized"))
@@ -125,7 +123,7 @@ def test_a_job_spec_may_name_environment_variables(
     assert training_run_of(dead) == spec.lakehouse.uri
 
 
-def test_whatever_goes_wrong_while_it_is_decided_a_recovery_is_requested(
+def test_failed_decision_requests_recovery(
     arena: Arena, home: Path, instance: dg.DagsterInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Dagster does not ask again about a run: its own storage may be locked just then."""
@@ -143,7 +141,7 @@ def test_whatever_goes_wrong_while_it_is_decided_a_recovery_is_requested(
     assert request.run_config["ops"]["model_checkpoint"]["config"]["takeover"] is False
 
 
-def test_an_attempt_that_begins_while_it_is_decided_is_not_replaced(
+def test_attempt_begun_during_decision_stays(
     arena: Arena, home: Path, instance: dg.DagsterInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A person's `dlac recover` answers the same death: the recovery replaces what it saw dead, and so steps aside."""
@@ -194,9 +192,7 @@ def test_a_second_outage_begins_anew(arena: Arena, home: Path, instance: dg.Dags
     assert request.tags["dlac/recoveries_in_a_row"] == "1"
 
 
-def test_a_re_executed_run_is_judged_by_what_it_did_itself(
-    arena: Arena, home: Path, instance: dg.DagsterInstance
-) -> None:
+def test_re_executed_run_is_judged_alone(arena: Arena, home: Path, instance: dg.DagsterInstance) -> None:
     """Dagster gives it the tags of the run before, which somebody has mended; what it ended with itself counts."""
     spec = left(arena, "mended")
     inherited = {
@@ -229,9 +225,7 @@ def test_a_re_executed_run_is_judged_by_what_it_did_itself(
     assert "ended with Fenced" in str(skipped.skip_message)
 
 
-def test_a_recovery_runs_as_the_run_did_and_before_what_has_not_begun(
-    arena: Arena, home: Path, instance: dg.DagsterInstance
-) -> None:
+def test_recovery_keeps_settings_and_priority(arena: Arena, home: Path, instance: dg.DagsterInstance) -> None:
     """Settings of launchers, teams and priorities go with it; what is about the dead run itself does not."""
     spec = left(arena, "tagged")
     tags = {RUN_TAG: spec.run, "team": "vision", "dagster-k8s/config": "{}", "dagster/from_ui": "true", "dlac/due": "x"}
@@ -262,7 +256,7 @@ def test_a_killed_run_leaves_its_pool(arena: Arena, home: Path, instance: dg.Dag
     assert pools.claim_concurrency_slot(POOL, "another", "model_checkpoint").is_claimed
 
 
-def test_time_in_which_nobody_looked_is_no_silence_of_the_runs(
+def test_unwatched_time_is_no_silence(
     arena: Arena, home: Path, instance: dg.DagsterInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where Dagster's storage was away, no run could give a sign of life, and the first look comes before the first of them."""

@@ -46,7 +46,7 @@ def test_a_compaction_brings_no_row_twice(lake: Lake, keyed: Keyed) -> None:
     assert (read_from(history) == (lake.now,)) == (keyed == "identity_columns")
 
 
-def test_a_compaction_of_planned_files_only_leaves_nothing_to_read(lake: Lake) -> None:
+def test_compaction_of_planned_files_adds_nothing(lake: Lake) -> None:
     """Files that hold planned rows only are in no portion, and rows of files that did not move need no keys."""
     lake.append(1, 1)
     since = lake.append(2)

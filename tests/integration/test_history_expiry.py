@@ -15,7 +15,7 @@ def lake(tmp_path: Path) -> Lake:
     return Lake(tmp_path / "home").create("src.t")
 
 
-def test_expired_appends_are_read_while_planned_files_are_there(lake: Lake) -> None:
+def test_expired_appends_are_still_read(lake: Lake) -> None:
     """Snapshots in between may expire: as long as the planned files are there, what is not of them is new."""
     since = lake.append(1, 2)
     lake.table.manage_snapshots().create_tag(since, "pin").commit()
@@ -65,7 +65,7 @@ def test_the_snapshot_before_a_merge_is_expired(lake: Lake) -> None:
     assert lake.new(lake.changes(since, "identity_columns")) == [2]
 
 
-def test_an_overwrite_whose_parent_is_expired_is_not_taken_for_a_delete(lake: Lake) -> None:
+def test_overwrite_with_expired_parent_is_no_delete(lake: Lake) -> None:
     """It may have brought rows: a cautious run stops, and is told what helps; one that reads overwrites goes on exactly."""
     since = lake.append(1)
     between = lake.append(2, 3)
@@ -108,7 +108,7 @@ def test_a_rollback_over_a_delete_is_noticed(lake: Lake) -> None:
         lake.changes(planned)
 
 
-def test_what_is_gone_is_told_after_history_is_lost(lake: Lake) -> None:
+def test_removed_rows_are_known_without_history(lake: Lake) -> None:
     """If what came cannot be told any more, files that are where they were still say which of their rows are gone."""
     lake.append(1, 2, 3)
     since = lake.append(4, 5)

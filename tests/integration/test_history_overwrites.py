@@ -49,7 +49,7 @@ def overwritten(lake: Lake) -> int:
     return since
 
 
-def test_overwrites_stop_a_run_that_did_not_ask_for_them(lake: Lake) -> None:
+def test_overwrite_stops_run_by_default(lake: Lake) -> None:
     """Under "stop" an overwrite with new rows is an error that says what to do, keys or no keys."""
     since = overwritten(lake)
     for keyed in ("appends", "identity_columns"):
@@ -79,7 +79,7 @@ def test_overwrites_that_are_ignored(lake: Lake, keyed: Keyed) -> None:
 
 
 @pytest.mark.parametrize("keyed", ["appends", "identity_columns"])
-def test_appended_rows_that_an_ignored_overwrite_took_are_read(lake: Lake, keyed: Keyed) -> None:
+def test_appended_rows_survive_ignored_overwrite(lake: Lake, keyed: Keyed) -> None:
     """Under "ignore" appended files are read as they were before an overwrite took them, from a snapshot to be pinned."""
     since = lake.append(1)
     before = lake.append(2, 3)

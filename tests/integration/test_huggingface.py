@@ -232,7 +232,7 @@ def test_uneven_last_batch_is_refused(home: Path) -> None:
             begin(kind, **settings)
 
 
-def test_a_trainer_that_was_given_more_than_it_trained_on_does_not_save(home: Path) -> None:
+def test_trainer_with_extra_batches_does_not_save(home: Path) -> None:
     """A batch that somebody else took from the dataset is noticed at the next checkpoint."""
     dataset = opened(home)
     trainer = trainer_of(home, dataset)
@@ -292,7 +292,7 @@ def test_accelerate_leaves_the_loader_as_it_is(home: Path) -> None:
     assert [batch["tokens"].tolist() for batch in prepared] == rest == expected(home, "packed")[6:]
 
 
-def test_a_loader_that_accelerate_reads_ahead_of_is_observed(home: Path) -> None:
+def test_accelerate_loader_is_observed(home: Path) -> None:
     """A plain DataLoader that Accelerate prepared is one batch ahead; `observe` behind each step keeps the position exact."""
     accelerator = accelerate.Accelerator(cpu=True)
     dataset = opened(home)

@@ -61,9 +61,7 @@ def hand(tmp_path: Path) -> HandTable:
 
 
 @pytest.mark.parametrize(("bounds", "referenced"), [(False, False), (True, False), (False, True)])
-def test_positional_deletes_take_rows_of_files_that_are_not_younger(
-    hand: HandTable, bounds: bool, referenced: bool
-) -> None:
+def test_positional_deletes_spare_younger_files(hand: HandTable, bounds: bool, referenced: bool) -> None:
     """The delete applies to data of its own sequence number and older, whether or not its metadata name the file."""
     path = hand.append(rows(range(10)))
     hand.delete_positions({path: [0, 4, 9]}, bounds=bounds, referenced=referenced)
@@ -74,7 +72,7 @@ def test_positional_deletes_take_rows_of_files_that_are_not_younger(
     assert check(hand)[path] == [2, 3, 5, 6, 7, 8]
 
 
-def test_a_delete_file_of_many_data_files_is_read_once(hand: HandTable, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_delete_file_is_read_once(hand: HandTable, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the number of data files, each delete file is opened once, and each footer once."""
     paths = [hand.append(rows(range(start, start + 6))) for start in range(0, 60, 6)]
     hand.delete_positions({path: [1, 3] for path in paths})
@@ -310,7 +308,7 @@ def test_a_missing_delete_file_is_named(tmp_path: Path, kind: str) -> None:
         row_groups_of(hand.table, hand.snapshot_id, "")
 
 
-def test_only_row_groups_that_may_hold_a_deleted_row_are_read(hand: HandTable, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_possible_row_groups_are_read(hand: HandTable, monkeypatch: pytest.MonkeyPatch) -> None:
     """Statistics of the deleted columns spare row groups and files; what they leave is read once."""
     hand.append(rows(range(40)), row_group_rows=4)
     hand.append(rows(range(100, 120)), row_group_rows=4)
@@ -335,7 +333,7 @@ OPERATIONS = st.lists(
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(operations=OPERATIONS, data=st.data())
-def test_any_history_of_appends_and_deletes_reads_as_duckdb_reads_it(
+def test_any_delete_history_equals_duckdb(
     tmp_path_factory: pytest.TempPathFactory, operations: list[tuple[str, list[int | None], int]], data: st.DataObject
 ) -> None:
     """Every kind of delete, in any order, with sequence numbers before and after the data's."""

@@ -30,7 +30,7 @@ def rows(count: int, lang: str = "en") -> pa.Table:
     return pa.table({"id": list(range(count)), "lang": [lang] * count})
 
 
-def test_a_table_with_deletes_is_planned_with_its_live_rows(arena: Arena) -> None:
+def test_table_with_deletes_plans_live_rows(arena: Arena) -> None:
     """In a real catalog: positional and equality deletes become dead rows of the plan, beside those of the filter."""
     hand = HandTable(arena.home / "t", [SCHEMA])
     path = hand.append(rows(10))
@@ -54,7 +54,7 @@ def test_files_that_are_not_parquet_are_named(tmp_path: Path, file_format: FileF
             row_groups_of(hand.table, hand.snapshot_id, "")
 
 
-def test_a_file_with_row_ids_of_its_own_has_no_first_row_id(tmp_path: Path) -> None:
+def test_own_row_ids_leave_no_first_id(tmp_path: Path) -> None:
     """A compaction writes row ids into a column: they do not count on from a first one."""
     hand = HandTable(tmp_path / "t", [SCHEMA], version=3)
     with_ids = Schema(*SCHEMA.fields, NestedField(2147483540, "_row_id", LongType(), required=False))
@@ -75,7 +75,7 @@ def test_a_dropped_partition_column_leaves_its_files_readable(tmp_path: Path) ->
     assert live == {english: [1, 3], german: [3]}
 
 
-def test_a_partition_column_that_is_only_in_the_path_is_read_from_the_partition(tmp_path: Path) -> None:
+def test_path_partition_column_is_read(tmp_path: Path) -> None:
     """A file without its identity-partition column has its value from the partition, also for filters and deletes."""
     hand = HandTable(tmp_path / "t", [SCHEMA], specs=[BY_LANG, PartitionSpec(spec_id=1)])
     bare = Schema(SCHEMA.fields[0])

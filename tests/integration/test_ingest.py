@@ -213,7 +213,7 @@ def test_row_groups_keep_the_limit(lakehouse: Lakehouse, root: Path, tmp_path: P
     assert len(smaller) == len(set(smaller)) < len(groups)
 
 
-def test_statistics_are_kept_for_ids_and_not_for_tokens(lakehouse: Lakehouse, root: Path, tmp_path: Path) -> None:
+def test_statistics_cover_ids_only(lakehouse: Lakehouse, root: Path, tmp_path: Path) -> None:
     """A filter on sequence_id can skip data files, and manifests do not carry bounds of tokens."""
     ingest_stdlib_corpus(lakehouse, root=root)
     tokenize(lakehouse, tmp_path)

@@ -141,7 +141,7 @@ def test_a_repeated_commit_is_recorded_once(arena: Arena) -> None:
     assert len(ledger.rows(RUN, kinds=["checkpoint"])) == 1
 
 
-def test_another_parent_under_my_own_attempt_is_an_error(arena: Arena) -> None:
+def test_other_parent_in_attempt_is_error(arena: Arena) -> None:
     """A checkpoint that does not hang on the head is refused, naming both."""
     ledger = Ledger(arena.lakehouse)
     attempt = claimed(ledger)
@@ -181,7 +181,7 @@ def test_what_was_decided_holds_beside_busy_other_runs(arena: Arena) -> None:
     assert [row["kind"] for row in ledger.rows(RUN)] == ["claim", "name"]
 
 
-def test_what_was_decided_is_decided_again_once_the_run_has_other_rows(arena: Arena) -> None:
+def test_decision_repeats_after_other_rows(arena: Arena) -> None:
     """Also when others and a merge of files have committed behind them."""
     ledger, others = Ledger(arena.lakehouse), Ledger(arena.lakehouse)
     claimed(ledger)
@@ -223,7 +223,7 @@ def test_expired_history_is_decided_again(arena: Arena, known: bool) -> None:
     assert [row["kind"] for row in ledger.rows(RUN)] == ["claim", "finish"]
 
 
-def test_a_merge_of_files_does_not_undo_what_was_decided(arena: Arena) -> None:
+def test_merge_keeps_decision(arena: Arena) -> None:
     """It moves no row."""
     ledger, others = Ledger(arena.lakehouse), Ledger(arena.lakehouse)
     claimed(ledger)

@@ -69,7 +69,7 @@ def test_a_script_may_leave_between_two_steps(arena: Arena) -> None:
     assert sorted(row for rows in arena.recorded("r").values() for row in rows) == list(range(640))
 
 
-def test_a_script_that_cannot_be_run_is_not_launched_again(arena: Arena) -> None:
+def test_unrunnable_script_is_not_relaunched(arena: Arena) -> None:
     """Every attempt would end alike: one is enough, and it says what to mend."""
     arena.table(appends=(640,))
     with pytest.raises(ScriptInvalid, match="SyntaxError"):
@@ -97,7 +97,7 @@ def test_a_script_that_ends_otherwise_has_failed(arena: Arena, script: str, leav
 
 
 @pytest.mark.filterwarnings("ignore")  # Dagster's own libraries warn of each other
-def test_dagster_shows_no_model_of_a_run_that_was_left(arena: Arena, tmp_path: Path) -> None:
+def test_left_run_materializes_no_model(arena: Arena, tmp_path: Path) -> None:
     """The run fails by name, and no sensor is to launch it again."""
     arena.table(appends=(640,))
     path = arena.home / "script.py"

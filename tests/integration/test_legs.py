@@ -97,7 +97,7 @@ def test_a_crash_between_appends_changes_nothing(arena: Arena) -> None:
     assert [leg.index for leg in legs(arena, "killed")] == [0, 1]
 
 
-def test_rows_deleted_before_they_were_read_are_not_read(arena: Arena) -> None:
+def test_deleted_unread_rows_are_skipped(arena: Arena) -> None:
     """With identity columns a copy-on-write delete is followed: unread rows that are gone are passed over, none comes twice."""
     arena.table(appends=(100, 60), row_group_rows=20)
     spec = arena.spec("r", **FOLLOWING, identity_columns=["row_id"])
@@ -126,7 +126,7 @@ def test_a_compaction_brings_no_row_twice(arena: Arena) -> None:
     assert set(first + second) == set(range(160))
 
 
-def test_what_is_followed_stays_pinned_and_what_is_behind_is_let_go(arena: Arena) -> None:
+def test_followed_snapshot_is_pinned_and_released(arena: Arena) -> None:
     """A snapshot that only deletes is pinned, too, for history is counted from there; retired legs free theirs."""
     arena.table(appends=(100,), row_group_rows=50)
     spec = arena.spec("r", **FOLLOWING, identity_columns=["row_id"], keep_last=1)
@@ -144,7 +144,7 @@ def test_what_is_followed_stays_pinned_and_what_is_behind_is_let_go(arena: Arena
     assert [pin.snapshot_id for pin in pins] == [leg.sources[0].snapshot_id for leg in legs(arena, "r")]
 
 
-def test_data_files_may_be_gone_once_their_snapshot_is_let_go_of_and_expired(arena: Arena) -> None:
+def test_files_may_go_after_expiry(arena: Arena) -> None:
     """The audit misses a data file as long as its snapshot is there; what the table has expired is its own affair."""
     arena.table(appends=(96,), row_group_rows=50)
     spec = arena.spec("r", **FOLLOWING, identity_columns=["row_id"], keep_last=1)
@@ -176,7 +176,7 @@ def test_what_cannot_be_told_apart_stops(arena: Arena) -> None:
     assert arena.rows("r") == before
 
 
-def test_batch_size_exclusions_and_passes_change_with_a_new_leg(arena: Arena) -> None:
+def test_new_leg_changes_settings(arena: Arena) -> None:
     """Each change is a leg; every row that is still wanted is read once per pass across all of them."""
     arena.table(appends=(200, 100), row_group_rows=20)
     settings = {**SMALL, "passes": 2}
@@ -197,7 +197,7 @@ def test_batch_size_exclusions_and_passes_change_with_a_new_leg(arena: Arena) ->
     assert [leg.start_step for leg in legs(arena, "r")] == [0, 3, 6]
 
 
-def test_what_no_leg_may_change_is_refused_by_name(arena: Arena) -> None:
+def test_forbidden_leg_change_is_refused(arena: Arena) -> None:
     """Key groups, columns and the filter are the run's for ever."""
     arena.table(appends=(100,), row_group_rows=20)
     arena.train(arena.spec("r", **SMALL), until=5)
@@ -205,9 +205,7 @@ def test_what_no_leg_may_change_is_refused_by_name(arena: Arena) -> None:
         arena.train(changed(arena.spec("r", **{**SMALL, "key_groups": 8})))
 
 
-def test_a_checkpoint_committed_between_look_and_claim_keeps_its_leg(
-    arena: Arena, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_checkpoint_before_claim_keeps_leg(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first checkpoint of the replaced attempt lands just before the claim: another seed is refused, not mixed in."""
     arena.table()
     spec = arena.spec("raced", world_size=1, every_steps=5)
@@ -232,7 +230,7 @@ def test_a_checkpoint_committed_between_look_and_claim_keeps_its_leg(
         claim_and_verify(arena.lakehouse, other, nonce=new_nonce())
 
 
-def test_a_later_snapshot_is_read_from_the_next_pass_on(arena: Arena) -> None:
+def test_later_snapshot_starts_next_pass(arena: Arena) -> None:
     """Naming another snapshot ends the pass over the old one, and goes on with passes over the new one."""
     arena.table(appends=(100,), row_group_rows=20)
     settings = {**SMALL, "passes": 2}
@@ -245,7 +243,7 @@ def test_a_later_snapshot_is_read_from_the_next_pass_on(arena: Arena) -> None:
     assert total == Counter(range(100)) + Counter(range(160))
 
 
-def test_a_renamed_table_and_expired_snapshots_do_not_disturb_a_resume(arena: Arena) -> None:
+def test_renamed_table_resumes(arena: Arena) -> None:
     """The pin keeps what is read, and the table counts by its uuid; the spec gives its new name."""
     arena.table(appends=(100, 60), row_group_rows=20)
     whole = arena.train(arena.spec("whole", **SMALL))
@@ -275,7 +273,7 @@ def damage(path: str, row_group: int) -> None:
 
 
 @pytest.mark.parametrize("policy", [pytest.param("fail", marks=pytest.mark.soak), "quarantine"])
-def test_a_damaged_row_group_stops_the_run_or_is_left_out(arena: Arena, policy: str) -> None:
+def test_damaged_row_group_follows_policy(arena: Arena, policy: str) -> None:
     """By policy; what is left out is named in the ledger with the reason, and every other row is read once."""
     arena.table(appends=(100, 60), row_group_rows=20)
     path = sorted(arena.lakehouse.load("src.t").inspect.files()["file_path"].to_pylist())[0]

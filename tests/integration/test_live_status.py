@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 SAME = ("run", "state", "step", "loss", "consumed_share", "at_risk_steps", "attempt", "attempts_without_progress")
 
 
-def test_a_status_that_follows_a_run_says_what_a_new_one_says(arena: Arena) -> None:
+def test_following_status_equals_new_one(arena: Arena) -> None:
     """It asks for new rows only: behind commits, another attempt, a rewind and the end of the run."""
     arena.table(appends=(500,))
     spec = arena.spec("r", world_size=1, passes=1, every_steps=5)
@@ -49,7 +49,7 @@ def test_a_status_that_follows_a_run_says_what_a_new_one_says(arena: Arena) -> N
     assert ledger.rows("r", after=last) == []
 
 
-def test_a_checkpoint_that_is_committed_meanwhile_is_no_step_0(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_checkpoint_is_not_step_zero(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is said of a run at one time agrees with itself, however busy the run is."""
     arena.table(appends=(500,))
     spec = arena.spec("r", world_size=1, passes=1, every_steps=5)
@@ -69,7 +69,7 @@ def test_a_checkpoint_that_is_committed_meanwhile_is_no_step_0(arena: Arena, mon
     assert run_status(arena.lakehouse, "r")["step"] == 10
 
 
-def test_what_is_at_risk_ends_with_the_last_sign_of_life(arena: Arena, tmp_path: Path) -> None:
+def test_risk_ends_at_last_sign(arena: Arena, tmp_path: Path) -> None:
     """Nothing while no step is done; ranks that hang are shown as silent, and a launch that is gone as dead."""
     began = time.time() - 1000
     with claimed_again(arena, tmp_path) as folder:
@@ -88,7 +88,7 @@ def test_what_is_at_risk_ends_with_the_last_sign_of_life(arena: Arena, tmp_path:
     assert (dead["state"], dead["at_risk_steps"], dead["samples_per_s"]) == ("dead", 2, None)
 
 
-def test_what_is_consumed_behind_a_pass_is_of_the_next(arena: Arena, tmp_path: Path) -> None:
+def test_rows_past_pass_count_for_next(arena: Arena, tmp_path: Path) -> None:
     """Also before a checkpoint of it is committed."""
     with claimed_again(arena, tmp_path) as folder:
         status = LiveStatus(arena.lakehouse, "r")

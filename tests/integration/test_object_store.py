@@ -99,9 +99,7 @@ def test_a_run_is_killed_resumed_and_audited(
     assert audit_run(connect(spec.lakehouse), "remote").exact
 
 
-def test_a_warehouse_that_is_away_is_waited_for_as_the_catalog_is(
-    store: ObjectStore, network: Network, tmp_path: Path
-) -> None:
+def test_warehouse_outage_is_awaited(store: ObjectStore, network: Network, tmp_path: Path) -> None:
     """A look at the ledger says that it is away; an append is repeated until it is back, and lands once."""
     lakehouse = connect(
         LakehouseConfig(warehouse="s3://lake/warehouse", properties=store.properties(network.url)).at_home(tmp_path)

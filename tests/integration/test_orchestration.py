@@ -36,9 +36,7 @@ from tests.dagster_runs import dagster_run
 pytestmark = pytest.mark.filterwarnings("ignore")  # Dagster's own libraries warn of each other
 
 
-def test_a_run_is_lost_when_its_process_is_gone_and_not_while_it_beats(
-    arena: Arena, home: Path, instance: dg.DagsterInstance
-) -> None:
+def test_run_without_process_is_lost(arena: Arena, home: Path, instance: dg.DagsterInstance) -> None:
     """Of three runs the one whose process has ended fails, a cancelled one is cancelled, and the living one goes on."""
     (home / FILE).write_text("[recovery]\ngone_after_s = 0.2\nlost_after_s = 60\n")
     spec = arena.spec("lost")
@@ -63,7 +61,7 @@ def test_a_run_is_lost_when_its_process_is_gone_and_not_while_it_beats(
     ]
 
 
-def test_a_run_without_a_heartbeat_is_lost_after_its_time(
+def test_run_without_heartbeat_is_lost_later(
     arena: Arena, home: Path, instance: dg.DagsterInstance, tmp_path: Path
 ) -> None:
     """A worker that never came up, or on another machine went silent, is given up by this sensor's own clock; one whose process
@@ -94,7 +92,7 @@ def test_a_run_without_a_heartbeat_is_lost_after_its_time(
         assert statuses() == [dg.DagsterRunStatus.FAILURE] * 2
 
 
-def test_a_run_that_died_before_its_first_heartbeat_is_lost_as_soon_as_that_is_known(
+def test_run_dead_before_heartbeat_is_lost(
     arena: Arena, home: Path, instance: dg.DagsterInstance, tmp_path: Path
 ) -> None:
     """Its process has ended, or the code server before there was one; one that is only slow to import is waited for."""
@@ -133,9 +131,7 @@ def look(instance: dg.DagsterInstance, cursor: str | None) -> tuple[str | None, 
     return data.cursor, data.skip_message or ""
 
 
-def test_a_run_is_not_recovered_from_a_launch_by_hand_that_is_alive(
-    arena: Arena, home: Path, instance: dg.DagsterInstance
-) -> None:
+def test_run_with_manual_launch_stays(arena: Arena, home: Path, instance: dg.DagsterInstance) -> None:
     """The lock of the launch tells: while somebody holds it there is nothing to recover; afterwards there is."""
     arena.table()
     spec = arena.spec("by-hand", world_size=1)
@@ -160,9 +156,7 @@ def test_a_run_is_not_recovered_from_a_launch_by_hand_that_is_alive(
     assert first["replaces"] == 1
 
 
-def test_recoveries_that_find_the_catalog_away_do_not_count(
-    arena: Arena, home: Path, instance: dg.DagsterInstance
-) -> None:
+def test_recoveries_in_outage_do_not_count(arena: Arena, home: Path, instance: dg.DagsterInstance) -> None:
     """However often they are requested the run is not given up; when the outage has lasted too long, they count as any other."""
     arena.table()
     spec = arena.spec("outage", world_size=1)
@@ -225,9 +219,7 @@ def test_settings_that_are_wrong_are_named(tmp_path: Path) -> None:
         read_settings(tmp_path)
 
 
-def test_a_cancelled_run_is_recovered_only_with_the_tag_of_preemption(
-    instance: dg.DagsterInstance, arena: Arena
-) -> None:
+def test_preempted_cancelled_run_is_recovered(instance: dg.DagsterInstance, arena: Arena) -> None:
     """The sensor on cancelled runs skips what a person cancelled, and says so."""
     sensor = defs.get_repository_def().get_sensor_def("preemption_sensor")
     arena.table()

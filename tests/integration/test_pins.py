@@ -164,7 +164,7 @@ def test_a_claim_needs_its_plans(lakehouse: Lakehouse) -> None:
     assert [one.uses[0].run for one in list_pins(lakehouse)] == ["busy", "busy"]
 
 
-def test_legs_that_no_checkpoint_can_return_to_need_nothing(lakehouse: Lakehouse) -> None:
+def test_unreachable_legs_need_nothing(lakehouse: Lakehouse) -> None:
     """Pins of earlier legs are needed until the checkpoints in them are retired or quarantined."""
     for number in (1, 2):
         plan(lakehouse, append(lakehouse), f"p{number}")
@@ -187,7 +187,7 @@ def test_a_renamed_table_is_the_same(lakehouse: Lakehouse) -> None:
         remove_pin(lakehouse, "src.renamed", snapshot)
 
 
-def test_a_run_lets_go_of_what_no_run_needs(lakehouse: Lakehouse) -> None:
+def test_run_releases_unneeded_pins(lakehouse: Lakehouse) -> None:
     """Of the pins that it has used: not those that it, another run or a dataset may read, nor what it has never planned."""
     snapshots = [append(lakehouse) for _ in range(6)]
     for number, snapshot in enumerate(snapshots[:5]):
@@ -203,9 +203,7 @@ def test_a_run_lets_go_of_what_no_run_needs(lakehouse: Lakehouse) -> None:
     assert [one.snapshot_id for one in list_pins(lakehouse, "src.t")] == snapshots[1:]
 
 
-def test_a_pin_that_is_claimed_while_it_is_let_go_of_is_taken_again(
-    lakehouse: Lakehouse, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_claimed_pin_is_taken_again(lakehouse: Lakehouse, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another run's claim that lands between the look and the removal of the tag is heard of behind it."""
     snapshot = append(lakehouse)
     plan(lakehouse, snapshot, "p0")
@@ -279,7 +277,7 @@ def test_a_tag_that_was_moved_is_not_removed(lakehouse: Lakehouse) -> None:
         remove_pin(lakehouse, "src.t", first)
 
 
-def test_a_pin_survives_expiry_and_its_end_frees_the_snapshot(lakehouse: Lakehouse) -> None:
+def test_pin_survives_expiry_until_removed(lakehouse: Lakehouse) -> None:
     """Expiry leaves a pinned snapshot alone, and takes it once it is unpinned."""
     snapshot = append(lakehouse)
     append(lakehouse)

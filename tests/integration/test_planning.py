@@ -48,7 +48,7 @@ def small_table(arena: Arena) -> None:
     arena.table(appends=(30, 30), row_group_rows=10)
 
 
-def test_planning_pins_the_snapshot_and_lists_every_row_group(arena: Arena) -> None:
+def test_plan_pins_and_lists_row_groups(arena: Arena) -> None:
     """The plan names the tagged snapshot, and one work unit per row group, with all rows live."""
     plan = make_plan(arena.lakehouse, source())
     refs = arena.lakehouse.load("src.t").refs()
@@ -185,7 +185,7 @@ def test_units_whose_answer_was_lost_are_written_once(arena: Arena, monkeypatch:
     assert len(plan.units) == plan.row.units == 6
 
 
-def test_a_plan_with_more_units_than_were_planned_is_refused(arena: Arena) -> None:
+def test_plan_with_extra_units_is_refused(arena: Arena) -> None:
     """Somebody's hand in `work_units` is an error, not twice the rows."""
     plan = make_plan(arena.lakehouse, source())
     units = plans.read_units(arena.lakehouse, plan.row)

@@ -46,7 +46,7 @@ def limits(engine: Engine) -> list[str]:
         return [str(session.scalar(text(f"SHOW {name}"))) for name in SETTINGS]
 
 
-def test_who_is_frozen_in_a_commit_holds_nobody_up(config: LakehouseConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frozen_committer_blocks_no_other(config: LakehouseConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between UPDATE and COMMIT: others commit meanwhile; it hears that its own did not land, and commits again."""
     frozen, other = Ledger(connect(config)), Ledger(connect(config))
     monkeypatch.setattr(safe_commit, "_POSTGRES_TIMEOUTS", dict(zip(SETTINGS, ("1s", "300ms"), strict=True)))
@@ -72,9 +72,7 @@ def test_who_is_frozen_in_a_commit_holds_nobody_up(config: LakehouseConfig, monk
     assert [row["kind"] for row in other.rows("another")] == ["claim"]
 
 
-def test_a_row_that_is_locked_for_good_is_not_waited_for(
-    config: LakehouseConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_locked_row_is_not_awaited_forever(config: LakehouseConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Past its deadline an append says that the catalog does not answer, and why."""
     monkeypatch.setitem(safe_commit._POSTGRES_TIMEOUTS, "lock_timeout", "300ms")
     ledger = Ledger(connect(config), deadline_s=1.0)

@@ -82,7 +82,7 @@ def test_tensors_hold_the_rows_of_the_table(arena: Arena) -> None:
 
 @pytest.mark.usefixtures("table")
 @pytest.mark.parametrize("world_size", [2, 3, 4, 8, 12, 24])
-def test_any_number_of_ranks_gives_the_same_global_batches(arena: Arena, world_size: int) -> None:
+def test_rank_count_keeps_global_batches(arena: Arena, world_size: int) -> None:
     """Also where ranks share key groups, and where one rank has several."""
     plan = plan_of(arena)
     alone, together = read(arena, plan), read(arena, plan, world_size=world_size)
@@ -181,7 +181,7 @@ def test_a_small_budget_changes_nothing(arena: Arena) -> None:
 
 
 @pytest.mark.usefixtures("table")
-def test_fewer_rows_than_key_groups_are_read_in_every_pass(arena: Arena) -> None:
+def test_few_rows_are_read_every_pass(arena: Arena) -> None:
     """A tiny table is read to the end of all passes, each row once in each."""
     plan = plan_of(arena, row_filter="row_id < 3")
     order = OrderSpec(batch_size=8, key_groups=8, seed=1, passes=9)
@@ -190,7 +190,7 @@ def test_fewer_rows_than_key_groups_are_read_in_every_pass(arena: Arena) -> None
 
 
 @pytest.mark.usefixtures("table")
-def test_a_number_of_ranks_that_does_not_divide_the_batch_is_refused(arena: Arena) -> None:
+def test_indivisible_rank_count_is_refused(arena: Arena) -> None:
     """Seven ranks cannot share 24 samples."""
     with pytest.raises(SpecInvalid, match="divides the batch size 24, found 7"):
         read(arena, plan_of(arena), world_size=7)
@@ -210,7 +210,7 @@ def test_a_lost_data_file_is_named(arena: Arena, damage: str) -> None:
         read(arena, plan)
 
 
-def test_a_file_with_other_rows_than_planned_is_named(arena: Arena) -> None:
+def test_file_with_other_rows_is_named(arena: Arena) -> None:
     """A data file that was overwritten in place with fewer rows does not repeat its last row in silence."""
     arena.table(appends=(200,), row_group_rows=50)
     spec = arena.spec("short", world_size=1, every_steps=1)

@@ -43,7 +43,7 @@ def recovery(run: str, *, seq: int) -> Recovery:
     )
 
 
-def test_a_table_of_an_older_version_gets_its_new_columns(arena: Arena) -> None:
+def test_older_table_gets_new_columns(arena: Arena) -> None:
     """Its rows stay readable and do not know them; new rows have them; opening it again changes nothing."""
     old = Schema(*(field for field in RECOVERIES.fields if field.name not in NEW))
     arena.lakehouse.catalog.drop_table("dlac.recoveries")
@@ -66,7 +66,7 @@ def test_a_table_of_an_older_version_gets_its_new_columns(arena: Arena) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # Dagster's own libraries warn of each other
-def test_phases_are_told_in_the_order_in_which_they_happen(arena: Arena) -> None:
+def test_phases_are_recorded_in_order(arena: Arena) -> None:
     """A sensor notices, the new launch is started, and only that one waits for the end of the old processes."""
     happen = ["detect", "schedule", "stop", "claim", "verify", "convert", "load", "first step", "total"]
     claim(Ledger(arena.lakehouse), "r", nonce="n", replaces=0, detail={})

@@ -47,7 +47,7 @@ def objects(store: ObjectStore) -> set[str]:
     return {f"{int(info.path.split('/')[-2].split('-')[1])}/{info.base_name}" for info in found}
 
 
-def test_a_run_goes_on_where_only_the_store_is_left(arena: Arena, store: ObjectStore) -> None:
+def test_run_resumes_from_store_alone(arena: Arena, store: ObjectStore) -> None:
     """Killed, and its machine lost: files come from the bucket, digests hold, and the audit finds every row once."""
     spec = remote(arena, store)
     arena.train(spec, until=8)
@@ -79,7 +79,7 @@ def test_damage_in_the_bucket_is_found(arena: Arena, store: ObjectStore) -> None
     assert f"'s3://{second}' of a committed checkpoint, found none" in done.stdout
 
 
-def test_what_is_retired_or_left_over_leaves_the_bucket(arena: Arena, store: ObjectStore) -> None:
+def test_retired_checkpoints_leave_bucket(arena: Arena, store: ObjectStore) -> None:
     """Objects of retired checkpoints go, and what an attempt that was replaced had copied and never committed."""
     spec = remote(arena, store, keep_last=1)
     arena.train(spec, until=8)
@@ -120,9 +120,7 @@ def test_a_network_that_is_cut_is_waited_for(arena: Arena, store: ObjectStore, n
 
 
 @pytest.mark.parametrize("mode", ["synchronous", pytest.param("asynchronous", marks=pytest.mark.soak)])
-def test_a_dead_store_ends_the_run_behind_its_last_checkpoint(
-    arena: Arena, store: ObjectStore, network: Network, mode: str
-) -> None:
+def test_dead_store_ends_run_at_checkpoint(arena: Arena, store: ObjectStore, network: Network, mode: str) -> None:
     """Past the deadline the run ends with one status that names the address; once the store is back it goes on exactly."""
     spec = remote(arena, store, network.url, mode=mode, store_deadline_s=5.0)
 
@@ -144,7 +142,7 @@ def test_a_dead_store_ends_the_run_behind_its_last_checkpoint(
     assert json.loads(arena.rows("r1", "checkpoint")[-1]["detail"])["phases"]["upload"] > 0
 
 
-def test_a_bucket_that_is_not_there_is_named_at_once(arena: Arena, store: ObjectStore) -> None:
+def test_missing_bucket_is_named_at_once(arena: Arena, store: ObjectStore) -> None:
     """A wrong address is not waited for, and nothing is claimed."""
     spec = remote(arena, store, address="s3://elsewhere/checkpoints", store_deadline_s=3600.0)
     with pytest.raises(StoreUnavailable, match="s3://elsewhere/checkpoints/r1"):
@@ -167,7 +165,7 @@ def test_a_store_that_is_away_is_not_damage(arena: Arena, store: ObjectStore) ->
 
 
 @pytest.mark.soak
-def test_dlac_verify_finds_the_store_of_a_run_that_was_launched_here(arena: Arena, store: ObjectStore) -> None:
+def test_verify_finds_store_of_run(arena: Arena, store: ObjectStore) -> None:
     """Endpoint and credentials stand in the spec that the run was launched with, not in the lakehouse."""
     spec = remote(arena, store)
     assert arena.launch(spec).wait() == 0

@@ -72,7 +72,7 @@ def served(rest: RestCatalog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     made.close()
 
 
-def test_a_run_dies_and_goes_on_behind_a_rest_catalog(served: Arena) -> None:
+def test_run_resumes_on_rest_catalog(served: Arena) -> None:
     """Planned, pinned, trained, resumed, audited, tidied up; the ledger names what was trained on."""
     served.table()
     spec = served.spec("rested", world_size=1, passes=1)
@@ -86,7 +86,7 @@ def test_a_run_dies_and_goes_on_behind_a_rest_catalog(served: Arena) -> None:
     assert audit_run(served.lakehouse, "rested").exact
 
 
-def test_claims_of_one_attempt_that_race_behind_a_rest_catalog(served: Arena) -> None:
+def test_rest_claims_race_safely(served: Arena) -> None:
     """One wins, the others step aside; claims of other runs beside it all land."""
     config = served.lakehouse.config
 
@@ -107,7 +107,7 @@ def test_claims_of_one_attempt_that_race_behind_a_rest_catalog(served: Arena) ->
     assert len(ledger.rows("wanted")) == 1
 
 
-def test_an_answer_of_a_rest_catalog_that_is_lost(served: Arena, rest: RestCatalog) -> None:
+def test_lost_rest_answer_is_resolved(served: Arena, rest: RestCatalog) -> None:
     """The commit has landed: it is found, and not made twice."""
     ledger = Ledger(served.lakehouse)
     rest.drop_answer()
@@ -117,7 +117,7 @@ def test_an_answer_of_a_rest_catalog_that_is_lost(served: Arena, rest: RestCatal
 
 
 @pytest.mark.soak
-def test_a_rest_catalog_that_is_away_for_a_while_is_waited_for(served: Arena, rest: RestCatalog) -> None:
+def test_rest_outage_is_awaited(served: Arena, rest: RestCatalog) -> None:
     """An append is repeated until it is back."""
     served.table()
     served.train(served.spec("waits", world_size=1, passes=1), until=15)

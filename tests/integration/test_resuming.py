@@ -100,7 +100,7 @@ def test_damage_is_detected_and_named(arena: Arena, spec: JobSpec, how: str) -> 
 
 
 @pytest.mark.parametrize("how", ["flipped bit", "manifest missing"])
-def test_a_damaged_head_is_quarantined_and_its_parent_resumed(arena: Arena, spec: JobSpec, how: str) -> None:
+def test_damaged_head_falls_back_to_parent(arena: Arena, spec: JobSpec, how: str) -> None:
     """The data cursor steps back with the model: the rows behind the parent are read again, and the lineage is exact."""
     whole = arena.train(spec, until=13)
     bad, good = newest(arena), newest(arena, back=1)
@@ -167,7 +167,7 @@ def test_resuming_something_else_is_refused_by_name(arena: Arena, spec: JobSpec)
     assert min(arena.train(spec)) == 6
 
 
-def test_appends_to_the_table_do_not_disturb_a_run(arena: Arena, spec: JobSpec) -> None:
+def test_appends_do_not_disturb_run(arena: Arena, spec: JobSpec) -> None:
     """A run resumes on the snapshot that it pinned, whatever was appended meanwhile."""
     whole = arena.train(arena.spec("whole", world_size=1, batch_size=16, key_groups=4, every_steps=5))
     arena.train(spec, until=8)
@@ -177,7 +177,7 @@ def test_appends_to_the_table_do_not_disturb_a_run(arena: Arena, spec: JobSpec) 
     assert resumed == {step: ids for step, ids in whole.items() if step > 5}
 
 
-def test_a_recovery_before_the_first_checkpoint_keeps_the_plan_of_the_attempt_it_replaces(arena: Arena) -> None:
+def test_early_recovery_keeps_plan(arena: Arena) -> None:
     """The source grew since: the run goes on with the snapshot that its first attempt was claimed for."""
     arena.table(appends=(100, 100))
     spec = arena.spec("early", world_size=1)
@@ -222,7 +222,7 @@ def test_a_manifest_of_a_newer_format_is_refused(arena: Arena, spec: JobSpec) ->
         read_manifest(row["manifest_uri"], content_digest(newer.to_bytes()), StoreFiles())
 
 
-def test_a_model_that_is_not_wrapped_is_told_how(arena: Arena, spec: JobSpec) -> None:
+def test_unwrapped_model_is_explained(arena: Arena, spec: JobSpec) -> None:
     """`run.restore(model)` names what to write instead."""
     path = arena.home / "r1.yaml"
     path.write_text(spec.model_dump_json())
@@ -260,7 +260,7 @@ def test_failed_vote_prevents_commit(spec: JobSpec, arena: Arena, monkeypatch: p
     assert arena.rows("r1", "checkpoint") == []
 
 
-def test_a_rank_that_leaves_out_step_done_is_told(arena: Arena, spec: JobSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_step_done_is_named(arena: Arena, spec: JobSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch that is never reported as done stops the run before the next one: nothing is recorded behind its back."""
     monkeypatch.setattr("dlac_pipeline.train.training_run.TrainingRun.step_done", lambda self, loss: None)
     with pytest.raises(ScriptInvalid, match="step 1"):
@@ -275,7 +275,7 @@ def test_no_temporary_file_is_left(arena: Arena, spec: JobSpec) -> None:
     assert {name for name in names if "tmp" in name or "probe" in name} == set()
 
 
-def test_another_number_of_sources_or_plans_is_named_before_anything_is_claimed(arena: Arena, spec: JobSpec) -> None:
+def test_other_source_count_is_refused_early(arena: Arena, spec: JobSpec) -> None:
     """Also where a new leg is allowed: it changes weights and exclusions, not which sources there are."""
     arena.train(spec, until=8)
     source = spec.source.model_copy(update={"name": "more"})

@@ -53,7 +53,7 @@ def retired(arena: Arena, run: str) -> list[int]:
         ({"keep_last": 99}, STEPS),
     ],
 )
-def test_what_is_kept_is_there_and_the_rest_is_gone(arena: Arena, settings: dict[str, Any], kept: list[int]) -> None:
+def test_only_kept_checkpoints_remain(arena: Arena, settings: dict[str, Any], kept: list[int]) -> None:
     """Newest, milestones and named steps stay; every other checkpoint has one retire row, and no folder."""
     arena.table()
     arena.train(arena.spec("r", world_size=1, passes=1, **settings))
@@ -77,7 +77,7 @@ def test_a_retired_checkpoint_is_never_resumed_from(arena: Arena) -> None:
     assert states == {10: "retired", 20: "head", 30: "damaged"}
 
 
-def test_an_interrupted_removal_goes_on_with_what_nobody_committed(arena: Arena) -> None:
+def test_interrupted_removal_continues(arena: Arena) -> None:
     """Folders of retired checkpoints, what a killed attempt had staged, and its folder go behind the next first checkpoint."""
     arena.table()
     spec = arena.spec("r", world_size=1, passes=1, keep_last=1)
@@ -172,7 +172,7 @@ def test_a_failed_checkpoint_is_the_attempt_s_last(arena: Arena, monkeypatch: py
     assert audit_run(arena.lakehouse, "r").exact
 
 
-def test_checkpoints_that_are_no_ancestors_are_retired_with_the_rest(tmp_path: Path) -> None:
+def test_unrelated_checkpoints_are_retired(tmp_path: Path) -> None:
     """Behind a fallback the abandoned ones go as well; a quarantined one is left for whoever looks into it."""
 
     def row(name: str, step: int, parent: str | None, **more: Any) -> Row:
@@ -233,7 +233,7 @@ def test_the_command_line_lists_and_verifies(arena: Arena) -> None:
         list(verify_checkpoints(arena.lakehouse, "r", 5))
 
 
-def test_a_store_that_goes_away_while_it_is_verified_is_not_damage(arena: Arena) -> None:
+def test_store_outage_is_not_damage(arena: Arena) -> None:
     """What was found before is recorded, of the others nothing: they are whole again when the store is back."""
     arena.table(appends=(500,))
     arena.train(arena.spec("r", world_size=1, passes=1, every_steps=5))
@@ -265,7 +265,7 @@ def two_attempts(arena: Arena) -> JobSpec:
     return spec
 
 
-def test_a_checkpoint_that_goes_with_its_attempt_s_folder_is_not_a_lost_store(arena: Arena) -> None:
+def test_removed_attempt_folder_is_not_lost_store(arena: Arena) -> None:
     """`dlac verify` beside a live run leaves out what that retires meanwhile, the last one of its attempt as well."""
     spec = two_attempts(arena)
     verdicts = verify_checkpoints(arena.lakehouse, "r")
@@ -274,9 +274,7 @@ def test_a_checkpoint_that_goes_with_its_attempt_s_folder_is_not_a_lost_store(ar
     assert list(verdicts) == []
 
 
-def test_a_rehearsal_chooses_again_when_its_checkpoint_is_retired_with_its_attempt_s_folder(
-    arena: Arena, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rehearsal_chooses_again_after_retention(arena: Arena, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside a live run the next kept one is restored; a store that is away is told of all the same."""
     spec = two_attempts(arena)
     tried: list[int] = []
@@ -296,7 +294,7 @@ def test_a_rehearsal_chooses_again_when_its_checkpoint_is_retired_with_its_attem
         rehearse._restored(arena.lakehouse, "r", spec, tmp_path / "another")
 
 
-def test_a_named_checkpoint_is_kept_until_its_name_is_taken_away(arena: Arena) -> None:
+def test_named_checkpoint_is_kept(arena: Arena) -> None:
     """Also one that is named while the run is on: the commit that would have retired it makes its rows again."""
     arena.table()
     spec = arena.spec("r", world_size=1, passes=1, keep_last=1)

@@ -55,7 +55,7 @@ def recorded(arena: Arena, run: str, head: str | None = None) -> list[int]:
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_a_branch_that_leaves_out_all_that_is_left_ends_there(arena: Arena, tmp_path: Path, streamed: bool) -> None:
+def test_branch_without_rows_ends(arena: Arena, tmp_path: Path, streamed: bool) -> None:
     """Behind its target there is no batch: the leg that says so is committed, with the target's state, and ends the run."""
     arena.table(appends=(200,))
     script = tmp_path / "transforms.py"
@@ -81,7 +81,7 @@ def test_a_branch_that_leaves_out_all_that_is_left_ends_there(arena: Arena, tmp_
     assert (report.exact, report.finished, report.rows_consumed) == (True, True, 200)
 
 
-def test_a_new_branch_leaves_out_rows_and_both_are_exact(arena: Arena) -> None:
+def test_branch_with_exclusions_is_exact(arena: Arena) -> None:
     """A finished run is open again; the old spec resumes without the excluded rows, however often; the old branch stays."""
     arena.table()
     spec = arena.spec("r", world_size=1, passes=1)
@@ -159,7 +159,7 @@ def test_an_abandoned_branch_can_be_taken_up_again(arena: Arena) -> None:
         assert (report.exact, report.problems, report.step) == (True, (), steps)
 
 
-def test_rewinds_that_would_change_nothing_or_cannot_be_are_refused(arena: Arena) -> None:
+def test_useless_rewind_is_refused(arena: Arena) -> None:
     """A head as it is, a retired step, an expression that is none or does not fit, a damaged target: nothing is appended."""
     arena.table()
     spec = arena.spec("r", world_size=1, passes=1, keep_last=3)
@@ -202,7 +202,7 @@ def test_rewinds_that_would_change_nothing_or_cannot_be_are_refused(arena: Arena
     refused(SpecInvalid, "nothing to rewind", step=40, exclude=["even = true"])
 
 
-def test_a_rewind_is_one_append_that_fences_and_counts_as_no_failure(arena: Arena) -> None:
+def test_rewind_is_one_fencing_append(arena: Arena) -> None:
     """Repeated it changes nothing; the attempt before it is refused; it is neither fruitless nor failed; pins stay needed."""
     arena.table()
     spec = arena.spec("r", world_size=1, passes=1)
@@ -323,7 +323,7 @@ def test_rows_seen_in_part_are_counted(arena: Arena, tmp_path: Path, kind: str) 
     assert done.clean_step == 0
 
 
-def test_a_spec_that_asks_for_more_than_the_rewind_is_refused(arena: Arena) -> None:
+def test_spec_beyond_rewind_is_refused(arena: Arena) -> None:
     """What rewinds exclude needs no new leg; anything else is still refused by name."""
     arena.table()
     arena.train(arena.spec("r", world_size=1, passes=1), until=25)
@@ -338,7 +338,7 @@ def test_a_spec_that_asks_for_more_than_the_rewind_is_refused(arena: Arena) -> N
     assert audit_run(arena.lakehouse, "r").exact
 
 
-def test_a_mixture_excludes_rows_of_the_source_that_is_named(arena: Arena) -> None:
+def test_mixture_excludes_named_source_rows(arena: Arena) -> None:
     """Without a name it is refused, as is what leaves nothing of an endless source; the other source is read as before."""
     arena.table(appends=(500,))
     arena.table("src.u", appends=(200,))
@@ -370,7 +370,7 @@ def test_a_mixture_excludes_rows_of_the_source_that_is_named(arena: Arena) -> No
 
 
 @pytest.mark.soak
-def test_what_a_rewind_left_is_kept_until_it_is_retired(arena: Arena) -> None:
+def test_abandoned_checkpoints_stay_until_retired(arena: Arena) -> None:
     """The target ages with its new branch; what is left stays, is listed, and `dlac retire` lets go of it and its files."""
     arena.table()
     spec = arena.spec("r", world_size=1, passes=1, keep_last=2)
@@ -401,7 +401,7 @@ def test_what_a_rewind_left_is_kept_until_it_is_retired(arena: Arena) -> None:
     assert [row["kind"] for row in arena.rows("r", *HEAD_KINDS) if row["kind"] == "rewind"] == ["rewind"]
 
 
-def test_a_lineage_that_is_damaged_whole_names_the_branches_that_are_left(arena: Arena) -> None:
+def test_damaged_lineage_names_other_branches(arena: Arena) -> None:
     """Told when it is found and again at the next start; rewinding to one of those goes on behind it."""
     arena.table()
     spec = arena.spec("r", world_size=1, passes=1)

@@ -24,7 +24,7 @@ def rows_of_steps(steps: Steps) -> set[int]:
     return {row for rows in steps.values() for row in rows}
 
 
-def test_rows_are_excluded_by_a_column_that_older_plans_lack(arena: Arena) -> None:
+def test_exclusion_uses_newer_column(arena: Arena) -> None:
     """In what was planned before the column came it is null, and so nothing is excluded there."""
     table = arena.table(appends=(128,))
     spec = following(arena)
@@ -42,7 +42,7 @@ def test_rows_are_excluded_by_a_column_that_older_plans_lack(arena: Arena) -> No
     assert (report.exact, report.problems) == (True, ())
 
 
-def test_an_exclusion_still_means_the_column_that_was_renamed_since(arena: Arena) -> None:
+def test_exclusion_follows_renamed_column(arena: Arena) -> None:
     """Rows that come under the new name are excluded as well, and a rewind can name either."""
     table = arena.table(appends=(128,))
     spec = following(arena)
@@ -62,7 +62,7 @@ def test_an_exclusion_still_means_the_column_that_was_renamed_since(arena: Arena
     assert (report.exact, report.problems) == (True, ())
 
 
-def test_a_rewind_behind_which_rows_cannot_be_told_apart_is_refused(arena: Arena) -> None:
+def test_rewind_past_unknown_rows_is_refused(arena: Arena) -> None:
     """Where every launch would fail because the history of appends is lost, nothing is written."""
     arena.table(appends=(128,))
     spec = following(arena)
@@ -80,7 +80,7 @@ def test_a_rewind_behind_which_rows_cannot_be_told_apart_is_refused(arena: Arena
     arena.train(lenient)
 
 
-def test_appends_of_less_than_a_batch_commit_nothing_though_a_branch_leaves_rows_out(arena: Arena) -> None:
+def test_small_appends_commit_nothing_after_exclusion(arena: Arena) -> None:
     """What is left out was said with the branch's first checkpoint; a trickle of rows must not push older checkpoints out."""
     arena.table(appends=(128,))
     spec = following(arena)

@@ -28,7 +28,7 @@ def store(tmp_path: Path) -> str:
     return str(tmp_path)
 
 
-def test_a_second_launch_is_refused_until_the_first_has_left(store: str) -> None:
+def test_second_launch_waits_for_first(store: str) -> None:
     """The refusal names the process that holds the run; once it left, the run can be launched again."""
     with run_lock(store, "r1", wait_s=0, takeover=False):
         with pytest.raises(RunBusy, match=rf"process {os.getpid()}"), run_lock(store, "r1", wait_s=0.2, takeover=False):
@@ -54,21 +54,21 @@ def test_a_takeover_holds_the_run_in_its_turn(store: str) -> None:
     assert [path.name for path in (Path(store) / "r1").iterdir()] == ["launch.lock"]
 
 
-def test_a_store_that_cannot_hold_a_lock_is_named(tmp_path: Path) -> None:
+def test_store_without_locks_is_named(tmp_path: Path) -> None:
     """A store below a regular file is not available."""
     (tmp_path / "file").touch()
     with pytest.raises(StoreUnavailable, match="file"), run_lock(f"{tmp_path}/file", "r1", wait_s=0, takeover=True):
         pass
 
 
-def test_a_lock_makes_no_folder_where_the_run_s_is_gone(tmp_path: Path) -> None:
+def test_lock_makes_no_missing_folder(tmp_path: Path) -> None:
     """Behind a mount that is gone nothing is built that writers would take for the run's folder."""
     with pytest.raises(StoreUnavailable, match="mount it"), run_lock(str(tmp_path), "r1", wait_s=0, takeover=True):
         pass
     assert list(tmp_path.iterdir()) == []
 
 
-def test_who_is_told_to_stop_waits_for_no_lock_and_takes_none_over(store: str) -> None:
+def test_stopped_launch_takes_no_lock(store: str) -> None:
     """A cancelled recovery must not fence off the launch that it was waiting for."""
     stop = threading.Event()
     with run_lock(store, "r1", wait_s=0, takeover=False):
@@ -79,7 +79,7 @@ def test_who_is_told_to_stop_waits_for_no_lock_and_takes_none_over(store: str) -
             pass  # it is still the first one's
 
 
-def test_a_second_takeover_of_the_same_attempt_steps_aside_before_it_touches_the_lock(arena: Arena) -> None:
+def test_second_takeover_steps_aside_first(arena: Arena) -> None:
     """`replaces` names an attempt that is not current any more: refused before waiting, claiming or replacing a lock."""
     arena.table(appends=(200,))
     spec = arena.spec("twice", world_size=1)
@@ -91,7 +91,7 @@ def test_a_second_takeover_of_the_same_attempt_steps_aside_before_it_touches_the
 
 
 @pytest.mark.parametrize("claimant", ["dead", "another"])
-def test_what_a_dead_run_claims_late_is_replaced_and_what_another_claims_is_not(arena: Arena, claimant: str) -> None:
+def test_late_claim_of_dead_run_is_replaced(arena: Arena, claimant: str) -> None:
     """Its machine had been stopped when it was given up, and went on then: nobody would recover the run a second time."""
     arena.table(appends=(64,))
     spec = arena.spec("late", world_size=1, passes=1)
@@ -106,9 +106,7 @@ def test_what_a_dead_run_claims_late_is_replaced_and_what_another_claims_is_not(
             recovery.run()
 
 
-def test_who_is_told_to_stop_while_its_claim_finds_no_answer_has_stopped(
-    arena: Arena, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stopped_claim_without_answer_ends(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
     """The catalog can be read, and takes no commit: nothing was claimed, and nothing has failed."""
     arena.table(appends=(64,))
     database = arena.home / "catalog.db"

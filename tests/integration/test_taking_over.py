@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 @pytest.mark.parametrize("landed", [False, True])
-def test_a_claim_that_is_tried_again_fences_nobody_who_claimed_in_between(arena: Arena, landed: bool) -> None:
+def test_repeated_claim_fences_no_newer_one(arena: Arena, landed: bool) -> None:
     """A recovery that names no attempt waits for a catalog that is away, before its claim or behind it."""
     arena.table(appends=(64,))
     spec = arena.spec("r", world_size=1, passes=1)
@@ -48,7 +48,7 @@ def test_a_claim_that_is_tried_again_fences_nobody_who_claimed_in_between(arena:
     assert arena.rows("r", "claim")[-1]["nonce"] == "another"
 
 
-def test_a_leg_is_checked_under_the_claim_where_the_head_only_looked_damaged(arena: Arena) -> None:
+def test_leg_is_checked_after_claim(arena: Arena) -> None:
     """Its manifest is there again when it is restored: what a rewind excludes is left out, another spec is refused."""
     arena.table(appends=(200,))
     spec = arena.spec("r", world_size=1, passes=1, every_steps=2)

@@ -59,7 +59,7 @@ def file_of(folder: Path, step: int, name: str = "torch-state.pt") -> Path:
     return path
 
 
-def test_the_store_has_all_and_the_local_folder_the_newest(arena: Arena, spec: JobSpec) -> None:
+def test_store_has_all_and_local_newest(arena: Arena, spec: JobSpec) -> None:
     """Copies of the newest two stay here; `dlac checkpoints` says which; logs and locks lie here alone."""
     arena.train(spec)
     near, far = arena.home / "near", arena.home / "far"
@@ -80,7 +80,7 @@ def test_the_store_has_all_and_the_local_folder_the_newest(arena: Arena, spec: J
 
 
 @pytest.mark.parametrize("lost", ["a bit", "a file", "the manifest", "everything", "the folder itself"])
-def test_what_the_local_copy_lacks_comes_from_the_store(arena: Arena, spec: JobSpec, lost: str) -> None:
+def test_missing_local_files_come_from_store(arena: Arena, spec: JobSpec, lost: str) -> None:
     """Whatever is lost here, only that is fetched, nothing is quarantined, and the run goes on exactly."""
     arena.train(spec, until=8)
     near = arena.home / "near"
@@ -107,9 +107,7 @@ def test_what_the_local_copy_lacks_comes_from_the_store(arena: Arena, spec: JobS
     assert arena.rows("r1", "quarantine") == []
 
 
-def test_two_that_share_a_local_folder_mend_it_at_once(
-    arena: Arena, spec: JobSpec, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shared_local_folder_is_mended_once(arena: Arena, spec: JobSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both fetch the same file, under names of their own, also where their process ids are alike."""
     arena.train(spec, until=8)
     file_of(arena.home / "near", 5).unlink()
@@ -154,7 +152,7 @@ def test_with_both_copies_damaged_the_parent_is_resumed(arena: Arena, spec: JobS
     assert audit_run(arena.lakehouse, "r1").exact
 
 
-def test_a_store_that_is_full_fails_the_checkpoint_at_once(arena: Arena, spec: JobSpec) -> None:
+def test_full_store_fails_checkpoint_at_once(arena: Arena, spec: JobSpec) -> None:
     """What waiting does not mend is not waited for: a store below a regular file; nothing is committed."""
     arena.train(spec, until=8)
     far = arena.home / "far"
@@ -202,7 +200,7 @@ def test_every_machine_has_a_verified_copy(arena: Arena, spec: JobSpec) -> None:
 
 
 @pytest.mark.soak
-def test_without_a_supervisor_every_machine_makes_its_run_s_folder(arena: Arena, spec: JobSpec) -> None:
+def test_every_node_makes_run_folder(arena: Arena, spec: JobSpec) -> None:
     """Under torchrun alone the first rank of each machine proves that its local folder can be written, before any checkpoint."""
     machines, path = arena.home / "machines", arena.home / "r1.yaml"
     params = {"machines": str(machines), "journal": str(arena.home / "journal")}
@@ -215,7 +213,7 @@ def test_without_a_supervisor_every_machine_makes_its_run_s_folder(arena: Arena,
     assert {path.name for path in machines.glob("1/r1/attempt-*/step-*/*")} == {"rng-00001.pt"}
 
 
-def test_a_store_that_is_new_takes_nothing_from_the_old_one(arena: Arena, spec: JobSpec) -> None:
+def test_new_store_ignores_old_one(arena: Arena, spec: JobSpec) -> None:
     """A run whose checkpoints lay in the folder that is only the local one now keeps them: the store has no copies of these."""
     near = arena.home / "near"
     alone = spec.checkpoint.model_copy(update={"store": str(near), "local": str(near)})
@@ -263,7 +261,7 @@ def train_across(spec: JobSpec, path: Path, at: dict[int, Callable[[], None]], e
         ("both", "synchronous", DistributedState),
     ],
 )
-def test_a_store_that_is_unmounted_while_training_takes_no_checkpoint(
+def test_unmounted_store_takes_no_checkpoint(
     arena: Arena, spec: JobSpec, gone: str, mode: str, engine: type[Any]
 ) -> None:
     """Its bare mount point stays empty, nothing is committed or retired, and once it is mounted again the run goes on exactly."""
@@ -295,9 +293,7 @@ def test_a_store_that_is_unmounted_while_training_takes_no_checkpoint(
     assert audit_run(arena.lakehouse, "r1").exact
 
 
-def test_a_store_that_is_unmounted_while_it_forks_begins_no_run(
-    arena: Arena, spec: JobSpec, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unmounted_store_begins_no_fork(arena: Arena, spec: JobSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind the proof that it could be written its bare mount point stays empty; forking again begins the run."""
     arena.train(spec)
     other = arena.home / "other"

@@ -43,9 +43,7 @@ def dagster(campaign: Arena) -> Iterator[LocalDagster]:
         yield made
 
 
-def test_a_person_finds_graph_asset_page_checks_ticks_and_a_live_run(
-    campaign: Arena, dagster: LocalDagster, tmp_path: Path
-) -> None:
+def test_person_finds_every_page(campaign: Arena, dagster: LocalDagster, tmp_path: Path) -> None:
     """Every page that the docs show renders what it is shown for, and no picture is too large for them."""
     pictures = Path(os.environ.get("DLAC_PICTURES", tmp_path / "pictures")).resolve()
     pictures.mkdir(parents=True, exist_ok=True)

@@ -109,7 +109,7 @@ def test_appends_keep_the_newest_snapshots_and_all_rows(ledger: Ledger) -> None:
     assert sorted({row["seq"] for row in ledger.rows(RUN)}) == list(range(1, 26))
 
 
-def test_what_a_tag_names_is_not_expired_and_holds_nothing_else_back(ledger: Ledger) -> None:
+def test_tagged_snapshot_is_not_expired(ledger: Ledger) -> None:
     """A tagged snapshot outlives any number of commits and an explicit expiry; those around it do not."""
     table = ledger.lakehouse.own("consumption")
     tagged = table.snapshots()[0].snapshot_id
@@ -126,7 +126,7 @@ def test_what_a_tag_names_is_not_expired_and_holds_nothing_else_back(ledger: Led
     check_readable(ledger.lakehouse)
 
 
-def test_a_tag_made_while_an_expiry_is_under_way_stays(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tag_during_expiry_stays(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plain pyiceberg would drop tag and snapshot without a word; here the expiry looks again."""
     other = connect(ledger.lakehouse.config)
     oldest = other.own("consumption").snapshots()[0].snapshot_id
@@ -169,7 +169,7 @@ def test_compaction_merges_files_and_changes_no_row(ledger: Ledger) -> None:
     assert rows_of(ledger).startswith(rows[:-1])
 
 
-def test_a_commit_that_loses_to_a_compaction_repeats_itself(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commit_repeats_after_compaction(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
     """The checkpoint lands behind the merge, once, and nothing of either is lost."""
     other = connect(ledger.lakehouse.config)
     rows = rows_of(ledger)
@@ -184,7 +184,7 @@ def test_a_commit_that_loses_to_a_compaction_repeats_itself(ledger: Ledger, monk
     check_readable(other)
 
 
-def test_a_compaction_that_loses_to_a_commit_reads_again(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compaction_repeats_after_commit(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkpoint that lands while a merge is built makes the merge begin anew: it is neither lost nor doubled."""
     other = Ledger(connect(ledger.lakehouse.config))
     before_first_commit(monkeypatch, lambda: checkpoint(other, STEPS + 1))
@@ -233,7 +233,7 @@ def test_a_sweep_in_the_middle_of_a_commit(ledger: Ledger, monkeypatch: pytest.M
     check_readable(other)
 
 
-def test_a_commit_built_on_what_upkeep_has_removed_is_repeated(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commit_on_removed_files_is_repeated(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
     """The table object that a slow commit read is so old that its manifests are gone: it reads again."""
     stale = ledger.lakehouse.own("consumption")
     run_upkeep(ledger.lakehouse, keep=1)
@@ -259,7 +259,7 @@ def test_a_commit_built_on_what_upkeep_has_removed_is_repeated(ledger: Ledger, m
     assert len(given) == 2
 
 
-def test_metadata_that_a_killed_commit_left_cut_short_is_removed(ledger: Ledger) -> None:
+def test_truncated_metadata_is_removed(ledger: Ledger) -> None:
     """A SIGKILL or a full disk leaves an empty file, or half of one; what is no text at all is nobody's to delete."""
     table = ledger.lakehouse.own("consumption")
     whole = Path(table.metadata_location.removeprefix("file://"))
@@ -299,7 +299,7 @@ def test_upkeep_of_all_tables_leaves_source_tables_alone(ledger: Ledger, arena: 
     assert {path for path in (arena.home / "warehouse" / "src").rglob("*") if path.is_file()} == files
 
 
-def test_a_table_that_is_always_busy_is_left_for_the_next_time(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_busy_table_is_left_for_later(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
     """Upkeep that never wins says so, and fails nothing."""
 
     def refused(*_: Any) -> CommitTableResponse:

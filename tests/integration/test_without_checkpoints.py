@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.filterwarnings("ignore")  # Dagster's own libraries warn of each other
 
 
-def test_a_run_that_waits_for_its_first_batch_passes_its_checks(arena: Arena) -> None:
+def test_run_waiting_for_batch_passes_checks(arena: Arena) -> None:
     """What was appended is less than a batch: nothing was consumed, and there is nothing that could not be restored."""
     arena.table(appends=(20,))
     spec = arena.spec("waits", follow="appends", world_size=1)
@@ -42,7 +42,7 @@ def test_a_run_that_waits_for_its_first_batch_passes_its_checks(arena: Arena) ->
     assert model_page(arena.lakehouse, spec.run)["head_checkpoint"] == "(none)"
 
 
-def test_a_run_whose_checkpoints_are_all_damaged_fails_its_check(arena: Arena) -> None:
+def test_run_of_damaged_checkpoints_fails_check(arena: Arena) -> None:
     """That is another thing than none yet."""
     arena.table()
     spec = arena.spec("broken", world_size=1)

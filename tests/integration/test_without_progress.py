@@ -46,7 +46,7 @@ def attempts(arena: Arena, count: int) -> tuple[RestartPolicy, list[SupervisedAt
     return RestartPolicy(supervision), made
 
 
-def test_one_that_ends_on_purpose_without_a_commit_is_no_progress(arena: Arena) -> None:
+def test_planned_end_without_commit_is_no_progress(arena: Arena) -> None:
     """Machines that come and go do not hide that nothing gets done."""
     judge, (first, on_purpose, last) = attempts(arena, 3)
     assert judge.left_out_behind(first, ended_on_purpose("it died", step=1)) == ()
@@ -55,7 +55,7 @@ def test_one_that_ends_on_purpose_without_a_commit_is_no_progress(arena: Arena) 
         judge.left_out_behind(last, ended_on_purpose("it died again", step=1))
 
 
-def test_one_that_ends_on_purpose_behind_a_commit_is_progress(arena: Arena) -> None:
+def test_planned_end_after_commit_is_progress(arena: Arena) -> None:
     """The failures before it count no more."""
     judge, (first, on_purpose, last) = attempts(arena, 3)
     judge.left_out_behind(first, ended_on_purpose("it died", step=1))

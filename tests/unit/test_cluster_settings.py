@@ -76,7 +76,7 @@ def test_dollars_reach_pods_unchanged() -> None:
         ("kubernetes", {"pod": {"spec": {"containers": [{"image": "x"}]}}}, r"expected a name for each"),
     ],
 )
-def test_what_would_be_lost_on_the_way_is_refused(on: str, cluster: dict[str, Any], message: str) -> None:
+def test_lost_setting_is_refused(on: str, cluster: dict[str, Any], message: str) -> None:
     """By name, with what was found, before anything is submitted."""
     image = {"image": "i"} if on == "kubernetes" else {}
     with pytest.raises(SpecInvalid, match=message):
@@ -90,7 +90,7 @@ def test_what_would_be_lost_on_the_way_is_refused(on: str, cluster: dict[str, An
         ("lakehouse", {**GOOD["lakehouse"], "warehouse": "file:///scratch/w"}),
     ],
 )
-def test_a_folder_that_ends_with_its_pod_is_refused(section: str, place: dict[str, str]) -> None:
+def test_pod_local_folder_is_refused(section: str, place: dict[str, str]) -> None:
     """It must be in a mount that can be written."""
 
     def job(**mount: Any) -> Request:

@@ -91,7 +91,7 @@ def test_columns_are_found_by_field_id() -> None:
     assert (columns.in_file, columns.absent) == (["a"], ["b"])
 
 
-def test_a_file_without_ids_is_read_by_the_name_mapping_or_by_name() -> None:
+def test_file_without_ids_uses_name_mapping() -> None:
     """The mapping decides if there is one, an empty one too; without one the schema's names do."""
     schema = Schema(optional(1, "a", LongType()), optional(2, "b", StringType()))
     file = parquet(pa.table({"a": [1], "old_b": ["x"], "b": ["not this"]}))
@@ -124,7 +124,7 @@ def test_later_columns_are_their_initial_default(kind: IcebergType, default: Any
     assert found["later"].type == arrow_type(kind)
 
 
-def test_partition_values_stand_for_columns_that_the_file_lacks() -> None:
+def test_partition_values_fill_missing_columns() -> None:
     """They come before the default, as Iceberg keeps them (days since 1970), null too; a column in the file wins."""
     schema = Schema(*OLD.fields, optional(9, "day", DateType(), initial_default=dt.date(2000, 1, 1)))
     file = parquet(ROWS, OLD)
@@ -167,7 +167,7 @@ def test_what_the_file_cannot_give_is_named() -> None:
         (pa.ExtensionArray.from_storage(pa.uuid(), pa.array([b"0123456789abcdef", None], pa.binary(16))), UUIDType()),
     ],
 )
-def test_every_encoding_of_a_type_is_handed_on_in_one_arrow_type(stored: Any, kind: IcebergType) -> None:
+def test_encodings_share_one_arrow_type(stored: Any, kind: IcebergType) -> None:
     """Whatever a writer chose (dictionaries, large or fixed lists, other units), the table's Arrow type comes out."""
     found = read(parquet(pa.table({"v": stored})), Schema(optional(1, "v", kind)))["v"]
     assert found.type == arrow_type(kind)
@@ -199,9 +199,7 @@ PAIRS = st.dictionaries(st.text(max_size=2), st.none() | st.integers(0, 9), max_
     many=st.lists(st.none() | st.lists(STRUCTS, max_size=3), min_size=7, max_size=7),
     named=st.lists(st.none() | PAIRS, min_size=7, max_size=7),
 )
-def test_fields_below_structs_lists_and_maps_are_found_by_id_too(
-    one: list[Any], many: list[Any], named: list[Any]
-) -> None:
+def test_nested_fields_are_found_by_id(one: list[Any], many: list[Any], named: list[Any]) -> None:
     """Renamed, widened, dropped and added fields inside nested columns; every null stays where it was."""
     old = Schema(
         optional(1, "one", fresh(100, INNER_OLD)),

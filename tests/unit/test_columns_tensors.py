@@ -233,7 +233,7 @@ def plain(name: str, row: Any) -> Any:
     return row or {"big": 0, "flag": False, "tokens": []}[name]
 
 
-def test_a_batch_of_no_rows_has_the_length_it_is_told() -> None:
+def test_empty_batch_has_given_length() -> None:
     """Slots that no row fills are zeros of the lists' length."""
     assert assemble(kind("tokens"), [], 3, length=5)["tokens"].shape == (3, 5)
     assert assemble(kind("four"), [], 2, length=4)["four"].shape == (2, 4)

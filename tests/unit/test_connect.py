@@ -86,7 +86,7 @@ def test_no_error_tells_the_password_of_the_catalog(kind: Literal["sql", "rest"]
     ("status", "kind"),
     [(401, CatalogMisconfigured), (403, CatalogMisconfigured), (404, CatalogMisconfigured), (503, CatalogUnreachable)],
 )
-def test_a_rest_catalog_that_refuses_is_told_from_one_that_is_away(status: int, kind: type[Exception]) -> None:
+def test_rest_refusal_differs_from_outage(status: int, kind: type[Exception]) -> None:
     """Credentials do not mend themselves: nothing is repeated."""
     with answering(status) as uri, pytest.raises(DlacError) as caught:
         connect(LakehouseConfig(type="rest", uri=uri))
@@ -153,7 +153,7 @@ def spec_with_catalog(kind: str, uri: str) -> JobSpec:
         (FileNotFoundError(errno.ENOENT, "No such file"), FileNotFoundError),
     ],
 )
-def test_a_warehouse_that_fails_in_passing_is_waited_for(failure: OSError, kind: type[Exception]) -> None:
+def test_passing_warehouse_failure_is_awaited(failure: OSError, kind: type[Exception]) -> None:
     """One that is full or closed is not; a file that is gone may have been removed by upkeep."""
     with pytest.raises((LakehouseError, OSError)) as caught, reachable("sqlite:///catalog.db"):
         raise failure

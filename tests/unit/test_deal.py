@@ -34,7 +34,7 @@ def test_groups_stay_level_over_many_appends(appends: list[int], groups: int) ->
 
 @EXAMPLES
 @given(st.lists(st.integers(0, 300), max_size=20), st.lists(st.integers(0, 50), min_size=1, max_size=64))
-def test_dealing_one_after_another_is_dealing_all_at_once(appends: list[int], dealt: list[int]) -> None:
+def test_dealing_in_parts_equals_dealing_once(appends: list[int], dealt: list[int]) -> None:
     """How the rows are divided among deals does not matter to what each group has in the end."""
     before = np.array(dealt, dtype=np.int64)
     total = before.copy()

@@ -44,7 +44,7 @@ CONFIG = {"resources": {"job": {"config": {"spec": SPEC}}}}
 """Of a Dagster run that trains."""
 
 
-def test_the_code_location_holds_exactly_these_assets_checks_jobs_sensors_and_schedules() -> None:
+def test_code_location_has_exact_definitions() -> None:
     """Renaming or dropping a definition breaks schedules and links of users, and must be meant."""
     repository = defs.get_repository_def()
     assets = {key.to_user_string() for key in repository.asset_graph.get_all_asset_keys()}
@@ -63,7 +63,7 @@ def test_the_code_location_holds_exactly_these_assets_checks_jobs_sensors_and_sc
     assert {schedule.name for schedule in repository.schedule_defs} == set(SCHEDULES)
 
 
-def test_every_asset_says_what_a_row_or_a_version_of_it_is() -> None:
+def test_every_asset_has_description() -> None:
     """An asset without a description tells a user of the graph nothing."""
     graph = defs.get_repository_def().asset_graph
     for key in graph.get_all_asset_keys():
@@ -72,7 +72,7 @@ def test_every_asset_says_what_a_row_or_a_version_of_it_is() -> None:
         assert description.startswith("One "), key
 
 
-def test_the_launchpad_knows_every_field_of_the_job_spec_with_its_description() -> None:
+def test_launchpad_shows_every_spec_field() -> None:
     """The Dagster configuration is made from the pydantic model: same fields, same words, in every section."""
     pairs = [(JobSpec, JobSpecConfig)]
     seen = 0
@@ -103,7 +103,7 @@ def test_only_recovery_begins_by_itself() -> None:
         assert schedule.job_name == job
 
 
-def test_the_model_is_trained_in_a_pool_and_every_asset_names_an_owner_and_its_kinds() -> None:
+def test_model_has_pool_owner_and_kinds() -> None:
     """A limit of the pool bounds how many training runs share a machine; the page of an asset says whose it is."""
     graph = defs.get_repository_def().asset_graph
     assert graph.get(dg.AssetKey("model_checkpoint")).pools == {"trainers"}
@@ -112,7 +112,7 @@ def test_the_model_is_trained_in_a_pool_and_every_asset_names_an_owner_and_its_k
         assert graph.get(key).kinds, key
 
 
-def test_a_run_configuration_without_a_job_spec_has_none() -> None:
+def test_configuration_without_spec_has_none() -> None:
     """The queue tags whatever is launched: keys that are missing, empty in YAML or of another kind are no spec."""
     spec = {"run": "r"}
     assert raw_spec_of({"resources": {"job": {"config": {"spec": spec}}}}) == spec
@@ -122,14 +122,14 @@ def test_a_run_configuration_without_a_job_spec_has_none() -> None:
         assert raw_spec_of({"resources": below}) is None
 
 
-def test_a_training_job_audits_and_reads_again_and_rehearses_nothing() -> None:
+def test_training_job_has_two_checks() -> None:
     """A rehearsal costs a launch: it has a job of its own."""
     for name, before in (("train_job", {"pinned_snapshot", "work_plan"}), ("recover_job", set())):
         steps = {node.name for node in defs.resolve_job_def(name).nodes}
         assert steps == {*before, "model_checkpoint", "consumption_audit", "model_checkpoint_checkpoint_restorable"}
 
 
-def test_jobs_of_the_whole_lakehouse_may_work_on_any_catalog() -> None:
+def test_lakehouse_jobs_allow_any_catalog() -> None:
     """The resource of upkeep, verification and rehearsals has the settings that a job spec has for its lakehouse."""
     assert list(LakehouseResource.model_fields) == list(LakehouseConfig.model_fields)
     wanted = LakehouseConfig()
@@ -145,7 +145,7 @@ def test_jobs_of_the_whole_lakehouse_may_work_on_any_catalog() -> None:
     )
 
 
-def test_the_launchpad_refuses_a_choice_that_there_is_not() -> None:
+def test_launchpad_refuses_unknown_choice() -> None:
     """A misspelt word is told before anything is queued, in every section; the choices are told for completion."""
     job = defs.resolve_job_def("train_job")
 
@@ -176,7 +176,7 @@ def test_dagster_itself_retries_no_run_that_trains(of_steps: bool) -> None:
         assert not retried("recover_job")
 
 
-def test_the_queue_has_no_limit_of_its_own_and_tags_what_trains() -> None:
+def test_queue_has_no_limit_and_tags() -> None:
     """Recoveries wait behind no backlog; what *Materialize* in the UI launches has the tags that a job of DLAC's gives."""
     config = yaml.safe_load(SETTINGS.read_text())["run_coordinator"]["config"]
     with dg.DagsterInstance.ephemeral() as instance:

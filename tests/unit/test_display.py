@@ -65,7 +65,7 @@ def shown(event: dict[str, Any]) -> str:
         ),
     ],
 )
-def test_what_looks_like_markup_is_shown_as_it_is(event: dict[str, Any], said: str) -> None:
+def test_markup_is_shown_literally(event: dict[str, Any], said: str) -> None:
     """Causes, paths and messages are printed letter by letter, and the run's name in the bar too."""
     printed = shown(event)
     assert said in printed

@@ -22,7 +22,7 @@ def test_parts_get_the_adapter_that_the_spec_names(wanted: str, kind: type) -> N
     assert isinstance(adapt(None, wanted, **parts()), kind)
 
 
-def test_an_adapter_must_be_the_one_that_the_spec_names() -> None:
+def test_adapter_must_match_spec() -> None:
     """The same name, or "auto"."""
     mine = TorchState(**parts())
     assert adapt(mine) is adapt(mine, "torch") is mine

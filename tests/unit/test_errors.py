@@ -26,7 +26,7 @@ STRANGE = ["", "Lost", "annotations", "ClassVar", "name_of", "ValueError"]
 
 
 @pytest.mark.parametrize("kind", STRANGE)
-def test_only_an_error_of_this_version_has_a_name(kind: str) -> None:
+def test_foreign_error_has_no_class(kind: str) -> None:
     """What else a module holds is not found by it."""
     assert error_class(kind) is None
     assert error_class("NoProgress") is NoProgress
@@ -39,7 +39,7 @@ def test_what_was_told_is_raised_again() -> None:
     assert (type(strange), str(strange)) == (CheckpointError, "NodeAsleep: host-3")
 
 
-def test_an_error_is_told_by_the_name_that_others_know() -> None:
+def test_error_kind_is_nearest_known_class() -> None:
     """A class of a part of DLAC is told as the public one that it is; others by their own name."""
     unreadable = UnitUnreadable("gone", path="a.parquet", row_group=3)
     assert (error_kind(unreadable), error_kind(ValueError())) == ("DataFileUnreadable", "ValueError")
@@ -47,7 +47,7 @@ def test_an_error_is_told_by_the_name_that_others_know() -> None:
 
 
 @pytest.mark.parametrize("kind", STRANGE)
-def test_a_verdict_of_another_version_ends_a_machine_with_what_it_says(kind: str) -> None:
+def test_foreign_verdict_ends_node_with_message(kind: str) -> None:
     """The machine that led has ended the run of an error that is not known here."""
     raw = {
         "run": "r",

@@ -96,7 +96,7 @@ def waiting_job(folder: Path) -> JobSpec:
     )
 
 
-def test_what_ranks_elsewhere_do_is_brought_into_the_leaders_folder(pair: Machines) -> None:
+def test_remote_progress_reaches_leader_folder(pair: Machines) -> None:
     """Signs of life by the leader's clock, and the batch in hand."""
     assert pair.fleet.progress() == [None, None]
     folder = pair.groups[1].folder
@@ -116,7 +116,7 @@ def test_what_ranks_elsewhere_do_is_brought_into_the_leaders_folder(pair: Machin
     assert in_hand_file(pair.groups[0].folder, 1).read_text() == "[8, []]"
 
 
-def test_a_sign_of_life_that_could_not_be_written_down_is_brought_later(pair: Machines) -> None:
+def test_unwritten_sign_is_copied_later(pair: Machines) -> None:
     """A disk that is full or away for a moment ends no run that is led from there."""
     ProgressWriter(pair.groups[1].folder, 1).write(7, Phase.TRAINING)
     folder = pair.groups[LEADER].folder
@@ -127,7 +127,7 @@ def test_a_sign_of_life_that_could_not_be_written_down_is_brought_later(pair: Ma
     pair.until(lambda: pair.fleet.progress()[1] is not None, "the other rank's progress")
 
 
-def test_a_sign_of_life_elsewhere_is_brought_once_however_often_it_is_told(pair: Machines) -> None:
+def test_remote_sign_is_copied_once(pair: Machines) -> None:
     """It is told again and again, by clocks that differ a little more or less each time, and stays the same sign."""
     ProgressWriter(pair.groups[1].folder, 1).write(7, Phase.TRAINING)
     behind_s = 0.0
@@ -145,7 +145,7 @@ def test_a_sign_of_life_elsewhere_is_brought_once_however_often_it_is_told(pair:
     assert told() == first
 
 
-def test_a_failure_is_told_once_all_machines_have_been_heard_of_it(pair: Machines) -> None:
+def test_failure_is_reported_after_all_nodes(pair: Machines) -> None:
     """What broke here may have begun elsewhere: the other machine's rank died first, and had told nobody yet."""
     pair.until(lambda: pair.crews[LEADER].message_of(1).get("progress") is not None, "its words")
     pair.exits(1, 3)
@@ -156,7 +156,7 @@ def test_a_failure_is_told_once_all_machines_have_been_heard_of_it(pair: Machine
     assert pair.fleet.last_words(1)["log"].startswith(str(pair.groups[1].folder))
 
 
-def test_a_machine_that_is_silent_is_lost_and_comes_before_what_follows_from_it(tmp_path: Path) -> None:
+def test_silent_node_precedes_its_consequences(tmp_path: Path) -> None:
     """Of three: the second one goes, the third one's rank dies of that and is still asked."""
     with machines(tmp_path, 3, timeout_s=5) as three:
         three.until(lambda: all(three.crews[LEADER].message_of(place) for place in (1, 2)), "their words")

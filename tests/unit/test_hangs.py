@@ -63,15 +63,13 @@ def silent_after(ranks: Ranks, looked_s: float) -> Exit | None:
         ([(Phase.DONE, 5000.0), (Phase.CHECKPOINT, 11.0)], 1),
     ],
 )
-def test_a_rank_hangs_when_it_is_silent_and_has_something_left_to_do(
-    signs: list[tuple[Phase, float] | None], found: int | None, pace: float
-) -> None:
+def test_silent_rank_with_work_hangs(signs: list[tuple[Phase, float] | None], found: int | None, pace: float) -> None:
     """What a script does behind its last step, an evaluation for one, gives no signs, and is no hang; clocks may run wild."""
     silent = silent_after(Ranks(*signs, pace=pace), LOOKED_S)
     assert (None if silent is None else silent.rank) == found
 
 
-def test_a_rank_that_was_silent_before_anybody_looked_is_found_as_soon_as_others() -> None:
+def test_early_silent_rank_is_found() -> None:
     """Its time begins with the first look; of several the one counts that has been silent longest by its own word."""
     signs = [(Phase.TRAINING, 400.0), (Phase.TRAINING, 500.0), (Phase.TRAINING, 55.0)]
     assert silent_after(Ranks(*signs), 10.0) is None
@@ -83,7 +81,7 @@ def test_a_rank_that_was_silent_before_anybody_looked_is_found_as_soon_as_others
     assert silent.message == "no sign of life for 100 s, last while starting"
 
 
-def test_who_was_stopped_with_the_ranks_hears_them_first() -> None:
+def test_suspended_supervisor_reads_ranks_first() -> None:
     """Then they have not been silent; ranks that do not go on with it are found after the usual time."""
     ranks = Ranks((Phase.TRAINING, LOOKED_S), (Phase.TRAINING, LOOKED_S))
     silence = HangDetector(LAUNCH, WatchedTime(lambda: ranks.now))
@@ -95,7 +93,7 @@ def test_who_was_stopped_with_the_ranks_hears_them_first() -> None:
     assert 708 < first < 709.5
 
 
-def test_a_claim_without_a_local_folder_is_nobody_s_launch(tmp_path: Path) -> None:
+def test_claim_without_folder_has_no_launch(tmp_path: Path) -> None:
     """A rewind claims the run and launches nothing: no lock is looked for, and the run counts as not alive."""
     row = {"kind": "claim", "attempt": 2, "run": "r", "committed_at": datetime.now(UTC)}
     rewound = {**row, "detail": json.dumps({"host": socket.gethostname(), "rewinds": "r-1"})}
@@ -107,7 +105,7 @@ def test_a_claim_without_a_local_folder_is_nobody_s_launch(tmp_path: Path) -> No
         assert liveness_of([launched], 2).held
 
 
-def test_elsewhere_only_what_the_launch_itself_does_is_a_sign(tmp_path: Path) -> None:
+def test_remote_launch_shows_only_own_acts(tmp_path: Path) -> None:
     """Its rows, and its ranks' steps where its folder can be seen; what operators and upkeep append beside it is none."""
     old = datetime.now(UTC) - timedelta(seconds=300)
     detail = json.dumps({"host": "node7", "local": "/far", "launch_folder": str(tmp_path)})

@@ -22,7 +22,7 @@ def rows(*reasons: str | None, **claim: Any) -> list[Row]:
 
 
 @pytest.mark.parametrize("reason", ["SIGTERM", "SIGUSR1", "termination_url", "end"])
-def test_a_run_that_was_stopped_or_had_read_everything_has_not_failed(reason: str) -> None:
+def test_stopped_run_has_not_failed(reason: str) -> None:
     """Started again by a person it goes on, and there is no incident; by a sensor it was preempted, and there is one."""
     stopped = rows("steps", reason)
     assert failure_of_attempt(stopped, 1, noticed_by=OPERATOR, **MOMENTS) is None
@@ -32,7 +32,7 @@ def test_a_run_that_was_stopped_or_had_read_everything_has_not_failed(reason: st
 
 
 @pytest.mark.parametrize("reasons", [(), ("steps",), ("seconds",), ("SIGTERM", "auto"), (None,)])
-def test_a_run_that_ended_on_the_way_has_failed_whoever_starts_it_again(reasons: tuple[str | None, ...]) -> None:
+def test_interrupted_run_has_failed(reasons: tuple[str | None, ...]) -> None:
     """Its last checkpoint, if there is one, was taken to train on behind it."""
     assert failure_of_attempt(rows(*reasons), 1, noticed_by=OPERATOR, **MOMENTS) is not None
 

@@ -116,7 +116,7 @@ def test_an_attempt_that_left_well_did_not_fail() -> None:
     assert Failures(trained_s=3 * DAY_S).mtbf_s(DAY_S) == 3 * DAY_S
 
 
-def test_what_a_checkpoint_cost_is_read_from_its_row() -> None:
+def test_cost_is_read_from_row() -> None:
     """Training waited for the stall; of a synchronous checkpoint for all of it. Rows of older versions say nothing."""
     assert Cost.of_rows([row("checkpoint", 1, 0)]) is None
     behind = row(
@@ -131,7 +131,7 @@ def test_what_a_checkpoint_cost_is_read_from_its_row() -> None:
     assert Cost.of_rows([behind, waited]) == Cost(lost_s=2.5, total_s=2.5)
 
 
-def test_slower_steps_behind_a_checkpoint_are_part_of_its_cost() -> None:
+def test_slower_steps_count_as_cost() -> None:
     """Ten steps of 1.5 s behind a checkpoint, of 1 s otherwise, add 5 s to a stall of half a second."""
     interval = Interval(settings(), 0.0, cost=None, failures=Failures())
     now = 0.0
@@ -150,7 +150,7 @@ def test_slower_steps_behind_a_checkpoint_are_part_of_its_cost() -> None:
     assert interval.needed_s(now + 5.0, behind=True) == 25.0
 
 
-def test_an_interval_is_due_once_it_has_passed_and_again_after_the_next() -> None:
+def test_interval_is_due_once_per_period() -> None:
     """The clock begins anew with every checkpoint that is taken, whatever it was taken for."""
     interval = Interval(CheckpointSpec(every_s=30.0), 0.0, cost=None, failures=Failures())
     assert [interval.is_due(now) for now in (0.0, 29.9, 30.0, 31.0)] == [False, False, True, True]

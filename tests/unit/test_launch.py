@@ -132,7 +132,7 @@ def test_processes_have_titles(tmp_path: Path, start: str) -> None:
         assert start == "spawn" or " ".join(above.cmdline()).strip() == "dlac r fork server"
 
 
-def test_a_rank_gets_the_signals_dispositions_of_a_new_python(tmp_path: Path) -> None:
+def test_rank_has_default_signal_handlers(tmp_path: Path) -> None:
     """Nothing that ends a launch is blocked or ignored in the script of a forked rank, unless it is for this very process."""
     script = """
 import signal, sys
@@ -167,7 +167,7 @@ def test_dead_server_is_the_reason(tmp_path: Path) -> None:
         assert ranks.last_words(0)["log_tail"] == ""
 
 
-def test_of_a_long_log_only_the_end_is_read(tmp_path: Path) -> None:
+def test_long_log_is_read_at_end(tmp_path: Path) -> None:
     """A rank that prints all day has a log which the supervisor has no room for; it may begin in the middle of a letter."""
     with started(spec_of(tmp_path, "pass", start="spawn"), tmp_path) as ranks:
         wait_until(ranks.all_exited, what="the rank's end")
@@ -413,7 +413,7 @@ def test_everything_ends_with_supervisor(tmp_path: Path, start: str) -> None:
         wait_until(lambda pid=pid: not runs(pid), what="its end", within_s=40)  # type: ignore[misc]  # by itself it ends later
 
 
-def test_a_signal_without_a_name_is_told_by_its_number() -> None:
+def test_unnamed_signal_shows_number() -> None:
     """Most real-time signals have none."""
     assert str(Exit(rank=3, code=-40)) == "rank 3 was killed by signal 40"
     assert str(Exit(rank=3, code=-9)) == "rank 3 was killed by SIGKILL"

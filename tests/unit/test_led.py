@@ -78,7 +78,7 @@ def beside(call: Callable[[], Any], supervision: Supervision) -> Iterator[Callab
             fork_server.end_server()
 
 
-def test_one_that_is_led_passes_a_stop_on_and_hears_the_verdict(imports: Supervision) -> None:
+def test_follower_passes_stop_on(imports: Supervision) -> None:
     """Told where the attempt resumes, it does not wait for its ranks alone."""
     with rounds(2) as (leader, led):
         attempt = FollowerAttempt(imports, led, attempt=0)
@@ -91,7 +91,7 @@ def test_one_that_is_led_passes_a_stop_on_and_hears_the_verdict(imports: Supervi
             assert verdict().ending == "stopped"
 
 
-def test_one_that_is_led_notices_that_the_leader_is_lost(imports: Supervision) -> None:
+def test_follower_notices_lost_leader(imports: Supervision) -> None:
     """And does not wait for its ranks to end the attempt."""
     with rounds(2, timeout_s=5) as (leader, led):
         leader.publish({})
@@ -104,7 +104,7 @@ def test_one_that_is_led_notices_that_the_leader_is_lost(imports: Supervision) -
             assert "which led" in found.again.cause
 
 
-def test_one_that_leads_hears_that_another_was_told_to_stop(imports: Supervision) -> None:
+def test_leader_receives_stop_of_follower(imports: Supervision) -> None:
     """Before its own ranks have come up, which are told to stop then."""
     with rounds(2) as (leader, other):
         attempt = _leading(imports, leader)
@@ -117,7 +117,7 @@ def test_one_that_leads_hears_that_another_was_told_to_stop(imports: Supervision
         ranks.end()
 
 
-def test_a_machine_that_goes_away_while_it_makes_room_goes(imports: Supervision) -> None:
+def test_node_leaves_while_making_room(imports: Supervision) -> None:
     """More machines have come, and one of its ranks was told to leave: it does not train on with them."""
     with rounds(1) as (alone,):
         attempt = _leading(imports, alone)

@@ -86,7 +86,7 @@ def test_where_a_leg_starts_is_not_compared() -> None:
     LEG.check_same(replace(LEG, index=3, start_step=70))
 
 
-def test_a_pass_smaller_than_a_batch_and_shared_key_groups_are_warned_of() -> None:
+def test_small_pass_and_shared_groups_warn() -> None:
     """Both are exact and rarely meant: one repeats rows in a batch, the other decodes blocks twice."""
     assert LEG.warnings(LEG.batch_size, LEG.key_groups) == []
     (small,) = LEG.warnings(LEG.batch_size - 1, 1)

@@ -140,7 +140,7 @@ def test_steps_follow_the_schedule_slot_by_slot(case: Case) -> None:
 
 @EXAMPLES
 @given(cases(endless=False))
-def test_every_row_of_every_source_is_read_and_steps_are_full(case: Case) -> None:
+def test_every_row_is_read_in_full_steps(case: Case) -> None:
     """Valid rows add up to all passes of all sources, every step has some, and until a key group has none left all slots."""
     case = replace(case, leg=replace(case.leg, steps=None))
     order = case.order()
@@ -188,7 +188,7 @@ def test_advances_of_mixtures_are_contiguous_and_sum_up(case: Case, data: st.Dat
 
 @EXAMPLES
 @given(cases(follow=True))
-def test_a_followed_leg_ends_before_any_key_group_is_short(case: Case) -> None:
+def test_followed_leg_ends_before_short_group(case: Case) -> None:
     """All its batches are full, by the shares of all its sources; one more step would take more than some key group has."""
     order, walks = case.order(), walks_of(case)
     limit, first = case.leg.steps, case.leg.start_step

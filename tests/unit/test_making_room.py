@@ -40,7 +40,7 @@ def said(folder: Path) -> list[str]:
     return [json.loads(line)["event"] for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def test_room_is_made_behind_a_checkpoint_however_long_that_takes(when: CheckpointPolicy, tmp_path: Path) -> None:
+def test_room_waits_for_checkpoint(when: CheckpointPolicy, tmp_path: Path) -> None:
     """Rank 0 says so once its supervisor does; for nobody is it a notice, nor the end by which a machine leaves."""
     assert when.step_done(1, behind=False) == RankReport()
     room_file(tmp_path).touch()

@@ -39,13 +39,13 @@ def run(program: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=250)
 
 
-def test_a_signal_to_a_forked_child_is_the_childs() -> None:
+def test_signal_to_forked_child_stays_there() -> None:
     """A worker of a data loader that is terminated dies of it, and the rank that forked it was told nothing."""
     ended = run(FORKS)
     assert ended.stdout.splitlines() == ["-15 None", "SIGUSR1", "True"], ended.stderr
 
 
-def test_a_process_is_gone_at_its_deadline_even_if_its_last_words_hang() -> None:
+def test_process_ends_at_deadline_despite_hang() -> None:
     """The watchdog says what is to be said, in a thread that it does not wait for longer than a second."""
     ended = run(TOO_LATE)
     assert (ended.returncode, ended.stdout) == (86, "too late\n"), ended.stderr

@@ -13,7 +13,7 @@ from dlac_pipeline.supervise import attempt
 from dlac_pipeline.supervise.attempt import forget_launches, start_local_ranks
 
 
-def test_the_oldest_launch_folders_are_removed_a_few_at_a_time(tmp_path: Path) -> None:
+def test_oldest_launch_folders_are_removed_first(tmp_path: Path) -> None:
     """What is newest stays, and what is no launch folder; what is too much goes in portions, oldest first."""
     for number in range(12):
         folder = tmp_path / f"launch-{number:02}"
@@ -30,7 +30,7 @@ def test_the_oldest_launch_folders_are_removed_a_few_at_a_time(tmp_path: Path) -
     assert (tmp_path / "attempt-0001").is_dir()
 
 
-def test_machines_that_share_a_folder_leave_each_other_theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nodes_keep_each_others_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many there are in an attempt."""
     monkeypatch.setattr(attempt, "KEEP_LAUNCHES", 1)
     count = 4
@@ -44,7 +44,7 @@ def test_machines_that_share_a_folder_leave_each_other_theirs(tmp_path: Path, mo
     assert all(folder.is_dir() for folder in made)
 
 
-def test_an_attempt_makes_no_folder_where_the_run_s_is_gone(tmp_path: Path) -> None:
+def test_attempt_makes_no_missing_run_folder(tmp_path: Path) -> None:
     """The next attempt of a launch whose mount went away does not build the run's folder again for writers to go on in."""
     with pytest.raises(StoreUnavailable, match="mount it"):
         start_local_ranks(Mock(), tmp_path / "r" / "launch-abcd", Mock(), Mock())

@@ -112,7 +112,7 @@ def test_every_live_row_once_per_pass(case: Case) -> None:
 
 @EXAMPLES
 @given(cases())
-def test_slices_tile_the_units_and_dead_rows_at_a_cut_go_left(case: Case) -> None:
+def test_slices_tile_units_with_dead_rows(case: Case) -> None:
     """The slices of a unit follow each other without gap or overlap, and one that begins inside it begins with a live row."""
     cut = case.order().sources[0].cut_of(0)
     ends: dict[int, int] = {}

@@ -184,9 +184,7 @@ def test_resume_at_any_cursor_is_identical(line: Line, length: int, sizes: list[
 
 @EXAMPLES
 @given(lines(), st.integers(1, 12), st.integers(0, 3), st.integers(1, 3), st.booleans())
-def test_ranks_that_share_a_key_group_see_one_line(
-    line: Line, length: int, mine: int, theirs: int, drain: bool
-) -> None:
+def test_shared_key_group_is_one_line(line: Line, length: int, mine: int, theirs: int, drain: bool) -> None:
     """Skipping what another rank takes leaves the cursor and the rest as taking everything does."""
     whole = Packer(line.documents(Cursor()), length=length, drain=drain, pad_id=PAD)
     part = Packer(line.documents(Cursor()), length=length, drain=drain, pad_id=PAD)
@@ -239,7 +237,7 @@ def test_a_partial_tail_stays_pending(line: Line, length: int, size: int) -> Non
 
 @EXAMPLES
 @given(lines(), st.integers(1, 12))
-def test_a_cursor_does_not_depend_on_how_many_were_taken(line: Line, length: int) -> None:
+def test_cursor_is_independent_of_take_size(line: Line, length: int) -> None:
     """The cursor behind n sequences is the same whether they came one by one or at once."""
     ones = read(line, length, [1], drain=True)
     for count in range(1, len(ones) + 1):

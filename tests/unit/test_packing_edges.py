@@ -47,7 +47,7 @@ def told(advances: list[BlockAdvance]) -> list[tuple[object, ...]]:
     return [(a.cursor, a.position_start, a.rows_consumed, a.filtered.tolist(), a.quarantined) for a in advances]
 
 
-def test_trailing_rows_are_told_when_the_next_block_is_entered() -> None:
+def test_trailing_rows_follow_next_block() -> None:
     """Rows that give nothing behind a block's last token are told with the next block's first token, not before."""
     packer = Packer(blocks({0: {1: 4, 2: 0, 5: REJECTED}, 1: {0: 4, 6: 0}}), length=4)
     first, second = packer.take(1), packer.take(1)
@@ -60,7 +60,7 @@ def test_trailing_rows_are_told_when_the_next_block_is_entered() -> None:
     assert packer.cursor == Cursor(0, 1, 7)
 
 
-def test_a_partly_read_row_is_in_two_advances_and_consumed_in_the_second() -> None:
+def test_partial_row_is_consumed_once() -> None:
     """The first advance ends with its token_end, the second begins at the same row with that as its token_start."""
     packer = Packer(blocks({0: {2: 6, 4: 6}}), length=4)
     first, second = packer.take(1).advances[0], packer.take(1).advances[0]
@@ -70,7 +70,7 @@ def test_a_partly_read_row_is_in_two_advances_and_consumed_in_the_second() -> No
     assert merge([first, second])[0].cursor == Cursor(0, 0, 4, 2)
 
 
-def test_a_line_without_items_is_told_with_an_empty_take() -> None:
+def test_line_without_items_gives_empty_take() -> None:
     """Rows that give nothing are told even if no sequence follows."""
     packer = Packer(blocks({0: {3: 0}}), length=4)
     assert not packer.exhausted
@@ -89,7 +89,7 @@ def test_a_line_without_items_is_told_with_an_empty_take() -> None:
         (Cursor(0, 5, 1, 2), "block 6 of pass 0"),
     ],
 )
-def test_a_cursor_that_the_rows_do_not_bear_out_is_refused(start: Cursor, found: str) -> None:
+def test_contradicting_cursor_is_refused(start: Cursor, found: str) -> None:
     """Resuming in a row that is not there, or has not that many tokens, is an error that says what was found."""
     packer = Packer(blocks({0: {1: 4, 3: 0}, 6: {0: 4}}, start), length=4, start=start)
     with pytest.raises(CursorMismatch, match=found):

@@ -34,13 +34,13 @@ def spec_without_catalog(folder: Path) -> JobSpec:
     return parse_spec(raw, origin="the test").resolved(folder / "home")
 
 
-def test_who_starts_a_run_by_hand_is_told_at_once_that_the_catalog_is_away(tmp_path: Path) -> None:
+def test_manual_start_reports_outage_at_once(tmp_path: Path) -> None:
     """A person who waits in vain learns nothing."""
     with pytest.raises(CatalogUnreachable):
         Supervisor(spec_without_catalog(tmp_path), noticed_by=OPERATOR).run()
 
 
-def test_a_recovery_that_knows_no_attempt_waits_for_the_catalog_until_it_is_told_to_stop(tmp_path: Path) -> None:
+def test_recovery_waits_until_stopped(tmp_path: Path) -> None:
     """The sensor could not read the ledger either, and requested it blindly; cancelled, it has stopped and not failed."""
     supervisor = Supervisor(spec_without_catalog(tmp_path), noticed_by="recovery_sensor")
     began = time.monotonic()
@@ -49,7 +49,7 @@ def test_a_recovery_that_knows_no_attempt_waits_for_the_catalog_until_it_is_told
     assert time.monotonic() - began >= 0.6
 
 
-def test_a_supervised_rank_waits_for_the_catalog_that_its_claim_waits_for(tmp_path: Path) -> None:
+def test_supervised_rank_waits_like_claim(tmp_path: Path) -> None:
     """One that died meanwhile would fail the very attempt whose claim gets through; a rank of its own is told at once."""
     spec = spec_without_catalog(tmp_path)
     place, aside = tmp_path / "file", tmp_path / "aside"
@@ -68,7 +68,7 @@ def test_a_supervised_rank_waits_for_the_catalog_that_its_claim_waits_for(tmp_pa
     assert open_lakehouse(spec, supervised=True).own("consumption").metadata == known
 
 
-def test_what_comes_back_is_used_and_what_stays_away_is_raised() -> None:
+def test_retry_ends_with_result_or_error() -> None:
     """The last error is the one that is told."""
     answers = iter([CatalogUnreachable("first"), CatalogUnreachable("second")])
 

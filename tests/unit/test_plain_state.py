@@ -60,7 +60,7 @@ NUMBERS: list[Any] = [
 
 
 @pytest.mark.parametrize("number", NUMBERS, ids=lambda number: type(number).__name__)
-def test_a_number_of_numpy_becomes_the_same_number_of_python(tmp_path: Path, number: Any) -> None:
+def test_numpy_number_becomes_python_number(tmp_path: Path, number: Any) -> None:
     """Bit for bit, wherever it stands, also as a key; it would have been refused."""
     state: dict[Any, Any] = {"groups": [{"lr": number}, (1, number)], number: "as a key"}
     (tmp_path / "as it is").mkdir()
@@ -76,7 +76,7 @@ def test_a_number_of_numpy_becomes_the_same_number_of_python(tmp_path: Path, num
     assert type(number) is type(state["groups"][0]["lr"])  # the script's own stays what it is
 
 
-def test_a_plain_state_is_handed_on_as_it_is() -> None:
+def test_plain_state_is_unchanged() -> None:
     """Not even a container is made anew, and no tensor is looked into."""
     model = torch.nn.BatchNorm1d(2)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -86,7 +86,7 @@ def test_a_plain_state_is_handed_on_as_it_is() -> None:
     assert plain_state(state) is state
 
 
-def test_only_what_leads_to_a_number_is_made_anew() -> None:
+def test_only_containers_of_numbers_are_copied() -> None:
     """Tensors, and containers without such a number, are those of the state, which itself is left as it was."""
     weight, betas = torch.ones(2), (0.9, 0.99)
     live: OrderedDict[str, Any] = OrderedDict(
@@ -183,7 +183,7 @@ def test_classes_that_the_script_allows_are_taken(tmp_path: Path) -> None:
         (print, r": print$"),
     ],
 )
-def test_a_file_that_is_refused_says_of_what_class(tmp_path: Path, value: Any, said: str) -> None:
+def test_refused_file_names_class(tmp_path: Path, value: Any, said: str) -> None:
     """The class that torch named at the end of its advice, not the advice."""
     with pytest.raises(CheckpointUnsafe, match=said):
         loaded({"a": value}, tmp_path)

@@ -38,7 +38,7 @@ def wanted(
     return Wanted((0, 0, 0, block, 0), estimate, scratch, prepare, int)
 
 
-def test_blocks_are_prepared_ahead_as_long_as_they_fit(prefetch: Prefetcher) -> None:
+def test_blocks_are_prepared_within_budget(prefetch: Prefetcher) -> None:
     """Ten blocks of 1 MB fit; the next one is begun when one was read."""
     begun: list[int] = []
     blocks = [wanted(block, begun=begun) for block in range(12)]
@@ -52,7 +52,7 @@ def test_blocks_are_prepared_ahead_as_long_as_they_fit(prefetch: Prefetcher) -> 
     assert sorted(begun) == list(range(11))
 
 
-def test_a_block_counts_with_the_size_that_it_turns_out_to_have(prefetch: Prefetcher) -> None:
+def test_block_counts_with_real_size(prefetch: Prefetcher) -> None:
     """What was estimated as 1 MB and takes 8 leaves room for 2."""
     prefetch.ask(wanted(0, size=8 * MB))
     prefetch.settle()
@@ -87,7 +87,7 @@ def test_what_others_keep_counts_too() -> None:
         prefetch.close()
 
 
-def test_blocks_being_read_that_do_not_fit_are_said_once(prefetch: Prefetcher) -> None:
+def test_oversized_blocks_warn_once(prefetch: Prefetcher) -> None:
     """Blocks that are needed are prepared all the same, with one warning that says what to do."""
     prefetch.take(wanted(0, size=6 * MB))
     with pytest.warns(
@@ -97,7 +97,7 @@ def test_blocks_being_read_that_do_not_fit_are_said_once(prefetch: Prefetcher) -
     prefetch.take(wanted(2, size=6 * MB))
 
 
-def test_a_block_that_cannot_be_prepared_raises_where_it_is_taken(prefetch: Prefetcher) -> None:
+def test_failed_block_raises_when_taken(prefetch: Prefetcher) -> None:
     """Neither asking for it nor for another one raises."""
 
     def fail() -> int:

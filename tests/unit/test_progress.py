@@ -27,14 +27,14 @@ def test_the_last_sign_of_life_is_read_back(tmp_path: Path) -> None:
     assert (found.step, found.phase, found.loss_step, found.loss) == (7, Phase.CHECKPOINT, 6, 0.25)
 
 
-def test_a_rank_that_never_wrote_has_no_sign_of_life(tmp_path: Path) -> None:
+def test_silent_rank_has_no_record(tmp_path: Path) -> None:
     """A missing file and one that is not yet written are no record."""
     assert read_progress(tmp_path, 0) is None
     progress_file(tmp_path, 0).touch()
     assert read_progress(tmp_path, 0) is None
 
 
-def test_all_records_of_a_launch_are_read_whoever_wrote_one(tmp_path: Path) -> None:
+def test_all_records_of_launch_are_read(tmp_path: Path) -> None:
     """By their names: some ranks are not there yet, and one that is being brought from another machine is not there twice."""
     for rank in (1, 3, 100_000):
         ProgressWriter(tmp_path, rank).write(rank, Phase.TRAINING)
@@ -45,7 +45,7 @@ def test_all_records_of_a_launch_are_read_whoever_wrote_one(tmp_path: Path) -> N
     assert read_all_progress(tmp_path / "gone") == []
 
 
-def test_a_batch_in_hand_that_is_half_told_is_not_told(tmp_path: Path) -> None:
+def test_half_written_batch_is_ignored(tmp_path: Path) -> None:
     """Its rank died while it wrote; what others tell of the same step counts, and what they tell of another does not."""
     told = [
         "[7, [[0, 1, 0, 2, 30, 38]]]\n",
@@ -67,7 +67,7 @@ def test_without_a_launch_folder_nothing_is_written() -> None:
 
 
 @pytest.mark.parametrize(("in_hand", "doing"), [(8, "computing"), (0, "reading"), (-1, "training")])
-def test_what_a_rank_spent_and_does_is_read_back(tmp_path: Path, in_hand: int, doing: str) -> None:
+def test_spent_time_is_read_back(tmp_path: Path, in_hand: int, doing: str) -> None:
     """Every number, and from them what it is doing while it trains."""
     writer = ProgressWriter(tmp_path, 0)
     spent = Spent(in_hand=in_hand, rows=224, reading_us=1, computing_us=2, checkpoint_us=3, loading_us=4, began=1.5)

@@ -75,7 +75,7 @@ def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Checkpoint:
     return Checkpoint(tmp_path)
 
 
-def test_parts_are_alike_in_bytes_and_have_every_file_once() -> None:
+def test_parts_are_balanced_and_complete() -> None:
     """In whatever order the files are given."""
     entries = [FileEntry(path=f"f{size}", bytes=size, digest="") for size in range(40)]
     parts = parts_of(entries, 4)
@@ -86,7 +86,7 @@ def test_parts_are_alike_in_bytes_and_have_every_file_once() -> None:
     assert parts_of(entries[:1], 3) == [entries[:1], [], []]
 
 
-def test_every_file_is_read_once_by_one_of_the_machines(checkpoint: Checkpoint) -> None:
+def test_every_file_is_read_by_one_node(checkpoint: Checkpoint) -> None:
     """And the leader hears in the end that all bytes hold."""
     reads = [Reads() for _ in range(MACHINES)]
     heard: list[tuple[int, int]] = []
@@ -126,7 +126,7 @@ def test_what_another_machine_cannot_read_the_leader_reads(checkpoint: Checkpoin
     assert sorted(reads[0].names + reads[2].names) == checkpoint.names
 
 
-def test_a_machine_that_is_lost_is_not_waited_for(checkpoint: Checkpoint) -> None:
+def test_lost_node_is_not_awaited(checkpoint: Checkpoint) -> None:
     """The leader reads its part."""
     reads = [Reads() for _ in range(MACHINES)]
     with together(reads, silent=2) as leader:
@@ -149,7 +149,7 @@ def test_what_is_asked_again_is_read_again(checkpoint: Checkpoint) -> None:
     assert len(reads[0].names) == len(checkpoint.names) / 2
 
 
-def test_the_leader_stops_waiting_when_it_is_told_to(checkpoint: Checkpoint) -> None:
+def test_leader_stops_waiting_on_request(checkpoint: Checkpoint) -> None:
     """By what hears of the progress; a machine that is there and says nothing of its part does not hold it up."""
     heard: list[int] = []
 

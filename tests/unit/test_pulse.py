@@ -29,7 +29,7 @@ def test_every_loss_is_heard_once_and_in_order() -> None:
     assert all(beat.step == beat.losses[-1] for _, beat in heard)
 
 
-def test_fast_steps_share_a_beat_and_a_notice_is_still_heard_soon() -> None:
+def test_fast_steps_share_message_with_notice() -> None:
     """Steps of microseconds are told of in beats of at most MAX_STEPS; a notice is heard one step behind its beat."""
     heard = beats_of(StepSyncs(1, None), 300, stop_at=50)
     assert max(len(beat.losses) for _, beat in heard) == MAX_STEPS
@@ -38,7 +38,7 @@ def test_fast_steps_share_a_beat_and_a_notice_is_still_heard_soon() -> None:
     assert (beat.notice, beat.notice_age_s) == ("SIGTERM", 1.5)
 
 
-def test_what_rank_0_wishes_is_in_the_beat_of_its_step() -> None:
+def test_rank_0_request_is_in_its_step() -> None:
     """A checkpoint that is due, how long it takes, room for machines: heard with the losses, and gone with the next beat."""
     pulse = StepSyncs(1, None)
     pulse.step_done(1, loss=0.5, says=RankReport(due=True, needed_s=2.5, makes_room=True))
@@ -46,7 +46,7 @@ def test_what_rank_0_wishes_is_in_the_beat_of_its_step() -> None:
     assert pulse.flush() == [StepSync(2, [0.5])]
 
 
-def test_a_beat_is_heard_one_step_later_and_a_flush_waits_for_the_rest() -> None:
+def test_message_arrives_one_step_later() -> None:
     """The first step's beat arrives with the second step; a flush leaves nothing unsaid."""
     pulse = StepSyncs(1, None)
     assert pulse.step_done(1, loss=0.5, says=QUIET) is None

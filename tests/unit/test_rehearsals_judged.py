@@ -27,7 +27,7 @@ ERROR, WARN = dg.AssetCheckSeverity.ERROR, dg.AssetCheckSeverity.WARN
         ([], False, WARN, "there was no run to rehearse"),
     ],
 )
-def test_a_rehearsal_that_differs_fails_the_check_and_one_that_cannot_be_done_does_not(
+def test_differing_rehearsal_fails_check(
     outcomes: list[RehearsedRun], passed: bool, severity: dg.AssetCheckSeverity, said: str
 ) -> None:
     """The description is of those that matter; the table has all of them, with the same columns."""

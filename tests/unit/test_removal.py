@@ -67,16 +67,14 @@ def settled() -> None:
             thread.join()
 
 
-def test_one_that_cannot_be_removed_keeps_none_of_those_behind_it(store: Store) -> None:
+def test_failed_removal_blocks_no_other(store: Store) -> None:
     """Left over from attempts before: all the others go."""
     store.stuck = {0}
     store.retention(4).sweep()
     assert store.left == [0]
 
 
-def test_it_is_tried_again_behind_the_next_checkpoint_and_told_of_once(
-    store: Store, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_failed_removal_is_retried_and_logged_once(store: Store, caplog: pytest.LogCaptureFixture) -> None:
     """However many checkpoints follow there is one warning; when it can be removed it goes, in the same attempt."""
     caplog.set_level(logging.WARNING)
     retention = store.retention(3)
@@ -99,7 +97,7 @@ def test_it_is_tried_again_behind_the_next_checkpoint_and_told_of_once(
     assert store.tries == tries  # nothing is left, and left-overs are looked for once
 
 
-def test_many_that_cannot_be_removed_cost_a_commit_little(store: Store) -> None:
+def test_many_failures_cost_commit_little(store: Store) -> None:
     """Behind each checkpoint a few are tried again, those of longest ago first, and what is new does not wait for them."""
     many = 3 * removal.AGAIN_AT_ONCE
     retention = store.retention(many)
@@ -115,9 +113,7 @@ def test_many_that_cannot_be_removed_cost_a_commit_little(store: Store) -> None:
     assert store.left == [*range(removal.AGAIN_AT_ONCE), *range(2 * removal.AGAIN_AT_ONCE, many), many + 1]
 
 
-def test_a_store_that_cannot_be_listed_is_swept_behind_a_later_checkpoint(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unlistable_store_is_swept_later(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is left over is looked for until it was found once."""
     retention = store.retention(2)
     with monkeypatch.context() as patched:

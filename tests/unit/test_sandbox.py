@@ -27,7 +27,7 @@ def test_a_sandbox_is_gone_afterwards_whatever_happened(tmp_path: Path) -> None:
     assert not list((tmp_path / "new").iterdir())
 
 
-def test_the_next_one_removes_what_a_killed_owner_left_and_nothing_else(tmp_path: Path) -> None:
+def test_next_sandbox_removes_killed_one_only(tmp_path: Path) -> None:
     """The folder of an owner that lives stays, and so does what is no sandbox."""
     (tmp_path / "other").mkdir()
     with subprocess.Popen([sys.executable, "-c", OWNER, str(tmp_path)], stdout=subprocess.PIPE, text=True) as owner:

@@ -17,7 +17,7 @@ from tests.conftest import PROGRAMS
 SIGNALS = 3000
 
 
-def test_signals_in_any_number_and_at_any_moment_hold_nobody_up() -> None:
+def test_many_signals_block_nothing() -> None:
     """The first comes while the main thread holds the event that its answer sets; then thousands while it waits for that."""
     command = [sys.executable, str(PROGRAMS / "hears_signals.py")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -48,7 +48,7 @@ def hangup() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("hangup")
-def test_a_signal_that_is_ignored_stays_ignored_and_each_of_the_others_is_answered() -> None:
+def test_ignored_signal_stays_ignored() -> None:
     """`nohup` has a launch outlive its terminal; the second signal is answered as the first was."""
     answers = threading.Semaphore(0)
     on_ending_signals(answers.release)

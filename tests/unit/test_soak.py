@@ -31,7 +31,7 @@ def test_every_kind_is_chosen_and_can_be_done() -> None:
     assert "store full" not in {choice.kind for choice in choose(7, 200, runs=2, without=["store full"])}
 
 
-def test_a_seed_chooses_the_same_campaign_in_order_of_time() -> None:
+def test_seed_determines_campaign() -> None:
     """Moments grow within the campaign's time; another seed chooses otherwise."""
     chosen = choose(1, 200, runs=2)
     assert chosen == choose(1, 200, runs=2) != choose(2, 200, runs=2)
@@ -42,7 +42,7 @@ def test_a_seed_chooses_the_same_campaign_in_order_of_time() -> None:
     assert {choice.run for choice in chosen} == {0, 1}
 
 
-def test_a_fault_follows_only_one_that_ends_an_attempt_and_strikes_the_same_run() -> None:
+def test_follow_up_fault_strikes_same_run() -> None:
     """Two at once at the most: three attempts in a row that commit nothing end a run."""
     chosen = choose(3, 300, runs=2)
     pairs = [(before, choice) for before, choice in itertools.pairwise(chosen) if choice.follows]
@@ -54,7 +54,7 @@ def test_a_fault_follows_only_one_that_ends_an_attempt_and_strikes_the_same_run(
         assert before.run == choice.run
 
 
-def test_what_is_noticed_belongs_to_the_last_fault_before() -> None:
+def test_notice_belongs_to_last_fault() -> None:
     """Nothing to none; a notice at the very moment to the fault of that moment."""
     struck = [(10.0, 3), (20.0, 5)]
     assert [last_before(struck, moment) for moment in (9.9, 10.0, 19.0, 25.0)] == [None, 3, 3, 5]
@@ -85,7 +85,7 @@ def test_a_full_store_has_no_byte_free(tmp_path: Path) -> None:
         (store / "more").write_bytes(bytes(1_000_000))
 
 
-def test_the_journal_counts_what_the_attempt_of_each_checkpoint_wrote() -> None:
+def test_journal_counts_attempt_of_checkpoint() -> None:
     """Steps of an attempt that were done again behind its last checkpoint do not count."""
     lineage: list[dict[str, Any]] = [{"attempt": 1, "step": 2}, {"attempt": 2, "step": 3}]
     entries = [
@@ -98,7 +98,7 @@ def test_the_journal_counts_what_the_attempt_of_each_checkpoint_wrote() -> None:
     assert journal(lineage, entries) == {2: [1, 2, 4], 3: [3]}
 
 
-def test_a_fault_that_was_not_healed_and_what_is_left_are_said() -> None:
+def test_unhealed_fault_is_reported() -> None:
     """The page of a campaign that failed does not look like that of one that held."""
     told = {"recoveries": 0, "noticed_by": [], "outcomes": [], "rows_replayed": 0, "quarantined": 0}
     fault = {

@@ -224,7 +224,7 @@ def test_a_cursor_says_how_much_was_consumed(
 
 @EXAMPLES
 @given(queues(endless=True), cut_settings(), st.data())
-def test_any_sequence_of_legs_reads_what_one_leg_reads(
+def test_legs_read_what_one_leg_reads(
     queue: tuple[dict[str, UnitTable], list[tuple[str, int]]], settings: CutSettings, data: st.DataObject
 ) -> None:
     """However unevenly key groups get on, ending a leg and beginning the next changes neither rows nor cuts."""

@@ -87,7 +87,7 @@ def test_blank_filters_are_refused(setting: str, where: str, blank: str) -> None
     assert spec.source.planned_filter == ""
 
 
-def test_a_message_holds_neither_sections_nor_the_parsers_own_words() -> None:
+def test_message_hides_sections_and_parser() -> None:
     """A missing field does not repeat the section that it is missing from; a validator's message stands as written."""
     with pytest.raises(SpecInvalid) as caught:
         parse_spec({**changed("order", batch_size=30), "source": {"columns": ["x", "x"]}}, origin="'job.toml'")
@@ -166,7 +166,7 @@ def test_a_missing_file_is_a_clear_error(tmp_path: Path) -> None:
         read_spec(tmp_path / "nowhere.toml")
 
 
-def test_the_home_fills_in_only_what_is_not_named(tmp_path: Path) -> None:
+def test_home_fills_only_empty_settings(tmp_path: Path) -> None:
     """Catalog, warehouse and store that the spec names are kept; the others lie in the home folder."""
     spec = parse_spec({**GOOD, "checkpoint": {"store": "/mnt/store"}}, origin="here").resolved(tmp_path)
     assert spec.checkpoint.store == "/mnt/store"
@@ -186,7 +186,7 @@ def test_the_home_fills_in_only_what_is_not_named(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_ranks_of_another_launcher_that_do_not_fit_are_refused_by_name(
+def test_misfit_ranks_are_refused_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: str, message: str
 ) -> None:
     """Torchrun was told of more ranks than can share a batch: it is said as for any other wrong value of the job spec."""

@@ -26,7 +26,7 @@ def tiers_in(folder: Path, *, apart: bool) -> Tiers:
 
 
 @pytest.mark.parametrize("apart", [False, True], ids=["one place", "two places"])
-def test_launches_with_one_process_id_prove_a_shared_store_at_once(tmp_path: Path, apart: bool) -> None:
+def test_equal_process_ids_share_store(tmp_path: Path, apart: bool) -> None:
     """Containers on several machines have the same small process ids: none renames another's file away."""
     together = Barrier(AT_ONCE, timeout=120.0)
 
@@ -50,7 +50,7 @@ def test_a_write_that_fails_leaves_no_temporary_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("gone", ["near", "far"])
-def test_only_what_lies_in_the_run_s_folder_is_made(tmp_path: Path, gone: str) -> None:
+def test_only_run_folder_content_is_made(tmp_path: Path, gone: str) -> None:
     """Behind the bare mount point of a file system that was there before, nothing is written."""
     tiers, name = tiers_in(tmp_path, apart=True), "attempt-0001/step-000000010-abcd"
     tiers.check_writable()
@@ -67,7 +67,7 @@ def test_only_what_lies_in_the_run_s_folder_is_made(tmp_path: Path, gone: str) -
     assert list((tmp_path / gone).iterdir()) == []
 
 
-def test_a_manifest_is_not_written_where_the_run_s_folder_is_gone(tmp_path: Path) -> None:
+def test_manifest_needs_run_folder(tmp_path: Path) -> None:
     """Nor is any other small file."""
     with pytest.raises(StoreUnavailable, match="no folder"):
         StoreFiles(deadline_s=0.0).write(str(tmp_path / "r/a/s/manifest.json"), b"{}", within=str(tmp_path / "r"))
@@ -90,7 +90,7 @@ def test_deepspeed_makes_folders_in_a_checkpoint_s_only(tmp_path: Path) -> None:
     assert (folder / "deepspeed").is_dir()
 
 
-def test_a_file_that_cannot_be_made_durable_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_is_closed_after_failed_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk that fails at the fsync is told of, and costs no descriptor."""
     descriptors: list[int] = []
 

@@ -26,7 +26,7 @@ def watched(**settings: float) -> Stragglers:
     return made
 
 
-def test_a_rank_that_is_slow_over_several_steps_is_named_with_its_phase() -> None:
+def test_slow_rank_is_named_with_phase() -> None:
     """Its own seconds per step against the median of the others; nothing is said before so many steps are done."""
     watch = watched()
     assert watch.observe(signs(4, reading=[0.0] * 4, computing=[2.0, 2.0, 99.0, 2.0])) == []
@@ -35,7 +35,7 @@ def test_a_rank_that_is_slow_over_several_steps_is_named_with_its_phase() -> Non
     assert found.event()["factor"] == 6.0
 
 
-def test_a_straggler_is_told_once_until_it_is_as_fast_as_the_others_again() -> None:
+def test_straggler_is_reported_once() -> None:
     """Slow, slow, fast, slow: told the first and the last time."""
     watch, reading, told = watched(), 0.0, []
     for window, more in enumerate((10.0, 10.0, 0.0, 10.0), start=1):

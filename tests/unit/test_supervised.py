@@ -53,7 +53,7 @@ def talking(program: str) -> Iterator[subprocess.Popen[bytes]]:
 
 
 @pytest.mark.parametrize("bound", ["silent_s", "within_s"])
-def test_what_was_said_is_heard_however_long_the_events_before_took(bound: str) -> None:
+def test_slow_receiver_loses_no_event(bound: str) -> None:
     """Time in which nobody listened is no silence; and what a supervisor has said by the end of its time is not lost."""
     with talking(TALKS) as process:
         heard = []
@@ -68,7 +68,7 @@ def test_what_was_said_is_heard_however_long_the_events_before_took(bound: str) 
 
 
 @pytest.mark.parametrize("bound", ["silent_s", "within_s"])
-def test_a_supervisor_that_says_nothing_more_is_given_up(bound: str) -> None:
+def test_silent_supervisor_is_given_up(bound: str) -> None:
     """It is still there, and not waited for."""
     with talking(STAYS) as process:
         voice = _Voice(process)
@@ -78,7 +78,7 @@ def test_a_supervisor_that_says_nothing_more_is_given_up(bound: str) -> None:
     assert heard == [{"event": "step"}]
 
 
-def test_what_is_printed_between_events_does_not_end_training(caplog: pytest.LogCaptureFixture) -> None:
+def test_printed_text_does_not_end_training(caplog: pytest.LogCaptureFixture) -> None:
     """A library, or a user's transform, wrote where events come from: the events are heard, and the rest is logged."""
     talks = "print('loading', flush=True)\n" + TALKS + "print('[]')\nprint('7')\nprint(b'\\xff')\n"
     with subprocess.Popen([sys.executable, "-c", talks], stdout=subprocess.PIPE) as process:
@@ -87,7 +87,7 @@ def test_what_is_printed_between_events_does_not_end_training(caplog: pytest.Log
     assert [record.args for record in caplog.records] == [("loading",), ("[]",), ("7",), ("b'\\xff'",)]
 
 
-def test_an_event_that_cannot_be_shown_does_not_end_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_failed_display_does_not_end_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Dagster's storage is away: what the run came to is told all the same, and what was not shown is logged."""
 
     def storage_is_away(event: dict[str, Any]) -> None:
@@ -97,7 +97,7 @@ def test_an_event_that_cannot_be_shown_does_not_end_training(tmp_path: Path, cap
     assert "the event error could not be shown, training goes on: the database is away" in caplog.text
 
 
-def test_an_interruption_while_an_event_is_shown_ends_the_run(tmp_path: Path) -> None:
+def test_interruption_during_display_ends_run(tmp_path: Path) -> None:
     """It comes as an exception wherever the process is; who listens for a cancellation is told of it."""
     told: list[str] = []
 
@@ -109,7 +109,7 @@ def test_an_interruption_while_an_event_is_shown_ends_the_run(tmp_path: Path) ->
     assert told == ["asked"]
 
 
-def test_the_last_words_of_a_clusters_nodes_are_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_last_events_of_nodes_arrive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their launcher listens to them for longer than ranks take to leave."""
     program = tmp_path / "supervisor"
     program.write_text(f"#!{sys.executable}\n{LINGERS}")

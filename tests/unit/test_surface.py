@@ -39,7 +39,7 @@ def test_the_tree_of_errors_is_drawn_whole() -> None:
     assert drawn == {name: value.__bases__[0].__name__ for name, value in classes().items()}
 
 
-def test_every_error_says_what_it_means_and_how_a_process_ends_of_it() -> None:
+def test_every_error_has_meaning_and_status() -> None:
     """Each class has a one-sentence docstring, and an exit status that no signal and no success uses."""
     for name, value in classes().items():
         assert value.__doc__, name
@@ -56,7 +56,7 @@ def test_every_error_says_what_it_means_and_how_a_process_ends_of_it() -> None:
     ],
     ids=["a supervisor", "a supervisor before its request", "a Dagster run", "a command"],
 )
-def test_what_starts_often_leaves_to_others_what_takes_long_to_import(module: str, left: set[str]) -> None:
+def test_quick_starts_import_little(module: str, left: set[str]) -> None:
     """A supervisor begins what ranks import, which takes longest, before it imports the catalog; each Dagster run imports the
     definitions anew, and a recovery waits for that; a command's help waits for nothing.
     """

@@ -11,7 +11,7 @@ from tests.object_store import Network
 from tests.ports import own_port
 
 
-def test_a_port_is_kept_for_the_server_that_is_started_later() -> None:
+def test_port_is_kept_for_later_server() -> None:
     """And for the one after that; nobody else can have it, and nobody answers before."""
     port = own_port()
     with pytest.raises(ConnectionRefusedError):
@@ -24,7 +24,7 @@ def test_a_port_is_kept_for_the_server_that_is_started_later() -> None:
     assert TCPStore("127.0.0.1", port, None, True, wait_for_workers=False).port == port
 
 
-def test_a_network_before_a_server_that_refuses_refuses_and_is_there_once_the_server_is() -> None:
+def test_refusing_network_recovers_with_server() -> None:
     """A server that is started again; nobody waits for an answer that never comes."""
     port = own_port()
     network = Network(port)

@@ -66,7 +66,7 @@ def test_a_file_is_bound_by_its_bytes(path: Path) -> None:
     assert tokenizer.digest == tokenizer_digest(Backend.from_file(str(path)))
 
 
-def test_a_text_that_spells_a_special_token_stays_a_text(path: Path) -> None:
+def test_special_token_text_stays_text(path: Path) -> None:
     """No document can end itself."""
     tokenizer = load_tokenizer(path)
     end = tokenizer.token_id(END_OF_DOCUMENT)
@@ -163,7 +163,7 @@ def test_a_column_of_tokens_is_not_tokenized(path: Path) -> None:
     assert documents.values.tolist() == [400, 2, 3]
 
 
-def test_a_text_that_is_no_text_is_a_rejected_row(path: Path) -> None:
+def test_invalid_text_is_rejected_row(path: Path) -> None:
     """Bytes that are not UTF-8 fail with the row's position, or are quarantined."""
     live, tokenizer = pa.table({"text": NOT_UTF8}), load_tokenizer(path)
     with pytest.raises(RowRejected, match="UnicodeDecodeError") as caught:
@@ -175,7 +175,7 @@ def test_a_text_that_is_no_text_is_a_rejected_row(path: Path) -> None:
     assert documents.rows.positions.tolist() == [1, 8]
 
 
-def test_rows_rejected_by_transform_and_tokenizer_are_named_in_order(path: Path) -> None:
+def test_rejected_rows_are_named_in_order(path: Path) -> None:
     """The two lists become one, by position."""
 
     def no_cd(batch: pa.RecordBatch) -> pa.RecordBatch:
@@ -198,7 +198,7 @@ def test_rows_rejected_by_transform_and_tokenizer_are_named_in_order(path: Path)
     ]
 
 
-def test_a_tokenizer_that_fails_for_all_texts_together_is_no_bad_row() -> None:
+def test_failing_tokenizer_is_no_bad_row() -> None:
     """An error that no single text raises passes through."""
 
     class Fails(FastTokenizer):

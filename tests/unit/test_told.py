@@ -17,9 +17,7 @@ POINT = ResumePoint(attempt=2, nonce="n", replaces=1, leg="{}", leg_is_new=False
 
 
 @pytest.mark.parametrize("there_after_s", [0.0, 0.3, 2.0, 600.0])
-def test_a_rank_looks_for_its_resume_point_often_at_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there_after_s: float
-) -> None:
+def test_rank_polls_often_at_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there_after_s: float) -> None:
     """It is late by a fiftieth of a second or a twentieth of its wait; while a large checkpoint is verified it looks seldom."""
     pauses: list[float] = []
 

@@ -47,7 +47,7 @@ def run(
     return transform_rows(transform(function), live, 10 + 3 * np.arange(live.num_rows), reject=reject, check=check)
 
 
-def test_a_function_is_loaded_from_a_file_and_bound_by_its_source(tmp_path: Path) -> None:
+def test_function_is_bound_by_its_source(tmp_path: Path) -> None:
     """The digest is that of the file's bytes and the function's name, wherever the file lies."""
     (tmp_path / "a.py").write_text(DOUBLED)
     (tmp_path / "b.py").write_text(DOUBLED + "# changed\n")
@@ -164,7 +164,7 @@ def centred(batch: pa.RecordBatch) -> pa.RecordBatch:
     ],
 )
 @pytest.mark.parametrize("reject", ["fail", "quarantine"])
-def test_a_broken_contract_is_an_error_under_every_policy(
+def test_broken_contract_is_always_error(
     function: Callable[[pa.RecordBatch], Any], message: str, reject: Reject
 ) -> None:
     """What is wrong with the function is never taken for bad rows."""
@@ -172,7 +172,7 @@ def test_a_broken_contract_is_an_error_under_every_policy(
         run(function, numbers([1.0, 2.0, 4.0, 9.0]), reject=reject, check=True)
 
 
-def test_columns_that_depend_on_the_batch_are_an_error() -> None:
+def test_batch_dependent_columns_are_error() -> None:
     """Parts that give other columns than others cannot be joined."""
 
     def odd(batch: pa.RecordBatch) -> pa.RecordBatch:

@@ -26,7 +26,7 @@ def copying() -> Copies:
     return Copies(CopyMemory())
 
 
-def test_what_changes_after_the_copy_is_not_in_it(tmp_path: Path) -> None:
+def test_change_after_copy_is_absent(tmp_path: Path) -> None:
     """Tensors updated in place, items replaced, lists grown: the file has what was there when it was handed over."""
     state: dict[str, Any] = {
         "weight": torch.arange(6.0).reshape(2, 3),
@@ -48,7 +48,7 @@ def test_what_changes_after_the_copy_is_not_in_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.uint8])
-def test_a_model_and_its_optimizer_come_back_as_when_written_at_once(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_copied_model_equals_direct_write(tmp_path: Path, dtype: torch.dtype) -> None:
     """The same file content, for whatever state_dict() gives."""
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -84,7 +84,7 @@ def test_views_of_one_memory_stay_views_of_one(tmp_path: Path) -> None:
     assert len({found[name].untyped_storage().data_ptr() for name in state}) == 1
 
 
-def test_the_memory_of_a_copy_is_used_by_the_next(tmp_path: Path) -> None:
+def test_copy_memory_is_used_again(tmp_path: Path) -> None:
     """The second checkpoint of the same state takes no memory anew, and has its own values."""
     memory, weight = CopyMemory(), torch.zeros(1000)
     addresses = []
@@ -110,7 +110,7 @@ def test_parameters_and_plain_objects_keep_what_they_are(tmp_path: Path) -> None
     assert found["big"] == 2**70
 
 
-def test_memory_that_is_named_with_several_sizes_is_copied_whole(tmp_path: Path) -> None:
+def test_differently_sized_storage_is_copied_whole(tmp_path: Path) -> None:
     """Two tensors that begin at one address, the shorter one first: neither lacks anything."""
     numbers = np.arange(100.0)
     state = {"short": torch.from_numpy(numbers[:10]), "long": torch.from_numpy(numbers)}

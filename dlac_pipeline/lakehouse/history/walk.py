@@ -36,7 +36,7 @@ class Portion:
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """The possible content of a live data file. `opaque`: rows that are not to be read and cannot be told from others."""
+    """The possible content of a live data file. `opaque`: unwanted rows that cannot be distinguished from others."""
 
     origins: frozenset[str] = _NOTHING
     fresh: bool = False
