@@ -29,8 +29,7 @@ from dlac_pipeline.lakehouse.errors import BadInput, DlacError, SpecInvalid, Tra
 from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.spec.job_spec import JobSpec, read_spec
 from jobs.continual import run_config_of
-from jobs.faults import LiveRun
-from jobs.local_dagster import WORKSPACE, LocalDagster
+from jobs.local_dagster import WORKSPACE, LiveRun, LocalDagster
 
 REFERENCE, FAULTY = "demo-reference", "demo-faulty"
 JOB = Path(__file__).resolve().parent.parent / "examples" / "gpt" / "job.toml"

@@ -12,8 +12,7 @@ from assets.heartbeat import beats_of
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.spec.job_spec import JobSpec
 from jobs.definitions import defs
-from jobs.faults import LiveRun
-from jobs.local_dagster import LocalDagster
+from jobs.local_dagster import LiveRun, LocalDagster
 from tests.conftest import Arena, wait_until
 
 

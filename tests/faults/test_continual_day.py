@@ -27,8 +27,7 @@ from dlac_pipeline.spec.job_spec import JobSpec, read_spec
 from dlac_pipeline.supervise.liveness.other_launch import is_held
 from dlac_pipeline.supervise.run_lock import lock_path
 from jobs.continual import DUE_TAG, due_key
-from jobs.faults import LiveRun
-from jobs.local_dagster import LocalDagster
+from jobs.local_dagster import LiveRun, LocalDagster
 from tests.conftest import PROGRAMS, Arena, source_rows, wait_until
 from tests.programs.source_day import Day, Source, day_json
 

@@ -10,8 +10,7 @@ import pytest
 from assets.failures import NO_RECOVERY_TAG
 from assets.training import POOL
 from dlac_pipeline.audit.audit import audit_run
-from jobs.faults import LiveRun
-from jobs.local_dagster import LocalDagster
+from jobs.local_dagster import LiveRun, LocalDagster
 from tests.conftest import Arena, wait_until
 from tests.dagster_runs import events_of, gone, job_config, runs_that_recover, sensor_ticks, wait_for_step
 
