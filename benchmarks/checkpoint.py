@@ -24,6 +24,7 @@ from benchmarks.figures import Figure, report
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.spec.job_spec import parse_spec
+from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.supervise.supervisor import Supervisor
 
 _SCRIPT = Path(__file__).parent / "programs" / "checkpoint_rank.py"
@@ -62,7 +63,7 @@ def _measure(home: Path, engine: str, mode: str, rounds: int) -> Measured:
         origin="the benchmark",
     ).resolved(home)
     events: list[dict[str, Any]] = []
-    Supervisor(spec, on_event=events.append).run()
+    Supervisor(Request(spec=spec), on_event=events.append).run()
     said = {event["step"]: event for event in events if event["event"] == "checkpoint"}
     found: Measured = json.loads(out.read_text())
     return [{**one, "bytes": said[step]["bytes"], **said[step]["phases"]} for step, one in enumerate(found, start=1)]

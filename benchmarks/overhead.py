@@ -25,6 +25,7 @@ from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.spec.job_spec import parse_spec
+from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.supervise.supervisor import Supervisor
 
 _SEQUENCE = 32
@@ -62,7 +63,7 @@ def _measure(home: Path, key_groups: int, *, pairs: int, steps: int) -> dict[str
         },
         origin="the benchmark",
     ).resolved(home)
-    Supervisor(spec).run()
+    Supervisor(Request(spec=spec)).run()
     measured: dict[str, Any] = json.loads((home / "figures.json").read_text())
     print(json.dumps({"key_groups": key_groups, **measured}), flush=True)
     return _figures(key_groups, measured) | _sizes(key_groups, home, Ledger(lakehouse))

@@ -31,6 +31,7 @@ from benchmarks.recovery_lab.beside import beside_bare
 from benchmarks.recovery_lab.training import PROGRAMS, RANKS, job, make_source, source_files, steps_behind
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.spec.job_spec import parse_spec
+from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.supervise.supervisor import Supervisor
 
 _SIDES = ("forked", "spawned", "bare")
@@ -100,7 +101,7 @@ class _Supervised:
         spec = parse_spec(job(stamps, start=start), origin="the benchmark").resolved(home)
         self.recovered: list[dict[str, Any]] = []
         self._pids: list[int] = []
-        self._supervisor = Supervisor(spec, on_event=self._told)
+        self._supervisor = Supervisor(Request(spec=spec), on_event=self._told)
         self._thread = threading.Thread(target=self._supervisor.run)
         self._thread.start()
 

@@ -24,6 +24,7 @@ from benchmarks.figures import Figure, report
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.spec.job_spec import parse_spec
+from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.supervise.supervisor import Supervisor
 
 _SCRIPT = Path(__file__).parent / "programs" / "training_rank.py"
@@ -101,7 +102,7 @@ def _train(home: Path, params: dict[str, str], block: int, pairs: int, environme
         origin="the benchmark",
     ).resolved(home)
     events: list[dict[str, Any]] = []
-    Supervisor(spec, on_event=events.append).run()
+    Supervisor(Request(spec=spec), on_event=events.append).run()
     found: Measured = json.loads((home / "measured.json").read_text())
     taken = [event for event in events if event["event"] == "checkpoint" and event["step"] < steps]
     return {**found, "checkpoints": taken}

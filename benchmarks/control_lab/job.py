@@ -16,6 +16,7 @@ import pyarrow as pa
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
+from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.supervise.supervisor import Supervisor
 
 _SCRIPT = Path(__file__).parents[1] / "programs" / "control_rank.py"
@@ -68,7 +69,7 @@ def _train(spec: JobSpec) -> None:
         if event["event"] == "checkpoint":
             supervisor.stop()
 
-    supervisor = Supervisor(spec, on_event=stop_after_checkpoint)
+    supervisor = Supervisor(Request(spec=spec), on_event=stop_after_checkpoint)
     supervisor.run()
 
 

@@ -29,6 +29,7 @@ from benchmarks.control_lab.stub_starter import StubStarter
 from dlac_pipeline.elastic import endpoint
 from dlac_pipeline.elastic.preload import end_with_parent
 from dlac_pipeline.spec.job_spec import JobSpec
+from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.supervise.supervisor import Supervisor
 
 _PIPE_BUF = 4096
@@ -107,7 +108,7 @@ def run_node(number: int, spec: JobSpec, record: bytes, asked: int, reports: int
                 tell({"event": event["event"], **told_of})
 
         threading.Thread(target=_answer, args=(asked, tell), name="meter", daemon=True).start()
-        outcome = Supervisor(spec, on_event=on_event, takeover=True, starter=StubStarter(record)).run()
+        outcome = Supervisor(Request(spec=spec, takeover=True), on_event=on_event, starter=StubStarter(record)).run()
         tell({"event": "ended", "outcome": outcome.ending})
         status = 0
     except BaseException:

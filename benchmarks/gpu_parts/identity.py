@@ -18,6 +18,7 @@ from dlac_pipeline.ingest.tokens import tokenize_corpus
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
 from dlac_pipeline.spec.job_spec import JobSpec, parse_spec, read_spec
+from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.supervise.supervisor import Supervisor
 from jobs.local_dagster import LiveRun
 
@@ -32,7 +33,7 @@ def measure_identity(home: Path, machine: Machine, sizes: Sizes, *, kernels: str
     ingest_stdlib_corpus(lakehouse, appends=1, root=Path(sysconfig.get_path("stdlib")) / sizes.corpus)
     tokenize_corpus(lakehouse, tokenizer_path=home / "tokenizer.json", rows_per_row_group=64, appends=1)
     reference, faulty = (f"{kernels}-{which}" for which in ("reference", "faulty"))
-    Supervisor(_spec(home, machine, sizes, reference, kernels)).run()
+    Supervisor(Request(spec=_spec(home, machine, sizes, reference, kernels))).run()
     expected = _losses(lakehouse, reference)
     recovered = _train_and_kill(
         _spec(home, machine, sizes, faulty, kernels), at_step=int(_KILL_AT * len(expected.losses))
@@ -81,7 +82,7 @@ def _train_and_kill(spec: JobSpec, *, at_step: int) -> list[dict[str, Any]]:
 
     def train() -> None:
         try:
-            Supervisor(spec, on_event=note).run()
+            Supervisor(Request(spec=spec), on_event=note).run()
         except BaseException as err:
             failed.append(err)
 

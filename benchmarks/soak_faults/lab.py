@@ -20,6 +20,7 @@ from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.errors import CatalogUnreachable, TrainingFailed
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
 from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
+from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.supervise.supervisor import Supervisor
 from jobs.local_dagster import LocalDagster
 
@@ -83,7 +84,7 @@ class Lab:
     def train_reference(self) -> list[float]:
         """The losses of a run that nothing disturbs."""
         trainee = Trainee(self.lakehouse, self._spec("reference", "synchronous", pause_s=0.0), self.journal)
-        Supervisor(trainee.spec).run()
+        Supervisor(Request(spec=trainee.spec)).run()
         return [loss for row in trainee.lineage() for loss in row["losses"]]
 
     def tend(self) -> None:

@@ -16,7 +16,6 @@ from dlac_pipeline.launchers.cluster_checks import check_cluster
 from dlac_pipeline.spec.job_spec import parse_spec
 from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.supervise.attempt import Event
-from dlac_pipeline.supervise.choose_leg import ResumeOptions
 from dlac_pipeline.supervise.start_ranks import RankStarter
 from dlac_pipeline.supervise.supervisor import Outcome, Supervisor
 
@@ -80,16 +79,4 @@ def supervisor_of(
     request: Request, on_event: Callable[[Event], None], starter: RankStarter | None = None
 ) -> Supervisor:
     """The supervisor beside this machine's ranks."""
-    return Supervisor(
-        request.spec,
-        on_event=on_event,
-        wish=ResumeOptions(plan_ids=request.plan_ids, repin=request.repin),
-        replaces=request.replaces,
-        recovers=request.recovers,
-        takeover=request.takeover,
-        wait_s=request.wait_s,
-        noticed_by=request.noticed_by,
-        noticed_at=request.noticed_at,
-        launched_by=request.launched_by,
-        starter=starter,
-    )
+    return Supervisor(request, on_event=on_event, starter=starter)

@@ -1,4 +1,4 @@
-"""A run that begins from a checkpoint that others wrote: its first checkpoint, at step 0, whose history is unknown."""
+"""Adoption: a run that begins from a foreign checkpoint. Its first checkpoint, at step 0, has an unknown history."""
 
 from __future__ import annotations
 

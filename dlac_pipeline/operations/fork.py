@@ -31,16 +31,16 @@ from dlac_pipeline.supervise.run_lock import run_lock
 
 _THREADS = 4
 _NO_LINK = (errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.ENOTSUP, errno.ENOSYS)
-"""Failures of a hard link that a copy does not meet."""
+"""Errors of a hard link for which the file is copied instead."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Forked:
-    """A run that was begun."""
+    """A forked run and its origin."""
 
     run: str
     checkpoint_id: str
-    """Its first."""
+    """First checkpoint of the run."""
     parent_run: str
     parent_checkpoint: str
     parent_step: int
@@ -98,7 +98,7 @@ def fork_run(
 
 
 def _make_beginning(parent_run: str, target: Row, files: StoreFiles, tiers: Tiers) -> Beginning:
-    """Return the beginning with the parent's checkpoint `target`, which `files` reaches."""
+    """Return the beginning of a run from the parent's checkpoint `target`. `files` reaches the parent's store."""
     manifest = read_manifest(target["manifest_uri"], target["manifest_digest"], files)
     parent = {"run": parent_run, "checkpoint_id": target["checkpoint_id"], "step": target["step"]}
     return Beginning(
@@ -112,29 +112,29 @@ def _make_beginning(parent_run: str, target: Row, files: StoreFiles, tiers: Tier
 
 
 def _holds_of(run: str) -> str:
-    """Prefix of the name that keeps a parent's checkpoint while `run` is forked from it. A nonce follows."""
+    """Return the prefix of the names that keep a parent's checkpoint while `run` is forked from it. A nonce follows."""
     return f"fork:{run}"
 
 
 def _let_go(ledger: Ledger, run: str, parent_run: str) -> None:
-    """Take away every hold for `run`, which exists now: also those that killed forks left, or that others have in vain."""
+    """Remove every name that keeps a parent's checkpoint for `run`, which exists now, also names of killed or late forks."""
     for name in names_of(ledger.rows(parent_run, kinds=("name",))):
-        if _holds_of(run) in (name, name.rpartition(":")[0]):  # those of older versions have no nonce
-            with suppress(NoSuchCheckpoint):  # its owner did
+        if _holds_of(run) in (name, name.rpartition(":")[0]):  # names of older versions have no nonce
+            with suppress(NoSuchCheckpoint):  # its owner removed it
                 unname_checkpoint(ledger, parent_run, name)
 
 
 def _check_new(ledger: Ledger, run: str, parent_run: str) -> None:
-    """Check that the run is new, or was only begun by forks that did not come to their end.
+    """Check that the run is new, or was only begun by forks that did not finish.
 
     Raises:
-        SpecInvalid: it is not.
+        SpecInvalid: the run has a checkpoint, or a claim for another purpose.
     """
     rows = ledger.rows(run, kinds=HEAD_KINDS)
     try:
         check_new(rows, run, instead="forks")
     except SpecInvalid:
-        if any(row["kind"] == "fork" for row in rows):  # perhaps one that was killed right behind its commit
+        if any(row["kind"] == "fork" for row in rows):  # the fork may have been killed right after its commit
             _let_go(ledger, run, parent_run)
         raise
 
@@ -142,7 +142,7 @@ def _check_new(ledger: Ledger, run: str, parent_run: str) -> None:
 def _copied(
     manifest: Manifest, source: str, files: StoreFiles, tiers: Tiers, name: str, folder: Path
 ) -> list[FileEntry]:
-    """The parent's files in the new checkpoint's folder, and in its copy in the store, each with its digest compared."""
+    """Copy the parent's files into the new checkpoint's folder and into its copy in the store, and verify each digest."""
 
     def take(entry: FileEntry) -> FileEntry:
         path = folder / entry.path
@@ -164,7 +164,7 @@ def _copied(
 
 
 def _take(address: str, path: Path, files: StoreFiles) -> None:
-    """A file of the parent's at `path`: a hard link, where that is possible, for neither run ever writes into it again."""
+    """Place a file of the parent at `path`, as a hard link if possible. Neither run writes to the file again."""
     try:
         if is_local(address):
             try:

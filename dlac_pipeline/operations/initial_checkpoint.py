@@ -1,4 +1,4 @@
-"""A run that begins with a state from elsewhere: its first checkpoint, at step 0, and who made it."""
+"""Beginning of a run from an existing state: its claim, and its first checkpoint, at step 0."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from dlac_pipeline.checkpoint.commit.coordinator import Committer, Prepared
+from dlac_pipeline.checkpoint.commit.coordinator import AttemptLeg, Committer, Prepared
 from dlac_pipeline.checkpoint.commit.ledger_rows import Vote
 from dlac_pipeline.checkpoint.failures import failure_named
 from dlac_pipeline.checkpoint.manifest import FileEntry
@@ -34,11 +34,11 @@ class Beginning:
     """The state that a run begins with."""
 
     engine: str
-    """That loads it."""
+    """Name of the engine that loads the state."""
     world_size: int
-    """Ranks that saved it."""
+    """Number of ranks that saved the state."""
     make: Callable[[str, Path], list[FileEntry]]
-    """Function that fills the folder of the checkpoint of this name. It returns the files, which are durable then."""
+    """Function that fills the folder of the checkpoint with this name. It returns the entries of its durable files."""
     instead: Mapping[str, Any]
     """Purpose of the claim."""
     note: Mapping[str, Any]
@@ -48,10 +48,10 @@ class Beginning:
 
 
 def check_new(rows: Sequence[Row], run: str, *, instead: str) -> None:
-    """Check that the run of these rows is new, or has only claims for the same as this one, that did not come to their end.
+    """Check that the run of these rows is new, or has only unfinished claims for the purpose `instead`.
 
     Raises:
-        SpecInvalid: it has another claim, or a checkpoint.
+        SpecInvalid: the run has a checkpoint, or a claim for another purpose.
     """
     claims = [row for row in rows if row["kind"] == "claim" and instead not in json.loads(row["detail"] or "{}")]
     checkpoints = checkpoint_rows(rows)
@@ -104,21 +104,18 @@ def _make_files(beginning: Beginning, tiers: Tiers, name: str) -> list[FileEntry
 
 
 def _committer(lakehouse: Lakehouse, spec: JobSpec, point: ResumePoint, order: LegOrder) -> Committer:
+    attempt = Attempt(run=spec.run, number=point.attempt, nonce=point.nonce)
     return Committer(
-        attempt=Attempt(run=spec.run, number=point.attempt, nonce=point.nonce),
+        AttemptLeg(attempt=attempt, leg=Leg.from_json(point.leg), is_new=True, order=order),
+        lakehouse=lakehouse,
         settings=spec.checkpoint,
         config_digest=config_digest(spec),
-        order=order,
-        leg=Leg.from_json(point.leg),
-        leg_is_new=True,
-        parent=None,
-        lakehouse=lakehouse,
         tiers=tiers_of(spec),
     )
 
 
 def _votes(opened: OpenLeg, files: Sequence[FileEntry], world_size: int) -> list[Vote]:
-    """As if `world_size` ranks had read nothing yet, the first of which has all files."""
+    """Return the votes of `world_size` ranks that have read nothing. The first rank has all files."""
     groups = range(opened.order.settings.key_groups)
     start = opened.start_state()
     cursors = [[list(start[source][group]) for source in range(len(start))] for group in groups]

@@ -28,20 +28,23 @@ from dlac_pipeline.supervise.liveness.progress import Phase, Progress, read_all_
 
 _OF_ADVANCES = ("seq", "checkpoint_id", "attempt", "source", "pass", "plan_id", "rows_consumed")
 _RATE_OVER_S = 15.0
-"""Steps per second are those of this long."""
+"""Seconds over which steps per second are counted."""
 _SILENT_S = 30.0
 """Silence, in seconds, after which a rank is shown as silent instead of with its last phase."""
 
 
 class LiveStatus:
-    """One run, looked at again and again."""
+    """Live status of one run, for repeated reads."""
 
     def __init__(self, lakehouse: Lakehouse, run: str) -> None:
-        """Raises `NoSuchRun` if the ledger has no row of it, `LedgerOlderThanStore` if its catalog was restored."""
+        """Check the run.
+
+        Raise `NoSuchRun` if the ledger has no row of it, `LedgerOlderThanStore` if its catalog was restored.
+        """
         check_ledger(lakehouse, run)
         self._ledger = Ledger(lakehouse)
         self._run = run
-        self._ledger.head_rows(run)  # says so if there is no such run
+        self._ledger.head_rows(run)  # raises NoSuchRun
         self._rows: list[Row] = []
         self._fence, self._finished = Fence(), False
         self._advances: list[Row] = []
@@ -112,7 +115,7 @@ class LiveStatus:
             self._problem = str(err)
 
     def _standing(self) -> Standing:
-        """Return the state of the last launch. Whether the run was given up is read once, when a launch has no process."""
+        """Return the state of the last launch. If it has no process, read once per attempt if the run was given up."""
         standing = standing_of(self._rows, self._recoveries)
         if standing.state in ("dead", "silent") and self._asked_attempt != self._fence.attempt:
             with suppress(LakehouseError):
@@ -137,13 +140,13 @@ class LiveStatus:
     def _rate(self, ranks: list[Progress], now: float) -> float | None:
         """Return steps per second.
 
-        For an attempt the count starts at its first finished step, because it starts and loads before.
+        The count of an attempt begins at its first finished step, because the attempt starts and loads before that step.
         """
         if not ranks or not all(each.spent.rows for each in ranks):
             self._steps.clear()
             return None
         step = min(each.step for each in ranks)
-        if self._steps and step < self._steps[-1][1]:  # another attempt
+        if self._steps and step < self._steps[-1][1]:  # another attempt has begun
             self._steps.clear()
         self._steps.append((now, step))
         while len(self._steps) > 2 and now - self._steps[0][0] > _RATE_OVER_S:
@@ -192,14 +195,14 @@ def _sources(rows: list[Row]) -> set[int]:
 
 
 def _state(standing: Standing, ranks: list[Progress], now: float) -> str:
-    """Return what a trained run does, or else the state of its last launch."""
+    """Return the phase of a run that trains, or the state of its last launch."""
     if standing.state != "training":
         return standing.state
     return _doing(ranks, now) if ranks else "starting"
 
 
 def _doing(ranks: list[Progress], now: float) -> str:
-    """Return what the slowest rank does. If all ranks are silent for long, add for how long."""
+    """Return the phase of the slowest rank. If all ranks have been silent for too long, add the duration."""
     furthest_behind = min(ranks, key=lambda each: (each.step, each.at))
     silent_s = now - max(each.at for each in ranks)
     silent = furthest_behind.phase != Phase.DONE and silent_s > _SILENT_S

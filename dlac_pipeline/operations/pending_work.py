@@ -1,4 +1,4 @@
-"""Pending work of a run that follows its tables: the job spec in, the due work and its reason out. It only reads."""
+"""Pending work of a run that follows its tables: the rows that a launch could train. Nothing is written."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Due:
     """True if the ledger and the tables show rows that a launch could train."""
     why: str
     snapshot_ids: tuple[int, ...]
-    """The present snapshot of each source."""
+    """The current snapshot of each source."""
     head: str | None
     rewound: int
     """The `seq` of the run's last rewind, or 0 without one."""

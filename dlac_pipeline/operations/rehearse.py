@@ -40,21 +40,21 @@ from dlac_pipeline.supervise.policies.hangs import HangDetector, first_cause
 from dlac_pipeline.supervise.start_ranks import RankStarter
 
 MOST_STEPS = 20
-"""Unless more are asked for."""
+"""Number of steps unless the caller requests more."""
 _POLL_S = 0.05
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RehearsedStep:
-    """One step, as production recorded it and as it came out now."""
+    """One step: its record in production, and its result in the rehearsal."""
 
     step: int
     recorded: float | None
     """Global loss, or None if the ledger has none."""
     replayed: float | None
-    """None: the script ended before it."""
+    """Global loss of the rehearsal, or None if the script ended before the step."""
     recorded_skipped: bool = False
-    """True if the engine did not apply the step."""
+    """True if the engine did not apply the step in production."""
     replayed_skipped: bool = False
 
     @property
@@ -64,7 +64,7 @@ class RehearsedStep:
 
     @property
     def identical(self) -> bool:
-        """True if both losses are equal, bit for bit."""
+        """True if both losses are equal, bit for bit, and the step was applied in both or in neither."""
         return (_bits(self.recorded), self.recorded_skipped) == (_bits(self.replayed), self.replayed_skipped)
 
     @property
@@ -91,7 +91,7 @@ class Rehearsal:
     """True if spec, script or arguments differ from those that the checkpoint names. None if it names none."""
     steps: tuple[RehearsedStep, ...]
     restore_s: float
-    """Copying the checkpoint into the sandbox, and verifying it."""
+    """Seconds to copy the checkpoint into the sandbox and to verify it."""
     replay_s: float
 
     @property
@@ -106,16 +106,16 @@ class Rehearsal:
 
     @property
     def identical(self) -> bool:
-        """True if every compared step has equal losses, bit for bit."""
+        """True if steps were compared, and all of them are identical."""
         return self.compared > 0 and not self.differing
 
     def to_json(self) -> dict[str, Any]:
-        """This rehearsal as plain data, the verdict included."""
+        """Return this rehearsal as plain data, with its verdict."""
         differing = [{"step": step.step, "difference": step.difference} for step in self.differing]
         return {**asdict(self), "identical": self.identical, "compared": self.compared, "differing": differing}
 
     def summary(self) -> str:
-        """The verdict in a sentence."""
+        """Return the verdict as one sentence."""
         stretch = f"steps {self.step + 1} to {self.steps[-1].step} behind checkpoint {self.checkpoint_id!r}"
         if self.identical:
             return f"{stretch} on {self.world_size} ranks: {self.compared} losses bit-identical"
@@ -188,7 +188,7 @@ def rehearse_run(
 def _restored(
     lakehouse: Lakehouse, run: str, wanted: JobSpec | None, folder: Path
 ) -> tuple[JobSpec, _Chosen, Restored]:
-    """Return the checkpoint, copied into the sandbox. If it was retired while it was read, copy another one."""
+    """Copy a checkpoint into the sandbox and return it. If the checkpoint was retired during the copy, take another one."""
     ledger = Ledger(lakehouse)
     while True:
         chosen = _newest_with_successor(ledger, run)
@@ -196,7 +196,7 @@ def _restored(
         tiers = Tiers(run=run, local=folder, store=spec.checkpoint.store, files=tiers_of(spec).files)
         try:
             return spec, chosen, restore(chosen.checkpoint, tiers)
-        except (CheckpointDamaged, StoreUnavailable):  # with a retired checkpoint its attempt's folder may go
+        except (CheckpointDamaged, StoreUnavailable):  # the folder of a retired checkpoint may be removed
             if chosen.checkpoint["checkpoint_id"] not in out_of(ledger.head_rows(run)):
                 raise
 
@@ -241,7 +241,7 @@ def _resume_point(chosen: _Chosen, restored: Restored, leg: Leg, last: int) -> R
 
 
 def _in_sandbox(spec: JobSpec, leg: Leg, successor: Row, folder: Path) -> JobSpec:
-    """The spec with the committed order, the recorded number of ranks, and no place outside the sandbox."""
+    """Return the spec with the committed order, the recorded number of ranks, and no place outside the sandbox."""
     check_sources(spec, leg)
     names = ("seed", "batch_size", "key_groups", "block_slices", "shuffle", "steps")
     order = spec.order.model_copy(update={name: getattr(leg, name) for name in names})
@@ -309,7 +309,7 @@ def _compared(
 
 
 def _skipped_steps(lakehouse: Lakehouse, successor: Row) -> set[int]:
-    """The steps that production's engine did not apply."""
+    """Return the steps that production's engine did not apply."""
     if not successor["skipped_steps"]:
         return set()
     rows = Ledger(lakehouse).rows(successor["run"], kinds=("advance",))

@@ -1,7 +1,7 @@
-"""Going back: a run's new branch from an earlier checkpoint, with rows left out that should not be read again.
+"""Rewind: a new branch of a run from an earlier checkpoint, without the rows that should not be read again.
 
-Everything that could make the branch useless is found out before anything is written: a damaged checkpoint, a snapshot that
-is gone, a history of appends that is lost, a predicate that does not fit the table. Then one append decides.
+All checks precede the one append that opens the branch. They find whatever would make the branch useless: a damaged
+checkpoint, a missing snapshot, a lost history of appends, or a predicate that does not fit the table.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def rewind_run(
     _check_sources(lakehouse, leg, wanted, spec, begins=target is None)
     detail: dict[str, Any] = {"host": socket.gethostname()}
     if target is None:
-        detail |= planned(leg)  # pins that the next launch needs, though no checkpoint names them
+        detail |= planned(leg)  # the next launch needs these pins, and no checkpoint names them
     else:
         _verify_checkpoint(target, files)
     target_id = None if target is None else target["checkpoint_id"]
@@ -107,7 +107,7 @@ def _verify_checkpoint(row: Row, files: StoreFiles) -> None:
 
 
 def _report_again(ledger: Ledger, rows: list[Row], landed: Row, spec: JobSpec | None) -> Rewound:
-    """Report a rewind that has landed before."""
+    """Report a rewind that was committed before."""
     run = landed["run"]
     done = commit_rewind(ledger, run, nonce=landed["nonce"], checkpoint_id=None, detail={})
     wanted = tuple(Exclusion(**each) for each in json.loads(landed["detail"])["exclude"])
@@ -125,7 +125,7 @@ def _target(run: str, rows: list[Row], step: int | None, checkpoint_id: str | No
             )
         if int(first["step"]) > 0:
             return None
-        checkpoint_id = first["checkpoint_id"]  # it was adopted or forked: without that state it cannot begin
+        checkpoint_id = first["checkpoint_id"]  # an adopted or forked run cannot begin without that state
     return restorable(run, rows, step, checkpoint_id=checkpoint_id)
 
 
@@ -170,7 +170,7 @@ def _check_sources(
 
 
 def _tables(lakehouse: Lakehouse, leg: Leg, spec: JobSpec | None) -> list[Table]:
-    """The table of each source, by its name now."""
+    """Return the table of each source, by its current name."""
     names = [source.table for source in (leg.sources if spec is None else spec.sources)]
     return [lakehouse.load(name) for name in names]
 
@@ -196,9 +196,10 @@ def _check_fits(table: Table, mine: LegSource, where: str) -> None:
 def _check_leaves_some(
     lakehouse: Lakehouse, table: Table, mine: LegSource, where: Sequence[str], *, begins: bool, alone: bool
 ) -> None:
-    """Check that a source without an end, or one that `begins`, has rows left, and the only one has had or will have some.
+    """Check that the exclusions leave rows in each plan that is read without end, or in each plan if the branch `begins`.
 
-    A source with an end may be left out of a mixture as a whole.
+    A run's only source (`alone`) must keep a row in one of its plans, unless the source follows appends. Another source with
+    an end may be left out of a mixture as a whole.
     """
     leaves = {plan_id: _leaves_some(lakehouse, table, mine, plan_id, where) for plan_id in mine.start.live_plan_ids}
     empty = [plan_id for plan_id, passes in mine.start.upcoming if (begins or passes == 0) and not leaves[plan_id]]
@@ -230,8 +231,7 @@ def _seen_before(
     wanted: Sequence[Exclusion],
     of: tuple[Leg, JobSpec | None],
 ) -> dict[str, Any]:
-    """Return what a rewind reports on excluded rows: how many the target has seen, and the last checkpoint that had seen
-    none.
+    """Return the report on excluded rows: how many the target has seen, and the newest checkpoint that has seen none.
 
     `of` is the target's leg, with the run's spec.
     """
@@ -241,7 +241,7 @@ def _seen_before(
         return {"excluded_rows_seen": 0}
     try:
         seen = _seen_rows(lakehouse, run, target, wanted, _tables(lakehouse, *of))
-    except (DlacError, duckdb.Error) as err:  # an old plan's snapshot may be expired
+    except (DlacError, duckdb.Error) as err:  # the snapshot of an old plan may have expired
         return {"not_counted": f"{type(err).__name__}: {err}"}
     count = len({(source, path, row) for source, path, row, _ in seen})
     if not count:
@@ -256,9 +256,9 @@ def _seen_before(
 
 
 def _newest_before(rows: Sequence[Row], target: str, seen_by: Collection[str]) -> str | None:
-    """Return the newest restorable checkpoint before all of `seen_by`.
+    """Return the newest restorable checkpoint that is older than all of `seen_by`.
 
-    None if there is none, or if one of `seen_by` is of another run.
+    Return None if no such checkpoint exists, or if one of `seen_by` belongs to another run.
     """
     places = {name: place for place, name in enumerate(lineage_of(rows, target))}
     if not places.keys() >= set(seen_by):
@@ -268,13 +268,13 @@ def _newest_before(rows: Sequence[Row], target: str, seen_by: Collection[str]) -
 
 
 _SeenRow = tuple[int, str, int, str]
-"""Source, data file, position in it, and the checkpoint that was trained on it."""
+"""Source, data file, position in the file, and the checkpoint that was trained on the row."""
 
 
 def _seen_rows(
     lakehouse: Lakehouse, run: str, target: str, wanted: Sequence[Exclusion], tables: Sequence[Table]
 ) -> list[_SeenRow]:
-    """The excluded rows that a checkpoint was trained on, and those of the runs that its run was forked from."""
+    """Return the excluded rows that a checkpoint was trained on, also in the runs that its run was forked from."""
     found: list[_SeenRow] = []
     for source in sorted({each.source for each in wanted}):
         table = tables[source]
@@ -298,7 +298,7 @@ def _seen_rows(
 def _excluded_rows(
     connection: duckdb.DuckDBPyConnection, checkpoint: str, table: Table, where: Sequence[str], source: int | None
 ) -> pa.Table:
-    """The rows (plan_id, file_path, row) that the expressions name, of the plans of a table that led to a checkpoint."""
+    """Return the rows (plan_id, file_path, row) that the expressions match, of a table's plans that led to a checkpoint."""
     plans = rows_of(
         connection,
         "SELECT DISTINCT p.plan_id, p.snapshot_id, p.schema_id FROM consumption AS a JOIN plans AS p USING (plan_id) "
@@ -335,7 +335,7 @@ def _is_one_of(paths: Collection[str]) -> Callable[[LiveFile], bool]:
 
 
 def _forked_from(connection: duckdb.DuckDBPyConnection, checkpoint: str) -> tuple[str, str] | None:
-    """The run and the checkpoint that the run of a checkpoint was forked from."""
+    """Return the run and the checkpoint that a checkpoint's run was forked from, or None."""
     found = rows_of(
         connection,
         "SELECT forked_run, forked_from FROM checkpoints WHERE forked_from IS NOT NULL "

@@ -19,7 +19,7 @@ _LOCK = "owner.lock"
 
 @contextmanager
 def sandbox(parent: Path | None = None) -> Iterator[Path]:
-    """A new folder below `parent`, or below the system's folder for temporary files."""
+    """Yield a new folder below `parent`, or below the system's folder for temporary files. Remove the folder afterwards."""
     parent = parent or Path(tempfile.gettempdir())
     parent.mkdir(parents=True, exist_ok=True)
     remove_left_overs(parent)
@@ -32,7 +32,7 @@ def sandbox(parent: Path | None = None) -> Iterator[Path]:
 
 
 def remove_left_overs(parent: Path) -> None:
-    """Remove the folders in `parent` whose owner is gone. Folders of other users stay."""
+    """Remove the folders in `parent` whose owner has died. Folders of other users stay."""
     for folder in parent.glob(f"{PREFIX}*"):
         with suppress(OSError):
             descriptor = os.open(folder / _LOCK, os.O_RDWR)

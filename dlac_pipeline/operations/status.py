@@ -53,7 +53,7 @@ _COLUMNS = (
     "detail",
 )
 SPEC_PLACEHOLDER = "FILE"
-"""Stands in a command for a job spec whose place is not known here."""
+"""Placeholder in a command for a job spec whose path is unknown on this node."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,21 +63,21 @@ class Standing:
     state: str
     """One of: finished, training, stopped, caught up, given up, dead, silent. Before a launch: rewound, adopted, forked."""
     note: str = ""
-    """Further facts about it."""
+    """Further facts about the state."""
     command: tuple[str, ...] = ()
     """Arguments of `dlac`."""
 
     @property
     def next_command(self) -> str:
-        """The command as it can be copied into a shell."""
+        """The command as a line for a shell."""
         return shlex.join(("dlac", *self.command)) if self.command else ""
 
 
 def run_status(lakehouse: Lakehouse, run: str) -> dict[str, Any]:
-    """Facts about a run by name.
+    """Return the facts about a run by name.
 
     Raises:
-        NoSuchRun: the ledger has no row of it.
+        NoSuchRun: the ledger has no row of the run.
         LedgerOlderThanStore: the catalog was restored from an older backup.
     """
     check_ledger(lakehouse, run)
@@ -124,7 +124,7 @@ def current_failure(rows: list[Row], recoveries: Sequence[Recovery]) -> str | No
 
 
 def list_runs(lakehouse: Lakehouse) -> list[dict[str, Any]]:
-    """Facts about every run of the ledger, the one that appended last first."""
+    """Return the facts about every run of the ledger. The run with the newest row is first."""
     recorded: list[Row] = lakehouse.read_own("consumption", among("kind", HEAD_KINDS), columns=_COLUMNS).to_pylist()
     rows = Ledger(lakehouse).translate(recorded)
     by_run: dict[str, list[Row]] = defaultdict(list)
@@ -157,7 +157,7 @@ def standing_of(rows: list[Row], recoveries: Sequence[Recovery] = ()) -> Standin
     """Return the state of the last launch of a run, from its rows, its recoveries and the processes of this node.
 
     For a launch on this node the lock decides: a living process holds it, or none. A launch on another node is known only by
-    what it writes.
+    its writes.
     """
     if not rows:
         return Standing(state="unknown")
@@ -189,7 +189,7 @@ def _standing_of_launch(rows: list[Row], run: str, attempt: int, recoveries: Seq
 
 
 def _describe_lost(rows: list[Row], run: str, attempt: int, signs: LaunchLiveness) -> Standing:
-    """Describe a launch that ended without an order to: its process is gone, or was not heard of for too long."""
+    """Describe a launch that ended without a request: its process is gone, or it was silent for too long."""
     ago = f"last sign of life {format_ago(signs.silent_s)}"
     note = f"attempt {attempt} has no process on this node any more, {ago}"
     if not signs.here:
@@ -201,12 +201,12 @@ def _describe_lost(rows: list[Row], run: str, attempt: int, signs: LaunchLivenes
 
 
 def _holder(signs: LaunchLiveness, run: str) -> str:
-    """The id of the process that holds a run's lock, as the lock names it."""
+    """Return the id of the process that holds a run's lock, as the lock file records it."""
     return lock_path(signs.local, run).read_text() or "(starting)"
 
 
 def _ended_in_order(rows: list[Row], attempt: int) -> str | None:
-    """Return how an attempt ended that reported its end or took its last checkpoint to end, or None for another attempt."""
+    """Return the end of an attempt that reported it or took its last checkpoint to exit, or None for another attempt."""
     folder = launch_folder_of(rows, attempt)
     ending = read_ending(Path(folder)) if folder else None
     reason = last_reason(rows, attempt)
@@ -217,7 +217,7 @@ def _ended_in_order(rows: list[Row], attempt: int) -> str | None:
 
 
 def _resume(rows: list[Row], run: str, attempt: int) -> tuple[str, ...]:
-    """The command that resumes a run, with a job spec where that of its last launch is not on this node."""
+    """Return the command that resumes a run. It names a job spec if the one of the last launch is not on this node."""
     folder = launch_folder_of(rows, max(trained_attempts(rows), default=0))
     known = bool(folder) and (Path(folder) / "spec.json").is_file()
     return ("recover", run) if known else ("recover", run, "--spec", SPEC_PLACEHOLDER)

@@ -1,4 +1,4 @@
-"""All ranks of an attempt, also those of other nodes, as the leader sees them, and the report of another node on its ranks.
+"""All ranks of an attempt on all nodes, as the leader sees them, and the report of another node on its ranks.
 
 Heartbeats and batches in hand of other nodes' ranks are copied to the leader's launch folder, in the leader's clock.
 """
@@ -38,7 +38,7 @@ class AllRanks:
         self._messages: dict[int, Message] = {}
         """Messages of the other nodes by place, as of the last read of the store.
 
-        The same read gives lost nodes and their ranks' progress.
+        That read also yields the lost nodes and the progress of the other nodes' ranks.
         """
         self._lost_places: list[int] = []
         self._progress: dict[int, Progress] = {}
@@ -55,7 +55,7 @@ class AllRanks:
 
     @property
     def is_started(self) -> bool:
-        """True if those process ids are known."""
+        """True if the process ids of this node's ranks are known."""
         return self._own.is_started
 
     @property
@@ -82,7 +82,7 @@ class AllRanks:
         return [known.get(rank) for rank in range(self._round.share.world_size)]
 
     def failures(self) -> list[Exit]:
-        """Return the ranks that failed, once all nodes have reported: what broke here may have begun elsewhere."""
+        """Return the failed ranks once all nodes have reported. A failure here may be the effect of one on another node."""
         found = [*self._lost_ranks(), *self._own.failures()]
         for place, message in self._looked().items():
             found += [self._exit_of(failure, place) for failure in message.get("failures", ())]
@@ -94,15 +94,15 @@ class AllRanks:
         return [] if self._waits_for_reports() else found
 
     def all_exited(self) -> bool:
-        """Return whether no rank is running."""
+        """Return True if no rank is running."""
         return self._own.all_exited() and all(message.get("exited", False) for message in self._looked().values())
 
     def last_words(self, rank: int) -> dict[str, str]:
-        """Return where a rank's log is, and its last lines."""
+        """Return the path of a rank's log, and its last lines."""
         return self._own.last_words(rank) if rank in self._own.ranks else self._last_words.get(rank, {})
 
     def _looked(self) -> dict[int, Message]:
-        """Return the last messages of the other nodes. They are gone through once for each look at the store: there are many."""
+        """Return the last messages of the other nodes. Process them once per read of the store, because they are many."""
         looks = self._round.looks
         if looks != self._looks:
             self._looks = looks
@@ -113,7 +113,7 @@ class AllRanks:
         return self._messages
 
     def _lost_ranks(self) -> list[Exit]:
-        """Return the first rank of each lost node. It precedes the failures that follow from the loss."""
+        """Return the first rank of each lost node. It sorts before the failures that follow from the loss."""
         if self._round.cut_off:
             return [Exit(rank=0, code=1, kind=LOST, message="this node has lost the rendezvous", at=0.0)]
         self._looked()
@@ -127,7 +127,7 @@ class AllRanks:
         return found
 
     def _waits_for_reports(self) -> bool:
-        """Return whether a node has not reported since something broke, and still may."""
+        """Return True if a node that is not lost has not answered the leader's request yet."""
         if self._round.cut_off:
             return False
         lost = set(self._lost_places)
@@ -143,7 +143,8 @@ class AllRanks:
             return
         self._beats[place] = message["beat"]
         later_s = self._later_s[place] = time.time() - message["now"]
-        with suppress(OSError):  # the disk is full or unavailable for a moment; the next message brings it
+        # the disk may be full or unavailable for a moment; the next message repeats the records
+        with suppress(OSError):
             for rank, record in message["progress"].items():
                 # A record that is written again with another estimate would look like a new heartbeat.
                 if self._records.get(rank) != record:
@@ -160,7 +161,7 @@ class AllRanks:
 
 
 def report_of(ranks: RankGroup, *, asked: str, answers: bool) -> Message:
-    """Return a node's report on its ranks, for `AllRanks`. `answers`: the leader asked before the report was made."""
+    """Return a node's report on its ranks, for `AllRanks`. `answers`: the node had read the leader's request before."""
     records = {rank: read_record(ranks.folder, rank) for rank in ranks.ranks}
     failures = ranks.failures()
     in_hand = {rank: in_hand_file(ranks.folder, rank) for rank in ranks.ranks}

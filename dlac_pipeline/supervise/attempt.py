@@ -1,6 +1,7 @@
 """One launch of a run under its supervisor: from spawning the ranks and claiming the run to the end of the last process.
 
-In: a job spec, and what failed before. Out: events, how the attempt ended, and a row in `recoveries` when it recovered.
+In: a job spec, and the failure of the attempt before. Out: events, the end of the attempt, and a row in `recoveries` after a
+recovery.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ Ending = Literal["finished", "caught_up", "stopped", "left"]
 POLL_S = 0.05
 _STEP_EVENT_EVERY_S = 0.5
 KEEP_LAUNCHES = 50
-"""Attempts of a run whose launch folders are kept: logs, and the job specs that rehearsals take. Machines may share a folder."""
+"""Attempts of a run whose launch folders are kept, with logs and the job specs for rehearsals. Nodes may share a folder."""
 _FORGET_AT_ONCE = 5
 _LEAVE_MARGIN_S = 2.0
 """Extra seconds for ranks past their deadline. Ranks enforce the deadline themselves and report what was lost."""
@@ -67,28 +68,28 @@ class Supervision:
     spec: JobSpec
     lakehouse: Lakehouse
     starter: RankStarter
-    """Starts the ranks."""
+    """Starter of the ranks."""
     on_event: Callable[[Event], None]
     stop: threading.Event
-    """Set when the run was asked to stop, or this machine to leave it."""
+    """Set when the run was asked to stop, or this node to leave it."""
     leaves: threading.Event
-    """Set when only this machine was asked to leave."""
+    """Set when only this node was asked to leave."""
     noticed_by: str
-    """The one that saw the failure of the attempt that the first one replaces."""
+    """Observer of the failure of the attempt that the first one replaces."""
     noticed_at: float
-    """Moment of that failure, in seconds since the epoch."""
+    """Moment at which that failure was noticed, in seconds since the epoch."""
     launched_at: float
     """Start of this supervisor, in seconds since the epoch."""
     launched_by: str
-    """The orchestrator's run."""
+    """Run of the orchestrator that started this supervisor, or empty."""
 
     def leave(self) -> None:
-        """Ask this machine to leave the run to the others."""
+        """Ask this node to leave the run to the other nodes."""
         self.leaves.set()
         self.stop.set()
 
     def waiting(self, *, replaces: int | None) -> tenacity.Retrying:
-        """Repeats calls that need the catalog. A recovery waits for an unavailable catalog until it is stopped."""
+        """Return retries for calls that need the catalog. A recovery waits for an unavailable catalog until it is stopped."""
         within_s = patience_s(replaces=replaces, noticed_by=self.noticed_by)
         return waiting_for(CatalogUnreachable, within_s=within_s, stop=self.stop)
 
@@ -101,7 +102,7 @@ class Rescale:
 
 
 class _ToldToStop(Exception):
-    """While the checkpoint was verified: nothing was trained, nothing is lost."""
+    """A stop request during the verification of the checkpoint. Nothing was trained, and nothing is lost."""
 
 
 class SupervisedAttempt:
@@ -143,7 +144,7 @@ class SupervisedAttempt:
 
     @property
     def others(self) -> list[int]:
-        """The other machines of this attempt."""
+        """Places of the other nodes of this attempt."""
         return self._round.others
 
     @property
@@ -152,11 +153,11 @@ class SupervisedAttempt:
         return self._folder
 
     def run(self) -> Ending | Failure | Rescale:
-        """The whole attempt. No rank of this machine is left when it returns or raises."""
+        """Run the whole attempt. No rank of this node is left when the call returns or raises."""
         ranks = AllRanks(
             start_local_ranks(self._spec, self._folder, self._round, self._supervision.starter), self._round
         )
-        try:  # they import their libraries while the run is claimed
+        try:  # the ranks import their libraries while the run is claimed
             try:
                 point = self._take_over()
             except _ToldToStop:
@@ -190,7 +191,7 @@ class SupervisedAttempt:
         return self._supervision.waiting(replaces=self._replaces)
 
     def _pids(self, ranks: AllRanks) -> list[int]:
-        """Process ids of this node's ranks, which may still import. If a stop is requested, they need not start first."""
+        """Wait until this node's ranks have started and return their process ids. Pass on a stop request in between."""
         while not ranks.is_started:
             if ranks.asked_to_stop:
                 self._supervision.stop.set()
@@ -202,7 +203,8 @@ class SupervisedAttempt:
 
     def _take_over(self) -> ResumePoint:
         current = None
-        if self._replaces is None:  # fixed before the first try: who claims between two tries is not fenced off
+        # Fixed before the first try, so that a launch that claims between two tries is not fenced off.
+        if self._replaces is None:
             current = self._waiting()(Ledger(self._lakehouse).state, self._spec.run).fence.attempt
         point: ResumePoint = self._waiting()(
             claim_and_verify,
@@ -248,7 +250,7 @@ class SupervisedAttempt:
             failures = ranks.failures()
             told = asked_at is not None or self._supervision.stop.is_set() or ranks.leaving
             if told and any(failure.code == -signal.SIGTERM for failure in failures):
-                self._ending = "stopped"  # told while it was starting, before it could listen; nothing is lost
+                self._ending = "stopped"  # the signal came before the rank could handle it: nothing is lost
                 return self._judge_ending(ranks, grows=grows)
             if failures:
                 return self._failed(ranks, first_cause(failures))
@@ -256,13 +258,13 @@ class SupervisedAttempt:
                 self._forward_events()
                 self._follow_progress(ranks)
                 return self._judge_ending(ranks, grows=grows)
-            now = time.monotonic()  # the wall clock may be set meanwhile
+            now = time.monotonic()  # the wall clock may be set during the attempt
             grows = grows or (self._round.could_grow and asked_at is None and self._trains and self._made_room())
             if self._supervision.stop.is_set() and asked_at is None:
                 self._asked_at = asked_at = now
                 ranks.ask_to_stop()
             elif grows and asked_at is None and self._ending == "stopped":
-                self._asked_at = now  # all is committed: from here on the script has the usual time to leave
+                self._asked_at = now  # all is committed: from now on the script has the usual time to exit
             hung = silence.too_long(ranks)
             if hung is not None:
                 return self._failed(ranks, hung)
@@ -271,20 +273,20 @@ class SupervisedAttempt:
             time.sleep(POLL_S)
 
     def _made_room(self) -> bool:
-        """Ask the ranks to exit after a checkpoint, without a deadline."""
+        """Ask the ranks to exit after a checkpoint, without a deadline. Return True if the request was written."""
         try:
             room_file(self._folder).touch()
-        except OSError:  # the disk is full, perhaps for a moment
+        except OSError:  # the disk may be full for a moment
             return False
         return True
 
     def _judge_ending(self, ranks: AllRanks, *, grows: bool) -> Ending | Rescale:
-        """Return how the attempt ended.
+        """Return the end of the attempt.
 
         If nodes come or go and the run was not stopped, it resumes with the nodes that exist.
 
         Raises:
-            LeftUnfinished: no rank reported an end, and no one asked the ranks to exit.
+            LeftUnfinished: no rank reported an end, and the ranks were not asked to exit.
         """
         if self._ending is None and self._asked_at is None and not grows:
             kept = "".join(f", of {each.kind}: {each.message}" for each in ranks.kept_errors()[:1])
@@ -294,7 +296,7 @@ class SupervisedAttempt:
                 "what is committed is kept; mend the script, and start it again"
             )
         self._ending = self._ending or "stopped"
-        if grows and ranks.noticed:  # told to leave while room was made
+        if grows and ranks.noticed:  # a termination notice arrived while room was made
             self._supervision.leave()
         if self.step > self._head_step:
             self._undone = [found for found in ranks.progress() if found is not None]
@@ -342,7 +344,7 @@ class SupervisedAttempt:
         told = {"cause": failure.cause, "step": last_step, "phase": failure.doing, **words}
         raised_at = {"where": failure.where, "traceback": failure.traceback} if failure.place else {}
         self._say({"event": "failure", "rank": cause.rank, **told, **raised_at})
-        if self._incident is not None:  # the recovery from the failure before has failed itself
+        if self._incident is not None:  # the recovery from the previous failure has failed
             self._report(self._incident, "failed again")
             self._incident = None
         return failure
@@ -396,29 +398,29 @@ class SupervisedAttempt:
 
 
 def spec_for(spec: JobSpec, round_: Round) -> JobSpec:
-    """The job spec with the number of ranks that the machines of an attempt have."""
+    """Return the job spec with the number of ranks that the nodes of an attempt have."""
     launch = spec.launch.model_copy(update={"world_size": round_.share.world_size})
     return spec.model_copy(update={"launch": launch})
 
 
 def start_local_ranks(spec: JobSpec, folder: Path, round_: Round, starter: RankStarter) -> RankGroup:
-    """This machine's ranks, with a new launch folder.
+    """Start this node's ranks with a new launch folder.
 
     Raises:
-        StoreUnavailable: it cannot be made, or the run's folder is gone with its mount.
+        StoreUnavailable: the folder cannot be made, or the run's folder is gone with its mount.
     """
     with storing(folder):
         make_below(folder.parent, folder)
         path = folder / "spec.json"
-        path.touch(mode=0o600)  # credentials may stand in it
+        path.touch(mode=0o600)  # the spec may contain credentials
         path.write_text(spec.model_dump_json())
     forget_launches(folder.parent, keep=KEEP_LAUNCHES * len(round_.shares))
     return starter.start(spec, folder, round_.share)
 
 
 def forget_launches(folder: Path, *, keep: int) -> None:
-    """Remove the oldest launch folders of a run beyond `keep`, a few at a time: a launch waits for it."""
-    with suppress(FileNotFoundError):  # another machine of the same folder was faster
+    """Remove the oldest launch folders of a run beyond `keep`. Remove only a few per call, because a launch waits for it."""
+    with suppress(FileNotFoundError):  # another node that shares the folder was faster
         oldest_last = sorted(folder.glob("launch-*/"), key=lambda each: each.stat().st_mtime, reverse=True)
         for each in oldest_last[keep:][-_FORGET_AT_ONCE:]:
             shutil.rmtree(each, ignore_errors=True)

@@ -36,22 +36,22 @@ class ResumeOptions:
     """Requests of a launch beyond resuming: the plans of a new run, and the changes of a new leg."""
 
     plan_ids: tuple[str, ...] = ()
-    """Plan id of each source, for a new run. Empty: plan the sources of the spec."""
+    """Plan id of each source, for a new run. If empty, the sources of the spec are planned."""
     repin: bool = False
     """True to continue with the changes of followed tables since they were planned."""
     unreadable: tuple[Unreadable, ...] = ()
-    """Row groups to leave out from now on."""
+    """Row groups to leave out from this launch on."""
 
 
 RESUME = ResumeOptions()
-"""Only resume."""
+"""Options of a launch that only resumes."""
 
 
 class LegChooser:
     """Choice of the leg that a launch trains: the committed one, its successor, or the first of a new run."""
 
     def __init__(self, ledger: Ledger, spec: JobSpec, wish: ResumeOptions, *, recovering: bool) -> None:
-        """Raises `SpecInvalid` if the wish names plans for another number of sources."""
+        """Check the options. Raise `SpecInvalid` if they name plans for another number of sources."""
         self._ledger = ledger
         self._lakehouse = ledger.lakehouse
         self._spec = spec
@@ -73,7 +73,7 @@ class LegChooser:
             return self.at(rows, None)
         try:
             manifest = manifest_of(head, tiers_of(self._spec))
-        except CheckpointDamaged:  # found again and dealt with under the claim, unless it was a stale look
+        except CheckpointDamaged:  # the claim finds the damage again and handles it, unless this read was stale
             self.unsure = True
             return leg_of(rows, head["checkpoint_id"])
         return self.at(rows, manifest)
@@ -142,7 +142,7 @@ class LegChooser:
             )
         spec = _as_it_began(excluding(self._spec, exclusions_in_force(rows)), rows) if again else self._spec
         plan_ids = self._wish.plan_ids or (self._claimed_plans(rows) if self._recovering and not again else ())
-        if not plan_ids:  # what was planned earlier reads a snapshot that the table may have left since
+        if not plan_ids:  # an earlier plan reads a snapshot that may no longer be the table's
             check_readable(self._lakehouse, spec)
         plans = (
             [load_plan(self._lakehouse, plan_id) for plan_id in plan_ids]
@@ -152,7 +152,7 @@ class LegChooser:
         return leaving_out(self._lakehouse, spec, first_leg(spec, plans), self._wish.unreadable)
 
     def _claimed_plans(self, rows: list[Row]) -> tuple[str, ...]:
-        """The plans for which the attempt to be recovered had claimed the run, if they are still what the spec asks for."""
+        """Return the plans that the attempt to be recovered had claimed, if the spec still requests them."""
         claims = [row for row in rows if row["kind"] == "claim"]
         plan_ids = json.loads(claims[-1]["detail"]).get("plan_ids", []) if claims else []
         found = [find_plan(self._lakehouse, plan_id) for plan_id in plan_ids]
@@ -164,7 +164,7 @@ class LegChooser:
     def _table_uuids(self) -> dict[str, str]:
         found = {}
         for source in self._spec.sources:
-            with suppress(NoSuchTable):  # said by name where the leg needs it
+            with suppress(NoSuchTable):  # reported with its name where the leg needs the table
                 found[source.table] = str(self._lakehouse.load(source.table).metadata.table_uuid)
         return found
 
@@ -232,7 +232,7 @@ def _is_plan_of(source: SourceSpec, row: PlanRow) -> bool:
 
 
 def leg_of(rows: list[Row], checkpoint_id: str) -> Leg:
-    """The leg that a checkpoint ends in: the last one that it or one of its ancestors names."""
+    """Return the leg that a checkpoint ends in: the one that it, or else its nearest ancestor with a leg, names."""
     legs = {row["checkpoint_id"]: row["detail"] for row in rows if row["kind"] == "leg"}
     at = next((each for each in lineage_of(rows, checkpoint_id) if each in legs), None)
     if at is None:

@@ -1,6 +1,6 @@
-"""Recovery Coordinator: claim the run, find the checkpoint to resume from, prove that it is whole (design.md section 7).
+"""Recovery coordinator: claim the run, find the checkpoint to resume from, and verify its files (design.md section 7).
 
-The same four steps whatever failed: claim, resolve, load, resume. Killed anywhere, it can simply be started again.
+Every failure has the same four steps: claim, resolve, load, resume. A recovery that is killed anywhere can be started again.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.choose_leg import RESUME, LegChooser, ResumeOptions, leg_of, planned
 
 Verifying = Callable[[int, int, int], None]
-"""Hears a checkpoint's step, its bytes that were found to hold so far, and all its bytes."""
+"""Callback for progress: the checkpoint's step, its verified bytes so far, and all its bytes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,7 +63,7 @@ class ResumePoint:
     step: int = 0
     checkpoint_id: str | None = None
     folder: str | None = None
-    """Its verified files on `host`."""
+    """Folder of the checkpoint's verified files on `host`."""
     host: str = ""
     manifest_uri: str = ""
     manifest_digest: str = ""
@@ -75,15 +75,15 @@ class ResumePoint:
     claim_s: float = 0.0
     verify_s: float = 0.0
     rehearses_until: int = 0
-    """Last step of a rehearsal, which commits nothing, or 0 if this is none."""
+    """Last step of a rehearsal, which commits nothing. 0 for a launch that trains."""
 
     @property
     def cursors(self) -> ReaderState:
-        """The cursor of each source and key group. Empty without a checkpoint."""
+        """Cursor of each source and key group. Empty without a checkpoint."""
         return [[Cursor(*cursor) for cursor in cursors] for cursors in self.reader_state or []]
 
     def to_json(self) -> str:
-        """This resume point, for the ranks."""
+        """Return this resume point as JSON, for the ranks."""
         return json.dumps(asdict(self), default=str)
 
     @classmethod
@@ -93,7 +93,7 @@ class ResumePoint:
 
 
 def new_nonce() -> str:
-    """A name for one launch that no other launch has."""
+    """Return a name for one launch that no other launch has."""
     return secrets.token_hex(4)
 
 
@@ -152,12 +152,12 @@ class _Claimed:
     """The leg that the ledger showed before the claim."""
     head_before: str | None
     head: str | None
-    """Of the claim: the attempt that was replaced may have committed in between."""
+    """Head at the claim. The replaced attempt may have committed a checkpoint after `head_before`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Resolved:
-    """The checkpoint to resume from, if there is one, and the rows of the run after its quarantines."""
+    """The checkpoint to resume from, or none, and the rows of the run after its quarantines."""
 
     leg: Leg
     rows: list[Row]
@@ -179,7 +179,8 @@ def _claim(
     before = ledger.state(run)
     leg = chooser.before_claim(before)
     if current is None:
-        current = before.fence.attempt - (before.fence.nonce == nonce)  # an earlier try of this claim may have landed
+        # an earlier try of this claim may be committed
+        current = before.fence.attempt - (before.fence.nonce == nonce)
     replaced = current if replaces is None else replaces
     state = claim(ledger, run, nonce=nonce, replaces=replaced, detail={**detail, **planned(leg)})
     attempt = Attempt(run=run, number=state.fence.attempt, nonce=nonce)
@@ -189,9 +190,9 @@ def _claim(
 def _resolve(
     ledger: Ledger, claimed: _Claimed, chooser: LegChooser, tiers: Tiers, verifying: Verifying, verify: Verify
 ) -> _Resolved:
-    """Find the newest whole checkpoint, quarantine damaged ones after it, and choose its leg. Raises as `claim_and_verify`."""
+    """Find the newest whole checkpoint, quarantine newer damaged ones, and choose its leg. Raises as `claim_and_verify`."""
     rows = ledger.rows(claimed.attempt.run, kinds=HEAD_KINDS)
-    if claimed.head not in (claimed.head_before, None):  # the attempt that was replaced committed in between
+    if claimed.head not in (claimed.head_before, None):  # the replaced attempt committed a checkpoint in between
         chooser.check(leg_of(rows, claimed.head or ""), rows)
     found, damaged = _newest_whole(rows, claimed.head, tiers, verifying, verify)
     manifest = None if found is None else found.manifest
@@ -220,10 +221,10 @@ def check_current(lakehouse: Lakehouse, run: str, attempt: int | None) -> None:
 
 
 def check_unfinished(state: RunState) -> None:
-    """Check that the run takes another attempt.
+    """Check that the run accepts another attempt.
 
     Raises:
-        RunFinished: it does not.
+        RunFinished: the run is finished.
     """
     if state.finished:
         raise RunFinished(
@@ -242,10 +243,10 @@ def _places_of(spec: JobSpec, tiers: Tiers) -> dict[str, Any]:
 
 
 def _quarantine(ledger: Ledger, attempt: Attempt, damaged: dict[str, str], head: Manifest | None) -> list[Row]:
-    """Quarantine the damaged checkpoints before `head`, and return the rows of the run after that.
+    """Quarantine the damaged checkpoints that are newer than `head`, and return the rows of the run after that.
 
     Raises:
-        NoRestorableCheckpoint: there is no head.
+        NoRestorableCheckpoint: no whole checkpoint is left.
     """
     quarantine(ledger, attempt, damaged=damaged, head_after=None if head is None else head.checkpoint_id)
     rows = ledger.rows(attempt.run, kinds=HEAD_KINDS)
@@ -258,11 +259,11 @@ def _quarantine(ledger: Ledger, attempt: Attempt, damaged: dict[str, str], head:
 
 
 def _mark_head(head: Manifest, known: Mapping[str, Row], tiers: Tiers) -> None:
-    """Renew the run's commit mark if the attempt that committed the head was killed before it did."""
+    """Renew the run's commit mark if the attempt that committed the head was killed before it wrote the mark."""
     files, folder = tiers.files.hurried(), tiers.durable_run()
     try:
         mark = commit_marked(folder, head.ledger_uuid, files)
-    except StoreUnavailable:  # its copy on this node is whole
+    except StoreUnavailable:  # the copy on this node is whole
         return
     newest = known.get("" if mark is None else mark.checkpoint_id, {"seq": 0})
     if int(newest["seq"]) < int(known[head.checkpoint_id]["seq"]):
@@ -272,7 +273,7 @@ def _mark_head(head: Manifest, known: Mapping[str, Row], tiers: Tiers) -> None:
 def _newest_whole(
     rows: list[Row], head: str | None, tiers: Tiers, verifying: Verifying, verify: Verify
 ) -> tuple[Restored | None, dict[str, str]]:
-    """The nearest ancestor-or-self of the head whose digests hold, and the damaged ones before it (id -> reason)."""
+    """Return the newest whole checkpoint of the head's lineage, and the newer ones that are damaged (id -> reason)."""
     there = restorable_rows(rows)
     damaged: dict[str, str] = {}
     for name in lineage_of(rows, head):

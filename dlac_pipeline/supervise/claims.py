@@ -16,7 +16,7 @@ from dlac_pipeline.lakehouse.ledger.run_rows import Row, trains_nothing
 from dlac_pipeline.spec.job_spec import JobSpec, home_folder, parse_recorded
 
 _ON_THE_WAY = ("steps", "seconds", "auto")
-"""Reasons for checkpoints after which training continues. Other reasons are the end of the run and what asked it to stop."""
+"""Reasons for checkpoints after which training continues. Other reasons are the end of the run and a request to stop."""
 
 
 def launch_folder_of(rows: Sequence[Row], attempt: int) -> str:
@@ -25,9 +25,10 @@ def launch_folder_of(rows: Sequence[Row], attempt: int) -> str:
 
 
 def launch_folders_of(rows: Sequence[Row], attempt: int) -> list[Path]:
-    """Return the launch folders of an attempt that exist on this node: the one that its claim names, and those of led nodes.
+    """Return the launch folders of an attempt that exist on this node: the leader's, and those of nodes that follow.
 
-    Nodes that are led by another name no folder in the ledger. Theirs are known by the resume point in them.
+    The attempt's claim names the leader's folder. Nodes that follow name no folder in the ledger, and are recognized by the
+    resume point in their folders.
     """
     named = launch_folder_of(rows, attempt)
     if not named:
@@ -39,7 +40,7 @@ def launch_folders_of(rows: Sequence[Row], attempt: int) -> list[Path]:
 def _resumes(path: Path, attempt: int) -> bool:
     try:
         return bool(json.loads(path.read_bytes())["attempt"] == attempt)
-    except (OSError, ValueError, KeyError, TypeError):  # it is being written, or removed
+    except (OSError, ValueError, KeyError, TypeError):  # the file is being written, or was removed
         return False
 
 
@@ -54,10 +55,10 @@ def node_of(rows: Sequence[Row], attempt: int) -> str:
 
 
 def spec_of_attempt(lakehouse: Lakehouse, rows: Sequence[Row], run: str, attempt: int) -> JobSpec:
-    """The job spec with which an attempt was launched, from its launch folder, with the places of `lakehouse`.
+    """Return the job spec of an attempt, from its launch folder, with the places of `lakehouse`.
 
     Raises:
-        NoSuchJobSpec: it is not on this node.
+        NoSuchJobSpec: the job spec is not on this node.
     """
     folder = launch_folder_of(rows, attempt)
     if not folder:
@@ -71,7 +72,7 @@ def spec_of_attempt(lakehouse: Lakehouse, rows: Sequence[Row], run: str, attempt
         )
     try:
         spec = parse_recorded(json.loads(path.read_text()), origin=repr(str(path))).resolved(home_folder())
-    except ValueError as err:  # it was written halfway
+    except ValueError as err:  # the file is incomplete
         raise NoSuchJobSpec(
             f"expected the job spec of run {run!r} at {str(path)!r}, found no JSON ({err}): name it with --spec"
         ) from err
@@ -89,7 +90,7 @@ def _with_places_of(lakehouse: Lakehouse, spec: JobSpec) -> JobSpec:
 
 
 def _relocation_of(lakehouse: Lakehouse, spec: JobSpec) -> Relocation:
-    """Return where the places of a spec are: it was written in another place than the catalog if both were moved between."""
+    """Return the relocation of a spec's places. Its warehouse and its catalog may both have moved since it was written."""
     files = sqlite_file(spec.lakehouse.uri), sqlite_file(lakehouse.config.uri)
     warehouses = raw_path(spec.lakehouse.warehouse), raw_path(lakehouse.config.warehouse)
     if None in files or None in warehouses:
@@ -109,14 +110,14 @@ def last_spec(lakehouse: Lakehouse, run: str) -> JobSpec:
 
 
 def launcher_of(rows: Sequence[Row], attempt: int) -> str:
-    """Return the orchestrator's run that launched an attempt or the last one before it that trains. Empty: started by hand."""
+    """Return the orchestrator's run that launched the last training attempt up to `attempt`. Empty if started by hand."""
     return _claim_detail(
         rows, max((each for each in trained_attempts(rows) if each <= attempt), default=0), "launched_by"
     )
 
 
 def claimed_by(rows: Sequence[Row], attempt: int) -> str:
-    """Return the orchestrator's run that launched an attempt. Empty: started by hand, or it trains nothing."""
+    """Return the orchestrator's run that launched an attempt. Empty if it was started by hand or trains nothing."""
     return "" if idle(rows, attempt) else _claim_detail(rows, attempt, "launched_by")
 
 
@@ -126,7 +127,7 @@ def rendezvous_of(rows: Sequence[Row], attempt: int) -> str:
 
 
 def idle(rows: Sequence[Row], attempt: int) -> bool:
-    """True if an attempt only adopted, rewound or forked, and trained nothing."""
+    """Return True if an attempt only adopted, rewound or forked, and trained nothing."""
     return any(trains_nothing(row) for row in rows if row["kind"] == "claim" and row["attempt"] == attempt)
 
 
@@ -155,12 +156,12 @@ def attempts_without_progress(rows: Sequence[Row]) -> int:
 
 
 def left_in_order(rows: list[Row], attempt: int) -> bool:
-    """True if an attempt took its last checkpoint in order to exit, or because no rows were left."""
+    """Return True if an attempt took its last checkpoint in order to exit, or because no rows were left."""
     return last_reason(rows, attempt) not in _ON_THE_WAY
 
 
 def last_reason(rows: list[Row], attempt: int) -> str:
-    """Return why an attempt took its last checkpoint, or `interval` if it took none or recorded no reason."""
+    """Return why an attempt took its last checkpoint, or `steps` if it took none or recorded no reason."""
     mine = [row for row in rows if row["kind"] == "checkpoint" and row["attempt"] == attempt and row["detail"]]
     return str(json.loads(mine[-1]["detail"]).get("reason", "steps")) if mine else "steps"
 

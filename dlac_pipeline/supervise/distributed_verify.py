@@ -38,9 +38,9 @@ _ANSWER_S = 5.0
 
 
 def parts_of(entries: Sequence[FileEntry], machines: int) -> list[list[FileEntry]]:
-    """The files of each machine, by its place: about as many bytes for each, and the same wherever it is worked out."""
+    """Return the files of each node by its place, with about equal bytes per node. Every node computes the same parts."""
     parts: list[list[FileEntry]] = [[] for _ in range(machines)]
-    sizes = [(0, place) for place in range(machines)]  # a heap: there may be as many machines as files
+    sizes = [(0, place) for place in range(machines)]  # a heap, because nodes may be as many as files
     for entry in sorted(entries, key=lambda each: (-each.bytes, each.path)):
         size, place = sizes[0]
         parts[place].append(entry)
@@ -49,16 +49,16 @@ def parts_of(entries: Sequence[FileEntry], machines: int) -> list[list[FileEntry
 
 
 class NodeVerifiers:
-    """The leader's side."""
+    """Distributed verification on the leader."""
 
     def __init__(self, round_: Round, *, least_bytes: int) -> None:
-        """Checkpoints smaller than `least_bytes` are read by the leader alone: telling the others would take longer."""
+        """Checkpoints smaller than `least_bytes` are verified by the leader alone, because messages would take longer."""
         self._round = round_
         self._least_bytes = least_bytes
         self._asked = 0
 
     def verify(self, row: Row, manifest: Manifest, files: StoreFiles, done: Done) -> None:
-        """Verify as `verify_here` does, with the help of the other nodes. An exception of `done` ends it."""
+        """Verify as `verify_here` does, with the help of the other nodes. An exception of `done` ends the verification."""
         total = sum(entry.bytes for entry in manifest.files)
         if not self._round.others or total < self._least_bytes:
             verify_here(row, manifest, files, done)
@@ -68,7 +68,7 @@ class NodeVerifiers:
         held = dict.fromkeys(range(len(parts)), 0)
 
         def hear(place: int, so_far: int) -> None:
-            held[place] = max(held[place], so_far)  # what another machine has read in vain is read again
+            held[place] = max(held[place], so_far)  # the bytes of a part that is read twice count once
             done(sum(held.values()), total)
 
         def read(place: int) -> None:
@@ -85,7 +85,7 @@ class NodeVerifiers:
                     read(place)
 
     def _holds(self, place: int, until: float, hear: Callable[[int], None]) -> bool:
-        """Return True if a node reports that its whole part is intact. False once it reports damage or its time is over."""
+        """Return True if a node reports that its part is intact. False once it reports damage, is lost, or its time is over."""
         while True:
             words: Message = self._round.message_of(place).get(PROVED, {})
             answer = words if words.get("asked") == self._asked else {}
@@ -98,9 +98,9 @@ class NodeVerifiers:
 
 
 class NodeVerifier:
-    """Verification on a node that follows. A thread reads, while the node continues to report.
+    """Verification on a node that follows. A thread reads while the node continues to report.
 
-    The thread is a daemon: a file system that does not answer cannot block the node.
+    The thread is a daemon, so that a file system that does not answer cannot block the node.
     """
 
     def __init__(self, round_: Round, files: StoreFiles) -> None:
@@ -111,18 +111,18 @@ class NodeVerifier:
 
     @property
     def words(self) -> Message:
-        """For the leader."""
+        """Message for the leader."""
         return {PROVED: self._said} if self._said else {}
 
     def look(self) -> None:
-        """Begin to read if the leader has named another checkpoint or asks again."""
+        """Begin to read if the leader has named another checkpoint or repeats its request."""
         told = self._round.announced(PROVE)
         if told is not None and told != self._wanted:
             self._wanted = told
             threading.Thread(target=self._read, args=(told,), name="proving", daemon=True).start()
 
     def close(self) -> None:
-        """Read no further than the file in hand."""
+        """Stop reading after the current file."""
         self._wanted = {}
 
     def _read(self, told: Message) -> None:
@@ -135,13 +135,13 @@ class NodeVerifier:
                 so_far += entry.bytes
                 if not self._says(told, bytes=so_far):
                     return
-        except DlacError:  # the leader looks itself, and decides
+        except DlacError:  # the leader reads the part itself, and decides
             self._says(told, bytes=so_far, holds=False)
         else:
             self._says(told, bytes=so_far, holds=True)
 
     def _says(self, told: Message, **words: Any) -> bool:
-        """Report the progress. Return False if no one asks any more."""
+        """Report the progress. Return False if the leader's request has changed or ended."""
         wanted = self._wanted == told
         if wanted:
             self._said = {"asked": told["asked"], **words}

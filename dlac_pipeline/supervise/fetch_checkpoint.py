@@ -1,4 +1,4 @@
-"""The checkpoint that is resumed from, on every machine of an attempt: its claimer has verified it on one of them."""
+"""The checkpoint of the resume point, on every node of an attempt. Its claimer has verified it on one of them."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ from dlac_pipeline.supervise.claim import ResumePoint
 def load_checkpoint(
     engine: Engine, point: ResumePoint, spec: JobSpec, tiers: Tiers, tree: RankTree, *, restores: bool
 ) -> tuple[float, float]:
-    """Load the checkpoint of a resume point into an engine, and the generators of this rank. Collective.
+    """Load the checkpoint of a resume point into an engine, and the random generators of this rank. Collective.
 
-    `restores` for one rank of every machine. Gives the seconds until it was converted, and those of the load.
+    `restores` is true for one rank of every node. Return the seconds until the checkpoint was converted, and those of the
+    load.
 
     Raises:
         ResumeMismatch: the checkpoint was saved by another kind of engine.
@@ -40,7 +41,7 @@ def load_checkpoint(
         saved_world_size=point.world_size,
         tree=tree,
         converts=restores,
-        patience_s=spec.launch.start_timeout_s / 4,  # the conversion must have its time as well
+        patience_s=spec.launch.start_timeout_s / 4,  # the conversion needs time as well
     )
     if point.world_size == tree.world_size and rng_file(folder, tree.rank).exists():
         load_rng(folder, tree.rank)

@@ -35,14 +35,14 @@ class AttemptVerdict:
 
     ending: Ending | None = None
     again: Failure | None = None
-    """All nodes gather again after this failure."""
+    """Failure after which all nodes gather for another attempt."""
     error: tuple[str, str] | None = None
-    """Class and message of what ends the run everywhere."""
+    """Class and message of the error that ends the run on all nodes."""
     attempt: int = 0
     step: int = 0
 
     def words(self) -> dict[str, Any]:
-        """For the other machines."""
+        """Return the verdict as a message for the other nodes."""
         return asdict(self)
 
     @classmethod
@@ -59,7 +59,7 @@ class AttemptVerdict:
 
 
 class FollowerAttempt:
-    """One attempt. `attempt` is the run's last one that this node knows of."""
+    """An attempt that another node leads. `attempt` is the last attempt of the run that this node knows of."""
 
     def __init__(self, supervision: Supervision, round_: Round, *, attempt: int) -> None:
         self._supervision = supervision
@@ -74,7 +74,7 @@ class FollowerAttempt:
         self._asked_at: float | None = None
 
     def run(self) -> AttemptVerdict:
-        """The whole attempt. No rank of this machine is left when it returns or raises."""
+        """Run the whole attempt. No rank of this node is left when the call returns or raises."""
         ranks = start_local_ranks(self._spec, self._folder, self._round, self._supervision.starter)
         try:
             while True:
@@ -106,7 +106,7 @@ class FollowerAttempt:
         if time.monotonic() < self._said_at + _SAY_EVERY_S:
             return
         self._said_at = time.monotonic()
-        answers = bool(self._round.message_of(LEADER).get(ASKS))  # before looking at the ranks
+        answers = bool(self._round.message_of(LEADER).get(ASKS))  # before the ranks are read
         asked = ""
         if self._supervision.stop.is_set():
             asked = LEAVE if self._supervision.leaves.is_set() else STOP
@@ -126,7 +126,7 @@ class FollowerAttempt:
             write_durably(self._folder / "resume.json", json.dumps(told).encode())
 
     def _tell_of_start(self, ranks: RankGroup) -> None:
-        """Once the ranks are processes: until then they import, and this machine listens."""
+        """Report the attempt once its ranks have started. Until then the ranks import, and this node follows the leader."""
         point, share = self._point, self._round.share
         if self._told_of_start or point is None or not ranks.is_started:
             return

@@ -1,6 +1,6 @@
-"""One incident: what failed, and the phases of the recovery from it, until the first new optimizer step is done.
+"""One incident: a failure, and the phases of the recovery from it until the first new optimizer step is done.
 
-A recovery that fails before that leaves its row as well, and so does a run that is given up.
+A recovery that fails before that step has a row too, and so has a run that is given up.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ class Failure:
     cause: str
     noticed_by: str
     failed_at: float
-    """Last sign of life of what failed."""
+    """Moment of the last sign of life before the failure."""
     noticed_at: float
     launched_at: float
-    """Start of the launch that recovers: the moment of the notice if no sensor was involved."""
+    """Start of the launch that recovers. Without a sensor it is the moment of the notice."""
     stopped_at: float
-    """Moment at which none of its processes was left."""
+    """Moment at which no process of the attempt was left."""
     last_step: int
-    """Last optimizer step that it finished."""
+    """Last optimizer step that the attempt finished."""
     began: float = 0.0
-    """Moment at which it began to train, or 0."""
+    """Moment at which the attempt began to train, or 0."""
     rows: int = 0
-    """Rows that it worked on in finished steps."""
+    """Rows of the attempt's finished steps."""
     in_hand: int = 0
     """Step of the batch that the failed rank had, or 0."""
     doing: str = ""
-    """Phase of that rank."""
+    """Phase of the failed rank."""
     kind: str = ""
     message: str = ""
     detail: dict[str, Any] = field(default_factory=dict)
@@ -56,15 +56,15 @@ class Failure:
     rank: int = -1
     """The rank that failed, or -1 if it is unknown."""
     trained: bool = False
-    """True if that rank had finished a step in this attempt."""
+    """True if the failed rank had finished a step in this attempt."""
     where: str = ""
-    """The innermost line of the user's code in the traceback of its exception."""
+    """The innermost line of the user's code in the traceback of the rank's exception."""
     place: str = ""
     """Digest of the exception's class and of the line that raised it. Empty if no exception was recorded."""
     origin: Origin = ""
     traceback: str = ""
     log: str = ""
-    """The file of that rank's output, on its own machine."""
+    """File of the failed rank's output, on its own node."""
 
     @property
     def script_raised(self) -> bool:
@@ -88,7 +88,8 @@ class Failure:
 def ended_on_purpose(cause: str, *, step: int, undone: Sequence[Progress] = ()) -> Failure:
     """Return the failure of an attempt that ended just now so that other nodes can train the next one.
 
-    `undone` is the work of its ranks if it had no time for a checkpoint of its last step. Otherwise nothing is lost.
+    `undone` is the work of the attempt's ranks if it had no time for a checkpoint of its last step. Otherwise nothing is
+    lost.
     """
     now = time.time()
     return Failure(
@@ -110,7 +111,7 @@ def failure_of_attempt(
     """Return the failure of an attempt whose supervisor is gone, from the launch folder that its claim names.
 
     Return None for an attempt that only adopted, rewound or forked, and for one that exited in order and is started again by
-    a person.
+    an operator.
     """
     if idle(rows, attempt) or (noticed_by == OPERATOR and left_in_order(rows, attempt)):
         return None
@@ -132,7 +133,7 @@ def failure_of_attempt(
 
 
 class Incident:
-    """A recovery under way: `observe` the ranks until their first step is done, then `report`."""
+    """A recovery in progress: `observe` the ranks until their first step is done, then `report`."""
 
     def __init__(self, spec: JobSpec, point: ResumePoint, failure: Failure) -> None:
         self._spec = spec
@@ -214,7 +215,7 @@ def rows_replayed(ledger: Ledger, rows: Sequence[Row], point: ResumePoint, failu
 
 
 def _work_lost_s(rows: Sequence[Row], point: ResumePoint, failure: Failure) -> float:
-    """Seconds that the failed attempt trained since its last checkpoint that is kept, or since it began."""
+    """Return the seconds of lost training: since the failed attempt's last kept checkpoint, or since the attempt began."""
     if not failure.began:
         return 0.0
     row = checkpoint_rows(list(rows)).get(point.checkpoint_id or "")
@@ -225,7 +226,7 @@ def _work_lost_s(rows: Sequence[Row], point: ResumePoint, failure: Failure) -> f
 
 
 def gave_up(lakehouse: Lakehouse, run: str, attempt: int, failure: Failure) -> None:
-    """Write down that no attempt follows the one that failed last."""
+    """Write the row of a run that is given up: no attempt follows the one that failed last."""
     rows = Ledger(lakehouse).rows(run, kinds=HEAD_KINDS)
     claim = next(row for row in rows if row["kind"] == "claim" and row["attempt"] == attempt)
     head = checkpoint_rows(rows).get(rows[-1]["head_after"] or "")

@@ -1,4 +1,4 @@
-"""The ranks of one attempt on this node: their progress, how each ended, their logs, and how they are stopped."""
+"""The ranks of one attempt on this node: progress, exits, logs, and signals."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ class Exit:
 
     rank: int
     code: int
-    """Exit status. Negative: the signal that killed it."""
+    """Exit status, or the negative number of the signal that killed the rank."""
     kind: str = ""
     """Class of the error that the rank recorded, or empty."""
     message: str = ""
     detail: dict[str, Any] = field(default_factory=dict)
     """Further facts of the error, for programs."""
     at: float = math.inf
-    """Moment at which it recorded its reason, in seconds since the epoch."""
+    """Moment at which the rank recorded its reason, in seconds since the epoch."""
     where: str = ""
-    """The innermost line of the user's code in the traceback of its exception."""
+    """The innermost line of the user's code in the traceback of the rank's exception."""
     place: str = ""
     """Digest of the exception's class and of the line that raised it. Empty if no exception was recorded."""
     origin: Origin = ""
@@ -68,7 +68,7 @@ class RankGroup:
     """The ranks of one attempt on this node. Each has a process group of its own, and none outlives its supervisor."""
 
     def __init__(self, folder: Path, processes: RankProcesses, *, log_mb: int) -> None:
-        """`log_mb`: largest size of the log of a rank (MiB), 0: no bound."""
+        """Watch the ranks and their logs. `log_mb` is the largest size of a rank's log (MiB), 0 for no bound."""
         self.folder = folder
         self.ranks = processes.ranks
         self.started_at = time.time()
@@ -82,23 +82,25 @@ class RankGroup:
 
     @property
     def is_started(self) -> bool:
-        """True if those process ids are known."""
+        """True if the process ids are known."""
         return self._processes.is_started
 
     def progress(self) -> list[Progress | None]:
-        """Last sign of life of each rank, in their order."""
+        """Return the last sign of life of each rank, in rank order."""
         return [read_progress(self.folder, rank) for rank in self.ranks]
 
     def failures(self) -> list[Exit]:
-        """Ranks that ended badly. One that died without a reason after all its work, while Python shut down, did not.
+        """Return the ranks that failed.
 
-        Once there is one, also those that are still on their way out, with their reasons: theirs may be the cause.
+        A rank that died without a reason after all its work, while Python shut down, did not.
+
+        If a rank failed, also return the running ranks that have recorded a reason, because it may be the cause.
         """
         ended = [exit_ for exit_ in self._exits() if exit_.code != 0 and (exit_.kind or not self._was_done(exit_.rank))]
         return ended and [*ended, *self._leaving()]
 
     def kept_errors(self) -> list[Exit]:
-        """Return the ranks that ended well although they recorded a failure: the script suppressed the exception."""
+        """Return the ranks that ended well although they recorded a failure, because the script suppressed the exception."""
         return [exit_ for exit_ in self._exits() if exit_.code == 0 and exit_.kind]
 
     def all_exited(self) -> bool:
@@ -107,28 +109,28 @@ class RankGroup:
 
     @property
     def noticed(self) -> bool:
-        """True if a rank received a termination notice, from whichever source."""
+        """True if a rank received a termination notice, from any source."""
         return any(notice_file(self.folder, rank).exists() for rank in self.ranks)
 
     def last_words(self, rank: int) -> dict[str, str]:
         """Return the path of a rank's log, and its end."""
         path = log_file(self.folder, rank)
         said = b""
-        with contextlib.suppress(FileNotFoundError), path.open("rb") as stream:  # it may never have started
+        with contextlib.suppress(FileNotFoundError), path.open("rb") as stream:  # the rank may never have started
             stream.seek(max(0, stream.seek(0, os.SEEK_END) - _TAIL_BYTES))
             said = stream.read(_TAIL_BYTES)
         tail = "\n".join(said.decode(errors="replace").splitlines()[-_TAIL_LINES:])
         return {"log": str(path), "log_tail": mask_secrets(tail)}
 
     def ask_to_stop(self) -> None:
-        """SIGTERM: checkpoint at the next step boundary and leave."""
+        """Send SIGTERM: each rank takes a checkpoint at the next step boundary and exits."""
         self._processes.signal(signal.SIGTERM)
 
     def end(self) -> None:
-        """SIGKILL every rank's process group and wait until all are gone.
+        """Kill every rank's process group with SIGKILL, and wait until all are gone.
 
         Raises:
-            TrainingFailed: one is not, as the kernel still waits for a device or a file system on its behalf.
+            TrainingFailed: a rank is not gone, because the kernel still waits for a device or a file system on its behalf.
         """
         self._processes.signal(signal.SIGKILL)
         left = self._processes.wait_until_gone(_KILLED_WITHIN_S)

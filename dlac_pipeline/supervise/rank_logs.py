@@ -1,7 +1,8 @@
 """Logs of ranks: a bound on their size while ranks write, and reading them.
 
-Ranks write into their logs directly and do not know the bound. So it also holds for output of their libraries and children,
-and a rank outlives the process that enforces it. In: log files. Out: the same files without their middle, and lines.
+Ranks write into their logs directly and do not know the bound. So the bound also holds for output of their libraries and
+children, and a rank outlives the process that enforces it. In: log files. Out: the same files without their middle, and
+lines.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import IO
 
 _LOOK_EVERY_S = 0.1
 _QUIET_S = 1.0
-"""Between two looks at logs that did not grow between the last two."""
+"""Seconds between two checks while no log grows."""
 _COLLAPSE_RANGE = 0x08
 _BLOCK_BYTES = 4096
 _LEFT_OUT = "[... {} bytes of this log were left out here, see launch.log_mb ...]"
@@ -37,7 +38,7 @@ class LogBound:
     """
 
     def __init__(self, logs: Mapping[int, Path], max_bytes: int) -> None:
-        """Watch logs by rank, from now until `close`. 0 bytes: no bound."""
+        """Watch logs by rank, from now until `close`. With `max_bytes` = 0 they have no bound."""
         self._logs = dict(logs)
         self._max_bytes = max_bytes
         self._left_out_bytes = dict.fromkeys(logs, 0)
@@ -65,7 +66,7 @@ class LogBound:
         """Cut the logs that are too large. Return whether one of them has grown since the last check."""
         has_grown = False
         for rank, path in self._logs.items():
-            with suppress(OSError):  # it does not exist yet, or its file system is unavailable for a moment
+            with suppress(OSError):  # the log does not exist yet, or its file system is unavailable for a moment
                 size = path.stat().st_size
                 has_grown = has_grown or size > self._sizes.get(rank, 0)
                 self._sizes[rank] = size
@@ -75,9 +76,9 @@ class LogBound:
 
 
 def cut_middle(path: Path, max_bytes: int, *, before: int = 0) -> int:
-    """Remove the middle of a file, so that half of the allowed size remains. `before` bytes were removed there earlier.
+    """Remove the middle of a file, so that half of the allowed size remains. Return the number of removed bytes.
 
-    Returns the number of bytes that were removed now.
+    `before` bytes were removed there earlier.
     """
     head = max(_BLOCK_BYTES, max_bytes // 4 // _BLOCK_BYTES * _BLOCK_BYTES)
     descriptor = os.open(path, os.O_RDWR)
@@ -96,7 +97,7 @@ def cut_middle(path: Path, max_bytes: int, *, before: int = 0) -> int:
 
 
 def _collapse(descriptor: int, start: int, count: int) -> bool:
-    """Take a range out of a file that others append to, if its file system can."""
+    """Remove a range from a file that others append to. Return False if the file system cannot."""
     if sys.platform != "linux":
         return False
     fallocate = ctypes.CDLL(None, use_errno=True).fallocate
@@ -107,13 +108,13 @@ def _copy_end(path: Path, descriptor: int, head: int, tail: int) -> int:
     """Remove the middle of a file, so that its head and its tail remain. Return the number of removed bytes."""
     size = os.fstat(descriptor).st_size
     end = os.pread(descriptor, tail, size - tail)
-    for _ in range(_COPY_ROUNDS):  # a rank may write faster than this reads
+    for _ in range(_COPY_ROUNDS):  # a rank may write faster than this loop reads
         late = os.pread(descriptor, _READ_BYTES, size)
         end, size = (end + late)[-tail:], size + len(late)
         if not late:
             break
     os.ftruncate(descriptor, head)
-    with path.open("ab", buffering=0) as stream:  # as the rank appends: neither overwrites the other
+    with path.open("ab", buffering=0) as stream:  # in append mode, as the rank writes: neither overwrites the other
         stream.write(end)
     return size - head - len(end)
 
@@ -149,7 +150,7 @@ class LogReader:
                     yield from self.rest()
 
     def rest(self) -> Iterator[str]:
-        """Yield the last line, which no newline has ended."""
+        """Yield the last line if no newline ends it."""
         if self._rest:
             yield readable(self._rest)
             self._rest = b""

@@ -1,4 +1,4 @@
-"""Retries of a recovery: it outlasts an outage of the catalog, and stops at once when it is asked to."""
+"""Retries of a recovery: they outlast an outage of the catalog, and end at once when a stop is requested."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from dlac_pipeline.lakehouse.errors import DlacError
 from dlac_pipeline.spec.launch_request import OPERATOR
 
 PATIENCE_S = 180.0
-"""Seconds that a recovery waits for an unavailable catalog or store. Then it ends, and can be requested again."""
+"""Seconds that a recovery waits for an unavailable catalog or store. Then the recovery ends, and can be requested again."""
 LOST_AFTER_S = 120.0
-"""A launch on another machine counts as lost when it has given no sign of life for so long."""
+"""Seconds of silence after which a launch on another node counts as lost."""
 
 
 def patience_s(*, replaces: int | None, noticed_by: str) -> float:
-    """Return the seconds that a launch waits.
+    """Return the seconds that a launch waits for the catalog and the store.
 
-    A recovery waits: its attempt is known, or a program saw it fail. A person does not wait.
+    A recovery waits: its attempt is known, or a program saw it fail. A launch by a person does not wait.
     """
     return PATIENCE_S if replaces is not None or noticed_by != OPERATOR else 0.0
 
 
 def waiting_for(*away: type[DlacError], within_s: float, stop: threading.Event) -> tenacity.Retrying:
-    """Repeat a call that raises one of these errors, at random growing intervals, until `stop` is set.
+    """Return retries of a call that raises one of these errors, for `within_s` at random growing intervals, or until `stop`.
 
-    Then raise the last one.
+    The last error is raised.
     """
     return tenacity.Retrying(
         retry=tenacity.retry_if_exception_type(away),

@@ -1,6 +1,6 @@
-"""One launch of a run at a time on one local folder: a lock that the kernel releases when its holder dies, however it dies.
+"""Lock of a run: one launch at a time on one local folder. The kernel releases the lock whenever its holder dies.
 
-It is a courtesy that refuses a second launch early and clearly. Safety does not rest on it: the fence does that.
+The lock is a courtesy that refuses a second launch early and clearly. Safety does not depend on the lock but on the fence.
 """
 
 from __future__ import annotations
@@ -35,14 +35,13 @@ def run_lock(
     may_replace: Callable[[], None] = lambda: None,
     stop: threading.Event | None = None,
 ) -> Iterator[None]:
-    """Hold the run's lock. Wait `wait_s` for another holder to exit. Then claim the run without the lock, or refuse.
+    """Hold the run's lock. Wait up to `wait_s` for another holder to exit, then replace its lock (`takeover`) or refuse.
 
-    The lock is in the run's folder, which `Tiers.check_writable` has made. `may_replace` is called before the lock of a
-    launch that is still alive is replaced, and raises to refuse. Once `stop` is set, the call does not wait, and replaces no
-    lock.
+    The lock is in the run's folder, which `Tiers.check_writable` has made. `may_replace` is called before the lock of a live
+    launch is replaced, and raises to refuse. Once `stop` is set, the call neither waits nor replaces a lock.
 
     Raises:
-        RunBusy: another launch holds it, and `takeover` was not requested, or the launch was asked to stop.
+        RunBusy: another launch holds the lock, and `takeover` was not requested, or the launch was asked to stop.
     """
     stop = stop or threading.Event()
     path = lock_path(local, run)
@@ -63,7 +62,7 @@ def run_lock(
 
 
 def _acquire(path: Path, wait_s: float, stop: threading.Event) -> int | None:
-    """A descriptor that holds the lock, or None if another launch keeps it."""
+    """Return a descriptor that holds the lock, or None if another launch keeps it."""
     deadline = time.monotonic() + wait_s
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -76,7 +75,7 @@ def _acquire(path: Path, wait_s: float, stop: threading.Event) -> int | None:
 
 
 def _replace(path: Path) -> int:
-    """A new lock in the place of one whose holder does not leave: later launches meet this one."""
+    """Replace the lock of a holder that does not exit. Return a descriptor of the new lock, which later launches meet."""
     with temporary_beside(path) as temporary:
         descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT, 0o644)
         _lock(descriptor)

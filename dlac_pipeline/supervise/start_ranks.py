@@ -1,4 +1,4 @@
-"""Start of a node's ranks, for each attempt, in the background: the supervisor claims the run at the same time.
+"""Start of a node's ranks, for each attempt, in the background, while the supervisor claims the run.
 
 In: a job spec, a launch folder, a share of the ranks. Out: the ranks, as their supervisor watches them.
 """
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 
 class RankStarter:
-    """Starts the ranks of one run by torch's elastic agent."""
+    """Starter of the ranks of one run, by torch's elastic agent."""
 
     def __init__(self) -> None:
         self._agent: RankAgent | None = None
 
     def begin(self, spec: JobSpec) -> None:
-        """Let the fork server import what ranks need, before it is known whether there will be any."""
-        with suppress(OSError):  # a folder or script that is unavailable is reported where it is used
+        """Let the fork server import the libraries of ranks, before it is known if any rank will start."""
+        with suppress(OSError):  # an unavailable folder or script is reported at its first use
             if Path(spec.launch.script).is_file():
                 fork_server.start_server(spec)
 
@@ -47,12 +47,12 @@ class RankStarter:
         return RankGroup(folder, processes, log_mb=launch.log_mb)
 
     def close(self) -> None:
-        """Start nothing any more."""
+        """End the fork server. No rank starts after that."""
         fork_server.end_server()
 
     def _start(self, spec: JobSpec, folder: Path, share: Share, processes: RankProcesses) -> Processes:
         if self._agent is None:
-            from dlac_pipeline.elastic.agent import RankAgent  # PyTorch, while the run is claimed
+            from dlac_pipeline.elastic.agent import RankAgent  # imports PyTorch while the run is claimed
 
             self._agent = RankAgent(spec)
         if not processes.is_wanted:

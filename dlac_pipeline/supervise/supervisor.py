@@ -1,4 +1,4 @@
-"""Supervisor of a node's ranks: it launches an attempt, watches it, ends it whole when a rank dies, and recovers.
+"""Supervisor of a node's ranks: it launches an attempt, watches it, ends all its ranks when one dies, and recovers.
 
 In: a job spec. Out: events for listeners, a row in `recoveries` per recovery, and the end of the run.
 """
@@ -37,8 +37,7 @@ from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.plans import get_plan
 from dlac_pipeline.lakehouse.ledger.run_rows import HEAD_KINDS
-from dlac_pipeline.spec.job_spec import JobSpec
-from dlac_pipeline.spec.launch_request import OPERATOR
+from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.supervise.all_ranks import LOST
 from dlac_pipeline.supervise.attempt import (
     Ending,
@@ -47,7 +46,7 @@ from dlac_pipeline.supervise.attempt import (
     SupervisedAttempt,
     Supervision,
 )
-from dlac_pipeline.supervise.choose_leg import RESUME, ResumeOptions
+from dlac_pipeline.supervise.choose_leg import ResumeOptions
 from dlac_pipeline.supervise.claim import check_current, check_unfinished
 from dlac_pipeline.supervise.claims import rendezvous_of, to_replace
 from dlac_pipeline.supervise.follower_attempt import AttemptVerdict, FollowerAttempt
@@ -77,7 +76,7 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Launch:
-    """Facts of a supervisor once catalog and store have answered."""
+    """State of a supervisor after the catalog and the store have answered."""
 
     supervision: Supervision
     membership: Membership
@@ -85,7 +84,7 @@ class _Launch:
 
     @property
     def lakehouse(self) -> Lakehouse:
-        """Of the run."""
+        """Lakehouse of the run."""
         return self.supervision.lakehouse
 
 
@@ -94,46 +93,43 @@ class Supervisor:
 
     def __init__(
         self,
-        spec: JobSpec,
+        request: Request,
         *,
         on_event: Callable[[Event], None] = lambda event: None,
-        wish: ResumeOptions = RESUME,
-        replaces: int | None = None,
-        recovers: str = "",
-        takeover: bool = False,
-        wait_s: float = 0.0,
-        noticed_by: str = OPERATOR,
-        noticed_at: float | None = None,
-        launched_by: str = "",
         starter: RankStarter | None = None,
     ) -> None:
-        """`spec` is resolved.
+        """Prepare to supervise the resolved `spec`.
 
-        `replaces` names the failed attempt of a recovery, `noticed_by` the one that saw it fail, and when.
+        `replaces` names the failed attempt of a recovery. `noticed_by` and `noticed_at` name the observer and the moment of
+        the failure.
 
         `recovers` names the orchestrator's ended run that this one resumes. A late claim of that run is replaced too.
         """
+        noticed_at = request.noticed_at
         self._launched_at = time.time()
         self._noticed_at = self._launched_at if noticed_at is None else min(noticed_at, self._launched_at)
-        self._launched_by = launched_by
+        self._launched_by = request.launched_by
         self._starter = starter or RankStarter()
-        self._spec = spec
+        self._spec = request.spec
         self._on_event = on_event
-        self._wish = wish
-        self._takeover = takeover
-        self._wait_s = wait_s
-        self._noticed_by = noticed_by
+        self._wish = ResumeOptions(plan_ids=request.plan_ids, repin=request.repin)
+        self._takeover = request.takeover
+        self._wait_s = request.wait_s
+        self._noticed_by = request.noticed_by
         self._stop = threading.Event()
         self._leaves = threading.Event()
-        self._replaces = replaces
-        self._recovers = recovers
+        self._replaces = request.replaces
+        self._recovers = request.recovers
         self._failure: Failure | None = None
         self._attempts, self._step = 0, 0
         self._lock = ExitStack()
         self._holds_lock, self._was_led = False, False
 
     def stop(self) -> None:
-        """Ask for an orderly end: checkpoint, then leave, within the grace period. From any thread, but no signal handler."""
+        """Request an orderly end: a checkpoint, then exit, within the grace period.
+
+        Call it from any thread, but no signal handler.
+        """
         self._stop.set()
 
     def leave(self) -> None:
@@ -142,15 +138,15 @@ class Supervisor:
         self._stop.set()
 
     def run(self) -> Outcome:
-        """Launch, watch, recover until the run ends.
+        """Launch attempts, watch them, and recover, until the run ends.
 
         Raises:
-            SpecInvalid: the training script is not there.
-            RunBusy: another launch is alive and `takeover` was not asked for.
-            NodesMissing: fewer machines came together than the job spec wants.
-            NoProgress: attempt after attempt committed nothing.
+            SpecInvalid: the training script does not exist.
+            RunBusy: another launch is alive, and `takeover` was not requested.
+            NodesMissing: fewer nodes came than the job spec requires.
+            NoProgress: several attempts in a row committed nothing.
             ScriptFailed: the script raised the same exception at the same place twice in a row.
-            DlacError: what a rank died of, when another attempt would meet it again.
+            DlacError: a rank failed with an error that another attempt would meet again.
         """
         spec = self._spec
         if not Path(spec.launch.script).is_file():
@@ -164,7 +160,7 @@ class Supervisor:
         except (CatalogUnreachable, StoreUnavailable, RunBusy):
             if not self._stop.is_set() or self._attempts:
                 raise
-            return self._outcome("stopped")  # told so while it waited for what is away or held
+            return self._outcome("stopped")  # the stop came while it waited for the catalog, the store or the lock
 
     def _run(self) -> Outcome:
         spec = self._spec
@@ -245,7 +241,7 @@ class Supervisor:
                 error, verdict = err, AttemptVerdict(error=(errors.error_kind(err), str(err)), step=self._step)
         self._step = verdict.step
         if verdict.again is None and not self._leaves.is_set():
-            launch.membership.end_run(verdict.words())  # before this node exits, which may serve the rendezvous
+            launch.membership.end_run(verdict.words())  # before this node exits, because it may serve the rendezvous
         round_.announce(VERDICT, verdict.words())
         round_.acknowledge()
         if error is not None:
@@ -254,7 +250,7 @@ class Supervisor:
         return verdict
 
     def _be_led(self, supervision: Supervision, round_: Round) -> AttemptVerdict:
-        """An attempt that another machine leads, and decides."""
+        """Run an attempt that another node leads. Return the leader's verdict."""
         self._lock.close()
         self._holds_lock, self._was_led = False, True
         self._attempts += 1
@@ -264,7 +260,7 @@ class Supervisor:
         return verdict
 
     def _others_went_on(self, lakehouse: Lakehouse, round_: Round, err: DlacError) -> bool:
-        """Return True if nodes of this rendezvous have continued while this leader was cut off. It meets them again."""
+        """Return True if nodes of this rendezvous resumed the run while this leader was cut off. It joins them again."""
         meets = self._spec.launch.rendezvous
         if isinstance(err, CatalogUnreachable):
             return round_.cut_off
@@ -275,7 +271,7 @@ class Supervisor:
         return meets == rendezvous_of(self._patiently(ledger.rows, self._spec.run, kinds=("claim",)), attempt)
 
     def _attempt(self, launch: _Launch, round_: Round) -> AttemptVerdict:
-        """An attempt, if the run may be claimed."""
+        """Run an attempt, if the run may be claimed."""
         try:
             self._hold_lock(launch.lakehouse)
         except RunFinished as err:
@@ -296,14 +292,14 @@ class Supervisor:
                 if late == before:
                     raise
                 self._replaces = late
-                self._attempts -= 1  # that one was none
+                self._attempts -= 1  # a launch that stepped aside was no attempt
 
     def _run_attempt(self, launch: _Launch, attempt: SupervisedAttempt) -> AttemptVerdict:
-        """Run an attempt, and decide whether another one follows.
+        """Run an attempt, and decide if another one follows.
 
         Raises:
-            NoProgress: none does, for attempt after attempt has committed nothing.
-            DlacError: none does, for it would end as this one.
+            NoProgress: no attempt follows, because several in a row committed nothing.
+            DlacError: no attempt follows, because it would end in the same way.
         """
         try:
             ending = attempt.run()
@@ -312,7 +308,8 @@ class Supervisor:
         except (CatalogUnreachable, CommitOutcomeUnknown):
             if attempt.number or not self._stop.is_set():
                 raise
-            return AttemptVerdict(ending="stopped", step=self._step)  # told so while it waited; nothing was trained
+            # the stop came while it waited: nothing was trained
+            return AttemptVerdict(ending="stopped", step=self._step)
         if isinstance(ending, str):
             if ending == "stopped" and self._leaves.is_set() and attempt.others:
                 left = attempt.ended_for(f"leaving: node {socket.gethostname()}")
@@ -329,7 +326,7 @@ class Supervisor:
         return AttemptVerdict(again=self._failure, attempt=attempt.number, step=attempt.step)
 
     def _finished_before(self, lakehouse: Lakehouse, err: RunFinished) -> AttemptVerdict:
-        """The run had ended when it was to be claimed again: the attempt that failed had committed everything."""
+        """Return the verdict for a run that was finished before this claim: the failed attempt had committed everything."""
         if self._failure is None:
             raise err
         if self._failure.kind not in ("", HANG, LOST):
@@ -338,9 +335,10 @@ class Supervisor:
         return AttemptVerdict(ending="finished", attempt=end["attempt"], step=end["step"])
 
     def _hold_lock(self, lakehouse: Lakehouse) -> None:
-        """Refuse or replace another launch of the run. This node holds its lock until another node leads.
+        """Refuse or replace another launch of the run. This node keeps the lock until another node leads.
 
-        Where nodes share the local folder, a leader that was cut off may still hold it. Its followers do not wait for it.
+        Where nodes share the local folder, a leader that was cut off may still hold the lock. Its followers do not wait for
+        it.
         """
         spec = self._spec
         if self._holds_lock and spec.launch.max_nodes == 1:
@@ -367,7 +365,7 @@ class Supervisor:
         self._holds_lock = True
 
     def _checked_target(self, lakehouse: Lakehouse) -> int | None:
-        """Return the attempt to replace, fixed before any wait. A second launch steps aside and fences no one."""
+        """Return the attempt to replace, fixed before any wait. So a second launch steps aside, and fences none off."""
         state = self._patiently(Ledger(lakehouse).state, self._spec.run)
         check_unfinished(state)
         for plan_id in self._wish.plan_ids:
@@ -379,7 +377,7 @@ class Supervisor:
         return target
 
     def _to_replace(self, lakehouse: Lakehouse, wanted: int, *, rendezvous: str = "") -> int:
-        """`wanted`, or the current attempt where it is this launch's to replace."""
+        """Return `wanted`, or the current attempt if this launch may replace it."""
         if not rendezvous and not self._recovers:
             return wanted
         claims = self._patiently(Ledger(lakehouse).rows, self._spec.run, kinds=("claim",))
@@ -393,7 +391,10 @@ class Supervisor:
     def _patiently(
         self, call: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
     ) -> Result:
-        """Call what needs catalog or store. A recovery waits for an unavailable one, until it is asked to stop."""
+        """Call a function that needs the catalog or the store.
+
+        A recovery waits for an unavailable one, until a stop is requested.
+        """
         within_s = patience_s(replaces=self._replaces, noticed_by=self._noticed_by)
         return waiting_for(CatalogUnreachable, StoreUnavailable, within_s=within_s, stop=self._stop)(
             call, *args, **kwargs

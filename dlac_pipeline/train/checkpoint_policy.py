@@ -1,8 +1,7 @@
-"""Checkpoint policy of a rank: when it takes a checkpoint and when it exits, from messages that all ranks receive at the same
-step.
+"""Checkpoint policy of a rank: the steps at which it takes a checkpoint and exits, from messages that all ranks receive.
 
-Rank 0 keeps the clock and reports that a checkpoint is due, or that more nodes want to join. Any rank reports its termination
-notice.
+Every rank receives a message at the same step. Rank 0 keeps the clock and reports that a checkpoint is due, or that more
+nodes want to join. Any rank reports its termination notice.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ class CheckpointPolicy:
             self._interval = _interval(self._spec, lakehouse)
 
     def training(self) -> None:
-        """The first batch is about to be asked for: the clock starts."""
+        """Start the clock, just before the first batch is requested."""
         if self._interval is not None:
             self._interval.taken(time.monotonic())
             self._tell(self._interval)
@@ -93,7 +92,7 @@ class CheckpointPolicy:
             self._notices.leave_by(time.monotonic() + self._spec.launch.leave_s - beat.notice_age_s)
 
     def reason(self) -> str | None:
-        """Return why a checkpoint is taken after this step, the same on all ranks, or None without a reason or without time."""
+        """Return the reason for a checkpoint after this step, equal on all ranks, or None without a reason or without time."""
         settings = self._spec.checkpoint
         if self.leaving is not None:
             told = self.leaving.notice
@@ -120,7 +119,7 @@ class CheckpointPolicy:
             self._tell(self._interval)
 
     def left(self) -> None:
-        """Note that all ranks are about to exit on request. Making room for nodes is no preemption."""
+        """Note that all ranks are about to exit on request. To make room for nodes is no preemption."""
         if self._notice_name is None:
             return
         preemption = self._preemption()
@@ -141,14 +140,14 @@ class CheckpointPolicy:
             _log.info("a checkpoint every %.1f s of training: %s", choice.interval_s, choice.why)
 
     def _makes_room(self) -> bool:
-        """Return True if the supervisor has requested it. It does so only where nodes may join."""
+        """Return True if the supervisor has asked to make room. It asks only where nodes may join."""
         return (
             self._folder is not None and self._spec.launch.max_nodes > 1 and os.access(room_file(self._folder), os.F_OK)
         )
 
     @property
     def _notice_name(self) -> str | None:
-        """The notice by which all leave, or the one that this rank had."""
+        """The notice by which all ranks exit, or the one that this rank received."""
         first = self._notices.first
         heard = None if self.leaving is None else self.leaving.notice
         return heard if heard is not None or first is None else first.name

@@ -1,6 +1,6 @@
 """Heartbeat of one rank: its phase, the start of the phase, and its own time in each phase.
 
-A sign of life is one small write. A step has three. Times exclude waits for other ranks in a collective, where they can be
+A sign of life is one small write. A step has three. Times exclude waits for other ranks in a collective, where these can be
 measured: in reading, loading, and computing up to the loss.
 """
 
@@ -19,7 +19,10 @@ from dlac_pipeline.supervise.liveness.progress import Phase, Progress, ProgressW
 
 
 class RankHeartbeat:
-    """Heartbeat of one rank. Without a launch folder nothing is written. `waits` counts what reading waits for other ranks."""
+    """Heartbeat of one rank.
+
+    Without a launch folder nothing is written. `waits` counts the waits of reading for other ranks.
+    """
 
     def __init__(self, folder: Path | None, rank: int, waits: Waits) -> None:
         self._writer = ProgressWriter(folder, rank)
@@ -48,7 +51,7 @@ class RankHeartbeat:
         self._loading_s += load_s
 
     def reading(self) -> None:
-        """The rank asks for a batch."""
+        """Note that the rank requests a batch."""
         self._in_hand = 0
         self._since, self._waits.seconds = time.monotonic(), 0.0
         self._write()
@@ -70,7 +73,7 @@ class RankHeartbeat:
         self._loss_step, self._loss = loss_step, loss
 
     def step_done(self, step: int) -> None:
-        """The step is finished, as far as this rank is concerned."""
+        """Note that this rank has finished the step."""
         self._computing_s += self._forward_s or time.monotonic() - self._since
         self._rows += self._rows_in_hand
         self._in_hand, self._rows_in_hand, self._step = -1, 0, step
@@ -91,8 +94,8 @@ class RankHeartbeat:
         self._forward_s = self._forward_s or time.monotonic() - self._since
 
     def _say_moved(self, batch: Batch) -> None:
-        """Write the moved ranges where the step does not determine them: [step, [source, key group, pass, block, first, end],
-        ...].
+        """Write the ranges of a batch that its step does not determine: step, [source, key group, pass, block, first, end]
+        of each.
         """
         if batch.moved and self._descriptor is not None:
             said = [

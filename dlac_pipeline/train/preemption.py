@@ -1,4 +1,4 @@
-"""Preemption of a run: whether an emergency checkpoint fits in the time left, and what was lost."""
+"""Preemption of a run: the decision if an emergency checkpoint fits in the time left, and the lost work."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dlac_pipeline.checkpoint.step_sync import StepSync
 def fits(beat: StepSync, leave_s: float) -> bool:
     """Return True if a checkpoint can be committed in the rest of `leave_s`. All ranks use the same message and agree.
 
-    Without an earlier checkpoint as a measure the commit is tried. The watchdog ends one that takes too long.
+    Without an earlier checkpoint as a measure, the commit is tried. The watchdog ends a commit that takes too long.
     """
     return beat.notice_age_s + beat.needed_s <= leave_s
 
@@ -30,7 +30,7 @@ class Preemption:
 
     @property
     def lost_steps(self) -> int:
-        """Steps that the next attempt does again."""
+        """Steps that the next attempt repeats."""
         return self.step - self.head_step
 
     def event(self) -> dict[str, Any]:
@@ -47,7 +47,7 @@ class Preemption:
         }
 
     def message(self) -> str:
-        """For the log."""
+        """Return the message for the log."""
         told = f"told to leave ({self.notice}), within {self.deadline_s:g} s"
         head = "the start" if self.head is None else f"checkpoint {self.head!r} of step {self.head_step}"
         if not self.lost_steps:

@@ -85,10 +85,10 @@ def open_lakehouse(spec: JobSpec, *, supervised: bool) -> Lakehouse:
 
 
 def await_resume_point(folder: Path) -> ResumePoint:
-    """Wait for the supervisor while it lives: it may have a large checkpoint to verify.
+    """Wait for the supervisor's resume point and return it. The supervisor may have a large checkpoint to verify.
 
-    Every rank polls, perhaps on a network file system. The longer it has waited, the longer its pauses, up to a twentieth of
-    the wait.
+    The wait has no limit, because no rank outlives its supervisor. Every rank polls, perhaps on a network file system. Its
+    pauses grow to a twentieth of the wait, up to 0.2 seconds.
     """
     path, pause_s = folder / "resume.json", _FIRST_LOOK_S
     while not path.exists():
@@ -104,7 +104,8 @@ def claim_run(
 
     `held` keeps the run's lock. The first rank of a node checks its `tiers`.
 
-    From then on rank 0 reads the ledger. It logs if the catalog was replaced by an older backup. The next commit fails then.
+    From then on rank 0 watches the ledger, and logs if the catalog was replaced by an older backup. The next commit then
+    fails.
 
     Raises:
         DlacError: on rank 0 the cause, on the other ranks that rank 0 failed.
@@ -140,7 +141,7 @@ def make_own_folder(spec: JobSpec, nonce: str) -> Path | None:
     """Make the launch folder of ranks that another launcher started: their signs of life are written to it.
 
     Raises:
-        StoreUnavailable: it cannot be made.
+        StoreUnavailable: the folder cannot be made.
     """
     folder = own_folder(spec, nonce)
     if folder is not None:
@@ -152,17 +153,20 @@ def make_own_folder(spec: JobSpec, nonce: str) -> Path | None:
 
 
 class OwnRecoveries:
-    """The record of recoveries that rank 0 keeps without a supervisor: empty under one, and on other ranks."""
+    """Recoveries that rank 0 records without a supervisor. Other ranks, and ranks under a supervisor, record none."""
 
     def __init__(self, lakehouse: Lakehouse, spec: JobSpec, events: EventWriter) -> None:
         self._lakehouse = lakehouse
         self._spec = spec
         self._events = events
         self._incident: Incident | None = None
-        """The recovery under way."""
+        """The recovery in progress."""
 
     def begin(self, point: ResumePoint, *, claimed_at: float) -> None:
-        """Begin to record the recovery of this attempt, if an attempt before it failed. A run does not die of its report."""
+        """Begin to record the recovery of this attempt, if an attempt before it failed.
+
+        An error of the record is only logged.
+        """
         try:
             self._incident = _own_incident(self._lakehouse, self._spec, point, claimed_at=claimed_at)
         except DlacError as err:
@@ -179,13 +183,13 @@ class OwnRecoveries:
             self._record(self._incident, "failed again")
 
     def give_up(self, err: DlacError, *, attempt: int, step: int) -> None:
-        """Record that no attempt follows this one. A run does not die of its report."""
+        """Record that no attempt follows this one. An error of the record is ignored."""
         with suppress(DlacError):
             failure = ended_on_purpose(f"{type(err).__name__}: {err}", step=step)
             gave_up(self._lakehouse, self._spec.run, attempt, replace(failure, noticed_by="rank 0"))
 
     def _record(self, incident: Incident, outcome: RecoveryOutcome) -> None:
-        """Write the recovery down. What fails is a warning, and the generators of the script stay as they are."""
+        """Write the recovery to the ledger. An error is only logged. The script's random generator is left unchanged."""
         self._incident = None
         state = random.getstate()
         try:

@@ -37,18 +37,18 @@ _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """The first notice that a rank got."""
+    """The first notice that a rank received."""
 
     name: str
-    """One of pulse.NOTICES."""
+    """One of `step_sync.NOTICES`."""
     at: float
-    """Monotonic seconds."""
+    """Moment of the notice in monotonic seconds."""
 
 
 class Notices:
     """Sources of termination notices for one rank.
 
-    At the deadline `on_deadline` is called and the process ended, unless closed before.
+    At the deadline `on_deadline` is called and the process is ended, unless the notices were closed before.
     """
 
     def __init__(
@@ -60,9 +60,9 @@ class Notices:
         on_deadline: Callable[[], None],
         tells: Path | None = None,
     ) -> None:
-        """`launched`: started by a launcher other than a supervisor, whose end is a notice.
+        """Listen for notices. `launched`: a launcher other than a supervisor started the rank, and its end is a notice.
 
-        `tells`: a file made at the first notice.
+        `tells`: a file that is made at the first notice.
         """
         self._launch = launch
         self._tells = tells
@@ -80,11 +80,11 @@ class Notices:
 
     @property
     def first(self) -> Notice | None:
-        """The first notice, if there was one."""
+        """The first notice, or None."""
         return self._first
 
     def leave_by(self, deadline: float) -> None:
-        """The process is ended at `deadline`, in monotonic seconds, or at the one that it has if that is earlier."""
+        """End the process at `deadline`, in monotonic seconds, or at its present deadline if that is earlier."""
         self._deadline = deadline if self._deadline is None else min(deadline, self._deadline)
         self._wake()
 
@@ -95,7 +95,7 @@ class Notices:
         self._wake()
 
     def restore(self) -> None:
-        """Restore the former signal handlers, also in a forked process, which must not answer for this one."""
+        """Restore the former signal handlers, also in a forked process, which must not react for this one."""
         _OPEN.discard(self)
         if self._handlers:
             signal.set_wakeup_fd(self._wakeup_before)
@@ -127,7 +127,7 @@ class Notices:
             self._told.send(b"\0")
 
     def _watch(self) -> None:
-        """Hear signals at once, look for the launcher now and then, and keep the deadline."""
+        """Receive signals at once, check the launcher regularly, and enforce the deadline."""
         while not self._closed.is_set():
             left_s = _LOOK_EVERY_S if self._deadline is None else self._deadline - time.monotonic()
             if left_s <= 0:
@@ -135,7 +135,7 @@ class Notices:
             self._heard.settimeout(max(0.001, min(left_s, _LOOK_EVERY_S)))
             with suppress(TimeoutError):
                 for number in self._heard.recv(64):
-                    # The main thread may be stuck in a collective. Who has put a handler of their own there is left to it.
+                    # The main thread may be stuck in a collective. A handler that the script has installed is left alone.
                     if number in _SIGNALS and signal.getsignal(number) == self._on_signal:
                         self._note(signal.Signals(number).name)
             if not all(map(_is_alive, self._launchers)):
@@ -146,14 +146,14 @@ class Notices:
     def _end(self) -> None:
         last_words = threading.Thread(target=self._on_deadline, daemon=True)
         last_words.start()
-        last_words.join(_LAST_WORDS_S)  # the disk that they go to may be what everything waits for
+        last_words.join(_LAST_WORDS_S)  # its disk may be what blocks the rank
         os._exit(Preempted.exit_code)
 
     def _ask(self) -> None:
         """Ask the URL until it announces a termination. Any other answer is logged once and is no reason to stop."""
         said = False
         with requests.Session() as session:
-            session.trust_env = False  # an address of this machine: no proxy, and nobody's password
+            session.trust_env = False  # an address of this node: no proxy, and no stored password
             while not self._closed.is_set() and self._first is None:
                 problem = self._answer(session)
                 if problem and not said:
@@ -164,19 +164,19 @@ class Notices:
                 self._closed.wait(_ASK_EVERY_S)
 
     def _answer(self, session: requests.Session) -> str:
-        """Ask once. Return what was wrong, if anything."""
+        """Ask once. Return a description of the problem, or an empty string."""
         url, headers = self._launch.termination_url, self._launch.termination_headers
         try:
             answer = session.get(url, headers=headers, timeout=_ANSWER_WITHIN_S)
         except requests.RequestException as err:
-            return f"{type(err).__name__}: {mask_secrets(str(err))}"  # which names the address
+            return f"{type(err).__name__}: {mask_secrets(str(err))}"  # the error names the address
         if answer.status_code == 200 and self._launch.termination_match in answer.text:
             self._note("termination_url")
         return "" if answer.status_code in (200, 404) else f"{answer.status_code}"
 
 
 def _launchers() -> list[psutil.Process]:
-    """Return the process that started this one. DeepSpeed has another one above it, which people end."""
+    """Return the process that started this one, and DeepSpeed's launcher above it, which people end."""
     parent = psutil.Process().parent()
     if parent is None:
         return []
@@ -196,7 +196,7 @@ def _is_alive(process: psutil.Process) -> bool:
 
 
 _OPEN: weakref.WeakSet[Notices] = weakref.WeakSet()
-"""Those that listen in this process."""
+"""The notices that listen in this process."""
 
 
 def _restore_all() -> None:

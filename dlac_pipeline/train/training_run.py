@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 
 from dlac_pipeline.checkpoint.collectives import RankTree
+from dlac_pipeline.checkpoint.commit.coordinator import AttemptLeg
 from dlac_pipeline.checkpoint.engines import Engine, adapt, skip_shared_memory_op
 from dlac_pipeline.checkpoint.failures import failing_together
 from dlac_pipeline.checkpoint.finiteness import FinitenessCheck
@@ -73,13 +74,13 @@ _BACKGROUND_TAG = 1
 
 @contextmanager
 def training_run(spec: str | Path | None = None, *, takeover: bool = False) -> Iterator[TrainingRun]:
-    """Yield the training run of this rank. It joins the process group, gets its attempt, and cleans up at the end.
+    """Yield the training run of this rank. The run joins the process group, gets its attempt, and cleans up at the end.
 
-    A script may leave it between two steps, on all ranks at the same one, before the run is over. It then ends after a
-    checkpoint.
+    A script may leave the context before the run is over, between two steps, at the same step on all ranks. The attempt then
+    ends after a checkpoint.
 
-    `takeover` fences off a launch of the same run that is still alive, instead of being refused. Under `dlac train` the
-    command decides it.
+    `takeover` fences off a live launch of the same run, which otherwise causes a refusal. Under `dlac train` the command
+    decides it.
 
     Raises:
         SpecInvalid: neither a launch folder nor a spec describes the run.
@@ -92,11 +93,11 @@ def training_run(spec: str | Path | None = None, *, takeover: bool = False) -> I
             yield run
             run.leave()
         except BaseException as err:
-            # Before the connections close: other ranks fail of that at once, and are not the cause.
+            # Before the connections close: then other ranks fail at once, and are not the cause.
             if folder is not None:
                 leave_reason(err)
             else:
-                run.record_failure(err)  # no supervisor does
+                run.record_failure(err)  # without a supervisor
             raise
         finally:
             run.close()
@@ -106,7 +107,7 @@ class TrainingRun:
     """One rank of one attempt."""
 
     def __init__(self, folder: Path | None, spec: JobSpec, *, takeover: bool, held: ExitStack) -> None:
-        """Made by `training_run`. `held` keeps what the run must hold until it is closed."""
+        """Join the run, for `training_run`. `held` keeps the resources that the run holds until it is closed."""
         self.spec = spec
         self.rank = int(os.environ.get("RANK", "0"))
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -115,7 +116,7 @@ class TrainingRun:
         self._tiers = tiers_of(spec)
         self._waits = Waits()
         self._signs = RankHeartbeat(folder, self.rank, self._waits)
-        seed_rng(spec.order.seed, 0, 0)  # alike on all ranks until `restore`, so that models are initialized alike
+        seed_rng(spec.order.seed, 0, 0)  # equal on all ranks until `restore`, so that models are initialized equally
         skip_shared_memory_op()
         self._patience = timedelta(seconds=max(_GROUP_TIMEOUT_S, spec.launch.hang_timeout_s))
         self._group = self._join()
@@ -128,7 +129,7 @@ class TrainingRun:
             "warn" if REHEARSAL_VARIABLE in os.environ else spec.launch.on_nonfinite_loss,
             warn=lambda message: self._events.write({"event": "warning", "message": message}),
         )
-        held.callback(self._when.close)  # last: a peer that is gone must not keep this rank beyond its deadline
+        held.callback(self._when.close)  # closed last: a dead peer must not keep this rank past its deadline
         self._lakehouse = open_lakehouse(spec, supervised=folder is not None)
         self._recoveries = OwnRecoveries(self._lakehouse, spec, self._events)
         if folder is None:
@@ -137,7 +138,7 @@ class TrainingRun:
             self.resume_point = await_resume_point(folder)
         self._open_reader(self._lakehouse)
         self._when.resumed(self.resume_point, self._lakehouse)
-        # The attempt before may have died of a row, and a device says so some steps late: this one finds the step.
+        # A row may have killed the attempt before, and a device reports that some steps late. This attempt finds the step.
         self._pulse.waits_for_losses = self.resume_point.replaces > 0
         self._engine: Engine | None = None
         self._batch: Batch | None = None
@@ -170,7 +171,7 @@ class TrainingRun:
 
     @property
     def total_steps(self) -> int | None:
-        """The last step of the run, or of its present leg if it follows appends. None if only reading can show it."""
+        """The last step of the run, or of its current leg if it follows appends. None if only reading can show it."""
         return self._order.total_steps
 
     @property
@@ -179,17 +180,17 @@ class TrainingRun:
         return self._manager.head
 
     def restore(self, engine: object = None, **parts: Any) -> None:
-        """Name the engine whose state is checkpointed, and load the resume point into it, if there is one.
+        """Name the engine whose state is checkpointed, and load the resume point into it, if one exists.
 
-        Takes a DeepSpeed engine, an adapter such as `TorchState(model=model, optimizer=optimizer)`, or such parts alone, for
-        which the job spec's `checkpoint.engine` names the adapter ("auto": by whether the model is sharded).
+        `engine` is a DeepSpeed engine, or an adapter such as `TorchState(model=model, optimizer=optimizer)`. Such parts may
+        be passed alone. The job spec's `checkpoint.engine` then names the adapter ("auto": by whether the model is sharded).
 
         Raises:
-            SpecInvalid, ScriptInvalid: the job spec names another engine, or it is none.
+            SpecInvalid, ScriptInvalid: the job spec names another engine, or the object is no engine.
             ResumeMismatch: the checkpoint was saved by another kind of engine.
             WorldSizeUnsupported: the saved state cannot be converted to this number of ranks.
-            CheckpointUnsafe: there is more in the checkpoint than tensors and plain values.
-            StoreUnavailable, CheckpointDamaged: its files could not be brought to one of several machines.
+            CheckpointUnsafe: the checkpoint contains more than tensors and plain values.
+            StoreUnavailable, CheckpointDamaged: its files could not be brought to one of several nodes.
         """
         self._signs.doing(Phase.LOADING, self.step)
         self._engine = adapt(engine, self.spec.checkpoint.engine, **parts)
@@ -207,9 +208,9 @@ class TrainingRun:
     ) -> Iterator[Batch]:
         """Yield this rank's part of every remaining global batch, to the last step, or to a checkpoint after a stop request.
 
-        `device` is where batches are copied to, on a stream of their own. Without it they are in host memory. `pin_memory`
-        puts them into page-locked memory, by default if they go to an accelerator. Without an accelerator both change
-        nothing.
+        Batches are copied to `device`, on a stream of their own. Without `device` they stay in CPU memory. `pin_memory` puts
+        them into page-locked memory, by default if they go to an accelerator. Without an accelerator neither changes
+        anything.
 
         Raises:
             ScriptInvalid: `restore` was not called, or `step_done` was left out.
@@ -240,7 +241,7 @@ class TrainingRun:
         """Record that the optimizer step of the last batch is done, and take a checkpoint when one is due.
 
         `loss` is this rank's `batch.mean(...)`. `applied` defaults to the engine's report. A loss on an accelerator is read
-        when the next step is done, so that the device is not waited for.
+        when the next step is done, so that the rank does not wait for the device.
 
         Raises:
             ScriptInvalid: no batch is in hand.
@@ -267,12 +268,12 @@ class TrainingRun:
         """Wait for the checkpoint in progress, if one exists.
 
         Raises:
-            CheckpointError, LedgerError: it failed. The one before is untouched.
+            CheckpointError, LedgerError: the checkpoint failed. The one before is untouched.
         """
         self._report(self._manager.settle())
 
     def leave(self) -> None:
-        """Commit what the script has trained, also if it leaves before the run is over.
+        """Commit the steps that the script has trained, also if the script leaves before the run is over.
 
         Nothing is committed in the middle of a step or before `restore`, because the state of the model is unknown then.
         Raises as `settle` does.
@@ -286,7 +287,7 @@ class TrainingRun:
             return
         if self.step > self._tracker.committed_step:
             self._checkpoint(engine, "left", wait=True)
-        if self.stopped:  # that was said in the beats that were still under way
+        if self.stopped:  # requested by a message that was still in flight
             self._end()
             return
         self._events.write({"event": "left", "step": self.step, "total_steps": self.total_steps})
@@ -299,7 +300,7 @@ class TrainingRun:
         self._recoveries.fail()
 
     def close(self) -> None:
-        """End threads, leave the process group."""
+        """Close the reader and the heartbeat, and leave the process group."""
         self._reader.close()
         self._signs.close()
         if dist.is_initialized():
@@ -356,7 +357,7 @@ class TrainingRun:
         return unsaid and (self._run_ends() or point.leaves_out_more)
 
     def _run_ends(self) -> bool:
-        """Return True if the run is over at the end of its leg. One that follows appends ends at `order.steps` only."""
+        """Return True if the run is over at the end of its leg. A run that follows appends ends at `order.steps` only."""
         return not self._leg.following or (self._leg.steps is not None and self.step >= self._leg.steps)
 
     def _on_sync(self, beat: StepSync) -> None:
@@ -368,7 +369,7 @@ class TrainingRun:
     def _checkpoint(self, engine: Engine, reason: str, *, wait: bool) -> None:
         for beat in self._pulse.flush():
             self._on_sync(beat)
-        if self.stopped:  # perhaps said in the beats that were still under way
+        if self.stopped:  # perhaps requested by a message that was still in flight
             told = self._when.reason()
             if told is None:
                 return
@@ -413,7 +414,7 @@ class TrainingRun:
         if not point.leg_is_new:
             check_restored(self._order, point.step, state)
         apart = None if self._group is None or opened.order.counted else self._new_group()
-        """For the lengths of batches: a script may read ahead in a thread, and collectives of a group need one order."""
+        """Group for the lengths of batches: a script may read ahead in a thread, and collectives of a group need one order."""
         self._reader = opened.reader(
             rank=self.rank,
             world_size=self.world_size,
@@ -428,14 +429,17 @@ class TrainingRun:
             cursors=np.array([[source[group] for source in state] for group in groups], dtype=np.int64),
         )
         self._attempt = Attempt(run=self.spec.run, number=point.attempt, nonce=point.nonce)
-        self._manager = open_manager(
-            self.spec,
+        trained = AttemptLeg(
             attempt=self._attempt,
             leg=leg,
-            leg_is_new=point.leg_is_new,
+            is_new=point.leg_is_new,
             order=opened.order_apart(),
-            head=point.checkpoint_id,
-            resumed_from=None if point.checkpoint_id is None else folder_name_of(point.manifest_uri),
+            parent=point.checkpoint_id,
+            parent_folder=None if point.checkpoint_id is None else folder_name_of(point.manifest_uri),
+        )
+        self._manager = open_manager(
+            self.spec,
+            trained,
             lakehouse=lakehouse,
             tiers=self._tiers,
             tree=self._tree,

@@ -10,6 +10,7 @@ import pytest
 
 from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.spec.job_spec import parse_spec
+from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.supervise.supervisor import Supervisor
 from tests.conftest import PROGRAMS, Arena, source_rows, wait_until
 from tests.object_store import Network, ObjectStore
@@ -45,7 +46,7 @@ def test_changing_clock_ends_nothing(campaign: Arena, monkeypatch: pytest.Monkey
         if event["event"] == "step" and event["step"] >= 3:
             supervisor.stop()
 
-    supervisor = Supervisor(campaign.spec("set", hang_timeout_s=HANG_S, pause_s=0.2), on_event=heard)
+    supervisor = Supervisor(Request(spec=campaign.spec("set", hang_timeout_s=HANG_S, pause_s=0.2)), on_event=heard)
     outcome = supervisor.run()
     assert (outcome.ending, outcome.attempts) == ("stopped", 1)
     assert [event for event in events if event["event"] == "failure"] == []

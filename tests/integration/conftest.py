@@ -18,6 +18,7 @@ import pytest
 from dlac_pipeline.audit.lakehouse_sql import open_audit
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
+from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.supervise.attempt import Event
 from dlac_pipeline.supervise.supervisor import Supervisor
 from tests.conftest import Arena
@@ -90,9 +91,9 @@ def lake(tmp_path_factory: pytest.TempPathFactory) -> Lake:
         if event["event"] == "checkpoint" and event["attempt"] == 1 and event["step"] == 24:
             os.kill(pids[1], signal.SIGKILL)
 
-    assert Supervisor(made.spec("reference")).run().attempts == 1
+    assert Supervisor(Request(spec=made.spec("reference"))).run().attempts == 1
     faulty = made.spec("faulty", pause_s=0.1)  # the rank is dead before the next checkpoint, on a busy machine too
-    assert Supervisor(faulty, on_event=kill_a_rank).run().attempts == 2
+    assert Supervisor(Request(spec=faulty), on_event=kill_a_rank).run().attempts == 2
     return made
 
 

@@ -16,6 +16,7 @@ from dlac_pipeline.lakehouse.errors import RunBusy
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import HEAD_KINDS
 from dlac_pipeline.spec.job_spec import JobSpec
+from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.spec.launch_spec import LaunchSpec
 from dlac_pipeline.supervise.claim import claim_and_verify, new_nonce
 from dlac_pipeline.supervise.liveness.other_node import refuse_if_alive_elsewhere
@@ -69,10 +70,10 @@ def test_live_launch_elsewhere_is_not_fenced(arena: Arena, spec: JobSpec) -> Non
     with machine(arena):
         claim_and_verify(arena.lakehouse, spec, nonce=new_nonce())
     with pytest.raises(RunBusy, match=r"attempt 1 on machine 'node7'.* \d+ s ago: wait 3[56]\d\d s.*--takeover"):
-        Supervisor(spec).run()
+        Supervisor(Request(spec=spec)).run()
     assert [row["attempt"] for row in arena.rows("r", "claim")] == [1]
     assert not list((arena.home / "checkpoints" / "r").glob("launch*"))
-    assert Supervisor(spec, takeover=True).run().ending == "finished"
+    assert Supervisor(Request(spec=spec, takeover=True)).run().ending == "finished"
     assert [row["attempt"] for row in arena.rows("r", "claim")] == [1, 2]
 
 
@@ -84,7 +85,7 @@ def test_lost_launch_delays_nobody_else(arena: Arena, spec: JobSpec, how: str) -
     if how == "lost":
         lost_after(arena, 0.01)
     asked: dict[str, Any] = {} if how == "lost" else {"replaces": 1, "noticed_by": "recovery_sensor"}
-    assert Supervisor(spec, **asked).run().ending == "finished"
+    assert Supervisor(Request(spec=spec, **asked)).run().ending == "finished"
 
 
 def test_wait_lasts_as_requested(arena: Arena, spec: JobSpec) -> None:
@@ -152,7 +153,7 @@ def test_clock_ahead_fences_no_healthy_run(arena: Arena, spec: JobSpec) -> None:
     launch.wait_for("training")
     arena.monkeypatch.setattr("dlac_pipeline.supervise.liveness.other_launch.time", Clock(ahead_s=3600.0))
     with machine(arena), pytest.raises(RunBusy, match="attempt 1 on machine"):
-        Supervisor(healthy).run()
+        Supervisor(Request(spec=healthy)).run()
     assert [row["attempt"] for row in arena.rows("r", "claim")] == [1]
     assert launch.process.poll() is None
 

@@ -10,6 +10,7 @@ import pytest
 from assets.failures import NO_RECOVERY_TAG, run_tag
 from assets.training import model_checkpoint
 from dlac_pipeline.lakehouse.errors import LeftUnfinished, ScriptInvalid
+from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.supervise.supervisor import Supervisor
 from jobs.definitions import defs
 from tests.dagster_runs import job_config
@@ -55,7 +56,7 @@ def supervisor(arena: Arena, script: str, leaves: str = "") -> Supervisor:
     path = arena.home / "script.py"
     path.write_text(script)
     spec = arena.spec("r", world_size=1, passes=1, script=str(path), leaves=leaves, start="spawn")
-    return Supervisor(spec)
+    return Supervisor(Request(spec=spec))
 
 
 def test_a_script_may_leave_between_two_steps(arena: Arena) -> None:

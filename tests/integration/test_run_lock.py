@@ -12,6 +12,7 @@ from tenacity import RetryCallState
 
 from dlac_pipeline.lakehouse import retrying
 from dlac_pipeline.lakehouse.errors import RunBusy, SteppedAside, StoreUnavailable
+from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.supervise.claim import claim_and_verify, new_nonce
 from dlac_pipeline.supervise.run_lock import run_lock
 from dlac_pipeline.supervise.supervisor import Outcome, Supervisor
@@ -86,7 +87,7 @@ def test_second_takeover_steps_aside_first(arena: Arena) -> None:
     claim_and_verify(arena.lakehouse, spec, nonce=new_nonce())
     claim_and_verify(arena.lakehouse, spec, nonce=new_nonce(), replaces=1)
     with pytest.raises(SteppedAside):
-        Supervisor(spec, takeover=True, replaces=1).run()
+        Supervisor(Request(spec=spec, takeover=True, replaces=1)).run()
     assert not list((arena.home / "checkpoints" / "twice").glob("launch*"))
 
 
@@ -97,7 +98,7 @@ def test_late_claim_of_dead_run_is_replaced(arena: Arena, claimant: str) -> None
     spec = arena.spec("late", world_size=1, passes=1)
     claim_and_verify(arena.lakehouse, spec, nonce=new_nonce(), launched_by="dead")
     claim_and_verify(arena.lakehouse, spec, nonce=new_nonce(), replaces=1, launched_by=claimant)
-    recovery = Supervisor(spec, takeover=True, replaces=1, recovers="dead", launched_by="recovery")
+    recovery = Supervisor(Request(spec=spec, takeover=True, replaces=1, recovers="dead", launched_by="recovery"))
     if claimant == "dead":
         assert recovery.run().ending == "finished"
         assert [row["attempt"] for row in arena.rows("late", "claim")] == [1, 2, 3]
@@ -113,7 +114,7 @@ def test_stopped_claim_without_answer_ends(arena: Arena, monkeypatch: pytest.Mon
     impatient = arena.lakehouse.config.model_copy(update={"uri": f"sqlite:///{database}?timeout=0.1"})
     spec = arena.spec("told", world_size=1, passes=1).model_copy(update={"lakehouse": impatient})
     claim_and_verify(arena.lakehouse, spec, nonce=new_nonce())
-    recovery = Supervisor(spec, takeover=True, replaces=1)
+    recovery = Supervisor(Request(spec=spec, takeover=True, replaces=1))
     refused: list[str] = []
 
     def pausing(state: RetryCallState, *, longest_s: float) -> float:

@@ -15,6 +15,7 @@ from dlac_pipeline.lakehouse.errors import CatalogUnreachable, Fenced, ResumeMis
 from dlac_pipeline.lakehouse.ledger.commits import claim
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.operations.rewind import rewind_run
+from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.supervise.claim import ResumePoint, claim_and_verify, new_nonce
 from dlac_pipeline.supervise.supervisor import Supervisor
 
@@ -42,9 +43,9 @@ def test_repeated_claim_fences_no_newer_one(arena: Arena, landed: bool) -> None:
         claim_and_verify(arena.lakehouse, spec, nonce="another")
         raise CatalogUnreachable("away for a moment")
 
-    arena.monkeypatch.setattr("dlac_pipeline.supervise.attempt.take_over", away)
+    arena.monkeypatch.setattr("dlac_pipeline.supervise.attempt.claim_and_verify", away)
     with pytest.raises(SteppedAside):
-        Supervisor(spec, noticed_by="recovery_sensor").run()
+        Supervisor(Request(spec=spec, noticed_by="recovery_sensor")).run()
     assert arena.rows("r", "claim")[-1]["nonce"] == "another"
 
 

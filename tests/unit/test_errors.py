@@ -18,6 +18,7 @@ from dlac_pipeline.lakehouse.errors import (
 )
 from dlac_pipeline.read.blocks import UnitUnreadable
 from dlac_pipeline.spec.job_spec import parse_spec
+from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.supervise.follower_attempt import AttemptVerdict
 from dlac_pipeline.supervise.supervisor import Supervisor
 
@@ -57,4 +58,4 @@ def test_foreign_verdict_ends_node_with_message(kind: str) -> None:
     }
     verdict = AttemptVerdict.of(AttemptVerdict(error=(kind, "it was host-3")).words())
     with pytest.raises(TrainingFailed, match="it was host-3"):
-        Supervisor(parse_spec(raw, origin="the test"))._conclude(verdict)
+        Supervisor(Request(spec=parse_spec(raw, origin="the test")))._conclude(verdict)

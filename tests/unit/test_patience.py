@@ -12,7 +12,7 @@ from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.errors import CatalogUnreachable
 from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
-from dlac_pipeline.spec.launch_request import OPERATOR
+from dlac_pipeline.spec.launch_request import OPERATOR, Request
 from dlac_pipeline.supervise.retry_policy import waiting_for
 from dlac_pipeline.supervise.supervisor import Outcome, Supervisor
 from dlac_pipeline.train.startup import open_lakehouse
@@ -37,12 +37,12 @@ def spec_without_catalog(folder: Path) -> JobSpec:
 def test_manual_start_reports_outage_at_once(tmp_path: Path) -> None:
     """A person who waits in vain learns nothing."""
     with pytest.raises(CatalogUnreachable):
-        Supervisor(spec_without_catalog(tmp_path), noticed_by=OPERATOR).run()
+        Supervisor(Request(spec=spec_without_catalog(tmp_path), noticed_by=OPERATOR)).run()
 
 
 def test_recovery_waits_until_stopped(tmp_path: Path) -> None:
     """The sensor could not read the ledger either, and requested it blindly; cancelled, it has stopped and not failed."""
-    supervisor = Supervisor(spec_without_catalog(tmp_path), noticed_by="recovery_sensor")
+    supervisor = Supervisor(Request(spec=spec_without_catalog(tmp_path), noticed_by="recovery_sensor"))
     began = time.monotonic()
     threading.Timer(0.6, supervisor.stop).start()
     assert supervisor.run() == Outcome(ending="stopped", attempts=0, step=0)

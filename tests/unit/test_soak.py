@@ -127,7 +127,7 @@ def test_unhealed_fault_is_reported() -> None:
     for said in (
         "TrainingFailed: stuck",
         "Healed: 0 of 1",
-        "**not healed**",
+        "**It failed:**",
         "Audit exact: 0 of 1",
         "locks: soak-001",
         "store full",

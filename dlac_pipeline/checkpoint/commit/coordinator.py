@@ -50,31 +50,41 @@ class Prepared:
     """Further rows of its append, of this checkpoint."""
 
 
+@dataclass(frozen=True)
+class AttemptLeg:
+    """An attempt, the leg that it trains, and the checkpoint from which it resumes. `order` is used by its committer only."""
+
+    attempt: Attempt
+    leg: Leg
+    is_new: bool
+    order: LegOrder
+    parent: str | None = None
+    """Id of the checkpoint, or None at the beginning."""
+    parent_folder: str | None = None
+    """Name of the checkpoint in the store."""
+
+
 class Committer:
-    """Commits of one attempt's checkpoints, one after the other. `order` is used here only."""
+    """Commits of one attempt's checkpoints, one after the other."""
 
     def __init__(
         self,
+        trained: AttemptLeg,
         *,
-        attempt: Attempt,
-        order: LegOrder,
-        leg: Leg,
-        leg_is_new: bool,
-        parent: str | None,
         lakehouse: Lakehouse,
         settings: CheckpointSpec,
         config_digest: str,
         tiers: Tiers,
     ) -> None:
-        self._attempt = attempt
-        self._order = order
-        self._leg = leg
-        self._leg_is_new = leg_is_new
-        self._parent = parent
+        self._attempt = trained.attempt
+        self._order = trained.order
+        self._leg = trained.leg
+        self._leg_is_new = trained.is_new
+        self._parent = trained.parent
         self._rows_since: list[dict[str, Any]] = []
         """The run's ledger rows after the parent's."""
         self._ledger = Ledger(lakehouse)
-        self._maker = RowMaker(lakehouse, leg, order)
+        self._maker = RowMaker(lakehouse, trained.leg, trained.order)
         self._settings = settings
         self._config_digest = config_digest
         self._tiers = tiers

@@ -129,8 +129,8 @@ class History:
     def gone(self, path: str) -> Ints | None:
         """Return sorted positions of the rows of a data file of `since` that were live then and are not in `until`.
 
-        Return None where it cannot be determined: rows moved to other files, some were deleted there, and nothing tells them
-        apart. Then the plan of `since` is finished first.
+        Return None where it cannot be determined: rows moved to other files, some were deleted there, and they have
+        no keys. Then the plan of `since` is finished first.
 
         Raises:
             SpecInvalid: the identity columns do not tell rows apart.

@@ -1,7 +1,7 @@
-"""Liveness of a launch under another supervisor: in, the run's claims. Out: whether it counts as alive.
+"""Liveness of a launch under another supervisor, from the claims of its run.
 
-On this node the launch's lock decides, because the kernel releases it with its holder. Of another node only its writes can be
-seen: the ledger, and its launch folder if that is shared.
+On this node the launch's lock decides, because the kernel releases it with its holder. Of another node only its writes can
+be seen: the ledger, and its launch folder if that is shared.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ class LaunchLiveness:
     host: str
     """The node on which it was launched, or empty if unknown."""
     local: str
-    """The local folder of its checkpoints there, which contains its lock. Empty: it launched nothing, or unknown."""
+    """Local folder of its checkpoints on that node, with its lock. Empty if it launched nothing, or if unknown."""
     here: bool
     """True if it was launched on this node."""
     held: bool
-    """Here only: whether a living process holds the run's lock."""
+    """On this node only: True if a living process holds the run's lock."""
     silent_s: float
-    """Seconds since its last visible act by its own clock: a step of a rank, or a row of its own in the ledger."""
+    """Seconds since its last sign of life by its own clock: a step of a rank, or a row of its own in the ledger."""
     newest: tuple[float, ...] = ()
-    """The moments of its signs, by its own clock: another value is a new sign, whatever the clocks say."""
+    """Moments of its last signs of life, by its own clock. A changed value is a new sign, even if the clocks differ."""
     rows_every_s: float | None = None
-    """The longest time between two rows of its own, by its own clock, or None if it has fewer than two."""
+    """Longest time between two rows of its own, by its own clock, or None with fewer than two rows."""
     shows_steps: bool = False
-    """True if the steps of its ranks can be seen from here."""
+    """True if the steps of its ranks can be seen from this node."""
 
     def alive(self, *, lost_after_s: float) -> bool:
-        """True if it counts as alive. On another node it counts as lost after `lost_after_s` of silence."""
+        """Return True if the launch counts as alive. On another node it counts as lost after `lost_after_s` of silence."""
         return self.held if self.here else self.silent_s < lost_after_s
 
 
@@ -82,10 +82,10 @@ def is_held(lock: Path) -> bool:
         try:
             return any(Path(file.path) == lock.resolve() for file in holder.open_files())
         except psutil.AccessDenied:
-            return True  # somebody else's process: who may not look does not fence it off
+            return True  # a process of another user, which cannot be inspected, is not fenced off
     return False
 
 
 def _steps_at(folder: str) -> list[float]:
-    """Return the moment of the last sign of life of a launch's ranks, if its folder can be seen from here."""
+    """Return the moment of each rank's last sign of life, if the launch folder can be seen from this node."""
     return [progress.at for progress in read_all_progress(Path(folder))] if folder else []

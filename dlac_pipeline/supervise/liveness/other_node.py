@@ -1,8 +1,8 @@
 """Refusal of a launch while another node trains the run, as far as that node's signs of life can be seen.
 
-It is a courtesy for what no lock of this node can know. Safety does not depend on it. A launch of a cluster's job is never
-refused, because its scheduler may start it again. A launch by an orchestrator is not refused because of another run of the
-same orchestrator, which alone can know whether that run is alive.
+The refusal is a courtesy for cases that no lock of this node can show. Safety does not depend on it. A launch of a cluster's
+job is never refused, because its scheduler may start it again. A launch by an orchestrator is not refused because of another
+run of the same orchestrator. Only the orchestrator can know if that run is alive.
 """
 
 from __future__ import annotations
@@ -25,13 +25,15 @@ from dlac_pipeline.supervise.retry_policy import LOST_AFTER_S
 _log = logging.getLogger(__name__)
 _LOOK_S = 1.0
 _STEPS_SEEN_S = 15.0
-"""Seconds without a step of a launch's ranks after which its own clock is believed that it is lost."""
+"""Seconds to watch for another sign if the steps of the launch's ranks can be seen, before its own clock is believed."""
 
 
 def refuse_if_alive_elsewhere(
     rows_now: Callable[[], list[Row]], spec: JobSpec, *, launched_by: str, wait_s: float, stop: threading.Event
 ) -> None:
-    """Wait `wait_s` for a launch of the spec's run elsewhere to exit or to be lost, then refuse. `rows_now` reads its rows.
+    """Wait up to `wait_s` until a launch of the spec's run elsewhere exits or is lost, then refuse.
+
+    `rows_now` reads the rows.
 
     Raises:
         RunBusy: the launch counts as alive, or `stop` was set.
@@ -61,11 +63,11 @@ class _SilenceOfNode:
         self._seen_alive = False
 
     def is_lost(self, signs: LaunchLiveness) -> bool:
-        """Return True if it is silent for too long. For a launch on this node its lock decides."""
+        """Return True if the launch is silent for too long. For a launch on this node its lock decides."""
         if signs.here:
             return not signs.held
         if math.isinf(signs.silent_s):
-            return True  # it launched nothing
+            return True  # the attempt launched nothing
         if signs.newest != self._newest:
             self._seen_alive = self._newest is not None
             self._newest, self._since = signs.newest, time.monotonic()
@@ -81,7 +83,7 @@ class _SilenceOfNode:
         return watched_s >= (_watch_s(signs) if self.may_be_lost(signs) else LOST_AFTER_S)
 
     def may_be_lost(self, signs: LaunchLiveness) -> bool:
-        """True if its own clock shows that it is lost, and no sign was seen since the watch began."""
+        """Return True if the launch's own clock shows that it is lost, and no sign was seen since the watch began."""
         return not (signs.here or self._seen_alive) and signs.silent_s >= LOST_AFTER_S
 
 
@@ -97,10 +99,11 @@ def _counts(rows: list[Row], spec: JobSpec, signs: LaunchLiveness, launched_by: 
     attempt = fence_of_rows(rows).attempt
     if not attempt or finished_of_rows(rows) or idle(rows, attempt):
         return False
-    if left_in_order(rows, attempt) and last_reason(rows, attempt) != NODES:  # which goes on with more machines
+    # with NODES the run resumes on more nodes
+    if left_in_order(rows, attempt) and last_reason(rows, attempt) != NODES:
         return False
     if (signs.host, signs.local) == (socket.gethostname(), spec.checkpoint.local):
-        return False  # the lock tells, and better
+        return False  # the lock is the better evidence
     one_job = spec.launch.on != "here" or bool(launched_by and claimed_by(rows, attempt))
     same_place = bool(spec.launch.rendezvous) and rendezvous_of(rows, attempt) == spec.launch.rendezvous
     return not (one_job or same_place)

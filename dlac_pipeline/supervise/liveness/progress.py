@@ -42,13 +42,13 @@ class Spent:
     """Rows that it worked on in finished steps."""
     reading_us: int = 0
     computing_us: int = 0
-    """From a batch to its `mean`: the forward part of a step."""
+    """Time from a batch to its `mean`, the forward part of a step."""
     checkpoint_us: int = 0
-    """Writing its part of checkpoints."""
+    """Time to write the rank's part of checkpoints."""
     checkpoint_bytes: int = 0
     loading_us: int = 0
     convert_us: int = 0
-    """Until a checkpoint was converted to this number of ranks."""
+    """Time until a checkpoint was converted to this number of ranks."""
     began: float = 0.0
     """Start of training in seconds since the epoch, or 0."""
 
@@ -72,7 +72,7 @@ class Progress:
 
     @property
     def doing(self) -> str:
-        """The rank's phase, in a word."""
+        """The rank's phase as one word."""
         if self.phase != Phase.TRAINING or self.spent.in_hand < 0:
             return self.phase.name.lower()
         return "computing" if self.spent.in_hand else "reading"
@@ -102,7 +102,7 @@ class ProgressWriter:
 
 
 class EventWriter:
-    """Writer of events for the supervisor, once for all ranks. Without a launch folder it writes nothing."""
+    """Writer of events for the supervisor. Only rank 0 writes them, and nothing is written without a launch folder."""
 
     def __init__(self, folder: Path | None, rank: int) -> None:
         self._rank = rank
@@ -146,7 +146,7 @@ def _read_events(folder: Path, kinds: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def read_in_hand(folder: Path, step: int) -> Iterator[list[int]]:
-    """Return the ranges that the ranks' batch of `step` moves: source, key group, pass, block, first position, end position.
+    """Yield the ranges that the ranks' batch of `step` moves: source, key group, pass, block, first position, end position.
 
     A rank that died while it wrote has recorded nothing.
     """
@@ -165,22 +165,22 @@ def read_record(folder: Path, rank: int) -> bytes:
 
 
 def write_record(folder: Path, rank: int, raw: bytes, *, later_s: float) -> None:
-    """Write the record that a rank of another node reported. `late_s` corrects the clock of that node."""
+    """Write the record that a rank of another node reported. `later_s` converts its time to the clock of this node."""
     step, phase, at, *rest = _RECORD.unpack(raw)
     record = _RECORD.pack(step, phase, at + later_s, *rest)
     descriptor = os.open(progress_file(folder, rank), os.O_WRONLY | os.O_CREAT, 0o644)
-    try:  # in place: that needs no room on a disk that is full
+    try:  # in place, which needs no room on a full disk
         os.pwrite(descriptor, record, 0)
     finally:
         os.close(descriptor)
 
 
 def read_progress(folder: Path, rank: int) -> Progress | None:
-    """The rank's last record, if it wrote one."""
+    """Return the rank's last record, or None if it wrote none."""
     raw = read_record(folder, rank)
     if len(raw) < _FIRST.size:
         return None
-    if len(raw) < _RECORD.size:  # of an older version
+    if len(raw) < _RECORD.size:  # a record of an older version
         step, phase, at, loss_step, loss = _FIRST.unpack(raw[: _FIRST.size])
         return Progress(step, Phase(phase), at, loss_step, loss)
     step, phase, at, loss_step, loss, *spent = _RECORD.unpack(raw[: _RECORD.size])
@@ -188,5 +188,5 @@ def read_progress(folder: Path, rank: int) -> Progress | None:
 
 
 def read_all_progress(folder: Path) -> list[Progress]:
-    """Return the last record of each rank that wrote one, in rank order, for a caller that does not know the number of ranks."""
+    """Return the last record of each rank that wrote one, in rank order. The number of ranks need not be known."""
     return [found for rank in ranks_with_progress(folder) if (found := read_progress(folder, rank)) is not None]

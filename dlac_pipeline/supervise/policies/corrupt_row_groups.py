@@ -25,7 +25,7 @@ class Damaged:
 
 
 def damaged_row_group(lakehouse: Lakehouse, spec: JobSpec, leg: Leg, path: str, row_group: int) -> Damaged | None:
-    """The row group of a leg on which an attempt died, if it is damaged: None if it decodes now, or nothing can be read."""
+    """Return the damaged row group of a leg on which an attempt failed. None if it decodes now, or if nothing can be read."""
     for source, mine in zip(spec.sources, leg.sources, strict=True):
         for plan_id in mine.start.live_plan_ids:
             plan = load_plan(lakehouse, plan_id, table=source.table)
@@ -55,7 +55,7 @@ def _unit_of(plan: Plan, path: str, row_group: int) -> int | None:
 
 
 def _problem(decoder: BlockDecoder, plan: Plan, unit: int) -> str | None:
-    """Return why a unit does not decode, or an empty string."""
+    """Return why a unit does not decode, or None if it decodes."""
     units = plan.units
     try:
         decoder.row_group(units.file_paths[int(units.file[unit])], int(units.row_group[unit]), int(units.rows[unit]))
@@ -65,7 +65,7 @@ def _problem(decoder: BlockDecoder, plan: Plan, unit: int) -> str | None:
 
 
 def _store_is_there(decoder: BlockDecoder, plan: Plan, path: str) -> bool:
-    """Return True if another data file can be read. A plan of one file has no such file, and its damage is believed."""
+    """Return True if another data file can be read, or if the plan has only one file, whose damage is then believed."""
     first_units = {
         plan.units.file_paths[file]: unit for unit, file in reversed(list(enumerate(plan.units.file.tolist())))
     }

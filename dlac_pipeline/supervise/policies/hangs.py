@@ -1,4 +1,4 @@
-"""Hangs and deaths: the rank that an attempt fails of. Signs of life in, an `Exit` out."""
+"""Hangs and deaths: the rank that caused the failure of an attempt. In: signs of life. Out: an `Exit`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dlac_pipeline.supervise.liveness.progress import Phase, Progress
 from dlac_pipeline.supervise.local_ranks import Exit
 
 STUCK = "Stuck"
-"""Kind of the failure of a rank that was asked to leave and is still there."""
+"""Kind of the failure of a rank that was asked to exit and is still running."""
 
 
 _Mark = tuple[float, int, Phase] | None
@@ -26,14 +26,15 @@ class Watched(Protocol):
     """Ranks that give signs of life."""
 
     def progress(self) -> list[Progress | None]:
-        """The last one of each rank."""
+        """Return the last sign of life of each rank."""
 
 
 class HangDetector:
-    """For how long the ranks of an attempt have given no sign of life, from the first look on.
+    """Detector of hung ranks: how long each rank of an attempt has given no sign of life, from the first look on.
 
-    A sign is a record that has changed since the last look, in the time in which this process ran: wall clocks are set now and
-    then, here and where a rank is, and who looks is stopped now and then with the ranks.
+    A sign of life is a record that has changed since the last look. Silence is measured with a clock that stops while this
+    process is suspended: wall clocks may be set, on this node and on the rank's, and a supervisor may be suspended with its
+    ranks.
     """
 
     def __init__(self, launch: LaunchSpec, clock: Callable[[], float] | None = None) -> None:
@@ -42,10 +43,10 @@ class HangDetector:
         self._heard: dict[int, tuple[_Mark, float]] = {}
 
     def too_long(self, ranks: Watched) -> Exit | None:
-        """Return the rank that has been silent longest, if that is too long.
+        """Return the rank that has been silent for the longest time, if that is too long.
 
-        While one rank starts or loads, the others may wait for it, so all get its time. A rank that has done its last step
-        gives no more signs: the script may evaluate or export for as long as it takes.
+        While one rank starts or loads, the others may wait for it, so all ranks get the longer timeout. A rank that has done
+        its last step gives no more signs of life, because the script may then evaluate or export for any length of time.
         """
         found = ranks.progress()
         now = self._clock()
@@ -75,13 +76,13 @@ class HangDetector:
 def first_cause(failures: list[Exit]) -> Exit:
     """Return the failure that explains the others.
 
-    When one rank dies, the others follow with errors of their broken connections, and may exit before it. In order:
+    When one rank dies, the others fail with errors of their broken connections, and may exit before it. In order:
 
-    - a lost node, because all its ranks fail with it;
-    - the first error that DLAC names or that the script raised. Before the latter comes a signal, except SIGABRT, with which
-      NCCL ends ranks whose peer is gone;
-    - a signal;
-    - the first of the others, with those last whose connection to another rank broke.
+    - A lost node, because all its ranks fail with it.
+    - The first error of DLAC or exception of the script. A signal precedes an exception of the script, except SIGABRT, with
+      which NCCL ends ranks whose peer has died.
+    - A signal.
+    - The first of the others. Ranks whose connection to another rank broke come last.
     """
     failures = sorted(failures, key=lambda failure: (failure.kind != LOST, failure.origin == "peer", failure.at))
     if failures[0].kind == LOST:
@@ -97,7 +98,7 @@ def first_cause(failures: list[Exit]) -> Exit:
 
 
 def stuck_rank(ranks: Watched, asked_s: float) -> Exit:
-    """Return the rank with the fewest steps since all were asked to exit, `waited_s` seconds ago."""
+    """Return the rank with the fewest steps. All ranks were asked to exit `asked_s` seconds ago."""
     steps = {rank: -1 if sign is None else sign.step for rank, sign in enumerate(ranks.progress())}
     return Exit(
         rank=min(steps, key=steps.__getitem__),

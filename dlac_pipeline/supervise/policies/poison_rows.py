@@ -25,9 +25,9 @@ from dlac_pipeline.supervise.incident import Failure
 from dlac_pipeline.supervise.liveness.progress import read_in_hand
 
 _OF_ACCELERATOR = "AcceleratorError"
-"""PyTorch's exception for what a device reports: in any step after the one that is at fault, unless the host waits in each."""
+"""PyTorch's exception for an error of a device. It may come some steps late, unless the rank waits for the device in each."""
 Place = tuple[UnitTable, int, int]
-"""Units of a plan, a unit of them, and a row in that."""
+"""A row: the units of its plan, its unit, and its row in that unit."""
 AfterDeath = Literal["again", "leave out", "stop"]
 """The consequence of a dead attempt: another attempt, one without the rows in hand, or none."""
 _NEVER_OF_ROWS = frozenset(
@@ -55,7 +55,7 @@ class CrashLoop:
     """
 
     def __init__(self, times: int) -> None:
-        """`times` deaths in one step are too many, 0: rows are never left out."""
+        """Leave rows out after `times` deaths in one step, or never if `times` is 0."""
         self._times = times
         self._step = 0
         self._tried = 0
@@ -67,11 +67,11 @@ class CrashLoop:
         self._trained = False
         """True if the script has finished a step in any attempt."""
         self.count = 0
-        """Deaths in a row at the present step."""
+        """Consecutive deaths at the current step."""
         self._judged = False
         """True if an attempt was judged."""
         self._late = 0
-        """Deaths before these that an accelerator had reported late: 1 or 0."""
+        """Deaths before these that an accelerator reported late: 1 or 0."""
 
     @property
     def undecided(self) -> bool:
@@ -80,11 +80,11 @@ class CrashLoop:
 
     @property
     def in_a_row(self) -> int:
-        """Attempts in a row that died at the present step, as far as is known."""
+        """Consecutive attempts that died at the current step, as far as known."""
         return self.count + self._late
 
     def judge(self, failure: Failure, *, committed: bool) -> AfterDeath:
-        """Note how an attempt ended, which had committed something or not, and decide what follows."""
+        """Note how an attempt ended, and if it had `committed` something. Return what follows."""
         if committed:
             self._step = self._tried = self.count = 0
             self._tries, self._last, self._late = False, "", 0
@@ -110,7 +110,7 @@ class CrashLoop:
 
     def _is_hopeless(self, failure: Failure, *, same_rows: bool, tries: bool) -> bool:
         """Return True if a death that repeats the one before cannot be the fault of the rows in hand."""
-        if tries:  # a later step is reached only because leaving the rows out has helped
+        if tries:  # a later step is reached only if leaving the rows out has helped
             return failure.in_hand <= self._tried
         blames_rows = same_rows and self._trained and bool(self._times) and failure.in_hand > self._tried
         return failure.script_raised and (failure.kind in _NEVER_OF_ROWS or not blames_rows)
@@ -123,7 +123,7 @@ def _has_rows(failure: Failure) -> bool:
 
 
 def _manner_of(failure: Failure) -> str:
-    """Return what deaths of one cause have in common, whichever rank it was: the place of the exception, or the signal."""
+    """Return the common mark of deaths of one cause, on any rank: the place of the exception, or the signal."""
     return failure.place or failure.cause.partition(" ")[2].lstrip("0123456789 ")
 
 
@@ -132,7 +132,7 @@ def rows_in_hand(
 ) -> tuple[Unreadable, ...]:
     """Return the rows of the global batch of `step` by row group.
 
-    `folder` is the launch folder of an attempt that had it in hand.
+    `folder` is the launch folder of an attempt that had the batch in hand.
     """
     units: dict[str, UnitTable] = {}
     for source, mine in zip(spec.sources, leg.sources, strict=True):
@@ -149,7 +149,7 @@ def rows_in_hand(
 
 
 def _of_counted(order: LegOrder, step: int) -> Iterator[Place]:
-    """Return the rows of a source whose position follows from the step alone."""
+    """Yield the rows of sources whose positions follow from the step alone."""
     before, after = order.consumed(step - 1), order.consumed(step)
     for index, source in enumerate(order.sources):
         for group in range(order.settings.key_groups):
@@ -159,7 +159,7 @@ def _of_counted(order: LegOrder, step: int) -> Iterator[Place]:
 
 
 def _of_streamed(order: LegOrder, step: int, folder: Path) -> Iterator[Place]:
-    """Return the rows that the ranks recorded when they received the batch, with rows that are read in part."""
+    """Yield the rows that the ranks recorded when they received the batch, with rows that are read in part."""
     for source, group, pass_index, block, start, end in read_in_hand(folder, step):
         yield from _places(order.sources[source], pass_index, group, block, list(range(start, end)))
 

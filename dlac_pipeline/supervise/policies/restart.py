@@ -43,7 +43,7 @@ _TERMINAL = (BadInput, LedgerError, CheckpointError, Preempted, LossNotFinite)
 
 
 class RestartPolicy:
-    """Of the attempts of one supervisor."""
+    """Restart policy of one supervisor, from the attempts that it has seen."""
 
     def __init__(self, supervision: Supervision) -> None:
         self._supervision = supervision
@@ -53,26 +53,26 @@ class RestartPolicy:
         self._deaths = CrashLoop(self._spec.launch.deaths_at_same_rows)
 
     def went_on(self, attempt: SupervisedAttempt) -> None:
-        """Note that an attempt ended on purpose, so that others resume.
+        """Note that an attempt ended on purpose, so that other nodes resume the run.
 
-        It is no failure, and progress only if it committed something.
+        This is no failure, and is progress only if the attempt committed something.
         """
         if attempt.committed:
             self._fruitless = 0
 
     def follow_others(self) -> None:
-        """Other machines have led in between: what their attempts came to is in the ledger."""
+        """Count the attempts without progress in the ledger, because other nodes have led since the last count."""
         rows = self._patiently(Ledger(self._lakehouse).rows, self._spec.run, kinds=HEAD_KINDS)
         self._fruitless = attempts_without_progress(rows)
 
     def left_out_behind(self, attempt: SupervisedAttempt, failure: Failure) -> Sequence[Unreadable]:
-        """Return what the next attempt leaves out in addition.
+        """Return the row groups and rows that the next attempt leaves out in addition.
 
         Raises:
             NoProgress: no attempt follows, because several in a row committed nothing.
             ScriptFailed: no attempt follows, because the script raises the same exception at the same place.
-            TrainingFailed: no attempt follows, because `launch.max_restarts` is reached.
-            DlacError: no attempt follows, because it would end in the same way, or none is wanted.
+            TrainingFailed: no attempt follows, because `launch.max_restarts` is reached, or a stop was requested.
+            DlacError: no attempt follows, because it would end in the same way.
         """
         self._fruitless = 0 if attempt.committed else self._fruitless + 1
         if failure.kind == LossNotFinite.__name__:
@@ -92,7 +92,7 @@ class RestartPolicy:
         if left_out:
             self._fruitless = 0
         limit = self._spec.launch.attempts_without_progress
-        if self._fruitless >= limit:  # a commit can land and its event be lost
+        if self._fruitless >= limit:  # the event of a commit may be lost
             rows = patiently(Ledger(self._lakehouse).rows, self._spec.run, kinds=HEAD_KINDS)
             self._fruitless = min(self._fruitless, attempts_without_progress(rows))
         if self._fruitless >= limit and not (self._deaths.undecided and self._deaths.in_a_row >= self._fruitless):
@@ -122,14 +122,14 @@ class RestartPolicy:
         return failure.kind == Preempted.__name__ or self._supervision.leaves.is_set()
 
     def record_gave_up(self, failure: Failure, attempt: int) -> None:
-        """Write down that no attempt follows the one that failed last."""
+        """Write the row of a run that is given up. An error of the write is only a warning."""
         try:
             gave_up(self._lakehouse, self._spec.run, attempt, failure)
         except DlacError as err:
             self._say({"event": "warning", "message": f"giving up was not recorded: {err}"})
 
     def _raise_if_final(self, failure: Failure) -> None:
-        """Raise what a rank died of if another attempt would meet it again, or if none is wanted."""
+        """Raise the error of a rank if another attempt would meet it again, or if a stop was requested."""
         kind = errors.error_class(failure.kind)
         if kind is not None and issubclass(kind, _TERMINAL):
             raise kind(failure.message)
@@ -141,10 +141,10 @@ class RestartPolicy:
             )
 
     def _damaged(self, failure: Failure, leg: Leg | None) -> Sequence[Unreadable]:
-        """The row group on which the attempt died, if the next one leaves it out.
+        """Return the row group on which the attempt died, if the next attempt leaves it out.
 
         Raises:
-            DataFileUnreadable: it is damaged, and the policy is to stop.
+            DataFileUnreadable: the row group is damaged, and the policy is to fail.
         """
         if leg is None or "row_group" not in failure.detail:
             return ()
@@ -157,7 +157,7 @@ class RestartPolicy:
         return (found.unreadable,)
 
     def _quarantined(self, attempt: SupervisedAttempt, failure: Failure) -> Sequence[Unreadable]:
-        """The rows that the last attempts had in hand when they died."""
+        """Return the rows that the last attempts had in hand when they died."""
         assert attempt.leg is not None, "it has trained"
         step = failure.in_hand
         times = self._spec.launch.deaths_at_same_rows
@@ -180,7 +180,7 @@ class RestartPolicy:
 
 
 def _hopeless(run: str, attempt: int, failure: Failure) -> TrainingFailed:
-    """Return the error for a death that repeats whatever the rows are."""
+    """Return the error for a death that repeats with any rows."""
     logs = _logs_of(run, attempt, failure)
     if failure.script_raised:
         return ScriptFailed(

@@ -18,7 +18,7 @@ from dlac_pipeline.supervise.liveness.progress import Progress
 _PER_STEP = {"reading": "reading_us", "computing": "computing_us"}
 _EACH_TIME = {"checkpoint": "checkpoint_us", "loading": "loading_us"}
 _ALIKE = 2
-"""Parts of checkpoints are compared with those that are no smaller than this one divided by so much."""
+"""Parts of checkpoints are compared with parts that have at least their size divided by this number."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,7 +30,7 @@ class Straggler:
     step: int
     own_s: float
     median_s: float
-    """Of the other ranks."""
+    """Median of the other ranks."""
 
     def event(self) -> dict[str, Any]:
         """Return the event for listeners."""
@@ -50,7 +50,7 @@ class Straggler:
 
 
 class Stragglers:
-    """Of one attempt: `observe` its ranks, and hear of each that becomes slow, once until it is as fast as the others again."""
+    """Stragglers of one attempt. A slow rank is reported once, until it is as fast as the others again."""
 
     def __init__(self, launch: LaunchSpec) -> None:
         self._factor, self._at_least_s, self._steps = (
@@ -63,13 +63,13 @@ class Stragglers:
         self._told: set[tuple[int, str]] = set()
 
     def observe(self, progress: Sequence[Progress]) -> list[Straggler]:
-        """Return the ranks, from these signs of life by rank, that are slow now and were not reported yet."""
+        """Return the ranks that are slow now and were not reported yet, from these signs of life by rank."""
         if not self._factor or len(progress) < 2:
             return []
         return [*self._by_steps(progress), *self._each_time(progress)]
 
     def _by_steps(self, progress: Sequence[Progress]) -> list[Straggler]:
-        """Every so many steps of all ranks: the seconds per step of each since then."""
+        """Return the slow ranks by seconds per step, once all ranks have done enough steps since the last comparison."""
         before = self._window
         if before is None:
             self._window = progress
@@ -86,7 +86,7 @@ class Stragglers:
         return found
 
     def _each_time(self, progress: Sequence[Progress]) -> list[Straggler]:
-        """Yield what a phase took each rank, when all ranks have gone through it once more."""
+        """Return the slow ranks of each phase that all ranks have gone through once more."""
         found = []
         for phase, name in _EACH_TIME.items():
             now = [_us(each, name) for each in progress]
@@ -101,7 +101,7 @@ class Stragglers:
     def _slow(
         self, phase: str, own_s: Mapping[int, float], progress: Sequence[Progress], sizes: Sequence[int] = ()
     ) -> list[Straggler]:
-        """Return the ranks that are slower than the others, or than those with as much work, where `sizes` gives the work."""
+        """Return the ranks that are slower than the others. With `sizes`, only ranks with as much work are compared."""
         found = []
         for rank, mine in own_s.items():
             peers = [
