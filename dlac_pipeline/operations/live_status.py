@@ -37,10 +37,7 @@ class LiveStatus:
     """Live status of one run, for repeated reads."""
 
     def __init__(self, lakehouse: Lakehouse, run: str) -> None:
-        """Check the run.
-
-        Raise `NoSuchRun` if the ledger has no row of it, `LedgerOlderThanStore` if its catalog was restored.
-        """
+        """Look up the run. Raises as `run_status`."""
         check_ledger(lakehouse, run)
         self._ledger = Ledger(lakehouse)
         self._run = run

@@ -58,7 +58,7 @@ def due(lakehouse: Lakehouse, spec: JobSpec) -> Due:
         return answer(True, "it has no checkpoint yet")
     planned = leg_of(rows, head).sources
     news = [
-        f"{source.table} went on from snapshot {source.snapshot_id} to {now}"
+        f"{source.table} advanced from snapshot {source.snapshot_id} to {now}"
         for source, now in zip(planned, present, strict=False)
         if source.follow == "appends" and source.snapshot_id != now
     ]

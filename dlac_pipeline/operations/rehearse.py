@@ -116,7 +116,7 @@ class Rehearsal:
 
     def summary(self) -> str:
         """Return the verdict as one sentence."""
-        stretch = f"steps {self.step + 1} to {self.steps[-1].step} behind checkpoint {self.checkpoint_id!r}"
+        stretch = f"steps {self.step + 1} to {self.steps[-1].step} after checkpoint {self.checkpoint_id!r}"
         if self.identical:
             return f"{stretch} on {self.world_size} ranks: {self.compared} losses bit-identical"
         first = self.differing[0]

@@ -156,8 +156,8 @@ def _listed(run: str, rows: list[Row], recoveries: Sequence[Recovery]) -> dict[s
 def standing_of(rows: list[Row], recoveries: Sequence[Recovery] = ()) -> Standing:
     """Return the state of the last launch of a run, from its rows, its recoveries and the processes of this node.
 
-    For a launch on this node the lock decides: a living process holds it, or none. A launch on another node is known only by
-    its writes.
+    For a launch on this node the lock decides: a living process holds it, or none. On another node only its writes are
+    known.
     """
     if not rows:
         return Standing(state="unknown")

@@ -65,7 +65,7 @@ class AllRanks:
 
     @property
     def leaving(self) -> list[str]:
-        """Host names of the other nodes that were asked to leave."""
+        """Names of the other nodes that were asked to leave."""
         asked = (place for place, message in self._looked().items() if message.get("asked") == LEAVE)
         return [self._round.hosts[place] for place in asked]
 

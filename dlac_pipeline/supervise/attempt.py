@@ -1,7 +1,6 @@
 """One launch of a run under its supervisor: from spawning the ranks and claiming the run to the end of the last process.
 
-In: a job spec, and the failure of the attempt before. Out: events, the end of the attempt, and a row in `recoveries` after a
-recovery.
+In: a job spec, and the failure before. Out: events, the end of the attempt, and a row in `recoveries` if it recovered.
 """
 
 from __future__ import annotations
@@ -293,7 +292,7 @@ class SupervisedAttempt:
             raise LeftUnfinished(
                 f"expected the script of run {self._spec.run!r} to train to the end of run.batches(), or to leave `with "
                 f"training_run()` between two steps; found that it ended with exit status 0 at step {self.step}{kept}: "
-                "what is committed is kept; mend the script, and start it again"
+                "the committed checkpoints are kept; mend the script, and start it again"
             )
         self._ending = self._ending or "stopped"
         if grows and ranks.noticed:  # a termination notice arrived while room was made

@@ -233,7 +233,7 @@ def check_unfinished(state: RunState) -> None:
 
 
 def _places_of(spec: JobSpec, tiers: Tiers) -> dict[str, Any]:
-    """Return what a claim records of this node and of the places of checkpoints."""
+    """Return a claim's record of this node and of the places of checkpoints."""
     return {
         "host": socket.gethostname(),
         "local": spec.checkpoint.local,

@@ -22,8 +22,7 @@ def load_checkpoint(
 ) -> tuple[float, float]:
     """Load the checkpoint of a resume point into an engine, and the random generators of this rank. Collective.
 
-    `restores` is true for one rank of every node. Return the seconds until the checkpoint was converted, and those of the
-    load.
+    `restores` is true for one rank of every node. Return the seconds until the conversion was done, and those of the load.
 
     Raises:
         ResumeMismatch: the checkpoint was saved by another kind of engine.

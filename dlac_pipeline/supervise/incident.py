@@ -88,8 +88,7 @@ class Failure:
 def ended_on_purpose(cause: str, *, step: int, undone: Sequence[Progress] = ()) -> Failure:
     """Return the failure of an attempt that ended just now so that other nodes can train the next one.
 
-    `undone` is the work of the attempt's ranks if it had no time for a checkpoint of its last step. Otherwise nothing is
-    lost.
+    `undone` is the work of its ranks if the attempt had no time for a last checkpoint. Otherwise nothing is lost.
     """
     now = time.time()
     return Failure(

@@ -90,9 +90,7 @@ class RankGroup:
         return [read_progress(self.folder, rank) for rank in self.ranks]
 
     def failures(self) -> list[Exit]:
-        """Return the ranks that failed.
-
-        A rank that died without a reason after all its work, while Python shut down, did not.
+        """Return the ranks that failed. To die without a reason after all work, while Python shuts down, is no failure.
 
         If a rank failed, also return the running ranks that have recorded a reason, because it may be the cause.
         """
@@ -138,7 +136,7 @@ class RankGroup:
         if left:
             raise TrainingFailed(
                 f"expected killed ranks to be gone within {_KILLED_WITHIN_S:.0f} s, found process {left!r} (by rank): look for "
-                "a device or a network file system that does not answer, and recover the run on another machine"
+                "a device or a network file system that does not answer, and recover the run on another node"
             )
 
     def _exits(self) -> list[Exit]:

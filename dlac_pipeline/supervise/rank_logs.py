@@ -1,8 +1,7 @@
 """Logs of ranks: a bound on their size while ranks write, and reading them.
 
 Ranks write into their logs directly and do not know the bound. So the bound also holds for output of their libraries and
-children, and a rank outlives the process that enforces it. In: log files. Out: the same files without their middle, and
-lines.
+children, and a rank outlives the process that enforces it. In: log files. Out: the files without their middle, and lines.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ class LogBound:
             pause_s = _LOOK_EVERY_S if self._look() else _QUIET_S
 
     def _look(self) -> bool:
-        """Cut the logs that are too large. Return whether one of them has grown since the last check."""
+        """Cut the logs that are too large. Return True if one of them has grown since the last check."""
         has_grown = False
         for rank, path in self._logs.items():
             with suppress(OSError):  # the log does not exist yet, or its file system is unavailable for a moment
@@ -78,7 +77,7 @@ class LogBound:
 def cut_middle(path: Path, max_bytes: int, *, before: int = 0) -> int:
     """Remove the middle of a file, so that half of the allowed size remains. Return the number of removed bytes.
 
-    `before` bytes were removed there earlier.
+    `before` is the number of bytes that were removed there earlier.
     """
     head = max(_BLOCK_BYTES, max_bytes // 4 // _BLOCK_BYTES * _BLOCK_BYTES)
     descriptor = os.open(path, os.O_RDWR)
@@ -120,7 +119,7 @@ def _copy_end(path: Path, descriptor: int, head: int, tail: int) -> int:
 
 
 class LogReader:
-    """Reader of a log by lines, and of what is appended to it later."""
+    """Reader of the lines of a log, and of lines that are appended later."""
 
     def __init__(self, path: Path, *, lines: int | None = None) -> None:
         """Begin with the last lines of what exists, or with all of it."""
@@ -140,7 +139,7 @@ class LogReader:
                 self._at = 0 if self._lines is None else _start_of_last(stream, size, self._lines)
             if size < self._at:
                 self._at, self._rest = size, b""
-                yield "[... some lines were left out of this log meanwhile, see launch.log_mb ...]"
+                yield "[... some lines were removed from this log, see launch.log_mb ...]"
             stream.seek(self._at)
             while raw := stream.read(min(_READ_BYTES, size - self._at)):
                 self._at += len(raw)

@@ -98,12 +98,10 @@ class Supervisor:
         on_event: Callable[[Event], None] = lambda event: None,
         starter: RankStarter | None = None,
     ) -> None:
-        """Prepare to supervise the resolved `spec`.
+        """Prepare to run the job of `request`.
 
-        `replaces` names the failed attempt of a recovery. `noticed_by` and `noticed_at` name the observer and the moment of
-        the failure.
-
-        `recovers` names the orchestrator's ended run that this one resumes. A late claim of that run is replaced too.
+        `replaces` names the failed attempt of a recovery, `noticed_by` its observer, and `recovers` the orchestrator's ended
+        run that is resumed. A late claim of that run is replaced too.
         """
         noticed_at = request.noticed_at
         self._launched_at = time.time()
@@ -126,10 +124,7 @@ class Supervisor:
         self._holds_lock, self._was_led = False, False
 
     def stop(self) -> None:
-        """Request an orderly end: a checkpoint, then exit, within the grace period.
-
-        Call it from any thread, but no signal handler.
-        """
+        """Request a checkpoint and exit within the grace period. Call it from any thread, but not from a signal handler."""
         self._stop.set()
 
     def leave(self) -> None:
@@ -236,7 +231,7 @@ class Supervisor:
             verdict = self._attempt(launch, round_)
         except DlacError as err:
             if self._others_went_on(launch.lakehouse, round_, err):
-                verdict = AttemptVerdict(again=ended_on_purpose(f"others went on: {err}", step=self._step))
+                verdict = AttemptVerdict(again=ended_on_purpose(f"other nodes resumed the run: {err}", step=self._step))
             else:
                 error, verdict = err, AttemptVerdict(error=(errors.error_kind(err), str(err)), step=self._step)
         self._step = verdict.step
@@ -337,8 +332,7 @@ class Supervisor:
     def _hold_lock(self, lakehouse: Lakehouse) -> None:
         """Refuse or replace another launch of the run. This node keeps the lock until another node leads.
 
-        Where nodes share the local folder, a leader that was cut off may still hold the lock. Its followers do not wait for
-        it.
+        Where nodes share the local folder, a leader that was cut off may still hold the lock. Followers do not wait for it.
         """
         spec = self._spec
         if self._holds_lock and spec.launch.max_nodes == 1:
@@ -391,10 +385,7 @@ class Supervisor:
     def _patiently(
         self, call: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
     ) -> Result:
-        """Call a function that needs the catalog or the store.
-
-        A recovery waits for an unavailable one, until a stop is requested.
-        """
+        """Call a function that needs catalog or store. A recovery waits for an unavailable one until a stop is requested."""
         within_s = patience_s(replaces=self._replaces, noticed_by=self._noticed_by)
         return waiting_for(CatalogUnreachable, StoreUnavailable, within_s=within_s, stop=self._stop)(
             call, *args, **kwargs

@@ -19,10 +19,7 @@ from dlac_pipeline.supervise.liveness.progress import Phase, Progress, ProgressW
 
 
 class RankHeartbeat:
-    """Heartbeat of one rank.
-
-    Without a launch folder nothing is written. `waits` counts the waits of reading for other ranks.
-    """
+    """Heartbeat of one rank, written to its launch folder, if any. `waits` counts the waits of reading for other ranks."""
 
     def __init__(self, folder: Path | None, rank: int, waits: Waits) -> None:
         self._writer = ProgressWriter(folder, rank)
@@ -94,9 +91,7 @@ class RankHeartbeat:
         self._forward_s = self._forward_s or time.monotonic() - self._since
 
     def _say_moved(self, batch: Batch) -> None:
-        """Write the ranges of a batch that its step does not determine: step, [source, key group, pass, block, first, end]
-        of each.
-        """
+        """Write the ranges of a batch, unless its step determines them: source, key group, pass, block, first, end of each."""
         if batch.moved and self._descriptor is not None:
             said = [
                 [source, group, each.pass_index, each.block, each.position_start, each.position_end]

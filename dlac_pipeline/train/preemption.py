@@ -48,11 +48,11 @@ class Preemption:
 
     def message(self) -> str:
         """Return the message for the log."""
-        told = f"told to leave ({self.notice}), within {self.deadline_s:g} s"
+        told = f"asked to exit ({self.notice}), within {self.deadline_s:g} s"
         head = "the start" if self.head is None else f"checkpoint {self.head!r} of step {self.head_step}"
         if not self.lost_steps:
             return f"{told}: {head} is committed, nothing is lost"
         return (
             f"{told}: no time for a checkpoint of step {self.step}; {head} stays the head, and {self.lost_steps} steps "
-            f"({self.lost_steps * self.batch_size} rows) are to be done again"
+            f"({self.lost_steps * self.batch_size} rows) must be repeated"
         )

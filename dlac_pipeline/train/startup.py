@@ -104,8 +104,7 @@ def claim_run(
 
     `held` keeps the run's lock. The first rank of a node checks its `tiers`.
 
-    From then on rank 0 watches the ledger, and logs if the catalog was replaced by an older backup. The next commit then
-    fails.
+    From then on rank 0 watches the ledger. If an older backup replaces the catalog, it logs that, and the next commit fails.
 
     Raises:
         DlacError: on rank 0 the cause, on the other ranks that rank 0 failed.
@@ -163,10 +162,7 @@ class OwnRecoveries:
         """The recovery in progress."""
 
     def begin(self, point: ResumePoint, *, claimed_at: float) -> None:
-        """Begin to record the recovery of this attempt, if an attempt before it failed.
-
-        An error of the record is only logged.
-        """
+        """Begin to record the recovery of this attempt if one before it failed. An error of the record is only logged."""
         try:
             self._incident = _own_incident(self._lakehouse, self._spec, point, claimed_at=claimed_at)
         except DlacError as err:

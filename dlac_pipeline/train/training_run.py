@@ -209,8 +209,7 @@ class TrainingRun:
         """Yield this rank's part of every remaining global batch, to the last step, or to a checkpoint after a stop request.
 
         Batches are copied to `device`, on a stream of their own. Without `device` they stay in CPU memory. `pin_memory` puts
-        them into page-locked memory, by default if they go to an accelerator. Without an accelerator neither changes
-        anything.
+        them into page-locked memory, by default if they go to an accelerator. Without an accelerator both have no effect.
 
         Raises:
             ScriptInvalid: `restore` was not called, or `step_done` was left out.
@@ -330,7 +329,7 @@ class TrainingRun:
             try:
                 let_go(self._lakehouse, self.spec.run, source.table)
             except (DlacError, OSError) as err:
-                _log.warning("expected to let go of pins that no run needs, found %s; the next launch tries again", err)
+                _log.warning("expected to release pins that no run needs, found %s; the next launch tries again", err)
 
     def _rehearsed(self) -> None:
         """End a rehearsal: report its losses, commit nothing."""

@@ -128,7 +128,7 @@ def test_a_signal_leads_to_an_emergency_checkpoint(
         os.kill(under.process.pid if to == "launcher" else ranks[1].pid, number)
         check_gone(ranks)
         under.process.wait(timeout=60)
-        assert f"told to leave ({notice})" in under.log.read_text()
+        assert f"asked to exit ({notice})" in under.log.read_text()
     check_left_and_finish(campaign, launcher, run, notice)
 
 
@@ -145,7 +145,7 @@ def test_a_termination_url_leads_to_an_emergency_checkpoint(campaign: Arena, lau
         gone.set()
         check_gone(ranks)
         assert under.process.wait(timeout=60) == 0, under.log.read_text()[-3000:]
-        assert "told to leave (termination_url)" in under.log.read_text()
+        assert "asked to exit (termination_url)" in under.log.read_text()
     check_left_and_finish(campaign, launcher, run, "termination_url")
 
 

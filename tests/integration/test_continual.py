@@ -58,7 +58,7 @@ def test_schedule_trains_new_rows_with_reason(arena: Arena, home: Path, instance
     assert scheduled(instance) == "kept-going: nothing is new in src.t"
     arena.lakehouse.load("src.t").append(source_rows(2000, 3))
     [second] = scheduled(instance)
-    assert "went on from snapshot" in second.tags["dlac/why"]
+    assert "advanced from snapshot" in second.tags["dlac/why"]
     under_way = dagster_run(instance, spec, dg.DagsterRunStatus.STARTED)
     assert scheduled(instance) == f"kept-going is trained by Dagster run {under_way.run_id}"
     instance.delete_run(under_way.run_id)

@@ -69,7 +69,7 @@ def test_live_launch_elsewhere_is_not_fenced(arena: Arena, spec: JobSpec) -> Non
     """The refusal names what was found and how long to wait; nothing is claimed. A takeover is not refused."""
     with machine(arena):
         claim_and_verify(arena.lakehouse, spec, nonce=new_nonce())
-    with pytest.raises(RunBusy, match=r"attempt 1 on machine 'node7'.* \d+ s ago: wait 3[56]\d\d s.*--takeover"):
+    with pytest.raises(RunBusy, match=r"attempt 1 on node 'node7'.* \d+ s ago: wait 3[56]\d\d s.*--takeover"):
         Supervisor(Request(spec=spec)).run()
     assert [row["attempt"] for row in arena.rows("r", "claim")] == [1]
     assert not list((arena.home / "checkpoints" / "r").glob("launch*"))
@@ -104,7 +104,7 @@ def test_other_local_folder_is_seen_by_lock(arena: Arena, spec: JobSpec) -> None
     (arena.home / "other" / "r").mkdir(parents=True)
     claim_and_verify(arena.lakehouse, other, nonce=new_nonce())
     with run_lock(other.checkpoint.local, "r", wait_s=0.0, takeover=False):
-        with pytest.raises(RunBusy, match=r"attempt 1 on this machine, with the local folder '.*other'"):
+        with pytest.raises(RunBusy, match=r"attempt 1 on this node, with the local folder '.*other'"):
             look(arena, spec)
         look(arena, other)
     look(arena, spec)
@@ -152,7 +152,7 @@ def test_clock_ahead_fences_no_healthy_run(arena: Arena, spec: JobSpec) -> None:
     launch = arena.launch(healthy)
     launch.wait_for("training")
     arena.monkeypatch.setattr("dlac_pipeline.supervise.liveness.other_launch.time", Clock(ahead_s=3600.0))
-    with machine(arena), pytest.raises(RunBusy, match="attempt 1 on machine"):
+    with machine(arena), pytest.raises(RunBusy, match="attempt 1 on node"):
         Supervisor(Request(spec=healthy)).run()
     assert [row["attempt"] for row in arena.rows("r", "claim")] == [1]
     assert launch.process.poll() is None

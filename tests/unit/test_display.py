@@ -30,8 +30,8 @@ def shown(event: dict[str, Any]) -> str:
             "a checkpoint every 31 s of training: [/a] 1 failure\n",
         ),
         (
-            {"event": "preempted", "step": 4, "message": "told to leave (SIGTERM), within 5 s"},
-            "preempted: told to leave (SIGTERM), within 5 s\n",
+            {"event": "preempted", "step": 4, "message": "asked to exit (SIGTERM), within 5 s"},
+            "preempted: asked to exit (SIGTERM), within 5 s\n",
         ),
         ({"event": "warning", "message": "[/a] :x: [bold]"}, "warning [/a] :x: [bold]\n"),
         (

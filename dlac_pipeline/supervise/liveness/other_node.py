@@ -31,9 +31,7 @@ _STEPS_SEEN_S = 15.0
 def refuse_if_alive_elsewhere(
     rows_now: Callable[[], list[Row]], spec: JobSpec, *, launched_by: str, wait_s: float, stop: threading.Event
 ) -> None:
-    """Wait up to `wait_s` until a launch of the spec's run elsewhere exits or is lost, then refuse.
-
-    `rows_now` reads the rows.
+    """Wait up to `wait_s` for a launch of the spec's run elsewhere to exit or be lost, then refuse. `rows_now` reads rows.
 
     Raises:
         RunBusy: the launch counts as alive, or `stop` was set.
@@ -112,10 +110,10 @@ def _counts(rows: list[Row], spec: JobSpec, signs: LaunchLiveness, launched_by: 
 def _message(run: str, attempt: int, signs: LaunchLiveness) -> str:
     silent_s = max(0.0, signs.silent_s)
     found, wait = (
-        (f"on this machine, with the local folder {signs.local!r}", "wait for it")
+        (f"on this node, with the local folder {signs.local!r}", "wait for it")
         if signs.here
         else (
-            f"on machine {signs.host!r}, whose last sign of life was {silent_s:.0f} s ago",
+            f"on node {signs.host!r}, whose last sign of life was {silent_s:.0f} s ago",
             f"wait {math.ceil(max(0.0, LOST_AFTER_S - max(0.0, signs.silent_s)))} s, for it counts as lost if no other follows",
         )
     )

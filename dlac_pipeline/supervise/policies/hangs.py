@@ -33,8 +33,7 @@ class HangDetector:
     """Detector of hung ranks: how long each rank of an attempt has given no sign of life, from the first look on.
 
     A sign of life is a record that has changed since the last look. Silence is measured with a clock that stops while this
-    process is suspended: wall clocks may be set, on this node and on the rank's, and a supervisor may be suspended with its
-    ranks.
+    process is suspended: wall clocks may be set on any node, and a supervisor may be suspended with its ranks.
     """
 
     def __init__(self, launch: LaunchSpec, clock: Callable[[], float] | None = None) -> None:

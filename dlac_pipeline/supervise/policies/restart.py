@@ -137,7 +137,7 @@ class RestartPolicy:
             stuck = "the ranks were asked to leave and did not"
             what = stuck if failure.kind == STUCK else "an attempt that was to end failed"
             raise TrainingFailed(
-                f"{what}: {failure.summary}; what is committed is kept, start the run again to resume after it"
+                f"{what}: {failure.summary}; the committed checkpoints are kept, start the run again to resume after it"
             )
 
     def _damaged(self, failure: Failure, leg: Leg | None) -> Sequence[Unreadable]:
