@@ -26,21 +26,21 @@ from tests.conftest import Arena, wait_until
 KILLED = """
 import sys, time
 from pathlib import Path
-from dlac_pipeline.checkpoint.restore.conversion import converted
+from dlac_pipeline.checkpoint.restore.conversion import convert_checkpoint
 def convert(source, target):
     (target / "part").write_bytes(b"half")
     time.sleep(600)
-converted(Path(sys.argv[1]), convert)
+convert_checkpoint(Path(sys.argv[1]), convert)
 """
 
 FROZEN = """
 import os, signal, sys
 from pathlib import Path
-from dlac_pipeline.checkpoint.restore.conversion import converted
+from dlac_pipeline.checkpoint.restore.conversion import convert_checkpoint
 def convert(source, target):
     (target / "part").write_bytes(b"late")
     os.kill(os.getpid(), signal.SIGSTOP)
-converted(Path(sys.argv[1]), convert)
+convert_checkpoint(Path(sys.argv[1]), convert)
 """
 
 
