@@ -2,8 +2,8 @@
 
 import dagster as dg
 
-from assets.failures import OWNERS
-from assets.resources import LakehouseResource
+from dlac_pipeline.dagster.failures import OWNERS
+from dlac_pipeline.dagster.resources import LakehouseResource
 from dlac_pipeline.spec.job_spec import home_folder
 
 

@@ -7,20 +7,20 @@ from __future__ import annotations
 
 import dagster as dg
 
-from assets.checks import checkpoint_restorable, consumption_audit
-from assets.planning import pinned_snapshot, work_plan
-from assets.rehearsal import rehearsal_identical
-from assets.resources import JobResource, LakehouseResource
 from assets.sources import corpus, tokens
-from assets.training import model_checkpoint
-from jobs.alerts import dlac_alerts
-from jobs.continual import continual_training_schedule, new_snapshot_sensor
-from jobs.lost_runs import lost_run_sensor
-from jobs.recovery import preemption_sensor, recovery_sensor
-from jobs.rehearse import rehearse_job, rehearse_schedule
+from dlac_pipeline.dagster.assets.checks import checkpoint_restorable, consumption_audit
+from dlac_pipeline.dagster.assets.planning import pinned_snapshot, work_plan
+from dlac_pipeline.dagster.assets.rehearsal import rehearsal_identical
+from dlac_pipeline.dagster.assets.training import model_checkpoint
+from dlac_pipeline.dagster.maintenance.rehearse import rehearse_job, rehearse_schedule
+from dlac_pipeline.dagster.maintenance.upkeep import ledger_maintenance_schedule, upkeep_job
+from dlac_pipeline.dagster.maintenance.verify import verify_job, verify_schedule
+from dlac_pipeline.dagster.resources import JobResource, LakehouseResource
+from dlac_pipeline.dagster.sensors.alerts import dlac_alerts
+from dlac_pipeline.dagster.sensors.continual import continual_training_schedule, new_snapshot_sensor
+from dlac_pipeline.dagster.sensors.lost_runs import lost_run_sensor
+from dlac_pipeline.dagster.sensors.recovery import preemption_sensor, recovery_sensor
 from jobs.train import ingest_job, recover_job, train_job
-from jobs.upkeep import ledger_maintenance_schedule, upkeep_job
-from jobs.verify import verify_job, verify_schedule
 
 defs = dg.Definitions(
     assets=[corpus, tokens, pinned_snapshot, work_plan, model_checkpoint],

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dagster as dg
 
-from assets.checks import checkpoint_restorable, consumption_audit
-from assets.planning import pinned_snapshot, work_plan
 from assets.sources import corpus, tokens
-from assets.training import model_checkpoint
-from jobs.coordinator import NOT_RETRIED
-from jobs.training_runs import MATERIALIZE
+from dlac_pipeline.dagster.assets.checks import checkpoint_restorable, consumption_audit
+from dlac_pipeline.dagster.assets.planning import pinned_snapshot, work_plan
+from dlac_pipeline.dagster.assets.training import model_checkpoint
+from dlac_pipeline.dagster.coordinator import NOT_RETRIED
+from dlac_pipeline.dagster.training_runs import MATERIALIZE
 
 ingest_job = dg.define_asset_job(
     "ingest_job",

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dagster as dg
 
+from dlac_pipeline.dagster.maintenance.upkeep import upkeep_job
+from dlac_pipeline.dagster.sensors.continual import continual_training_schedule
 from jobs import definitions
-from jobs.continual import continual_training_schedule
 from jobs.train import train_job
-from jobs.upkeep import upkeep_job
 
 
 @dg.sensor(job=train_job, minimum_interval_seconds=1, default_status=dg.DefaultSensorStatus.RUNNING)

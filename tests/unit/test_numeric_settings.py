@@ -42,7 +42,7 @@ def models() -> set[type[BaseModel]]:
     while pending:
         pending += (below := pending.pop().__subclasses__())
         found |= {each for each in below if each.__module__.startswith(("assets.", "dlac_", "jobs."))}
-    return {each for each in found if each.__module__ != "assets.config"}
+    return {each for each in found if each.__module__ != "dlac_pipeline.dagster.config"}
 
 
 def numeric_settings() -> Iterator[tuple[type[BaseModel], str]]:

@@ -6,10 +6,19 @@ from typing import Any
 import dagster as dg
 from pydantic import Field
 
-from assets.failures import OWNERS, PREEMPTED_TAG, RUN_TAG, STEPPED_ASIDE_TAG, failure, run_tag, tag, told_to_dagster
-from assets.planning import metadata_of_this_run, work_plan
-from assets.resources import JobResource
-from assets.supervised import Event, supervise_launch
+from dlac_pipeline.dagster.assets.planning import metadata_of_this_run, work_plan
+from dlac_pipeline.dagster.assets.supervised import Event, supervise_launch
+from dlac_pipeline.dagster.failures import (
+    OWNERS,
+    PREEMPTED_TAG,
+    RUN_TAG,
+    STEPPED_ASIDE_TAG,
+    failure,
+    run_tag,
+    tag,
+    told_to_dagster,
+)
+from dlac_pipeline.dagster.resources import JobResource
 from dlac_pipeline.lakehouse.errors import LeftUnfinished, Preempted, RunBusy, RunFinished, SteppedAside
 from dlac_pipeline.spec.launch_request import OPERATOR, Request
 from dlac_pipeline.spec.spec_problems import LONGEST_WAIT_S, Section
@@ -79,7 +88,7 @@ def model_checkpoint(
         context.log.info(last["message"])
         return
     _fail_if_unfinished(context, last)
-    from assets.pages import model_page
+    from dlac_pipeline.dagster.assets.pages import model_page
 
     with told_to_dagster(context):
         yield dg.MaterializeResult(metadata=model_page(job.lakehouse(), spec.run))

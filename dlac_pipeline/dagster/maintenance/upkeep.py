@@ -5,7 +5,7 @@ from dataclasses import asdict
 import dagster as dg
 from pydantic import Field
 
-from assets.resources import LakehouseResource
+from dlac_pipeline.dagster.resources import LakehouseResource
 from dlac_pipeline.lakehouse.config import KEEP_SNAPSHOTS, MOST_SNAPSHOTS
 from dlac_pipeline.spec.spec_problems import Section
 

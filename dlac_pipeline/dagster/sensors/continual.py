@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 import dagster as dg
 from blake3 import blake3
 
-from assets.failures import NO_RECOVERY_TAG, PREEMPTED_TAG, RUN_TAG, STEPPED_ASIDE_TAG, run_tag
+from dlac_pipeline.dagster.failures import NO_RECOVERY_TAG, PREEMPTED_TAG, RUN_TAG, STEPPED_ASIDE_TAG, run_tag
+from dlac_pipeline.dagster.sensors.recovery import living_trainer, recovery_of
+from dlac_pipeline.dagster.settings import settings_or_defaults
+from dlac_pipeline.dagster.training_runs import trains
 from dlac_pipeline.lakehouse.errors import DlacError, RunBusy
 from dlac_pipeline.spec.job_spec import JobSpec, home_folder, read_spec
-from jobs.recovery import living_trainer, recovery_of
-from jobs.settings import settings_or_defaults
 from jobs.train import train_job
-from jobs.training_runs import trains
 
 if TYPE_CHECKING:
     from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse

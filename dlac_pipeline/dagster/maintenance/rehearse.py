@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import dagster as dg
 from pydantic import Field
 
-from assets.rehearsal import CHECK, RehearsedRun, judge_rehearsals, rehearsed
-from assets.resources import LakehouseResource
-from assets.training import model_checkpoint
+from dlac_pipeline.dagster.assets.rehearsal import CHECK, RehearsedRun, judge_rehearsals, rehearsed
+from dlac_pipeline.dagster.assets.training import model_checkpoint
+from dlac_pipeline.dagster.resources import LakehouseResource
 from dlac_pipeline.spec.spec_problems import MOST_STEPS, Section
 
 if TYPE_CHECKING:

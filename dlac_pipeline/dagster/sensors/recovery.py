@@ -2,7 +2,7 @@
 job.
 
 A run that failed, and one that was cancelled because its node is shut down, are recovered. One that a person cancelled is
-not. The sensor in jobs/lost_runs.py marks runs whose process is gone as failed, and they are recovered then.
+not. The sensor in dlac_pipeline/dagster/sensors/lost_runs.py marks runs whose process is gone as failed, and they are recovered then.
 """
 
 import logging
@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 
-from assets.failures import NO_RECOVERY_TAG, OUTAGE_TAG, PREEMPTED_TAG, RUN_TAG, run_tag
+from dlac_pipeline.dagster.failures import NO_RECOVERY_TAG, OUTAGE_TAG, PREEMPTED_TAG, RUN_TAG, run_tag
+from dlac_pipeline.dagster.settings import RecoverySettings, settings_or_defaults
+from dlac_pipeline.dagster.training_runs import raw_spec_of, spec_of, trains
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.spec.job_spec import JobSpec
-from jobs.settings import RecoverySettings, settings_or_defaults
 from jobs.train import MONITORED, recover_job
-from jobs.training_runs import raw_spec_of, spec_of, trains
 
 if TYPE_CHECKING:
     from dlac_pipeline.lakehouse.ledger.run_rows import Row

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import dagster as dg
 from pydantic import Field
 
-from assets.metadata import table
-from assets.resources import LakehouseResource
+from dlac_pipeline.dagster.metadata import table
+from dlac_pipeline.dagster.resources import LakehouseResource
 from dlac_pipeline.lakehouse.errors import (
     NoRestorableCheckpoint,
     NoSuchCheckpoint,
@@ -44,7 +44,7 @@ def newest_checkpoints_verified(
     context: dg.OpExecutionContext, config: VerifyConfig, lakehouse: LakehouseResource
 ) -> dg.Output[None]:
     """A table of what was found. Fails when a checkpoint is damaged or a named run does not exist, after all were read."""
-    from assets.verified import verified_head
+    from dlac_pipeline.dagster.assets.verified import verified_head
     from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 
     place = lakehouse.lakehouse()

@@ -3,8 +3,8 @@
 import dagster as dg
 from dagster import QueuedRunCoordinator, SubmitRunContext
 
-from assets.failures import RUN_TAG
-from jobs.training_runs import training_run_of, trains
+from dlac_pipeline.dagster.failures import RUN_TAG
+from dlac_pipeline.dagster.training_runs import training_run_of, trains
 
 NOT_RETRIED = {"dagster/max_retries": "0"}
 """Recovery has one owner: an instance whose `run_retries` are on starts runs with this tag no second time beside it."""

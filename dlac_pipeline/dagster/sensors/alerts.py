@@ -18,15 +18,15 @@ from typing import Any, Literal
 
 import dagster as dg
 
-from assets.failures import NO_RECOVERY_TAG, RUN_TAG, STEPPED_ASIDE_TAG, run_tag
+from dlac_pipeline.dagster.failures import NO_RECOVERY_TAG, RUN_TAG, STEPPED_ASIDE_TAG, run_tag
+from dlac_pipeline.dagster.maintenance.rehearse import rehearse_job
+from dlac_pipeline.dagster.maintenance.upkeep import upkeep_job
+from dlac_pipeline.dagster.maintenance.verify import verify_job
+from dlac_pipeline.dagster.sensors.recovery import RECOVERS_TAG, recovery_of
+from dlac_pipeline.dagster.settings import read_settings, settings_or_defaults
+from dlac_pipeline.dagster.training_runs import training_run_of, trains
 from dlac_pipeline.lakehouse.errors import TrainingFailed
-from jobs.recovery import RECOVERS_TAG, recovery_of
-from jobs.rehearse import rehearse_job
-from jobs.settings import read_settings, settings_or_defaults
 from jobs.train import MONITORED, recover_job
-from jobs.training_runs import training_run_of, trains
-from jobs.upkeep import upkeep_job
-from jobs.verify import verify_job
 
 Kind = Literal["recovering", "gave_up", "failed", "recovered", "succeeded", "check_failed"]
 _BESIDE_TRAINING = (upkeep_job.name, verify_job.name, rehearse_job.name)

@@ -4,9 +4,9 @@ from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 
-from assets.failures import OWNERS, told_to_dagster
-from assets.resources import JobResource
 from assets.sources import tokens
+from dlac_pipeline.dagster.failures import OWNERS, told_to_dagster
+from dlac_pipeline.dagster.resources import JobResource
 from dlac_pipeline.spec.job_spec import JobSpec
 
 if TYPE_CHECKING:

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 
-from assets.metadata import table
-from assets.resources import JobResource
-from assets.training import model_checkpoint
+from dlac_pipeline.dagster.assets.training import model_checkpoint
+from dlac_pipeline.dagster.metadata import table
+from dlac_pipeline.dagster.resources import JobResource
 from dlac_pipeline.lakehouse.errors import (
     CatalogUnreachable,
     DlacError,

@@ -12,7 +12,7 @@ from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.spec.job_spec import JobSpec, home_folder, parse_recorded
 
 MODEL = dg.AssetKey("model_checkpoint")
-"""The asset that is trained: `assets.training.model_checkpoint`."""
+"""The asset that is trained: `dlac_pipeline.dagster.assets.training.model_checkpoint`."""
 MATERIALIZE = "__ASSET_JOB"
 """Dagster's name of the job that *Materialize* in the UI launches."""
 TRAINING_JOBS = ("train_job", "recover_job", MATERIALIZE)

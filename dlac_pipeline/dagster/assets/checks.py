@@ -5,9 +5,9 @@ from collections.abc import Iterator
 
 import dagster as dg
 
-from assets.metadata import sql_metadata
-from assets.resources import JobResource
-from assets.training import model_checkpoint
+from dlac_pipeline.dagster.assets.training import model_checkpoint
+from dlac_pipeline.dagster.metadata import sql_metadata
+from dlac_pipeline.dagster.resources import JobResource
 from dlac_pipeline.lakehouse.errors import NoRestorableCheckpoint, StoreUnavailable
 
 _ROWS_OF = {
@@ -71,8 +71,8 @@ def checkpoint_restorable(job: JobResource) -> dg.AssetCheckResult:
 
     A run without a checkpoint, such as one that waits for a batch, passes.
     """
-    from assets.verified import shown_verdict, verified_head
     from dlac_pipeline.checkpoint.store import tiers_of
+    from dlac_pipeline.dagster.assets.verified import shown_verdict, verified_head
 
     spec, lakehouse = job.job_spec(), job.lakehouse()
     began = time.monotonic()
