@@ -2,9 +2,11 @@
 
 import dagster as dg
 
-from dlac_pipeline.dagster.failures import OWNERS
 from dlac_pipeline.dagster.resources import LakehouseResource
 from dlac_pipeline.spec.job_spec import home_folder
+
+OWNERS = ["team:ml-platform"]
+"""Owners on the asset pages: those who run the lakehouse."""
 
 
 @dg.asset(

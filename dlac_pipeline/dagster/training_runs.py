@@ -11,11 +11,17 @@ import dagster as dg
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.spec.job_spec import JobSpec, home_folder, parse_recorded
 
-MODEL = dg.AssetKey("model_checkpoint")
-"""The asset that is trained: `dlac_pipeline.dagster.assets.training.model_checkpoint`."""
+SNAPSHOT, PLAN, MODEL = dg.AssetKey("pinned_snapshot"), dg.AssetKey("work_plan"), dg.AssetKey("model_checkpoint")
+"""Keys of the assets of a training run. `build_model_checkpoint` makes the one that is trained."""
+TRAIN_JOB, RECOVER_JOB = "train_job", "recover_job"
+"""Names of the two jobs of a project that train."""
 MATERIALIZE = "__ASSET_JOB"
 """Dagster's name of the job that *Materialize* in the UI launches."""
-TRAINING_JOBS = ("train_job", "recover_job", MATERIALIZE)
+TRAINING_JOBS = (TRAIN_JOB, RECOVER_JOB, MATERIALIZE)
+TrainingJob = Any
+"""A job as `dg.define_asset_job` returns it: its class has no public name."""
+MONITORED = [dg.define_asset_job(name) for name in TRAINING_JOBS]
+"""The jobs whose runs may train, for sensors on the ends of runs. Dagster uses only their names."""
 _STEP = MODEL.to_python_identifier()
 
 

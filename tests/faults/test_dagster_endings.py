@@ -61,7 +61,7 @@ def test_preempted_rank_fails_run_and_resumes(campaign: Arena, dagster: LocalDag
 
 @pytest.mark.soak
 def test_a_drained_run_ends_cancelled_and_is_resumed(campaign: Arena, dagster: LocalDagster) -> None:
-    """`python -m dlac_pipeline.dagster.drain` empties the machine: the run is cancelled, says that this was no person, and goes on."""
+    """The drain command empties the node: the run is cancelled, says that this was no person, and goes on."""
     spec = campaign.spec("drained", pause_s=0.05)
     run_id, processes = trained_to(dagster, spec)
     command = [sys.executable, "-m", "dlac_pipeline.dagster.drain", "--reason", "maintenance"]

@@ -13,20 +13,22 @@ from dagster._core.test_utils import in_process_test_workspace
 from dagster._core.types.loadable_target_origin import LoadableTargetOrigin
 from dagster_shared.record import copy
 
-from dlac_pipeline.dagster.assets.training import POOL, model_checkpoint
+from assets.training import model_checkpoint
+from dlac_pipeline.dagster.assets.training import POOL
 from dlac_pipeline.dagster.coordinator import TrainingRunCoordinator
 from dlac_pipeline.dagster.failures import NO_RECOVERY_TAG, OUTAGE_TAG, PREEMPTED_TAG, RUN_TAG, own_value, run_tag
 from dlac_pipeline.dagster.heartbeat import Heartbeat
 from dlac_pipeline.dagster.sensors.continual import run_config_of
 from dlac_pipeline.dagster.sensors.lost_runs import lost_run_sensor
-from dlac_pipeline.dagster.sensors.recovery import RECOVERS_TAG, recovery_of, recovery_sensor
-from dlac_pipeline.dagster.training_runs import MODEL, TRAINING_JOBS, spec_of, training_run_of, trains
+from dlac_pipeline.dagster.sensors.recovery import RECOVERS_TAG, recovery_of
+from dlac_pipeline.dagster.training_runs import MATERIALIZE, MODEL, TRAINING_JOBS, spec_of, training_run_of, trains
 from dlac_pipeline.lakehouse.errors import SteppedAside
 from dlac_pipeline.lakehouse.ledger.commits import claim
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.supervise.claim import check_current
 from jobs.definitions import defs
-from jobs.train import MONITORED
+from jobs.recover import recover_job, recovery_sensor
+from jobs.train import train_job
 from tests.conftest import Arena
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Dagster's own libraries warn of each other
@@ -63,7 +65,7 @@ def test_only_training_materializations_are_recovered(arena: Arena, home: Path, 
     assert [trains(run) for run in runs] == [True, False, False]
     whole, own = runs[0], copy(runs[0], job_name="a_job_of_ones_own")
     assert not any(map(trains, (own, copy(whole, step_keys_to_execute=["consumption_audit"]))))
-    assert [job.name for job in MONITORED] == list(TRAINING_JOBS)
+    assert (train_job.name, recover_job.name, MATERIALIZE) == TRAINING_JOBS
     recovered = []
     for _ in runs:
         cursor, answers = look(instance, cursor)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dagster as dg
 
 from dlac_pipeline.dagster.maintenance.upkeep import upkeep_job
-from dlac_pipeline.dagster.sensors.continual import continual_training_schedule
 from jobs import definitions
+from jobs.continual import continual_training_schedule
 from jobs.train import train_job
 
 

@@ -1,24 +1,24 @@
 """The training run as an asset: its checkpoints are observations while it trains, its model the materialization."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import dagster as dg
 from pydantic import Field
 
-from dlac_pipeline.dagster.assets.planning import metadata_of_this_run, work_plan
+from dlac_pipeline.dagster.assets.planning import Deps, metadata_of_this_run
 from dlac_pipeline.dagster.assets.supervised import Event, supervise_launch
 from dlac_pipeline.dagster.failures import (
-    OWNERS,
     PREEMPTED_TAG,
     RUN_TAG,
     STEPPED_ASIDE_TAG,
+    as_dagster_failure,
     failure,
     run_tag,
-    tag,
-    told_to_dagster,
+    tag_run,
 )
 from dlac_pipeline.dagster.resources import JobResource
+from dlac_pipeline.dagster.training_runs import MODEL, PLAN
 from dlac_pipeline.lakehouse.errors import LeftUnfinished, Preempted, RunBusy, RunFinished, SteppedAside
 from dlac_pipeline.spec.launch_request import OPERATOR, Request
 from dlac_pipeline.spec.spec_problems import LONGEST_WAIT_S, Section
@@ -51,25 +51,39 @@ class LaunchConfig(Section, dg.Config):
     )
 
 
-@dg.asset(
-    deps=[work_plan],
-    group_name="training",
-    kinds={"pytorch", "deepspeed", "iceberg"},
-    owners=OWNERS,
-    tags={"dlac/stage": "train"},
-    pool=POOL,
-    output_required=False,
-    description="One committed checkpoint of the model per ledger commit; each names exactly the rows it has consumed.",
-)
-def model_checkpoint(
+def build_model_checkpoint(
+    *, deps: Deps = (PLAN,), owners: Sequence[str] | None = None, group_name: str = "training"
+) -> dg.AssetsDefinition:
+    """Return the asset `model_checkpoint`, which trains a run."""
+
+    @dg.asset(
+        key=MODEL,
+        deps=deps,
+        group_name=group_name,
+        kinds={"pytorch", "deepspeed", "iceberg"},
+        owners=owners,
+        tags={"dlac/stage": "train"},
+        pool=POOL,
+        output_required=False,
+        description="One committed checkpoint of the model per ledger commit; each names exactly the rows it has consumed.",
+    )
+    def model_checkpoint(
+        context: dg.AssetExecutionContext, config: LaunchConfig, job: JobResource
+    ) -> Iterator[dg.MaterializeResult[None]]:
+        yield from train_run(context, config, job)
+
+    return model_checkpoint
+
+
+def train_run(
     context: dg.AssetExecutionContext, config: LaunchConfig, job: JobResource
 ) -> Iterator[dg.MaterializeResult[None]]:
     """Train until the run is finished, caught up, or preempted. A recovery that comes second makes nothing."""
-    with told_to_dagster(context):
+    with as_dagster_failure(context):
         spec = job.job_spec()
     if context.run.tags.get(RUN_TAG) != spec.run:
         context.instance.add_run_tags(context.run_id, {RUN_TAG: spec.run})
-    planned = metadata_of_this_run(context, work_plan.key)
+    planned = metadata_of_this_run(context, PLAN)
     request = Request(
         spec=spec,
         plan_ids=tuple(planned["plan_id"].split(", ")) if planned.get("is_new") else (),
@@ -84,13 +98,13 @@ def model_checkpoint(
     )
     last = supervise_launch(request, _Shown(context), on_asking=job.was_interrupted)
     if _stepped_aside(config, last):
-        tag(context, STEPPED_ASIDE_TAG, last["kind"])
+        tag_run(context, STEPPED_ASIDE_TAG, last["kind"])
         context.log.info(last["message"])
         return
     _fail_if_unfinished(context, last)
     from dlac_pipeline.dagster.assets.pages import model_page
 
-    with told_to_dagster(context):
+    with as_dagster_failure(context):
         yield dg.MaterializeResult(metadata=model_page(job.lakehouse(), spec.run))
 
 
@@ -116,7 +130,7 @@ def _fail_if_unfinished(context: dg.AssetExecutionContext, last: Event) -> None:
         )
     elif last["ending"] == "stopped":
         if not run_tag(context.instance.get_run_by_id(context.run_id), PREEMPTED_TAG):
-            tag(context, PREEMPTED_TAG, "supervisor")
+            tag_run(context, PREEMPTED_TAG, "supervisor")
         raise failure(context, Preempted.__name__, f"told to leave, behind a checkpoint of step {last['step']}")
 
 
@@ -131,7 +145,7 @@ class _Shown:
         if event["event"] == "preempted" and "asked" not in event:  # else it was this process, for a person who cancels
             self._notice = event["notice"]
         if self._notice:
-            tag(self._context, PREEMPTED_TAG, self._notice)
+            tag_run(self._context, PREEMPTED_TAG, self._notice)
             self._notice = ""
         _show(self._context, event)
 

@@ -1,4 +1,4 @@
-"""The job that runs upkeep on DLAC's own tables, and its schedule, which the lakehouse's operator turns on."""
+"""The job that runs upkeep on DLAC's own tables."""
 
 from dataclasses import asdict
 
@@ -37,12 +37,3 @@ def own_tables_in_order(
 def upkeep_job() -> None:
     """The one op."""
     own_tables_in_order()
-
-
-ledger_maintenance_schedule = dg.ScheduleDefinition(
-    name="ledger_maintenance_schedule",
-    job=upkeep_job,
-    cron_schedule="17 3 * * *",
-    default_status=dg.DefaultScheduleStatus.STOPPED,
-    description="Nightly upkeep of the lakehouse. Off until somebody turns it on.",
-)

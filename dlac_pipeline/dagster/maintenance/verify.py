@@ -1,4 +1,4 @@
-"""The job that verifies the newest checkpoint of every run, and its schedule, which the lakehouse's operator turns on."""
+"""The job that verifies the newest checkpoint of every run."""
 
 import time
 from contextlib import suppress
@@ -107,12 +107,3 @@ def _files_of(lakehouse: "Lakehouse", run: str) -> "StoreFiles | None":
 def verify_job() -> None:
     """The one op."""
     newest_checkpoints_verified()
-
-
-verify_schedule = dg.ScheduleDefinition(
-    name="verify_schedule",
-    job=verify_job,
-    cron_schedule="41 4 * * *",
-    default_status=dg.DefaultScheduleStatus.STOPPED,
-    description="Nightly verification of the newest checkpoints. Off until somebody turns it on.",
-)

@@ -24,9 +24,8 @@ from dlac_pipeline.dagster.maintenance.upkeep import upkeep_job
 from dlac_pipeline.dagster.maintenance.verify import verify_job
 from dlac_pipeline.dagster.sensors.recovery import RECOVERS_TAG, recovery_of
 from dlac_pipeline.dagster.settings import read_settings, settings_or_defaults
-from dlac_pipeline.dagster.training_runs import training_run_of, trains
+from dlac_pipeline.dagster.training_runs import MONITORED, RECOVER_JOB, training_run_of, trains
 from dlac_pipeline.lakehouse.errors import TrainingFailed
-from jobs.train import MONITORED, recover_job
 
 Kind = Literal["recovering", "gave_up", "failed", "recovered", "succeeded", "check_failed"]
 _BESIDE_TRAINING = (upkeep_job.name, verify_job.name, rehearse_job.name)
@@ -205,7 +204,7 @@ def _of_success(context: dg.RunStatusSensorContext) -> Alert | None:
     ended = context.dagster_run
     if run_tag(ended, STEPPED_ASIDE_TAG):
         return None
-    if ended.job_name == recover_job.name:
+    if ended.job_name == RECOVER_JOB:
         before = run_tag(ended, RECOVERS_TAG) or ended.parent_run_id or "that died"
         return _alert(ended, "recovered", f"goes on for Dagster run {before}", "info")
     return _alert(ended, "succeeded", "ended well", "info")

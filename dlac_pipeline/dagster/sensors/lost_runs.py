@@ -1,6 +1,6 @@
 """Dagster runs whose process is gone: the code server or the whole node died, and Dagster still waits for them.
 
-A sensor looks at their heartbeats. It only marks the run as ended. The sensors in dlac_pipeline/dagster/sensors/recovery.py decide what follows.
+A sensor looks at their heartbeats. It only marks the run as ended. The sensors in recovery.py decide what follows.
 """
 
 import importlib
