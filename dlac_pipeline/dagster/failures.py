@@ -26,7 +26,7 @@ _AWAY = (CatalogUnreachable, CommitOutcomeUnknown, StoreUnavailable)
 
 
 @contextmanager
-def as_dagster_failure(context: dg.AssetExecutionContext) -> Iterator[None]:
+def as_failure(context: dg.AssetExecutionContext) -> Iterator[None]:
     """Turn a `DlacError` into `dagster.Failure`, and tag the run unless the error may pass."""
     try:
         yield

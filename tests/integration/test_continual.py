@@ -16,8 +16,8 @@ from dlac_pipeline.operations.rewind import rewind_run
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.claim import claim_and_verify, new_nonce
 from dlac_pipeline.supervise.run_lock import run_lock
-from jobs.continual import continual_training_schedule, new_snapshot_sensor
 from jobs.definitions import defs
+from jobs.train import continual_training_schedule, new_snapshot_sensor
 from tests.conftest import Arena, source_rows
 from tests.dagster_runs import dagster_run
 

@@ -15,20 +15,26 @@ from dagster_shared.record import copy
 
 from assets.training import model_checkpoint
 from dlac_pipeline.dagster.assets.training import POOL
-from dlac_pipeline.dagster.coordinator import TrainingRunCoordinator
 from dlac_pipeline.dagster.failures import NO_RECOVERY_TAG, OUTAGE_TAG, PREEMPTED_TAG, RUN_TAG, own_value, run_tag
 from dlac_pipeline.dagster.heartbeat import Heartbeat
 from dlac_pipeline.dagster.sensors.continual import run_config_of
 from dlac_pipeline.dagster.sensors.lost_runs import lost_run_sensor
 from dlac_pipeline.dagster.sensors.recovery import RECOVERS_TAG, recovery_of
-from dlac_pipeline.dagster.training_runs import MATERIALIZE, MODEL, TRAINING_JOBS, spec_of, training_run_of, trains
+from dlac_pipeline.dagster.training_runs import (
+    MATERIALIZE,
+    MODEL,
+    TRAINING_JOBS,
+    TrainingRunCoordinator,
+    spec_of,
+    training_run_of,
+    trains,
+)
 from dlac_pipeline.lakehouse.errors import SteppedAside
 from dlac_pipeline.lakehouse.ledger.commits import claim
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.supervise.claim import check_current
 from jobs.definitions import defs
-from jobs.recover import recover_job, recovery_sensor
-from jobs.train import train_job
+from jobs.train import recover_job, recovery_sensor, train_job
 from tests.conftest import Arena
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Dagster's own libraries warn of each other
@@ -291,7 +297,7 @@ def test_the_queue_tags_what_trains_and_nothing_else(tmp_path: Path, arena: Aren
     """Checks that a person runs by hand neither wait for the training run nor hold its recovery back."""
     overrides = {
         "telemetry": {"enabled": False},
-        "run_coordinator": {"module": "dlac_pipeline.dagster.coordinator", "class": TrainingRunCoordinator.__name__},
+        "run_coordinator": {"module": "dlac_pipeline.dagster.training_runs", "class": TrainingRunCoordinator.__name__},
     }
     config = run_config_of(arena.spec("queued"))
     (tmp_path / "queue").mkdir()

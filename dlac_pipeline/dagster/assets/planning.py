@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 
-from dlac_pipeline.dagster.failures import as_dagster_failure
+from dlac_pipeline.dagster.failures import as_failure
 from dlac_pipeline.dagster.resources import JobResource
 from dlac_pipeline.dagster.training_runs import PLAN, SNAPSHOT
 from dlac_pipeline.spec.job_spec import JobSpec
@@ -18,15 +18,13 @@ Deps = Sequence[dg.AssetsDefinition | dg.AssetSpec | dg.AssetKey | str]
 """Assets that another one depends on."""
 
 
-def build_pinned_snapshot(
-    *, deps: Deps, owners: Sequence[str] | None = None, group_name: str = "training"
-) -> dg.AssetsDefinition:
+def build_pinned_snapshot(*, deps: Deps, owners: Sequence[str] | None = None) -> dg.AssetsDefinition:
     """Return the asset `pinned_snapshot`. Its dependencies are the assets of the source tables."""
 
     @dg.asset(
         key=SNAPSHOT,
         deps=deps,
-        group_name=group_name,
+        group_name="training",
         kinds={"iceberg"},
         owners=owners,
         tags={"dlac/stage": "plan"},
@@ -38,15 +36,13 @@ def build_pinned_snapshot(
     return pinned_snapshot
 
 
-def build_work_plan(
-    *, deps: Deps = (SNAPSHOT,), owners: Sequence[str] | None = None, group_name: str = "training"
-) -> dg.AssetsDefinition:
+def build_work_plan(*, deps: Deps = (SNAPSHOT,), owners: Sequence[str] | None = None) -> dg.AssetsDefinition:
     """Return the asset `work_plan`."""
 
     @dg.asset(
         key=PLAN,
         deps=deps,
-        group_name=group_name,
+        group_name="training",
         kinds={"iceberg", "parquet"},
         owners=owners,
         tags={"dlac/stage": "plan"},
@@ -63,7 +59,7 @@ def pin_snapshots(context: dg.AssetExecutionContext, job: JobResource) -> dg.Mat
     from dlac_pipeline.lakehouse.iceberg.pins import hold
     from dlac_pipeline.lakehouse.iceberg.snapshots import snapshot_of
 
-    with as_dagster_failure(context):
+    with as_failure(context):
         spec, lakehouse = job.job_spec(), job.lakehouse()
         committed = _last_leg(lakehouse, spec)
         pins = []
@@ -90,7 +86,7 @@ def plan_sources(context: dg.AssetExecutionContext, job: JobResource) -> dg.Mate
     from dlac_pipeline.plan.legs.choice import check_readable
     from dlac_pipeline.plan.planner import make_plan
 
-    with as_dagster_failure(context):
+    with as_failure(context):
         spec, lakehouse = job.job_spec(), job.lakehouse()
         committed = _last_leg(lakehouse, spec)
         if committed is None:

@@ -12,7 +12,7 @@ from dlac_pipeline.dagster.failures import (
     PREEMPTED_TAG,
     RUN_TAG,
     STEPPED_ASIDE_TAG,
-    as_dagster_failure,
+    as_failure,
     failure,
     run_tag,
     tag_run,
@@ -51,15 +51,13 @@ class LaunchConfig(Section, dg.Config):
     )
 
 
-def build_model_checkpoint(
-    *, deps: Deps = (PLAN,), owners: Sequence[str] | None = None, group_name: str = "training"
-) -> dg.AssetsDefinition:
+def build_model_checkpoint(*, deps: Deps = (PLAN,), owners: Sequence[str] | None = None) -> dg.AssetsDefinition:
     """Return the asset `model_checkpoint`, which trains a run."""
 
     @dg.asset(
         key=MODEL,
         deps=deps,
-        group_name=group_name,
+        group_name="training",
         kinds={"pytorch", "deepspeed", "iceberg"},
         owners=owners,
         tags={"dlac/stage": "train"},
@@ -79,7 +77,7 @@ def train_run(
     context: dg.AssetExecutionContext, config: LaunchConfig, job: JobResource
 ) -> Iterator[dg.MaterializeResult[None]]:
     """Train until the run is finished, caught up, or preempted. A recovery that comes second makes nothing."""
-    with as_dagster_failure(context):
+    with as_failure(context):
         spec = job.job_spec()
     if context.run.tags.get(RUN_TAG) != spec.run:
         context.instance.add_run_tags(context.run_id, {RUN_TAG: spec.run})
@@ -104,7 +102,7 @@ def train_run(
     _fail_if_unfinished(context, last)
     from dlac_pipeline.dagster.assets.pages import model_page
 
-    with as_dagster_failure(context):
+    with as_failure(context):
         yield dg.MaterializeResult(metadata=model_page(job.lakehouse(), spec.run))
 
 

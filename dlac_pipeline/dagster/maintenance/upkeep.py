@@ -1,4 +1,7 @@
-"""The job that runs upkeep on DLAC's own tables."""
+"""The job that runs upkeep on DLAC's own tables.
+
+It never changes a source table.
+"""
 
 from dataclasses import asdict
 

@@ -110,21 +110,11 @@ def dlac_alerts(
 
     failed, succeeded = dg.DagsterRunStatus.FAILURE, dg.DagsterRunStatus.SUCCESS
     sensors = [
-        sensor(
-            "failure_alerts",
-            failed,
-            _of_failure,
-            "Tells of runs that failed: whether they are being recovered, or need a person.",
-        ),
-        sensor(
-            "success_alerts",
-            succeeded,
-            _of_success,
-            "Tells of training runs that were recovered, and of others that ended well if that is asked for.",
-        ),
+        sensor("failure_alerts", failed, _of_failure, "Reports runs that failed: in recovery, or in need of a person."),
+        sensor("success_alerts", succeeded, _of_success, "Reports recovered training runs, and others if asked for."),
     ]
     if "check_failed" in kinds:
-        says = "Tells of the asset checks that did not hold in runs that"
+        says = "Reports the asset checks that did not hold in runs that"
         sensors += [
             sensor("check_alerts", succeeded, _of_checks, f"{says} ended well."),
             sensor("failed_run_check_alerts", failed, _of_checks, f"{says} failed."),
