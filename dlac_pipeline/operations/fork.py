@@ -105,7 +105,7 @@ def _make_beginning(parent_run: str, target: Row, files: StoreFiles, tiers: Tier
         engine=manifest.engine,
         world_size=manifest.world_size,
         make=lambda name, folder: _copied(manifest, folder_uri(target["manifest_uri"]), files, tiers, name, folder),
-        instead={"forks": parent},
+        purpose={"forks": parent},
         note={},
         rows=[{"kind": "fork", "step": 0, "detail": json.dumps(parent)}],
     )
@@ -132,7 +132,7 @@ def _check_new(ledger: Ledger, run: str, parent_run: str) -> None:
     """
     rows = ledger.rows(run, kinds=HEAD_KINDS)
     try:
-        check_new(rows, run, instead="forks")
+        check_new(rows, run, purpose="forks")
     except SpecInvalid:
         if any(row["kind"] == "fork" for row in rows):  # the fork may have been killed right after its commit
             _let_go(ledger, run, parent_run)

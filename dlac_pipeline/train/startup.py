@@ -26,11 +26,12 @@ from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.older_ledger import LedgerWatch
 from dlac_pipeline.plan.order import LegOrder, ReaderState
+from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.spec.job_spec import JobSpec, home_folder, parse_recorded, parse_spec, read_spec
 from dlac_pipeline.spec.launch_request import OPERATOR
 from dlac_pipeline.supervise.attempt import KEEP_LAUNCHES, forget_launches
 from dlac_pipeline.supervise.choose_leg import ResumeOptions
-from dlac_pipeline.supervise.claim import ResumePoint, claim_and_verify, new_nonce
+from dlac_pipeline.supervise.claim import ClaimRequest, ResumePoint, claim_and_verify, new_nonce
 from dlac_pipeline.supervise.incident import (
     Incident,
     RecoveryOutcome,
@@ -98,7 +99,7 @@ def await_resume_point(folder: Path) -> ResumePoint:
 
 
 def claim_run(
-    lakehouse: Lakehouse, spec: JobSpec, tree: RankTree, tiers: Tiers | None, *, takeover: bool, held: ExitStack
+    plans: Plans, spec: JobSpec, tree: RankTree, tiers: Tiers | None, *, takeover: bool, held: ExitStack
 ) -> ResumePoint:
     """Claim the run on rank 0, without a supervisor.
 
@@ -112,23 +113,22 @@ def claim_run(
     with failing_together(tree, doing="looking at the checkpoint store"):
         if tiers is not None:
             tiers.check_writable()
-    said = None
+    answer = None
     if tree.rank == 0:
         try:
             held.enter_context(run_lock(spec.checkpoint.local, spec.run, wait_s=0.0, takeover=takeover))
             nonce = new_nonce()
             folder = str(own_folder(spec, nonce) or "")
-            said = claim_and_verify(
-                lakehouse, spec, nonce=nonce, wish=ResumeOptions(repin=True), launch_folder=folder
-            ).to_json()
+            request = ClaimRequest(nonce=nonce, options=ResumeOptions(repin=True), launch_folder=folder)
+            answer = claim_and_verify(plans, spec, request).to_json()
         except DlacError as err:
             tree.broadcast(json.dumps({"error": str(err)}).encode())
             raise
-        held.callback(LedgerWatch(lakehouse).close)
-    answer = tree.broadcast(None if said is None else said.encode()).decode()
-    if "error" in json.loads(answer):
-        raise TrainingFailed(f"rank 0 could not take over the run: {json.loads(answer)['error']}")
-    return ResumePoint.from_json(answer)
+        held.callback(LedgerWatch(plans.lakehouse).close)
+    received = tree.broadcast(None if answer is None else answer.encode()).decode()
+    if "error" in json.loads(received):
+        raise TrainingFailed(f"rank 0 could not take over the run: {json.loads(received)['error']}")
+    return ResumePoint.from_json(received)
 
 
 def own_folder(spec: JobSpec, nonce: str) -> Path | None:

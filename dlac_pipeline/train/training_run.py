@@ -45,6 +45,7 @@ from dlac_pipeline.lakehouse.iceberg.pins import let_go
 from dlac_pipeline.lakehouse.ledger.commits import Attempt, finish
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.plan.legs.leg import Leg
+from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.read.batch import Batch, copy_batches
 from dlac_pipeline.read.exchange import Waits, summing_over
 from dlac_pipeline.read.open import open_leg
@@ -131,6 +132,7 @@ class TrainingRun:
         )
         held.callback(self._when.close)  # closed last: a dead peer must not keep this rank past its deadline
         self._lakehouse = open_lakehouse(spec, supervised=folder is not None)
+        self._plans = Plans(self._lakehouse)
         self._recoveries = OwnRecoveries(self._lakehouse, spec, self._events)
         if folder is None:
             self._claim_itself(takeover=takeover, held=held)
@@ -148,9 +150,7 @@ class TrainingRun:
         """Claim the run without a supervisor. Under another launcher the ranks still write signs of life."""
         began = time.time()
         tiers = self._tiers if self._first_of_machine else None
-        self.resume_point = point = claim_run(
-            self._lakehouse, self.spec, self._tree, tiers, takeover=takeover, held=held
-        )
+        self.resume_point = point = claim_run(self._plans, self.spec, self._tree, tiers, takeover=takeover, held=held)
         with failing_together(self._tree, doing="making the launch folder"):
             folder = make_own_folder(self.spec, point.nonce)
             self._signs.close()
@@ -407,7 +407,7 @@ class TrainingRun:
     def _open_reader(self, lakehouse: Lakehouse) -> None:
         point = self.resume_point
         leg = Leg.from_json(point.leg)
-        opened = open_leg(lakehouse, leg, self.spec)
+        opened = open_leg(self._plans, leg, self.spec)
         self._leg, self._order = leg, opened.order
         state = opened.start_state() if point.leg_is_new else point.cursors
         if not point.leg_is_new:
