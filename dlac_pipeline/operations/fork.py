@@ -87,7 +87,7 @@ def fork_run(
     ):
         _check_new(ledger, spec.run, parent_run)
         begun = begin(lakehouse, spec, _make_beginning(parent_run, target, files or tiers.files, tiers))
-        _let_go(ledger, spec.run, parent_run)
+        _release_parent(ledger, spec.run, parent_run)
     return Forked(
         run=spec.run,
         checkpoint_id=begun,
@@ -116,7 +116,7 @@ def _holds_of(run: str) -> str:
     return f"fork:{run}"
 
 
-def _let_go(ledger: Ledger, run: str, parent_run: str) -> None:
+def _release_parent(ledger: Ledger, run: str, parent_run: str) -> None:
     """Remove every name that keeps a parent's checkpoint for `run`, which exists now, also names of killed or late forks."""
     for name in names_of(ledger.rows(parent_run, kinds=("name",))):
         if _holds_of(run) in (name, name.rpartition(":")[0]):  # names of older versions have no nonce
@@ -135,7 +135,7 @@ def _check_new(ledger: Ledger, run: str, parent_run: str) -> None:
         check_new(rows, run, purpose="forks")
     except SpecInvalid:
         if any(row["kind"] == "fork" for row in rows):  # the fork may have been killed right after its commit
-            _let_go(ledger, run, parent_run)
+            _release_parent(ledger, run, parent_run)
         raise
 
 
