@@ -63,7 +63,7 @@ def model_checkpoint(
     planned = metadata_of_this_run(context, work_plan.key)
     request = Request(
         spec=spec,
-        plan_ids=tuple(planned["plan_id"].split(", ")) if planned.get("is_new") else (),
+        plan_ids=tuple(planned["plan_ids"]) if planned.get("is_new") else (),
         repin=config.replaces is None,
         replaces=config.replaces,
         recovers=config.recovers,
