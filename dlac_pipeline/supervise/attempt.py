@@ -218,6 +218,7 @@ class SupervisedAttempt:
             verifying=self._verifying,
             verify=NodeVerifiers(self._round, least_bytes=self._spec.launch.verify_together_mb * 2**20).verify,
             stop=self._supervision.stop,
+            on_claim=self._supervision.starter.import_agent,
         )
         failure = self._failure
         if failure is None and point.replaces > 0:

@@ -111,6 +111,7 @@ def claim_and_verify(
     verify: Verify = verify_here,
     instead: Mapping[str, Any] = MappingProxyType({}),
     stop: threading.Event | None = None,
+    on_claim: Callable[[], None] = lambda: None,
 ) -> ResumePoint:
     """Claim the run for `nonce` and return its resume point.
 
@@ -121,6 +122,7 @@ def claim_and_verify(
     - `verifying` receives the progress of the verification of a checkpoint. Its exception ends the claim.
     - `verify` is as for `restore`.
     - Once `stop` is set, the claim does not wait for an unavailable catalog.
+    - `on_claim` is called once the run is claimed, before the checkpoint is verified.
 
     Raises:
         CommitOutcomeUnknown: the run may or may not be claimed.
@@ -138,6 +140,7 @@ def claim_and_verify(
     detail = {**_places_of(spec, tiers), **launched, **instead}
     claimed = _claim(ledger, spec.run, chooser, nonce=nonce, replaces=replaces, current=current, detail=detail)
     claimed_at = time.monotonic()
+    on_claim()
     found = _resolve(ledger, claimed, chooser, tiers, verifying, verify)
     return _resume_point(claimed, found, claim_s=claimed_at - started, verify_s=time.monotonic() - claimed_at)
 
