@@ -119,11 +119,11 @@ class AllRanks:
         self._looked()
         found = []
         for place in self._lost_places:
-            share, host = self._round.shares[place], self._round.hosts[place]
+            node = self._round.members[place]
             silent_s = self._round.silent_s(place)
-            which = f"node {host} ({share.ranks} ranks) gave no sign of life for {silent_s:.0f} s"
-            if share.ranks:
-                found.append(Exit(rank=share.first_rank, code=1, kind=LOST, message=which, at=0.0))
+            which = f"node {self._round.hosts[place]} ({node.ranks} ranks) gave no sign of life for {silent_s:.0f} s"
+            if node.ranks:
+                found.append(Exit(rank=node.first_rank, code=1, kind=LOST, message=which, at=0.0))
         return found
 
     def _waits_for_reports(self) -> bool:

@@ -415,7 +415,7 @@ def start_local_ranks(spec: JobSpec, folder: Path, round_: Round, starter: RankS
         path = folder / "spec.json"
         path.touch(mode=0o600)  # the spec may contain credentials
         path.write_text(spec.model_dump_json())
-    forget_launches(folder.parent, keep=KEEP_LAUNCHES * len(round_.shares))
+    forget_launches(folder.parent, keep=KEEP_LAUNCHES * round_.share.nodes)
     return starter.start(spec, folder, round_.share)
 
 
