@@ -95,7 +95,7 @@ def serving(address: str) -> Iterator[None]:
             yield
         finally:
             server.send_signal(signal.SIGTERM)
-            assert server.wait(timeout=10) == 0
+            assert server.wait(timeout=60) == 0
 
 
 @contextmanager
