@@ -9,7 +9,7 @@ from pydantic import Field
 from assets.failures import OWNERS, PREEMPTED_TAG, RUN_TAG, STEPPED_ASIDE_TAG, failure, run_tag, tag, told_to_dagster
 from assets.planning import metadata_of_this_run, work_plan
 from assets.resources import JobResource
-from assets.supervised import Event, supervise_launch
+from assets.supervised import Event, supervise_run
 from dlac_pipeline.lakehouse.errors import LeftUnfinished, Preempted, RunBusy, RunFinished, SteppedAside
 from dlac_pipeline.spec.launch_request import OPERATOR, Request
 from dlac_pipeline.spec.spec_problems import LONGEST_WAIT_S, Section
@@ -73,7 +73,7 @@ def model_checkpoint(
         noticed_at=config.noticed_at,
         launched_by=context.run_id,
     )
-    last = supervise_launch(request, _Shown(context), on_asking=job.was_interrupted)
+    last = supervise_run(request, _Shown(context), on_asking=job.was_interrupted)
     if _stepped_aside(config, last):
         tag(context, STEPPED_ASIDE_TAG, last["kind"])
         context.log.info(last["message"])
