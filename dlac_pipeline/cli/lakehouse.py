@@ -171,9 +171,9 @@ def unpin(
     ] = False,
 ) -> None:
     """Release a pinned snapshot: expiry may then remove what only this pin held."""
-    from dlac_pipeline.lakehouse.iceberg.pins import remove_pin as let_go
+    from dlac_pipeline.lakehouse.iceberg.pins import remove_pin
 
-    removed = let_go(lakehouse_of(spec, home), table, snapshot_id, force=force)
+    removed = remove_pin(lakehouse_of(spec, home), table, snapshot_id, force=force)
     OUT.print(
         f"snapshot {snapshot_id} of {table} {'is not pinned any more' if removed else 'was not pinned'}", markup=False
     )

@@ -49,7 +49,7 @@ def build_work_plan(*, deps: Deps = (SNAPSHOT,), owners: Sequence[str] | None = 
         description="One row per work unit (row group) of the pinned snapshot, under a content-addressed plan id.",
     )
     def work_plan(context: dg.AssetExecutionContext, job: JobResource) -> dg.MaterializeResult[None]:
-        return plan_sources(context, job)
+        return plan_pinned_snapshots(context, job)
 
     return work_plan
 
@@ -80,31 +80,24 @@ def pin_snapshots(context: dg.AssetExecutionContext, job: JobResource) -> dg.Mat
     )
 
 
-def plan_sources(context: dg.AssetExecutionContext, job: JobResource) -> dg.MaterializeResult[None]:
+def plan_pinned_snapshots(context: dg.AssetExecutionContext, job: JobResource) -> dg.MaterializeResult[None]:
     """Plan the pinned snapshots. A resumed run keeps the plans that its leg binds."""
     from dlac_pipeline.lakehouse.ledger.plans import get_plan
-    from dlac_pipeline.plan.legs.choice import check_readable
-    from dlac_pipeline.plan.planner import make_plan
+    from dlac_pipeline.plan.legs.choice import plan_sources
 
     with as_failure(context):
         spec, lakehouse = job.job_spec(), job.lakehouse()
         committed = _last_leg(lakehouse, spec)
         if committed is None:
-            check_readable(lakehouse, spec)
-        pinned = metadata_of_this_run(context, SNAPSHOT).get("snapshot_id")
-        snapshots = [None] * len(spec.sources) if pinned is None else [int(part) for part in pinned.split(", ")]
-        rows = [
-            make_plan(lakehouse, source.model_copy(update={"snapshot_id": snapshot_id or source.snapshot_id})).row
-            if committed is None
-            else get_plan(lakehouse, committed.sources[index].plan_id)
-            for index, (source, snapshot_id) in enumerate(zip(spec.sources, snapshots, strict=True))
-        ]
+            rows = [plan.row for plan in plan_sources(lakehouse, _with_pinned_snapshots(context, spec))]
+        else:
+            rows = [get_plan(lakehouse, source.plan_id) for source in committed.sources]
     for row in rows:
         context.log.info(f"plan {row.plan_id}: {row.units} work units, {row.live_rows} live rows")
     return dg.MaterializeResult(
         metadata={
             "run": spec.run,
-            "plan_id": ", ".join(row.plan_id for row in rows),
+            "plan_ids": dg.MetadataValue.json([row.plan_id for row in rows]),
             "is_new": committed is None,
             "work_units": sum(row.units for row in rows),
             "dagster/row_count": sum(row.live_rows for row in rows),
@@ -112,6 +105,15 @@ def plan_sources(context: dg.AssetExecutionContext, job: JobResource) -> dg.Mate
             "row_filter": ", ".join(row.row_filter or "(all rows)" for row in rows),
         }
     )
+
+
+def _with_pinned_snapshots(context: dg.AssetExecutionContext, spec: JobSpec) -> JobSpec:
+    """Return the spec with the snapshots that this Dagster run pinned, if it did."""
+    pinned = metadata_of_this_run(context, SNAPSHOT).get("snapshot_id")
+    if pinned is None:
+        return spec
+    snapshots = zip(spec.sources, pinned.split(", "), strict=True)
+    return spec.with_sources([source.model_copy(update={"snapshot_id": int(part)}) for source, part in snapshots])
 
 
 def _last_leg(lakehouse: "Lakehouse", spec: JobSpec) -> "Leg | None":

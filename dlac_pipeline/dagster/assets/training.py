@@ -7,7 +7,7 @@ import dagster as dg
 from pydantic import Field
 
 from dlac_pipeline.dagster.assets.planning import Deps, metadata_of_this_run
-from dlac_pipeline.dagster.assets.supervised import Event, supervise_launch
+from dlac_pipeline.dagster.assets.supervised import Event, supervise_run
 from dlac_pipeline.dagster.failures import (
     PREEMPTED_TAG,
     RUN_TAG,
@@ -84,7 +84,7 @@ def train_run(
     planned = metadata_of_this_run(context, PLAN)
     request = Request(
         spec=spec,
-        plan_ids=tuple(planned["plan_id"].split(", ")) if planned.get("is_new") else (),
+        plan_ids=tuple(planned["plan_ids"]) if planned.get("is_new") else (),
         repin=config.replaces is None,
         replaces=config.replaces,
         recovers=config.recovers,
@@ -94,7 +94,7 @@ def train_run(
         noticed_at=config.noticed_at,
         launched_by=context.run_id,
     )
-    last = supervise_launch(request, _Shown(context), on_asking=job.was_interrupted)
+    last = supervise_run(request, _Shown(context), on_asking=job.was_interrupted)
     if _stepped_aside(config, last):
         tag_run(context, STEPPED_ASIDE_TAG, last["kind"])
         context.log.info(last["message"])
