@@ -223,6 +223,7 @@ class SupervisedAttempt:
             verifying=self._verifying,
             verify=NodeVerifiers(self._round, least_bytes=self._spec.launch.verify_together_mb * 2**20).verify,
             stop=self._supervision.stop,
+            on_claim=self._supervision.starter.import_agent,
         )
         failure = self._failure
         if failure is None and point.replaces > 0:
@@ -251,6 +252,7 @@ class SupervisedAttempt:
                 self._supervision.stop.set()
             if (self.others or grows) and asked_at is None and ranks.noticed:
                 self._supervision.leave()
+            exited = ranks.all_exited()  # asked first: a rank that dies between the two questions is a failure
             failures = ranks.failures()
             told = asked_at is not None or self._supervision.stop.is_set() or ranks.leaving
             if told and any(failure.code == -signal.SIGTERM for failure in failures):
@@ -258,7 +260,7 @@ class SupervisedAttempt:
                 return self._judge_ending(ranks, grows=grows)
             if failures:
                 return self._failed(ranks, first_cause(failures))
-            if ranks.all_exited():
+            if exited:
                 self._forward_events()
                 self._follow_progress(ranks)
                 return self._judge_ending(ranks, grows=grows)
@@ -418,7 +420,7 @@ def start_local_ranks(spec: JobSpec, folder: Path, round_: Round, starter: RankS
         path = folder / "spec.json"
         path.touch(mode=0o600)  # the spec may contain credentials
         path.write_text(spec.model_dump_json())
-    forget_launches(folder.parent, keep=KEEP_LAUNCHES * len(round_.shares))
+    forget_launches(folder.parent, keep=KEEP_LAUNCHES * round_.share.nodes)
     return starter.start(spec, folder, round_.share)
 
 

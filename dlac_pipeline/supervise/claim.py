@@ -123,6 +123,7 @@ def claim_and_verify(
     verifying: Verifying = lambda step, done, total: None,
     verify: Verify = verify_here,
     stop: threading.Event | None = None,
+    on_claim: Callable[[], None] = lambda: None,
 ) -> ResumePoint:
     """Choose the leg, claim the run, verify the checkpoint to resume from, and return the resume point.
 
@@ -131,6 +132,7 @@ def claim_and_verify(
     - `verifying` receives the progress of the verification of a checkpoint. Its exception ends the claim.
     - `verify` is as for `restore`.
     - Once `stop` is set, the claim does not wait for an unavailable catalog.
+    - `on_claim` is called once the run is claimed, before the checkpoint is verified.
 
     Raises:
         CommitOutcomeUnknown: the run may or may not be claimed.
@@ -148,6 +150,7 @@ def claim_and_verify(
     leg = chooser.before_claim(before)
     claimed = _claim(ledger, before, leg, request, detail={**_places_of(spec, tiers), **_launch_of(spec, request)})
     claimed_at = time.monotonic()
+    on_claim()
     found = _resolve(ledger, claimed, chooser, tiers, verifying, verify)
     return _resume_point(claimed, found, claim_s=claimed_at - started, verify_s=time.monotonic() - claimed_at)
 

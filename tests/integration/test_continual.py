@@ -9,15 +9,16 @@ import dagster as dg
 import pytest
 import yaml
 
-from assets.failures import NO_RECOVERY_TAG, PREEMPTED_TAG, RUN_TAG, STEPPED_ASIDE_TAG
+from dlac_pipeline.dagster.failures import NO_RECOVERY_TAG, PREEMPTED_TAG, RUN_TAG, STEPPED_ASIDE_TAG
+from dlac_pipeline.dagster.sensors.continual import run_config_of
 from dlac_pipeline.operations.pending_work import due
 from dlac_pipeline.operations.rewind import rewind_run
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.claim import ClaimRequest, claim_and_verify
 from dlac_pipeline.supervise.run_lock import run_lock
-from jobs.continual import continual_training_schedule, new_snapshot_sensor, run_config_of
 from jobs.definitions import defs
+from jobs.train import continual_training_schedule, new_snapshot_sensor
 from tests.conftest import Arena, source_rows
 from tests.dagster_runs import dagster_run
 

@@ -2,6 +2,8 @@
 
 The supervisor leads a session of its own. It ends in order when its standard input closes, which happens however this process
 dies. When Dagster interrupts this process, the supervisor is asked to stop, and later killed with its ranks.
+
+This process starts a supervisor again that was killed, so that the recovery needs no sensor of Dagster's.
 """
 
 from __future__ import annotations
@@ -31,6 +33,54 @@ _LOOK_S = 1.0
 _log = logging.getLogger(__name__)
 SILENT_S = 120.0
 """Seconds of silence, without a sign of life, after which a supervisor is given up."""
+_DIED = "SupervisorDied"
+_NOTICED_BY = "Dagster run"
+_OLD_LAUNCH_S = 30.0
+"""Seconds for the ranks of a killed supervisor to end: they hold the lock of the run's folder no longer then."""
+
+
+def supervise_run(
+    request: Request, on_event: Callable[[Event], None], *, on_asking: Callable[[], None] = lambda: None
+) -> Event:
+    """Run supervisors as `supervise_launch` does, until one reports how the run ended. Return that event.
+
+    A supervisor of this node that was killed is replaced at once if it had committed a checkpoint. After any other death
+    Dagster's sensors decide, which count recoveries without progress.
+    """
+    while True:
+        progress = _Progress(on_event)
+        last = supervise_launch(request, progress, on_asking=on_asking)
+        if last.get("kind") != _DIED or not progress.committed or request.spec.launch.on != "here":
+            return last
+        _pass_on(
+            on_event, {"event": "warning", "message": f"the supervisor died ({last['message']}): another one starts"}
+        )
+        request = request.model_copy(
+            update={
+                "plan_ids": (),
+                "repin": False,
+                "replaces": progress.attempt,
+                "recovers": request.launched_by,
+                "takeover": True,
+                "wait_s": _OLD_LAUNCH_S,
+                "noticed_by": _NOTICED_BY,
+                "noticed_at": time.time(),
+            }
+        )
+
+
+class _Progress:
+    """Listener that notes a supervisor's last attempt, and if it has committed a checkpoint."""
+
+    def __init__(self, on_event: Callable[[Event], None]) -> None:
+        self._on_event = on_event
+        self.attempt = 0
+        self.committed = False
+
+    def __call__(self, event: Event) -> None:
+        self.attempt = event.get("attempt", self.attempt) if event["event"] == "attempt" else self.attempt
+        self.committed = self.committed or event["event"] == "checkpoint"
+        self._on_event(event)
 
 
 def supervise_launch(
@@ -62,7 +112,7 @@ def supervise_launch(
         if voice.open:
             return {"event": "error", "kind": "SupervisorSilent", "message": f"it said nothing for {silent_s:.0f} s"}
         if last.get("event") not in ("ended", "error"):
-            return {"event": "error", "kind": "SupervisorDied", "message": f"exit status {process.wait()}"}
+            return {"event": "error", "kind": _DIED, "message": f"exit status {process.wait()}"}
         return last
     finally:
         try:

@@ -1,33 +1,65 @@
 """From a source table to work units: the pinned snapshot and the plan, as assets."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 
-from assets.failures import OWNERS, told_to_dagster
-from assets.resources import JobResource
-from assets.sources import tokens
+from dlac_pipeline.dagster.failures import as_failure
+from dlac_pipeline.dagster.resources import JobResource
+from dlac_pipeline.dagster.training_runs import PLAN, SNAPSHOT
 from dlac_pipeline.spec.job_spec import JobSpec
 
 if TYPE_CHECKING:
     from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
     from dlac_pipeline.plan.legs.leg import Leg
 
+Deps = Sequence[dg.AssetsDefinition | dg.AssetSpec | dg.AssetKey | str]
+"""Assets that another one depends on."""
 
-@dg.asset(
-    deps=[tokens],
-    group_name="training",
-    kinds={"iceberg"},
-    owners=OWNERS,
-    tags={"dlac/stage": "plan"},
-    description="One snapshot of the source table, kept alive by an Iceberg tag: what the run reads, whatever is appended later.",
-)
-def pinned_snapshot(context: dg.AssetExecutionContext, job: JobResource) -> dg.MaterializeResult[None]:
+
+def build_pinned_snapshot(*, deps: Deps, owners: Sequence[str] | None = None) -> dg.AssetsDefinition:
+    """Return the asset `pinned_snapshot`. Its dependencies are the assets of the source tables."""
+
+    @dg.asset(
+        key=SNAPSHOT,
+        deps=deps,
+        group_name="training",
+        kinds={"iceberg"},
+        owners=owners,
+        tags={"dlac/stage": "plan"},
+        description="One snapshot of the source table, kept alive by an Iceberg tag: the run reads it, whatever is appended.",
+    )
+    def pinned_snapshot(context: dg.AssetExecutionContext, job: JobResource) -> dg.MaterializeResult[None]:
+        return pin_snapshots(context, job)
+
+    return pinned_snapshot
+
+
+def build_work_plan(*, deps: Deps = (SNAPSHOT,), owners: Sequence[str] | None = None) -> dg.AssetsDefinition:
+    """Return the asset `work_plan`."""
+
+    @dg.asset(
+        key=PLAN,
+        deps=deps,
+        group_name="training",
+        kinds={"iceberg", "parquet"},
+        owners=owners,
+        tags={"dlac/stage": "plan"},
+        description="One row per work unit (row group) of the pinned snapshot, under a content-addressed plan id.",
+    )
+    def work_plan(context: dg.AssetExecutionContext, job: JobResource) -> dg.MaterializeResult[None]:
+        return plan_pinned_snapshots(context, job)
+
+    return work_plan
+
+
+def pin_snapshots(context: dg.AssetExecutionContext, job: JobResource) -> dg.MaterializeResult[None]:
     """Pin the snapshot that the run was started with. For a new run, the one that the spec names, or the current one."""
     from dlac_pipeline.lakehouse.iceberg.pins import hold
     from dlac_pipeline.lakehouse.iceberg.snapshots import snapshot_of
 
-    with told_to_dagster(context):
+    with as_failure(context):
         spec, lakehouse = job.job_spec(), job.lakehouse()
         committed = _last_leg(lakehouse, spec)
         pins = []
@@ -48,20 +80,12 @@ def pinned_snapshot(context: dg.AssetExecutionContext, job: JobResource) -> dg.M
     )
 
 
-@dg.asset(
-    deps=[pinned_snapshot],
-    group_name="training",
-    kinds={"iceberg", "parquet"},
-    owners=OWNERS,
-    tags={"dlac/stage": "plan"},
-    description="One row per work unit (row group) of the pinned snapshot, under a content-addressed plan id.",
-)
-def work_plan(context: dg.AssetExecutionContext, job: JobResource) -> dg.MaterializeResult[None]:
+def plan_pinned_snapshots(context: dg.AssetExecutionContext, job: JobResource) -> dg.MaterializeResult[None]:
     """Plan the pinned snapshots. A resumed run keeps the plans that its leg binds."""
     from dlac_pipeline.lakehouse.ledger.plans import get_plan
     from dlac_pipeline.plan.legs.choice import plan_sources
 
-    with told_to_dagster(context):
+    with as_failure(context):
         spec, lakehouse = job.job_spec(), job.lakehouse()
         committed = _last_leg(lakehouse, spec)
         if committed is None:
@@ -85,7 +109,7 @@ def work_plan(context: dg.AssetExecutionContext, job: JobResource) -> dg.Materia
 
 def _with_pinned_snapshots(context: dg.AssetExecutionContext, spec: JobSpec) -> JobSpec:
     """Return the spec with the snapshots that this Dagster run pinned, if it did."""
-    pinned = metadata_of_this_run(context, pinned_snapshot.key).get("snapshot_id")
+    pinned = metadata_of_this_run(context, SNAPSHOT).get("snapshot_id")
     if pinned is None:
         return spec
     snapshots = zip(spec.sources, pinned.split(", "), strict=True)
