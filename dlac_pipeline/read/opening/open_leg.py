@@ -10,10 +10,10 @@ from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.plan.order import LegOrder, ReaderState
 from dlac_pipeline.plan.plan import Plan, Plans
 from dlac_pipeline.plan.units import UnitTable
-from dlac_pipeline.read.leg_columns import LegColumns
 from dlac_pipeline.read.memory import Buffers
-from dlac_pipeline.read.open_source import OpenSource, changed_since_plan, open_source
-from dlac_pipeline.read.open_streams import StreamOpener
+from dlac_pipeline.read.opening.leg_columns import LegColumns
+from dlac_pipeline.read.opening.open_source import OpenSource, changed_since_plan, open_source
+from dlac_pipeline.read.opening.open_streams import StreamOpener
 from dlac_pipeline.read.prefetch import Prefetcher
 from dlac_pipeline.read.reader import Exchange, RankReader, ReadStart, alone
 from dlac_pipeline.rows.tokenizing import Tokenizer, load_tokenizer

@@ -11,7 +11,7 @@ from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.plan.order import LegOrder
 from dlac_pipeline.plan.source_order import Stretch
 from dlac_pipeline.plan.units import UnitTable
-from dlac_pipeline.read.open_source import OpenSource
+from dlac_pipeline.read.opening.open_source import OpenSource
 from dlac_pipeline.read.streams import Columns
 from dlac_pipeline.rows.columns import Column, ColumnKind
 

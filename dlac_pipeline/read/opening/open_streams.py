@@ -10,7 +10,7 @@ from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.plan.order import LegOrder
 from dlac_pipeline.plan.source_order import Cursor
 from dlac_pipeline.read.documents import Documents, Samples
-from dlac_pipeline.read.open_source import OpenSource
+from dlac_pipeline.read.opening.open_source import OpenSource
 from dlac_pipeline.read.packing import Packer, Sampler
 from dlac_pipeline.read.prefetch import Prefetcher
 from dlac_pipeline.read.reader import OpenStream
