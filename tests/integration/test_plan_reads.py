@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 def spec(arena: Arena) -> JobSpec:
     """A job over a small table."""
     arena.table(appends=(400,))
-    return arena.spec("r", world_size=1, passes=1)
+    return arena.spec("r", world_size=1, passes=1, every_steps=2)
 
 
 @pytest.fixture
