@@ -19,6 +19,8 @@ import dagster as dg
 import psutil
 import requests
 import yaml
+from dagster._core.remote_origin import RemoteJobOrigin, RemoteRepositoryOrigin
+from dagster._core.workspace.load import location_origins_from_yaml_paths
 
 from dlac_pipeline.elastic.ranks.rank import pid_of
 from dlac_pipeline.lakehouse.errors import TrainingFailed
@@ -112,6 +114,20 @@ class LocalDagster:
         if not runs:
             raise TrainingFailed(f"expected dagster to accept a run of {job!r}, found:\n{done.stdout}{done.stderr}")
         return str(runs[0].run_id)
+
+    def submit(self, instance: dg.DagsterInstance, job: dg.JobDefinition, run_config: dict[str, Any]) -> str:
+        """Submit a run of a job that this process has imported from the workspace. It starts no process, unlike `launch`."""
+        (location,) = location_origins_from_yaml_paths([self._workspace])
+        repository = RemoteRepositoryOrigin(code_location_origin=location, repository_name="__repository__")
+        run = instance.create_run_for_job(
+            job,
+            run_config=run_config,
+            tags=job.run_tags,
+            remote_job_origin=RemoteJobOrigin(repository_origin=repository, job_name=job.name),
+        )
+        no_workspace: Any = None  # the queue's coordinator does not read it
+        instance.run_coordinator.submit_run(dg.SubmitRunContext(run, no_workspace))
+        return str(run.run_id)
 
     def wait(
         self, run_id: str, *, while_waiting: Callable[[], None] = lambda: None, timeout_s: float = 900.0
