@@ -31,6 +31,8 @@ WORKSPACE = Path(__file__).resolve().parent.parent / "workspace.yaml"
 SETTINGS = Path(__file__).with_name("dagster.yaml")
 """Settings of a Dagster instance for DLAC, for people to copy."""
 _POLL_S = 0.25
+_ENDS_WITHIN_S = 2.0
+"""Seconds for a daemon or a webserver to end in order. The threads of a daemon end at once, but its process stays."""
 
 
 class LocalDagster:
@@ -240,7 +242,7 @@ def _end_tree(process: subprocess.Popen[bytes]) -> None:
         return
     started = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
     process.send_signal(signal.SIGTERM)
-    _, alive = psutil.wait_procs(started, timeout=10)
+    _, alive = psutil.wait_procs(started, timeout=_ENDS_WITHIN_S)
     for survivor in alive:
         with contextlib.suppress(psutil.NoSuchProcess):
             survivor.kill()

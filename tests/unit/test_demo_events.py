@@ -6,7 +6,7 @@ import dagster as dg
 
 from jobs.demo_events import RunEvents, describe, rows_of_plan
 
-CHECKPOINT = {"run": "r", "step": 20, "loss": 5.5, "rows": 5120, "checkpoint_id": "c"}
+CHECKPOINT: dict[str, str | int | float] = {"run": "r", "step": 20, "loss": 5.5, "rows": 5120, "checkpoint_id": "c"}
 
 
 @dg.asset
