@@ -23,11 +23,11 @@ from rich.table import Table
 from rich.text import Text
 
 from dlac_pipeline.audit.report import write_report
+from dlac_pipeline.dagster.sensors.continual import run_config_of
 from dlac_pipeline.lakehouse.errors import BadInput, DlacError, SpecInvalid, TrainingFailed
 from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.lakehouse.ledger.recoveries import Recovery
 from dlac_pipeline.spec.job_spec import JobSpec, read_spec
-from jobs.continual import run_config_of
 from jobs.definitions import defs
 from jobs.demo_runs import Fault, FollowedRun, Screen, Training, check_success
 from jobs.local_dagster import WORKSPACE, LiveRun, LocalDagster

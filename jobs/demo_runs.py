@@ -11,10 +11,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
 
+from dlac_pipeline.dagster.sensors.recovery import RECOVERS_TAG
 from dlac_pipeline.lakehouse.errors import TrainingFailed
 from jobs.demo_events import RunEvents, describe, rows_of_plan
 from jobs.local_dagster import LiveRun
-from jobs.recovery import RECOVERS_TAG
 
 _RECOVERY_WITHIN_S = 120.0
 
