@@ -35,9 +35,9 @@ from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.choose_leg import leg_of
 from dlac_pipeline.supervise.claim import ResumePoint, new_nonce
 from dlac_pipeline.supervise.claims import spec_of_attempt
-from dlac_pipeline.supervise.local_ranks import RankGroup
-from dlac_pipeline.supervise.policies.hangs import HangDetector, first_cause
-from dlac_pipeline.supervise.start_ranks import RankStarter
+from dlac_pipeline.supervise.liveness.hang_detector import HangDetector, first_cause
+from dlac_pipeline.supervise.ranks.local_ranks import RankGroup
+from dlac_pipeline.supervise.ranks.start_ranks import RankStarter
 
 MOST_STEPS = 20
 """Number of steps unless the caller requests more."""

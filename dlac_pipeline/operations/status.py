@@ -34,10 +34,10 @@ from dlac_pipeline.supervise.claims import (
     left_in_order,
     trained_attempts,
 )
-from dlac_pipeline.supervise.liveness.other_launch import LaunchLiveness, liveness_of
-from dlac_pipeline.supervise.liveness.progress import read_ending, read_total_steps
+from dlac_pipeline.supervise.liveness.launch_liveness import LaunchLiveness, liveness_of
+from dlac_pipeline.supervise.liveness.run_lock import lock_path
+from dlac_pipeline.supervise.ranks.rank_events import read_ending, read_total_steps
 from dlac_pipeline.supervise.retry_policy import LOST_AFTER_S
-from dlac_pipeline.supervise.run_lock import lock_path
 
 _COLUMNS = (
     "run",

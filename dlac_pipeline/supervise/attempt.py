@@ -31,7 +31,6 @@ from dlac_pipeline.lakehouse.ledger.older_ledger import LedgerWatch
 from dlac_pipeline.lakehouse.ledger.plans import get_plan
 from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.spec.job_spec import JobSpec
-from dlac_pipeline.supervise.all_ranks import AllRanks
 from dlac_pipeline.supervise.choose_leg import ResumeOptions
 from dlac_pipeline.supervise.claim import ResumePoint, claim_and_verify, new_nonce
 from dlac_pipeline.supervise.distributed_verify import NodeVerifiers
@@ -42,12 +41,13 @@ from dlac_pipeline.supervise.incident import (
     ended_on_purpose,
     failure_of_attempt,
 )
-from dlac_pipeline.supervise.liveness.progress import Phase, Progress
-from dlac_pipeline.supervise.local_ranks import Exit, RankGroup
-from dlac_pipeline.supervise.policies.hangs import HangDetector, first_cause, stuck_rank
+from dlac_pipeline.supervise.liveness.hang_detector import HangDetector, first_cause, stuck_rank
+from dlac_pipeline.supervise.liveness.heartbeat import Phase, RankHeartbeat
 from dlac_pipeline.supervise.policies.stragglers import Stragglers
+from dlac_pipeline.supervise.ranks.all_ranks import AllRanks
+from dlac_pipeline.supervise.ranks.local_ranks import Exit, RankGroup
+from dlac_pipeline.supervise.ranks.start_ranks import RankStarter
 from dlac_pipeline.supervise.retry_policy import patience_s, waiting_for
-from dlac_pipeline.supervise.start_ranks import RankStarter
 
 Event = dict[str, Any]
 Ending = Literal["finished", "caught_up", "stopped", "left"]
@@ -139,7 +139,7 @@ class SupervisedAttempt:
         self._asked_at: float | None = None
         self._ending: Ending | None = None
         self._head_step = self._resumed_step = 0
-        self._undone: list[Progress] = []
+        self._undone: list[RankHeartbeat] = []
 
     @property
     def others(self) -> list[int]:

@@ -15,12 +15,12 @@ from typing import Any
 from dlac_pipeline.checkpoint.store import storing, tiers_of
 from dlac_pipeline.elastic.round import LEADER, RESUME, VERDICT, Round
 from dlac_pipeline.lakehouse.durable_io import write_durably
-from dlac_pipeline.supervise.all_ranks import ASKS, LEAVE, STOP, report_of
 from dlac_pipeline.supervise.attempt import Ending, Supervision, spec_for, start_local_ranks
 from dlac_pipeline.supervise.claim import ResumePoint, new_nonce
 from dlac_pipeline.supervise.distributed_verify import NodeVerifier
 from dlac_pipeline.supervise.incident import Failure
-from dlac_pipeline.supervise.local_ranks import RankGroup
+from dlac_pipeline.supervise.ranks.all_ranks import ASKS, LEAVE, STOP, report_of
+from dlac_pipeline.supervise.ranks.local_ranks import RankGroup
 
 _SAY_EVERY_S = 0.2
 _LOOK_EVERY_S = 0.25

@@ -21,7 +21,7 @@ from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.spec.launch_request import OPERATOR
 from dlac_pipeline.supervise.claim import ResumePoint
 from dlac_pipeline.supervise.claims import idle, launch_folder_of, left_in_order
-from dlac_pipeline.supervise.liveness.progress import Phase, Progress, read_all_progress
+from dlac_pipeline.supervise.liveness.heartbeat import Phase, RankHeartbeat, read_heartbeats
 
 RecoveryOutcome = Literal["resumed", "failed again", "gave up"]
 
@@ -85,7 +85,7 @@ class Failure:
         return "\n".join(part for part in (self.summary, self.traceback, log) if part)
 
 
-def ended_on_purpose(cause: str, *, step: int, undone: Sequence[Progress] = ()) -> Failure:
+def ended_on_purpose(cause: str, *, step: int, undone: Sequence[RankHeartbeat] = ()) -> Failure:
     """Return the failure of an attempt that ended just now so that other nodes can train the next one.
 
     `undone` is the work of its ranks if the attempt had no time for a last checkpoint. Otherwise nothing is lost.
@@ -115,7 +115,7 @@ def failure_of_attempt(
     if idle(rows, attempt) or (noticed_by == OPERATOR and left_in_order(rows, attempt)):
         return None
     folder = launch_folder_of(rows, attempt)
-    found = read_all_progress(Path(folder)) if folder else []
+    found = read_heartbeats(Path(folder)) if folder else []
     appended = [row["committed_at"].timestamp() for row in rows if row["attempt"] == attempt and "committed_at" in row]
     signs = [*(progress.at for progress in found), *appended]
     return Failure(
@@ -143,7 +143,7 @@ class Incident:
         self._stepped_at: float | None = None
         self._convert_s = 0.0
 
-    def observe(self, progress: list[Progress]) -> bool:
+    def observe(self, progress: list[RankHeartbeat]) -> bool:
         """Note the phases that the ranks have reached. Return True once all have finished a step or all their work."""
         now = time.time()
         past_loading = all(found.phase >= Phase.TRAINING for found in progress)

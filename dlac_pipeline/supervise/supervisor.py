@@ -38,7 +38,6 @@ from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.plans import get_plan
 from dlac_pipeline.lakehouse.ledger.run_rows import HEAD_KINDS
 from dlac_pipeline.spec.launch_request import Request
-from dlac_pipeline.supervise.all_ranks import LOST
 from dlac_pipeline.supervise.attempt import (
     Ending,
     Event,
@@ -51,11 +50,12 @@ from dlac_pipeline.supervise.claim import check_current, check_unfinished
 from dlac_pipeline.supervise.claims import rendezvous_of, to_replace
 from dlac_pipeline.supervise.follower_attempt import AttemptVerdict, FollowerAttempt
 from dlac_pipeline.supervise.incident import Failure, ended_on_purpose
-from dlac_pipeline.supervise.liveness.other_node import refuse_if_alive_elsewhere
+from dlac_pipeline.supervise.liveness.launch_detector import refuse_if_alive_elsewhere
+from dlac_pipeline.supervise.liveness.run_lock import run_lock
 from dlac_pipeline.supervise.policies.restart import RestartPolicy
+from dlac_pipeline.supervise.ranks.all_ranks import LOST
+from dlac_pipeline.supervise.ranks.start_ranks import RankStarter
 from dlac_pipeline.supervise.retry_policy import patience_s, waiting_for
-from dlac_pipeline.supervise.run_lock import run_lock
-from dlac_pipeline.supervise.start_ranks import RankStarter
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")

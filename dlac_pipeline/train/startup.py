@@ -38,10 +38,10 @@ from dlac_pipeline.supervise.incident import (
     failure_of_attempt,
     gave_up,
 )
-from dlac_pipeline.supervise.liveness.progress import EventWriter, Phase
+from dlac_pipeline.supervise.liveness.heartbeat_writer import HeartbeatWriter, Phase
+from dlac_pipeline.supervise.liveness.run_lock import run_lock
+from dlac_pipeline.supervise.ranks.rank_events import EventWriter
 from dlac_pipeline.supervise.retry_policy import PATIENCE_S, waiting_for
-from dlac_pipeline.supervise.run_lock import run_lock
-from dlac_pipeline.train.heartbeat import RankHeartbeat
 
 _log = logging.getLogger(__name__)
 _FIRST_LOOK_S, _LOOK_S = 0.02, 0.2
@@ -168,7 +168,7 @@ class OwnRecoveries:
         except DlacError as err:
             _log.warning("the recovery cannot be recorded: %s", err)
 
-    def observe(self, signs: RankHeartbeat, phase: Phase) -> None:
+    def observe(self, signs: HeartbeatWriter, phase: Phase) -> None:
         """Record the recovery once the first step of the attempt is done."""
         if self._incident is not None and self._incident.observe([signs.now(phase)]):
             self._record(self._incident, "resumed")

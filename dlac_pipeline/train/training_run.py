@@ -50,10 +50,10 @@ from dlac_pipeline.read.exchange import Waits, summing_over
 from dlac_pipeline.read.open import open_leg
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.fetch_checkpoint import load_checkpoint
-from dlac_pipeline.supervise.liveness.progress import EventWriter, Phase
+from dlac_pipeline.supervise.liveness.heartbeat_writer import HeartbeatWriter, Phase
+from dlac_pipeline.supervise.ranks.rank_events import EventWriter
 from dlac_pipeline.track.tracker import ReaderStateTracker
 from dlac_pipeline.train.checkpoint_policy import CheckpointPolicy
-from dlac_pipeline.train.heartbeat import RankHeartbeat
 from dlac_pipeline.train.startup import (
     OwnRecoveries,
     await_resume_point,
@@ -115,7 +115,7 @@ class TrainingRun:
         self._first_of_machine = int(os.environ.get("LOCAL_RANK", self.rank)) == 0
         self._tiers = tiers_of(spec)
         self._waits = Waits()
-        self._signs = RankHeartbeat(folder, self.rank, self._waits)
+        self._signs = HeartbeatWriter(folder, self.rank, self._waits)
         seed_rng(spec.order.seed, 0, 0)  # equal on all ranks until `restore`, so that models are initialized equally
         skip_shared_memory_op()
         self._patience = timedelta(seconds=max(_GROUP_TIMEOUT_S, spec.launch.hang_timeout_s))
@@ -154,7 +154,7 @@ class TrainingRun:
         with failing_together(self._tree, doing="making the launch folder"):
             folder = make_own_folder(self.spec, point.nonce)
             self._signs.close()
-            self._signs = RankHeartbeat(folder, self.rank, self._waits)
+            self._signs = HeartbeatWriter(folder, self.rank, self._waits)
         self._events.open(folder)
         if self.rank == 0:
             self._recoveries.begin(point, claimed_at=began)

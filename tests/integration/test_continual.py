@@ -14,7 +14,7 @@ from dlac_pipeline.operations.pending_work import due
 from dlac_pipeline.operations.rewind import rewind_run
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.claim import claim_and_verify, new_nonce
-from dlac_pipeline.supervise.run_lock import run_lock
+from dlac_pipeline.supervise.liveness.run_lock import run_lock
 from jobs.continual import continual_training_schedule, new_snapshot_sensor, run_config_of
 from jobs.definitions import defs
 from tests.conftest import Arena, source_rows

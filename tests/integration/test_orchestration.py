@@ -23,8 +23,8 @@ from dlac_pipeline.checkpoint.listing import list_checkpoints
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.lakehouse.ledger.commits import claim
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
-from dlac_pipeline.supervise.liveness.other_launch import liveness_of
-from dlac_pipeline.supervise.run_lock import lock_path, run_lock
+from dlac_pipeline.supervise.liveness.launch_liveness import liveness_of
+from dlac_pipeline.supervise.liveness.run_lock import lock_path, run_lock
 from jobs.definitions import defs
 from jobs.lost_runs import lost_run_sensor
 from jobs.recovery import recovery_of

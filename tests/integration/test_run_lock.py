@@ -14,7 +14,7 @@ from dlac_pipeline.lakehouse import retrying
 from dlac_pipeline.lakehouse.errors import RunBusy, SteppedAside, StoreUnavailable
 from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.supervise.claim import claim_and_verify, new_nonce
-from dlac_pipeline.supervise.run_lock import run_lock
+from dlac_pipeline.supervise.liveness.run_lock import run_lock
 from dlac_pipeline.supervise.supervisor import Outcome, Supervisor
 
 if TYPE_CHECKING:

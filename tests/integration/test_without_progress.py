@@ -17,7 +17,7 @@ from dlac_pipeline.supervise.attempt import SupervisedAttempt, Supervision
 from dlac_pipeline.supervise.choose_leg import RESUME
 from dlac_pipeline.supervise.incident import ended_on_purpose
 from dlac_pipeline.supervise.policies.restart import RestartPolicy
-from dlac_pipeline.supervise.start_ranks import RankStarter
+from dlac_pipeline.supervise.ranks.start_ranks import RankStarter
 
 if TYPE_CHECKING:
     from tests.conftest import Arena

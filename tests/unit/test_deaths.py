@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from dlac_pipeline.elastic.ranks.processes import HANG
-from dlac_pipeline.supervise.all_ranks import LOST
 from dlac_pipeline.supervise.incident import Failure
-from dlac_pipeline.supervise.local_ranks import Exit
-from dlac_pipeline.supervise.policies.hangs import first_cause
+from dlac_pipeline.supervise.liveness.hang_detector import first_cause
 from dlac_pipeline.supervise.policies.poison_rows import CrashLoop
+from dlac_pipeline.supervise.ranks.all_ranks import LOST
+from dlac_pipeline.supervise.ranks.local_ranks import Exit
 
 
 def death(step: int, cause: str = "rank 0 was killed by SIGSEGV", **said: Any) -> Failure:

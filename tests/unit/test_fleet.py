@@ -14,10 +14,10 @@ import pytest
 from dlac_pipeline.elastic.ranks.launch_folder import in_hand_file
 from dlac_pipeline.elastic.round import LEADER, Round
 from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
-from dlac_pipeline.supervise.all_ranks import ASKS, LEAVE, LOST, AllRanks, report_of
-from dlac_pipeline.supervise.liveness.progress import Phase, Progress, ProgressWriter
-from dlac_pipeline.supervise.local_ranks import RankGroup
-from dlac_pipeline.supervise.start_ranks import RankStarter
+from dlac_pipeline.supervise.liveness.heartbeat import HeartbeatFile, Phase, RankHeartbeat
+from dlac_pipeline.supervise.ranks.all_ranks import ASKS, LEAVE, LOST, AllRanks, report_of
+from dlac_pipeline.supervise.ranks.local_ranks import RankGroup
+from dlac_pipeline.supervise.ranks.start_ranks import RankStarter
 from tests.conftest import wait_until
 from tests.crews import rounds, silence
 
@@ -100,7 +100,7 @@ def test_remote_progress_reaches_leader_folder(pair: Machines) -> None:
     """Signs of life by the leader's clock, and the batch in hand."""
     assert pair.fleet.progress() == [None, None]
     folder = pair.groups[1].folder
-    ProgressWriter(folder, 1).write(7, Phase.TRAINING, loss_step=7, loss=0.5)
+    HeartbeatFile(folder, 1).write(7, Phase.TRAINING, loss_step=7, loss=0.5)
     in_hand_file(folder, 1).write_text("[8, []]")
     hour_s = 3600.0
 
@@ -118,7 +118,7 @@ def test_remote_progress_reaches_leader_folder(pair: Machines) -> None:
 
 def test_unwritten_sign_is_copied_later(pair: Machines) -> None:
     """A disk that is full or away for a moment ends no run that is led from there."""
-    ProgressWriter(pair.groups[1].folder, 1).write(7, Phase.TRAINING)
+    HeartbeatFile(pair.groups[1].folder, 1).write(7, Phase.TRAINING)
     folder = pair.groups[LEADER].folder
     folder.rename(away := folder.with_name("away"))
     pair.until(lambda: pair.crews[LEADER].message_of(1).get("progress"), "its words")
@@ -129,10 +129,10 @@ def test_unwritten_sign_is_copied_later(pair: Machines) -> None:
 
 def test_remote_sign_is_copied_once(pair: Machines) -> None:
     """It is told again and again, by clocks that differ a little more or less each time, and stays the same sign."""
-    ProgressWriter(pair.groups[1].folder, 1).write(7, Phase.TRAINING)
+    HeartbeatFile(pair.groups[1].folder, 1).write(7, Phase.TRAINING)
     behind_s = 0.0
 
-    def told() -> Progress | None:
+    def told() -> RankHeartbeat | None:
         nonlocal behind_s
         behind_s += 100.0
         pair.say(1, now=time.time() - behind_s)

@@ -11,11 +11,11 @@ import pytest
 
 from dlac_pipeline.elastic.ranks.watched_time import WatchedTime
 from dlac_pipeline.spec.launch_spec import LaunchSpec
-from dlac_pipeline.supervise.liveness.other_launch import liveness_of
-from dlac_pipeline.supervise.liveness.progress import Phase, Progress, ProgressWriter
-from dlac_pipeline.supervise.local_ranks import Exit
-from dlac_pipeline.supervise.policies.hangs import HangDetector
-from dlac_pipeline.supervise.run_lock import run_lock
+from dlac_pipeline.supervise.liveness.hang_detector import HangDetector
+from dlac_pipeline.supervise.liveness.heartbeat import HeartbeatFile, Phase, RankHeartbeat
+from dlac_pipeline.supervise.liveness.launch_liveness import liveness_of
+from dlac_pipeline.supervise.liveness.run_lock import run_lock
+from dlac_pipeline.supervise.ranks.local_ranks import Exit
 
 LAUNCH = LaunchSpec.model_validate({"script": "x", "hang_timeout_s": 10.0, "start_timeout_s": 100.0})
 
@@ -32,9 +32,9 @@ class Ranks:
         self._pace = pace
         self.now = 0.0
 
-    def progress(self) -> list[Progress | None]:
+    def progress(self) -> list[RankHeartbeat | None]:
         """As a group of ranks says it; no loss is a number."""
-        return [sign and Progress(7, sign[0], self._said_at(sign[1]), 7, float("nan")) for sign in self._signs]
+        return [sign and RankHeartbeat(7, sign[0], self._said_at(sign[1]), 7, float("nan")) for sign in self._signs]
 
     def _said_at(self, silent_s: float) -> float:
         return 1e9 + self._pace * min(self.now, LOOKED_S - silent_s)
@@ -114,7 +114,7 @@ def test_remote_launch_shows_only_own_acts(tmp_path: Path) -> None:
     committed = {**verified, "kind": "checkpoint"}
     assert not liveness_of([claimed, verified], 2).alive(lost_after_s=120.0)
     assert liveness_of([claimed, committed], 2).alive(lost_after_s=120.0)
-    writer = ProgressWriter(tmp_path, 0)
+    writer = HeartbeatFile(tmp_path, 0)
     writer.write(1, Phase.TRAINING)
     writer.close()
     signs = liveness_of([claimed], 2)

@@ -17,12 +17,12 @@ from dlac_pipeline.elastic import fork_server
 from dlac_pipeline.elastic.round import LEADER, RESUME, VERDICT, Round
 from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
 from dlac_pipeline.spec.launch_request import OPERATOR
-from dlac_pipeline.supervise.all_ranks import STOP, AllRanks
 from dlac_pipeline.supervise.attempt import Rescale, SupervisedAttempt, Supervision, start_local_ranks
 from dlac_pipeline.supervise.choose_leg import RESUME as GOES_ON
 from dlac_pipeline.supervise.claim import ResumePoint
 from dlac_pipeline.supervise.follower_attempt import AttemptVerdict, FollowerAttempt
-from dlac_pipeline.supervise.start_ranks import RankStarter
+from dlac_pipeline.supervise.ranks.all_ranks import STOP, AllRanks
+from dlac_pipeline.supervise.ranks.start_ranks import RankStarter
 from tests.conftest import wait_until
 from tests.crews import rounds, silence
 

@@ -18,7 +18,7 @@ from dlac_pipeline.lakehouse.ledger.recoveries import Recovery
 from dlac_pipeline.lakehouse.ledger.run_rows import Row
 from dlac_pipeline.operations.status import current_failure, standing_of
 from dlac_pipeline.spec.launch_request import OPERATOR
-from dlac_pipeline.supervise.run_lock import run_lock
+from dlac_pipeline.supervise.liveness.run_lock import run_lock
 from dlac_pipeline.supervise.supervisor import Outcome
 
 LONG = "team-nlp.llama-continual-pretraining-2026-11-23-with-a-very-long-name-of-a-run"

@@ -20,9 +20,9 @@ from dlac_pipeline.plan.planner import load_plan
 from dlac_pipeline.plan.source_order import SourceOrder
 from dlac_pipeline.plan.units import UnitTable
 from dlac_pipeline.spec.job_spec import JobSpec
-from dlac_pipeline.supervise.all_ranks import LOST
 from dlac_pipeline.supervise.incident import Failure
-from dlac_pipeline.supervise.liveness.progress import read_in_hand
+from dlac_pipeline.supervise.liveness.heartbeat import read_in_hand
+from dlac_pipeline.supervise.ranks.all_ranks import LOST
 
 _OF_ACCELERATOR = "AcceleratorError"
 """PyTorch's exception for an error of a device. It may come some steps late, unless the rank waits for the device in each."""

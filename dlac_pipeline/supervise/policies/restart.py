@@ -33,8 +33,8 @@ from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.supervise.attempt import SupervisedAttempt, Supervision
 from dlac_pipeline.supervise.claims import attempts_without_progress
 from dlac_pipeline.supervise.incident import Failure, gave_up
+from dlac_pipeline.supervise.liveness.hang_detector import STUCK
 from dlac_pipeline.supervise.policies.corrupt_row_groups import damaged_row_group
-from dlac_pipeline.supervise.policies.hangs import STUCK
 from dlac_pipeline.supervise.policies.poison_rows import CrashLoop, rows_in_hand
 from dlac_pipeline.supervise.retry_policy import PATIENCE_S, waiting_for
 

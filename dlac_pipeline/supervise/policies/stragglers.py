@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any
 
 from dlac_pipeline.spec.launch_spec import LaunchSpec
-from dlac_pipeline.supervise.liveness.progress import Progress
+from dlac_pipeline.supervise.liveness.heartbeat import RankHeartbeat
 
 _PER_STEP = {"reading": "reading_us", "computing": "computing_us"}
 _EACH_TIME = {"checkpoint": "checkpoint_us", "loading": "loading_us"}
@@ -57,17 +57,17 @@ class Stragglers:
             launch.straggler_s,
             launch.straggler_steps,
         )
-        self._window: Sequence[Progress] | None = None
+        self._window: Sequence[RankHeartbeat] | None = None
         self._seen: dict[str, Sequence[int]] = {}
         self._told: set[tuple[int, str]] = set()
 
-    def observe(self, progress: Sequence[Progress]) -> list[Straggler]:
+    def observe(self, progress: Sequence[RankHeartbeat]) -> list[Straggler]:
         """Return the ranks that are slow now and were not reported yet, from these signs of life by rank."""
         if not self._factor or len(progress) < 2:
             return []
         return [*self._by_steps(progress), *self._each_time(progress)]
 
-    def _by_steps(self, progress: Sequence[Progress]) -> list[Straggler]:
+    def _by_steps(self, progress: Sequence[RankHeartbeat]) -> list[Straggler]:
         """Return the slow ranks by seconds per step, once all ranks have done enough steps since the last comparison."""
         before = self._window
         if before is None:
@@ -84,7 +84,7 @@ class Stragglers:
             found += self._slow(phase, own_s, progress)
         return found
 
-    def _each_time(self, progress: Sequence[Progress]) -> list[Straggler]:
+    def _each_time(self, progress: Sequence[RankHeartbeat]) -> list[Straggler]:
         """Return the slow ranks of each phase that all ranks have gone through once more."""
         found = []
         for phase, name in _EACH_TIME.items():
@@ -98,7 +98,7 @@ class Stragglers:
         return found
 
     def _slow(
-        self, phase: str, own_s: Mapping[int, float], progress: Sequence[Progress], sizes: Sequence[int] = ()
+        self, phase: str, own_s: Mapping[int, float], progress: Sequence[RankHeartbeat], sizes: Sequence[int] = ()
     ) -> list[Straggler]:
         """Return the ranks that are slower than the others. With `sizes`, only ranks with as much work are compared."""
         found = []
@@ -117,5 +117,5 @@ class Stragglers:
         return found
 
 
-def _us(progress: Progress, name: str) -> int:
+def _us(progress: RankHeartbeat, name: str) -> int:
     return int(getattr(progress.spent, name))

@@ -17,8 +17,8 @@ from pathlib import Path
 import psutil
 
 from dlac_pipeline.lakehouse.ledger.run_rows import Row
-from dlac_pipeline.supervise.liveness.progress import read_all_progress
-from dlac_pipeline.supervise.run_lock import lock_path
+from dlac_pipeline.supervise.liveness.heartbeat import read_heartbeats
+from dlac_pipeline.supervise.liveness.run_lock import lock_path
 
 _ITS_OWN = ("claim", "checkpoint", "quarantine")
 """Kinds of rows that only the named attempt appends. Rows of operators and of upkeep name the current attempt."""
@@ -88,4 +88,4 @@ def is_held(lock: Path) -> bool:
 
 def _steps_at(folder: str) -> list[float]:
     """Return the moment of each rank's last sign of life, if the launch folder can be seen from this node."""
-    return [progress.at for progress in read_all_progress(Path(folder))] if folder else []
+    return [progress.at for progress in read_heartbeats(Path(folder))] if folder else []

@@ -19,7 +19,7 @@ from dlac_pipeline.lakehouse.ledger.run_rows import Row, fence_of_rows, finished
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.spec.launch_spec import NODES
 from dlac_pipeline.supervise.claims import claimed_by, idle, last_reason, left_in_order, rendezvous_of
-from dlac_pipeline.supervise.liveness.other_launch import LaunchLiveness, liveness_of
+from dlac_pipeline.supervise.liveness.launch_liveness import LaunchLiveness, liveness_of
 from dlac_pipeline.supervise.retry_policy import LOST_AFTER_S
 
 _log = logging.getLogger(__name__)

@@ -10,9 +10,9 @@ from dlac_pipeline.elastic.ranks.processes import HANG
 from dlac_pipeline.elastic.ranks.watched_time import watched_time
 from dlac_pipeline.lakehouse import errors
 from dlac_pipeline.spec.launch_spec import LaunchSpec
-from dlac_pipeline.supervise.all_ranks import LOST
-from dlac_pipeline.supervise.liveness.progress import Phase, Progress
-from dlac_pipeline.supervise.local_ranks import Exit
+from dlac_pipeline.supervise.liveness.heartbeat import Phase, RankHeartbeat
+from dlac_pipeline.supervise.ranks.all_ranks import LOST
+from dlac_pipeline.supervise.ranks.local_ranks import Exit
 
 STUCK = "Stuck"
 """Kind of the failure of a rank that was asked to exit and is still running."""
@@ -25,7 +25,7 @@ _Mark = tuple[float, int, Phase] | None
 class Watched(Protocol):
     """Ranks that give signs of life."""
 
-    def progress(self) -> list[Progress | None]:
+    def progress(self) -> list[RankHeartbeat | None]:
         """Return the last sign of life of each rank."""
 
 
@@ -65,7 +65,7 @@ class HangDetector:
         doing = Phase.STARTING.name.lower() if last is None else last.doing
         return Exit(rank=rank, code=1, kind=HANG, message=f"no sign of life for {silent_s:.0f} s, last while {doing}")
 
-    def _look(self, found: Sequence[Progress | None], now: float) -> None:
+    def _look(self, found: Sequence[RankHeartbeat | None], now: float) -> None:
         for rank, sign in enumerate(found):
             mark = None if sign is None else (sign.at, sign.step, sign.phase)
             if rank not in self._heard or self._heard[rank][0] != mark:

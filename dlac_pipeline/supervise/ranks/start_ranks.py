@@ -14,7 +14,7 @@ from dlac_pipeline.elastic import fork_server
 from dlac_pipeline.elastic.ranks.processes import Processes, RankProcesses
 from dlac_pipeline.elastic.ranks.rank_share import Share
 from dlac_pipeline.spec.job_spec import JobSpec
-from dlac_pipeline.supervise.local_ranks import RankGroup
+from dlac_pipeline.supervise.ranks.local_ranks import RankGroup
 
 if TYPE_CHECKING:
     from dlac_pipeline.elastic.agent import RankAgent

@@ -17,8 +17,8 @@ from dlac_pipeline.elastic.ranks.processes import RankProcesses, Reason
 from dlac_pipeline.elastic.ranks.script_errors import Origin
 from dlac_pipeline.lakehouse.errors import TrainingFailed
 from dlac_pipeline.lakehouse.masking import mask_secrets
-from dlac_pipeline.supervise.liveness.progress import Phase, Progress, read_progress
-from dlac_pipeline.supervise.rank_logs import LogBound
+from dlac_pipeline.supervise.liveness.heartbeat import Phase, RankHeartbeat, read_heartbeat
+from dlac_pipeline.supervise.ranks.rank_logs import LogBound
 
 _TAIL_LINES = 20
 _TAIL_BYTES = 64 * 1024
@@ -85,9 +85,9 @@ class RankGroup:
         """True if the process ids are known."""
         return self._processes.is_started
 
-    def progress(self) -> list[Progress | None]:
+    def progress(self) -> list[RankHeartbeat | None]:
         """Return the last sign of life of each rank, in rank order."""
-        return [read_progress(self.folder, rank) for rank in self.ranks]
+        return [read_heartbeat(self.folder, rank) for rank in self.ranks]
 
     def failures(self) -> list[Exit]:
         """Return the ranks that failed. To die without a reason after all work, while Python shuts down, is no failure.
@@ -156,5 +156,5 @@ class RankGroup:
         return reason
 
     def _was_done(self, rank: int) -> bool:
-        progress = read_progress(self.folder, rank)
+        progress = read_heartbeat(self.folder, rank)
         return progress is not None and progress.phase == Phase.DONE

@@ -12,8 +12,8 @@ from dataclasses import asdict, replace
 from dlac_pipeline.elastic.ranks.launch_folder import in_hand_file
 from dlac_pipeline.elastic.round import Round
 from dlac_pipeline.elastic.sealed_store import Message
-from dlac_pipeline.supervise.liveness.progress import Progress, read_progress, read_record, write_record
-from dlac_pipeline.supervise.local_ranks import Exit, RankGroup
+from dlac_pipeline.supervise.liveness.heartbeat import RankHeartbeat, read_heartbeat, read_record, write_record
+from dlac_pipeline.supervise.ranks.local_ranks import Exit, RankGroup
 
 LOST = "NodeLost"
 """Kind of the failure of the ranks of a node whose heartbeat stopped."""
@@ -41,7 +41,7 @@ class AllRanks:
         That read also yields the lost nodes and the progress of the other nodes' ranks.
         """
         self._lost_places: list[int] = []
-        self._progress: dict[int, Progress] = {}
+        self._progress: dict[int, RankHeartbeat] = {}
         self._beats: dict[int, int] = {}
         self._later_s: dict[int, float] = {}
         self._records: dict[str, str] = {}
@@ -74,10 +74,10 @@ class AllRanks:
         """True if another node was asked to stop the run."""
         return any(message.get("asked") == STOP for message in self._looked().values())
 
-    def progress(self) -> list[Progress | None]:
+    def progress(self) -> list[RankHeartbeat | None]:
         """Return the last heartbeat of each rank."""
         self._looked()
-        own = {rank: read_progress(self.folder, rank) for rank in self._own.ranks}
+        own = {rank: read_heartbeat(self.folder, rank) for rank in self._own.ranks}
         known = {**self._progress, **own}
         return [known.get(rank) for rank in range(self._round.share.world_size)]
 
@@ -155,7 +155,7 @@ class AllRanks:
                 in_hand_file(self.folder, int(rank)).write_text(text)
 
     def _note_progress(self, rank: int) -> None:
-        found = read_progress(self.folder, rank)
+        found = read_heartbeat(self.folder, rank)
         if found is not None:
             self._progress[rank] = found
 
