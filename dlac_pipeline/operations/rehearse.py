@@ -35,7 +35,8 @@ from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.choose_leg import leg_of
 from dlac_pipeline.supervise.claim import ResumePoint, new_nonce
 from dlac_pipeline.supervise.claims import spec_of_attempt
-from dlac_pipeline.supervise.liveness.hang_detector import HangDetector, first_cause
+from dlac_pipeline.supervise.failure import first_cause
+from dlac_pipeline.supervise.liveness.hang_detector import HangDetector
 from dlac_pipeline.supervise.ranks.local_ranks import RankGroup
 from dlac_pipeline.supervise.ranks.start_ranks import RankStarter
 
@@ -281,7 +282,7 @@ def _replayed(spec: JobSpec, folder: Path, point: ResumePoint) -> dict[str, Any]
 
 def _check_alive(ranks: RankGroup, spec: JobSpec, silence: HangDetector) -> None:
     failures = ranks.failures()
-    silent = silence.too_long(ranks)
+    silent = silence.find_hang(ranks)
     if not failures and silent is None:
         return
     cause = first_cause(failures) if failures else silent
@@ -289,7 +290,7 @@ def _check_alive(ranks: RankGroup, spec: JobSpec, silence: HangDetector) -> None
     kind = errors.error_class(cause.kind)
     if kind is not None:
         raise kind(cause.message)
-    tail = cause.traceback or ranks.last_words(cause.rank)["log_tail"]
+    tail = cause.traceback or ranks.log_end(cause.rank)["log_tail"]
     raise TrainingFailed(f"the rehearsal of run {spec.run!r} died, production is untouched: {cause}\n{tail}")
 
 

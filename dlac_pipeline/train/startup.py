@@ -28,20 +28,15 @@ from dlac_pipeline.lakehouse.ledger.older_ledger import LedgerWatch
 from dlac_pipeline.plan.order import LegOrder, ReaderState
 from dlac_pipeline.spec.job_spec import JobSpec, home_folder, parse_recorded, parse_spec, read_spec
 from dlac_pipeline.spec.launch_request import OPERATOR
-from dlac_pipeline.supervise.attempt import KEEP_LAUNCHES, forget_launches
 from dlac_pipeline.supervise.choose_leg import ResumeOptions
 from dlac_pipeline.supervise.claim import ResumePoint, claim_and_verify, new_nonce
-from dlac_pipeline.supervise.incident import (
-    Incident,
-    RecoveryOutcome,
-    ended_on_purpose,
-    failure_of_attempt,
-    gave_up,
-)
+from dlac_pipeline.supervise.failure import failure_of_attempt, planned_end
+from dlac_pipeline.supervise.incident import Incident, RecoveryOutcome, write_given_up
 from dlac_pipeline.supervise.liveness.heartbeat_writer import HeartbeatWriter, Phase
 from dlac_pipeline.supervise.liveness.run_lock import run_lock
 from dlac_pipeline.supervise.ranks.rank_events import EventWriter
-from dlac_pipeline.supervise.retry_policy import PATIENCE_S, waiting_for
+from dlac_pipeline.supervise.ranks.start_ranks import KEEP_LAUNCHES, forget_launches
+from dlac_pipeline.supervise.retry_policy import RETRY_WITHIN_S, retrying
 
 _log = logging.getLogger(__name__)
 _FIRST_LOOK_S, _LOOK_S = 0.02, 0.2
@@ -78,8 +73,8 @@ def open_lakehouse(spec: JobSpec, *, supervised: bool) -> Lakehouse:
     Raises:
         CatalogUnreachable: the catalog does not answer, or was unavailable for too long.
     """
-    within_s = PATIENCE_S if supervised else 0.0
-    return waiting_for(CatalogUnreachable, within_s=within_s, stop=threading.Event())(
+    within_s = RETRY_WITHIN_S if supervised else 0.0
+    return retrying(CatalogUnreachable, within_s=within_s, stop=threading.Event())(
         connect, spec.lakehouse, answered=supervised
     )
 
@@ -137,7 +132,7 @@ def own_folder(spec: JobSpec, nonce: str) -> Path | None:
 
 
 def make_own_folder(spec: JobSpec, nonce: str) -> Path | None:
-    """Make the launch folder of ranks that another launcher started: their signs of life are written to it.
+    """Make the launch folder of ranks that another launcher started: their heartbeats are written to it.
 
     Raises:
         StoreUnavailable: the folder cannot be made.
@@ -181,8 +176,8 @@ class OwnRecoveries:
     def give_up(self, err: DlacError, *, attempt: int, step: int) -> None:
         """Record that no attempt follows this one. An error of the record is ignored."""
         with suppress(DlacError):
-            failure = ended_on_purpose(f"{type(err).__name__}: {err}", step=step)
-            gave_up(self._lakehouse, self._spec.run, attempt, replace(failure, noticed_by="rank 0"))
+            failure = planned_end(f"{type(err).__name__}: {err}", step=step)
+            write_given_up(self._lakehouse, self._spec.run, attempt, replace(failure, noticed_by="rank 0"))
 
     def _record(self, incident: Incident, outcome: RecoveryOutcome) -> None:
         """Write the recovery to the ledger. An error is only logged. The script's random generator is left unchanged."""

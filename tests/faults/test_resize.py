@@ -71,6 +71,6 @@ def test_a_frozen_rank_is_noticed(campaign: Arena) -> None:
     launch.wait_for("checkpoint")
     os.kill(launch.ranks()[1].pid, signal.SIGSTOP)
     assert launch.wait() == 0, launch.stderr
-    assert "no sign of life" in launch.of("failure")[0]["cause"]
+    assert "no heartbeat" in launch.of("failure")[0]["cause"]
     assert campaign.journal(run) == campaign.journal("reference")
     assert campaign.losses(run) == campaign.losses("reference")

@@ -32,7 +32,7 @@ class Ranks:
         self._pace = pace
         self.now = 0.0
 
-    def progress(self) -> list[RankHeartbeat | None]:
+    def heartbeats(self) -> list[RankHeartbeat | None]:
         """As a group of ranks says it; no loss is a number."""
         return [sign and RankHeartbeat(7, sign[0], self._said_at(sign[1]), 7, float("nan")) for sign in self._signs]
 
@@ -46,7 +46,7 @@ def silent_after(ranks: Ranks, looked_s: float) -> Exit | None:
     found = None
     for tenth in range(int(looked_s * 10) + 1):
         ranks.now = tenth / 10
-        found = silence.too_long(ranks)
+        found = silence.find_hang(ranks)
     return found
 
 
@@ -75,10 +75,10 @@ def test_early_silent_rank_is_found() -> None:
     assert silent_after(Ranks(*signs), 10.0) is None
     silent = silent_after(Ranks(*signs), 10.1)
     assert silent is not None
-    assert (silent.rank, silent.message) == (1, "no sign of life for 10 s, last while training")
+    assert (silent.rank, silent.message) == (1, "no heartbeat for 10 s, last while training")
     silent = silent_after(Ranks(None, None), 100.1)
     assert silent is not None
-    assert silent.message == "no sign of life for 100 s, last while starting"
+    assert silent.message == "no heartbeat for 100 s, last while starting"
 
 
 def test_suspended_supervisor_reads_ranks_first() -> None:
@@ -88,7 +88,7 @@ def test_suspended_supervisor_reads_ranks_first() -> None:
     moments = [0.0, 1.0, *(700 + tenth / 10 for tenth in range(200))]
     found = []
     for ranks.now in moments:
-        found.append(silence.too_long(ranks))
+        found.append(silence.find_hang(ranks))
     first = next(moment for moment, exit_ in zip(moments, found, strict=True) if exit_ is not None)
     assert 708 < first < 709.5
 

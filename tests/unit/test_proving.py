@@ -175,7 +175,7 @@ def together(
         with closing(NodeVerifier(crew, files)) as prover:
             while not ends.wait(0.05):
                 prover.look()
-                crew.publish(prover.words)
+                crew.publish(prover.message)
 
     with rounds(len(reads), timeout_s=60 if silent is None else 5) as machines:
         led = [

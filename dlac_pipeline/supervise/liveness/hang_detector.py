@@ -1,17 +1,14 @@
-"""Hangs and deaths: the rank that caused the failure of an attempt. In: signs of life. Out: an `Exit`."""
+"""Failure detector of ranks that hang, or do not exit on request. In: their heartbeats. Out: an `Exit`."""
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from dlac_pipeline.elastic.ranks.processes import HANG
 from dlac_pipeline.elastic.ranks.watched_time import watched_time
-from dlac_pipeline.lakehouse import errors
 from dlac_pipeline.spec.launch_spec import LaunchSpec
 from dlac_pipeline.supervise.liveness.heartbeat import Phase, RankHeartbeat
-from dlac_pipeline.supervise.ranks.all_ranks import LOST
 from dlac_pipeline.supervise.ranks.local_ranks import Exit
 
 STUCK = "Stuck"
@@ -19,89 +16,65 @@ STUCK = "Stuck"
 
 
 _Mark = tuple[float, int, Phase] | None
-"""The part of a record that changes with each sign of life. The loss is not in it, because NaN differs from itself."""
+"""The part of a record that changes with each heartbeat. The loss is not in it, because NaN differs from itself."""
 
 
-class Watched(Protocol):
-    """Ranks that give signs of life."""
+class Monitored(Protocol):
+    """Ranks that send heartbeats."""
 
-    def progress(self) -> list[RankHeartbeat | None]:
-        """Return the last sign of life of each rank."""
+    def heartbeats(self) -> list[RankHeartbeat | None]:
+        """Return the last heartbeat of each rank."""
 
 
 class HangDetector:
-    """Detector of hung ranks: how long each rank of an attempt has given no sign of life, from the first look on.
+    """Detector of hung ranks: how long each rank of an attempt has sent no heartbeat, from the first call on.
 
-    A sign of life is a record that has changed since the last look. Silence is measured with a clock that stops while this
+    A heartbeat is a record that has changed since the last call. Silence is measured with a clock that stops while this
     process is suspended: wall clocks may be set on any node, and a supervisor may be suspended with its ranks.
     """
 
     def __init__(self, launch: LaunchSpec, clock: Callable[[], float] | None = None) -> None:
         self._launch = launch
         self._clock = clock or watched_time()
-        self._heard: dict[int, tuple[_Mark, float]] = {}
+        self._changed: dict[int, tuple[_Mark, float]] = {}
 
-    def too_long(self, ranks: Watched) -> Exit | None:
+    def find_hang(self, ranks: Monitored) -> Exit | None:
         """Return the rank that has been silent for the longest time, if that is too long.
 
         While one rank starts or loads, the others may wait for it, so all ranks get the longer timeout. A rank that has done
-        its last step gives no more signs of life, because the script may then evaluate or export for any length of time.
+        its last step sends no more heartbeats, because the script may then evaluate or export for any length of time.
         """
-        found = ranks.progress()
+        found = ranks.heartbeats()
         now = self._clock()
-        self._look(found, now)
-        signs = {rank: sign for rank, sign in enumerate(found) if sign is None or sign.phase != Phase.DONE}
-        if not signs:
+        self._note(found, now)
+        last = {rank: each for rank, each in enumerate(found) if each is None or each.phase != Phase.DONE}
+        if not last:
             return None
         launch = self._launch
-        starting = any(sign is None or sign.phase < Phase.TRAINING for sign in signs.values())
+        starting = any(each is None or each.phase < Phase.TRAINING for each in last.values())
         timeout_s = max(launch.hang_timeout_s, launch.start_timeout_s) if starting else launch.hang_timeout_s
-        seen = {rank: (self._heard[rank][1], 0.0 if sign is None else sign.at) for rank, sign in signs.items()}
+        seen = {rank: (self._changed[rank][1], 0.0 if each is None else each.at) for rank, each in last.items()}
         rank = min(seen, key=seen.__getitem__)
         silent_s = now - seen[rank][0]
         if silent_s <= timeout_s:
             return None
-        last = signs[rank]
-        doing = Phase.STARTING.name.lower() if last is None else last.doing
-        return Exit(rank=rank, code=1, kind=HANG, message=f"no sign of life for {silent_s:.0f} s, last while {doing}")
+        hung = last[rank]
+        doing = Phase.STARTING.name.lower() if hung is None else hung.doing
+        return Exit(rank=rank, code=1, kind=HANG, message=f"no heartbeat for {silent_s:.0f} s, last while {doing}")
 
-    def _look(self, found: Sequence[RankHeartbeat | None], now: float) -> None:
-        for rank, sign in enumerate(found):
-            mark = None if sign is None else (sign.at, sign.step, sign.phase)
-            if rank not in self._heard or self._heard[rank][0] != mark:
-                self._heard[rank] = (mark, now)
-
-
-def first_cause(failures: list[Exit]) -> Exit:
-    """Return the failure that explains the others.
-
-    When one rank dies, the others fail with errors of their broken connections, and may exit before it. In order:
-
-    - A lost node, because all its ranks fail with it.
-    - The first error of DLAC or exception of the script. A signal precedes an exception of the script, except SIGABRT, with
-      which NCCL ends ranks whose peer has died.
-    - A signal.
-    - The first of the others. Ranks whose connection to another rank broke come last.
-    """
-    failures = sorted(failures, key=lambda failure: (failure.kind != LOST, failure.origin == "peer", failure.at))
-    if failures[0].kind == LOST:
-        return failures[0]
-    killed = [failure for failure in failures if failure.code < 0]
-    hard = any(failure.code != -signal.SIGABRT for failure in killed)
-    for failure in failures:
-        if errors.error_class(failure.kind) is not None:
-            return failure
-        if failure.origin == "script" and failure.code >= 0 and not hard:
-            return failure
-    return (killed or failures)[0]
+    def _note(self, found: Sequence[RankHeartbeat | None], now: float) -> None:
+        for rank, each in enumerate(found):
+            mark = None if each is None else (each.at, each.step, each.phase)
+            if rank not in self._changed or self._changed[rank][0] != mark:
+                self._changed[rank] = (mark, now)
 
 
-def stuck_rank(ranks: Watched, asked_s: float) -> Exit:
-    """Return the rank with the fewest steps. All ranks were asked to exit `asked_s` seconds ago."""
-    steps = {rank: -1 if sign is None else sign.step for rank, sign in enumerate(ranks.progress())}
+def stuck_rank(ranks: Monitored, drained_s: float) -> Exit:
+    """Return the failure of the rank with the fewest steps. All ranks were asked to exit `drained_s` seconds ago."""
+    steps = {rank: -1 if each is None else each.step for rank, each in enumerate(ranks.heartbeats())}
     return Exit(
         rank=min(steps, key=steps.__getitem__),
         code=1,
         kind=STUCK,
-        message=f"still running {asked_s:.0f} s after it was asked to leave",
+        message=f"still running {drained_s:.0f} s after it was asked to leave",
     )
