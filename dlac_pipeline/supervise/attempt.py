@@ -28,8 +28,7 @@ from dlac_pipeline.supervise.choose_leg import ResumeOptions
 from dlac_pipeline.supervise.claim import ResumePoint, claim_and_verify, new_nonce
 from dlac_pipeline.supervise.distributed_verify import NodeVerifiers
 from dlac_pipeline.supervise.failure import Failure, end_failed_ranks, failure_of_attempt, first_cause, planned_end
-from dlac_pipeline.supervise.incident import Incident
-from dlac_pipeline.supervise.liveness.hang_detector import HangDetector, stuck_rank
+from dlac_pipeline.supervise.liveness.hang_detector import stuck_rank
 from dlac_pipeline.supervise.ranks.all_ranks import AllRanks
 from dlac_pipeline.supervise.ranks.local_ranks import Exit
 from dlac_pipeline.supervise.ranks.rank_events import Ending, Event, EventReader, ending_of
@@ -80,7 +79,6 @@ class SupervisedAttempt:
         """The launch folder."""
         self._machine = AttemptMachine(has_others=bool(round_.others))
         self._monitor = AttemptMonitor(self._lakehouse, self._spec.launch, self._publish)
-        self._hangs = HangDetector(self._spec.launch)
         self._events = EventReader(self.folder)
         self._verified = (0, -1)
         self._started_at = time.time()
@@ -113,7 +111,7 @@ class SupervisedAttempt:
             with closing(LedgerWatch(self._lakehouse)) as ledger:
                 return self._watch(ranks, ledger)
         finally:
-            ranks.end()
+            own.end()
             self._forward_events()
 
     def _claim(self) -> ResumePoint:
@@ -137,7 +135,7 @@ class SupervisedAttempt:
         )
         failure = self._failure or (self._failure_before(point.replaces) if point.replaces > 0 else None)
         if failure is not None:
-            self._monitor.incident = Incident(self._spec, point, failure)
+            self._monitor.begin_recovery(self._spec, point, failure)
         return point
 
     def _failure_before(self, attempt: int) -> Failure | None:
@@ -176,12 +174,12 @@ class SupervisedAttempt:
 
     def _wait_for_start(self, ranks: AllRanks) -> list[int]:
         """Wait until this node's ranks have started and return their process ids. Pass on a stop request in between."""
-        while not ranks.is_started:
+        while not ranks.own.is_started:
             self._relay_stop(ranks)
             if self._supervision.stop.is_set():
                 self._apply(Observation.STOP_REQUESTED, ranks)
             time.sleep(POLL_S)
-        return ranks.pids
+        return ranks.own.pids
 
     def _watch(self, ranks: AllRanks, ledger: LedgerWatch) -> Ending | Failure | Rescale:
         while True:
@@ -196,7 +194,7 @@ class SupervisedAttempt:
     def _observe(self, ranks: AllRanks) -> Iterator[tuple[Observation, Exit | None]]:
         """Yield what is observed now, with the rank to blame. An exit precedes what the ranks can no longer receive."""
         self._relay_stop(ranks)
-        if ranks.has_notice:
+        if ranks.own.has_notice:
             yield Observation.NOTICE_RECEIVED, None
         failures = ranks.failures()
         if failures and self._was_terminated(ranks, failures):
@@ -212,7 +210,7 @@ class SupervisedAttempt:
             yield Observation.ROOM_TO_GROW, None
         if self._ending == "stopped":
             yield Observation.TRAINING_STOPPED, None
-        hung = self._hangs.find_hang(ranks)
+        hung = self._monitor.find_hang(ranks)
         if hung is not None:
             yield Observation.HANG_FOUND, hung
         drained_s = time.monotonic() - self._drains_since  # the wall clock may be set during the attempt
@@ -232,8 +230,8 @@ class SupervisedAttempt:
             self._supervision.leave()
         elif decision is Decision.REQUEST_STOP:
             self._drains_since = time.monotonic()
-            ranks.request_stop()
-        elif decision is Decision.REQUEST_CHECKPOINT and ranks.request_checkpoint():
+            ranks.own.request_stop()
+        elif decision is Decision.REQUEST_CHECKPOINT and ranks.own.request_checkpoint():
             self._machine.observe(Observation.CHECKPOINT_REQUESTED)
         elif decision is Decision.START_DEADLINE:
             self._drains_since = time.monotonic()
@@ -265,7 +263,7 @@ class SupervisedAttempt:
         If this node leaves the run to others, or nodes come or go and the run was not stopped, the other nodes resume it.
         """
         supervision, rescales = self._supervision, self._machine.rescales
-        if rescales and ranks.has_notice:  # a termination notice arrived after the request for a checkpoint
+        if rescales and ranks.own.has_notice:  # a termination notice arrived after the request for a checkpoint
             supervision.leave()
         if ending != "stopped":
             return ending
@@ -285,7 +283,7 @@ class SupervisedAttempt:
         """Return the ending that rank 0 reported. Raise `LeftUnfinished` without one."""
         if self._ending is not None:
             return self._ending
-        suppressed = "".join(f", of {each.kind}: {each.message}" for each in ranks.suppressed_errors()[:1])
+        suppressed = "".join(f", of {each.kind}: {each.message}" for each in ranks.own.suppressed_errors()[:1])
         raise LeftUnfinished(
             f"expected the script of run {self._spec.run!r} to train to the end of run.batches(), or to leave `with "
             f"training_run()` between two steps; found that it ended with exit status 0 at step {self.step}{suppressed}: "

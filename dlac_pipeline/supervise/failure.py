@@ -145,7 +145,7 @@ def end_failed_ranks(ranks: AllRanks, cause: Exit, *, step: int, resumed_step: i
     heartbeats = ranks.heartbeats()
     known = [found for found in heartbeats if found is not None]
     mine = heartbeats[cause.rank]
-    ranks.end()
+    ranks.own.end()
     raised = cause.code >= 0  # a rank that a signal killed may have recorded an exception that its script caught
     return Failure(
         cause=str(cause),
@@ -153,7 +153,7 @@ def end_failed_ranks(ranks: AllRanks, cause: Exit, *, step: int, resumed_step: i
         message=cause.message,
         detail=cause.detail,
         noticed_by="supervisor",
-        failed_at=ranks.started_at if mine is None else mine.at,
+        failed_at=ranks.own.started_at if mine is None else mine.at,
         noticed_at=noticed_at,
         launched_at=noticed_at,
         stopped_at=time.time(),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from dlac_pipeline.elastic.round import LEADER, RESUME, VERDICT, Round
 from dlac_pipeline.supervise.attempt_state import AttemptMachine, AttemptState, Decision, Observation
 from dlac_pipeline.supervise.claim import ResumePoint, new_nonce
 from dlac_pipeline.supervise.distributed_verify import NodeVerifier
-from dlac_pipeline.supervise.failure import Failure
+from dlac_pipeline.supervise.failure import Failure, planned_end
 from dlac_pipeline.supervise.ranks.all_ranks import ASKS, LEAVE, STOP, report_of
 from dlac_pipeline.supervise.ranks.local_ranks import RankGroup
 from dlac_pipeline.supervise.ranks.rank_events import Ending, Event
@@ -156,20 +156,16 @@ class FollowerAttempt:
 
     def _report_lost_leader(self, ranks: RankGroup) -> AttemptVerdict:
         """Report that the leader is lost. The next leader reads the progress from the ledger."""
-        now = time.time()
         known = [found for found in ranks.heartbeats() if found is not None]
-        host = self._round.hosts[LEADER]
-        which = "lost the rendezvous" if self._round.cut_off else f"lost node {host}, which led"
-        failure = Failure(
-            cause=f"attempt {self._attempt} {which}",
-            noticed_by="supervisor",
-            failed_at=now if self._round.cut_off else now - self._round.silent_s(LEADER),
-            noticed_at=now,
-            launched_at=now,
-            stopped_at=now,
-            last_step=max((found.step for found in known), default=0),
-            began=min((found.spent.began for found in known), default=0.0),
-            rows=sum(found.spent.rows for found in known) * self._round.share.world_size // max(1, len(known)),
+        cut_off, leader = self._round.cut_off, self._round.hosts[LEADER]
+        reason = "lost the rendezvous" if cut_off else f"lost node {leader}, which led"
+        end = planned_end(
+            f"attempt {self._attempt} {reason}", step=max((found.step for found in known), default=0), undone=known
+        )
+        failure = replace(
+            end,
+            failed_at=end.failed_at if cut_off else end.failed_at - self._round.silent_s(LEADER),
+            rows=end.rows * self._round.share.world_size // max(1, len(known)),
         )
         self._publish({"event": "failure", "cause": failure.cause, "step": failure.last_step, "phase": failure.doing})
         return AttemptVerdict(restart=failure, attempt=self._attempt)

@@ -9,13 +9,16 @@ from dataclasses import dataclass, field
 
 import tenacity
 
-from dlac_pipeline.lakehouse.errors import CatalogUnreachable, DlacError
-from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
+from dlac_pipeline.checkpoint.store import tiers_of
+from dlac_pipeline.lakehouse.errors import CatalogUnreachable, DlacError, StoreUnavailable
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+from dlac_pipeline.lakehouse.retrying import retrying
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.supervise.ranks.rank_events import Event
 from dlac_pipeline.supervise.ranks.start_ranks import RankStarter
-from dlac_pipeline.supervise.retry_policy import retry_within_s, retrying
+from dlac_pipeline.supervise.retry_policy import retry_within_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +57,22 @@ class Supervision:
         """Publish an event of the run."""
         self.on_event({"run": self.spec.run, **event})
 
-    def retrying(self, *errors: type[DlacError], replaces: int | None) -> tenacity.Retrying:
+    def retrying(self, *outages: type[DlacError], replaces: int | None) -> tenacity.Retrying:
         """Return retries of a call, by default while the catalog is unavailable. A recovery retries until it is stopped."""
         within_s = retry_within_s(replaces=replaces, noticed_by=self.request.noticed_by)
-        return retrying(*(errors or (CatalogUnreachable,)), within_s=within_s, stop=self.stop)
+        return retrying(within_s, of=outages or CatalogUnreachable, stop=self.stop)
+
+
+def connect_run(request: Request, stop: threading.Event) -> tuple[Lakehouse, str]:
+    """Return the lakehouse of a run and the identity of its ledger, once its checkpoint store can be written to.
+
+    A recovery retries until it is stopped.
+
+    Raises:
+        CatalogUnreachable, StoreUnavailable: one of them does not answer, or was unavailable for too long.
+    """
+    within_s = retry_within_s(replaces=request.replaces, noticed_by=request.noticed_by)
+    retry = retrying(within_s, of=(CatalogUnreachable, StoreUnavailable), stop=stop)
+    retry(tiers_of(request.spec).check_writable)
+    lakehouse = retry(connect, request.spec.lakehouse)
+    return lakehouse, retry(lambda: Ledger(lakehouse).table_uuid)

@@ -12,10 +12,8 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from dlac_pipeline.checkpoint.store import tiers_of
 from dlac_pipeline.elastic.membership import EndedElsewhere, Membership
 from dlac_pipeline.elastic.round import VERDICT, Round
-from dlac_pipeline.lakehouse import errors
 from dlac_pipeline.lakehouse.errors import (
     CatalogUnreachable,
     CommitOutcomeUnknown,
@@ -27,9 +25,9 @@ from dlac_pipeline.lakehouse.errors import (
     SteppedAside,
     StoreUnavailable,
     TrainingFailed,
+    error_from_kind,
+    error_kind,
 )
-from dlac_pipeline.lakehouse.iceberg.connect import connect
-from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.supervise.attempt import Rescale, SupervisedAttempt
 from dlac_pipeline.supervise.choose_leg import ResumeOptions
@@ -38,8 +36,7 @@ from dlac_pipeline.supervise.follower_attempt import AttemptVerdict, FollowerAtt
 from dlac_pipeline.supervise.policies.restart import RestartPolicy
 from dlac_pipeline.supervise.ranks.rank_events import Ending, Event
 from dlac_pipeline.supervise.ranks.start_ranks import RankStarter
-from dlac_pipeline.supervise.retry_policy import retry_within_s, retrying
-from dlac_pipeline.supervise.supervision import Supervision
+from dlac_pipeline.supervise.supervision import Supervision, connect_run
 from dlac_pipeline.supervise.takeover import Takeover
 
 
@@ -127,7 +124,16 @@ class Supervisor:
             return self._outcome("stopped")  # the stop came while it waited for the catalog, the store or the lock
 
     def _run(self) -> Outcome:
-        supervision, ledger = self._connect()
+        lakehouse, ledger = connect_run(self._request, self._stop)
+        supervision = Supervision(
+            request=self._request,
+            lakehouse=lakehouse,
+            starter=self._starter,
+            on_event=self._on_event,
+            stop=self._stop,
+            leaving=self._leaving,
+            launched_at=self._launched_at,
+        )
         with closing(Membership.of_job(self._spec, ledger=ledger)) as membership, Takeover(supervision) as takeover:
             launch = _Launch(
                 supervision=supervision,
@@ -152,30 +158,12 @@ class Supervisor:
                     if round_.cut_off:
                         membership.forget()
 
-    def _connect(self) -> tuple[Supervision, str]:
-        """Return the facts that all attempts share, and the ledger's id, once the store and the catalog answer."""
-        within_s = retry_within_s(replaces=self._request.replaces, noticed_by=self._request.noticed_by)
-        retry = retrying(CatalogUnreachable, StoreUnavailable, within_s=within_s, stop=self._stop)
-        retry(tiers_of(self._spec).check_writable)
-        lakehouse = retry(connect, self._spec.lakehouse)
-        ledger: str = retry(lambda: Ledger(lakehouse).table_uuid)
-        supervision = Supervision(
-            request=self._request,
-            lakehouse=lakehouse,
-            starter=self._starter,
-            on_event=self._on_event,
-            stop=self._stop,
-            leaving=self._leaving,
-            launched_at=self._launched_at,
-        )
-        return supervision, ledger
-
     def _conclude(self, verdict: AttemptVerdict) -> Outcome:
         """Return the run's end for this node, or raise its error."""
         self._step = verdict.step or self._step
         if verdict.error is not None:
             kind, message = verdict.error
-            raise errors.error_from_kind(kind, message, default=TrainingFailed)
+            raise error_from_kind(kind, message, default=TrainingFailed)
         return self._outcome(verdict.ending or "stopped")
 
     def _outcome(self, ending: Ending) -> Outcome:
@@ -210,7 +198,7 @@ class Supervisor:
                 failure = planned_end(f"other nodes resumed the run: {err}", step=self._step)
                 verdict = AttemptVerdict(restart=failure)
             else:
-                error, verdict = err, AttemptVerdict(error=(errors.error_kind(err), str(err)), step=self._step)
+                error, verdict = err, AttemptVerdict(error=(error_kind(err), str(err)), step=self._step)
         self._step = verdict.step
         if verdict.restart is None and not self._leaving.is_set():
             launch.membership.end_run(

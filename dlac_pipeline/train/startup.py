@@ -9,7 +9,6 @@ import json
 import logging
 import os
 import random
-import threading
 import time
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -25,6 +24,7 @@ from dlac_pipeline.lakehouse.errors import CatalogUnreachable, CursorMismatch, D
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.older_ledger import LedgerWatch
+from dlac_pipeline.lakehouse.retrying import retrying
 from dlac_pipeline.plan.order import LegOrder, ReaderState
 from dlac_pipeline.spec.job_spec import JobSpec, home_folder, parse_recorded, parse_spec, read_spec
 from dlac_pipeline.spec.launch_request import OPERATOR
@@ -36,7 +36,7 @@ from dlac_pipeline.supervise.liveness.heartbeat_writer import HeartbeatWriter, P
 from dlac_pipeline.supervise.liveness.run_lock import run_lock
 from dlac_pipeline.supervise.ranks.rank_events import EventWriter
 from dlac_pipeline.supervise.ranks.start_ranks import KEEP_LAUNCHES, forget_launches
-from dlac_pipeline.supervise.retry_policy import RETRY_WITHIN_S, retrying
+from dlac_pipeline.supervise.retry_policy import RETRY_WITHIN_S
 
 _log = logging.getLogger(__name__)
 _FIRST_LOOK_S, _LOOK_S = 0.02, 0.2
@@ -74,9 +74,7 @@ def open_lakehouse(spec: JobSpec, *, supervised: bool) -> Lakehouse:
         CatalogUnreachable: the catalog does not answer, or was unavailable for too long.
     """
     within_s = RETRY_WITHIN_S if supervised else 0.0
-    return retrying(CatalogUnreachable, within_s=within_s, stop=threading.Event())(
-        connect, spec.lakehouse, answered=supervised
-    )
+    return retrying(within_s, of=CatalogUnreachable)(connect, spec.lakehouse, answered=supervised)
 
 
 def await_resume_point(folder: Path) -> ResumePoint:

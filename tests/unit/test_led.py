@@ -103,7 +103,7 @@ def test_leader_receives_stop_of_follower(imports: Supervision) -> None:
             wait_until(lambda: leader.message_of(1).get("asked") == STOP, what="its word")
             wait_until(imports.stop.is_set, what="the stop")
             assert pids() == [0]
-        ranks.end()
+        ranks.own.end()
 
 
 def test_node_leaves_while_making_room(imports: Supervision) -> None:
@@ -118,7 +118,7 @@ def test_node_leaves_while_making_room(imports: Supervision) -> None:
 
 def _rescaled(attempt: SupervisedAttempt, *, has_notice: bool) -> Any:
     """The end of an attempt whose ranks have exited after a checkpoint to make room."""
-    ranks = Mock(has_notice=has_notice, leaving_nodes=[])
+    ranks = Mock(own=Mock(has_notice=has_notice), leaving_nodes=[])
     for observation in (Observation.TRAINING_BEGAN, Observation.ROOM_TO_GROW):
         assert attempt._apply(observation, ranks) is None
     return attempt._apply(Observation.RANKS_EXITED, ranks)

@@ -27,6 +27,7 @@ from dlac_pipeline.lakehouse.errors import (
 )
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import HEAD_KINDS
+from dlac_pipeline.lakehouse.retrying import retrying
 from dlac_pipeline.plan.legs.follow import Unreadable
 from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.supervise.attempt import SupervisedAttempt
@@ -36,7 +37,7 @@ from dlac_pipeline.supervise.incident import write_given_up
 from dlac_pipeline.supervise.liveness.hang_detector import STUCK
 from dlac_pipeline.supervise.policies.corrupt_row_groups import damaged_row_group
 from dlac_pipeline.supervise.policies.poison_rows import CrashLoop, rows_in_hand
-from dlac_pipeline.supervise.retry_policy import RETRY_WITHIN_S, retrying
+from dlac_pipeline.supervise.retry_policy import RETRY_WITHIN_S
 from dlac_pipeline.supervise.supervision import Supervision
 
 _TERMINAL = (BadInput, LedgerError, CheckpointError, Preempted, LossNotFinite)
@@ -118,7 +119,7 @@ class RestartPolicy:
 
     @property
     def _retry(self) -> tenacity.Retrying:
-        return retrying(CatalogUnreachable, StoreUnavailable, within_s=RETRY_WITHIN_S, stop=self._supervision.stop)
+        return retrying(RETRY_WITHIN_S, of=(CatalogUnreachable, StoreUnavailable), stop=self._supervision.stop)
 
     def _concerns_this_node_only(self, failure: Failure) -> bool:
         """Return True if only this node fails, while it exits. The others continue."""

@@ -27,13 +27,7 @@ class AllRanks:
     """The ranks of an attempt. `own` are those of this node."""
 
     def __init__(self, own: RankGroup, round_: Round) -> None:
-        self.folder = own.folder
-        self.started_at = own.started_at
-        self.request_stop = own.request_stop
-        self.request_checkpoint = own.request_checkpoint
-        self.end = own.end
-        self.suppressed_errors = own.suppressed_errors
-        self._own = own
+        self.own = own
         self._round = round_
         self._looks = -1
         self._messages: dict[int, Message] = {}
@@ -50,21 +44,6 @@ class AllRanks:
         self._log_ends: dict[int, dict[str, str]] = {}
 
     @property
-    def pids(self) -> list[int]:
-        """Process ids of this node's ranks. Waits until all have started."""
-        return self._own.pids
-
-    @property
-    def is_started(self) -> bool:
-        """True if the process ids of this node's ranks are known."""
-        return self._own.is_started
-
-    @property
-    def has_notice(self) -> bool:
-        """True if a rank of this node received a termination notice."""
-        return self._own.has_notice
-
-    @property
     def leaving_nodes(self) -> list[str]:
         """Names of the other nodes that were asked to leave."""
         asked = (place for place, message in self._read_messages().items() if message.get("asked") == LEAVE)
@@ -78,13 +57,13 @@ class AllRanks:
     def heartbeats(self) -> list[RankHeartbeat | None]:
         """Return the last heartbeat of each rank."""
         self._read_messages()
-        own = {rank: read_heartbeat(self.folder, rank) for rank in self._own.ranks}
+        own = {rank: read_heartbeat(self.own.folder, rank) for rank in self.own.ranks}
         known = {**self._heartbeats, **own}
         return [known.get(rank) for rank in range(self._round.share.world_size)]
 
     def failures(self) -> list[Exit]:
         """Return the failed ranks once all nodes have reported. A failure here may be the effect of one on another node."""
-        found = [*self._lost_ranks(), *self._own.failures()]
+        found = [*self._lost_ranks(), *self.own.failures()]
         for place, message in self._read_messages().items():
             found += [self._exit_of(failure, place) for failure in message.get("failures", ())]
         if not found:
@@ -96,13 +75,11 @@ class AllRanks:
 
     def all_exited(self) -> bool:
         """Return True if no rank is running."""
-        return self._own.all_exited() and all(
-            message.get("exited", False) for message in self._read_messages().values()
-        )
+        return self.own.all_exited() and all(message.get("exited", False) for message in self._read_messages().values())
 
     def log_end(self, rank: int) -> dict[str, str]:
         """Return the path of a rank's log, and its last lines."""
-        return self._own.log_end(rank) if rank in self._own.ranks else self._log_ends.get(rank, {})
+        return self.own.log_end(rank) if rank in self.own.ranks else self._log_ends.get(rank, {})
 
     def _read_messages(self) -> dict[int, Message]:
         """Return the last messages of the other nodes. Process them once per read of the store, because they are many."""
@@ -151,13 +128,13 @@ class AllRanks:
             for rank, record in message["progress"].items():
                 # A record that is written again with another estimate would look like a new heartbeat.
                 if self._records.get(rank) != record:
-                    write_record(self.folder, int(rank), bytes.fromhex(record), later_s=later_s)
+                    write_record(self.own.folder, int(rank), bytes.fromhex(record), later_s=later_s)
                     self._records[rank] = record
-                    found = read_heartbeat(self.folder, int(rank))
+                    found = read_heartbeat(self.own.folder, int(rank))
                     if found is not None:
                         self._heartbeats[int(rank)] = found
             for rank, text in message["in_hand"].items():
-                in_hand_file(self.folder, int(rank)).write_text(text)
+                in_hand_file(self.own.folder, int(rank)).write_text(text)
 
 
 def report_of(ranks: RankGroup, *, asked: str, answers: bool) -> Message:
