@@ -1,4 +1,4 @@
-"""Live status of a run: the ledger's rows, and the signs of life that its ranks leave in the launch folder.
+"""Live status of a run: the ledger's rows, and the heartbeats that its ranks leave in the launch folder.
 
 The ledger is read only when it has new rows. The launch folder is on the node where the run was launched. Without it only
 committed facts are known.
@@ -204,9 +204,7 @@ def _doing(ranks: list[RankHeartbeat], now: float) -> str:
     furthest_behind = min(ranks, key=lambda each: (each.step, each.at))
     silent_s = now - max(each.at for each in ranks)
     silent = furthest_behind.phase != Phase.DONE and silent_s > _SILENT_S
-    return (
-        f"{furthest_behind.doing}, no sign of life for {format_duration(silent_s)}" if silent else furthest_behind.doing
-    )
+    return f"{furthest_behind.doing}, no heartbeat for {format_duration(silent_s)}" if silent else furthest_behind.doing
 
 
 def _lasted_s(since: float | None, until: float | None) -> float:

@@ -18,7 +18,6 @@ import tenacity
 
 from dlac_pipeline.elastic.round import RESUME, Round
 from dlac_pipeline.lakehouse.errors import LeftUnfinished
-from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.older_ledger import LedgerWatch
 from dlac_pipeline.lakehouse.ledger.plans import get_plan
 from dlac_pipeline.plan.legs.leg import Leg
@@ -27,8 +26,14 @@ from dlac_pipeline.supervise.attempt_state import AttemptMachine, AttemptState, 
 from dlac_pipeline.supervise.choose_leg import ResumeOptions
 from dlac_pipeline.supervise.claim import ResumePoint, claim_and_verify, new_nonce
 from dlac_pipeline.supervise.distributed_verify import NodeVerifiers
-from dlac_pipeline.supervise.failure import Failure, end_failed_ranks, failure_of_attempt, first_cause, planned_end
-from dlac_pipeline.supervise.liveness.hang_detector import stuck_rank
+from dlac_pipeline.supervise.failure import (
+    Failure,
+    end_failed_ranks,
+    failure_of_attempt,
+    first_cause,
+    planned_end,
+    stuck_rank,
+)
 from dlac_pipeline.supervise.ranks.all_ranks import AllRanks
 from dlac_pipeline.supervise.ranks.local_ranks import Exit
 from dlac_pipeline.supervise.ranks.rank_events import Ending, Event, EventReader, ending_of
@@ -118,7 +123,7 @@ class SupervisedAttempt:
         current = None
         # Fixed before the first try, so that a launch that claims between two tries is not fenced off.
         if self._replaces is None:
-            current = self._retrying()(Ledger(self._lakehouse).state, self._spec.run).fence.attempt
+            current = self._retrying()(self._supervision.ledger.state, self._spec.run).fence.attempt
         point: ResumePoint = self._retrying()(
             claim_and_verify,
             self._lakehouse,
@@ -140,7 +145,7 @@ class SupervisedAttempt:
 
     def _failure_before(self, attempt: int) -> Failure | None:
         """Return the failure of an attempt that another supervisor led."""
-        rows = self._retrying()(Ledger(self._lakehouse).rows, self._spec.run, kinds=("claim", "checkpoint"))
+        rows = self._retrying()(self._supervision.ledger.rows, self._spec.run, kinds=("claim", "checkpoint"))
         return failure_of_attempt(
             rows,
             attempt,

@@ -55,7 +55,7 @@ class NodeVerifiers:
         """Checkpoints smaller than `least_bytes` are verified by the leader alone, because messages would take longer."""
         self._round = round_
         self._least_bytes = least_bytes
-        self._asked = 0
+        self._request_number = 0
 
     def verify(self, row: Row, manifest: Manifest, files: StoreFiles, done: Done) -> None:
         """Verify as `verify_here` does, with the help of the other nodes. An exception of `done` ends the verification."""
@@ -74,8 +74,8 @@ class NodeVerifiers:
         def read(place: int) -> None:
             verify_entries(parts[place], folder_uri(uri), files, lambda so_far, _: note(place, so_far))
 
-        self._asked += 1
-        self._round.announce(PROVE, {"uri": uri, "digest": row["manifest_digest"], "asked": self._asked})
+        self._request_number += 1
+        self._round.announce(PROVE, {"uri": uri, "digest": row["manifest_digest"], "asked": self._request_number})
         began = time.monotonic()
         with store_there(uri, files):
             read(LEADER)
@@ -88,7 +88,7 @@ class NodeVerifiers:
         """Return True if a node reports that its part is intact. False once it reports damage, is lost, or its time is over."""
         while True:
             message: Message = self._round.message_of(place).get(PROVED, {})
-            answer = message if message.get("asked") == self._asked else {}
+            answer = message if message.get("asked") == self._request_number else {}
             note(answer.get("bytes", 0))
             if "holds" in answer:
                 return bool(answer["holds"])
@@ -114,7 +114,7 @@ class NodeVerifier:
         """Message for the leader."""
         return {PROVED: self._progress} if self._progress else {}
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Begin to read if the leader has named another checkpoint or repeats its request."""
         request = self._round.announced(PROVE)
         if request is not None and request != self._wanted:

@@ -22,6 +22,8 @@ from dlac_pipeline.supervise.liveness.heartbeat import Phase, RankHeartbeat, rea
 from dlac_pipeline.supervise.ranks.all_ranks import LOST, AllRanks
 from dlac_pipeline.supervise.ranks.local_ranks import Exit
 
+STUCK = "Stuck"
+"""Kind of the failure of a rank that was asked to exit and is still running."""
 SILENT_KINDS = (HANG, LOST)
 """Kinds of the failures of ranks that stopped to send heartbeats, alone or with their node."""
 
@@ -122,11 +124,11 @@ def failure_of_attempt(
     folder = launch_folder_of(rows, attempt)
     found = read_heartbeats(Path(folder)) if folder else []
     appended = [row["committed_at"].timestamp() for row in rows if row["attempt"] == attempt and "committed_at" in row]
-    signs = [*(progress.at for progress in found), *appended]
+    heartbeats_at = [*(progress.at for progress in found), *appended]
     return Failure(
         cause=f"attempt {attempt} ended without finishing",
         noticed_by=noticed_by,
-        failed_at=min(noticed_at, max(signs, default=noticed_at)),
+        failed_at=min(noticed_at, max(heartbeats_at, default=noticed_at)),
         noticed_at=noticed_at,
         launched_at=launched_at,
         stopped_at=stopped_at,
@@ -194,3 +196,14 @@ def first_cause(failures: list[Exit]) -> Exit:
         if failure.origin == "script" and failure.code >= 0 and not hard:
             return failure
     return (killed or failures)[0]
+
+
+def stuck_rank(ranks: AllRanks, drained_s: float) -> Exit:
+    """Return the failure of the rank with the fewest steps. All ranks were asked to exit `drained_s` seconds ago."""
+    steps = {rank: -1 if each is None else each.step for rank, each in enumerate(ranks.heartbeats())}
+    return Exit(
+        rank=min(steps, key=steps.__getitem__),
+        code=1,
+        kind=STUCK,
+        message=f"still running {drained_s:.0f} s after it was asked to leave",
+    )

@@ -18,7 +18,7 @@ from dlac_pipeline.supervise.attempt_state import AttemptMachine, AttemptState, 
 from dlac_pipeline.supervise.claim import ResumePoint, new_nonce
 from dlac_pipeline.supervise.distributed_verify import NodeVerifier
 from dlac_pipeline.supervise.failure import Failure, planned_end
-from dlac_pipeline.supervise.ranks.all_ranks import ASKS, LEAVE, STOP, report_of
+from dlac_pipeline.supervise.ranks.all_ranks import LEAVE, REQUESTS_REPORTS, STOP, report_of
 from dlac_pipeline.supervise.ranks.local_ranks import RankGroup
 from dlac_pipeline.supervise.ranks.rank_events import Ending, Event
 from dlac_pipeline.supervise.ranks.start_ranks import spec_for, start_local_ranks, write_resume_point
@@ -128,7 +128,7 @@ class FollowerAttempt:
         if time.monotonic() < self._reported_at + _REPORT_EVERY_S:
             return
         self._reported_at = time.monotonic()
-        answers = bool(self._round.message_of(LEADER).get(ASKS))  # before the ranks are read
+        answers = bool(self._round.message_of(LEADER).get(REQUESTS_REPORTS))  # before the ranks are read
         asked = ""
         if self._supervision.stop.is_set():
             asked = LEAVE if self._supervision.leaving.is_set() else STOP
@@ -138,7 +138,7 @@ class FollowerAttempt:
         """Hand the resume point to this node's ranks once the leader has announced it."""
         if self._point is not None:
             return
-        self._verifier.look()
+        self._verifier.poll()
         announced = self._round.announced(RESUME)
         if announced is None:
             return

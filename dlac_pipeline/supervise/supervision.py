@@ -43,6 +43,11 @@ class Supervision:
         return self.request.spec
 
     @property
+    def ledger(self) -> Ledger:
+        """Ledger of the lakehouse."""
+        return Ledger(self.lakehouse)
+
+    @property
     def noticed_at(self) -> float:
         """Moment at which the failure was noticed that the first attempt recovers from, in seconds since the epoch."""
         noticed_at = self.request.noticed_at

@@ -18,7 +18,6 @@ from dlac_pipeline.lakehouse.errors import (
     SteppedAside,
     StoreUnavailable,
 )
-from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.plans import get_plan
 from dlac_pipeline.lakehouse.ledger.run_rows import HEAD_KINDS
 from dlac_pipeline.supervise.claim import check_current, check_unfinished
@@ -91,24 +90,24 @@ class Takeover:
             return round_.cut_off
         if not rendezvous or not isinstance(err, SteppedAside):
             return False
-        ledger = Ledger(self._lakehouse)
+        ledger = self._supervision.ledger
         attempt = self._retry(ledger.state, self._spec.run).fence.attempt
         return rendezvous == rendezvous_of(self._retry(ledger.rows, self._spec.run, kinds=("claim",)), attempt)
 
     def check_unfinished(self) -> None:
         """Raise RunFinished if another launch has ended the run. A catalog that does not answer proves nothing."""
         with suppress(LakehouseError):
-            check_unfinished(Ledger(self._lakehouse).state(self._spec.run))
+            check_unfinished(self._supervision.ledger.state(self._spec.run))
 
     def finish_of_run(self) -> tuple[int, int]:
         """Return the attempt and the step at which the run was finished."""
-        finish = self._retry(Ledger(self._lakehouse).rows, self._spec.run, kinds=("finish",))[-1]
+        finish = self._retry(self._supervision.ledger.rows, self._spec.run, kinds=("finish",))[-1]
         return finish["attempt"], finish["step"]
 
     def _acquire_lock(self) -> None:
         request, spec = self._request, self._spec
         if self.replaces is None and not self._has_followed:
-            rows = partial(self._retry, Ledger(self._lakehouse).rows, spec.run, kinds=HEAD_KINDS)
+            rows = partial(self._retry, self._supervision.ledger.rows, spec.run, kinds=HEAD_KINDS)
             refuse_if_alive_elsewhere(
                 rows, spec, launched_by=request.launched_by, wait_s=request.wait_s, stop=self._supervision.stop
             )
@@ -125,7 +124,7 @@ class Takeover:
 
     def _choose_target(self) -> None:
         """Fix the attempt to replace before any wait. So a second launch steps aside, and fences none off."""
-        state = self._retry(Ledger(self._lakehouse).state, self._spec.run)
+        state = self._retry(self._supervision.ledger.state, self._spec.run)
         check_unfinished(state)
         for plan_id in self._request.plan_ids:
             self._retry(get_plan, self._lakehouse, plan_id)
@@ -140,7 +139,7 @@ class Takeover:
         recovers = self._request.recovers
         if not rendezvous and not recovers:
             return wanted
-        claims = self._retry(Ledger(self._lakehouse).rows, self._spec.run, kinds=("claim",))
+        claims = self._retry(self._supervision.ledger.rows, self._spec.run, kinds=("claim",))
         return to_replace(claims, wanted, rendezvous=rendezvous, recovers=recovers)
 
     def _retry(self, call: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:

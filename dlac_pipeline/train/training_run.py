@@ -145,7 +145,7 @@ class TrainingRun:
         self._over = False
 
     def _claim_itself(self, *, takeover: bool, held: ExitStack) -> None:
-        """Claim the run without a supervisor. Under another launcher the ranks still write signs of life."""
+        """Claim the run without a supervisor. Under another launcher the ranks still write heartbeats."""
         began = time.time()
         tiers = self._tiers if self._first_of_machine else None
         self.resume_point = point = claim_run(
@@ -340,7 +340,7 @@ class TrainingRun:
         self._signs.doing(Phase.DONE, self._tracker.step)
 
     def _handed(self) -> Iterator[Batch]:
-        """Yield the reader's batches, with a sign of life before and after each."""
+        """Yield the reader's batches, with a heartbeat before and after each."""
         reader = iter(self._reader)
         while True:
             self._signs.reading()

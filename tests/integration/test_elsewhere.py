@@ -163,7 +163,7 @@ def test_commits_alone_show_life(arena: Arena, spec: JobSpec, lives: bool) -> No
     """Where no steps are seen, the next commit within twice the longest interval tells; without one the launch is lost."""
     lost_after(arena, 120.0)
     arena.monkeypatch.setattr("dlac_pipeline.supervise.liveness.launch_detector._STEPS_SEEN_S", 0.1)
-    arena.monkeypatch.setattr("dlac_pipeline.supervise.liveness.launch_detector._LOOK_S", 0.05)
+    arena.monkeypatch.setattr("dlac_pipeline.supervise.liveness.launch_detector._POLL_S", 0.05)
     with machine(arena):
         arena.train(spec, until=3)
     rows = arena.rows("r", "claim", "checkpoint")

@@ -81,7 +81,7 @@ def test_risk_ends_at_last_sign(arena: Arena, tmp_path: Path) -> None:
             later = time.time() + 5000
             patched.setattr(time, "time", lambda: later)
             facts = LiveStatus(arena.lakehouse, "r").look()
-    assert re.fullmatch(r"computing, no sign of life for 1 h 2\d min", str(facts["state"]))
+    assert re.fullmatch(r"computing, no heartbeat for 1 h 2\d min", str(facts["state"]))
     assert facts["at_risk_steps"] == 2
     assert facts["at_risk_s"] < 4000 < facts["last_sign_s"]
     dead = LiveStatus(arena.lakehouse, "r").look()

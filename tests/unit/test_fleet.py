@@ -15,7 +15,7 @@ from dlac_pipeline.elastic.ranks.launch_folder import in_hand_file
 from dlac_pipeline.elastic.round import LEADER, Round
 from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
 from dlac_pipeline.supervise.liveness.heartbeat import HeartbeatFile, Phase, RankHeartbeat
-from dlac_pipeline.supervise.ranks.all_ranks import ASKS, LEAVE, LOST, AllRanks, report_of
+from dlac_pipeline.supervise.ranks.all_ranks import LEAVE, LOST, REQUESTS_REPORTS, AllRanks, report_of
 from dlac_pipeline.supervise.ranks.local_ranks import RankGroup
 from dlac_pipeline.supervise.ranks.start_ranks import RankStarter
 from tests.conftest import wait_until
@@ -47,7 +47,7 @@ class Machines:
 
     def say(self, place: int, **changes: Any) -> None:
         """What a machine that is led says again and again, once."""
-        answers = bool(self.crews[place].message_of(LEADER).get(ASKS))
+        answers = bool(self.crews[place].message_of(LEADER).get(REQUESTS_REPORTS))
         words = report_of(self.groups[place], asked=str(changes.pop("asked", "")), answers=answers)
         self.crews[place].publish({**words, **changes})
 

@@ -98,11 +98,11 @@ def test_claim_without_folder_has_no_launch(tmp_path: Path) -> None:
     row = {"kind": "claim", "attempt": 2, "run": "r", "committed_at": datetime.now(UTC)}
     rewound = {**row, "detail": json.dumps({"host": socket.gethostname(), "rewinds": "r-1"})}
     signs = liveness_of([rewound], 2)
-    assert (signs.here, signs.held, signs.alive(lost_after_s=120.0)) == (True, False, False)
+    assert (signs.here, signs.lock_held, signs.alive(lost_after_s=120.0)) == (True, False, False)
     launched = {**row, "detail": json.dumps({"host": socket.gethostname(), "local": str(tmp_path)})}
     (tmp_path / "r").mkdir()
     with run_lock(str(tmp_path), "r", wait_s=0.0, takeover=False):
-        assert liveness_of([launched], 2).held
+        assert liveness_of([launched], 2).lock_held
 
 
 def test_remote_launch_shows_only_own_acts(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Failure detector of ranks that hang, or do not exit on request. In: their heartbeats. Out: an `Exit`."""
+"""Failure detector of ranks that hang. In: their heartbeats. Out: an `Exit`."""
 
 from __future__ import annotations
 
@@ -10,10 +10,6 @@ from dlac_pipeline.elastic.ranks.watched_time import watched_time
 from dlac_pipeline.spec.launch_spec import LaunchSpec
 from dlac_pipeline.supervise.liveness.heartbeat import Phase, RankHeartbeat
 from dlac_pipeline.supervise.ranks.local_ranks import Exit
-
-STUCK = "Stuck"
-"""Kind of the failure of a rank that was asked to exit and is still running."""
-
 
 _Mark = tuple[float, int, Phase] | None
 """The part of a record that changes with each heartbeat. The loss is not in it, because NaN differs from itself."""
@@ -67,14 +63,3 @@ class HangDetector:
             mark = None if each is None else (each.at, each.step, each.phase)
             if rank not in self._changed or self._changed[rank][0] != mark:
                 self._changed[rank] = (mark, now)
-
-
-def stuck_rank(ranks: Monitored, drained_s: float) -> Exit:
-    """Return the failure of the rank with the fewest steps. All ranks were asked to exit `drained_s` seconds ago."""
-    steps = {rank: -1 if each is None else each.step for rank, each in enumerate(ranks.heartbeats())}
-    return Exit(
-        rank=min(steps, key=steps.__getitem__),
-        code=1,
-        kind=STUCK,
-        message=f"still running {drained_s:.0f} s after it was asked to leave",
-    )

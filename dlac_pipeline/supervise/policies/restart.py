@@ -25,16 +25,14 @@ from dlac_pipeline.lakehouse.errors import (
     StoreUnavailable,
     TrainingFailed,
 )
-from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import HEAD_KINDS
 from dlac_pipeline.lakehouse.retrying import retrying
 from dlac_pipeline.plan.legs.follow import Unreadable
 from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.supervise.attempt import SupervisedAttempt
 from dlac_pipeline.supervise.claims import attempts_without_progress
-from dlac_pipeline.supervise.failure import Failure
+from dlac_pipeline.supervise.failure import STUCK, Failure
 from dlac_pipeline.supervise.incident import write_given_up
-from dlac_pipeline.supervise.liveness.hang_detector import STUCK
 from dlac_pipeline.supervise.policies.corrupt_row_groups import damaged_row_group
 from dlac_pipeline.supervise.policies.poison_rows import CrashLoop, rows_in_hand
 from dlac_pipeline.supervise.retry_policy import RETRY_WITHIN_S
@@ -64,7 +62,7 @@ class RestartPolicy:
 
     def follow_others(self) -> None:
         """Count the attempts without progress in the ledger, because other nodes have led since the last count."""
-        rows = self._retry(Ledger(self._lakehouse).rows, self._spec.run, kinds=HEAD_KINDS)
+        rows = self._retry(self._supervision.ledger.rows, self._spec.run, kinds=HEAD_KINDS)
         self._fruitless = attempts_without_progress(rows)
 
     def plan_restart(self, attempt: SupervisedAttempt, failure: Failure) -> Sequence[Unreadable]:
@@ -95,7 +93,7 @@ class RestartPolicy:
             self._fruitless = 0
         limit = self._spec.launch.attempts_without_progress
         if self._fruitless >= limit:  # the event of a commit may be lost
-            rows = retry(Ledger(self._lakehouse).rows, self._spec.run, kinds=HEAD_KINDS)
+            rows = retry(self._supervision.ledger.rows, self._spec.run, kinds=HEAD_KINDS)
             self._fruitless = min(self._fruitless, attempts_without_progress(rows))
         if self._fruitless >= limit and not (
             self._crash_loop.undecided and self._crash_loop.in_a_row >= self._fruitless

@@ -17,7 +17,7 @@ from dlac_pipeline.supervise.ranks.local_ranks import Exit, RankGroup
 
 LOST = "NodeLost"
 """Kind of the failure of the ranks of a node whose heartbeat stopped."""
-ASKS, ANSWERS = "asks", "answers"
+REQUESTS_REPORTS, ANSWERS_REQUEST = "asks", "answers"
 """Messages: the leader's request after a failure, and a node's mark that it made its report after it read that request."""
 LEAVE, STOP = "leave", "stop"
 """Requests of a person or a scheduler to a node: to leave the run to the other nodes, or to stop it."""
@@ -40,7 +40,7 @@ class AllRanks:
         self._beats: dict[int, int] = {}
         self._later_s: dict[int, float] = {}
         self._records: dict[str, str] = {}
-        self._asks = False
+        self._requested_reports = False
         self._log_ends: dict[int, dict[str, str]] = {}
 
     @property
@@ -68,9 +68,9 @@ class AllRanks:
             found += [self._exit_of(failure, place) for failure in message.get("failures", ())]
         if not found:
             return []
-        if not self._asks:
-            self._asks = True
-            self._round.publish({ASKS: True})
+        if not self._requested_reports:
+            self._requested_reports = True
+            self._round.publish({REQUESTS_REPORTS: True})
         return [] if self._waits_for_reports() else found
 
     def all_exited(self) -> bool:
@@ -111,7 +111,9 @@ class AllRanks:
         if self._round.cut_off:
             return False
         lost = set(self._lost_places)
-        return any(not message.get(ANSWERS) for place, message in self._read_messages().items() if place not in lost)
+        return any(
+            not message.get(ANSWERS_REQUEST) for place, message in self._read_messages().items() if place not in lost
+        )
 
     def _exit_of(self, failure: Message, place: int) -> Exit:
         self._log_ends[failure["exit"]["rank"]] = failure["log_end"]
@@ -149,5 +151,5 @@ def report_of(ranks: RankGroup, *, asked: str, answers: bool) -> Message:
         "failures": [{"exit": asdict(exit_), "log_end": ranks.log_end(exit_.rank)} for exit_ in failures],
         "exited": ranks.all_exited(),
         "asked": asked,
-        ANSWERS: answers,
+        ANSWERS_REQUEST: answers,
     }
