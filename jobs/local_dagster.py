@@ -20,10 +20,10 @@ import psutil
 import requests
 import yaml
 
+from dlac_pipeline.dagster.sensors.recovery import RECOVERS_TAG
 from dlac_pipeline.elastic.ranks.rank import pid_of
 from dlac_pipeline.lakehouse.errors import TrainingFailed
 from dlac_pipeline.supervise.liveness.heartbeat import RankHeartbeat, read_heartbeat
-from jobs.recovery import RECOVERS_TAG
 
 WORKSPACE = Path(__file__).resolve().parent.parent / "workspace.yaml"
 SETTINGS = Path(__file__).with_name("dagster.yaml")
@@ -160,7 +160,7 @@ class LiveRun:
         self._folder = Path(store) / run
 
     def progress(self) -> RankHeartbeat | None:
-        """The last sign of life of rank 0 of the newest launch."""
+        """The last heartbeat of rank 0 of the newest launch."""
         launches = sorted(self._folder.glob("launch-*/"), key=lambda folder: folder.stat().st_mtime)
         return read_heartbeat(launches[-1], 0) if launches else None
 

@@ -19,12 +19,11 @@ import tenacity
 from dlac_pipeline.elastic.round import RESUME, Round
 from dlac_pipeline.lakehouse.errors import LeftUnfinished
 from dlac_pipeline.lakehouse.ledger.older_ledger import LedgerWatch
-from dlac_pipeline.lakehouse.ledger.plans import get_plan
 from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.supervise.attempt_monitor import AttemptMonitor
 from dlac_pipeline.supervise.attempt_state import AttemptMachine, AttemptState, Decision, Observation
 from dlac_pipeline.supervise.choose_leg import ResumeOptions
-from dlac_pipeline.supervise.claim import ResumePoint, claim_and_verify, new_nonce
+from dlac_pipeline.supervise.claim import ClaimRequest, ResumePoint, claim_and_verify, new_nonce
 from dlac_pipeline.supervise.distributed_verify import NodeVerifiers
 from dlac_pipeline.supervise.failure import (
     Failure,
@@ -124,19 +123,23 @@ class SupervisedAttempt:
         # Fixed before the first try, so that a launch that claims between two tries is not fenced off.
         if self._replaces is None:
             current = self._retrying()(self._supervision.ledger.state, self._spec.run).fence.attempt
-        point: ResumePoint = self._retrying()(
-            claim_and_verify,
-            self._lakehouse,
-            self._spec,
+        request = ClaimRequest(
             nonce=self._nonce,
             replaces=self._replaces,
             current=current,
-            wish=self._options,
+            options=self._options,
             launch_folder=str(self.folder),
             launched_by=self._supervision.request.launched_by,
+        )
+        point: ResumePoint = self._retrying()(
+            claim_and_verify,
+            self._supervision.plans,
+            self._spec,
+            request,
             verifying=self._report_verification,
             verify=NodeVerifiers(self._round, least_bytes=self._spec.launch.verify_together_mb * 2**20).verify,
             stop=self._supervision.stop,
+            on_claim=self._supervision.starter.import_agent,
         )
         failure = self._failure or (self._failure_before(point.replaces) if point.replaces > 0 else None)
         if failure is not None:
@@ -160,8 +163,8 @@ class SupervisedAttempt:
         self.number = point.attempt
         self._monitor.step = self._head_step = self._resumed_step = point.step
         self.leg = leg = Leg.from_json(point.leg)
-        plans = [self._retrying()(get_plan, self._lakehouse, source.plan_id) for source in leg.sources]
-        for message in leg.warnings(sum(plan.live_rows for plan in plans), self._spec.launch.world_size):
+        rows = [self._retrying()(self._supervision.plans.row, source.plan_id) for source in leg.sources]
+        for message in leg.warnings(sum(row.live_rows for row in rows), self._spec.launch.world_size):
             self._publish({"event": "warning", "message": message})
         write_resume_point(self.folder, point.to_json())
         self._round.announce(RESUME, json.loads(point.to_json()))
@@ -201,12 +204,13 @@ class SupervisedAttempt:
         self._relay_stop(ranks)
         if ranks.own.has_notice:
             yield Observation.NOTICE_RECEIVED, None
+        exited = ranks.all_exited()  # read first: a rank that dies between the two reads has failed
         failures = ranks.failures()
         if failures and self._was_terminated(ranks, failures):
             yield Observation.RANKS_TERMINATED, None
         elif failures:
             yield Observation.RANKS_FAILED, first_cause(failures)
-        if ranks.all_exited():
+        if exited:
             self._read_ranks(ranks)
             yield Observation.RANKS_EXITED, None
         if self._supervision.stop.is_set():

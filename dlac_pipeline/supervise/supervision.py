@@ -14,6 +14,7 @@ from dlac_pipeline.lakehouse.errors import CatalogUnreachable, DlacError, StoreU
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.retrying import retrying
+from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.supervise.ranks.rank_events import Event
@@ -27,6 +28,8 @@ class Supervision:
 
     request: Request
     lakehouse: Lakehouse
+    plans: Plans
+    """Plans that this process has read."""
     starter: RankStarter
     on_event: Callable[[Event], None]
     """Listener for events."""

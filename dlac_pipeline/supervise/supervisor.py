@@ -28,6 +28,7 @@ from dlac_pipeline.lakehouse.errors import (
     error_from_kind,
     error_kind,
 )
+from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.supervise.attempt import Rescale, SupervisedAttempt
 from dlac_pipeline.supervise.choose_leg import ResumeOptions
@@ -83,7 +84,7 @@ class Supervisor:
         self._spec = request.spec
         self._on_event = on_event
         self._starter = starter or RankStarter()
-        self._options = ResumeOptions(plan_ids=request.plan_ids, repin=request.repin)
+        self._options = ResumeOptions(repin=request.repin)
         self._stop = threading.Event()
         self._leaving = threading.Event()
         self._failure: Failure | None = None
@@ -128,6 +129,7 @@ class Supervisor:
         supervision = Supervision(
             request=self._request,
             lakehouse=lakehouse,
+            plans=Plans(lakehouse),
             starter=self._starter,
             on_event=self._on_event,
             stop=self._stop,
@@ -229,9 +231,10 @@ class Supervisor:
                 launch.restart_policy.follow_others()
         except RunFinished as err:
             return self._finished_before(takeover, err)
+        options = replace(self._options, plans=takeover.plans)
         while True:
             attempt = SupervisedAttempt(
-                launch.supervision, round_, options=self._options, replaces=takeover.replaces, failure=self._failure
+                launch.supervision, round_, options=options, replaces=takeover.replaces, failure=self._failure
             )
             self._attempts += 1
             try:

@@ -18,8 +18,8 @@ from dlac_pipeline.lakehouse.errors import (
     SteppedAside,
     StoreUnavailable,
 )
-from dlac_pipeline.lakehouse.ledger.plans import get_plan
 from dlac_pipeline.lakehouse.ledger.run_rows import HEAD_KINDS
+from dlac_pipeline.plan.plan import Plan
 from dlac_pipeline.supervise.claim import check_current, check_unfinished
 from dlac_pipeline.supervise.claims import rendezvous_of, to_replace
 from dlac_pipeline.supervise.liveness.launch_detector import refuse_if_alive_elsewhere
@@ -36,6 +36,8 @@ class Takeover:
     def __init__(self, supervision: Supervision) -> None:
         self.replaces = supervision.request.replaces
         """The attempt that the next one replaces, or None for the current attempt at the claim."""
+        self.plans: tuple[Plan, ...] = ()
+        """Plan of each source that the request names, once `lead` has returned."""
         self.holds_lock = False
         self._supervision = supervision
         self._request = supervision.request
@@ -126,8 +128,9 @@ class Takeover:
         """Fix the attempt to replace before any wait. So a second launch steps aside, and fences none off."""
         state = self._retry(self._supervision.ledger.state, self._spec.run)
         check_unfinished(state)
-        for plan_id in self._request.plan_ids:
-            self._retry(get_plan, self._lakehouse, plan_id)
+        if not self.plans:
+            load = self._supervision.plans.load
+            self.plans = tuple(self._retry(load, plan_id) for plan_id in self._request.plan_ids)
         target = state.fence.attempt if self._request.takeover and self.replaces is None else self.replaces
         if target is not None:
             target = self._to_replace(target, rendezvous=self._spec.launch.rendezvous)

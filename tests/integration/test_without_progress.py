@@ -11,6 +11,7 @@ from dlac_pipeline.elastic.round import Round
 from dlac_pipeline.lakehouse.errors import NoProgress
 from dlac_pipeline.lakehouse.ledger.commits import claim
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.supervise.attempt import SupervisedAttempt
 from dlac_pipeline.supervise.choose_leg import RESUME
@@ -24,10 +25,11 @@ if TYPE_CHECKING:
 
 
 def attempts(arena: Arena, count: int) -> tuple[RestartPolicy, list[SupervisedAttempt]]:
-    """So many of a run of which two in a row may commit nothing, all of them claimed; and who policys them."""
+    """So many of a run of which two in a row may commit nothing, all of them claimed; and their restart policy."""
     supervision = Supervision(
         request=Request(spec=arena.spec("r", attempts_without_progress=2)),
         lakehouse=arena.lakehouse,
+        plans=Plans(arena.lakehouse),
         starter=RankStarter(),
         on_event=lambda event: None,
     )

@@ -17,8 +17,6 @@ from dlac_pipeline.read.batch import Batch
 from dlac_pipeline.read.exchange import Waits
 from dlac_pipeline.supervise.liveness.heartbeat import HeartbeatFile, Phase, RankHeartbeat, Spent
 
-__all__ = ["HeartbeatWriter", "Phase"]
-
 
 class HeartbeatWriter:
     """Writer of the heartbeat of one rank in its launch folder, if any. `waits` counts the waits of reading for other ranks."""
