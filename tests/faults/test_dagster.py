@@ -7,9 +7,9 @@ import time
 import dagster as dg
 import pytest
 
-from assets.failures import NO_RECOVERY_TAG
-from assets.training import POOL
 from dlac_pipeline.audit.audit import audit_run
+from dlac_pipeline.dagster.assets.training import POOL
+from dlac_pipeline.dagster.failures import NO_RECOVERY_TAG
 from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
 from jobs.local_dagster import LiveRun, LocalDagster
 from tests.conftest import Arena, wait_until

@@ -2,7 +2,7 @@
 job.
 
 A run that failed, and one that was cancelled because its node is shut down, are recovered. One that a person cancelled is
-not. The sensor in jobs/lost_runs.py marks runs whose process is gone as failed, and they are recovered then.
+not. The sensor in lost_runs.py marks runs whose process is gone as failed, and they are recovered then.
 """
 
 import logging
@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 
-from assets.failures import NO_RECOVERY_TAG, OUTAGE_TAG, PREEMPTED_TAG, RUN_TAG, run_tag
+from dlac_pipeline.dagster.failures import NO_RECOVERY_TAG, OUTAGE_TAG, PREEMPTED_TAG, RUN_TAG, run_tag
+from dlac_pipeline.dagster.settings import RecoverySettings, settings_or_defaults
+from dlac_pipeline.dagster.training_runs import MONITORED, TrainingJob, raw_spec_of, spec_of, trains
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.spec.job_spec import JobSpec
-from jobs.settings import RecoverySettings, settings_or_defaults
-from jobs.train import MONITORED, recover_job
-from jobs.training_runs import raw_spec_of, spec_of, trains
 
 if TYPE_CHECKING:
     from dlac_pipeline.lakehouse.ledger.run_rows import Row
@@ -34,34 +33,45 @@ _LONG_S = 600.0
 """A run that lasted longer has trained: where it could not begin, it would have waited for three minutes."""
 
 
-@dg.run_failure_sensor(
-    monitored_jobs=MONITORED,
-    request_job=recover_job,
-    minimum_interval_seconds=2,
-    default_status=dg.DefaultSensorStatus.RUNNING,
-    description="Requests recover_job when a Dagster run that trains has died; leaves failures alone that would come again.",
-)
-def recovery_sensor(context: dg.RunFailureSensorContext) -> dg.RunRequest | dg.SkipReason:
-    """Request one recovery per dead Dagster run. It replaces the current attempt, unless that one is alive."""
-    _let_go_of_pools(context.instance, context.dagster_run, context.log)
-    return recovery_of(context.instance, context.dagster_run, noticed_by="recovery_sensor", log=context.log)
+def build_recovery_sensor(recover_job: TrainingJob) -> dg.SensorDefinition:
+    """Return the sensor that requests one recovery per dead Dagster run.
+
+    The recovery replaces the current attempt, unless that one is alive.
+    """
+
+    @dg.run_failure_sensor(
+        monitored_jobs=MONITORED,
+        request_job=recover_job,
+        minimum_interval_seconds=2,
+        default_status=dg.DefaultSensorStatus.RUNNING,
+        description="Requests recover_job when a Dagster run that trains has died; leaves failures alone that would come again.",
+    )
+    def recovery_sensor(context: dg.RunFailureSensorContext) -> dg.RunRequest | dg.SkipReason:
+        _let_go_of_pools(context.instance, context.dagster_run, context.log)
+        return recovery_of(context.instance, context.dagster_run, noticed_by="recovery_sensor", log=context.log)
+
+    return recovery_sensor
 
 
-@dg.run_status_sensor(
-    run_status=dg.DagsterRunStatus.CANCELED,
-    monitored_jobs=MONITORED,
-    request_job=recover_job,
-    minimum_interval_seconds=2,
-    default_status=dg.DefaultSensorStatus.RUNNING,
-    description="Requests recover_job when a run was cancelled because its machine goes away; not when a person cancelled it.",
-)
-def preemption_sensor(context: dg.RunStatusSensorContext) -> dg.RunRequest | dg.SkipReason:
-    """As `recovery_sensor`, for cancelled runs that carry the tag of preemption."""
-    cancelled = context.dagster_run
-    _let_go_of_pools(context.instance, cancelled, context.log)
-    if not run_tag(cancelled, PREEMPTED_TAG):
-        return dg.SkipReason(f"run {cancelled.run_id} was cancelled by a person, and is theirs to start again")
-    return recovery_of(context.instance, cancelled, noticed_by="preemption_sensor", log=context.log)
+def build_preemption_sensor(recover_job: TrainingJob) -> dg.SensorDefinition:
+    """Return the sensor that requests a recovery of each cancelled run that has the tag of preemption."""
+
+    @dg.run_status_sensor(
+        run_status=dg.DagsterRunStatus.CANCELED,
+        monitored_jobs=MONITORED,
+        request_job=recover_job,
+        minimum_interval_seconds=2,
+        default_status=dg.DefaultSensorStatus.RUNNING,
+        description="Requests recover_job when a run was cancelled because its node goes away; not when a person cancelled it.",
+    )
+    def preemption_sensor(context: dg.RunStatusSensorContext) -> dg.RunRequest | dg.SkipReason:
+        cancelled = context.dagster_run
+        _let_go_of_pools(context.instance, cancelled, context.log)
+        if not run_tag(cancelled, PREEMPTED_TAG):
+            return dg.SkipReason(f"run {cancelled.run_id} was cancelled by a person, and is theirs to start again")
+        return recovery_of(context.instance, cancelled, noticed_by="preemption_sensor", log=context.log)
+
+    return preemption_sensor
 
 
 def _let_go_of_pools(instance: dg.DagsterInstance, ended: dg.DagsterRun, log: logging.Logger) -> None:

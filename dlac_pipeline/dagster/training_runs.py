@@ -1,4 +1,4 @@
-"""Dagster runs that train: recognition, and their job specs."""
+"""Dagster runs that train: recognition, their job specs, and the queue that lets a training run have one trainer at a time."""
 
 from __future__ import annotations
 
@@ -7,15 +7,25 @@ from collections.abc import Mapping
 from typing import Any
 
 import dagster as dg
+from dagster import QueuedRunCoordinator, SubmitRunContext
 
+from dlac_pipeline.dagster.failures import RUN_TAG
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.spec.job_spec import JobSpec, home_folder, parse_recorded
 
-MODEL = dg.AssetKey("model_checkpoint")
-"""The asset that is trained: `assets.training.model_checkpoint`."""
+SNAPSHOT, PLAN, MODEL = dg.AssetKey("pinned_snapshot"), dg.AssetKey("work_plan"), dg.AssetKey("model_checkpoint")
+"""Keys of the assets of a training run. `build_model_checkpoint` makes the one that is trained."""
+TRAIN_JOB, RECOVER_JOB = "train_job", "recover_job"
+"""Names of the two jobs of a project that train."""
 MATERIALIZE = "__ASSET_JOB"
 """Dagster's name of the job that *Materialize* in the UI launches."""
-TRAINING_JOBS = ("train_job", "recover_job", MATERIALIZE)
+TRAINING_JOBS = (TRAIN_JOB, RECOVER_JOB, MATERIALIZE)
+TrainingJob = Any
+"""A job as `dg.define_asset_job` returns it: its class has no public name."""
+MONITORED = [dg.define_asset_job(name) for name in TRAINING_JOBS]
+"""The jobs whose runs may train, for sensors on the ends of runs. Dagster uses only their names."""
+NOT_RETRIED = {"dagster/max_retries": "0"}
+"""Recovery has one owner: an instance whose `run_retries` are on starts runs with this tag no second time beside it."""
 _STEP = MODEL.to_python_identifier()
 
 
@@ -80,3 +90,23 @@ def _with_environment(written: Any) -> Any:
             return os.environ[name]
         return {key: _with_environment(value) for key, value in written.items()}
     return [_with_environment(value) for value in written] if isinstance(written, list) else written
+
+
+class TrainingRunCoordinator(QueuedRunCoordinator):
+    """Run coordinator that tags a training Dagster run with the name of its training run before it is queued.
+
+    By that tag the queue's `tag_concurrency_limits` hold back a second trainer of the same training run. It is a courtesy, as
+    the run's lock is: safety depends on the fence. A launch by *Materialize* in the UI has no job's tags, so the coordinator
+    also sets that Dagster retries none of these runs.
+    """
+
+    def submit_run(self, context: SubmitRunContext) -> dg.DagsterRun:
+        """Tag and enqueue."""
+        run = context.dagster_run
+        if trains(run):
+            name = training_run_of(run)
+            tags = {**NOT_RETRIED, **({RUN_TAG: name} if name else {})}
+            missing = {key: value for key, value in tags.items() if key not in run.tags}
+            if missing:
+                self._instance.add_run_tags(run.run_id, missing)
+        return super().submit_run(context)

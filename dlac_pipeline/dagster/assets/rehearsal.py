@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 
-from assets.metadata import table
-from assets.resources import JobResource
-from assets.training import model_checkpoint
+from dlac_pipeline.dagster.metadata import table
+from dlac_pipeline.dagster.resources import JobResource
+from dlac_pipeline.dagster.training_runs import MODEL
 from dlac_pipeline.lakehouse.errors import (
     CatalogUnreachable,
     DlacError,
@@ -65,7 +65,7 @@ def judge_rehearsals(outcomes: Sequence[RehearsedRun]) -> dg.AssetCheckResult:
     return dg.AssetCheckResult(
         passed=bool(right) and not wrong,
         check_name=CHECK,
-        asset_key=model_checkpoint.key,
+        asset_key=MODEL,
         severity=dg.AssetCheckSeverity.ERROR if wrong else dg.AssetCheckSeverity.WARN,
         description="; ".join(said) or "there was no run to rehearse",
         metadata={"identical": len(right), "wrong": len(wrong), **table("rehearsals", rows)},
@@ -73,7 +73,7 @@ def judge_rehearsals(outcomes: Sequence[RehearsedRun]) -> dg.AssetCheckResult:
 
 
 @dg.asset_check(
-    asset=model_checkpoint,
+    asset=MODEL,
     name=CHECK,
     description="Restored in a sandbox, the newest checkpoint with a successor leads to the recorded losses, bit for bit.",
 )

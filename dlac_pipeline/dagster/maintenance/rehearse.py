@@ -1,4 +1,4 @@
-"""The job that rehearses runs, one op for each, and its schedule, which the lakehouse's operator turns on."""
+"""The job that rehearses runs, one op for each."""
 
 import re
 from collections.abc import Iterator
@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import dagster as dg
 from pydantic import Field
 
-from assets.rehearsal import CHECK, RehearsedRun, judge_rehearsals, rehearsed
-from assets.resources import LakehouseResource
-from assets.training import model_checkpoint
+from dlac_pipeline.dagster.assets.rehearsal import CHECK, RehearsedRun, judge_rehearsals, rehearsed
+from dlac_pipeline.dagster.resources import LakehouseResource
+from dlac_pipeline.dagster.training_runs import MODEL
 from dlac_pipeline.spec.spec_problems import MOST_STEPS, Section
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def rehearsals_judged(
         context.log.warning(f"no run could be rehearsed: {result.description}")
     else:
         yield dg.AssetCheckEvaluation(
-            asset_key=model_checkpoint.key,
+            asset_key=MODEL,
             check_name=CHECK,
             passed=result.passed,
             severity=result.severity,
@@ -115,12 +115,3 @@ def _trained_since(lakehouse: "Lakehouse", since: datetime) -> list[str]:
 def rehearse_job() -> None:
     """One op per training run, and one for the verdict."""
     rehearsals_judged(runs_to_rehearse().map(rehearsal).collect())
-
-
-rehearse_schedule = dg.ScheduleDefinition(
-    name="rehearse_schedule",
-    job=rehearse_job,
-    cron_schedule="23 5 * * *",
-    default_status=dg.DefaultScheduleStatus.STOPPED,
-    description="A daily rehearsal of every run that trained since the last one. Off until somebody turns it on.",
-)

@@ -18,15 +18,14 @@ from typing import Any, Literal
 
 import dagster as dg
 
-from assets.failures import NO_RECOVERY_TAG, RUN_TAG, STEPPED_ASIDE_TAG, run_tag
+from dlac_pipeline.dagster.failures import NO_RECOVERY_TAG, RUN_TAG, STEPPED_ASIDE_TAG, run_tag
+from dlac_pipeline.dagster.maintenance.rehearse import rehearse_job
+from dlac_pipeline.dagster.maintenance.upkeep import upkeep_job
+from dlac_pipeline.dagster.maintenance.verify import verify_job
+from dlac_pipeline.dagster.sensors.recovery import RECOVERS_TAG, recovery_of
+from dlac_pipeline.dagster.settings import read_settings, settings_or_defaults
+from dlac_pipeline.dagster.training_runs import MONITORED, RECOVER_JOB, training_run_of, trains
 from dlac_pipeline.lakehouse.errors import TrainingFailed
-from jobs.recovery import RECOVERS_TAG, recovery_of
-from jobs.rehearse import rehearse_job
-from jobs.settings import read_settings, settings_or_defaults
-from jobs.train import MONITORED, recover_job
-from jobs.training_runs import training_run_of, trains
-from jobs.upkeep import upkeep_job
-from jobs.verify import verify_job
 
 Kind = Literal["recovering", "gave_up", "failed", "recovered", "succeeded", "check_failed"]
 _BESIDE_TRAINING = (upkeep_job.name, verify_job.name, rehearse_job.name)
@@ -111,21 +110,11 @@ def dlac_alerts(
 
     failed, succeeded = dg.DagsterRunStatus.FAILURE, dg.DagsterRunStatus.SUCCESS
     sensors = [
-        sensor(
-            "failure_alerts",
-            failed,
-            _of_failure,
-            "Tells of runs that failed: whether they are being recovered, or need a person.",
-        ),
-        sensor(
-            "success_alerts",
-            succeeded,
-            _of_success,
-            "Tells of training runs that were recovered, and of others that ended well if that is asked for.",
-        ),
+        sensor("failure_alerts", failed, _of_failure, "Reports runs that failed: in recovery, or in need of a person."),
+        sensor("success_alerts", succeeded, _of_success, "Reports recovered training runs, and others if asked for."),
     ]
     if "check_failed" in kinds:
-        says = "Tells of the asset checks that did not hold in runs that"
+        says = "Reports the asset checks that did not hold in runs that"
         sensors += [
             sensor("check_alerts", succeeded, _of_checks, f"{says} ended well."),
             sensor("failed_run_check_alerts", failed, _of_checks, f"{says} failed."),
@@ -205,7 +194,7 @@ def _of_success(context: dg.RunStatusSensorContext) -> Alert | None:
     ended = context.dagster_run
     if run_tag(ended, STEPPED_ASIDE_TAG):
         return None
-    if ended.job_name == recover_job.name:
+    if ended.job_name == RECOVER_JOB:
         before = run_tag(ended, RECOVERS_TAG) or ended.parent_run_id or "that died"
         return _alert(ended, "recovered", f"goes on for Dagster run {before}", "info")
     return _alert(ended, "succeeded", "ended well", "info")

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from secrets import token_hex
 from typing import Any
 
-from assets.metadata import sql_metadata
 from dlac_pipeline.checkpoint.files import StoreFiles
 from dlac_pipeline.checkpoint.listing import Verification, list_checkpoints, verify_checkpoints
+from dlac_pipeline.dagster.metadata import sql_metadata
 from dlac_pipeline.lakehouse.errors import NoRestorableCheckpoint, NoSuchCheckpoint
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger.commits import record_verified

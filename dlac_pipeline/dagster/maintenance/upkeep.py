@@ -1,11 +1,14 @@
-"""The job that runs upkeep on DLAC's own tables, and its schedule, which the lakehouse's operator turns on."""
+"""The job that runs upkeep on DLAC's own tables.
+
+It never changes a source table.
+"""
 
 from dataclasses import asdict
 
 import dagster as dg
 from pydantic import Field
 
-from assets.resources import LakehouseResource
+from dlac_pipeline.dagster.resources import LakehouseResource
 from dlac_pipeline.lakehouse.config import KEEP_SNAPSHOTS, MOST_SNAPSHOTS
 from dlac_pipeline.spec.spec_problems import Section
 
@@ -37,12 +40,3 @@ def own_tables_in_order(
 def upkeep_job() -> None:
     """The one op."""
     own_tables_in_order()
-
-
-ledger_maintenance_schedule = dg.ScheduleDefinition(
-    name="ledger_maintenance_schedule",
-    job=upkeep_job,
-    cron_schedule="17 3 * * *",
-    default_status=dg.DefaultScheduleStatus.STOPPED,
-    description="Nightly upkeep of the lakehouse. Off until somebody turns it on.",
-)

@@ -8,8 +8,6 @@ import dagster as dg
 from dlac_pipeline.lakehouse import errors
 from dlac_pipeline.lakehouse.errors import CatalogUnreachable, CommitOutcomeUnknown, DlacError, StoreUnavailable
 
-OWNERS = ["team:ml-platform"]
-"""Owners on the asset pages: those who run the lakehouse."""
 RUN_TAG = "dlac/run"
 """Tag with the training run of a Dagster run. The queue lets one Dagster run per training run train at a time."""
 NO_RECOVERY_TAG = "dlac/no_recovery"
@@ -28,7 +26,7 @@ _AWAY = (CatalogUnreachable, CommitOutcomeUnknown, StoreUnavailable)
 
 
 @contextmanager
-def told_to_dagster(context: dg.AssetExecutionContext) -> Iterator[None]:
+def as_failure(context: dg.AssetExecutionContext) -> Iterator[None]:
     """Turn a `DlacError` into `dagster.Failure`, and tag the run unless the error may pass."""
     try:
         yield
@@ -41,19 +39,19 @@ def failure(context: dg.AssetExecutionContext, kind: str, message: str) -> dg.Fa
     known = errors.error_class(kind)
     if known is not None:
         if not known.transient:
-            tag(context, NO_RECOVERY_TAG, kind)
+            tag_run(context, NO_RECOVERY_TAG, kind)
         elif issubclass(known, _AWAY):
-            tag(context, OUTAGE_TAG, kind)
+            tag_run(context, OUTAGE_TAG, kind)
     return dg.Failure(f"{kind}: {message}", metadata={"error": kind}, allow_retries=False)
 
 
-def tag(context: dg.AssetExecutionContext, name: str, value: str) -> None:
+def tag_run(context: dg.AssetExecutionContext, name: str, value: str) -> None:
     """Set a tag of this Dagster run."""
     context.instance.add_run_tags(context.run_id, {name: own_value(context.run, value)})
 
 
 def own_value(run: dg.DagsterRun, value: str) -> str:
-    """A value of a tag for which `tag_of` knows that it was set on this very run."""
+    """A value of a tag for which `run_tag` knows that it was set on this very run."""
     return f"{value}{_own_mark(run)}"
 
 

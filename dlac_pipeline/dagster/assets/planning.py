@@ -1,33 +1,65 @@
 """From a source table to work units: the pinned snapshot and the plan, as assets."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 
-from assets.failures import OWNERS, told_to_dagster
-from assets.resources import JobResource
-from assets.sources import tokens
+from dlac_pipeline.dagster.failures import as_failure
+from dlac_pipeline.dagster.resources import JobResource
+from dlac_pipeline.dagster.training_runs import PLAN, SNAPSHOT
 from dlac_pipeline.spec.job_spec import JobSpec
 
 if TYPE_CHECKING:
     from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
     from dlac_pipeline.plan.legs.leg import Leg
 
+Deps = Sequence[dg.AssetsDefinition | dg.AssetSpec | dg.AssetKey | str]
+"""Assets that another one depends on."""
 
-@dg.asset(
-    deps=[tokens],
-    group_name="training",
-    kinds={"iceberg"},
-    owners=OWNERS,
-    tags={"dlac/stage": "plan"},
-    description="One snapshot of the source table, kept alive by an Iceberg tag: what the run reads, whatever is appended later.",
-)
-def pinned_snapshot(context: dg.AssetExecutionContext, job: JobResource) -> dg.MaterializeResult[None]:
+
+def build_pinned_snapshot(*, deps: Deps, owners: Sequence[str] | None = None) -> dg.AssetsDefinition:
+    """Return the asset `pinned_snapshot`. Its dependencies are the assets of the source tables."""
+
+    @dg.asset(
+        key=SNAPSHOT,
+        deps=deps,
+        group_name="training",
+        kinds={"iceberg"},
+        owners=owners,
+        tags={"dlac/stage": "plan"},
+        description="One snapshot of the source table, kept alive by an Iceberg tag: the run reads it, whatever is appended.",
+    )
+    def pinned_snapshot(context: dg.AssetExecutionContext, job: JobResource) -> dg.MaterializeResult[None]:
+        return pin_snapshots(context, job)
+
+    return pinned_snapshot
+
+
+def build_work_plan(*, deps: Deps = (SNAPSHOT,), owners: Sequence[str] | None = None) -> dg.AssetsDefinition:
+    """Return the asset `work_plan`."""
+
+    @dg.asset(
+        key=PLAN,
+        deps=deps,
+        group_name="training",
+        kinds={"iceberg", "parquet"},
+        owners=owners,
+        tags={"dlac/stage": "plan"},
+        description="One row per work unit (row group) of the pinned snapshot, under a content-addressed plan id.",
+    )
+    def work_plan(context: dg.AssetExecutionContext, job: JobResource) -> dg.MaterializeResult[None]:
+        return plan_pinned_snapshots(context, job)
+
+    return work_plan
+
+
+def pin_snapshots(context: dg.AssetExecutionContext, job: JobResource) -> dg.MaterializeResult[None]:
     """Pin the snapshot that the run was started with. For a new run, the one that the spec names, or the current one."""
     from dlac_pipeline.lakehouse.iceberg.pins import hold
     from dlac_pipeline.lakehouse.iceberg.snapshots import snapshot_of
 
-    with told_to_dagster(context):
+    with as_failure(context):
         spec, lakehouse = job.job_spec(), job.lakehouse()
         committed = _last_leg(lakehouse, spec)
         pins = []
@@ -48,39 +80,24 @@ def pinned_snapshot(context: dg.AssetExecutionContext, job: JobResource) -> dg.M
     )
 
 
-@dg.asset(
-    deps=[pinned_snapshot],
-    group_name="training",
-    kinds={"iceberg", "parquet"},
-    owners=OWNERS,
-    tags={"dlac/stage": "plan"},
-    description="One row per work unit (row group) of the pinned snapshot, under a content-addressed plan id.",
-)
-def work_plan(context: dg.AssetExecutionContext, job: JobResource) -> dg.MaterializeResult[None]:
+def plan_pinned_snapshots(context: dg.AssetExecutionContext, job: JobResource) -> dg.MaterializeResult[None]:
     """Plan the pinned snapshots. A resumed run keeps the plans that its leg binds."""
     from dlac_pipeline.lakehouse.ledger.plans import get_plan
-    from dlac_pipeline.plan.legs.choice import check_readable
-    from dlac_pipeline.plan.planner import make_plan
+    from dlac_pipeline.plan.legs.choice import plan_sources
 
-    with told_to_dagster(context):
+    with as_failure(context):
         spec, lakehouse = job.job_spec(), job.lakehouse()
         committed = _last_leg(lakehouse, spec)
         if committed is None:
-            check_readable(lakehouse, spec)
-        pinned = metadata_of_this_run(context, pinned_snapshot.key).get("snapshot_id")
-        snapshots = [None] * len(spec.sources) if pinned is None else [int(part) for part in pinned.split(", ")]
-        rows = [
-            make_plan(lakehouse, source.model_copy(update={"snapshot_id": snapshot_id or source.snapshot_id})).row
-            if committed is None
-            else get_plan(lakehouse, committed.sources[index].plan_id)
-            for index, (source, snapshot_id) in enumerate(zip(spec.sources, snapshots, strict=True))
-        ]
+            rows = [plan.row for plan in plan_sources(lakehouse, _with_pinned_snapshots(context, spec))]
+        else:
+            rows = [get_plan(lakehouse, source.plan_id) for source in committed.sources]
     for row in rows:
         context.log.info(f"plan {row.plan_id}: {row.units} work units, {row.live_rows} live rows")
     return dg.MaterializeResult(
         metadata={
             "run": spec.run,
-            "plan_id": ", ".join(row.plan_id for row in rows),
+            "plan_ids": dg.MetadataValue.json([row.plan_id for row in rows]),
             "is_new": committed is None,
             "work_units": sum(row.units for row in rows),
             "dagster/row_count": sum(row.live_rows for row in rows),
@@ -88,6 +105,15 @@ def work_plan(context: dg.AssetExecutionContext, job: JobResource) -> dg.Materia
             "row_filter": ", ".join(row.row_filter or "(all rows)" for row in rows),
         }
     )
+
+
+def _with_pinned_snapshots(context: dg.AssetExecutionContext, spec: JobSpec) -> JobSpec:
+    """Return the spec with the snapshots that this Dagster run pinned, if it did."""
+    pinned = metadata_of_this_run(context, SNAPSHOT).get("snapshot_id")
+    if pinned is None:
+        return spec
+    snapshots = zip(spec.sources, pinned.split(", "), strict=True)
+    return spec.with_sources([source.model_copy(update={"snapshot_id": int(part)}) for source, part in snapshots])
 
 
 def _last_leg(lakehouse: "Lakehouse", spec: JobSpec) -> "Leg | None":

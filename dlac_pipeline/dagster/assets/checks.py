@@ -5,9 +5,9 @@ from collections.abc import Iterator
 
 import dagster as dg
 
-from assets.metadata import sql_metadata
-from assets.resources import JobResource
-from assets.training import model_checkpoint
+from dlac_pipeline.dagster.metadata import sql_metadata
+from dlac_pipeline.dagster.resources import JobResource
+from dlac_pipeline.dagster.training_runs import MODEL
 from dlac_pipeline.lakehouse.errors import NoRestorableCheckpoint, StoreUnavailable
 
 _ROWS_OF = {
@@ -22,17 +22,17 @@ _ROWS_OF = {
     specs=[
         dg.AssetCheckSpec(
             "no_duplicate_rows",
-            asset=model_checkpoint,
+            asset=MODEL,
             description="No row was consumed twice in a pass on the surviving lineage.",
         ),
         dg.AssetCheckSpec(
             "no_missing_rows",
-            asset=model_checkpoint,
+            asset=MODEL,
             description="No live row behind a cursor is unrecorded on the surviving lineage.",
         ),
         dg.AssetCheckSpec(
             "consumption_exact",
-            asset=model_checkpoint,
+            asset=MODEL,
             description="The ledger, the plan and the data files agree on every row.",
         ),
     ]
@@ -54,7 +54,7 @@ def consumption_audit(job: JobResource) -> Iterator[dg.AssetCheckResult]:
         yield dg.AssetCheckResult(
             passed=holds,
             check_name=name,
-            asset_key=model_checkpoint.key,
+            asset_key=MODEL,
             severity=dg.AssetCheckSeverity.ERROR,
             description=f"{found} among {report.rows_consumed} consumed in {report.passes_entered} passes",
             metadata={**shown, "problems": problems, "sql": sql_metadata(_ROWS_OF[name].format(run=run))},
@@ -62,7 +62,7 @@ def consumption_audit(job: JobResource) -> Iterator[dg.AssetCheckResult]:
 
 
 @dg.asset_check(
-    asset=model_checkpoint,
+    asset=MODEL,
     name="checkpoint_restorable",
     description="The files of the newest checkpoint are there, and read again they have the digests that were committed.",
 )
@@ -71,8 +71,8 @@ def checkpoint_restorable(job: JobResource) -> dg.AssetCheckResult:
 
     A run without a checkpoint, such as one that waits for a batch, passes.
     """
-    from assets.verified import shown_verdict, verified_head
     from dlac_pipeline.checkpoint.store import tiers_of
+    from dlac_pipeline.dagster.assets.verified import shown_verdict, verified_head
 
     spec, lakehouse = job.job_spec(), job.lakehouse()
     began = time.monotonic()

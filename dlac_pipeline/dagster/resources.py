@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Self
 import dagster as dg
 from pydantic import Field, PrivateAttr
 
-from assets.config import JobSpecConfig
-from assets.heartbeat import Heartbeat
+from dlac_pipeline.dagster.config import JobSpecConfig
+from dlac_pipeline.dagster.heartbeat import Heartbeat
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.spec.job_spec import JobSpec, home_folder, parse_spec
 

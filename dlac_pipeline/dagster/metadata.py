@@ -6,9 +6,12 @@ import base64
 import math
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import dagster as dg
+
+if TYPE_CHECKING:
+    from pyiceberg.schema import Schema
 
 
 def picture(title: str, png: bytes) -> dg.MarkdownMetadataValue:
@@ -25,6 +28,12 @@ def table(name: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, dg.TableMet
     """Return rows as a table under their name. Empty without rows."""
     records = [dg.TableRecord({key: _metadata_value(value) for key, value in row.items()}) for row in rows]
     return {name: dg.MetadataValue.table(records)} if records else {}
+
+
+def column_schema(schema: Schema) -> dg.TableSchema:
+    """Return the columns of an Iceberg table with their types and documentation."""
+    columns = [dg.TableColumn(each.name, str(each.field_type), each.doc) for each in schema.fields]
+    return dg.TableSchema(columns=columns)
 
 
 def _metadata_value(value: object) -> str | int | float | bool:

@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING, Any
 import dagster as dg
 from blake3 import blake3
 
-from assets.failures import NO_RECOVERY_TAG, PREEMPTED_TAG, RUN_TAG, STEPPED_ASIDE_TAG, run_tag
+from dlac_pipeline.dagster.failures import NO_RECOVERY_TAG, PREEMPTED_TAG, RUN_TAG, STEPPED_ASIDE_TAG, run_tag
+from dlac_pipeline.dagster.sensors.recovery import living_trainer, recovery_of
+from dlac_pipeline.dagster.settings import settings_or_defaults
+from dlac_pipeline.dagster.training_runs import TrainingJob, trains
 from dlac_pipeline.lakehouse.errors import DlacError, RunBusy
 from dlac_pipeline.spec.job_spec import JobSpec, home_folder, read_spec
-from jobs.recovery import living_trainer, recovery_of
-from jobs.settings import settings_or_defaults
-from jobs.train import train_job
-from jobs.training_runs import trains
 
 if TYPE_CHECKING:
     from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
@@ -53,26 +52,37 @@ class _Look:
     said: str
 
 
-@dg.schedule(
-    job=train_job,
-    cron_schedule="*/15 * * * *",
-    default_status=dg.DefaultScheduleStatus.STOPPED,
-    description="Trains every run of the folder jobs/ that follows appends and has something new. Off until turned on.",
-)
-def continual_training_schedule(context: dg.ScheduleEvaluationContext) -> list[dg.RunRequest] | dg.SkipReason:
-    """Request a Dagster run for each training run that has rows to train and no trainer."""
-    return _requests(context.instance, context.log, once_per_snapshot=False)
+def build_continual_schedule(train_job: TrainingJob, *, cron_schedule: str) -> dg.ScheduleDefinition:
+    """Return the schedule that requests a Dagster run for each training run that has rows to train and no trainer."""
+
+    @dg.schedule(
+        job=train_job,
+        cron_schedule=cron_schedule,
+        default_status=dg.DefaultScheduleStatus.STOPPED,
+        description="Trains every run of the folder jobs/ that follows appends and has something new. Off until turned on.",
+    )
+    def continual_training_schedule(context: dg.ScheduleEvaluationContext) -> list[dg.RunRequest] | dg.SkipReason:
+        return _requests(context.instance, context.log, once_per_snapshot=False)
+
+    return continual_training_schedule
 
 
-@dg.sensor(
-    job=train_job,
-    minimum_interval_seconds=30,
-    default_status=dg.DefaultSensorStatus.STOPPED,
-    description="Trains a run of the folder jobs/ as soon as a table that it follows has a new snapshot. Off until turned on.",
-)
-def new_snapshot_sensor(context: dg.SensorEvaluationContext) -> list[dg.RunRequest] | dg.SkipReason:
-    """One Dagster run per snapshot, rewind, spec and script: Dagster launches nothing for a run key that it has seen."""
-    return _requests(context.instance, context.log, once_per_snapshot=True)
+def build_new_snapshot_sensor(train_job: TrainingJob) -> dg.SensorDefinition:
+    """Return the sensor that requests one Dagster run per snapshot, rewind, spec and script.
+
+    Dagster launches nothing for a run key that it has seen.
+    """
+
+    @dg.sensor(
+        job=train_job,
+        minimum_interval_seconds=30,
+        default_status=dg.DefaultSensorStatus.STOPPED,
+        description="Trains a run of the folder jobs/ once a table that it follows has a new snapshot. Off until turned on.",
+    )
+    def new_snapshot_sensor(context: dg.SensorEvaluationContext) -> list[dg.RunRequest] | dg.SkipReason:
+        return _requests(context.instance, context.log, once_per_snapshot=True)
+
+    return new_snapshot_sensor
 
 
 def _requests(

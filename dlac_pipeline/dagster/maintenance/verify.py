@@ -1,4 +1,4 @@
-"""The job that verifies the newest checkpoint of every run, and its schedule, which the lakehouse's operator turns on."""
+"""The job that verifies the newest checkpoint of every run."""
 
 import time
 from contextlib import suppress
@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import dagster as dg
 from pydantic import Field
 
-from assets.metadata import table
-from assets.resources import LakehouseResource
+from dlac_pipeline.dagster.metadata import table
+from dlac_pipeline.dagster.resources import LakehouseResource
 from dlac_pipeline.lakehouse.errors import (
     NoRestorableCheckpoint,
     NoSuchCheckpoint,
@@ -44,7 +44,7 @@ def newest_checkpoints_verified(
     context: dg.OpExecutionContext, config: VerifyConfig, lakehouse: LakehouseResource
 ) -> dg.Output[None]:
     """A table of what was found. Fails when a checkpoint is damaged or a named run does not exist, after all were read."""
-    from assets.verified import verified_head
+    from dlac_pipeline.dagster.assets.verified import verified_head
     from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 
     place = lakehouse.lakehouse()
@@ -107,12 +107,3 @@ def _files_of(lakehouse: "Lakehouse", run: str) -> "StoreFiles | None":
 def verify_job() -> None:
     """The one op."""
     newest_checkpoints_verified()
-
-
-verify_schedule = dg.ScheduleDefinition(
-    name="verify_schedule",
-    job=verify_job,
-    cron_schedule="41 4 * * *",
-    default_status=dg.DefaultScheduleStatus.STOPPED,
-    description="Nightly verification of the newest checkpoints. Off until somebody turns it on.",
-)

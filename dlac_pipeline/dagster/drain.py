@@ -1,4 +1,6 @@
-"""Drain of this node: its training runs end before it is shut down. `python -m jobs.drain` (DAGSTER_HOME names the instance).
+"""Drain of this node: its training runs end before it is shut down.
+
+The command is `python -m dlac_pipeline.dagster.drain`. DAGSTER_HOME names the instance.
 
 Each Dagster run that trains here is marked as preempted, then cancelled. Its trainer exits after a checkpoint, and the
 sensors request its recovery, which runs wherever the queue's launcher starts it. Stop what launches runs on this node first.
@@ -14,9 +16,9 @@ from typing import Annotated
 import dagster as dg
 import typer
 
-from assets.failures import PREEMPTED_TAG, RUN_TAG, own_value
-from assets.heartbeat import beats_of
-from jobs.training_runs import trains
+from dlac_pipeline.dagster.failures import PREEMPTED_TAG, RUN_TAG, own_value
+from dlac_pipeline.dagster.heartbeat import beats_of
+from dlac_pipeline.dagster.training_runs import trains
 
 _UNDER_WAY = [dg.DagsterRunStatus.STARTING, dg.DagsterRunStatus.STARTED, dg.DagsterRunStatus.CANCELING]
 _POLL_S = 0.5
@@ -76,7 +78,7 @@ def _is_canceling(instance: dg.DagsterInstance, run_id: str) -> bool:
     return False
 
 
-def main(
+def drain_node(
     reason: Annotated[str, typer.Option(help="Why, for the runs' tag.")] = "drained",
     within_s: Annotated[
         float, typer.Option(help="Seconds that they get; more than launch.deadline_s (unset: grace_s).")
@@ -94,4 +96,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    typer.run(drain_node)

@@ -6,12 +6,12 @@ import math
 from dataclasses import asdict, fields
 from typing import Any
 
-from assets.metadata import picture, sql_metadata, table
 from dlac_pipeline.audit.audit import open_run
 from dlac_pipeline.audit.lakehouse_sql import rows_of
 from dlac_pipeline.audit.losses import read_losses
 from dlac_pipeline.audit.plots import draw_costs, draw_coverage, draw_losses
 from dlac_pipeline.checkpoint.listing import list_checkpoints
+from dlac_pipeline.dagster.metadata import picture, sql_metadata, table
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger.recoveries import Recovery
 from dlac_pipeline.operations.status import run_status

@@ -1,6 +1,6 @@
 """Dagster runs whose process is gone: the code server or the whole node died, and Dagster still waits for them.
 
-A sensor looks at their heartbeats. It only marks the run as ended. The sensors in jobs/recovery.py decide what follows.
+A sensor looks at their heartbeats. It only marks the run as ended. The sensors in recovery.py decide what follows.
 """
 
 import importlib
@@ -14,9 +14,9 @@ from pathlib import Path
 import dagster as dg
 import psutil
 
-from assets.heartbeat import RunHeartbeat, beats_of
-from jobs.settings import RecoverySettings, settings_or_defaults
-from jobs.training_runs import is_of, trains
+from dlac_pipeline.dagster.heartbeat import RunHeartbeat, beats_of
+from dlac_pipeline.dagster.settings import RecoverySettings, settings_or_defaults
+from dlac_pipeline.dagster.training_runs import is_of, trains
 
 _WAITED_FOR = [dg.DagsterRunStatus.STARTING, dg.DagsterRunStatus.STARTED, dg.DagsterRunStatus.CANCELING]
 _NO_MARK = ""
