@@ -94,8 +94,9 @@ class AllRanks:
         return [] if self._waits_for_reports() else found
 
     def all_exited(self) -> bool:
-        """Return True if no rank is running."""
-        return self._own.all_exited() and all(message.get("exited", False) for message in self._looked().values())
+        """Return True if no rank is running, and none has failed. A failure counts before all nodes have reported."""
+        exited = self._own.all_exited() and all(message.get("exited", False) for message in self._looked().values())
+        return exited and not self.failures() and not self._asks
 
     def last_words(self, rank: int) -> dict[str, str]:
         """Return the path of a rank's log, and its last lines."""

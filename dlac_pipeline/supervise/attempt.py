@@ -252,7 +252,6 @@ class SupervisedAttempt:
                 self._supervision.stop.set()
             if (self.others or grows) and asked_at is None and ranks.noticed:
                 self._supervision.leave()
-            exited = ranks.all_exited()  # asked first: a rank that dies between the two questions is a failure
             failures = ranks.failures()
             told = asked_at is not None or self._supervision.stop.is_set() or ranks.leaving
             if told and any(failure.code == -signal.SIGTERM for failure in failures):
@@ -260,7 +259,7 @@ class SupervisedAttempt:
                 return self._judge_ending(ranks, grows=grows)
             if failures:
                 return self._failed(ranks, first_cause(failures))
-            if exited:
+            if ranks.all_exited():
                 self._forward_events()
                 self._follow_progress(ranks)
                 return self._judge_ending(ranks, grows=grows)
