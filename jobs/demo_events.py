@@ -81,7 +81,8 @@ _MATERIALIZED: Mapping[str, Callable[[_Metadata], str]] = {
 
 
 def _checkpoint(found: _Metadata) -> str:
-    return f"checkpoint of step {found['step']} and the {found['rows']:,} rows before it committed, loss {float(found['loss']):.4f}"
+    loss = float(found["loss"])
+    return f"checkpoint of step {found['step']} and the {found['rows']:,} rows before it committed, loss {loss:.4f}"
 
 
 def _check(entry: dg.EventLogEntry) -> str:
