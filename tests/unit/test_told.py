@@ -10,7 +10,7 @@ import pytest
 
 from dlac_pipeline.lakehouse.errors import CatalogUnreachable
 from dlac_pipeline.supervise.claim import ResumePoint
-from dlac_pipeline.train import startup
+from dlac_pipeline.train import own_recovery
 from dlac_pipeline.train.own_recovery import OwnRecoveries
 from dlac_pipeline.train.startup import await_resume_point
 
@@ -43,7 +43,7 @@ def test_unrecorded_recovery_does_not_end_run(
     def fail(*_: object, **__: object) -> None:
         raise CatalogUnreachable("no answer")
 
-    monkeypatch.setattr(startup, "_own_incident", fail)
+    monkeypatch.setattr(own_recovery, "_own_incident", fail)
     nothing = cast(Any, None)
     recoveries = OwnRecoveries(nothing, nothing, nothing)
     recoveries.begin(nothing, claimed_at=0.0)
