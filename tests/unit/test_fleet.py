@@ -185,6 +185,23 @@ def test_all_have_exited_once_every_machine_says_so(pair: Machines) -> None:
     assert pair.fleet.failures() == []
 
 
+def test_failed_ranks_have_not_just_exited(pair: Machines) -> None:
+    """All ranks have ended before the other node answers: the attempt has failed, and has not come to its end."""
+    pair.exits(0, 1)
+    pair.exits(1, 1)
+    failed: list[Any] = []
+
+    def reported() -> bool:
+        failed[:] = pair.fleet.failures()
+        return pair.crews[LEADER].message_of(1).get("exited", False)
+
+    pair.say(1)
+    wait_until(reported, what="the other node's report")
+    assert not failed
+    assert not pair.fleet.all_exited()
+    pair.until(pair.fleet.failures, "the answer")
+
+
 def test_who_was_told_to_leave_is_named(pair: Machines) -> None:
     """By its host; a machine that was told to stop the run is another matter."""
     assert (pair.fleet.leaving_nodes, pair.fleet.stop_requested) == ([], False)

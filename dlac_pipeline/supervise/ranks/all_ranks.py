@@ -74,8 +74,9 @@ class AllRanks:
         return [] if self._waits_for_reports() else found
 
     def all_exited(self) -> bool:
-        """Return True if no rank is running."""
-        return self.own.all_exited() and all(message.get("exited", False) for message in self._read_messages().values())
+        """Return True if no rank is running, and none has failed. A failure counts before all nodes have reported."""
+        exited = self.own.all_exited() and all(m.get("exited", False) for m in self._read_messages().values())
+        return exited and not self.failures() and not self._requested_reports
 
     def log_end(self, rank: int) -> dict[str, str]:
         """Return the path of a rank's log, and its last lines."""

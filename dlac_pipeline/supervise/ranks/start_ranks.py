@@ -40,10 +40,15 @@ class RankStarter:
     def __init__(self) -> None:
         self._agent: RankAgent | None = None
         self._may_import = threading.Event()
-        """Set when the supervisor may import PyTorch, which makes its other work slower by a second."""
+        """Set unless the import of PyTorch waits for the claim of the run, which it would make slower by a second."""
+        self._may_import.set()
 
     def begin(self, spec: JobSpec) -> None:
-        """Let the fork server import the libraries of ranks, before it is known if any rank will start."""
+        """Let the fork server import the libraries of ranks, before it is known if any rank will start.
+
+        PyTorch is imported here once the run is claimed (`import_agent`).
+        """
+        self._may_import.clear()
         with suppress(OSError):  # an unavailable folder or script is reported at its first use
             if Path(spec.launch.script).is_file():
                 fork_server.start_server(spec)
@@ -63,7 +68,7 @@ class RankStarter:
         return RankGroup(folder, processes, log_mb=launch.log_mb)
 
     def import_agent(self) -> None:
-        """Let this process import PyTorch now: the run is claimed, or there is no claim to wait for."""
+        """Let this process import PyTorch now, because the run is claimed."""
         self._may_import.set()
 
     def close(self) -> None:
