@@ -22,13 +22,13 @@ from dlac_pipeline.audit import lakehouse_sql
 from dlac_pipeline.cli import main as cli
 from dlac_pipeline.lakehouse.errors import DlacError
 from dlac_pipeline.plan import planner
-from dlac_pipeline.read import open as read_open
+from dlac_pipeline.read.opening import open_leg
 
 if TYPE_CHECKING:
     from tests.bad_inputs import BadInput
 
 LIMIT_S = 90.0
-IMPORTED = (duckdb, pyarrow.dataset, torch, lakehouse_sql, planner, read_open)
+IMPORTED = (duckdb, pyarrow.dataset, torch, lakehouse_sql, planner, open_leg)
 
 
 def main() -> None:
