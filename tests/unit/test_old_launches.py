@@ -34,7 +34,7 @@ def test_nodes_keep_each_others_folders(tmp_path: Path, monkeypatch: pytest.Monk
     """However many there are in an attempt."""
     monkeypatch.setattr(start_ranks, "KEEP_LAUNCHES", 1)
     count = 4
-    spec, crew = Mock(), Mock(shares=[Mock()] * count, share=Mock(first_rank=0, ranks=0))
+    spec, crew = Mock(), Mock(share=Mock(first_rank=0, ranks=0, nodes=count))
     spec.model_dump_json.return_value = "{}"
     spec.launch.log_mb = 0
     (tmp_path / "r").mkdir()

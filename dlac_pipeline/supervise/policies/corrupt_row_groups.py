@@ -33,7 +33,7 @@ def damaged_row_group(plans: Plans, spec: JobSpec, leg: Leg, path: str, row_grou
                 continue
             decoder = open_decoder(plans.lakehouse.load(source.table), mine, [plan.row.snapshot_id])
             reason = _problem(decoder, plan, unit)
-            if reason is None or not _store_is_there(decoder, plan, path):
+            if reason is None or not _store_answers(decoder, plan, path):
                 return None
             return Damaged(
                 unreadable=Unreadable(path=path, row_group=row_group, reason=reason), policy=source.on_unreadable
@@ -63,7 +63,7 @@ def _problem(decoder: BlockDecoder, plan: Plan, unit: int) -> str | None:
     return None
 
 
-def _store_is_there(decoder: BlockDecoder, plan: Plan, path: str) -> bool:
+def _store_answers(decoder: BlockDecoder, plan: Plan, path: str) -> bool:
     """Return True if another data file can be read, or if the plan has only one file, whose damage is then believed."""
     first_units = {
         plan.units.file_paths[file]: unit for unit, file in reversed(list(enumerate(plan.units.file.tolist())))
