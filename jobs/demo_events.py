@@ -62,13 +62,13 @@ def _pin(found: _Metadata) -> str:
 
 def _plan(found: _Metadata) -> str:
     return (
-        f"work plan {found['plan_id']}: {found['dagster/row_count']:,} rows in {found['work_units']:,} row groups, "
+        f"work plan {', '.join(found['plan_ids'])}: {found['dagster/row_count']:,} rows in {found['work_units']:,} row groups, "
         f"{found['bytes'] / 1e6:.1f} MB"
     )
 
 
 def _model(found: _Metadata) -> str:
-    return f"{found['state']} at step {found['step']} with loss {found['loss']:.4f}"
+    return f"{found['state']} at step {found['step']} with loss {float(found['loss']):.4f}"
 
 
 _MATERIALIZED: Mapping[str, Callable[[_Metadata], str]] = {
@@ -81,7 +81,8 @@ _MATERIALIZED: Mapping[str, Callable[[_Metadata], str]] = {
 
 
 def _checkpoint(found: _Metadata) -> str:
-    return f"checkpoint of step {found['step']} and the {found['rows']:,} rows before it committed, loss {found['loss']:.4f}"
+    loss = float(found["loss"])
+    return f"checkpoint of step {found['step']} and the {found['rows']:,} rows before it committed, loss {loss:.4f}"
 
 
 def _check(entry: dg.EventLogEntry) -> str:

@@ -25,7 +25,7 @@ from dagster._core.workspace.load import location_origins_from_yaml_paths
 from dlac_pipeline.dagster.sensors.recovery import RECOVERS_TAG
 from dlac_pipeline.elastic.ranks.rank import pid_of
 from dlac_pipeline.lakehouse.errors import TrainingFailed
-from dlac_pipeline.supervise.liveness.progress import Progress, read_progress
+from dlac_pipeline.supervise.liveness.heartbeat import RankHeartbeat, read_heartbeat
 
 WORKSPACE = Path(__file__).resolve().parent.parent / "workspace.yaml"
 SETTINGS = Path(__file__).with_name("dagster.yaml")
@@ -177,10 +177,10 @@ class LiveRun:
     def __init__(self, store: str, run: str) -> None:
         self._folder = Path(store) / run
 
-    def progress(self) -> Progress | None:
-        """The last sign of life of rank 0 of the newest launch."""
+    def progress(self) -> RankHeartbeat | None:
+        """The last heartbeat of rank 0 of the newest launch."""
         launches = sorted(self._folder.glob("launch-*/"), key=lambda folder: folder.stat().st_mtime)
-        return read_progress(launches[-1], 0) if launches else None
+        return read_heartbeat(launches[-1], 0) if launches else None
 
     def step(self) -> int:
         """The last finished optimizer step of the newest launch."""

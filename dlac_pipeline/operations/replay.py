@@ -19,9 +19,10 @@ from dlac_pipeline.plan.legs.choice import check_sources
 from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.claim import ResumePoint
-from dlac_pipeline.supervise.local_ranks import RankGroup
-from dlac_pipeline.supervise.policies.hangs import HangDetector, first_cause
-from dlac_pipeline.supervise.start_ranks import RankStarter
+from dlac_pipeline.supervise.failure import first_cause
+from dlac_pipeline.supervise.liveness.hang_detector import HangDetector
+from dlac_pipeline.supervise.ranks.local_ranks import RankGroup
+from dlac_pipeline.supervise.ranks.start_ranks import RankStarter
 
 _POLL_S = 0.05
 
@@ -67,7 +68,7 @@ def replay(spec: JobSpec, folder: Path, point: ResumePoint) -> dict[str, Any]:
 
 def _check_alive(ranks: RankGroup, spec: JobSpec, hang_detector: HangDetector) -> None:
     failures = ranks.failures()
-    silent = hang_detector.too_long(ranks)
+    silent = hang_detector.find_hang(ranks)
     if not failures and silent is None:
         return
     cause = first_cause(failures) if failures else silent
@@ -75,5 +76,5 @@ def _check_alive(ranks: RankGroup, spec: JobSpec, hang_detector: HangDetector) -
     kind = errors.error_class(cause.kind)
     if kind is not None:
         raise kind(cause.message)
-    tail = cause.traceback or ranks.last_words(cause.rank)["log_tail"]
+    tail = cause.traceback or ranks.log_end(cause.rank)["log_tail"]
     raise TrainingFailed(f"the rehearsal of run {spec.run!r} died, production is untouched: {cause}\n{tail}")

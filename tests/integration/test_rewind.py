@@ -40,7 +40,7 @@ from dlac_pipeline.operations.seen_rows import _newest_before
 from dlac_pipeline.operations.status import run_status
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.claims import attempts_without_progress, launcher_of
-from dlac_pipeline.supervise.incident import failure_of_attempt
+from dlac_pipeline.supervise.failure import failure_of_attempt
 from tests.conftest import Arena, Steps, source_rows
 from tests.integration.test_cli import dlac
 

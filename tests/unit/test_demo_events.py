@@ -13,7 +13,7 @@ CHECKPOINT: dict[str, str | int | float] = {"run": "r", "step": 20, "loss": 5.5,
 def work_plan() -> dg.MaterializeResult[None]:
     """A plan of 1,000 rows."""
     return dg.MaterializeResult(
-        metadata={"plan_id": "p1", "dagster/row_count": 1000, "work_units": 4, "bytes": 2_000_000}
+        metadata={"plan_ids": ["p1"], "dagster/row_count": 1000, "work_units": 4, "bytes": 2_000_000}
     )
 
 

@@ -21,7 +21,12 @@ _OURS = ("catalog", "dlac_pipeline", "assets", "jobs")
 _PROJECT = tomllib.loads((_ROOT / "pyproject.toml").read_text())["project"]
 _PRIVATE = re.compile(r"_[^_]")
 PRIVATE_NAMES = {
-    "dagster": {"_instance"},
+    "dagster": {
+        "_instance",
+        "dagster._core.remote_origin.RemoteJobOrigin",
+        "dagster._core.remote_origin.RemoteRepositoryOrigin",
+        "dagster._core.workspace.load.location_origins_from_yaml_paths",
+    },
     "deepspeed": {"_get_all_ckpt_names"},
     "pyiceberg": {
         "_buffer_size",
