@@ -78,7 +78,7 @@ class NodeHeartbeat:
         """Beat of this node's last record in its slot: another node's record there with an earlier one is an old one."""
         self._own = Sealed()
         """This node's record as it is stored."""
-        self._beat = self._ticks = self._looks = 0
+        self._beat = self._ticks = self.looks = 0  # knowledge of other nodes changes with `looks` alone
         self._offer: Offer | None = None
         self._offers: dict[int, Offer] = {}
         """Of the nodes that wait, known to the leader."""
@@ -131,11 +131,6 @@ class NodeHeartbeat:
         """This node's place in its round. None: it is no member of one."""
         plan = self.plan
         return None if plan is None else plan.place_of(self._slot, self._id)
-
-    @property
-    def looks(self) -> int:
-        """Number of this node's reads of the store. Its knowledge of others changes with them alone."""
-        return self._looks
 
     @property
     def others_train(self) -> bool:
@@ -289,7 +284,7 @@ class NodeHeartbeat:
                 self._tick()
                 with self._lock:
                     self._spoke_at = self._now()
-                    self._looks += 1
+                    self.looks += 1
             self._hurries.wait(self._pause_s())
         if self._leaves and self._slot:
             with suppress(RuntimeError, OSError):
@@ -488,12 +483,9 @@ class NodeHeartbeat:
             now, forgotten_s = self._now(), _FORGET * self._launch.node_timeout_s
             for slot in range(1, last + 1):
                 self._peers.setdefault(slot, Peer(heard_at=now))
-            known = {
-                slot: now - peer.heard_at < forgotten_s for slot, peer in self._peers.items() if not self._gone(slot)
-            }
-            read = [
-                slot for slot, fresh in known.items() if slot != self._slot and (fresh or self._ticks % _REPEAT == 0)
-            ]
+            all_of_them = self._ticks % _REPEAT == 0
+            known = [slot for slot in self._peers if slot != self._slot and not self._gone(slot)]
+            read = [slot for slot in known if all_of_them or now - self._peers[slot].heard_at < forgotten_s]
             wrote = [slot for slot in read if self._peers[slot].beat >= 0]
             silent = [slot for slot in read if self._peers[slot].beat < 0]
         found = zip(wrote, self._store.read_all([f"node/{slot}" for slot in wrote]), strict=True)
