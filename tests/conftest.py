@@ -34,6 +34,7 @@ from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import Row
 from dlac_pipeline.spec.job_spec import CheckpointSpec, JobSpec, OrderSpec, SourceSpec, parse_spec
 from dlac_pipeline.spec.launch_spec import LaunchSpec
+from tests.forked import Forked
 
 os.environ["DLAC_RENDEZVOUS_KEY"] = "a secret of the tests' nodes"
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -203,8 +204,9 @@ class Launch:
     def __init__(self, request: dict[str, Any], log: Path, under: Sequence[str] = ()) -> None:
         """`under`: a command that runs another one in its place."""
         self._log = log
+        start = subprocess.Popen if under else Forked
         with log.open("wb") as stdout, log.with_suffix(".err").open("wb") as stderr:
-            self.process = subprocess.Popen(
+            self.process: subprocess.Popen[bytes] = start(
                 [*under, sys.executable, "-m", "dlac_pipeline.launchers.supervisor_process"],
                 stdin=subprocess.PIPE,
                 stdout=stdout,

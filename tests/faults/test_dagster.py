@@ -47,6 +47,7 @@ def test_killed_parent_process_is_recovered(campaign: Arena, dagster: LocalDagst
     assert [check.event_specific_data.passed for check in checks] == [True] * 4
 
 
+@pytest.mark.soak
 def test_checkpoints_are_observations_with_pictures(campaign: Arena, dagster: LocalDagster) -> None:
     """The asset's page shows step, loss and rows of each checkpoint, and in the end the loss curve."""
     spec = campaign.spec("observed", passes=1)

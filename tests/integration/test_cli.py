@@ -18,13 +18,17 @@ import pytest
 from dlac_pipeline.cli import main
 from jobs.demo import MARKER, empty_home
 from tests.conftest import Arena
+from tests.forked import Forked
 
 DLAC = Path(sys.executable).parent / "dlac"
 
 
 def dlac(*arguments: str, home: Path) -> subprocess.CompletedProcess[str]:
     """Run one command on the lakehouse in `home`."""
-    return subprocess.run([str(DLAC), *arguments, "--home", str(home)], capture_output=True, text=True, check=False)
+    command = [str(DLAC), *arguments, "--home", str(home)]
+    with Forked(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        said, failed = process.communicate()
+    return subprocess.CompletedProcess(command, process.returncode, said, failed)
 
 
 class Command:
@@ -215,7 +219,7 @@ def in_terminal(columns: int, *arguments: str) -> str:
     """What a command shows in a terminal of so many columns."""
     mine, terminal = pty.openpty()
     environment = {**os.environ, "TERM": "dumb", "COLUMNS": str(columns)}
-    with subprocess.Popen([str(DLAC), *arguments], stdout=terminal, env=environment):
+    with Forked([str(DLAC), *arguments], stdout=terminal, env=environment):
         os.close(terminal)
         said = b""
         with suppress(OSError):  # the end of a terminal

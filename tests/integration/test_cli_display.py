@@ -22,6 +22,7 @@ from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.operations.fork import fork_run
 from dlac_pipeline.supervise.run_lock import run_lock
 from tests.conftest import wait_until
+from tests.forked import Forked
 from tests.integration.test_cli import DLAC, Command, dlac
 
 if TYPE_CHECKING:
@@ -44,9 +45,7 @@ def at_width(columns: int, *arguments: str) -> str:
     mine, terminal = pty.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
     environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
-    with subprocess.Popen(
-        [str(DLAC), *arguments], stdin=terminal, stdout=terminal, env={**environment, "TERM": "xterm"}
-    ):
+    with Forked([str(DLAC), *arguments], stdin=terminal, stdout=terminal, env={**environment, "TERM": "xterm"}):
         os.close(terminal)
         said = b""
         with suppress(OSError):  # the end of a terminal
@@ -126,7 +125,7 @@ def test_watch_waits_for_starting_run(arena: Arena) -> None:
         return [json.loads(line) for line in lines if line.endswith("\n")]
 
     with log.open("wb") as stream:
-        watching = subprocess.Popen(command, stdout=stream, stderr=subprocess.PIPE, start_new_session=True)
+        watching = Forked(command, stdout=stream, stderr=subprocess.PIPE, start_new_session=True)
     try:
         wait_until(lambda: bool(looks()), what="a look at nothing")
         assert (looks()[0]["state"], str(home) in looks()[0]["waits_for"]) == ("waiting", True)
