@@ -292,6 +292,8 @@ def source_rows(start: int, count: int) -> pa.Table:
     )
 
 
+_SHARED = ("campaign", "lake", "workshop", "datasets")
+"""Fixtures of a session that train for a while: one process makes each, once."""
 _SECTIONS: dict[str, type[BaseModel]] = {
     "source": SourceSpec,
     "order": OrderSpec,
@@ -300,15 +302,23 @@ _SECTIONS: dict[str, type[BaseModel]] = {
 }
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in its own hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Soak marks on some of a test's parameters leave the others to `make test`: none on the whole test takes these along."""
+    """Group the tests of a module, and of each lakehouse that many modules read, for one process of `--dist loadgroup`."""
     for item in items:
-        values = [value for mark in item.iter_markers("parametrize") for value in mark.args[1]]
-        some = any(mark.name == "soak" for value in values for mark in getattr(value, "marks", ()))
-        if some and len(list(item.iter_markers("soak"))) > 1:
-            raise pytest.UsageError(
-                f"expected a soak mark on {item.nodeid} or on some of its parameters, found both: drop one of them"
-            )
+        _check_soak_marks(item)
+        shared = [name for name in _SHARED if name in getattr(item, "fixturenames", ())]
+        item.add_marker(pytest.mark.xdist_group((shared or [item.nodeid.partition("::")[0]])[0]))
+
+
+def _check_soak_marks(item: pytest.Item) -> None:
+    """Soak marks on some of a test's parameters leave the others to `make test`: none on the whole test takes these along."""
+    values = [value for mark in item.iter_markers("parametrize") for value in mark.args[1]]
+    some = any(mark.name == "soak" for value in values for mark in getattr(value, "marks", ()))
+    if some and len(list(item.iter_markers("soak"))) > 1:
+        raise pytest.UsageError(
+            f"expected a soak mark on {item.nodeid} or on some of its parameters, found both: drop one of them"
+        )
 
 
 @pytest.fixture

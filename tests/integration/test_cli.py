@@ -176,8 +176,8 @@ def test_the_demo_without_dagster_names_the_extra(monkeypatch: pytest.MonkeyPatc
 
 def test_the_demo_explains_its_own_options() -> None:
     """`dlac demo --help` is the demo's help."""
-    shown = subprocess.run([str(DLAC), "demo", "--help"], capture_output=True, text=True, check=True).stdout
-    assert "--report" in shown
+    with Forked([str(DLAC), "demo", "--help"], stdout=subprocess.PIPE, text=True) as shown:
+        assert "--report" in shown.communicate()[0]
 
 
 def test_the_version_is_that_of_the_package(here: Command) -> None:
@@ -219,7 +219,7 @@ def in_terminal(columns: int, *arguments: str) -> str:
     """What a command shows in a terminal of so many columns."""
     mine, terminal = pty.openpty()
     environment = {**os.environ, "TERM": "dumb", "COLUMNS": str(columns)}
-    with Forked([str(DLAC), *arguments], stdout=terminal, env=environment):
+    with subprocess.Popen([str(DLAC), *arguments], stdout=terminal, env=environment):
         os.close(terminal)
         said = b""
         with suppress(OSError):  # the end of a terminal
@@ -243,7 +243,7 @@ def test_output_is_whole_in_pipe(arena: Arena) -> None:
     assert head in in_terminal(80, "checkpoints", "r", "--home", str(arena.home))
 
 
-@pytest.mark.parametrize("more", [(), ("--json",)])
+@pytest.mark.parametrize("more", [(), pytest.param(("--json",), marks=pytest.mark.soak)])
 def test_unwritable_output_is_one_line(arena: Arena, more: tuple[str, ...]) -> None:
     """A full disk behind standard output is told as that; a standard output that was closed is nobody's."""
     command = [str(DLAC), "sql", "SELECT 1", *more, "--home", str(arena.home)]

@@ -45,7 +45,9 @@ def at_width(columns: int, *arguments: str) -> str:
     mine, terminal = pty.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
     environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
-    with Forked([str(DLAC), *arguments], stdin=terminal, stdout=terminal, env={**environment, "TERM": "xterm"}):
+    with subprocess.Popen(
+        [str(DLAC), *arguments], stdin=terminal, stdout=terminal, env={**environment, "TERM": "xterm"}
+    ):
         os.close(terminal)
         said = b""
         with suppress(OSError):  # the end of a terminal
@@ -199,7 +201,14 @@ def test_commands_are_grouped_with_examples(here: Command) -> None:
         assert f"$ dlac {name}" in here(name, "--help").stdout
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["status", "r"], ["runs"], ["status", "r", "--json"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["status", "r"],
+        *(pytest.param(each, marks=pytest.mark.soak) for each in (["runs"], ["status", "r", "--json"])),
+    ],
+)
 def test_looking_imports_no_training_library(runs_of_one: Arena, arguments: list[str]) -> None:
     """A command that only looks starts without what trains, what asks SQL, and what draws."""
     left = {

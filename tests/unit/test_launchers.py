@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import yaml
-from kubeflow_trainer_api import models
-from kubernetes_validate import validate
 
 from dlac_pipeline.lakehouse.errors import BadInput, SpecInvalid
 from dlac_pipeline.launchers import protocol
@@ -60,6 +58,9 @@ def test_fixed_number_is_no_range() -> None:
 @pytest.mark.parametrize("version", ["1.31", "1.37"])
 def test_jobset_satisfies_schemas(version: str) -> None:
     """Kubernetes' own schema takes the job with its pods, strictly, and the official model of a JobSet loses nothing of it."""
+    from kubeflow_trainer_api import models  # seconds, for every process that collects tests
+    from kubernetes_validate import validate
+
     found = manifests(KUBERNETES)
     assert list(found) == ["Secret", "JobSet"]
     jobset = found["JobSet"]
@@ -73,6 +74,8 @@ def test_jobset_satisfies_schemas(version: str) -> None:
 
 def test_trainjob_satisfies_schemas() -> None:
     """A runtime with the same pods, and a TrainJob that starts it: the official models lose nothing of either."""
+    from kubeflow_trainer_api import models
+
     found = manifests({**KUBERNETES, "kind": "trainjob"})
     assert list(found) == ["Secret", "TrainingRuntime", "TrainJob"]
     runtime = models.TrainerV1alpha1TrainingRuntime.from_dict(found["TrainingRuntime"])
