@@ -25,10 +25,10 @@ from rich.text import Text
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.audit.report import write_report
 from dlac_pipeline.audit.table import audit_table
+from dlac_pipeline.dagster.sensors.continual import run_config_of
 from dlac_pipeline.lakehouse.errors import BadInput, DlacError, SpecInvalid, TrainingFailed
 from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.spec.job_spec import JobSpec, read_spec
-from jobs.continual import run_config_of
 from jobs.local_dagster import WORKSPACE, LiveRun, LocalDagster
 
 REFERENCE, FAULTY = "demo-reference", "demo-faulty"

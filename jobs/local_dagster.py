@@ -20,10 +20,10 @@ import psutil
 import requests
 import yaml
 
+from dlac_pipeline.dagster.sensors.recovery import RECOVERS_TAG
 from dlac_pipeline.elastic.ranks.rank import pid_of
 from dlac_pipeline.lakehouse.errors import TrainingFailed
 from dlac_pipeline.supervise.liveness.progress import Progress, read_progress
-from jobs.recovery import RECOVERS_TAG
 
 WORKSPACE = Path(__file__).resolve().parent.parent / "workspace.yaml"
 SETTINGS = Path(__file__).with_name("dagster.yaml")

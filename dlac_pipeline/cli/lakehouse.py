@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import asdict
 from decimal import Decimal
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -75,11 +76,13 @@ def audit(
 @app.command(
     rich_help_panel=LAKEHOUSE,
     epilog=examples(
-        'dlac sql "FROM checkpoints"', "dlac sql \"SELECT step, loss FROM lineage WHERE run = 'my-run'\" --json"
+        'dlac sql "FROM checkpoints"',
+        "dlac sql \"SELECT step, loss FROM lineage WHERE run = 'my-run'\" --json",
+        "dlac sql @catalog/queries/problems.sql",
     ),
 )
 def sql(
-    query: Annotated[str, typer.Argument(help='SQL in DuckDB\'s dialect, e.g. "FROM checkpoints".')],
+    query: Annotated[str, typer.Argument(help='SQL in DuckDB\'s dialect, e.g. "FROM checkpoints", or @FILE.')],
     home: Home = None,
     spec: SpecOption = None,
     as_json: AsJson = False,
@@ -96,6 +99,7 @@ def sql(
 
     from dlac_pipeline.audit.lakehouse_sql import check_reads_only, lock_to_lakehouse, open_audit
 
+    query = _read_query(query)
     lakehouse = lakehouse_of(spec, home)
     with open_audit(lakehouse) as connection:
         try:
@@ -113,6 +117,14 @@ def sql(
         sys.stdout.write(strict_json([dict(zip(names, row, strict=True)) for row in rows], default=_json_value) + "\n")
         return
     show_rows(names, rows)
+
+
+def _read_query(query: str) -> str:
+    """Return a query, or the text of its `@FILE`."""
+    try:
+        return Path(query[1:]).read_text() if query.startswith("@") else query
+    except (OSError, UnicodeDecodeError) as err:
+        raise SpecInvalid(f"expected a file of SQL, found {query!r}: {err}") from err
 
 
 @app.command(rich_help_panel=LAKEHOUSE, epilog=examples("dlac pins", "dlac pins my-run", "dlac pins lake.documents"))
@@ -159,9 +171,9 @@ def unpin(
     ] = False,
 ) -> None:
     """Release a pinned snapshot: expiry may then remove what only this pin held."""
-    from dlac_pipeline.lakehouse.iceberg.pins import remove_pin as let_go
+    from dlac_pipeline.lakehouse.iceberg.pins import remove_pin
 
-    removed = let_go(lakehouse_of(spec, home), table, snapshot_id, force=force)
+    removed = remove_pin(lakehouse_of(spec, home), table, snapshot_id, force=force)
     OUT.print(
         f"snapshot {snapshot_id} of {table} {'is not pinned any more' if removed else 'was not pinned'}", markup=False
     )

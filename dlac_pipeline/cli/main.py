@@ -62,7 +62,15 @@ def demo(context: typer.Context) -> None:
     """Run the main job on real input, in a checkout: plan, train, crash, recover, audit, report."""
     if importlib.util.find_spec("dagster") is None:
         raise BadInput('expected Dagster, which the demo runs on, found none: pip install "dlac-pipeline[dagster]"')
-    os.execv(sys.executable, [sys.executable, "-m", "jobs.demo", *context.args])
+    checkout = Path(__file__).resolve().parents[2]
+    if not (checkout / "jobs" / "demo.py").is_file():
+        raise BadInput(
+            f"expected a checkout of DLAC, found an installed package in {str(checkout)!r}: run its `make demo`"
+        )
+    # A folder named jobs in the working directory is another project's, so that -P leaves it out.
+    paths = os.pathsep.join(filter(None, (str(checkout), os.environ.get("PYTHONPATH"))))
+    command = [sys.executable, "-P", "-m", "jobs.demo", *context.args]
+    os.execve(sys.executable, command, {**os.environ, "PYTHONPATH": paths})
 
 
 def main() -> None:

@@ -49,24 +49,18 @@ app = typer.Typer()
 def plan(spec: SpecFile, home: Home = None, as_json: AsJson = False) -> None:
     """Pin the snapshot of the source table and write its work units down."""
     from dlac_pipeline.lakehouse.iceberg.connect import connect
-    from dlac_pipeline.plan.legs.choice import check_readable
-    from dlac_pipeline.plan.planner import make_plan
+    from dlac_pipeline.plan.legs.choice import plan_sources
 
     job = resolved(spec, home)
-    lakehouse = connect(job.lakehouse)
-    check_readable(lakehouse, job)
-    rows = []
     with steps_bar() as bar:
-        for source in job.sources:
-            task = bar.add_task(f"reading footers of {source.label}", total=None)
-            made = make_plan(
-                lakehouse,
-                source,
-                progress=lambda done, total, task=task: bar.update(task, completed=done, total=total),  # type: ignore[misc]  # a default binds the loop's value
-            )
-            rows.append(made.row)
-    for row in rows:
-        show_facts(_facts_of_plan(row), as_json=as_json)
+        tasks = [bar.add_task(f"reading footers of {source.label}", total=None) for source in job.sources]
+
+        def show(source: int, done: int, total: int) -> None:
+            bar.update(tasks[source], completed=done, total=total)
+
+        plans = plan_sources(connect(job.lakehouse), job, progress=show)
+    for each in plans:
+        show_facts(_facts_of_plan(each.row), as_json=as_json)
 
 
 def _facts_of_plan(row: PlanRow) -> dict[str, object]:

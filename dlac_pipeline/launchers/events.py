@@ -61,11 +61,6 @@ class NodeEvents:
         return [event for log in self._logs.values() for event in log.last_events]
 
     @property
-    def any(self) -> bool:
-        """True if a node has reported anything."""
-        return any(log.nodes for log in self._logs.values())
-
-    @property
     def is_done(self) -> bool:
         """True if a node reported that the run needs no more training."""
         return any(event["event"] == "ended" and event["ending"] != "stopped" for event in self.last_events)

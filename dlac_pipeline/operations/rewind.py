@@ -31,11 +31,10 @@ from dlac_pipeline.lakehouse.iceberg.snapshots import snapshot_of
 from dlac_pipeline.lakehouse.ledger.branches import Exclusion, Rewound, commit_rewind
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.older_ledger import check_ledger, check_store
-from dlac_pipeline.lakehouse.ledger.plans import get_plan
 from dlac_pipeline.lakehouse.ledger.run_rows import Row, checkpoint_rows, lineage_of, restorable, restorable_rows
 from dlac_pipeline.plan.legs.choice import check_sources
 from dlac_pipeline.plan.legs.leg import Leg, LegSource
-from dlac_pipeline.plan.planner import check_plan
+from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.choose_leg import first_leg_of, leg_of, planned
 
@@ -80,7 +79,7 @@ def rewind_run(
     if spec is not None:
         check_sources(spec, leg)
     wanted = _exclusions(leg, exclude, source)
-    _check_sources(lakehouse, leg, wanted, spec, begins=target is None)
+    _check_sources(Plans(lakehouse), leg, wanted, spec, begins=target is None)
     detail: dict[str, Any] = {"host": socket.gethostname()}
     if target is None:
         detail |= planned(leg)  # the next launch needs these pins, and no checkpoint names them
@@ -154,19 +153,17 @@ def _exclusions(leg: Leg, exclude: Sequence[str], source: str | None) -> tuple[E
     return tuple(Exclusion(source=labels.index(source) if source else 0, where=where) for where in exclude)
 
 
-def _check_sources(
-    lakehouse: Lakehouse, leg: Leg, wanted: Sequence[Exclusion], spec: JobSpec | None, *, begins: bool
-) -> None:
-    for index, (mine, table) in enumerate(zip(leg.sources, _tables(lakehouse, leg, spec), strict=True)):
+def _check_sources(plans: Plans, leg: Leg, wanted: Sequence[Exclusion], spec: JobSpec | None, *, begins: bool) -> None:
+    for index, (mine, table) in enumerate(zip(leg.sources, _tables(plans.lakehouse, leg, spec), strict=True)):
         for plan_id in mine.start.plan_ids:
-            check_plan(lakehouse, plan_id, table=".".join(table.name()))
+            plans.check(plan_id, table=".".join(table.name()))
         if mine.follow == "appends":
             _check_history(table, mine, "read" if spec is None else spec.sources[index].on_overwrite)
         where = [each.where for each in wanted if each.source == index]
         for each in where:
             _check_fits(table, mine, each)
         if where:
-            _check_leaves_some(lakehouse, table, mine, where, begins=begins, alone=len(leg.sources) == 1)
+            _check_leaves_some(plans, table, mine, where, begins=begins, alone=len(leg.sources) == 1)
 
 
 def _tables(lakehouse: Lakehouse, leg: Leg, spec: JobSpec | None) -> list[Table]:
@@ -194,14 +191,14 @@ def _check_fits(table: Table, mine: LegSource, where: str) -> None:
 
 
 def _check_leaves_some(
-    lakehouse: Lakehouse, table: Table, mine: LegSource, where: Sequence[str], *, begins: bool, alone: bool
+    plans: Plans, table: Table, mine: LegSource, where: Sequence[str], *, begins: bool, alone: bool
 ) -> None:
     """Check that the exclusions leave rows in each plan that is read without end, or in each plan if the branch `begins`.
 
     A run's only source (`alone`) must keep a row in one of its plans, unless the source follows appends. Another source with
     an end may be left out of a mixture as a whole.
     """
-    leaves = {plan_id: _leaves_some(lakehouse, table, mine, plan_id, where) for plan_id in mine.start.live_plan_ids}
+    leaves = {plan_id: _leaves_some(plans, table, mine, plan_id, where) for plan_id in mine.start.live_plan_ids}
     empty = [plan_id for plan_id, passes in mine.start.upcoming if (begins or passes == 0) and not leaves[plan_id]]
     read_more = mine.follow == "appends"  # later appends bring rows
     if empty or (alone and not read_more and leaves and not any(leaves.values())):
@@ -211,8 +208,8 @@ def _check_leaves_some(
         )
 
 
-def _leaves_some(lakehouse: Lakehouse, table: Table, mine: LegSource, plan_id: str, where: Sequence[str]) -> bool:
-    plan = get_plan(lakehouse, plan_id)
+def _leaves_some(plans: Plans, table: Table, mine: LegSource, plan_id: str, where: Sequence[str]) -> bool:
+    plan = plans.row(plan_id)
     groups = row_groups_of(
         table,
         plan.snapshot_id,

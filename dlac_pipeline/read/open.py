@@ -11,12 +11,11 @@ import pyarrow as pa
 from pyiceberg.table import Table
 
 from dlac_pipeline.lakehouse.errors import ResumeMismatch
-from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.iceberg.snapshots import check_same_table
 from dlac_pipeline.plan.legs.choice import check_alike
 from dlac_pipeline.plan.legs.leg import Leg, LegSequences, LegSource
 from dlac_pipeline.plan.order import LegOrder, ReaderState
-from dlac_pipeline.plan.planner import Plan, load_plan
+from dlac_pipeline.plan.plan import Plan, Plans
 from dlac_pipeline.plan.source_order import Cursor, Stretch
 from dlac_pipeline.plan.units import UnitTable
 from dlac_pipeline.read.blocks import BlockDecoder, open_decoder
@@ -203,7 +202,7 @@ class OpenLeg:
         return prepare
 
 
-def open_leg(lakehouse: Lakehouse, leg: Leg, spec: JobSpec) -> OpenLeg:
+def open_leg(plans: Plans, leg: Leg, spec: JobSpec) -> OpenLeg:
     """Open a leg, with the places that the spec names.
 
     Raises:
@@ -211,18 +210,18 @@ def open_leg(lakehouse: Lakehouse, leg: Leg, spec: JobSpec) -> OpenLeg:
         ResumeMismatch: the transform or the tokenizer is not the bound one.
         UnsupportedColumn, NoSuchColumn: a column cannot become a tensor.
     """
-    plans: dict[str, Plan] = {}
+    read: dict[str, Plan] = {}
     sources = []
     for source, mine in zip(spec.sources, leg.sources, strict=True):
-        own = {plan_id: load_plan(lakehouse, plan_id, table=source.table) for plan_id in mine.start.plan_ids}
-        plans |= own
-        table, snapshots = lakehouse.load(source.table), {plan.row.snapshot_id for plan in own.values()}
+        own = {plan_id: plans.load(plan_id, table=source.table) for plan_id in mine.start.plan_ids}
+        read |= own
+        table, snapshots = plans.lakehouse.load(source.table), {plan.row.snapshot_id for plan in own.values()}
         sources.append(_open_source(table, source, mine, snapshots, packed=bool(leg.sequences.length)))
     check_alike({source.leg.name: source.kinds for source in sources if source.kinds})
     tokenizer = load_tokenizer(spec.sequences.tokenizer) if leg.sequences.tokenizer else None
     if tokenizer is not None and tokenizer.digest != leg.sequences.tokenizer:
         raise _changed("tokenizer", spec.sequences.tokenizer)
-    units = {plan_id: plan.units for plan_id, plan in plans.items()}
+    units = {plan_id: plan.units for plan_id, plan in read.items()}
     return OpenLeg(leg=leg, spec=spec, order=leg.order(units), units=units, sources=tuple(sources), tokenizer=tokenizer)
 
 

@@ -119,11 +119,11 @@ class AllRanks:
         self._looked()
         found = []
         for place in self._lost_places:
-            share, host = self._round.shares[place], self._round.hosts[place]
+            node = self._round.members[place]
             silent_s = self._round.silent_s(place)
-            which = f"node {host} ({share.ranks} ranks) gave no sign of life for {silent_s:.0f} s"
-            if share.ranks:
-                found.append(Exit(rank=share.first_rank, code=1, kind=LOST, message=which, at=0.0))
+            which = f"node {self._round.hosts[place]} ({node.ranks} ranks) gave no sign of life for {silent_s:.0f} s"
+            if node.ranks:
+                found.append(Exit(rank=node.first_rank, code=1, kind=LOST, message=which, at=0.0))
         return found
 
     def _waits_for_reports(self) -> bool:
@@ -163,6 +163,7 @@ class AllRanks:
 def report_of(ranks: RankGroup, *, asked: str, answers: bool) -> Message:
     """Return a node's report on its ranks, for `AllRanks`. `answers`: the node had read the leader's request before."""
     records = {rank: read_record(ranks.folder, rank) for rank in ranks.ranks}
+    exited = ranks.all_exited()  # asked first: a rank that dies between the two questions is a failure
     failures = ranks.failures()
     in_hand = {rank: in_hand_file(ranks.folder, rank) for rank in ranks.ranks}
     return {
@@ -170,7 +171,7 @@ def report_of(ranks: RankGroup, *, asked: str, answers: bool) -> Message:
         "progress": {rank: record.hex() for rank, record in records.items() if record},
         "in_hand": {rank: path.read_text(errors="replace") for rank, path in in_hand.items() if path.exists()},
         "failures": [{"exit": asdict(exit_), "last_words": ranks.last_words(exit_.rank)} for exit_ in failures],
-        "exited": ranks.all_exited(),
+        "exited": exited,
         "asked": asked,
         ANSWERS: answers,
     }

@@ -28,12 +28,12 @@ from dlac_pipeline.lakehouse.errors import CatalogUnreachable, DlacError, LeftUn
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.older_ledger import LedgerWatch
-from dlac_pipeline.lakehouse.ledger.plans import get_plan
 from dlac_pipeline.plan.legs.leg import Leg
+from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.all_ranks import AllRanks
 from dlac_pipeline.supervise.choose_leg import ResumeOptions
-from dlac_pipeline.supervise.claim import ResumePoint, claim_and_verify, new_nonce
+from dlac_pipeline.supervise.claim import ClaimRequest, ResumePoint, claim_and_verify, new_nonce
 from dlac_pipeline.supervise.distributed_verify import NodeVerifiers
 from dlac_pipeline.supervise.incident import (
     Failure,
@@ -66,6 +66,8 @@ class Supervision:
 
     spec: JobSpec
     lakehouse: Lakehouse
+    plans: Plans
+    """Plans that this process has read."""
     starter: RankStarter
     """Starter of the ranks."""
     on_event: Callable[[Event], None]
@@ -112,7 +114,7 @@ class SupervisedAttempt:
         supervision: Supervision,
         round_: Round,
         *,
-        wish: ResumeOptions,
+        options: ResumeOptions,
         replaces: int | None,
         failure: Failure | None,
     ) -> None:
@@ -120,7 +122,7 @@ class SupervisedAttempt:
         self._round = round_
         self._spec = spec_for(supervision.spec, round_)
         self._lakehouse = supervision.lakehouse
-        self._wish = wish
+        self._options = options
         self._replaces = replaces
         self._failure = failure
         self._nonce = new_nonce()
@@ -164,8 +166,8 @@ class SupervisedAttempt:
             self.number, self.step, self._head_step = point.attempt, point.step, point.step
             self._resumed_step = point.step
             self.leg = leg = Leg.from_json(point.leg)
-            plans = [self._waiting()(get_plan, self._lakehouse, source.plan_id) for source in leg.sources]
-            live_rows = sum(plan.live_rows for plan in plans)
+            plans = self._supervision.plans
+            live_rows = sum(self._waiting()(plans.row, source.plan_id).live_rows for source in leg.sources)
             for message in leg.warnings(live_rows, self._spec.launch.world_size):
                 self._say({"event": "warning", "message": message})
             with storing(self._folder):
@@ -205,19 +207,23 @@ class SupervisedAttempt:
         # Fixed before the first try, so that a launch that claims between two tries is not fenced off.
         if self._replaces is None:
             current = self._waiting()(Ledger(self._lakehouse).state, self._spec.run).fence.attempt
-        point: ResumePoint = self._waiting()(
-            claim_and_verify,
-            self._lakehouse,
-            self._spec,
+        request = ClaimRequest(
             nonce=self._nonce,
             replaces=self._replaces,
             current=current,
-            wish=self._wish,
+            options=self._options,
             launch_folder=str(self._folder),
             launched_by=self._supervision.launched_by,
+        )
+        point: ResumePoint = self._waiting()(
+            claim_and_verify,
+            self._supervision.plans,
+            self._spec,
+            request,
             verifying=self._verifying,
             verify=NodeVerifiers(self._round, least_bytes=self._spec.launch.verify_together_mb * 2**20).verify,
             stop=self._supervision.stop,
+            on_claim=self._supervision.starter.import_agent,
         )
         failure = self._failure
         if failure is None and point.replaces > 0:
@@ -246,6 +252,7 @@ class SupervisedAttempt:
                 self._supervision.stop.set()
             if (self.others or grows) and asked_at is None and ranks.noticed:
                 self._supervision.leave()
+            exited = ranks.all_exited()  # asked first: a rank that dies between the two questions is a failure
             failures = ranks.failures()
             told = asked_at is not None or self._supervision.stop.is_set() or ranks.leaving
             if told and any(failure.code == -signal.SIGTERM for failure in failures):
@@ -253,7 +260,7 @@ class SupervisedAttempt:
                 return self._judge_ending(ranks, grows=grows)
             if failures:
                 return self._failed(ranks, first_cause(failures))
-            if ranks.all_exited():
+            if exited:
                 self._forward_events()
                 self._follow_progress(ranks)
                 return self._judge_ending(ranks, grows=grows)
@@ -413,7 +420,7 @@ def start_local_ranks(spec: JobSpec, folder: Path, round_: Round, starter: RankS
         path = folder / "spec.json"
         path.touch(mode=0o600)  # the spec may contain credentials
         path.write_text(spec.model_dump_json())
-    forget_launches(folder.parent, keep=KEEP_LAUNCHES * len(round_.shares))
+    forget_launches(folder.parent, keep=KEEP_LAUNCHES * round_.share.nodes)
     return starter.start(spec, folder, round_.share)
 
 

@@ -129,7 +129,7 @@ class NodeVerifier:
         so_far = 0
         try:
             manifest = read_manifest(told["uri"], told["digest"], self._files)
-            part = parts_of(manifest.files, len(self._round.shares))[self._round.share.node]
+            part = parts_of(manifest.files, self._round.share.nodes)[self._round.share.node]
             for entry in part:
                 verify_entry(entry, folder_uri(told["uri"]), self._files)
                 so_far += entry.bytes

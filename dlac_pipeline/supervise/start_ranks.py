@@ -5,6 +5,7 @@ In: a job spec, a launch folder, a share of the ranks. Out: the ranks, as their 
 
 from __future__ import annotations
 
+import threading
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -20,11 +21,17 @@ if TYPE_CHECKING:
     from dlac_pipeline.elastic.agent import RankAgent
 
 
+_CLAIM_FIRST_S = 5.0
+"""Seconds for which the import of PyTorch waits for the claim of the run. The catalog may be unavailable for longer."""
+
+
 class RankStarter:
     """Starter of the ranks of one run, by torch's elastic agent."""
 
     def __init__(self) -> None:
         self._agent: RankAgent | None = None
+        self._may_import = threading.Event()
+        """Set when the supervisor may import PyTorch, which makes its other work slower by a second."""
 
     def begin(self, spec: JobSpec) -> None:
         """Let the fork server import the libraries of ranks, before it is known if any rank will start."""
@@ -39,20 +46,32 @@ class RankStarter:
         processes = RankProcesses(
             range(share.first_rank, share.first_rank + share.ranks),
             partial(self._start, spec, folder, share),
-            abort=partial(fork_server.end_server, only_user=user),
+            abort=partial(self._abort, user),
             why_unknown=partial(fork_server.why_gone, spec),
             on_gone=partial(fork_server.remove_user, user),
             patience_s=max(launch.hang_timeout_s, launch.start_timeout_s),
         )
         return RankGroup(folder, processes, log_mb=launch.log_mb)
 
+    def import_agent(self) -> None:
+        """Let this process import PyTorch now: the run is claimed, or there is no claim to wait for."""
+        self._may_import.set()
+
     def close(self) -> None:
         """End the fork server. No rank starts after that."""
         fork_server.end_server()
 
+    def _abort(self, user: object) -> None:
+        self._may_import.set()
+        fork_server.end_server(only_user=user)
+
     def _start(self, spec: JobSpec, folder: Path, share: Share, processes: RankProcesses) -> Processes:
         if self._agent is None:
-            from dlac_pipeline.elastic.agent import RankAgent  # imports PyTorch while the run is claimed
+            if share.nodes == 1:  # several nodes have met through PyTorch's store
+                self._may_import.wait(_CLAIM_FIRST_S)
+            if not processes.is_wanted:
+                return {}
+            from dlac_pipeline.elastic.agent import RankAgent
 
             self._agent = RankAgent(spec)
         if not processes.is_wanted:

@@ -35,8 +35,8 @@ from dlac_pipeline.lakehouse.errors import (
 )
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
-from dlac_pipeline.lakehouse.ledger.plans import get_plan
 from dlac_pipeline.lakehouse.ledger.run_rows import HEAD_KINDS
+from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.supervise.all_ranks import LOST
 from dlac_pipeline.supervise.attempt import (
@@ -110,7 +110,8 @@ class Supervisor:
         self._starter = starter or RankStarter()
         self._spec = request.spec
         self._on_event = on_event
-        self._wish = ResumeOptions(plan_ids=request.plan_ids, repin=request.repin)
+        self._plan_ids = request.plan_ids
+        self._options = ResumeOptions(repin=request.repin)
         self._takeover = request.takeover
         self._wait_s = request.wait_s
         self._noticed_by = request.noticed_by
@@ -166,6 +167,7 @@ class Supervisor:
             supervision = Supervision(
                 spec=spec,
                 lakehouse=lakehouse,
+                plans=Plans(lakehouse),
                 starter=self._starter,
                 on_event=self._on_event,
                 stop=self._stop,
@@ -268,7 +270,7 @@ class Supervisor:
     def _attempt(self, launch: _Launch, round_: Round) -> AttemptVerdict:
         """Run an attempt, if the run may be claimed."""
         try:
-            self._hold_lock(launch.lakehouse)
+            self._hold_lock(launch.supervision.plans)
         except RunFinished as err:
             return self._finished_before(launch.lakehouse, err)
         if self._was_led:
@@ -276,7 +278,7 @@ class Supervisor:
             self._was_led = False
         while True:
             attempt = SupervisedAttempt(
-                launch.supervision, round_, wish=self._wish, replaces=self._replaces, failure=self._failure
+                launch.supervision, round_, options=self._options, replaces=self._replaces, failure=self._failure
             )
             self._attempts += 1
             try:
@@ -317,7 +319,7 @@ class Supervisor:
         else:
             self._failure = ending
             left_out = launch.judge.left_out_behind(attempt, ending)
-            self._wish = replace(self._wish, unreadable=(*self._wish.unreadable, *left_out))
+            self._options = replace(self._options, unreadable=(*self._options.unreadable, *left_out))
         return AttemptVerdict(again=self._failure, attempt=attempt.number, step=attempt.step)
 
     def _finished_before(self, lakehouse: Lakehouse, err: RunFinished) -> AttemptVerdict:
@@ -329,7 +331,7 @@ class Supervisor:
         end = self._patiently(Ledger(lakehouse).rows, self._spec.run, kinds=("finish",))[-1]
         return AttemptVerdict(ending="finished", attempt=end["attempt"], step=end["step"])
 
-    def _hold_lock(self, lakehouse: Lakehouse) -> None:
+    def _hold_lock(self, plans: Plans) -> None:
         """Refuse or replace another launch of the run. This node keeps the lock until another node leads.
 
         Where nodes share the local folder, a leader that was cut off may still hold the lock. Followers do not wait for it.
@@ -337,15 +339,15 @@ class Supervisor:
         spec = self._spec
         if self._holds_lock and spec.launch.max_nodes == 1:
             return
-        self._replaces = self._checked_target(lakehouse)
+        self._replaces = self._checked_target(plans)
         if self._holds_lock:
             return
         if self._replaces is None and not self._was_led:
-            rows = partial(self._patiently, Ledger(lakehouse).rows, spec.run, kinds=HEAD_KINDS)
+            rows = partial(self._patiently, Ledger(plans.lakehouse).rows, spec.run, kinds=HEAD_KINDS)
             refuse_if_alive_elsewhere(rows, spec, launched_by=self._launched_by, wait_s=self._wait_s, stop=self._stop)
 
         def may_replace() -> None:
-            self._replaces = self._checked_target(lakehouse)
+            self._replaces = self._checked_target(plans)
 
         lock = run_lock(
             spec.checkpoint.local,
@@ -358,12 +360,14 @@ class Supervisor:
         self._lock.enter_context(lock)
         self._holds_lock = True
 
-    def _checked_target(self, lakehouse: Lakehouse) -> int | None:
+    def _checked_target(self, plans: Plans) -> int | None:
         """Return the attempt to replace, fixed before any wait. So a second launch steps aside, and fences none off."""
+        lakehouse = plans.lakehouse
         state = self._patiently(Ledger(lakehouse).state, self._spec.run)
         check_unfinished(state)
-        for plan_id in self._wish.plan_ids:
-            self._patiently(get_plan, lakehouse, plan_id)
+        if not self._options.plans:
+            requested = tuple(self._patiently(plans.load, plan_id) for plan_id in self._plan_ids)
+            self._options = replace(self._options, plans=requested)
         target = state.fence.attempt if self._takeover and self._replaces is None else self._replaces
         if target is not None:
             target = self._to_replace(lakehouse, target, rendezvous=self._spec.launch.rendezvous)

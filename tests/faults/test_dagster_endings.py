@@ -11,8 +11,8 @@ import dagster as dg
 import pytest
 from dagster._core.errors import DagsterUserCodeUnreachableError
 
-from assets.failures import NO_RECOVERY_TAG, PREEMPTED_TAG, STEPPED_ASIDE_TAG
 from dlac_pipeline.audit.audit import audit_run
+from dlac_pipeline.dagster.failures import NO_RECOVERY_TAG, PREEMPTED_TAG, STEPPED_ASIDE_TAG
 from dlac_pipeline.supervise.liveness.other_launch import is_held
 from dlac_pipeline.supervise.run_lock import lock_path
 from jobs.local_dagster import LiveRun, LocalDagster
@@ -61,10 +61,10 @@ def test_preempted_rank_fails_run_and_resumes(campaign: Arena, dagster: LocalDag
 
 @pytest.mark.soak
 def test_a_drained_run_ends_cancelled_and_is_resumed(campaign: Arena, dagster: LocalDagster) -> None:
-    """`python -m jobs.drain` empties the machine: the run is cancelled, says that this was no person, and goes on."""
+    """The drain command empties the node: the run is cancelled, says that this was no person, and goes on."""
     spec = campaign.spec("drained", pause_s=0.05)
     run_id, processes = trained_to(dagster, spec)
-    command = [sys.executable, "-m", "jobs.drain", "--reason", "maintenance"]
+    command = [sys.executable, "-m", "dlac_pipeline.dagster.drain", "--reason", "maintenance"]
     done = subprocess.run(command, env=dagster.environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"drained ({run_id}): has left\n"

@@ -11,7 +11,8 @@ from dlac_pipeline.lakehouse.ledger.branches import commit_rewind
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.operations.live_status import LiveStatus
 from dlac_pipeline.operations.status import run_status
-from dlac_pipeline.supervise.claim import claim_and_verify
+from dlac_pipeline.plan.plan import Plans
+from dlac_pipeline.supervise.claim import ClaimRequest, claim_and_verify
 from dlac_pipeline.supervise.liveness.progress import Phase, ProgressWriter, Spent
 from dlac_pipeline.supervise.run_lock import run_lock
 
@@ -116,5 +117,5 @@ def claimed_again(arena: Arena, folder: Path) -> Iterator[Path]:
     spec = arena.spec("r", world_size=1, passes=2, every_steps=5)
     arena.train(spec, until=7)
     with run_lock(spec.checkpoint.local, "r", wait_s=0, takeover=False):
-        claim_and_verify(arena.lakehouse, spec, nonce="n", launch_folder=str(folder))
+        claim_and_verify(Plans(arena.lakehouse), spec, ClaimRequest(nonce="n", launch_folder=str(folder)))
         yield folder

@@ -17,19 +17,19 @@ import psutil
 import pytest
 from dagster._core.events import EngineEventData
 
-from assets.failures import OUTAGE_TAG, PREEMPTED_TAG, RUN_TAG
-from assets.heartbeat import Heartbeat
 from dlac_pipeline.checkpoint.listing import list_checkpoints
+from dlac_pipeline.dagster.failures import OUTAGE_TAG, PREEMPTED_TAG, RUN_TAG
+from dlac_pipeline.dagster.heartbeat import Heartbeat
+from dlac_pipeline.dagster.maintenance.verify import verify_job
+from dlac_pipeline.dagster.sensors.lost_runs import lost_run_sensor
+from dlac_pipeline.dagster.sensors.recovery import recovery_of
+from dlac_pipeline.dagster.settings import FILE, read_settings
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.lakehouse.ledger.commits import claim
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.supervise.liveness.other_launch import liveness_of
 from dlac_pipeline.supervise.run_lock import lock_path, run_lock
 from jobs.definitions import defs
-from jobs.lost_runs import lost_run_sensor
-from jobs.recovery import recovery_of
-from jobs.settings import FILE, read_settings
-from jobs.verify import verify_job
 from tests.conftest import Arena
 from tests.dagster_runs import dagster_run
 

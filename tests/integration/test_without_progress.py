@@ -12,6 +12,7 @@ from dlac_pipeline.elastic.round import Round
 from dlac_pipeline.lakehouse.errors import NoProgress
 from dlac_pipeline.lakehouse.ledger.commits import claim
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.spec.launch_request import OPERATOR
 from dlac_pipeline.supervise.attempt import SupervisedAttempt, Supervision
 from dlac_pipeline.supervise.choose_leg import RESUME
@@ -28,6 +29,7 @@ def attempts(arena: Arena, count: int) -> tuple[RestartPolicy, list[SupervisedAt
     supervision = Supervision(
         spec=arena.spec("r", attempts_without_progress=2),
         lakehouse=arena.lakehouse,
+        plans=Plans(arena.lakehouse),
         starter=RankStarter(),
         on_event=lambda event: None,
         stop=threading.Event(),
@@ -41,7 +43,7 @@ def attempts(arena: Arena, count: int) -> tuple[RestartPolicy, list[SupervisedAt
     for number in range(1, count + 1):
         claim(Ledger(arena.lakehouse), "r", nonce=f"n{number}", replaces=number - 1, detail={})
         crew = Round(Share(world_size=1, ranks=1, port=1))
-        made.append(SupervisedAttempt(supervision, crew, wish=RESUME, replaces=None, failure=None))
+        made.append(SupervisedAttempt(supervision, crew, options=RESUME, replaces=None, failure=None))
         made[-1].number = number
     return RestartPolicy(supervision), made
 

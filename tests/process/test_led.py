@@ -56,6 +56,7 @@ def _supervision(spec: JobSpec, starter: RankStarter) -> Supervision:
     return Supervision(
         spec=spec,
         lakehouse=Mock(),
+        plans=Mock(),
         starter=starter,
         on_event=said.append,
         stop=threading.Event(),
@@ -129,7 +130,7 @@ def test_node_leaves_while_making_room(imports: Supervision) -> None:
 
 def _leading(supervision: Supervision, crew: Round) -> SupervisedAttempt:
     assert crew.share.node == LEADER
-    return SupervisedAttempt(supervision, crew, wish=GOES_ON, replaces=None, failure=None)
+    return SupervisedAttempt(supervision, crew, options=GOES_ON, replaces=None, failure=None)
 
 
 def _resumed(spec: JobSpec) -> bool:

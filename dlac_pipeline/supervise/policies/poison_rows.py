@@ -12,11 +12,10 @@ from typing import Literal
 
 from dlac_pipeline.elastic.ranks.processes import HANG
 from dlac_pipeline.lakehouse import errors
-from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.plan.legs.follow import Unreadable
 from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.plan.order import LegOrder
-from dlac_pipeline.plan.planner import load_plan
+from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.plan.source_order import SourceOrder
 from dlac_pipeline.plan.units import UnitTable
 from dlac_pipeline.spec.job_spec import JobSpec
@@ -128,7 +127,7 @@ def _manner_of(failure: Failure) -> str:
 
 
 def rows_in_hand(
-    lakehouse: Lakehouse, spec: JobSpec, leg: Leg, *, step: int, folder: Path, reason: str
+    plans: Plans, spec: JobSpec, leg: Leg, *, step: int, folder: Path, reason: str
 ) -> tuple[Unreadable, ...]:
     """Return the rows of the global batch of `step` by row group.
 
@@ -136,7 +135,7 @@ def rows_in_hand(
     """
     units: dict[str, UnitTable] = {}
     for source, mine in zip(spec.sources, leg.sources, strict=True):
-        units |= {name: load_plan(lakehouse, name, table=source.table).units for name in mine.start.plan_ids}
+        units |= {name: plans.load(name, table=source.table).units for name in mine.start.plan_ids}
     order = leg.order(units)
     found: dict[tuple[str, int], set[int]] = {}
     for table, unit, row in _of_counted(order, step) if order.counted else _of_streamed(order, step, folder):

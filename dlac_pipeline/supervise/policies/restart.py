@@ -148,7 +148,9 @@ class RestartPolicy:
         """
         if leg is None or "row_group" not in failure.detail:
             return ()
-        found = damaged_row_group(self._lakehouse, self._spec, leg, failure.detail["path"], failure.detail["row_group"])
+        found = damaged_row_group(
+            self._supervision.plans, self._spec, leg, failure.detail["path"], failure.detail["row_group"]
+        )
         if found is None:
             return ()
         if found.policy == "fail":
@@ -165,7 +167,9 @@ class RestartPolicy:
         reason = (
             f"{count} attempts in a row died in step {step} with these rows in hand; the last one: {failure.summary}"
         )
-        rows = rows_in_hand(self._lakehouse, self._spec, attempt.leg, step=step, folder=attempt.folder, reason=reason)
+        rows = rows_in_hand(
+            self._supervision.plans, self._spec, attempt.leg, step=step, folder=attempt.folder, reason=reason
+        )
         told = {
             "row_groups": len(rows),
             "rows": sum(len(each.positions) for each in rows),
