@@ -7,17 +7,21 @@ starts a new Python.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import gc
 import importlib
 import json
 import os
 import runpy
+import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -124,7 +128,7 @@ def _become(request: dict[str, Any]) -> None:
     for target, stream in enumerate(request["streams"]):
         os.dup2(stream, target)
         os.close(stream)
-    sys.stdin = sys.__stdin__ = open(0)  # noqa: SIM115 - as long as the program
+    sys.stdin = open(0)  # noqa: SIM115 - as long as the program
     for target, name in enumerate(("stdout", "stderr"), 1):
         stream = open(target, "w", encoding="utf-8", buffering=1 if os.isatty(target) or target == 2 else -1)  # noqa: SIM115
         setattr(sys, name, stream)
@@ -157,7 +161,34 @@ def main() -> None:
     gc.freeze()
     request = _serve(socket.socket(fileno=int(sys.argv[1])))
     _become(request)
-    _run(request["arguments"])
+    os._exit(_status_of(lambda: _run(request["arguments"])))
+
+
+def _status_of(program: Callable[[], None]) -> int:
+    """Run a program to its end, and return its exit status.
+
+    The interpreter does not end itself: it would report what the imports of other programs have left behind.
+    """
+    status: object = 0
+    try:
+        program()
+    except SystemExit as ended:
+        status = ended.code or 0
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    if not isinstance(status, int):
+        print(status, file=sys.stderr)
+        status = 1
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads, as multiprocessing has it
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    return status
 
 
 if __name__ == "__main__":
