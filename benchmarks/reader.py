@@ -47,7 +47,7 @@ from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.plan.planner import make_plan
 from dlac_pipeline.read.batch import Batch
 from dlac_pipeline.read.memory import ALLOCATOR_SETTINGS
-from dlac_pipeline.read.open import open_leg
+from dlac_pipeline.read.opening.open_leg import open_leg
 from dlac_pipeline.read.reader import RankReader
 from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
 

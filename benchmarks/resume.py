@@ -37,7 +37,7 @@ from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.plan.planner import make_plan
 from dlac_pipeline.read.blocks import BlockDecoder
-from dlac_pipeline.read.open import OpenLeg, open_leg
+from dlac_pipeline.read.opening.open_leg import OpenLeg, open_leg
 
 _POSITIONS = (0.01, 0.5, 0.99)
 

@@ -15,7 +15,7 @@ from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.read.batch import Batch
-from dlac_pipeline.read.open import open_leg
+from dlac_pipeline.read.opening.open_leg import open_leg
 
 _WIDTH, _VOCABULARY = 128, 512
 

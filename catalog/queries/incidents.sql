@@ -1,5 +1,5 @@
--- One row per failure of the last 90 days: who noticed it, the outcome, and the seconds until the run trained again.
+-- The last 100 failures: who noticed each, its outcome, and the seconds until the run trained again.
 SELECT run, seq, attempt, failed_at, noticed_by, outcome, detect_s, total_s
 FROM recoveries
-WHERE failed_at >= now() - INTERVAL 90 DAY
-ORDER BY failed_at;
+ORDER BY failed_at DESC
+LIMIT 100;

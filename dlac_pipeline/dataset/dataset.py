@@ -30,13 +30,12 @@ from dlac_pipeline.dataset.state import (
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.plan.legs.leg import Leg
-from dlac_pipeline.plan.order import ReaderState
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.plan.source_order import Cursor
 from dlac_pipeline.read.batch import Batch
 from dlac_pipeline.read.device import Device
 from dlac_pipeline.read.exchange import summing_over
-from dlac_pipeline.read.open import OpenLeg, open_leg
+from dlac_pipeline.read.opening.open_leg import OpenLeg, open_leg
 from dlac_pipeline.read.reader import Counts, Exchange, RankReader, alone, groups_of_slots
 from dlac_pipeline.spec.job_spec import (
     JobSpec,
@@ -324,9 +323,8 @@ class DlacDataset(IterableDataset[DictBatch]):
 
     def _reader(self, *, exchange: Exchange, budget_shares: int = 1) -> RankReader:
         opened = self._open()
-        state: ReaderState | None = None
-        if self._streamed:
-            state = opened.start_state()  # of key groups of other ranks it is not looked at
+        state = opened.start_state() if self._streamed else None
+        if state is not None:  # the cursors of other ranks' key groups are not used
             for group, cursors in self._cursors.items():
                 for source, cursor in enumerate(cursors):
                     state[source][group] = Cursor(*cursor)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from dlac_pipeline.supervise.attempt import Event
+from dlac_pipeline.supervise.ranks.rank_events import Event
 
 _LAST = ("ended", "error")
 

@@ -15,8 +15,8 @@ from dlac_pipeline.lakehouse.masking import mask_setting
 from dlac_pipeline.launchers.cluster_checks import check_cluster
 from dlac_pipeline.spec.job_spec import parse_spec
 from dlac_pipeline.spec.launch_request import Request
-from dlac_pipeline.supervise.attempt import Event
-from dlac_pipeline.supervise.start_ranks import RankStarter
+from dlac_pipeline.supervise.ranks.rank_events import Event
+from dlac_pipeline.supervise.ranks.start_ranks import RankStarter
 from dlac_pipeline.supervise.supervisor import Outcome, Supervisor
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import HEAD_KINDS
 from dlac_pipeline.operations.initial_checkpoint import Beginning, begin, check_new
 from dlac_pipeline.spec.job_spec import JobSpec
-from dlac_pipeline.supervise.run_lock import run_lock
+from dlac_pipeline.supervise.liveness.run_lock import run_lock
 
 
 def adopt_checkpoint(lakehouse: Lakehouse, spec: JobSpec, foreign: Foreign) -> str:

@@ -27,7 +27,7 @@ from dlac_pipeline.lakehouse.ledger.run_rows import HEAD_KINDS, Row, checkpoint_
 from dlac_pipeline.operations.initial_checkpoint import Beginning, begin, check_new
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.claim import new_nonce
-from dlac_pipeline.supervise.run_lock import run_lock
+from dlac_pipeline.supervise.liveness.run_lock import run_lock
 
 _THREADS = 4
 _NO_LINK = (errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.ENOTSUP, errno.ENOSYS)

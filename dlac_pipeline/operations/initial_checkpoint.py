@@ -21,9 +21,8 @@ from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger.commits import Attempt
 from dlac_pipeline.lakehouse.ledger.run_rows import Row, checkpoint_rows
 from dlac_pipeline.plan.legs.leg import Leg
-from dlac_pipeline.plan.order import LegOrder
 from dlac_pipeline.plan.plan import Plans
-from dlac_pipeline.read.open import OpenLeg, open_leg
+from dlac_pipeline.read.opening.open_leg import OpenLeg, open_leg
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.claim import ClaimRequest, ResumePoint, claim_and_verify
 from dlac_pipeline.track.tracker import ReaderStateTracker
@@ -71,7 +70,7 @@ def begin(lakehouse: Lakehouse, spec: JobSpec, beginning: Beginning) -> str:
     plans = Plans(lakehouse)
     point = claim_and_verify(plans, spec, ClaimRequest(purpose=beginning.purpose))
     opened = open_leg(plans, Leg.from_json(point.leg), spec)
-    committer = _committer(lakehouse, spec, point, opened.order)
+    committer = _committer(lakehouse, spec, point, opened)
     name = stage_name(attempt=point.attempt, step=0, nonce=point.nonce)
     files = _make_files(beginning, tiers_of(spec), name)
     prepared = Prepared(
@@ -104,10 +103,10 @@ def _make_files(beginning: Beginning, tiers: Tiers, name: str) -> list[FileEntry
             raise
 
 
-def _committer(lakehouse: Lakehouse, spec: JobSpec, point: ResumePoint, order: LegOrder) -> Committer:
+def _committer(lakehouse: Lakehouse, spec: JobSpec, point: ResumePoint, opened: OpenLeg) -> Committer:
     attempt = Attempt(run=spec.run, number=point.attempt, nonce=point.nonce)
     return Committer(
-        AttemptLeg(attempt=attempt, leg=Leg.from_json(point.leg), is_new=True, order=order),
+        AttemptLeg(attempt=attempt, leg=opened.leg, is_new=True, order=opened.order),
         lakehouse=lakehouse,
         settings=spec.checkpoint,
         config_digest=config_digest(spec),

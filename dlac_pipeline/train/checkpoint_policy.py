@@ -26,7 +26,7 @@ from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.spec.launch_spec import NODES
 from dlac_pipeline.supervise.claim import ResumePoint
-from dlac_pipeline.supervise.liveness.progress import EventWriter
+from dlac_pipeline.supervise.ranks.rank_events import EventWriter
 from dlac_pipeline.train.preemption import Preemption, fits
 from dlac_pipeline.train.termination_notice import Notices
 

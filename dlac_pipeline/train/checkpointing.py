@@ -18,10 +18,11 @@ from dlac_pipeline.elastic.ranks.rank import REHEARSAL_VARIABLE
 from dlac_pipeline.read.batch import Batch
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.fetch_checkpoint import load_checkpoint
-from dlac_pipeline.supervise.liveness.progress import EventWriter, Phase
+from dlac_pipeline.supervise.liveness.heartbeat import Phase
+from dlac_pipeline.supervise.liveness.heartbeat_writer import HeartbeatWriter
+from dlac_pipeline.supervise.ranks.rank_events import EventWriter
 from dlac_pipeline.train.checkpoint_policy import CheckpointPolicy
 from dlac_pipeline.train.communicator import Communicator
-from dlac_pipeline.train.heartbeat import RankHeartbeat
 from dlac_pipeline.train.open_attempt import OpenAttempt
 
 
@@ -40,7 +41,7 @@ class Checkpointing:
         attempt: OpenAttempt,
         communicator: Communicator,
         policy: CheckpointPolicy,
-        heartbeat: RankHeartbeat,
+        heartbeat: HeartbeatWriter,
         events: EventWriter,
     ) -> None:
         self.engine: Engine | None = None

@@ -15,7 +15,7 @@ from dlac_pipeline.lakehouse.ledger.commits import Attempt
 from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.plan.order import LegOrder, ReaderState
 from dlac_pipeline.plan.plan import Plans
-from dlac_pipeline.read.open import OpenLeg, open_leg
+from dlac_pipeline.read.opening.open_leg import OpenLeg, open_leg
 from dlac_pipeline.read.reader import RankReader
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.claim import ResumePoint

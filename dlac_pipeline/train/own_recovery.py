@@ -16,15 +16,11 @@ from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.spec.launch_request import OPERATOR
 from dlac_pipeline.supervise.claim import ResumePoint
-from dlac_pipeline.supervise.incident import (
-    Incident,
-    RecoveryOutcome,
-    ended_on_purpose,
-    failure_of_attempt,
-    gave_up,
-)
-from dlac_pipeline.supervise.liveness.progress import EventWriter, Phase
-from dlac_pipeline.train.heartbeat import RankHeartbeat
+from dlac_pipeline.supervise.failure import failure_of_attempt, planned_end
+from dlac_pipeline.supervise.incident import Incident, RecoveryOutcome, write_given_up
+from dlac_pipeline.supervise.liveness.heartbeat import Phase
+from dlac_pipeline.supervise.liveness.heartbeat_writer import HeartbeatWriter
+from dlac_pipeline.supervise.ranks.rank_events import EventWriter
 from dlac_pipeline.train.startup import LAUNCHED_VARIABLE
 
 _log = logging.getLogger(__name__)
@@ -49,7 +45,7 @@ class OwnRecoveries:
         except DlacError as err:
             _log.warning("the recovery cannot be recorded: %s", err)
 
-    def observe(self, heartbeat: RankHeartbeat, phase: Phase) -> None:
+    def observe(self, heartbeat: HeartbeatWriter, phase: Phase) -> None:
         """Record the recovery once the first step of the attempt is done."""
         if self._incident is not None and self._incident.observe([heartbeat.now(phase)]):
             self._record(self._incident, "resumed")
@@ -62,8 +58,8 @@ class OwnRecoveries:
     def give_up(self, err: DlacError, *, attempt: int, step: int) -> None:
         """Record that no attempt follows this one. An error of the record is ignored."""
         with suppress(DlacError):
-            failure = ended_on_purpose(f"{type(err).__name__}: {err}", step=step)
-            gave_up(self._lakehouse, self._spec.run, attempt, replace(failure, noticed_by="rank 0"))
+            failure = planned_end(f"{type(err).__name__}: {err}", step=step)
+            write_given_up(self._lakehouse, self._spec.run, attempt, replace(failure, noticed_by="rank 0"))
 
     def _record(self, incident: Incident, outcome: RecoveryOutcome) -> None:
         """Write the recovery to the ledger. An error is only logged. The script's random generator is left unchanged."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,13 +18,14 @@ from dlac_pipeline.checkpoint.store import storing, tiers_of
 from dlac_pipeline.lakehouse.errors import CatalogUnreachable, DlacError, SpecInvalid, TrainingFailed
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
 from dlac_pipeline.lakehouse.ledger.older_ledger import LedgerWatch
+from dlac_pipeline.lakehouse.retrying import retrying
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.spec.job_spec import JobSpec, home_folder, parse_recorded, parse_spec, read_spec
-from dlac_pipeline.supervise.attempt import KEEP_LAUNCHES, forget_launches
 from dlac_pipeline.supervise.choose_leg import ResumeOptions
 from dlac_pipeline.supervise.claim import ClaimRequest, ResumePoint, claim_and_verify, new_nonce
-from dlac_pipeline.supervise.retry_policy import PATIENCE_S, waiting_for
-from dlac_pipeline.supervise.run_lock import run_lock
+from dlac_pipeline.supervise.liveness.run_lock import run_lock
+from dlac_pipeline.supervise.ranks.start_ranks import KEEP_LAUNCHES, forget_launches
+from dlac_pipeline.supervise.retry_policy import RETRY_WITHIN_S
 from dlac_pipeline.train.communicator import Communicator
 
 _FIRST_LOOK_S, _LOOK_S = 0.02, 0.2
@@ -60,10 +60,8 @@ def open_lakehouse(spec: JobSpec, *, supervised: bool) -> Lakehouse:
     Raises:
         CatalogUnreachable: the catalog does not answer, or was unavailable for too long.
     """
-    within_s = PATIENCE_S if supervised else 0.0
-    return waiting_for(CatalogUnreachable, within_s=within_s, stop=threading.Event())(
-        connect, spec.lakehouse, answered=supervised
-    )
+    within_s = RETRY_WITHIN_S if supervised else 0.0
+    return retrying(within_s, of=CatalogUnreachable)(connect, spec.lakehouse, answered=supervised)
 
 
 def await_resume_point(folder: Path) -> ResumePoint:

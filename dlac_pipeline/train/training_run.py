@@ -29,11 +29,12 @@ from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.read.batch import Batch, copy_batches
 from dlac_pipeline.read.exchange import Waits
 from dlac_pipeline.spec.job_spec import JobSpec
-from dlac_pipeline.supervise.liveness.progress import EventWriter, Phase
+from dlac_pipeline.supervise.liveness.heartbeat import Phase
+from dlac_pipeline.supervise.liveness.heartbeat_writer import HeartbeatWriter
+from dlac_pipeline.supervise.ranks.rank_events import EventWriter
 from dlac_pipeline.train.checkpoint_policy import CheckpointPolicy
 from dlac_pipeline.train.checkpointing import Checkpointing, prepare_process
 from dlac_pipeline.train.communicator import Communicator
-from dlac_pipeline.train.heartbeat import RankHeartbeat
 from dlac_pipeline.train.open_attempt import open_attempt
 from dlac_pipeline.train.own_recovery import OwnRecoveries
 from dlac_pipeline.train.run_end import end_run, release_old_pins
@@ -86,7 +87,7 @@ class TrainingRun:
         self.rank = int(os.environ.get("RANK", "0"))
         self._events = EventWriter(folder, self.rank)
         self._waits = Waits()
-        self._heartbeat = RankHeartbeat(folder, self.rank, self._waits)
+        self._heartbeat = HeartbeatWriter(folder, self.rank, self._waits)
         prepare_process(spec)
         self._communicator = Communicator(self.rank, self._waits, hang_timeout_s=spec.launch.hang_timeout_s)
         self.world_size = self._communicator.world_size
@@ -113,7 +114,7 @@ class TrainingRun:
         self.resume_point = point = claim_run(plans, self.spec, self._communicator, takeover=takeover, held=held)
         folder = make_own_folder(self.spec, point.nonce, self._communicator.tree)
         self._heartbeat.close()
-        self._heartbeat = RankHeartbeat(folder, self.rank, self._waits)
+        self._heartbeat = HeartbeatWriter(folder, self.rank, self._waits)
         self._events.open(folder)
         if self.rank == 0:
             self._recoveries.begin(point, claimed_at=began)

@@ -23,7 +23,7 @@ from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.plan.planner import make_plan
 from dlac_pipeline.plan.source_order import Cursor
 from dlac_pipeline.read.batch import Batch
-from dlac_pipeline.read.open import OpenLeg, open_leg
+from dlac_pipeline.read.opening.open_leg import OpenLeg, open_leg
 from dlac_pipeline.read.reader import Exchange
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.track.tracker import ReaderStateTracker

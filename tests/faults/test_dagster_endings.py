@@ -13,8 +13,8 @@ from dagster._core.errors import DagsterUserCodeUnreachableError
 
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.dagster.failures import NO_RECOVERY_TAG, PREEMPTED_TAG, STEPPED_ASIDE_TAG
-from dlac_pipeline.supervise.liveness.other_launch import is_held
-from dlac_pipeline.supervise.run_lock import lock_path
+from dlac_pipeline.supervise.liveness.launch_liveness import is_lock_held
+from dlac_pipeline.supervise.liveness.run_lock import lock_path
 from jobs.local_dagster import LiveRun, LocalDagster
 from tests.conftest import Arena, wait_until
 from tests.dagster_runs import check_healed, events_of, gone, job_config, runs_that_recover, sensor_ticks, trained_to
@@ -30,7 +30,7 @@ def test_cancelled_run_checkpoints_and_stays(campaign: Arena, dagster: LocalDags
     began = time.time()
     assert dagster.cancel(run_id)
     wait_until(lambda: gone(processes), what="the end of all its processes", within_s=spec.launch.grace_s + 5)
-    assert not is_held(lock_path(spec.checkpoint.local, spec.run))
+    assert not is_lock_held(lock_path(spec.checkpoint.local, spec.run))
     assert dagster.wait(run_id).status == dg.DagsterRunStatus.CANCELED
     [last] = [row["step"] for row in campaign.lineage(spec.run)]
     assert last == max(entry["step"] for entry in campaign.entries(spec.run))

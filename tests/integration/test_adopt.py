@@ -26,7 +26,7 @@ from dlac_pipeline.operations.adopt import adopt_checkpoint
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.claim import ClaimRequest, claim_and_verify
-from dlac_pipeline.supervise.run_lock import run_lock
+from dlac_pipeline.supervise.liveness.run_lock import run_lock
 from tests.conftest import Arena
 from tests.integration.test_cli import dlac as dlac_command
 

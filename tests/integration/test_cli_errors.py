@@ -20,7 +20,6 @@ from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.errors import CatalogMisconfigured, CatalogUnreachable
 from dlac_pipeline.lakehouse.iceberg.connect import connect
 from tests.conftest import Arena
-from tests.forked import Forked
 
 _READS = (
     ("status", "r"),
@@ -222,7 +221,7 @@ def test_leaving_early_is_quiet(trained: Arena, number: signal.Signals) -> None:
     """Ctrl-C, and a reader such as `head` that has gone, print nothing."""
     command = [str(Path(sys.executable).parent / "dlac"), "status", "r", "--home", str(trained.home)]
     command = [*command[:1], "sql", "FROM range(200000)", "--json", *command[3:]]
-    with Forked(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         process.stdout.read(1)

@@ -16,7 +16,7 @@ from dlac_pipeline.operations.rewind import rewind_run
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.claim import ClaimRequest, claim_and_verify
-from dlac_pipeline.supervise.run_lock import run_lock
+from dlac_pipeline.supervise.liveness.run_lock import run_lock
 from jobs.definitions import defs
 from jobs.train import continual_training_schedule, new_snapshot_sensor
 from tests.conftest import Arena, source_rows

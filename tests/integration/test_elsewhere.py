@@ -20,8 +20,8 @@ from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.spec.launch_spec import LaunchSpec
 from dlac_pipeline.supervise.claim import ClaimRequest, claim_and_verify
-from dlac_pipeline.supervise.liveness.other_node import refuse_if_alive_elsewhere
-from dlac_pipeline.supervise.run_lock import run_lock
+from dlac_pipeline.supervise.liveness.launch_detector import refuse_if_alive_elsewhere
+from dlac_pipeline.supervise.liveness.run_lock import run_lock
 from dlac_pipeline.supervise.supervisor import Supervisor
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def meeting(spec: JobSpec, **launch: Any) -> JobSpec:
 
 def lost_after(arena: Arena, seconds: float) -> None:
     """A launch elsewhere is lost when it has been silent for so long."""
-    arena.monkeypatch.setattr("dlac_pipeline.supervise.liveness.other_node.LOST_AFTER_S", seconds)
+    arena.monkeypatch.setattr("dlac_pipeline.supervise.liveness.launch_detector.LOST_AFTER_S", seconds)
 
 
 def look(arena: Arena, spec: JobSpec, *, launched_by: str = "", wait_s: float = 0.0, told: bool = False) -> None:
@@ -153,7 +153,7 @@ def test_clock_ahead_fences_no_healthy_run(arena: Arena, spec: JobSpec) -> None:
     healthy = arena.spec("r", table="src.long", every_steps=10_000, pause_s=0.1, passes=5)
     launch = arena.launch(healthy)
     launch.wait_for("training")
-    arena.monkeypatch.setattr("dlac_pipeline.supervise.liveness.other_launch.time", Clock(ahead_s=3600.0))
+    arena.monkeypatch.setattr("dlac_pipeline.supervise.liveness.launch_liveness.time", Clock(ahead_s=3600.0))
     with machine(arena), pytest.raises(RunBusy, match="attempt 1 on node"):
         Supervisor(Request(spec=healthy)).run()
     assert [row["attempt"] for row in arena.rows("r", "claim")] == [1]
@@ -164,8 +164,8 @@ def test_clock_ahead_fences_no_healthy_run(arena: Arena, spec: JobSpec) -> None:
 def test_commits_alone_show_life(arena: Arena, spec: JobSpec, lives: bool) -> None:
     """Where no steps are seen, the next commit within twice the longest interval tells; without one the launch is lost."""
     lost_after(arena, 120.0)
-    arena.monkeypatch.setattr("dlac_pipeline.supervise.liveness.other_node._STEPS_SEEN_S", 0.1)
-    arena.monkeypatch.setattr("dlac_pipeline.supervise.liveness.other_node._LOOK_S", 0.05)
+    arena.monkeypatch.setattr("dlac_pipeline.supervise.liveness.launch_detector._STEPS_SEEN_S", 0.1)
+    arena.monkeypatch.setattr("dlac_pipeline.supervise.liveness.launch_detector._POLL_S", 0.05)
     with machine(arena):
         arena.train(spec, until=3)
     rows = arena.rows("r", "claim", "checkpoint")
@@ -192,7 +192,7 @@ def test_clock_behind_is_watched_out(arena: Arena, spec: JobSpec) -> None:
     with machine(arena):
         claim_and_verify(Plans(arena.lakehouse), spec, ClaimRequest())
     lost_after(arena, 2.0)
-    arena.monkeypatch.setattr("dlac_pipeline.supervise.liveness.other_launch.time", Clock(ahead_s=-3600.0))
+    arena.monkeypatch.setattr("dlac_pipeline.supervise.liveness.launch_liveness.time", Clock(ahead_s=-3600.0))
     with pytest.raises(RunBusy, match="wait 2 s"):
         look(arena, spec)
     look(arena, spec, wait_s=600.0)

@@ -24,7 +24,7 @@ from dlac_pipeline.lakehouse.maintenance.upkeep import run_upkeep
 from dlac_pipeline.plan.legs.choice import first_leg
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.plan.planner import make_plan
-from dlac_pipeline.read.open import open_leg
+from dlac_pipeline.read.opening.open_leg import open_leg
 from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
 from tests.object_store import Network, ObjectStore
 

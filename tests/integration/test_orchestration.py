@@ -27,8 +27,8 @@ from dlac_pipeline.dagster.settings import FILE, read_settings
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.lakehouse.ledger.commits import claim
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
-from dlac_pipeline.supervise.liveness.other_launch import liveness_of
-from dlac_pipeline.supervise.run_lock import lock_path, run_lock
+from dlac_pipeline.supervise.liveness.launch_liveness import liveness_of
+from dlac_pipeline.supervise.liveness.run_lock import lock_path, run_lock
 from jobs.definitions import defs
 from tests.conftest import Arena
 from tests.dagster_runs import dagster_run
@@ -139,12 +139,12 @@ def test_run_with_manual_launch_stays(arena: Arena, home: Path, instance: dg.Dag
     dead = dagster_run(instance, spec, dg.DagsterRunStatus.FAILURE)
     log = dg.get_dagster_logger()
     with run_lock(spec.checkpoint.local, spec.run, wait_s=0.0, takeover=False):
-        assert liveness_of(arena.rows(spec.run), 1).held
+        assert liveness_of(arena.rows(spec.run), 1).lock_held
         skipped = recovery_of(instance, dead, noticed_by="test", log=log)
         assert isinstance(skipped, dg.SkipReason)
         assert "launch by hand (attempt 1)" in str(skipped.skip_message)
     assert lock_path(spec.checkpoint.local, spec.run).read_text() == str(os.getpid())
-    assert not liveness_of(arena.rows(spec.run), 1).held
+    assert not liveness_of(arena.rows(spec.run), 1).lock_held
     request = recovery_of(instance, dead, noticed_by="test", log=log)
     assert isinstance(request, dg.RunRequest)
     again = recovery_of(instance, dead, noticed_by="test", log=log)

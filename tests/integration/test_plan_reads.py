@@ -12,7 +12,7 @@ from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.plan.legs.choice import plan_sources
 from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.plan.plan import Plans
-from dlac_pipeline.read.open import open_leg
+from dlac_pipeline.read.opening.open_leg import open_leg
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.supervise.claim import ClaimRequest, ResumePoint, claim_and_verify
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 def spec(arena: Arena) -> JobSpec:
     """A job over a small table."""
     arena.table(appends=(400,))
-    return arena.spec("r", world_size=1, passes=1)
+    return arena.spec("r", world_size=1, passes=1, every_steps=2)
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from dlac_pipeline.plan.plan import Plan, Plans
 from dlac_pipeline.plan.planner import make_plan
 from dlac_pipeline.read import streams
 from dlac_pipeline.read.batch import Batch
-from dlac_pipeline.read.open import open_leg
+from dlac_pipeline.read.opening.open_leg import open_leg
 from dlac_pipeline.spec.job_spec import OrderSpec, SourceSpec
 
 if TYPE_CHECKING:

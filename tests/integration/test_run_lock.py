@@ -15,7 +15,7 @@ from dlac_pipeline.lakehouse.errors import RunBusy, SteppedAside, StoreUnavailab
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.supervise.claim import ClaimRequest, claim_and_verify
-from dlac_pipeline.supervise.run_lock import run_lock
+from dlac_pipeline.supervise.liveness.run_lock import run_lock
 from dlac_pipeline.supervise.supervisor import Outcome, Supervisor
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from dlac_pipeline.elastic.ranks.launch_folder import notice_file, room_file
 from dlac_pipeline.spec.job_spec import parse_spec
 from dlac_pipeline.spec.launch_spec import NODES
 from dlac_pipeline.supervise.claim import ResumePoint
-from dlac_pipeline.supervise.liveness.progress import EventWriter
+from dlac_pipeline.supervise.ranks.rank_events import EventWriter
 from dlac_pipeline.train.checkpoint_policy import CheckpointPolicy
 
 HOUR_S = 3600.0

@@ -212,7 +212,7 @@ def living_trainer(instance: dg.DagsterInstance, rows: "list[Row]", settings: Re
     """Return the living owner of the run: another Dagster run, or a launch from elsewhere. Empty: none."""
     from dlac_pipeline.lakehouse.ledger.run_rows import fence_of_rows, finished_of_rows
     from dlac_pipeline.supervise.claims import launcher_of
-    from dlac_pipeline.supervise.liveness.other_launch import liveness_of
+    from dlac_pipeline.supervise.liveness.launch_liveness import liveness_of
 
     if not rows or finished_of_rows(rows):
         return ""

@@ -1,6 +1,6 @@
-"""Heartbeat of one rank: its phase, the start of the phase, and its own time in each phase.
+"""Writer of a rank's heartbeat: its phase, the start of the phase, and its own time in each phase.
 
-A sign of life is one small write. A step has three. Times exclude waits for other ranks in a collective, where these can be
+A heartbeat is one small write. A step has three. Times exclude waits for other ranks in a collective, where these can be
 measured: in reading, loading, and computing up to the loss.
 """
 
@@ -15,14 +15,14 @@ from pathlib import Path
 from dlac_pipeline.elastic.ranks.launch_folder import in_hand_file
 from dlac_pipeline.read.batch import Batch
 from dlac_pipeline.read.exchange import Waits
-from dlac_pipeline.supervise.liveness.progress import Phase, Progress, ProgressWriter, Spent
+from dlac_pipeline.supervise.liveness.heartbeat import HeartbeatFile, Phase, RankHeartbeat, Spent
 
 
-class RankHeartbeat:
-    """Heartbeat of one rank, written to its launch folder, if any. `waits` counts the waits of reading for other ranks."""
+class HeartbeatWriter:
+    """Writer of the heartbeat of one rank in its launch folder, if any. `waits` counts the waits of reading for other ranks."""
 
     def __init__(self, folder: Path | None, rank: int, waits: Waits) -> None:
-        self._writer = ProgressWriter(folder, rank)
+        self._writer = HeartbeatFile(folder, rank)
         self._waits = waits
         self._step, self._loss_step, self._loss = 0, 0, 0.0
         self._phase = Phase.STARTING
@@ -61,12 +61,12 @@ class RankHeartbeat:
         self._in_hand = batch.step
         moved = sum(advance.rows_consumed for _, _, advance in batch.moved)
         self._rows_in_hand = int(batch.valid.sum()) if counted else moved
-        self._say_moved(batch)
+        self._record_moved(batch)
         self._write()
         return replace(batch, on_mean=self._forward_done)
 
     def record_loss(self, loss_step: int, loss: float) -> None:
-        """Note the global loss of a step. The next sign of life has it."""
+        """Note the global loss of a step. The next heartbeat contains it."""
         self._loss_step, self._loss = loss_step, loss
 
     def step_done(self, step: int) -> None:
@@ -90,18 +90,18 @@ class RankHeartbeat:
     def _forward_done(self) -> None:
         self._forward_s = self._forward_s or time.monotonic() - self._since
 
-    def _say_moved(self, batch: Batch) -> None:
+    def _record_moved(self, batch: Batch) -> None:
         """Write the ranges of a batch, unless its step determines them: source, key group, pass, block, first, end of each."""
         if batch.moved and self._descriptor is not None:
-            said = [
+            moved = [
                 [source, group, each.pass_index, each.block, each.position_start, each.position_end]
                 for source, group, each in batch.moved
             ]
-            os.pwrite(self._descriptor, json.dumps([batch.step, said]).encode() + b"\n", 0)
+            os.pwrite(self._descriptor, json.dumps([batch.step, moved]).encode() + b"\n", 0)
 
-    def now(self, phase: Phase) -> Progress:
-        """Return the progress of this rank now, in a phase."""
-        return Progress(self._step, phase, time.time(), self._loss_step, self._loss, self._spent())
+    def now(self, phase: Phase) -> RankHeartbeat:
+        """Return the heartbeat of this rank now, in a phase."""
+        return RankHeartbeat(self._step, phase, time.time(), self._loss_step, self._loss, self._spent())
 
     def _write(self) -> None:
         spent = self._spent()

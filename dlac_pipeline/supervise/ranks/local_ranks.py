@@ -1,4 +1,4 @@
-"""The ranks of one attempt on this node: progress, exits, logs, and signals."""
+"""The ranks of one attempt on this node: heartbeats, exits, logs, and signals."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dlac_pipeline.elastic.ranks.launch_folder import log_file, notice_file, reason_file
+from dlac_pipeline.elastic.ranks.launch_folder import log_file, notice_file, reason_file, room_file
 from dlac_pipeline.elastic.ranks.processes import RankProcesses, Reason
 from dlac_pipeline.elastic.ranks.script_errors import Origin
 from dlac_pipeline.lakehouse.errors import TrainingFailed
 from dlac_pipeline.lakehouse.masking import mask_secrets
-from dlac_pipeline.supervise.liveness.progress import Phase, Progress, read_progress
-from dlac_pipeline.supervise.rank_logs import LogBound
+from dlac_pipeline.supervise.liveness.heartbeat import Phase, RankHeartbeat, read_heartbeat
+from dlac_pipeline.supervise.ranks.rank_logs import LogBound
 
 _TAIL_LINES = 20
 _TAIL_BYTES = 64 * 1024
@@ -85,9 +85,9 @@ class RankGroup:
         """True if the process ids are known."""
         return self._processes.is_started
 
-    def progress(self) -> list[Progress | None]:
-        """Return the last sign of life of each rank, in rank order."""
-        return [read_progress(self.folder, rank) for rank in self.ranks]
+    def heartbeats(self) -> list[RankHeartbeat | None]:
+        """Return the last heartbeat of each rank, in rank order."""
+        return [read_heartbeat(self.folder, rank) for rank in self.ranks]
 
     def failures(self) -> list[Exit]:
         """Return the ranks that failed. To die without a reason after all work, while Python shuts down, is no failure.
@@ -95,9 +95,9 @@ class RankGroup:
         If a rank failed, also return the running ranks that have recorded a reason, because it may be the cause.
         """
         ended = [exit_ for exit_ in self._exits() if exit_.code != 0 and (exit_.kind or not self._was_done(exit_.rank))]
-        return ended and [*ended, *self._leaving()]
+        return ended and [*ended, *self._failing()]
 
-    def kept_errors(self) -> list[Exit]:
+    def suppressed_errors(self) -> list[Exit]:
         """Return the ranks that ended well although they recorded a failure, because the script suppressed the exception."""
         return [exit_ for exit_ in self._exits() if exit_.code == 0 and exit_.kind]
 
@@ -106,23 +106,31 @@ class RankGroup:
         return all(self._processes.exit_code(rank) is not None for rank in self.ranks)
 
     @property
-    def noticed(self) -> bool:
+    def has_notice(self) -> bool:
         """True if a rank received a termination notice, from any source."""
         return any(notice_file(self.folder, rank).exists() for rank in self.ranks)
 
-    def last_words(self, rank: int) -> dict[str, str]:
-        """Return the path of a rank's log, and its end."""
+    def log_end(self, rank: int) -> dict[str, str]:
+        """Return the path of a rank's log, and its last lines."""
         path = log_file(self.folder, rank)
-        said = b""
+        raw = b""
         with contextlib.suppress(FileNotFoundError), path.open("rb") as stream:  # the rank may never have started
             stream.seek(max(0, stream.seek(0, os.SEEK_END) - _TAIL_BYTES))
-            said = stream.read(_TAIL_BYTES)
-        tail = "\n".join(said.decode(errors="replace").splitlines()[-_TAIL_LINES:])
+            raw = stream.read(_TAIL_BYTES)
+        tail = "\n".join(raw.decode(errors="replace").splitlines()[-_TAIL_LINES:])
         return {"log": str(path), "log_tail": mask_secrets(tail)}
 
-    def ask_to_stop(self) -> None:
+    def request_stop(self) -> None:
         """Send SIGTERM: each rank takes a checkpoint at the next step boundary and exits."""
         self._processes.signal(signal.SIGTERM)
+
+    def request_checkpoint(self) -> bool:
+        """Ask all ranks of the attempt to exit after a checkpoint, without a deadline. Return True if that was written."""
+        try:
+            room_file(self.folder).touch()
+        except OSError:  # the disk may be full for a moment
+            return False
+        return True
 
     def end(self) -> None:
         """Kill every rank's process group with SIGKILL, and wait until all are gone.
@@ -143,7 +151,7 @@ class RankGroup:
         codes = {rank: self._processes.exit_code(rank) for rank in self.ranks}
         return [Exit(rank=rank, code=code, **self._reason(rank)) for rank, code in codes.items() if code is not None]
 
-    def _leaving(self) -> list[Exit]:
+    def _failing(self) -> list[Exit]:
         running = [rank for rank in self.ranks if self._processes.exit_code(rank) is None]
         return [Exit(rank=rank, code=1, **reason) for rank in running if (reason := self._reason(rank))]
 
@@ -156,5 +164,5 @@ class RankGroup:
         return reason
 
     def _was_done(self, rank: int) -> bool:
-        progress = read_progress(self.folder, rank)
-        return progress is not None and progress.phase == Phase.DONE
+        heartbeat = read_heartbeat(self.folder, rank)
+        return heartbeat is not None and heartbeat.phase == Phase.DONE

@@ -54,14 +54,14 @@ class LogBound:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-            self._look()
+            self._check_sizes()
 
     def _watch(self) -> None:
         pause_s = _LOOK_EVERY_S
         while not self._closed.wait(pause_s):
-            pause_s = _LOOK_EVERY_S if self._look() else _QUIET_S
+            pause_s = _LOOK_EVERY_S if self._check_sizes() else _QUIET_S
 
-    def _look(self) -> bool:
+    def _check_sizes(self) -> bool:
         """Cut the logs that are too large. Return True if one of them has grown since the last check."""
         has_grown = False
         for rank, path in self._logs.items():

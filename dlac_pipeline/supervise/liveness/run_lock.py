@@ -67,7 +67,7 @@ def _acquire(path: Path, wait_s: float, stop: threading.Event) -> int | None:
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         if _lock(descriptor) and _is(path, descriptor):
-            _sign(descriptor)
+            _write_owner(descriptor)
             return descriptor
         os.close(descriptor)
         if time.monotonic() >= deadline or stop.wait(_POLL_S):
@@ -79,7 +79,7 @@ def _replace(path: Path) -> int:
     with temporary_beside(path) as temporary:
         descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT, 0o644)
         _lock(descriptor)
-        _sign(descriptor)
+        _write_owner(descriptor)
         temporary.rename(path)
     return descriptor
 
@@ -99,6 +99,6 @@ def _is(path: Path, descriptor: int) -> bool:
     return False
 
 
-def _sign(descriptor: int) -> None:
+def _write_owner(descriptor: int) -> None:
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, str(os.getpid()).encode(), 0)

@@ -17,8 +17,8 @@ from pathlib import Path
 import psutil
 
 from dlac_pipeline.lakehouse.ledger.run_rows import Row
-from dlac_pipeline.supervise.liveness.progress import read_all_progress
-from dlac_pipeline.supervise.run_lock import lock_path
+from dlac_pipeline.supervise.liveness.heartbeat import read_heartbeats
+from dlac_pipeline.supervise.liveness.run_lock import lock_path
 
 _ITS_OWN = ("claim", "checkpoint", "quarantine")
 """Kinds of rows that only the named attempt appends. Rows of operators and of upkeep name the current attempt."""
@@ -34,12 +34,12 @@ class LaunchLiveness:
     """Local folder of its checkpoints on that node, with its lock. Empty if it launched nothing, or if unknown."""
     here: bool
     """True if it was launched on this node."""
-    held: bool
+    lock_held: bool
     """On this node only: True if a living process holds the run's lock."""
     silent_s: float
-    """Seconds since its last sign of life by its own clock: a step of a rank, or a row of its own in the ledger."""
+    """Seconds since its last heartbeat by its own clock: a step of a rank, or a row of its own in the ledger."""
     newest: tuple[float, ...] = ()
-    """Moments of its last signs of life, by its own clock. A changed value is a new sign, even if the clocks differ."""
+    """Moments of its last heartbeats, by its own clock. A changed value is a new heartbeat, even if the clocks differ."""
     rows_every_s: float | None = None
     """Longest time between two rows of its own, by its own clock, or None with fewer than two rows."""
     shows_steps: bool = False
@@ -47,7 +47,7 @@ class LaunchLiveness:
 
     def alive(self, *, lost_after_s: float) -> bool:
         """Return True if the launch counts as alive. On another node it counts as lost after `lost_after_s` of silence."""
-        return self.held if self.here else self.silent_s < lost_after_s
+        return self.lock_held if self.here else self.silent_s < lost_after_s
 
 
 def liveness_of(rows: list[Row], attempt: int) -> LaunchLiveness:
@@ -55,9 +55,9 @@ def liveness_of(rows: list[Row], attempt: int) -> LaunchLiveness:
     mine = [row for row in rows if row["attempt"] == attempt]
     claims = [json.loads(row["detail"]) for row in mine if row["kind"] == "claim"]
     if not claims:
-        return LaunchLiveness(host="", local="", here=False, held=False, silent_s=float("inf"))
+        return LaunchLiveness(host="", local="", here=False, lock_held=False, silent_s=float("inf"))
     claim = claims[-1]
-    said = [row["committed_at"].timestamp() for row in mine if row["kind"] in _ITS_OWN]
+    written = [row["committed_at"].timestamp() for row in mine if row["kind"] in _ITS_OWN]
     steps = _steps_at(claim.get("launch_folder", ""))
     host, local = claim.get("host", ""), claim.get("local", "")
     here = host == socket.gethostname()
@@ -65,15 +65,17 @@ def liveness_of(rows: list[Row], attempt: int) -> LaunchLiveness:
         host=host,
         local=local,
         here=here,
-        held=here and bool(local) and is_held(lock_path(local, mine[0]["run"])),  # rewinds and forks launch nothing
-        silent_s=time.time() - max([*said, *steps]),
-        newest=(max(said), *steps),
-        rows_every_s=max((after - before for before, after in pairwise(sorted(said))), default=None),
+        lock_held=here
+        and bool(local)
+        and is_lock_held(lock_path(local, mine[0]["run"])),  # rewinds and forks launch nothing
+        silent_s=time.time() - max([*written, *steps]),
+        newest=(max(written), *steps),
+        rows_every_s=max((after - before for before, after in pairwise(sorted(written))), default=None),
         shows_steps=bool(steps),
     )
 
 
-def is_held(lock: Path) -> bool:
+def is_lock_held(lock: Path) -> bool:
     """Return True if a living process of this node holds a run's lock. The lock is inspected, never taken."""
     with suppress(OSError, ValueError, psutil.NoSuchProcess):
         holder = psutil.Process(int(lock.read_text()))
@@ -87,5 +89,5 @@ def is_held(lock: Path) -> bool:
 
 
 def _steps_at(folder: str) -> list[float]:
-    """Return the moment of each rank's last sign of life, if the launch folder can be seen from this node."""
-    return [progress.at for progress in read_all_progress(Path(folder))] if folder else []
+    """Return the moment of each rank's last heartbeat, if the launch folder can be seen from this node."""
+    return [progress.at for progress in read_heartbeats(Path(folder))] if folder else []
