@@ -69,6 +69,7 @@ def test_device_nan_stops_run(arena: Arena) -> None:
     assert LossNotFinite.__name__ in status["gave_up"]
 
 
+@pytest.mark.soak
 def test_device_loader_is_identical(arena: Arena) -> None:
     """Order and contents, with and without workers, of batches and of what a function makes of them."""
     arena.table(appends=(600,))

@@ -308,7 +308,7 @@ threading.Thread(target=lambda: (time.sleep(0.2), ended.write_text("thread"))).s
 """
 
 
-@pytest.mark.parametrize("start", ["fork", "spawn"])
+@pytest.mark.parametrize("start", STARTS)
 def test_scripts_end_as_in_python(tmp_path: Path, start: str) -> None:
     """The threads of a script are waited for, its exit functions run, and its exit status is the rank's."""
     ends = {"pass": 0, "sys.exit()": 0, "sys.exit(7)": 7, "sys.exit('why')": 1}
