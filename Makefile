@@ -26,10 +26,10 @@ lint: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/mkdocs build --strict --quiet
-	$(BIN)/pytest -q tests/unit/test_vocabulary.py
+	$(BIN)/pytest -q --noconftest tests/unit/test_vocabulary.py
 
 unit: setup
-	$(BIN)/pytest -m "not soak" -n 3 --dist loadfile --no-loadscope-reorder --durations 30
+	$(BIN)/pytest -m "not soak" -n 4 --dist loadgroup --no-loadscope-reorder --durations 30
 
 docs: setup  ## the reference pages, and the site in site/; a warning is an error
 	$(BIN)/python docs/generate.py

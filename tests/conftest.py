@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 import duckdb
 import numpy as np
-import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -34,7 +29,9 @@ from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import Row
 from dlac_pipeline.spec.job_spec import CheckpointSpec, JobSpec, OrderSpec, SourceSpec, parse_spec
 from dlac_pipeline.spec.launch_spec import LaunchSpec
+from tests.launches import Launch, wait_until
 
+__all__ = ["Launch", "wait_until"]  # test modules have them from here
 os.environ["DLAC_RENDEZVOUS_KEY"] = "a secret of the tests' nodes"
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what it starts in the background
@@ -197,85 +194,6 @@ class Arena:
         return steps
 
 
-class Launch:
-    """A supervisor process and what it says."""
-
-    def __init__(self, request: dict[str, Any], log: Path, under: Sequence[str] = ()) -> None:
-        """`under`: a command that runs another one in its place."""
-        self._log = log
-        with log.open("wb") as stdout, log.with_suffix(".err").open("wb") as stderr:
-            self.process = subprocess.Popen(
-                [*under, sys.executable, "-m", "dlac_pipeline.launchers.supervisor_process"],
-                stdin=subprocess.PIPE,
-                stdout=stdout,
-                stderr=stderr,
-                start_new_session=True,
-            )
-        assert self.process.stdin is not None
-        self.stdin: IO[bytes] = self.process.stdin
-        self.stdin.write(json.dumps(request).encode() + b"\n")
-        self.stdin.flush()
-
-    @property
-    def events(self) -> list[dict[str, Any]]:
-        """What it has said so far."""
-        return [json.loads(line) for line in self._log.read_text().splitlines(keepends=True) if line.endswith("\n")]
-
-    @property
-    def stderr(self) -> str:
-        """What it wrote to standard error."""
-        return self._log.with_suffix(".err").read_text()
-
-    def of(self, kind: str) -> list[dict[str, Any]]:
-        """Its events of one kind."""
-        return [event for event in self.events if event["event"] == kind]
-
-    def wait_for(self, kind: str, count: int = 1) -> dict[str, Any]:
-        """Wait until it has said `count` events of a kind; returns the last of them."""
-        wait_until(lambda: len(self.of(kind)) >= count or self.process.poll() is not None, what=f"{kind} event")
-        assert len(self.of(kind)) >= count, (
-            f"ended with {self.process.poll()}: {self.events[-3:]} {self.stderr[-2000:]}"
-        )
-        return self.of(kind)[count - 1]
-
-    def wait(self) -> int:
-        """Wait for its end; returns the exit status."""
-        return self.process.wait(timeout=600)
-
-    def ranks(self) -> list[psutil.Process]:
-        """The rank processes that it, or its fork server, has now, by rank."""
-        with suppress(psutil.NoSuchProcess):
-            children = psutil.Process(self.process.pid).children()
-            titles = {one: " ".join(one.cmdline()) for one in children}
-            servers = [one for one, title in titles.items() if re.search("fork.server", title)]  # named so once it runs
-            forked = [one for server in servers for one in server.children()]
-            spawned = [
-                one for one, title in titles.items() if re.search(r"dlac_pipeline\.ranks\.rank|^dlac \S+ rank ", title)
-            ]
-            return sorted([*forked, *spawned], key=lambda one: one.pid)
-        return []
-
-    def signal_all(self, number: signal.Signals) -> None:
-        """Signal the supervisor and all its ranks."""
-        for pid in (self.process.pid, *(rank.pid for rank in self.ranks())):
-            with suppress(ProcessLookupError):
-                os.kill(pid, number)
-
-    def destroy(self) -> None:
-        """SIGKILL everything; a rank dies with its supervisor."""
-        self.signal_all(signal.SIGKILL)
-        self.process.wait()
-        self.stdin.close()
-
-
-def wait_until(holds: Callable[[], bool], *, what: str, within_s: float = 300.0) -> None:
-    """Poll until something holds; fail after `within_s`."""
-    deadline = time.monotonic() + within_s
-    while not holds():
-        assert time.monotonic() < deadline, f"waited {within_s:.0f} s in vain for: {what}"
-        time.sleep(0.02)
-
-
 def source_rows(start: int, count: int) -> pa.Table:
     """Rows start .. start+count-1 of the source: x is a function of row_id."""
     ids = np.arange(start, start + count)
@@ -290,6 +208,8 @@ def source_rows(start: int, count: int) -> pa.Table:
     )
 
 
+_SHARED = ("campaign", "lake", "workshop", "datasets")
+"""Fixtures of a session that train for a while: one process makes each, once."""
 _SECTIONS: dict[str, type[BaseModel]] = {
     "source": SourceSpec,
     "order": OrderSpec,
@@ -298,15 +218,23 @@ _SECTIONS: dict[str, type[BaseModel]] = {
 }
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in its own hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Soak marks on some of a test's parameters leave the others to `make test`: none on the whole test takes these along."""
+    """Group the tests of a module, and of each lakehouse that many modules read, for one process of `--dist loadgroup`."""
     for item in items:
-        values = [value for mark in item.iter_markers("parametrize") for value in mark.args[1]]
-        some = any(mark.name == "soak" for value in values for mark in getattr(value, "marks", ()))
-        if some and len(list(item.iter_markers("soak"))) > 1:
-            raise pytest.UsageError(
-                f"expected a soak mark on {item.nodeid} or on some of its parameters, found both: drop one of them"
-            )
+        _check_soak_marks(item)
+        shared = [name for name in _SHARED if name in getattr(item, "fixturenames", ())]
+        item.add_marker(pytest.mark.xdist_group((shared or [item.nodeid.partition("::")[0]])[0]))
+
+
+def _check_soak_marks(item: pytest.Item) -> None:
+    """Soak marks on some of a test's parameters leave the others to `make test`: none on the whole test takes these along."""
+    values = [value for mark in item.iter_markers("parametrize") for value in mark.args[1]]
+    some = any(mark.name == "soak" for value in values for mark in getattr(value, "marks", ()))
+    if some and len(list(item.iter_markers("soak"))) > 1:
+        raise pytest.UsageError(
+            f"expected a soak mark on {item.nodeid} or on some of its parameters, found both: drop one of them"
+        )
 
 
 @pytest.fixture

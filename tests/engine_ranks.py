@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from tests.forked import Forked
 from tests.ports import own_port
 
 PROGRAM = Path(__file__).parent / "programs" / "engine_state.py"
@@ -41,7 +42,7 @@ def run_ranks(count: int, dump: Path, **request: Any) -> Ended:
         "PYTHONPATH": str(PROGRAM.parents[2]),
     }
     ranks = [
-        subprocess.Popen(
+        Forked(
             [sys.executable, str(PROGRAM)],
             env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.DEVNULL,

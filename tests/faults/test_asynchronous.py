@@ -28,6 +28,7 @@ def check_finished(campaign: Arena, run: str, launch: Launch) -> None:
     assert campaign.losses(run)[:62] == campaign.losses("reference")[:62]
 
 
+@pytest.mark.soak
 def test_behind_training_everything_is_as_it_is_synchronously(campaign: Arena) -> None:
     """All checkpoints, rows and losses; the events and the ledger say what each phase took."""
     run = "asynchronous"

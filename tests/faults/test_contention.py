@@ -244,7 +244,7 @@ def test_a_catalog_that_is_away_costs_no_checkpoint(arena: Arena, monkeypatch: p
     check_ledger(arena.lakehouse)
 
 
-@pytest.mark.parametrize("instead", ["a folder", "nothing"])
+@pytest.mark.parametrize("instead", ["a folder", pytest.param("nothing", marks=pytest.mark.soak)])
 def test_rank_dies_while_catalog_is_away(campaign: Arena, instead: str) -> None:
     """Ranks that start while the catalog's file is gone, as on a mount that broke, wait for it, and make no new one."""
     run = f"away-{instead.replace(' ', '-')}"

@@ -44,6 +44,7 @@ def test_killed_dagster_run_is_recovered(campaign: Arena, dagster: LocalDagster)
     assert [check.event_specific_data.passed for check in checks] == [True] * 4
 
 
+@pytest.mark.soak
 def test_killed_supervisor_is_replaced_at_once(campaign: Arena, dagster: LocalDagster) -> None:
     """SIGKILL of the supervisor: its ranks exit, and the same Dagster run starts another one, which finishes exactly."""
     spec = campaign.spec("dagster-supervisor", pause_s=0.05)
@@ -62,6 +63,7 @@ def test_killed_supervisor_is_replaced_at_once(campaign: Arena, dagster: LocalDa
     assert campaign.journal(spec.run) == campaign.journal("reference")
 
 
+@pytest.mark.soak
 def test_checkpoints_are_observations_with_pictures(campaign: Arena, dagster: LocalDagster) -> None:
     """The asset's page shows step, loss and rows of each checkpoint, and in the end the loss curve."""
     spec = campaign.spec("observed", passes=1)

@@ -53,8 +53,10 @@ def test_cause_is_reported_if_rank_exits_last(campaign: Arena) -> None:
     ("changes", "code", "kind"),
     [
         ({"table": "src.nothing"}, 64, "NoSuchTable"),
-        ({"columns": ["row_id", "even"], "ragged": ["even"]}, 64, "UnsupportedColumn"),
-        ({"store": "/proc/version/store"}, 74, "StoreUnavailable"),
+        pytest.param(
+            {"columns": ["row_id", "even"], "ragged": ["even"]}, 64, "UnsupportedColumn", marks=pytest.mark.soak
+        ),
+        pytest.param({"store": "/proc/version/store"}, 74, "StoreUnavailable", marks=pytest.mark.soak),
     ],
 )
 def test_bad_input_ends_at_once(campaign: Arena, changes: dict[str, Any], code: int, kind: str) -> None:

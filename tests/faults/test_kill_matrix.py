@@ -20,41 +20,58 @@ CELLS = [
     for phase in PHASES
     if phase != "copy" or mode == "asynchronous"
 ]
-STEPS = [10, 20, 30]
+EVERY = 5
+"""Steps between two checkpoints."""
 
 
-def check_cell(campaign: Arena, engine: str, mode: str, phase: str) -> None:
-    """The first attempt dies in `phase` of the checkpoint of step 20; the second ends well, and everything agrees."""
-    run = f"killed-{engine}-{mode[:4]}-{phase}"
+def check_cell(campaign: Arena, engine: str, mode: str, *phases: str) -> None:
+    """Check a run whose attempts die in these phases, each in its second checkpoint, and whose last attempt ends well."""
+    run = f"killed-{engine}-{mode[:4]}-{'-'.join(phases) if len(phases) == 1 else 'each'}"
+    deaths = {phase: (2 + number) * EVERY for number, phase in enumerate(phases)}
+    last = (2 + len(phases)) * EVERY
+    kills = ",".join(f"{phase}@{step}" for phase, step in deaths.items())
     spec = campaign.spec(
         run,
         "train_killed.py",
-        env={"KILL": f"{phase}@20", "ENGINE": "dcp" if engine == "dcp" else "zero", "DS_ACCELERATOR": "cpu"},
+        env={"KILL": kills, "ENGINE": "dcp" if engine == "dcp" else "zero", "DS_ACCELERATOR": "cpu"},
+        preload=[] if engine == "dcp" else ["deepspeed"],
         stage=engine[-1] if engine != "dcp" else "0",
         passes=1,
-        steps=30,
+        every_steps=EVERY,
+        steps=last,
         mode=mode,
     )
     launch = campaign.launch(spec)
     assert launch.wait() == 0, launch.stderr
-    first, second = launch.of("attempt")
-    assert (first["step"], second["step"]) == (0, 20 if phase == "after-commit" else 10)
+    resumed = [step if phase == "after-commit" else step - EVERY for phase, step in deaths.items()]
+    assert [event["step"] for event in launch.of("attempt")] == [0, *resumed]
 
-    assert [row["step"] for row in campaign.lineage(run)] == STEPS
-    assert len(campaign.rows(run, "checkpoint")) == len(STEPS)
+    steps = list(range(EVERY, last + 1, EVERY))
+    assert [row["step"] for row in campaign.lineage(run)] == steps
+    assert len(campaign.rows(run, "checkpoint")) == len(steps)
     assert all(verdict.problem is None for verdict in verify_checkpoints(campaign.lakehouse, run))
     journal, reference = campaign.journal(run), campaign.journal("reference")
-    assert journal == {step: reference[step] for step in range(1, 31)}
+    assert journal == {step: reference[step] for step in range(1, last + 1)}
     assert {step: sorted(rows) for step, rows in campaign.recorded(run).items()} == {
-        last: sorted(row for step in range(last - 9, last + 1) for row in journal[step]) for last in STEPS
+        end: sorted(row for step in range(end - EVERY + 1, end + 1) for row in journal[step]) for end in steps
     }
-    tries = [
-        {(e["rank"], e["step"]): (e["rows"], e["loss"]) for e in campaign.entries(run) if e["attempt"] == attempt}
-        for attempt in (1, 2)
-    ]
-    repeated = tries[0].keys() & tries[1].keys()
-    assert {key: tries[0][key] for key in repeated} == {key: tries[1][key] for key in repeated}
-    assert (1, 20) in repeated or phase == "after-commit"
+    check_repetition(campaign, run, deaths)
+
+
+def check_repetition(campaign: Arena, run: str, deaths: dict[str, int]) -> None:
+    """Check that each attempt repeats the steps of a dead one with the same rows and losses."""
+    tries: dict[int, dict[tuple[int, int], object]] = {}
+    for entry in campaign.entries(run):
+        tries.setdefault(entry["attempt"], {})[entry["rank"], entry["step"]] = (entry["rows"], entry["loss"])
+    for attempt, (phase, step) in enumerate(deaths.items(), 1):
+        repeated = tries[attempt].keys() & tries[attempt + 1].keys()
+        assert {key: tries[attempt][key] for key in repeated} == {key: tries[attempt + 1][key] for key in repeated}
+        assert (1, step) in repeated or phase == "after-commit"
+
+
+def test_each_phase_survives_kill(campaign: Arena) -> None:
+    """Seven attempts of one run die, each in another phase of a checkpoint: no half of one is taken for a checkpoint."""
+    check_cell(campaign, "zero1", "asynchronous", *PHASES)
 
 
 @pytest.mark.soak

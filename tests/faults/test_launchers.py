@@ -149,6 +149,7 @@ def test_a_termination_url_leads_to_an_emergency_checkpoint(campaign: Arena, lau
     check_left_and_finish(campaign, launcher, run, "termination_url")
 
 
+@pytest.mark.soak
 def test_relaunch_by_torchrun_leaves_incident(campaign: Arena) -> None:
     """A rank that is killed under torchrun is an incident: who noticed, since when, what was lost, and where it resumed.
 

@@ -22,6 +22,7 @@ def test_a_failure_after_the_last_batch_is_told(campaign: Arena) -> None:
     assert campaign.rows("afterwards", "finish")
 
 
+@pytest.mark.soak
 def test_children_of_ranks_die_with_supervisor(campaign: Arena) -> None:
     """SIGKILL of the supervisor: the ranks' own children are gone as well, within 30 s."""
     launch = campaign.launch(campaign.spec("children", "has_children.py"))

@@ -37,8 +37,18 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 @pytest.mark.parametrize(
     ("how", "every_steps", "after"),
-    [("copied", 5, 2), ("moved", 5, 2), ("copied", 1, 20), ("moved", 5, 0), ("copied", 30, 1)],
-    ids=["copied over", "moved over", "metadata gone", "before its claim", "no commit due"],
+    [
+        pytest.param("copied", 5, 2, id="copied over"),
+        *(
+            pytest.param(*case, id=name, marks=pytest.mark.soak)
+            for name, case in {
+                "moved over": ("moved", 5, 2),
+                "metadata gone": ("copied", 1, 20),
+                "before its claim": ("moved", 5, 0),
+                "no commit due": ("copied", 30, 1),
+            }.items()
+        ),
+    ],
 )
 def test_live_run_reports_older_catalog(arena: Arena, how: str, every_steps: int, after: int) -> None:
     """The backup is of before or after the run's claim; the launch dies of `LedgerOlderThanStore`, with all its ranks."""

@@ -64,6 +64,7 @@ def tokens_of(arena: Arena, run: str) -> Counter[int]:
     return Counter(token for sequences in arena.journal(run).values() for each in sequences for token in each)  # type: ignore[attr-defined]  # here a "row" is a sequence
 
 
+@pytest.mark.soak
 def test_every_token_once_per_pass(packed: Arena) -> None:
     """Documents of both tables are read as often as their source has passes, without the rows that the filter drops."""
     expected: Counter[int] = Counter()

@@ -91,6 +91,7 @@ def recorded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return made
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("names", ["synced", "early"])
 def test_power_cut_keeps_invariants(recorded: Recorded, names: Names) -> None:
     """Whenever the power is cut, all that the ledger names is whole, and no acknowledged checkpoint is lost."""
@@ -102,6 +103,7 @@ def test_power_cut_keeps_invariants(recorded: Recorded, names: Names) -> None:
     assert recorded.acknowledged(recorded.disk.moments) == STEPS
 
 
+@pytest.mark.soak
 def test_training_resumes_after_cut(recorded: Recorded) -> None:
     """A run that lost its power after its first checkpoint trains to its end, and is exact."""
     moments = range(recorded.disk.moments)

@@ -82,6 +82,7 @@ def test_another_environment_is_found_out_step_by_step(campaign: Arena) -> None:
     assert production(campaign, "reference") == before
 
 
+@pytest.mark.soak
 def test_a_damaged_checkpoint_is_named_and_not_touched(campaign: Arena) -> None:
     """One flipped byte: the error says which file; it is not quarantined, that is a recovery's business."""
     folder = folder_of(campaign.lineage("reference")[-2]["manifest_uri"])

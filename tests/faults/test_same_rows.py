@@ -42,7 +42,8 @@ def test_deadly_rows_are_quarantined(arena: Arena) -> None:
     )
 
 
-@pytest.mark.parametrize("rows", [pytest.param(300, marks=pytest.mark.soak), 20])
+@pytest.mark.soak
+@pytest.mark.parametrize("rows", [300, 20])
 def test_last_deadly_rows_are_quarantined_visibly(arena: Arena, rows: int) -> None:
     """They are those of the run's last batch, or of its only one: the leg that leaves them out is committed all the same."""
     arena.table(appends=(rows,))

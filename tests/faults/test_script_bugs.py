@@ -68,6 +68,7 @@ def test_innocent_rows_are_trained_once_mended(arena: Arena) -> None:
     assert (report.rows_consumed, report.rows_quarantined) == (300, 0)
 
 
+@pytest.mark.soak
 def test_raising_row_is_quarantined(arena: Arena) -> None:
     """A row for which the script raises is left out after three attempts, and the run goes to its end without it."""
     arena.table(appends=(300,))

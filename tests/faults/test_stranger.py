@@ -143,6 +143,7 @@ def watch_sockets(on: Host, launch: Launch, *, by: Host) -> tuple[set[tuple[str,
     return found, open_to
 
 
+@pytest.mark.soak
 def test_stranger_learns_and_changes_nothing(lan: Lan, tmp_path: Path) -> None:
     """Two nodes train exactly, whatever a stranger without the key does to their store each second; it was there before, too.
 
@@ -189,6 +190,7 @@ def _check_unreadable(read: dict[str, list[str]], prefix: str, *, secrets: list[
         assert not any(secret.encode() in inside or secret in raw for secret in [*secrets, "attempt", "step"])
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("key", ["", "not the key of these nodes"])
 def test_stranger_does_not_join(lan: Lan, key: str) -> None:
     """A node without the key is told what it lacks; two nodes that have it train on in one attempt."""
@@ -206,6 +208,7 @@ def test_stranger_does_not_join(lan: Lan, key: str) -> None:
     check_exact(lan.arena, spec.run, [2], batch_size=24)
 
 
+@pytest.mark.soak
 def test_lone_node_is_unreachable(lan: Lan) -> None:
     """A run of one node, of two ranks, listens on loopback only, from its start to its end."""
     node, elsewhere = lan.host("dlac-a"), lan.host("dlac-x")

@@ -4,10 +4,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+pytestmark = pytest.mark.soak  # tests/process/test_engines.py saves the same without a run around it
 if TYPE_CHECKING:
     from tests.conftest import Arena
 
-KINDS = [("torch", "synchronous"), pytest.param("dcp", "asynchronous", marks=pytest.mark.soak)]
+KINDS = [("torch", "synchronous"), ("dcp", "asynchronous")]
 
 
 @pytest.mark.parametrize(("engine", "mode"), KINDS)

@@ -315,6 +315,11 @@ def without(which: Callable[[Row], bool], number: int = 0) -> Change:
     return change
 
 
+def in_soak(*case: Any) -> Any:
+    """Return a parameter set of `make soak`, for a case whose check `make test` proves by another case."""
+    return pytest.param(*case, marks=pytest.mark.soak)
+
+
 def is_advance(row: Row) -> bool:
     """Whether a row is an advance."""
     return bool(row["kind"] == "advance")

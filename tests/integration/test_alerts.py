@@ -27,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # Dagster's own libraries war
 CONSOLIDATED = {"module": "dagster._core.storage.event_log", "class": "ConsolidatedSqliteEventLogStorage"}
 
 
-@pytest.fixture(params=["sharded", "consolidated"])
+@pytest.fixture(params=["sharded", pytest.param("consolidated", marks=pytest.mark.soak)])
 def instance(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[dg.DagsterInstance]:
     """A Dagster instance with a database for each run, as by default, and one with a database for all, as PostgreSQL is."""
     folder = tmp_path / "dagster"

@@ -9,7 +9,16 @@ from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.audit.lakehouse_sql import open_audit
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import Row
-from tests.integration.audit_runs import Change, changed, is_advance, rows_named, unchanged, until_step, without
+from tests.integration.audit_runs import (
+    Change,
+    changed,
+    in_soak,
+    is_advance,
+    rows_named,
+    unchanged,
+    until_step,
+    without,
+)
 from tests.integration.conftest import Lake
 
 
@@ -71,21 +80,21 @@ def is_second_checkpoint(row: Row) -> bool:
     ("change", "problem"),
     [
         (changed(is_advance, rows_consumed=1), "consumed, "),
-        (changed(is_advance, rows_consumed=None), "found nothing consumed"),
+        in_soak(changed(is_advance, rows_consumed=None), "found nothing consumed"),
         (changed(is_advance, rows_dead=500), "dead rows in positions 0 to"),
-        (changed(is_advance, position_end=10**9), "expected positions within 0 to"),
+        in_soak(changed(is_advance, position_end=10**9), "expected positions within 0 to"),
         (changed(is_advance, block=999), "expected the block in the table slices"),
-        (changed(is_advance, cut_id="nowhere"), "expected the block in the table slices"),
+        in_soak(changed(is_advance, cut_id="nowhere"), "expected the block in the table slices"),
         (changed(is_advance, first_step=3), "of steps 1 to 8, found 32 of steps 3 to 8"),
-        (changed(is_advance, last_step=6), "in steps 1 to 8, found them in steps 1 to 6"),
+        in_soak(changed(is_advance, last_step=6), "in steps 1 to 8, found them in steps 1 to 6"),
         (changed(is_advance, applied=False), "expected rows of 0 steps that were not applied, found 32"),
         (
             lambda rows: [row for row in rows if row["step"] != 16 or not is_advance(row)],
             "expected advances of checkpoint",
         ),
         (without(is_second_checkpoint), "before it in the ledger, found none"),
-        (changed(is_second_checkpoint, skipped_steps=1), "expected 8 steps from"),
-        (changed(is_second_checkpoint, seq=999), "expected one append per seq from 1 to 999"),
+        in_soak(changed(is_second_checkpoint, skipped_steps=1), "expected 8 steps from"),
+        in_soak(changed(is_second_checkpoint, seq=999), "expected one append per seq from 1 to 999"),
         (without(lambda row: row["kind"] == "leg"), "expected one row of leg 0"),
         (
             lambda rows: changed(
@@ -95,7 +104,7 @@ def is_second_checkpoint(row: Row) -> bool:
             "after 3 passes of src.t, found 2",
         ),
         (without(lambda row: row["kind"] == "checkpoint", -1), "among the checkpoints, found no such checkpoint"),
-        (changed(lambda row: row["kind"] == "finish", step=1), "expected the run to finish at step"),
+        in_soak(changed(lambda row: row["kind"] == "finish", step=1), "expected the run to finish at step"),
     ],
 )
 def test_a_contradiction_in_the_ledger_is_found(lake: Lake, change: Change, problem: str) -> None:
@@ -114,13 +123,13 @@ def has_dead_rows(row: Row) -> bool:
     ("slices", "problem"),
     [
         (without(lambda row: row["slice"] == 3), "live rows of"),
-        (changed(has_dead_rows, live_rows=1), "live rows in slice"),
-        (changed(lambda row: row["slice"] == 1, first_row=-1), "inside unit"),
+        in_soak(changed(has_dead_rows, live_rows=1), "live rows in slice"),
+        in_soak(changed(lambda row: row["slice"] == 1, first_row=-1), "inside unit"),
         (changed(lambda row: row["slice"] == 1, base=0), "of its block, found it at row 0"),
-        (changed(lambda row: row["slice"] == 1, a_inv=2), "expected a_inv to be the inverse"),
-        (changed(lambda row: row["slice"] == 1, block_rows=7), "expected one permutation of"),
+        in_soak(changed(lambda row: row["slice"] == 1, a_inv=2), "expected a_inv to be the inverse"),
+        in_soak(changed(lambda row: row["slice"] == 1, block_rows=7), "expected one permutation of"),
         (lambda rows: [*rows, {**rows[0], "key_group": 7, "slice": 99}], "in one slice, found them in two"),
-        (changed(lambda row: row["slice"] == 1, plan_id="nowhere"), "expected plan nowhere once"),
+        in_soak(changed(lambda row: row["slice"] == 1, plan_id="nowhere"), "expected plan nowhere once"),
     ],
 )
 def test_slices_outside_plan_are_found(lake: Lake, slices: Change, problem: str) -> None:

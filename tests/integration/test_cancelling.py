@@ -124,9 +124,9 @@ def found(instance: dg.DagsterInstance, run_id: str) -> dg.DagsterRun:
     ("end", "status", "how"),
     [
         (terminate, dg.DagsterRunStatus.CANCELED, ""),
-        (terminate, dg.DagsterRunStatus.CANCELED, "storage away"),
-        (force_terminate, dg.DagsterRunStatus.CANCELED, ""),
-        (give_up, dg.DagsterRunStatus.FAILURE, ""),
+        pytest.param(terminate, dg.DagsterRunStatus.CANCELED, "storage away", marks=pytest.mark.soak),
+        pytest.param(force_terminate, dg.DagsterRunStatus.CANCELED, "", marks=pytest.mark.soak),
+        pytest.param(give_up, dg.DagsterRunStatus.FAILURE, "", marks=pytest.mark.soak),
     ],
 )
 def test_ended_run_exits_without_code_server(
@@ -144,7 +144,7 @@ def test_ended_run_exits_without_code_server(
     assert found(instance, run_id).status == status
 
 
-@pytest.mark.parametrize("how", ["interrupted before", "another process"])
+@pytest.mark.parametrize("how", [pytest.param("interrupted before", marks=pytest.mark.soak), "another process"])
 def test_foreign_process_is_not_interrupted(arena: Arena, instance: dg.DagsterInstance, how: str) -> None:
     """Dagster's own interruption came through: the trainer takes its last checkpoint and is not disturbed at it."""
     run_id = dagster_run(instance, arena, "r")
@@ -189,6 +189,7 @@ def test_drain_works_without_code_server(arena: Arena, instance: dg.DagsterInsta
         assert (run.status, run_tag(run, PREEMPTED_TAG)) == (dg.DagsterRunStatus.CANCELED, "moved")
 
 
+@pytest.mark.soak
 def test_drain_names_remaining_runs(arena: Arena, instance: dg.DagsterInstance) -> None:
     """It does not say that the machine is empty while it cannot know; what a person has cancelled before stays theirs."""
     starts, cancelled = dagster_run(instance, arena, "starts", started=False), dagster_run(instance, arena, "cancelled")

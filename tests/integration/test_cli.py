@@ -18,13 +18,17 @@ import pytest
 from dlac_pipeline.cli import main
 from jobs.demo import MARKER, empty_home
 from tests.conftest import Arena
+from tests.forked import Forked
 
 DLAC = Path(sys.executable).parent / "dlac"
 
 
 def dlac(*arguments: str, home: Path) -> subprocess.CompletedProcess[str]:
     """Run one command on the lakehouse in `home`."""
-    return subprocess.run([str(DLAC), *arguments, "--home", str(home)], capture_output=True, text=True, check=False)
+    command = [str(DLAC), *arguments, "--home", str(home)]
+    with Forked(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        said, failed = process.communicate()
+    return subprocess.CompletedProcess(command, process.returncode, said, failed)
 
 
 class Command:
@@ -172,8 +176,8 @@ def test_the_demo_without_dagster_names_the_extra(monkeypatch: pytest.MonkeyPatc
 
 def test_the_demo_explains_its_own_options() -> None:
     """`dlac demo --help` is the demo's help."""
-    shown = subprocess.run([str(DLAC), "demo", "--help"], capture_output=True, text=True, check=True).stdout
-    assert "--report" in shown
+    with Forked([str(DLAC), "demo", "--help"], stdout=subprocess.PIPE, text=True) as shown:
+        assert "--report" in shown.communicate()[0]
 
 
 def test_the_version_is_that_of_the_package(here: Command) -> None:
@@ -239,7 +243,7 @@ def test_output_is_whole_in_pipe(arena: Arena) -> None:
     assert head in in_terminal(80, "checkpoints", "r", "--home", str(arena.home))
 
 
-@pytest.mark.parametrize("more", [(), ("--json",)])
+@pytest.mark.parametrize("more", [(), pytest.param(("--json",), marks=pytest.mark.soak)])
 def test_unwritable_output_is_one_line(arena: Arena, more: tuple[str, ...]) -> None:
     """A full disk behind standard output is told as that; a standard output that was closed is nobody's."""
     command = [str(DLAC), "sql", "SELECT 1", *more, "--home", str(arena.home)]

@@ -22,6 +22,7 @@ from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.operations.fork import fork_run
 from dlac_pipeline.supervise.liveness.run_lock import run_lock
 from tests.conftest import wait_until
+from tests.forked import Forked
 from tests.integration.test_cli import DLAC, Command, dlac
 
 if TYPE_CHECKING:
@@ -126,7 +127,7 @@ def test_watch_waits_for_starting_run(arena: Arena) -> None:
         return [json.loads(line) for line in lines if line.endswith("\n")]
 
     with log.open("wb") as stream:
-        watching = subprocess.Popen(command, stdout=stream, stderr=subprocess.PIPE, start_new_session=True)
+        watching = Forked(command, stdout=stream, stderr=subprocess.PIPE, start_new_session=True)
     try:
         wait_until(lambda: bool(looks()), what="a look at nothing")
         assert (looks()[0]["state"], str(home) in looks()[0]["waits_for"]) == ("waiting", True)
@@ -200,7 +201,14 @@ def test_commands_are_grouped_with_examples(here: Command) -> None:
         assert f"$ dlac {name}" in here(name, "--help").stdout
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["status", "r"], ["runs"], ["status", "r", "--json"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["status", "r"],
+        *(pytest.param(each, marks=pytest.mark.soak) for each in (["runs"], ["status", "r", "--json"])),
+    ],
+)
 def test_looking_imports_no_training_library(runs_of_one: Arena, arguments: list[str]) -> None:
     """A command that only looks starts without what trains, what asks SQL, and what draws."""
     left = {

@@ -78,7 +78,7 @@ def test_live_launch_elsewhere_is_not_fenced(arena: Arena, spec: JobSpec) -> Non
     assert [row["attempt"] for row in arena.rows("r", "claim")] == [1, 2]
 
 
-@pytest.mark.parametrize("how", ["lost", "replaced"])
+@pytest.mark.parametrize("how", [pytest.param("lost", marks=pytest.mark.soak), "replaced"])
 def test_lost_launch_delays_nobody_else(arena: Arena, spec: JobSpec, how: str) -> None:
     """The machine was lost, and a person starts the run again; or a recovery names the attempt that it replaces."""
     with machine(arena):
@@ -145,6 +145,7 @@ def test_ended_attempt_is_not_alive(arena: Arena, spec: JobSpec) -> None:
     look(arena, following)
 
 
+@pytest.mark.soak
 def test_clock_ahead_fences_no_healthy_run(arena: Arena, spec: JobSpec) -> None:
     """This node's clock is an hour ahead; steps of the other launch are seen, in a folder that both share."""
     lost_after(arena, 120.0)

@@ -68,6 +68,7 @@ def test_copied_lakehouse_leaves_original_alone(trained: Arena, tmp_path: Path) 
     assert all(folder.startswith(copy.as_uri()) for folder in folders)
 
 
+@pytest.mark.soak
 def test_copy_recovers_in_its_own_places(arena: Arena, tmp_path: Path) -> None:
     """The job spec of the last launch is found in the copy, and names the copy's lakehouse and store."""
     arena.table(appends=(100,))

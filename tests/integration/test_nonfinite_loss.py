@@ -124,6 +124,7 @@ with dlac.training_run(sys.argv[1]) as run:
 """
 
 
+@pytest.mark.soak
 def test_other_ranks_verdict_is_recorded(arena: Arena) -> None:
     """Without a supervisor rank 0 records that the run is given up, also if the NaN is in the weights of rank 1."""
     arena.table(appends=(600,))

@@ -92,7 +92,7 @@ def test_second_takeover_steps_aside_first(arena: Arena) -> None:
     assert not list((arena.home / "checkpoints" / "twice").glob("launch*"))
 
 
-@pytest.mark.parametrize("claimant", ["dead", "another"])
+@pytest.mark.parametrize("claimant", [pytest.param("dead", marks=pytest.mark.soak), "another"])
 def test_late_claim_of_dead_run_is_replaced(arena: Arena, claimant: str) -> None:
     """Its machine had been stopped when it was given up, and went on then: nobody would recover the run a second time."""
     arena.table(appends=(64,))

@@ -91,7 +91,11 @@ def test_a_changed_transform_is_refused(arena: Arena, script: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "program", ["dlac_pipeline.launchers.supervisor_process", "dlac_pipeline.launchers.node_process"]
+    "program",
+    [
+        "dlac_pipeline.launchers.supervisor_process",
+        pytest.param("dlac_pipeline.launchers.node_process", marks=pytest.mark.soak),
+    ],
 )
 def test_what_a_transform_prints_is_no_event(arena: Arena, tmp_path: Path, program: str) -> None:
     """Supervisors import it; what it prints, and what a library writes to its descriptor, goes to standard error."""

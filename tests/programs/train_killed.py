@@ -1,9 +1,9 @@
-"""train_deepspeed or train_fsdp2, of which one rank kills itself in one phase of one checkpoint of the run's first attempt.
+"""train_deepspeed or train_fsdp2, of which one rank kills itself in one phase of one checkpoint of each of the first attempts.
 
-$KILL is PHASE@STEP. copy, write, sync and vote kill the last rank: behind the copy of its first file, when half of a file
-is written, before the first file is durable, before its vote is sent. manifest, before-commit, after-commit kill the coordinator:
-when the manifest has its bytes but not its name, and around the ledger's commit. $ENGINE is dcp or zero,
-of which param `stage` says the stage.
+$KILL is a list of PHASE@STEP, one for each attempt. Phases copy, write, sync and vote kill the last rank: after the copy of
+its first file, when half of a file is written, before the first file is durable, before its vote is sent. Phases manifest,
+before-commit and after-commit kill the coordinator: when the manifest has its bytes but not its name, and around the ledger's
+commit. $ENGINE is dcp or zero, of which param `stage` is the stage.
 """
 
 import os
@@ -17,9 +17,9 @@ from dlac_pipeline.checkpoint.collectives import RankTree
 from dlac_pipeline.checkpoint.commit import coordinator as committing
 from dlac_pipeline.checkpoint.stage import copies, durable_writer
 
-PHASE, STEP = os.environ["KILL"].split("@")
-_due = False
-"""Whether the checkpoint in question is under way in this process."""
+KILLS = [kill.split("@") for kill in os.environ["KILL"].split(",")]
+_due = ""
+"""The phase in which this attempt dies, while the checkpoint in question is under way in this process."""
 
 
 def die() -> NoReturn:
@@ -38,33 +38,40 @@ def noting(real: Any) -> Any:
 
     def stage_name(*args: Any, attempt: int, step: int, **rest: Any) -> Any:
         global _due  # noqa: PLW0603 - a program, not a library
-        _due = attempt == 1 and step == int(STEP)
+        phase, killed_at = KILLS[attempt - 1] if attempt <= len(KILLS) else ("", 0)
+        _due = phase if step == int(killed_at) else ""
         return real(*args, attempt=attempt, step=step, **rest)
 
     return stage_name
 
 
-def before(real: Any) -> Any:
-    """Die instead."""
+def before(phase: str) -> Callable[[Any], Any]:
+    """Die instead, in a phase."""
 
-    def replaced(*args: Any, **rest: Any) -> Any:
-        if _due:
-            die()
-        return real(*args, **rest)
+    def dying(real: Any) -> Any:
+        def replaced(*args: Any, **rest: Any) -> Any:
+            if _due == phase:
+                die()
+            return real(*args, **rest)
 
-    return replaced
+        return replaced
+
+    return dying
 
 
-def after(real: Any) -> Any:
-    """Die when it is done."""
+def after(phase: str) -> Callable[[Any], Any]:
+    """Die when it is done, in a phase."""
 
-    def replaced(*args: Any, **rest: Any) -> Any:
-        done = real(*args, **rest)
-        if _due:
-            die()
-        return done
+    def dying(real: Any) -> Any:
+        def replaced(*args: Any, **rest: Any) -> Any:
+            done = real(*args, **rest)
+            if _due == phase:
+                die()
+            return done
 
-    return replaced
+        return replaced
+
+    return dying
 
 
 def halfway(real: Any) -> Any:
@@ -72,7 +79,7 @@ def halfway(real: Any) -> Any:
 
     def write_state(state: Any, path: Path, **rest: Any) -> Any:
         written = real(state, path, **rest)
-        if _due:
+        if _due == "write":
             os.truncate(path, path.stat().st_size // 2)
             die()
         return written
@@ -84,7 +91,7 @@ def unnamed(real: Any) -> Any:
     """Die with the content under its temporary name."""
 
     def write_durably(path: Path, content: bytes) -> None:
-        if _due:
+        if _due == "manifest":
             path.with_name(f"{path.name}.tmp-{os.getpid()}").write_bytes(content)
             die()
         real(path, content)
@@ -93,24 +100,17 @@ def unnamed(real: Any) -> Any:
 
 
 def sabotage() -> None:
-    """Arrange for this rank's death, if it is the one."""
+    """Arrange for this rank's deaths."""
     replace(manager, "stage_name", noting)
-    last = int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
-    coordinator = os.environ["RANK"] == "0"
-    if last and PHASE == "copy":
-        replace(copies.Copies, "write", after)
-    if last and PHASE == "write":
+    if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
+        replace(copies.Copies, "write", after("copy"))
         replace(durable_writer, "write_state", halfway)
-    if last and PHASE == "sync":
-        replace(durable_writer, "sync_file", before)
-    if last and PHASE == "vote":
-        replace(RankTree, "gather", before)
-    if coordinator and PHASE == "manifest":
+        replace(durable_writer, "sync_file", before("sync"))
+        replace(RankTree, "gather", before("vote"))
+    if os.environ["RANK"] == "0":
         replace(committing, "write_durably", unnamed)
-    if coordinator and PHASE == "before-commit":
-        replace(committing, "commit_checkpoint", before)
-    if coordinator and PHASE == "after-commit":
-        replace(committing, "commit_checkpoint", after)
+        replace(committing, "commit_checkpoint", before("before-commit"))
+        replace(committing, "commit_checkpoint", after("after-commit"))
 
 
 def main() -> None:

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.figures import Figure
-from benchmarks.gpu import PARTS
 from benchmarks.gpu_parts.loading import loading_figures
-from benchmarks.gpu_parts.machine import PROGRAMS
 from benchmarks.gpu_parts.page import page_of
 
 _ON_CPU = {
@@ -87,49 +81,3 @@ def test_loading_compares_pairs() -> None:
     assert (values["plain_over_plain"], values["plain_over_plain_spread"]) == (1.0, 0.25)
     assert values["host_waits_for_batch"] == pytest.approx(10.0)
     assert not figures["loading_batches_differing"].holds
-
-
-def test_kernels_are_named() -> None:
-    """Of an operation that has no deterministic implementation on the CPU either."""
-    code = (
-        "import json, torch, gpu_kernels\n"
-        "pooled, at = torch.nn.functional.max_pool1d(torch.rand(1, 1, 8), 2, return_indices=True)\n"
-        "print(json.dumps(gpu_kernels.name_kernels(lambda: torch.nn.functional.max_unpool1d(pooled, at, 2))))\n"
-        "print(torch.are_deterministic_algorithms_enabled())"
-    )
-    said = subprocess.run([sys.executable, "-c", code], cwd=PROGRAMS, capture_output=True, text=True, check=True)
-    names, enabled = said.stdout.splitlines()
-    assert json.loads(names) == ["max_unpooling2d_forward_out"]
-    assert enabled == "False"
-
-
-def test_parts_run_on_cpu(tmp_path: Path) -> None:
-    """The program that a machine with an accelerator runs, in two of its parts; `make soak` runs all."""
-    out = tmp_path / "gpu.json"
-    command = [sys.executable, "-m", "benchmarks.gpu", "--quick", "--out", str(out)]
-    only = ["--only", "kernels", "--only", "loading"]
-    done = subprocess.run([*command, *only], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    last = json.loads(done.stdout.splitlines()[-1])
-    assert last["benchmark"] == "gpu"
-    assert last["figures"]["loading_batches_differing"] == {"value": 0, "unit": "batches", "bar": "<= 0", "holds": True}
-    kept = json.loads(out.read_text())
-    assert kept["figures"] == last["figures"]
-    assert kept["machine"]["device"] == last["device"]
-    assert f"`{last['device']}`" in page_of(kept)
-
-
-@pytest.mark.soak
-def test_all_parts_run_on_cpu(tmp_path: Path) -> None:
-    """Every part, the demo killed and recovered with the same losses; the page has all of them."""
-    out = tmp_path / "gpu.json"
-    command = [sys.executable, "-m", "benchmarks.gpu", "--quick", "--out", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    kept = json.loads(out.read_text())
-    assert not kept["failed"]
-    if kept["machine"]["device"] == "cpu":
-        took = {name for name in kept["figures"] if name.endswith("_took_s")}
-        assert took == {f"{part}_took_s" for part in PARTS if part != "demo-default"}
-    assert kept["figures"]["demo_recoveries_deterministic"]["value"] >= 1
-    assert "?" not in page_of(kept)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -131,13 +132,21 @@ COMMANDS = [
 ]
 
 
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Arena]:
+    """A lakehouse with a claim of run "night-3" and its job spec. No command of these tests changes it."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        arena = Arena(tmp_path_factory.mktemp("begun") / "home", monkeypatch)
+        claim(Ledger(arena.lakehouse), "night-3", nonce="n", replaces=0, detail={})
+        (arena.home / "job.json.yaml").write_text(arena.spec("night-3").model_dump_json())
+        yield arena
+
+
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 @pytest.mark.parametrize(("run", "error"), [("nigth-3", NoSuchRun), ("../../x", SpecInvalid), ("a\nb", SpecInvalid)])
-def test_command_creates_nothing(arena: Arena, command: list[str], run: str, error: type[Exception]) -> None:
+def test_command_creates_nothing(begun: Arena, command: list[str], run: str, error: type[Exception]) -> None:
     """A command that needs a run and finds none names close ones; it makes no row, no folder and no file."""
-    claim(Ledger(arena.lakehouse), "night-3", nonce="n", replaces=0, detail={})
-    job = arena.home / "job.json.yaml"
-    job.write_text(arena.spec("night-3").model_dump_json())
+    arena, job = begun, begun.home / "job.json.yaml"
     before = sorted(path for path in arena.home.parent.rglob("*") if "catalog.db" not in path.name)
     said = {"RUN": run, "SPEC": str(job), "w.safetensors": str(arena.home / "w.safetensors")}
     arguments = [said.get(word, word) for word in command]

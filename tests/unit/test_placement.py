@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import yaml
-from kubernetes_validate import validate
 
 from dlac_pipeline.checkpoint.commit.local_copies import holders_of, node_name, nodes_with_newest
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
@@ -168,6 +167,8 @@ def test_pending_job_drops_holders(monkeypatch: pytest.MonkeyPatch, near: list[s
 
 def test_pods_prefer_holders() -> None:
     """The scheduler of Kubernetes puts pods on these nodes if it can, beside what the user prefers."""
+    from kubernetes_validate import validate  # seconds, for every process that collects tests
+
     mine = {"weight": 1, "preference": {"matchExpressions": [{"key": "zone", "operator": "Exists"}]}}
     rule = {"affinity": {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [mine]}}}
     request = request_on_kubernetes(mounts=[HOST_MOUNT], pod={"spec": rule})

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,20 +11,15 @@ from dlac_pipeline.supervise.ranks.rank_logs import LogBound, LogReader, cut_mid
 from tests.conftest import wait_until
 
 BOUND = 2**20
-WRITES = """
-import os, sys
-count, rest = int(sys.argv[1]), sys.argv[2].encode()
-for line in range(count):
-    os.write(1, b"line %09d %s\\n" % (line, rest))
-os.write(1, b"ValueError: the end\\n")
-"""
 
 
 def write_beside_bound(log: Path, count: int, rest: str = "x" * 80) -> None:
-    """Have another process append so many lines to a log that is bounded meanwhile."""
+    """Append so many lines to a log, a write for each, while a thread keeps the log within its bound."""
     bound = LogBound({0: log, 1: log.with_name("never-written")}, BOUND)
-    with log.open("ab") as stream:
-        subprocess.run([sys.executable, "-c", WRITES, str(count), rest], stdout=stream, check=True)
+    with log.open("ab", buffering=0) as stream:
+        for line in range(count):
+            stream.write(b"line %09d %s\n" % (line, rest.encode()))
+        stream.write(b"ValueError: the end\n")
     bound.close()
     bound.close()
 

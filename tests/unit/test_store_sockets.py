@@ -152,7 +152,7 @@ def test_earlier_store_is_no_news(when: str) -> None:
     with meeting(earlier.port) as (leader, follower):
         leader.announce("resume", {"step": 7})
         wait_until(lambda: follower.announced("resume") is not None, what="the announcement")
-        for _ in range(12):
+        for _ in range(6):
             _note(earlier, written)
             time.sleep(0.5)
         leader.end_run({"ending": "stopped"})
@@ -169,7 +169,7 @@ def test_earlier_store_is_no_news(when: str) -> None:
 
     with meeting(later.port, on_tick=replay if when == "before the round" else lambda: None) as (leader, follower):
         rounds_ = [round_of(beat) for beat in (leader, follower)]
-        for _ in range(16):
+        for _ in range(8):  # for longer than `node_timeout_s`
             replay()
             time.sleep(0.5)
             assert [(beat.cut_off, beat.end, beat.refused) for beat in (leader, follower)] == [(False, None, "")] * 2

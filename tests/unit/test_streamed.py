@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import resource
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -55,25 +51,3 @@ def test_nothing_is_written_over(tmp_path: Path) -> None:
     with pytest.raises(FileExistsError):
         write_state({}, tmp_path / "state.pt")
     assert (tmp_path / "state.pt").read_bytes() == b"mine"
-
-
-_FILLS_UP = """
-import resource, sys
-from pathlib import Path
-import torch
-from dlac_pipeline.checkpoint.stage.streamed_file import write_state
-resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), resource.RLIM_INFINITY))
-try:
-    write_state([torch.ones(5 << 20), torch.ones(5 << 20)], Path(sys.argv[1]))
-except OSError as err:
-    print(type(err).__name__, err.errno)
-"""
-
-
-@pytest.mark.parametrize("room", [0, 10 << 20, 40 << 20])
-def test_a_file_that_cannot_grow_is_an_oserror(tmp_path: Path, room: int) -> None:
-    """At the first byte, in the middle of a tensor and in the last part: never torch's RuntimeError about a position."""
-    assert resource.getrlimit(resource.RLIMIT_FSIZE)[1] == resource.RLIM_INFINITY
-    program = [sys.executable, "-c", _FILLS_UP, str(tmp_path / "state.pt"), str(room)]
-    done = subprocess.run(program, capture_output=True, text=True, check=True, timeout=120)
-    assert done.stdout.split() == ["OSError", str(errno.EFBIG)]

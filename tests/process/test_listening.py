@@ -28,8 +28,15 @@ def listening(launch: Launch) -> Iterator[tuple[str, int]]:
                         yield each.laddr.ip, each.laddr.port
 
 
-@pytest.mark.parametrize("program", ["train_tiny.py", "train_groups.py"])
-@pytest.mark.parametrize("start", ["fork", "spawn"])
+@pytest.mark.parametrize(
+    ("program", "start"),
+    [
+        ("train_tiny.py", "fork"),
+        pytest.param("train_tiny.py", "spawn", marks=pytest.mark.soak),
+        pytest.param("train_groups.py", "fork", marks=pytest.mark.soak),
+        pytest.param("train_groups.py", "spawn", marks=pytest.mark.soak),
+    ],
+)
 def test_run_listens_on_loopback(arena: Arena, program: str, start: str) -> None:
     """The ranks' store and their connections are on loopback, also where the script makes the process group."""
     arena.table()

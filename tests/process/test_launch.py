@@ -33,6 +33,7 @@ from dlac_pipeline.supervise.ranks.local_ranks import Exit, RankGroup
 from dlac_pipeline.supervise.ranks.start_ranks import RankStarter
 from tests.conftest import wait_until
 
+STARTS = ["fork", pytest.param("spawn", marks=pytest.mark.soak)]
 SLEEPS = "import time\ntime.sleep(60)\n"
 LEAVES = """
 import signal, sys, time
@@ -97,7 +98,7 @@ def runs(pid: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize("start", ["fork", "spawn"])
+@pytest.mark.parametrize("start", STARTS)
 def test_signals_to_all_reach_ranks(tmp_path: Path, start: str) -> None:
     """Who ends a process tree signals the fork server, too: the ranks leave in good order."""
     with started(spec_of(tmp_path, LEAVES, start=start), tmp_path) as ranks:
@@ -117,7 +118,7 @@ def test_signals_to_all_reach_ranks(tmp_path: Path, start: str) -> None:
         assert all(map(runs, [process.pid for process in between]))
 
 
-@pytest.mark.parametrize("start", ["fork", "spawn"])
+@pytest.mark.parametrize("start", STARTS)
 def test_processes_have_titles(tmp_path: Path, start: str) -> None:
     """`ps` shows each rank with its run, and the fork server."""
     with started(spec_of(tmp_path, LEAVES, start=start), tmp_path, ranks=2) as ranks:
@@ -153,6 +154,7 @@ Path(sys.argv[0]).with_suffix(".found").write_text(repr(found))
     assert "True" not in forked
 
 
+@pytest.mark.soak
 def test_dead_server_is_the_reason(tmp_path: Path) -> None:
     """Ranks that it has not started have no log, and the failure names that of the server."""
     (tmp_path / "own_library.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)")
@@ -183,7 +185,7 @@ def test_long_log_is_read_at_end(tmp_path: Path) -> None:
     assert peak_bytes < 2**22
 
 
-@pytest.mark.parametrize("start", ["fork", "spawn"])
+@pytest.mark.parametrize("start", STARTS)
 def test_log_of_talkative_rank_is_bounded(tmp_path: Path, start: str) -> None:
     """Its last words stay, however it was started, and the record of its exception."""
     script = "import os\nfor _ in range(300):\n    os.write(1, b'x' * 10**5 + b'\\n')\nraise ValueError('the end')"
@@ -214,8 +216,11 @@ THREAD = "import threading, time\nthreading.Thread(target=time.sleep, args=(60,)
 
 @pytest.mark.parametrize(
     ("library", "found"),
-    [("raise RuntimeError('no such device')", "no such device"), (THREAD, "threads"), (None, "ModuleNotFoundError")],
-    ids=["raises", "begins a thread", "missing"],
+    [
+        pytest.param("raise RuntimeError('no such device')", "no such device", id="raises", marks=pytest.mark.soak),
+        pytest.param(THREAD, "threads", id="begins a thread"),
+        pytest.param(None, "ModuleNotFoundError", id="missing", marks=pytest.mark.soak),
+    ],
 )
 def test_unusable_preload_is_refused(tmp_path: Path, library: str | None, found: str) -> None:
     """The failure names the module and what to do."""
@@ -294,23 +299,25 @@ def test_stopped_server_does_not_matter(tmp_path: Path) -> None:
 
 
 ENDS = """
-import atexit, sys, threading, time
+import atexit, os, sys, threading, time
 from pathlib import Path
-ended = Path(__file__).with_name("ended")
+rank = os.environ["RANK"]
+ended = Path(__file__).with_name(f"ended-{rank}")
 atexit.register(lambda: ended.write_text(ended.read_text() + " exit"))
 threading.Thread(target=lambda: (time.sleep(0.2), ended.write_text("thread"))).start()
 """
 
 
-@pytest.mark.parametrize("start", ["fork", "spawn"])
-@pytest.mark.parametrize(("end", "code"), [("", 0), ("sys.exit()", 0), ("sys.exit(7)", 7), ("sys.exit('why')", 1)])
-def test_scripts_end_as_in_python(tmp_path: Path, start: str, end: str, code: int) -> None:
-    """Its threads are waited for, its exit functions run, and its exit status is the rank's."""
-    with started(spec_of(tmp_path, ENDS + end, start=start), tmp_path) as ranks:
-        wait_until(ranks.all_exited, what="the rank's end")
-        assert [failure.code for failure in ranks.failures()] == [code] * (code > 0), ranks.log_end(0)
-        assert ("why" in ranks.log_end(0)["log_tail"]) == ("why" in end)
-    assert (tmp_path / "ended").read_text() == "thread exit"
+@pytest.mark.parametrize("start", STARTS)
+def test_scripts_end_as_in_python(tmp_path: Path, start: str) -> None:
+    """The threads of a script are waited for, its exit functions run, and its exit status is the rank's."""
+    ends = {"pass": 0, "sys.exit()": 0, "sys.exit(7)": 7, "sys.exit('why')": 1}
+    with started(spec_of(tmp_path, f"{ENDS}exec({list(ends)}[int(rank)])", start=start), tmp_path, ranks=4) as ranks:
+        wait_until(ranks.all_exited, what="the end of the ranks")
+        failed = {failure.rank: failure.code for failure in ranks.failures()}
+        assert failed == {rank: code for rank, code in enumerate(ends.values()) if code}, ranks.log_end(0)
+        assert ["why" in ranks.log_end(rank)["log_tail"] for rank in range(4)] == [False] * 3 + [True]
+    assert [(tmp_path / f"ended-{rank}").read_text() for rank in range(4)] == ["thread exit"] * 4
 
 
 @pytest.mark.parametrize("start", ["fork", "spawn"])
@@ -344,7 +351,7 @@ assert os.read(0, 1) == b""
         assert ranks.failures() == [], ranks.log_end(0)
 
 
-@pytest.mark.parametrize("start", ["fork", "spawn"])
+@pytest.mark.parametrize("start", STARTS)
 def test_stop_during_start_starts_nothing(tmp_path: Path, start: str) -> None:
     """No rank begins after the group was ended, and the stop does not wait for imports."""
     (tmp_path / "slow_library.py").write_text("import time\ntime.sleep(5)")
@@ -390,7 +397,7 @@ time.sleep(60)
 """
 
 
-@pytest.mark.parametrize("start", ["fork", "spawn"])
+@pytest.mark.parametrize("start", STARTS)
 def test_everything_ends_with_supervisor(tmp_path: Path, start: str) -> None:
     """A rank that is stopped ends with a killed supervisor, what it has started as well, and the fork server.
 

@@ -83,7 +83,7 @@ def test_unrunnable_script_is_not_relaunched(arena: Arena) -> None:
     [
         (SCRIPT, "in a step", "at step 17"),
         pytest.param(SCRIPT, "exits", "at step 17", marks=pytest.mark.soak),
-        (SILENT, "", "run.restore"),
+        pytest.param(SILENT, "", "run.restore", marks=pytest.mark.soak),
         pytest.param("", "", "exit status 0 at step 0", marks=pytest.mark.soak),
     ],
     ids=["in a step", "exits", "keeps an error to itself", "never touches DLAC"],
@@ -97,6 +97,7 @@ def test_a_script_that_ends_otherwise_has_failed(arena: Arena, script: str, leav
     assert [row["step"] for row in arena.rows("r", "checkpoint")] == ([10] if leaves else [])
 
 
+@pytest.mark.soak
 @pytest.mark.filterwarnings("ignore")  # Dagster's own libraries warn of each other
 def test_left_run_materializes_no_model(arena: Arena, tmp_path: Path) -> None:
     """The run fails by name, and no sensor is to launch it again."""

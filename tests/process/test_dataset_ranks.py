@@ -19,6 +19,7 @@ import torch
 from dlac_pipeline.dataset import open_dataset
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
+from tests.forked import Forked
 
 ROOT = Path(__file__).parents[2]
 SETTINGS: dict[str, Any] = {"table": "src.t", "columns": ["tokens"], "length": 16, "batch_size": 8, "key_groups": 2}
@@ -94,7 +95,7 @@ def run(folder: Path, world_size: int, workers: int, program: str = PROGRAM, **s
         env = {**os.environ, "PYTHONPATH": str(ROOT)}
         said = [str(folder), str(workers), json.dumps({**SETTINGS, **settings}), str(rank), str(world_size), store]
         command = [sys.executable, "-c", program, *said]
-        ranks.append(subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True))
+        ranks.append(Forked(command, env=env, stderr=subprocess.PIPE, text=True))
     errors = [rank.communicate(timeout=200)[1] for rank in ranks]
     if any(rank.returncode for rank in ranks):
         raise RuntimeError("\n".join(errors))

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from typing import Any
 
+import pytest
 import yaml
 
 from dlac_pipeline.lakehouse.errors import LossNotFinite
@@ -44,6 +45,7 @@ def test_device_run_is_identical(arena: Arena) -> None:
     assert len(losses[1]) == len(expected) == 19
 
 
+@pytest.mark.soak
 def test_next_attempt_waits_for_losses(arena: Arena) -> None:
     """Until its first checkpoint: what the device reports late would be blamed on the rows of a later step."""
     arena.table(appends=(600,))
@@ -55,6 +57,7 @@ def test_next_attempt_waits_for_losses(arena: Arena) -> None:
     assert found["waited"] == [True] * 5 + [False] * 9
 
 
+@pytest.mark.soak
 def test_device_nan_stops_run(arena: Arena) -> None:
     """The head is the checkpoint before the first such loss, which is found before the next one."""
     arena.table(appends=(600,))
@@ -66,6 +69,7 @@ def test_device_nan_stops_run(arena: Arena) -> None:
     assert LossNotFinite.__name__ in status["gave_up"]
 
 
+@pytest.mark.soak
 def test_device_loader_is_identical(arena: Arena) -> None:
     """Order and contents, with and without workers, of batches and of what a function makes of them."""
     arena.table(appends=(600,))

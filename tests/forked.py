@@ -1,0 +1,195 @@
+"""Programs that tests start without waiting for their imports: each is forked from a process that has imported the libraries.
+
+`Forked` is used as `subprocess.Popen` is, for a command of Python. The program is a process of its own: with its own arguments,
+environment, streams and session, and with the test as its parent. A test about imports, or about the interpreter's options,
+starts a new Python.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import gc
+import importlib
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from setproctitle import setproctitle
+
+_IMPORTS = (
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.elastic.multiprocessing.api",
+    "dlac_pipeline.train.training_run",
+    "dlac_pipeline.dataset",
+    "dlac_pipeline.elastic.agent",
+    "dlac_pipeline.launchers.serve",
+    "dlac_pipeline.cli.main",
+)
+_PR_SET_CHILD_SUBREAPER = 36
+_LOCK = threading.Lock()
+
+
+class Forked(subprocess.Popen[Any]):
+    """A program of Python, forked. Arguments that name options of the interpreter other than -c and -m are not supported."""
+
+    def _execute_child(self, args: Sequence[str], *rest: Any) -> None:
+        """Take the place of Popen's own method: `rest` are its other arguments, of which these are used."""
+        cwd, env = rest[4:6]
+        reads, _, _, writes, _, says = rest[9:15]
+        streams = [own if own != -1 else shared for own, shared in zip((reads, writes, says), range(3), strict=True)]
+        self.pid = _fork([*map(os.fspath, args)], env=env, cwd=cwd, new_session=rest[20], streams=streams)
+        self._child_created = True
+        self._close_pipe_fds(*rest[9:15])  # type: ignore[attr-defined]  # Popen's own, without a type
+
+
+def _fork(
+    arguments: list[str], *, env: Mapping[str, str] | None, cwd: str | None, new_session: bool, streams: list[int]
+) -> int:
+    """Have a program forked, and return its process id. Its parent is this process."""
+    request = {
+        "arguments": arguments[1:] if arguments[0] == sys.executable else arguments,
+        "environment": dict(os.environ if env is None else env),
+        "folder": os.fspath(cwd or Path.cwd()),
+        "new_session": new_session,
+    }
+    with _LOCK:
+        _adopt_orphans(True)
+        try:
+            server = _server()
+            socket.send_fds(server, [json.dumps(request).encode()], streams)
+            return int(server.recv(100))
+        finally:
+            _adopt_orphans(False)
+
+
+def _adopt_orphans(yes: bool) -> None:
+    """Become the parent of children's children that are left alone, or stop to."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(yes), 0, 0, 0)
+
+
+@cache
+def _server() -> socket.socket:
+    """Start the process that forks, once. It ends with this one."""
+    mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    mine.settimeout(120)
+    # Neither OpenMP nor OpenBLAS may begin threads before the fork.
+    alone = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
+    command = [sys.executable, "-m", "tests.forked", str(its.fileno())]
+    process = subprocess.Popen(command, env={**os.environ, **alone}, pass_fds=[its.fileno()], start_new_session=True)
+    its.close()
+    process.returncode = 0  # it is never waited for
+    return mine
+
+
+def _serve(requests: socket.socket) -> dict[str, Any]:
+    """Fork once for each request. Return in each program, with its request; the server itself never returns."""
+    while True:
+        content, streams, _, _ = socket.recv_fds(requests, 1 << 20, 3)
+        if not content:
+            os._exit(0)
+        reads, writes = os.pipe()
+        between = os.fork()
+        if between == 0:
+            program = os.fork()
+            if program == 0:
+                os.close(reads)
+                os.close(writes)
+                requests.close()
+                return {**json.loads(content), "streams": streams}
+            os.write(writes, str(program).encode())
+            os._exit(0)
+        os.waitpid(between, 0)  # from now on the program is a child of the test
+        os.close(writes)
+        requests.send(os.read(reads, 100))
+        for stream in (reads, *streams):
+            os.close(stream)
+
+
+def _become(request: dict[str, Any]) -> None:
+    """Take the program's session, folder, environment and streams."""
+    if request["new_session"]:
+        os.setsid()
+    os.chdir(request["folder"])
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    sys.path[:0] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    for target, stream in enumerate(request["streams"]):
+        os.dup2(stream, target)
+        os.close(stream)
+    sys.stdin = open(0)  # noqa: SIM115 - as long as the program
+    for target, name in enumerate(("stdout", "stderr"), 1):
+        stream = open(target, "w", encoding="utf-8", buffering=1 if os.isatty(target) or target == 2 else -1)  # noqa: SIM115
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+
+
+def _run(arguments: list[str]) -> None:
+    """Run the program as a new Python would."""
+    setproctitle(" ".join([sys.executable, *arguments]))
+    first, *others = arguments
+    if first == "-c":
+        sys.argv = ["-c", *others[1:]]
+        sys.path.insert(0, "")
+        exec(compile(others[0], "<string>", "exec"), vars(sys.modules["__main__"]))
+    elif first == "-m":
+        sys.argv = others
+        sys.path.insert(0, "")
+        runpy.run_module(others[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = arguments
+        sys.path.insert(0, str(Path(first).parent))
+        runpy.run_path(first, run_name="__main__")
+
+
+def main() -> None:
+    """Import, and serve the requests that come through a socket."""
+    for name in _IMPORTS:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
+    request = _serve(socket.socket(fileno=int(sys.argv[1])))
+    _become(request)
+    os._exit(_status_of(lambda: _run(request["arguments"])))
+
+
+def _status_of(program: Callable[[], None]) -> int:
+    """Run a program to its end, and return its exit status.
+
+    The interpreter does not end itself: it would report what the imports of other programs have left behind.
+    """
+    status: object = 0
+    try:
+        program()
+    except SystemExit as ended:
+        status = ended.code or 0
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    if not isinstance(status, int):
+        print(status, file=sys.stderr)
+        status = 1
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads, as multiprocessing has it
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    return status
+
+
+if __name__ == "__main__":
+    main()
