@@ -31,7 +31,7 @@ from benchmarks.recovery_lab.training import PROGRAMS, RANKS, job, make_source, 
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger.recoveries import Recovery, recoveries_of
 from dlac_pipeline.spec.job_spec import parse_spec
-from jobs.local_dagster import LocalDagster
+from examples.demo.local_dagster import LocalDagster
 
 _DAEMON = "daemon"
 _SIDES = ("dlac", "bare", _DAEMON)

@@ -11,8 +11,8 @@ from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.dagster.failures import RUN_TAG
 from dlac_pipeline.dagster.heartbeat import beats_of
 from dlac_pipeline.spec.job_spec import JobSpec
+from examples.demo.local_dagster import LiveRun, LocalDagster
 from jobs.definitions import defs
-from jobs.local_dagster import LiveRun, LocalDagster
 from tests.conftest import Arena, wait_until
 
 

@@ -20,7 +20,7 @@ from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
 from dlac_pipeline.spec.job_spec import JobSpec, parse_spec, read_spec
 from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.supervise.supervisor import Supervisor
-from jobs.local_dagster import LiveRun
+from examples.demo.local_dagster import LiveRun
 
 _KILL_AT = 0.5
 """Share of the run's steps after which a rank is killed."""

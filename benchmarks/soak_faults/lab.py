@@ -22,7 +22,7 @@ from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
 from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
 from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.supervise.supervisor import Supervisor
-from jobs.local_dagster import LocalDagster
+from examples.demo.local_dagster import LocalDagster
 
 RUNS = 2
 """That train beside each other: one with synchronous checkpoints, one with asynchronous ones."""

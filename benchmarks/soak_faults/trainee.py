@@ -14,7 +14,7 @@ from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import Row, checkpoint_rows
 from dlac_pipeline.spec.job_spec import JobSpec
-from jobs.local_dagster import LiveRun
+from examples.demo.local_dagster import LiveRun
 
 Entry = dict[str, Any]
 

@@ -63,13 +63,13 @@ def demo(context: typer.Context) -> None:
     if importlib.util.find_spec("dagster") is None:
         raise BadInput('expected Dagster, which the demo runs on, found none: pip install "dlac-pipeline[dagster]"')
     checkout = Path(__file__).resolve().parents[2]
-    if not (checkout / "jobs" / "demo.py").is_file():
+    if not (checkout / "examples" / "demo" / "main_job.py").is_file():
         raise BadInput(
             f"expected a checkout of DLAC, found an installed package in {str(checkout)!r}: run its `make demo`"
         )
-    # A folder named jobs in the working directory is another project's, so that -P leaves it out.
+    # A folder named examples in the working directory is another project's, so that -P leaves it out.
     paths = os.pathsep.join(filter(None, (str(checkout), os.environ.get("PYTHONPATH"))))
-    command = [sys.executable, "-P", "-m", "jobs.demo", *context.args]
+    command = [sys.executable, "-P", "-m", "examples.demo.main_job", *context.args]
     os.execve(sys.executable, command, {**os.environ, "PYTHONPATH": paths})
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from jobs.local_dagster import LocalDagster
+from examples.demo.local_dagster import LocalDagster
 from tests.conftest import Arena
 
 

@@ -11,7 +11,7 @@ from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.dagster.assets.training import POOL
 from dlac_pipeline.dagster.failures import NO_RECOVERY_TAG
 from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
-from jobs.local_dagster import LiveRun, LocalDagster
+from examples.demo.local_dagster import LiveRun, LocalDagster
 from tests.conftest import Arena, wait_until
 from tests.dagster_runs import events_of, gone, job_config, runs_that_recover, sensor_ticks, wait_for_step
 

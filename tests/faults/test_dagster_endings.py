@@ -15,7 +15,7 @@ from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.dagster.failures import NO_RECOVERY_TAG, PREEMPTED_TAG, STEPPED_ASIDE_TAG
 from dlac_pipeline.supervise.liveness.launch_liveness import is_lock_held
 from dlac_pipeline.supervise.liveness.run_lock import lock_path
-from jobs.local_dagster import LiveRun, LocalDagster
+from examples.demo.local_dagster import LiveRun, LocalDagster
 from tests.conftest import Arena, wait_until
 from tests.dagster_runs import check_healed, events_of, gone, job_config, runs_that_recover, sensor_ticks, trained_to
 

@@ -8,7 +8,7 @@ import dagster as dg
 import psutil
 import pytest
 
-from jobs.local_dagster import LiveRun, LocalDagster
+from examples.demo.local_dagster import LiveRun, LocalDagster
 from tests.conftest import Arena, wait_until
 from tests.dagster_runs import check_healed, events_of, gone, trained_to
 

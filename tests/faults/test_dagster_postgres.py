@@ -8,7 +8,7 @@ import dagster as dg
 import pytest
 
 from dlac_pipeline.audit.audit import audit_run
-from jobs.local_dagster import LocalDagster
+from examples.demo.local_dagster import LocalDagster
 from tests.conftest import Arena
 from tests.dagster_runs import events_of, runs_that_recover, trained_to
 from tests.postgres_server import needs_postgres, postgres

@@ -16,7 +16,7 @@ import duckdb
 import pytest
 
 from dlac_pipeline.cli import main
-from jobs.demo import MARKER, empty_home
+from examples.demo.main_job import MARKER, empty_home
 from tests.conftest import Arena
 from tests.forked import Forked
 

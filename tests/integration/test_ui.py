@@ -10,7 +10,7 @@ from pathlib import Path
 import dagster as dg
 import pytest
 
-from jobs.local_dagster import LiveRun, LocalDagster
+from examples.demo.local_dagster import LiveRun, LocalDagster
 from tests.browser import Page, browsing
 from tests.conftest import Arena, wait_until
 from tests.dagster_runs import job_config, sensor_ticks, wait_for_step

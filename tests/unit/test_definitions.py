@@ -16,8 +16,8 @@ from dlac_pipeline.dagster.resources import LakehouseResource
 from dlac_pipeline.dagster.training_runs import TrainingRunCoordinator, raw_spec_of
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.spec.job_spec import JobSpec
+from examples.demo.local_dagster import SETTINGS
 from jobs.definitions import defs
-from jobs.local_dagster import SETTINGS
 
 ON = ("recovery_sensor", "preemption_sensor", "lost_run_sensor")
 OFF_SENSORS = (

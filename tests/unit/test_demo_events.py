@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import dagster as dg
 
-from jobs.demo_events import RunEvents, describe, rows_of_plan
+from examples.demo.events import RunEvents, describe, rows_of_plan
 
 CHECKPOINT: dict[str, str | int | float] = {"run": "r", "step": 20, "loss": 5.5, "rows": 5120, "checkpoint_id": "c"}
 

@@ -1,4 +1,4 @@
-"""The main job on real input, through Dagster, with faults: `python -m jobs.demo` (`make demo`, `dlac demo`).
+"""The main job on real input, through Dagster, with faults: `python -m examples.demo.main_job` (`make demo`, `dlac demo`).
 
 1. Ingest and tokenize the standard library's sources.
 2. Train a reference run without faults, and the same plan as another run beside it. SIGKILL one of its ranks in the middle
@@ -28,12 +28,12 @@ from dlac_pipeline.lakehouse.errors import BadInput, DlacError, SpecInvalid, Tra
 from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.lakehouse.ledger.recoveries import Recovery
 from dlac_pipeline.spec.job_spec import JobSpec, read_spec
+from examples.demo.local_dagster import WORKSPACE, LiveRun, LocalDagster
+from examples.demo.runs import Fault, FollowedRun, Screen, Training, check_success
 from jobs.definitions import defs
-from jobs.demo_runs import Fault, FollowedRun, Screen, Training, check_success
-from jobs.local_dagster import WORKSPACE, LiveRun, LocalDagster
 
 REFERENCE, FAULTY = "demo-reference", "demo-faulty"
-JOB = Path(__file__).resolve().parent.parent / "examples" / "gpt" / "job.toml"
+JOB = Path(__file__).resolve().parent.parent / "gpt" / "job.toml"
 MARKER = ".dlac-demo"
 """Written into the demo's home: only a folder that has it is ever emptied."""
 KILL_RANK_AT, KILL_DAGSTER_RUN_AT = 0.3, 0.6

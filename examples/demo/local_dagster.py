@@ -27,8 +27,9 @@ from dlac_pipeline.elastic.ranks.rank import pid_of
 from dlac_pipeline.lakehouse.errors import TrainingFailed
 from dlac_pipeline.supervise.liveness.heartbeat import RankHeartbeat, read_heartbeat
 
-WORKSPACE = Path(__file__).resolve().parent.parent / "workspace.yaml"
-SETTINGS = Path(__file__).with_name("dagster.yaml")
+_CHECKOUT = Path(__file__).resolve().parents[2]
+WORKSPACE = _CHECKOUT / "workspace.yaml"
+SETTINGS = _CHECKOUT / "jobs" / "dagster.yaml"
 """Settings of a Dagster instance for DLAC, for people to copy."""
 _POLL_S = 0.25
 _ENDS_WITHIN_S = 2.0

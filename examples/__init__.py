@@ -1,0 +1,1 @@
+"""Programs that show DLAC: a GPT, the quickstart, and the demo."""
