@@ -193,7 +193,7 @@ def test_failed_ranks_have_not_just_exited(pair: Machines) -> None:
 
     def reported() -> bool:
         failed[:] = pair.fleet.failures()
-        return pair.crews[LEADER].message_of(1).get("exited", False)
+        return bool(pair.crews[LEADER].message_of(1).get("exited", False))
 
     pair.say(1)
     wait_until(reported, what="the other node's report")
