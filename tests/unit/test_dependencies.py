@@ -6,7 +6,6 @@ import ast
 import importlib
 import pkgutil
 import re
-import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -55,8 +54,8 @@ PRIVATE_NAMES = {
 
 
 def _trees() -> Iterator[ast.Module]:
-    listed = subprocess.run(["git", "ls-files", *_OURS], cwd=_ROOT, capture_output=True, text=True, check=True).stdout
-    yield from (ast.parse((_ROOT / name).read_text()) for name in listed.splitlines() if name.endswith(".py"))
+    for folder in _OURS:
+        yield from (ast.parse(file.read_text()) for file in sorted((_ROOT / folder).rglob("*.py")))
 
 
 def _defined_names(tree: ast.AST) -> set[str]:
@@ -130,13 +129,9 @@ def test_private_names_bound_versions(distribution: str) -> None:
 
 def test_messages_name_existing_extras() -> None:
     """The name `dlac` belongs to another project: what the product says to install is an extra of `dlac-pipeline`."""
-    listed = subprocess.run(
-        ["git", "grep", "-hEo", "pip install [^ `]*dlac[^ `)]*", "--", "dlac_pipeline", "docs", "README.md"],
-        cwd=_ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    named = {re.sub(r"pip install ['\\\"]*", "", line).rstrip("'\\\"") for line in listed.stdout.splitlines()}
+    files = [file for folder in ("dlac_pipeline", "docs") for file in (_ROOT / folder).rglob("*.*")]
+    texts = [file.read_text() for file in [*files, _ROOT / "README.md"] if file.suffix in (".py", ".md")]
+    found = [line for text in texts for line in re.findall(r"pip install [^ `\n]*dlac[^ `)\n]*", text)]
+    named = {re.sub(r"pip install ['\\\"]*", "", line).rstrip("'\\\"") for line in found}
     assert named <= {f"{_PROJECT['name']}[{extra}]" for extra in _PROJECT["optional-dependencies"]}
     assert f"{_PROJECT['name']}[dagster]" in named
