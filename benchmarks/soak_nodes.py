@@ -186,7 +186,7 @@ def _account_of(network: Network, spec: JobSpec) -> dict[str, Figure]:
     """Return what holds of the run at its end, beside a run of one rank without faults."""
     arena = network.arena
     undisturbed = {"nodes": "", "world_size": 1, "pause_s": 0, "every_steps": 100}
-    alone = job(arena, "alone", batch_size=BATCH, passes=spec.order.passes, **undisturbed)
+    alone = job(arena, "alone", batch_size=BATCH, passes=spec.passes_of(spec.sources[0]), **undisturbed)
     launch = arena.launch(alone)
     if launch.wait() != 0:
         raise RuntimeError(f"expected the undisturbed run to finish, found {launch.stderr[-2000:]}")

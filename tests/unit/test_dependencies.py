@@ -16,7 +16,7 @@ import pytest
 import dlac_pipeline
 
 _ROOT = Path(__file__).parents[2]
-_OURS = ("catalog", "dlac_pipeline", "assets", "jobs")
+_OURS = ("catalog", "dlac_pipeline", "assets", "jobs", "examples")
 _PROJECT = tomllib.loads((_ROOT / "pyproject.toml").read_text())["project"]
 _PRIVATE = re.compile(r"_[^_]")
 PRIVATE_NAMES = {
