@@ -17,7 +17,7 @@ from dlac_pipeline.elastic.ranks.rank_share import Share
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.liveness.heartbeat import HeartbeatFile, Phase, read_record
 from dlac_pipeline.supervise.ranks.local_ranks import RankGroup
-from dlac_pipeline.supervise.ranks.start_ranks import RankStarter
+from dlac_pipeline.supervise.ranks.rank_starter import RankStarter
 
 _STUB = Path(__file__).with_name("stub_rank.py")
 

@@ -15,7 +15,7 @@ from dlac_pipeline.launchers.protocol import Launcher, launcher_for
 from dlac_pipeline.launchers.signals import on_ending_signals
 from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.supervise.claims import launcher_of
-from dlac_pipeline.supervise.ranks.start_ranks import RankStarter
+from dlac_pipeline.supervise.ranks.rank_starter import RankStarter
 
 
 def serve(request: Request, starter: RankStarter, orchestrator: Orchestrator) -> int:

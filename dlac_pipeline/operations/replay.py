@@ -22,7 +22,7 @@ from dlac_pipeline.supervise.claim import ResumePoint
 from dlac_pipeline.supervise.failure import first_cause
 from dlac_pipeline.supervise.liveness.hang_detector import HangDetector
 from dlac_pipeline.supervise.ranks.local_ranks import RankGroup
-from dlac_pipeline.supervise.ranks.start_ranks import RankStarter
+from dlac_pipeline.supervise.ranks.rank_starter import RankStarter
 
 _POLL_S = 0.05
 

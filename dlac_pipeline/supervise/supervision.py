@@ -18,7 +18,7 @@ from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.supervise.ranks.rank_events import Event
-from dlac_pipeline.supervise.ranks.start_ranks import RankStarter
+from dlac_pipeline.supervise.ranks.rank_starter import RankStarter
 from dlac_pipeline.supervise.retry_policy import retry_within_s
 
 

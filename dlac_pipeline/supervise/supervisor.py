@@ -36,7 +36,7 @@ from dlac_pipeline.supervise.failure import Failure, planned_end
 from dlac_pipeline.supervise.follower_attempt import AttemptVerdict, FollowerAttempt
 from dlac_pipeline.supervise.policies.restart import RestartPolicy
 from dlac_pipeline.supervise.ranks.rank_events import Ending, Event
-from dlac_pipeline.supervise.ranks.start_ranks import RankStarter
+from dlac_pipeline.supervise.ranks.rank_starter import RankStarter
 from dlac_pipeline.supervise.supervision import Supervision, connect_run
 from dlac_pipeline.supervise.takeover import Takeover
 

@@ -17,7 +17,7 @@ from dlac_pipeline.supervise.attempt import SupervisedAttempt
 from dlac_pipeline.supervise.choose_leg import RESUME
 from dlac_pipeline.supervise.failure import planned_end
 from dlac_pipeline.supervise.policies.restart import RestartPolicy
-from dlac_pipeline.supervise.ranks.start_ranks import RankStarter
+from dlac_pipeline.supervise.ranks.rank_starter import RankStarter
 from dlac_pipeline.supervise.supervision import Supervision
 
 if TYPE_CHECKING:

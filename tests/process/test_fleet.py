@@ -17,7 +17,7 @@ from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
 from dlac_pipeline.supervise.liveness.heartbeat import HeartbeatFile, Phase, RankHeartbeat
 from dlac_pipeline.supervise.ranks.all_ranks import LEAVE, LOST, REQUESTS_REPORTS, AllRanks, report_of
 from dlac_pipeline.supervise.ranks.local_ranks import RankGroup
-from dlac_pipeline.supervise.ranks.start_ranks import RankStarter
+from dlac_pipeline.supervise.ranks.rank_starter import RankStarter
 from tests.conftest import wait_until
 from tests.crews import rounds, silence
 

@@ -30,7 +30,7 @@ from dlac_pipeline.lakehouse.errors import TrainingFailed
 from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
 from dlac_pipeline.supervise.ranks import local_ranks
 from dlac_pipeline.supervise.ranks.local_ranks import Exit, RankGroup
-from dlac_pipeline.supervise.ranks.start_ranks import RankStarter
+from dlac_pipeline.supervise.ranks.rank_starter import RankStarter
 from tests.conftest import wait_until
 
 STARTS = ["fork", pytest.param("spawn", marks=pytest.mark.soak)]
@@ -380,7 +380,7 @@ def test_one_stop_leaves_other_ranks(tmp_path: Path) -> None:
 SUPERVISOR = """
 import json, sys, time
 from pathlib import Path
-from dlac_pipeline.supervise.ranks.start_ranks import RankStarter
+from dlac_pipeline.supervise.ranks.rank_starter import RankStarter
 from dlac_pipeline.elastic.ranks.addresses import free_port
 from dlac_pipeline.elastic.ranks.rank_share import Share
 from dlac_pipeline.spec.job_spec import parse_spec

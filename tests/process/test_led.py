@@ -22,7 +22,8 @@ from dlac_pipeline.supervise.choose_leg import RESUME as GOES_ON
 from dlac_pipeline.supervise.claim import ResumePoint
 from dlac_pipeline.supervise.follower_attempt import AttemptVerdict, FollowerAttempt
 from dlac_pipeline.supervise.ranks.all_ranks import STOP, AllRanks
-from dlac_pipeline.supervise.ranks.start_ranks import RankStarter, start_local_ranks
+from dlac_pipeline.supervise.ranks.rank_starter import RankStarter
+from dlac_pipeline.supervise.ranks.start_ranks import start_local_ranks
 from dlac_pipeline.supervise.supervision import Supervision
 from tests.conftest import wait_until
 from tests.crews import rounds, silence
