@@ -21,32 +21,32 @@ class RecoverySettings(Section):
 
     wait_for_old_launch_s: float = Field(
         default=30.0,
-        description="Seconds that a recovery gives the launch before it to leave, behind a checkpoint; then it is fenced off.",
+        description="Seconds that the earlier launch has to exit after a checkpoint, before a recovery fences it off.",
         ge=0,
         le=LONGEST_WAIT_S,
     )
     gone_after_s: float = Field(
         default=5.0,
-        description="Seconds for which a run's process must be seen to be gone, on this machine, before its run is failed.",
+        description="Seconds for which the process of a run must have ended, on this node, before its run is failed.",
         ge=0,
         le=LONGEST_WAIT_S,
     )
     outage_s: float = Field(
         default=86_400.0,
-        description="Seconds for which recoveries that end because the catalog or the checkpoint store is away are not counted "
-        "as recoveries without progress: one is requested after another until it is back.",
+        description="Seconds in which recoveries that end because the catalog or the checkpoint store is unavailable do not "
+        "count as recoveries without progress. They are requested until it is available.",
         ge=0,
         le=LONGEST_S,
     )
     lost_after_s: float = Field(
         default=LOST_AFTER_S,
-        description="Seconds without a heartbeat after which a run is lost, although its process is there, or is elsewhere.",
+        description="Seconds without a heartbeat after which a run is lost, if its process still exists or is on another node.",
         gt=0,
         le=LONGEST_WAIT_S,
     )
     start_within_s: float = Field(
         default=600.0,
-        description="Seconds that a run's process on this machine gets for its first heartbeat, as long as it is there.",
+        description="Seconds that a living process of a run on this node has until its first heartbeat.",
         gt=0,
         le=LONGEST_WAIT_S,
     )
@@ -57,21 +57,21 @@ class AlertSettings(Section):
 
     command: list[str] = Field(
         default_factory=list,
-        description="Program and arguments that are given each alert, as JSON on standard input; empty: alerts are only logged.",
+        description="Program and arguments that receive each alert, as JSON on standard input. Empty: alerts are only logged.",
     )
     timeout_s: float = Field(
         default=30.0,
-        description="Seconds that it may take; 50 at most, as a tick of Dagster's may take 60.",
+        description="Seconds that the program may take. At most 50, because a tick of Dagster may take 60.",
         gt=0,
         le=50,
     )
 
 
 class Settings(Section):
-    """All of it."""
+    """All settings of the file."""
 
     recovery: RecoverySettings = Field(default=RecoverySettings(), description="Bounds of global recovery.")
-    alerts: AlertSettings = Field(default=AlertSettings(), description="Who is told.")
+    alerts: AlertSettings = Field(default=AlertSettings(), description="Receivers of alerts.")
 
 
 def settings_or_defaults(log: logging.Logger) -> Settings:

@@ -43,10 +43,10 @@ class LakehouseConfig(BaseModel):
     )
     uri: str = Field(
         default="",
-        description="Address of the catalog; empty: an SQLite file in the home folder ($DLAC_HOME, else .dlac).",
+        description="Address of the catalog. Empty: an SQLite file in the home folder ($DLAC_HOME, or .dlac).",
     )
     warehouse: str = Field(
-        default="", description="Folder or bucket of the tables; empty: a folder in the home folder."
+        default="", description="Folder or bucket of the tables. Empty: a folder in the home folder."
     )
     name: str = Field(default="dlac", description="Name of the catalog, as pyiceberg and SQL engines see it.")
     namespace: str = Field(default="dlac", description="Namespace of DLAC's own tables (plans, consumption, ...).")

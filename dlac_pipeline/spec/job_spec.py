@@ -30,53 +30,53 @@ class SourceSpec(Section):
     """Source of rows."""
 
     table: str = Field(description="The Iceberg table to train from, as namespace.table.")
-    name: str = Field(default="", description="Name of the source in audits and messages; empty: the table's.")
+    name: str = Field(default="", description="Name of the source in audits and messages. Empty: the table's.")
     snapshot_id: int | None = Field(
         default=None,
-        description="Snapshot to pin; unset: the current one when the plan is made.",
+        description="Snapshot to pin. Unset: the current snapshot when the plan is made.",
         ge=-(2**63),
         lt=2**63,
     )
     columns: list[str] = Field(description="Columns that become tensors, in this order.")
     row_filter: str | None = Field(
-        default=None, description='Rows to read, as an SQL condition, e.g. "length > 10"; unset: all.'
+        default=None, description='Rows to read, as an SQL condition, e.g. "length > 10". Unset: all rows.'
     )
     exclude: list[str] = Field(
         default_factory=list,
-        description="Rows to leave out, each an SQL condition; may be extended later, with a new leg.",
+        description="Rows to exclude, each an SQL condition. More can be added later, with a new leg.",
     )
     weight: float = Field(
-        default=1.0, description="Share of the samples in a mixture, beside other weights.", gt=0, le=1e9
+        default=1.0, description="Share of the samples in a mixture, relative to the other weights.", gt=0, le=1e9
     )
     passes: int | None = Field(
         default=None,
-        description="Passes before the source leaves the mixture; 0: again and again until the run ends; unset: order.passes.",
+        description="Passes before the source leaves the mixture. 0: repeated until the run ends. Unset: order.passes.",
         ge=0,
         le=1_000_000,
     )
     follow: Literal["pinned", "appends"] = Field(
         default="pinned",
-        description='"pinned": the planned snapshot. "appends": every launch continues with the rows appended since, in '
-        "one pass, and keeps what does not fill a batch for the next.",
+        description='"pinned": read the planned snapshot. "appends": each launch also reads the rows that were appended since, '
+        "in one pass. Rows that do not fill a batch wait for the next launch.",
     )
     on_overwrite: Literal["stop", "read", "ignore"] = Field(
         default="stop",
-        description="Policy of a following source for overwritten rows: stop with an error, read new rows, or ignore.",
+        description="Policy of a following source for overwritten rows: stop with an error, read new rows, or ignore them.",
     )
     identity_columns: list[str] = Field(
         default_factory=list,
-        description="Columns that name a row for ever: tell rows apart after the table was rewritten.",
+        description="Columns that identify a row, also after the table was rewritten.",
     )
     pin: Literal["tag", "none"] = Field(
         default="tag",
-        description='"tag": keep the snapshot alive by an Iceberg tag; "none": for a table that may only be read. Then the run '
-        "is exact until the snapshot is expired, and stops afterwards.",
+        description='"tag": an Iceberg tag protects the snapshot from expiry. "none": for a table without write access. The run '
+        "is then exact until the snapshot expires, and stops afterwards.",
     )
     nullable: list[str] = Field(
-        default_factory=list, description='Columns whose nulls read as zeros, beside a bool tensor "<name>.valid".'
+        default_factory=list, description='Columns whose nulls read as zeros, with a bool tensor "<name>.valid".'
     )
     ragged: list[str] = Field(
-        default_factory=list, description='List columns of varying length: flat values beside "<name>.offsets".'
+        default_factory=list, description='List columns of varying length: flat values, with "<name>.offsets".'
     )
     transform: str = Field(
         default="",
@@ -143,13 +143,13 @@ class OrderSpec(Section):
     )
     batch_size: int = Field(description="Samples in one global batch (B), over all ranks.", ge=1, le=2**24)
     key_groups: int = Field(
-        default=16, description="Virtual readers (G, max_parallelism): fixed for the run; divides B.", ge=1, le=65_536
+        default=16, description="Virtual readers (G, max_parallelism). Fixed for the run. G divides B.", ge=1, le=65_536
     )
     block_slices: int = Field(default=4, description="Slices that a key group shuffles together (S).", ge=1, le=65_536)
-    shuffle: bool = Field(default=True, description="Shuffle units and rows; false: the table's own order.")
+    shuffle: bool = Field(default=True, description="Shuffle units and rows. False: the order of the table.")
     passes: int = Field(default=1, description="Passes over the plan before the run is finished.", ge=1, le=1_000_000)
     steps: int | None = Field(
-        default=None, description="Optimizer steps after which the run ends at the latest.", ge=1, le=MOST_STEPS
+        default=None, description="Greatest number of optimizer steps of the run. Unset: no bound.", ge=1, le=MOST_STEPS
     )
 
     @model_validator(mode="after")
@@ -166,28 +166,26 @@ class SequenceSpec(Section):
     """Conversion of documents to sequences. Without a length every row is a sample."""
 
     length: int = Field(
-        default=0, description="Tokens in a sequence (T); 0: rows are samples, nothing is packed.", ge=0, le=2**24
+        default=0, description="Tokens in a sequence (T). 0: rows are samples and are not packed.", ge=0, le=2**24
     )
     column: str = Field(
         default="", description="Column of text, or of lists of tokens, after the transform. Empty: the first column."
     )
     tokenizer: str = Field(default="", description="For text: a tokenizer.json, or a transformers tokenizer by name.")
-    begin_token: str = Field(default="", description="Token put before each document; empty: none.")
-    end_token: str = Field(default="", description="Token put after each document. Empty: none.")
-    begin_id: int | None = Field(default=None, description="As begin_token, by number.", ge=0, lt=2**31)
-    end_id: int | None = Field(default=None, description="As end_token, by number.", ge=0, lt=2**31)
-    pad_id: int = Field(
-        default=0, description="Token in the empty places of the last sequences of a run.", ge=0, lt=2**31
-    )
+    begin_token: str = Field(default="", description="Token to put before each document. Empty: none.")
+    end_token: str = Field(default="", description="Token to put after each document. Empty: none.")
+    begin_id: int | None = Field(default=None, description="Number of the token before each document.", ge=0, lt=2**31)
+    end_id: int | None = Field(default=None, description="Number of the token after each document.", ge=0, lt=2**31)
+    pad_id: int = Field(default=0, description="Token that fills the last sequences of a run.", ge=0, lt=2**31)
 
 
 class ReadSpec(Section):
     """Reading of each rank. It does not change which rows are read."""
 
-    threads: int = Field(default=2, description="Threads of a rank that decode ahead.", ge=1, le=1024)
+    threads: int = Field(default=2, description="Threads of a rank that decode in advance.", ge=1, le=1024)
     budget_mb: int = Field(
         default=1024,
-        description="Megabytes of decoded blocks that a rank may hold; the blocks being read must fit.",
+        description="Megabytes of decoded blocks that a rank may keep. The blocks that are being read must fit.",
         ge=1,
         le=2**24,
     )
@@ -198,7 +196,7 @@ class CheckpointSpec(Section):
 
     store: str = Field(
         default="",
-        description="Folder of the checkpoints, or an address such as s3://bucket/path; empty: that of `local`, else "
+        description="Folder of the checkpoints, or an address such as s3://bucket/path. Empty: the folder `local`, or "
         "checkpoints/ in the home folder.",
     )
     store_properties: dict[str, str] = Field(
@@ -207,74 +205,74 @@ class CheckpointSpec(Section):
     )
     store_deadline_s: float = Field(
         default=120.0,
-        description="Seconds for which a request that the store fails is tried again.",
+        description="Seconds for which a failed request to the store is retried.",
         ge=0,
         le=LONGEST_WAIT_S,
     )
     local: str = Field(
         default="",
-        description="Local folder in which checkpoints are made before they are copied to the store, and ranks keep their logs; "
-        "empty: the store if that is a folder, else checkpoints/ in the home folder.",
+        description="Local folder in which ranks make checkpoints before they are copied to the store, and keep their logs. "
+        "Empty: the store if it is a folder, or checkpoints/ in the home folder.",
     )
     local_keep: int = Field(
         default=2,
-        description="Newest checkpoints whose copies in `local` are kept, for a quick restart, where the store is another place; "
-        "no more than keep_last.",
+        description="Newest checkpoints whose copies stay in `local`, for a quick restart, if the store is another place. At "
+        "most keep_last.",
         ge=1,
         le=1_000_000,
     )
     interval: Literal["fixed", "auto"] = Field(
         default="fixed",
-        description='"fixed": every_steps and every_s say when; "auto": the optimum of what checkpoints cost and how often '
-        "this run failed, within recovery_point_s.",
+        description='"fixed": every_steps and every_s decide. "auto": the interval of least cost, from measured costs and '
+        "failures, within recovery_point_s.",
     )
     every_steps: int | None = Field(
         default=None,
-        description="Checkpoints are taken at multiples of this many optimizer steps; unset: 100, or none where every_s or "
-        '"auto" say when.',
+        description='Checkpoints are taken at multiples of this many optimizer steps. Unset: 100, or none if every_s or "auto" '
+        "is set.",
         ge=1,
         le=MOST_STEPS,
     )
     every_s: float = Field(
         default=0.0,
-        description="Seconds of training between checkpoints; 0: only steps count. With every_steps: whichever comes first.",
+        description="Seconds of training between checkpoints. 0: only steps count. With every_steps the earlier one counts.",
         ge=0,
         le=LONGEST_S,
     )
     recovery_point_s: float = Field(
         default=0.0,
-        description='For "auto": seconds of work that a failure may cost, where checkpoints are fast enough; 0: no bound.',
+        description='For "auto": seconds of work that a failure may cost, if checkpoints are fast enough. 0: no bound.',
         ge=0,
         le=LONGEST_S,
     )
     mtbf_s: float = Field(
         default=86_400.0,
-        description='For "auto": mean time between failures, until this run has failed.',
+        description='For "auto": mean time between failures in seconds, until this run has failed.',
         gt=0,
         le=LONGEST_S,
     )
     engine: Literal["auto", "torch", "dcp", "deepspeed"] = Field(
         default="auto",
-        description='Which adapter saves and loads the state; "auto": the one for what the script restores.',
+        description='Adapter that saves and loads the state. "auto": chosen by the state that the script restores.',
     )
     mode: Literal["synchronous", "asynchronous"] = Field(
         default="synchronous",
-        description="Whether training waits until a checkpoint is committed, or only while the state is copied to memory.",
+        description='"synchronous": training waits for the commit. "asynchronous": it waits only for the copy of the state.',
     )
     keep_last: int = Field(
         default=0,
-        description="Newest checkpoints that are kept, 2 or more to have one to fall back on; 0: all. Older ones are retired.",
+        description="Newest checkpoints to keep. Older ones are retired. 0: all. With 2 or more a damaged one can be replaced.",
         ge=0,
         le=1_000_000,
     )
     keep_every_steps: int = Field(
         default=0,
-        description="The first checkpoint at or after each multiple of this many steps is kept as well. 0: none.",
+        description="Also keep the first checkpoint at or after each multiple of this many steps. 0: none.",
         ge=0,
         le=MOST_STEPS,
     )
     keep_steps: list[Annotated[int, Field(ge=0, le=MOST_STEPS)]] = Field(
-        default_factory=list, description="Steps whose checkpoints are kept as well."
+        default_factory=list, description="Steps whose checkpoints are also kept."
     )
 
     @field_validator("store")
@@ -314,12 +312,12 @@ class JobSpec(Section):
     source: SourceSpec = Field(description="The source. In a mixture, the first of its sources.")
     mixture: list[SourceSpec] = Field(default_factory=list, description="Further sources, mixed in by their weights.")
     sequences: SequenceSpec = Field(default=SequenceSpec(), description="Conversion of documents to sequences.")
-    read: ReadSpec = Field(default=ReadSpec(), description="How each rank reads.")
-    order: OrderSpec = Field(description="What determines the order of rows.")
-    checkpoint: CheckpointSpec = Field(default=CheckpointSpec(), description="When and where checkpoints are taken.")
-    launch: LaunchSpec = Field(description="How the ranks are started and watched.")
+    read: ReadSpec = Field(default=ReadSpec(), description="Reading of each rank.")
+    order: OrderSpec = Field(description="Settings that determine the order of rows.")
+    checkpoint: CheckpointSpec = Field(default=CheckpointSpec(), description="Moments and places of checkpoints.")
+    launch: LaunchSpec = Field(description="Start and supervision of the ranks.")
     cluster: ClusterSpec = Field(default=ClusterSpec(), description="Settings of the scheduler that launch.on names.")
-    lakehouse: LakehouseConfig = Field(default=LakehouseConfig(), description="Where the lakehouse is.")
+    lakehouse: LakehouseConfig = Field(default=LakehouseConfig(), description="Address of the lakehouse.")
     params: dict[str, str] = Field(default_factory=dict, description="Settings that the training script reads itself.")
 
     @field_validator("run")

@@ -30,30 +30,30 @@ class LaunchSpec(Section):
     """Start and supervision of the ranks."""
 
     script: str = Field(
-        description="The training script, run by every rank; relative to the spec's file. From Dagster, relative to the "
-        "folder in which Dagster was started: better absolute."
+        description="The training script that each rank runs, relative to the file of the spec. In Dagster it is relative to the "
+        "folder in which Dagster was started, so use an absolute path."
     )
     args: list[str] = Field(default_factory=list, description="Arguments of the script.")
     world_size: int = Field(
         default=1,
-        description="Number of ranks; divides the batch size. With `nodes` it is chosen, whatever stands here.",
+        description="Number of ranks. It divides the batch size. With `nodes` DLAC chooses it and ignores this value.",
         ge=1,
         le=MOST_NODES,
     )
     on: Literal["here", "slurm", "kubernetes"] = Field(
         default="here",
         description='"here": on this node, or on the nodes where the same command is started. "slurm", "kubernetes": as a job of '
-        "that scheduler, in which every node is supervised; see the cluster section.",
+        "that scheduler, with a supervisor on each node. See the cluster section.",
     )
     nodes: str = Field(
         default="",
         description='Nodes that train the run together: "4", or "2:4" for at least 2 and at most 4. Each starts the same '
-        "command. The world size is the largest that divides the batch size. Empty: this node, `world_size` ranks.",
+        "command. The world size is the largest that divides the batch size. Empty: this node, with `world_size` ranks.",
         pattern=r"^([1-9][0-9]*(:[1-9][0-9]*)?)?$",
     )
     nproc_per_node: int = Field(
         default=0,
-        description="With `nodes`: ranks that this node can take. 0: as many as it has accelerators, one without any.",
+        description="With `nodes`: ranks of this node. 0: one per accelerator, or one rank without accelerators.",
         ge=0,
         le=4096,
     )
@@ -65,8 +65,8 @@ class LaunchSpec(Section):
     )
     rendezvous_key_file: str = Field(
         default="",
-        description="With several nodes: a file with the secret that all of them share, at least 16 characters; empty: the "
-        "environment variable DLAC_RENDEZVOUS_KEY. A node without it can neither join, read nor stop the run.",
+        description="With several nodes: a file with the secret that they share, at least 16 characters. Empty: the environment "
+        "variable DLAC_RENDEZVOUS_KEY. A node without the secret can neither join, read nor stop the run.",
     )
     gather_timeout_s: float = Field(
         default=600.0,
@@ -76,7 +76,7 @@ class LaunchSpec(Section):
     )
     last_call_s: int = Field(
         default=5,
-        description="Seconds to wait for more nodes once the least number exists.",
+        description="Seconds to wait for more nodes once the least number has joined.",
         ge=1,
         le=LONGEST_WAIT_S,
     )
@@ -88,115 +88,117 @@ class LaunchSpec(Section):
     )
     verify_together_mb: int = Field(
         default=1024,
-        description="With several nodes: a checkpoint at least so large (MiB), in a folder that they share, is verified by all "
-        "of them, each its part, before it is resumed from; a smaller one by the node that leads.",
+        description="With several nodes: size (MiB) from which all nodes verify a checkpoint before the run resumes from it, "
+        "each its part, if they share its folder. The leader verifies smaller checkpoints.",
         ge=0,
         le=2**30,
     )
     start: Literal["fork", "spawn"] = Field(
         default="fork",
-        description='"fork": ranks are forked from a process that has imported their libraries, so that a relaunch does not '
-        'import them; "spawn": each rank is a new Python.',
+        description='"fork": ranks are forked from a process that has imported their libraries, so that restarts are fast. '
+        '"spawn": each rank is a new Python process.',
     )
     preload: list[str] = Field(
         default_factory=list,
-        description='With start = "fork": modules that it imports in addition to PyTorch and DLAC, such as "deepspeed". '
-        "Modules that begin threads or open an accelerator at import are refused.",
+        description='With start = "fork": modules to import in addition to PyTorch and DLAC, such as "deepspeed". Modules that '
+        "start threads or open an accelerator at import are refused.",
     )
     max_restarts: int | None = Field(
         default=None,
-        description="Restarts after failures before the run stops, as torchrun's option; unset: any number with progress.",
+        description="Restarts after failures before the run stops, as torchrun's option. Unset: any number with progress.",
         ge=0,
         le=1_000_000,
     )
     numa_binding: Literal["", "node", "socket", "exclusive", "core-complex"] = Field(
         default="",
-        description="Binding of ranks to the cores beside their accelerator, as torchrun's option; empty: none.",
+        description="Binding of ranks to the cores next to their accelerator, as torchrun's option. Empty: none.",
     )
     virtual_local_rank: bool = Field(
-        default=False, description="Each rank sees its accelerator alone, as device 0, as torchrun's option."
+        default=False, description="Show each rank only its own accelerator, as device 0, as torchrun's option."
     )
     env: dict[str, str] = Field(
         default_factory=dict,
-        description="Environment variables set for the ranks; also for imports before them. OMP_NUM_THREADS is 1 "
-        "unless it is set here or where the run is launched.",
+        description="Environment variables of the ranks, and of imports before they start. OMP_NUM_THREADS is 1 unless it is set "
+        "here or in the environment of the launch.",
     )
     grace_s: float = Field(
         default=20.0,
-        description="Seconds that ranks get to checkpoint and leave when asked to stop.",
+        description="Seconds from a stop request until the ranks must have exited, after a checkpoint.",
         gt=0,
         le=25,  # a supervisor whose orchestrator died is gone within 30 s
     )
     deadline_s: float = Field(
         default=0.0,
-        description="Seconds from a notice (SIGTERM, SIGUSR1, termination_url) until the ranks have exited, after an emergency "
-        "checkpoint if there is time for one; 0: grace_s.",
+        description="Seconds from a termination notice (SIGTERM, SIGUSR1, termination_url) until the ranks must have exited, "
+        "after an emergency checkpoint if time allows one. 0: grace_s.",
         ge=0,
         le=LONGEST_WAIT_S,
     )
     termination_url: str = Field(
         default="",
-        description="URL asked every few seconds for a termination of this node: 200 is a notice, 404 is none.",
+        description="URL to poll every few seconds for a termination of this node. Status 200 is a notice, 404 is none.",
         pattern=r"^(https?://.+)?$",
     )
-    termination_headers: dict[str, str] = Field(default_factory=dict, description="Headers of those requests: a token.")
+    termination_headers: dict[str, str] = Field(
+        default_factory=dict, description="Headers of the requests to termination_url, such as a token."
+    )
     termination_match: str = Field(
-        default="", description="Text that a notice has in it, where the URL always answers 200; empty: any 200 is one."
+        default="", description="Text in a notice, if the URL always answers 200. Empty: any 200 is one."
     )
     log_mb: int = Field(
         default=8,
-        description="Largest size of the log of a rank in one attempt (MiB): of a longer one the first quarter and at least the "
-        "last quarter stay; 0: no bound.",
+        description="Largest log of a rank in one attempt (MiB). Of a longer log the first quarter and at least the last quarter "
+        "of this size are kept. 0: no bound.",
         ge=0,
         le=1_000_000,
     )
     hang_timeout_s: float = Field(
         default=600.0,
-        description="Seconds without progress of a rank after which the attempt is ended and relaunched.",
+        description="Seconds without progress of a rank after which the attempt ends and the ranks restart.",
         gt=0,
         le=LONGEST_WAIT_S,
     )
     start_timeout_s: float = Field(
         default=600.0,
-        description="As hang_timeout_s, while a rank starts or loads its state (or is still waited for by others that do not); "
-        "the longer of the two counts.",
+        description="Seconds without progress of a rank after which the attempt ends, while any rank starts or loads its state. "
+        "hang_timeout_s counts if it is longer.",
         gt=0,
         le=LONGEST_WAIT_S,
     )
     new_leg: bool = Field(
         default=False,
-        description="Whether resuming may begin a new leg where this spec changes weights, exclusions, batch size, passes, "
-        "steps, snapshot, seed, shuffle or block_slices; false: such a change is refused.",
+        description="Allow a resumed run to begin a new leg if this spec changes weights, exclusions, batch size, passes, steps, "
+        "snapshot, seed, shuffle or block_slices. False: such a change is refused.",
     )
     attempts_without_progress: int = Field(
         default=3,
-        description="Attempts in a row that commit nothing before the run stops with NoProgress.",
+        description="Attempts in a row that commit nothing until the run stops with NoProgress.",
         ge=1,
         le=1_000_000,
     )
     deaths_at_same_rows: int = Field(
         default=3,
-        description="Attempts in a row that die in the same step, with its batch in hand, before the rows of that batch are "
+        description="Attempts in a row that die in the same step, with its batch in hand, until the rows of that batch are "
         "quarantined and the run continues without them. 0: never.",
         ge=0,
         le=1_000_000,
     )
     on_nonfinite_loss: Literal["stop", "warn"] = Field(
         default="stop",
-        description='"stop": the run ends with LossNotFinite soon after the first step whose loss is NaN or infinite, and before '
-        'a checkpoint of that step or of such weights; "warn": it trains on, and reports it. A step that was not applied, such '
-        "as one of an fp16 overflow, does not count.",
+        description='"stop": the run ends with LossNotFinite soon after a step whose loss is NaN or infinite. It commits no '
+        'checkpoint of such a step or such weights. "warn": it continues with a warning. Steps that were not applied, such as '
+        "after an fp16 overflow, do not count.",
     )
     straggler_factor: float = Field(
         default=2.0,
-        description="A rank is a straggler when its own time in a phase is this many times the median of the other ranks'. "
-        "0: never.",
+        description="A rank is a straggler if its own time in a phase is at least this many times the median of the other ranks, "
+        "and straggler_s longer. 0: never.",
         ge=0,
         le=1e6,
     )
     straggler_s: float = Field(
         default=1.0,
-        description="And when it is slower than that median by at least so many seconds (per step).",
+        description="Seconds (per step) by which a straggler is at least slower than the median of the other ranks.",
         ge=0,
         le=LONGEST_WAIT_S,
     )
