@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 CheckpointId = Annotated[
-    str | None, typer.Option("--checkpoint", help="Its id instead, where a run came by the step on several branches.")
+    str | None, typer.Option("--checkpoint", help="Id of the checkpoint, if several branches have one of that step.")
 ]
 
 
@@ -48,25 +48,23 @@ CheckpointId = Annotated[
 )
 def rewind(
     run: RunName,
-    to_step: Annotated[
-        int | None, typer.Option(help="The step of the checkpoint to go back to; 0: the beginning.")
-    ] = None,
+    to_step: Annotated[int | None, typer.Option(help="Step of the checkpoint to go back to. 0: the beginning.")] = None,
     checkpoint: CheckpointId = None,
     exclude: Annotated[
         list[str] | None,
         typer.Option(
-            help="Rows that the new branch leaves out, e.g. \"doc_id < 900 and lang = 'xx'\"; may be repeated."
+            help="Rows that the new branch excludes, e.g. \"doc_id < 900 and lang = 'xx'\". The option can be repeated."
         ),
     ] = None,
-    source: Annotated[str | None, typer.Option(help="Whose rows these are, in a mixture.")] = None,
-    why: Annotated[str, typer.Option(help="The reason, for later readers of the ledger.")] = "",
+    source: Annotated[str | None, typer.Option(help="Source of these rows, in a mixture.")] = None,
+    why: Annotated[str, typer.Option(help="Reason to record in the ledger.")] = "",
     home: Home = None,
     spec: SpecOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """Go back to a checkpoint: a new branch begins, the old one stays auditable, and a live launch is fenced off.
+    """Go back to a checkpoint on a new branch. The old branch stays auditable, and a live launch is fenced off.
 
-    A finished run is open again. Exclusions stay in force on this branch, whatever the job spec contains.
+    A finished run is open again. Exclusions stay in force on this branch, even if the job spec does not have them.
     """
     from dlac_pipeline.operations.rewind import rewind_run
     from dlac_pipeline.supervise.claim import new_nonce
@@ -141,16 +139,16 @@ def _show_seen(run: str, done: Rewound, exclude: Sequence[str], source: str | No
 )
 def fork(
     run: RunName,
-    new: Annotated[str, typer.Option("--as", help="Name of the run that begins.", callback=check_run_name)],
-    spec: Annotated[Path, typer.Option("--spec", help="Its job spec; the run that it names does not count.")],
-    step: Annotated[int | None, typer.Option(help="The step of the checkpoint; unset: the head.")] = None,
+    new: Annotated[str, typer.Option("--as", help="Name of the new run.", callback=check_run_name)],
+    spec: Annotated[Path, typer.Option("--spec", help="Job spec of the new run. Its name of a run is ignored.")],
+    step: Annotated[int | None, typer.Option(help="Step of the checkpoint. Unset: the head.")] = None,
     checkpoint: CheckpointId = None,
     home: Home = None,
     as_json: AsJson = False,
 ) -> None:
-    """Begin a run from a checkpoint of another one, which may be training. It inherits what that run has consumed.
+    """Begin a run from a checkpoint of another run, which may be training. The new run inherits its consumption.
 
-    Model, optimizer and generators are the parent's. Data order, tables and everything else are those of the job spec.
+    Model, optimizer and generators are the parent's. Data order, tables and all other settings are those of the job spec.
     """
     from dlac_pipeline.checkpoint.store import tiers_of
     from dlac_pipeline.lakehouse.iceberg.connect import connect
@@ -185,14 +183,14 @@ def fork(
 def retire(
     run: RunName,
     checkpoint: Annotated[
-        str | None, typer.Option(help="Id or step of one that is left; unset: all that are left and have no name.")
+        str | None, typer.Option(help="Id or step of an abandoned checkpoint. Unset: all of them that have no name.")
     ] = None,
     home: Home = None,
     spec: SpecOption = None,
 ) -> None:
     """Retire checkpoints that rewinds have abandoned. They cannot be restored afterwards, and their files are removed.
 
-    Their consumption stays in the ledger. On the surviving lineage checkpoint.keep_last decides what is kept.
+    Their consumption stays in the ledger. On the surviving lineage checkpoint.keep_last decides which ones are kept.
     """
     from dlac_pipeline.checkpoint.commit.retention import Retention
     from dlac_pipeline.checkpoint.store import tiers_of

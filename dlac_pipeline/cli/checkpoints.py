@@ -36,7 +36,7 @@ app = typer.Typer()
 
 @app.command(rich_help_panel=CHECKPOINTS, epilog=examples("dlac checkpoints my-run", "dlac checkpoints my-run --json"))
 def checkpoints(run: RunName, home: Home = None, spec: SpecOption = None, as_json: AsJson = False) -> None:
-    """The checkpoints of a run: step, age, size, and whether they are kept, left by a rewind, retired or damaged."""
+    """List the checkpoints of a run: step, age, size, and state (kept, left by a rewind, retired or damaged)."""
     from dlac_pipeline.checkpoint.listing import list_checkpoints
 
     listed = list_checkpoints(lakehouse_of(spec, home), run)
@@ -75,12 +75,12 @@ def _row_of(listed: ListedCheckpoint) -> tuple[str, ...]:
 @app.command(rich_help_panel=CHECKPOINTS, epilog=examples("dlac tag my-run best", "dlac tag my-run best --step 400"))
 def tag(
     run: RunName,
-    name: Annotated[str, typer.Argument(help="The name.", callback=check_checkpoint_name)],
-    step: Annotated[int | None, typer.Option(help="The step of the checkpoint; unset: the head.")] = None,
+    name: Annotated[str, typer.Argument(help="Name of the tag.", callback=check_checkpoint_name)],
+    step: Annotated[int | None, typer.Option(help="Step of the checkpoint. Unset: the head.")] = None,
     home: Home = None,
     spec: SpecOption = None,
 ) -> None:
-    """Tag a checkpoint: retention keeps it until the tag is removed, whatever the job spec contains."""
+    """Tag a checkpoint. Retention keeps it until the tag is removed, with any job spec."""
     from dlac_pipeline.lakehouse.ledger.commits import name_checkpoint
     from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 
@@ -92,11 +92,11 @@ def tag(
 @app.command(rich_help_panel=CHECKPOINTS, epilog=examples("dlac untag my-run best"))
 def untag(
     run: RunName,
-    name: Annotated[str, typer.Argument(help="The name.")],
+    name: Annotated[str, typer.Argument(help="Name of the tag.")],
     home: Home = None,
     spec: SpecOption = None,
 ) -> None:
-    """Remove a tag from a checkpoint: retention then treats it as any other."""
+    """Remove a tag from a checkpoint. Retention then treats the checkpoint as any other."""
     from dlac_pipeline.lakehouse.ledger.commits import unname_checkpoint
     from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 
@@ -110,12 +110,12 @@ def verify(
     home: Home = None,
     spec: SpecOption = None,
     step: Annotated[
-        int | None, typer.Option(help="Only the checkpoint of this step; unset: every one that is kept.")
+        int | None, typer.Option(help="Only the checkpoint of this step. Unset: all kept checkpoints.")
     ] = None,
 ) -> None:
     """Read the files of a run's checkpoints again and compare their digests. Exit status 0 only if all match.
 
-    The result goes into the ledger. `dlac checkpoints` shows when each was last whole.
+    The ledger records the result. `dlac checkpoints` shows when each checkpoint last matched.
     """
     from dlac_pipeline.checkpoint.listing import verify_checkpoints
     from dlac_pipeline.checkpoint.store import tiers_of

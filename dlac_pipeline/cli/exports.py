@@ -37,16 +37,14 @@ def adopt(
     spec: SpecFile,
     folder: Annotated[
         Path,
-        typer.Argument(
-            help="The checkpoint: DeepSpeed's folder, or that of torch.distributed.checkpoint.", exists=True
-        ),
+        typer.Argument(help="Folder of a checkpoint of DeepSpeed or torch.distributed.checkpoint.", exists=True),
     ],
-    tag: Annotated[str | None, typer.Option(help="DeepSpeed's tag; unset: that of its file `latest`.")] = None,
+    tag: Annotated[str | None, typer.Option(help="DeepSpeed's tag. Unset: the tag in its file `latest`.")] = None,
     home: Home = None,
 ) -> None:
-    """Begin the spec's run from a checkpoint that others wrote. Its consumption stays unknown.
+    """Begin the spec's run from a checkpoint that DLAC did not write. Its consumption stays unknown.
 
-    DCP's own index is a pickle, which can run code: adopt only what you trust.
+    DCP's own index is a pickle, which can run code. Adopt only checkpoints that you trust.
     """
     from dlac_pipeline.checkpoint.restore.foreign import foreign_checkpoint
     from dlac_pipeline.lakehouse.iceberg.connect import connect
@@ -64,14 +62,16 @@ def adopt(
 )
 def export(
     run: RunName,
-    out: Annotated[Path, typer.Argument(help="The file to write, such as weights.safetensors.")],
-    step: Annotated[int | None, typer.Option(help="The step of the checkpoint; unset: the head.")] = None,
-    part: Annotated[str, typer.Option(help="The part that has the weights, as the script names it.")] = "model",
+    out: Annotated[Path, typer.Argument(help="File to write, such as weights.safetensors.")],
+    step: Annotated[int | None, typer.Option(help="Step of the checkpoint. Unset: the head.")] = None,
+    part: Annotated[
+        str, typer.Option(help="Part of the state that has the weights, by its name in the script.")
+    ] = "model",
     home: Home = None,
     spec: SpecOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write a checkpoint's weights as safetensors. By the file's digest `dlac identify` finds its checkpoint."""
+    """Write a checkpoint's weights as safetensors. `dlac identify` finds the checkpoint by the digest of the file."""
     from dlac_pipeline.checkpoint.restore.export import export_weights
     from dlac_pipeline.checkpoint.store import tiers_of
 
@@ -85,7 +85,7 @@ def export(
 def identify(
     file: Annotated[
         Path,
-        typer.Argument(help="A file that `dlac export` wrote, wherever it was copied.", exists=True, dir_okay=False),
+        typer.Argument(help="File that `dlac export` wrote, or a copy of it.", exists=True, dir_okay=False),
     ],
     home: Home = None,
     spec: SpecOption = None,

@@ -44,17 +44,19 @@ def audit(
     home: Home = None,
     spec: SpecOption = None,
     as_json: AsJson = False,
-    explain: Annotated[bool, typer.Option(help="Print SQL that answers without DLAC, in a plain DuckDB.")] = False,
+    explain: Annotated[
+        bool, typer.Option(help="Print SQL that proves the same in a plain DuckDB, without DLAC.")
+    ] = False,
     checkpoint: Annotated[
         str | None,
         typer.Option(
-            help="Id or step of a checkpoint: audit the run as it was when this was its head; unset: as it is now."
+            help="Id or step of a checkpoint. Audit the run as it was with that head. Unset: the present head."
         ),
     ] = None,
 ) -> None:
     """Prove from the tables what the run has consumed. Exit status 0 only if it is exact.
 
-    The surviving lineage is audited, or that of any other head: a branch that a rewind has abandoned.
+    It audits the surviving lineage, or that of another head on a branch that a rewind has abandoned.
     """
     from dlac_pipeline.audit.audit import audit_run
     from dlac_pipeline.audit.explain import explain_sql
@@ -91,7 +93,7 @@ def sql(
         typer.Option("--allow-files", help="Let the SQL read and write any file, and load DuckDB's extensions."),
     ] = False,
 ) -> None:
-    """Ask the lakehouse: the tables, the views of the audit, and its macros consumed(file, row, checkpoint), touched(...).
+    """Query the tables, the views of the audit, and its macros consumed(file, row, checkpoint) and touched(...).
 
     SQL reads files of a local warehouse and data files that plans name. It writes none.
     """
@@ -129,12 +131,12 @@ def _read_query(query: str) -> str:
 
 @app.command(rich_help_panel=LAKEHOUSE, epilog=examples("dlac pins", "dlac pins my-run", "dlac pins lake.documents"))
 def pins(
-    name: Annotated[str | None, typer.Argument(help="A run or a table; unset: every pin.")] = None,
+    name: Annotated[str | None, typer.Argument(help="A run or a table. Unset: all pins.")] = None,
     home: Home = None,
     spec: SpecOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """The tags that keep planned snapshots alive: their age, who needs them, and what only they hold back from expiry."""
+    """List the pins of planned snapshots: age, the runs that need them, and the snapshots and files that only they keep."""
     from dlac_pipeline.lakehouse.iceberg.pins import pins_table
 
     found = pins_table(lakehouse_of(spec, home), name)
@@ -167,10 +169,10 @@ def unpin(
     home: Home = None,
     spec: SpecOption = None,
     force: Annotated[
-        bool, typer.Option(help="Even if a run needs it; that run cannot resume, or be rewound, then.")
+        bool, typer.Option(help="Release it even if a run needs it. That run cannot resume or be rewound then.")
     ] = False,
 ) -> None:
-    """Release a pinned snapshot: expiry may then remove what only this pin held."""
+    """Release a pinned snapshot. Expiry may then remove files that only this pin kept."""
     from dlac_pipeline.lakehouse.iceberg.pins import remove_pin
 
     removed = remove_pin(lakehouse_of(spec, home), table, snapshot_id, force=force)
@@ -188,7 +190,7 @@ def upkeep(
     ] = KEEP_SNAPSHOTS,
     as_json: AsJson = False,
 ) -> None:
-    """Run upkeep on DLAC's own tables: merge small files, expire snapshots, remove unneeded files. Safe while runs train."""
+    """Merge small files of DLAC's own tables, expire snapshots, and remove unneeded files. Safe while runs train."""
     from dlac_pipeline.lakehouse.maintenance.upkeep import run_upkeep as put_in_order
 
     done = put_in_order(lakehouse_of(spec, home), keep=keep)

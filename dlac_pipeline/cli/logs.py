@@ -34,19 +34,17 @@ _ASK_EVERY_S = 2.0
 def logs(
     run: RunName,
     rank: Annotated[
-        int | None, typer.Option(help="Only this rank; unset: all that have a log on this node.", min=0, max=_MOST)
+        int | None, typer.Option(help="Only this rank. Unset: all ranks with a log on this node.", min=0, max=_MOST)
     ] = None,
     attempt: Annotated[
-        int | None, typer.Option(help="Number of the attempt; unset: the last one.", min=1, max=_MOST)
+        int | None, typer.Option(help="Number of the attempt. Unset: the last one.", min=1, max=_MOST)
     ] = None,
     tail: Annotated[
-        int | None, typer.Option(help="Only the last lines of each rank; unset: all.", min=0, max=_MOST)
+        int | None, typer.Option(help="Only so many last lines of each rank. Unset: all.", min=0, max=_MOST)
     ] = None,
     follow: Annotated[
         bool,
-        typer.Option(
-            "--follow", "-f", help="Print what is appended, also by later attempts, until the run ends or Ctrl-C."
-        ),
+        typer.Option("--follow", "-f", help="Print new lines, also of later attempts, until the run ends or Ctrl-C."),
     ] = False,
     home: Home = None,
     spec: SpecOption = None,

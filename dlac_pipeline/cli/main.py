@@ -30,7 +30,7 @@ _COLLECT_AFTER = 50_000
 """Objects that are allocated before the youngest are collected. Python's own 700 suits programs that import less."""
 app = typer.Typer(
     name="dlac",
-    help="Train from Iceberg tables, with data consumption committed in the lakehouse together with every checkpoint.",
+    help="Train from Iceberg tables. Each checkpoint is committed together with the rows that it consumed.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )

@@ -43,13 +43,11 @@ def rehearse(
     run: RunName,
     steps: Annotated[
         int | None,
-        typer.Option(
-            min=1, max=MOST_STEPS, help="Steps to do again; unset: all up to the next checkpoint, at most 20."
-        ),
+        typer.Option(min=1, max=MOST_STEPS, help="Steps to repeat. Unset: all up to the next checkpoint, at most 20."),
     ] = None,
     sandbox: Annotated[
         Path | None,
-        typer.Option(help="Folder for the sandbox, which holds a copy of the checkpoint; unset: temporary."),
+        typer.Option(help="Folder for the sandbox with a copy of the checkpoint. Unset: temporary."),
     ] = None,
     home: Home = None,
     spec: SpecOption = None,
@@ -84,7 +82,7 @@ def incidents(
     run: Annotated[
         str | None,
         typer.Argument(
-            help="Name of the training run; unset: every run.",
+            help="Name of the training run. Unset: all runs.",
             callback=lambda run: None if run is None else check_run_name(run),
         ),
     ] = None,
@@ -92,7 +90,7 @@ def incidents(
     spec: SpecOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """Every recovery: what failed, how it was noticed, the seconds of each phase, rows replayed, work lost, what became of it."""
+    """List recoveries: cause, how the failure was noticed, seconds of each phase, rows replayed, work lost, outcome."""
     from dlac_pipeline.lakehouse.ledger.ledger import Ledger
     from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
 

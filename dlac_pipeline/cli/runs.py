@@ -44,12 +44,14 @@ def status(
         bool,
         typer.Option(
             "--watch",
-            help="Look again each second, until the run is finished or Ctrl-C; not in a terminal: a JSON line each.",
+            help="Show it each second until the run is finished or Ctrl-C. Outside a terminal: as JSON lines.",
         ),
     ] = False,
     every_s: Annotated[
         float,
-        typer.Option(help="Seconds between two looks of --watch.", min=0.1, max=LONGEST_WAIT_S, callback=check_number),
+        typer.Option(
+            help="Seconds between two updates of --watch.", min=0.1, max=LONGEST_WAIT_S, callback=check_number
+        ),
     ] = 1.0,
 ) -> None:
     """Show the state of a run: step, loss, last checkpoint, attempt, exclusions of rewinds.
@@ -71,7 +73,7 @@ def status(
 
 @app.command(rich_help_panel=LOOK, epilog=examples("dlac runs", "dlac runs --json"))
 def runs(home: Home = None, spec: SpecOption = None, as_json: AsJson = False) -> None:
-    """List the runs of a lakehouse, the one that committed last first: state, step, last checkpoint, attempts."""
+    """List the runs of a lakehouse, by their last commit: state, step, last checkpoint, attempts."""
     from dlac_pipeline.operations.status import list_runs
 
     found = list_runs(lakehouse_of(spec, home))

@@ -76,11 +76,11 @@ SpecOption = Annotated[
     Path | None,
     typer.Option(
         "--spec",
-        help="Job spec: where the lakehouse is, if not in the home folder, and how the run is set, if it was launched elsewhere.",
+        help="Job spec with the lakehouse, if that is not in the home folder, and with the run, if another node launched it.",
     ),
 ]
 RunName = Annotated[str, typer.Argument(help="Name of the training run.", callback=check_run_name)]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, for programs.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 def check_number(value: float) -> float:

@@ -39,7 +39,7 @@ app = typer.Typer()
 
 @app.command(rich_help_panel=TRAIN, epilog=examples("dlac plan job.toml", "dlac plan job.toml --json"))
 def plan(spec: SpecFile, home: Home = None, as_json: AsJson = False) -> None:
-    """Pin the snapshot of the source table and write its work units down."""
+    """Pin the snapshot of the source table and write its work units to the lakehouse."""
     from dlac_pipeline.lakehouse.iceberg.connect import connect
     from dlac_pipeline.plan.legs.choice import plan_sources
 
@@ -83,20 +83,20 @@ def train(
     spec: SpecFile,
     home: Home = None,
     takeover: Annotated[
-        bool, typer.Option(help="Fence off a launch that is still alive, instead of being refused.")
+        bool, typer.Option(help="Fence off a launch that is still alive. Without it, training is refused.")
     ] = False,
     plan_id: Annotated[
         list[str] | None,
-        typer.Option(help="Train this plan, or one for each source; unset: plan the sources of the spec."),
+        typer.Option(help="Plan to train. Repeat the option for each source. Unset: plan the sources of the spec."),
     ] = None,
     new_leg: Annotated[
         bool,
-        typer.Option(
-            help="Allow the spec to change weights, exclusions, batch size, passes, steps, snapshot or order from here on."
-        ),
+        typer.Option(help="Allow a changed spec: weights, exclusions, batch size, passes, steps, snapshot or order."),
     ] = False,
-    nodes: Annotated[str | None, typer.Option(help='Nodes that train it together: "4", or "2:4" for 2 to 4.')] = None,
-    rendezvous: Annotated[str | None, typer.Option(help="host:port at which they meet.")] = None,
+    nodes: Annotated[
+        str | None, typer.Option(help='Nodes that train the run together: "4", or "2:4" for 2 to 4.')
+    ] = None,
+    rendezvous: Annotated[str | None, typer.Option(help="host:port at which the nodes meet.")] = None,
     render: Annotated[
         bool, typer.Option("--render", help="Print the job that the scheduler would get, and submit nothing.")
     ] = False,
@@ -106,8 +106,8 @@ def train(
     Options and PET_* variables of torchrun mean the same here: --nnodes, --nproc-per-node, --rdzv-endpoint, --rdzv-conf,
     --standalone, --max-restarts, --start-method, --shutdown-timeout, --numa-binding, --virtual-local-rank.
 
-    With several nodes, start the same command on each of them. A node that gets SIGTERM leaves the run to the others. With
-    launch.on = "slurm" or "kubernetes" one job is submitted, followed from here, and cancelled with this command.
+    With several nodes, start the same command on each of them. A node that gets SIGTERM exits, and the others continue. With
+    launch.on = "slurm" or "kubernetes" this command submits one job and follows it. If it is stopped, it cancels the job.
     """
     job = _with_torchrun_options(resolved(spec, home), context.args)
     asked = {"new_leg": new_leg or None, "nodes": nodes, "rendezvous": rendezvous}
@@ -123,7 +123,7 @@ def train(
 
 @app.command(rich_help_panel=TRAIN, epilog=examples("dlac rendezvous node-1:29400"))
 def rendezvous(
-    address: Annotated[str, typer.Argument(help="host:port; the same address as on the nodes of a run.")],
+    address: Annotated[str, typer.Argument(help="host:port, the same address as on the nodes of a run.")],
 ) -> None:
     """Serve the rendezvous of runs on several nodes, on a node that outlives them. SIGTERM or Ctrl-C ends it.
 
