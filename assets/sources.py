@@ -9,7 +9,7 @@ from dlac_pipeline.spec.job_spec import home_folder
 OWNERS = ["team:ml-platform"]
 """Owners on the asset pages: those who run the lakehouse."""
 LEFT_OUT = ("test", "tests", "idle_test", "encodings", "pydoc_data", "idlelib", "lib2to3", "distutils")
-"""Folders of the standard library that the demo does not train on: tests, tables and tools, about three quarters of its sources."""
+"""Folders of the standard library that the demo does not train on: tests, tables and tools, most of its sources."""
 
 
 @dg.asset(

@@ -16,6 +16,7 @@ from dlac_pipeline.plan.keys import derive_key, shuffled
 from dlac_pipeline.plan.units import Ints, UnitTable
 
 ORDER_VERSION = 2
+"""Version of the order of rows. Raise it whenever a row changes its place. Legs record it."""
 _UNITS, _BLOCK = 1, 2
 """Labels that keep the keys of the two kinds of permutation apart."""
 
