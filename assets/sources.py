@@ -9,7 +9,7 @@ from dlac_pipeline.spec.job_spec import home_folder
 OWNERS = ["team:ml-platform"]
 """Owners on the asset pages: those who run the lakehouse."""
 LEFT_OUT = ("test", "tests", "idle_test", "encodings", "pydoc_data", "idlelib", "lib2to3", "distutils")
-"""Folders of the standard library that the demo does not train on: tests, tables and tools, 70 % of its sources."""
+"""Folders of the standard library that the demo does not train on: tests, tables and tools, most of its sources."""
 
 
 @dg.asset(
@@ -22,7 +22,7 @@ LEFT_OUT = ("test", "tests", "idle_test", "encodings", "pydoc_data", "idlelib", 
 def corpus(context: dg.AssetExecutionContext, lakehouse: LakehouseResource) -> dg.MaterializeResult[None]:
     """Ingest the documents."""
     from catalog.tables import STDLIB
-    from dlac_pipeline.ingest.corpus import ingest_stdlib_corpus
+    from examples.corpus.corpus import ingest_stdlib_corpus
 
     place = lakehouse.lakehouse()
     STDLIB.create(place)
@@ -51,7 +51,7 @@ def corpus(context: dg.AssetExecutionContext, lakehouse: LakehouseResource) -> d
 def tokens(context: dg.AssetExecutionContext, lakehouse: LakehouseResource) -> dg.MaterializeResult[None]:
     """Tokenize the corpus."""
     from catalog.tables import STDLIB, TOKENS
-    from dlac_pipeline.ingest.tokens import tokenize_corpus
+    from examples.corpus.tokens import tokenize_corpus
 
     place = lakehouse.lakehouse()
     TOKENS.create(place)

@@ -41,7 +41,6 @@ from tokenizers import Tokenizer
 
 from benchmarks.figures import Figure, report
 from benchmarks.peer_loaders.tables import Lake
-from dlac_pipeline.ingest.tokenizer import save_tokenizer, train_tokenizer
 from dlac_pipeline.plan.legs.choice import first_leg
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.plan.planner import make_plan
@@ -50,6 +49,7 @@ from dlac_pipeline.read.memory import ALLOCATOR_SETTINGS
 from dlac_pipeline.read.opening.open_leg import open_leg
 from dlac_pipeline.read.reader import RankReader
 from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
+from examples.corpus.tokenizer import save_tokenizer, train_tokenizer
 
 T = 512
 """Tokens of a sequence."""

@@ -5,5 +5,5 @@ from dlac_pipeline.lakehouse.config import LakehouseConfig
 PROFILE = LakehouseConfig()
 """The embedded lakehouse of $DLAC_HOME. A shared one is, for example, `LakehouseConfig(type="rest", uri="https://...")`.
 
-Job specs name theirs in `[lakehouse]`.
+Ingestion and maintenance use it. Training uses `[lakehouse]` of its job spec: keep both equal.
 """

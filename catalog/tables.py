@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pyiceberg.schema import Schema
 from pyiceberg.types import IntegerType, ListType, LongType, NestedField, StringType
 
-from dlac_pipeline.ingest.appends import create_source_table
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
+from examples.corpus.appends import create_source_table
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,1 +1,1 @@
-"""Jobs, sensors and schedules of this project, its definitions, and the demo."""
+"""Jobs, sensors and schedules of this project, and its definitions."""

@@ -1,6 +1,7 @@
 """The only place where everything meets: what workspace.yaml loads.
 
-The process of each Dagster run imports it, a recovery too: what assets, ops and sensors work with is imported when they run.
+Each Dagster run imports this module, also a recovery. So assets, ops and sensors import pyiceberg, DuckDB and PyTorch inside
+functions (tests/process/test_imports.py).
 """
 
 from __future__ import annotations

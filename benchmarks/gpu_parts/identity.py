@@ -13,13 +13,13 @@ from benchmarks.gpu_parts.machine import EXAMPLE, PROGRAMS, Machine
 from benchmarks.gpu_parts.sizes import Sizes
 from dlac_pipeline.audit.audit import audit_run, open_run
 from dlac_pipeline.audit.losses import LossCurve, differing_steps, read_losses
-from dlac_pipeline.ingest.corpus import ingest_stdlib_corpus
-from dlac_pipeline.ingest.tokens import tokenize_corpus
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
 from dlac_pipeline.spec.job_spec import JobSpec, parse_spec, read_spec
 from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.supervise.supervisor import Supervisor
+from examples.corpus.corpus import ingest_stdlib_corpus
+from examples.corpus.tokens import tokenize_corpus
 from examples.demo.local_dagster import LiveRun
 
 _KILL_AT = 0.5

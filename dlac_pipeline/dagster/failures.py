@@ -22,11 +22,12 @@ OUTAGE_TAG = "dlac/outage"
 STEPPED_ASIDE_TAG = "dlac/stepped_aside"
 """Tag of a recovery that found another one at work. It has done nothing, and nothing is wrong."""
 
+StepContext = dg.AssetExecutionContext | dg.AssetCheckExecutionContext
 _AWAY = (CatalogUnreachable, CommitOutcomeUnknown, StoreUnavailable)
 
 
 @contextmanager
-def as_failure(context: dg.AssetExecutionContext) -> Iterator[None]:
+def as_failure(context: StepContext) -> Iterator[None]:
     """Turn a `DlacError` into `dagster.Failure`, and tag the run unless the error may pass."""
     try:
         yield
@@ -34,7 +35,7 @@ def as_failure(context: dg.AssetExecutionContext) -> Iterator[None]:
         raise failure(context, errors.error_kind(err), str(err)) from err
 
 
-def failure(context: dg.AssetExecutionContext, kind: str, message: str) -> dg.Failure:
+def failure(context: StepContext, kind: str, message: str) -> dg.Failure:
     """Return the failure of a step for an error named `kind`. A kind that DLAC does not know counts as a death."""
     known = errors.error_class(kind)
     if known is not None:
@@ -45,9 +46,9 @@ def failure(context: dg.AssetExecutionContext, kind: str, message: str) -> dg.Fa
     return dg.Failure(f"{kind}: {message}", metadata={"error": kind}, allow_retries=False)
 
 
-def tag_run(context: dg.AssetExecutionContext, name: str, value: str) -> None:
+def tag_run(context: StepContext, name: str, value: str) -> None:
     """Set a tag of this Dagster run."""
-    context.instance.add_run_tags(context.run_id, {name: own_value(context.run, value)})
+    context.instance.add_run_tags(context.run.run_id, {name: own_value(context.run, value)})
 
 
 def own_value(run: dg.DagsterRun, value: str) -> str:

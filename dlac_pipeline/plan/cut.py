@@ -11,11 +11,12 @@ from functools import lru_cache
 
 import numpy as np
 
-from dlac_pipeline.plan.affine import Affine, choose_permutation
-from dlac_pipeline.plan.keys import derive_key, shuffled
+from dlac_pipeline.plan.block_permutation import BlockPermutation, choose_permutation
+from dlac_pipeline.plan.keys import derive_key, draw_sort_keys
 from dlac_pipeline.plan.units import Ints, UnitTable
 
 ORDER_VERSION = 2
+"""Version of the order of rows. Raise it whenever a row changes its place. Legs record it."""
 _UNITS, _BLOCK = 1, 2
 """Labels that keep the keys of the two kinds of permutation apart."""
 
@@ -55,7 +56,7 @@ class Block:
     slices: Slices
     base: Ints
     """First row of each slice within the block."""
-    affine: Affine
+    permutation: BlockPermutation
     live_positions: Ints | None
     """Positions of the live rows, sorted, or None when all rows are live."""
     live_rows: int
@@ -63,7 +64,7 @@ class Block:
     @property
     def rows(self) -> int:
         """Physical rows (R)."""
-        return self.affine.rows
+        return self.permutation.rows
 
     def position_after(self, live: int) -> int:
         """Return the cursor position directly after the `live`-th live row (1-based), or 0 before the first."""
@@ -77,7 +78,7 @@ class Block:
 
     def place_of(self, position: int) -> tuple[int, int]:
         """Unit, and row in the unit, of a position."""
-        row = int(self.affine.rows_at(position, position + 1)[0])
+        row = int(self.permutation.rows_at(np.array([position]))[0])
         index = int(np.searchsorted(self.base, row, side="right")) - 1
         return int(self.slices.unit[index]), int(self.slices.first[index] + row - self.base[index])
 
@@ -89,9 +90,7 @@ class Block:
 
     def rows_of(self, live_start: int, live_stop: int) -> Ints:
         """Block rows of the live samples live_start..live_stop-1, in reading order, int64."""
-        if self.live_positions is None:
-            return self.affine.rows_at(live_start, live_stop)
-        return (self.affine.a * self.live_positions[live_start:live_stop] + self.affine.c) % self.rows
+        return self.permutation.rows_at(self.positions_of(live_start, live_stop))
 
 
 def deal(live_rows: int, dealt: Ints) -> Ints:
@@ -207,19 +206,24 @@ class PassCut:
         part = whole.part(index * every, (index + 1) * every)
         rows = int(part.rows.sum())
         key = derive_key(self.settings.seed, _BLOCK, self.settings.source, self.pass_index, group, index)
-        affine = choose_permutation(rows, key, shuffle=self.settings.shuffle)
+        permutation = choose_permutation(rows, key, shuffle=self.settings.shuffle)
         base = np.cumsum(part.rows) - part.rows
-        positions = self._live_positions(part, base, affine) if int(part.live.sum()) < rows else None
+        positions = self._live_positions(part, base, permutation) if int(part.live.sum()) < rows else None
         return Block(
-            index=index, slices=part, base=base, affine=affine, live_positions=positions, live_rows=int(part.live.sum())
+            index=index,
+            slices=part,
+            base=base,
+            permutation=permutation,
+            live_positions=positions,
+            live_rows=int(part.live.sum()),
         )
 
-    def _live_positions(self, slices: Slices, base: Ints, affine: Affine) -> Ints:
+    def _live_positions(self, slices: Slices, base: Ints, permutation: BlockPermutation) -> Ints:
         live = []
         for unit, first, rows, start in zip(slices.unit, slices.first, slices.rows, base, strict=True):
             offsets = self.live_units.live_offsets(int(unit))
             live.append(start - first + offsets[(offsets >= first) & (offsets < first + rows)])
-        return np.sort(affine.positions_of(np.concatenate(live)))
+        return np.sort(permutation.positions_of(np.concatenate(live)))
 
 
 def _line(live: Ints, settings: CutSettings, pass_index: int) -> Ints:
@@ -236,9 +240,9 @@ def _line(live: Ints, settings: CutSettings, pass_index: int) -> Ints:
     key = derive_key(settings.seed, _UNITS, settings.source, pass_index)
     strata = settings.key_groups * settings.block_slices
     middle = np.cumsum(live) - (live + 1) // 2
-    lane_of = np.argsort(shuffled(strata, derive_key(key, 1)), kind="stable")
+    lane_of = np.argsort(draw_sort_keys(strata, derive_key(key, 1)), kind="stable")
     lane = lane_of[middle * strata // int(live.sum())]
-    by_lane = np.lexsort((shuffled(len(live), derive_key(key, 2)), lane))
+    by_lane = np.lexsort((draw_sort_keys(len(live), derive_key(key, 2)), lane))
     rows, lane = live[by_lane], lane[by_lane]
     lane_rows = np.zeros(strata, dtype=np.int64)
     np.add.at(lane_rows, lane, rows)

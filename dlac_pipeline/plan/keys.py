@@ -31,8 +31,8 @@ def derive_key(*labels: int) -> int:
     return key
 
 
-def shuffled(size: int, key: int) -> npt.NDArray[np.uint64]:
-    """`size` values drawn by `key`, uint64 [size]: mixed from their index, hence all different."""
+def draw_sort_keys(size: int, key: int) -> npt.NDArray[np.uint64]:
+    """Return `size` different sort keys drawn by `key`, uint64 [size]. Each is mixed from its index."""
     z = np.arange(size, dtype=np.uint64) * np.uint64(_GAMMA) + np.uint64(key)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

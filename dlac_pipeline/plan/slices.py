@@ -61,9 +61,9 @@ def slices_arrow(cut_id: str, plan_id: str, cut: PassCut) -> pa.Table:
         "block": [block.index for _, block in blocks],
         "block_rows": [block.rows for _, block in blocks],
         "block_live_rows": [block.live_rows for _, block in blocks],
-        "a": [block.affine.a for _, block in blocks],
-        "a_inv": [block.affine.a_inv for _, block in blocks],
-        "c": [block.affine.c for _, block in blocks],
+        "a": [block.permutation.a for _, block in blocks],
+        "a_inv": [block.permutation.a_inv for _, block in blocks],
+        "c": [block.permutation.c for _, block in blocks],
     }
     per_slice = {
         "unit": [block.slices.unit for _, block in blocks],

@@ -11,9 +11,9 @@ from pyiceberg.schema import Schema
 from catalog import PROFILE
 from catalog.tables import STDLIB, TABLES, TOKENS
 from dlac_pipeline.cli.main import app
-from dlac_pipeline.ingest import corpus, tokens
-from dlac_pipeline.ingest.tokens import tokenize_corpus
 from dlac_pipeline.lakehouse.iceberg.connect import connect
+from examples.corpus import corpus, tokens
+from examples.corpus.tokens import tokenize_corpus
 
 _ROOT = Path(__file__).parents[2]
 _QUERIES = sorted((_ROOT / "catalog" / "queries").glob("*.sql"))

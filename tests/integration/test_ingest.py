@@ -12,14 +12,14 @@ import numpy.typing as npt
 import pytest
 from tokenizers import Tokenizer
 
-from dlac_pipeline.ingest.appends import COMPLETE_PROPERTY
-from dlac_pipeline.ingest.corpus import CorpusReport, ingest_stdlib_corpus
-from dlac_pipeline.ingest.tokenizer import END_OF_DOCUMENT
-from dlac_pipeline.ingest.tokens import TokensReport, tokenize_corpus
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
 from dlac_pipeline.lakehouse.iceberg.row_groups import row_groups_of
+from examples.corpus.appends import COMPLETE_PROPERTY
+from examples.corpus.corpus import CorpusReport, ingest_stdlib_corpus
+from examples.corpus.tokenizer import END_OF_DOCUMENT
+from examples.corpus.tokens import TokensReport, tokenize_corpus
 
 DOCUMENTS = 20
 LENGTH = 16
@@ -85,8 +85,8 @@ import os
 from pathlib import Path
 from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.lakehouse.config import LakehouseConfig
-from dlac_pipeline.ingest.corpus import ingest_stdlib_corpus
-from dlac_pipeline.ingest.tokens import tokenize_corpus
+from examples.corpus.corpus import ingest_stdlib_corpus
+from examples.corpus.tokens import tokenize_corpus
 tmp = Path({str(tmp_path)!r})
 lakehouse = connect(LakehouseConfig().at_home(tmp / "home"))
 die = lambda done, total: os._exit(9)

@@ -9,8 +9,8 @@ import dagster as dg
 import pytest
 
 from dlac_pipeline.dagster.assets.checks import checkpoint_restorable, consumption_audit
+from dlac_pipeline.dagster.assets.head_verification import verify_head
 from dlac_pipeline.dagster.assets.pages import model_page
-from dlac_pipeline.dagster.assets.verified import verified_head
 from dlac_pipeline.dagster.resources import JobResource
 from dlac_pipeline.dagster.sensors.continual import run_config_of
 from dlac_pipeline.lakehouse.errors import NoRestorableCheckpoint
@@ -29,14 +29,14 @@ def test_run_waiting_for_batch_passes_checks(arena: Arena) -> None:
     spec = arena.spec("waits", follow="appends", world_size=1)
     assert arena.train(spec) == {}
     assert not arena.rows(spec.run, "checkpoint")
-    assert verified_head(arena.lakehouse, spec.run, None) is None
+    assert verify_head(arena.lakehouse, spec.run, None) is None
     config = run_config_of(spec)["resources"]["job"]["config"]
     resource = JobResource(spec=config["spec"])
-    restorable = checkpoint_restorable(resource)
+    restorable = checkpoint_restorable(dg.build_asset_check_context(), resource)
     assert isinstance(restorable, dg.AssetCheckResult)
     assert restorable.passed
     assert restorable.description == "run 'waits' has no checkpoint yet: nothing to read"
-    audited = consumption_audit(resource)
+    audited = consumption_audit(dg.build_asset_check_context(), resource)
     assert isinstance(audited, Iterator)
     assert [result.passed for result in audited] == [True] * 3
     assert model_page(arena.lakehouse, spec.run)["head_checkpoint"] == "(none)"
@@ -52,4 +52,4 @@ def test_run_of_damaged_checkpoints_fails_check(arena: Arena) -> None:
     attempt = Attempt(run=spec.run, number=owner.attempt, nonce="n")
     quarantine(ledger, attempt, damaged={only["checkpoint_id"]: "a flipped bit"}, head_after=None)
     with pytest.raises(NoRestorableCheckpoint, match="all damaged or left behind"):
-        verified_head(arena.lakehouse, spec.run, None)
+        verify_head(arena.lakehouse, spec.run, None)

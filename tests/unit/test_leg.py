@@ -24,10 +24,11 @@ def test_json_round_trip_keeps_every_bit() -> None:
 
 
 @pytest.mark.parametrize("version", ["format_version", "order_version"])
-def test_a_newer_version_is_refused(version: str) -> None:
-    """A leg of a newer format or order is not guessed at."""
-    text = json.dumps({**json.loads(LEG.to_json()), version: 99})
-    with pytest.raises(FormatTooNew, match=rf"{version} 99.*upgrade"):
+@pytest.mark.parametrize(("number", "advice"), [(99, "upgrade"), (0, "an older DLAC")])
+def test_leg_of_another_version_is_refused(version: str, number: int, advice: str) -> None:
+    """A leg of another format or order is not guessed at. The message names the DLAC that reads it."""
+    text = json.dumps({**json.loads(LEG.to_json()), version: number})
+    with pytest.raises(FormatTooNew, match=rf"{version} \d+ of a leg, found {number}.*{advice}"):
         Leg.from_json(text)
 
 

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers, processors
 
-from dlac_pipeline.ingest.tokenizer import END_OF_DOCUMENT, save_tokenizer, tokenizer_digest, train_tokenizer
 from dlac_pipeline.lakehouse.errors import TokenizerUnreadable
 from dlac_pipeline.read.documents import documents_of
 from dlac_pipeline.rows import tokenizing
 from dlac_pipeline.rows.tokenizing import FastTokenizer, load_tokenizer
 from dlac_pipeline.rows.transform import RowRejected, Transform
+from examples.corpus.tokenizer import END_OF_DOCUMENT, save_tokenizer, tokenizer_digest, train_tokenizer
 
 TEXTS = ["to be or not to be", "", "what is it", f"{END_OF_DOCUMENT} spelled out", "é ü 🙂"]
 NOT_UTF8 = pa.Array.from_buffers(

@@ -5,12 +5,13 @@ from collections.abc import Iterator
 
 import dagster as dg
 
+from dlac_pipeline.dagster.failures import as_failure
 from dlac_pipeline.dagster.metadata import sql_metadata
 from dlac_pipeline.dagster.resources import JobResource
 from dlac_pipeline.dagster.training_runs import MODEL
-from dlac_pipeline.lakehouse.errors import NoRestorableCheckpoint, StoreUnavailable
+from dlac_pipeline.lakehouse.errors import NoRestorableCheckpoint, NoSuchCheckpoint, StoreUnavailable
 
-_ROWS_OF = {
+_OFFENDING_ROWS_SQL = {
     "no_duplicate_rows": "FROM duplicates WHERE run = '{run}'",
     "no_missing_rows": "FROM gaps WHERE run = '{run}'",
     "consumption_exact": "SELECT problem FROM problems WHERE run = '{run}'",
@@ -28,7 +29,7 @@ _ROWS_OF = {
         dg.AssetCheckSpec(
             "no_missing_rows",
             asset=MODEL,
-            description="No live row behind a cursor is unrecorded on the surviving lineage.",
+            description="Every live row before a cursor of the surviving lineage is recorded as consumed or left out.",
         ),
         dg.AssetCheckSpec(
             "consumption_exact",
@@ -37,12 +38,13 @@ _ROWS_OF = {
         ),
     ]
 )
-def consumption_audit(job: JobResource) -> Iterator[dg.AssetCheckResult]:
-    """Audit the run once for all three checks. Rows that are not exactly once in a model are an error of any size."""
+def consumption_audit(context: dg.AssetCheckExecutionContext, job: JobResource) -> Iterator[dg.AssetCheckResult]:
+    """Audit the run once for all three checks. Any duplicated or missing row is an error."""
     from dlac_pipeline.audit.audit import audit_run
 
-    run = job.job_spec().run
-    report = audit_run(job.lakehouse(), run)
+    with as_failure(context):
+        run = job.job_spec().run
+        report = audit_run(job.lakehouse(), run)
     shown = {name: value for name, value in report.to_json().items() if isinstance(value, (int, str, bool))}
     problems = "; ".join(report.problems) or "none"
     answers = {
@@ -57,31 +59,34 @@ def consumption_audit(job: JobResource) -> Iterator[dg.AssetCheckResult]:
             asset_key=MODEL,
             severity=dg.AssetCheckSeverity.ERROR,
             description=f"{found} among {report.rows_consumed} consumed in {report.passes_entered} passes",
-            metadata={**shown, "problems": problems, "sql": sql_metadata(_ROWS_OF[name].format(run=run))},
+            metadata={**shown, "problems": problems, "sql": sql_metadata(_OFFENDING_ROWS_SQL[name].format(run=run))},
         )
 
 
 @dg.asset_check(
     asset=MODEL,
     name="checkpoint_restorable",
-    description="The files of the newest checkpoint are there, and read again they have the digests that were committed.",
+    description="The files of the newest checkpoint exist, and have the committed digests when they are read again.",
 )
-def checkpoint_restorable(job: JobResource) -> dg.AssetCheckResult:
-    """Read the newest checkpoint again and write the result into the ledger. An unavailable store is only a warning.
+def checkpoint_restorable(context: dg.AssetCheckExecutionContext, job: JobResource) -> dg.AssetCheckResult:
+    """Read the newest checkpoint again and write the result into the ledger.
+
+    An unavailable store is only a warning, and so is a checkpoint that was retired while it was read.
 
     A run without a checkpoint, such as one that waits for a batch, passes.
     """
     from dlac_pipeline.checkpoint.store import tiers_of
-    from dlac_pipeline.dagster.assets.verified import shown_verdict, verified_head
+    from dlac_pipeline.dagster.assets.head_verification import shown_verdict, verify_head
 
-    spec, lakehouse = job.job_spec(), job.lakehouse()
     began = time.monotonic()
-    try:
-        verdict = verified_head(lakehouse, spec.run, tiers_of(spec).files)
-    except StoreUnavailable as err:
-        return dg.AssetCheckResult(passed=False, severity=dg.AssetCheckSeverity.WARN, description=str(err))
-    except NoRestorableCheckpoint as err:
-        return dg.AssetCheckResult(passed=False, severity=dg.AssetCheckSeverity.ERROR, description=str(err))
+    with as_failure(context):
+        spec = job.job_spec()
+        try:
+            verdict = verify_head(job.lakehouse(), spec.run, tiers_of(spec).files)
+        except (StoreUnavailable, NoSuchCheckpoint) as err:
+            return dg.AssetCheckResult(passed=False, severity=dg.AssetCheckSeverity.WARN, description=str(err))
+        except NoRestorableCheckpoint as err:
+            return dg.AssetCheckResult(passed=False, severity=dg.AssetCheckSeverity.ERROR, description=str(err))
     if verdict is None:
         return dg.AssetCheckResult(passed=True, description=f"run {spec.run!r} has no checkpoint yet: nothing to read")
     return dg.AssetCheckResult(

@@ -44,7 +44,7 @@ def newest_checkpoints_verified(
     context: dg.OpExecutionContext, config: VerifyConfig, lakehouse: LakehouseResource
 ) -> dg.Output[None]:
     """A table of what was found. Fails when a checkpoint is damaged or a named run does not exist, after all were read."""
-    from dlac_pipeline.dagster.assets.verified import verified_head
+    from dlac_pipeline.dagster.assets.head_verification import verify_head
     from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 
     place = lakehouse.lakehouse()
@@ -58,7 +58,7 @@ def newest_checkpoints_verified(
             continue
         began = time.monotonic()
         try:
-            verdict = verified_head(place, run, _files_of(place, run))
+            verdict = verify_head(place, run, _files_of(place, run))
         except (NoSuchCheckpoint, NoSuchRun, StoreUnavailable) as err:
             context.log.warning(f"{run}: {err}")
         except NoRestorableCheckpoint as err:

@@ -155,7 +155,8 @@ class Leg:
         raw: dict[str, Any] = json.loads(text)
         for name, known in (("format_version", LEG_VERSION), ("order_version", ORDER_VERSION)):
             if raw[name] != known:
-                raise FormatTooNew(f"the leg has {name} {raw[name]}, this DLAC reads {known}: upgrade DLAC")
+                which = "an older DLAC: use that one" if raw[name] < known else "a newer DLAC: upgrade"
+                raise FormatTooNew(f"expected {name} {known} of a leg, found {raw[name]}, written by {which}")
         try:
             return _ADAPTER.validate_python(raw)
         except ValidationError as err:

@@ -15,7 +15,7 @@ from dlac_pipeline.lakehouse.ledger.commits import record_verified
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 
 
-def verified_head(lakehouse: Lakehouse, run: str, files: StoreFiles | None) -> Verification | None:
+def verify_head(lakehouse: Lakehouse, run: str, files: StoreFiles | None) -> Verification | None:
     """Read the files of the run's head again, and record the result. None: the run has no checkpoint yet.
 
     Raises:

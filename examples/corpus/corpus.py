@@ -13,9 +13,9 @@ from blake3 import blake3
 from pyiceberg.schema import Schema
 from pyiceberg.types import LongType, NestedField, StringType
 
-from dlac_pipeline.ingest.appends import Batchwise, Progress, append_batchwise
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
+from examples.corpus.appends import Batchwise, Progress, append_batchwise
 
 CORPUS = Schema(
     NestedField(1, "document_id", LongType(), required=False),

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pyarrow as pa
 from tokenizers import Tokenizer
 
-from dlac_pipeline.ingest.tokenizer import END_OF_DOCUMENT
+from examples.corpus.tokenizer import END_OF_DOCUMENT
 
 _DOCUMENTS_AT_ONCE = 128
 

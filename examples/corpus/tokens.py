@@ -16,7 +16,9 @@ from pyiceberg.table import Table
 from pyiceberg.types import IntegerType, ListType, LongType, NestedField
 from tokenizers import Tokenizer
 
-from dlac_pipeline.ingest.appends import (
+from dlac_pipeline.lakehouse.errors import SpecInvalid
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, reachable
+from examples.corpus.appends import (
     ROWS_PROPERTY,
     Appended,
     Batchwise,
@@ -26,11 +28,9 @@ from dlac_pipeline.ingest.appends import (
     create_source_table,
     rows_there,
 )
-from dlac_pipeline.ingest.corpus import Document, corpus_digest
-from dlac_pipeline.ingest.sequences import lay_out
-from dlac_pipeline.ingest.tokenizer import load_corpus_tokenizer, save_tokenizer, tokenizer_digest, train_tokenizer
-from dlac_pipeline.lakehouse.errors import SpecInvalid
-from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, reachable
+from examples.corpus.corpus import Document, corpus_digest
+from examples.corpus.sequences import lay_out
+from examples.corpus.tokenizer import load_corpus_tokenizer, save_tokenizer, tokenizer_digest, train_tokenizer
 
 TOKENS = Schema(
     NestedField(1, "sequence_id", LongType(), required=False),

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dlac_pipeline.plan.affine import MAX_BLOCK_ROWS, choose_permutation
-from dlac_pipeline.plan.keys import derive_key, mix, shuffled
+from dlac_pipeline.plan.block_permutation import MAX_BLOCK_ROWS, choose_permutation
+from dlac_pipeline.plan.keys import derive_key, draw_sort_keys, mix
 
 KEYS = st.integers(0, 2**64 - 1)
 
@@ -15,10 +15,10 @@ KEYS = st.integers(0, 2**64 - 1)
 @given(st.integers(1, 3000), KEYS, st.booleans())
 def test_the_map_is_a_bijection_with_that_inverse(rows: int, key: int, shuffle: bool) -> None:
     """Positions reach every row of the block once, and the inverse leads back."""
-    affine = choose_permutation(rows, key, shuffle=shuffle)
-    at = affine.rows_at(0, rows)
+    permutation = choose_permutation(rows, key, shuffle=shuffle)
+    at = permutation.rows_at(np.arange(rows))
     assert sorted(at) == list(range(rows))
-    assert (affine.positions_of(at) == np.arange(rows)).all()
+    assert (permutation.positions_of(at) == np.arange(rows)).all()
 
 
 @settings(max_examples=50, deadline=None)
@@ -26,15 +26,15 @@ def test_the_map_is_a_bijection_with_that_inverse(rows: int, key: int, shuffle: 
 def test_the_largest_block_does_not_overflow(key: int) -> None:
     """At the greatest allowed number of rows, map and inverse still agree."""
     rows = MAX_BLOCK_ROWS - 1
-    affine = choose_permutation(rows, key, shuffle=True)
-    at = affine.rows_at(rows - 100, rows)
+    permutation = choose_permutation(rows, key, shuffle=True)
+    at = permutation.rows_at(np.arange(rows - 100, rows))
     assert ((at >= 0) & (at < rows)).all()
-    assert (affine.positions_of(at) == np.arange(rows - 100, rows)).all()
+    assert (permutation.positions_of(at) == np.arange(rows - 100, rows)).all()
 
 
 def test_without_shuffle_the_map_is_the_identity() -> None:
     """Unshuffled blocks are read in the table's own order."""
-    assert choose_permutation(10, 12345, shuffle=False).rows_at(0, 10).tolist() == list(range(10))
+    assert choose_permutation(10, 12345, shuffle=False).rows_at(np.arange(10)).tolist() == list(range(10))
 
 
 @pytest.mark.parametrize("rows", [0, -1, MAX_BLOCK_ROWS])
@@ -52,9 +52,9 @@ def test_splitmix64_is_the_published_one() -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(st.integers(0, 500), KEYS)
-def test_shuffleds_permute(size: int, key: int) -> None:
+def test_sort_keys_differ(size: int, key: int) -> None:
     """Each index appears once."""
-    assert len(set(shuffled(size, key).tolist())) == size
+    assert len(set(draw_sort_keys(size, key).tolist())) == size
 
 
 def test_keys_depend_on_the_order_of_labels() -> None:
