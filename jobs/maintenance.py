@@ -13,18 +13,18 @@ ledger_maintenance_schedule = dg.ScheduleDefinition(
     name="ledger_maintenance_schedule",
     job=upkeep_job,
     cron_schedule="17 3 * * *",
-    description="Nightly upkeep of the lakehouse. Off until somebody turns it on.",
+    description="Nightly upkeep of the lakehouse. Off until you turn it on.",
 )
 verify_schedule = dg.ScheduleDefinition(
     name="verify_schedule",
     job=verify_job,
     cron_schedule="41 4 * * *",
-    description="Nightly verification of the newest checkpoints. Off until somebody turns it on.",
+    description="Nightly verification of the newest checkpoints. Off until you turn it on.",
 )
 rehearse_schedule = dg.ScheduleDefinition(
     name="rehearse_schedule",
     job=rehearse_job,
     cron_schedule="23 5 * * *",
-    description="A daily rehearsal of every run that trained since the last one. Off until somebody turns it on.",
+    description="Daily rehearsal of each run that trained since the last one. Off until you turn it on.",
 )
 alerts = dlac_alerts()

@@ -28,7 +28,7 @@ def build_pinned_snapshot(*, deps: Deps, owners: Sequence[str] | None = None) ->
         kinds={"iceberg"},
         owners=owners,
         tags={"dlac/stage": "plan"},
-        description="One snapshot of the source table, kept alive by an Iceberg tag: the run reads it, whatever is appended.",
+        description="One snapshot of the source table, pinned by an Iceberg tag. The run reads it, and no later appends.",
     )
     def pinned_snapshot(context: dg.AssetExecutionContext, job: JobResource) -> dg.MaterializeResult[None]:
         return pin_snapshots(context, job)

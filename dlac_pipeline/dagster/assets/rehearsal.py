@@ -75,7 +75,7 @@ def judge_rehearsals(outcomes: Sequence[RehearsedRun]) -> dg.AssetCheckResult:
 @dg.asset_check(
     asset=MODEL,
     name=CHECK,
-    description="Restored in a sandbox, the newest checkpoint with a successor leads to the recorded losses, bit for bit.",
+    description="In a sandbox, steps after the newest checkpoint with a successor repeat the recorded losses, bit for bit.",
 )
 def rehearsal_identical(job: JobResource) -> dg.AssetCheckResult:
     """Rehearse the run. Production is only read. It costs a launch: `rehearse_job` does it for all runs, once a day."""

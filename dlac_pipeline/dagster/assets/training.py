@@ -31,23 +31,21 @@ class LaunchConfig(Section, dg.Config):
     """Takeover of the run by this launch. The defaults start a run, or resume one that no launch is training."""
 
     replaces: int | None = Field(
-        default=None, ge=0, lt=2**31, description="The failed attempt that is recovered; unset: the current one."
+        default=None, ge=0, lt=2**31, description="Failed attempt to recover. Unset: the current one."
     )
     recovers: str = Field(
         default="",
-        description="The Dagster run that has ended, if this one goes on for it: what it claims late is replaced too.",
+        description="Ended Dagster run that this one resumes. An attempt that it claims late is replaced as well.",
     )
-    takeover: bool = Field(
-        default=False, description="Fence off a launch that is still alive, instead of being refused."
-    )
+    takeover: bool = Field(default=False, description="Fence off a launch that is still alive. False: be refused.")
     wait_s: float = Field(
-        default=0.0, ge=0, le=LONGEST_WAIT_S, description="Seconds to wait for another launch to leave."
+        default=0.0, ge=0, le=LONGEST_WAIT_S, description="Seconds to wait for another launch to exit."
     )
     noticed_by: str = Field(
-        default=OPERATOR, description="Who noticed the failure: an operator, or the sensor that requested this."
+        default=OPERATOR, description="Finder of the failure: an operator, or the sensor that requested this run."
     )
     noticed_at: float | None = Field(
-        default=None, ge=0, le=1e11, description="When, in seconds since the epoch; unset: when the launch begins."
+        default=None, ge=0, le=1e11, description="Time of that, in seconds since the epoch. Unset: the launch's begin."
     )
 
 
@@ -63,7 +61,7 @@ def build_model_checkpoint(*, deps: Deps = (PLAN,), owners: Sequence[str] | None
         tags={"dlac/stage": "train"},
         pool=POOL,
         output_required=False,
-        description="One committed checkpoint of the model per ledger commit; each names exactly the rows it has consumed.",
+        description="One committed checkpoint of the model per ledger commit, with exactly the rows that it has consumed.",
     )
     def model_checkpoint(
         context: dg.AssetExecutionContext, config: LaunchConfig, job: JobResource

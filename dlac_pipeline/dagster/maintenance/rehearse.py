@@ -26,22 +26,22 @@ class RehearseConfig(Section, dg.Config):
     """Runs to rehearse, and for how many steps."""
 
     runs: list[str] = Field(
-        default=[], description="Training runs; empty: all that have committed a checkpoint within committed_within_h."
+        default=[], description="Training runs. Empty: all that have committed a checkpoint within committed_within_h."
     )
     committed_within_h: float = Field(
         default=26.0,
         gt=0,
         le=87_600,
-        description="Hours, for runs that are not named: what rests since then was rehearsed before.",
+        description="Hours within which a run must have committed a checkpoint to be rehearsed, if `runs` is empty.",
     )
     steps: int | None = Field(
         default=None,
         ge=1,
         le=MOST_STEPS,
-        description="Steps to do again; unset: all up to the next checkpoint, at most 20.",
+        description="Steps to repeat. Unset: all up to the next checkpoint, at most 20.",
     )
     sandbox: str = Field(
-        default="", description="Folder for the sandbox, which holds a copy of the checkpoint; empty: temporary."
+        default="", description="Folder for the sandbox with a copy of the checkpoint. Empty: temporary."
     )
 
 
@@ -54,7 +54,7 @@ class Asked:
     sandbox: str
 
 
-@dg.op(out=dg.DynamicOut(Asked), description="The runs that are rehearsed: those named, or those that trained lately.")
+@dg.op(out=dg.DynamicOut(Asked), description="Runs to rehearse: the named ones, or those that trained recently.")
 def runs_to_rehearse(
     context: dg.OpExecutionContext, config: RehearseConfig, lakehouse: LakehouseResource
 ) -> Iterator[dg.DynamicOutput[Asked]]:
@@ -70,7 +70,7 @@ def runs_to_rehearse(
 
 @dg.op(
     pool=POOL,
-    description="Restores a run's checkpoint in a sandbox, does the steps behind it again, and compares the losses.",
+    description="Restores a run's checkpoint in a sandbox, repeats the steps after it, and compares the losses.",
 )
 def rehearsal(context: dg.OpExecutionContext, asked: Asked, lakehouse: LakehouseResource) -> RehearsedRun:
     """Return the result. A rehearsal that differs does not stop those of other runs."""
@@ -80,7 +80,7 @@ def rehearsal(context: dg.OpExecutionContext, asked: Asked, lakehouse: Lakehouse
     return done
 
 
-@dg.op(description="Writes the result of all rehearsals down as the asset check rehearsal_identical of the model.")
+@dg.op(description="Records the result of all rehearsals as the asset check rehearsal_identical of the model.")
 def rehearsals_judged(
     context: dg.OpExecutionContext, done: list[RehearsedRun]
 ) -> Iterator[dg.AssetCheckEvaluation | dg.Output[None]]:
@@ -110,7 +110,7 @@ def _trained_since(lakehouse: "Lakehouse", since: datetime) -> list[str]:
 
 
 @dg.job(
-    description="Rehearses runs in a sandbox, beside whatever trains: bit-identical losses, or a failed asset check."
+    description="Rehearses runs in a sandbox during training. Losses that are not bit-identical fail the asset check."
 )
 def rehearse_job() -> None:
     """One op per training run, and one for the verdict."""

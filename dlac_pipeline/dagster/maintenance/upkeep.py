@@ -21,7 +21,7 @@ class UpkeepConfig(Section, dg.Config):
     )
 
 
-@dg.op(description="Merges small files, expires snapshots and removes files that nothing names, in DLAC's own tables.")
+@dg.op(description="Merges small files, expires snapshots and removes unneeded files of DLAC's own tables.")
 def own_tables_in_order(
     context: dg.OpExecutionContext, config: UpkeepConfig, lakehouse: LakehouseResource
 ) -> dg.Output[None]:
@@ -36,7 +36,7 @@ def own_tables_in_order(
     return dg.Output(None, metadata={"done": dg.MetadataValue.table(records)})
 
 
-@dg.job(description="Puts DLAC's own tables in order, beside whatever trains. Source tables are never touched.")
+@dg.job(description="Upkeep of DLAC's own tables, also during training. It never changes source tables.")
 def upkeep_job() -> None:
     """The one op."""
     own_tables_in_order()

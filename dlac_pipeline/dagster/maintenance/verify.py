@@ -33,12 +33,12 @@ class VerifyConfig(Section, dg.Config):
         default=20.0,
         ge=0,
         le=87_600,
-        description="Hours: a checkpoint whose digests held within so many is not read again.",
+        description="Hours for which a verified checkpoint is not read again.",
     )
 
 
 @dg.op(
-    description="Reads the newest checkpoint of each run again and compares its digests; what is found goes into the ledger."
+    description="Reads the newest checkpoint of each run again, compares its digests, and records the result in the ledger."
 )
 def newest_checkpoints_verified(
     context: dg.OpExecutionContext, config: VerifyConfig, lakehouse: LakehouseResource
@@ -103,7 +103,7 @@ def _files_of(lakehouse: "Lakehouse", run: str) -> "StoreFiles | None":
     return None
 
 
-@dg.job(description="Reads the newest checkpoint of every run again, beside whatever trains; damage fails it.")
+@dg.job(description="Reads the newest checkpoint of each run again during training. Damage fails the job.")
 def verify_job() -> None:
     """The one op."""
     newest_checkpoints_verified()

@@ -110,13 +110,13 @@ def dlac_alerts(
 
     failed, succeeded = dg.DagsterRunStatus.FAILURE, dg.DagsterRunStatus.SUCCESS
     sensors = [
-        sensor("failure_alerts", failed, _of_failure, "Reports runs that failed: in recovery, or in need of a person."),
-        sensor("success_alerts", succeeded, _of_success, "Reports recovered training runs, and others if asked for."),
+        sensor("failure_alerts", failed, _of_failure, "Reports failed runs that are being recovered or need a person."),
+        sensor("success_alerts", succeeded, _of_success, "Reports recovered training runs, and others on request."),
     ]
     if "check_failed" in kinds:
-        says = "Reports the asset checks that did not hold in runs that"
+        says = "Reports the asset checks that failed in runs that"
         sensors += [
-            sensor("check_alerts", succeeded, _of_checks, f"{says} ended well."),
+            sensor("check_alerts", succeeded, _of_checks, f"{says} succeeded."),
             sensor("failed_run_check_alerts", failed, _of_checks, f"{says} failed."),
         ]
     return sensors

@@ -59,7 +59,7 @@ def build_continual_schedule(train_job: TrainingJob, *, cron_schedule: str) -> d
         job=train_job,
         cron_schedule=cron_schedule,
         default_status=dg.DefaultScheduleStatus.STOPPED,
-        description="Trains every run of the folder jobs/ that follows appends and has something new. Off until turned on.",
+        description="Trains each run of the folder jobs/ that follows appends and has new rows. Off until you turn it on.",
     )
     def continual_training_schedule(context: dg.ScheduleEvaluationContext) -> list[dg.RunRequest] | dg.SkipReason:
         return _requests(context.instance, context.log, once_per_snapshot=False)

@@ -37,7 +37,7 @@ class _Seen:
 @dg.sensor(
     minimum_interval_seconds=_LOOK_EVERY_S,
     default_status=dg.DefaultSensorStatus.RUNNING,
-    description="Fails Dagster runs that train and whose process is gone: SIGKILLed with its code server, or with its machine.",
+    description="Fails Dagster runs that train and whose process has ended, for example with its code server or its node.",
 )
 def lost_run_sensor(context: dg.SensorEvaluationContext) -> dg.SensorResult:
     """Compare each run's heartbeat with what was seen at the ticks before."""

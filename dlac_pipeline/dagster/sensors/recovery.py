@@ -44,7 +44,7 @@ def build_recovery_sensor(recover_job: TrainingJob) -> dg.SensorDefinition:
         request_job=recover_job,
         minimum_interval_seconds=2,
         default_status=dg.DefaultSensorStatus.RUNNING,
-        description="Requests recover_job when a Dagster run that trains has died; leaves failures alone that would come again.",
+        description="Requests recover_job when a Dagster run that trains has died, unless the next one would fail as well.",
     )
     def recovery_sensor(context: dg.RunFailureSensorContext) -> dg.RunRequest | dg.SkipReason:
         _let_go_of_pools(context.instance, context.dagster_run, context.log)
@@ -62,7 +62,7 @@ def build_preemption_sensor(recover_job: TrainingJob) -> dg.SensorDefinition:
         request_job=recover_job,
         minimum_interval_seconds=2,
         default_status=dg.DefaultSensorStatus.RUNNING,
-        description="Requests recover_job when a run was cancelled because its node goes away; not when a person cancelled it.",
+        description="Requests recover_job when a run was cancelled because its node shuts down, not when a person cancelled it.",
     )
     def preemption_sensor(context: dg.RunStatusSensorContext) -> dg.RunRequest | dg.SkipReason:
         cancelled = context.dagster_run
