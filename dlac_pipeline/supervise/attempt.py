@@ -109,7 +109,7 @@ class SupervisedAttempt:
             try:
                 point = self._claim()
             except _StopRequested:
-                return "stopped"
+                return self.end_before_training()
             self._resume(point)
             self._publish({"event": "attempt", "step": point.step, "pids": self._wait_for_start(ranks)})
             with closing(LedgerWatch(self._lakehouse)) as ledger:
@@ -117,6 +117,12 @@ class SupervisedAttempt:
         finally:
             own.end()
             self._forward_events()
+
+    def end_before_training(self) -> Ending | Rescale:
+        """Return the end of an attempt that a stop request ended before its ranks trained: other nodes resume the run."""
+        if self._supervision.leaving.is_set() and self.others:
+            return Rescale(why=planned_end(_leaving(), step=self.step, undone=[]))
+        return "stopped"
 
     def _claim(self) -> ResumePoint:
         current = None
@@ -277,7 +283,7 @@ class SupervisedAttempt:
         if ending != "stopped":
             return ending
         if supervision.leaving.is_set() and self.others:
-            return self._rescale(ranks, f"leaving: node {socket.gethostname()}")
+            return self._rescale(ranks, _leaving())
         if supervision.stop.is_set() or not (rescales or ranks.leaving_nodes):
             return ending
         cause = "more nodes have come" if rescales else f"leaving: node {', '.join(ranks.leaving_nodes)}"
@@ -324,3 +330,7 @@ class SupervisedAttempt:
 
     def _publish(self, event: Event) -> None:
         self._supervision.publish({"attempt": self.number, **event})
+
+
+def _leaving() -> str:
+    return f"leaving: node {socket.gethostname()}"

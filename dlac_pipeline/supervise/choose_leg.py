@@ -35,7 +35,7 @@ from dlac_pipeline.spec.job_spec import JobSpec, SourceSpec
 class ResumeOptions:
     """Requests of a launch beyond resuming: the plans of a new run, and the changes of a new leg."""
 
-    plans: tuple[Plan, ...] = ()
+    plans: tuple[PlanRow, ...] = ()
     """Plan of each source, for a new run. If empty, the sources of the spec are planned before the claim."""
     repin: bool = False
     """True to continue with the changes of followed tables since they were planned."""
@@ -121,7 +121,7 @@ class LegChooser:
         asked = asked_for(excluding(self._spec, excluded), leg, uuids)
         if self._options.plans:
             named = zip(asked.sources, self._options.plans, strict=True)
-            asked = replace(asked, sources=tuple(replace(source, plan_id=plan.id) for source, plan in named))
+            asked = replace(asked, sources=tuple(replace(source, plan_id=plan.plan_id) for source, plan in named))
         if not self._spec.launch.new_leg:
             _leg_excluding(leg, excluded).check_same(asked)
         return asked
@@ -138,7 +138,7 @@ class LegChooser:
             )
         spec = _as_it_began(excluding(self._spec, exclusions_in_force(rows)), rows) if again else self._spec
         claimed = self._claimed_plans(rows) if self._recovering and not again else ()
-        known = tuple(plan.id for plan in self._options.plans) or claimed
+        known = tuple(plan.plan_id for plan in self._options.plans) or claimed
         plans = [self._plans.load(plan_id) for plan_id in known] or self._new_plans(spec)
         return leaving_out(self._plans, spec, first_leg(spec, plans), self._options.unreadable)
 

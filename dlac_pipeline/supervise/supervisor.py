@@ -258,11 +258,11 @@ class Supervisor:
         except (CatalogUnreachable, CommitOutcomeUnknown):
             if attempt.number or not self._stop.is_set():
                 raise
-            # the stop came while it waited: nothing was trained
-            return AttemptVerdict(ending="stopped", step=self._step)
+            end = attempt.end_before_training()  # the stop came while it waited
         if isinstance(end, str):
-            return AttemptVerdict(ending=end, attempt=attempt.number, step=attempt.step)
-        launch.takeover.replaces = attempt.number
+            return AttemptVerdict(ending=end, attempt=attempt.number, step=attempt.step or self._step)
+        if attempt.number:  # 0: it ended before it had a resume point
+            launch.takeover.replaces = attempt.number
         if isinstance(end, Rescale):
             self._failure = end.why
             launch.restart_policy.note_rescale(attempt)

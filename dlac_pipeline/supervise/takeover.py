@@ -18,8 +18,8 @@ from dlac_pipeline.lakehouse.errors import (
     SteppedAside,
     StoreUnavailable,
 )
+from dlac_pipeline.lakehouse.ledger.plans import PlanRow
 from dlac_pipeline.lakehouse.ledger.run_rows import HEAD_KINDS
-from dlac_pipeline.plan.plan import Plan
 from dlac_pipeline.supervise.claim import check_current, check_unfinished
 from dlac_pipeline.supervise.claims import rendezvous_of, to_replace
 from dlac_pipeline.supervise.liveness.launch_detector import refuse_if_alive_elsewhere
@@ -36,7 +36,7 @@ class Takeover:
     def __init__(self, supervision: Supervision) -> None:
         self.replaces = supervision.request.replaces
         """The attempt that the next one replaces, or None for the current attempt at the claim."""
-        self.plans: tuple[Plan, ...] = ()
+        self.plans: tuple[PlanRow, ...] = ()
         """Plan of each source that the request names, once `lead` has returned."""
         self.holds_lock = False
         self._supervision = supervision
@@ -129,8 +129,8 @@ class Takeover:
         state = self._retry(self._supervision.ledger.state, self._spec.run)
         check_unfinished(state)
         if not self.plans:
-            load = self._supervision.plans.load
-            self.plans = tuple(self._retry(load, plan_id) for plan_id in self._request.plan_ids)
+            row = self._supervision.plans.row  # a run that resumes has plans of its own, and checks their pins
+            self.plans = tuple(self._retry(row, plan_id) for plan_id in self._request.plan_ids)
         target = state.fence.attempt if self._request.takeover and self.replaces is None else self.replaces
         if target is not None:
             target = self._to_replace(target, rendezvous=self._spec.launch.rendezvous)

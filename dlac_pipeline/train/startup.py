@@ -11,7 +11,6 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
-from dlac_pipeline.checkpoint.collectives import RankTree
 from dlac_pipeline.checkpoint.failures import failing_together
 from dlac_pipeline.checkpoint.files import make_below
 from dlac_pipeline.checkpoint.store import storing, tiers_of
@@ -116,17 +115,16 @@ def own_folder(spec: JobSpec, nonce: str) -> Path | None:
     return Path(spec.checkpoint.local) / spec.run / f"launch-{nonce}" if LAUNCHED_VARIABLE in os.environ else None
 
 
-def make_own_folder(spec: JobSpec, nonce: str, tree: RankTree) -> Path | None:
-    """Make the launch folder of ranks that another launcher started: their heartbeat is written to it. Collective.
+def make_own_folder(spec: JobSpec, nonce: str) -> Path | None:
+    """Make the launch folder of ranks that another launcher started: their heartbeat is written to it.
 
     Raises:
         StoreUnavailable: the folder cannot be made.
     """
     folder = own_folder(spec, nonce)
-    with failing_together(tree, doing="making the launch folder"):
-        if folder is not None:
-            with storing(folder):
-                make_below(folder.parent, folder)
-            if os.environ[LAUNCHED_VARIABLE] == "0":
-                forget_launches(folder.parent, keep=KEEP_LAUNCHES)
+    if folder is not None:
+        with storing(folder):
+            make_below(folder.parent, folder)
+        if os.environ[LAUNCHED_VARIABLE] == "0":
+            forget_launches(folder.parent, keep=KEEP_LAUNCHES)
     return folder

@@ -290,7 +290,7 @@ def test_other_source_count_is_refused_early(arena: Arena, spec: JobSpec) -> Non
     plan = make_plan(arena.lakehouse, spec.source)
     with pytest.raises(SpecInvalid, match=r"a plan for each of the 1 sources of run 'r1', found 2"):
         claim_and_verify(
-            Plans(arena.lakehouse), spec, ClaimRequest(nonce="n", options=ResumeOptions(plans=(plan, plan)))
+            Plans(arena.lakehouse), spec, ClaimRequest(nonce="n", options=ResumeOptions(plans=(plan.row, plan.row)))
         )
     assert [row["attempt"] for row in arena.rows("r1", "claim")] == [1]
 

@@ -176,6 +176,21 @@ def test_silent_node_precedes_its_consequences(tmp_path: Path) -> None:
         assert re.search(r"node host-1 \(1 ranks\) sent no heartbeat for \d+ s", found[0].message)
 
 
+def test_node_heard_again_ends_no_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node that was silent for a moment is no failure afterwards, and the ranks come to their end."""
+    with machines(tmp_path, 3) as three:
+        three.until(lambda: all(three.crews[LEADER].message_of(place) for place in (1, 2)), "their messages")
+        with monkeypatch.context() as silent:
+            silent.setattr(three.crews[LEADER], "lost_nodes", lambda: [1])
+            looks = three.crews[LEADER].looks
+            wait_until(lambda: three.crews[LEADER].looks > looks, what="another read of the store")
+            assert three.fleet.failures() == []  # the third node is asked
+        for rank in range(3):
+            three.exits(rank, 0)
+        three.until(three.fleet.all_exited, "the end of all")
+        assert three.fleet.failures() == []
+
+
 def test_all_have_exited_once_every_machine_says_so(pair: Machines) -> None:
     """Its own ranks are not enough."""
     pair.exits(0, 0)

@@ -119,6 +119,17 @@ def test_node_leaves_while_making_room(imports: Supervision) -> None:
         assert imports.leaving.is_set()
 
 
+def test_leaving_node_stops_no_other_while_it_verifies(imports: Supervision, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The leader is asked to leave while it verifies a checkpoint: the other nodes resume, and a run of one node stops."""
+    imports.leave()
+    for nodes, ending in ((2, Rescale), (1, str)):
+        with rounds(nodes) as crews:
+            attempt = _leading(imports, crews[0])
+            monkeypatch.setattr(attempt, "_claim", lambda attempt=attempt: attempt._report_verification(7, 1, 2))
+            assert isinstance(attempt.run(), ending)
+            assert attempt.number == 0
+
+
 def _rescaled(attempt: SupervisedAttempt, *, has_notice: bool) -> Any:
     """The end of an attempt whose ranks have exited after a checkpoint to make room."""
     ranks = Mock(own=Mock(has_notice=has_notice), leaving_nodes=[])

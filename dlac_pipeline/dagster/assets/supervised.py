@@ -41,8 +41,8 @@ _OLD_LAUNCH_S = 30.0
 
 def supervise_run(
     request: Request, on_event: Callable[[Event], None], *, on_asking: Callable[[], None] = lambda: None
-) -> Event:
-    """Run supervisors as `supervise_launch` does, until one reports how the run ended. Return that event.
+) -> tuple[Event, Request]:
+    """Run supervisors as `supervise_launch` does, until one reports how the run ended. Return that event and its request.
 
     A supervisor of this node that was killed is replaced at once if it had committed a checkpoint. After any other death
     Dagster's sensors decide, which count recoveries without progress.
@@ -51,7 +51,7 @@ def supervise_run(
         progress = _Progress(on_event)
         last = supervise_launch(request, progress, on_asking=on_asking)
         if last.get("kind") != _DIED or not progress.committed or request.spec.launch.on != "here":
-            return last
+            return last, request
         _pass_on(
             on_event, {"event": "warning", "message": f"the supervisor died ({last['message']}): another one starts"}
         )

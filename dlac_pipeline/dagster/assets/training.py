@@ -92,8 +92,8 @@ def train_run(
         noticed_at=config.noticed_at,
         launched_by=context.run_id,
     )
-    last = supervise_run(request, _Shown(context), on_asking=job.was_interrupted)
-    if _stepped_aside(config, last):
+    last, served = supervise_run(request, _Shown(context), on_asking=job.was_interrupted)
+    if _stepped_aside(served, last):
         tag_run(context, STEPPED_ASIDE_TAG, last["kind"])
         context.log.info(last["message"])
         return
@@ -104,10 +104,10 @@ def train_run(
         yield dg.MaterializeResult(metadata=model_page(job.lakehouse(), spec.run))
 
 
-def _stepped_aside(config: LaunchConfig, last: Event) -> bool:
-    """Return True if a sensor's recovery found that another launch trains the run."""
+def _stepped_aside(request: Request, last: Event) -> bool:
+    """Return True if a recovery without a person found that another launch trains the run."""
     kinds = (SteppedAside.__name__, RunBusy.__name__)
-    return config.noticed_by != OPERATOR and last["event"] == "error" and last["kind"] in kinds
+    return request.noticed_by != OPERATOR and last["event"] == "error" and last["kind"] in kinds
 
 
 def _fail_if_unfinished(context: dg.AssetExecutionContext, last: Event) -> None:

@@ -63,9 +63,7 @@ class AllRanks:
 
     def failures(self) -> list[Exit]:
         """Return the failed ranks once all nodes have reported. A failure here may be the effect of one on another node."""
-        found = [*self._lost_ranks(), *self.own.failures()]
-        for place, message in self._read_messages().items():
-            found += [self._exit_of(failure, place) for failure in message.get("failures", ())]
+        found = self._known_failures()
         if not found:
             return []
         if not self._requested_reports:
@@ -73,10 +71,17 @@ class AllRanks:
             self._round.publish({REQUESTS_REPORTS: True})
         return [] if self._waits_for_reports() else found
 
+    def _known_failures(self) -> list[Exit]:
+        """Return the failures that are known now. A lost node may be heard again, and is then no failure any more."""
+        found = [*self._lost_ranks(), *self.own.failures()]
+        for place, message in self._read_messages().items():
+            found += [self._exit_of(failure, place) for failure in message.get("failures", ())]
+        return found
+
     def all_exited(self) -> bool:
         """Return True if no rank is running, and none has failed. A failure counts before all nodes have reported."""
         exited = self.own.all_exited() and all(m.get("exited", False) for m in self._read_messages().values())
-        return exited and not self.failures() and not self._requested_reports
+        return exited and not self._known_failures()
 
     def log_end(self, rank: int) -> dict[str, str]:
         """Return the path of a rank's log, and its last lines."""
