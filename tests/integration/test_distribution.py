@@ -18,40 +18,7 @@ import pytest
 _ROOT = Path(__file__).parents[2]
 _QUICKSTART = _ROOT / "examples" / "quickstart"
 _DLAC = Path(sys.executable).with_name("dlac")
-_THEIRS = {
-    "catalog.py": 'TABLE = "demo.points"\n',
-    "assets/__init__.py": """import dagster as dg
-from catalog import TABLE
-from dlac_pipeline.dagster.assets.planning import build_pinned_snapshot, build_work_plan
-from dlac_pipeline.dagster.assets.training import build_model_checkpoint
-
-points = dg.AssetSpec(TABLE.split("."))
-training = [build_pinned_snapshot(deps=[points]), build_work_plan(), build_model_checkpoint()]
-""",
-    "jobs/__init__.py": "",
-    "jobs/definitions.py": """import dagster as dg
-from assets import points, training
-from dlac_pipeline.dagster.assets.checks import checkpoint_restorable, consumption_audit
-from dlac_pipeline.dagster.maintenance.upkeep import upkeep_job
-from dlac_pipeline.dagster.resources import JobResource, LakehouseResource
-from dlac_pipeline.dagster.sensors.alerts import dlac_alerts
-from dlac_pipeline.dagster.sensors.continual import build_continual_schedule
-from dlac_pipeline.dagster.sensors.lost_runs import lost_run_sensor
-from dlac_pipeline.dagster.sensors.recovery import build_preemption_sensor, build_recovery_sensor
-
-train_job = dg.define_asset_job("train_job", selection=dg.AssetSelection.assets(*training))
-recover_job = dg.define_asset_job("recover_job", selection=dg.AssetSelection.assets(training[-1]))
-defs = dg.Definitions(
-    assets=[points, *training],
-    asset_checks=[consumption_audit, checkpoint_restorable],
-    jobs=[train_job, recover_job, upkeep_job],
-    schedules=[build_continual_schedule(train_job, cron_schedule="@hourly")],
-    sensors=[build_recovery_sensor(recover_job), build_preemption_sensor(recover_job), lost_run_sensor, *dlac_alerts()],
-    resources={"job": JobResource.configure_at_launch(), "lakehouse": LakehouseResource()},
-    executor=dg.in_process_executor,
-)
-""",
-}
+_PROJECT = _ROOT / "examples" / "project"
 """Another project, with modules that are named as those of this repository."""
 
 
@@ -85,9 +52,7 @@ def project(tmp_path: Path) -> Path:
         shutil.copy(path, tmp_path)
     script = tmp_path / "train.py"
     script.write_text(script.read_text().replace("time.sleep(0.05)", "pass"))  # no person kills it by hand
-    for name, text in _THEIRS.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text)
+    shutil.copytree(_PROJECT, tmp_path, dirs_exist_ok=True)
     return tmp_path
 
 

@@ -1,0 +1,3 @@
+"""The lakehouse of this project: the source table that its run reads."""
+
+TABLE = "demo.points"
