@@ -207,7 +207,7 @@ def retire(
     for row in gone:
         OUT.print(f"retired {row['checkpoint_id']} (step {row['step']})", markup=False)
     if not gone:
-        OUT.print(f"run {run} has no checkpoint that is left behind and has no name", markup=False)
+        OUT.print(f"run {run} has no abandoned checkpoint without a tag", markup=False)
 
 
 def _known_spec(lakehouse: Lakehouse, run: str, spec: Path | None, home: Path | None) -> JobSpec | None:

@@ -54,7 +54,7 @@ def _left(instance: dg.DagsterInstance, asked: dict[str, str], reason: str) -> d
         elif run.run_id in asked:
             left[run.run_id] = asked[run.run_id]
         elif beat is None:
-            left[run.run_id] = "it has given no sign of life yet: nobody knows whether it starts here"
+            left[run.run_id] = "it has sent no heartbeat yet: it may start on this node"
     return left
 
 
@@ -66,8 +66,8 @@ def _ask(instance: dg.DagsterInstance, run: dg.DagsterRun, reason: str) -> tuple
         instance.add_run_tags(run.run_id, {PREEMPTED_TAG: own_value(run, reason)})
         instance.run_coordinator.cancel_run(run.run_id)
     except Exception as err:  # a code server that is gone: the run's process finds out by itself that it is cancelled
-        return _is_canceling(instance, run.run_id), f"it could not be told directly: {type(err).__name__}"
-    return True, "it was told to"
+        return _is_canceling(instance, run.run_id), f"it could not be notified directly: {type(err).__name__}"
+    return True, "it was asked to"
 
 
 def _is_canceling(instance: dg.DagsterInstance, run_id: str) -> bool:

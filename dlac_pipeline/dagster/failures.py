@@ -18,7 +18,7 @@ PREEMPTED_TAG = "dlac/preempted"
 Its value names the notice. It is resumed.
 """
 OUTAGE_TAG = "dlac/outage"
-"""Set on a Dagster run that ended because the catalog or the checkpoint store was away: no fault of the training run's."""
+"""Set on a Dagster run that ended because the catalog or the checkpoint store was unavailable: no fault of the training run."""
 STEPPED_ASIDE_TAG = "dlac/stepped_aside"
 """Tag of a recovery that found another one at work. It has done nothing, and nothing is wrong."""
 

@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunHeartbeat:
-    """The last sign of life of a run's process."""
+    """The last heartbeat of a run's process."""
 
     machine: str
     pid: int
@@ -89,7 +89,7 @@ class Heartbeat:
                 self._beat()
                 self._listen()
             except Exception as err:
-                with suppress(Exception):  # Dagster may have been told to keep what is logged, in the same storage
+                with suppress(Exception):  # Dagster may store log lines in the same storage
                     _log.warning(
                         "the storage of Dagster takes no heartbeat, it is tried again: %s", mask_secrets(str(err))
                     )
@@ -109,11 +109,11 @@ class Heartbeat:
             return
         self._interrupted = True
         os.kill(os.getpid(), signal.SIGINT)
-        _log.warning("the run is %s, and nobody had interrupted its process: it was done here", run.status.value)
+        _log.warning("the run is %s, and its process was not interrupted: DLAC interrupts it", run.status.value)
 
 
 def beats_of(instance: dg.DagsterInstance, run_ids: Iterable[str]) -> dict[str, RunHeartbeat]:
-    """The last sign of life of each of these runs that has given one."""
+    """The last heartbeat of each of these runs that has sent one."""
     keys = {_key(run_id): run_id for run_id in run_ids}
     found = instance.daemon_cursor_storage.get_cursor_values(set(keys)) if keys else {}
     return {keys[key]: RunHeartbeat(**json.loads(value)) for key, value in found.items()}

@@ -17,14 +17,14 @@ from dlac_pipeline.lakehouse.plain_json import strict_json
 MARGIN_S = 5.0
 """Extra seconds for a launcher, past the ranks' grace period, when it is not needed any more."""
 _ALIVE_EVERY_S = 5.0
-"""Seconds between two signs of life."""
+"""Seconds between two heartbeats."""
 _EVENTS: list[TextIO] = []
 """The last one is the stream of events. None: `sys.stdout`."""
 _SAYING = threading.Lock()
 
 
 class Orchestrator:
-    """Receiver of signs of life every few seconds. When it ends, the work for it ends."""
+    """Receiver of a heartbeat every few seconds. When it ends, the work for it ends."""
 
     def __init__(self) -> None:
         self._stop: Callable[[], None] | None = None

@@ -54,7 +54,7 @@ def stop_when_replaced(launcher: Launcher, request: Request) -> None:
     """Exit once another launch has claimed the run: later training can never be committed."""
     _wait_until_replaced(request)
     launcher.stop()
-    # Nobody may read what is said here (the orchestrator may be stopped), and the supervisor may wait for just that.
+    # The orchestrator may be stopped and read no output, and the supervisor may wait for that.
     time.sleep(request.spec.launch.grace_s + MARGIN_S)
     os._exit(Fenced.exit_code)
 

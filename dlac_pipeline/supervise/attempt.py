@@ -302,7 +302,7 @@ class SupervisedAttempt:
         raise LeftUnfinished(
             f"expected the script of run {self._spec.run!r} to train to the end of run.batches(), or to leave `with "
             f"training_run()` between two steps; found that it ended with exit status 0 at step {self.step}{suppressed}: "
-            "the committed checkpoints are kept; mend the script, and start it again"
+            "the committed checkpoints are kept; fix the script, and start it again"
         )
 
     def _fail(self, ranks: AllRanks, cause: Exit) -> Failure:

@@ -155,7 +155,7 @@ def test_what_ended_for_good_waits_for_an_append(
     said = scheduled(instance)
     assert said.startswith(f"ends: it was left at step 10, but Dagster run {ended.run_id} ")
     assert why in said
-    assert "it goes on when something is appended" in said
+    assert "it continues when something is appended" in said
     assert asked(instance) == said
     arena.lakehouse.load("src.t").append(source_rows(2000, 100))
     [again] = scheduled(instance)

@@ -30,7 +30,7 @@ def verify_head(lakehouse: Lakehouse, run: str, files: StoreFiles | None) -> Ver
     heads = [each for each in listed if each.state == "head"]
     if not heads:
         raise NoRestorableCheckpoint(
-            f"expected a checkpoint of run {run!r} that can be restored, found {len(listed)}, all damaged or left behind: "
+            f"expected a checkpoint of run {run!r} that can be restored, found {len(listed)}, all damaged or abandoned: "
             "start a run under another name, or rewind it to one that is left"
         )
     found = verify_checkpoints(lakehouse, run, heads[0].step, files=files)

@@ -32,7 +32,7 @@ _ASKING_S = 30.0
 _LOOK_S = 1.0
 _log = logging.getLogger(__name__)
 SILENT_S = 120.0
-"""Seconds of silence, without a sign of life, after which a supervisor is given up."""
+"""Seconds without output, after which a supervisor is given up."""
 _DIED = "SupervisorDied"
 _NOTICED_BY = "Dagster run"
 _OLD_LAUNCH_S = 30.0
@@ -110,7 +110,7 @@ def supervise_launch(
         for last in voice.events(silent_s=silent_s):
             _pass_on(on_event, last)
         if voice.open:
-            return {"event": "error", "kind": "SupervisorSilent", "message": f"it said nothing for {silent_s:.0f} s"}
+            return {"event": "error", "kind": "SupervisorSilent", "message": f"it wrote no output for {silent_s:.0f} s"}
         if last.get("event") not in ("ended", "error"):
             return {"event": "error", "kind": _DIED, "message": f"exit status {process.wait()}"}
         return last
@@ -135,18 +135,16 @@ def _pass_on(on_event: Callable[[Event], None], event: Event) -> None:
     try:
         on_event(event)
     except Exception as err:
-        _warn("the event %s could not be shown, training goes on: %s", event["event"], err)
+        _warn("the event %s could not be shown, training continues: %s", event["event"], err)
 
 
 def _warn(message: str, *facts: object) -> None:
-    with contextlib.suppress(
-        Exception
-    ):  # Dagster may have been told to keep what is logged, in the storage that is away
+    with contextlib.suppress(Exception):  # Dagster may store log lines in the storage that is unavailable
         _log.warning(message, *facts)
 
 
 class _Voice:
-    """Output of a supervisor. Its signs of life are noted, and not passed on."""
+    """Output of a supervisor. Its heartbeats are noted, and not passed on."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdout is not None
@@ -194,7 +192,7 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
     """Kill the rest of it with SIGKILL. Its ranks die with it."""
     if process.poll() is None:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_LOOK_S)  # it has said its last word and is leaving
+            process.wait(_LOOK_S)  # it has reported its end and is exiting
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()

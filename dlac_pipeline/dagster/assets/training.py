@@ -122,12 +122,14 @@ def _fail_if_unfinished(context: dg.AssetExecutionContext, last: Event) -> None:
         raise failure(
             context,
             LeftUnfinished.__name__,
-            f"the script ended at step {last['step']}, behind a checkpoint, and not the run",
+            f"the script ended after a checkpoint of step {last['step']}, before the end of the run",
         )
     elif last["ending"] == "stopped":
         if not run_tag(context.instance.get_run_by_id(context.run_id), PREEMPTED_TAG):
             tag_run(context, PREEMPTED_TAG, "supervisor")
-        raise failure(context, Preempted.__name__, f"told to leave, behind a checkpoint of step {last['step']}")
+        raise failure(
+            context, Preempted.__name__, f"preempted: the run stopped after a checkpoint of step {last['step']}"
+        )
 
 
 class _Shown:

@@ -31,7 +31,7 @@ def own_tables_in_order(
     done = run_upkeep(lakehouse.lakehouse(), keep=config.keep_snapshots)
     for each in done:
         if each.busy:
-            context.log.warning(f"table {each.table} was too busy to be put in order; the next upkeep goes on")
+            context.log.warning(f"table {each.table} was too busy to be maintained; the next upkeep continues")
     records = [dg.TableRecord(asdict(each)) for each in done]
     return dg.Output(None, metadata={"done": dg.MetadataValue.table(records)})
 

@@ -144,11 +144,11 @@ def _send_alert(
     except Exception as err:
         if _ended_s_ago(context) < _HELD_S:
             raise AlertUnsent(
-                f"run {run.run_id} is tried again at the next tick, and those behind it wait: {err}"
+                f"run {run.run_id} is tried again at the next tick, and later runs wait for it: {err}"
             ) from err
-        context.log.exception(f"nobody could be told of run {run.run_id}")
+        context.log.exception(f"no alert about run {run.run_id} could be sent")
         return dg.SkipReason(f"gave up to tell of run {run.run_id}: {err}")
-    return dg.SkipReason(f"told of run {run.run_id}: {alert.kind}")
+    return dg.SkipReason(f"sent an alert about run {run.run_id}: {alert.kind}")
 
 
 def _send_until(began: float, send: Send, alert: Alert, log: logging.Logger) -> None:
@@ -196,7 +196,7 @@ def _of_success(context: dg.RunStatusSensorContext) -> Alert | None:
         return None
     if ended.job_name == RECOVER_JOB:
         before = run_tag(ended, RECOVERS_TAG) or ended.parent_run_id or "that died"
-        return _alert(ended, "recovered", f"goes on for Dagster run {before}", "info")
+        return _alert(ended, "recovered", f"resumes Dagster run {before}", "info")
     return _alert(ended, "succeeded", "ended well", "info")
 
 

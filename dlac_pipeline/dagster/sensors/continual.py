@@ -31,7 +31,7 @@ FOLDER = "jobs"
 DUE_TAG = "dlac/due"
 """On a requested run: what it was asked for, and the head at that moment (see `due_key`)."""
 _GOES_ON = (
-    "it goes on when something is appended, its job spec or script is changed, or it is rewound or launched by hand"
+    "it continues when something is appended, its job spec or script is changed, or it is rewound or launched by hand"
 )
 _PAGE = 20
 """Dagster runs that are read at once."""

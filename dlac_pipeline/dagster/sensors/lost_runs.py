@@ -28,7 +28,7 @@ _LAUNCHED_BY_TAG = ".dagster/grpc_info"
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """The newest sign of life that was seen of a run, and how long it has been the newest while a sensor looked."""
+    """The newest heartbeat of a run, and the time for which it has been the newest while a sensor looked."""
 
     mark: str
     silent_s: float
@@ -81,7 +81,7 @@ def _reason_lost(beat: RunHeartbeat, silent_s: float, settings: RecoverySettings
         return f"its process {beat.pid} is gone"
     if silent_s < settings.lost_after_s:
         return ""
-    return f"its process {beat.pid} on {beat.machine.split()[0]} has given no sign of life for {silent_s:.0f} s"
+    return f"its process {beat.pid} on {beat.machine.split()[0]} sent no heartbeat for {silent_s:.0f} s"
 
 
 def _import_what_a_recovery_needs() -> None:
@@ -104,7 +104,7 @@ def _lost_before_it_beat(
     if not pid and _server_is_gone(run):
         return "it was not started, and the code server that was to start it is gone"
     patience_s = max(settings.lost_after_s, settings.start_within_s if pid else 0.0)
-    return f"it has given no sign of life in {silent_s:.0f} s" if silent_s >= patience_s else ""
+    return f"it sent no heartbeat in {silent_s:.0f} s" if silent_s >= patience_s else ""
 
 
 def _started_here(instance: dg.DagsterInstance, run: dg.DagsterRun) -> tuple[int, float]:

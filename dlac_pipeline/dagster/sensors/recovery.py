@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _HEAD_TAG, _IN_A_ROW_TAG = "dlac/head", "dlac/recoveries_in_a_row"
 """On a recovery run: the head when it was requested, and how many were requested since the head last moved."""
 _OUTAGE_SINCE_TAG = "dlac/outage_since"
-"""On a recovery run: when catalog or store were first away, in seconds since the epoch, if they have been since then."""
+"""On a recovery run: time since which the catalog or the store is unavailable, in seconds since the epoch."""
 RECOVERS_TAG = "dlac/recovers"
 """Tag of a recovery run: the Dagster run that it resumes."""
 _PRIORITY_TAG = "dagster/priority"
@@ -80,7 +80,7 @@ def _let_go_of_pools(instance: dg.DagsterInstance, ended: dg.DagsterRun, log: lo
         instance.event_log_storage.free_concurrency_slots_for_run(ended.run_id)
     except Exception:
         log.exception(
-            f"the pools of run {ended.run_id} could not be let go of: `dagster instance concurrency` shows them"
+            f"the pools of run {ended.run_id} could not be released: `dagster instance concurrency` shows them"
         )
 
 
@@ -95,7 +95,7 @@ def recovery_of(
         return dg.SkipReason(f"run {dead.run_id} did not train: it has no job configuration, or not the model to make")
     no_recovery = run_tag(dead, NO_RECOVERY_TAG)
     if no_recovery:
-        return dg.SkipReason(f"run {dead.run_id} ended with {no_recovery}: another attempt would end alike")
+        return dg.SkipReason(f"run {dead.run_id} ended with {no_recovery}: another attempt would meet the same error")
     try:
         spec = spec_of(dead.run_config)
     except SpecInvalid as err:  # what Dagster cannot launch would be asked for for ever, and nothing else
@@ -107,14 +107,16 @@ def recovery_of(
     try:
         trainer, launch = _find_trainer(instance, spec, past, settings)
     except Exception as err:
-        log.warning(f"it cannot be told who trains, requesting a recovery that fences nobody: {err}", exc_info=True)
+        log.warning(
+            f"the trainer of the run is unknown, requesting a recovery that fences no launch: {err}", exc_info=True
+        )
     else:
         if trainer:
             return dg.SkipReason(f"{spec.run} is trained by {trainer}: nothing to recover")
     fruitless = past.fruitless(settings)
     if fruitless >= spec.launch.attempts_without_progress:
         return dg.SkipReason(
-            f"NoProgress: {fruitless} recoveries in a row of {spec.run} committed nothing; mend the cause"
+            f"NoProgress: {fruitless} recoveries in a row of {spec.run} committed nothing; fix the cause"
         )
     launch |= {"recovers": dead.run_id, "wait_s": settings.wait_for_old_launch_s}
     launch |= {"noticed_by": noticed_by, "noticed_at": past.now}

@@ -100,7 +100,7 @@ class RestartPolicy:
         ):
             self.record_given_up(failure, attempt.number)
             raise NoProgress(
-                f"{self._fruitless} attempts in a row of run {self._spec.run!r} committed nothing: mend the cause, then train "
+                f"{self._fruitless} attempts in a row of run {self._spec.run!r} committed nothing: fix the cause, then train "
                 f"again; {_logs_of(self._spec.run, attempt.number, failure)}; the last one: {failure.describe()}"
             )
         return left_out
@@ -111,7 +111,7 @@ class RestartPolicy:
         if most is not None and self._failed > most:
             self.record_given_up(failure, attempt)
             raise TrainingFailed(
-                f"{self._failed} attempts of run {self._spec.run!r} failed, with launch.max_restarts = {most}: mend the cause, "
+                f"{self._failed} attempts of run {self._spec.run!r} failed, with launch.max_restarts = {most}: fix the cause, "
                 f"then train again; {_logs_of(self._spec.run, attempt, failure)}; the last one: {failure.describe()}"
             )
 
@@ -188,11 +188,11 @@ def _hopeless(run: str, attempt: int, failure: Failure) -> TrainingFailed:
     if failure.script_raised:
         return ScriptFailed(
             f"expected the script of run {run!r} to get past an exception, found the same one at the same place in two attempts "
-            f"in a row: mend the script, then train again; {logs}; {failure.describe()}"
+            f"in a row: fix the script, then train again; {logs}; {failure.describe()}"
         )
     return NoProgress(
         f"expected run {run!r} to get past step {failure.in_hand} without the rows that it died with, found the same death with "
-        f"other rows: mend the cause, then train again; {logs}; {failure.describe()}"
+        f"other rows: fix the cause, then train again; {logs}; {failure.describe()}"
     )
 
 
