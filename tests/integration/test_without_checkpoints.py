@@ -51,5 +51,5 @@ def test_run_of_damaged_checkpoints_fails_check(arena: Arena) -> None:
     owner = claim(ledger, spec.run, nonce="n", replaces=1, detail={}).fence
     attempt = Attempt(run=spec.run, number=owner.attempt, nonce="n")
     quarantine(ledger, attempt, damaged={only["checkpoint_id"]: "a flipped bit"}, head_after=None)
-    with pytest.raises(NoRestorableCheckpoint, match="all damaged or left behind"):
+    with pytest.raises(NoRestorableCheckpoint, match="all damaged or abandoned"):
         verify_head(arena.lakehouse, spec.run, None)
