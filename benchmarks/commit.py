@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median, quantiles
-from typing import Any
 
 import dlac_pipeline.lakehouse.ledger.ledger
 from benchmarks.figures import Figure, report
@@ -26,7 +25,7 @@ from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.lakehouse.ledger.commits import Attempt, claim, commit_checkpoint
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
-from dlac_pipeline.lakehouse.ledger.run_rows import HEAD_KINDS
+from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS, AdvanceRow, CheckpointRow, LedgerRow
 from dlac_pipeline.lakehouse.maintenance.expiry import expire_in
 from dlac_pipeline.lakehouse.maintenance.upkeep import run_upkeep
 
@@ -149,17 +148,9 @@ class _Growth:
         self._step += 1
         attempt = self._attempts[self._step % _RUNS]
         name, parent = f"{attempt.run}-{self._step:09d}", self._parents.get(attempt.run)
-        rows: list[dict[str, Any]] = [
-            {"kind": "checkpoint", "checkpoint_id": name, "parent": parent, "losses": [0.5] * 10}
-        ]
+        rows: list[LedgerRow] = [CheckpointRow(checkpoint_id=name, parent=parent, losses=[0.5] * 10)]
         rows += [
-            {
-                "kind": "advance",
-                "checkpoint_id": name,
-                "key_group": group,
-                "position_end": self._step,
-                "rows_consumed": 8,
-            }
+            AdvanceRow(checkpoint_id=name, key_group=group, position_end=self._step, rows_consumed=8)
             for group in range(_ADVANCES)
         ]
         commit_checkpoint(self.ledger, attempt, checkpoint_id=name, parent=parent, rows=rows)

@@ -24,6 +24,7 @@ from dlac_pipeline.checkpoint.store import folder_of
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+from dlac_pipeline.lakehouse.ledger.typed_rows import AdvanceRow, CheckpointRow
 from dlac_pipeline.spec.job_spec import parse_spec
 from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.supervise.supervisor import Supervisor
@@ -89,8 +90,8 @@ def _figures(key_groups: int, measured: dict[str, Any]) -> dict[str, Figure]:
 
 def _sizes(key_groups: int, home: Path, ledger: Ledger) -> dict[str, Figure]:
     tag = f"g{key_groups}"
-    rows = ledger.rows("overhead", kinds=("checkpoint",))
-    manifest = json.loads((folder_of(rows[-1]["manifest_uri"]) / "manifest.json").read_text())
+    rows = ledger.rows("overhead", kinds=(CheckpointRow,))
+    manifest = json.loads((folder_of(rows[-1].manifest_uri) / "manifest.json").read_text())
     state = len(json.dumps(manifest["reader_state"], separators=(",", ":")))
     table = ledger.state("overhead").table
     files = list(table.scan().plan_files())
@@ -99,7 +100,7 @@ def _sizes(key_groups: int, home: Path, ledger: Ledger) -> dict[str, Figure]:
         f"reader_state_bytes_{tag}": Figure(value=state, unit="bytes", bar="<= 65536" if key_groups == 1024 else None),
         f"ledger_data_bytes_per_checkpoint_{tag}": Figure(value=data / len(rows), unit="bytes"),
         f"advance_rows_per_checkpoint_{tag}": Figure(
-            value=len(ledger.rows("overhead", kinds=("advance",))) / len(rows), unit="rows"
+            value=len(ledger.rows("overhead", kinds=(AdvanceRow,))) / len(rows), unit="rows"
         ),
     }
 

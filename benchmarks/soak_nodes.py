@@ -32,7 +32,7 @@ import pytest
 
 from benchmarks.figures import Figure, report
 from dlac_pipeline.audit.audit import audit_run
-from dlac_pipeline.lakehouse.ledger.run_rows import Row
+from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow
 from dlac_pipeline.spec.job_spec import JobSpec
 from tests.conftest import wait_until
 from tests.crews import job
@@ -102,12 +102,12 @@ class Campaign:
             self._network.lose(node)
         self._wait_for_checkpoint(before, nodes=len(self._network.launches))
         seconds = round(time.monotonic() - began, 1)
-        return Fault(kind=kind, node=node.name, step=int(before["step"]), healed_s=seconds)
+        return Fault(kind=kind, node=node.name, step=before.step, healed_s=seconds)
 
     def wait_for_first(self) -> None:
         """Wait for a checkpoint of all nodes."""
         nodes = len(self._network.launches)
-        wait_until(lambda: any(row["world_size"] == nodes for row in self._checkpoints()), what="a checkpoint of all")
+        wait_until(lambda: any(row.world_size == nodes for row in self._checkpoints()), what="a checkpoint of all")
 
     def stop(self) -> None:
         """End the run after a checkpoint, as a person does."""
@@ -125,17 +125,14 @@ class Campaign:
             (node for node, event in last.items() if "leader" not in event), key=lambda node: last[node]["attempt"]
         )
 
-    def _wait_for_checkpoint(self, before: Row, *, nodes: int) -> None:
+    def _wait_for_checkpoint(self, before: CheckpointRow, *, nodes: int) -> None:
         wait_until(
-            lambda: (
-                self._checkpoints()[-1]["attempt"] > before["attempt"]
-                and self._checkpoints()[-1]["world_size"] == nodes
-            ),
-            what=f"a checkpoint of {nodes} nodes after attempt {before['attempt']}",
+            lambda: self._checkpoints()[-1].attempt > before.attempt and self._checkpoints()[-1].world_size == nodes,
+            what=f"a checkpoint of {nodes} nodes after attempt {before.attempt}",
         )
 
-    def _checkpoints(self) -> Sequence[Row]:
-        return self._network.arena.rows(self._spec.run, "checkpoint")
+    def _checkpoints(self) -> Sequence[CheckpointRow]:
+        return self._network.arena.rows(self._spec.run, CheckpointRow)
 
 
 def main() -> int:
@@ -196,7 +193,7 @@ def _account_of(network: Network, spec: JobSpec) -> dict[str, Figure]:
     differs = [abs(loss / right - 1) for loss, right in zip(losses, arena.losses("alone"), strict=False)]
     return {
         "steps": Figure(value=len(losses), unit="steps"),
-        "attempts": Figure(value=len(arena.rows(_RUN, "claim")), unit="attempts"),
+        "attempts": Figure(value=len(arena.rows(_RUN, ClaimRow)), unit="attempts"),
         "audit_exact": Figure(value=audit_run(arena.lakehouse, _RUN).exact, unit="of 1", bar=">= 1"),
         "journal_agrees": Figure(value=recorded == sorted(chain(*journal.values())), unit="of 1", bar=">= 1"),
         "batches_as_undisturbed": Figure(value=journal == expected, unit="of 1", bar=">= 1"),

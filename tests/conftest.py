@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import duckdb
 import numpy as np
@@ -26,7 +26,7 @@ import dlac_pipeline as dlac
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
-from dlac_pipeline.lakehouse.ledger.run_rows import Row
+from dlac_pipeline.lakehouse.ledger.typed_rows import AdvanceRow, CheckpointRow, LedgerRow
 from dlac_pipeline.spec.job_spec import CheckpointSpec, JobSpec, OrderSpec, SourceSpec, parse_spec
 from dlac_pipeline.spec.launch_spec import LaunchSpec
 from tests.launches import Launch, wait_until
@@ -48,6 +48,7 @@ settings.load_profile(
 )  # the same examples each time; `--hypothesis-profile "new examples"` draws others
 PROGRAMS = Path(__file__).parent / "programs"
 RECORDED_SQL = Path(__file__).with_name("recorded.sql").read_text()
+R = TypeVar("R", bound=LedgerRow)
 Steps = dict[int, list[int]]
 """Optimizer step -> row ids of its global batch, in slot order."""
 
@@ -128,7 +129,11 @@ class Arena:
         for launch in self.launches:
             launch.destroy()
 
-    def rows(self, run: str, *kinds: str) -> list[Row]:
+    @overload
+    def rows(self, run: str) -> list[LedgerRow]: ...
+    @overload
+    def rows(self, run: str, *kinds: type[R]) -> list[R]: ...
+    def rows(self, run: str, *kinds: type[LedgerRow]) -> Sequence[LedgerRow]:
         """The run's ledger rows."""
         return Ledger(self.lakehouse).rows(run, kinds=kinds)
 
@@ -136,18 +141,18 @@ class Arena:
         """The run's head."""
         return Ledger(self.lakehouse).state(run).fence.head
 
-    def lineage(self, run: str, head: str | None = None) -> list[Row]:
+    def lineage(self, run: str, head: str | None = None) -> list[CheckpointRow]:
         """The surviving checkpoints, oldest first; or those of another head."""
-        checkpoints = {row["checkpoint_id"]: row for row in self.rows(run, "checkpoint")}
+        checkpoints = {row.checkpoint_id: row for row in self.rows(run, CheckpointRow)}
         chain, head = [], head or self.head(run)
         while head is not None:
             chain.append(checkpoints[head])
-            head = checkpoints[head]["parent"]
+            head = checkpoints[head].parent
         return chain[::-1]
 
     def losses(self, run: str, head: str | None = None) -> list[float]:
         """The loss of every step on the surviving lineage, or that of another head."""
-        return [loss for row in self.lineage(run, head) for loss in row["losses"]]
+        return [loss for row in self.lineage(run, head) for loss in row.losses]
 
     def entries(self, run: str) -> list[dict[str, Any]]:
         """What the training function itself wrote: attempt, step, rank, rows, loss; lines that were cut short left out."""
@@ -158,8 +163,8 @@ class Arena:
 
     def recorded(self, run: str, head: str | None = None) -> Steps:
         """Row ids that the ledger's advances name, by the step of each surviving checkpoint; worked out in SQL alone."""
-        lineage = {row["checkpoint_id"] for row in self.lineage(run, head)}
-        advances = [row for row in self.rows(run, "advance") if row["checkpoint_id"] in lineage]
+        lineage = {row.checkpoint_id for row in self.lineage(run, head)}
+        advances = [row for row in self.rows(run, AdvanceRow) if row.checkpoint_id in lineage]
         names = ("step", "plan_id", "cut_id", "key_group", "block", "position_start", "position_end")
         tables = {name: self.lakehouse.own(name).scan().to_arrow() for name in ("plans", "work_units", "slices")}
         paths = sorted(set(tables["work_units"]["file_path"].to_pylist()))
@@ -168,7 +173,7 @@ class Arena:
             part.append_column("file_path", pa.array([path] * len(part))) for part, path in zip(ids, paths, strict=True)
         ]
         rows = [part.append_column("at", pa.array(range(len(part)))) for part in parts]
-        tables["advances"] = pa.table({name: pa.array([row[name] for row in advances]) for name in names})
+        tables["advances"] = pa.table({name: pa.array([getattr(row, name) for row in advances]) for name in names})
         tables["data"] = pa.concat_tables(rows)
         steps: Steps = {}
         with duckdb.connect() as connection:
@@ -186,11 +191,11 @@ class Arena:
         steps: Steps = {}
         last = 0
         for row in self.lineage(run, head):
-            for step in range(last + 1, row["step"] + 1):
-                ranks = written[row["attempt"], step]
-                assert sorted(ranks) == list(range(row["world_size"])), f"step {step}: ranks {sorted(ranks)} wrote"
+            for step in range(last + 1, row.step + 1):
+                ranks = written[row.attempt, step]
+                assert sorted(ranks) == list(range(row.world_size)), f"step {step}: ranks {sorted(ranks)} wrote"
                 steps[step] = [row_id for rank in sorted(ranks) for row_id in ranks[rank]]
-            last = row["step"]
+            last = row.step
         return steps
 
 

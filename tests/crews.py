@@ -16,6 +16,7 @@ from dlac_pipeline.elastic.heartbeat import NodeHeartbeat
 from dlac_pipeline.elastic.rank_assignment import Offer
 from dlac_pipeline.elastic.round import Round
 from dlac_pipeline.elastic.sealed_store import SealedStore
+from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
 from dlac_pipeline.spec.launch_spec import LaunchSpec
 from tests.conftest import wait_until
 from tests.ports import own_port
@@ -105,7 +106,7 @@ def trained_together(campaign: Arena, spec: JobSpec, nodes: int = 2) -> list[Lau
 def wait_for_checkpoint(campaign: Arena, run: str, world_size: int) -> None:
     """Wait for one by so many ranks; whoever is there first may have begun by itself."""
     wait_until(
-        lambda: any(row["world_size"] == world_size for row in campaign.rows(run, "checkpoint")),
+        lambda: any(row.world_size == world_size for row in campaign.rows(run, CheckpointRow)),
         what=f"a checkpoint of {world_size} ranks",
     )
 
@@ -131,7 +132,7 @@ def check_exact(campaign: Arena, run: str, world_sizes: list[int], **changes: An
     if campaign.head("alone") is None:
         alone = campaign.launch(job(campaign, "alone", nodes="", world_size=1, pause_s=0, **changes))
         assert alone.wait() == 0, alone.stderr
-    sizes = [row["world_size"] for row in campaign.lineage(run)]
+    sizes = [row.world_size for row in campaign.lineage(run)]
     distinct = [size for at, size in enumerate(sizes) if at == 0 or sizes[at - 1] != size]
     assert distinct[-len(world_sizes) :] == world_sizes
     assert campaign.journal(run) == campaign.journal("alone")

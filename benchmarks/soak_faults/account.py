@@ -21,8 +21,9 @@ from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.checkpoint.store import folder_name_of
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
-from dlac_pipeline.lakehouse.ledger.run_rows import Row, checkpoint_rows
+from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows
 from dlac_pipeline.lakehouse.ledger.schemas import TABLES
+from dlac_pipeline.lakehouse.ledger.typed_rows import AdvanceRow, CheckpointRow, ClaimRow, RetireRow
 from dlac_pipeline.lakehouse.maintenance.orphans import remove_orphans
 from dlac_pipeline.lakehouse.maintenance.upkeep import run_upkeep
 from dlac_pipeline.supervise.claims import launch_folder_of
@@ -87,8 +88,8 @@ def launches_of(lab: Lab) -> dict[str, int]:
     """Launch folders, which have the logs of a launch and stay: how many, and how many of launches that never claimed the run."""
     folders, named = set(), set()
     for trainee in lab.trainees:
-        claims = trainee.rows("claim")
-        named |= {launch_folder_of(claims, row["attempt"]) for row in claims}
+        claims = trainee.rows(ClaimRow)
+        named |= {launch_folder_of(claims, row.attempt) for row in claims}
         folders |= {str(folder) for folder in trainee.folder.glob("launch-*/")}
     return {"all": len(folders), "unclaimed": len(folders - named)}
 
@@ -133,37 +134,37 @@ def _account(lab: Lab, trainee: Trainee, reference: Sequence[float]) -> RunAccou
         finished=audited.finished,
         audit_exact=audited.exact,
         journal_agrees=journal(lineage, trainee.entries()) == _recorded(lab.lakehouse, trainee, lineage),
-        losses_identical=[loss for row in lineage for loss in row["losses"]] == list(reference),
+        losses_identical=[loss for row in lineage for loss in row.losses] == list(reference),
         problems=audited.problems,
     )
 
 
-def journal(lineage: Sequence[Row], entries: Sequence[dict[str, Any]]) -> dict[int, list[int]]:
+def journal(lineage: Sequence[CheckpointRow], entries: Sequence[dict[str, Any]]) -> dict[int, list[int]]:
     """Row ids by the step of the checkpoint that has them, sorted: what the ranks of each checkpoint's attempt wrote."""
     written: dict[tuple[int, int], list[int]] = {}
     for entry in entries:
         written.setdefault((entry["attempt"], entry["step"]), []).extend(entry["rows"])
     found, last = {}, 0
     for row in lineage:
-        steps = range(last + 1, row["step"] + 1)
-        found[row["step"]] = sorted(one for step in steps for one in written.get((row["attempt"], step), []))
-        last = row["step"]
+        steps = range(last + 1, row.step + 1)
+        found[row.step] = sorted(one for step in steps for one in written.get((row.attempt, step), []))
+        last = row.step
     return found
 
 
-def _recorded(lakehouse: Lakehouse, trainee: Trainee, lineage: Sequence[Row]) -> dict[int, list[int]]:
+def _recorded(lakehouse: Lakehouse, trainee: Trainee, lineage: Sequence[CheckpointRow]) -> dict[int, list[int]]:
     """The same by the ledger: advances to slices, to work units, to rows of the data files, in SQL."""
-    ids = {row["checkpoint_id"] for row in lineage}
-    advances = [row for row in trainee.rows("advance") if row["checkpoint_id"] in ids]
+    ids = {row.checkpoint_id for row in lineage}
+    advances = [row for row in trainee.rows(AdvanceRow) if row.checkpoint_id in ids]
     names = ("step", "plan_id", "cut_id", "key_group", "block", "position_start", "position_end")
     tables = {name: lakehouse.own(name).scan().to_arrow() for name in ("plans", "work_units", "slices")}
-    tables["advances"] = pa.table({name: pa.array([row[name] for row in advances]) for name in names})
+    tables["advances"] = pa.table({name: pa.array([getattr(row, name) for row in advances]) for name in names})
     parts = []
     for path in sorted(set(tables["work_units"]["file_path"].to_pylist())):
         part = pq.read_table(path.removeprefix("file://"), columns=["row_id"])
         parts.append(part.append_column("file_path", pa.array([path] * len(part))))
     tables["data"] = pa.concat_tables([one.append_column("at", pa.array(range(len(one)))) for one in parts])
-    found: dict[int, list[int]] = {row["step"]: [] for row in lineage}
+    found: dict[int, list[int]] = {row.step: [] for row in lineage}
     with duckdb.connect() as connection:
         for name, table in tables.items():
             connection.register(name, table)
@@ -184,10 +185,10 @@ def _processes(home: Path) -> list[str]:
 
 def _stages(trainee: Trainee) -> list[str]:
     """Folders of checkpoints that no row names, or a row says are gone."""
-    rows = trainee.rows("checkpoint", "retire")
-    retired = {row["checkpoint_id"] for row in rows if row["kind"] == "retire"}
+    rows = trainee.rows(CheckpointRow, RetireRow)
+    retired = {row.checkpoint_id for row in rows if isinstance(row, RetireRow)}
     checkpoints = checkpoint_rows(rows)
-    kept = {folder_name_of(row["manifest_uri"]) for each, row in checkpoints.items() if each not in retired}
+    kept = {folder_name_of(row.manifest_uri) for each, row in checkpoints.items() if each not in retired}
     stages = {f"{stage.parent.name}/{stage.name}" for stage in trainee.folder.glob("attempt-*/*")}
     return [f"{trainee.run}/{name}" for name in sorted(stages - kept)]
 

@@ -158,8 +158,8 @@ def _behind(wound: Wound, trainee: Trainee) -> str:
         head = trainee.head_row()
     except CatalogUnreachable as err:
         return f"the catalog is away: {err}"
-    fresh = head is not None and head["committed_at"].timestamp() > wound.struck.lifted_at
-    if head is None or not fresh or (wound.new_attempt and head["attempt"] <= before):
+    fresh = head is not None and head.committed_at.timestamp() > wound.struck.lifted_at
+    if head is None or not fresh or (wound.new_attempt and head.attempt <= before):
         return f"{trainee.run} (attempt {seen.attempt}) has committed no checkpoint since"
     return ""
 

@@ -85,7 +85,7 @@ class Lab:
         """The losses of a run that nothing disturbs."""
         trainee = Trainee(self.lakehouse, self._spec("reference", "synchronous", pause_s=0.0), self.journal)
         Supervisor(Request(spec=trainee.spec)).run()
-        return [loss for row in trainee.lineage() for loss in row["losses"]]
+        return [loss for row in trainee.lineage() for loss in row.losses]
 
     def tend(self) -> None:
         """Replace runs that have finished; then let a moment pass."""

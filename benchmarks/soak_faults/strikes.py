@@ -105,14 +105,14 @@ def _checkpoint_damaged(lab: Lab, trainee: Trainee, chance: random.Random, *, fl
         at = _signal(ranks, signal.SIGKILL)
         psutil.wait_procs(ranks, timeout=10)
         head = trainee.lineage()[-1]
-        file = chance.choice(sorted(each for each in folder_of(head["manifest_uri"]).rglob("*") if each.is_file()))
+        file = chance.choice(sorted(each for each in folder_of(head.manifest_uri).rglob("*") if each.is_file()))
         if flip:
             content = bytearray(file.read_bytes())
             content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
             file.write_bytes(content)
         else:
             file.unlink()
-    what = f"{'a bit flipped in' if flip else 'deleted:'} {file.name} of step {head['step']}, SIGKILL to all ranks"
+    what = f"{'a bit flipped in' if flip else 'deleted:'} {file.name} of step {head.step}, SIGKILL to all ranks"
     return _struck(what, at, ranks)
 
 

@@ -10,6 +10,7 @@ from benchmarks.soak_faults.healing import Fault
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.recoveries import Recovery, recoveries_of
+from dlac_pipeline.lakehouse.ledger.typed_rows import QuarantinedCheckpointRow
 
 PHASES = ("detect_s", "schedule_s", "stop_s", "claim_s", "verify_s", "load_s", "first_step_s")
 
@@ -24,8 +25,8 @@ def tell(lakehouse: Lakehouse, faults: Sequence[Fault]) -> None:
             number = last_before(struck, recovery.failed_at.timestamp() + recovery.detect_s)
             if number is not None:
                 noticed[number].append(recovery)
-        for row in Ledger(lakehouse).rows(run, kinds=("quarantine",)):
-            number = last_before(struck, row["committed_at"].timestamp())
+        for row in Ledger(lakehouse).rows(run, kinds=(QuarantinedCheckpointRow,)):
+            number = last_before(struck, row.committed_at.timestamp())
             if number is not None:
                 quarantined[number] += 1
     for fault in faults:

@@ -6,16 +6,18 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
-from dlac_pipeline.lakehouse.ledger.run_rows import Row, checkpoint_rows
+from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows, out_of
+from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, LedgerRow, QuarantinedCheckpointRow, RetireRow
 from dlac_pipeline.spec.job_spec import JobSpec
 from examples.demo.local_dagster import LiveRun
 
+R = TypeVar("R", bound=LedgerRow)
 Entry = dict[str, Any]
 
 
@@ -48,28 +50,28 @@ class Trainee:
         state = Ledger(self._lakehouse).state(self.run)
         return Seen(attempt=state.fence.attempt, head=state.fence.head, finished=state.finished)
 
-    def rows(self, *kinds: str) -> list[Row]:
+    def rows(self, *kinds: type[R]) -> list[R]:
         """Its ledger rows of these kinds."""
         return Ledger(self._lakehouse).rows(self.run, kinds=kinds)
 
-    def head_row(self) -> Row | None:
+    def head_row(self) -> CheckpointRow | None:
         """The checkpoint that is its head."""
         head = self.seen().head  # before the rows: the run goes on
-        return checkpoint_rows(self.rows("checkpoint")).get(head or "")
+        return checkpoint_rows(self.rows(CheckpointRow)).get(head or "")
 
-    def lineage(self) -> list[Row]:
+    def lineage(self) -> list[CheckpointRow]:
         """The surviving checkpoints, oldest first."""
         head, chain = self.seen().head, []
-        checkpoints = checkpoint_rows(self.rows("checkpoint"))
+        checkpoints = checkpoint_rows(self.rows(CheckpointRow))
         while head is not None:
             chain.append(checkpoints[head])
-            head = checkpoints[head]["parent"]
+            head = checkpoints[head].parent
         return chain[::-1]
 
     def restorable(self) -> int:
         """How many checkpoints of the lineage can be gone back to."""
-        out = {row["checkpoint_id"] for row in self.rows("retire", "quarantine")}
-        return sum(row["checkpoint_id"] not in out for row in self.lineage())
+        out = out_of(self.rows(RetireRow, QuarantinedCheckpointRow))
+        return sum(row.checkpoint_id not in out for row in self.lineage())
 
     def entries(self) -> list[Entry]:
         """The lines of its journal; what was cut short is left out."""

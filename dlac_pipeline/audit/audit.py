@@ -109,7 +109,7 @@ def open_run(lakehouse: Lakehouse, run: str, checkpoint: str | None = None) -> d
     until_seq = None
     if checkpoint is not None:
         rows = Ledger(lakehouse).head_rows(run)
-        until_seq = last_seq_as_head(rows, checkpoint_of(run, rows, checkpoint)["checkpoint_id"])
+        until_seq = last_seq_as_head(rows, checkpoint_of(run, rows, checkpoint).checkpoint_id)
     connection = open_audit(lakehouse, run=run, until_seq=until_seq)
     if not connection.execute("SELECT count(*) FROM consumption").fetchall()[0][0]:
         connection.close()

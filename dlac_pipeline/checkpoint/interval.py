@@ -6,7 +6,6 @@ rank 0 decides. The other ranks receive its decision with a step message.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from typing import Any
 
 from dlac_pipeline.checkpoint.step_sync import NOTICES, SYNC_EVERY_S
 from dlac_pipeline.lakehouse.ledger.recoveries import Recovery
-from dlac_pipeline.lakehouse.ledger.run_rows import Row, trains_nothing
+from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow, LedgerRow
 from dlac_pipeline.spec.job_spec import CheckpointSpec
 from dlac_pipeline.spec.launch_spec import NODES
 
@@ -48,21 +47,21 @@ class Failures:
     trained_s: float = 0.0
 
     @classmethod
-    def of_rows(cls, rows: Sequence[Row], recoveries: Sequence[Recovery]) -> Failures:
+    def of_rows(cls, rows: Sequence[LedgerRow], recoveries: Sequence[Recovery]) -> Failures:
         """Count the attempts before the last claim.
 
         An attempt that ended with a checkpoint, at its end or on request, did not fail. Neither did one that a rewind ended.
         """
         seen_alive = {each.replaced_attempt: each.failed_at for each in recoveries}
-        claims = [row for row in rows if row["kind"] == "claim" and not trains_nothing(row)][:-1]
-        rewound = {_detail(row)["replaces"] for row in rows if row["kind"] == "claim" and "rewinds" in _detail(row)}
+        claims = [row for row in rows if isinstance(row, ClaimRow) and row.trains][:-1]
+        rewound = {row.replaces for row in rows if isinstance(row, ClaimRow) and row.purpose == "rewinds"}
         count, trained_s = 0, 0.0
         for claim in claims:
-            attempt, began = claim["attempt"], claim["committed_at"]
-            taken = [row for row in rows if row["kind"] == "checkpoint" and row["attempt"] == attempt]
-            ended = max([began, *(row["committed_at"] for row in taken), seen_alive.get(attempt, began)])
+            attempt, began = claim.attempt, claim.committed_at
+            taken = [row for row in rows if isinstance(row, CheckpointRow) and row.attempt == attempt]
+            ended = max([began, *(row.committed_at for row in taken), seen_alive.get(attempt, began)])
             trained_s += (ended - began).total_seconds()
-            left_well = bool(taken) and _detail(taken[-1]).get("reason") in _LEFT_WELL
+            left_well = bool(taken) and taken[-1].reason in _LEFT_WELL
             count += not (left_well or attempt in rewound)
         return cls(count=count, trained_s=trained_s)
 
@@ -81,9 +80,9 @@ class Cost:
     """Until it is committed."""
 
     @classmethod
-    def of_rows(cls, rows: Sequence[Row]) -> Cost | None:
+    def of_rows(cls, rows: Sequence[LedgerRow]) -> Cost | None:
         """Return the cost that the last checkpoint recorded, without its commit, or None."""
-        found = [phases for row in rows if row["kind"] == "checkpoint" if (phases := _detail(row).get("phases"))]
+        found = [row.phases for row in rows if isinstance(row, CheckpointRow) and row.phases]
         if not found:
             return None
         total_s = sum(found[-1].get(name, 0.0) for name in ("copy", "write", "seal", "vote"))
@@ -211,8 +210,3 @@ def _describe_failures(failures: Failures, mtbf_s: float) -> str:
         named = "1 failure" if failures.count == 1 else f"{failures.count} failures"
         return f"{named} in {failures.trained_s / 3600:.2g} h of training"
     return f"no failure yet, taken as one in {mtbf_s / 3600:.2g} h"
-
-
-def _detail(row: Row) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(row["detail"] or "{}")
-    return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,7 +15,15 @@ from dlac_pipeline.lakehouse.errors import CheckpointDamaged, NoSuchCheckpoint, 
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger.commits import names_of
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
-from dlac_pipeline.lakehouse.ledger.run_rows import Row, checkpoint_rows, fence_of_rows, lineage_of
+from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows, fence_of_rows, lineage_of
+from dlac_pipeline.lakehouse.ledger.typed_rows import (
+    CheckpointRow,
+    ClaimRow,
+    LedgerRow,
+    QuarantinedCheckpointRow,
+    RetireRow,
+    VerifyRow,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,8 +67,9 @@ def list_checkpoints(lakehouse: Lakehouse, run: str) -> list[ListedCheckpoint]:
     """
     rows = Ledger(lakehouse).head_rows(run)
     head = fence_of_rows(rows).head  # of these rows: the run may go on meanwhile
-    states = {row["checkpoint_id"]: _OUT[row["kind"]] for row in rows if row["kind"] in _OUT}
-    claims = {row["attempt"]: json.loads(row["detail"]) for row in rows if row["kind"] == "claim"}
+    states = {row.checkpoint_id: "retired" for row in rows if isinstance(row, RetireRow)}
+    states |= {row.checkpoint_id: "damaged" for row in rows if isinstance(row, QuarantinedCheckpointRow)}
+    claims = {row.attempt: row for row in rows if isinstance(row, ClaimRow)}
     checkpoints = checkpoint_rows(rows)
     lineage = set(lineage_of(rows, head))
     verified = _verified(rows)
@@ -71,7 +79,7 @@ def list_checkpoints(lakehouse: Lakehouse, run: str) -> list[ListedCheckpoint]:
     return [
         _listed(
             row,
-            claims[row["attempt"]],
+            claims[row.attempt],
             verified.get(each),
             named.get(each, []),
             states.get(each) or _where(each, head, lineage),
@@ -121,42 +129,39 @@ def _retired_meanwhile(lakehouse: Lakehouse, checkpoint: ListedCheckpoint) -> bo
     return any(one.checkpoint_id == checkpoint.checkpoint_id and one.state == "retired" for one in listed)
 
 
-_OUT = {"retire": "retired", "quarantine": "damaged"}
-
-
-def _verified(rows: list[Row]) -> dict[str, datetime]:
+def _verified(rows: list[LedgerRow]) -> dict[str, datetime]:
     """Return id -> last verification. An attempt that resumed from a checkpoint had verified it after its claim."""
     found: dict[str, datetime] = {}
     claimed: dict[int, datetime] = {}
     for row in rows:  # in order of seq
-        if row["kind"] == "claim":
-            claimed[row["attempt"]] = row["committed_at"]
-        elif row["kind"] == "checkpoint":
-            since, parent = claimed.pop(row["attempt"], None), row["parent"]  # the first one behind the claim
+        if isinstance(row, ClaimRow):
+            claimed[row.attempt] = row.committed_at
+        elif isinstance(row, CheckpointRow):
+            since, parent = claimed.pop(row.attempt, None), row.parent  # the first one behind the claim
             if since is not None and parent is not None:
                 found[parent] = max(since, found.get(parent, since))
-        elif row["kind"] == "verify" and json.loads(row["detail"])["problem"] is None:
-            found[row["checkpoint_id"]] = row["committed_at"]
+        elif isinstance(row, VerifyRow) and row.problem is None:
+            found[row.checkpoint_id] = row.committed_at
     return found
 
 
 def _listed(
-    row: Row, claim: dict[str, str], verified_at: datetime | None, names: list[str], state: str
+    row: CheckpointRow, claim: ClaimRow, verified_at: datetime | None, names: list[str], state: str
 ) -> ListedCheckpoint:
     return ListedCheckpoint(
-        run=row["run"],
-        checkpoint_id=row["checkpoint_id"],
-        step=row["step"],
-        attempt=row["attempt"],
-        committed_at=row["committed_at"],
-        bytes=json.loads(row["detail"])["bytes"] if row["detail"] else None,
+        run=row.run,
+        checkpoint_id=row.checkpoint_id,
+        step=row.step,
+        attempt=row.attempt,
+        committed_at=row.committed_at,
+        bytes=row.bytes,
         state=state,
         verified_at=verified_at,
         names=names,
         tiers=[] if state == "retired" else ["local", "store"] if _has_copy(row, claim) else ["store"],
-        folder=folder_uri(row["manifest_uri"]),
-        manifest_uri=row["manifest_uri"],
-        manifest_digest=row["manifest_digest"],
+        folder=folder_uri(row.manifest_uri),
+        manifest_uri=row.manifest_uri,
+        manifest_digest=row.manifest_digest,
     )
 
 
@@ -164,13 +169,12 @@ def _where(checkpoint_id: str, head: str | None, lineage: set[str]) -> str:
     return "head" if checkpoint_id == head else "kept" if checkpoint_id in lineage else "left"
 
 
-def _has_copy(row: Row, claim: dict[str, str]) -> bool:
+def _has_copy(row: CheckpointRow, claim: ClaimRow) -> bool:
     """Return True if the copy that was made before the store's is still here."""
-    made_in = claim.get("local", "")
-    if not made_in or claim["host"] != socket.gethostname():
+    if not claim.local or claim.host != socket.gethostname():
         return False
-    copy = Path(made_in) / row["run"] / folder_name_of(row["manifest_uri"]) / MANIFEST
-    return bool(copy.is_file() and copy.resolve().as_uri() != row["manifest_uri"])
+    copy = Path(claim.local) / row.run / folder_name_of(row.manifest_uri) / MANIFEST
+    return bool(copy.is_file() and copy.resolve().as_uri() != row.manifest_uri)
 
 
 def _problem_of(checkpoint: ListedCheckpoint, files: StoreFiles) -> str | None:

@@ -33,6 +33,7 @@ from dlac_pipeline.checkpoint.stage.durable_writer import DurableWriter
 from dlac_pipeline.checkpoint.store import Tiers, stage_name, storing
 from dlac_pipeline.lakehouse.errors import DlacError
 from dlac_pipeline.lakehouse.ledger.commits import Attempt
+from dlac_pipeline.lakehouse.ledger.typed_rows import repeatable
 from dlac_pipeline.track.tracker import ReaderStateTracker
 
 
@@ -296,7 +297,7 @@ class CheckpointManager:
             "step": taken.step,
             "groups": list(taken.groups),
             "cursors": [] if taken.cursors is None else taken.cursors.tolist(),
-            "advances": [asdict(advance) for advance in taken.advances()],
+            "advances": repeatable(taken.advances()),
         }
 
     def _write_files(self, staged: _Staged) -> list[FileEntry]:

@@ -205,7 +205,7 @@ def retire(
     gone = retire_left(ledger, run, checkpoint)
     Retention(job.checkpoint, tiers_of(job), 0, ledger.head_rows(run)).sweep()
     for row in gone:
-        OUT.print(f"retired {row['checkpoint_id']} (step {row['step']})", markup=False)
+        OUT.print(f"retired {row.checkpoint_id} (step {row.step})", markup=False)
     if not gone:
         OUT.print(f"run {run} has no abandoned checkpoint without a tag", markup=False)
 

@@ -20,7 +20,7 @@ from dlac_pipeline.lakehouse.errors import DlacError, LogsMissing, SpecInvalid
 
 if TYPE_CHECKING:
     from dlac_pipeline.lakehouse.ledger.ledger import Ledger
-    from dlac_pipeline.lakehouse.ledger.run_rows import Row
+    from dlac_pipeline.lakehouse.ledger.typed_rows import LedgerRow
     from dlac_pipeline.supervise.ranks.rank_logs import LogReader
 
 app = typer.Typer()
@@ -71,7 +71,7 @@ def _reader(path: Path, tail: int | None) -> LogReader:
     return LogReader(path, lines=tail)
 
 
-def _logs_of(rows: list[Row], run: str, attempt: int, rank: int | None) -> dict[int, Path]:
+def _logs_of(rows: list[LedgerRow], run: str, attempt: int, rank: int | None) -> dict[int, Path]:
     """Return the logs of an attempt that are on this node, by rank.
 
     Raises:
@@ -95,7 +95,7 @@ def _logs_of(rows: list[Row], run: str, attempt: int, rank: int | None) -> dict[
     return {each: path for each, path in sorted(found.items()) if rank in (None, each)}
 
 
-def _attempt_of(rows: list[Row], run: str, wanted: int | None) -> int:
+def _attempt_of(rows: list[LedgerRow], run: str, wanted: int | None) -> int:
     """Return the attempt that is wanted, or the last one that trains.
 
     Raises:
@@ -115,7 +115,7 @@ def _attempt_of(rows: list[Row], run: str, wanted: int | None) -> int:
     return known[-1] if wanted is None else wanted
 
 
-def _why_missing(rows: list[Row], run: str, attempt: int, folders: list[Path]) -> str:
+def _why_missing(rows: list[LedgerRow], run: str, attempt: int, folders: list[Path]) -> str:
     from dlac_pipeline.supervise.claims import launch_folder_of, node_of
 
     what = f"expected the logs of attempt {attempt} of run {run!r}"

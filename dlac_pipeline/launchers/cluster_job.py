@@ -25,7 +25,7 @@ from dlac_pipeline.lakehouse.errors import (
 )
 from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
-from dlac_pipeline.lakehouse.ledger.run_rows import HEAD_KINDS
+from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS
 from dlac_pipeline.launchers.cluster_checks import store_in_doubt
 from dlac_pipeline.launchers.events import NodeEvents
 from dlac_pipeline.launchers.scheduler import JobState, Scheduler
@@ -279,6 +279,6 @@ class ClusterJob:
 def _step_of_head(ledger: Ledger, run: str) -> int:
     """Return the step of the last checkpoint, or 0 before the first."""
     try:
-        return int(ledger.restorable(run)["step"])
+        return int(ledger.restorable(run).step)
     except (NoSuchCheckpoint, NoSuchRun):
         return 0

@@ -20,6 +20,7 @@ from contextlib import suppress
 from dlac_pipeline.lakehouse.errors import DlacError, SpecInvalid
 from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+from dlac_pipeline.lakehouse.ledger.typed_rows import ClaimRow
 from dlac_pipeline.launchers.orchestrator import keep_events_apart, say
 from dlac_pipeline.launchers.scheduler import FIRST_NODE_VARIABLE, KEY_FILE_VARIABLE, UNFINISHED_EXIT_CODE
 from dlac_pipeline.launchers.serve import run_and_tell, say_error, stop_when_replaced
@@ -49,7 +50,7 @@ def of_this_start(request: Request) -> Request:
     """Return the request of a job that its scheduler starts again: then the job's own last attempt is the one to replace."""
     if request.replaces is None or not request.launched_by:
         return request
-    claims = Ledger(connect(request.spec.lakehouse)).rows(request.spec.run, kinds=("claim",))
+    claims = Ledger(connect(request.spec.lakehouse)).rows(request.spec.run, kinds=(ClaimRow,))
     attempt = to_replace(claims, request.replaces, launched_by=request.launched_by)
     return request.model_copy(update={"replaces": attempt})
 

@@ -9,6 +9,7 @@ import time
 from dlac_pipeline.lakehouse.errors import DlacError, Fenced, error_kind
 from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+from dlac_pipeline.lakehouse.ledger.typed_rows import ClaimRow
 from dlac_pipeline.launchers.bug_report import EXIT_CODE, report_unexpected
 from dlac_pipeline.launchers.orchestrator import MARGIN_S, Orchestrator, say
 from dlac_pipeline.launchers.protocol import Launcher, launcher_for
@@ -68,13 +69,13 @@ def _wait_until_replaced(request: Request) -> None:
         try:
             ledger = ledger or Ledger(connect(request.spec.lakehouse))
             attempt = ledger.state(request.spec.run).fence.attempt
-            rows = ledger.rows(request.spec.run, kinds=("claim",)) if attempt != seen else []
+            rows = ledger.rows(request.spec.run, kinds=(ClaimRow,)) if attempt != seen else []
         except DlacError:
             if ledger is not None:
                 ledger.lakehouse.catalog.close()
             ledger = None
             continue
         seen = attempt
-        owners = [launcher_of(rows, row["attempt"]) for row in rows]
+        owners = [launcher_of(rows, row.attempt) for row in rows]
         if request.launched_by in owners and owners[-1] != request.launched_by:
             return

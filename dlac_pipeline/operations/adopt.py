@@ -12,7 +12,7 @@ from dlac_pipeline.checkpoint.stage.durable_writer import DurableWriter
 from dlac_pipeline.checkpoint.store import Tiers, tiers_of
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
-from dlac_pipeline.lakehouse.ledger.run_rows import HEAD_KINDS
+from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS
 from dlac_pipeline.operations.initial_checkpoint import Beginning, begin, check_new
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.liveness.run_lock import run_lock
@@ -34,7 +34,7 @@ def adopt_checkpoint(lakehouse: Lakehouse, spec: JobSpec, foreign: Foreign) -> s
             engine=foreign.engine,
             world_size=foreign.world_size,
             make=lambda name, folder: _copied(foreign, tiers, name, folder),
-            purpose={"adopts": str(foreign.origin)},
+            purpose={"purpose": "adopts", "origin": str(foreign.origin)},
             note={"adopted": str(foreign.origin)},
         )
         return begin(lakehouse, spec, beginning)

@@ -7,7 +7,6 @@ beginning, as the job spec of the new run states.
 from __future__ import annotations
 
 import errno
-import json
 import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -23,7 +22,8 @@ from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger.commits import keep_checkpoint, names_of, unname_checkpoint
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.older_ledger import check_ledger
-from dlac_pipeline.lakehouse.ledger.run_rows import HEAD_KINDS, Row, checkpoint_rows
+from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows
+from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS, CheckpointRow, ForkRow, NameRow
 from dlac_pipeline.operations.initial_checkpoint import Beginning, begin, check_new
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.claim import new_nonce
@@ -71,7 +71,7 @@ def fork_run(
     ledger, tiers = Ledger(lakehouse), tiers_of(spec)
     check_ledger(lakehouse, parent_run)
     rows = ledger.head_rows(parent_run)
-    if step == 0 and all(int(row["step"]) > 0 for row in checkpoint_rows(rows).values()):
+    if step == 0 and all(row.step > 0 for row in checkpoint_rows(rows).values()):
         raise NoSuchCheckpoint(
             f"expected a checkpoint of run {parent_run!r} to begin with, found step 0, at which it had none: start run "
             f"{spec.run!r} with `dlac train` instead"
@@ -81,9 +81,7 @@ def fork_run(
     tiers.check_writable()
     with (
         run_lock(spec.checkpoint.local, spec.run, wait_s=0.0, takeover=False),
-        keep_checkpoint(
-            ledger, parent_run, f"{_holds_of(spec.run)}:{new_nonce()}", checkpoint_id=target["checkpoint_id"]
-        ),
+        keep_checkpoint(ledger, parent_run, f"{_holds_of(spec.run)}:{new_nonce()}", checkpoint_id=target.checkpoint_id),
     ):
         _check_new(ledger, spec.run, parent_run)
         begun = begin(lakehouse, spec, _make_beginning(parent_run, target, files or tiers.files, tiers))
@@ -92,22 +90,23 @@ def fork_run(
         run=spec.run,
         checkpoint_id=begun,
         parent_run=parent_run,
-        parent_checkpoint=target["checkpoint_id"],
-        parent_step=target["step"],
+        parent_checkpoint=target.checkpoint_id,
+        parent_step=target.step,
     )
 
 
-def _make_beginning(parent_run: str, target: Row, files: StoreFiles, tiers: Tiers) -> Beginning:
+def _make_beginning(parent_run: str, target: CheckpointRow, files: StoreFiles, tiers: Tiers) -> Beginning:
     """Return the beginning of a run from the parent's checkpoint `target`. `files` reaches the parent's store."""
-    manifest = read_manifest(target["manifest_uri"], target["manifest_digest"], files)
-    parent = {"run": parent_run, "checkpoint_id": target["checkpoint_id"], "step": target["step"]}
+    manifest = read_manifest(target.manifest_uri, target.manifest_digest, files)
+    parent = {"run": parent_run, "checkpoint_id": target.checkpoint_id, "step": target.step}
+    row = ForkRow(parent_run=parent_run, parent_checkpoint=target.checkpoint_id, parent_step=target.step)
     return Beginning(
         engine=manifest.engine,
         world_size=manifest.world_size,
-        make=lambda name, folder: _copied(manifest, folder_uri(target["manifest_uri"]), files, tiers, name, folder),
-        purpose={"forks": parent},
+        make=lambda name, folder: _copied(manifest, folder_uri(target.manifest_uri), files, tiers, name, folder),
+        purpose={"purpose": "forks", "origin": parent},
         note={},
-        rows=[{"kind": "fork", "step": 0, "detail": json.dumps(parent)}],
+        rows=[row],
     )
 
 
@@ -118,7 +117,7 @@ def _holds_of(run: str) -> str:
 
 def _release_parent(ledger: Ledger, run: str, parent_run: str) -> None:
     """Remove every name that keeps a parent's checkpoint for `run`, which exists now, also names of killed or late forks."""
-    for name in names_of(ledger.rows(parent_run, kinds=("name",))):
+    for name in names_of(ledger.rows(parent_run, kinds=(NameRow,))):
         if _holds_of(run) in (name, name.rpartition(":")[0]):  # names of older versions have no nonce
             with suppress(NoSuchCheckpoint):  # its owner removed it
                 unname_checkpoint(ledger, parent_run, name)
@@ -134,7 +133,7 @@ def _check_new(ledger: Ledger, run: str, parent_run: str) -> None:
     try:
         check_new(rows, run, purpose="forks")
     except SpecInvalid:
-        if any(row["kind"] == "fork" for row in rows):  # the fork may have been killed right after its commit
+        if any(isinstance(row, ForkRow) for row in rows):  # the fork may have been killed right after its commit
             _release_parent(ledger, run, parent_run)
         raise
 

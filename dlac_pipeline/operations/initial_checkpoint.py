@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -19,7 +18,8 @@ from dlac_pipeline.checkpoint.training_config import config_digest
 from dlac_pipeline.lakehouse.errors import SpecInvalid, StoreUnavailable
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger.commits import Attempt
-from dlac_pipeline.lakehouse.ledger.run_rows import Row, checkpoint_rows
+from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows
+from dlac_pipeline.lakehouse.ledger.typed_rows import ClaimRow, ForkRow, LedgerRow, Purpose
 from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.read.opening.open_leg import OpenLeg, open_leg
@@ -39,20 +39,20 @@ class Beginning:
     make: Callable[[str, Path], list[FileEntry]]
     """Function that fills the folder of the checkpoint with this name. It returns the entries of its durable files."""
     purpose: Mapping[str, Any]
-    """Purpose of the claim."""
+    """Purpose and origin of the claim, as fields of its `ClaimRow`."""
     note: Mapping[str, Any]
-    """Notes for the checkpoint's row."""
-    rows: Sequence[Mapping[str, Any]] = ()
+    """Further fields of the checkpoint's row."""
+    rows: Sequence[ForkRow] = ()
     """Further rows of the same append."""
 
 
-def check_new(rows: Sequence[Row], run: str, *, purpose: str) -> None:
+def check_new(rows: Sequence[LedgerRow], run: str, *, purpose: Purpose) -> None:
     """Check that the run of these rows is new, or has only unfinished claims for this purpose.
 
     Raises:
         SpecInvalid: the run has a checkpoint, or a claim for another purpose.
     """
-    claims = [row for row in rows if row["kind"] == "claim" and purpose not in json.loads(row["detail"] or "{}")]
+    claims = [row for row in rows if isinstance(row, ClaimRow) and row.purpose != purpose]
     checkpoints = checkpoint_rows(rows)
     if claims or checkpoints:
         raise SpecInvalid(

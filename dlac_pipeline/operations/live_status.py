@@ -19,7 +19,8 @@ from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.older_ledger import check_ledger
 from dlac_pipeline.lakehouse.ledger.plans import find_plan
 from dlac_pipeline.lakehouse.ledger.recoveries import Recovery, recoveries_of
-from dlac_pipeline.lakehouse.ledger.run_rows import HEAD_KINDS, Fence, Row, checkpoint_rows, lineage_of
+from dlac_pipeline.lakehouse.ledger.run_rows import Fence, checkpoint_rows, lineage_of
+from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS, AdvanceRow, CheckpointRow, LedgerRow
 from dlac_pipeline.operations.status import Standing, standing_of
 from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.supervise.choose_leg import leg_of
@@ -27,7 +28,7 @@ from dlac_pipeline.supervise.claims import attempts_without_progress, launch_fol
 from dlac_pipeline.supervise.liveness.heartbeat import Phase, RankHeartbeat, read_heartbeats
 from dlac_pipeline.supervise.ranks.rank_events import read_total_steps
 
-_OF_ADVANCES = ("seq", "checkpoint_id", "attempt", "source", "pass", "plan_id", "rows_consumed")
+_OF_ADVANCES = ("seq", "kind", "checkpoint_id", "attempt", "source", "pass", "plan_id", "rows_consumed")
 _RATE_OVER_S = 15.0
 """Seconds over which steps per second are counted."""
 _SILENT_S = 30.0
@@ -43,9 +44,9 @@ class LiveStatus:
         self._ledger = Ledger(lakehouse)
         self._run = run
         self._ledger.head_rows(run)  # raises NoSuchRun
-        self._rows: list[Row] = []
+        self._rows: list[LedgerRow] = []
         self._fence, self._finished = Fence(), False
-        self._advances: list[Row] = []
+        self._advances: list[AdvanceRow] = []
         self._live_rows: dict[str, int] = {}
         self._steps: deque[tuple[float, int]] = deque()
         self._problem: str | None = None
@@ -62,15 +63,15 @@ class LiveStatus:
         self._ask_ledger()
         now = time.time()
         head = checkpoint_rows(self._rows).get(self._fence.head or "")
-        head_step = 0 if head is None else int(head["step"])
+        head_step = 0 if head is None else head.step
         ranks = [] if self._finished else self._signs_of_life()
         step = max(head_step, min((each.step for each in ranks), default=0))
         steps_per_s = self._rate(ranks, now)
         began = min((each.spent.began for each in ranks if each.spent.began), default=None)
-        committed_at = None if head is None else head["committed_at"].timestamp()
+        committed_at = None if head is None else head.committed_at.timestamp()
         last_sign = max((each.at for each in ranks), default=None)
         in_danger_since = max((each for each in (committed_at, began) if each is not None), default=last_sign)
-        leg = None if head is None else leg_of(self._rows, head["checkpoint_id"])
+        leg = None if head is None else leg_of(self._rows, head.checkpoint_id)
         total = self._total_steps()
         standing = self._standing()
         if standing.state != "training":
@@ -104,7 +105,7 @@ class LiveStatus:
             if state.fence != self._fence or state.finished != self._finished:
                 known = self._fence.seq
                 rows = self._ledger.rows_at(state, kinds=HEAD_KINDS, after=known)
-                advances = self._ledger.rows_at(state, kinds=("advance",), after=known, columns=_OF_ADVANCES)
+                advances = self._ledger.rows_at(state, kinds=(AdvanceRow,), after=known, columns=_OF_ADVANCES)
                 self._rows += rows
                 self._advances += advances
                 self._fence, self._finished = state.fence, state.finished
@@ -157,10 +158,10 @@ class LiveStatus:
         tokens = None if leg is None or samples is None or not leg.sequences.length else samples * leg.sequences.length
         return {"samples_per_s": samples, "tokens_per_s": tokens}
 
-    def _loss(self, head: Row | None, ranks: list[RankHeartbeat]) -> float | None:
+    def _loss(self, head: CheckpointRow | None, ranks: list[RankHeartbeat]) -> float | None:
         if ranks and ranks[0].loss_step:
             return ranks[0].loss
-        losses = [] if head is None else head["losses"] or []
+        losses = () if head is None else head.losses
         return losses[-1] if losses else None
 
     def _consumed_share(self, ranks: list[RankHeartbeat]) -> float | None:
@@ -169,16 +170,16 @@ class LiveStatus:
         Rows past the end of a pass belong to the next pass.
         """
         lineage = set(lineage_of(self._rows, self._fence.head))
-        mine = [row for row in self._advances if row["checkpoint_id"] in lineage]
+        mine = [row for row in self._advances if row.checkpoint_id in lineage]
         if not mine:
             return None
-        last = {source: max(row["pass"] for row in mine if row["source"] == source) for source in _sources(mine)}
-        current = [row for row in mine if row["pass"] == last[row["source"]]]
-        plans = {(row["source"], row["plan_id"]) for row in current}
+        last = {source: max(row.pass_index for row in mine if row.source == source) for source in _sources(mine)}
+        current = [row for row in mine if row.pass_index == last[row.source]]
+        plans = {(row.source, row.plan_id) for row in current}
         live = sum(max(self._live_rows_of(plan) for each, plan in plans if each == source) for source in last)
-        committed = sum(row["rows_consumed"] for row in self._advances if row["attempt"] == self._fence.attempt)
+        committed = sum(row.rows_consumed for row in self._advances if row.attempt == self._fence.attempt)
         in_flight = max(0, sum(each.spent.rows for each in ranks) - committed)
-        done = sum(row["rows_consumed"] for row in current) + in_flight
+        done = sum(row.rows_consumed for row in current) + in_flight
         return round((done % live or min(done, live)) / live, 4) if live else None
 
     def _live_rows_of(self, plan_id: str) -> int:
@@ -188,8 +189,8 @@ class LiveStatus:
         return self._live_rows[plan_id]
 
 
-def _sources(rows: list[Row]) -> set[int]:
-    return {int(row["source"]) for row in rows}
+def _sources(rows: list[AdvanceRow]) -> set[int]:
+    return {row.source for row in rows}
 
 
 def _state(standing: Standing, ranks: list[RankHeartbeat], now: float) -> str:

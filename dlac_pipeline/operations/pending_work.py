@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.iceberg.snapshots import snapshot_of
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
-from dlac_pipeline.lakehouse.ledger.run_rows import HEAD_KINDS, checkpoint_rows, fence_of_rows, finished_of_rows
+from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows, fence_of_rows, finished_of_rows
+from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS, QuarantinedCheckpointRow, RewindRow
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.choose_leg import leg_of
 
@@ -40,7 +40,7 @@ def due(lakehouse: Lakehouse, spec: JobSpec) -> Due:
     present = tuple(snapshot_of(lakehouse.load(source.table), None).snapshot_id for source in spec.sources)
     rows = Ledger(lakehouse).rows(spec.run, kinds=HEAD_KINDS)
     head = fence_of_rows(rows).head
-    back = {row["kind"]: int(row["seq"]) for row in rows if row["kind"] in ("rewind", "quarantine")}
+    back = {row.kind: row.seq for row in rows if isinstance(row, RewindRow | QuarantinedCheckpointRow)}
 
     def answer(needed: bool, why: str) -> Due:
         return Due(
@@ -48,7 +48,7 @@ def due(lakehouse: Lakehouse, spec: JobSpec) -> Due:
             why=why,
             snapshot_ids=present,
             head=head,
-            rewound=back.get("rewind", 0),
+            rewound=back.get(RewindRow.kind, 0),
             stepped_back=max(back.values(), default=0),
         )
 
@@ -65,6 +65,6 @@ def due(lakehouse: Lakehouse, spec: JobSpec) -> Due:
     if news:
         return answer(True, "; ".join(news))
     last = checkpoint_rows(rows)[head]
-    if last["detail"] and json.loads(last["detail"]).get("reason") == "end":
+    if last.reason == "end":
         return answer(False, f"nothing is new in {', '.join(source.table for source in planned)}")
-    return answer(True, f"it was left at step {last['step']}")
+    return answer(True, f"it was left at step {last.step}")

@@ -19,7 +19,8 @@ from dlac_pipeline.checkpoint.training_config import config_digest
 from dlac_pipeline.lakehouse.errors import CheckpointDamaged, NothingToRehearse, StoreUnavailable
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
-from dlac_pipeline.lakehouse.ledger.run_rows import Row, checkpoint_rows, fence_of_rows, out_of
+from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows, fence_of_rows, out_of
+from dlac_pipeline.lakehouse.ledger.typed_rows import AdvanceRow, CheckpointRow, LedgerRow
 from dlac_pipeline.operations.rehearsal import Rehearsal, RehearsedStep
 from dlac_pipeline.operations.replay import replay, spec_in_sandbox
 from dlac_pipeline.operations.sandbox import sandbox
@@ -37,9 +38,9 @@ MOST_STEPS = 20
 class _Chosen:
     """A kept checkpoint and its committed successor, among the run's rows."""
 
-    rows: list[Row]
-    checkpoint: Row
-    successor: Row
+    rows: list[LedgerRow]
+    checkpoint: CheckpointRow
+    successor: CheckpointRow
 
 
 def rehearse_run(
@@ -69,17 +70,17 @@ def rehearse_run(
         spec, chosen, restored = _restored(lakehouse, run, spec, folder)
         restored_at = time.monotonic()
         asked = MOST_STEPS if steps is None else steps
-        last = min(int(chosen.successor["step"]), restored.manifest.step + asked)
-        leg = leg_of(chosen.rows, chosen.successor["checkpoint_id"])
+        last = min(int(chosen.successor.step), restored.manifest.step + asked)
+        leg = leg_of(chosen.rows, chosen.successor.checkpoint_id)
         point = _resume_point(chosen, restored, leg, last)
         replayed = replay(spec_in_sandbox(spec, leg, chosen.successor, folder), folder, point)
         return Rehearsal(
             run=run,
-            checkpoint_id=chosen.checkpoint["checkpoint_id"],
+            checkpoint_id=chosen.checkpoint.checkpoint_id,
             step=restored.manifest.step,
-            successor=chosen.successor["checkpoint_id"],
-            attempt=chosen.successor["attempt"],
-            world_size=chosen.successor["world_size"],
+            successor=chosen.successor.checkpoint_id,
+            attempt=chosen.successor.attempt,
+            world_size=chosen.successor.world_size,
             script=spec.launch.script,
             config_changed=_changed(spec, restored.manifest.config_digest),
             steps=tuple(_compared(lakehouse, chosen, restored.manifest.step, last, replayed)),
@@ -95,12 +96,12 @@ def _restored(
     ledger = Ledger(lakehouse)
     while True:
         chosen = _newest_with_successor(ledger, run)
-        spec = wanted or spec_of_attempt(lakehouse, chosen.rows, run, chosen.successor["attempt"])
+        spec = wanted or spec_of_attempt(lakehouse, chosen.rows, run, chosen.successor.attempt)
         tiers = Tiers(run=run, local=folder, store=spec.checkpoint.store, files=tiers_of(spec).files)
         try:
             return spec, chosen, restore(chosen.checkpoint, tiers)
         except (CheckpointDamaged, StoreUnavailable):  # the folder of a retired checkpoint may be removed
-            if chosen.checkpoint["checkpoint_id"] not in out_of(ledger.head_rows(run)):
+            if chosen.checkpoint.checkpoint_id not in out_of(ledger.head_rows(run)):
                 raise
 
 
@@ -112,8 +113,8 @@ def _newest_with_successor(ledger: Ledger, run: str) -> _Chosen:
     lineage = 0
     while successor is not None:
         lineage += 1
-        parent = checkpoints.get(successor["parent"] or "")
-        if parent is not None and parent["checkpoint_id"] not in out and successor["losses"]:
+        parent = checkpoints.get(successor.parent or "")
+        if parent is not None and parent.checkpoint_id not in out and successor.losses:
             return _Chosen(rows=rows, checkpoint=parent, successor=successor)
         successor = parent
     raise NothingToRehearse(
@@ -126,7 +127,7 @@ def _newest_with_successor(ledger: Ledger, run: str) -> _Chosen:
 def _resume_point(chosen: _Chosen, restored: Restored, leg: Leg, last: int) -> ResumePoint:
     manifest, row = restored.manifest, chosen.checkpoint
     return ResumePoint(
-        attempt=chosen.successor["attempt"],
+        attempt=chosen.successor.attempt,
         nonce=new_nonce(),
         replaces=0,
         leg=leg.to_json(),
@@ -134,8 +135,8 @@ def _resume_point(chosen: _Chosen, restored: Restored, leg: Leg, last: int) -> R
         step=manifest.step,
         checkpoint_id=manifest.checkpoint_id,
         folder=str(restored.folder),
-        manifest_uri=row["manifest_uri"],
-        manifest_digest=row["manifest_digest"],
+        manifest_uri=row.manifest_uri,
+        manifest_digest=row.manifest_digest,
         world_size=manifest.world_size,
         engine=manifest.engine,
         reader_state=manifest.reader_state,
@@ -146,7 +147,7 @@ def _resume_point(chosen: _Chosen, restored: Restored, leg: Leg, last: int) -> R
 def _compared(
     lakehouse: Lakehouse, chosen: _Chosen, start: int, last: int, replayed: dict[str, Any]
 ) -> Iterator[RehearsedStep]:
-    recorded = chosen.successor["losses"] or []
+    recorded = chosen.successor.losses
     skipped = _skipped_steps(lakehouse, chosen.successor)
     for index, step in enumerate(range(start + 1, last + 1)):
         yield RehearsedStep(
@@ -158,13 +159,13 @@ def _compared(
         )
 
 
-def _skipped_steps(lakehouse: Lakehouse, successor: Row) -> set[int]:
+def _skipped_steps(lakehouse: Lakehouse, successor: CheckpointRow) -> set[int]:
     """Return the steps that production's engine did not apply."""
-    if not successor["skipped_steps"]:
+    if not successor.skipped_steps:
         return set()
-    rows = Ledger(lakehouse).rows(successor["run"], kinds=("advance",))
-    mine = [row for row in rows if row["checkpoint_id"] == successor["checkpoint_id"] and row["applied"] is False]
-    return {step for row in mine for step in range(row["first_step"], row["last_step"] + 1)}
+    rows = Ledger(lakehouse).rows(successor.run, kinds=(AdvanceRow,))
+    mine = [row for row in rows if row.checkpoint_id == successor.checkpoint_id and not row.applied]
+    return {step for row in mine for step in range(row.first_step, row.last_step + 1)}
 
 
 def _changed(spec: JobSpec, digest: str) -> bool | None:

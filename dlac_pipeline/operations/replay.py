@@ -14,7 +14,7 @@ from dlac_pipeline.elastic.ranks.rank_share import Share
 from dlac_pipeline.lakehouse import errors
 from dlac_pipeline.lakehouse.durable_io import write_durably
 from dlac_pipeline.lakehouse.errors import TrainingFailed
-from dlac_pipeline.lakehouse.ledger.run_rows import Row
+from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
 from dlac_pipeline.plan.legs.choice import check_sources
 from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.spec.job_spec import JobSpec
@@ -27,7 +27,7 @@ from dlac_pipeline.supervise.ranks.rank_starter import RankStarter
 _POLL_S = 0.05
 
 
-def spec_in_sandbox(spec: JobSpec, leg: Leg, successor: Row, folder: Path) -> JobSpec:
+def spec_in_sandbox(spec: JobSpec, leg: Leg, successor: CheckpointRow, folder: Path) -> JobSpec:
     """Return the spec with the committed order, the recorded number of ranks, and no place outside the sandbox."""
     check_sources(spec, leg)
     names = ("seed", "batch_size", "key_groups", "block_slices", "shuffle", "steps")
@@ -35,7 +35,7 @@ def spec_in_sandbox(spec: JobSpec, leg: Leg, successor: Row, folder: Path) -> Jo
     checkpoint = spec.checkpoint.model_copy(update={"store": str(folder), "local": str(folder)})
     launch = spec.launch.model_copy(
         update={
-            "world_size": successor["world_size"],
+            "world_size": successor.world_size,
             "nodes": "",  # all ranks are on this node
             "termination_url": "",
             "env": {**spec.launch.env, REHEARSAL_VARIABLE: "1"},

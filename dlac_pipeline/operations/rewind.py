@@ -6,7 +6,6 @@ checkpoint, a missing snapshot, a lost history of appends, or a predicate that d
 
 from __future__ import annotations
 
-import json
 import socket
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,10 +16,11 @@ from dlac_pipeline.checkpoint.manifest import read_manifest, verify_files
 from dlac_pipeline.checkpoint.store import folder_uri, tiers_of
 from dlac_pipeline.lakehouse.errors import LedgerError, SpecInvalid
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
-from dlac_pipeline.lakehouse.ledger.branches import Exclusion, Rewound, commit_rewind
+from dlac_pipeline.lakehouse.ledger.branches import Rewound, commit_rewind
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.older_ledger import check_ledger, check_store
-from dlac_pipeline.lakehouse.ledger.run_rows import Row, restorable
+from dlac_pipeline.lakehouse.ledger.run_rows import restorable
+from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, Exclusion, LedgerRow, RewindRow
 from dlac_pipeline.operations.branch_checks import check_branch
 from dlac_pipeline.operations.seen_rows import first_checkpoint, seen_before
 from dlac_pipeline.plan.legs.choice import check_sources
@@ -62,11 +62,11 @@ def rewind_run(
     ledger = Ledger(lakehouse)
     files = _check_store_files(ledger, run, spec)
     rows = ledger.head_rows(run)
-    landed = [row for row in rows if row["kind"] == "rewind" and row["nonce"] == nonce]
+    landed = [row for row in rows if isinstance(row, RewindRow) and row.nonce == nonce]
     if landed:
         return _report_again(ledger, rows, landed[0], spec)
     target = _target(run, rows, step, checkpoint_id)
-    leg = _first_leg(run, rows) if target is None else leg_of(rows, target["checkpoint_id"])
+    leg = _first_leg(run, rows) if target is None else leg_of(rows, target.checkpoint_id)
     if spec is not None:
         check_sources(spec, leg)
     wanted = _exclusions(leg, exclude, source)
@@ -76,7 +76,7 @@ def rewind_run(
         detail |= planned(leg)  # the next launch needs these pins, and no checkpoint names them
     else:
         _verify_checkpoint(target, files)
-    target_id = None if target is None else target["checkpoint_id"]
+    target_id = None if target is None else target.checkpoint_id
     done = commit_rewind(ledger, run, nonce=nonce, checkpoint_id=target_id, exclude=wanted, why=why, detail=detail)
     return replace(done, **seen_before(lakehouse, run, rows, done.checkpoint_id, wanted, (leg, spec)))
 
@@ -91,21 +91,21 @@ def _check_store_files(ledger: Ledger, run: str, spec: JobSpec | None) -> StoreF
     return tiers.files
 
 
-def _verify_checkpoint(row: Row, files: StoreFiles) -> None:
-    manifest = read_manifest(row["manifest_uri"], row["manifest_digest"], files)
-    verify_files(manifest, folder_uri(row["manifest_uri"]), files)
+def _verify_checkpoint(row: CheckpointRow, files: StoreFiles) -> None:
+    manifest = read_manifest(row.manifest_uri, row.manifest_digest, files)
+    verify_files(manifest, folder_uri(row.manifest_uri), files)
 
 
-def _report_again(ledger: Ledger, rows: list[Row], landed: Row, spec: JobSpec | None) -> Rewound:
+def _report_again(ledger: Ledger, rows: list[LedgerRow], landed: RewindRow, spec: JobSpec | None) -> Rewound:
     """Report a rewind that was committed before."""
-    run = landed["run"]
-    done = commit_rewind(ledger, run, nonce=landed["nonce"], checkpoint_id=None, detail={})
-    wanted = tuple(Exclusion(**each) for each in json.loads(landed["detail"])["exclude"])
+    run = landed.run
+    done = commit_rewind(ledger, run, nonce=landed.nonce, checkpoint_id=None, detail={})
+    wanted = tuple(landed.exclude)
     leg = _first_leg(run, rows) if done.checkpoint_id is None else leg_of(rows, done.checkpoint_id)
     return replace(done, **seen_before(ledger.lakehouse, run, rows, done.checkpoint_id, wanted, (leg, spec)))
 
 
-def _target(run: str, rows: list[Row], step: int | None, checkpoint_id: str | None) -> Row | None:
+def _target(run: str, rows: list[LedgerRow], step: int | None, checkpoint_id: str | None) -> CheckpointRow | None:
     """Return the row of the checkpoint to go back to, or None for the beginning of a run that began without one."""
     if step == 0 and checkpoint_id is None:
         first = first_checkpoint(rows)
@@ -113,13 +113,13 @@ def _target(run: str, rows: list[Row], step: int | None, checkpoint_id: str | No
             raise SpecInvalid(
                 f"expected a checkpoint of run {run!r}, found none: it is at its beginning, nothing to rewind"
             )
-        if int(first["step"]) > 0:
+        if first.step > 0:
             return None
-        checkpoint_id = first["checkpoint_id"]  # an adopted or forked run cannot begin without that state
+        checkpoint_id = first.checkpoint_id  # an adopted or forked run cannot begin without that state
     return restorable(run, rows, step, checkpoint_id=checkpoint_id)
 
 
-def _first_leg(run: str, rows: Sequence[Row]) -> Leg:
+def _first_leg(run: str, rows: Sequence[LedgerRow]) -> Leg:
     first = first_leg_of(rows)
     if first is None:
         raise LedgerError(f"expected the first leg of run {run!r} in the ledger, found none: restore the table")

@@ -15,22 +15,22 @@ from dlac_pipeline.lakehouse.errors import DlacError
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.iceberg.data_files import LiveFile
 from dlac_pipeline.lakehouse.iceberg.row_groups import row_groups_of
-from dlac_pipeline.lakehouse.ledger.branches import Exclusion
-from dlac_pipeline.lakehouse.ledger.run_rows import Row, checkpoint_rows, lineage_of, restorable_rows
+from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows, lineage_of, restorable_rows
+from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, Exclusion, LedgerRow
 from dlac_pipeline.operations.branch_checks import tables_of
 from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.spec.job_spec import JobSpec
 
 
-def first_checkpoint(rows: Sequence[Row]) -> Row | None:
+def first_checkpoint(rows: Sequence[LedgerRow]) -> CheckpointRow | None:
     """Return the row of the first checkpoint of a run. Its step is 0 if the run was adopted or forked."""
-    return min(checkpoint_rows(rows).values(), key=lambda row: int(row["seq"]), default=None)
+    return min(checkpoint_rows(rows).values(), key=lambda row: row.seq, default=None)
 
 
 def seen_before(
     lakehouse: Lakehouse,
     run: str,
-    rows: Sequence[Row],
+    rows: Sequence[LedgerRow],
     target: str | None,
     wanted: Sequence[Exclusion],
     of: tuple[Leg, JobSpec | None],
@@ -52,14 +52,14 @@ def seen_before(
         return {"excluded_rows_seen": 0}
     clean = _newest_before(rows, target, {checkpoint for *_, checkpoint in seen})
     if clean is not None:
-        clean_step = int(checkpoint_rows(rows)[clean]["step"])
+        clean_step = checkpoint_rows(rows)[clean].step
         return {"excluded_rows_seen": count, "clean_checkpoint": clean, "clean_step": clean_step}
     first = first_checkpoint(rows)
-    has_beginning = first is not None and int(first["step"]) > 0
+    has_beginning = first is not None and first.step > 0
     return {"excluded_rows_seen": count, "clean_step": 0 if has_beginning else None}
 
 
-def _newest_before(rows: Sequence[Row], target: str, seen_by: Collection[str]) -> str | None:
+def _newest_before(rows: Sequence[LedgerRow], target: str, seen_by: Collection[str]) -> str | None:
     """Return the newest restorable checkpoint that is older than all of `seen_by`.
 
     Return None if no such checkpoint exists, or if one of `seen_by` belongs to another run.

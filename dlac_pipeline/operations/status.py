@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections import defaultdict
 from collections.abc import Sequence
@@ -12,19 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from dlac_pipeline.audit.wording import format_ago
-from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, among
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger.branches import exclusions_in_force
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.older_ledger import check_ledger
 from dlac_pipeline.lakehouse.ledger.recoveries import Recovery, recoveries_of
-from dlac_pipeline.lakehouse.ledger.run_rows import (
-    HEAD_KINDS,
-    Row,
-    checkpoint_rows,
-    fence_of_rows,
-    finished_of_rows,
-    idle_kind,
-)
+from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows, fence_of_rows, finished_of_rows, idle_kind
+from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS, LedgerRow
 from dlac_pipeline.spec.launch_spec import NODES
 from dlac_pipeline.supervise.claims import (
     attempts_without_progress,
@@ -87,18 +80,17 @@ def run_status(lakehouse: Lakehouse, run: str) -> dict[str, Any]:
     standing = standing_of(rows, recoveries)
     head = checkpoint_rows(rows).get(fence.head or "")
     given_up = [each.cause for each in recoveries if each.outcome == "gave up" and each.attempt == fence.attempt]
-    said = {} if head is None or not head["detail"] else json.loads(head["detail"])
-    losses = [] if head is None else head["losses"] or []
+    losses = () if head is None else head.losses
     return {
         "run": run,
         "state": "finished" if finished else "open",
-        "step": 0 if head is None else head["step"],
+        "step": 0 if head is None else head.step,
         "loss": losses[-1] if losses else None,
         "head_checkpoint": fence.head,
-        "head_age_s": None if head is None else round((datetime.now(UTC) - head["committed_at"]).total_seconds(), 1),
-        "checkpoint_reason": said.get("reason"),
-        "checkpoint_interval_s": None if "interval_s" not in said else round(said["interval_s"], 1),
-        "checkpoint_interval_why": said.get("why"),
+        "head_age_s": None if head is None else round((datetime.now(UTC) - head.committed_at).total_seconds(), 1),
+        "checkpoint_reason": None if head is None else head.reason,
+        "checkpoint_interval_s": None if head is None or head.interval_s is None else round(head.interval_s, 1),
+        "checkpoint_interval_why": None if head is None else head.why,
         "checkpoints": len(checkpoint_rows(rows)),
         "attempt": fence.attempt,
         "attempts_without_progress": 0 if finished else attempts_without_progress(rows),
@@ -113,47 +105,43 @@ def run_status(lakehouse: Lakehouse, run: str) -> dict[str, Any]:
     }
 
 
-def current_failure(rows: list[Row], recoveries: Sequence[Recovery]) -> str | None:
+def current_failure(rows: list[LedgerRow], recoveries: Sequence[Recovery]) -> str | None:
     """Return the cause of the last failure, unless a later attempt has committed a checkpoint or the run is finished."""
     last = max(recoveries, key=lambda each: each.failed_at, default=None)
     if last is None or finished_of_rows(rows):
         return None
     failed = last.attempt if last.outcome == "gave up" else last.replaced_attempt
-    later = any(each["attempt"] > failed for each in checkpoint_rows(rows).values())
+    later = any(each.attempt > failed for each in checkpoint_rows(rows).values())
     return None if later else last.cause
 
 
 def list_runs(lakehouse: Lakehouse) -> list[dict[str, Any]]:
     """Return the facts about every run of the ledger. The run with the newest row is first."""
-    recorded: list[Row] = lakehouse.read_own("consumption", among("kind", HEAD_KINDS), columns=_COLUMNS).to_pylist()
-    rows = Ledger(lakehouse).translate(recorded)
-    by_run: dict[str, list[Row]] = defaultdict(list)
-    for row in sorted(rows, key=lambda row: int(row["seq"])):
-        by_run[row["run"]].append(row)
+    by_run = Ledger(lakehouse).rows_of_runs(HEAD_KINDS, columns=_COLUMNS)
     recoveries: dict[str, list[Recovery]] = defaultdict(list)
     for each in recoveries_of(lakehouse):
         recoveries[each.run].append(each)
-    newest_first = sorted(by_run.items(), key=lambda item: item[1][-1]["committed_at"], reverse=True)
+    newest_first = sorted(by_run.items(), key=lambda item: item[1][-1].committed_at, reverse=True)
     return [_listed(run, mine, recoveries[run]) for run, mine in newest_first]
 
 
-def _listed(run: str, rows: list[Row], recoveries: Sequence[Recovery]) -> dict[str, Any]:
+def _listed(run: str, rows: list[LedgerRow], recoveries: Sequence[Recovery]) -> dict[str, Any]:
     fence, standing = fence_of_rows(rows), standing_of(rows, recoveries)
     head = checkpoint_rows(rows).get(fence.head or "")
     return {
         "run": run,
         "state": "finished" if standing.state == "finished" else "open",
         "launch": standing.state,
-        "step": 0 if head is None else head["step"],
+        "step": 0 if head is None else head.step,
         "total_steps": _total_steps(rows),
         "head_checkpoint": fence.head,
-        "head_committed_at": None if head is None else head["committed_at"],
+        "head_committed_at": None if head is None else head.committed_at,
         "attempts": fence.attempt,
         "next_command": standing.next_command,
     }
 
 
-def standing_of(rows: list[Row], recoveries: Sequence[Recovery] = ()) -> Standing:
+def standing_of(rows: list[LedgerRow], recoveries: Sequence[Recovery] = ()) -> Standing:
     """Return the state of the last launch of a run, from its rows, its recoveries and the processes of this node.
 
     For a launch on this node the lock decides: a living process holds it, or none. On another node only its writes are
@@ -161,7 +149,7 @@ def standing_of(rows: list[Row], recoveries: Sequence[Recovery] = ()) -> Standin
     """
     if not rows:
         return Standing(state="unknown")
-    run, attempt = rows[0]["run"], fence_of_rows(rows).attempt
+    run, attempt = rows[0].run, fence_of_rows(rows).attempt
     if finished_of_rows(rows):
         return Standing(state="finished", command=("audit", run))
     begun = idle_kind(rows, attempt)
@@ -170,7 +158,7 @@ def standing_of(rows: list[Row], recoveries: Sequence[Recovery] = ()) -> Standin
     return _standing_of_launch(rows, run, attempt, recoveries)
 
 
-def _standing_of_launch(rows: list[Row], run: str, attempt: int, recoveries: Sequence[Recovery]) -> Standing:
+def _standing_of_launch(rows: list[LedgerRow], run: str, attempt: int, recoveries: Sequence[Recovery]) -> Standing:
     """Return the state of an attempt that was launched to train."""
     signs = liveness_of(rows, attempt)
     if signs.here and signs.lock_held:
@@ -188,7 +176,7 @@ def _standing_of_launch(rows: list[Row], run: str, attempt: int, recoveries: Seq
     return _describe_lost(rows, run, attempt, signs)
 
 
-def _describe_lost(rows: list[Row], run: str, attempt: int, signs: LaunchLiveness) -> Standing:
+def _describe_lost(rows: list[LedgerRow], run: str, attempt: int, signs: LaunchLiveness) -> Standing:
     """Describe a launch that ended without a request: its process is gone, or it was silent for too long."""
     ago = f"last heartbeat {format_ago(signs.silent_s)}"
     note = f"attempt {attempt} has no process on this node any more, {ago}"
@@ -205,7 +193,7 @@ def _holder(signs: LaunchLiveness, run: str) -> str:
     return lock_path(signs.local, run).read_text() or "(starting)"
 
 
-def _ended_in_order(rows: list[Row], attempt: int) -> str | None:
+def _ended_in_order(rows: list[LedgerRow], attempt: int) -> str | None:
     """Return the end of an attempt that reported it or took its last checkpoint to exit, or None for another attempt."""
     folder = launch_folder_of(rows, attempt)
     ending = read_ending(Path(folder)) if folder else None
@@ -216,22 +204,19 @@ def _ended_in_order(rows: list[Row], attempt: int) -> str | None:
     return "stopped" if stopped else None
 
 
-def _resume(rows: list[Row], run: str, attempt: int) -> tuple[str, ...]:
+def _resume(rows: list[LedgerRow], run: str, attempt: int) -> tuple[str, ...]:
     """Return the command that resumes a run. It names a job spec if the one of the last launch is not on this node."""
     folder = launch_folder_of(rows, max(trained_attempts(rows), default=0))
     known = bool(folder) and (Path(folder) / "spec.json").is_file()
     return ("recover", run) if known else ("recover", run, "--spec", SPEC_PLACEHOLDER)
 
 
-def _total_steps(rows: list[Row]) -> int | None:
+def _total_steps(rows: list[LedgerRow]) -> int | None:
     """Return the last step of the run, as the last attempt that trains or else the head records it, or None."""
     fence = fence_of_rows(rows)
     head = checkpoint_rows(rows).get(fence.head or "")
     if finished_of_rows(rows):
-        return None if head is None else int(head["step"])
+        return None if head is None else head.step
     folder = launch_folder_of(rows, fence.attempt)
     announced = read_total_steps(Path(folder)) if folder else None
-    if announced is not None or head is None:
-        return announced
-    found = json.loads(head["detail"] or "{}").get("total_steps")
-    return None if found is None else int(found)
+    return announced if announced is not None or head is None else head.total_steps

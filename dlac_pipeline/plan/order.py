@@ -13,43 +13,13 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
+from dlac_pipeline.lakehouse.ledger.typed_rows import AdvanceRow
 from dlac_pipeline.plan.mixture import Mixture, Present
 from dlac_pipeline.plan.source_order import Cursor, SourceOrder
 from dlac_pipeline.plan.units import Ints
 
 ReaderState = list[list[Cursor]]
 """The cursor of each source and key group: state[source][group]."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Advance:
-    """One block's part of what a checkpoint moved: positions [position_start, position_end), all applied or none.
-
-    With `token_end` the last row was read only up to it. With `token_start` the first row was read from it on.
-    """
-
-    source: int
-    pass_index: int
-    group: int
-    block: int
-    position_start: int
-    position_end: int
-    first_step: int
-    last_step: int
-    rows_consumed: int
-    applied: bool
-    token_start: int | None = None
-    token_end: int | None = None
-    filtered: tuple[int, ...] = ()
-    """Positions that the transform left out."""
-    quarantined: tuple[tuple[int, str], ...] = ()
-    """Positions of rows that were rejected, and why."""
-
-    @property
-    def rows_dead(self) -> int:
-        """Rows passed over because they are not live."""
-        span = self.position_end - self.position_start - (self.token_end is not None)
-        return span - self.rows_consumed - len(self.filtered) - len(self.quarantined)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,7 +116,7 @@ class LegOrder:
             for index, source in enumerate(self.sources)
         ]
 
-    def advances(self, group: int, first_step: int, last_step: int, *, applied: bool) -> Iterator[Advance]:
+    def advances(self, group: int, first_step: int, last_step: int, *, applied: bool) -> Iterator[AdvanceRow]:
         """Return the advances of the steps first_step..last_step in `group`, one per (source, pass, block).
 
         Counted sources only.
@@ -160,10 +130,10 @@ class LegOrder:
                 if (previous.pass_index, previous.block) != (cursor.pass_index, cursor.block):
                     previous = Cursor(cursor.pass_index, cursor.block)
                 count = stretch.stop - stretch.start
-                yield Advance(
+                yield AdvanceRow(
                     source=index,
                     pass_index=cursor.pass_index,
-                    group=group,
+                    key_group=group,
                     block=cursor.block,
                     position_start=previous.position,
                     position_end=cursor.position,

@@ -13,8 +13,9 @@ from blake3 import blake3
 
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger.plans import SLICES_ARROW, write_slices
+from dlac_pipeline.lakehouse.ledger.typed_rows import AdvanceRow
 from dlac_pipeline.plan.cut import PassCut
-from dlac_pipeline.plan.order import Advance, LegOrder
+from dlac_pipeline.plan.order import LegOrder
 
 
 class SliceWriter:
@@ -25,7 +26,7 @@ class SliceWriter:
         self._order = order
         self._written: set[tuple[int, int]] = set()
 
-    def write(self, advances: Iterable[Advance]) -> None:
+    def write(self, advances: Iterable[AdvanceRow]) -> None:
         """Write the slices of the passes that these advances enter. Rows that name their cuts are committed afterwards."""
         for source, pass_index in dict.fromkeys((each.source, each.pass_index) for each in advances):
             if (source, pass_index) not in self._written:

@@ -19,6 +19,7 @@ import tenacity
 from dlac_pipeline.elastic.round import RESUME, Round
 from dlac_pipeline.lakehouse.errors import LeftUnfinished
 from dlac_pipeline.lakehouse.ledger.older_ledger import LedgerWatch
+from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow
 from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.supervise.attempt_monitor import AttemptMonitor
 from dlac_pipeline.supervise.attempt_state import AttemptMachine, AttemptState, Decision, Observation
@@ -154,7 +155,7 @@ class SupervisedAttempt:
 
     def _failure_before(self, attempt: int) -> Failure | None:
         """Return the failure of an attempt that another supervisor led."""
-        rows = self._retrying()(self._supervision.ledger.rows, self._spec.run, kinds=("claim", "checkpoint"))
+        rows = self._retrying()(self._supervision.ledger.rows, self._spec.run, kinds=(ClaimRow, CheckpointRow))
         return failure_of_attempt(
             rows,
             attempt,

@@ -19,10 +19,18 @@ from dlac_pipeline.lakehouse.errors import (
     SpecInvalid,
 )
 from dlac_pipeline.lakehouse.iceberg.snapshots import check_same_table
-from dlac_pipeline.lakehouse.ledger.branches import Exclusion, exclusions_in_force, starts_over
+from dlac_pipeline.lakehouse.ledger.branches import exclusions_in_force, starts_over
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger, RunState
 from dlac_pipeline.lakehouse.ledger.plans import PlanRow
-from dlac_pipeline.lakehouse.ledger.run_rows import HEAD_KINDS, Row, checkpoint_rows, lineage_of, way_out
+from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows, lineage_of, way_out
+from dlac_pipeline.lakehouse.ledger.typed_rows import (
+    HEAD_KINDS,
+    ClaimRow,
+    Exclusion,
+    LedgerRow,
+    LegRow,
+    PlannedSnapshot,
+)
 from dlac_pipeline.plan.legs.choice import asked_for, check_sources, first_leg, plan_sources
 from dlac_pipeline.plan.legs.follow import LegRequest, Unreadable, leaving_out, next_leg
 from dlac_pipeline.plan.legs.leg import Leg
@@ -78,10 +86,10 @@ class LegChooser:
             manifest = manifest_of(head, tiers_of(self._spec))
         except CheckpointDamaged:  # the claim finds the damage again and handles it, unless this read was stale
             self.unsure = True
-            return leg_of(rows, head["checkpoint_id"])
+            return leg_of(rows, head.checkpoint_id)
         return self.at(rows, manifest)
 
-    def at(self, rows: list[Row], manifest: Manifest | None) -> Leg:
+    def at(self, rows: list[LedgerRow], manifest: Manifest | None) -> Leg:
         """Return the leg of an attempt that resumes after this checkpoint.
 
         Raises:
@@ -103,7 +111,7 @@ class LegChooser:
             state=[[Cursor(*cursor) for cursor in cursors] for cursors in manifest.reader_state],
         )
 
-    def check(self, leg: Leg, rows: Sequence[Row]) -> Leg:
+    def check(self, leg: Leg, rows: Sequence[LedgerRow]) -> Leg:
         """Check the requests of the spec and of the run's rewinds against the committed `leg`.
 
         Exclusions of rewinds need no new leg.
@@ -126,7 +134,7 @@ class LegChooser:
             _leg_excluding(leg, excluded).check_same(asked)
         return asked
 
-    def _first(self, rows: list[Row]) -> Leg:
+    def _first(self, rows: list[LedgerRow]) -> Leg:
         """Return the first leg of the run. A recovered attempt keeps its plans if the spec still requests them.
 
         A run that was rewound to its beginning reads the snapshots of its first leg again.
@@ -145,10 +153,10 @@ class LegChooser:
     def _new_plans(self, spec: JobSpec) -> list[Plan]:
         return [self._plans.add(plan) for plan in plan_sources(self._lakehouse, spec)]
 
-    def _claimed_plans(self, rows: list[Row]) -> tuple[str, ...]:
+    def _claimed_plans(self, rows: list[LedgerRow]) -> tuple[str, ...]:
         """Return the plans that the attempt to be recovered had claimed, if the spec still requests them."""
-        claims = [row for row in rows if row["kind"] == "claim"]
-        plan_ids = json.loads(claims[-1]["detail"]).get("plan_ids", []) if claims else []
+        claims = [row for row in rows if isinstance(row, ClaimRow)]
+        plan_ids = claims[-1].plan_ids if claims else ()
         found = [self._plans.find_row(plan_id) for plan_id in plan_ids]
         fits = len(found) == len(self._spec.sources) and all(
             row is not None and _is_plan_of(source, row) for source, row in zip(self._spec.sources, found, strict=True)
@@ -172,7 +180,7 @@ def excluding(spec: JobSpec, exclusions: Sequence[Exclusion]) -> JobSpec:
     return spec.with_sources(sources)
 
 
-def _as_it_began(spec: JobSpec, rows: Sequence[Row]) -> JobSpec:
+def _as_it_began(spec: JobSpec, rows: Sequence[LedgerRow]) -> JobSpec:
     """Return the spec with the snapshots of the run's first leg where it names none.
 
     A followed table is read at its current snapshot.
@@ -189,18 +197,18 @@ def _as_it_began(spec: JobSpec, rows: Sequence[Row]) -> JobSpec:
     return spec.with_sources(sources)
 
 
-def first_leg_of(rows: Sequence[Row]) -> Leg | None:
+def first_leg_of(rows: Sequence[LedgerRow]) -> Leg | None:
     """Return the first leg of a run, or None if it has none."""
-    legs = [row for row in rows if row["kind"] == "leg"]
-    return Leg.from_json(min(legs, key=lambda row: int(row["seq"]))["detail"]) if legs else None
+    legs = [row for row in rows if isinstance(row, LegRow)]
+    return Leg.from_record(min(legs, key=lambda row: row.seq).record) if legs else None
 
 
 def planned(leg: Leg) -> dict[str, Any]:
-    """Return the claim's record of the plans that its attempt reads. Their snapshots stay pinned."""
+    """Return the fields of a `ClaimRow` for the plans that its attempt reads. Their snapshots stay pinned."""
     return {
         "plan_ids": [source.plan_id for source in leg.sources],
         "leg_plan_ids": leg.plan_ids,
-        "planned": [{"table_uuid": one.table_uuid, "snapshot_id": one.snapshot_id} for one in leg.sources],
+        "planned": [PlannedSnapshot(table_uuid=one.table_uuid, snapshot_id=one.snapshot_id) for one in leg.sources],
     }
 
 
@@ -225,12 +233,12 @@ def _is_plan_of(source: SourceSpec, row: PlanRow) -> bool:
     )
 
 
-def leg_of(rows: list[Row], checkpoint_id: str) -> Leg:
+def leg_of(rows: list[LedgerRow], checkpoint_id: str) -> Leg:
     """Return the leg that a checkpoint ends in: the one that it, or else its nearest ancestor with a leg, names."""
-    legs = {row["checkpoint_id"]: row["detail"] for row in rows if row["kind"] == "leg"}
+    legs = {row.checkpoint_id: row.record for row in rows if isinstance(row, LegRow)}
     at = next((each for each in lineage_of(rows, checkpoint_id) if each in legs), None)
     if at is None:
         raise LedgerError(
             f"expected the leg of checkpoint {checkpoint_id!r} in the ledger, found none: restore the table"
         )
-    return Leg.from_json(legs[at])
+    return Leg.from_record(legs[at])

@@ -29,14 +29,8 @@ from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger.commits import Attempt, claim, quarantine
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger, RunState
 from dlac_pipeline.lakehouse.ledger.older_ledger import check_store, commit_marked
-from dlac_pipeline.lakehouse.ledger.run_rows import (
-    HEAD_KINDS,
-    Row,
-    checkpoint_rows,
-    lineage_of,
-    restorable_rows,
-    way_out,
-)
+from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows, lineage_of, restorable_rows, way_out
+from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS, CheckpointRow, LedgerRow
 from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.plan.order import ReaderState
 from dlac_pipeline.plan.plan import Plans
@@ -173,7 +167,7 @@ class _Resolved:
     """The checkpoint to resume from, or none, and the rows of the run after its quarantines."""
 
     leg: Leg
-    rows: list[Row]
+    rows: list[LedgerRow]
     restored: Restored | None
     quarantined: list[str]
 
@@ -255,7 +249,7 @@ def _launch_of(spec: JobSpec, request: ClaimRequest) -> dict[str, Any]:
     }
 
 
-def _quarantine(ledger: Ledger, attempt: Attempt, damaged: dict[str, str], head: Manifest | None) -> list[Row]:
+def _quarantine(ledger: Ledger, attempt: Attempt, damaged: dict[str, str], head: Manifest | None) -> list[LedgerRow]:
     """Quarantine the damaged checkpoints that are newer than `head`, and return the rows of the run after that.
 
     Raises:
@@ -271,20 +265,20 @@ def _quarantine(ledger: Ledger, attempt: Attempt, damaged: dict[str, str], head:
     return rows
 
 
-def _mark_head(head: Manifest, known: Mapping[str, Row], tiers: Tiers) -> None:
+def _mark_head(head: Manifest, known: Mapping[str, CheckpointRow], tiers: Tiers) -> None:
     """Renew the run's commit mark if the attempt that committed the head was killed before it wrote the mark."""
     files, folder = tiers.files.hurried(), tiers.durable_run()
     try:
         mark = commit_marked(folder, head.ledger_uuid, files)
     except StoreUnavailable:  # the copy on this node is whole
         return
-    newest = known.get("" if mark is None else mark.checkpoint_id, {"seq": 0})
-    if int(newest["seq"]) < int(known[head.checkpoint_id]["seq"]):
+    newest = known.get("" if mark is None else mark.checkpoint_id)
+    if newest is None or newest.seq < known[head.checkpoint_id].seq:
         mark_committed(head, folder, files)
 
 
 def _newest_whole(
-    rows: list[Row], head: str | None, tiers: Tiers, verifying: Verifying, verify: Verify
+    rows: list[LedgerRow], head: str | None, tiers: Tiers, verifying: Verifying, verify: Verify
 ) -> tuple[Restored | None, dict[str, str]]:
     """Return the newest whole checkpoint of the head's lineage, and the newer ones that are damaged (id -> reason)."""
     restorable = restorable_rows(rows)
@@ -293,7 +287,7 @@ def _newest_whole(
         if name in restorable:
             try:
                 row = restorable[name]
-                return restore(row, tiers, partial(verifying, row["step"]), verify=verify), damaged
+                return restore(row, tiers, partial(verifying, row.step), verify=verify), damaged
             except CheckpointDamaged as err:
                 damaged[name] = str(err)
     return None, damaged
@@ -322,8 +316,8 @@ def _resume_point(claimed: _Claimed, found: _Resolved, *, claim_s: float, verify
         checkpoint_id=manifest.checkpoint_id,
         folder=str(found.restored.folder),
         host=socket.gethostname(),
-        manifest_uri=row["manifest_uri"],
-        manifest_digest=row["manifest_digest"],
+        manifest_uri=row.manifest_uri,
+        manifest_digest=row.manifest_digest,
         world_size=manifest.world_size,
         engine=manifest.engine,
         reader_state=manifest.reader_state,

@@ -12,19 +12,20 @@ from dlac_pipeline.lakehouse.errors import NoSuchJobSpec
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.iceberg.relocation import Relocation, raw_path
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
-from dlac_pipeline.lakehouse.ledger.run_rows import Row, trains_nothing
+from dlac_pipeline.lakehouse.ledger.run_rows import claim_of
+from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow, LedgerRow, RewindRow
 from dlac_pipeline.spec.job_spec import JobSpec, home_folder, parse_recorded
 
 _ON_THE_WAY = ("steps", "seconds", "auto")
 """Reasons for checkpoints after which training continues. Other reasons are the end of the run and a request to stop."""
 
 
-def launch_folder_of(rows: Sequence[Row], attempt: int) -> str:
+def launch_folder_of(rows: Sequence[LedgerRow], attempt: int) -> str:
     """Return the launch folder that an attempt's claim names, or an empty string."""
-    return _claim_detail(rows, attempt, "launch_folder")
+    return claim_of(rows, attempt).launch_folder
 
 
-def launch_folders_of(rows: Sequence[Row], attempt: int) -> list[Path]:
+def launch_folders_of(rows: Sequence[LedgerRow], attempt: int) -> list[Path]:
     """Return the launch folders of an attempt that exist on this node: the leader's, and those of nodes that follow.
 
     The attempt's claim names the leader's folder. Nodes that follow name no folder in the ledger, and are recognized by the
@@ -44,17 +45,17 @@ def _resumes(path: Path, attempt: int) -> bool:
         return False
 
 
-def trained_attempts(rows: Sequence[Row]) -> list[int]:
+def trained_attempts(rows: Sequence[LedgerRow]) -> list[int]:
     """Return the attempts that were launched to train, oldest first."""
-    return [int(row["attempt"]) for row in rows if row["kind"] == "claim" and not trains_nothing(row)]
+    return [row.attempt for row in rows if isinstance(row, ClaimRow) and row.trains]
 
 
-def node_of(rows: Sequence[Row], attempt: int) -> str:
+def node_of(rows: Sequence[LedgerRow], attempt: int) -> str:
     """Return the node that claimed an attempt, or an empty string if its claim names none."""
-    return _claim_detail(rows, attempt, "host")
+    return claim_of(rows, attempt).host
 
 
-def spec_of_attempt(lakehouse: Lakehouse, rows: Sequence[Row], run: str, attempt: int) -> JobSpec:
+def spec_of_attempt(lakehouse: Lakehouse, rows: Sequence[LedgerRow], run: str, attempt: int) -> JobSpec:
     """Return the job spec of an attempt, from its launch folder, with the places of `lakehouse`.
 
     Raises:
@@ -109,30 +110,29 @@ def last_spec(lakehouse: Lakehouse, run: str) -> JobSpec:
     return spec_of_attempt(lakehouse, rows, run, max(trained_attempts(rows), default=0))
 
 
-def launcher_of(rows: Sequence[Row], attempt: int) -> str:
+def launcher_of(rows: Sequence[LedgerRow], attempt: int) -> str:
     """Return the orchestrator's run that launched the last training attempt up to `attempt`. Empty if started by hand."""
-    return _claim_detail(
-        rows, max((each for each in trained_attempts(rows) if each <= attempt), default=0), "launched_by"
-    )
+    last = max((each for each in trained_attempts(rows) if each <= attempt), default=0)
+    return claim_of(rows, last).launched_by
 
 
-def claimed_by(rows: Sequence[Row], attempt: int) -> str:
+def claimed_by(rows: Sequence[LedgerRow], attempt: int) -> str:
     """Return the orchestrator's run that launched an attempt. Empty if it was started by hand or trains nothing."""
-    return "" if idle(rows, attempt) else _claim_detail(rows, attempt, "launched_by")
+    return "" if idle(rows, attempt) else claim_of(rows, attempt).launched_by
 
 
-def rendezvous_of(rows: Sequence[Row], attempt: int) -> str:
+def rendezvous_of(rows: Sequence[LedgerRow], attempt: int) -> str:
     """Return the rendezvous of an attempt's nodes, or an empty string if it had one node."""
-    return _claim_detail(rows, attempt, "rendezvous")
+    return claim_of(rows, attempt).rendezvous
 
 
-def idle(rows: Sequence[Row], attempt: int) -> bool:
+def idle(rows: Sequence[LedgerRow], attempt: int) -> bool:
     """Return True if an attempt only adopted, rewound or forked, and trained nothing."""
-    return any(trains_nothing(row) for row in rows if row["kind"] == "claim" and row["attempt"] == attempt)
+    return not claim_of(rows, attempt).trains
 
 
 def to_replace(
-    rows: Sequence[Row], wanted: int, *, rendezvous: str = "", recovers: str = "", launched_by: str = ""
+    rows: Sequence[LedgerRow], wanted: int, *, rendezvous: str = "", recovers: str = "", launched_by: str = ""
 ) -> int:
     """Return the attempt that a launch replaces if it was asked to replace `wanted`: that one, or the current one.
 
@@ -142,30 +142,25 @@ def to_replace(
     - The orchestrator's dead run that is recovered claimed it late, after `wanted`.
     - The orchestrator's own run claimed it, and its job was started again.
     """
-    current = max((int(row["attempt"]) for row in rows if row["kind"] == "claim"), default=0)
+    current = max((row.attempt for row in rows if isinstance(row, ClaimRow)), default=0)
     same_place = bool(rendezvous) and rendezvous_of(rows, current) == rendezvous
     late = bool(recovers) and current > wanted and claimed_by(rows, current) == recovers
     again = bool(launched_by) and launcher_of(rows, current) == launched_by
     return current if same_place or late or again else wanted
 
 
-def attempts_without_progress(rows: Sequence[Row]) -> int:
+def attempts_without_progress(rows: Sequence[LedgerRow]) -> int:
     """Count the claims of attempts that train since the last committed checkpoint, the last rewind, or the beginning."""
-    last = max((int(row["seq"]) for row in rows if row["kind"] in ("checkpoint", "rewind")), default=0)
-    return sum(1 for row in rows if row["kind"] == "claim" and int(row["seq"]) > last and not trains_nothing(row))
+    last = max((row.seq for row in rows if isinstance(row, CheckpointRow | RewindRow)), default=0)
+    return sum(1 for row in rows if isinstance(row, ClaimRow) and row.seq > last and row.trains)
 
 
-def left_in_order(rows: list[Row], attempt: int) -> bool:
+def left_in_order(rows: list[LedgerRow], attempt: int) -> bool:
     """Return True if an attempt took its last checkpoint in order to exit, or because no rows were left."""
     return last_reason(rows, attempt) not in _ON_THE_WAY
 
 
-def last_reason(rows: list[Row], attempt: int) -> str:
+def last_reason(rows: list[LedgerRow], attempt: int) -> str:
     """Return why an attempt took its last checkpoint, or `steps` if it took none or recorded no reason."""
-    mine = [row for row in rows if row["kind"] == "checkpoint" and row["attempt"] == attempt and row["detail"]]
-    return str(json.loads(mine[-1]["detail"]).get("reason", "steps")) if mine else "steps"
-
-
-def _claim_detail(rows: Sequence[Row], attempt: int, name: str) -> str:
-    claims = [row for row in rows if row["kind"] == "claim" and row["attempt"] == attempt]
-    return str(json.loads(claims[-1]["detail"]).get(name, "")) if claims else ""
+    reasons = [row.reason for row in rows if isinstance(row, CheckpointRow) and row.attempt == attempt]
+    return (reasons[-1] or "steps") if reasons else "steps"

@@ -28,7 +28,7 @@ from dlac_pipeline.checkpoint.store import folder_uri
 from dlac_pipeline.elastic.round import LEADER, Round
 from dlac_pipeline.elastic.sealed_store import Message
 from dlac_pipeline.lakehouse.errors import DlacError
-from dlac_pipeline.lakehouse.ledger.run_rows import Row
+from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
 
 PROVE, PROVED = "prove", "proved"
 """Messages: the leader names the checkpoint. The other nodes report how much of their part they have read, and the result."""
@@ -57,13 +57,13 @@ class NodeVerifiers:
         self._least_bytes = least_bytes
         self._request_number = 0
 
-    def verify(self, row: Row, manifest: Manifest, files: StoreFiles, done: Done) -> None:
+    def verify(self, row: CheckpointRow, manifest: Manifest, files: StoreFiles, done: Done) -> None:
         """Verify as `verify_here` does, with the help of the other nodes. An exception of `done` ends the verification."""
         total = sum(entry.bytes for entry in manifest.files)
         if not self._round.others or total < self._least_bytes:
             verify_here(row, manifest, files, done)
             return
-        uri = row["manifest_uri"]
+        uri = row.manifest_uri
         parts = parts_of(manifest.files, 1 + len(self._round.others))
         read_bytes = dict.fromkeys(range(len(parts)), 0)
 
@@ -75,7 +75,7 @@ class NodeVerifiers:
             verify_entries(parts[place], folder_uri(uri), files, lambda so_far, _: note(place, so_far))
 
         self._request_number += 1
-        self._round.announce(PROVE, {"uri": uri, "digest": row["manifest_digest"], "asked": self._request_number})
+        self._round.announce(PROVE, {"uri": uri, "digest": row.manifest_digest, "asked": self._request_number})
         began = time.monotonic()
         with store_there(uri, files):
             read(LEADER)

@@ -15,7 +15,7 @@ from typing import Any
 from dlac_pipeline.elastic.ranks.processes import HANG
 from dlac_pipeline.elastic.ranks.script_errors import Origin
 from dlac_pipeline.lakehouse import errors
-from dlac_pipeline.lakehouse.ledger.run_rows import Row
+from dlac_pipeline.lakehouse.ledger.typed_rows import LedgerRow
 from dlac_pipeline.spec.launch_request import OPERATOR
 from dlac_pipeline.supervise.claims import idle, launch_folder_of, left_in_order
 from dlac_pipeline.supervise.liveness.heartbeat import Phase, RankHeartbeat, read_heartbeats
@@ -112,7 +112,7 @@ def planned_end(cause: str, *, step: int, undone: Sequence[RankHeartbeat] = ()) 
 
 
 def failure_of_attempt(
-    rows: list[Row], attempt: int, *, noticed_by: str, noticed_at: float, launched_at: float, stopped_at: float
+    rows: list[LedgerRow], attempt: int, *, noticed_by: str, noticed_at: float, launched_at: float, stopped_at: float
 ) -> Failure | None:
     """Return the failure of an attempt whose supervisor is gone, from the launch folder that its claim names.
 
@@ -123,7 +123,7 @@ def failure_of_attempt(
         return None
     folder = launch_folder_of(rows, attempt)
     found = read_heartbeats(Path(folder)) if folder else []
-    appended = [row["committed_at"].timestamp() for row in rows if row["attempt"] == attempt and "committed_at" in row]
+    appended = [row.committed_at.timestamp() for row in rows if row.attempt == attempt and row.seq]
     heartbeats_at = [*(progress.at for progress in found), *appended]
     return Failure(
         cause=f"attempt {attempt} ended without finishing",

@@ -13,6 +13,7 @@ from dlac_pipeline.checkpoint.restore.verified_copy import restore
 from dlac_pipeline.checkpoint.rng import load_rng, rng_file, seed_rng
 from dlac_pipeline.checkpoint.store import Tiers, folder_name_of, tiers_of
 from dlac_pipeline.lakehouse.errors import ResumeMismatch
+from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.claim import ResumePoint
 
@@ -67,5 +68,5 @@ def fetch_checkpoint(point: ResumePoint, tiers: Tiers, tree: RankTree, *, restor
     folder = tiers.folder(folder_name_of(point.manifest_uri)) if elsewhere else Path(point.folder)
     with failing_together(tree, doing=f"fetching the checkpoint {point.checkpoint_id!r}"):
         if elsewhere and restores:
-            restore({"manifest_uri": point.manifest_uri, "manifest_digest": point.manifest_digest}, tiers)
+            restore(CheckpointRow(manifest_uri=point.manifest_uri, manifest_digest=point.manifest_digest), tiers)
     return folder

@@ -14,7 +14,8 @@ from typing import Any, Literal
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.recoveries import Recovery, write_recovery
-from dlac_pipeline.lakehouse.ledger.run_rows import HEAD_KINDS, Row, checkpoint_rows, lineage_of
+from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows, lineage_of
+from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS, ClaimRow, LedgerRow
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.claim import ResumePoint
 from dlac_pipeline.supervise.failure import Failure
@@ -54,7 +55,7 @@ class Incident:
         loaded = self._loaded_at or ended
         ledger = Ledger(lakehouse)
         rows = ledger.rows(self._spec.run, kinds=HEAD_KINDS)
-        seq = next(int(row["seq"]) for row in rows if row["kind"] == "claim" and row["nonce"] == point.nonce)
+        seq = next(row.seq for row in rows if isinstance(row, ClaimRow) and row.nonce == point.nonce)
         recovery = Recovery(
             run=self._spec.run,
             seq=seq,
@@ -89,48 +90,50 @@ class Incident:
         return {"event": event, **row, **times}
 
 
-def rows_replayed(ledger: Ledger, rows: Sequence[Row], point: ResumePoint, failure: Failure, *, before_seq: int) -> int:
+def rows_replayed(
+    ledger: Ledger, rows: Sequence[LedgerRow], point: ResumePoint, failure: Failure, *, before_seq: int
+) -> int:
     """Count the rows that are read again: those of finished steps that no kept checkpoint contains.
 
     They are the failed attempt's work minus what it committed, plus what was committed and is now abandoned.
     """
     checkpoints = checkpoint_rows(list(rows))
-    heads = [row for row in rows if int(row["seq"]) < before_seq]
-    left = lineage_of(rows, heads[-1]["head_after"] if heads else None)
+    heads = [row for row in rows if row.seq < before_seq]
+    left = lineage_of(rows, heads[-1].head_after if heads else None)
     kept = set(lineage_of(rows, point.checkpoint_id))
     abandoned = [each for each in left if each not in kept]
-    mine = [name for name, row in checkpoints.items() if row["attempt"] == point.replaces]
-    counted = ledger.consumed_by(rows[0]["run"], [*mine, *(each for each in abandoned if each not in mine)])
+    mine = [name for name, row in checkpoints.items() if row.attempt == point.replaces]
+    counted = ledger.consumed_by(rows[0].run, [*mine, *(each for each in abandoned if each not in mine)])
     worked_on = max(0, failure.rows - sum(counted[each] for each in mine))
     return worked_on + sum(counted[each] for each in abandoned)
 
 
-def _work_lost_s(rows: Sequence[Row], point: ResumePoint, failure: Failure) -> float:
+def _work_lost_s(rows: Sequence[LedgerRow], point: ResumePoint, failure: Failure) -> float:
     """Return the seconds of lost training: since the failed attempt's last kept checkpoint, or since the attempt began."""
     if not failure.began:
         return 0.0
     row = checkpoint_rows(list(rows)).get(point.checkpoint_id or "")
     since = failure.began
-    if row is not None and row["attempt"] == point.replaces:
-        since = max(since, row["committed_at"].timestamp())
+    if row is not None and row.attempt == point.replaces:
+        since = max(since, row.committed_at.timestamp())
     return max(0.0, failure.failed_at - since)
 
 
 def write_given_up(lakehouse: Lakehouse, run: str, attempt: int, failure: Failure) -> None:
     """Write the row of a run that is given up: no attempt follows the one that failed last."""
     rows = Ledger(lakehouse).rows(run, kinds=HEAD_KINDS)
-    claim = next(row for row in rows if row["kind"] == "claim" and row["attempt"] == attempt)
-    head = checkpoint_rows(rows).get(rows[-1]["head_after"] or "")
+    claim = next(row for row in rows if isinstance(row, ClaimRow) and row.attempt == attempt)
+    head = checkpoint_rows(rows).get(rows[-1].head_after or "")
     recovery = Recovery(
         run=run,
-        seq=int(claim["seq"]),
+        seq=claim.seq,
         attempt=attempt,
         replaced_attempt=attempt,
         cause=failure.describe(),
         noticed_by=failure.noticed_by,
         failed_at=datetime.fromtimestamp(failure.failed_at, UTC),
-        resumed_from=None if head is None else head["checkpoint_id"],
-        resumed_step=0 if head is None else int(head["step"]),
+        resumed_from=None if head is None else head.checkpoint_id,
+        resumed_step=0 if head is None else head.step,
         rows_replayed=0,
         detect_s=failure.noticed_at - failure.failed_at,
         stop_s=failure.stopped_at - failure.launched_at,

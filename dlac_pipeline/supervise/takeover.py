@@ -19,7 +19,7 @@ from dlac_pipeline.lakehouse.errors import (
     StoreUnavailable,
 )
 from dlac_pipeline.lakehouse.ledger.plans import PlanRow
-from dlac_pipeline.lakehouse.ledger.run_rows import HEAD_KINDS
+from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS, ClaimRow, FinishRow
 from dlac_pipeline.supervise.claim import check_current, check_unfinished
 from dlac_pipeline.supervise.claims import rendezvous_of, to_replace
 from dlac_pipeline.supervise.liveness.launch_detector import refuse_if_alive_elsewhere
@@ -94,7 +94,7 @@ class Takeover:
             return False
         ledger = self._supervision.ledger
         attempt = self._retry(ledger.state, self._spec.run).fence.attempt
-        return rendezvous == rendezvous_of(self._retry(ledger.rows, self._spec.run, kinds=("claim",)), attempt)
+        return rendezvous == rendezvous_of(self._retry(ledger.rows, self._spec.run, kinds=(ClaimRow,)), attempt)
 
     def check_unfinished(self) -> None:
         """Raise RunFinished if another launch has ended the run. A catalog that does not answer proves nothing."""
@@ -103,8 +103,8 @@ class Takeover:
 
     def finish_of_run(self) -> tuple[int, int]:
         """Return the attempt and the step at which the run was finished."""
-        finish = self._retry(self._supervision.ledger.rows, self._spec.run, kinds=("finish",))[-1]
-        return finish["attempt"], finish["step"]
+        finish = self._retry(self._supervision.ledger.rows, self._spec.run, kinds=(FinishRow,))[-1]
+        return finish.attempt, finish.step
 
     def _acquire_lock(self) -> None:
         request, spec = self._request, self._spec
@@ -142,7 +142,7 @@ class Takeover:
         recovers = self._request.recovers
         if not rendezvous and not recovers:
             return wanted
-        claims = self._retry(self._supervision.ledger.rows, self._spec.run, kinds=("claim",))
+        claims = self._retry(self._supervision.ledger.rows, self._spec.run, kinds=(ClaimRow,))
         return to_replace(claims, wanted, rendezvous=rendezvous, recovers=recovers)
 
     def _retry(self, call: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from dlac_pipeline.lakehouse.errors import CursorMismatch
-from dlac_pipeline.plan.order import Advance
+from dlac_pipeline.lakehouse.ledger.typed_rows import AdvanceRow
 from dlac_pipeline.plan.units import Ints
 from dlac_pipeline.read.batch import Batch
 from dlac_pipeline.read.line import BlockAdvance, merge
@@ -75,7 +75,7 @@ class ReaderStateTracker:
                 yield skipped, skipped, False
             start = skipped + 1
 
-    def advances(self) -> Iterator[Advance]:
+    def advances(self) -> Iterator[AdvanceRow]:
         """Moves of streamed sources since the last checkpoint."""
         for (source, group), moves in self._moved.items():
             for moved in moves:
@@ -98,12 +98,12 @@ class ReaderStateTracker:
         (last.advance,) = merge([last.advance, advance])
 
 
-def _advance(source: int, group: int, moved: _Moved) -> Advance:
+def _advance(source: int, group: int, moved: _Moved) -> AdvanceRow:
     part = moved.advance
-    return Advance(
+    return AdvanceRow(
         source=source,
         pass_index=part.pass_index,
-        group=group,
+        key_group=group,
         block=part.block,
         position_start=part.position_start,
         position_end=part.position_end,

@@ -23,6 +23,7 @@ from dlac_pipeline.lakehouse.errors import Preempted
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
+from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.spec.launch_spec import NODES
 from dlac_pipeline.supervise.claim import ResumePoint
@@ -174,6 +175,6 @@ class CheckpointPolicy:
 def _interval(spec: JobSpec, lakehouse: Lakehouse) -> Interval:
     settings, cost, failures = spec.checkpoint, None, Failures()
     if settings.interval == "auto":
-        rows = Ledger(lakehouse).rows(spec.run, kinds=("claim", "checkpoint"))
+        rows = Ledger(lakehouse).rows(spec.run, kinds=(ClaimRow, CheckpointRow))
         cost, failures = Cost.of_rows(rows), Failures.of_rows(rows, recoveries_of(lakehouse, spec.run))
     return Interval(settings, time.monotonic(), cost=cost, failures=failures)

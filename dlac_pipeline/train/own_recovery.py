@@ -13,6 +13,7 @@ import psutil
 from dlac_pipeline.lakehouse.errors import DlacError
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.spec.launch_request import OPERATOR
 from dlac_pipeline.supervise.claim import ResumePoint
@@ -82,7 +83,7 @@ def _own_incident(lakehouse: Lakehouse, spec: JobSpec, point: ResumePoint, *, cl
     if not point.replaces or LAUNCHED_VARIABLE not in os.environ:
         return None
     failure = failure_of_attempt(
-        Ledger(lakehouse).rows(spec.run, kinds=("claim", "checkpoint")),
+        Ledger(lakehouse).rows(spec.run, kinds=(ClaimRow, CheckpointRow)),
         point.replaces,
         noticed_by="torchrun" if os.environ.get(_RESTARTS, "0") != "0" else OPERATOR,
         noticed_at=psutil.Process().create_time(),

@@ -12,6 +12,7 @@ from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.checkpoint.listing import list_checkpoints, verify_checkpoints
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
+from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
 from dlac_pipeline.operations.status import list_runs
 from tests.conftest import Arena
 from tests.integration.audit_runs import Workshop
@@ -47,7 +48,7 @@ def test_older_runs_are_listed_and_exact(arena: Arena) -> None:
         assert [each.problem for each in verify_checkpoints(arena.lakehouse, run) if each.problem] == []
     recovered = [each for each in recoveries_of(arena.lakehouse) if each.run == "launched"]
     assert [(each.attempt, each.outcome) for each in recovered] == [(2, "resumed")]
-    assert {row["kind"] for row in Ledger(arena.lakehouse).rows("launched")} >= {
+    assert {row.kind for row in Ledger(arena.lakehouse).rows("launched")} >= {
         "rewind",
         "claim",
         "checkpoint",
@@ -79,14 +80,14 @@ def test_older_checkpoint_is_rehearsed(home: Path) -> None:
 def test_older_run_resumes_exactly(home: Path, run: str) -> None:
     """Each run resumes after its last checkpoint, reaches its end, and is exact. `followed` has new rows to read."""
     shop = Workshop(home)
-    before = {row["checkpoint_id"] for row in Ledger(shop.lakehouse).rows(run, kinds=("checkpoint",))}
+    before = {row.checkpoint_id for row in Ledger(shop.lakehouse).rows(run, kinds=(CheckpointRow,))}
     shop.table("src.f", 240, 60)
     shop.train(specs(home)[run])
     report = audit_run(shop.lakehouse, run)
     assert report.exact, report.to_json()
-    rows = Ledger(shop.lakehouse).rows(run, kinds=("checkpoint",))
-    assert before < {row["checkpoint_id"] for row in rows}
-    assert next(row["parent"] for row in rows if row["checkpoint_id"] not in before) in before
+    rows = Ledger(shop.lakehouse).rows(run, kinds=(CheckpointRow,))
+    assert before < {row.checkpoint_id for row in rows}
+    assert next(row.parent for row in rows if row.checkpoint_id not in before) in before
 
 
 def test_older_launched_run_resumes_exactly(arena: Arena) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from dlac_pipeline.audit.lakehouse_sql import open_audit
+from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
 
 if TYPE_CHECKING:
     from tests.conftest import Arena, Launch
@@ -20,8 +21,8 @@ STEPS = [10, 20, 30, 40, 50, 60, 63]
 def check_finished(campaign: Arena, run: str, launch: Launch) -> None:
     """The run ended well, every checkpoint is there once, and rows and losses are the undisturbed run's."""
     assert launch.wait() == 0, launch.stderr
-    assert [row["step"] for row in campaign.lineage(run)] == STEPS
-    assert len(campaign.rows(run, "checkpoint")) == len(STEPS)
+    assert [row.step for row in campaign.lineage(run)] == STEPS
+    assert len(campaign.rows(run, CheckpointRow)) == len(STEPS)
     reference, journal = campaign.journal("reference"), campaign.journal(run)
     assert {step: journal[step] for step in range(1, 63)} == {step: reference[step] for step in range(1, 63)}
     assert sorted(row for rows in journal.values() for row in rows) == list(range(2000))
@@ -85,7 +86,7 @@ def test_stop_leaves_checkpoint_of_last_step(campaign: Arena) -> None:
     os.kill(launch.process.pid, signal.SIGTERM)
     launch.wait()
     last = campaign.lineage(run)[-1]
-    assert last["step"] == max(entry["step"] for entry in campaign.entries(run))
+    assert last.step == max(entry["step"] for entry in campaign.entries(run))
     again = campaign.launch(campaign.spec(run, passes=1, **MODE))
     assert again.wait() == 0, again.stderr
     assert sorted(row for rows in campaign.journal(run).values() for row in rows) == list(range(2000))

@@ -27,7 +27,8 @@ from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
 from dlac_pipeline.lakehouse.ledger.commits import Attempt, claim, commit_checkpoint
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
-from dlac_pipeline.lakehouse.ledger.run_rows import Row, fence_of_rows
+from dlac_pipeline.lakehouse.ledger.run_rows import fence_of_rows
+from dlac_pipeline.lakehouse.ledger.typed_rows import AdvanceRow, CheckpointRow, LedgerRow, RetireRow
 from dlac_pipeline.lakehouse.maintenance.compaction import MIN_FILES
 from dlac_pipeline.lakehouse.maintenance.upkeep import run_upkeep
 from tests.conftest import wait_until
@@ -77,29 +78,29 @@ def start() -> Iterator[Start]:
         each.process.communicate()
 
 
-def check_ledger(lakehouse: Lakehouse) -> dict[str, list[Row]]:
+def check_ledger(lakehouse: Lakehouse) -> dict[str, list[LedgerRow]]:
     """What holds of every run, whatever happened: read from rows alone, and compared with the cached fence."""
     ledger = Ledger(lakehouse)
     found = {run: ledger.rows(run) for run in ledger.runs()}
     for run, rows in found.items():
-        appends: dict[int, list[Row]] = defaultdict(list)
+        appends: dict[int, list[LedgerRow]] = defaultdict(list)
         for row in rows:
-            appends[row["seq"]].append(row)
+            appends[row.seq].append(row)
         assert list(appends) == list(range(1, len(appends) + 1)), f"{run}: seq grows by one, without a gap"
-        head, attempt, successors = None, 0, set()
+        head, attempt, successors = None, 0, set[tuple[str | None, int]]()
         for seq, each in appends.items():
-            assert len({(row["attempt"], row["nonce"], row["head_after"]) for row in each}) == 1, f"{run}: append {seq}"
-            assert each[0]["attempt"] >= attempt, f"{run}: a stale attempt appended {seq}"
-            assert (each[0]["attempt"] > attempt) == (each[0]["kind"] == "claim"), f"{run}: append {seq}"
-            attempt = each[0]["attempt"]
-            checkpoints = [row for row in each if row["kind"] == "checkpoint"]
+            assert len({(row.attempt, row.nonce, row.head_after) for row in each}) == 1, f"{run}: append {seq}"
+            assert each[0].attempt >= attempt, f"{run}: a stale attempt appended {seq}"
+            assert (each[0].attempt > attempt) == (each[0].kind == "claim"), f"{run}: append {seq}"
+            attempt = each[0].attempt
+            checkpoints = [row for row in each if isinstance(row, CheckpointRow)]
             assert len(checkpoints) <= 1
             for row in checkpoints:
-                assert row["parent"] == head, f"{run}: the chain of heads is broken at {seq}"
-                assert (row["parent"], attempt) not in successors, f"{run}: two successors of {row['parent']}"
-                successors.add((row["parent"], attempt))
-                head = row["checkpoint_id"]
-            assert each[0]["head_after"] == head, f"{run}: append {seq} moves the head without a reason"
+                assert row.parent == head, f"{run}: the chain of heads is broken at {seq}"
+                assert (row.parent, attempt) not in successors, f"{run}: two successors of {row.parent}"
+                successors.add((row.parent, attempt))
+                head = row.checkpoint_id
+            assert each[0].head_after == head, f"{run}: append {seq} moves the head without a reason"
         assert ledger.state(run).fence == fence_of_rows(rows)
     table = lakehouse.own("consumption")
     for snapshot in table.snapshots():
@@ -135,8 +136,8 @@ def test_runs_commit_while_upkeep_never_stops(tmp_path: Path, start: Start, cata
     assert found.keys() == set("abc")
     for run, lines in said.items():
         answered = [line["committed"] for line in lines if "committed" in line]
-        assert [row["checkpoint_id"] for row in found[run] if row["kind"] == "checkpoint"] == answered
-        advances = [(row["checkpoint_id"], row["key_group"]) for row in found[run] if row["kind"] == "advance"]
+        assert [row.checkpoint_id for row in found[run] if isinstance(row, CheckpointRow)] == answered
+        advances = [(row.checkpoint_id, row.key_group) for row in found[run] if isinstance(row, AdvanceRow)]
         assert advances == [(name, group) for name in answered for group in range(2)]
     assert len(list(lakehouse.own("consumption").scan().plan_files())) < 3 * MIN_FILES
 
@@ -162,7 +163,7 @@ def test_a_delayed_commit_arrives_behind_a_claim(tmp_path: Path, start: Start, m
     lakehouse = connect(LakehouseConfig().at_home(tmp_path / "home"))
     ledger = Ledger(lakehouse)
     claim(ledger, "r", nonce="n1", replaces=0, detail={})
-    rows = [{"kind": "checkpoint", "checkpoint_id": "r-1-n1", "parent": None}]
+    rows = [CheckpointRow(checkpoint_id="r-1-n1")]
     commit_checkpoint(ledger, Attempt(run="r", number=1, nonce="n1"), checkpoint_id="r-1-n1", parent=None, rows=rows)
     late = start("delayed", home=str(tmp_path / "home"), run="r", nonce="n1")
     process = psutil.Process(late.process.pid)
@@ -201,9 +202,9 @@ def test_a_zombie_whose_commit_retires_checkpoints_deletes_nothing(campaign: Are
     old.signal_all(signal.SIGCONT)
     assert old.wait() == 80, old.events[-3:]
     assert campaign.rows(run) == rows
-    assert not [row for row in rows if row["kind"] == "retire"]
+    assert not [row for row in rows if isinstance(row, RetireRow)]
     assert files_of(campaign, run) == before
-    assert [row["step"] for row in campaign.lineage(run)] == [10, 20, 30, 40, 50, 60, 63]
+    assert [row.step for row in campaign.lineage(run)] == [10, 20, 30, 40, 50, 60, 63]
 
 
 def files_of(campaign: Arena, run: str) -> dict[str, int]:
@@ -239,7 +240,7 @@ def test_a_catalog_that_is_away_costs_no_checkpoint(arena: Arena, monkeypatch: p
             run.step_done(0.0)
     assert len(refused) == 6
     assert all("database is locked" in each for each in refused)
-    assert [row["step"] for row in arena.rows("r", "checkpoint")] == [10, 19]
+    assert [row.step for row in arena.rows("r", CheckpointRow)] == [10, 19]
     assert sorted(row for rows in arena.recorded("r").values() for row in rows) == list(range(600))
     check_ledger(arena.lakehouse)
 

@@ -22,6 +22,7 @@ from dlac_pipeline.checkpoint.listing import list_checkpoints
 from dlac_pipeline.dagster.failures import RUN_TAG
 from dlac_pipeline.dagster.sensors.continual import DUE_TAG, due_key
 from dlac_pipeline.lakehouse.iceberg.pins import list_pins
+from dlac_pipeline.lakehouse.ledger.typed_rows import LegRow
 from dlac_pipeline.operations.pending_work import due
 from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.spec.job_spec import JobSpec, read_spec
@@ -195,14 +196,14 @@ def check_rows(arena: Arena, said: list[dict[str, Any]]) -> None:
     order = {each["snapshot_id"]: at for at, each in enumerate(said) if "snapshot_id" in each}
     came = {row: at for at, each in enumerate(said) if each["what"] == "append" for row in each["rows"]}
     went = {row: at for at, each in enumerate(said) if each["what"].startswith("delete") for row in each["rows"]}
-    legs = {row["leg"]: Leg.from_json(row["detail"]) for row in arena.rows(RUN, "leg")}
+    legs = {row.leg: Leg.from_record(row.record) for row in arena.rows(RUN, LegRow)}
     steps, last = arena.journal(RUN), 0
     for checkpoint in arena.lineage(RUN):
-        planned = order[legs[checkpoint["leg"]].sources[0].snapshot_id]
-        for row in [row for step in range(last + 1, checkpoint["step"] + 1) for row in steps[step]]:
-            assert came[row] <= planned, f"row {row} of step {checkpoint['step']} came later"
-            assert went.get(row, len(said)) > planned, f"row {row} of step {checkpoint['step']} was deleted before"
-        last = checkpoint["step"]
+        planned = order[legs[checkpoint.leg].sources[0].snapshot_id]
+        for row in [row for step in range(last + 1, checkpoint.step + 1) for row in steps[step]]:
+            assert came[row] <= planned, f"row {row} of step {checkpoint.step} came later"
+            assert went.get(row, len(said)) > planned, f"row {row} of step {checkpoint.step} was deleted before"
+        last = checkpoint.step
     report = audit_run(arena.lakehouse, RUN)
     assert report.exact, report
     assert (report.rows_consumed, report.rows_pending) == (len(seen), 0)

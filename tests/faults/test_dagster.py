@@ -72,14 +72,14 @@ def test_checkpoints_are_observations_with_pictures(campaign: Arena, dagster: Lo
     observed = events_of(dagster, ended.run_id, dg.DagsterEventType.ASSET_OBSERVATION)
     shown = [event.event_specific_data.asset_observation.metadata for event in observed]
     lineage = campaign.lineage(spec.run)
-    assert [entry["checkpoint_id"].value for entry in shown] == [row["checkpoint_id"] for row in lineage]
-    assert [entry["loss"].value for entry in shown] == [row["losses"][-1] for row in lineage]
+    assert [entry["checkpoint_id"].value for entry in shown] == [row.checkpoint_id for row in lineage]
+    assert [entry["loss"].value for entry in shown] == [row.losses[-1] for row in lineage]
     made = events_of(dagster, ended.run_id, dg.DagsterEventType.ASSET_MATERIALIZATION)
     metadata = made[-1].event_specific_data.materialization.metadata
     for picture in ("loss_curve", "coverage", "checkpoint_cost"):
         assert metadata[picture].value.startswith(("![Loss", "![Coverage", "![Cost"))
     shown_last = metadata["last_checkpoints"].value.records[0].data
-    assert (shown_last["checkpoint_id"], shown_last["state"]) == (lineage[-1]["checkpoint_id"], "head")
+    assert (shown_last["checkpoint_id"], shown_last["state"]) == (lineage[-1].checkpoint_id, "head")
 
 
 @pytest.mark.soak

@@ -13,6 +13,7 @@ from dagster._core.errors import DagsterUserCodeUnreachableError
 
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.dagster.failures import NO_RECOVERY_TAG, PREEMPTED_TAG, STEPPED_ASIDE_TAG
+from dlac_pipeline.lakehouse.ledger.typed_rows import ClaimRow
 from dlac_pipeline.supervise.liveness.launch_liveness import is_lock_held
 from dlac_pipeline.supervise.liveness.run_lock import lock_path
 from examples.demo.local_dagster import LiveRun, LocalDagster
@@ -32,7 +33,7 @@ def test_cancelled_run_checkpoints_and_stays(campaign: Arena, dagster: LocalDags
     wait_until(lambda: gone(processes), what="the end of all its processes", within_s=spec.launch.grace_s + 5)
     assert not is_lock_held(lock_path(spec.checkpoint.local, spec.run))
     assert dagster.wait(run_id).status == dg.DagsterRunStatus.CANCELED
-    [last] = [row["step"] for row in campaign.lineage(spec.run)]
+    [last] = [row.step for row in campaign.lineage(spec.run)]
     assert last == max(entry["step"] for entry in campaign.entries(spec.run))
     observed = events_of(dagster, run_id, dg.DagsterEventType.ASSET_OBSERVATION)
     assert last in [
@@ -112,7 +113,7 @@ def test_cancel_works_without_code_server(campaign: Arena, dagster: LocalDagster
         dagster.cancel(run_id)
     wait_until(lambda: gone(processes), what="the end of all its processes", within_s=spec.launch.grace_s + 20)
     assert dagster.wait(run_id).status == dg.DagsterRunStatus.CANCELED
-    [last] = [row["step"] for row in campaign.lineage(spec.run)]
+    [last] = [row.step for row in campaign.lineage(spec.run)]
     assert last == max(entry["step"] for entry in campaign.entries(spec.run))
     assert not runs_that_recover(dagster, run_id)
 
@@ -126,7 +127,7 @@ def test_two_recoveries_at_once_train_once(campaign: Arena, dagster: LocalDagste
     run_id, _ = trained_to(dagster, spec)
     assert dagster.cancel(run_id)
     assert dagster.wait(run_id).status == dg.DagsterRunStatus.CANCELED
-    attempt = campaign.rows(spec.run, "claim")[-1]["attempt"]
+    attempt = campaign.rows(spec.run, ClaimRow)[-1].attempt
     recovery = {"replaces": attempt, "takeover": True, "wait_s": 0.0, "noticed_by": "recovery_sensor"}
     config = {**job_config(spec), "ops": {"model_checkpoint": {"config": recovery}}}
     # Tagged otherwise, so that the queue, which would hold the second back, does not decide.
@@ -134,7 +135,7 @@ def test_two_recoveries_at_once_train_once(campaign: Arena, dagster: LocalDagste
     ended = [dagster.wait(each) for each in ids]
     assert [run.status for run in ended] == [dg.DagsterRunStatus.SUCCESS] * 2
     assert len([run for run in ended if STEPPED_ASIDE_TAG in run.tags]) == 1
-    assert len(campaign.rows(spec.run, "claim")) == attempt + 1
+    assert len(campaign.rows(spec.run, ClaimRow)) == attempt + 1
     assert campaign.losses(spec.run) == campaign.losses("reference")
 
 
@@ -151,4 +152,4 @@ def test_queue_allows_one_trainer_per_run(campaign: Arena, dagster: LocalDagster
     times = [(record.start_time or 0.0, record.end_time or 0.0) for record in records if record is not None]
     (_, first_ended), (second_began, _), (beside_began, _) = times
     assert 0.0 < beside_began < first_ended <= second_began
-    assert len(campaign.rows("one", "claim")) == 1  # the second found it finished
+    assert len(campaign.rows("one", ClaimRow)) == 1  # the second found it finished

@@ -24,7 +24,7 @@ def test_zero_1_resumes_bit_for_bit(campaign: Arena) -> None:
     os.kill(launch.ranks()[1].pid, signal.SIGKILL)
     assert launch.wait() == 0, launch.stderr
 
-    assert [row["step"] for row in campaign.lineage(run)] == [20, 40, 60, 63]
+    assert [row.step for row in campaign.lineage(run)] == [20, 40, 60, 63]
     first, second = (
         {(e["rank"], e["step"]): (e["rows"], e["loss"]) for e in campaign.entries(run) if e["attempt"] == attempt}
         for attempt in (1, 2)

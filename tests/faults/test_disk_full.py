@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from dlac_pipeline.lakehouse.ledger.typed_rows import QuarantinedCheckpointRow
+
 if TYPE_CHECKING:
     from tests.conftest import Arena
 
@@ -21,12 +23,12 @@ def test_full_store_ends_run_without_loss(campaign: Arena, small_disk: Path, mod
     assert error["kind"] == "StoreUnavailable"
     assert str(small_disk) in error["message"]
     committed = campaign.lineage(run)[-1]
-    assert committed["step"] == launch.of("checkpoint")[-1]["step"] >= 10
+    assert committed.step == launch.of("checkpoint")[-1]["step"] >= 10
 
     subprocess.run(["mount", "-o", "remount,size=10m", small_disk], check=True)
     again = campaign.launch(spec)
     assert again.wait() == 0, again.stderr
-    assert again.of("attempt")[0]["step"] == committed["step"]
-    assert campaign.rows(run, "quarantine") == []
+    assert again.of("attempt")[0]["step"] == committed.step
+    assert campaign.rows(run, QuarantinedCheckpointRow) == []
     assert campaign.journal(run) == campaign.journal("reference")
     assert campaign.losses(run) == campaign.losses("reference")

@@ -7,6 +7,7 @@ import pytest
 from dlac_pipeline.lakehouse.ledger.commits import claim
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
+from dlac_pipeline.lakehouse.ledger.typed_rows import ClaimRow
 
 if TYPE_CHECKING:
     from tests.conftest import Arena
@@ -22,7 +23,7 @@ def test_two_recoveries_of_one_attempt(campaign: Arena) -> None:
     assert sorted(launch.wait() for launch in launches) == [0, 83]
     (loser,) = (launch for launch in launches if launch.process.returncode)
     assert loser.of("error")[0]["kind"] == "SteppedAside"
-    assert [row["attempt"] for row in campaign.rows(run, "claim")] == [1, 2]
+    assert [row.attempt for row in campaign.rows(run, ClaimRow)] == [1, 2]
     assert sorted(row for rows in campaign.journal(run).values() for row in rows) == list(range(2000))
 
 
@@ -33,7 +34,7 @@ def test_attempts_without_commit_end_run(campaign: Arena) -> None:
     (error,) = launch.of("error")
     assert error["kind"] == "NoProgress"
     assert "exit status 1" in error["message"]
-    assert [row["attempt"] for row in campaign.rows("hopeless")] == [1, 2, 3]
+    assert [row.attempt for row in campaign.rows("hopeless")] == [1, 2, 3]
     outcomes = [(each.attempt, each.outcome) for each in recoveries_of(campaign.lakehouse, "hopeless")]
     assert sorted(outcomes) == [(2, "failed again"), (3, "failed again"), (3, "gave up")]
 

@@ -51,7 +51,7 @@ def test_changing_clock_ends_nothing(campaign: Arena, monkeypatch: pytest.Monkey
     assert (outcome.ending, outcome.attempts) == ("stopped", 1)
     assert [event for event in events if event["event"] == "failure"] == []
     (last,) = campaign.lineage("set")
-    assert last["step"] == outcome.step >= 3
+    assert last.step == outcome.step >= 3
 
 
 @pytest.mark.soak

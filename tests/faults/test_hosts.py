@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from dlac_pipeline.lakehouse.errors import NodesMissing
+from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
 from tests.conftest import wait_until
 from tests.crews import check_exact, wait_for_checkpoint
 from tests.node_network import BATCH, Network, open_network
@@ -84,4 +85,4 @@ def test_one_alone_is_too_few(network: Network) -> None:
     wait_for_checkpoint(network.arena, spec.run, 2)
     network.lose(hosts[0])
     assert network.launches[hosts[1]].wait() == NodesMissing.exit_code
-    assert {row["world_size"] for row in network.arena.rows(spec.run, "checkpoint")} == {2}
+    assert {row.world_size for row in network.arena.rows(spec.run, CheckpointRow)} == {2}

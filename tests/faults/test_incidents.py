@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
+from dlac_pipeline.lakehouse.ledger.typed_rows import ClaimRow
 from tests.integration.test_cli import dlac
 
 if TYPE_CHECKING:
@@ -46,4 +47,4 @@ def test_coordinator_death_after_end_finishes_run(arena: Arena) -> None:
     assert launch.wait() == 0, launch.stderr
     (ended,) = launch.of("ended")
     assert (ended["ending"], ended["step"], ended["attempts"]) == ("finished", 10, 2)
-    assert len(arena.rows("r", "claim")) == 1
+    assert len(arena.rows("r", ClaimRow)) == 1

@@ -4,6 +4,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
+
 if TYPE_CHECKING:
     from tests.conftest import Arena
 
@@ -19,8 +21,8 @@ def test_a_coordinator_killed_around_a_commit(campaign: Arena, moment: str, resu
     first, second = launch.of("attempt")
     assert (first["step"], second["step"]) == (0, resumed_at)
     assert "SIGKILL" in launch.of("failure")[0]["cause"]
-    assert [row["step"] for row in campaign.lineage(run)] == [10, 20, 30, 40, 50, 60, 63]
-    assert len(campaign.rows(run, "checkpoint")) == 7
+    assert [row.step for row in campaign.lineage(run)] == [10, 20, 30, 40, 50, 60, 63]
+    assert len(campaign.rows(run, CheckpointRow)) == 7
     reference = campaign.journal("reference")
     journal = campaign.journal(run)
     assert {step: journal[step] for step in range(1, 63)} == {step: reference[step] for step in range(1, 63)}

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from dlac_pipeline.checkpoint.listing import verify_checkpoints
+from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
 
 if TYPE_CHECKING:
     from tests.conftest import Arena
@@ -47,8 +48,8 @@ def check_cell(campaign: Arena, engine: str, mode: str, *phases: str) -> None:
     assert [event["step"] for event in launch.of("attempt")] == [0, *resumed]
 
     steps = list(range(EVERY, last + 1, EVERY))
-    assert [row["step"] for row in campaign.lineage(run)] == steps
-    assert len(campaign.rows(run, "checkpoint")) == len(steps)
+    assert [row.step for row in campaign.lineage(run)] == steps
+    assert len(campaign.rows(run, CheckpointRow)) == len(steps)
     assert all(verdict.problem is None for verdict in verify_checkpoints(campaign.lakehouse, run))
     journal, reference = campaign.journal(run), campaign.journal("reference")
     assert journal == {step: reference[step] for step in range(1, last + 1)}

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from dlac_pipeline.lakehouse.ledger.typed_rows import ClaimRow
+
 if TYPE_CHECKING:
     from tests.conftest import Arena
 
@@ -42,8 +44,8 @@ def test_random_rank_kill_changes_nothing(campaign: Arena, seed: int) -> None:
     assert campaign.losses(run) == campaign.losses("reference")
     recorded = campaign.recorded(run)
     for checkpoint in campaign.lineage(run):
-        last = checkpoint["step"]
-        first = last - checkpoint["applied_steps"] + 1
+        last = checkpoint.step
+        first = last - checkpoint.applied_steps + 1
         assert recorded[last] == sorted(row for step in range(first, last + 1) for row in journal[step])
-    attempts = {row["attempt"] for row in campaign.rows(run, "claim")}
+    attempts = {row.attempt for row in campaign.rows(run, ClaimRow)}
     assert attempts == set(range(1, len(attempts) + 1))

@@ -134,10 +134,10 @@ def test_two_pods_train_exactly(arena: Arena, cluster: Cluster) -> None:
     arena.table()
     job, events = job_of(arena, nodes="2")
     outcome = job.run()
-    assert (outcome.ending, outcome.step) == ("finished", arena.lineage("r1")[-1]["step"])
+    assert (outcome.ending, outcome.step) == ("finished", arena.lineage("r1")[-1].step)
     reported = {event["checkpoint_id"] for event in events if event["event"] == "checkpoint"}
-    assert reported == {row["checkpoint_id"] for row in arena.lineage("r1")}
-    assert {row["world_size"] for row in arena.lineage("r1")} == {2}
+    assert reported == {row.checkpoint_id for row in arena.lineage("r1")}
+    assert {row.world_size for row in arena.lineage("r1")} == {2}
     assert rows_of(arena.journal("r1")) == rows_of(arena.recorded("r1")) == list(range(2000))
 
 
@@ -150,8 +150,8 @@ def test_stopped_job_is_resumed(arena: Arena, cluster: Cluster) -> None:
     wait_until(lambda: any(event["event"] == "checkpoint" for event in events), what="a checkpoint")
     stopped.stop()
     assert outcome().ending == "stopped"
-    done = arena.lineage("r1")[-1]["step"]
+    done = arena.lineage("r1")[-1].step
     again, _ = job_of(arena, nodes="2")
     assert again.run().ending == "finished"
-    assert done < arena.lineage("r1")[-1]["step"]
+    assert done < arena.lineage("r1")[-1].step
     assert rows_of(arena.journal("r1")) == list(range(2000))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -20,6 +19,7 @@ import yaml
 
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
+from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow, FinishRow
 from dlac_pipeline.operations.status import run_status
 from tests.conftest import PROGRAMS, wait_until
 from tests.faults.test_preemption import check_gone, metadata_server
@@ -87,7 +87,7 @@ def wait_for_ranks(campaign: Arena, under: Launched, run: str) -> list[psutil.Pr
 
     def committed() -> bool:
         assert under.process.poll() is None, under.log.read_text()[-3000:]
-        return len(campaign.entries(run)) >= 24 and bool(campaign.rows(run, "checkpoint"))
+        return len(campaign.entries(run)) >= 24 and bool(campaign.rows(run, CheckpointRow))
 
     wait_until(committed, what="a checkpoint")
     ranks = under.ranks()
@@ -98,13 +98,13 @@ def wait_for_ranks(campaign: Arena, under: Launched, run: str) -> list[psutil.Pr
 def check_left_and_finish(campaign: Arena, launcher: str, run: str, notice: str) -> None:
     """The head is the last finished step, as the notice asked for; the same launcher finishes the run exactly."""
     head = campaign.lineage(run)[-1]
-    assert json.loads(head["detail"])["reason"] == notice
-    assert head["step"] == max(entry["step"] for entry in campaign.entries(run)) < 63
+    assert head.reason == notice
+    assert head.step == max(entry["step"] for entry in campaign.entries(run)) < 63
     with launched(campaign, launcher, run) as again:
         assert again.process.wait(timeout=200) == 0, again.log.read_text()[-3000:]
     journal = campaign.journal(run)
     assert sorted(row for rows in journal.values() for row in rows) == list(range(2000))
-    assert campaign.rows(run, "finish")
+    assert campaign.rows(run, FinishRow)
 
 
 @pytest.mark.soak
@@ -177,7 +177,7 @@ def test_relaunch_by_torchrun_leaves_incident(campaign: Arena) -> None:
         ("operator", "resumed"),
     ]
     assert [(each.replaced_attempt, each.attempt) for each in (first, second)] == [(1, 2), (2, 3)]
-    resumed = {row["checkpoint_id"]: row["step"] for row in campaign.rows(run, "checkpoint")}
+    resumed = {row.checkpoint_id: row.step for row in campaign.rows(run, CheckpointRow)}
     for each in (first, second):
         done = max(entry["step"] for entry in campaign.entries(run) if entry["attempt"] == each.replaced_attempt)
         assert resumed[each.resumed_from or ""] == each.resumed_step
@@ -200,10 +200,10 @@ def test_torchrun_relaunches_what_was_killed(campaign: Arena, script: str) -> No
             wait_until(partial(_commits, campaign, run, attempt), what=f"a checkpoint of attempt {attempt}")
             os.kill(under.ranks()[-1].pid, signal.SIGKILL)
         assert under.process.wait(timeout=200) == 0, under.log.read_text()[-3000:]
-    assert [row["attempt"] for row in campaign.rows(run, "claim")] == [1, 2, 3]
+    assert [row.attempt for row in campaign.rows(run, ClaimRow)] == [1, 2, 3]
     assert sorted(row for rows in campaign.journal(run).values() for row in rows) == list(range(2000))
-    assert campaign.rows(run, "finish")
+    assert campaign.rows(run, FinishRow)
 
 
 def _commits(campaign: Arena, run: str, attempt: int) -> bool:
-    return any(row["attempt"] == attempt for row in campaign.rows(run, "checkpoint"))
+    return any(row.attempt == attempt for row in campaign.rows(run, CheckpointRow))

@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from dlac_pipeline.lakehouse.ledger.typed_rows import FinishRow
 from tests.conftest import Arena, wait_until
 
 
@@ -19,7 +20,7 @@ def test_a_failure_after_the_last_batch_is_told(campaign: Arena) -> None:
     assert launch.wait() == 72
     (error,) = launch.of("error")
     assert "exporting the model failed" in error["message"]
-    assert campaign.rows("afterwards", "finish")
+    assert campaign.rows("afterwards", FinishRow)
 
 
 @pytest.mark.soak

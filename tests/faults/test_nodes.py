@@ -18,6 +18,7 @@ import yaml
 from dlac_pipeline.lakehouse.errors import NodesMissing, RunFinished, SpecInvalid
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
+from dlac_pipeline.lakehouse.ledger.typed_rows import ClaimRow
 from tests.conftest import PROGRAMS, wait_until
 from tests.crews import check_exact, job, leader_of, trained_together, wait_for_checkpoint, wait_for_spare
 
@@ -76,7 +77,7 @@ def test_leader_dies_before_announcing_claim(campaign: Arena, together: JobSpec)
     assert dead.process.poll() == -signal.SIGKILL
     assert not dead.of("attempt")
     assert other.wait() == 0, other.stderr
-    assert len(campaign.rows(together.run, "claim")) == 2
+    assert len(campaign.rows(together.run, ClaimRow)) == 2
     check_exact(campaign, together.run, [1])
 
 
@@ -140,7 +141,7 @@ def test_a_stop_stops_them_all(campaign: Arena, together: JobSpec) -> None:
     for launch in (leader, other):
         assert launch.wait() == 0, launch.stderr
         assert launch.of("ended")[0]["ending"] == "stopped"
-    stopped_at = campaign.lineage(together.run)[-1]["step"]
+    stopped_at = campaign.lineage(together.run)[-1].step
     again = [campaign.launch(together) for _ in range(2)]
     assert [launch.wait() for launch in again] == [0, 0], [launch.stderr for launch in again]
     assert leader_of(again).of("attempt")[0]["step"] == stopped_at < STEPS
@@ -159,7 +160,7 @@ def test_a_stop_stops_one_that_waits(campaign: Arena) -> None:
         assert launch.wait() == 0, launch.stderr
         assert launch.of("ended")[0]["ending"] == "stopped"
     assert not spare.of("attempt")
-    assert len(campaign.rows(spec.run, "claim")) == 1
+    assert len(campaign.rows(spec.run, ClaimRow)) == 1
 
 
 @pytest.mark.soak

@@ -97,4 +97,4 @@ def test_kill_and_rescale_keep_packed_order(packed: Arena, seed: int) -> None:
     assert last.of("ended")[0]["ending"] == "finished"
     assert packed.journal(run) == packed.journal("packed-whole")
     assert packed.losses(run) == pytest.approx(packed.losses("packed-whole"), rel=1e-5)
-    assert {row["world_size"] for row in packed.lineage(run)} == ({1, 2, 4, 8} if seed else {2, 8})
+    assert {row.world_size for row in packed.lineage(run)} == ({1, 2, 4, 8} if seed else {2, 8})

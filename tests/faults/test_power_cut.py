@@ -13,7 +13,8 @@ from dlac_pipeline.checkpoint.restore.verified_copy import restore
 from dlac_pipeline.checkpoint.store import tiers_of
 from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
-from dlac_pipeline.lakehouse.ledger.run_rows import Row, checkpoint_rows, fence_of_rows, restorable_rows
+from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows, fence_of_rows, restorable_rows
+from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, LedgerRow, LegRow
 from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.read.opening.open_leg import open_leg
@@ -56,18 +57,18 @@ class Recorded:
         """Return the step of the last checkpoint that training knew as committed at a moment."""
         return max((int(step) for step in self.disk.marks(moment)), default=0)
 
-    def rows_left(self) -> list[Row]:
+    def rows_left(self) -> list[LedgerRow]:
         """Return the run's ledger rows after a power cut, having checked that whatever they name is whole."""
         spec = self.spec
         if not Path(spec.lakehouse.uri.removeprefix("sqlite:///")).is_file():
             return []
         lakehouse = connect(spec.lakehouse)
         rows = Ledger(lakehouse).rows(RUN)
-        for row in restorable_rows(rows).values():
-            restore(row, tiers_of(spec))
+        for checkpoint in restorable_rows(rows).values():
+            restore(checkpoint, tiers_of(spec))
         for row in rows:
-            if row["kind"] == "leg":
-                open_leg(Plans(lakehouse), Leg.from_json(row["detail"]), spec)
+            if isinstance(row, LegRow):
+                open_leg(Plans(lakehouse), Leg.from_record(row.record), spec)
         return rows
 
 
@@ -98,8 +99,8 @@ def test_power_cut_keeps_invariants(recorded: Recorded, names: Names) -> None:
     for moment in recorded.moments:
         recorded.disk.cut(moment, names)
         rows = recorded.rows_left()
-        head = checkpoint_rows(rows).get(fence_of_rows(rows).head or "", {"step": 0})
-        assert head["step"] >= recorded.acknowledged(moment), f"moment {moment} of {recorded.disk.moments}"
+        head = checkpoint_rows(rows).get(fence_of_rows(rows).head or "", CheckpointRow())
+        assert head.step >= recorded.acknowledged(moment), f"moment {moment} of {recorded.disk.moments}"
     assert recorded.acknowledged(recorded.disk.moments) == STEPS
 
 
@@ -111,4 +112,4 @@ def test_training_resumes_after_cut(recorded: Recorded) -> None:
     recorded.train({**recorded.disk.environment, "LD_PRELOAD": ""})
     report = audit_run(connect(recorded.spec.lakehouse), RUN)
     assert report.exact
-    assert restorable_rows(Ledger(connect(recorded.spec.lakehouse)).rows(RUN)).popitem()[1]["step"] == STEPS
+    assert restorable_rows(Ledger(connect(recorded.spec.lakehouse)).rows(RUN)).popitem()[1].step == STEPS

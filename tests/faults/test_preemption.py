@@ -80,7 +80,7 @@ def test_signal_to_one_rank_reaches_all(campaign: Arena, number: signal.Signals)
     assert told["deadline_s"] == 20.0
     assert launch.of("ended")[0]["ending"] == "stopped"
     assert launch.of("checkpoint")[-1]["reason"] == number.name
-    assert campaign.lineage(run)[-1]["step"] == told["step"] < 63
+    assert campaign.lineage(run)[-1].step == told["step"] < 63
     again = finish_exactly(campaign, run)
     assert again.of("attempt")[0]["step"] == told["step"]
 
@@ -100,7 +100,7 @@ def test_signal_to_process_tree_makes_checkpoint(campaign: Arena, start: str) ->
     check_gone(tree)
     (told,) = launch.of("preempted")
     assert (told["notice"], told["committed"], told["lost_steps"]) == ("SIGTERM", True, 0)
-    assert campaign.lineage(run)[-1]["step"] == told["step"] < 63
+    assert campaign.lineage(run)[-1].step == told["step"] < 63
     finish_exactly(campaign, run)
 
 
@@ -118,7 +118,7 @@ def test_a_termination_url_is_asked_with_its_headers(campaign: Arena) -> None:
     assert set(tokens) == {"abc"}
     (told,) = launch.of("preempted")
     assert (told["notice"], told["committed"]) == ("termination_url", True)
-    assert campaign.lineage(run)[-1]["step"] == told["step"]
+    assert campaign.lineage(run)[-1].step == told["step"]
     finish_exactly(campaign, run)
 
 
@@ -149,11 +149,11 @@ def test_no_checkpoint_without_time(campaign: Arena) -> None:
     told = launch.of("preempted")[-1]
     assert not told["committed"]
     head = campaign.lineage(run)[-1]
-    assert head["step"] == 10
+    assert head.step == 10
     assert told["lost_steps"] == told["step"] - 10 > 0
     assert told["lost_rows"] == told["lost_steps"] * 32
     log = "".join(path.read_text() for path in (campaign.home / "checkpoints" / run).glob("launch-*/rank-*.log"))
-    assert f"checkpoint {head['checkpoint_id']!r} of step 10 stays the head, and {told['lost_steps']} steps" in log
+    assert f"checkpoint {head.checkpoint_id!r} of step 10 stays the head, and {told['lost_steps']} steps" in log
     assert finish_exactly(campaign, run).of("attempt")[0]["step"] == 10
 
 
@@ -172,7 +172,7 @@ def test_slow_checkpoint_is_abandoned_at_deadline(campaign: Arena) -> None:
     assert error["kind"] == "Preempted"
     assert "of step 10 stays the head" in error["message"]
     assert [event["committed"] for event in launch.of("preempted")] == [False]
-    assert campaign.lineage(run)[-1]["step"] == 10
+    assert campaign.lineage(run)[-1].step == 10
     assert len(launch.of("attempt")) == 1
     finish_exactly(campaign, run)
 
@@ -203,7 +203,7 @@ def test_checkpoint_in_progress_is_awaited(campaign: Arena) -> None:
     wait_for_step(campaign, run, 42)
     os.kill(launch.process.pid, signal.SIGTERM)
     launch.wait()
-    assert [row["step"] for row in campaign.lineage(run)] == [20, 40]
+    assert [row.step for row in campaign.lineage(run)] == [20, 40]
     told = launch.of("preempted")[-1]
     assert told["lost_steps"] == told["step"] - 40 > 0
     assert finish_exactly(campaign, run).of("attempt")[0]["step"] == 40

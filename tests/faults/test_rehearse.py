@@ -54,10 +54,10 @@ def test_rehearsal_is_identical_and_clean(campaign: Arena) -> None:
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     parent, head = campaign.lineage("reference")[-2:]
-    assert (told["checkpoint_id"], told["successor"]) == (parent["checkpoint_id"], head["checkpoint_id"])
+    assert (told["checkpoint_id"], told["successor"]) == (parent.checkpoint_id, head.checkpoint_id)
     assert (told["world_size"], told["identical"], told["config_changed"]) == (2, True, False)
-    assert [step["step"] for step in told["steps"]] == list(range(parent["step"] + 1, head["step"] + 1))
-    assert [step["replayed"] for step in told["steps"]] == head["losses"]
+    assert [step["step"] for step in told["steps"]] == list(range(parent.step + 1, head.step + 1))
+    assert [step["replayed"] for step in told["steps"]] == list(head.losses)
     assert production(campaign, "reference") == before
     assert len(campaign.entries("reference")) == entries
 
@@ -74,7 +74,7 @@ def test_another_environment_is_found_out_step_by_step(campaign: Arena) -> None:
     assert not found.identical
     assert [step.step for step in found.differing] == [found.step + 1, found.step + 2]
     first = found.differing[0]
-    assert first.recorded == campaign.lineage("reference")[-1]["losses"][0]
+    assert first.recorded == campaign.lineage("reference")[-1].losses[0]
     assert first.difference is not None
     assert 0 < first.difference < 1
     assert f"first in step {found.step + 1}: expected {first.recorded!r}, found {first.replayed!r}" in found.summary()
@@ -85,7 +85,7 @@ def test_another_environment_is_found_out_step_by_step(campaign: Arena) -> None:
 @pytest.mark.soak
 def test_a_damaged_checkpoint_is_named_and_not_touched(campaign: Arena) -> None:
     """One flipped byte: the error says which file; it is not quarantined, that is a recovery's business."""
-    folder = folder_of(campaign.lineage("reference")[-2]["manifest_uri"])
+    folder = folder_of(campaign.lineage("reference")[-2].manifest_uri)
     victim = max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
     content = victim.read_bytes()
     try:
@@ -178,4 +178,4 @@ def test_rehearsal_job_covers_every_run(arena: Arena, tmp_path: Path) -> None:
     assert (differing.description or "").startswith("drifts: steps")
     assert "2 of 2 losses differ" in (differing.description or "")
     rows = [record.data for record in differing.metadata["rehearsals"].value.records]  # type: ignore[union-attr]  # a table
-    assert {row["run"]: row["identical"] for row in rows} == {"steady": True, "drifts": False, "nobody": ""}
+    assert {row.run: row["identical"] for row in rows} == {"steady": True, "drifts": False, "nobody": ""}

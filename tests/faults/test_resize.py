@@ -26,7 +26,7 @@ def test_another_number_of_ranks_continues_the_same_run(campaign: Arena) -> None
     assert last.wait() == 0, last.stderr
     assert undisturbed.wait() == 0, undisturbed.stderr
 
-    assert {row["world_size"] for row in campaign.lineage(run)} == {1, 2, 4}
+    assert {row.world_size for row in campaign.lineage(run)} == {1, 2, 4}
     assert campaign.journal(run) == campaign.journal("reference")
     assert campaign.losses(run) == pytest.approx(campaign.losses("not-resized"), rel=1e-5)
 
@@ -57,7 +57,7 @@ def test_sharded_state_continues_in_another_number_of_ranks(
     last = campaign.launch(campaign.spec(run, program, world_size=world_sizes[-1], **settings))
     assert last.wait() == 0, last.stderr
 
-    assert {row["world_size"] for row in campaign.lineage(run)} == set(world_sizes)
+    assert {row.world_size for row in campaign.lineage(run)} == set(world_sizes)
     reference = campaign.journal("reference")
     assert campaign.journal(run) == {step: reference[step] for step in range(1, 41)}
     assert campaign.losses(run) == pytest.approx(campaign.losses(whole), rel=1e-5)

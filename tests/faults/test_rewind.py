@@ -65,7 +65,7 @@ def test_fork_of_two_ranks_trains_on_one(campaign: Arena) -> None:
     """The parent was saved by two; the new run has another number of ranks, and reads all of its own table once."""
     spec = campaign.spec("forked", world_size=1, passes=1, seed=8)
     fork_run(campaign.lakehouse, spec, "reference", step=20)
-    assert campaign.lineage("forked")[0]["world_size"] == 2
+    assert campaign.lineage("forked")[0].world_size == 2
     launch = campaign.launch(spec)
     assert launch.wait() == 0, launch.stderr
     assert launch.of("recovered") == []

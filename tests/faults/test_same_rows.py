@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pytest
 
 from dlac_pipeline.audit.audit import audit_run
+from dlac_pipeline.lakehouse.ledger.typed_rows import QuarantinedRowsRow
 from dlac_pipeline.spec.job_spec import parse_spec
 
 if TYPE_CHECKING:
@@ -30,9 +30,9 @@ def test_deadly_rows_are_quarantined(arena: Arena) -> None:
     assert len(read) == len(set(read)) == 300 - event["rows"]
     assert DEADLY not in read
     assert 1 <= event["rows"] <= 32
-    named = [json.loads(row["detail"]) for row in arena.rows("r", "quarantine")]
-    assert sum(len(each["positions"]) for each in named) == sum(each["rows"] for each in named) == event["rows"]
-    assert all("died in step" in each["reason"] for each in named)
+    named = arena.rows("r", QuarantinedRowsRow)
+    assert sum(len(each.positions) for each in named) == sum(each.rows for each in named) == event["rows"]
+    assert all("died in step" in each.reason for each in named)
     report = audit_run(arena.lakehouse, "r")
     assert report.exact, report.problems
     assert (report.rows_consumed, report.rows_quarantined, report.rows_excluded) == (
@@ -52,9 +52,9 @@ def test_last_deadly_rows_are_quarantined_visibly(arena: Arena, rows: int) -> No
     settings: dict[str, Any] = {"deaths_at_same_rows": 2, "attempts_without_progress": 2, "deadly_row": last[0]}
     launch = arena.launch(arena.spec("r", world_size=1, passes=1, every_steps=max(1, max(batches) - 1), **settings))
     assert launch.wait() == 0, launch.stderr
-    named = [json.loads(row["detail"]) for row in arena.rows("r", "quarantine")]
-    assert sum(each["rows"] for each in named) == len(last)
-    assert [row["step"] for row in arena.lineage("r")][-1] == max(batches) - 1
+    named = arena.rows("r", QuarantinedRowsRow)
+    assert sum(each.rows for each in named) == len(last)
+    assert [row.step for row in arena.lineage("r")][-1] == max(batches) - 1
     report = audit_run(arena.lakehouse, "r")
     assert (report.exact, report.problems, report.finished) == (True, (), True)
     assert (report.rows_consumed, report.rows_quarantined) == (rows - len(last), len(last))

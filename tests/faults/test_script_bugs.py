@@ -8,6 +8,7 @@ import pytest
 
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
+from dlac_pipeline.lakehouse.ledger.typed_rows import QuarantinedCheckpointRow
 
 if TYPE_CHECKING:
     from tests.conftest import Arena
@@ -49,7 +50,7 @@ def test_repeated_exception_stops_run(
     assert "train_raising.py" in error["message"]
     assert "rank-0000" in error["message"]
     assert len(launch.of("attempt")) == attempts
-    assert not campaign.rows(run, "quarantine")
+    assert not campaign.rows(run, QuarantinedCheckpointRow)
     (gave_up,) = [each for each in recoveries_of(campaign.lakehouse, run) if each.outcome == "gave up"]
     assert said in gave_up.cause
 
@@ -92,7 +93,7 @@ def test_unexplained_deaths_end_without_progress(campaign: Arena, bug: str, atte
     launch = campaign.launch(campaign.spec(run, "train_raising.py", **settings))
     assert launch.wait() == 85, launch.events
     assert len(launch.of("attempt")) == attempts
-    assert not campaign.rows(run, "quarantine")
+    assert not campaign.rows(run, QuarantinedCheckpointRow)
     if bug == "os_exit":
         assert {failure["cause"] for failure in launch.of("failure")} == {"rank 1 died with exit status 3"}
 

@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from dlac_pipeline.lakehouse.config import LakehouseConfig
+from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow
 from dlac_pipeline.launchers.cluster_job import ClusterJob
 from dlac_pipeline.launchers.slurm import PREFERS_S, Slurm
 from dlac_pipeline.spec.job_spec import parse_spec
@@ -114,9 +115,9 @@ def test_range_takes_all_idle_nodes(arena: Arena, slurm: SlurmCluster) -> None:
     following = Following(arena, nodes="2:3", batch_size=24, every_steps=5)
     outcome = following.outcome()
     assert (outcome.ending, outcome.step) == ("finished", 10)
-    assert {row["world_size"] for row in arena.lineage("r1")} == {3}
+    assert {row.world_size for row in arena.lineage("r1")} == {3}
     assert {event["checkpoint_id"] for event in following.of("checkpoint")} == {
-        row["checkpoint_id"] for row in arena.lineage("r1")
+        row.checkpoint_id for row in arena.lineage("r1")
     }
     check_exact(arena, rows=240)
 
@@ -136,7 +137,7 @@ def test_command_follows_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sl
         assert done.returncode == 0, done.stderr + logs()
         assert "submitted as 1" in done.stdout
         assert "the job is RUNNING" in done.stdout
-        assert {row["world_size"] for row in arena.lineage("r1")} == {3}
+        assert {row.world_size for row in arena.lineage("r1")} == {3}
 
 
 @pytest.mark.soak
@@ -144,7 +145,7 @@ def test_fixed_nodes_train_exactly(arena: Arena, slurm: SlurmCluster) -> None:
     """A job of 2 nodes gets two of three."""
     arena.table()
     assert Following(arena, nodes="2").outcome().ending == "finished"
-    assert {row["world_size"] for row in arena.lineage("r1")} == {2}
+    assert {row.world_size for row in arena.lineage("r1")} == {2}
     check_exact(arena)
 
 
@@ -156,10 +157,10 @@ def test_cancelled_job_leaves_checkpoint(arena: Arena, slurm: SlurmCluster) -> N
     stopped.wait_for("checkpoint")
     stopped.job.stop()
     assert stopped.outcome().ending == "stopped"
-    done = arena.lineage("r1")[-1]["step"]
+    done = arena.lineage("r1")[-1].step
     assert "JobState=CANCELLED" in slurm.job(stopped.number)
     assert Following(arena, nodes="2").outcome().ending == "finished"
-    assert done < arena.lineage("r1")[-1]["step"]
+    assert done < arena.lineage("r1")[-1].step
     check_exact(arena)
 
 
@@ -173,7 +174,7 @@ def test_killed_rank_is_relaunched(arena: Arena, slurm: SlurmCluster) -> None:
     rank.kill()
     assert following.outcome().ending == "finished"
     assert "Restarts=0" in slurm.job(following.number)
-    assert len(arena.rows("r1", "claim")) == 2
+    assert len(arena.rows("r1", ClaimRow)) == 2
     check_exact(arena)
 
 
@@ -186,7 +187,7 @@ def test_job_outlives_other_node(arena: Arena, slurm: SlurmCluster) -> None:
     slurm.lose("n3")
     assert following.outcome().ending == "finished"
     assert "Restarts=0" in slurm.job(following.number)
-    assert {row["world_size"] for row in arena.lineage("r1")} == {3, 2}
+    assert {row.world_size for row in arena.lineage("r1")} == {3, 2}
     check_exact(arena)
 
 
@@ -200,7 +201,7 @@ def test_lost_first_node_requeues(arena: Arena, slurm: SlurmCluster) -> None:
     assert following.outcome().ending == "finished"
     assert any("has lost its first node" in event["message"] for event in following.of("warning"))
     assert "Restarts=1" in slurm.job(following.number)
-    assert len(arena.rows("r1", "claim")) >= 2
+    assert len(arena.rows("r1", ClaimRow)) >= 2
     check_exact(arena)
 
 
@@ -210,7 +211,7 @@ def test_orphaned_job_ends(arena: Arena, slurm: SlurmCluster) -> None:
     arena.table()
     slurm_client = Slurm()
     job = slurm_client.submit(request_for(arena, nodes="2:3", batch_size=24, **SLOW), near=[])
-    wait_until(lambda: bool(arena.rows("r1", "checkpoint")), what="a checkpoint", within_s=120)
+    wait_until(lambda: bool(arena.rows("r1", CheckpointRow)), what="a checkpoint", within_s=120)
     slurm.lose("n1")
     wait_until(lambda: "JobState=RUNNING" not in slurm.job(job), what="the job's end", within_s=180)
     assert re.search("JobState=(CANCELLED|COMPLETING)|Restarts=1", slurm.job(job))
@@ -228,7 +229,7 @@ def test_preempted_job_is_requeued(arena: Arena, slurm: SlurmCluster) -> None:
     assert "PREEMPTED" in states
     assert states.index("PREEMPTED") < states.index("PENDING", states.index("RUNNING"))
     assert "Restarts=1" in slurm.job(following.number)
-    assert len(arena.rows("r1", "claim")) == 2
+    assert len(arena.rows("r1", ClaimRow)) == 2
     check_exact(arena)
 
 
@@ -243,7 +244,7 @@ def test_controller_restart_is_outlasted(arena: Arena, slurm: SlurmCluster) -> N
     slurm.start("slurmctld")
     assert following.outcome().ending == "finished"
     assert len(following.of("warning")) == 1
-    assert len(arena.rows("r1", "claim")) == 1
+    assert len(arena.rows("r1", ClaimRow)) == 1
     check_exact(arena)
 
 

@@ -26,6 +26,7 @@ from cryptography.fernet import Fernet
 from dlac_pipeline.elastic.sealed_store import KEY_VARIABLE
 from dlac_pipeline.lakehouse.errors import NodesMissing, SpecInvalid
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow
 from tests.conftest import PROGRAMS, wait_until
 from tests.crews import SECRET, check_exact, job
 from tests.hosts import Host, host, switched
@@ -156,18 +157,18 @@ def test_stranger_learns_and_changes_nothing(lan: Lan, tmp_path: Path) -> None:
     stranger = Stranger(elsewhere, spec.launch.rendezvous, prefix, tmp_path / "stranger")
     lan.stack.callback(stranger.close)
     launches = [lan.arena.launch(spec, under=each.command) for each in (node, other)]
-    wait_until(lambda: bool(lan.arena.rows(spec.run, "checkpoint")), what="a checkpoint")
+    wait_until(lambda: bool(lan.arena.rows(spec.run, CheckpointRow)), what="a checkpoint")
     assert reached(node, [PORT], by=elsewhere) == [PORT]
     os.kill(launches[0].process.pid, signal.SIGTERM)
     _check_ended(launches, "stopped")
     _check_ended([lan.arena.launch(spec, under=each.command) for each in (node, other)], "finished")
     report = stranger.report()
     assert len(report["done"]) == 10, report["done"]
-    assert len(lan.arena.rows(spec.run, "claim")) == 2
+    assert len(lan.arena.rows(spec.run, ClaimRow)) == 2
     assert not stranger.strike.exists()
     check_exact(lan.arena, spec.run, [2])
-    resumed_from = [row for row in lan.arena.lineage(spec.run) if row["attempt"] == 1][-1]
-    folder = resumed_from["manifest_uri"].rsplit("/", 2)[1]
+    resumed_from = [row for row in lan.arena.lineage(spec.run) if row.attempt == 1][-1]
+    folder = resumed_from.manifest_uri.rsplit("/", 2)[1]
     _check_unreadable(report["read"], prefix, secrets=[node.name, other.name, node.address, folder])
 
 
@@ -197,14 +198,14 @@ def test_stranger_does_not_join(lan: Lan, key: str) -> None:
     node, other, elsewhere = (lan.host(f"dlac-{name}") for name in ("a", "b", "x"))
     spec = job(lan.arena, "joined", nodes="2:3", rendezvous=f"{node.address}:{PORT}", batch_size=24)
     launches = [lan.arena.launch(spec, under=each.command) for each in (node, other)]
-    wait_until(lambda: bool(lan.arena.rows(spec.run, "checkpoint")), what="a checkpoint")
+    wait_until(lambda: bool(lan.arena.rows(spec.run, CheckpointRow)), what="a checkpoint")
     launch = spec.launch.model_copy(update={"gather_timeout_s": 3.0})
     joins = lan.arena.launch(spec.model_copy(update={"launch": launch}), under=with_key(elsewhere, key))
     assert joins.wait() == (NodesMissing if key else SpecInvalid).exit_code
     wanted = "nodes with another key" if key else "openssl rand -hex 32"
     assert wanted in joins.of("error")[0]["message"]
     assert [each.wait() for each in launches] == [0, 0], [each.stderr[-3000:] for each in launches]
-    assert len(lan.arena.rows(spec.run, "claim")) == 1
+    assert len(lan.arena.rows(spec.run, ClaimRow)) == 1
     check_exact(lan.arena, spec.run, [2], batch_size=24)
 
 

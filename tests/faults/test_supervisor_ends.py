@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
+from dlac_pipeline.lakehouse.ledger.typed_rows import ClaimRow
 from tests.conftest import wait_until
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def test_a_killed_supervisor_takes_its_ranks_along(campaign: Arena) -> None:
     assert len(ranks) == 2
     os.kill(launch.process.pid, signal.SIGKILL)
     wait_until_gone(ranks)
-    head = campaign.lineage(run)[-1]["step"]
+    head = campaign.lineage(run)[-1].step
     assert head >= 20
     again = finish_and_compare(campaign, run)
     assert again.of("attempt")[0]["step"] == head
@@ -64,7 +65,7 @@ def test_stop_makes_checkpoint_and_ends(campaign: Arena, number: signal.Signals)
     assert launch.wait() == 0, launch.stderr
     (ended,) = launch.of("ended")
     assert ended["ending"] == "stopped"
-    assert campaign.lineage(run)[-1]["step"] == ended["step"] == launch.of("stopped")[0]["step"]
+    assert campaign.lineage(run)[-1].step == ended["step"] == launch.of("stopped")[0]["step"]
     again = finish_and_compare(campaign, run)
     assert again.of("attempt")[0]["step"] == ended["step"]
     assert recoveries_of(campaign.lakehouse, run) == []  # nothing had failed
@@ -78,7 +79,7 @@ def test_stop_does_not_wait_for_starting_ranks(campaign: Arena, tmp_path: Path) 
     spec = campaign.spec("stopped-early", preload=["slow_library"])
     slow = spec.launch.model_copy(update={"script": str(tmp_path / "slow.py")})
     launch = campaign.launch(spec.model_copy(update={"launch": slow}))
-    wait_until(lambda: bool(campaign.rows("stopped-early", "claim")), what="the claim")
+    wait_until(lambda: bool(campaign.rows("stopped-early", ClaimRow)), what="the claim")
     os.kill(launch.process.pid, signal.SIGTERM)
     assert launch.wait() == 0, launch.stderr
     assert launch.of("ended")[0]["ending"] == "stopped"
@@ -95,7 +96,7 @@ def test_the_death_of_the_orchestrator_is_a_stop(campaign: Arena) -> None:
     assert launch.wait() == 0, launch.stderr
     wait_until_gone(ranks)
     assert launch.of("ended")[0]["ending"] == "stopped"
-    assert campaign.lineage(run)[-1]["step"] == launch.of("ended")[0]["step"] < 125
+    assert campaign.lineage(run)[-1].step == launch.of("ended")[0]["step"] < 125
 
 
 @pytest.mark.soak

@@ -14,6 +14,7 @@ import psutil
 import pytest
 import yaml
 
+from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
 from tests.conftest import PROGRAMS, wait_until
 from tests.crews import check_exact, job, wait_for_checkpoint
 from tests.ports import own_port
@@ -88,7 +89,7 @@ def test_torchrun_admits_newcomer(campaign: Arena, start_agent: StartAgent) -> N
     """A node that comes later trains with the first one after an emergency checkpoint; nothing is done again."""
     spec = torchrun_job(campaign, "torchrun-grows")
     agents = [start_agent(spec)]
-    wait_until(lambda: bool(campaign.rows(spec.run, "checkpoint")), what="a checkpoint of one rank")
+    wait_until(lambda: bool(campaign.rows(spec.run, CheckpointRow)), what="a checkpoint of one rank")
     agents.append(start_agent(spec))
     assert [agent.wait(timeout=200) for agent in agents] == [0, 0], log_of(campaign, spec.run)
     check_exact(campaign, spec.run, [1, 2])

@@ -4,6 +4,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, QuarantinedCheckpointRow
+
 pytestmark = pytest.mark.soak  # tests/process/test_engines.py saves the same without a run around it
 if TYPE_CHECKING:
     from tests.conftest import Arena
@@ -20,7 +22,7 @@ def test_a_learning_rate_of_numpy_is_resumed(campaign: Arena, engine: str, mode:
     assert launch.wait() == 0, (launch.events[-3:], launch.stderr)
     first, second = (event["step"] for event in launch.of("attempt"))
     assert (first, second) in ((0, 10), (0, 20))  # behind training, the second may not be committed yet
-    assert campaign.rows(run, "quarantine") == []
+    assert campaign.rows(run, QuarantinedCheckpointRow) == []
 
 
 @pytest.mark.parametrize(("engine", "mode"), KINDS)
@@ -35,4 +37,4 @@ def test_unloadable_state_fails_first_checkpoint(campaign: Arena, engine: str, m
     assert "found numpy.ndarray at optimizer" in error["message"]
     assert "schedule" in error["message"]
     assert len(launch.of("attempt")) == 1
-    assert campaign.rows(run, "checkpoint") == []
+    assert campaign.rows(run, CheckpointRow) == []

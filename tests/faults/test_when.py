@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from typing import TYPE_CHECKING, Any
@@ -11,6 +10,7 @@ import pytest
 
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.audit.lakehouse_sql import open_audit
+from dlac_pipeline.lakehouse.ledger.typed_rows import RetireRow
 from dlac_pipeline.operations.status import run_status
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def test_every_so_many_seconds(campaign: Arena) -> None:
     assert {event["reason"] for event in said[:-1]} == {"seconds"}
     assert said[-1]["reason"] in ("seconds", "end")  # it may be time at the last step
     steps = [event["step"] for event in said]
-    retired = {row["checkpoint_id"] for row in campaign.rows(run, "retire")}
+    retired = {row.checkpoint_id for row in campaign.rows(run, RetireRow)}
     kept = [event["step"] for event in said if event["checkpoint_id"] not in retired]
     milestones = {next(step for step in steps if step >= multiple) for multiple in (20, 40, 60)}
     assert kept == sorted(milestones | {63})
@@ -59,17 +59,15 @@ def test_optimum_considers_failures(campaign: Arena) -> None:
     assert second["interval_s"] < 5.0
     after_the_kill = [event["why"] for event in launch.of("interval") if event["attempt"] == 2]
     assert "1 failure in" in after_the_kill[0]
-    details = [json.loads(row["detail"]) for row in campaign.lineage(run)]
-    assert {each["reason"] for each in details[:-1]} == {"auto"}
+    details = campaign.lineage(run)
+    assert {each.reason for each in details[:-1]} == {"auto"}
     status = run_status(campaign.lakehouse, run)
-    assert status["checkpoint_reason"] == details[-1]["reason"] in ("auto", "end")
+    assert status["checkpoint_reason"] == details[-1].reason in ("auto", "end")
     assert (status["checkpoint_interval_s"], status["checkpoint_interval_why"]) == (
-        round(details[-1]["interval_s"], 1),
-        details[-1]["why"],
+        round(details[-1].interval_s or 0.0, 1),
+        details[-1].why,
     )
     with open_audit(campaign.lakehouse) as audit:
         query = f"SELECT reason, interval_s, why FROM checkpoint_costs WHERE run = '{run}' ORDER BY step"
-        assert audit.execute(query).fetchall() == [
-            (each["reason"], each["interval_s"], each["why"]) for each in details
-        ]
+        assert audit.execute(query).fetchall() == [(each.reason, each.interval_s, each.why) for each in details]
     check_exact(campaign, run)

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 
+from dlac_pipeline.lakehouse.ledger.typed_rows import FinishRow, LedgerRow
+
 if TYPE_CHECKING:
     from tests.conftest import Arena, Launch
 
@@ -26,9 +28,9 @@ def check_refused(zombie: Launch, ranks: list[psutil.Process]) -> None:
     assert [rank for rank in alive if rank.status() != psutil.STATUS_ZOMBIE] == []
 
 
-def rows_of_attempt(campaign: Arena, run: str, attempt: int) -> list[dict[str, Any]]:
+def rows_of_attempt(campaign: Arena, run: str, attempt: int) -> list[LedgerRow]:
     """The ledger rows that an attempt wrote."""
-    return [row for row in campaign.rows(run) if row["attempt"] == attempt]
+    return [row for row in campaign.rows(run) if row.attempt == attempt]
 
 
 @pytest.mark.soak
@@ -75,8 +77,8 @@ def test_frozen_coordinator_cannot_commit(campaign: Arena) -> None:
     old.signal_all(signal.SIGCONT)
     check_refused(old, ranks)
     assert campaign.rows(run) == before
-    assert [row["step"] for row in campaign.lineage(run)] == [10, 20, 30, 40, 50, 60, 63]
-    assert [row["attempt"] for row in campaign.lineage(run)] == [1, 2, 2, 2, 2, 2, 2]
+    assert [row.step for row in campaign.lineage(run)] == [10, 20, 30, 40, 50, 60, 63]
+    assert [row.attempt for row in campaign.lineage(run)] == [1, 2, 2, 2, 2, 2, 2]
     reference = campaign.journal("reference")
     assert {step: rows for step, rows in campaign.journal(run).items() if step < 63} == {
         s: reference[s] for s in range(1, 63)
@@ -98,6 +100,6 @@ def test_frozen_launch_resumes_during_recovery(campaign: Arena) -> None:
     old.signal_all(signal.SIGCONT)
     assert new.wait() == 0, new.stderr
     old.wait()
-    assert campaign.rows(run, "finish")[0]["attempt"] == new.of("attempt")[-1]["attempt"]
+    assert campaign.rows(run, FinishRow)[0].attempt == new.of("attempt")[-1]["attempt"]
     assert campaign.journal(run) == campaign.journal("reference")
     assert campaign.losses(run) == campaign.losses("reference")

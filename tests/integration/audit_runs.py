@@ -21,11 +21,10 @@ import dlac_pipeline as dlac
 from dlac_pipeline.audit.audit import AuditReport, audit_run
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
-from dlac_pipeline.lakehouse.ledger.ledger import Ledger
-from dlac_pipeline.lakehouse.ledger.run_rows import Row
 from dlac_pipeline.lakehouse.ledger.schemas import CONSUMPTION, SLICES
+from dlac_pipeline.lakehouse.ledger.typed_rows import Columns
 
-Change = Callable[[list[Row]], list[Row]]
+Change = Callable[[list[Columns]], list[Columns]]
 
 
 @dataclass
@@ -55,7 +54,8 @@ class Forgery:
         def renamed(value: str | None) -> str | None:
             return None if value is None else f"{name}:{value}"
 
-        rows = Ledger(self.lakehouse).rows(of)
+        consumption = self.lakehouse.own("consumption").scan(row_filter=EqualTo("run", of))  # type: ignore[call-arg,arg-type]  # as below
+        rows = consumption.to_arrow().sort_by("seq").to_pylist()
         if slices is not None:
             cut_id = rows_named(rows, "advance")[0]["cut_id"]
             cut = self.lakehouse.own("slices").scan(row_filter=EqualTo("cut_id", cut_id)).to_arrow().to_pylist()  # type: ignore[call-arg,arg-type]  # pydantic hides the real signature
@@ -68,7 +68,7 @@ class Forgery:
         )
         return name
 
-    def append_rows(self, table: str, rows: list[Row]) -> None:
+    def append_rows(self, table: str, rows: list[Columns]) -> None:
         """Append rows to one of DLAC's tables behind its back."""
         schema = schema_to_pyarrow({"slices": SLICES, "consumption": CONSUMPTION}[table], include_field_ids=False)
         self.lakehouse.own(table).append(pa.Table.from_pylist(rows, schema=schema))
@@ -284,31 +284,31 @@ def trained(shop: Workshop, kind: str) -> str:
     return kind
 
 
-def rows_named(rows: list[Row], *kinds: str) -> list[Row]:
+def rows_named(rows: list[Columns], *kinds: str) -> list[Columns]:
     """The rows of some kinds."""
     return [row for row in rows if row["kind"] in kinds]
 
 
-def until_step(rows: list[Row], step: int) -> list[Row]:
+def until_step(rows: list[Columns], step: int) -> list[Columns]:
     """The rows as they were right after the checkpoint at `step`."""
     seq = next(row["seq"] for row in rows if row["kind"] == "checkpoint" and row["step"] == step)
     return [row for row in rows if row["seq"] <= seq]
 
 
-def changed(which: Callable[[Row], bool], number: int = 0, **values: Any) -> Change:
+def changed(which: Callable[[Columns], bool], number: int = 0, **values: Any) -> Change:
     """A change of the `number`-th row that `which` picks."""
 
-    def change(rows: list[Row]) -> list[Row]:
+    def change(rows: list[Columns]) -> list[Columns]:
         chosen = [row for row in rows if which(row)][number]
         return [{**row, **values} if row is chosen else row for row in rows]
 
     return change
 
 
-def without(which: Callable[[Row], bool], number: int = 0) -> Change:
+def without(which: Callable[[Columns], bool], number: int = 0) -> Change:
     """A change that drops the `number`-th row that `which` picks."""
 
-    def change(rows: list[Row]) -> list[Row]:
+    def change(rows: list[Columns]) -> list[Columns]:
         chosen = [row for row in rows if which(row)][number]
         return [row for row in rows if row is not chosen]
 
@@ -320,11 +320,11 @@ def in_soak(*case: Any) -> Any:
     return pytest.param(*case, marks=pytest.mark.soak)
 
 
-def is_advance(row: Row) -> bool:
+def is_advance(row: Columns) -> bool:
     """Whether a row is an advance."""
     return bool(row["kind"] == "advance")
 
 
-def unchanged(rows: list[Row]) -> list[Row]:
+def unchanged(rows: list[Columns]) -> list[Columns]:
     """The change that changes nothing."""
     return rows

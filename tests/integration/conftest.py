@@ -17,6 +17,7 @@ import pytest
 
 from dlac_pipeline.audit.lakehouse_sql import open_audit
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
 from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
 from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.supervise.ranks.rank_events import Event
@@ -73,9 +74,9 @@ class Lake(Forgery):
                 entry = json.loads(line)
                 written.setdefault((entry["attempt"], entry["step"]), []).extend(entry["rows"])
         steps: dict[int, list[int]] = {}
-        for row in Ledger(self.lakehouse).rows(run, kinds=("checkpoint",)):
-            for step in range(len(steps) + 1, row["step"] + 1):
-                steps[step] = written[row["attempt"], step]
+        for row in Ledger(self.lakehouse).rows(run, kinds=(CheckpointRow,)):
+            for step in range(len(steps) + 1, row.step + 1):
+                steps[step] = written[row.attempt, step]
         return steps
 
 

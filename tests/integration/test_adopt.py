@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.audit.lakehouse_sql import open_audit
 from dlac_pipeline.checkpoint.restore.foreign import foreign_checkpoint
 from dlac_pipeline.lakehouse.errors import CheckpointUnsafe, SpecInvalid
+from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow
 from dlac_pipeline.operations.adopt import adopt_checkpoint
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.spec.job_spec import JobSpec
@@ -96,7 +96,7 @@ def test_a_dcp_checkpoint_begins_a_run(arena: Arena) -> None:
     start = begin(arena, spec)
     assert all(torch.equal(start[name], weights[name]) for name in weights)
     assert audit_run(arena.lakehouse, "r").exact
-    assert [row["step"] for row in arena.lineage("r")] == [0, 10, 20, 30, 40, 50, 60, 63]
+    assert [row.step for row in arena.lineage("r")] == [0, 10, 20, 30, 40, 50, 60, 63]
     with open_audit(arena.lakehouse) as connection:
         said = connection.execute("SELECT step, adopted FROM lineage WHERE adopted IS NOT NULL").fetchall()
     assert said == [(0, str(arena.home / "foreign"))]
@@ -125,9 +125,9 @@ def test_a_deepspeed_checkpoint_begins_a_run(arena: Arena) -> None:
     assert launch.of("recovered") == []
     assert launch.of("attempt")[0]["step"] == 0
     root, *_, head = arena.lineage("r")
-    assert (root["step"], root["world_size"], root["parent"]) == (0, 2, None)
-    assert json.loads(root["detail"])["adopted"] == str(foreign / "mine")
-    assert head["step"] == 10
+    assert (root.step, root.world_size, root.parent) == (0, 2, None)
+    assert root.adopted == str(foreign / "mine")
+    assert head.step == 10
     assert audit_run(arena.lakehouse, "r").exact
     again = dlac_command("adopt", str(path), str(foreign), home=arena.home)
     assert again.returncode != 0
@@ -164,7 +164,7 @@ def test_run_begun_concurrently_is_left_alone(arena: Arena) -> None:
     arena.monkeypatch.setattr("dlac_pipeline.operations.adopt.run_lock", behind_another)
     with pytest.raises(SpecInvalid, match="no run named 'r' yet, found one with 1 checkpoints"):
         adopt_checkpoint(arena.lakehouse, spec, foreign)
-    assert len(arena.rows("r", "claim")) == len(arena.rows("r", "checkpoint")) == 1
+    assert len(arena.rows("r", ClaimRow)) == len(arena.rows("r", CheckpointRow)) == 1
 
 
 def test_first_attempt_without_checkpoint_is_kept(arena: Arena) -> None:
@@ -174,10 +174,10 @@ def test_first_attempt_without_checkpoint_is_kept(arena: Arena) -> None:
     foreign = foreign_checkpoint(arena.home / "foreign")
     training, begun = (arena.spec(run, world_size=1) for run in ("training", "begun"))
     claim_and_verify(Plans(arena.lakehouse), training, ClaimRequest())
-    claim_and_verify(Plans(arena.lakehouse), begun, ClaimRequest(purpose={"adopts": "foreign"}))
+    claim_and_verify(Plans(arena.lakehouse), begun, ClaimRequest(purpose={"purpose": "adopts", "origin": "foreign"}))
     with pytest.raises(SpecInvalid, match="no run named 'training' yet, found one with 0 checkpoints"):
         adopt_checkpoint(arena.lakehouse, training, foreign)
-    assert [row["attempt"] for row in arena.rows("training", "claim")] == [1]
+    assert [row.attempt for row in arena.rows("training", ClaimRow)] == [1]
     assert adopt_checkpoint(arena.lakehouse, begun, foreign) == arena.head("begun")
 
 

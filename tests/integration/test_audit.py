@@ -22,7 +22,7 @@ from dlac_pipeline.audit.report import write_report
 from dlac_pipeline.audit.table import audit_table
 from dlac_pipeline.lakehouse.errors import NoSuchRun
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
-from dlac_pipeline.lakehouse.ledger.run_rows import Row
+from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, Columns
 from tests.integration.audit_runs import changed, is_advance, rows_named, until_step, without
 from tests.integration.conftest import ROWS, Lake
 
@@ -113,7 +113,7 @@ def test_a_run_without_checkpoints_is_exact(lake: Lake) -> None:
 def test_a_rewound_run_has_consumed_only_what_survives(lake: Lake) -> None:
     """After a rewind the abandoned checkpoints are off the lineage; what they had consumed can still be asked."""
 
-    def rewound(rows: list[Row]) -> list[Row]:
+    def rewound(rows: list[Columns]) -> list[Columns]:
         kept = until_step(rows, 32)
         target = next(row for row in rows_named(kept, "checkpoint") if row["step"] == 16)
         seq = 1 + max(row["seq"] for row in kept)
@@ -155,8 +155,11 @@ def test_partly_read_row_is_not_consumed(lake: Lake) -> None:
 def test_skipped_steps_are_counted_as_not_applied(lake: Lake) -> None:
     """Rows of steps that the engine skipped are consumed, and reported."""
 
-    def skipped(rows: list[Row]) -> list[Row]:
-        values: dict[str, Row] = {"checkpoint": {"applied_steps": 0, "skipped_steps": 8}, "advance": {"applied": False}}
+    def skipped(rows: list[Columns]) -> list[Columns]:
+        values: dict[str, Columns] = {
+            "checkpoint": {"applied_steps": 0, "skipped_steps": 8},
+            "advance": {"applied": False},
+        }
         return [{**row, **values.get(row["kind"], {})} for row in until_step(rows, 8)]
 
     report = lake.audit_forged(skipped)
@@ -210,7 +213,7 @@ def test_the_report_compares_two_runs(lake: Lake, tmp_path: Path) -> None:
 
 def test_the_report_tells_runs_apart(lake: Lake, tmp_path: Path) -> None:
     """One differing loss, or an inexact audit, makes the report say no."""
-    losses = next(row["losses"] for row in Ledger(lake.lakehouse).rows("faulty", kinds=("checkpoint",)))
+    losses = next(row.losses for row in Ledger(lake.lakehouse).rows("faulty", kinds=(CheckpointRow,)))
     name = lake.forge(
         changed(lambda row: row["kind"] == "checkpoint", losses=[*losses[:-1], float(np.nextafter(losses[-1], 9.0))])
     )

@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from dlac_pipeline.lakehouse.ledger.run_rows import Row
+from dlac_pipeline.lakehouse.ledger.typed_rows import Columns
 from tests.integration.audit_runs import (
     Change,
     Workshop,
@@ -27,7 +27,7 @@ from tests.integration.audit_runs import (
 def leg_changed(number: int, change: Callable[[dict[str, Any]], object]) -> Change:
     """A change of the JSON of the `number`-th leg."""
 
-    def changed_rows(rows: list[Row]) -> list[Row]:
+    def changed_rows(rows: list[Columns]) -> list[Columns]:
         leg = [row for row in rows if row["kind"] == "leg"][number]
         detail = json.loads(leg["detail"])
         change(detail)
@@ -46,29 +46,29 @@ def moved_cursor(detail: dict[str, Any]) -> None:
     detail["sources"][0]["start"]["cursors"][0][2] += 1
 
 
-def is_split(row: Row) -> bool:
+def is_split(row: Columns) -> bool:
     """Whether an advance ends inside a row."""
     return is_advance(row) and row["token_end"] is not None
 
 
-def has_filtered(row: Row) -> bool:
+def has_filtered(row: Columns) -> bool:
     """Whether an advance passed over rows that the transform left out, and over none that it refused."""
     return is_advance(row) and row["rows_filtered"] > 1 and not row["rows_quarantined"]
 
 
-def has_quarantined(row: Row) -> bool:
+def has_quarantined(row: Columns) -> bool:
     """Whether an advance passed over rows that the transform refused."""
     return is_advance(row) and row["rows_quarantined"] > 0
 
 
-def as_consumed(rows: list[Row]) -> list[Row]:
+def as_consumed(rows: list[Columns]) -> list[Columns]:
     """The first filtered row of an advance, claimed to be consumed."""
     row = next(row for row in rows if has_filtered(row))
     values = {"rows_consumed": row["rows_consumed"] + 1, "rows_filtered": row["rows_filtered"] - 1}
     return changed(has_filtered, **values)(rows)
 
 
-def shifted(rows: list[Row]) -> list[Row]:
+def shifted(rows: list[Columns]) -> list[Columns]:
     """A filtered position, moved out of its advance."""
     row = next(row for row in rows if has_filtered(row))
     return changed(has_filtered, filtered=[*row["filtered"][:-1], row["position_end"] + 1])(rows)
@@ -80,7 +80,7 @@ def not_emptied(detail: dict[str, Any]) -> None:
     start["upcoming"] = [[start["open"][0]["plan_id"], 1]]
 
 
-def plan_of_before(rows: list[Row]) -> list[Row]:
+def plan_of_before(rows: list[Columns]) -> list[Columns]:
     """An advance of the last leg on an open pass, with the plan from before the exclusions."""
     first = next(row for row in rows if is_advance(row))
     return changed(

@@ -8,7 +8,7 @@ from pyiceberg.expressions import And, EqualTo
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.audit.lakehouse_sql import open_audit
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
-from dlac_pipeline.lakehouse.ledger.run_rows import Row
+from dlac_pipeline.lakehouse.ledger.typed_rows import AdvanceRow, Columns
 from tests.integration.audit_runs import (
     Change,
     changed,
@@ -25,19 +25,19 @@ from tests.integration.conftest import Lake
 def test_an_advance_recorded_twice_is_found(lake: Lake) -> None:
     """The same rows in two advances are rows duplicated."""
 
-    def doubled(rows: list[Row]) -> list[Row]:
+    def doubled(rows: list[Columns]) -> list[Columns]:
         return [*rows, rows_named(rows, "advance")[3]]
 
     name = lake.forge(doubled)
     report = audit_run(lake.lakehouse, name)
-    advance = rows_named(Ledger(lake.lakehouse).rows("faulty"), "advance")[3]
-    assert (report.exact, report.rows_duplicated, report.rows_missing) == (False, advance["rows_consumed"], 0)
+    advance = Ledger(lake.lakehouse).rows("faulty", kinds=(AdvanceRow,))[3]
+    assert (report.exact, report.rows_duplicated, report.rows_missing) == (False, advance.rows_consumed, 0)
     assert any("once, found them again in checkpoint" in problem for problem in report.problems)
     with open_audit(lake.lakehouse) as connection:
         covered = connection.execute(
             "SELECT count_if(rows_consumed > live_rows), sum(rows_repeated)::BIGINT FROM coverage WHERE run = ?", [name]
         ).fetchone()
-    assert covered == (0, advance["rows_consumed"])
+    assert covered == (0, advance.rows_consumed)
 
 
 def test_overlapping_advances_are_found(lake: Lake) -> None:
@@ -51,13 +51,13 @@ def test_overlapping_advances_are_found(lake: Lake) -> None:
 def test_a_deleted_advance_is_found(lake: Lake) -> None:
     """Deleting an advance from the table leaves rows missing behind a cursor."""
     name = lake.forge(unchanged)
-    advance = rows_named(Ledger(lake.lakehouse).rows(name), "advance")[0]
-    which = {key: advance[key] for key in ("run", "checkpoint_id", "cut_id", "key_group", "block")}
+    advance = Ledger(lake.lakehouse).rows(name, kinds=(AdvanceRow,))[0]
+    which = {key: getattr(advance, key) for key in ("run", "checkpoint_id", "cut_id", "key_group", "block")}
     conditions = [EqualTo(key, value) for key, value in which.items()]  # type: ignore[call-arg,arg-type]  # pydantic hides the real signature
     lake.lakehouse.own("consumption").delete(And(*conditions))
     report = audit_run(lake.lakehouse, name)
-    assert (report.exact, report.rows_missing) == (False, advance["rows_consumed"])
-    assert report.rows_consumed == 2 * report.rows_live - advance["rows_consumed"]
+    assert (report.exact, report.rows_missing) == (False, advance.rows_consumed)
+    assert report.rows_consumed == 2 * report.rows_live - advance.rows_consumed
     assert any("behind the cursor, found them in no advance" in problem for problem in report.problems)
 
 
@@ -71,7 +71,7 @@ def test_an_advance_missing_from_the_head_is_found(lake: Lake) -> None:
     assert any("expected 32 rows of steps 1 to 8, found 0" in problem for problem in report.problems)
 
 
-def is_second_checkpoint(row: Row) -> bool:
+def is_second_checkpoint(row: Columns) -> bool:
     """Whether a row is the checkpoint at step 16."""
     return row["kind"] == "checkpoint" and bool(row["step"] == 16)
 
@@ -114,7 +114,7 @@ def test_a_contradiction_in_the_ledger_is_found(lake: Lake, change: Change, prob
     assert any(problem in said for said in report.problems), report.problems
 
 
-def has_dead_rows(row: Row) -> bool:
+def has_dead_rows(row: Columns) -> bool:
     """Whether a slice has dead rows."""
     return bool(row["live_rows"] < row["rows"])
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -21,7 +20,7 @@ from dlac_pipeline.lakehouse.iceberg.pins import list_pins, remove_pin
 from dlac_pipeline.lakehouse.ledger.commits import Attempt, claim, commit_checkpoint
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.plans import find_plan
-from dlac_pipeline.lakehouse.ledger.run_rows import Row
+from dlac_pipeline.lakehouse.ledger.typed_rows import AdvanceRow, CheckpointRow, ExportRow, LedgerRow, LegRow
 from dlac_pipeline.lakehouse.maintenance.expiry import expire
 from dlac_pipeline.lakehouse.maintenance.orphans import remove_orphans
 from dlac_pipeline.lakehouse.maintenance.upkeep import run_upkeep
@@ -42,11 +41,11 @@ def plan(arena: Arena) -> Plan:
     made = make_plan(arena.lakehouse, arena.spec(RUN).source)
     ledger = Ledger(arena.lakehouse)
     claim(ledger, RUN, nonce="n1", replaces=0, detail={})
-    leg = json.dumps({"sources": [{"plan_id": made.row.plan_id}]})
-    rows: list[Row] = [
-        {"kind": "checkpoint", "checkpoint_id": "c1", "step": 1, "leg": 0},
-        {"kind": "leg", "checkpoint_id": "c1", "leg": 0, "detail": leg},
-        {"kind": "export", "checkpoint_id": "c1", "detail": json.dumps({"digest": "d"})},
+    leg = {"sources": [{"plan_id": made.row.plan_id}]}
+    rows: list[LedgerRow] = [
+        CheckpointRow(checkpoint_id="c1", step=1, leg=0),
+        LegRow(checkpoint_id="c1", leg=0, more=leg),
+        ExportRow(checkpoint_id="c1", digest="d"),
     ]
     attempt = Attempt(run=RUN, number=1, nonce="n1")
     commit_checkpoint(ledger, attempt, checkpoint_id="c1", parent=None, rows=rows)
@@ -90,7 +89,7 @@ QUESTIONS: dict[str, Callable[[Lakehouse, Plan], Any]] = {
     "dlac sql": lambda lakehouse, _: counted(lakehouse),
     "dlac pins": lambda lakehouse, _: list_pins(lakehouse),
     "a plan": lambda lakehouse, plan: find_plan(lakehouse, plan.row.plan_id),
-    "advances": lambda lakehouse, _: Ledger(lakehouse).advances(RUN, ("block",)),
+    "advances": lambda lakehouse, _: Ledger(lakehouse).rows(RUN, kinds=(AdvanceRow,)),
     "an export": lambda lakehouse, _: Ledger(lakehouse).export("d"),
     "runs": lambda lakehouse, _: Ledger(lakehouse).runs(),
 }

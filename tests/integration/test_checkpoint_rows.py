@@ -12,6 +12,7 @@ from dlac_pipeline.checkpoint.manifest import read_manifest
 from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.lakehouse.ledger.commits import claim
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+from dlac_pipeline.lakehouse.ledger.typed_rows import AdvanceRow, FinishRow
 from dlac_pipeline.spec.job_spec import JobSpec
 
 if TYPE_CHECKING:
@@ -29,15 +30,15 @@ def check_recorded(arena: Arena, seen: dict[int, list[int]]) -> None:
     """Each surviving checkpoint's advances name exactly the rows that were in the tensors since its parent."""
     recorded, first = arena.recorded("r1"), 1
     for row in arena.lineage("r1"):
-        assert recorded[row["step"]] == sorted(i for step in range(first, row["step"] + 1) for i in seen[step])
-        first = row["step"] + 1
+        assert recorded[row.step] == sorted(i for step in range(first, row.step + 1) for i in seen[step])
+        first = row.step + 1
 
 
 def test_advances_name_exactly_the_rows_that_were_read(arena: Arena, spec: JobSpec) -> None:
     """SQL over the ledger, the slices and the data files gives the rows that the training function saw."""
     seen = arena.train(spec)
-    assert [row["step"] for row in arena.lineage("r1")] == [5, 10, 15]
-    assert [len(row["losses"]) for row in arena.lineage("r1")] == [5, 5, 5]
+    assert [row.step for row in arena.lineage("r1")] == [5, 10, 15]
+    assert [len(row.losses) for row in arena.lineage("r1")] == [5, 5, 5]
     check_recorded(arena, seen)
 
 
@@ -46,7 +47,7 @@ def test_a_resumed_run_records_no_row_twice(arena: Arena, spec: JobSpec) -> None
     seen = arena.train(spec, until=8)
     seen |= arena.train(spec, until=14)
     seen |= arena.train(spec)
-    assert [row["attempt"] for row in arena.lineage("r1")] == [1, 2, 3]
+    assert [row.attempt for row in arena.lineage("r1")] == [1, 2, 3]
     check_recorded(arena, seen)
 
 
@@ -55,11 +56,11 @@ def test_skipped_steps_are_not_applied(arena: Arena, spec: JobSpec, monkeypatch:
     steps = iter(range(1, 17))
     monkeypatch.setattr(TorchState, "step_applied", lambda self: next(steps) not in (2, 3, 7))
     check_recorded(arena, arena.train(spec))
-    counts = [(row["applied_steps"], row["skipped_steps"]) for row in arena.lineage("r1")]
+    counts = [(row.applied_steps, row.skipped_steps) for row in arena.lineage("r1")]
     assert counts == [(3, 2), (4, 1), (5, 0)]
-    skipped = [row for row in arena.rows("r1", "advance") if not row["applied"]]
-    assert {(row["first_step"], row["last_step"]) for row in skipped} == {(2, 2), (3, 3), (7, 7)}
-    assert sum(row["rows_consumed"] for row in skipped) == 3 * 16
+    skipped = [row for row in arena.rows("r1", AdvanceRow) if not row.applied]
+    assert {(row.first_step, row.last_step) for row in skipped} == {(2, 2), (3, 3), (7, 7)}
+    assert sum(row.rows_consumed for row in skipped) == 3 * 16
 
 
 def test_a_manifest_repeats_the_rows_since_its_parent(arena: Arena, spec: JobSpec) -> None:
@@ -70,12 +71,10 @@ def test_a_manifest_repeats_the_rows_since_its_parent(arena: Arena, spec: JobSpe
     def key(row: dict[str, Any]) -> tuple[Any, ...]:
         return tuple(row.get(name) for name in ("kind", "key_group", "pass", "block", "position_start", "position_end"))
 
-    ledger = [row for row in arena.rows("r1") if row["kind"] != "finish"]
-    manifests = [
-        read_manifest(row["manifest_uri"], row["manifest_digest"], StoreFiles()) for row in arena.lineage("r1")
-    ]
+    ledger = [row for row in arena.rows("r1") if not isinstance(row, FinishRow)]
+    manifests = [read_manifest(row.manifest_uri, row.manifest_digest, StoreFiles()) for row in arena.lineage("r1")]
     repeated = [row for manifest in manifests for row in manifest.ledger_rows]
-    assert sorted(map(repr, map(key, repeated))) == sorted(map(repr, map(key, ledger)))
+    assert sorted(map(repr, map(key, repeated))) == sorted(repr(key(row.to_columns())) for row in ledger)
     assert {manifest.ledger_uuid for manifest in manifests} == {Ledger(arena.lakehouse).table_uuid}
     assert [manifest.parent for manifest in manifests] == [None, *(m.checkpoint_id for m in manifests[:-1])]
     json.dumps(manifests[-1].ledger_rows)
@@ -96,4 +95,4 @@ def test_racing_handles_lose_nothing(arena: Arena) -> None:
         thread.join()
     for worker in range(4):
         rows = arena.rows(f"run-{worker}")
-        assert [(row["seq"], row["attempt"]) for row in rows] == [(n, n) for n in range(1, 6)]
+        assert [(row.seq, row.attempt) for row in rows] == [(n, n) for n in range(1, 6)]

@@ -16,6 +16,7 @@ from dlac_pipeline.lakehouse.ledger.commits import Attempt, claim, commit_checkp
 from dlac_pipeline.lakehouse.ledger.ledger import Append, Ledger, RunState
 from dlac_pipeline.lakehouse.ledger.recoveries import Recovery, recoveries_of, write_recovery
 from dlac_pipeline.lakehouse.ledger.run_rows import Fence
+from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, LegRow
 from dlac_pipeline.lakehouse.maintenance.upkeep import run_upkeep
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def ledger(arena: Arena) -> Ledger:
 
 def checkpoint(ledger: Ledger, name: str, parent: str | None = None) -> RunState:
     """Commit a checkpoint of the first attempt."""
-    rows = [{"kind": "checkpoint", "checkpoint_id": name, "parent": parent}]
+    rows = [CheckpointRow(checkpoint_id=name, parent=parent)]
     attempt = Attempt(run=RUN, number=1, nonce="n1")
     return commit_checkpoint(ledger, attempt, checkpoint_id=name, parent=parent, rows=rows)
 
@@ -93,8 +94,8 @@ def test_a_commit_in_doubt_is_recorded_once(
     """Whatever becomes of a commit's answer, its rows are in the ledger once, and the table stays readable."""
     once(monkeypatch, fault)
     assert checkpoint(ledger, "a").fence.head == "a"
-    (row,) = ledger.rows(RUN, kinds=["checkpoint"])
-    assert (row["checkpoint_id"], row["seq"]) == ("a", 2)
+    (row,) = ledger.rows(RUN, kinds=(CheckpointRow,))
+    assert (row.checkpoint_id, row.seq) == ("a", 2)
     check_readable(ledger.lakehouse)
 
 
@@ -136,7 +137,7 @@ def test_expired_commit_is_recognized(ledger: Ledger, monkeypatch: pytest.Monkey
 
     once(monkeypatch, landed_long_ago)
     assert checkpoint(ledger, "a").fence == Fence(attempt=1, nonce="n1", seq=2, head="a")
-    assert len(ledger.rows(RUN, kinds=["checkpoint"])) == 1
+    assert len(ledger.rows(RUN, kinds=(CheckpointRow,))) == 1
     claim(ledger, "third", nonce="y", replaces=0, detail={})
     table = ledger.lakehouse.own("consumption")
     for snapshot in table.snapshots():
@@ -207,11 +208,11 @@ def test_an_append_between_read_and_commit_is_noticed(ledger: Ledger) -> None:
         reads.append(state.fence.seq)
         if len(reads) == 1:
             claim(other, "another", nonce="x", replaces=0, detail={})
-        return Append(rows=[{"kind": "leg"}], fence=type(state.fence)(attempt=1, nonce="n1", seq=state.fence.seq + 1))
+        return Append(rows=[LegRow()], fence=type(state.fence)(attempt=1, nonce="n1", seq=state.fence.seq + 1))
 
     ledger.append(RUN, decide)
     assert reads == [1]
-    assert len(ledger.rows(RUN, kinds=["leg"])) == len(other.rows("another")) == 1
+    assert len(ledger.rows(RUN, kinds=(LegRow,))) == len(other.rows("another")) == 1
     check_readable(ledger.lakehouse)
 
 
@@ -226,7 +227,7 @@ def test_zombie_before_commit_is_fenced(ledger: Ledger, monkeypatch: pytest.Monk
     once(monkeypatch, overtaken)
     with pytest.raises(Fenced, match="owned by attempt 2"):
         checkpoint(ledger, "a")
-    assert [row["kind"] for row in ledger.rows(RUN)] == ["claim", "claim"]
+    assert [row.kind for row in ledger.rows(RUN)] == ["claim", "claim"]
     check_readable(ledger.lakehouse)
 
 

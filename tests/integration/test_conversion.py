@@ -21,6 +21,7 @@ from dlac_pipeline.checkpoint.restore import conversion
 from dlac_pipeline.checkpoint.restore.conversion import convert_checkpoint
 from dlac_pipeline.checkpoint.store import folder_of
 from dlac_pipeline.lakehouse.errors import StoreUnavailable
+from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
 from tests.conftest import Arena, wait_until
 
 KILLED = """
@@ -190,7 +191,7 @@ def test_it_goes_with_its_checkpoint(arena: Arena) -> None:
     """Retired, a checkpoint takes its conversions with it; those of kept ones stay."""
     arena.table()
     arena.train(arena.spec("r", world_size=1, passes=1), until=35)
-    folders = {row["step"]: folder_of(row["manifest_uri"]) for row in arena.rows("r", "checkpoint")}
+    folders = {row.step: folder_of(row.manifest_uri) for row in arena.rows("r", CheckpointRow)}
     for each in folders.values():
         convert_checkpoint(each, copying([]))
     (folders[10].parent.parent / "converted" / f".{folders[10].name}-dead").mkdir()

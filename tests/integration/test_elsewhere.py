@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ import pytest
 
 from dlac_pipeline.lakehouse.errors import RunBusy
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
-from dlac_pipeline.lakehouse.ledger.run_rows import HEAD_KINDS
+from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS, CheckpointRow, ClaimRow, FinishRow, LedgerRow
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.spec.launch_request import Request
@@ -60,7 +61,7 @@ def look(arena: Arena, spec: JobSpec, *, launched_by: str = "", wait_s: float = 
     if told:
         stop.set()
 
-    def rows() -> list[dict[str, Any]]:
+    def rows() -> list[LedgerRow]:
         return Ledger(arena.lakehouse).rows(spec.run, kinds=HEAD_KINDS)
 
     refuse_if_alive_elsewhere(rows, spec, launched_by=launched_by, wait_s=wait_s, stop=stop)
@@ -72,10 +73,10 @@ def test_live_launch_elsewhere_is_not_fenced(arena: Arena, spec: JobSpec) -> Non
         claim_and_verify(Plans(arena.lakehouse), spec, ClaimRequest())
     with pytest.raises(RunBusy, match=r"attempt 1 on node 'node7'.* \d+ s ago: wait 3[56]\d\d s.*--takeover"):
         Supervisor(Request(spec=spec)).run()
-    assert [row["attempt"] for row in arena.rows("r", "claim")] == [1]
+    assert [row.attempt for row in arena.rows("r", ClaimRow)] == [1]
     assert not list((arena.home / "checkpoints" / "r").glob("launch*"))
     assert Supervisor(Request(spec=spec, takeover=True)).run().ending == "finished"
-    assert [row["attempt"] for row in arena.rows("r", "claim")] == [1, 2]
+    assert [row.attempt for row in arena.rows("r", ClaimRow)] == [1, 2]
 
 
 @pytest.mark.parametrize("how", [pytest.param("lost", marks=pytest.mark.soak), "replaced"])
@@ -136,12 +137,12 @@ def test_ended_attempt_is_not_alive(arena: Arena, spec: JobSpec) -> None:
     with pytest.raises(RunBusy):
         look(arena, spec)
     with machine(arena):
-        claim_and_verify(Plans(arena.lakehouse), spec, ClaimRequest(purpose={"adopts": "x"}))
+        claim_and_verify(Plans(arena.lakehouse), spec, ClaimRequest(purpose={"purpose": "adopts", "origin": "x"}))
     look(arena, spec)
     following = arena.spec("f", world_size=1, follow="appends", passes=1, batch_size=16, every_steps=3)
     with machine(arena):
         arena.train(following)
-    assert arena.rows("f", "finish") == []
+    assert arena.rows("f", FinishRow) == []
     look(arena, following)
 
 
@@ -156,7 +157,7 @@ def test_clock_ahead_fences_no_healthy_run(arena: Arena, spec: JobSpec) -> None:
     arena.monkeypatch.setattr("dlac_pipeline.supervise.liveness.launch_liveness.time", Clock(ahead_s=3600.0))
     with machine(arena), pytest.raises(RunBusy, match="attempt 1 on node"):
         Supervisor(Request(spec=healthy)).run()
-    assert [row["attempt"] for row in arena.rows("r", "claim")] == [1]
+    assert [row.attempt for row in arena.rows("r", ClaimRow)] == [1]
     assert launch.process.poll() is None
 
 
@@ -168,17 +169,16 @@ def test_commits_alone_show_life(arena: Arena, spec: JobSpec, lives: bool) -> No
     arena.monkeypatch.setattr("dlac_pipeline.supervise.liveness.launch_detector._POLL_S", 0.05)
     with machine(arena):
         arena.train(spec, until=3)
-    rows = arena.rows("r", "claim", "checkpoint")
-    for row in rows:
-        row["committed_at"] -= timedelta(hours=1)
-    claim, *_, last = rows
-    claim["committed_at"] = last["committed_at"] - timedelta(seconds=0.5)
+    rows = arena.rows("r", ClaimRow, CheckpointRow)
+    rows = [replace(row, committed_at=row.committed_at - timedelta(hours=1)) for row in rows]
+    last = rows[-1]
+    rows[0] = replace(rows[0], committed_at=last.committed_at - timedelta(seconds=0.5))
     looks: list[int] = []
 
-    def rows_now() -> list[dict[str, Any]]:
+    def rows_now() -> list[LedgerRow]:
         looks.append(len(rows))
         if lives and len(looks) == 4:
-            rows.append({**last, "seq": last["seq"] + 1, "committed_at": last["committed_at"] + timedelta(seconds=0.5)})
+            rows.append(replace(last, seq=last.seq + 1, committed_at=last.committed_at + timedelta(seconds=0.5)))
         return rows
 
     refused = pytest.raises(RunBusy, match="node7") if lives else nullcontext()

@@ -35,6 +35,7 @@ from dlac_pipeline.lakehouse.errors import CheckpointDamaged, CheckpointError, N
 from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.lakehouse.ledger.commits import name_checkpoint, names_of
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+from dlac_pipeline.lakehouse.ledger.typed_rows import ExportRow, NameRow
 from tests.conftest import Arena, wait_until
 from tests.integration.test_cli import dlac
 
@@ -47,17 +48,17 @@ def test_the_file_has_the_weights_and_leads_back(arena: Arena) -> None:
     first = export_weights(arena.lakehouse, tiers_of(spec), arena.home / "early.safetensors", step=10)
     arena.train(spec)
     last = export_weights(arena.lakehouse, tiers_of(spec), arena.home / "out" / "model.safetensors")
-    rows = {row["step"]: row for row in arena.lineage("r")}
+    rows = {row.step: row for row in arena.lineage("r")}
     assert (first.step, last.step) == (10, 63)
-    saved = torch.load(folder_of(rows[10]["manifest_uri"]) / "torch-state.pt", weights_only=True)["model"]
+    saved = torch.load(folder_of(rows[10].manifest_uri) / "torch-state.pt", weights_only=True)["model"]
     found = load_file(first.path)
     assert found.keys() == saved.keys()
     assert all(torch.equal(found[name], saved[name]) for name in saved)
     with safe_open(last.path, "pt") as opened:
-        assert opened.metadata()["dlac.model_digest"] == rows[63]["model_digest"]
+        assert opened.metadata()["dlac.model_digest"] == rows[63].model_digest
     deployed = arena.home / "deployed.bin"
     shutil.copy(last.path, deployed)
-    assert checkpoint_of_file(arena.lakehouse, deployed)["checkpoint_id"] == rows[63]["checkpoint_id"]
+    assert checkpoint_of_file(arena.lakehouse, deployed)["checkpoint_id"] == rows[63].checkpoint_id
     with open_audit(arena.lakehouse) as connection:
         seen = connection.execute(
             "SELECT step, file_digest FROM exports JOIN checkpoints USING (run, checkpoint_id, step) ORDER BY step"
@@ -77,9 +78,9 @@ def test_the_same_weights_make_the_same_file_once(arena: Arena) -> None:
     arena.train(spec, until=15)
     made = [export_weights(arena.lakehouse, tiers_of(spec), arena.home / name) for name in ("a", "b")]
     assert made[0].digest == made[1].digest
-    assert len(arena.rows("r", "export")) == 1
+    assert len(arena.rows("r", ExportRow)) == 1
     arena.train(spec)
-    assert [row["step"] for row in arena.lineage("r")] == [10, 20, 30, 40, 50, 60, 63]
+    assert [row.step for row in arena.lineage("r")] == [10, 20, 30, 40, 50, 60, 63]
     assert audit_run(arena.lakehouse, "r").exact
 
 
@@ -94,11 +95,11 @@ def test_what_cannot_be_exported_is_refused(arena: Arena) -> None:
     with pytest.raises(NoSuchCheckpoint, match=r"at step 20 that is kept, found those of steps \[10\]"):
         export_weights(arena.lakehouse, tiers, out, step=20)
     (row,) = arena.lineage("r")
-    (folder_of(row["manifest_uri"]) / "torch-state.pt").unlink()
+    (folder_of(row.manifest_uri) / "torch-state.pt").unlink()
     with pytest.raises(CheckpointDamaged):
         export_weights(arena.lakehouse, tiers, out)
     assert not list(arena.home.glob("weights*"))
-    assert arena.rows("r", "export") == []
+    assert arena.rows("r", ExportRow) == []
 
 
 def test_export_survives_concurrent_retention(arena: Arena) -> None:
@@ -127,9 +128,9 @@ def test_export_survives_concurrent_retention(arena: Arena) -> None:
             if batch.step == 25:
                 held = arena.lineage("r")[0]
                 answers.set()
-                assert made.result().checkpoint_id == held["checkpoint_id"]
-    assert names_of(arena.rows("r", "name")) == {}
-    wait_until(lambda: not folder_of(held["manifest_uri"]).exists(), what="the removal of what was exported")
+                assert made.result().checkpoint_id == held.checkpoint_id
+    assert names_of(arena.rows("r", NameRow)) == {}
+    wait_until(lambda: not folder_of(held.manifest_uri).exists(), what="the removal of what was exported")
     assert audit_run(arena.lakehouse, "r").exact
 
 
@@ -142,9 +143,9 @@ def test_what_an_export_holds_is_let_go_of(arena: Arena) -> None:
     name_checkpoint(Ledger(arena.lakehouse), "r", export._hold_of(out), step=10)  # as one leaves it that was killed
     with pytest.raises(CheckpointError, match="named 'student'"):
         export_weights(arena.lakehouse, tiers_of(spec), out, part="student")
-    assert names_of(arena.rows("r", "name")) == {}
+    assert names_of(arena.rows("r", NameRow)) == {}
     assert export_weights(arena.lakehouse, tiers_of(spec), out).step == 20
-    assert names_of(arena.rows("r", "name")) == {}
+    assert names_of(arena.rows("r", NameRow)) == {}
 
 
 def test_a_full_disk_is_named(arena: Arena, small_disk: Path) -> None:
@@ -160,8 +161,8 @@ def test_a_full_disk_is_named(arena: Arena, small_disk: Path) -> None:
     ):
         export_weights(arena.lakehouse, tiers_of(spec), small_disk / "weights")
     assert list(small_disk.iterdir()) == [filler]
-    assert arena.rows("r", "export") == []
-    assert names_of(arena.rows("r", "name")) == {}
+    assert arena.rows("r", ExportRow) == []
+    assert names_of(arena.rows("r", NameRow)) == {}
 
 
 def test_shards_become_whole(tmp_path: Path) -> None:

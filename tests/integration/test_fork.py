@@ -27,7 +27,7 @@ from dlac_pipeline.lakehouse.errors import CheckpointDamaged, NoSuchCheckpoint, 
 from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.lakehouse.ledger.commits import name_checkpoint, names_of
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
-from dlac_pipeline.lakehouse.ledger.run_rows import HEAD_KINDS
+from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS, CheckpointRow, ClaimRow, NameRow, RetireRow
 from dlac_pipeline.operations.fork import fork_run
 from dlac_pipeline.operations.rewind import rewind_run
 from dlac_pipeline.spec.job_spec import JobSpec
@@ -48,9 +48,9 @@ fork(connect(spec.lakehouse), spec, sys.argv[2], step=int(sys.argv[3]))
 """
 
 
-def checkpoint_at(arena: Arena, run: str, step: int) -> dict[str, Any]:
+def checkpoint_at(arena: Arena, run: str, step: int) -> CheckpointRow:
     """The row of the surviving checkpoint at a step."""
-    return next(row for row in arena.lineage(run) if row["step"] == step)
+    return next(row for row in arena.lineage(run) if row.step == step)
 
 
 def weights_at_start(arena: Arena, spec: JobSpec) -> dict[str, torch.Tensor]:
@@ -65,7 +65,7 @@ def weights_at_start(arena: Arena, spec: JobSpec) -> dict[str, torch.Tensor]:
 
 def names(arena: Arena, run: str) -> list[str]:
     """The names that checkpoints of a run have."""
-    return sorted(names_of(arena.rows(run, "name")))
+    return sorted(names_of(arena.rows(run, NameRow)))
 
 
 def test_fork_inherits_model_and_consumption(arena: Arena) -> None:
@@ -79,10 +79,10 @@ def test_fork_inherits_model_and_consumption(arena: Arena) -> None:
     second = arena.spec("b", table="src.u", seed=4, **settings)
     forked = fork_run(arena.lakehouse, second, "a", step=10)
     origin = checkpoint_at(arena, "a", 10)
-    assert (forked.parent_checkpoint, forked.parent_step) == (origin["checkpoint_id"], 10)
+    assert (forked.parent_checkpoint, forked.parent_step) == (origin.checkpoint_id, 10)
     (root,) = arena.lineage("b")
-    assert (root["step"], root["parent"], root["model_digest"]) == (0, None, origin["model_digest"])
-    mine, theirs = (folder_of(row["manifest_uri"]) / "torch-state.pt" for row in (root, origin))
+    assert (root.step, root.parent, root.model_digest) == (0, None, origin.model_digest)
+    mine, theirs = (folder_of(row.manifest_uri) / "torch-state.pt" for row in (root, origin))
     assert mine.stat().st_ino == theirs.stat().st_ino
     started = weights_at_start(arena, second)
     assert all(torch.equal(started[name], weights[name]) for name in weights)
@@ -92,13 +92,13 @@ def test_fork_inherits_model_and_consumption(arena: Arena) -> None:
         update={"checkpoint": third.checkpoint.model_copy(update={"store": second.checkpoint.store})}
     )
     fork_run(arena.lakehouse, third, "b", step=3)
-    copied = folder_of(checkpoint_at(arena, "c", 0)["manifest_uri"]) / "torch-state.pt"
+    copied = folder_of(checkpoint_at(arena, "c", 0).manifest_uri) / "torch-state.pt"
     assert copied.stat().st_nlink == 1, "the store's copy behind another local folder"
     arena.train(third)
     for run, parent in (
         ("a", None),
-        ("b", origin["checkpoint_id"]),
-        ("c", checkpoint_at(arena, "b", 3)["checkpoint_id"]),
+        ("b", origin.checkpoint_id),
+        ("c", checkpoint_at(arena, "b", 3).checkpoint_id),
     ):
         report = audit_run(arena.lakehouse, run)
         assert (report.exact, report.problems, report.finished, report.forked_from) == (True, (), True, parent)
@@ -164,10 +164,10 @@ def test_forks_that_cannot_be_are_refused(arena: Arena) -> None:
     def refused(error: type[Exception], said: str, spec: JobSpec, parent: str, **which: Any) -> None:
         with pytest.raises(error, match=said):
             fork_run(arena.lakehouse, spec, parent, **which)
-        assert arena.rows("a", "checkpoint", "claim", "retire") == [
-            row for row in before if row["kind"] in ("checkpoint", "claim", "retire")
+        assert arena.rows("a", CheckpointRow, ClaimRow, RetireRow) == [
+            row for row in before if isinstance(row, (CheckpointRow, ClaimRow, RetireRow))
         ]
-        assert arena.rows("new", "checkpoint") == []
+        assert arena.rows("new", CheckpointRow) == []
         assert names(arena, "a") == []
 
     refused(NoSuchCheckpoint, r"at step 10 that is kept, found those of steps \[30, 32\]", new, "a", step=10)
@@ -175,7 +175,7 @@ def test_forks_that_cannot_be_are_refused(arena: Arena) -> None:
     refused(SpecInvalid, "no run named 'b' yet, found one with 0 checkpoints", arena.spec("b", world_size=1), "a")
     refused(SpecInvalid, "no run named 'a' yet, found one with 4 checkpoints", arena.spec("a", world_size=1), "a")
     assert arena.rows("new") == []
-    file = folder_of(checkpoint_at(arena, "a", 30)["manifest_uri"]) / "torch-state.pt"
+    file = folder_of(checkpoint_at(arena, "a", 30).manifest_uri) / "torch-state.pt"
     content = file.read_bytes()
     file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     refused(CheckpointDamaged, "to have digest", new, "a", step=30)
@@ -197,7 +197,7 @@ def test_a_killed_fork_can_be_done_again(arena: Arena) -> None:
     arguments = [sys.executable, str(program), str(path), "a", "10"]
     died = subprocess.run(arguments, env={**os.environ}, capture_output=True, check=False)
     assert died.returncode == -signal.SIGKILL, died.stderr
-    assert arena.rows("b", "checkpoint") == []
+    assert arena.rows("b", CheckpointRow) == []
     (staged,) = (Path(spec.checkpoint.store) / "b").glob("attempt-*/step-*")
     (hold,) = names(arena, "a")
     assert hold.startswith("fork:b:")
@@ -205,7 +205,7 @@ def test_a_killed_fork_can_be_done_again(arena: Arena) -> None:
     assert said.returncode == 0, said.stderr
     assert json.loads(said.stdout)["parent_step"] == 20
     wait_until(lambda: not staged.exists(), what="the removal of what the killed fork had staged")
-    assert [row["kind"] for row in arena.rows("b", *HEAD_KINDS)].count("fork") == 1
+    assert [row.kind for row in arena.rows("b", *HEAD_KINDS)].count("fork") == 1
     assert names(arena, "a") == []
     name_checkpoint(Ledger(arena.lakehouse), "a", "fork:b:1234")  # as if it had been killed right behind its commit
     with pytest.raises(SpecInvalid, match="choose another name"):
@@ -296,11 +296,11 @@ def test_a_run_is_forked_while_it_trains(arena: Arena) -> None:
             run.step_done(0.0)
             if batch.step == 25:
                 held = checkpoint_at(arena, "a", 10)
-                assert [row["checkpoint_id"] for row in arena.rows("a", "retire")] == []
+                assert [row.checkpoint_id for row in arena.rows("a", RetireRow)] == []
                 slow.answers.set()
                 thread.join()
     assert failures == []
-    wait_until(lambda: not folder_of(held["manifest_uri"]).exists(), what="the removal of the parent's")
+    wait_until(lambda: not folder_of(held.manifest_uri).exists(), what="the removal of the parent's")
     arena.train(new)
     assert all(verdict.problem is None for verdict in verify_checkpoints(arena.lakehouse, "b"))
     assert audit_run(arena.lakehouse, "a").exact

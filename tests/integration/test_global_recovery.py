@@ -32,6 +32,7 @@ from dlac_pipeline.dagster.training_runs import (
 from dlac_pipeline.lakehouse.errors import SteppedAside
 from dlac_pipeline.lakehouse.ledger.commits import claim
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+from dlac_pipeline.lakehouse.ledger.typed_rows import ClaimRow
 from dlac_pipeline.supervise.claim import check_current
 from jobs.definitions import defs
 from jobs.train import recover_job, recovery_sensor, train_job
@@ -158,7 +159,7 @@ def test_attempt_begun_during_decision_stays(
         defs.resolve_job_def("train_job"), run_config=run_config_of(spec), status=DIED, tags={RUN_TAG: spec.run}
     )
     ledger = Ledger(arena.lakehouse)
-    [attempt] = [row["attempt"] for row in ledger.rows(spec.run, kinds=("claim",))]
+    [attempt] = [row.attempt for row in ledger.rows(spec.run, kinds=(ClaimRow,))]
 
     original = Ledger.rows
 

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -20,7 +19,15 @@ from dlac_pipeline.lakehouse.ledger.commits import (
     quarantine,
 )
 from dlac_pipeline.lakehouse.ledger.ledger import Append, Ledger, RunState
-from dlac_pipeline.lakehouse.ledger.run_rows import Fence, Row, out_of, restorable_rows
+from dlac_pipeline.lakehouse.ledger.run_rows import Fence, out_of, restorable_rows
+from dlac_pipeline.lakehouse.ledger.typed_rows import (
+    AdvanceRow,
+    CheckpointRow,
+    ClaimRow,
+    LedgerRow,
+    NameRow,
+    QuarantinedCheckpointRow,
+)
 from dlac_pipeline.lakehouse.maintenance.compaction import compact
 
 if TYPE_CHECKING:
@@ -37,9 +44,9 @@ def claimed(ledger: Ledger, nonce: str = "n1", replaces: int = 0) -> Attempt:
 
 def checkpoint(ledger: Ledger, attempt: Attempt, name: str, parent: str | None) -> Fence:
     """Commit a checkpoint of one row and one advance; returns the fence behind it."""
-    rows: list[Row] = [
-        {"kind": "checkpoint", "checkpoint_id": name, "parent": parent},
-        {"kind": "advance", "checkpoint_id": name},
+    rows: list[LedgerRow] = [
+        CheckpointRow(checkpoint_id=name, parent=parent),
+        AdvanceRow(checkpoint_id=name),
     ]
     return commit_checkpoint(ledger, attempt, checkpoint_id=name, parent=parent, rows=rows).fence
 
@@ -52,7 +59,7 @@ def test_a_run_from_claim_to_finish(arena: Arena) -> None:
     assert checkpoint(ledger, attempt, "a", None) == Fence(attempt=1, nonce="n1", seq=2, head="a")
     checkpoint(ledger, attempt, "b", "a")
     finish(ledger, attempt, step=20)
-    found = [(row["seq"], row["kind"], row["attempt"], row["head_after"]) for row in ledger.rows(RUN)]
+    found = [(row.seq, row.kind, row.attempt, row.head_after) for row in ledger.rows(RUN)]
     assert sorted(found) == [
         (1, "claim", 1, None),
         (2, "advance", 1, "a"),
@@ -96,7 +103,7 @@ def test_runs_do_not_see_each_other(arena: Arena) -> None:
     assert not ledger.state("r").exists
     other = claim(ledger, "r11", nonce="x", replaces=0, detail={}).fence
     assert (other.attempt, other.seq) == (1, 1)
-    assert {row["run"] for row in ledger.rows(RUN)} == {RUN}
+    assert {row.run for row in ledger.rows(RUN)} == {RUN}
 
 
 def test_two_claims_of_one_failed_attempt(arena: Arena) -> None:
@@ -106,7 +113,7 @@ def test_two_claims_of_one_failed_attempt(arena: Arena) -> None:
     assert claimed(other, "n2", replaces=1).number == 2
     with pytest.raises(SteppedAside, match=r"expected attempt 1 .* found attempt 2"):
         claimed(ledger, "n3", replaces=1)
-    assert [row["nonce"] for row in ledger.rows(RUN, kinds=["claim"])] == ["n1", "n2"]
+    assert [row.nonce for row in ledger.rows(RUN, kinds=(ClaimRow,))] == ["n1", "n2"]
 
 
 def test_claiming_again_with_the_same_nonce_changes_nothing(arena: Arena) -> None:
@@ -138,7 +145,7 @@ def test_a_repeated_commit_is_recorded_once(arena: Arena) -> None:
     ledger = Ledger(arena.lakehouse)
     attempt = claimed(ledger)
     assert checkpoint(ledger, attempt, "a", None) == checkpoint(ledger, attempt, "a", None)
-    assert len(ledger.rows(RUN, kinds=["checkpoint"])) == 1
+    assert len(ledger.rows(RUN, kinds=(CheckpointRow,))) == 1
 
 
 def test_other_parent_in_attempt_is_error(arena: Arena) -> None:
@@ -159,8 +166,8 @@ def test_a_quarantine_steps_the_head_back_once(arena: Arena) -> None:
     for _ in range(2):
         state = quarantine(ledger, attempt, damaged={"b": "a flipped bit"}, head_after="a")
         assert state.fence.head == "a"
-    (row,) = ledger.rows(RUN, kinds=["quarantine"])
-    assert (row["checkpoint_id"], json.loads(row["detail"])) == ("b", {"reason": "a flipped bit"})
+    (row,) = ledger.rows(RUN, kinds=(QuarantinedCheckpointRow,))
+    assert (row.checkpoint_id, row.reason) == ("b", "a flipped bit")
 
 
 def test_what_was_decided_holds_beside_busy_other_runs(arena: Arena) -> None:
@@ -178,7 +185,7 @@ def test_what_was_decided_holds_beside_busy_other_runs(arena: Arena) -> None:
 
     assert ledger.append(RUN, decide).fence.seq == 2
     assert looks == [1]
-    assert [row["kind"] for row in ledger.rows(RUN)] == ["claim", "name"]
+    assert [row.kind for row in ledger.rows(RUN)] == ["claim", "name"]
 
 
 def test_decision_repeats_after_other_rows(arena: Arena) -> None:
@@ -215,12 +222,12 @@ def test_expired_history_is_decided_again(arena: Arena, known: bool) -> None:
         finish(others, claimed(others), step=0)
         for number in range(KEEP_SNAPSHOTS + 1):
             claim(others, f"busy-{number}", nonce="n", replaces=0, detail={})
-        return Append(rows=[{"kind": "claim"}], fence=Fence(attempt=1, nonce="late", seq=1))
+        return Append(rows=[ClaimRow()], fence=Fence(attempt=1, nonce="late", seq=1))
 
     with pytest.raises(RunFinished):
         ledger.append(RUN, decide)
     assert looks == [False, True]
-    assert [row["kind"] for row in ledger.rows(RUN)] == ["claim", "finish"]
+    assert [row.kind for row in ledger.rows(RUN)] == ["claim", "finish"]
 
 
 def test_merge_keeps_decision(arena: Arena) -> None:
@@ -238,11 +245,11 @@ def test_merge_keeps_decision(arena: Arena) -> None:
 
     assert ledger.append(RUN, decide).fence.seq == 10
     assert looks == [9]
-    assert [row["seq"] for row in ledger.rows(RUN)] == list(range(1, 11))
+    assert [row.seq for row in ledger.rows(RUN)] == list(range(1, 11))
 
 
 def _named(state: RunState, name: str) -> Append:
-    row = {"kind": "name", "detail": json.dumps({"name": name})}
+    row = NameRow(name=name)
     return Append(rows=[row], fence=replace(state.fence, seq=state.fence.seq + 1))
 
 
@@ -278,7 +285,7 @@ def test_rows_between_are_noticed(arena: Arena) -> None:
     attempt = claimed(ledger)
     checkpoint(ledger, attempt, "a", None)
     name_checkpoint(ledger, RUN, "best")
-    rows: list[Row] = [{"kind": "checkpoint", "checkpoint_id": "b", "parent": "a"}]
+    rows: list[LedgerRow] = [CheckpointRow(checkpoint_id="b", parent="a")]
     with pytest.raises(RowsBetween, match="expected 2 to be the last seq of run 'r1', found 3"):
         commit_checkpoint(ledger, attempt, checkpoint_id="b", parent="a", rows=rows, seq=2)
     assert commit_checkpoint(ledger, attempt, checkpoint_id="b", parent="a", rows=rows, seq=3).fence.head == "b"

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import os
 from collections import Counter
 from datetime import datetime
@@ -15,6 +14,7 @@ from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.lakehouse.errors import AppendHistoryLost, DataFileUnreadable, NoProgress, ResumeMismatch
 from dlac_pipeline.lakehouse.iceberg.pins import list_pins
 from dlac_pipeline.lakehouse.ledger.commits import Attempt, claim, commit_checkpoint
+from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, LegRow, QuarantinedRowsRow
 from dlac_pipeline.plan.legs.choice import first_leg
 from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.plan.plan import Plans
@@ -42,7 +42,7 @@ def flat(steps: Steps) -> list[int]:
 
 def legs(arena: Arena, run: str) -> list[Leg]:
     """The committed legs of a run."""
-    return [Leg.from_json(row["detail"]) for row in arena.rows(run, "leg")]
+    return [Leg.from_record(row.record) for row in arena.rows(run, LegRow)]
 
 
 def append(arena: Arena, start: int, count: int) -> None:
@@ -219,8 +219,8 @@ def test_checkpoint_before_claim_keeps_leg(arena: Arena, monkeypatch: pytest.Mon
         fence = ledger.state(run).fence
         leg = first_leg(spec, [make_plan(arena.lakehouse, spec.source)])
         rows = [
-            {"kind": "checkpoint", "checkpoint_id": "c5", "step": 5},
-            {"kind": "leg", "checkpoint_id": "c5", "leg": 0, "detail": leg.to_json()},
+            CheckpointRow(checkpoint_id="c5", step=5),
+            LegRow(checkpoint_id="c5", leg=0, more=leg.to_record()),
         ]
         attempt = Attempt(run=run, number=fence.attempt, nonce=fence.nonce)
         commit_checkpoint(ledger, attempt, checkpoint_id="c5", parent=None, rows=rows)
@@ -284,16 +284,15 @@ def test_damaged_row_group_follows_policy(arena: Arena, policy: str) -> None:
     if policy == "fail":
         assert code == DataFileUnreadable.exit_code
         assert f"row group 1 of {path!r}" in launch.of("error")[0]["message"]
-        assert not arena.rows("r", "checkpoint")
+        assert not arena.rows("r", CheckpointRow)
         return
     assert code == 0, launch.stderr
     read = Counter(flat(arena.journal("r")))
     assert set(read.values()) == {1}
     assert len(read) == 140
-    (row,) = arena.rows("r", "quarantine")
-    named = json.loads(row["detail"])
-    assert (named["path"], named["row_group"], named["rows"]) == (path, 1, 20)
-    assert "expected row group 1" in named["reason"]
+    (row,) = arena.rows("r", QuarantinedRowsRow)
+    assert (row.path, row.row_group, row.rows) == (path, 1, 20)
+    assert "expected row group 1" in row.reason
     report = audit_run(arena.lakehouse, "r")
     assert report.exact, report.problems
     assert (report.rows_consumed, report.rows_quarantined, report.rows_excluded) == (140, 20, 0)
@@ -312,7 +311,7 @@ def test_a_warehouse_that_is_away_is_not_damage(arena: Arena) -> None:
         os.rename(path, path + ".away")
     launch = arena.launch(spec, plan_ids=[launch_plan.row.plan_id])
     assert launch.wait() == NoProgress.exit_code
-    assert not arena.rows("r", "quarantine")
+    assert not arena.rows("r", QuarantinedRowsRow)
     for path in paths:
         os.rename(path + ".away", path)
     assert arena.launch(spec, plan_ids=[launch_plan.row.plan_id]).wait() == 0

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from dlac_pipeline.lakehouse.ledger.branches import commit_rewind
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
 from dlac_pipeline.operations.live_status import LiveStatus
 from dlac_pipeline.operations.status import run_status
 from dlac_pipeline.plan.plan import Plans
@@ -40,13 +41,13 @@ def test_following_status_equals_new_one(arena: Arena) -> None:
     assert agree(status)["step"] == 5
     arena.train(spec, until=12)
     assert agree(status)["step"] == 10
-    target = ledger.restorable("r", 5)["checkpoint_id"]
+    target = ledger.restorable("r", 5).checkpoint_id
     commit_rewind(ledger, "r", nonce="n", checkpoint_id=target, detail={})
     assert agree(status)["step"] == 5
     arena.train(spec)
     assert (agree(status)["state"], status.finished) == ("finished", True)
-    last = max(int(row["seq"]) for row in arena.rows("r"))
-    assert [row["kind"] for row in ledger.rows("r", after=last - 1)] == ["finish"]
+    last = max(row.seq for row in arena.rows("r"))
+    assert [row.kind for row in ledger.rows("r", after=last - 1)] == ["finish"]
     assert ledger.rows("r", after=last) == []
 
 
@@ -65,7 +66,7 @@ def test_concurrent_checkpoint_is_not_step_zero(arena: Arena, monkeypatch: pytes
 
     monkeypatch.setattr(Ledger, "head_rows", read)
     status = run_status(arena.lakehouse, "r")
-    steps = {row["checkpoint_id"]: row["step"] for row in arena.rows("r", "checkpoint")}
+    steps = {row.checkpoint_id: row.step for row in arena.rows("r", CheckpointRow)}
     assert (status["step"], steps[status["head_checkpoint"]]) == (5, 5)
     assert run_status(arena.lakehouse, "r")["step"] == 10
 

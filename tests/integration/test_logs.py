@@ -54,7 +54,7 @@ def test_logs_of_last_attempt(arena: Arena, logs: Logs) -> None:
     """All of it, some ranks or lines of it, or those of another attempt; a rewind, which trains nothing, has none."""
     launch(arena, 1, {0: "first\n"})
     launch(arena, 2, {0: "a\nb\nc\n", 1: "d\n\x1b[2Je"})
-    claim(Ledger(arena.lakehouse), "r", nonce="rewind", replaces=2, detail={"rewinds": "x"})
+    claim(Ledger(arena.lakehouse), "r", nonce="rewind", replaces=2, detail={"purpose": "rewinds", "origin": "x"})
     assert logs("r")[:2] == (0, "[rank 0] a\n[rank 0] b\n[rank 0] c\n[rank 1] d\n[rank 1] e\n")
     assert logs("r", "--rank", "1")[:2] == (0, "d\ne\n")
     assert logs("r", "--tail", "1")[:2] == (0, "[rank 0] c\n[rank 1] e\n")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from dlac_pipeline.lakehouse.errors import CatalogUnreachable
 from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.lakehouse.ledger.commits import claim
 from dlac_pipeline.lakehouse.ledger.ledger import Append, Ledger
+from dlac_pipeline.lakehouse.ledger.typed_rows import NameRow
 from dlac_pipeline.lakehouse.maintenance.upkeep import run_upkeep
 from dlac_pipeline.plan.legs.choice import first_leg
 from dlac_pipeline.plan.plan import Plans
@@ -112,7 +112,7 @@ def test_warehouse_outage_is_awaited(store: ObjectStore, network: Network, tmp_p
         ledger.rows("r")
     mends = threading.Timer(2.0, network.mend)
     mends.start()
-    name_row = {"kind": "name", "detail": json.dumps({"name": "kept"})}
+    name_row = NameRow(name="kept")
     ledger.append("r", lambda state: Append(rows=[name_row], fence=replace(state.fence, seq=2)))
     mends.join()
-    assert [row["kind"] for row in ledger.rows("r")] == ["claim", "name"]
+    assert [row.kind for row in ledger.rows("r")] == ["claim", "name"]

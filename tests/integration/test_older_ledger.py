@@ -28,7 +28,8 @@ from dlac_pipeline.lakehouse.iceberg.metadata_files import TableFolder
 from dlac_pipeline.lakehouse.ledger import older_ledger
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.older_ledger import WarehouseReader, check_warehouse, commit_marked, newer_in_store
-from dlac_pipeline.lakehouse.ledger.run_rows import Row, checkpoint_rows
+from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows
+from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
 from dlac_pipeline.lakehouse.maintenance.upkeep import run_upkeep
 from dlac_pipeline.operations.rewind import rewind_run
 from dlac_pipeline.operations.status import run_status
@@ -355,17 +356,11 @@ def test_old_attempts_are_not_listed(lost: bool, monkeypatch: pytest.MonkeyPatch
     def manifest(step: int) -> dict[str, Any]:
         return {"ledger_uuid": "u", "run": "r", "parent": f"c{step - 1}", "step": step}
 
-    rows: list[Row] = [
-        {
-            "kind": "checkpoint",
-            "checkpoint_id": f"c{step}",
-            "step": step,
-            "attempt": step,
-            "manifest_uri": folder(step, step),
-        }
+    rows = [
+        CheckpointRow(checkpoint_id=f"c{step}", step=step, attempt=step, manifest_uri=folder(step, step))
         for step in range(1, 21)
     ]
-    committed = {row["manifest_uri"]: manifest(row["step"]) for row in rows}
+    committed = {row.manifest_uri: manifest(row.step) for row in rows}
     left_over = {folder(20, 21 + number): manifest(21) for number in range(20)}
     store = Store({**committed, **left_over, **({folder(21, 23): manifest(23)} if lost else {})})
     passes: list[str] = []

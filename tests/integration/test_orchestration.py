@@ -27,6 +27,7 @@ from dlac_pipeline.dagster.settings import FILE, read_settings
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.lakehouse.ledger.commits import claim
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+from dlac_pipeline.lakehouse.ledger.typed_rows import VerifyRow
 from dlac_pipeline.supervise.liveness.launch_liveness import liveness_of
 from dlac_pipeline.supervise.liveness.run_lock import lock_path, run_lock
 from jobs.definitions import defs
@@ -193,13 +194,13 @@ def test_the_verify_job_finds_damage_and_records_it(arena: Arena, home: Path, in
 
     assert verify().success
     assert verify().success
-    assert len(arena.rows(spec.run, "verify")) == 1
+    assert len(arena.rows(spec.run, VerifyRow)) == 1
     claim(Ledger(arena.lakehouse), "begun", nonce="n", replaces=0, detail={})
     misspelt = {"runs": ["verifeid", "begun", spec.run], "not_since_h": 0.0}
     named = verify(ops={"newest_checkpoints_verified": {"config": misspelt}})
     assert not named.success
     assert "verifeid: there is no run of this name" in str(named.get_step_failure_events()[0].event_specific_data)
-    assert len(arena.rows(spec.run, "verify")) == 2  # the others were read all the same
+    assert len(arena.rows(spec.run, VerifyRow)) == 2  # the others were read all the same
     folder = Path(list_checkpoints(arena.lakehouse, spec.run)[-1].folder.removeprefix("file://"))
     damaged = max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
     content = bytearray(damaged.read_bytes())
@@ -208,7 +209,7 @@ def test_the_verify_job_finds_damage_and_records_it(arena: Arena, home: Path, in
     again = verify(ops={"newest_checkpoints_verified": {"config": {"not_since_h": 0.0}}})
     assert not again.success
     assert damaged.name in str(again.all_node_events[-1].event_specific_data or again.get_run_failure_event())
-    assert json.loads(arena.rows(spec.run, "verify")[-1]["detail"])["problem"] is not None
+    assert arena.rows(spec.run, VerifyRow)[-1].problem is not None
 
 
 def test_settings_that_are_wrong_are_named(tmp_path: Path) -> None:

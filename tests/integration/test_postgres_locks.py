@@ -18,6 +18,7 @@ from dlac_pipeline.lakehouse.iceberg import safe_commit
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
 from dlac_pipeline.lakehouse.ledger.commits import Attempt, claim, commit_checkpoint
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
 from tests.conftest import wait_until
 from tests.postgres_server import needs_postgres, postgres
 
@@ -59,7 +60,7 @@ def test_frozen_committer_blocks_no_other(config: LakehouseConfig, monkeypatch: 
             in_time.append(landed.wait(ENOUGH_S))
 
     event.listen(engine_of(frozen.lakehouse), "commit", freeze)
-    rows = [{"kind": "checkpoint", "checkpoint_id": "a", "parent": None}]
+    rows = [CheckpointRow(checkpoint_id="a")]
     attempt = Attempt(run="r", number=1, nonce="n1")
     with ThreadPoolExecutor(1) as pool:
         committing = pool.submit(commit_checkpoint, frozen, attempt, checkpoint_id="a", parent=None, rows=rows)
@@ -68,8 +69,8 @@ def test_frozen_committer_blocks_no_other(config: LakehouseConfig, monkeypatch: 
         landed.set()
         assert committing.result().fence.head == "a"
     assert in_time == [True], "the others waited for who is frozen"
-    assert [row["kind"] for row in other.rows("r")] == ["claim", "checkpoint"]
-    assert [row["kind"] for row in other.rows("another")] == ["claim"]
+    assert [row.kind for row in other.rows("r")] == ["claim", "checkpoint"]
+    assert [row.kind for row in other.rows("another")] == ["claim"]
 
 
 def test_locked_row_is_not_awaited_forever(config: LakehouseConfig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import threading
 from typing import Any
@@ -19,6 +18,7 @@ from dlac_pipeline.checkpoint.restore.verified_copy import restore
 from dlac_pipeline.checkpoint.store import tiers_of
 from dlac_pipeline.lakehouse.errors import StoreUnavailable
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow, QuarantinedCheckpointRow
 from dlac_pipeline.spec.job_spec import JobSpec
 from tests.conftest import Arena, wait_until
 from tests.integration.test_cli import dlac as dlac_command
@@ -83,7 +83,7 @@ def test_retired_checkpoints_leave_bucket(arena: Arena, store: ObjectStore) -> N
     """Objects of retired checkpoints go, and what an attempt that was replaced had copied and never committed."""
     spec = remote(arena, store, keep_last=1)
     arena.train(spec, until=8)
-    nonce = arena.rows("r1", "claim")[0]["nonce"]
+    nonce = arena.rows("r1", ClaimRow)[0].nonce
     with store.files.open_output_stream(f"lake/checkpoints/r1/attempt-0001/step-000000099-{nonce}/rng.pt") as stream:
         stream.write(b"staged, never committed")
     arena.train(spec)
@@ -114,7 +114,7 @@ def test_a_network_that_is_cut_is_waited_for(arena: Arena, store: ObjectStore, n
         threading.Timer(3.0, network.mend).start()
 
     train(arena, spec, at={9: cut})
-    assert [row["step"] for row in arena.lineage("r1")] == [5, 10, 15]
+    assert [row.step for row in arena.lineage("r1")] == [5, 10, 15]
     assert audit_run(arena.lakehouse, "r1").exact
     assert Ledger(arena.lakehouse).state("r1").fence.attempt == 1
 
@@ -132,14 +132,14 @@ def test_dead_store_ends_run_at_checkpoint(arena: Arena, store: ObjectStore, net
         StoreUnavailable, match="write to the checkpoint store at 's3://lake/checkpoints/r1/attempt-0001"
     ):
         train(arena, spec, at={9: cut})
-    assert [row["step"] for row in arena.lineage("r1")] == [5]
+    assert [row.step for row in arena.lineage("r1")] == [5]
     with pytest.raises(StoreUnavailable, match="s3://lake/checkpoints/r1/"):
         train(arena, spec, at={})
     network.mend()
     train(arena, spec, at={})
-    assert [row["step"] for row in arena.lineage("r1")] == [5, 10, 15]
+    assert [row.step for row in arena.lineage("r1")] == [5, 10, 15]
     assert audit_run(arena.lakehouse, "r1").exact
-    assert json.loads(arena.rows("r1", "checkpoint")[-1]["detail"])["phases"]["upload"] > 0
+    assert arena.rows("r1", CheckpointRow)[-1].phases["upload"] > 0
 
 
 def test_missing_bucket_is_named_at_once(arena: Arena, store: ObjectStore) -> None:
@@ -161,7 +161,7 @@ def test_a_store_that_is_away_is_not_damage(arena: Arena, store: ObjectStore) ->
         restore(row, tiers_of(spec))
     with pytest.raises(StoreUnavailable, match="mount the store"):  # also where a launch has proved that it can write
         arena.train(spec)
-    assert arena.rows("r1", "quarantine") == []
+    assert arena.rows("r1", QuarantinedCheckpointRow) == []
 
 
 @pytest.mark.soak

@@ -113,7 +113,7 @@ def test_lost_rest_answer_is_resolved(served: Arena, rest: RestCatalog) -> None:
     rest.drop_answer()
     assert claim(ledger, "r", nonce="n", replaces=0, detail={}).fence.seq == 1
     assert not (rest.folder / "drop-answer").exists()
-    assert [row["kind"] for row in ledger.rows("r")] == ["claim"]
+    assert [row.kind for row in ledger.rows("r")] == ["claim"]
 
 
 @pytest.mark.soak
@@ -127,4 +127,4 @@ def test_rest_outage_is_awaited(served: Arena, rest: RestCatalog) -> None:
     back.start()
     name_checkpoint(ledger, "waits", "kept")
     back.join()
-    assert [row["kind"] for row in ledger.rows("waits")][-1] == "name"
+    assert [row.kind for row in ledger.rows("waits")][-1] == "name"

@@ -26,7 +26,7 @@ from dlac_pipeline.lakehouse.errors import (
     StoreUnavailable,
     TableReplaced,
 )
-from dlac_pipeline.lakehouse.ledger.run_rows import Row
+from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow, QuarantinedCheckpointRow
 from dlac_pipeline.operations.rewind import rewind_run
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.plan.planner import make_plan
@@ -46,19 +46,19 @@ def spec(arena: Arena) -> JobSpec:
     return arena.spec("r1", world_size=1, batch_size=16, key_groups=4, every_steps=5)
 
 
-def newest(arena: Arena, back: int = 0) -> Row:
+def newest(arena: Arena, back: int = 0) -> CheckpointRow:
     """The newest checkpoint's row, or one `back` before it."""
     return arena.lineage("r1")[-1 - back]
 
 
-def files(row: Row) -> list[Path]:
+def files(row: CheckpointRow) -> list[Path]:
     """The files of a checkpoint, largest first, without its manifest."""
-    folder = folder_of(row["manifest_uri"])
+    folder = folder_of(row.manifest_uri)
     found = [path for path in folder.iterdir() if path.name != "manifest.json"]
     return sorted(found, key=lambda path: -path.stat().st_size)
 
 
-def damage(row: Row, how: str) -> Path:
+def damage(row: CheckpointRow, how: str) -> Path:
     """Damage one file of a checkpoint; returns its path."""
     first, second = files(row)[:2]
     content = bytearray(first.read_bytes())
@@ -90,13 +90,11 @@ def test_damage_is_detected_and_named(arena: Arena, spec: JobSpec, how: str) -> 
     """A checkpoint with a damaged file or manifest does not verify, and the error names a damaged file."""
     arena.train(spec, until=8)
     row = newest(arena)
-    folder = folder_of(row["manifest_uri"])
-    verify_files(read_manifest(row["manifest_uri"], row["manifest_digest"], StoreFiles()), str(folder), StoreFiles())
+    folder = folder_of(row.manifest_uri)
+    verify_files(read_manifest(row.manifest_uri, row.manifest_digest, StoreFiles()), str(folder), StoreFiles())
     path = damage(row, how)
     with pytest.raises(CheckpointDamaged) as caught:
-        verify_files(
-            read_manifest(row["manifest_uri"], row["manifest_digest"], StoreFiles()), str(folder), StoreFiles()
-        )
+        verify_files(read_manifest(row.manifest_uri, row.manifest_digest, StoreFiles()), str(folder), StoreFiles())
     named = [path.name] if how != "swapped" else [found.name for found in files(row)]
     assert any(name in str(caught.value) for name in named)
 
@@ -108,14 +106,14 @@ def test_damaged_head_falls_back_to_parent(arena: Arena, spec: JobSpec, how: str
     bad, good = newest(arena), newest(arena, back=1)
     damage(bad, how)
     resumed = arena.train(spec)
-    assert min(resumed) == good["step"] + 1 == 6
+    assert min(resumed) == good.step + 1 == 6
     assert {step: resumed[step] for step in range(6, 13)} == {step: whole[step] for step in range(6, 13)}
-    (row,) = arena.rows("r1", "quarantine")
-    assert (row["checkpoint_id"], row["head_after"]) == (bad["checkpoint_id"], good["checkpoint_id"])
-    assert files(bad)[0].name in json.loads(row["detail"])["reason"] or how == "manifest missing"
+    (row,) = arena.rows("r1", QuarantinedCheckpointRow)
+    assert (row.checkpoint_id, row.head_after) == (bad.checkpoint_id, good.checkpoint_id)
+    assert files(bad)[0].name in row.reason or how == "manifest missing"
     consumed = [row_id for step in range(1, 6) for row_id in whole[step]] + [i for ids in resumed.values() for i in ids]
     assert sorted(consumed) == sorted(2 * list(range(120)))
-    assert bad["checkpoint_id"] not in {row["checkpoint_id"] for row in arena.lineage("r1")}
+    assert bad.checkpoint_id not in {row.checkpoint_id for row in arena.lineage("r1")}
 
 
 def test_nothing_left_to_restore_stops_for_good(arena: Arena, spec: JobSpec) -> None:
@@ -140,7 +138,7 @@ def test_a_store_that_is_away_is_not_damage(arena: Arena, spec: JobSpec) -> None
     shutil.rmtree(store / "r1")
     store.rmdir()
     store.with_name("elsewhere").rename(store)
-    assert arena.rows("r1", "quarantine") == []
+    assert arena.rows("r1", QuarantinedCheckpointRow) == []
     assert min(arena.train(spec)) == 6
 
 
@@ -215,13 +213,13 @@ def test_a_manifest_of_a_newer_format_is_refused(arena: Arena, spec: JobSpec) ->
     """A manifest that a newer version committed is neither guessed at nor taken for damage."""
     arena.train(spec, until=8)
     row = newest(arena)
-    manifest = read_manifest(row["manifest_uri"], row["manifest_digest"], StoreFiles())
-    folder = folder_of(row["manifest_uri"])
+    manifest = read_manifest(row.manifest_uri, row.manifest_digest, StoreFiles())
+    folder = folder_of(row.manifest_uri)
     raw = json.loads((folder / "manifest.json").read_text())
     newer = type(manifest)(**{**raw, "files": manifest.files, "format_version": 99})
     (folder / MANIFEST).write_bytes(newer.to_bytes())
     with pytest.raises(FormatTooNew, match="format version 99"):
-        read_manifest(row["manifest_uri"], content_digest(newer.to_bytes()), StoreFiles())
+        read_manifest(row.manifest_uri, content_digest(newer.to_bytes()), StoreFiles())
 
 
 def test_unwrapped_model_is_explained(arena: Arena, spec: JobSpec) -> None:
@@ -243,7 +241,7 @@ def test_a_store_that_cannot_be_written_is_named(arena: Arena, spec: JobSpec, st
     bad = path if store == "a regular file" else path / "store"
     with pytest.raises(StoreUnavailable, match=str(path)):
         arena.train(arena.spec("r1", world_size=1, store=str(bad)))
-    assert arena.rows("r1", "checkpoint") == []
+    assert arena.rows("r1", CheckpointRow) == []
 
 
 class Unloadable(torch.nn.Linear):
@@ -259,7 +257,7 @@ def test_failed_vote_prevents_commit(spec: JobSpec, arena: Arena, monkeypatch: p
     monkeypatch.setattr(torch.nn, "Linear", Unloadable)
     with pytest.raises(SpecInvalid, match="extra"):
         arena.train(spec)
-    assert arena.rows("r1", "checkpoint") == []
+    assert arena.rows("r1", CheckpointRow) == []
 
 
 def test_missing_step_done_is_named(arena: Arena, spec: JobSpec, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,7 +265,7 @@ def test_missing_step_done_is_named(arena: Arena, spec: JobSpec, monkeypatch: py
     monkeypatch.setattr("dlac_pipeline.train.training_run.TrainingRun.step_done", lambda self, loss: None)
     with pytest.raises(ScriptInvalid, match="step 1"):
         arena.train(spec)
-    assert arena.rows("r1", "checkpoint") == []
+    assert arena.rows("r1", CheckpointRow) == []
 
 
 def test_no_temporary_file_is_left(arena: Arena, spec: JobSpec) -> None:
@@ -292,14 +290,14 @@ def test_other_source_count_is_refused_early(arena: Arena, spec: JobSpec) -> Non
         claim_and_verify(
             Plans(arena.lakehouse), spec, ClaimRequest(nonce="n", options=ResumeOptions(plans=(plan.row, plan.row)))
         )
-    assert [row["attempt"] for row in arena.rows("r1", "claim")] == [1]
+    assert [row.attempt for row in arena.rows("r1", ClaimRow)] == [1]
 
 
 def test_shifted_cursor_is_refused(arena: Arena, spec: JobSpec) -> None:
     """A reader state that the order contradicts is refused, also where manifest and ledger agree on it."""
     arena.train(spec, until=7)
     row = newest(arena)
-    path = folder_of(row["manifest_uri"]) / MANIFEST
+    path = folder_of(row.manifest_uri) / MANIFEST
     manifest = json.loads(path.read_bytes())
     manifest["reader_state"][0][2][2] += 1
     content = json.dumps(manifest).encode()
@@ -307,8 +305,7 @@ def test_shifted_cursor_is_refused(arena: Arena, spec: JobSpec) -> None:
     table = arena.lakehouse.own("consumption")
     rows = table.scan().to_arrow()
     digests = [
-        content_digest(content) if each == row["manifest_digest"] else each
-        for each in rows["manifest_digest"].to_pylist()
+        content_digest(content) if each == row.manifest_digest else each for each in rows["manifest_digest"].to_pylist()
     ]
     index = rows.column_names.index("manifest_digest")
     field = rows.schema.field(index)

@@ -22,7 +22,14 @@ from dlac_pipeline.checkpoint.store import Tiers, folder_of
 from dlac_pipeline.lakehouse.errors import NoSuchCheckpoint, RunFinished, SpecInvalid, StoreUnavailable
 from dlac_pipeline.lakehouse.ledger.commits import name_checkpoint, unname_checkpoint
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
-from dlac_pipeline.lakehouse.ledger.run_rows import Row
+from dlac_pipeline.lakehouse.ledger.typed_rows import (
+    CheckpointRow,
+    ClaimRow,
+    LedgerRow,
+    QuarantinedCheckpointRow,
+    RetireRow,
+    VerifyRow,
+)
 from dlac_pipeline.operations import rehearse
 from dlac_pipeline.spec.job_spec import CheckpointSpec, JobSpec
 from tests.conftest import Arena, wait_until
@@ -33,14 +40,14 @@ STEPS = [10, 20, 30, 40, 50, 60, 63]
 
 def folders(arena: Arena, run: str) -> dict[int, Path]:
     """The folders of a run's checkpoints that are there, by step."""
-    found = {row["step"]: folder_of(row["manifest_uri"]) for row in arena.rows(run, "checkpoint")}
+    found = {row.step: folder_of(row.manifest_uri) for row in arena.rows(run, CheckpointRow)}
     return {step: folder for step, folder in found.items() if folder.exists()}
 
 
 def retired(arena: Arena, run: str) -> list[int]:
     """Steps of the checkpoints that are retired."""
-    steps = {row["checkpoint_id"]: row["step"] for row in arena.rows(run, "checkpoint")}
-    return [steps[row["checkpoint_id"]] for row in arena.rows(run, "retire")]
+    steps = {row.checkpoint_id: row.step for row in arena.rows(run, CheckpointRow)}
+    return [steps[row.checkpoint_id] for row in arena.rows(run, RetireRow)]
 
 
 @pytest.mark.parametrize(
@@ -72,7 +79,7 @@ def test_a_retired_checkpoint_is_never_resumed_from(arena: Arena) -> None:
     wait_until(lambda: sorted(folders(arena, "r")) == [20, 30], what="the removal of the retired")
     (folders(arena, "r")[30] / "torch-state.pt").unlink()
     arena.train(spec, until=27)
-    assert arena.lineage("r")[-1]["step"] == 20
+    assert arena.lineage("r")[-1].step == 20
     states = {each.step: each.state for each in list_checkpoints(arena.lakehouse, "r")}
     assert states == {10: "retired", 20: "head", 30: "damaged"}
 
@@ -83,8 +90,8 @@ def test_interrupted_removal_continues(arena: Arena) -> None:
     spec = arena.spec("r", world_size=1, passes=1, keep_last=1)
     arena.train(spec, until=25)
     wait_until(lambda: sorted(folders(arena, "r")) == [20], what="the removal of the retired")
-    (row,) = (row for row in arena.rows("r", "checkpoint") if row["step"] == 10)
-    half_removed = folder_of(row["manifest_uri"])
+    (row,) = (row for row in arena.rows("r", CheckpointRow) if row.step == 10)
+    half_removed = folder_of(row.manifest_uri)
     half_removed.mkdir()
     (half_removed / "left.pt").write_text("half removed")
     nonce = half_removed.name.rsplit("-", 1)[1]
@@ -110,9 +117,7 @@ def test_interrupted_removal_continues(arena: Arena) -> None:
 
 def test_sweep_spares_own_attempt(tmp_path: Path) -> None:
     """The sweep removes what an older attempt staged and never committed, and leaves what its own attempt is staging."""
-    rows: list[Row] = [
-        {"kind": "claim", "nonce": nonce, "detail": json.dumps({"marks_commits": True})} for nonce in ("aaaa", "bbbb")
-    ]
+    rows: list[LedgerRow] = [ClaimRow(nonce=nonce, marks_commits=True) for nonce in ("aaaa", "bbbb")]
     older = tmp_path / "r" / "attempt-0001" / "step-000000010-aaaa"
     own = tmp_path / "r" / "attempt-0002" / "step-000000020-bbbb"
     for folder in (older, own):
@@ -167,7 +172,7 @@ def test_a_failed_checkpoint_is_the_attempt_s_last(arena: Arena, monkeypatch: py
     with pytest.raises(StoreUnavailable):  # the run ends of it all the same
         train_on(path, run_folder, failures)
     assert {20, 30} <= set(failures)  # at 30 there was room again
-    assert [row["step"] for row in arena.rows("r", "checkpoint")] == [10]
+    assert [row.step for row in arena.rows("r", CheckpointRow)] == [10]
     arena.train(spec)
     assert audit_run(arena.lakehouse, "r").exact
 
@@ -175,20 +180,13 @@ def test_a_failed_checkpoint_is_the_attempt_s_last(arena: Arena, monkeypatch: py
 def test_unrelated_checkpoints_are_retired(tmp_path: Path) -> None:
     """Behind a fallback the abandoned ones go as well; a quarantined one is left for whoever looks into it."""
 
-    def row(name: str, step: int, parent: str | None, **more: Any) -> Row:
+    def row(name: str, step: int, parent: str | None, **more: Any) -> CheckpointRow:
         uri = (tmp_path / name / "manifest.json").as_uri()
-        return {
-            "kind": "checkpoint",
-            "checkpoint_id": name,
-            "step": step,
-            "parent": parent,
-            "manifest_uri": uri,
-            **more,
-        }
+        return CheckpointRow(checkpoint_id=name, step=step, parent=parent, manifest_uri=uri, **more)
 
-    rows = [row("a", 10, None), row("b", 20, "a"), row("c", 30, "b"), row("d", 40, "c")]
-    rows.append({"kind": "quarantine", "checkpoint_id": "d"})
-    rows.append({"kind": "quarantine", "checkpoint_id": None})  # of a row group
+    rows: list[LedgerRow] = [row("a", 10, None), row("b", 20, "a"), row("c", 30, "b"), row("d", 40, "c")]
+    rows.append(QuarantinedCheckpointRow(checkpoint_id="d"))
+    rows.append(QuarantinedCheckpointRow())  # of a row group
     tiers = Tiers(run="r", local=tmp_path, store=None, files=StoreFiles())
     retention = Retention(CheckpointSpec(keep_last=2), tiers, 2, rows)
     assert retention.due("e", 50, "b") == ["a", "c"]
@@ -223,9 +221,9 @@ def test_the_command_line_lists_and_verifies(arena: Arena) -> None:
     assert f"step 16: expected {file.as_uri()!r} to have digest" in damaged.stdout
     assert "step 15: whole" in damaged.stdout
     assert dlac("verify", "r", "--step", "15", home=arena.home).returncode == 0
-    first, *_, last = arena.rows("r", "verify")
+    first, *_, last = arena.rows("r", VerifyRow)
     verified = [each.verified_at for each in list_checkpoints(arena.lakehouse, "r")]
-    assert verified == [None, None, last["committed_at"], first["committed_at"]]
+    assert verified == [None, None, last.committed_at, first.committed_at]
     with open_audit(arena.lakehouse) as connection:
         said = connection.sql("SELECT step, problem IS NULL FROM verifications ORDER BY seq, step").fetchall()
     assert said == [(15, True), (16, True), (15, True), (16, False), (15, True)]
@@ -244,7 +242,7 @@ def test_store_outage_is_not_damage(arena: Arena) -> None:
     with pytest.raises(StoreUnavailable, match="mount the store"):
         next(verdicts)
     assert dlac("verify", "r", home=arena.home).returncode == StoreUnavailable.exit_code
-    assert arena.rows("r", "verify") == []
+    assert arena.rows("r", VerifyRow) == []
     kept.rename(store)
     assert [each.problem for each in verify_checkpoints(arena.lakehouse, "r")] == [None] * 4
 
@@ -279,8 +277,8 @@ def test_rehearsal_chooses_again_after_retention(arena: Arena, tmp_path: Path, m
     spec = two_attempts(arena)
     tried: list[int] = []
 
-    def meanwhile(row: Row, tiers: Tiers) -> Restored:
-        tried.append(row["step"])
+    def meanwhile(row: CheckpointRow, tiers: Tiers) -> Restored:
+        tried.append(row.step)
         if len(tried) == 1:
             train_past_the_first_attempt(arena, spec)
         return restore(row, tiers)
@@ -288,7 +286,7 @@ def test_rehearsal_chooses_again_after_retention(arena: Arena, tmp_path: Path, m
     monkeypatch.setattr(rehearse, "restore", meanwhile)
     _, chosen, restored = rehearse._restored(arena.lakehouse, "r", spec, tmp_path / "sandbox")
     assert tried == [10, 60]
-    assert (chosen.successor["step"], restored.manifest.step) == (63, 60)
+    assert (chosen.successor.step, restored.manifest.step) == (63, 60)
     Path(spec.checkpoint.store).rename(arena.home / "away")
     with pytest.raises(StoreUnavailable, match="mount the store"):
         rehearse._restored(arena.lakehouse, "r", spec, tmp_path / "another")
@@ -310,7 +308,7 @@ def test_named_checkpoint_is_kept(arena: Arena) -> None:
                 name_checkpoint(ledger, "r", "release-2")
             if batch.step == 40:
                 row = arena.lineage("r")[-1]
-                manifest = read_manifest(row["manifest_uri"], row["manifest_digest"], StoreFiles())
+                manifest = read_manifest(row.manifest_uri, row.manifest_digest, StoreFiles())
                 repeated = [each["checkpoint_id"] for each in manifest.ledger_rows if each["kind"] == "name"]
                 unname_checkpoint(ledger, "r", "release-1")
     wait_until(lambda: sorted(folders(arena, "r")) == [30, 63], what="the removal of the retired")
@@ -318,9 +316,9 @@ def test_named_checkpoint_is_kept(arena: Arena) -> None:
     assert names[30] == (["release-2"], "kept")
     assert names[10] == ([], "retired")
     assert audit_run(arena.lakehouse, "r").exact
-    seqs = [row["seq"] for row in arena.rows("r")]
+    seqs = [row.seq for row in arena.rows("r")]
     assert sorted(set(seqs)) == list(range(1, max(seqs) + 1))
-    assert repeated == [row["checkpoint_id"] for row in arena.lineage("r") if row["step"] == 30]
+    assert repeated == [row.checkpoint_id for row in arena.lineage("r") if row.step == 30]
 
 
 def test_names_are_refused_where_they_would_mislead(arena: Arena) -> None:

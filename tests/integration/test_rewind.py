@@ -34,7 +34,7 @@ from dlac_pipeline.lakehouse.ledger.branches import exclusions_in_force, retire_
 from dlac_pipeline.lakehouse.ledger.commits import Attempt, commit_checkpoint
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
-from dlac_pipeline.lakehouse.ledger.run_rows import HEAD_KINDS
+from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS, CheckpointRow, ClaimRow, LegRow, RewindRow
 from dlac_pipeline.operations.rewind import rewind_run
 from dlac_pipeline.operations.seen_rows import _newest_before
 from dlac_pipeline.operations.status import run_status
@@ -70,13 +70,13 @@ def test_branch_without_rows_ends(arena: Arena, tmp_path: Path, streamed: bool) 
     rewind_run(arena.lakehouse, "r", nonce="op1", step=4, exclude=[f"row_id not in ({str(seen)[1:-1]})"])
     assert arena.train(spec) == {}
     target, last = arena.lineage("r")[-2:]
-    assert (target["step"], last["step"], last["parent"]) == (4, 4, target["checkpoint_id"])
-    assert [row["checkpoint_id"] for row in arena.rows("r", "leg")][-1] == last["checkpoint_id"]
+    assert (target.step, last.step, last.parent) == (4, 4, target.checkpoint_id)
+    assert [row.checkpoint_id for row in arena.rows("r", LegRow)][-1] == last.checkpoint_id
     report = audit_run(arena.lakehouse, "r")
     assert (report.exact, report.problems, report.finished, report.step) == (True, (), True, 4)
     assert (report.rows_missing, report.rows_pending, report.rows_consumed) == (0, 0, 128)
     assert audit_run(arena.lakehouse, "r", "4") == report
-    rewind_run(arena.lakehouse, "r", nonce="op2", checkpoint_id=target["checkpoint_id"])
+    rewind_run(arena.lakehouse, "r", nonce="op2", checkpoint_id=target.checkpoint_id)
     arena.train(spec)
     report = audit_run(arena.lakehouse, "r")
     assert (report.exact, report.finished, report.rows_consumed) == (True, True, 200)
@@ -88,7 +88,7 @@ def test_branch_with_exclusions_is_exact(arena: Arena) -> None:
     spec = arena.spec("r", world_size=1, passes=1)
     old = arena.train(spec)
     left = arena.head("r")
-    before = {row["checkpoint_id"] for row in arena.rows("r", "checkpoint")}
+    before = {row.checkpoint_id for row in arena.rows("r", CheckpointRow)}
     done = rewind_run(arena.lakehouse, "r", nonce="op1", step=30, exclude=["row_id >= 1000"], why="a loss spike")
     assert (done.step, done.left, done.left_step, done.attempt) == (30, left, 63, 2)
     status = run_status(arena.lakehouse, "r")
@@ -102,8 +102,8 @@ def test_branch_with_exclusions_is_exact(arena: Arena) -> None:
     assert len(rows_until(new, 99)) == len(set(rows_until(new, 99)))
     assert recorded(arena, "r") == rows_until(new, 99)
     assert recorded(arena, "r", left) == rows_until(old, 99) == list(range(2000))
-    assert [row["step"] for row in arena.lineage("r", left)] == [10, 20, 30, 40, 50, 60, 63]
-    assert [json.loads(row["detail"])["index"] for row in arena.rows("r", "leg")] == [0, 1]
+    assert [row.step for row in arena.lineage("r", left)] == [10, 20, 30, 40, 50, 60, 63]
+    assert [row.record["index"] for row in arena.rows("r", LegRow)] == [0, 1]
     now, then = audit_run(arena.lakehouse, "r"), audit_run(arena.lakehouse, "r", left)
     assert (now.exact, now.problems, now.finished, now.rows_consumed) == (True, (), True, len(rows_until(new, 99)))
     assert (then.exact, then.problems, then.finished, then.rows_consumed) == (True, (), True, 2000)
@@ -190,8 +190,8 @@ def test_useless_rewind_is_refused(arena: Arena) -> None:
     refused(
         SpecInvalid, r"one of the sources \['src.t'\], found 'src.u'", step=20, exclude=["even = true"], source="src.u"
     )
-    target = next(row for row in arena.rows("r", "checkpoint") if row["step"] == 20)
-    file = folder_of(target["manifest_uri"]) / "torch-state.pt"
+    target = next(row for row in arena.rows("r", CheckpointRow) if row.step == 20)
+    file = folder_of(target.manifest_uri) / "torch-state.pt"
     content = file.read_bytes()
     file.write_bytes(content[:-1])
     refused(CheckpointDamaged, "expected .* bytes in", step=20)
@@ -212,19 +212,19 @@ def test_rewind_is_one_fencing_append(arena: Arena) -> None:
     done = [rewind_run(arena.lakehouse, "r", nonce="op", step=20) for _ in range(2)]
     assert done[0] == done[1]
     rows = arena.rows("r")
-    appended = [row for row in rows if row["seq"] > old.seq]
-    assert [(row["kind"], row["attempt"], row["nonce"]) for row in appended] == [
+    appended = [row for row in rows if row.seq > old.seq]
+    assert [(row.kind, row.attempt, row.nonce) for row in appended] == [
         ("claim", 2, "op"),
         ("rewind", 2, "op"),
     ]
-    assert {row["head_after"] for row in appended} == {done[0].checkpoint_id}
+    assert {row.head_after for row in appended} == {done[0].checkpoint_id}
     with pytest.raises(Fenced, match="owned by attempt 2"):
         commit_checkpoint(
             Ledger(arena.lakehouse),
             Attempt(run="r", number=1, nonce=old.nonce),
             checkpoint_id="late",
             parent=old.head,
-            rows=[{"kind": "checkpoint", "checkpoint_id": "late", "parent": old.head}],
+            rows=[CheckpointRow(checkpoint_id="late", parent=old.head)],
         )
     assert attempts_without_progress(rows) == 0
     assert launcher_of(rows, 2) == ""
@@ -262,7 +262,7 @@ def test_excluded_rows_that_were_seen_are_counted(arena: Arena) -> None:
     assert rewind_run(arena.lakehouse, "r", nonce="op1", step=40, exclude=late) == done
     done = rewind_run(arena.lakehouse, "r", nonce="op2", step=20, exclude=[f"row_id IN ({row[20]}, {row[21]})"])
     assert (done.excluded_rows_seen, done.clean_step) == (1, 10)
-    assert done.clean_checkpoint == arena.lineage("r")[0]["checkpoint_id"]
+    assert done.clean_checkpoint == arena.lineage("r")[0].checkpoint_id
     done = rewind_run(arena.lakehouse, "r", nonce="op3", step=20, exclude=[f"row_id = {row[21]} AND name IS NOT NULL"])
     assert (done.excluded_rows_seen, done.clean_step) == (0, None)
     done = rewind_run(arena.lakehouse, "r", nonce="op4", step=10, exclude=[f"row_id = {row[5]}"])
@@ -386,20 +386,20 @@ def test_abandoned_checkpoints_stay_until_retired(arena: Arena) -> None:
     arena.train(spec)
     states = [(each.step, each.state) for each in list_checkpoints(arena.lakehouse, "r")]
     assert states[3:] == [(40, "retired"), (50, "left"), (50, "retired"), (60, "kept"), (63, "head")]
-    row = next(row for row in arena.rows("r", "checkpoint") if row["checkpoint_id"] == left)
-    assert folder_of(row["manifest_uri"]).is_dir()
+    row = next(row for row in arena.rows("r", CheckpointRow) if row.checkpoint_id == left)
+    assert folder_of(row.manifest_uri).is_dir()
     with pytest.raises(SpecInvalid, match="is left behind and has no name, found '60'"):
         retire_left(Ledger(arena.lakehouse), "r", "60")
     said = dlac("retire", "r", "--spec", str(arena.home / "r.yaml"), home=arena.home)
     assert f"retired {left} (step 50)" in said.stdout
     assert retire_left(Ledger(arena.lakehouse), "r") == []
-    assert not folder_of(row["manifest_uri"]).exists()
+    assert not folder_of(row.manifest_uri).exists()
     shown = dlac("audit", "r", "--checkpoint", left or "", "--json", home=arena.home)
     assert (shown.returncode, json.loads(shown.stdout)["exact"]) == (0, True)
     assert audit_run(arena.lakehouse, "r").exact
     with pytest.raises(NoSuchCheckpoint, match="that is kept"):
         rewind_run(arena.lakehouse, "r", nonce="op", checkpoint_id=left)
-    assert [row["kind"] for row in arena.rows("r", *HEAD_KINDS) if row["kind"] == "rewind"] == ["rewind"]
+    assert [row.kind for row in arena.rows("r", *HEAD_KINDS) if isinstance(row, RewindRow)] == ["rewind"]
 
 
 def test_damaged_lineage_names_other_branches(arena: Arena) -> None:
@@ -411,7 +411,7 @@ def test_damaged_lineage_names_other_branches(arena: Arena) -> None:
     rewind_run(arena.lakehouse, "r", nonce="op1", step=10)
     arena.train(spec, until=25)
     for row in arena.lineage("r"):
-        path = folder_of(row["manifest_uri"]) / "torch-state.pt"
+        path = folder_of(row.manifest_uri) / "torch-state.pt"
         path.write_bytes(path.read_bytes()[:-1])
     for _ in range(2):
         with pytest.raises(NoRestorableCheckpoint, match=rf"{left} \(step 30\).*`dlac rewind r --checkpoint ID`"):
@@ -464,18 +464,16 @@ def test_rewind_to_step_zero_refused(arena: Arena) -> None:
     with pytest.raises(SpecInvalid, match="at its beginning"):
         rewind_run(arena.lakehouse, "r", nonce="op0", step=0)
     arena.train(spec, until=6)
-    left = arena.head("r")
+    left = arena.head("r") or ""
     with pytest.raises(EmptyPlan, match="leaves none: exclude fewer rows"):
         rewind_run(arena.lakehouse, "r", nonce="op1", step=0, exclude=["row_id >= 0"])
-    attempt = arena.rows("r", "claim")[-1]
+    attempt = arena.rows("r", ClaimRow)[-1]
     rewind_run(arena.lakehouse, "r", nonce="op2", step=0, exclude=["row_id < 20"])
-    stale = Attempt(run="r", number=attempt["attempt"], nonce=attempt["nonce"])
+    stale = Attempt(run="r", number=attempt.attempt, nonce=attempt.nonce)
     with pytest.raises(Fenced):
         commit_checkpoint(Ledger(arena.lakehouse), stale, checkpoint_id="x", parent=left, rows=[])
     arena.train(spec)
-    assert folder_of(
-        {row["checkpoint_id"]: row for row in arena.rows("r", "checkpoint")}[left]["manifest_uri"]
-    ).exists()
+    assert folder_of({row.checkpoint_id: row for row in arena.rows("r", CheckpointRow)}[left].manifest_uri).exists()
     assert recorded(arena, "r") == list(range(20, 200))
     assert audit_run(arena.lakehouse, "r").exact
 
@@ -493,7 +491,7 @@ def test_long_lineage_is_searched_once() -> None:
 
     names = [Name(f"c{step}") for step in range(200)]
     rows = [
-        {"kind": "checkpoint", "checkpoint_id": name, "parent": names[step - 1] if step else None, "seq": step}
+        CheckpointRow(checkpoint_id=name, parent=names[step - 1] if step else None, seq=step)
         for step, name in enumerate(names)
     ]
     seen_by = [Name(name) for name in names[100:]]

@@ -87,9 +87,9 @@ def test_small_appends_commit_nothing_after_exclusion(arena: Arena) -> None:
     arena.train(spec)
     rewind_run(arena.lakehouse, "r", nonce="op", step=2, exclude=["row_id >= 9999"])
     arena.train(spec)
-    known = [row["checkpoint_id"] for row in arena.lineage("r")]
+    known = [row.checkpoint_id for row in arena.lineage("r")]
     for start in (128, 136):
         append(arena, start, 8)
         assert arena.train(spec) == {}
-    assert [row["checkpoint_id"] for row in arena.lineage("r")] == known
+    assert [row.checkpoint_id for row in arena.lineage("r")] == known
     assert audit_run(arena.lakehouse, "r").exact

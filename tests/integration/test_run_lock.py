@@ -12,6 +12,7 @@ from tenacity import RetryCallState
 
 from dlac_pipeline.lakehouse import retrying
 from dlac_pipeline.lakehouse.errors import RunBusy, SteppedAside, StoreUnavailable
+from dlac_pipeline.lakehouse.ledger.typed_rows import ClaimRow
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.supervise.claim import ClaimRequest, claim_and_verify
@@ -102,7 +103,7 @@ def test_late_claim_of_dead_run_is_replaced(arena: Arena, claimant: str) -> None
     recovery = Supervisor(Request(spec=spec, takeover=True, replaces=1, recovers="dead", launched_by="recovery"))
     if claimant == "dead":
         assert recovery.run().ending == "finished"
-        assert [row["attempt"] for row in arena.rows("late", "claim")] == [1, 2, 3]
+        assert [row.attempt for row in arena.rows("late", ClaimRow)] == [1, 2, 3]
     else:
         with pytest.raises(SteppedAside):
             recovery.run()
@@ -130,4 +131,4 @@ def test_stopped_claim_without_answer_ends(arena: Arena, monkeypatch: pytest.Mon
         assert recovery.run() == Outcome(ending="stopped", attempts=1, step=0)
     assert len(refused) == 1
     assert "database is locked" in refused[0]
-    assert [row["attempt"] for row in arena.rows("told", "claim")] == [1]
+    assert [row.attempt for row in arena.rows("told", ClaimRow)] == [1]

@@ -14,6 +14,7 @@ from dlac_pipeline.checkpoint.store import MANIFEST, folder_of
 from dlac_pipeline.lakehouse.errors import CatalogUnreachable, Fenced, ResumeMismatch, SteppedAside
 from dlac_pipeline.lakehouse.ledger.commits import claim
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+from dlac_pipeline.lakehouse.ledger.typed_rows import ClaimRow
 from dlac_pipeline.operations.rewind import rewind_run
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.spec.launch_request import Request
@@ -47,7 +48,7 @@ def test_repeated_claim_fences_no_newer_one(arena: Arena, landed: bool) -> None:
     arena.monkeypatch.setattr("dlac_pipeline.supervise.attempt.claim_and_verify", away)
     with pytest.raises(SteppedAside):
         Supervisor(Request(spec=spec, noticed_by="recovery_sensor")).run()
-    assert arena.rows("r", "claim")[-1]["nonce"] == "another"
+    assert arena.rows("r", ClaimRow)[-1].nonce == "another"
 
 
 def test_leg_is_checked_after_claim(arena: Arena) -> None:
@@ -56,7 +57,7 @@ def test_leg_is_checked_after_claim(arena: Arena) -> None:
     spec = arena.spec("r", world_size=1, passes=1, every_steps=2)
     arena.train(spec, until=5)
     rewind_run(arena.lakehouse, "r", nonce="op", step=2, exclude=["row_id >= 150"])
-    manifest = folder_of(arena.lineage("r")[-1]["manifest_uri"]) / MANIFEST
+    manifest = folder_of(arena.lineage("r")[-1].manifest_uri) / MANIFEST
     whole = manifest.read_bytes()
 
     def mended(*given: Any, **how: Any) -> Any:

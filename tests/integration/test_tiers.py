@@ -25,6 +25,7 @@ from dlac_pipeline.checkpoint.restore.verified_copy import restore
 from dlac_pipeline.checkpoint.store import tiers_of
 from dlac_pipeline.lakehouse.errors import CheckpointDamaged, StoreUnavailable
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, QuarantinedCheckpointRow, RetireRow
 from dlac_pipeline.operations import initial_checkpoint
 from dlac_pipeline.operations.fork import fork_run
 from dlac_pipeline.spec.job_spec import JobSpec
@@ -71,7 +72,7 @@ def test_store_has_all_and_local_newest(arena: Arena, spec: JobSpec) -> None:
         (10, ["local", "store"]),
         (15, ["local", "store"]),
     ]
-    assert all(row["manifest_uri"].startswith(far.as_uri()) for row in arena.lineage("r1"))
+    assert all(row.manifest_uri.startswith(far.as_uri()) for row in arena.lineage("r1"))
     mark = f"committed-{Ledger(arena.lakehouse).table_uuid}.json"
     assert {path.name for path in (far / "r1").iterdir()} == {".dlac", "attempt-0001", mark}
     assert not list(arena.home.rglob("*.tmp-*"))
@@ -104,7 +105,7 @@ def test_missing_local_files_come_from_store(arena: Arena, spec: JobSpec, lost: 
     assert {path.name for path in folder.iterdir()} == names
     assert min(arena.train(spec)) == 6
     assert audit_run(arena.lakehouse, "r1").exact
-    assert arena.rows("r1", "quarantine") == []
+    assert arena.rows("r1", QuarantinedCheckpointRow) == []
 
 
 def test_shared_local_folder_is_mended_once(arena: Arena, spec: JobSpec, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,8 +148,8 @@ def test_with_both_copies_damaged_the_parent_is_resumed(arena: Arena, spec: JobS
     flip(file_of(arena.home / "far", 10))
     shutil.rmtree(arena.home / "near")
     assert min(arena.train(spec)) == 6
-    (row,) = arena.rows("r1", "quarantine")
-    assert "torch-state.pt" in json.loads(row["detail"])["reason"]
+    (row,) = arena.rows("r1", QuarantinedCheckpointRow)
+    assert "torch-state.pt" in row.reason
     assert audit_run(arena.lakehouse, "r1").exact
 
 
@@ -196,7 +197,7 @@ def test_every_machine_has_a_verified_copy(arena: Arena, spec: JobSpec) -> None:
     assert {path.name for path in machines.glob("1/r1/attempt-0001/step-*/*")} == names
     assert steps(far) == [5, 10, 15]
     assert audit_run(arena.lakehouse, "r1").exact
-    assert [row["attempt"] for row in arena.lineage("r1")] == [1, 2, 2]
+    assert [row.attempt for row in arena.lineage("r1")] == [1, 2, 2]
 
 
 @pytest.mark.soak
@@ -233,7 +234,7 @@ def test_a_store_that_is_away_is_not_damage(arena: Arena, spec: JobSpec) -> None
     far.rename(arena.home / "elsewhere")
     with pytest.raises(StoreUnavailable, match="mount the store"):
         arena.train(spec)
-    assert arena.rows("r1", "quarantine") == []
+    assert arena.rows("r1", QuarantinedCheckpointRow) == []
     shutil.rmtree(far)
     (arena.home / "elsewhere").rename(far)
     assert min(arena.train(spec)) == 6
@@ -283,13 +284,13 @@ def test_unmounted_store_takes_no_checkpoint(
     with pytest.raises(StoreUnavailable, match=f"mount.*{point}|{point}.*mount"):
         train_across(spec, path, {8: unmount}, engine)
     assert list(point.iterdir()) == []
-    assert [row["step"] for row in arena.lineage("r1")] == [5]
-    assert arena.rows("r1", "retire") == []
+    assert [row.step for row in arena.lineage("r1")] == [5]
+    assert arena.rows("r1", RetireRow) == []
     point.rmdir()
     mounted.rename(point)
     train_across(spec, path, {}, engine)
-    assert [row["step"] for row in arena.lineage("r1")] == [5, 10, 15]
-    assert arena.rows("r1", "quarantine") == []
+    assert [row.step for row in arena.lineage("r1")] == [5, 10, 15]
+    assert arena.rows("r1", QuarantinedCheckpointRow) == []
     assert audit_run(arena.lakehouse, "r1").exact
 
 
@@ -310,7 +311,7 @@ def test_unmounted_store_begins_no_fork(arena: Arena, spec: JobSpec, monkeypatch
         with pytest.raises(StoreUnavailable, match="mount it again"):
             fork_run(arena.lakehouse, child, "r1")
     assert list(other.iterdir()) == []
-    assert arena.rows("r2", "checkpoint") == []
+    assert arena.rows("r2", CheckpointRow) == []
     other.rmdir()
     (arena.home / "mounted").rename(other)
     assert fork_run(arena.lakehouse, child, "r1").parent_step == 15

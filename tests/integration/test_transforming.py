@@ -12,6 +12,7 @@ import pytest
 
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.lakehouse.errors import ResumeMismatch, TransformFailed
+from dlac_pipeline.lakehouse.ledger.typed_rows import AdvanceRow
 from dlac_pipeline.spec.launch_request import REQUEST_VARIABLE, Request, pack
 
 if TYPE_CHECKING:
@@ -59,12 +60,10 @@ def test_rows_are_dropped_multiplied_and_quarantined(arena: Arena, script: str) 
     assert min(rest) == 7
     seen = Counter(row for step, rows in {**first, **rest}.items() for row in rows if step < 7 or step in rest)
     assert seen == expected()
-    advances = arena.rows("r", "advance")
-    assert sum(row["rows_consumed"] for row in advances) == 2 * 98
-    assert sum(row["rows_filtered"] for row in advances) == 2 * 50
-    rejected = [
-        reason for row in advances if row["detail"] for reason in json.loads(row["detail"])["quarantined"].values()
-    ]
+    advances = arena.rows("r", AdvanceRow)
+    assert sum(row.rows_consumed for row in advances) == 2 * 98
+    assert sum(len(row.filtered) for row in advances) == 2 * 50
+    rejected = [reason for row in advances for _, reason in row.quarantined]
     assert rejected == ["ValueError: unlucky"] * 4
     report = audit_run(arena.lakehouse, "r")
     assert report.exact, report.problems

@@ -19,8 +19,8 @@ from dlac_pipeline.lakehouse.errors import CommitConflict, LakehouseError
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
 from dlac_pipeline.lakehouse.ledger.commits import Attempt, claim, commit_checkpoint
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
-from dlac_pipeline.lakehouse.ledger.run_rows import Row
 from dlac_pipeline.lakehouse.ledger.schemas import TABLES
+from dlac_pipeline.lakehouse.ledger.typed_rows import AdvanceRow, CheckpointRow, LedgerRow
 from dlac_pipeline.lakehouse.maintenance.compaction import MIN_FILES, compact
 from dlac_pipeline.lakehouse.maintenance.expiry import expire
 from dlac_pipeline.lakehouse.maintenance.orphans import remove_orphans
@@ -41,10 +41,9 @@ def checkpoint(ledger: Ledger, step: int) -> None:
     """Commit the checkpoint of a step, with rows whose order, nulls and odd numbers must not get lost."""
     name, parent = f"c{step}", f"c{step - 1}" if step > 1 else None
     losses = [0.1, math.nan, -0.0, math.inf][: step % 5]
-    rows: list[Row] = [{"kind": "checkpoint", "checkpoint_id": name, "parent": parent, "step": step, "losses": losses}]
+    rows: list[LedgerRow] = [CheckpointRow(checkpoint_id=name, parent=parent, step=step, losses=losses)]
     advances = [
-        {"kind": "advance", "checkpoint_id": name, "key_group": group, "filtered": [1, 2] if group else None}
-        for group in (3, 1, 2, 0)
+        AdvanceRow(checkpoint_id=name, key_group=group, filtered=[1, 2] if group else ()) for group in (3, 1, 2, 0)
     ]
     commit_checkpoint(ledger, ATTEMPT, checkpoint_id=name, parent=parent, rows=[*rows, *advances])
 
@@ -106,7 +105,7 @@ def test_appends_keep_the_newest_snapshots_and_all_rows(ledger: Ledger) -> None:
     retained = ledger.lakehouse.own("consumption").snapshots()
     assert len(retained) == KEEP_SNAPSHOTS
     assert [snapshot.summary["dlac.seq"] for snapshot in retained if snapshot.summary] == [str(n) for n in range(6, 26)]
-    assert sorted({row["seq"] for row in ledger.rows(RUN)}) == list(range(1, 26))
+    assert sorted({row.seq for row in ledger.rows(RUN)}) == list(range(1, 26))
 
 
 def test_tagged_snapshot_is_not_expired(ledger: Ledger) -> None:
@@ -177,7 +176,7 @@ def test_commit_repeats_after_compaction(ledger: Ledger, monkeypatch: pytest.Mon
     checkpoint(ledger, STEPS + 1)
     assert len(outcomes) == 3  # refused, the merge, landed
     assert rows_of(ledger).startswith(rows[:-1])
-    assert [row["checkpoint_id"] for row in ledger.rows(RUN, kinds=("checkpoint",))] == [
+    assert [row.checkpoint_id for row in ledger.rows(RUN, kinds=(CheckpointRow,))] == [
         f"c{n}" for n in range(1, STEPS + 2)
     ]
     assert data_files(other) == 3
@@ -189,7 +188,7 @@ def test_compaction_repeats_after_commit(ledger: Ledger, monkeypatch: pytest.Mon
     other = Ledger(connect(ledger.lakehouse.config))
     before_first_commit(monkeypatch, lambda: checkpoint(other, STEPS + 1))
     assert compact(ledger.lakehouse).files == STEPS + 2
-    assert [row["seq"] for row in ledger.rows(RUN, kinds=("checkpoint",))] == list(range(2, STEPS + 3))
+    assert [row.seq for row in ledger.rows(RUN, kinds=(CheckpointRow,))] == list(range(2, STEPS + 3))
     check_readable(ledger.lakehouse)
 
 
@@ -217,7 +216,7 @@ def test_orphans_are_removed_and_nothing_else(ledger: Ledger, arena: Arena) -> N
     check_readable(ledger.lakehouse)
     assert remove_orphans(ledger.lakehouse, "consumption").files <= 3  # what moving `main` itself has replaced
     checkpoint(ledger, STEPS + 1)
-    assert len(ledger.rows(RUN, kinds=("checkpoint",))) == STEPS + 1
+    assert len(ledger.rows(RUN, kinds=(CheckpointRow,))) == STEPS + 1
 
 
 def test_a_sweep_in_the_middle_of_a_commit(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,7 +228,7 @@ def test_a_sweep_in_the_middle_of_a_commit(ledger: Ledger, monkeypatch: pytest.M
     checkpoint(ledger, STEPS + 1)
     assert swept[0] >= 3  # data file, manifest, manifest list
     assert len(outcomes) == 3  # refused, `main` moved, landed
-    assert len(ledger.rows(RUN, kinds=("checkpoint",))) == STEPS + 1
+    assert len(ledger.rows(RUN, kinds=(CheckpointRow,))) == STEPS + 1
     check_readable(other)
 
 
@@ -255,7 +254,7 @@ def test_commit_on_removed_files_is_repeated(ledger: Ledger, monkeypatch: pytest
     run_upkeep(ledger.lakehouse, keep=1)
     monkeypatch.setattr(Lakehouse, "own", own)
     given.clear()
-    assert len(ledger.rows(RUN, kinds=("checkpoint",))) == STEPS + 3
+    assert len(ledger.rows(RUN, kinds=(CheckpointRow,))) == STEPS + 3
     assert len(given) == 2
 
 

@@ -16,6 +16,7 @@ from dlac_pipeline.dagster.sensors.continual import run_config_of
 from dlac_pipeline.lakehouse.errors import NoRestorableCheckpoint
 from dlac_pipeline.lakehouse.ledger.commits import Attempt, claim, quarantine
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
 
 if TYPE_CHECKING:
     from tests.conftest import Arena
@@ -28,7 +29,7 @@ def test_run_waiting_for_batch_passes_checks(arena: Arena) -> None:
     arena.table(appends=(20,))
     spec = arena.spec("waits", follow="appends", world_size=1)
     assert arena.train(spec) == {}
-    assert not arena.rows(spec.run, "checkpoint")
+    assert not arena.rows(spec.run, CheckpointRow)
     assert verify_head(arena.lakehouse, spec.run, None) is None
     config = run_config_of(spec)["resources"]["job"]["config"]
     resource = JobResource(spec=config["spec"])
@@ -50,6 +51,6 @@ def test_run_of_damaged_checkpoints_fails_check(arena: Arena) -> None:
     ledger, (only,) = Ledger(arena.lakehouse), arena.lineage(spec.run)
     owner = claim(ledger, spec.run, nonce="n", replaces=1, detail={}).fence
     attempt = Attempt(run=spec.run, number=owner.attempt, nonce="n")
-    quarantine(ledger, attempt, damaged={only["checkpoint_id"]: "a flipped bit"}, head_after=None)
+    quarantine(ledger, attempt, damaged={only.checkpoint_id: "a flipped bit"}, head_after=None)
     with pytest.raises(NoRestorableCheckpoint, match="all damaged or abandoned"):
         verify_head(arena.lakehouse, spec.run, None)

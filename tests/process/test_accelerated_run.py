@@ -40,7 +40,7 @@ def test_device_run_is_identical(arena: Arena) -> None:
     found = json.loads(said.stdout.splitlines()[-1])
     assert {int(step): rows for step, rows in found["seen"].items()} == expected
     assert not any(found["waited"])
-    losses = [[loss for row in arena.lineage(run) for loss in row["losses"]] for run in ("host", "device")]
+    losses = [[loss for row in arena.lineage(run) for loss in row.losses] for run in ("host", "device")]
     assert losses[0] == losses[1]
     assert len(losses[1]) == len(expected) == 19
 

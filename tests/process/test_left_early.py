@@ -10,6 +10,7 @@ import pytest
 from assets.training import model_checkpoint
 from dlac_pipeline.dagster.failures import NO_RECOVERY_TAG, run_tag
 from dlac_pipeline.lakehouse.errors import LeftUnfinished, ScriptInvalid
+from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow
 from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.supervise.supervisor import Supervisor
 from jobs.definitions import defs
@@ -64,7 +65,7 @@ def test_a_script_may_leave_between_two_steps(arena: Arena) -> None:
     arena.table(appends=(640,))
     outcome = supervisor(arena, SCRIPT, "between steps").run()
     assert (outcome.ending, outcome.step) == ("left", 15)
-    assert [row["step"] for row in arena.lineage("r")] == [10, 15]
+    assert [row.step for row in arena.lineage("r")] == [10, 15]
     outcome = supervisor(arena, SCRIPT, "at the end").run()
     assert (outcome.ending, outcome.step) == ("finished", 20)
     assert sorted(row for rows in arena.recorded("r").values() for row in rows) == list(range(640))
@@ -75,7 +76,7 @@ def test_unrunnable_script_is_not_relaunched(arena: Arena) -> None:
     arena.table(appends=(640,))
     with pytest.raises(ScriptInvalid, match="SyntaxError"):
         supervisor(arena, "def x(:").run()
-    assert len(arena.rows("r", "claim")) <= 1
+    assert len(arena.rows("r", ClaimRow)) <= 1
 
 
 @pytest.mark.parametrize(
@@ -93,8 +94,8 @@ def test_a_script_that_ends_otherwise_has_failed(arena: Arena, script: str, leav
     arena.table(appends=(640,))
     with pytest.raises(LeftUnfinished, match=said):
         supervisor(arena, script, leaves).run()
-    assert len(arena.rows("r", "claim")) == 1
-    assert [row["step"] for row in arena.rows("r", "checkpoint")] == ([10] if leaves else [])
+    assert len(arena.rows("r", ClaimRow)) == 1
+    assert [row.step for row in arena.rows("r", CheckpointRow)] == ([10] if leaves else [])
 
 
 @pytest.mark.soak
@@ -116,4 +117,4 @@ def test_left_run_materializes_no_model(arena: Arena, tmp_path: Path) -> None:
         run = instance.get_run_by_id(done.run_id)
         assert run is not None
         assert run_tag(run, NO_RECOVERY_TAG) == "LeftUnfinished"
-    assert arena.lineage("r")[-1]["step"] == 15
+    assert arena.lineage("r")[-1].step == 15

@@ -24,7 +24,7 @@ from dlac_pipeline.lakehouse.errors import DlacError
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
 from dlac_pipeline.lakehouse.ledger.commits import Attempt, claim, commit_checkpoint, finish
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
-from dlac_pipeline.lakehouse.ledger.run_rows import Row
+from dlac_pipeline.lakehouse.ledger.typed_rows import AdvanceRow, CheckpointRow, LedgerRow
 from dlac_pipeline.lakehouse.maintenance.upkeep import run_upkeep
 
 
@@ -55,9 +55,9 @@ def commit(home: str, run: str, commits: int, finishes: bool = False) -> None:
 def checkpoint(ledger: Ledger, attempt: Attempt, step: int, parent: str | None) -> str:
     """Commit one checkpoint; returns its id."""
     name = f"{attempt.run}-{step}-{attempt.nonce}"
-    rows: list[Row] = [
-        {"kind": "checkpoint", "checkpoint_id": name, "parent": parent, "step": step},
-        *({"kind": "advance", "checkpoint_id": name, "key_group": group} for group in range(2)),
+    rows: list[LedgerRow] = [
+        CheckpointRow(checkpoint_id=name, parent=parent, step=step),
+        *(AdvanceRow(checkpoint_id=name, key_group=group) for group in range(2)),
     ]
     commit_checkpoint(ledger, attempt, checkpoint_id=name, parent=parent, rows=rows)
     return name

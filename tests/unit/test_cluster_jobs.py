@@ -18,7 +18,7 @@ from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.lakehouse.ledger.commits import Attempt, claim, commit_checkpoint
 from dlac_pipeline.lakehouse.ledger.commits import finish as commit_finish
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
-from dlac_pipeline.lakehouse.ledger.run_rows import Row
+from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
 from dlac_pipeline.launchers import cluster_job, slurm
 from dlac_pipeline.launchers.cluster_checks import store_in_doubt
 from dlac_pipeline.launchers.cluster_job import SILENT_S, ClusterJob
@@ -72,7 +72,7 @@ def commit(home: Path, step: int, *, finish: bool = False) -> None:
     """Commit the first checkpoint of the run."""
     ledger = Ledger(connect(LakehouseConfig().at_home(home)))
     claim(ledger, RUN, nonce="n1", replaces=0, detail={})
-    rows: list[Row] = [{"kind": "checkpoint", "checkpoint_id": "c1", "parent": None, "step": step}]
+    rows = [CheckpointRow(checkpoint_id="c1", step=step)]
     attempt = Attempt(run=RUN, number=1, nonce="n1")
     commit_checkpoint(ledger, attempt, checkpoint_id="c1", parent=None, rows=rows)
     if finish:

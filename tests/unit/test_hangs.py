@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import socket
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
 
 from dlac_pipeline.elastic.ranks.watched_time import WatchedTime
+from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow, VerifyRow
 from dlac_pipeline.spec.launch_spec import LaunchSpec
 from dlac_pipeline.supervise.liveness.hang_detector import HangDetector
 from dlac_pipeline.supervise.liveness.heartbeat import HeartbeatFile, Phase, RankHeartbeat
@@ -95,11 +96,11 @@ def test_suspended_supervisor_reads_ranks_first() -> None:
 
 def test_claim_without_folder_has_no_launch(tmp_path: Path) -> None:
     """A rewind claims the run and launches nothing: no lock is looked for, and the run counts as not alive."""
-    row = {"kind": "claim", "attempt": 2, "run": "r", "committed_at": datetime.now(UTC)}
-    rewound = {**row, "detail": json.dumps({"host": socket.gethostname(), "rewinds": "r-1"})}
+    row = ClaimRow(attempt=2, run="r", committed_at=datetime.now(UTC), host=socket.gethostname())
+    rewound = replace(row, purpose="rewinds", origin="r-1")
     signs = liveness_of([rewound], 2)
     assert (signs.here, signs.lock_held, signs.alive(lost_after_s=120.0)) == (True, False, False)
-    launched = {**row, "detail": json.dumps({"host": socket.gethostname(), "local": str(tmp_path)})}
+    launched = replace(row, local=str(tmp_path))
     (tmp_path / "r").mkdir()
     with run_lock(str(tmp_path), "r", wait_s=0.0, takeover=False):
         assert liveness_of([launched], 2).lock_held
@@ -108,10 +109,9 @@ def test_claim_without_folder_has_no_launch(tmp_path: Path) -> None:
 def test_remote_launch_shows_only_own_acts(tmp_path: Path) -> None:
     """Its rows, and its ranks' steps where its folder can be seen; what operators and upkeep append beside it is none."""
     old = datetime.now(UTC) - timedelta(seconds=300)
-    detail = json.dumps({"host": "node7", "local": "/far", "launch_folder": str(tmp_path)})
-    claimed = {"kind": "claim", "attempt": 2, "run": "r", "committed_at": old, "detail": detail}
-    verified = {**claimed, "kind": "verify", "committed_at": datetime.now(UTC)}
-    committed = {**verified, "kind": "checkpoint"}
+    claimed = ClaimRow(attempt=2, run="r", committed_at=old, host="node7", local="/far", launch_folder=str(tmp_path))
+    verified = VerifyRow(attempt=2, run="r", committed_at=datetime.now(UTC))
+    committed = CheckpointRow(attempt=2, run="r", committed_at=datetime.now(UTC))
     assert not liveness_of([claimed, verified], 2).alive(lost_after_s=120.0)
     assert liveness_of([claimed, committed], 2).alive(lost_after_s=120.0)
     writer = HeartbeatFile(tmp_path, 0)

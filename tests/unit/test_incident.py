@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 
-from dlac_pipeline.lakehouse.ledger.run_rows import Row
+from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow, LedgerRow
 from dlac_pipeline.spec.launch_request import OPERATOR
 from dlac_pipeline.supervise.failure import failure_of_attempt
 
 MOMENTS = {"noticed_at": 9.0, "launched_at": 9.0, "stopped_at": 9.0}
 
 
-def rows(*reasons: str | None, **claim: Any) -> list[Row]:
+def rows(*reasons: str | None, **claim: Any) -> list[LedgerRow]:
     """The claim of attempt 1 and its checkpoints; None: one that says no reason."""
-    details = [{} if reason is None else {"reason": reason} for reason in reasons]
-    taken = [{"kind": "checkpoint", "attempt": 1, "detail": json.dumps(detail)} for detail in details]
-    return [{"kind": "claim", "attempt": 1, "detail": json.dumps(claim)}, *taken]
+    return [ClaimRow(attempt=1, **claim), *(CheckpointRow(attempt=1, reason=reason) for reason in reasons)]
 
 
 @pytest.mark.parametrize("reason", ["SIGTERM", "SIGUSR1", "termination_url", "end"])
@@ -39,4 +36,4 @@ def test_interrupted_run_has_failed(reasons: tuple[str | None, ...]) -> None:
 
 def test_an_attempt_that_only_rewound_has_not_failed() -> None:
     """It never trained."""
-    assert failure_of_attempt(rows(rewinds="r-1"), 1, noticed_by="recovery_sensor", **MOMENTS) is None
+    assert failure_of_attempt(rows(purpose="rewinds", origin="r-1"), 1, noticed_by="recovery_sensor", **MOMENTS) is None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -13,6 +12,7 @@ from hypothesis import strategies as st
 
 from dlac_pipeline.checkpoint.interval import Cost, Failures, Interval, choose_interval, daly_interval_s
 from dlac_pipeline.lakehouse.ledger.recoveries import Recovery
+from dlac_pipeline.lakehouse.ledger.typed_rows import KINDS, LedgerRow
 from dlac_pipeline.spec.job_spec import CheckpointSpec
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
@@ -24,10 +24,9 @@ def settings(**changes: Any) -> CheckpointSpec:
     return CheckpointSpec(**{"interval": "auto", **changes})
 
 
-def row(kind: str, attempt: int, at_s: float, **detail: Any) -> dict[str, Any]:
+def row(kind: str, attempt: int, at_s: float, **values: Any) -> LedgerRow:
     """A ledger row that was committed `at_s` seconds after the start."""
-    at = START + timedelta(seconds=at_s)
-    return {"kind": kind, "attempt": attempt, "committed_at": at, "detail": json.dumps(detail) if detail else None}
+    return KINDS[kind](attempt=attempt, committed_at=START + timedelta(seconds=at_s), **values)
 
 
 def recovery(replaced: int, failed_at_s: float) -> Recovery:

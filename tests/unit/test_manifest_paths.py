@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from dlac_pipeline.checkpoint.restore.foreign import foreign_checkpoint
 from dlac_pipeline.checkpoint.restore.verified_copy import restore
 from dlac_pipeline.checkpoint.store import Tiers
 from dlac_pipeline.lakehouse.errors import CheckpointDamaged, SpecInvalid
+from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
 
 BAD_PATHS: list[Any] = [
     "",
@@ -87,7 +89,7 @@ def test_paths_below_are_read() -> None:
     assert parse_manifest(manifest_with(*entries).to_bytes(), origin="m").files == entries
 
 
-def checkpoint_in(folder: Path) -> tuple[dict[str, str], FileEntry]:
+def checkpoint_in(folder: Path) -> tuple[CheckpointRow, FileEntry]:
     """A checkpoint of one file in a store at `folder`: its ledger row and its entry."""
     at = folder / "r" / "attempt-0001" / "step-1"
     (at / "part").mkdir(parents=True)
@@ -95,7 +97,7 @@ def checkpoint_in(folder: Path) -> tuple[dict[str, str], FileEntry]:
     entry = FileEntry(path="part/state", bytes=7, digest=file_digest(at / "part" / "state"))
     content = manifest_with(entry).to_bytes()
     (at / "manifest.json").write_bytes(content)
-    return {"manifest_uri": (at / "manifest.json").as_uri(), "manifest_digest": content_digest(content)}, entry
+    return CheckpointRow(manifest_uri=(at / "manifest.json").as_uri(), manifest_digest=content_digest(content)), entry
 
 
 @pytest.mark.parametrize("linked", ["part", "part/state"])
@@ -142,7 +144,7 @@ def test_restore_writes_nothing_elsewhere(tmp_path: Path, row: dict[str, str]) -
     raw = json.loads(path.read_bytes())
     raw["files"][0].update(row)
     path.write_bytes(json.dumps(raw).encode())
-    found["manifest_digest"] = content_digest(path.read_bytes())
+    found = replace(found, manifest_digest=content_digest(path.read_bytes()))
     tiers = Tiers(
         run="r", local=tmp_path / "local", store=(tmp_path / "store").as_uri(), files=StoreFiles(deadline_s=0)
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import socket
 from pathlib import Path
@@ -13,7 +12,7 @@ import yaml
 
 from dlac_pipeline.checkpoint.commit.local_copies import holders_of, node_name, nodes_with_newest
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
-from dlac_pipeline.lakehouse.ledger.run_rows import HEAD_KINDS
+from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS, CheckpointRow
 from dlac_pipeline.launchers import slurm
 from dlac_pipeline.launchers.cluster_job import ClusterJob
 from dlac_pipeline.launchers.kubernetes import Kubernetes
@@ -83,8 +82,8 @@ def test_ledger_knows_holders(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> 
         arena.train(spec, until=until)
         rows = Ledger(arena.lakehouse).rows("r1", kinds=HEAD_KINDS)
         assert nodes_with_newest(rows) == [name]
-    details = [json.loads(row["detail"]) for row in rows if row["kind"] == "checkpoint"]
-    assert [detail.get("nodes") for detail in details] == [["n1"], None, ["n2"], None]
+    nodes = [row.nodes for row in rows if isinstance(row, CheckpointRow)]
+    assert [list(each) for each in nodes] == [["n1"], [], ["n2"], []]
 
 
 def test_one_place_has_no_holders(arena: Arena) -> None:

@@ -13,6 +13,7 @@ from dlac_pipeline.checkpoint.files import StoreFiles, file_digest
 from dlac_pipeline.checkpoint.manifest import FileEntry, Manifest, content_digest
 from dlac_pipeline.elastic.round import Round
 from dlac_pipeline.lakehouse.errors import CheckpointDamaged, StoreUnavailable
+from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
 from dlac_pipeline.supervise import distributed_verify
 from dlac_pipeline.supervise.distributed_verify import NodeVerifier, NodeVerifiers, parts_of
 from tests.crews import rounds, silence
@@ -65,7 +66,7 @@ class Checkpoint:
         content = self.manifest.to_bytes()
         (self.folder / "manifest.json").write_bytes(content)
         uri = (self.folder / "manifest.json").as_uri()
-        self.row = {"manifest_uri": uri, "manifest_digest": content_digest(content)}
+        self.row = CheckpointRow(manifest_uri=uri, manifest_digest=content_digest(content))
 
 
 @pytest.fixture

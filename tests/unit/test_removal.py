@@ -13,7 +13,7 @@ from dlac_pipeline.checkpoint.commit.retention import Retention
 from dlac_pipeline.checkpoint.files import StoreFiles
 from dlac_pipeline.checkpoint.store import Tiers
 from dlac_pipeline.lakehouse.errors import StoreUnavailable
-from dlac_pipeline.lakehouse.ledger.run_rows import Row
+from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, LedgerRow, RetireRow
 from dlac_pipeline.spec.job_spec import CheckpointSpec
 
 
@@ -34,17 +34,17 @@ class Store:
 
         monkeypatch.setattr(StoreFiles, "remove", removed)
 
-    def row(self, number: int) -> Row:
+    def row(self, number: int) -> CheckpointRow:
         """Make a checkpoint; gives its ledger row."""
         folder = self.run / "attempt-0001" / f"step-{number:09d}-abcd"
         folder.mkdir(parents=True)
         uri = (folder / "manifest.json").as_uri()
-        return {"kind": "checkpoint", "checkpoint_id": str(number), "step": number, "parent": None, "manifest_uri": uri}
+        return CheckpointRow(checkpoint_id=str(number), step=number, manifest_uri=uri)
 
     def retention(self, retired: int) -> Retention:
         """Of an attempt before which so many checkpoints were retired, whose folders are left."""
-        rows = [self.row(number) for number in range(retired)]
-        rows += [{"kind": "retire", "checkpoint_id": str(number)} for number in range(retired)]
+        rows: list[LedgerRow] = [self.row(number) for number in range(retired)]
+        rows += [RetireRow(checkpoint_id=str(number)) for number in range(retired)]
         tiers = Tiers(run="r", local=self.run.parent, store=None, files=StoreFiles(deadline_s=0.0))
         return Retention(CheckpointSpec(keep_last=1), tiers, 2, rows)
 

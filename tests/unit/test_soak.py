@@ -9,7 +9,6 @@ import threading
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,6 +18,7 @@ from benchmarks.soak_faults.page import page_of
 from benchmarks.soak_faults.store import full, mounted
 from benchmarks.soak_faults.strikes import STRIKES
 from benchmarks.soak_faults.told import PHASES, last_before
+from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Dagster's own libraries warn of each other
 
@@ -87,7 +87,7 @@ def test_a_full_store_has_no_byte_free(tmp_path: Path) -> None:
 
 def test_journal_counts_attempt_of_checkpoint() -> None:
     """Steps of an attempt that were done again behind its last checkpoint do not count."""
-    lineage: list[dict[str, Any]] = [{"attempt": 1, "step": 2}, {"attempt": 2, "step": 3}]
+    lineage = [CheckpointRow(attempt=1, step=2), CheckpointRow(attempt=2, step=3)]
     entries = [
         {"attempt": 1, "step": 1, "rank": 0, "rows": [4]},
         {"attempt": 1, "step": 1, "rank": 1, "rows": [1]},

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import socket
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from dlac_pipeline.audit.wording import lay_out_facts
 from dlac_pipeline.cli.display import command_with, describe_live, describe_outcome, describe_status
 from dlac_pipeline.cli.recovery import describe_incident
 from dlac_pipeline.lakehouse.ledger.recoveries import Recovery
-from dlac_pipeline.lakehouse.ledger.run_rows import Row
+from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow, FinishRow, LedgerRow
 from dlac_pipeline.operations.status import current_failure, standing_of
 from dlac_pipeline.spec.launch_request import OPERATOR
 from dlac_pipeline.supervise.liveness.run_lock import run_lock
@@ -25,30 +25,25 @@ LONG = "team-nlp.llama-continual-pretraining-2026-11-23-with-a-very-long-name-of
 LONG_AGO = datetime.now(UTC) - timedelta(hours=3)
 
 
-def rows(*appended: Row, run: str = "r") -> list[Row]:
+def rows(*appended: LedgerRow, run: str = "r") -> list[LedgerRow]:
     """Rows of a run, in order of `seq`."""
-    common = {"run": run, "nonce": "n", "parent": None, "head_after": None, "committed_at": LONG_AGO, "detail": "{}"}
-    return [{**common, "attempt": 1, "seq": seq, **row} for seq, row in enumerate(appended, start=1)]
+    return [
+        replace(
+            row, run=run, nonce="n", committed_at=max(row.committed_at, LONG_AGO), attempt=row.attempt or 1, seq=seq
+        )
+        for seq, row in enumerate(appended, start=1)
+    ]
 
 
-def claim(attempt: int = 1, *, host: str = "", **detail: Any) -> Row:
+def claim(attempt: int = 1, *, host: str = "", **detail: Any) -> LedgerRow:
     """A launch on this node, unless it names another one."""
-    said = {"host": host or socket.gethostname(), **detail}
-    return {"kind": "claim", "attempt": attempt, "detail": json.dumps(said)}
+    return ClaimRow(attempt=attempt, host=host or socket.gethostname(), **detail)
 
 
-def checkpoint(step: int, reason: str, attempt: int = 1) -> Row:
+def checkpoint(step: int, reason: str, attempt: int = 1) -> LedgerRow:
     """A checkpoint and why it was taken."""
     name = f"r-{step}"
-    detail = json.dumps({"bytes": 1, "reason": reason})
-    return {
-        "kind": "checkpoint",
-        "attempt": attempt,
-        "checkpoint_id": name,
-        "head_after": name,
-        "step": step,
-        "detail": detail,
-    }
+    return CheckpointRow(attempt=attempt, checkpoint_id=name, head_after=name, step=step, bytes=1, reason=reason)
 
 
 def test_held_lock_means_training(tmp_path: Path) -> None:
@@ -80,10 +75,10 @@ def test_next_command_needs_spec(tmp_path: Path) -> None:
 def test_many_attempts_cost_few_passes() -> None:
     """The rows of a long run are gone through as often for many attempts as for few."""
 
-    class Counted(list[Row]):
+    class Counted(list[LedgerRow]):
         passes = 0
 
-        def __iter__(self) -> Iterator[Row]:
+        def __iter__(self) -> Iterator[LedgerRow]:
             self.passes += 1
             return super().__iter__()
 
@@ -99,22 +94,22 @@ def test_many_attempts_cost_few_passes() -> None:
         ((claim(), checkpoint(10, "left")), "stopped"),
         ((claim(), checkpoint(10, "end")), "caught up"),
         ((claim(), checkpoint(10, "nodes")), "dead"),
-        ((claim(), checkpoint(10, "end"), {"kind": "finish"}), "finished"),
-        ((claim(), checkpoint(10, "auto"), claim(2, rewinds="r-10")), "rewound"),
-        ((claim(forks={"run": "p"}),), "forked"),
-        ((claim(adopts="x"),), "adopted"),
+        ((claim(), checkpoint(10, "end"), FinishRow()), "finished"),
+        ((claim(), checkpoint(10, "auto"), claim(2, purpose="rewinds", origin="r-10")), "rewound"),
+        ((claim(purpose="forks", origin={"run": "p"}),), "forked"),
+        ((claim(purpose="adopts", origin="x"),), "adopted"),
         ((claim(host="node-7"), checkpoint(10, "steps")), "silent"),
         ((), "unknown"),
     ],
 )
-def test_endings_are_told_apart(appended: tuple[Row, ...], state: str) -> None:
+def test_endings_are_told_apart(appended: tuple[LedgerRow, ...], state: str) -> None:
     """What was ended in order has not died; a node that was not heard of for long is silent."""
     assert standing_of(rows(*appended)).state == state
 
 
 def test_recent_commit_elsewhere_means_training() -> None:
     """Another node is known by what it writes; an orchestrator's dead launch is recovered by its sensor."""
-    fresh = rows(claim(host="node-7"), {**checkpoint(10, "steps"), "committed_at": datetime.now(UTC)})
+    fresh = rows(claim(host="node-7"), replace(checkpoint(10, "steps"), committed_at=datetime.now(UTC)))
     assert standing_of(fresh).state == "training"
     assert "node-7" in standing_of(fresh).note
     assert "Dagster run abc" in standing_of(rows(claim(launched_by="abc"))).note
@@ -153,7 +148,7 @@ def test_old_failure_is_not_shown() -> None:
     begun = (claim(), checkpoint(10, "steps"), claim(2))
     assert current_failure(rows(*begun), failed) == "rank 1 died"
     assert current_failure(rows(*begun, checkpoint(20, "steps", 2)), failed) is None
-    assert current_failure(rows(*begun, {"kind": "finish"}), failed) is None
+    assert current_failure(rows(*begun, FinishRow()), failed) is None
     gave_up = [*failed, recovery(attempt=2, outcome="gave up", cause="rank 0 hangs", failed_at=datetime.now(UTC))]
     assert current_failure(rows(*begun, checkpoint(20, "steps", 2)), gave_up) == "rank 0 hangs"
     assert current_failure(rows(*begun, claim(3), checkpoint(20, "steps", 3)), gave_up) is None

@@ -4,4 +4,4 @@ CREATE OR REPLACE VIEW quarantined_units AS
 SELECT DISTINCT c.run, c.leg, c.source, c.detail->>'path' AS file_path, (c.detail->>'row_group')::INTEGER AS row_group,
     (c.detail->>'rows')::BIGINT AS rows, c.detail->>'reason' AS reason
 FROM consumption AS c JOIN legs AS l ON l.run = c.run AND l.leg = c.leg AND l.seq = c.seq
-WHERE c.kind = 'quarantine' AND c.checkpoint_id IS NULL;
+WHERE c.kind = 'quarantined_rows' OR (c.kind = 'quarantine' AND c.checkpoint_id IS NULL); -- of older versions

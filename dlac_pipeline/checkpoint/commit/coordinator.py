@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any
 
 from dlac_pipeline.checkpoint.commit.cursors import agreed_reader_state
 from dlac_pipeline.checkpoint.commit.ledger_rows import RowMaker, Vote
-from dlac_pipeline.checkpoint.commit.local_copies import describe_holders, holders_of
+from dlac_pipeline.checkpoint.commit.local_copies import holders_of
 from dlac_pipeline.checkpoint.commit.retention import Retention
 from dlac_pipeline.checkpoint.failures import failure_named, name_failure
 from dlac_pipeline.checkpoint.manifest import FileEntry, Manifest, content_digest, mark_committed
@@ -23,7 +22,16 @@ from dlac_pipeline.lakehouse.errors import DlacError, Fenced, LedgerOlderThanSto
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger.commits import Attempt, check_mine, commit_checkpoint
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
-from dlac_pipeline.lakehouse.ledger.run_rows import HEAD_KINDS, checkpoint_rows, repeatable
+from dlac_pipeline.lakehouse.ledger.typed_rows import (
+    HEAD_KINDS,
+    AdvanceRow,
+    CheckpointRow,
+    Columns,
+    ForkRow,
+    LedgerRow,
+    RetireRow,
+    repeatable,
+)
 from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.plan.order import LegOrder
 from dlac_pipeline.plan.slices import SliceWriter
@@ -47,7 +55,7 @@ class Prepared:
     """For the votes of all ranks."""
     note: Mapping[str, Any]
     """Further facts for its row."""
-    rows: Sequence[Mapping[str, Any]] = ()
+    rows: Sequence[ForkRow] = ()
     """Further rows of its append, of this checkpoint."""
 
 
@@ -82,7 +90,7 @@ class Committer:
         self._leg = trained.leg
         self._leg_is_new = trained.is_new
         self._parent = trained.parent
-        self._rows_since: list[dict[str, Any]] = []
+        self._rows_since: list[Columns] = []
         """The run's ledger rows after the parent's."""
         self._ledger = Ledger(lakehouse)
         self._slices = SliceWriter(lakehouse, trained.order)
@@ -136,47 +144,46 @@ class Committer:
         checkpoint_id = f"{self._attempt.run}-{taken.step:09d}-{self._attempt.nonce}"
         advances = self._maker.advances(taken, votes)
         self._slices.write(advances)
-        rows = self._maker.rows(
-            taken,
-            advances,
-            leg_is_new=self._leg_is_new,
-            checkpoint_id=checkpoint_id,
-            parent=parent,
-            world_size=len(votes),
-        )
+        checkpoint = self._maker.checkpoint(taken, checkpoint_id=checkpoint_id, parent=parent, world_size=len(votes))
+        rows = self._maker.rows(checkpoint, advances, leg_is_new=self._leg_is_new)
         retention = self._retention
         assert retention is not None, "made before the first commit"
         retired = retention.due(checkpoint_id, taken.step, parent)
-        rows += [{"kind": "retire", "checkpoint_id": each} for each in retired]
-        rows += [{**row, "checkpoint_id": checkpoint_id} for row in prepared.rows]
-        manifest = self._make_manifest(prepared, votes, checkpoint_id, reader_state, rows)
+        rows += [RetireRow(checkpoint_id=each) for each in retired]
+        rows += [replace(row, checkpoint_id=checkpoint_id) for row in prepared.rows]
+        manifest = self._make_manifest(prepared, votes, checkpoint_id, reader_state, [checkpoint, *rows])
         size = sum(entry.bytes for entry in manifest.files)
         phases = {**_longest_phases(votes), "vote": prepared.waited_s}
-        rows[0] |= {
-            "manifest_uri": self._tiers.manifest_uri(prepared.name),
-            "manifest_digest": self._write(manifest, prepared.name),
-            "model_digest": manifest.model_digest,
-            "detail": json.dumps({"bytes": size, "phases": phases, **self._holders(votes), **prepared.note}),
-        }
+        checkpoint = replace(
+            checkpoint,
+            manifest_uri=self._tiers.manifest_uri(prepared.name),
+            manifest_digest=self._write(manifest, prepared.name),
+            model_digest=manifest.model_digest,
+            bytes=size,
+            phases=phases,
+            nodes=() if self._holders_known else holders_of(votes),
+            **prepared.note,
+        )
         started = time.monotonic()
         commit_checkpoint(
-            self._ledger, self._attempt, checkpoint_id=checkpoint_id, parent=parent, rows=rows, seq=self._seq
+            self._ledger,
+            self._attempt,
+            checkpoint_id=checkpoint_id,
+            parent=parent,
+            rows=[checkpoint, *rows],
+            seq=self._seq,
         )
         mark_committed(manifest, self._tiers.durable_run(), self._tiers.files.hurried())
         self._holders_known = True
         self._seq += 1  # not what was read last: an answer may come late, behind rows that were not seen
-        retention.committed(rows[0], retired)
+        retention.committed(checkpoint, retired)
         return {
             "error": None,
             "checkpoint_id": checkpoint_id,
-            "rows": sum(row.get("rows_consumed", 0) for row in rows),
+            "rows": sum(row.rows_consumed for row in rows if isinstance(row, AdvanceRow)),
             "bytes": size,
             "phases": {**phases, "commit": time.monotonic() - started},
         }
-
-    def _holders(self, votes: Sequence[Vote]) -> dict[str, Any]:
-        """Return the nodes with local copies, for the first checkpoint of an attempt. Later ones record nothing."""
-        return {} if self._holders_known else describe_holders(holders_of(votes))
 
     def _make_manifest(
         self,
@@ -184,7 +191,7 @@ class Committer:
         votes: Sequence[Vote],
         checkpoint_id: str,
         reader_state: list[list[list[int]]],
-        rows: Sequence[dict[str, Any]],
+        rows: Sequence[LedgerRow],
     ) -> Manifest:
         return Manifest(
             ledger_uuid=self._ledger.table_uuid,
@@ -200,7 +207,7 @@ class Committer:
             files=[FileEntry(**entry) for vote in votes for entry in vote["files"]],
             config_digest=self._config_digest,
             libraries={name: version(name) for name in _LIBRARIES if find_spec(name)},
-            ledger_rows=[*self._rows_since, *rows],
+            ledger_rows=[*self._rows_since, *repeatable(rows)],
         )
 
     def _write(self, manifest: Manifest, name: str) -> str:
@@ -218,15 +225,16 @@ class Committer:
         """Before the first commit: what the run's rows are."""
         if self._retention is None:
             rows = self._ledger.rows(self._attempt.run, kinds=HEAD_KINDS)
-            self._seq = max(int(row["seq"]) for row in rows)
+            self._seq = max(row.seq for row in rows)
             self._retention = Retention(self._settings, self._tiers, self._attempt.number, rows)
-            parent = checkpoint_rows(rows).get(self._parent or "", {"seq": 0})
-            self._rows_since = repeatable([row for row in rows if int(row["seq"]) > int(parent["seq"])])
+            parents = (row for row in rows if isinstance(row, CheckpointRow) and row.checkpoint_id == self._parent)
+            since = max((row.seq for row in parents), default=0)
+            self._rows_since = repeatable(row for row in rows if row.seq > since)
 
     def _see(self) -> None:
         """Rows that others appended since the last commit: they are kept in mind, and repeated by the next manifest."""
         rows = self._ledger.rows(self._attempt.run, after=self._seq)
-        self._seq = max((int(row["seq"]) for row in rows), default=self._seq)
+        self._seq = max((row.seq for row in rows), default=self._seq)
         assert self._retention is not None, "made before the first commit"
         self._retention.saw(rows)
         self._rows_since += repeatable(rows)

@@ -6,7 +6,6 @@ checkpoint of each attempt records them.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import shutil
@@ -19,13 +18,13 @@ from typing import Any
 from dlac_pipeline.checkpoint.restore.conversion import discard_conversion
 from dlac_pipeline.checkpoint.store import MANIFEST, Tiers
 from dlac_pipeline.lakehouse.errors import StoreUnavailable
-from dlac_pipeline.lakehouse.ledger.run_rows import Row, checkpoint_rows, fence_of_rows
+from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows, fence_of_rows
+from dlac_pipeline.lakehouse.ledger.typed_rows import LedgerRow
 
 _log = logging.getLogger(__name__)
 NODE_NAME_VARIABLE = "DLAC_NODE_NAME"
 """Environment variable with Kubernetes' name of the node. A pod's host name differs from it."""
 _SLURM_NODE_VARIABLE = "SLURMD_NODENAME"
-_NODES = "nodes"
 
 
 class LocalCopies:
@@ -92,20 +91,10 @@ def holders_of(votes: Sequence[Mapping[str, Any]]) -> list[str]:
     return sorted(held, key=lambda node: (-held[node], node))
 
 
-def describe_holders(nodes: Sequence[str]) -> dict[str, Any]:
-    """Return the part of a checkpoint's row that names the nodes with a copy of it."""
-    return {_NODES: list(nodes)} if nodes else {}
-
-
-def nodes_with_newest(rows: Sequence[Row]) -> list[str]:
+def nodes_with_newest(rows: Sequence[LedgerRow]) -> list[str]:
     """Return the nodes with a copy of the head of a run, by the run's rows. Empty: none, or none is known."""
     head = checkpoint_rows(rows).get(fence_of_rows(rows).head or "")
     if head is None:
         return []
-    same_attempt = (
-        row for row in checkpoint_rows(rows).values() if row["attempt"] == head["attempt"] and row["detail"]
-    )
-    found: list[str] = next(
-        (detail[_NODES] for row in same_attempt if _NODES in (detail := json.loads(row["detail"]))), []
-    )
-    return found
+    same_attempt = (row for row in checkpoint_rows(rows).values() if row.attempt == head.attempt)
+    return next((list(row.nodes) for row in same_attempt if row.nodes), [])

@@ -7,7 +7,6 @@ includes what replaced attempts had staged and never committed, which no row can
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -17,32 +16,42 @@ from dlac_pipeline.checkpoint.store import MANIFEST, Tiers, attempt_of, folder_n
 from dlac_pipeline.lakehouse.ledger.branches import left_by_rewinds
 from dlac_pipeline.lakehouse.ledger.commits import names_of
 from dlac_pipeline.lakehouse.ledger.older_ledger import proven_parent
-from dlac_pipeline.lakehouse.ledger.run_rows import Row, checkpoint_rows, lineage_of
+from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows, lineage_of, out_of
+from dlac_pipeline.lakehouse.ledger.typed_rows import (
+    CheckpointRow,
+    ClaimRow,
+    LedgerRow,
+    NameRow,
+    QuarantinedCheckpointRow,
+    RetireRow,
+    RewindRow,
+)
 from dlac_pipeline.spec.job_spec import CheckpointSpec
 
-_OUT = ("retire", "quarantine")
+_OUT = (RetireRow, QuarantinedCheckpointRow)
+_KINDS = (CheckpointRow, NameRow, RewindRow, *_OUT)
 _STAGED = re.compile(r"/step-\d+-(\w+)$")
 
 
 class Retention:
     """Retention at the coordinator of one attempt. `rows` are the run's when the attempt began."""
 
-    def __init__(self, settings: CheckpointSpec, tiers: Tiers, attempt: int, rows: Sequence[Row]) -> None:
+    def __init__(self, settings: CheckpointSpec, tiers: Tiers, attempt: int, rows: Sequence[LedgerRow]) -> None:
         self._settings = settings
         self._tiers = tiers
         self._files = tiers.files.hurried()  # the end of the process waits for a removal
         self._attempt = attempt
-        claims = [row for row in rows if row["kind"] == "claim"]
-        self._nonces = {row["nonce"] for row in claims}
-        self._marking = {row["nonce"] for row in claims if json.loads(row["detail"] or "{}").get("marks_commits")}
+        claims = [row for row in rows if isinstance(row, ClaimRow)]
+        self._nonces = {row.nonce for row in claims}
+        self._marking = {row.nonce for row in claims if row.marks_commits}
         """Of attempts that mark each checkpoint that they commit."""
-        self._rows: list[Row] = []
+        self._rows: list[LedgerRow] = []
         self._removal = Removal(tiers, attempt, self._left_over)
         self.saw(rows)
 
-    def saw(self, rows: Sequence[Row]) -> None:
+    def saw(self, rows: Sequence[LedgerRow]) -> None:
         """Rows that others have appended to the run."""
-        self._rows += [row for row in rows if row["kind"] in ("checkpoint", "name", "rewind", *_OUT)]
+        self._rows += [row for row in rows if isinstance(row, _KINDS)]
 
     def due(self, checkpoint_id: str, step: int, parent: str | None) -> list[str]:
         """Return what must be retired when this checkpoint becomes the head: all that is not kept, oldest first.
@@ -54,26 +63,26 @@ class Retention:
         if not keep_last:
             return []
         checkpoints = checkpoint_rows(self._rows)
-        out = {row["checkpoint_id"] for row in self._rows if row["kind"] in _OUT}
+        out = out_of(self._rows)
         kept, steps = {checkpoint_id}, {step}
         left = left_by_rewinds(self._rows) - set(lineage_of(self._rows, parent))
         while parent is not None:
             row = checkpoints[parent]
-            before = checkpoints.get(row["parent"], {"step": 0})["step"]
-            again = row["step"] in steps
-            if parent not in out and (again or len(steps) < keep_last or self._is_milestone(row["step"], before)):
+            before = checkpoints[row.parent].step if row.parent in checkpoints else 0
+            again = row.step in steps
+            if parent not in out and (again or len(steps) < keep_last or self._is_milestone(row.step, before)):
                 kept.add(parent)
-                steps.add(row["step"])
-            parent = row["parent"]
+                steps.add(row.step)
+            parent = row.parent
         stays = kept | left | out | set(names_of(self._rows).values())
         return [each for each in checkpoints if each not in stays]
 
-    def committed(self, checkpoint: Row, retired: Iterable[str]) -> None:
+    def committed(self, checkpoint: CheckpointRow, retired: Iterable[str]) -> None:
         """The checkpoint is the head, and these are retired: remove their files, in a thread."""
-        gone = [{"kind": "retire", "checkpoint_id": each} for each in retired]
+        gone = [RetireRow(checkpoint_id=each) for each in retired]
         self._rows += [checkpoint, *gone]
         found = checkpoint_rows(self._rows)
-        folders = [folder_uri(found[row["checkpoint_id"]]["manifest_uri"]) for row in gone]
+        folders = [folder_uri(found[row.checkpoint_id].manifest_uri) for row in gone]
         self._removal.begin(folders)
 
     def sweep(self) -> None:
@@ -93,10 +102,8 @@ class Retention:
 
         Their names identify them, at any mount point, because no other launch can have used them.
         """
-        out = {row["checkpoint_id"] for row in self._rows if row["kind"] == "retire"}
-        named = {
-            folder_name_of(row["manifest_uri"]): row["checkpoint_id"] for row in checkpoint_rows(self._rows).values()
-        }
+        out = {row.checkpoint_id for row in self._rows if isinstance(row, RetireRow)}
+        named = {folder_name_of(row.manifest_uri): row.checkpoint_id for row in checkpoint_rows(self._rows).values()}
         known = set(named.values())
         files, run = self._files, self._tiers.durable_run()
         attempts = [name for name in files.children(run) if attempt_of(name) is not None]

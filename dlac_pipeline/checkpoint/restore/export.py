@@ -21,6 +21,7 @@ from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger.commits import keep_checkpoint, record_export
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows
+from dlac_pipeline.lakehouse.ledger.typed_rows import ExportRow
 
 if TYPE_CHECKING:
     from dlac_pipeline.checkpoint.engines.weights import Weights
@@ -96,8 +97,8 @@ def _write_weights(ledger: Ledger, manifest: Manifest, weights: Weights, path: P
             sync_file(temporary)
             digest, size = file_digest(temporary), temporary.stat().st_size
         # The ledger first: a file that is there is known.
-        said = {"digest": digest, "bytes": size, "file": path.name, "part": part}
-        record_export(ledger, manifest.run, manifest.checkpoint_id, said)
+        row = ExportRow(checkpoint_id=manifest.checkpoint_id, digest=digest, bytes=size, file=path.name, part=part)
+        record_export(ledger, manifest.run, row)
         with storing(path, "the file of weights"):
             temporary.rename(path)
             fsync_directory(path.parent)
@@ -148,13 +149,13 @@ def checkpoint_of_file(lakehouse: Lakehouse, path: Path) -> dict[str, object]:
         raise NoSuchCheckpoint(
             f"expected {str(path)!r} to be an export that this lakehouse knows, found none with its digest {digest}"
         )
-    rows = Ledger(lakehouse).head_rows(row["run"])
-    checkpoint = checkpoint_rows(rows)[row["checkpoint_id"]]
+    rows = Ledger(lakehouse).head_rows(row.run)
+    checkpoint = checkpoint_rows(rows)[row.checkpoint_id]
     return {
         "digest": digest,
-        "run": row["run"],
-        "checkpoint_id": row["checkpoint_id"],
-        "step": checkpoint["step"],
-        "model_digest": checkpoint["model_digest"],
-        "exported_at": row["committed_at"],
+        "run": row.run,
+        "checkpoint_id": row.checkpoint_id,
+        "step": checkpoint.step,
+        "model_digest": checkpoint.model_digest,
+        "exported_at": row.committed_at,
     }

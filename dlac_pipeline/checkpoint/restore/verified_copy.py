@@ -23,9 +23,9 @@ from dlac_pipeline.checkpoint.manifest import (
 from dlac_pipeline.checkpoint.store import MANIFEST, Tiers, folder_name_of, folder_of, folder_uri, storing
 from dlac_pipeline.lakehouse.durable_io import temporary_beside, write_durably
 from dlac_pipeline.lakehouse.errors import CheckpointDamaged, StoreUnavailable
-from dlac_pipeline.lakehouse.ledger.run_rows import Row
+from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
 
-Verify = Callable[[Row, Manifest, StoreFiles, Done], None]
+Verify = Callable[[CheckpointRow, Manifest, StoreFiles, Done], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,18 +38,20 @@ class Restored:
     """Files that came from the store, because the local copy lacked them or had them otherwise."""
 
 
-def manifest_of(row: Row, tiers: Tiers) -> Manifest:
+def manifest_of(row: CheckpointRow, tiers: Tiers) -> Manifest:
     """Return the manifest that a ledger row names, from this node's copy if that is whole. Raises as `restore`."""
-    uri = row["manifest_uri"]
-    return read_manifest(uri, row["manifest_digest"], tiers.files, copy=tiers.folder(folder_name_of(uri)))
+    uri = row.manifest_uri
+    return read_manifest(uri, row.manifest_digest, tiers.files, copy=tiers.folder(folder_name_of(uri)))
 
 
-def verify_here(row: Row, manifest: Manifest, files: StoreFiles, done: Done) -> None:
+def verify_here(row: CheckpointRow, manifest: Manifest, files: StoreFiles, done: Done) -> None:
     """Verify the checkpoint that a ledger row names where it was written. Raises as `verify_files`."""
-    verify_files(manifest, folder_uri(row["manifest_uri"]), files, done)
+    verify_files(manifest, folder_uri(row.manifest_uri), files, done)
 
 
-def restore(row: Row, tiers: Tiers, done: Done = lambda done, total: None, *, verify: Verify = verify_here) -> Restored:
+def restore(
+    row: CheckpointRow, tiers: Tiers, done: Done = lambda done, total: None, *, verify: Verify = verify_here
+) -> Restored:
     """Return the verified folder of the checkpoint that a ledger row names. Safe to be killed and repeated.
 
     `done` receives the progress. `verify` verifies it where no copy has to be made.
@@ -58,7 +60,7 @@ def restore(row: Row, tiers: Tiers, done: Done = lambda done, total: None, *, ve
         CheckpointDamaged: a file is missing or altered in the store. The message names it.
         StoreUnavailable: the store cannot be reached, or the local folder cannot be written.
     """
-    uri, digest = row["manifest_uri"], row["manifest_digest"]
+    uri, digest = row.manifest_uri, row.manifest_digest
     if tiers.store is None:
         manifest = read_manifest(uri, digest, tiers.files)
         verify(row, manifest, tiers.files, done)

@@ -123,7 +123,8 @@ def _last_leg(lakehouse: "Lakehouse", spec: JobSpec) -> "Leg | None":
         ResumeMismatch: the spec has another number of sources.
     """
     from dlac_pipeline.lakehouse.ledger.ledger import Ledger
-    from dlac_pipeline.lakehouse.ledger.run_rows import HEAD_KINDS, fence_of_rows
+    from dlac_pipeline.lakehouse.ledger.run_rows import fence_of_rows
+    from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS
     from dlac_pipeline.plan.legs.choice import check_sources
     from dlac_pipeline.supervise.choose_leg import leg_of
 

@@ -13,6 +13,7 @@ from pydantic import Field
 from dlac_pipeline.dagster.assets.rehearsal import CHECK, RehearsedRun, judge_rehearsals, rehearsed
 from dlac_pipeline.dagster.resources import LakehouseResource
 from dlac_pipeline.dagster.training_runs import MODEL
+from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
 from dlac_pipeline.spec.spec_problems import MOST_STEPS, Section
 
 if TYPE_CHECKING:
@@ -105,8 +106,8 @@ def _trained_since(lakehouse: "Lakehouse", since: datetime) -> list[str]:
     from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 
     ledger = Ledger(lakehouse)
-    newest = {run: ledger.rows(run, kinds=("checkpoint",))[-1:] for run in ledger.runs()}
-    return [run for run, rows in newest.items() if rows and rows[0]["committed_at"] >= since]
+    newest = {run: ledger.rows(run, kinds=(CheckpointRow,))[-1:] for run in ledger.runs()}
+    return [run for run, rows in newest.items() if rows and rows[0].committed_at >= since]
 
 
 @dg.job(

@@ -131,7 +131,7 @@ def _held_back(
 ) -> str:
     """Return why nothing is requested although new rows exist, as the rest of a sentence. Empty: it is requested."""
     from dlac_pipeline.lakehouse.ledger.ledger import Ledger
-    from dlac_pipeline.lakehouse.ledger.run_rows import HEAD_KINDS
+    from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS
 
     done = dg.RunsFilter(tags={DUE_TAG: due_key(spec, found)}, statuses=[dg.DagsterRunStatus.SUCCESS])
     if instance.get_runs(done, limit=1):

@@ -18,7 +18,7 @@ from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.spec.job_spec import JobSpec
 
 if TYPE_CHECKING:
-    from dlac_pipeline.lakehouse.ledger.run_rows import Row
+    from dlac_pipeline.lakehouse.ledger.typed_rows import LedgerRow
 
 _HEAD_TAG, _IN_A_ROW_TAG = "dlac/head", "dlac/recoveries_in_a_row"
 """On a recovery run: the head when it was requested, and how many were requested since the head last moved."""
@@ -199,7 +199,8 @@ def _find_trainer(
     """Return the run's trainer (empty: none), and how a recovery takes the run over."""
     from dlac_pipeline.lakehouse.iceberg.connect import connect
     from dlac_pipeline.lakehouse.ledger.ledger import Ledger
-    from dlac_pipeline.lakehouse.ledger.run_rows import HEAD_KINDS, fence_of_rows
+    from dlac_pipeline.lakehouse.ledger.run_rows import fence_of_rows
+    from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS
 
     rows = Ledger(connect(spec.lakehouse)).rows(spec.run, kinds=HEAD_KINDS)
     trainer = living_trainer(instance, rows, settings)
@@ -210,7 +211,7 @@ def _find_trainer(
     return trainer, {"takeover": True, "replaces": fence.attempt}
 
 
-def living_trainer(instance: dg.DagsterInstance, rows: "list[Row]", settings: RecoverySettings) -> str:
+def living_trainer(instance: dg.DagsterInstance, rows: "list[LedgerRow]", settings: RecoverySettings) -> str:
     """Return the living owner of the run: another Dagster run, or a launch from elsewhere. Empty: none."""
     from dlac_pipeline.lakehouse.ledger.run_rows import fence_of_rows, finished_of_rows
     from dlac_pipeline.supervise.claims import launcher_of

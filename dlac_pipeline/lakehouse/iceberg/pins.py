@@ -6,7 +6,6 @@ names its snapshot. Tables count by their uuid: a renamed table is the same.
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,21 +25,32 @@ from dlac_pipeline.lakehouse.errors import (
     PinLost,
     SpecInvalid,
 )
-from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, among, reachable
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, reachable
 from dlac_pipeline.lakehouse.iceberg.snapshots import is_pinned, pin, pin_tag, snapshot_of, table_name
 from dlac_pipeline.lakehouse.ledger.branches import left_by_rewinds
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import (
-    Row,
     checkpoint_rows,
     fence_of_rows,
     finished_of_rows,
     lineage_of,
     restorable_rows,
 )
+from dlac_pipeline.lakehouse.ledger.typed_rows import (
+    CheckpointRow,
+    ClaimRow,
+    Columns,
+    FinishRow,
+    LedgerRow,
+    LegRow,
+    QuarantinedCheckpointRow,
+    RetireRow,
+    RewindRow,
+)
 from dlac_pipeline.lakehouse.retrying import as_commit_conflict, retrying
 
 _PREFIX = pin_tag(0).removesuffix("0")
-_KINDS = ("leg", "claim", "checkpoint", "quarantine", "retire", "rewind", "finish")
+_KINDS = (LegRow, ClaimRow, CheckpointRow, QuarantinedCheckpointRow, RetireRow, RewindRow, FinishRow)
 _PLAN_KEYS = frozenset({"plan_id", "live_plan_id", "base_plan_id", "plan_ids", "leg_plan_ids", "upcoming"})
 _REFUSED = (ForbiddenError, UnauthorizedError, AuthorizationExpiredError)
 _REFUSALS = ("readonly database", "read-only", "permission denied", "access denied", "access_denied", "not authorized")
@@ -85,7 +95,7 @@ class Pin:
 class _RunRows:
     """The ledger's facts about the plans that one run uses."""
 
-    rows: Sequence[Row]
+    rows: Sequence[LedgerRow]
 
     @property
     def finished(self) -> bool:
@@ -95,7 +105,7 @@ class _RunRows:
     @cached_property
     def used(self) -> frozenset[str]:
         """The plans of all legs, and tables with the snapshots that were planned last."""
-        return frozenset(_named(row["detail"] for row in self.rows if row["kind"] in ("leg", "claim")))
+        return frozenset(_named(row for row in self.rows if isinstance(row, LegRow | ClaimRow)))
 
     @cached_property
     def needed(self) -> frozenset[str]:
@@ -107,13 +117,12 @@ class _RunRows:
         if self.finished:
             there &= left_by_rewinds(self.rows) - set(lineage_of(self.rows, fence_of_rows(self.rows).head))
         checkpoints = checkpoint_rows(self.rows)
-        indices = {checkpoints[each]["leg"] for each in there}
-        legs = [row for row in self.rows if row["kind"] == "leg"]
-        claims = [row for row in self.rows if row["kind"] == "claim"]
-        needed = [row for row in legs if row["leg"] in indices]
+        indices = {checkpoints[each].leg for each in there}
+        legs = [row for row in self.rows if isinstance(row, LegRow)]
+        needed: list[LegRow | ClaimRow] = [row for row in legs if row.leg in indices]
         if not self.finished:
-            needed += [*legs[-1:], *claims[-1:]]
-        return frozenset(_named(row["detail"] for row in needed))
+            needed += [*legs[-1:], *[row for row in self.rows if isinstance(row, ClaimRow)][-1:]]
+        return frozenset(_named(needed))
 
 
 def list_pins(lakehouse: Lakehouse, identifier: str | None = None) -> list[Pin]:
@@ -248,25 +257,25 @@ def _check_free(lakehouse: Lakehouse, table: Table, identifier: str, snapshot_id
         )
 
 
-def _plans(lakehouse: Lakehouse) -> list[Row]:
+def _plans(lakehouse: Lakehouse) -> list[Columns]:
     names = ("plan_id", "source_table", "table_uuid", "snapshot_id", "created_at")
-    rows: list[Row] = lakehouse.read_own("plans", columns=names).to_pylist()
+    rows: list[Columns] = lakehouse.read_own("plans", columns=names).to_pylist()
     return rows
 
 
 def _runs(lakehouse: Lakehouse) -> dict[str, _RunRows]:
     names = ("run", "seq", "kind", "attempt", "nonce", "checkpoint_id", "parent", "head_after", "leg", "detail")
-    rows: list[Row] = lakehouse.read_own("consumption", among("kind", _KINDS), columns=names).to_pylist()
-    by_run: dict[str, list[Row]] = defaultdict(list)
-    for row in sorted(rows, key=lambda row: int(row["seq"])):
-        by_run[row["run"]].append(row)
-    return {run: _RunRows(found) for run, found in by_run.items()}
+    return {run: _RunRows(found) for run, found in Ledger(lakehouse).rows_of_runs(_KINDS, columns=names).items()}
 
 
-def _named(details: Iterable[str | None]) -> Iterator[str]:
-    """Every plan id anywhere in these JSON texts, and `table@snapshot` of every table that they name with one."""
-    for detail in details:
-        yield from _in_json(json.loads(detail or "{}"))
+def _named(rows: Iterable[LegRow | ClaimRow]) -> Iterator[str]:
+    """Every plan id in these rows, and `table@snapshot` of every table that they name with one."""
+    for row in rows:
+        if isinstance(row, LegRow):
+            yield from _in_json(row.record)
+        else:
+            yield from (*row.plan_ids, *row.leg_plan_ids)
+            yield from (_key(each.table_uuid, each.snapshot_id) for each in row.planned)
 
 
 def _in_json(value: Any) -> Iterator[str]:
@@ -293,12 +302,12 @@ def _key(table_uuid: str, snapshot_id: object) -> str:
     return f"{table_uuid}@{snapshot_id}"
 
 
-def _plans_of(table: Table, snapshot_id: int, plans: Iterable[Row]) -> list[Row]:
+def _plans_of(table: Table, snapshot_id: int, plans: Iterable[Columns]) -> list[Columns]:
     wanted = (str(table.metadata.table_uuid), snapshot_id)
     return [plan for plan in plans if (plan["table_uuid"], plan["snapshot_id"]) == wanted]
 
 
-def _uses(table: Table, snapshot_id: int, plans: Sequence[Row], runs: Mapping[str, _RunRows]) -> tuple[PinUse, ...]:
+def _uses(table: Table, snapshot_id: int, plans: Sequence[Columns], runs: Mapping[str, _RunRows]) -> tuple[PinUse, ...]:
     mine = {plan["plan_id"] for plan in _plans_of(table, snapshot_id, plans)}
     names = mine | {_key(str(table.metadata.table_uuid), snapshot_id)}
     return tuple(
@@ -308,7 +317,7 @@ def _uses(table: Table, snapshot_id: int, plans: Sequence[Row], runs: Mapping[st
     )
 
 
-def _pins_of(table: Table, name: str, plans: Sequence[Row], runs: Mapping[str, _RunRows]) -> list[Pin]:
+def _pins_of(table: Table, name: str, plans: Sequence[Columns], runs: Mapping[str, _RunRows]) -> list[Pin]:
     held = _held_by_one(table)
     found = []
     for tag, ref in table.refs().items():

@@ -5,7 +5,6 @@ Source: design.md sections 6.4 and 7.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -21,7 +20,18 @@ from dlac_pipeline.lakehouse.errors import (
     SteppedAside,
 )
 from dlac_pipeline.lakehouse.ledger.ledger import Append, Ledger, RunState
-from dlac_pipeline.lakehouse.ledger.run_rows import HEAD_KINDS, Fence, Row, no_such_run, restorable
+from dlac_pipeline.lakehouse.ledger.run_rows import Fence, no_such_run, restorable
+from dlac_pipeline.lakehouse.ledger.typed_rows import (
+    HEAD_KINDS,
+    CheckpointRow,
+    ClaimRow,
+    ExportRow,
+    FinishRow,
+    LedgerRow,
+    NameRow,
+    QuarantinedCheckpointRow,
+    VerifyRow,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +44,7 @@ class Attempt:
 
 
 def claim(ledger: Ledger, run: str, *, nonce: str, replaces: int, detail: dict[str, Any]) -> RunState:
-    """Make `nonce` the owner of the run, in place of attempt number `replaces`.
+    """Make `nonce` the owner of the run, in place of attempt number `replaces`. `detail` has further fields of its `ClaimRow`.
 
     Raises:
         SteppedAside: attempt `replaces` is no longer the current one, because another recovery claimed the run.
@@ -53,7 +63,7 @@ def claim(ledger: Ledger, run: str, *, nonce: str, replaces: int, detail: dict[s
                 "another launch owns the run; nothing to do"
             )
         mine = Fence(attempt=fence.attempt + 1, nonce=nonce, seq=fence.seq + 1, head=fence.head)
-        return Append(rows=[{"kind": "claim", "detail": json.dumps({"replaces": replaces, **detail})}], fence=mine)
+        return Append(rows=[ClaimRow(replaces=replaces, **detail)], fence=mine)
 
     return ledger.append(run, decide)
 
@@ -64,7 +74,7 @@ def commit_checkpoint(
     *,
     checkpoint_id: str,
     parent: str | None,
-    rows: Sequence[Row],
+    rows: Sequence[LedgerRow],
     seq: int | None = None,
 ) -> RunState:
     """Append a checkpoint's rows and make it the head, exactly once, however often the commit is repeated.
@@ -105,7 +115,7 @@ def quarantine(ledger: Ledger, attempt: Attempt, *, damaged: dict[str, str], hea
         if state.fence.head == head_after:
             return None
         rows = [
-            {"kind": "quarantine", "checkpoint_id": checkpoint_id, "detail": json.dumps({"reason": reason})}
+            QuarantinedCheckpointRow(checkpoint_id=checkpoint_id, reason=reason)
             for checkpoint_id, reason in damaged.items()
         ]
         return Append(rows=rows, fence=replace(state.fence, seq=state.fence.seq + 1, head=head_after))
@@ -124,9 +134,7 @@ def finish(ledger: Ledger, attempt: Attempt, *, step: int) -> RunState:
         if state.finished and state.fence.nonce == attempt.nonce:
             return None
         check_mine(state, attempt)
-        return Append(
-            rows=[{"kind": "finish", "step": step}], fence=replace(state.fence, seq=state.fence.seq + 1), finished=True
-        )
+        return Append(rows=[FinishRow(step=step)], fence=replace(state.fence, seq=state.fence.seq + 1), finished=True)
 
     return ledger.append(attempt.run, decide)
 
@@ -148,7 +156,7 @@ def name_checkpoint(
         if not state.exists:
             raise no_such_run(run, ledger.runs())
         rows = ledger.rows_at(state, kinds=HEAD_KINDS)
-        named = restorable(run, rows, step, checkpoint_id=checkpoint_id)["checkpoint_id"]
+        named = restorable(run, rows, step, checkpoint_id=checkpoint_id).checkpoint_id
         holder = names_of(rows).get(name)
         if holder == named:
             return None
@@ -157,21 +165,18 @@ def name_checkpoint(
                 f"expected {name!r} to name no checkpoint of run {run!r}, found it names {holder!r}: choose another, or "
                 "take it away with `dlac untag`"
             )
-        return _said_of_name(state, name, named)
+        return beside(state, [NameRow(checkpoint_id=named, name=name)])
 
     ledger.append(run, decide)
     return named
 
 
-def record_export(ledger: Ledger, run: str, checkpoint_id: str, said: dict[str, Any]) -> None:
-    """Record a file that was made from a checkpoint. `said` has its digest. Once, however often it is made."""
+def record_export(ledger: Ledger, run: str, export: ExportRow) -> None:
+    """Record a file that was made from a checkpoint. Once, however often it is made."""
 
     def decide(state: RunState) -> Append | None:
-        known = (json.loads(row["detail"])["digest"] for row in ledger.rows_at(state, kinds=("export",)))
-        if said["digest"] in known:
-            return None
-        row = {"kind": "export", "checkpoint_id": checkpoint_id, "detail": json.dumps(said)}
-        return beside(state, [row])
+        known = ledger.rows_at(state, kinds=(ExportRow,))
+        return None if any(row.digest == export.digest for row in known) else beside(state, [export])
 
     ledger.append(run, decide)
 
@@ -183,13 +188,13 @@ def record_verified(ledger: Ledger, run: str, problems: Mapping[str, str | None]
     """
 
     def decide(state: RunState) -> Append | None:
-        rows = ledger.rows_at(state, kinds=("verify",))
-        if any(json.loads(row["detail"])["verification"] == verification for row in rows):
+        if any(row.verification == verification for row in ledger.rows_at(state, kinds=(VerifyRow,))):
             return None
-        said = {each: {"verification": verification, "problem": problem} for each, problem in problems.items()}
-        return beside(
-            state, [{"kind": "verify", "checkpoint_id": each, "detail": json.dumps(said[each])} for each in said]
-        )
+        found = [
+            VerifyRow(checkpoint_id=each, verification=verification, problem=problem)
+            for each, problem in problems.items()
+        ]
+        return beside(state, found)
 
     ledger.append(run, decide)
 
@@ -207,7 +212,7 @@ def unname_checkpoint(ledger: Ledger, run: str, name: str) -> str:
         nonlocal held
         if not state.exists:
             raise no_such_run(run, ledger.runs())
-        names = names_of(ledger.rows_at(state, kinds=("name",)))
+        names = names_of(ledger.rows_at(state, kinds=(NameRow,)))
         if name not in names:
             if held:
                 return None  # an earlier try has landed
@@ -215,7 +220,7 @@ def unname_checkpoint(ledger: Ledger, run: str, name: str) -> str:
                 f"expected a checkpoint of run {run!r} named {name!r}, found the names {sorted(names)!r}"
             )
         held = names[name]
-        return _said_of_name(state, name, None)
+        return beside(state, [NameRow(name=name)])
 
     ledger.append(run, decide)
     return held
@@ -224,7 +229,7 @@ def unname_checkpoint(ledger: Ledger, run: str, name: str) -> str:
 @contextmanager
 def keep_checkpoint(
     ledger: Ledger, run: str, name: str, *, step: int | None = None, checkpoint_id: str | None = None
-) -> Iterator[Row]:
+) -> Iterator[CheckpointRow]:
     """Keep a checkpoint, or the head, from the retention of its run, which may be training. Yield its row.
 
     A process that is killed inside leaves the name, and so the checkpoint, until `name` is used again or removed.
@@ -233,8 +238,8 @@ def keep_checkpoint(
         NoSuchRun: the run does not exist.
         NoSuchCheckpoint: the checkpoint does not exist, or was retired or found damaged since then.
     """
-    target = ledger.restorable(run, step, checkpoint_id=checkpoint_id)["checkpoint_id"]
-    if names_of(ledger.rows(run, kinds=("name",))).get(name, target) != target:
+    target = ledger.restorable(run, step, checkpoint_id=checkpoint_id).checkpoint_id
+    if names_of(ledger.rows(run, kinds=(NameRow,))).get(name, target) != target:
         unname_checkpoint(ledger, run, name)  # of one that was killed
     named = name_checkpoint(ledger, run, name, step=step, checkpoint_id=checkpoint_id)  # the head as it is now
     try:
@@ -244,24 +249,18 @@ def keep_checkpoint(
             unname_checkpoint(ledger, run, name)
 
 
-def names_of(rows: Sequence[Row]) -> dict[str, str]:
+def names_of(rows: Sequence[LedgerRow]) -> dict[str, str]:
     """Name -> id of the checkpoint that has it, from rows in order of `seq`."""
     names: dict[str, str] = {}
     for row in rows:
-        if row["kind"] == "name":
-            name = json.loads(row["detail"])["name"]
-            names.pop(name, None)
-            if row["checkpoint_id"] is not None:
-                names[name] = row["checkpoint_id"]
+        if isinstance(row, NameRow):
+            names.pop(row.name, None)
+            if row.checkpoint_id is not None:
+                names[row.name] = row.checkpoint_id
     return names
 
 
-def _said_of_name(state: RunState, name: str, checkpoint_id: str | None) -> Append:
-    row = {"kind": "name", "checkpoint_id": checkpoint_id, "detail": json.dumps({"name": name})}
-    return beside(state, [row])
-
-
-def beside(state: RunState, rows: Sequence[Row]) -> Append:
+def beside(state: RunState, rows: Sequence[LedgerRow]) -> Append:
     """Return rows that leave owner and head unchanged. The owner of the run continues after them."""
     return Append(rows=rows, fence=replace(state.fence, seq=state.fence.seq + 1), finished=state.finished)
 

@@ -9,23 +9,22 @@ from __future__ import annotations
 
 import json
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import pyarrow as pa
-from pyiceberg.expressions import And, BooleanExpression
-from pyiceberg.io.pyarrow import schema_to_pyarrow
+from pyiceberg.expressions import And
 from pyiceberg.table import Table
 
 from dlac_pipeline.lakehouse.errors import CatalogUnreachable, CommitConflict, CommitOutcomeUnknown
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, among, equals, last_sequence_number, more_than, reachable
 from dlac_pipeline.lakehouse.iceberg.transactions import LeanTransaction
+from dlac_pipeline.lakehouse.ledger.arrow_rows import CONSUMPTION_ARROW, parse_rows
 from dlac_pipeline.lakehouse.ledger.run_rows import (
-    HEAD_KINDS,
     Fence,
-    Row,
     check_run_name,
     fence_of_rows,
     finished_of_rows,
@@ -33,15 +32,24 @@ from dlac_pipeline.lakehouse.ledger.run_rows import (
     restorable,
     translate_row,
 )
-from dlac_pipeline.lakehouse.ledger.schemas import CONSUMPTION, FORMAT_VERSION
+from dlac_pipeline.lakehouse.ledger.schemas import FORMAT_VERSION
+from dlac_pipeline.lakehouse.ledger.typed_rows import (
+    HEAD_KINDS,
+    AdvanceRow,
+    CheckpointRow,
+    ExportRow,
+    LedgerRow,
+    names_of_kinds,
+)
 from dlac_pipeline.lakehouse.maintenance.compaction import UPKEEP_OF_SNAPSHOT
 from dlac_pipeline.lakehouse.maintenance.expiry import expire_in
 from dlac_pipeline.lakehouse.retrying import as_commit_conflict, retrying
 
 T = TypeVar("T")
+R = TypeVar("R", bound=LedgerRow)
+Kinds = Sequence[type[R]]
 _RUN_OF_SNAPSHOT = "dlac.run"
 """Property of a snapshot: whose rows it added."""
-_ARROW = schema_to_pyarrow(CONSUMPTION, include_field_ids=False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,7 +71,7 @@ class RunState:
 class Append:
     """Rows to append and the fence that they install. `finished` drops the fence property instead."""
 
-    rows: Sequence[Row]
+    rows: Sequence[LedgerRow]
     fence: Fence
     finished: bool = False
 
@@ -94,32 +102,46 @@ class Ledger:
             attempt, nonce, seq, head = json.loads(cached)
             fence = Fence(attempt=attempt, nonce=nonce, seq=seq, head=head)
             return RunState(run=run, table=table, fence=fence, finished=False)
-        columns = ("seq", "kind", "attempt", "nonce", "head_after")
+        columns = ("seq", "kind", "attempt", "nonce", "head_after", "checkpoint_id")
         rows = self._scan(table, run, columns=columns, kinds=HEAD_KINDS)  # every append has a row of one of them
         return RunState(run=run, table=table, fence=fence_of_rows(rows), finished=finished_of_rows(rows))
 
+    @overload
+    def rows(self, run: str, *, after: int = 0) -> list[LedgerRow]: ...
+    @overload
+    def rows(self, run: str, *, kinds: Kinds[R], after: int = 0, columns: Sequence[str] = ("*",)) -> list[R]: ...
     def rows(
-        self, run: str, *, kinds: Sequence[str] = (), after: int = 0, columns: tuple[str, ...] = ("*",)
-    ) -> list[Row]:
+        self, run: str, *, kinds: Kinds[Any] = (), after: int = 0, columns: Sequence[str] = ("*",)
+    ) -> Sequence[LedgerRow]:
         """Return the rows of a run after the `seq` named by `after`, in order of `seq`, restricted to `kinds` when given.
 
-        Of `columns` only, one of which is `seq`.
+        Of `columns` only, two of which are `seq` and `kind`. The fields of other columns have their default values. A read
+        of a field of `detail` raises LedgerError if `detail` is damaged.
         """
-        wanted = {"kinds": kinds, "after": after, "columns": columns}
-        return self.lakehouse.look("consumption", lambda table: self._sorted(table, run, **wanted))
+        return self.lakehouse.look(
+            "consumption", lambda table: self._scan(table, run, kinds=kinds, after=after, columns=columns)
+        )
 
-    def rows_at(
-        self, state: RunState, *, kinds: Sequence[str] = (), after: int = 0, columns: tuple[str, ...] = ("*",)
-    ) -> list[Row]:
-        """Return the rows that the run had at one read, as `rows` does, with `columns` only, one of which is `seq`.
+    def rows_at(self, state: RunState, *, kinds: Kinds[R], after: int = 0, columns: Sequence[str] = ("*",)) -> list[R]:
+        """Return the rows that the run had at one read, as `rows` does.
 
         Raises:
             CommitConflict: other commits followed, and upkeep removed the files of that read.
         """
         with as_commit_conflict():
-            return self._sorted(state.table, state.run, kinds=kinds, after=after, columns=columns)
+            return self._scan(state.table, state.run, kinds=kinds, after=after, columns=columns)
 
-    def head_rows(self, run: str) -> list[Row]:
+    def rows_of_runs(self, kinds: Sequence[type[LedgerRow]], *, columns: Sequence[str]) -> dict[str, list[LedgerRow]]:
+        """Return run -> its rows of some kinds, in order of `seq`. Of `columns` only, as `rows` does."""
+        found = parse_rows(
+            self.lakehouse.read_own("consumption", among("kind", names_of_kinds(kinds)), columns=columns)
+        )
+        rows: dict[str, list[LedgerRow]] = defaultdict(list)
+        for row in self.translate(found):
+            rows[row.run].append(row)
+        return rows
+
+    def head_rows(self, run: str) -> list[LedgerRow]:
         """The rows that say where a run is, in order of `seq`.
 
         Raises:
@@ -130,7 +152,7 @@ class Ledger:
             raise no_such_run(run, self.runs())
         return rows
 
-    def restorable(self, run: str, step: int | None = None, *, checkpoint_id: str | None = None) -> Row:
+    def restorable(self, run: str, step: int | None = None, *, checkpoint_id: str | None = None) -> CheckpointRow:
         """The row of the checkpoint of a step or with an id, or of the head.
 
         Raises:
@@ -143,29 +165,23 @@ class Ledger:
         """Checkpoint id -> rows that it consumed since its parent, of these checkpoints."""
         if not checkpoints:
             return {}
+        wanted = And(And(equals("run", run), equals("kind", AdvanceRow.kind)), among("checkpoint_id", checkpoints))
+        found = self.lakehouse.read_own("consumption", wanted, columns=("checkpoint_id", "rows_consumed"))
         totals = dict.fromkeys(checkpoints, 0)
-        for row in self.advances(run, ("checkpoint_id", "rows_consumed"), checkpoints):
-            totals[row["checkpoint_id"]] += row["rows_consumed"]
+        for name, rows in zip(found["checkpoint_id"].to_pylist(), found["rows_consumed"].to_pylist(), strict=True):
+            totals[name] += rows
         return totals
 
-    def advances(self, run: str, columns: Sequence[str], checkpoints: Sequence[str] = ()) -> list[Row]:
-        """Return these columns of a run's advances, or of those of some checkpoints."""
-        wanted: BooleanExpression = And(equals("run", run), equals("kind", "advance"))
-        if checkpoints:
-            wanted = And(wanted, among("checkpoint_id", checkpoints))
-        found: list[Row] = self.lakehouse.read_own("consumption", wanted, columns=columns).to_pylist()
-        return found
-
-    def export(self, digest: str) -> Row | None:
+    def export(self, digest: str) -> ExportRow | None:
         """The row of the exported file with this digest, in whichever run."""
-        rows: list[Row] = self.lakehouse.read_own("consumption", equals("kind", "export")).to_pylist()
-        return next((row for row in rows if json.loads(row["detail"])["digest"] == digest), None)
+        rows = parse_rows(self.lakehouse.read_own("consumption", equals("kind", ExportRow.kind)))
+        return next((row for row in rows if isinstance(row, ExportRow) and row.digest == digest), None)
 
     def runs(self) -> list[str]:
         """Names of all runs in the ledger, sorted."""
         return sorted(set(self.lakehouse.read_own("consumption", columns=("run",))["run"].to_pylist()))
 
-    def translate(self, rows: list[Row]) -> list[Row]:
+    def translate(self, rows: list[R]) -> list[R]:
         """Return rows as the table has them with their places in a moved lakehouse."""
         relocation = self.lakehouse.relocation
         return [translate_row(row, relocation.uri_here, relocation.here) for row in rows] if relocation.moves else rows
@@ -197,26 +213,18 @@ class Ledger:
         """
         return retrying(self._deadline_s, stop=self._stop)(work)
 
-    def _sorted(self, table: Table, run: str, **wanted: Any) -> list[Row]:
-        return sorted(self._scan(table, run, **wanted), key=_seq)
-
     def _scan(
-        self,
-        table: Table,
-        run: str,
-        *,
-        columns: tuple[str, ...] = ("*",),
-        kinds: Sequence[str] = (),
-        after: int = 0,
-    ) -> list[Row]:
+        self, table: Table, run: str, *, kinds: Kinds[R], after: int = 0, columns: Sequence[str] = ("*",)
+    ) -> list[R]:
         wanted = equals("run", run)
         if kinds:
-            wanted = And(wanted, among("kind", kinds))
+            wanted = And(wanted, among("kind", names_of_kinds(kinds)))
         if after:
             wanted = And(wanted, more_than("seq", after))
         with reachable(self.lakehouse.config.uri):
-            rows: list[Row] = table.scan(row_filter=wanted, selected_fields=columns).to_arrow().to_pylist()
-        return self.translate(rows)
+            found = table.scan(row_filter=wanted, selected_fields=tuple(columns)).to_arrow()
+        rows: list[Any] = parse_rows(found)
+        return self.translate([row for row in rows if not kinds or isinstance(row, tuple(kinds))])
 
 
 class _Tries:
@@ -240,7 +248,7 @@ class _Tries:
         completed = [_complete(row, run, wanted.fence) for row in wanted.rows]
         if relocation.moves:
             completed = [translate_row(row, relocation.to_recorded_uri, relocation.to_recorded) for row in completed]
-        arrow = pa.Table.from_pylist(completed, schema=_ARROW)
+        arrow = pa.Table.from_pylist([row.to_columns() for row in completed], schema=CONSUMPTION_ARROW)
         with reachable(lakehouse.config.uri), as_commit_conflict(), LeanTransaction(table) as transaction:
             said = {_RUN_OF_SNAPSHOT: run, "dlac.seq": str(wanted.fence.seq)}
             transaction.append(arrow, snapshot_properties=said)
@@ -277,10 +285,6 @@ class _Tries:
         return self._decided
 
 
-def _seq(row: Row) -> int:
-    return int(row["seq"])
-
-
 def _property(run: str) -> str:
     return f"dlac.fence.{run}"
 
@@ -309,14 +313,14 @@ def _cached(fence: Fence) -> str:
     return json.dumps([fence.attempt, fence.nonce, fence.seq, fence.head])
 
 
-def _complete(row: Row, run: str, fence: Fence) -> Row:
-    common = {
-        "run": run,
-        "seq": fence.seq,
-        "attempt": fence.attempt,
-        "nonce": fence.nonce,
-        "head_after": fence.head,
-        "committed_at": datetime.now(UTC),
-        "format_version": FORMAT_VERSION,
-    }
-    return {**row, **common}
+def _complete(row: LedgerRow, run: str, fence: Fence) -> LedgerRow:
+    return replace(
+        row,
+        run=run,
+        seq=fence.seq,
+        attempt=fence.attempt,
+        nonce=fence.nonce,
+        head_after=fence.head,
+        committed_at=datetime.now(UTC),
+        format_version=FORMAT_VERSION,
+    )

@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -35,13 +35,15 @@ from pyiceberg.table.metadata import TableMetadataUtil
 from dlac_pipeline.lakehouse.errors import LakehouseError, LedgerOlderThanStore
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, among, equals, reachable
 from dlac_pipeline.lakehouse.iceberg.metadata_files import TableFolder, version_of
+from dlac_pipeline.lakehouse.ledger.arrow_rows import parse_rows
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
-from dlac_pipeline.lakehouse.ledger.run_rows import Row, checkpoint_rows
+from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows
 from dlac_pipeline.lakehouse.ledger.schemas import FORMAT_VERSION
+from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow, LedgerRow, RewindRow, names_of_kinds
 
 _log = logging.getLogger(__name__)
 _MANIFEST = "manifest.json"
-_LOSSES = ("checkpoint", "rewind")
+_LOSSES = (CheckpointRow, RewindRow)
 """Kinds of rows whose loss changes what a run trains from. Lost claims cost nothing but a number."""
 _COLUMNS = ("run", "seq", "kind", "nonce", "checkpoint_id", "step", "manifest_uri")
 _COLUMNS_OF_RUN = ("seq", "kind", "attempt", "checkpoint_id", "step", "manifest_uri", "detail")
@@ -178,11 +180,13 @@ def check_store(ledger: Ledger, run: str, folder: str, files: StoreReader) -> No
     _refuse(ledger.lakehouse, newer_in_store(ledger, run, folder, files, rows=rows), rows)
 
 
-def _rows_of(ledger: Ledger, run: str) -> list[Row]:
-    return ledger.rows(run, kinds=("claim", "checkpoint"), columns=_COLUMNS_OF_RUN)
+def _rows_of(ledger: Ledger, run: str) -> list[LedgerRow]:
+    return ledger.rows(run, kinds=(ClaimRow, CheckpointRow), columns=_COLUMNS_OF_RUN)
 
 
-def newer_in_store(ledger: Ledger, run: str, folder: str, files: StoreReader, *, rows: list[Row]) -> Newer | None:
+def newer_in_store(
+    ledger: Ledger, run: str, folder: str, files: StoreReader, *, rows: Sequence[LedgerRow]
+) -> Newer | None:
     """Return a committed checkpoint in the run's folder that the ledger lacks, or None.
 
     Folders are listed from the newest committed attempt on, because a lost checkpoint was committed after all known ones.
@@ -249,14 +253,14 @@ def check_warehouse(lakehouse: Lakehouse, run: str | None = None, *, exists: boo
         with reachable(lakehouse.config.uri):
             newer = _newer_state(rows, table, folder, path)
         if newer is not None:
-            _refuse(lakehouse, newer, Ledger(lakehouse).rows(newer.run, kinds=("checkpoint",)))
+            _refuse(lakehouse, newer, Ledger(lakehouse).rows(newer.run, kinds=(CheckpointRow,)))
 
 
 class _KnownRows:
     """The rows of the kinds that count which the ledger has, of a run or of all: read once, and again if one seems lost."""
 
     def __init__(self, lakehouse: Lakehouse, run: str | None) -> None:
-        kinds = among("kind", _LOSSES)
+        kinds = among("kind", names_of_kinds(_LOSSES))
         self.lakehouse = lakehouse
         self.run = run
         self._wanted: BooleanExpression = kinds if run is None else And(kinds, equals("run", run))
@@ -264,15 +268,15 @@ class _KnownRows:
         self._whole: set[int] = set()
         """Snapshots of which the ledger has every row: many failed commits are built on one snapshot."""
 
-    def missing_rows(self, state: Table, snapshot_id: int | None) -> list[Row]:
+    def missing_rows(self, state: Table, snapshot_id: int | None) -> list[CheckpointRow | RewindRow]:
         """Return the rows of a state that the ledger lacks."""
         if snapshot_id is None or snapshot_id in self._whole or state.snapshot_by_id(snapshot_id) is None:
             return []
         scan = state.scan(row_filter=self._wanted, selected_fields=_COLUMNS, snapshot_id=snapshot_id)
-        found = scan.to_arrow().to_pylist()
+        found = [row for row in parse_rows(scan.to_arrow()) if isinstance(row, CheckpointRow | RewindRow)]
         if any(_key(row) not in self._known for row in found):  # it may have been committed since
-            rows = self.lakehouse.read_own("consumption", self._wanted, columns=_COLUMNS).to_pylist()
-            self._known = {_key(row) for row in rows}
+            rows = parse_rows(self.lakehouse.read_own("consumption", self._wanted, columns=_COLUMNS))
+            self._known = {_key(row) for row in rows if isinstance(row, CheckpointRow | RewindRow)}
         lost = [row for row in found if _key(row) not in self._known]
         if not lost:
             self._whole.add(snapshot_id)
@@ -296,8 +300,8 @@ def _newer_state(rows: _KnownRows, table: Table, folder: TableFolder, path: str)
         if parent is not None and not (mine and parent in _history(table)):
             lost = rows.missing_rows(state, parent)
             if lost:
-                newest = max(lost, key=lambda row: (row["kind"] == "checkpoint", int(row["step"] or 0)))
-                return Newer(run=newest["run"], step=int(newest["step"] or 0), place=location)
+                newest = max(lost, key=lambda row: (isinstance(row, CheckpointRow), row.step))
+                return Newer(run=newest.run, step=newest.step, place=location)
         if version_of(path) > version_of(table.metadata_location):
             lost = rows.missing_rows(state, state.metadata.current_snapshot_id)
             return _lost_checkpoint(rows.lakehouse, lost, str(state.metadata.table_uuid), location)
@@ -316,28 +320,28 @@ def _state_of(content: dict[str, Any], location: str, io: FileIO) -> StaticTable
     return StaticTable(name, metadata, metadata_location=location, io=io, catalog=NoopCatalog(name[0]))
 
 
-def _lost_checkpoint(lakehouse: Lakehouse, lost: list[Row], ledger_uuid: str, location: str) -> Newer | None:
+def _lost_checkpoint(lakehouse: Lakehouse, lost: Sequence[LedgerRow], ledger_uuid: str, location: str) -> Newer | None:
     """Return the one of these rows' checkpoints that the mark in its store names."""
     files = WarehouseReader(lakehouse)
-    checkpoints = [row for row in lost if row["kind"] == "checkpoint" and row["manifest_uri"]]
+    checkpoints = [row for row in lost if isinstance(row, CheckpointRow) and row.manifest_uri]
     for row in Ledger(lakehouse).translate(checkpoints):
         try:
-            mark = commit_marked(str(row["manifest_uri"]).rsplit("/", 3)[0], ledger_uuid, files)
+            mark = commit_marked(row.manifest_uri.rsplit("/", 3)[0], ledger_uuid, files)
         except (OSError, ValueError):  # a store that is unavailable proves nothing
             continue
-        if mark is None or mark.checkpoint_id != row["checkpoint_id"]:
+        if mark is None or mark.checkpoint_id != row.checkpoint_id:
             continue
-        now = Ledger(lakehouse).rows(row["run"], kinds=("checkpoint",))  # it may have been committed since
+        now = Ledger(lakehouse).rows(row.run, kinds=(CheckpointRow,))  # it may have been committed since
         if mark.checkpoint_id not in checkpoint_rows(now):
-            return Newer(run=row["run"], step=int(row["step"]), place=location)
+            return Newer(run=row.run, step=row.step, place=location)
     return None
 
 
-def _refuse(lakehouse: Lakehouse, newer: Newer | None, rows: list[Row]) -> None:
+def _refuse(lakehouse: Lakehouse, newer: Newer | None, rows: list[LedgerRow]) -> None:
     """Raise `LedgerOlderThanStore` if there is something newer than these rows of its run."""
     if newer is None:
         return
-    known = [int(row["step"]) for row in checkpoint_rows(rows).values()]
+    known = [row.step for row in checkpoint_rows(rows).values()]
     raise LedgerOlderThanStore(
         f"expected the newest ledger of run {newer.run!r}, found one whose newest step is {max(known, default=0)}, while step "
         f"{newer.step} was committed as {newer.place!r} shows: the catalog at {lakehouse.config.address!r} was restored from "
@@ -362,20 +366,20 @@ def _newest_of(lakehouse: Lakehouse) -> str:
     )
 
 
-def _run_folders(rows: list[Row]) -> list[str]:
+def _run_folders(rows: list[LedgerRow]) -> list[str]:
     """Return the addresses of the run's folder that its newest checkpoint and its newest claim name."""
-    found = [str(row["manifest_uri"]).rsplit("/", 3)[0] for row in rows if row["kind"] == "checkpoint"][-1:]
-    claims = [json.loads(row["detail"] or "{}").get("store", "") for row in rows if row["kind"] == "claim"][-1:]
+    found = [row.manifest_uri.rsplit("/", 3)[0] for row in checkpoint_rows(rows).values()][-1:]
+    claims = [row.store for row in rows if isinstance(row, ClaimRow)][-1:]
     return list(dict.fromkeys(each for each in (*found, *claims) if each))
 
 
-def _unnamed_folders(folder: str, files: StoreReader, committed: list[Row]) -> list[str]:
+def _unnamed_folders(folder: str, files: StoreReader, committed: Sequence[CheckpointRow]) -> list[str]:
     """Return the addresses of folders that no checkpoint's row names, of no attempt before the last that committed.
 
     The newest attempt and step come first.
     """
-    named = {"/".join(str(row["manifest_uri"]).split("/")[-3:-1]) for row in committed}
-    last = max((int(row["attempt"]) for row in committed), default=0)
+    named = {"/".join(row.manifest_uri.split("/")[-3:-1]) for row in committed}
+    last = max((row.attempt for row in committed), default=0)
     attempts = [each for each in files.children(folder) if _number_of_attempt(each) >= last]
     found = [f"{each}/{step}" for each in attempts for step in files.children(f"{folder}/{each}")]
     return [f"{folder}/{name}" for name in sorted(found, reverse=True) if name not in named and "/step-" in name]
@@ -412,8 +416,8 @@ def _ancestors(table: Table) -> Iterator[Any]:
         snapshot = table.snapshot_by_id(snapshot.parent_snapshot_id or 0)
 
 
-def _key(row: Row) -> Key:
-    return row["run"], row["kind"], row["checkpoint_id"] or "", int(row["seq"]), row["nonce"]
+def _key(row: CheckpointRow | RewindRow) -> Key:
+    return row.run, row.kind, row.checkpoint_id or "", row.seq, row.nonce
 
 
 def _json(address: str, files: StoreReader) -> dict[str, Any]:

@@ -5,38 +5,31 @@ All facts about a run at one time come from rows of one read, because rows of tw
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, TypeVar
 
 from dlac_pipeline.lakehouse.errors import NoSuchCheckpoint, NoSuchRun, SpecInvalid
-
-Row = dict[str, Any]
-HEAD_KINDS = (
-    "checkpoint",
-    "claim",
-    "leg",
-    "quarantine",
-    "retire",
-    "name",
-    "export",
-    "verify",
-    "rewind",
-    "fork",
-    "finish",
+from dlac_pipeline.lakehouse.ledger.typed_rows import (
+    CheckpointRow,
+    ClaimRow,
+    FinishRow,
+    LedgerRow,
+    Purpose,
+    QuarantinedCheckpointRow,
+    RetireRow,
+    RewindRow,
 )
-"""Every kind but `advance`: the state of a run, without its consumption."""
-_IDLE = {"adopts": "adopted", "rewinds": "rewound", "forks": "forked"}
-"""Mark in the claim of an attempt that trains nothing -> the state of its run."""
+
+R = TypeVar("R", bound=LedgerRow)
+_IDLE: dict[Purpose, str] = {"adopts": "adopted", "rewinds": "rewound", "forks": "forked"}
+"""Purpose of an attempt that trains nothing -> the state of its run."""
 _NAMED = 5
 """Checkpoints that a message names, at the most."""
 _RUNS_NAMED = 10
 """Runs that a message names, at the most."""
-_DECIDED = ("manifest_uri", "manifest_digest", "model_digest", "committed_at", "format_version", "run")
-"""Columns of ledger rows that only their commit decides. Manifests leave them out."""
 
 
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -99,59 +92,66 @@ class Fence:
     head: str | None = None
 
 
-def translate_row(row: Row, uri: Callable[[str], str], path: Callable[[str], str]) -> Row:
+def translate_row(row: R, uri: Callable[[str], str], path: Callable[[str], str]) -> R:
     """Return a row whose places are translated: addresses by `uri`, folders by `path`."""
-    changed = dict(row)
-    if changed.get("manifest_uri"):
-        changed["manifest_uri"] = uri(changed["manifest_uri"])
-    if changed.get("kind") == "claim" and changed.get("detail"):
-        detail = json.loads(changed["detail"])
-        folders = {name: path(detail[name]) for name in ("local", "launch_folder") if detail.get(name)}
-        if detail.get("store"):  # a folder, or an address
-            folders["store"] = (path if detail["store"].startswith("/") else uri)(detail["store"])
-        changed["detail"] = json.dumps({**detail, **folders})
-    return changed
+    if isinstance(row, CheckpointRow) and row.manifest_uri:
+        return replace(row, manifest_uri=uri(row.manifest_uri))
+    if isinstance(row, ClaimRow):
+        folders: dict[str, Any] = {
+            name: path(place) for name in ("local", "launch_folder") if (place := getattr(row, name))
+        }
+        if row.store:  # a folder, or an address
+            folders["store"] = (path if row.store.startswith("/") else uri)(row.store)
+        return replace(row, **folders)
+    return row
 
 
-def checkpoint_rows(rows: Sequence[Row]) -> dict[str, Row]:
+def checkpoint_rows(rows: Iterable[LedgerRow]) -> dict[str, CheckpointRow]:
     """Checkpoint id -> its checkpoint row."""
-    return {row["checkpoint_id"]: row for row in rows if row["kind"] == "checkpoint"}
+    return {row.checkpoint_id: row for row in rows if isinstance(row, CheckpointRow)}
 
 
-def lineage_of(rows: Sequence[Row], checkpoint_id: str | None) -> list[str]:
+def claim_of(rows: Iterable[LedgerRow], attempt: int) -> ClaimRow:
+    """Return the claim of an attempt. Of attempt 0 and without values if there is none."""
+    return [ClaimRow(), *(row for row in rows if isinstance(row, ClaimRow) and row.attempt == attempt)][-1]
+
+
+def lineage_of(rows: Sequence[LedgerRow], checkpoint_id: str | None) -> list[str]:
     """A checkpoint and its ancestors that these rows have, the newest first."""
     checkpoints = checkpoint_rows(rows)
     found: list[str] = []
     while checkpoint_id is not None and checkpoint_id in checkpoints:
         found.append(checkpoint_id)
-        checkpoint_id = checkpoints[checkpoint_id]["parent"]
+        checkpoint_id = checkpoints[checkpoint_id].parent
     return found
 
 
-def out_of(rows: Sequence[Row]) -> set[str]:
+def out_of(rows: Sequence[LedgerRow]) -> set[str]:
     """Ids of the checkpoints that are retired or damaged."""
-    return {row["checkpoint_id"] for row in rows if row["kind"] in ("retire", "quarantine")}
+    return {row.checkpoint_id for row in rows if isinstance(row, RetireRow | QuarantinedCheckpointRow)}
 
 
-def restorable_rows(rows: Sequence[Row]) -> dict[str, Row]:
+def restorable_rows(rows: Sequence[LedgerRow]) -> dict[str, CheckpointRow]:
     """Checkpoint id -> its row, of those that are neither retired nor damaged."""
     out = out_of(rows)
     return {name: row for name, row in checkpoint_rows(rows).items() if name not in out}
 
 
-def way_out(run: str, rows: Sequence[Row]) -> str:
+def way_out(run: str, rows: Sequence[LedgerRow]) -> str:
     """Return advice for a run without a restorable checkpoint on its lineage: abandoned branches may be whole."""
-    there = sorted(restorable_rows(rows).values(), key=lambda row: (int(row["step"]), int(row["seq"])), reverse=True)
+    there = sorted(restorable_rows(rows).values(), key=lambda row: (row.step, row.seq), reverse=True)
     if not there:
         return "start a run under another name"
-    listed = ", ".join(f"{row['checkpoint_id']} (step {row['step']})" for row in there[:_NAMED])
+    listed = ", ".join(f"{row.checkpoint_id} (step {row.step})" for row in there[:_NAMED])
     return (
         f"branches that rewinds have left still have {listed}: `dlac rewind {run} --checkpoint ID` goes on from one, or start "
         "a run under another name"
     )
 
 
-def restorable(run: str, rows: Sequence[Row], step: int | None, *, checkpoint_id: str | None = None) -> Row:
+def restorable(
+    run: str, rows: Sequence[LedgerRow], step: int | None, *, checkpoint_id: str | None = None
+) -> CheckpointRow:
     """Return the row of the head, or of the checkpoint of a step or with an id. Raises as `Ledger.restorable`.
 
     If a run passed the step twice, it is the one on the surviving lineage, else the newest.
@@ -160,48 +160,34 @@ def restorable(run: str, rows: Sequence[Row], step: int | None, *, checkpoint_id
         raise NoSuchRun(f"expected a run named {run!r} in the ledger, found none: `dlac runs` lists those that it has")
     there, head = restorable_rows(rows), fence_of_rows(rows).head
     named = head if step is None and checkpoint_id is None else checkpoint_id
-    wanted = [name for name, row in there.items() if (name == named if step is None else row["step"] == step)]
+    wanted = [name for name, row in there.items() if (name == named if step is None else row.step == step)]
     if not wanted:
         asked = f" {checkpoint_id!r}" if checkpoint_id is not None else "" if step is None else f" at step {step}"
-        listed = sorted(row["step"] for row in there.values()) if checkpoint_id is None else sorted(there)
+        listed = sorted(row.step for row in there.values()) if checkpoint_id is None else sorted(there)
         raise NoSuchCheckpoint(
             f"expected a checkpoint of run {run!r}{asked} that is kept, found "
             + (f"those of steps {listed!r}" if checkpoint_id is None else f"{listed!r}")
         )
     surviving = set(lineage_of(rows, head))
-    return there[max(wanted, key=lambda name: (name in surviving, int(there[name]["seq"])))]
+    return there[max(wanted, key=lambda name: (name in surviving, there[name].seq))]
 
 
-def repeatable(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Committed rows as a manifest repeats them."""
-    return [{name: value for name, value in row.items() if value is not None and name not in _DECIDED} for row in rows]
-
-
-def fence_of_rows(rows: Sequence[Row]) -> Fence:
+def fence_of_rows(rows: Sequence[LedgerRow]) -> Fence:
     """The fence that a run's rows imply: the last claim owns it, the greatest `seq` names the head."""
     if not rows:
         return Fence()
-    last = max(rows, key=lambda row: int(row["seq"]))
-    claims = [row for row in rows if row["kind"] == "claim"]
-    claim = max(claims, key=lambda row: int(row["seq"]), default=last)
-    return Fence(attempt=claim["attempt"], nonce=claim["nonce"], seq=last["seq"], head=last["head_after"])
+    last = max(rows, key=lambda row: row.seq)
+    claim = max((row for row in rows if isinstance(row, ClaimRow)), key=lambda row: row.seq, default=last)
+    return Fence(attempt=claim.attempt, nonce=claim.nonce, seq=last.seq, head=last.head_after)
 
 
-def finished_of_rows(rows: Sequence[Row]) -> bool:
+def finished_of_rows(rows: Sequence[LedgerRow]) -> bool:
     """Return True if a run's rows show that it is finished, and no later rewind opened it again."""
-    last = max(
-        (row for row in rows if row["kind"] in ("finish", "rewind")), key=lambda row: int(row["seq"]), default=None
-    )
-    return last is not None and last["kind"] == "finish"
+    last = max((row for row in rows if isinstance(row, FinishRow | RewindRow)), key=lambda row: row.seq, default=None)
+    return isinstance(last, FinishRow)
 
 
-def idle_kind(rows: Sequence[Row], attempt: int) -> str | None:
-    """Return the purpose of an attempt that trains nothing (adopted, rewound or forked), or None for one that trains."""
-    claims = [row for row in rows if row["kind"] == "claim" and row["attempt"] == attempt]
-    found = json.loads(claims[-1]["detail"] or "{}") if claims else {}
-    return next((done for name, done in _IDLE.items() if name in found), None)
-
-
-def trains_nothing(claim: Row) -> bool:
-    """Return True if the attempt of a claim only adopts, rewinds or forks: it neither makes progress nor fails."""
-    return any(name in json.loads(claim["detail"] or "{}") for name in _IDLE)
+def idle_kind(rows: Sequence[LedgerRow], attempt: int) -> str | None:
+    """Return the state of a run whose attempt trains nothing (adopted, rewound or forked), or None for one that trains."""
+    purpose = claim_of(rows, attempt).purpose
+    return None if purpose is None else _IDLE[purpose]

@@ -143,7 +143,12 @@ class Leg:
 
     def to_json(self) -> str:
         """This leg as canonical JSON."""
-        return json.dumps(_ADAPTER.dump_python(self, mode="json"), sort_keys=True, separators=(",", ":"))
+        return json.dumps(self.to_record(), sort_keys=True, separators=(",", ":"))
+
+    def to_record(self) -> dict[str, Any]:
+        """Return the content of this leg's JSON."""
+        record: dict[str, Any] = _ADAPTER.dump_python(self, mode="json")
+        return record
 
     @classmethod
     def from_json(cls, text: str) -> Leg:
@@ -152,13 +157,17 @@ class Leg:
         Raises:
             FormatTooNew: another DLAC wrote it, in a form that this one does not read.
         """
-        raw: dict[str, Any] = json.loads(text)
+        return cls.from_record(json.loads(text))
+
+    @classmethod
+    def from_record(cls, raw: Mapping[str, Any]) -> Leg:
+        """Return the leg whose JSON has this content. Raises as `from_json`."""
         for name, known in (("format_version", LEG_VERSION), ("order_version", ORDER_VERSION)):
             if raw[name] != known:
                 which = "an older DLAC: use that one" if raw[name] < known else "a newer DLAC: upgrade"
                 raise FormatTooNew(f"expected {name} {known} of a leg, found {raw[name]}, written by {which}")
         try:
-            return _ADAPTER.validate_python(raw)
+            return _ADAPTER.validate_python(dict(raw))
         except ValidationError as err:
             raise FormatTooNew(f"the leg is not one that this DLAC reads: {err}") from err
 

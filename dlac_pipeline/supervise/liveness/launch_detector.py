@@ -15,7 +15,8 @@ import time
 from collections.abc import Callable
 
 from dlac_pipeline.lakehouse.errors import RunBusy
-from dlac_pipeline.lakehouse.ledger.run_rows import Row, fence_of_rows, finished_of_rows
+from dlac_pipeline.lakehouse.ledger.run_rows import fence_of_rows, finished_of_rows
+from dlac_pipeline.lakehouse.ledger.typed_rows import LedgerRow
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.spec.launch_spec import NODES
 from dlac_pipeline.supervise.claims import claimed_by, idle, last_reason, left_in_order, rendezvous_of
@@ -29,7 +30,7 @@ _STEPS_SEEN_S = 15.0
 
 
 def refuse_if_alive_elsewhere(
-    rows_now: Callable[[], list[Row]], spec: JobSpec, *, launched_by: str, wait_s: float, stop: threading.Event
+    rows_now: Callable[[], list[LedgerRow]], spec: JobSpec, *, launched_by: str, wait_s: float, stop: threading.Event
 ) -> None:
     """Wait up to `wait_s` for a launch of the spec's run elsewhere to exit or be lost, then refuse. `rows_now` reads rows.
 
@@ -94,7 +95,7 @@ def _watch_s(launch: LaunchLiveness) -> float:
     )
 
 
-def _may_train_elsewhere(rows: list[Row], spec: JobSpec, launch: LaunchLiveness, launched_by: str) -> bool:
+def _may_train_elsewhere(rows: list[LedgerRow], spec: JobSpec, launch: LaunchLiveness, launched_by: str) -> bool:
     """Return True if the current attempt may train elsewhere, so that only its heartbeats can decide."""
     attempt = fence_of_rows(rows).attempt
     if not attempt or finished_of_rows(rows) or idle(rows, attempt):

@@ -6,7 +6,6 @@ be seen: the ledger, and its launch folder if that is shared.
 
 from __future__ import annotations
 
-import json
 import socket
 import time
 from contextlib import suppress
@@ -16,11 +15,18 @@ from pathlib import Path
 
 import psutil
 
-from dlac_pipeline.lakehouse.ledger.run_rows import Row
+from dlac_pipeline.lakehouse.ledger.run_rows import claim_of
+from dlac_pipeline.lakehouse.ledger.typed_rows import (
+    CheckpointRow,
+    ClaimRow,
+    LedgerRow,
+    QuarantinedCheckpointRow,
+    QuarantinedRowsRow,
+)
 from dlac_pipeline.supervise.liveness.heartbeat import read_heartbeats
 from dlac_pipeline.supervise.liveness.run_lock import lock_path
 
-_ITS_OWN = ("claim", "checkpoint", "quarantine")
+_ITS_OWN = (ClaimRow, CheckpointRow, QuarantinedCheckpointRow, QuarantinedRowsRow)
 """Kinds of rows that only the named attempt appends. Rows of operators and of upkeep name the current attempt."""
 
 
@@ -50,16 +56,14 @@ class LaunchLiveness:
         return self.lock_held if self.here else self.silent_s < lost_after_s
 
 
-def liveness_of(rows: list[Row], attempt: int) -> LaunchLiveness:
+def liveness_of(rows: list[LedgerRow], attempt: int) -> LaunchLiveness:
     """Return the liveness of the launch that claimed `attempt`, from the run's rows. Empty facts if it has no claim."""
-    mine = [row for row in rows if row["attempt"] == attempt]
-    claims = [json.loads(row["detail"]) for row in mine if row["kind"] == "claim"]
-    if not claims:
+    claim = claim_of(rows, attempt)
+    if not claim.attempt:
         return LaunchLiveness(host="", local="", here=False, lock_held=False, silent_s=float("inf"))
-    claim = claims[-1]
-    written = [row["committed_at"].timestamp() for row in mine if row["kind"] in _ITS_OWN]
-    steps = _steps_at(claim.get("launch_folder", ""))
-    host, local = claim.get("host", ""), claim.get("local", "")
+    written = [row.committed_at.timestamp() for row in rows if row.attempt == attempt and isinstance(row, _ITS_OWN)]
+    steps = _steps_at(claim.launch_folder)
+    host, local = claim.host, claim.local
     here = host == socket.gethostname()
     return LaunchLiveness(
         host=host,
@@ -67,7 +71,7 @@ def liveness_of(rows: list[Row], attempt: int) -> LaunchLiveness:
         here=here,
         lock_held=here
         and bool(local)
-        and is_lock_held(lock_path(local, mine[0]["run"])),  # rewinds and forks launch nothing
+        and is_lock_held(lock_path(local, claim.run)),  # rewinds and forks launch nothing
         silent_s=time.time() - max([*written, *steps]),
         newest=(max(written), *steps),
         rows_every_s=max((after - before for before, after in pairwise(sorted(written))), default=None),

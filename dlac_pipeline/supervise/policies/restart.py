@@ -25,7 +25,7 @@ from dlac_pipeline.lakehouse.errors import (
     StoreUnavailable,
     TrainingFailed,
 )
-from dlac_pipeline.lakehouse.ledger.run_rows import HEAD_KINDS
+from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS
 from dlac_pipeline.lakehouse.retrying import retrying
 from dlac_pipeline.plan.legs.follow import Unreadable
 from dlac_pipeline.plan.legs.leg import Leg
