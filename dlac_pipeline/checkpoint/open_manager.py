@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dlac_pipeline.checkpoint.collectives import RankTree
-from dlac_pipeline.checkpoint.commit.coordinator import AttemptLeg, Committer
+from dlac_pipeline.checkpoint.commit.coordinator import Committer
+from dlac_pipeline.checkpoint.commit.ledger_rows import AttemptLeg
 from dlac_pipeline.checkpoint.commit.local_copies import LocalCopies
 from dlac_pipeline.checkpoint.manager import CheckpointManager
 from dlac_pipeline.checkpoint.store import Tiers

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dlac_pipeline.checkpoint.commit.coordinator import AttemptLeg
+from dlac_pipeline.checkpoint.commit.ledger_rows import AttemptLeg
 from dlac_pipeline.checkpoint.manager import CheckpointManager
 from dlac_pipeline.checkpoint.open_manager import open_manager
 from dlac_pipeline.checkpoint.store import folder_name_of, tiers_of

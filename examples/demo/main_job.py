@@ -22,13 +22,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from dlac_pipeline.audit.report import write_report
 from dlac_pipeline.dagster.sensors.continual import run_config_of
 from dlac_pipeline.lakehouse.errors import BadInput, DlacError, SpecInvalid, TrainingFailed
 from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.lakehouse.ledger.recoveries import Recovery
 from dlac_pipeline.spec.job_spec import JobSpec, read_spec
 from examples.demo.local_dagster import WORKSPACE, LiveRun, LocalDagster
+from examples.demo.report import write_report
 from examples.demo.runs import Fault, FollowedRun, Screen, Training, check_success
 from jobs.definitions import defs
 

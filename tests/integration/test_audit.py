@@ -18,11 +18,11 @@ from dlac_pipeline.audit.explain import explain_sql
 from dlac_pipeline.audit.lakehouse_sql import open_audit, rows_of
 from dlac_pipeline.audit.losses import read_losses
 from dlac_pipeline.audit.plots import draw_coverage, draw_losses
-from dlac_pipeline.audit.report import write_report
 from dlac_pipeline.audit.table import audit_table
 from dlac_pipeline.lakehouse.errors import NoSuchRun
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, Columns
+from examples.demo.report import write_report
 from tests.integration.audit_runs import changed, is_advance, rows_named, until_step, without
 from tests.integration.conftest import ROWS, Lake
 

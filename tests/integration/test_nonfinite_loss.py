@@ -13,12 +13,12 @@ import torch
 import yaml
 
 import dlac_pipeline as dlac
-from dlac_pipeline.audit.report import write_report
 from dlac_pipeline.checkpoint.engines.distributed_state import DistributedState
 from dlac_pipeline.checkpoint.finiteness import FinitenessCheck
 from dlac_pipeline.lakehouse.errors import LossNotFinite
 from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
 from dlac_pipeline.operations.status import run_status
+from examples.demo.report import write_report
 from tests.conftest import Arena
 
 

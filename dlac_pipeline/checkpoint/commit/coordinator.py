@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from dlac_pipeline.checkpoint.commit.cursors import agreed_reader_state
-from dlac_pipeline.checkpoint.commit.ledger_rows import RowMaker, Vote
+from dlac_pipeline.checkpoint.commit.ledger_rows import AttemptLeg, RowMaker, Vote
 from dlac_pipeline.checkpoint.commit.local_copies import holders_of
 from dlac_pipeline.checkpoint.commit.retention import Retention
 from dlac_pipeline.checkpoint.failures import failure_named, name_failure
@@ -20,7 +20,7 @@ from dlac_pipeline.checkpoint.store import MANIFEST, Tiers, storing
 from dlac_pipeline.lakehouse.durable_io import fsync_directory, write_durably
 from dlac_pipeline.lakehouse.errors import DlacError, Fenced, LedgerOlderThanStore, RowsBetween, StoreUnavailable
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
-from dlac_pipeline.lakehouse.ledger.commits import Attempt, check_mine, commit_checkpoint
+from dlac_pipeline.lakehouse.ledger.commits import check_mine, commit_checkpoint
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import (
     HEAD_KINDS,
@@ -32,8 +32,6 @@ from dlac_pipeline.lakehouse.ledger.typed_rows import (
     RetireRow,
     repeatable,
 )
-from dlac_pipeline.plan.legs.leg import Leg
-from dlac_pipeline.plan.order import LegOrder
 from dlac_pipeline.plan.slices import SliceWriter
 from dlac_pipeline.spec.job_spec import CheckpointSpec
 from dlac_pipeline.track.tracker import ReaderStateTracker
@@ -57,20 +55,6 @@ class Prepared:
     """Further facts for its row."""
     rows: Sequence[ForkRow] = ()
     """Further rows of its append, of this checkpoint."""
-
-
-@dataclass(frozen=True)
-class AttemptLeg:
-    """An attempt, the leg that it trains, and the checkpoint from which it resumes. `order` is used by its committer only."""
-
-    attempt: Attempt
-    leg: Leg
-    is_new: bool
-    order: LegOrder
-    parent: str | None = None
-    """Id of the checkpoint, or None at the beginning."""
-    parent_folder: str | None = None
-    """Name of the checkpoint in the store."""
 
 
 class Committer:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from dlac_pipeline.lakehouse.ledger.arrow_rows import parse_columns
+from dlac_pipeline.lakehouse.ledger.commits import Attempt
 from dlac_pipeline.lakehouse.ledger.typed_rows import AdvanceRow, CheckpointRow, LedgerRow, LegRow, QuarantinedRowsRow
 from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.plan.order import LegOrder
@@ -14,6 +15,20 @@ from dlac_pipeline.plan.slices import cut_id_of
 from dlac_pipeline.track.tracker import ReaderStateTracker
 
 Vote = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class AttemptLeg:
+    """An attempt, the leg that it trains, and the checkpoint from which it resumes. `order` is used by its committer only."""
+
+    attempt: Attempt
+    leg: Leg
+    is_new: bool
+    order: LegOrder
+    parent: str | None = None
+    """Id of the checkpoint, or None at the beginning."""
+    parent_folder: str | None = None
+    """Name of the checkpoint in the store."""
 
 
 class RowMaker:
