@@ -6,13 +6,16 @@ from collections.abc import Sequence
 
 from pyiceberg.table import Table
 
+from dlac_pipeline.checkpoint.files import StoreFiles
+from dlac_pipeline.checkpoint.manifest import read_manifest, verify_files
+from dlac_pipeline.checkpoint.store import folder_uri
 from dlac_pipeline.lakehouse.errors import EmptyPlan, SpecInvalid
 from dlac_pipeline.lakehouse.filters.conditions import filter_names
 from dlac_pipeline.lakehouse.history.changes import OnOverwrite, changes
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.iceberg.row_groups import parse_exclusion, row_groups_of
 from dlac_pipeline.lakehouse.iceberg.snapshots import snapshot_of
-from dlac_pipeline.lakehouse.ledger.typed_rows import Exclusion
+from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, Exclusion
 from dlac_pipeline.plan.legs.leg import Leg, LegSource
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.spec.job_spec import JobSpec
@@ -37,6 +40,12 @@ def check_branch(plans: Plans, leg: Leg, wanted: Sequence[Exclusion], spec: JobS
             _check_fits(table, mine, each)
         if where:
             _check_leaves_some(plans, table, mine, where, begins=begins, alone=len(leg.sources) == 1)
+
+
+def check_files(row: CheckpointRow, files: StoreFiles) -> None:
+    """Check all digests of a checkpoint that a branch begins with. Raise `CheckpointDamaged` if one differs."""
+    manifest = read_manifest(row.manifest_uri, row.manifest_digest, files)
+    verify_files(manifest, folder_uri(row.manifest_uri), files)
 
 
 def tables_of(lakehouse: Lakehouse, leg: Leg, spec: JobSpec | None) -> list[Table]:

@@ -18,8 +18,7 @@ from dlac_pipeline.checkpoint.training_config import config_digest
 from dlac_pipeline.lakehouse.errors import SpecInvalid, StoreUnavailable
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger.commits import Attempt
-from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows
-from dlac_pipeline.lakehouse.ledger.typed_rows import ClaimRow, ForkRow, LedgerRow, Purpose
+from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow, ForkRow, LedgerRow, Purpose
 from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.read.opening.open_leg import OpenLeg, open_leg
@@ -53,7 +52,7 @@ def check_new(rows: Sequence[LedgerRow], run: str, *, purpose: Purpose) -> None:
         SpecInvalid: the run has a checkpoint, or a claim for another purpose.
     """
     claims = [row for row in rows if isinstance(row, ClaimRow) and row.purpose != purpose]
-    checkpoints = checkpoint_rows(rows)
+    checkpoints = [row for row in rows if isinstance(row, CheckpointRow)]
     if claims or checkpoints:
         raise SpecInvalid(
             f"expected no run named {run!r} yet, found one with {len(checkpoints)} checkpoints: choose another name"

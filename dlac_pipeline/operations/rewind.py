@@ -12,8 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from dlac_pipeline.checkpoint.files import StoreFiles
-from dlac_pipeline.checkpoint.manifest import read_manifest, verify_files
-from dlac_pipeline.checkpoint.store import folder_uri, tiers_of
+from dlac_pipeline.checkpoint.store import tiers_of
 from dlac_pipeline.lakehouse.errors import LedgerError, SpecInvalid
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger.branches import Rewound, commit_rewind
@@ -21,7 +20,7 @@ from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.older_ledger import check_ledger, check_store
 from dlac_pipeline.lakehouse.ledger.run_rows import restorable
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, Exclusion, LedgerRow, RewindRow
-from dlac_pipeline.operations.branch_checks import check_branch
+from dlac_pipeline.operations.branch_checks import check_branch, check_files
 from dlac_pipeline.operations.seen_rows import first_checkpoint, seen_before
 from dlac_pipeline.plan.legs.choice import check_sources
 from dlac_pipeline.plan.legs.leg import Leg
@@ -75,7 +74,7 @@ def rewind_run(
     if target is None:
         detail |= planned(leg)  # the next launch needs these pins, and no checkpoint names them
     else:
-        _verify_checkpoint(target, files)
+        check_files(target, files)
     target_id = None if target is None else target.checkpoint_id
     done = commit_rewind(ledger, run, nonce=nonce, checkpoint_id=target_id, exclude=wanted, why=why, detail=detail)
     return replace(done, **seen_before(lakehouse, run, rows, done.checkpoint_id, wanted, (leg, spec)))
@@ -89,11 +88,6 @@ def _check_store_files(ledger: Ledger, run: str, spec: JobSpec | None) -> StoreF
     tiers = tiers_of(spec)
     check_store(ledger, run, tiers.durable_run(), tiers.files)
     return tiers.files
-
-
-def _verify_checkpoint(row: CheckpointRow, files: StoreFiles) -> None:
-    manifest = read_manifest(row.manifest_uri, row.manifest_digest, files)
-    verify_files(manifest, folder_uri(row.manifest_uri), files)
 
 
 def _report_again(ledger: Ledger, rows: list[LedgerRow], landed: RewindRow, spec: JobSpec | None) -> Rewound:

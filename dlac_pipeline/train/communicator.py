@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from contextlib import AbstractContextManager
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from dlac_pipeline.checkpoint.collectives import RankTree
+from dlac_pipeline.checkpoint.failures import failing_together
 from dlac_pipeline.checkpoint.step_sync import StepSyncs
 from dlac_pipeline.elastic.ranks.process_group import join, serve_group_store
 from dlac_pipeline.read.exchange import Waits, summing_over
@@ -41,6 +43,10 @@ class Communicator:
         """
         apart = None if self._group is None or counted else self._new_group()
         return summing_over(apart, self._waits)
+
+    def failing_together(self, *, doing: str) -> AbstractContextManager[None]:
+        """Return a block that fails on all ranks if it fails on one of them. Collective."""
+        return failing_together(self.tree, doing=doing)
 
     def close(self) -> None:
         """Leave the process group."""

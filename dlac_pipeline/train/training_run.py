@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 
-from dlac_pipeline.checkpoint.failures import failing_together
 from dlac_pipeline.elastic.ranks.rank import LAUNCH_VARIABLE, leave_reason
 from dlac_pipeline.lakehouse.errors import LossNotFinite, ScriptInvalid
 from dlac_pipeline.plan.plan import Plans
@@ -113,7 +112,7 @@ class TrainingRun:
         """Claim the run without a supervisor. Under another launcher the ranks still write a heartbeat."""
         began = time.time()
         self.resume_point = point = claim_run(plans, self.spec, self._communicator, takeover=takeover, held=held)
-        with failing_together(self._communicator.tree, doing="making the launch folder"):
+        with self._communicator.failing_together(doing="making the launch folder"):
             folder = make_own_folder(self.spec, point.nonce)
             self._heartbeat.close()
             self._heartbeat = HeartbeatWriter(folder, self.rank, self._waits)
