@@ -51,13 +51,13 @@ def wrong_with(verdict: Verdict) -> str:
 
 def check(arena: Arena, cases: list[BadInput]) -> None:
     """Fail with every input that was not refused in a message, without a trace."""
-    runs = {row.run for row in arena.lakehouse.read_own("consumption", columns=("run",)).to_pylist()}
+    runs = {row["run"] for row in arena.lakehouse.read_own("consumption", columns=("run",)).to_pylist()}
     verdicts = tried(arena, cases)
     assert len(verdicts) == len(cases)
     wrong = [f"{wrong_with(each)}: {each['kind']}: {each['name']}: {each['output'][-300:]!r} {each['made']}"
              for each in verdicts if wrong_with(each)]  # fmt: skip
     assert not wrong, f"{len(wrong)} of {len(cases)}\n" + "\n".join(wrong)
-    after = {row.run for row in arena.lakehouse.read_own("consumption", columns=("run",)).to_pylist()}
+    after = {row["run"] for row in arena.lakehouse.read_own("consumption", columns=("run",)).to_pylist()}
     assert after - runs == {FINISHED}
 
 

@@ -94,7 +94,7 @@ def test_failed_display_does_not_end_training(tmp_path: Path, caplog: pytest.Log
         raise OSError("the database is away")
 
     assert supervise_launch(a_request(tmp_path), storage_is_away)["kind"] == "CatalogUnreachable"
-    assert "the event error could not be shown, training goes on: the database is away" in caplog.text
+    assert "the event error could not be shown, training continues: the database is away" in caplog.text
 
 
 def test_interruption_during_display_ends_run(tmp_path: Path) -> None:
