@@ -137,7 +137,7 @@ def _verified(rows: list[LedgerRow]) -> dict[str, datetime]:
         if isinstance(row, ClaimRow):
             claimed[row.attempt] = row.committed_at
         elif isinstance(row, CheckpointRow):
-            since, parent = claimed.pop(row.attempt, None), row.parent  # the first one behind the claim
+            since, parent = claimed.pop(row.attempt, None), row.parent  # the first one after the claim
             if since is not None and parent is not None:
                 found[parent] = max(since, found.get(parent, since))
         elif isinstance(row, VerifyRow) and row.problem is None:
