@@ -183,7 +183,7 @@ def fork(
 def retire(
     run: RunName,
     checkpoint: Annotated[
-        str | None, typer.Option(help="Id or step of an abandoned checkpoint. Unset: all of them that have no name.")
+        str | None, typer.Option(help="Id or step of an abandoned checkpoint. Unset: all of them that have no tag.")
     ] = None,
     home: Home = None,
     spec: SpecOption = None,

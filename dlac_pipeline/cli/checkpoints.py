@@ -52,7 +52,7 @@ def checkpoints(run: RunName, home: Home = None, spec: SpecOption = None, as_jso
         TableColumn(name="tiers"),
         TableColumn(name="verified"),
         TableColumn(name="checkpoint", long=True),
-        TableColumn(name="names", long=True),
+        TableColumn(name="tags", long=True),
     )
     show_table(columns, [_row_of(each) for each in listed], empty=f"run {run} has no checkpoint yet")
 
@@ -85,7 +85,7 @@ def tag(
     from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 
     checkpoint_id = name_checkpoint(Ledger(lakehouse_of(spec, home)), run, name, step=step)
-    OUT.print(f"checkpoint {checkpoint_id} is named {name}", markup=False)
+    OUT.print(f"checkpoint {checkpoint_id} is tagged {name}", markup=False)
 
 
 @app.command("unname", hidden=True)  # the name of version 0.1
@@ -101,7 +101,7 @@ def untag(
     from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 
     checkpoint_id = unname_checkpoint(Ledger(lakehouse_of(spec, home)), run, name)
-    OUT.print(f"checkpoint {checkpoint_id} is not named {name} any more", markup=False)
+    OUT.print(f"checkpoint {checkpoint_id} is not tagged {name} any more", markup=False)
 
 
 @app.command(rich_help_panel=CHECKPOINTS, epilog=examples("dlac verify my-run", "dlac verify my-run --step 400"))

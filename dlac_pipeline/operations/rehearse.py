@@ -119,7 +119,7 @@ def _newest_with_successor(ledger: Ledger, run: str) -> _Chosen:
         successor = parent
     raise NothingToRehearse(
         f"expected a checkpoint of run {run!r} that is kept and has a committed successor with recorded losses, found none among "
-        f"{lineage} on its lineage: keep two or more (checkpoint.keep_last = 2, or 0 for all), or name one (`dlac tag {run} "
+        f"{lineage} on its lineage: keep two or more (checkpoint.keep_last = 2, or 0 for all), or tag one (`dlac tag {run} "
         "NAME --step N`) before the next is committed"
     )
 

@@ -329,12 +329,12 @@ def test_names_are_refused_where_they_would_mislead(arena: Arena) -> None:
     with pytest.raises(NoSuchCheckpoint, match=r"at step 20 that is kept, found those of steps \[60, 63\]"):
         name_checkpoint(ledger, "r", "early", step=20)
     named = dlac("tag", "r", "best", "--step", "60", home=arena.home)
-    assert "is named best" in named.stdout
+    assert "is tagged best" in named.stdout
     assert name_checkpoint(ledger, "r", "best", step=60) in named.stdout  # again: nothing to do
-    with pytest.raises(SpecInvalid, match="'best' to name no checkpoint"):
+    with pytest.raises(SpecInvalid, match="'best' to tag no checkpoint"):
         name_checkpoint(ledger, "r", "best")
     assert dlac("untag", "r", "best", home=arena.home).returncode == 0
-    with pytest.raises(NoSuchCheckpoint, match=r"named 'best', found the names \[\]"):
+    with pytest.raises(NoSuchCheckpoint, match=r"with tag 'best', found the tags \[\]"):
         unname_checkpoint(ledger, "r", "best")
     with pytest.raises(RunFinished):
         arena.train(arena.spec("r", world_size=1, passes=1, keep_last=2))

@@ -162,8 +162,8 @@ def name_checkpoint(
             return None
         if holder is not None:
             raise SpecInvalid(
-                f"expected {name!r} to name no checkpoint of run {run!r}, found it names {holder!r}: choose another, or "
-                "take it away with `dlac untag`"
+                f"expected {name!r} to tag no checkpoint of run {run!r}, found it tags {holder!r}: choose another tag, or "
+                "remove this one with `dlac untag`"
             )
         return beside(state, [NameRow(checkpoint_id=named, name=name)])
 
@@ -217,7 +217,7 @@ def unname_checkpoint(ledger: Ledger, run: str, name: str) -> str:
             if held:
                 return None  # an earlier try has landed
             raise NoSuchCheckpoint(
-                f"expected a checkpoint of run {run!r} named {name!r}, found the names {sorted(names)!r}"
+                f"expected a checkpoint of run {run!r} with tag {name!r}, found the tags {sorted(names)!r}"
             )
         held = names[name]
         return beside(state, [NameRow(name=name)])

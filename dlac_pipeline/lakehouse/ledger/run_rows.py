@@ -60,12 +60,12 @@ def check_checkpoint_name(name: str) -> str:
     """
     if not name.strip() or name != name.strip() or not name.isprintable() or len(name) > _NAME_CHARACTERS:
         raise SpecInvalid(
-            f"expected a name of 1-{_NAME_CHARACTERS} characters that can be printed, without space around it, found {name!r}: "
-            "choose such a name"
+            f"expected a tag of 1-{_NAME_CHARACTERS} characters that can be printed, without space around it, found {name!r}: "
+            "choose such a tag"
         )
     if name.casefold().startswith(_HOLDS):
         raise SpecInvalid(
-            f"expected a name that begins with none of {list(_HOLDS)!r}, found {name!r}: DLAC holds checkpoints by such names "
+            f"expected a tag that begins with none of {list(_HOLDS)!r}, found {name!r}: DLAC keeps checkpoints by such tags "
             "while it forks and exports, choose another"
         )
     return name
