@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -18,13 +19,14 @@ from tests.conftest import wait_until
 
 _ROOT = Path(__file__).parents[2]
 _FILES = ("make_table.py", "train.py", "job.toml")
+_PAGE = (_ROOT / "docs" / "quickstart.md").read_text()
 _DLAC = Path(sys.executable).with_name("dlac")
 
 
 @pytest.mark.parametrize("name", _FILES)
 def test_page_shows_example_files(name: str) -> None:
     """The page repeats each file of examples/quickstart."""
-    assert (_ROOT / "examples" / "quickstart" / name).read_text() in (_ROOT / "docs" / "quickstart.md").read_text()
+    assert (_ROOT / "examples" / "quickstart" / name).read_text() in _PAGE
 
 
 def test_quickstart_stays_short() -> None:
@@ -34,7 +36,10 @@ def test_quickstart_stays_short() -> None:
 
 
 def test_quickstart_survives_kill(tmp_path: Path) -> None:
-    """The rank is killed after a checkpoint. The run finishes, and the audit is exact."""
+    """The rank is killed after a checkpoint. The run finishes, and the audit is exact.
+
+    The patterns with which the page kills match the rank only, and the supervisor only.
+    """
     for name in _FILES:
         shutil.copy(_ROOT / "examples" / "quickstart" / name, tmp_path)
     environment = {**os.environ, "DLAC_HOME": ""}
@@ -42,7 +47,9 @@ def test_quickstart_survives_kill(tmp_path: Path) -> None:
     training = subprocess.Popen([str(_DLAC), "train", "job.toml"], cwd=tmp_path, env=environment)
     try:
         wait_until(lambda: _step(tmp_path, environment) >= 20, what="the first checkpoint")
-        _rank_of(training).send_signal(signal.SIGKILL)
+        (rank,), (supervisor,) = (_matching(training, pattern) for pattern in re.findall(r'pkill -9 -f "(.+)"', _PAGE))
+        assert supervisor.pid == training.pid
+        rank.send_signal(signal.SIGKILL)
         assert training.wait(timeout=120) == 0
     finally:
         training.kill()
@@ -52,9 +59,11 @@ def test_quickstart_survives_kill(tmp_path: Path) -> None:
     assert (audit["exact"], audit["rows_consumed"]) == (True, 20_000)
 
 
-def _rank_of(training: subprocess.Popen[bytes]) -> psutil.Process:
-    children = psutil.Process(training.pid).children(recursive=True)
-    return next(each for each in children if "dlac first rank 0" in " ".join(each.cmdline()))
+def _matching(training: subprocess.Popen[bytes], pattern: str) -> list[psutil.Process]:
+    """Return the processes of a launch whose command line matches, as `pkill -f` finds them."""
+    supervisor = psutil.Process(training.pid)
+    processes = [supervisor, *supervisor.children(recursive=True)]
+    return [each for each in processes if re.search(pattern, " ".join(each.cmdline()))]
 
 
 def _step(folder: Path, environment: dict[str, str]) -> int:
