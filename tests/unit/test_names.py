@@ -73,7 +73,7 @@ def test_good_run_name_passes(run: str) -> None:
 @pytest.mark.parametrize("name", BAD_NAMES)
 def test_bad_checkpoint_name_is_refused(name: str) -> None:
     """Blank, invisible, or one by which DLAC itself holds checkpoints."""
-    with pytest.raises(SpecInvalid, match=r"expected a name"):
+    with pytest.raises(SpecInvalid, match=r"expected a tag"):
         check_checkpoint_name(name)
 
 
