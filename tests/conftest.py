@@ -29,6 +29,7 @@ from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import AdvanceRow, CheckpointRow, LedgerRow
 from dlac_pipeline.spec.job_spec import CheckpointSpec, JobSpec, OrderSpec, SourceSpec, parse_spec
 from dlac_pipeline.spec.launch_spec import LaunchSpec
+from tests.empty_lakehouse import make_empty_lakehouse
 from tests.launches import Launch, wait_until
 
 __all__ = ["Launch", "wait_until"]  # test modules have them from here
@@ -64,6 +65,8 @@ class Arena:
     launches: list[Launch] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        if self.config == LakehouseConfig() and not (self.home / "catalog.db").exists():
+            make_empty_lakehouse(self.home)
         self.lakehouse = connect(self.config.at_home(self.home))
         self.lakehouse.create_namespace("src")
         (self.home / "journal").mkdir(exist_ok=True)

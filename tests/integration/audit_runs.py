@@ -92,7 +92,7 @@ class Forgery:
         return audit_run(self.lakehouse, self.forge(change, of=of, slices=slices))
 
     def problems_of_each(self, forgeries: Sequence[tuple[str, Change, Change | None]]) -> list[list[str]]:
-        """Forge a run for each (run, change, change of its first cut). Returns what the audit says of each, asked once for all."""
+        """Forge a run for each (run, change, change of its first cut). Returns the problems of each, from one audit of all."""
         names = self.forge_each(forgeries)
         with open_audit(self.lakehouse) as connection:
             found = rows_of(connection, "SELECT run, problem FROM problems WHERE run IN (SELECT unnest($1))", [names])

@@ -18,7 +18,7 @@ Opened = Callable[[str], duckdb.DuckDBPyConnection]
 
 
 DETAILED = ("followed", "packed", "transformed")
-"""Kinds of runs that `make test` compares: together they have a mixture, packing, a transform, exclusions and a followed table."""
+"""Kinds of runs that `make test` compares. They have a mixture, packing, a transform, exclusions and a followed table."""
 OTHERS = [pytest.param(kind, marks=pytest.mark.soak) for kind in sorted(KINDS.keys() - set(DETAILED))]
 
 

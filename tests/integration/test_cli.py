@@ -15,10 +15,10 @@ from pathlib import Path
 import duckdb
 import pytest
 
-from dlac_pipeline.cli import main
 from examples.demo.main_job import MARKER, empty_home
 from tests.conftest import Arena
 from tests.forked import Forked
+from tests.integration.conftest import Command
 
 DLAC = Path(sys.executable).parent / "dlac"
 
@@ -29,30 +29,6 @@ def dlac(*arguments: str, home: Path) -> subprocess.CompletedProcess[str]:
     with Forked(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         said, failed = process.communicate()
     return subprocess.CompletedProcess(command, process.returncode, said, failed)
-
-
-class Command:
-    """The `dlac` command in this process, which spares its start."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-        self._monkeypatch = monkeypatch
-        self._capsys = capsys
-
-    def __call__(self, *arguments: str, home: Path | None = None) -> subprocess.CompletedProcess[str]:
-        """Run it, on the lakehouse in `home`."""
-        command = ["dlac", *arguments, *(() if home is None else ("--home", str(home)))]
-        self._monkeypatch.setattr(sys, "argv", command)
-        with pytest.raises(SystemExit) as ended:
-            main.main()
-        said = self._capsys.readouterr()
-        assert isinstance(ended.value.code, int | None)
-        return subprocess.CompletedProcess(command, ended.value.code or 0, said.out, said.err)
-
-
-@pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    """`dlac`, as a function: an error that is not caught fails the test."""
-    return Command(monkeypatch, capsys)
 
 
 def write_spec(arena: Arena, run: str) -> Path:
@@ -148,10 +124,10 @@ def test_looking_where_no_lakehouse_is_creates_none(tmp_path: Path, here: Comman
     assert not home.exists()
 
 
-def test_the_demo_deletes_only_what_a_demo_made(tmp_path: Path) -> None:
+def test_the_demo_deletes_only_what_a_demo_made(tmp_path: Path, here: Command) -> None:
     """A folder with something else in it is refused by name, and keeps it."""
     (tmp_path / "thesis.tex").touch()
-    done = dlac("demo", home=tmp_path)
+    done = here("demo", home=tmp_path)
     assert done.returncode == 64
     assert str(tmp_path) in done.stderr + done.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
@@ -174,10 +150,9 @@ def test_the_demo_without_dagster_names_the_extra(monkeypatch: pytest.MonkeyPatc
     assert 'pip install "dlac-pipeline[dagster]"' in done.stderr
 
 
-def test_the_demo_explains_its_own_options() -> None:
+def test_the_demo_explains_its_own_options(here: Command) -> None:
     """`dlac demo --help` is the demo's help."""
-    with Forked([str(DLAC), "demo", "--help"], stdout=subprocess.PIPE, text=True) as shown:
-        assert "--report" in shown.communicate()[0]
+    assert "--report" in here("demo", "--help").stdout
 
 
 def test_the_version_is_that_of_the_package(here: Command) -> None:
@@ -219,7 +194,7 @@ def in_terminal(columns: int, *arguments: str) -> str:
     """What a command shows in a terminal of so many columns."""
     mine, terminal = pty.openpty()
     environment = {**os.environ, "TERM": "dumb", "COLUMNS": str(columns)}
-    with subprocess.Popen([str(DLAC), *arguments], stdout=terminal, env=environment):
+    with Forked([str(DLAC), *arguments], stdout=terminal, env=environment):
         os.close(terminal)
         said = b""
         with suppress(OSError):  # the end of a terminal

@@ -23,21 +23,16 @@ from dlac_pipeline.operations.fork import fork_run
 from dlac_pipeline.supervise.liveness.run_lock import run_lock
 from tests.conftest import wait_until
 from tests.forked import Forked
-from tests.integration.test_cli import DLAC, Command, dlac
+from tests.integration.test_cli import DLAC, dlac
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from tests.conftest import Arena
+    from tests.integration.conftest import Command
 
 LONG = "team-nlp.llama-continual-pretraining-2026-11-23-with-a-very-long-name"
 GROUPS = ("Train", "Look", "Recover", "Branch", "Checkpoints", "Lakehouse")
-
-
-@pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    """`dlac`, as a function in this process."""
-    return Command(monkeypatch, capsys)
 
 
 def at_width(columns: int, *arguments: str) -> str:
@@ -45,9 +40,7 @@ def at_width(columns: int, *arguments: str) -> str:
     mine, terminal = pty.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
     environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
-    with subprocess.Popen(
-        [str(DLAC), *arguments], stdin=terminal, stdout=terminal, env={**environment, "TERM": "xterm"}
-    ):
+    with Forked([str(DLAC), *arguments], stdin=terminal, stdout=terminal, env={**environment, "TERM": "xterm"}):
         os.close(terminal)
         said = b""
         with suppress(OSError):  # the end of a terminal
