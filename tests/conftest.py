@@ -216,8 +216,6 @@ def source_rows(start: int, count: int) -> pa.Table:
     )
 
 
-_SHARED = ("campaign", "lake", "workshop", "datasets")
-"""Fixtures of a session that train for a while: one process makes each, once."""
 _SECTIONS: dict[str, type[BaseModel]] = {
     "source": SourceSpec,
     "order": OrderSpec,
@@ -226,13 +224,20 @@ _SECTIONS: dict[str, type[BaseModel]] = {
 }
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in its own hook
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Schedule the tests of a group in one process, with `--dist loadgroup`."""
+    if config.getoption("dist") != "loadgroup":
+        return None
+    from tests.scheduling import GroupScheduling  # which needs xdist
+
+    return GroupScheduling(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Group the tests of a module, and of each lakehouse that many modules read, for one process of `--dist loadgroup`."""
+    """Check the marks of every test."""
     for item in items:
         _check_soak_marks(item)
-        shared = [name for name in _SHARED if name in getattr(item, "fixturenames", ())]
-        item.add_marker(pytest.mark.xdist_group((shared or [item.nodeid.partition("::")[0]])[0]))
 
 
 def _check_soak_marks(item: pytest.Item) -> None:
