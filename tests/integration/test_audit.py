@@ -77,7 +77,8 @@ def test_macros_take_columns_of_any_name(audit: duckdb.DuckDBPyConnection) -> No
     """An argument that is a column with the name of a column inside the macro means the caller's column."""
     query = (
         "SELECT count_if(consumed({0}, {1}, {2})) AS n FROM (SELECT s.file AS {0}, s.file_row AS {1}, "
-        "c.checkpoint_id AS {2}, 7 AS unit, 7 AS seq, 7 AS position FROM source_rows AS s, checkpoints AS c WHERE c.run = 'faulty')"
+        "c.checkpoint_id AS {2}, 7 AS unit, 7 AS seq, 7 AS position FROM source_rows AS s, checkpoints AS c "
+        "WHERE c.run = 'faulty')"
     )
     [plain] = rows_of(audit, query.format("f", "r", "c"))
     assert plain["n"] > 0
