@@ -10,7 +10,7 @@ import re
 from functools import cache
 from pathlib import Path
 
-from xdist.scheduler import LoadScopeScheduling
+from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]  # published without types
 
 SHARED = ("lake", "workshop", "datasets")
 """Fixtures of a session that one process makes for all modules. `campaign` has too many modules for one process."""
@@ -18,7 +18,7 @@ _ARGUMENT = re.compile(rf"\b({'|'.join(SHARED)}): [A-Z]")
 _ROOT = Path(__file__).parents[1]
 
 
-class GroupScheduling(LoadScopeScheduling):
+class GroupScheduling(LoadScopeScheduling):  # type: ignore[misc]  # as above
     """Gives all tests of a group to one process."""
 
     def _split_scope(self, nodeid: str) -> str:
