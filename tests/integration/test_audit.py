@@ -174,7 +174,7 @@ def test_an_unknown_run_is_refused(lake: Lake) -> None:
         audit_run(lake.lakehouse, "nobody")
 
 
-@pytest.mark.parametrize("run", ["reference", "faulty"])
+@pytest.mark.parametrize("run", [pytest.param("reference", marks=pytest.mark.soak), "faulty"])
 def test_the_explanation_runs_in_a_plain_duckdb(lake: Lake, run: str) -> None:
     """The script answers in a DuckDB that knows nothing of DLAC, for its own example and for any other row."""
     script = explain_sql(lake.lakehouse, run)

@@ -137,6 +137,11 @@ def test_coverage_and_sources_add_up(opened: Opened, audited: Callable[[str], Au
     assert [row["name"] for row in names] == [f"src.{table}" for table in TABLES[KINDS[run]]]
 
 
+@pytest.mark.parametrize(
+    "run",
+    ["packed", *(pytest.param(kind, marks=pytest.mark.soak) for kind in sorted(KINDS.keys() - {"packed"}))],
+    indirect=True,
+)
 def test_the_explanation_runs_in_a_plain_duckdb(workshop: Workshop, run: str) -> None:
     """The script answers for its own example, a consumed row, in a DuckDB that knows nothing of DLAC."""
     script = explain_sql(workshop.lakehouse, run)
