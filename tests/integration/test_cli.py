@@ -124,10 +124,10 @@ def test_looking_where_no_lakehouse_is_creates_none(tmp_path: Path, here: Comman
     assert not home.exists()
 
 
-def test_the_demo_deletes_only_what_a_demo_made(tmp_path: Path, here: Command) -> None:
+def test_the_demo_deletes_only_what_a_demo_made(tmp_path: Path) -> None:
     """A folder with something else in it is refused by name, and keeps it."""
     (tmp_path / "thesis.tex").touch()
-    done = here("demo", home=tmp_path)
+    done = dlac("demo", home=tmp_path)
     assert done.returncode == 64
     assert str(tmp_path) in done.stderr + done.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
@@ -150,9 +150,10 @@ def test_the_demo_without_dagster_names_the_extra(monkeypatch: pytest.MonkeyPatc
     assert 'pip install "dlac-pipeline[dagster]"' in done.stderr
 
 
-def test_the_demo_explains_its_own_options(here: Command) -> None:
+def test_the_demo_explains_its_own_options() -> None:
     """`dlac demo --help` is the demo's help."""
-    assert "--report" in here("demo", "--help").stdout
+    with Forked([str(DLAC), "demo", "--help"], stdout=subprocess.PIPE, text=True) as shown:
+        assert "--report" in shown.communicate()[0]
 
 
 def test_the_version_is_that_of_the_package(here: Command) -> None:
@@ -194,7 +195,7 @@ def in_terminal(columns: int, *arguments: str) -> str:
     """What a command shows in a terminal of so many columns."""
     mine, terminal = pty.openpty()
     environment = {**os.environ, "TERM": "dumb", "COLUMNS": str(columns)}
-    with Forked([str(DLAC), *arguments], stdout=terminal, env=environment):
+    with subprocess.Popen([str(DLAC), *arguments], stdout=terminal, env=environment):
         os.close(terminal)
         said = b""
         with suppress(OSError):  # the end of a terminal
