@@ -6,7 +6,6 @@ cut removes. Object stores acknowledge durably and need no change.
 
 from __future__ import annotations
 
-import errno
 import io
 import os
 import secrets
@@ -32,15 +31,9 @@ def fsync_directory(directory: str | Path) -> None:
 
 
 def make_folder_durably(folder: Path) -> None:
-    """Make a folder and all missing folders above it, and make their names durable.
-
-    Raises:
-        NotADirectoryError: one of them is a file. Unlike a link to a disk that is not mounted, that does not pass.
-    """
-    missing = [each for each in (folder, *folder.parents) if not each.is_dir()]
+    """Make a folder and all missing folders above it, and make their names durable. Below a file none can be made."""
+    missing = [each for each in (folder, *folder.parents) if not (each.is_dir() if each == folder else each.exists())]
     for each in reversed(missing):
-        if each.is_file():
-            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(each))
         each.mkdir(exist_ok=True)
         fsync_directory(each.parent)
 
