@@ -213,8 +213,8 @@ def source_rows(start: int, count: int) -> pa.Table:
     )
 
 
-_SHARED = ("lake", "workshop", "datasets")
-"""Fixtures of a session that train for a while: one process makes each, once. `campaign` is too popular for one process."""
+_SHARED = ("campaign", "lake", "workshop", "datasets")
+"""Fixtures of a session that train for a while: one process makes each, once."""
 _SECTIONS: dict[str, type[BaseModel]] = {
     "source": SourceSpec,
     "order": OrderSpec,
