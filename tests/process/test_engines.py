@@ -236,7 +236,7 @@ def test_ranks_save_numbers_of_numpy_and_load_them(tmp_path: Path, engine: str) 
     check_resizes(save(tmp_path, 1, engine=engine, writer="copies", keeps="number"), 1)
 
 
-@pytest.mark.parametrize("engine", ["fsdp2", "zero1"])
+@pytest.mark.parametrize("engine", ["fsdp2", pytest.param("zero1", marks=pytest.mark.soak)])
 def test_unloadable_state_blocks_no_rank(tmp_path: Path, engine: str) -> None:
     """All are through with the save, and train on, before those that wanted to write it say so."""
     saved = save(tmp_path, 2, engine=engine, keeps="enum")

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from dlac_pipeline.elastic import fork_server
 from dlac_pipeline.elastic.ranks.launch_folder import in_hand_file
 from dlac_pipeline.elastic.round import LEADER, Round
 from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
@@ -64,38 +65,47 @@ class Machines:
         wait_until(look, what=what)
 
 
+@pytest.fixture(scope="module")
+def waiting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[JobSpec]:
+    """A job whose ranks wait until they are told to end; one fork server starts those of all tests."""
+    yield waiting_job(tmp_path_factory.mktemp("job"))
+    fork_server.end_server()
+
+
 @pytest.fixture
-def pair(tmp_path: Path) -> Iterator[Machines]:
+def pair(waiting: JobSpec, tmp_path: Path) -> Iterator[Machines]:
     """Two machines."""
-    with machines(tmp_path, 2) as made:
+    with machines(waiting, tmp_path, 2) as made:
         yield made
 
 
 @contextmanager
-def machines(folder: Path, count: int, *, timeout_s: int = 60) -> Iterator[Machines]:
+def machines(spec: JobSpec, folder: Path, count: int, *, timeout_s: int = 60) -> Iterator[Machines]:
     """So many, with a launch folder each."""
-    spec = waiting_job(folder)
     with rounds(count, timeout_s=timeout_s) as talking, ExitStack() as stack:
         groups = []
         for place, crew in enumerate(talking):
             (launch := folder / f"launch-{place}").mkdir()
             groups.append(RankStarter().start(spec, launch, crew.share))
             stack.callback(groups[-1].end)
+        wait_until(lambda: all(all(group.pids) for group in groups), what="the ranks")
         yield Machines(groups, talking)
 
 
 def waiting_job(folder: Path) -> JobSpec:
     """A job whose ranks wait until they are told to end."""
     (folder / "script.py").write_text(WAITS)
-    return parse_spec(
+    spec = parse_spec(
         {
             "run": "r",
             "source": {"table": "src.t", "columns": ["x"]},
             "order": {"batch_size": 4, "key_groups": 4, "steps": 1},
-            "launch": {"script": str(folder / "script.py"), "start": "spawn"},
+            "launch": {"script": str(folder / "script.py")},
         },
         origin="the test",
-    )
+    ).resolved(folder)
+    (Path(spec.checkpoint.local) / spec.run).mkdir(parents=True)
+    return spec
 
 
 def test_remote_progress_reaches_leader_folder(pair: Machines) -> None:
@@ -118,6 +128,7 @@ def test_remote_progress_reaches_leader_folder(pair: Machines) -> None:
     assert in_hand_file(pair.groups[0].folder, 1).read_text() == "[8, []]"
 
 
+@pytest.mark.soak
 def test_unwritten_sign_is_copied_later(pair: Machines) -> None:
     """A disk that is full or away for a moment ends no run that is led from there."""
     HeartbeatFile(pair.groups[1].folder, 1).write(7, Phase.TRAINING)
@@ -158,9 +169,9 @@ def test_failure_is_reported_after_all_nodes(pair: Machines) -> None:
     assert pair.fleet.log_end(1)["log"].startswith(str(pair.groups[1].folder))
 
 
-def test_silent_node_precedes_its_consequences(tmp_path: Path) -> None:
+def test_silent_node_precedes_its_consequences(waiting: JobSpec, tmp_path: Path) -> None:
     """Of three: the second one goes, the third one's rank dies of that and is still asked."""
-    with machines(tmp_path, 3, timeout_s=5) as three:
+    with machines(waiting, tmp_path, 3, timeout_s=5) as three:
         three.until(lambda: all(three.crews[LEADER].message_of(place) for place in (1, 2)), "their words")
         silence(three.crews[1])
         three.exits(2, 1)
@@ -178,9 +189,9 @@ def test_silent_node_precedes_its_consequences(tmp_path: Path) -> None:
         assert re.search(r"node host-1 \(1 ranks\) sent no heartbeat for \d+ s", found[0].message)
 
 
-def test_node_heard_again_ends_no_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_node_heard_again_ends_no_attempt(waiting: JobSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A node that was silent for a moment is no failure afterwards, and the ranks come to their end."""
-    with machines(tmp_path, 3) as three:
+    with machines(waiting, tmp_path, 3) as three:
         three.until(lambda: all(three.crews[LEADER].message_of(place) for place in (1, 2)), "their messages")
         with monkeypatch.context() as silent:
             silent.setattr(three.crews[LEADER], "lost_nodes", lambda: [1])

@@ -14,6 +14,7 @@ from benchmarks.gpu_parts.machine import PROGRAMS
 from benchmarks.gpu_parts.page import page_of
 
 
+@pytest.mark.soak
 def test_kernels_are_named() -> None:
     """Of an operation that has no deterministic implementation on the CPU either."""
     code = (

@@ -118,7 +118,8 @@ def test_signals_to_all_reach_ranks(tmp_path: Path, start: str) -> None:
         assert all(map(runs, [process.pid for process in between]))
 
 
-@pytest.mark.parametrize("start", STARTS)
+@pytest.mark.soak
+@pytest.mark.parametrize("start", ["fork", "spawn"])
 def test_processes_have_titles(tmp_path: Path, start: str) -> None:
     """`ps` shows each rank with its run, and the fork server."""
     with started(spec_of(tmp_path, LEAVES, start=start), tmp_path, ranks=2) as ranks:
@@ -169,6 +170,7 @@ def test_dead_server_is_the_reason(tmp_path: Path) -> None:
         assert ranks.log_end(0)["log_tail"] == ""
 
 
+@pytest.mark.soak
 def test_long_log_is_read_at_end(tmp_path: Path) -> None:
     """A rank that prints all day has a log which the supervisor has no room for; it may begin in the middle of a letter."""
     with started(spec_of(tmp_path, "pass", start="spawn"), tmp_path) as ranks:
@@ -236,6 +238,7 @@ def test_unusable_preload_is_refused(tmp_path: Path, library: str | None, found:
     assert 'launch.start = "spawn"' in failure.message
 
 
+@pytest.mark.soak
 def test_preloaded_modules_are_shared(tmp_path: Path) -> None:
     """A module beside the script is imported once, in the fork server."""
     (tmp_path / "own_library.py").write_text("import os\nimported_by = os.getpid()")
@@ -274,6 +277,7 @@ def test_unstartable_ranks_have_failed(tmp_path: Path) -> None:
         multiprocessing.set_executable(python)
 
 
+@pytest.mark.soak
 def test_unkillable_rank_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is not waited for without an end, and another attempt beside it would meet the same device."""
     with started(spec_of(tmp_path, SLEEPS), tmp_path) as ranks:
@@ -285,6 +289,7 @@ def test_unkillable_rank_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
                 ranks.end()
 
 
+@pytest.mark.soak
 def test_stopped_server_does_not_matter(tmp_path: Path) -> None:
     """It cannot report that a rank has ended; the ranks are ended all the same."""
     with started(spec_of(tmp_path, SLEEPS), tmp_path) as ranks:
@@ -320,7 +325,7 @@ def test_scripts_end_as_in_python(tmp_path: Path, start: str) -> None:
     assert [(tmp_path / f"ended-{rank}").read_text() for rank in range(4)] == ["thread exit"] * 4
 
 
-@pytest.mark.parametrize("start", ["fork", "spawn"])
+@pytest.mark.parametrize("start", STARTS)
 def test_scripts_start_as_in_python(tmp_path: Path, start: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Arguments are passed on as they are, and a module beside the script hides a library of its name.
 
@@ -365,6 +370,7 @@ def test_stop_during_start_starts_nothing(tmp_path: Path, start: str) -> None:
     assert children("dlac r rank") == children("fork.?server") == []
 
 
+@pytest.mark.soak
 def test_one_stop_leaves_other_ranks(tmp_path: Path) -> None:
     """Two supervisors of one process share the fork server: what one of them ends, the other does not notice."""
     folders = [tmp_path / name for name in ("first", "second")]

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PROGRAM = """
 import os, signal, time
 import torch, torch.distributed as dist
@@ -23,6 +25,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.soak
 def test_ranks_that_torchrun_restarts_join_each_other(tmp_path: Path) -> None:
     """Those of the restart find no address of the ranks that died."""
     program = tmp_path / "program.py"

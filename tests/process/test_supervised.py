@@ -87,6 +87,7 @@ def test_printed_text_does_not_end_training(caplog: pytest.LogCaptureFixture) ->
     assert [record.args for record in caplog.records] == [("loading",), ("[]",), ("7",), ("b'\\xff'",)]
 
 
+@pytest.mark.soak
 def test_failed_display_does_not_end_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Dagster's storage is away: what the run came to is told all the same, and what was not shown is logged."""
 

@@ -143,7 +143,10 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Arena]:
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-@pytest.mark.parametrize(("run", "error"), [("nigth-3", NoSuchRun), ("../../x", SpecInvalid), ("a\nb", SpecInvalid)])
+@pytest.mark.parametrize(
+    ("run", "error"),
+    [("nigth-3", NoSuchRun), ("../../x", SpecInvalid), pytest.param("a\nb", SpecInvalid, marks=pytest.mark.soak)],
+)
 def test_command_creates_nothing(begun: Arena, command: list[str], run: str, error: type[Exception]) -> None:
     """A command that needs a run and finds none names close ones; it makes no row, no folder and no file."""
     arena, job = begun, begun.home / "job.json.yaml"
