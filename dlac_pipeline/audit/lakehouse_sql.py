@@ -36,7 +36,7 @@ QUESTIONS = (
 """Scripts that answer who has seen a row. Each uses only those before it."""
 
 _AUDIT = (
-    "said",
+    "or_nothing",
     "finishes",
     "advances",
     "cuts",
