@@ -46,7 +46,7 @@ WHERE a.kind = 'advance' AND r.position >= a.position_start AND r.position < a.p
 -- 3d. The same in one call: true if the checkpoint has consumed the row.
 SELECT consumed({file}, {row}, {checkpoint}) AS consumed;
 """
-_NO_EXAMPLE = "-- 3. Run {run} has no checkpoint yet. Later, query it with SELECT consumed('<data file>', <row>, '<checkpoint>');\n"
+_NO_EXAMPLE = "-- 3. Run {run} has no checkpoint yet. Later: SELECT consumed('<data file>', <row>, '<checkpoint>');\n"
 _LAST_ADVANCE = """\
 CREATE OR REPLACE TEMP VIEW last_advance AS
 SELECT a.* FROM advances AS a JOIN lineage AS l USING (run, checkpoint_id)

@@ -140,8 +140,8 @@ class StoreFiles:
                 if is_final(err):
                     raise
                 if tries == 1 and self._deadline_s > 0:
-                    said = "expected to %s the checkpoint store at %s, found %s; trying again for %.0f s"
-                    _log.warning(said, doing, mask_secrets(address), mask_secrets(str(err)), self._deadline_s)
+                    message = "expected to %s the checkpoint store at %s, found %s; trying again for %.0f s"
+                    _log.warning(message, doing, mask_secrets(address), mask_secrets(str(err)), self._deadline_s)
                 raise _Transient(err) from err
 
         try:

@@ -66,7 +66,7 @@ def list_checkpoints(lakehouse: Lakehouse, run: str) -> list[ListedCheckpoint]:
         NoSuchRun: the ledger has no row of it.
     """
     rows = Ledger(lakehouse).head_rows(run)
-    head = fence_of_rows(rows).head  # of these rows: the run may go on meanwhile
+    head = fence_of_rows(rows).head  # from these rows, because the run may commit more
     states = {row.checkpoint_id: "retired" for row in rows if isinstance(row, RetireRow)}
     states |= {row.checkpoint_id: "damaged" for row in rows if isinstance(row, QuarantinedCheckpointRow)}
     claims = {row.attempt: row for row in rows if isinstance(row, ClaimRow)}

@@ -182,7 +182,7 @@ def check_there(manifest_uri: str, files: StoreFiles) -> None:
     attempt = manifest_uri.rsplit("/", 2)[0]
     if is_local(manifest_uri):
         there = path_at(attempt).is_dir()
-    else:  # objects leave no empty folder behind
+    else:  # an object store has no empty folders
         there = any(attempt_of(name) is not None for name in files.children(attempt.rsplit("/", 1)[0]))
     if not there:
         raise StoreUnavailable(

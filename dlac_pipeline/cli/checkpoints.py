@@ -124,7 +124,7 @@ def verify(
 
     problems: dict[str, str | None] = {}
     lakehouse, files = lakehouse_of(spec, home), None
-    with suppress(NoSuchJobSpec):  # launched from another machine: what the lakehouse says has to do
+    with suppress(NoSuchJobSpec):  # launched from another node: the addresses in the lakehouse suffice
         files = tiers_of(spec_of_run(run, spec, home, lakehouse=lakehouse)).files
     with steps_bar() as bar:
         task = bar.add_task("reading checkpoints", total=None)

@@ -79,8 +79,8 @@ def main() -> None:
     Any other exception is a bug: its traceback goes into a file. Ctrl-C and a closed pipe are no errors.
     """
     _spare_collections()
-    if sys.stdout is None:  # closed by who started this: nobody wants to read
-        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115  # for as long as this process is there
+    if sys.stdout is None:  # the parent process closed it, so there is no reader
+        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115  # stays open until this process ends
     try:
         try:
             with _interruptible():
@@ -133,8 +133,8 @@ def _leave_garbage() -> None:
         gc.freeze()
 
 
-def _end(said: str, exit_code: int) -> NoReturn:
-    ERR.print(Text.assemble(("error:", "red"), f" {terminal_text(said)}"), soft_wrap=True)
+def _end(message: str, exit_code: int) -> NoReturn:
+    ERR.print(Text.assemble(("error:", "red"), f" {terminal_text(message)}"), soft_wrap=True)
     sys.exit(exit_code)
 
 

@@ -275,7 +275,7 @@ class DlacDataset(IterableDataset[DictBatch]):
             raise SpecInvalid(
                 f"expected a packed or transformed dataset on {self.world_size} ranks to be read through dataset.loader(), or "
                 "with num_workers=0, found a worker of another DataLoader: its ranks end at different batches, and the others "
-                "would wait for ever"
+                "would wait without an end"
             )
         self._begun_in = os.getpid()
         reader = self._reader(

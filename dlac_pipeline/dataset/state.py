@@ -24,7 +24,7 @@ from dlac_pipeline.spec.job_spec import (
 STATE_VERSION = 2
 """Version of the state. A later DLAC reads an earlier one. Version 1 had a digest of its leg only, and no `last_batch`."""
 _KEYS = {1: ("leg", "step", "cursors"), 2: ("leg", "step", "cursors", "last_batch", "digest")}
-"""Keys of a state of each version besides `format_version`, and `worker` in a worker's state."""
+"""Keys of a state of each version. Each has `format_version` too, and a worker's state has `worker`."""
 STATE_FILE = "dlac_reader.json"
 """The state beside a checkpoint. It is written last, so a checkpoint folder without it is not complete."""
 

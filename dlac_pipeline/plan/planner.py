@@ -87,7 +87,7 @@ def make_plan(
 
 
 def check_source(table: Table, source: SourceSpec, snapshot: Snapshot) -> Schema:
-    """Return the schema as which a snapshot is read, after checking all that reading the source needs besides its rows.
+    """Return the schema as which a snapshot is read, after checking all that is needed to read the source, except its rows.
 
     Raises:
         NoSuchColumn: the schema lacks a column of the source, of its filter or of its identity.

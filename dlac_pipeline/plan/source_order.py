@@ -31,7 +31,7 @@ class Cursor(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpenCut:
-    """The name of a pass's cut, and its inputs besides units. Open until every key group has finished it."""
+    """The name of a pass's cut, and its inputs except units. Open until every key group has finished it."""
 
     pass_index: int
     plan_id: str

@@ -107,7 +107,7 @@ class _Open(Generic[Content]):
     @property
     def done(self) -> bool:
         """True if all of it is recorded."""
-        return self.last < self.cursor.position  # a row read in part is not behind the cursor
+        return self.last < self.cursor.position  # a row read in part is not before the cursor
 
     def advance(self, items: int) -> BlockAdvance:
         """Take items of this block, at least one."""

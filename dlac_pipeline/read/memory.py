@@ -56,7 +56,7 @@ class Buffers:
     def _find_free(self, size: int) -> Bytes:
         fitting = [each for each in reversed(self._free) if size <= len(each) <= _SPARE * size]
         if fitting:
-            chosen = min(fitting, key=len)  # of several the one used last: what lies in a cache is of it
+            chosen = min(fitting, key=len)  # of equal ones the last one used, which may be in a cache
             self._free = [each for each in self._free if each is not chosen]
             return chosen
         self._trim(size)

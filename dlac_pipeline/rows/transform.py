@@ -172,7 +172,7 @@ class _Call:
         try:
             output = self.transform(batch.append_column(ROW, numbers))
         except MemoryError:
-            raise  # says nothing about the rows
+            raise  # not the fault of a row
         except Exception as err:
             return self._bisected(batch, start, err)
         table, row = self._checked(output, len(batch))

@@ -94,7 +94,9 @@ def plan_of_before(rows: list[Columns]) -> list[Columns]:
     [
         ("mixed", leg_changed(1, lambda detail: detail.update(batch_size=64)), "expected 64 rows of steps"),
         ("mixed", leg_changed(1, lambda detail: detail.update(start_step=27)), "expected leg 1 to begin at step 28"),
-        in_soak("mixed", leg_changed(1, lambda detail: detail.update(key_groups=8)), "one number of key groups in all legs"),
+        in_soak(
+            "mixed", leg_changed(1, lambda detail: detail.update(key_groups=8)), "number of key groups in all legs"
+        ),
         in_soak(
             "mixed",
             leg_changed(0, of_source(1, passes=2)),

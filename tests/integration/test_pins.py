@@ -311,7 +311,7 @@ def test_a_source_that_may_only_be_read(
         raise refusal
 
     monkeypatch.setattr(GuardedSqlCatalog, "commit_table", refuse)
-    with pytest.raises(SpecInvalid, match=r'set pin = "none" .*as long as nobody expires the snapshot'):
+    with pytest.raises(SpecInvalid, match=r'set pin = "none" .*until the snapshot is expired'):
         hold(lakehouse, "src.t", snapshot, "tag")
 
 

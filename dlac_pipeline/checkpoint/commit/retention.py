@@ -90,7 +90,7 @@ class Retention:
         self._removal.now()
 
     def _is_milestone(self, step: int, before: int) -> bool:
-        """Return True if it is kept for ever.
+        """Return True if it is never retired.
 
         `before` is its parent's step: the multiple that it stands for may be between them.
         """

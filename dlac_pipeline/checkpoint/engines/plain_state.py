@@ -54,12 +54,12 @@ def _plain(value: Any, place: Place) -> Any:
         number = value.item()
         if _is_loaded(number):  # Python has nothing as long as a longdouble
             return number
-    why = refusal(value)
-    if why is None:
+    refused = refusal(value)
+    if refused is None:
         return value
     raise SpecInvalid(
         f"expected tensors, numbers, strings, None, and lists, tuples and dicts of them to save in a checkpoint, found "
-        f"{kind.__module__}.{kind.__qualname__} at {_format_place(place)}, which could not be loaded again ({why} is "
+        f"{kind.__module__}.{kind.__qualname__} at {_format_place(place)}, which could not be loaded again ({refused} is "
         f"refused): keep "
         "it as one of these, an array as torch.from_numpy(...); nothing was committed"
     )

@@ -155,7 +155,7 @@ def _make(folder: Path, target: Path, convert: Convert) -> None:
         _seal(stage)
         try:
             stage.rename(target)
-        except OSError:  # one of two did not wait for the other, which has made it meanwhile
+        except OSError:  # two converted it at once, and the other was first
             if not _holds(target):
                 raise
         fsync_directory(target.parent)
@@ -164,7 +164,7 @@ def _make(folder: Path, target: Path, convert: Convert) -> None:
 
 
 def _seal(stage: Path) -> None:
-    """Make all files durable, then say what they are."""
+    """Make all files durable, then list them."""
     found = []
     for path in _files(stage):
         sync_file(path)

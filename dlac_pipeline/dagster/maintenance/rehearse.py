@@ -77,7 +77,7 @@ def rehearsal(context: dg.OpExecutionContext, asked: Asked, lakehouse: Lakehouse
     """Return the result. A rehearsal that differs does not stop those of other runs."""
     folder = Path(asked.sandbox) if asked.sandbox else None
     done = rehearsed(lakehouse.lakehouse(), asked.run, steps=asked.steps, sandbox_folder=folder)
-    (context.log.error if done.holds is False else context.log.info)(f"{done.run}: {done.said}")
+    (context.log.error if done.holds is False else context.log.info)(f"{done.run}: {done.summary}")
     return done
 
 

@@ -65,14 +65,14 @@ def lost_run_sensor(context: dg.SensorEvaluationContext) -> dg.SensorResult:
         if reason and _end(context.instance, run, reason):
             lost.append(f"run {run.run_id}: {reason}")
     cursor = json.dumps({"looked_at": now, "seen": {run_id: [one.mark, one.silent_s] for run_id, one in seen.items()}})
-    said = "; ".join(lost) or f"all {len(runs)} runs that train give signs of life"
-    return dg.SensorResult(skip_reason=dg.SkipReason(said), cursor=cursor)
+    message = "; ".join(lost) or f"all {len(runs)} runs that train are alive"
+    return dg.SensorResult(skip_reason=dg.SkipReason(message), cursor=cursor)
 
 
 def _seen_before(cursor: str | None) -> tuple[float, dict[str, _Seen]]:
     """Moment and result of this sensor's last look."""
-    said = json.loads(cursor or "{}")
-    return said.get("looked_at", 0.0), {run_id: _Seen(*seen) for run_id, seen in said.get("seen", {}).items()}
+    state = json.loads(cursor or "{}")
+    return state.get("looked_at", 0.0), {run_id: _Seen(*seen) for run_id, seen in state.get("seen", {}).items()}
 
 
 def _reason_lost(beat: RunHeartbeat, silent_s: float, settings: RecoverySettings) -> str:

@@ -100,8 +100,8 @@ class RankProcesses:
     def reason(self, rank: int) -> Reason:
         """Return why a rank could not be started, or why its end is unknown. Empty: neither is so."""
         if rank in self._processes and self.exit_code(rank) == _UNKNOWN:
-            why = self._why_unknown()
-            return {} if why is None else reason_not_started(why)
+            reason = self._why_unknown()
+            return {} if reason is None else reason_not_started(reason)
         return self._reason if self.is_started and self._aborted_by is None else {}
 
     @property
@@ -132,7 +132,7 @@ class RankProcesses:
     def wait_until_gone(self, within_s: float) -> dict[int, int]:
         """Wait for the end of all ranks. Return those that are left, as process ids by rank."""
         deadline = time.monotonic() + within_s
-        self._starting.wait(_STARTER_ENDS_S)  # a start that goes on kills its ranks itself
+        self._starting.wait(_STARTER_ENDS_S)  # a start that takes longer kills its ranks itself
         left = {rank: self._pid(rank) for rank in self._processes}
         while left := {rank: pid for rank, pid in left.items() if is_running(pid)}:
             if time.monotonic() > deadline:

@@ -111,7 +111,7 @@ class Lakehouse:
     def _load(self, identifier: str) -> Table:
         try:
             for _ in range(5):
-                with suppress(FileNotFoundError):  # others committed so often meanwhile that these metadata are removed
+                with suppress(FileNotFoundError):  # many commits of others have removed these metadata since
                     return self.catalog.load_table(identifier)
             return self.catalog.load_table(identifier)
         except MetadataMissing as err:
@@ -134,10 +134,10 @@ class Lakehouse:
 
     def _metadata_problem(self, identifier: str, err: Exception) -> LakehouseError:
         """Return the error that names a table whose metadata file is missing or cannot be read."""
-        said = next(iter(str(err).splitlines()), "")
+        reason = next(iter(str(err).splitlines()), "")
         return MetadataLost(
             f"expected the metadata file of table {identifier!r}, which the catalog at {self.config.address!r} names, found "
-            f"{type(err).__name__}: {said}: mount the warehouse, or restore the file from a backup of it"
+            f"{type(err).__name__}: {reason}: mount the warehouse, or restore the file from a backup of it"
         )
 
     def has_ledger(self) -> bool:
@@ -175,7 +175,7 @@ class Lakehouse:
         Raises:
             LedgerOlderThanStore: rows that were read earlier are gone.
         """
-        known = self._seen.get(name, ("", 0))  # before the load: what another thread reads meanwhile is no measure
+        known = self._seen.get(name, ("", 0))  # before the load: what another thread reads during it is no measure
         for pause_s in _LOOKS_AT_OLDER_S:
             try:
                 table = self.load(f"{self.config.namespace}.{name}")

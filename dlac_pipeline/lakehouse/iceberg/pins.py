@@ -55,8 +55,8 @@ _PLAN_KEYS = frozenset({"plan_id", "live_plan_id", "base_plan_id", "plan_ids", "
 _REFUSED = (ForbiddenError, UnauthorizedError, AuthorizationExpiredError)
 _REFUSALS = ("readonly database", "read-only", "permission denied", "access denied", "access_denied", "not authorized")
 _UNTAGGED = (
-    "Without a tag every guarantee holds for as long as nobody expires the snapshot; once it is expired the run stops "
-    "with an error, and never goes on silently with other rows"
+    "Without a tag every guarantee holds until the snapshot is expired. After that the run stops with an error, "
+    "and never continues with other rows"
 )
 
 

@@ -228,9 +228,8 @@ def _one_left(run: str, left: dict[str, CheckpointRow], named: str) -> Checkpoin
         return checkpoint_of(run, list(left.values()), named)
     except NoSuchCheckpoint as err:
         raise SpecInvalid(
-            f"expected a checkpoint of run {run!r} that is left behind and has no name, found {named!r}; left are "
-            f"{sorted(left)!r}: on the surviving lineage checkpoint.keep_last says what is kept, and `dlac untag` takes a "
-            "name away"
+            f"expected a checkpoint of run {run!r} on an abandoned branch and without a name, found {named!r}; there "
+            f"are {sorted(left)!r}: on the surviving lineage set checkpoint.keep_last, and remove a name with `dlac untag`"
         ) from err
 
 

@@ -144,8 +144,8 @@ def way_out(run: str, rows: Sequence[LedgerRow]) -> str:
         return "start a run under another name"
     listed = ", ".join(f"{row.checkpoint_id} (step {row.step})" for row in there[:_NAMED])
     return (
-        f"branches that rewinds have left still have {listed}: `dlac rewind {run} --checkpoint ID` goes on from one, or start "
-        "a run under another name"
+        f"abandoned branches still have {listed}: resume from one with `dlac rewind {run} --checkpoint ID`, or start a run "
+        "under another name"
     )
 
 

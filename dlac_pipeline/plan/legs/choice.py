@@ -55,7 +55,7 @@ def first_leg(spec: JobSpec, plans: Sequence[Plan]) -> Leg:
 
 
 def check_readable(lakehouse: Lakehouse, spec: JobSpec) -> None:
-    """Check all that reading a job's sources needs besides their rows, before anything is pinned, written or claimed.
+    """Check all that a job needs to read its sources, except their rows, before anything is pinned, written or claimed.
 
     Raises:
         BadInput: a table, a column, a transform or the tokenizer is wrong, or the sources have different columns.
