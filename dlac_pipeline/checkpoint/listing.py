@@ -108,9 +108,9 @@ def verify_checkpoints(
     listed = [each for each in list_checkpoints(lakehouse, run) if each.state in ("head", "kept", "left")]
     chosen = [each for each in reversed(listed) if step in (None, each.step)]
     if not chosen:
-        there = [each.step for each in listed]
+        steps = [each.step for each in listed]
         raise NoSuchCheckpoint(
-            f"expected a checkpoint of run {run!r}{'' if step is None else f' at step {step}'}, found {there!r}"
+            f"expected a checkpoint of run {run!r}{'' if step is None else f' at step {step}'}, found {steps!r}"
         )
     for done, each in enumerate(chosen):
         progress(done, len(chosen))

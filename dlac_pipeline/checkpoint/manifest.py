@@ -174,17 +174,17 @@ def _content(manifest_uri: str, files: StoreFiles) -> bytes:
 
 
 def check_there(manifest_uri: str, files: StoreFiles) -> None:
-    """Distinguish an unavailable store from a loss: the folder above a checkpoint exists, or the store is not there.
+    """Distinguish an unavailable store from a loss: the folder above a checkpoint exists, or the store is unavailable.
 
     Raises:
         StoreUnavailable: it does not exist.
     """
     attempt = manifest_uri.rsplit("/", 2)[0]
     if is_local(manifest_uri):
-        there = path_at(attempt).is_dir()
+        exists = path_at(attempt).is_dir()
     else:  # an object store has no empty folders
-        there = any(attempt_of(name) is not None for name in files.children(attempt.rsplit("/", 1)[0]))
-    if not there:
+        exists = any(attempt_of(name) is not None for name in files.children(attempt.rsplit("/", 1)[0]))
+    if not exists:
         raise StoreUnavailable(
             f"expected checkpoints at {attempt!r} in the checkpoint store, found nothing: mount the store"
         )

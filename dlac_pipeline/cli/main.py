@@ -38,8 +38,8 @@ for _part in (training, runs, recovery, logs, checkpoints, exports, branches, la
     app.add_typer(_part.app)
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
+def _print_version(requested: bool) -> None:
+    if requested:
         OUT.print(f"dlac {version_of('dlac-pipeline')}", highlight=False)
         raise typer.Exit
 

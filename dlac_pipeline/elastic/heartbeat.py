@@ -234,10 +234,10 @@ class NodeHeartbeat:
         """Return whether another member was silent for too long while the store answered."""
         with self._lock:
             deposed = self._is_leader(slot) and (self._lease["slot"] != slot or self._leader_left)
-            left = self._in_round and self.has_moved_on(slot)
+            moved_on = self._in_round and self.has_moved_on(slot)
             return (
                 deposed
-                or left
+                or moved_on
                 or self._gone(slot)
                 or self._heard_at(slot) < self._spoke_at - self._launch.node_timeout_s
             )

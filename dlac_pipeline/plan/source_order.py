@@ -213,9 +213,9 @@ class SourceOrder:
         mine = [entry for entry in seen if entry.queue >= 0]
         upcoming = []
         for queue, (plan_id, passes) in enumerate(self.start.upcoming):
-            left = passes - sum(entry.queue == queue for entry in mine)
-            if passes == 0 or left > 0:
-                upcoming.append((plan_id, left if passes else 0))
+            remaining = passes - sum(entry.queue == queue for entry in mine)
+            if passes == 0 or remaining > 0:
+                upcoming.append((plan_id, remaining if passes else 0))
         return SourceStart(
             cursors=tuple(cursors),
             dealt=tuple((np.array(self.start.dealt) + sum(entry.dealt for entry in mine)).tolist()),

@@ -71,8 +71,8 @@ class Batch:
 
     def _share(self, losses: torch.Tensor, *, counted: torch.Tensor, of: int) -> torch.Tensor:
         self.on_mean()
-        there = counted.to(losses.device, non_blocking=counted.is_pinned())
-        share = torch.where(there, losses, torch.zeros_like(losses)).sum()
+        mask = counted.to(losses.device, non_blocking=counted.is_pinned())
+        share = torch.where(mask, losses, torch.zeros_like(losses)).sum()
         return share * (self.world_size / of)
 
 

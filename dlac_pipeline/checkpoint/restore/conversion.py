@@ -126,14 +126,14 @@ def _only_one(parent: Path, patience_s: float) -> Iterator[bool]:
 def _taken(lock: IO[str], parent: Path, patience_s: float) -> bool:
     """Return True if the lock is held, after a wait while its holder writes."""
     while True:
-        there = _sizes(parent)
+        sizes = _sizes(parent)
         deadline = time.monotonic() + patience_s
         while time.monotonic() < deadline:
             with suppress(BlockingIOError):
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return True
             time.sleep(_POLL_S)
-        if _sizes(parent) == there:
+        if _sizes(parent) == sizes:
             return False
 
 

@@ -130,11 +130,11 @@ class RankProcesses:
                 signal_rank(self._pid(rank), number, alive=alive)
 
     def wait_until_gone(self, within_s: float) -> dict[int, int]:
-        """Wait for the end of all ranks. Return those that are left, as process ids by rank."""
+        """Wait for the end of all ranks. Return those that still run, as process ids by rank."""
         deadline = time.monotonic() + within_s
         self._starting.wait(_STARTER_ENDS_S)  # a start that takes longer kills its ranks itself
-        left = {rank: self._pid(rank) for rank in self._processes}
-        while left := {rank: pid for rank, pid in left.items() if is_running(pid)}:
+        running = {rank: self._pid(rank) for rank in self._processes}
+        while running := {rank: pid for rank, pid in running.items() if is_running(pid)}:
             if time.monotonic() > deadline:
                 break
             time.sleep(_POLL_S)
@@ -142,7 +142,7 @@ class RankProcesses:
             process.join(0)  # reaps it
         self._ended.set()
         self._on_gone()
-        return left
+        return running
 
     def _start(self, start: Callable[[RankProcesses], Processes]) -> None:
         try:

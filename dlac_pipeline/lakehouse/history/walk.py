@@ -130,14 +130,14 @@ class Walk:
     def conclude_without_history(self, err: AppendHistoryLost) -> Found:
         """Return the result if the history is lost: only files that still exist are known."""
         until = self._rows.files(self._until)
-        there = {path for path in self._planned if path in until}
+        existing = {path for path in self._planned if path in until}
         if self._on_overwrite == "ignore":  # deletes may be those of an overwrite
-            there = {path for path in there if len(self._rows.dead((self._until, path))) == 0}
+            existing = {path for path in existing if len(self._rows.dead((self._until, path))) == 0}
         return Found(
             steps=tuple(self._steps),
             portions=err,
-            places={path: frozenset({(self._until, path)}) for path in there},
-            unsure=frozenset(self._planned.keys() - there),
+            places={path: frozenset({(self._until, path)}) for path in existing},
+            unsure=frozenset(self._planned.keys() - existing),
         )
 
     def _contradiction(self, step: Step, found: str) -> AppendHistoryLost:

@@ -113,11 +113,11 @@ class _RunRows:
 
         A finished run needs only those to which an operator may go back, because a rewind abandoned them.
         """
-        there = set(restorable_rows(self.rows))
+        restorable = set(restorable_rows(self.rows))
         if self.finished:
-            there &= left_by_rewinds(self.rows) - set(lineage_of(self.rows, fence_of_rows(self.rows).head))
+            restorable &= left_by_rewinds(self.rows) - set(lineage_of(self.rows, fence_of_rows(self.rows).head))
         checkpoints = checkpoint_rows(self.rows)
-        indices = {checkpoints[each].leg for each in there}
+        indices = {checkpoints[each].leg for each in restorable}
         legs = [row for row in self.rows if isinstance(row, LegRow)]
         needed: list[LegRow | ClaimRow] = [row for row in legs if row.leg in indices]
         if not self.finished:
@@ -318,14 +318,14 @@ def _uses(table: Table, snapshot_id: int, plans: Sequence[Columns], runs: Mappin
 
 
 def _pins_of(table: Table, name: str, plans: Sequence[Columns], runs: Mapping[str, _RunRows]) -> list[Pin]:
-    held = _held_by_one(table)
+    files_of = _held_by_one(table)
     found = []
     for tag, ref in table.refs().items():
         snapshot = table.snapshot_by_id(ref.snapshot_id)
         if not tag.startswith(_PREFIX) or snapshot is None:
             continue
         mine = _plans_of(table, ref.snapshot_id, plans)
-        files = held.get(tag, {})
+        files = files_of.get(tag, {})
         found.append(
             Pin(
                 table=name,
@@ -359,7 +359,7 @@ def _held_by_one(table: Table) -> dict[str, dict[str, int]]:
                     manifests[manifest.manifest_path] = manifest
                     reached_by[manifest.manifest_path].append(name)
         alone = {names[0] for names in reached_by.values() if len(names) == 1}
-        if not any(name.startswith(_PREFIX) for name in alone):  # the usual case: nothing is held back yet
+        if not any(name.startswith(_PREFIX) for name in alone):  # the usual case: no file is held back yet
             return {}
         only: dict[str, str | None] = {}
         sizes: dict[str, int] = {}
@@ -373,8 +373,8 @@ def _held_by_one(table: Table) -> dict[str, dict[str, int]]:
         raise DataFileUnreadable(
             f"expected the manifests of table {table_name(table)!r}, found {err}: restore them"
         ) from err
-    held: dict[str, dict[str, int]] = defaultdict(dict)
+    files_of: dict[str, dict[str, int]] = defaultdict(dict)
     for path, owner in only.items():
         if owner is not None:
-            held[owner][path] = sizes[path]
-    return held
+            files_of[owner][path] = sizes[path]
+    return files_of

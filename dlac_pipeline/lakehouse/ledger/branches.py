@@ -183,12 +183,12 @@ def last_seq_as_head(rows: Sequence[LedgerRow], checkpoint_id: str) -> int:
 
 
 def left_by_rewinds(rows: Sequence[LedgerRow]) -> set[str]:
-    """The checkpoints between the targets of rewinds and the heads that were left, wherever they stand now."""
-    left: set[str] = set()
+    """The checkpoints between the targets of rewinds and the heads that these abandoned."""
+    abandoned: set[str] = set()
     for row in rows:
         if isinstance(row, RewindRow):
-            left |= set(lineage_of(rows, row.left)) - set(lineage_of(rows, row.checkpoint_id))
-    return left
+            abandoned |= set(lineage_of(rows, row.left)) - set(lineage_of(rows, row.checkpoint_id))
+    return abandoned
 
 
 def _rewinds_by_checkpoint(rows: Sequence[LedgerRow]) -> tuple[dict[str, tuple[RewindRow, ...]], tuple[RewindRow, ...]]:

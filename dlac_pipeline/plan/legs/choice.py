@@ -143,7 +143,7 @@ def check_sources(spec: JobSpec, leg: Leg) -> None:
         )
 
 
-def asked_for(spec: JobSpec, leg: Leg, table_uuids: Mapping[str, str]) -> Leg:
+def requested_leg(spec: JobSpec, leg: Leg, table_uuids: Mapping[str, str]) -> Leg:
     """Return the leg that the spec requests where `leg` is committed: an equal record if no bound setting changes.
 
     A table counts by its uuid, under any name: `table_uuids` has that of each table of the spec.
