@@ -77,7 +77,7 @@ def explain_sql(lakehouse: Lakehouse, run: str, checkpoint: str | None = None) -
         connection.execute(_LAST_ADVANCE)
         connection.execute(_LAST_POSITION)
         found = rows_of(connection, _LAST_ROW)
-    # Tables are listed after the example is chosen, so that they contain it. The ledger is first: what it names is older.
+    # Tables are listed after the example is chosen, so that they contain it. The ledger is first, because the rows that it names are older.
     tables = [_table_view(lakehouse, name) for name in ("consumption", "slices", "plans", "work_units")]
     if found:
         [row] = found
@@ -92,9 +92,7 @@ def explain_sql(lakehouse: Lakehouse, run: str, checkpoint: str | None = None) -
 def _table_view(lakehouse: Lakehouse, name: str) -> str:
     tasks = lakehouse.look(name, lambda table: list(table.scan().plan_files()))
     if any(task.delete_files for task in tasks):
-        raise UnsupportedDeletes(
-            f"expected table {name!r} without delete files, found some: compact it, then ask again"
-        )
+        raise UnsupportedDeletes(f"expected table {name!r} without delete files, found some: compact it, then retry")
     if not tasks:
         return f"CREATE OR REPLACE VIEW {name} AS {_no_rows(name)};\n"
     here = lakehouse.relocation.here

@@ -181,6 +181,6 @@ def _problem_of(checkpoint: ListedCheckpoint, files: StoreFiles) -> str | None:
     try:
         manifest = read_manifest(checkpoint.manifest_uri, checkpoint.manifest_digest, files)
         verify_files(manifest, checkpoint.folder, files)
-    except CheckpointDamaged as err:  # a store that is away is no damage
+    except CheckpointDamaged as err:  # an unavailable store is no damage
         return str(err)
     return None

@@ -85,7 +85,7 @@ def mark_committed(manifest: Manifest, run_folder: str, files: StoreFiles) -> No
     )
     try:
         files.write(mark_in(run_folder, manifest.ledger_uuid), mark, within=run_folder)
-    except (StoreUnavailable, OSError) as err:  # the checkpoint is committed all the same
+    except (StoreUnavailable, OSError) as err:  # the checkpoint is committed without it
         _log.warning("expected to mark checkpoint %s as committed, found %s", manifest.checkpoint_id, err)
 
 

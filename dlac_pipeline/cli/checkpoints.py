@@ -139,7 +139,7 @@ def verify(
             for verdict in verdicts:
                 problems[verdict.checkpoint.checkpoint_id] = verdict.problem
                 OUT.print(f"step {verdict.checkpoint.step}: {verdict.problem or 'whole'}", markup=False, soft_wrap=True)
-        finally:  # a store that went away does not take back what was found before
+        finally:  # verdicts before an outage of the store are recorded
             if problems:
                 record_verified(Ledger(lakehouse), run, problems, verification=token_hex(8))
     if any(problems.values()):

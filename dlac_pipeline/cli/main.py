@@ -105,7 +105,7 @@ def main() -> None:
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """Let Ctrl-C raise `Interrupted` here, unless who started this process has it ignored."""
+    """Let Ctrl-C raise `Interrupted` here, unless the parent process has set it to be ignored."""
     before = signal.getsignal(signal.SIGINT)
     if before is not signal.default_int_handler:
         yield

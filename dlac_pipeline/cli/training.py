@@ -184,7 +184,7 @@ def _launch(request: Request) -> None:
     run = request.spec.run
     with TrainingDisplay(OUT, run) as display:
         launcher = launcher_for(request, display.show)
-        on_ending_signals(launcher.leave)  # this machine's
-        on_signals((signal.SIGINT,), launcher.stop)  # a person's
+        on_ending_signals(launcher.leave)  # of this node alone
+        on_signals((signal.SIGINT,), launcher.stop)  # of the run
         outcome = launcher.run()
     OUT.print(describe_outcome(run, outcome, attempt=display.attempt), markup=False, soft_wrap=True)

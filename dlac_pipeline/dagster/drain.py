@@ -3,7 +3,7 @@
 The command is `python -m dlac_pipeline.dagster.drain`. DAGSTER_HOME names the instance.
 
 Each Dagster run that trains here is marked as preempted, then cancelled. Its trainer exits after a checkpoint, and the
-sensors request its recovery, which runs wherever the queue's launcher starts it. Stop what launches runs on this node first.
+sensors request its recovery, which runs where the launcher of the queue starts it. First stop all launchers of this node.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _preempt(instance: dg.DagsterInstance, run: dg.DagsterRun, reason: str) -> t
     try:
         instance.add_run_tags(run.run_id, {PREEMPTED_TAG: own_value(run, reason)})
         instance.run_coordinator.cancel_run(run.run_id)
-    except Exception as err:  # a code server that is gone: the run's process finds out by itself that it is cancelled
+    except Exception as err:  # a code server that is gone: the run's process reads its status, and exits
         return _is_canceling(instance, run.run_id), f"it could not be notified directly: {type(err).__name__}"
     return True, "it was asked to"
 

@@ -44,7 +44,7 @@ class Batch:
     moved: tuple[Moved, ...] = ()
     """The ranges that the batch moved, where the step does not determine them."""
     on_mean: Callable[[], None] = field(default=_nothing, repr=False)
-    """Called when the loss is asked for: the forward part of the step is done."""
+    """Called when the loss is requested: the forward part of the step is done."""
 
     def __getitem__(self, column: str) -> torch.Tensor:
         """The tensor of one column."""

@@ -94,7 +94,7 @@ def _device_named(device: Device) -> torch.device:
     """Return the device, with the index that is current now.
 
     Raises:
-        SpecInvalid: it is neither the host nor one of this machine's accelerators.
+        SpecInvalid: it is neither the CPU nor one of this node's accelerators.
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     known = [torch.device("cpu")]

@@ -1,4 +1,4 @@
-"""The copies before the store: the newest stay on this machine for a quick restart, the others make room.
+"""Local copies of checkpoints: the newest stay on this node for a quick restart, the others are removed.
 
 The ledger records which nodes have them, so that the next job is placed there. The nodes of an attempt stay the same: the first
 checkpoint of each attempt records them.

@@ -48,7 +48,7 @@ class Removal:
             if self._under_way or not (self._new or self._failed or not self._swept):
                 return
             self._under_way = True
-        # Not a daemon: what the last checkpoint of a run retires has no next attempt to remove it.
+        # Not a daemon: after the last checkpoint of a run no attempt would remove the rest.
         threading.Thread(target=self._work, name="retention").start()
 
     def now(self) -> None:

@@ -67,7 +67,7 @@ def _plain(value: Any, place: Place) -> Any:
 
 def _plain_dict(value: dict[Any, Any], place: Place) -> dict[Any, Any]:
     plain = {_inside(key, place, key): _inside(each, place, key) for key, each in value.items()}
-    own = getattr(value, "__dict__", {})  # what a module's state_dict carries beside its items
+    own = getattr(value, "__dict__", {})  # attributes of a module's state_dict
     beside = _plain_dict(own, place) if own else own
     if beside is own and all(map(_is, value, plain)) and all(map(_is, value.values(), plain.values())):
         return value

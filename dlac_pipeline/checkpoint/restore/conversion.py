@@ -47,8 +47,8 @@ def load_state(
 ) -> tuple[float, float]:
     """Load the checkpoint in `folder`, which `saved_world_size` ranks saved, converted if these ranks need it. Collective.
 
-    `converts` for one rank of every machine, `patience_s` as for `converted`. Gives the seconds until it was converted, and those
-    of the load.
+    `converts` is True for one rank of every node, and `patience_s` is that of `converted`. Return the seconds until it was
+    converted, and those of the load.
 
     Raises:
         WorldSizeUnsupported: it cannot be converted.

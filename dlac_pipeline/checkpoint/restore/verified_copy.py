@@ -1,4 +1,4 @@
-"""From a committed checkpoint to a local folder whose every digest holds: the local copy, mended from the store."""
+"""From a committed checkpoint to a verified local folder: the local copy, repaired from the store."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ class Copies:
         if isinstance(value, torch.Tensor):
             return self._tensor(value)
         if isinstance(value, dict):
-            copied = copy.copy(value)  # keeps its type, and what a state_dict carries beside its items
+            copied = copy.copy(value)  # keeps its type, and the attributes of a state_dict
             copied.update({key: self._copy_of(each) for key, each in value.items()})
             return copied
         if type(value) in (list, tuple):

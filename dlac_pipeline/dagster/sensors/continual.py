@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 FOLDER = "jobs"
 """Folder in the home folder, with one file for each training run to continue."""
 DUE_TAG = "dlac/due"
-"""On a requested run: what it was asked for, and the head at that moment (see `due_key`)."""
+"""Tag of a requested run: its pending work, and the head at that moment (see `due_key`)."""
 _GOES_ON = (
     "it continues when something is appended, its job spec or script is changed, or it is rewound or launched by hand"
 )

@@ -103,7 +103,7 @@ def recovery_of(
     settings = settings_or_defaults(log).recovery
     past = _Past(instance, dead)
     launch: dict[str, Any] = {"takeover": False}
-    # Dagster will not ask again about this run: what cannot be decided here, the job itself decides, cautiously.
+    # Dagster calls this once for a run. If it cannot be decided here, the job itself decides, cautiously.
     try:
         trainer, launch = _find_trainer(instance, spec, past, settings)
     except Exception as err:
@@ -127,7 +127,7 @@ def recovery_of(
             "ops": {"model_checkpoint": {"config": launch}},
         },
         tags={
-            _PRIORITY_TAG: "1",  # before what has not begun
+            _PRIORITY_TAG: "1",  # before runs that have not begun
             **_passed_on(dead),
             RUN_TAG: spec.run,
             RECOVERS_TAG: dead.run_id,

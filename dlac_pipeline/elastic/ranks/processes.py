@@ -190,7 +190,7 @@ def signal_rank(pid: int, number: signal.Signals, *, alive: bool) -> None:
 
 
 def is_running(pid: int) -> bool:
-    """Return whether a process runs. One that has ended, and whose parent has not asked how, does not."""
+    """Return whether a process runs. One that has ended, but was not reaped by its parent, does not."""
     with suppress(psutil.Error):
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     return False

@@ -221,7 +221,7 @@ def hold(lakehouse: Lakehouse, identifier: str, snapshot_id: int, how: Literal["
         PinLost: the tag does not stay.
         NoSuchSnapshot: the snapshot does not exist.
     """
-    snapshot_of(lakehouse.load(identifier), snapshot_id)  # what cannot even be read is another failure
+    snapshot_of(lakehouse.load(identifier), snapshot_id)  # a snapshot that cannot be read is another failure
     if how == "none":
         return ""
     try:

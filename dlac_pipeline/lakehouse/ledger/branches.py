@@ -157,7 +157,7 @@ def checkpoint_of(run: str, rows: Sequence[LedgerRow], named: str) -> Checkpoint
 
     Raises:
         NoSuchCheckpoint: there is none.
-        SpecInvalid: the run came by the step more than once, on several branches.
+        SpecInvalid: the run passed the step more than once, on several branches.
     """
     checkpoints = checkpoint_rows(rows)
     if named in checkpoints:

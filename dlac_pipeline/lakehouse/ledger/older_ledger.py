@@ -393,7 +393,7 @@ def _number_of_attempt(name: str) -> int:
 
 def _proof_of(mark: Mapping[str, Any], place: str) -> Proof:
     found, uuid, run = mark.get("step"), str(mark.get("ledger_uuid", "")), str(mark.get("run", ""))
-    step = found if isinstance(found, int) else 0  # its checkpoint is proven all the same
+    step = found if isinstance(found, int) else 0  # the mark proves its checkpoint without a step
     return Proof(ledger_uuid=uuid, run=run, checkpoint_id=str(mark["checkpoint_id"]), step=step, place=place)
 
 
