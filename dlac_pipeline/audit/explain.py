@@ -77,7 +77,7 @@ def explain_sql(lakehouse: Lakehouse, run: str, checkpoint: str | None = None) -
         connection.execute(_LAST_ADVANCE)
         connection.execute(_LAST_POSITION)
         found = rows_of(connection, _LAST_ROW)
-    # Tables are listed after the example is chosen, so that they contain it. The ledger is first, because the rows that it names are older.
+    # Listed after the example is chosen, so that they contain it. The ledger is first, because the rows that it names are older.
     tables = [_table_view(lakehouse, name) for name in ("consumption", "slices", "plans", "work_units")]
     if found:
         [row] = found

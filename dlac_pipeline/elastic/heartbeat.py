@@ -504,7 +504,7 @@ class NodeHeartbeat:
             self._offers = {slot: Offer(**each["offer"]) for slot, each in waiting.items() if not self.is_lost(slot)}
 
     def _gather(self, lease: Message) -> Message:
-        """Return the next round's state from the lease: it is formed, another node leads, or the number of nodes that are ready."""
+        """Return the next round's state from the lease: it is formed, another node leads, or so many nodes are ready."""
         with self._lock:
             assert self._offer is not None
             mine = self._offer
