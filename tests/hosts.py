@@ -41,11 +41,12 @@ class Host:
 @contextmanager
 def switched() -> Iterator[str]:
     """A switch on a host of its own, which has its address; gives that. Nothing is connected with this machine's network."""
-    if (
-        shutil.which("ip") is None
-        or subprocess.run(["ip", "netns", "add", SWITCH_HOST], check=False, capture_output=True).returncode
-    ):
-        pytest.skip("needs iproute2, and to be allowed network namespaces")
+    if shutil.which("ip") is None:
+        pytest.skip("needs iproute2")
+    _remove_left_namespaces()
+    added = subprocess.run(["ip", "netns", "add", SWITCH_HOST], check=False, capture_output=True, text=True)
+    if added.returncode:
+        pytest.skip(f"needs to be allowed network namespaces, found: {added.stderr.strip()}")
     try:
         _ip("-n", SWITCH_HOST, "link", "set", "lo", "up")
         _ip("-n", SWITCH_HOST, "link", "add", _BRIDGE, "type", "bridge")
@@ -72,5 +73,12 @@ def host(name: str) -> Iterator[Host]:
         _ip("netns", "del", name)
 
 
-def _ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True)
+def _remove_left_namespaces() -> None:
+    """Remove namespaces without a process: a killed test has left them."""
+    names = [line.split()[0] for line in _ip("netns", "list").splitlines()]
+    for name in (one for one in names if one.startswith("dlac-") and not _ip("netns", "pids", one)):
+        _ip("netns", "del", name)
+
+
+def _ip(*arguments: str) -> str:
+    return subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True).stdout

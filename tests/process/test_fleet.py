@@ -42,7 +42,9 @@ class Machines:
 
     def exits(self, rank: int, code: int) -> None:
         """Have a rank end."""
-        (self.groups[rank].folder / f"exit-{rank}").write_text(str(code))
+        status = self.groups[rank].folder / f"exit-{rank}"
+        (written := status.with_suffix(".new")).write_text(str(code))
+        written.rename(status)  # the rank polls for it, and an empty file is no status
         wait_until(self.groups[rank].all_exited, what="its end")
 
     def say(self, place: int, **changes: Any) -> None:
