@@ -216,8 +216,8 @@ def _plan_leg(spec: JobSpec, group: dist.ProcessGroup | None) -> tuple[Leg, Plan
     if group is None or dist.get_rank() == 0:
         try:
             plans = Plans(connect(spec.lakehouse))
-            made = [plans.add(plan) for plan in plan_sources(plans.lakehouse, spec)]
-            answer = {"leg": first_leg(spec, made).to_json()}
+            added = [plans.add(plan) for plan in plan_sources(plans.lakehouse, spec)]
+            answer = {"leg": first_leg(spec, added).to_json()}
         except DlacError as err:
             failed, answer = err, {"error": str(err)}
     tree = RankTree(0, 1, None) if group is None else RankTree(dist.get_rank(), dist.get_world_size(), group)

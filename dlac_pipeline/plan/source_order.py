@@ -151,13 +151,13 @@ class SourceOrder:
         """Return the rows of each key group from the leg's beginning to the source's end, int64 [G], or None if endless."""
         if self.endless:
             return None
-        cut_so_far, left = self._next_pass() - self.start.next_pass, 0
+        cut_so_far, rows = self._next_pass() - self.start.next_pass, 0
         for plan_id, passes in self.start.upcoming:
             uncut = max(0, passes - cut_so_far)
             cut_so_far -= passes - uncut
-            left += uncut * int(self.units[plan_id].live_rows.sum())
+            rows += uncut * int(self.units[plan_id].live_rows.sum())
         ends = self._entries[-1].ends if self._entries else np.zeros(self.settings.key_groups, dtype=np.int64)
-        return ends + deal(left, self._dealt)  # what several passes deal is what one of all their rows would
+        return ends + deal(rows, self._dealt)  # several passes deal as one pass over all their rows would
 
     def open_rows(self) -> Ints:
         """Rows of each key group that are left in the cuts which were open when the leg began, int64 [G]."""

@@ -120,9 +120,9 @@ def _look(instance: dg.DagsterInstance, path: Path, log: logging.Logger) -> _Loo
         return _Look(spec=None, due=None, message=f"{spec.run} is trained by Dagster run {trained[0].run_id}")
     lakehouse = connect(spec.lakehouse)
     found = due(lakehouse, spec)
-    held = _held_back(instance, lakehouse, spec, found, log) if found.needed else ""
-    if held or not found.needed:
-        return _Look(spec=None, due=None, message=f"{spec.run}: {found.reason}{held}")
+    obstacle = _held_back(instance, lakehouse, spec, found, log) if found.needed else ""
+    if obstacle or not found.needed:
+        return _Look(spec=None, due=None, message=f"{spec.run}: {found.reason}{obstacle}")
     return _Look(spec=spec, due=found, message=f"{spec.run}: {found.reason}")
 
 
