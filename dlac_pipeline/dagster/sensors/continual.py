@@ -158,9 +158,9 @@ def _given_up(instance: dg.DagsterInstance, spec: JobSpec, found: Due, log: logg
             newest, ending = run, _needs_a_person(instance, run, log)
             if not ending:
                 return ""
-        wanted = run_tag(run, DUE_TAG).rpartition("@")[0]
-        if wanted:
-            return f"Dagster run {newest.run_id} {ending}" if wanted == _wanted(spec, found) else ""
+        purpose = run_tag(run, DUE_TAG).rpartition("@")[0]
+        if purpose:
+            return f"Dagster run {newest.run_id} {ending}" if purpose == _purpose(spec, found) else ""
     return ""
 
 
@@ -190,7 +190,7 @@ def _newest_first(instance: dg.DagsterInstance, run: str) -> Iterator[dg.Dagster
 
 def _request(spec: JobSpec, found: Due, once_per_snapshot: bool) -> dg.RunRequest:
     return dg.RunRequest(
-        run_key=_wanted(spec, found) if once_per_snapshot else None,
+        run_key=_purpose(spec, found) if once_per_snapshot else None,
         run_config=run_config_of(spec),
         tags={RUN_TAG: spec.run, DUE_TAG: due_key(spec, found), "dlac/why": found.reason},
     )
@@ -201,10 +201,10 @@ def due_key(spec: JobSpec, found: Due) -> str:
 
     A head that was restored by a rewind differs from the same head at its commit: the training after it does not count.
     """
-    return f"{_wanted(spec, found)}@{found.head or 'start'}.{found.stepped_back}"
+    return f"{_purpose(spec, found)}@{found.head or 'start'}.{found.stepped_back}"
 
 
-def _wanted(spec: JobSpec, found: Due) -> str:
+def _purpose(spec: JobSpec, found: Due) -> str:
     """Return the snapshots to train, the last rewind, and the spec and script of the training."""
     from dlac_pipeline.checkpoint.training_config import config_digest  # of the script as well
 
