@@ -54,7 +54,7 @@ KINDS = {
     "checkpoint flipped": Kind(says="a bit of the newest checkpoint is flipped, and all ranks are killed", weight=2),
     "store full": Kind(says="no byte is free in the checkpoint store for 8 s", every_run=True),
     "catalog locked": Kind(says="another process holds the catalog's lock for 8 s", new_attempt=False),
-    "catalog away": Kind(says="the catalog's file is away for 8 s, and a rank is killed meanwhile"),
+    "catalog away": Kind(says="the catalog's file is missing for 8 s, during which a rank is killed"),
     "launch stopped": Kind(
         says="SIGSTOP of everything from the Dagster run's process down to the ranks; SIGCONT once another has taken over"
     ),

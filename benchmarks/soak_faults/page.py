@@ -108,11 +108,11 @@ def _fault_row(fault: Told, *, followed: bool) -> Sequence[object]:
     told = fault["told"]
     during = f" (recovering from {fault['during']})" if fault["during"] else ""
     runs = ", ".join(fault["runs"])
-    outcome = "resumed" if told["recoveries"] else "resumed behind the next" if followed else "went on"
+    outcome = "resumed" if told["recoveries"] else "resumed after the next fault" if followed else "continued"
     if told["quarantined"]:
         outcome = f"quarantined {told['quarantined']}, parent resumed"
     if "failed again" in told["outcomes"]:
-        outcome += " behind the next" if followed else " at the second try"
+        outcome += " after the next fault" if followed else " at the second try"
     return (
         fault["number"],
         fault["kind"] + during,

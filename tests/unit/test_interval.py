@@ -93,7 +93,7 @@ def test_the_interval_keeps_its_bounds_and_says_which(
     """The optimum, unless the recovery point, the overhead or the duration of a checkpoint bounds it."""
     choice = choose_interval(settings(**changes), cost, Failures())
     assert choice.interval_s == pytest.approx(interval_s, rel=0.005)
-    assert why in choice.why
+    assert why in choice.reason
 
 
 def test_an_attempt_that_left_well_did_not_fail() -> None:

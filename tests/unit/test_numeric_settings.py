@@ -20,7 +20,7 @@ from dlac_pipeline.cli.main import app
 from dlac_pipeline.dataset import open_dataset
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.spec.launch_spec import LaunchSpec
-from dlac_pipeline.spec.spec_problems import bounds_of, holds_numbers, problem_said
+from dlac_pipeline.spec.spec_problems import bounds_of, describe_problem, holds_numbers
 
 ABSURD = [math.inf, -math.inf, math.nan, "inf", "-Infinity", "nan", 1e308, -1e308, 10**30, 10**400, -1, True, False]
 """What no numeric setting takes; 2**63 is one for all but seeds and ids, and too large for these as well."""
@@ -65,7 +65,7 @@ def test_every_number_is_bounded() -> None:
             listed = str(field.annotation).startswith("list")
             with pytest.raises(ValidationError) as caught:
                 model.model_validate({name: [value] if listed else value})
-            said = [problem_said(each, model) for each in caught.value.errors() if each["loc"][0] == name]
+            said = [describe_problem(each, model) for each in caught.value.errors() if each["loc"][0] == name]
             assert said, f"{model.__name__}.{name} takes {value!r}"
             assert repr(value) in said[0], said
             assert any(str(bound) in said[0] for bound in bounds_of(field).values()), said
