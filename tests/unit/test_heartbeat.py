@@ -16,8 +16,8 @@ from dlac_pipeline.supervise.liveness.heartbeat import (
 )
 
 
-def test_the_last_sign_of_life_is_read_back(tmp_path: Path) -> None:
-    """A reader sees the last record, whole."""
+def test_last_heartbeat_is_read(tmp_path: Path) -> None:
+    """A reader reads the last record, whole."""
     writer = HeartbeatFile(tmp_path, 3)
     writer.write(1, Phase.TRAINING)
     writer.write(7, Phase.CHECKPOINT, loss_step=6, loss=0.25)
@@ -28,14 +28,14 @@ def test_the_last_sign_of_life_is_read_back(tmp_path: Path) -> None:
 
 
 def test_silent_rank_has_no_record(tmp_path: Path) -> None:
-    """A missing file and one that is not yet written are no record."""
+    """A missing file and an unwritten one have no record."""
     assert read_heartbeat(tmp_path, 0) is None
     progress_file(tmp_path, 0).touch()
     assert read_heartbeat(tmp_path, 0) is None
 
 
 def test_all_records_of_launch_are_read(tmp_path: Path) -> None:
-    """By their names: some ranks are not there yet, and one that is being brought from another machine is not there twice."""
+    """Records are found by their names. Some ranks have none yet, and a record being fetched from another node counts once."""
     for rank in (1, 3, 100_000):
         HeartbeatFile(tmp_path, rank).write(rank, Phase.TRAINING)
     progress_file(tmp_path, 3).with_suffix(".new").write_bytes(progress_file(tmp_path, 3).read_bytes())
@@ -46,21 +46,21 @@ def test_all_records_of_launch_are_read(tmp_path: Path) -> None:
 
 
 def test_half_written_batch_is_ignored(tmp_path: Path) -> None:
-    """Its rank died while it wrote; what others tell of the same step counts, and what they tell of another does not."""
-    told = [
+    """Its rank died during the write. Records of the same step from other ranks count, and those of another step do not."""
+    batch = [
         "[7, [[0, 1, 0, 2, 30, 38]]]\n",
         "[7, [[0, 2, 0",
         "",
         "[6, [[0, 3, 0, 2, 30, 38]]]\n",
         "[7, [[0, 4, 0, 2, 1, 2]]]\nrest",
     ]
-    for rank, text in enumerate(told):
+    for rank, text in enumerate(batch):
         in_hand_file(tmp_path, rank).write_text(text)
     assert [moved[1] for moved in read_in_hand(tmp_path, 7)] == [1, 4]
 
 
-def test_without_a_launch_folder_nothing_is_written() -> None:
-    """Under another launcher there is nobody to tell."""
+def test_no_launch_folder_means_no_heartbeat() -> None:
+    """Another launcher reads no heartbeats."""
     writer = HeartbeatFile(None, 0)
     writer.write(1, Phase.TRAINING)
     writer.close()
@@ -68,7 +68,7 @@ def test_without_a_launch_folder_nothing_is_written() -> None:
 
 @pytest.mark.parametrize(("in_hand", "doing"), [(8, "computing"), (0, "reading"), (-1, "training")])
 def test_spent_time_is_read_back(tmp_path: Path, in_hand: int, doing: str) -> None:
-    """Every number, and from them what it is doing while it trains."""
+    """Every number is read again, and gives the activity during training."""
     writer = HeartbeatFile(tmp_path, 0)
     spent = Spent(in_hand=in_hand, rows=224, reading_us=1, computing_us=2, checkpoint_us=3, loading_us=4, began=1.5)
     writer.write(7, Phase.TRAINING, spent=spent)
@@ -78,8 +78,8 @@ def test_spent_time_is_read_back(tmp_path: Path, in_hand: int, doing: str) -> No
     assert (found.spent, found.doing) == (spent, doing)
 
 
-def test_a_record_of_an_older_version_is_read(tmp_path: Path) -> None:
-    """What it does not say is not known."""
+def test_older_record_is_read(tmp_path: Path) -> None:
+    """Fields that the record lacks are unknown."""
     progress_file(tmp_path, 0).write_bytes(struct.pack("<qqdqd", 7, Phase.TRAINING, 1.0, 6, 0.25))
     found = read_heartbeat(tmp_path, 0)
     assert found is not None

@@ -1,4 +1,4 @@
-"""Deaths of attempts in a row: another attempt, one without the rows in hand, or none."""
+"""Consecutive deaths of attempts: the next attempt is the same, leaves the rows in hand out, or does not start."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from dlac_pipeline.supervise.ranks.all_ranks import LOST
 from dlac_pipeline.supervise.ranks.local_ranks import Exit
 
 
-def death(step: int, cause: str = "rank 0 was killed by SIGSEGV", **said: Any) -> Failure:
-    """An attempt that died with the batch of a step in hand."""
+def death(step: int, cause: str = "rank 0 was killed by SIGSEGV", **fields: Any) -> Failure:
+    """Return the failure of an attempt that died with the batch of a step in hand."""
     moments: dict[str, Any] = dict.fromkeys(("failed_at", "noticed_at", "launched_at", "stopped_at"), 0.0)
-    return Failure(cause=cause, noticed_by="supervisor", last_step=max(0, step - 1), in_hand=step, **moments, **said)
+    return Failure(cause=cause, noticed_by="supervisor", last_step=max(0, step - 1), in_hand=step, **moments, **fields)
 
 
-def raised(step: int, place: str = "train.py:7", **said: Any) -> Failure:
-    """An attempt whose script raised an exception in a step; 0: outside of one."""
+def raised(step: int, place: str = "train.py:7", **fields: Any) -> Failure:
+    """Return the failure of an attempt whose script raised an exception in a step, or outside of one if it is 0."""
     defaults = {"kind": "ValueError", "origin": "script", "trained": step > 1, "place": place}
-    return death(step, **{"cause": "rank 0 died of ValueError: no", **defaults, **said})
+    return death(step, **{"cause": "rank 0 died of ValueError: no", **defaults, **fields})
 
 
 def verdicts(deaths: CrashLoop, *failures: Failure | int) -> list[str]:
-    """What follows each of these deaths without a commit in between."""
+    """Return the verdict after each of these deaths, without a commit in between."""
     found = (each if isinstance(each, Failure) else death(each) for each in failures)
     return [deaths.decide(each, committed=False) for each in found]
 
@@ -35,13 +35,13 @@ AGAIN, OUT, STOP = "restart", "leave out", "stop"
 
 
 def test_third_death_leaves_rows_out() -> None:
-    """Only in a row: another step in between begins the count at one."""
+    """Only consecutive deaths count: a death at another step begins the count at one."""
     assert verdicts(CrashLoop(3), 7, 7, 7) == [AGAIN, AGAIN, OUT]
     assert verdicts(CrashLoop(3), 7, 7, 8, 7, 7, 7) == [AGAIN] * 5 + [OUT]
 
 
 def test_late_death_blames_nothing() -> None:
-    """The first error of an accelerator may be of another step; the attempts after it wait, and have the rows in hand."""
+    """The first error of an accelerator may belong to another step. The next attempts synchronize, and have the rows in hand."""
 
     def reported(step: int) -> Failure:
         return raised(step, kind="AcceleratorError")
@@ -54,7 +54,7 @@ def test_late_death_blames_nothing() -> None:
 
 
 def test_late_death_after_commit() -> None:
-    """An attempt that had committed something did not wait for its device any more."""
+    """After a commit an attempt no longer synchronizes with its device."""
     deaths = CrashLoop(2)
     assert deaths.decide(raised(5), committed=False) == AGAIN
     assert deaths.decide(raised(12, kind="AcceleratorError"), committed=True) == AGAIN
@@ -63,7 +63,7 @@ def test_late_death_after_commit() -> None:
 
 
 def test_commit_resets_deaths() -> None:
-    """An attempt that committed something has not died at the rows that the one before died at, as a step goes by once only."""
+    """An attempt that commits has passed the rows of the earlier death, as each step is trained once."""
     deaths = CrashLoop(2)
     assert deaths.decide(death(7), committed=False) == AGAIN
     assert deaths.decide(death(7), committed=True) == AGAIN
@@ -71,9 +71,9 @@ def test_commit_resets_deaths() -> None:
 
 
 def test_other_rules_blame_no_rows() -> None:
-    """Hangs, lost nodes, errors of DLAC, what may pass, and deaths without a batch do not count, a signal does."""
-    for said in ({"kind": HANG}, {"kind": LOST}, {"kind": "DataFileUnreadable"}, {"kind": "StoreUnavailable"}):
-        assert verdicts(CrashLoop(1), death(7, **said)) == [AGAIN]
+    """Hangs, lost nodes, errors of DLAC, transient errors and deaths without a batch do not count. A signal does."""
+    for fields in ({"kind": HANG}, {"kind": LOST}, {"kind": "DataFileUnreadable"}, {"kind": "StoreUnavailable"}):
+        assert verdicts(CrashLoop(1), death(7, **fields)) == [AGAIN]
     for origin in ("passing", "peer"):
         assert verdicts(CrashLoop(1), *[raised(7, origin=origin)] * 4) == [AGAIN] * 4
     assert verdicts(CrashLoop(1), 0) == [AGAIN]
@@ -82,7 +82,7 @@ def test_other_rules_blame_no_rows() -> None:
 
 
 def test_same_death_with_other_rows_stops() -> None:
-    """Rows that take the place of others in the same step are not to blame; those of a later step may be."""
+    """Other rows in the same step show that the rows are not to blame. Rows of a later step may be."""
     assert verdicts(CrashLoop(2), 7, 7, 7) == [AGAIN, OUT, STOP]
     assert verdicts(CrashLoop(2), 7, 7, 9, 9, 9) == [AGAIN, OUT, AGAIN, OUT, STOP]
     otherwise = death(7, "rank 0 died with exit status 3")
@@ -109,25 +109,25 @@ def test_same_death_with_other_rows_stops() -> None:
     ],
 )
 def test_same_exception_twice_stops(failures: list[Failure], expected: list[str]) -> None:
-    """Unless the rows in hand were the same both times and may be to blame: then these are left out once."""
+    """The run ends, unless the same rows were in hand both times and may be to blame: then they are left out once."""
     assert verdicts(CrashLoop(3), *failures) == expected
 
 
 def test_rows_blamed_by_setting() -> None:
-    """0: the rows are never left out, so the same exception ends the run; 1: they are left out after one death."""
+    """0 never leaves rows out, so the same exception ends the run. 1 leaves them out after one death."""
     assert verdicts(CrashLoop(0), raised(5), raised(5)) == [AGAIN, STOP]
     assert verdicts(CrashLoop(1), raised(1), raised(1)) == [OUT, STOP]
 
 
 def test_progress_forgives_exceptions() -> None:
-    """A script that fails now and then, with checkpoints in between, is launched again each time."""
+    """A script that fails occasionally, with checkpoints in between, is launched again each time."""
     deaths = CrashLoop(3)
     assert [deaths.decide(raised(step), committed=True) for step in (5, 9, 14, 21)] == [AGAIN] * 4
 
 
 @pytest.mark.parametrize(("times", "died", "undecided"), [(5, 4, True), (5, 5, False), (0, 3, False), (3, 0, False)])
 def test_no_progress_waits_for_decision(times: int, died: int, undecided: bool) -> None:
-    """So NoProgress does not strike before the rows are quarantined, and strikes where they never will be."""
+    """NoProgress waits while the rows may still be quarantined, and ends the run if they never are."""
     deaths = CrashLoop(times)
     verdicts(deaths, *[7] * died)
     assert deaths.undecided == undecided
@@ -153,5 +153,5 @@ PEER = Exit(rank=0, code=1, kind="RuntimeError", at=4.0, origin="peer", place="y
     ],
 )
 def test_first_to_fail_is_blamed(failures: list[Exit], blamed: int) -> None:
-    """The ranks whose connection to it broke are not, nor those that NCCL aborts."""
+    """Ranks whose connection to the failed rank broke are not blamed, nor are ranks that NCCL aborts."""
     assert first_cause(failures).rank == blamed

@@ -1,4 +1,4 @@
-"""Launch folders: what launches leave on a machine does not pile up, and none is made where the run's folder is gone."""
+"""Launch folders: old ones are removed, and none is made without the run's folder."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from dlac_pipeline.supervise.ranks import start_ranks
 from dlac_pipeline.supervise.ranks.start_ranks import forget_launches, start_local_ranks
 
 
-def test_oldest_launch_folders_are_removed_first(tmp_path: Path) -> None:
-    """What is newest stays, and what is no launch folder; what is too much goes in portions, oldest first."""
+def test_oldest_launch_folders_are_removed(tmp_path: Path) -> None:
+    """The newest launch folders and other folders stay. The rest is removed in portions, oldest first."""
     for number in range(12):
         folder = tmp_path / f"launch-{number:02}"
         folder.mkdir()
@@ -31,21 +31,21 @@ def test_oldest_launch_folders_are_removed_first(tmp_path: Path) -> None:
 
 
 def test_nodes_keep_each_others_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many there are in an attempt."""
+    """No number of nodes in an attempt removes the folder of one of them."""
     monkeypatch.setattr(start_ranks, "KEEP_LAUNCHES", 1)
     count = 4
-    spec, crew = Mock(), Mock(share=Mock(first_rank=0, ranks=0, nodes=count))
+    spec, nodes = Mock(), Mock(share=Mock(first_rank=0, ranks=0, nodes=count))
     spec.model_dump_json.return_value = "{}"
     spec.launch.log_mb = 0
     (tmp_path / "r").mkdir()
     made = [tmp_path / "r" / f"launch-{number:04}" for number in range(count)]
     for folder in made:
-        start_local_ranks(spec, folder, crew, Mock()).end()
+        start_local_ranks(spec, folder, nodes, Mock()).end()
     assert all(folder.is_dir() for folder in made)
 
 
 def test_attempt_makes_no_missing_run_folder(tmp_path: Path) -> None:
-    """The next attempt of a launch whose mount went away does not build the run's folder again for writers to go on in."""
+    """After a lost mount the next attempt does not make the run's folder again, where writers would continue."""
     with pytest.raises(StoreUnavailable, match="mount it"):
         start_local_ranks(Mock(), tmp_path / "r" / "launch-abcd", Mock(), Mock())
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""One asset check for many rehearsals: what makes it fail, and what it says."""
+"""One asset check for many rehearsals: which outcomes fail it, and its description."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ERROR, WARN = dg.AssetCheckSeverity.ERROR, dg.AssetCheckSeverity.WARN
 
 
 @pytest.mark.parametrize(
-    ("outcomes", "passed", "severity", "said"),
+    ("outcomes", "passed", "severity", "description"),
     [
         ([SAME], True, WARN, "same: 20 losses bit-identical"),
         ([SAME, NONE], True, WARN, "same: 20 losses bit-identical"),
@@ -28,10 +28,10 @@ ERROR, WARN = dg.AssetCheckSeverity.ERROR, dg.AssetCheckSeverity.WARN
     ],
 )
 def test_differing_rehearsal_fails_check(
-    outcomes: list[RehearsedRun], passed: bool, severity: dg.AssetCheckSeverity, said: str
+    outcomes: list[RehearsedRun], passed: bool, severity: dg.AssetCheckSeverity, description: str
 ) -> None:
-    """The description is of those that matter; the table has all of them, with the same columns."""
+    """The description names the decisive rehearsals. The table has all of them, with the same columns."""
     result = judge_rehearsals(outcomes)
-    assert (result.passed, result.severity, result.description) == (passed, severity, said)
+    assert (result.passed, result.severity, result.description) == (passed, severity, description)
     records = result.metadata["rehearsals"].value.records if outcomes else []  # type: ignore[union-attr]  # a table
     assert [record.data["run"] for record in records] == [each.run for each in outcomes]

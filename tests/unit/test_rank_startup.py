@@ -1,4 +1,4 @@
-"""What a rank waits for when it starts."""
+"""The start of a rank: its wait for the resume point, and the record of its recovery."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from dlac_pipeline.train.startup import await_resume_point
 POINT = ResumePoint(attempt=2, nonce="n", replaces=1, leg="{}", leg_is_new=False, step=7)
 
 
-@pytest.mark.parametrize("there_after_s", [0.0, 0.3, 2.0, 600.0])
-def test_rank_polls_often_at_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there_after_s: float) -> None:
-    """It is late by a fiftieth of a second or a twentieth of its wait; while a large checkpoint is verified it looks seldom."""
+@pytest.mark.parametrize("ready_after_s", [0.0, 0.3, 2.0, 600.0])
+def test_rank_polls_often_at_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ready_after_s: float) -> None:
+    """The rank is at most 0.02 s plus a twentieth of its wait late, and polls seldom in a long verification."""
     pauses: list[float] = []
 
     def pause(seconds: float) -> None:
         pauses.append(seconds)
-        if sum(pauses) >= there_after_s:
+        if sum(pauses) >= ready_after_s:
             (tmp_path / "resume.json").write_text(POINT.to_json())
 
-    if not there_after_s:
+    if not ready_after_s:
         (tmp_path / "resume.json").write_text(POINT.to_json())
     monkeypatch.setattr("dlac_pipeline.train.startup.time", SimpleNamespace(sleep=pause))
     assert await_resume_point(tmp_path) == POINT
-    assert sum(pauses) - there_after_s <= 0.02 + there_after_s / 20
-    assert len(pauses) <= 10 * there_after_s + 50
+    assert sum(pauses) - ready_after_s <= 0.02 + ready_after_s / 20
+    assert len(pauses) <= 10 * ready_after_s + 50
 
 
 def test_unrecorded_recovery_does_not_end_run(

@@ -1,4 +1,4 @@
-"""What became of the last launch of a run, and what its status looks like in a terminal."""
+"""The state of a run's last launch, and its status in a terminal."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LONG_AGO = datetime.now(UTC) - timedelta(hours=3)
 
 
 def rows(*appended: LedgerRow, run: str = "r") -> list[LedgerRow]:
-    """Rows of a run, in order of `seq`."""
+    """Return rows of a run, in order of `seq`."""
     return [
         replace(
             row, run=run, nonce="n", committed_at=max(row.committed_at, LONG_AGO), attempt=row.attempt or 1, seq=seq
@@ -36,18 +36,18 @@ def rows(*appended: LedgerRow, run: str = "r") -> list[LedgerRow]:
 
 
 def claim(attempt: int = 1, *, host: str = "", **detail: Any) -> LedgerRow:
-    """A launch on this node, unless it names another one."""
+    """Return the claim of a launch on this node, unless it names another one."""
     return ClaimRow(attempt=attempt, host=host or socket.gethostname(), **detail)
 
 
 def checkpoint(step: int, reason: str, attempt: int = 1) -> LedgerRow:
-    """A checkpoint and why it was taken."""
+    """Return a checkpoint with its reason."""
     name = f"r-{step}"
     return CheckpointRow(attempt=attempt, checkpoint_id=name, head_after=name, step=step, bytes=1, reason=reason)
 
 
 def test_held_lock_means_training(tmp_path: Path) -> None:
-    """The lock decides, and at once: who holds it trains, and is named; without its holder the launch is dead."""
+    """A held lock means that its holder trains, and the status names it. A launch whose lock is free is dead at once."""
     (tmp_path / "r").mkdir()
     mine = rows(claim(local=str(tmp_path)), checkpoint(10, "steps"))
     with run_lock(str(tmp_path), "r", wait_s=0, takeover=False):
@@ -59,7 +59,7 @@ def test_held_lock_means_training(tmp_path: Path) -> None:
 
 
 def test_next_command_needs_spec(tmp_path: Path) -> None:
-    """Where the job spec of the last launch is on this node, the name of the run is enough."""
+    """The name of the run is enough if the job spec of the last launch is on this node."""
     folder = tmp_path / "launch-1"
     folder.mkdir()
     mine = rows(claim(local=str(tmp_path), launch_folder=str(folder)), run="a b")
@@ -73,7 +73,7 @@ def test_next_command_needs_spec(tmp_path: Path) -> None:
 
 
 def test_many_attempts_cost_few_passes() -> None:
-    """The rows of a long run are gone through as often for many attempts as for few."""
+    """The number of passes over the rows of a long run does not grow with its attempts."""
 
     class Counted(list[LedgerRow]):
         passes = 0
@@ -102,13 +102,13 @@ def test_many_attempts_cost_few_passes() -> None:
         ((), "unknown"),
     ],
 )
-def test_endings_are_told_apart(appended: tuple[LedgerRow, ...], state: str) -> None:
-    """What was ended in order has not died; a node that was not heard of for long is silent."""
+def test_endings_have_different_states(appended: tuple[LedgerRow, ...], state: str) -> None:
+    """A launch that ended in order is not dead. A node without recent rows is silent."""
     assert standing_of(rows(*appended)).state == state
 
 
 def test_recent_commit_elsewhere_means_training() -> None:
-    """Another node is known by what it writes; an orchestrator's dead launch is recovered by its sensor."""
+    """Recent rows of another node show that it trains. The sensor of an orchestrator recovers its dead launch."""
     fresh = rows(claim(host="node-7"), replace(checkpoint(10, "steps"), committed_at=datetime.now(UTC)))
     assert standing_of(fresh).state == "training"
     assert "node-7" in standing_of(fresh).note
@@ -116,13 +116,13 @@ def test_recent_commit_elsewhere_means_training() -> None:
 
 
 def test_stop_without_checkpoint_is_known(tmp_path: Path) -> None:
-    """A launch that was asked to stop before it had anything to commit recorded that in its launch folder."""
+    """A launch that was stopped before its first commit recorded the stop in its launch folder."""
     (tmp_path / "events.jsonl").write_text('{"event": "training", "step": 0, "total_steps": 9}\n{"event": "stopped"}\n')
     assert standing_of(rows(claim(launch_folder=str(tmp_path)))).state == "stopped"
 
 
 def recovery(**changes: Any) -> Recovery:
-    """A recovery from a rank that died."""
+    """Return a recovery from the death of a rank."""
     phases = {"detect_s": 0.4, "stop_s": 0.1, "claim_s": 0.2, "verify_s": 0.3, "load_s": 2.0, "first_step_s": 1.0}
     facts = {
         "run": "r",
@@ -137,13 +137,13 @@ def recovery(**changes: Any) -> Recovery:
 
 
 def test_gave_up_is_not_dead() -> None:
-    """No attempt followed: its cause is shown, and the incidents are the next thing to look at."""
+    """No attempt followed. The status shows the cause, and names the incidents as the next step."""
     standing = standing_of(rows(claim()), [recovery(attempt=1, outcome="gave up"), recovery(attempt=2, cause="later")])
     assert (standing.state, standing.note, standing.command) == ("given up", "rank 1 died", ("incidents", "r"))
 
 
 def test_old_failure_is_not_shown() -> None:
-    """A failure concerns the present until a later attempt has committed a checkpoint, or the run is finished."""
+    """A failure is current until a later attempt commits a checkpoint or the run is finished."""
     failed = [recovery(attempt=2, replaced_attempt=1)]
     begun = (claim(), checkpoint(10, "steps"), claim(2))
     assert current_failure(rows(*begun), failed) == "rank 1 died"
@@ -156,7 +156,7 @@ def test_old_failure_is_not_shown() -> None:
 
 
 def test_operator_time_is_no_recovery() -> None:
-    """Of 240 s between the death and the first step 231 s were the operator's; a supervisor's own notice is recovery."""
+    """231 of the 240 s between the death and the first step were the operator's. Detection by a supervisor is recovery."""
     mine = describe_incident(recovery(noticed_by=OPERATOR, detect_s=231.0, total_s=240.0))
     assert mine["down"] == "3 min 51 s until an operator started it again"
     assert (mine["recovery"] or "").startswith("9 s: ")
@@ -169,8 +169,8 @@ def test_operator_time_is_no_recovery() -> None:
     )
 
 
-def test_outcome_names_the_attempt() -> None:
-    """It is the run's attempt, and how many of them this command launched if it was not one."""
+def test_outcome_names_attempt() -> None:
+    """The outcome has the run's attempt, and the number of attempts of this command if it is not one."""
     fifth = Outcome(ending="finished", attempts=1, step=1200)
     assert describe_outcome("r", fifth, attempt=5) == "run 'r' finished at step 1,200 in attempt 5"
     again = Outcome(ending="caught_up", attempts=3, step=19)
@@ -241,8 +241,8 @@ LIVE: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
-def test_status_fits_the_terminal(width: int) -> None:
-    """However long names are: no line is longer, and nothing is None, also of a run without a checkpoint."""
+def test_status_fits_terminal(width: int) -> None:
+    """No line is wider than the terminal, with names of any length. No field is None, even without a checkpoint."""
     waiting = {"run": LONG, "state": "waiting", "waits_for": "expected a run named " + LONG}
     silent = {
         **LIVE,
@@ -260,8 +260,8 @@ def test_status_fits_the_terminal(width: int) -> None:
         assert not any("None" in line or "0/s" in line or "per |" in line for line in lines)
 
 
-def test_status_says_what_counts() -> None:
-    """Share, age, interval and the next command with the place of the lakehouse; rates have their units."""
+def test_status_has_main_facts() -> None:
+    """The status has share, age, interval and the next command with the lakehouse's place. Rates have units."""
     shown = describe_status(STATUS, ("--home", "/lake"))
     assert shown["step"] == "1,234 of 20,000 (6%)"
     assert shown["checkpoint"] == f"{LONG}-000001234-a2809855, 10 min ago (auto)"

@@ -12,7 +12,7 @@ EXAMPLES = settings(max_examples=200, deadline=None)
 @EXAMPLES
 @given(st.integers(0, 10_000), st.lists(st.integers(0, 500), min_size=1, max_size=64))
 def test_deal_levels_uneven_groups(live_rows: int, dealt: list[int]) -> None:
-    """All rows are dealt, to the groups that had least, so that no group that got any ends more than one above another."""
+    """All rows are dealt, first to the groups with the fewest. A group that gets rows ends at most one row above another."""
     before = np.array(dealt, dtype=np.int64)
     shares = deal(live_rows, before)
     assert shares.sum() == live_rows
@@ -24,8 +24,8 @@ def test_deal_levels_uneven_groups(live_rows: int, dealt: list[int]) -> None:
 
 @EXAMPLES
 @given(st.lists(st.integers(0, 300), min_size=1, max_size=60), st.integers(1, 64))
-def test_groups_stay_level_over_many_appends(appends: list[int], groups: int) -> None:
-    """Dealing append after append leaves all key groups within one row of each other, all the time."""
+def test_appends_keep_groups_level(appends: list[int], groups: int) -> None:
+    """All key groups stay within one row of each other after every append."""
     total = np.zeros(groups, dtype=np.int64)
     for live_rows in appends:
         total += deal(live_rows, total)
@@ -34,8 +34,8 @@ def test_groups_stay_level_over_many_appends(appends: list[int], groups: int) ->
 
 @EXAMPLES
 @given(st.lists(st.integers(0, 300), max_size=20), st.lists(st.integers(0, 50), min_size=1, max_size=64))
-def test_dealing_in_parts_equals_dealing_once(appends: list[int], dealt: list[int]) -> None:
-    """How the rows are divided among deals does not matter to what each group has in the end."""
+def test_partial_deals_equal_one_deal(appends: list[int], dealt: list[int]) -> None:
+    """The number of deals does not change which rows each group has at the end."""
     before = np.array(dealt, dtype=np.int64)
     total = before.copy()
     for live_rows in appends:

@@ -1,4 +1,4 @@
-"""A checkpoint that several machines verify together: one of them reads each file, and the leader what another cannot read."""
+"""Verification of a checkpoint by several nodes: one node reads each file, and the leader what another cannot read."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from dlac_pipeline.lakehouse.errors import CheckpointDamaged, StoreUnavailable
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
 from dlac_pipeline.supervise import distributed_verify
 from dlac_pipeline.supervise.distributed_verify import NodeVerifier, NodeVerifiers, parts_of
-from tests.crews import rounds, silence
+from tests.launched_nodes import rounds, silence
 
-MACHINES = 3
+NODES = 3
 
 
 class Reads(StoreFiles):
-    """Remembers what was read; what is named in `cannot` it cannot read."""
+    """A store that records its reads, and cannot read the files named in `cannot`."""
 
     def __init__(self, cannot: str = "") -> None:
         super().__init__(deadline_s=0.0)
@@ -30,7 +30,7 @@ class Reads(StoreFiles):
         self._cannot = cannot
 
     def digest(self, address: str) -> tuple[int, str]:
-        """Of a file."""
+        """Record the file, and return its size and digest."""
         self.names.append(address.rsplit("/", 1)[1])
         if self._cannot and self._cannot in address:
             raise StoreUnavailable("not mounted here")
@@ -43,7 +43,7 @@ class Checkpoint:
     def __init__(self, folder: Path) -> None:
         self.folder = folder / "attempt-0001" / "step-000000001-n"
         self.folder.mkdir(parents=True)
-        self.names = [f"file-{number:02d}" for number in range(2 * MACHINES)]
+        self.names = [f"file-{number:02d}" for number in range(2 * NODES)]
         for number, name in enumerate(self.names):
             (self.folder / name).write_bytes(bytes([number]) * 1000)
         paths = [self.folder / name for name in self.names]
@@ -55,7 +55,7 @@ class Checkpoint:
             checkpoint_id="c",
             parent=None,
             step=1,
-            world_size=MACHINES,
+            world_size=NODES,
             engine="torch",
             leg=0,
             reader_state=[],
@@ -71,13 +71,13 @@ class Checkpoint:
 
 @pytest.fixture
 def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Checkpoint:
-    """One that is whole; its leader waits for the others as long as they are there."""
+    """An undamaged checkpoint. Its leader waits for the other nodes while they are members."""
     monkeypatch.setattr(distributed_verify, "_ANSWER_S", 600.0)
     return Checkpoint(tmp_path)
 
 
 def test_parts_are_balanced_and_complete() -> None:
-    """In whatever order the files are given."""
+    """The order of the files does not matter."""
     entries = [FileEntry(path=f"f{size}", bytes=size, digest="") for size in range(40)]
     parts = parts_of(entries, 4)
     assert sorted(entry.path for part in parts for entry in part) == sorted(entry.path for entry in entries)
@@ -88,39 +88,39 @@ def test_parts_are_balanced_and_complete() -> None:
 
 
 def test_every_file_is_read_by_one_node(checkpoint: Checkpoint) -> None:
-    """And the leader hears in the end that all bytes hold."""
-    reads = [Reads() for _ in range(MACHINES)]
-    heard: list[tuple[int, int]] = []
+    """The last progress of the leader counts all bytes."""
+    reads = [Reads() for _ in range(NODES)]
+    progress: list[tuple[int, int]] = []
     with together(reads) as leader:
-        leader.verify(checkpoint.row, checkpoint.manifest, reads[0], lambda *each: heard.append(each))
+        leader.verify(checkpoint.row, checkpoint.manifest, reads[0], lambda *each: progress.append(each))
     assert sorted(name for each in reads for name in each.names) == checkpoint.names
-    assert all(len(each.names) == len(checkpoint.names) / MACHINES for each in reads)
-    assert heard[-1] == (checkpoint.bytes, checkpoint.bytes)
+    assert all(len(each.names) == len(checkpoint.names) / NODES for each in reads)
+    assert progress[-1] == (checkpoint.bytes, checkpoint.bytes)
 
 
-def test_a_small_checkpoint_is_read_by_the_leader(checkpoint: Checkpoint) -> None:
-    """Others are not told of it."""
-    reads = [Reads() for _ in range(MACHINES)]
+def test_leader_reads_small_checkpoint(checkpoint: Checkpoint) -> None:
+    """The other nodes receive no request."""
+    reads = [Reads() for _ in range(NODES)]
     with together(reads, least_bytes=checkpoint.bytes + 1) as leader:
         leader.verify(checkpoint.row, checkpoint.manifest, reads[0], lambda *_: None)
     assert [len(each.names) for each in reads] == [len(checkpoint.names), 0, 0]
 
 
 def test_damage_in_any_part_is_named(checkpoint: Checkpoint) -> None:
-    """The leader has read it itself before it says so."""
+    """The leader reads a damaged file itself before it reports the damage."""
     for name in checkpoint.names:
         path = checkpoint.folder / name
         content = path.read_bytes()
         path.write_bytes(bytes([content[0] ^ 1]) + content[1:])
-        reads = [Reads() for _ in range(MACHINES)]
+        reads = [Reads() for _ in range(NODES)]
         with together(reads) as leader, pytest.raises(CheckpointDamaged, match=name):
             leader.verify(checkpoint.row, checkpoint.manifest, reads[0], lambda *_: None)
         assert name in reads[0].names
         path.write_bytes(content)
 
 
-def test_what_another_machine_cannot_read_the_leader_reads(checkpoint: Checkpoint) -> None:
-    """It is no damage."""
+def test_leader_reads_unreadable_part(checkpoint: Checkpoint) -> None:
+    """An unreadable file is no damage."""
     reads = [Reads(), Reads(cannot="file"), Reads()]
     with together(reads) as leader:
         leader.verify(checkpoint.row, checkpoint.manifest, reads[0], lambda *_: None)
@@ -128,15 +128,15 @@ def test_what_another_machine_cannot_read_the_leader_reads(checkpoint: Checkpoin
 
 
 def test_lost_node_is_not_awaited(checkpoint: Checkpoint) -> None:
-    """The leader reads its part."""
-    reads = [Reads() for _ in range(MACHINES)]
+    """The leader reads the lost node's part."""
+    reads = [Reads() for _ in range(NODES)]
     with together(reads, silent=2) as leader:
         leader.verify(checkpoint.row, checkpoint.manifest, reads[0], lambda *_: None)
     assert sorted(reads[0].names + reads[1].names) == checkpoint.names
 
 
-def test_what_is_asked_again_is_read_again(checkpoint: Checkpoint) -> None:
-    """The file that was damaged is mended meanwhile: an answer to the first question is none to the second."""
+def test_repeated_request_is_read_again(checkpoint: Checkpoint) -> None:
+    """The damaged file is repaired between two requests. An answer to the first request does not answer the second."""
     other = checkpoint.folder / parts_of(checkpoint.manifest.files, 2)[1][0].path
     content = other.read_bytes()
     other.write_bytes(b"")
@@ -151,12 +151,12 @@ def test_what_is_asked_again_is_read_again(checkpoint: Checkpoint) -> None:
 
 
 def test_leader_stops_waiting_on_request(checkpoint: Checkpoint) -> None:
-    """By what hears of the progress; a machine that is there and says nothing of its part does not hold it up."""
-    heard: list[int] = []
+    """The progress callback may stop the wait for a live node that never answers."""
+    progress: list[int] = []
 
     def stop(done: int, total: int) -> None:
-        heard.append(done)
-        if heard[-5:] == [done] * 5:  # nothing more comes
+        progress.append(done)
+        if progress[-5:] == [done] * 5:  # no more progress
             raise InterruptedError
 
     reads = Reads()
@@ -169,28 +169,28 @@ def test_leader_stops_waiting_on_request(checkpoint: Checkpoint) -> None:
 def together(
     reads: list[Reads], *, least_bytes: int = 0, silent: int | None = None, proves: bool = True
 ) -> Iterator[NodeVerifiers]:
-    """A leader and those that it leads, which look for what they are told; `silent` says nothing any more."""
+    """Yield the verifiers of a leader, with followers that answer its requests. The node `silent` sends no more messages."""
     ends = threading.Event()
 
-    def be_led(crew: Round, files: Reads) -> None:
-        with closing(NodeVerifier(crew, files)) as prover:
+    def follow(node: Round, files: Reads) -> None:
+        with closing(NodeVerifier(node, files)) as prover:
             while not ends.wait(0.05):
                 prover.poll()
-                crew.publish(prover.message)
+                node.publish(prover.message)
 
-    with rounds(len(reads), timeout_s=60 if silent is None else 5) as machines:
-        led = [
-            threading.Thread(target=be_led, args=(machines[place], reads[place]))
+    with rounds(len(reads), timeout_s=60 if silent is None else 5) as nodes:
+        followers = [
+            threading.Thread(target=follow, args=(nodes[place], reads[place]))
             for place in range(1, len(reads))
             if proves and place != silent
         ]
         if silent is not None:
-            silence(machines[silent])
-        for thread in led:
+            silence(nodes[silent])
+        for thread in followers:
             thread.start()
         try:
-            yield NodeVerifiers(machines[0], least_bytes=least_bytes)
+            yield NodeVerifiers(nodes[0], least_bytes=least_bytes)
         finally:
             ends.set()
-            for thread in led:
+            for thread in followers:
                 thread.join()

@@ -1,4 +1,4 @@
-"""How long a launch waits for a catalog or a store that is away, and what it says when it is told to stop meanwhile."""
+"""Launches during an outage of the catalog or the store: how long they wait, and what a stop reports."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ PROGRAM = Path(__file__).parents[1] / "programs" / "train_tiny.py"
 
 
 def spec_without_catalog(folder: Path) -> JobSpec:
-    """A job whose catalog is away: a file stands where its folder should be."""
+    """Return a job whose catalog is unavailable: a file is in the place of its folder."""
     (folder / "file").touch()
-    away = LakehouseConfig(uri=f"sqlite:///{folder}/file/catalog.db", warehouse=f"file://{folder}/warehouse")
+    unavailable = LakehouseConfig(uri=f"sqlite:///{folder}/file/catalog.db", warehouse=f"file://{folder}/warehouse")
     raw = {
         "run": "r",
         "source": {"table": "src.t", "columns": ["x"]},
         "order": {"batch_size": 32},
         "launch": {"script": str(PROGRAM)},
-        "lakehouse": away.model_dump(),
+        "lakehouse": unavailable.model_dump(),
     }
     return parse_spec(raw, origin="the test").resolved(folder / "home")
 
 
 def test_manual_start_reports_outage_at_once(tmp_path: Path) -> None:
-    """A person who waits in vain learns nothing."""
+    """A person who starts a run learns of the outage without a wait."""
     with pytest.raises(CatalogUnreachable):
         Supervisor(Request(spec=spec_without_catalog(tmp_path), noticed_by=OPERATOR)).run()
 
 
 def test_recovery_waits_until_stopped(tmp_path: Path) -> None:
-    """The sensor could not read the ledger either, and requested it blindly; cancelled, it has stopped and not failed."""
+    """The sensor cannot read the ledger either, and has requested the run unseen. A cancelled wait is a stop, no failure."""
     supervisor = Supervisor(Request(spec=spec_without_catalog(tmp_path), noticed_by="recovery_sensor"))
     began = time.monotonic()
     threading.Timer(0.6, supervisor.stop).start()
@@ -50,11 +50,11 @@ def test_recovery_waits_until_stopped(tmp_path: Path) -> None:
 
 
 def test_supervised_rank_waits_like_claim(tmp_path: Path) -> None:
-    """One that died meanwhile would fail the very attempt whose claim gets through; a rank of its own is told at once."""
+    """The exit of a supervised rank during the outage would fail the attempt. A rank without a supervisor fails at once."""
     spec = spec_without_catalog(tmp_path)
     place, aside = tmp_path / "file", tmp_path / "aside"
     place.unlink()
-    known = connect(spec.lakehouse).own("consumption").metadata
+    metadata = connect(spec.lakehouse).own("consumption").metadata
     place.rename(aside)
     place.touch()
     with pytest.raises(CatalogUnreachable):
@@ -65,19 +65,19 @@ def test_supervised_rank_waits_like_claim(tmp_path: Path) -> None:
         aside.rename(place)
 
     threading.Timer(0.6, restore).start()
-    assert open_lakehouse(spec, supervised=True).own("consumption").metadata == known
+    assert open_lakehouse(spec, supervised=True).own("consumption").metadata == metadata
 
 
 def test_retry_ends_with_result_or_error() -> None:
-    """The last error is the one that is told."""
+    """The last error is raised."""
     answers = iter([CatalogUnreachable("first"), CatalogUnreachable("second")])
 
-    def ask() -> str:
+    def read() -> str:
         for answer in answers:
             raise answer
         return "there"
 
-    assert retrying(60.0, of=CatalogUnreachable)(ask) == "there"
+    assert retrying(60.0, of=CatalogUnreachable)(read) == "there"
     answers = iter([CatalogUnreachable("only")])
     with pytest.raises(CatalogUnreachable, match="only"):
-        retrying(0.0, of=CatalogUnreachable)(ask)
+        retrying(0.0, of=CatalogUnreachable)(read)
