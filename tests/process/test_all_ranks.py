@@ -1,4 +1,4 @@
-"""All ranks of an attempt as the machine sees them that leads it: what others tell of theirs, who is lost, what broke first."""
+"""All ranks of an attempt in the view of the leading node: reports of the others, lost nodes, and the first failure."""
 
 from __future__ import annotations
 
@@ -19,59 +19,59 @@ from dlac_pipeline.supervise.ranks.all_ranks import LEAVE, LOST, REQUESTS_REPORT
 from dlac_pipeline.supervise.ranks.local_ranks import RankGroup
 from dlac_pipeline.supervise.ranks.rank_starter import RankStarter
 from tests.conftest import wait_until
-from tests.crews import rounds, silence
+from tests.launched_nodes import rounds, silence
 
 WAITS = """
 import os, sys, time
 from pathlib import Path
-told = Path(os.environ["DLAC_LAUNCH"]) / f"exit-{os.environ['RANK']}"
-while not told.exists():
+status = Path(os.environ["DLAC_LAUNCH"]) / f"exit-{os.environ['RANK']}"
+while not status.exists():
     time.sleep(0.02)
-sys.exit(int(told.read_text()))
+sys.exit(int(status.read_text()))
 """
-"""Ends with the status that a file in its launch folder says."""
+"""A script that exits with the status in a file of its launch folder."""
 
 
-class Machines:
-    """One rank on each of several machines, and the fleet that the first leads."""
+class LaunchedNodes:
+    """Several nodes with one rank each, and the leader's view of all ranks."""
 
-    def __init__(self, groups: list[RankGroup], crews: list[Round]) -> None:
+    def __init__(self, groups: list[RankGroup], node_rounds: list[Round]) -> None:
         self.groups = groups
-        self.crews = crews
-        self.fleet = AllRanks(groups[LEADER], crews[LEADER])
+        self.node_rounds = node_rounds
+        self.all_ranks = AllRanks(groups[LEADER], node_rounds[LEADER])
 
-    def exits(self, rank: int, code: int) -> None:
-        """Have a rank end."""
+    def exit_rank(self, rank: int, code: int) -> None:
+        """End a rank with an exit status."""
         (self.groups[rank].folder / f"exit-{rank}").write_text(str(code))
         wait_until(self.groups[rank].all_exited, what="its end")
 
-    def say(self, place: int, **changes: Any) -> None:
-        """What a machine that is led says again and again, once."""
-        answers = bool(self.crews[place].message_of(LEADER).get(REQUESTS_REPORTS))
-        words = report_of(self.groups[place], asked=str(changes.pop("asked", "")), answers=answers)
-        self.crews[place].publish({**words, **changes})
+    def publish_report(self, place: int, **changes: Any) -> None:
+        """Publish one report of a follower."""
+        answers = bool(self.node_rounds[place].message_of(LEADER).get(REQUESTS_REPORTS))
+        report = report_of(self.groups[place], asked=str(changes.pop("asked", "")), answers=answers)
+        self.node_rounds[place].publish({**report, **changes})
 
     def until(self, holds: Callable[[], Any], what: str) -> None:
-        """Wait, while all that are led say how they are."""
+        """Wait for a condition, while all followers publish their reports."""
 
         def look() -> bool:
-            for place in self.crews[LEADER].others:
-                self.say(place)
+            for place in self.node_rounds[LEADER].others:
+                self.publish_report(place)
             return bool(holds())
 
         wait_until(look, what=what)
 
 
 @pytest.fixture
-def pair(tmp_path: Path) -> Iterator[Machines]:
-    """Two machines."""
-    with machines(tmp_path, 2) as made:
+def pair(tmp_path: Path) -> Iterator[LaunchedNodes]:
+    """Two nodes."""
+    with launched_nodes(tmp_path, 2) as made:
         yield made
 
 
 @contextmanager
-def machines(folder: Path, count: int, *, timeout_s: int = 60) -> Iterator[Machines]:
-    """So many, with a launch folder each."""
+def launched_nodes(folder: Path, count: int, *, timeout_s: int = 60) -> Iterator[LaunchedNodes]:
+    """Yield `count` nodes with a launch folder each."""
     spec = waiting_job(folder)
     with rounds(count, timeout_s=timeout_s) as talking, ExitStack() as stack:
         groups = []
@@ -79,11 +79,11 @@ def machines(folder: Path, count: int, *, timeout_s: int = 60) -> Iterator[Machi
             (launch := folder / f"launch-{place}").mkdir()
             groups.append(RankStarter().start(spec, launch, crew.share))
             stack.callback(groups[-1].end)
-        yield Machines(groups, talking)
+        yield LaunchedNodes(groups, talking)
 
 
 def waiting_job(folder: Path) -> JobSpec:
-    """A job whose ranks wait until they are told to end."""
+    """Return a job whose ranks wait for their exit status."""
     (folder / "script.py").write_text(WAITS)
     return parse_spec(
         {
@@ -96,134 +96,136 @@ def waiting_job(folder: Path) -> JobSpec:
     )
 
 
-def test_remote_progress_reaches_leader_folder(pair: Machines) -> None:
-    """Signs of life by the leader's clock, and the batch in hand."""
-    assert pair.fleet.heartbeats() == [None, None]
+def test_remote_progress_reaches_leader_folder(pair: LaunchedNodes) -> None:
+    """Heartbeats by the leader's clock, and the batch in hand, reach the folder."""
+    assert pair.all_ranks.heartbeats() == [None, None]
     folder = pair.groups[1].folder
     HeartbeatFile(folder, 1).write(7, Phase.TRAINING, loss_step=7, loss=0.5)
     in_hand_file(folder, 1).write_text("[8, []]")
     hour_s = 3600.0
 
-    def brought() -> bool:
-        pair.say(1, now=time.time() - hour_s)  # its clock is behind
-        return pair.fleet.heartbeats()[1] is not None
+    def has_arrived() -> bool:
+        pair.publish_report(1, now=time.time() - hour_s)  # its clock is an hour late
+        return pair.all_ranks.heartbeats()[1] is not None
 
-    wait_until(brought, what="the other rank's progress")
-    found = pair.fleet.heartbeats()[1]
+    wait_until(has_arrived, what="the other rank's progress")
+    found = pair.all_ranks.heartbeats()[1]
     assert found is not None
     assert (found.step, found.loss) == (7, 0.5)
     assert found.at == pytest.approx(time.time() + hour_s, abs=600.0)
     assert in_hand_file(pair.groups[0].folder, 1).read_text() == "[8, []]"
 
 
-def test_unwritten_sign_is_copied_later(pair: Machines) -> None:
-    """A disk that is full or away for a moment ends no run that is led from there."""
+def test_unwritten_heartbeat_is_copied_later(pair: LaunchedNodes) -> None:
+    """A leader whose disk is full or unavailable for a moment does not end the run."""
     HeartbeatFile(pair.groups[1].folder, 1).write(7, Phase.TRAINING)
     folder = pair.groups[LEADER].folder
-    folder.rename(away := folder.with_name("away"))
-    pair.until(lambda: pair.crews[LEADER].message_of(1).get("progress"), "its words")
-    assert pair.fleet.heartbeats() == [None, None]
-    away.rename(folder)
-    pair.until(lambda: pair.fleet.heartbeats()[1] is not None, "the other rank's progress")
+    folder.rename(moved := folder.with_name("moved"))
+    pair.until(lambda: pair.node_rounds[LEADER].message_of(1).get("progress"), "its report")
+    assert pair.all_ranks.heartbeats() == [None, None]
+    moved.rename(folder)
+    pair.until(lambda: pair.all_ranks.heartbeats()[1] is not None, "the other rank's progress")
 
 
-def test_remote_sign_is_copied_once(pair: Machines) -> None:
-    """It is told again and again, by clocks that differ a little more or less each time, and stays the same sign."""
+def test_remote_heartbeat_is_copied_once(pair: LaunchedNodes) -> None:
+    """The heartbeat is sent again and again, with slightly different clocks, and stays the same."""
     HeartbeatFile(pair.groups[1].folder, 1).write(7, Phase.TRAINING)
-    behind_s = 0.0
+    late_s = 0.0
 
-    def told() -> RankHeartbeat | None:
-        nonlocal behind_s
-        behind_s += 100.0
-        pair.say(1, now=time.time() - behind_s)
-        return pair.fleet.heartbeats()[1]
+    def copied_heartbeat() -> RankHeartbeat | None:
+        nonlocal late_s
+        late_s += 100.0
+        pair.publish_report(1, now=time.time() - late_s)
+        return pair.all_ranks.heartbeats()[1]
 
-    wait_until(lambda: told() is not None, what="the other rank's progress")
-    first = told()
-    beats = int(pair.crews[LEADER].message_of(1)["beat"]) + 3
-    wait_until(lambda: bool(told()) and pair.crews[LEADER].message_of(1)["beat"] > beats, what="more words")
-    assert told() == first
-
-
-def test_failure_is_reported_after_all_nodes(pair: Machines) -> None:
-    """What broke here may have begun elsewhere: the other machine's rank died first, and had told nobody yet."""
-    pair.until(lambda: pair.crews[LEADER].message_of(1).get("progress") is not None, "its words")
-    pair.exits(1, 3)
-    pair.exits(0, 1)
-    assert pair.fleet.failures() == []  # the other one is asked
-    pair.until(pair.fleet.failures, "the failures")
-    assert [(each.rank, each.code) for each in pair.fleet.failures()] == [(0, 1), (1, 3)]
-    assert pair.fleet.log_end(1)["log"].startswith(str(pair.groups[1].folder))
+    wait_until(lambda: copied_heartbeat() is not None, what="the other rank's progress")
+    first = copied_heartbeat()
+    beats = int(pair.node_rounds[LEADER].message_of(1)["beat"]) + 3
+    wait_until(
+        lambda: bool(copied_heartbeat()) and pair.node_rounds[LEADER].message_of(1)["beat"] > beats, what="more reports"
+    )
+    assert copied_heartbeat() == first
 
 
-def test_silent_node_precedes_its_consequences(tmp_path: Path) -> None:
-    """Of three: the second one goes, the third one's rank dies of that and is still asked."""
-    with machines(tmp_path, 3, timeout_s=5) as three:
-        three.until(lambda: all(three.crews[LEADER].message_of(place) for place in (1, 2)), "their words")
-        silence(three.crews[1])
-        three.exits(2, 1)
+def test_failure_is_reported_after_all_nodes(pair: LaunchedNodes) -> None:
+    """A failure here may be a consequence: the other node's rank failed first, and that node has not reported it yet."""
+    pair.until(lambda: pair.node_rounds[LEADER].message_of(1).get("progress") is not None, "its report")
+    pair.exit_rank(1, 3)
+    pair.exit_rank(0, 1)
+    assert pair.all_ranks.failures() == []  # the other node must answer first
+    pair.until(pair.all_ranks.failures, "the failures")
+    assert [(each.rank, each.code) for each in pair.all_ranks.failures()] == [(0, 1), (1, 3)]
+    assert pair.all_ranks.log_end(1)["log"].startswith(str(pair.groups[1].folder))
 
-        def told() -> bool:
-            three.say(2)
-            return bool(three.fleet.failures())
 
-        wait_until(told, what="the failures")
-        found = three.fleet.failures()
-        if found[0].kind != LOST:  # the dead rank was heard of before the machine was silent for long enough
-            wait_until(lambda: three.fleet.failures()[0].kind == LOST, what="the loss")
-            found = three.fleet.failures()
+def test_lost_node_precedes_consequences(tmp_path: Path) -> None:
+    """The second of three nodes is lost. The third one's rank fails as a consequence, before the third node has answered."""
+    with launched_nodes(tmp_path, 3, timeout_s=5) as three:
+        three.until(lambda: all(three.node_rounds[LEADER].message_of(place) for place in (1, 2)), "their reports")
+        silence(three.node_rounds[1])
+        three.exit_rank(2, 1)
+
+        def has_failures() -> bool:
+            three.publish_report(2)
+            return bool(three.all_ranks.failures())
+
+        wait_until(has_failures, what="the failures")
+        found = three.all_ranks.failures()
+        if found[0].kind != LOST:  # the failed rank was reported before the node counted as lost
+            wait_until(lambda: three.all_ranks.failures()[0].kind == LOST, what="the loss")
+            found = three.all_ranks.failures()
         assert [(each.rank, each.kind) for each in found] == [(1, LOST), (2, "")]
         assert re.search(r"node host-1 \(1 ranks\) sent no heartbeat for \d+ s", found[0].message)
 
 
-def test_node_heard_again_ends_no_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A node that was silent for a moment is no failure afterwards, and the ranks come to their end."""
-    with machines(tmp_path, 3) as three:
-        three.until(lambda: all(three.crews[LEADER].message_of(place) for place in (1, 2)), "their messages")
+def test_recovered_node_ends_no_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node whose heartbeat was late for a moment is no failure later, and the ranks train to their end."""
+    with launched_nodes(tmp_path, 3) as three:
+        three.until(lambda: all(three.node_rounds[LEADER].message_of(place) for place in (1, 2)), "their messages")
         with monkeypatch.context() as silent:
-            silent.setattr(three.crews[LEADER], "lost_nodes", lambda: [1])
-            looks = three.crews[LEADER].looks
-            wait_until(lambda: three.crews[LEADER].looks > looks, what="another read of the store")
-            assert three.fleet.failures() == []  # the third node is asked
+            silent.setattr(three.node_rounds[LEADER], "lost_nodes", lambda: [1])
+            looks = three.node_rounds[LEADER].looks
+            wait_until(lambda: three.node_rounds[LEADER].looks > looks, what="another read of the store")
+            assert three.all_ranks.failures() == []  # the third node must answer first
         for rank in range(3):
-            three.exits(rank, 0)
-        three.until(three.fleet.all_exited, "the end of all")
-        assert three.fleet.failures() == []
+            three.exit_rank(rank, 0)
+        three.until(three.all_ranks.all_exited, "the end of all")
+        assert three.all_ranks.failures() == []
 
 
-def test_all_have_exited_once_every_machine_says_so(pair: Machines) -> None:
-    """Its own ranks are not enough."""
-    pair.exits(0, 0)
-    assert not pair.fleet.all_exited()
-    pair.exits(1, 0)
-    pair.until(pair.fleet.all_exited, "the end of all")
-    assert pair.fleet.failures() == []
+def test_exit_needs_report_of_every_node(pair: LaunchedNodes) -> None:
+    """The leader's own ranks are not enough."""
+    pair.exit_rank(0, 0)
+    assert not pair.all_ranks.all_exited()
+    pair.exit_rank(1, 0)
+    pair.until(pair.all_ranks.all_exited, "the end of all")
+    assert pair.all_ranks.failures() == []
 
 
-def test_failed_ranks_have_not_just_exited(pair: Machines) -> None:
-    """All ranks have ended before the other node answers: the attempt has failed, and has not come to its end."""
-    pair.exits(0, 1)
-    pair.exits(1, 1)
+def test_failed_ranks_have_not_ended(pair: LaunchedNodes) -> None:
+    """If all ranks end before the other node answers, the attempt has failed, and has not ended in order."""
+    pair.exit_rank(0, 1)
+    pair.exit_rank(1, 1)
     failed: list[Any] = []
 
     def reported() -> bool:
-        failed[:] = pair.fleet.failures()
-        return bool(pair.crews[LEADER].message_of(1).get("exited", False))
+        failed[:] = pair.all_ranks.failures()
+        return bool(pair.node_rounds[LEADER].message_of(1).get("exited", False))
 
-    pair.say(1)
+    pair.publish_report(1)
     wait_until(reported, what="the other node's report")
     assert not failed
-    assert not pair.fleet.all_exited()
-    pair.until(pair.fleet.failures, "the answer")
+    assert not pair.all_ranks.all_exited()
+    pair.until(pair.all_ranks.failures, "the answer")
 
 
-def test_who_was_told_to_leave_is_named(pair: Machines) -> None:
-    """By its host; a machine that was told to stop the run is another matter."""
-    assert (pair.fleet.leaving_nodes, pair.fleet.stop_requested) == ([], False)
+def test_preempted_node_is_named(pair: LaunchedNodes) -> None:
+    """The leader knows the preempted node by its name. A node that was asked to stop the run is another case."""
+    assert (pair.all_ranks.leaving_nodes, pair.all_ranks.stop_requested) == ([], False)
 
-    def left() -> bool:
-        pair.say(1, asked=LEAVE)
-        return pair.fleet.leaving_nodes == ["host-1"]
+    def is_known() -> bool:
+        pair.publish_report(1, asked=LEAVE)
+        return pair.all_ranks.leaving_nodes == ["host-1"]
 
-    wait_until(left, what="its word")
-    assert not pair.fleet.stop_requested
+    wait_until(is_known, what="its request")
+    assert not pair.all_ranks.stop_requested

@@ -19,7 +19,7 @@ SLURM = {"cpu": 8, "gpu": 4, "memory_mb": 64_000, "time_limit_s": 93_784, "parti
 
 
 def test_slurm_script_asks_for_range() -> None:
-    """The script asks for nodes from least to most, warns them in time for a checkpoint, and no node ends another."""
+    """The script requests a range of nodes, gets a signal in time for a checkpoint, and no node's end ends another."""
     script = render_job(asked("slurm", SLURM))
     assert set(re.findall(r"^#SBATCH (.*)$", script, re.MULTILINE)) == {
         "--job-name=dlac-web-text-v2",
@@ -46,7 +46,7 @@ def test_slurm_script_asks_for_range() -> None:
 
 
 def test_slurm_script_carries_request() -> None:
-    """Variables reach the nodes as they are written, and the request as it went in."""
+    """Variables and the request reach the nodes unchanged."""
     env = {"NCCL_DEBUG": "WARN", "A": "pa$$word, 'x' $(HOME) ${app_id}\n%"}
     script = render_job(asked("slurm", {**SLURM, "env": env}))
     exports = script[script.index("export ") : script.index("export DLAC_FIRST_NODE")]
@@ -69,7 +69,7 @@ def test_slurm_script_carries_request() -> None:
     ids=["finished", "preempted", "cancelled", "at the time limit", "failed", "failed too often"],
 )
 def test_slurm_script_requeues_itself(tmp_path: Path, code: int, restarts: int, facts: str, again: bool) -> None:
-    """A preempted job is queued again whatever Slurm does with it, and a failed one as often as `retries` says."""
+    """A preempted job is requeued even if Slurm does not requeue it, and a failed one up to `retries` times."""
     script = render_job(asked("slurm", SLURM))
     programs = f"""
         srun() {{ return {code}; }}

@@ -1,4 +1,4 @@
-"""What a Dagster run makes of its supervisor's words when it is slow to write them down, or cannot."""
+"""Events of a supervisor in a Dagster run that stores them slowly, or cannot store them."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ print('{"event": "ended"}', flush=True)
 
 
 @contextmanager
-def talking(program: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that has begun to talk: how long it took to start counts for no bound."""
+def talking_process(program: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Yield a process after its first output, so that its start counts for no limit."""
     command = [sys.executable, "-c", program]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -54,85 +54,85 @@ def talking(program: str) -> Iterator[subprocess.Popen[bytes]]:
 
 @pytest.mark.parametrize("bound", ["silent_s", "within_s"])
 def test_slow_receiver_loses_no_event(bound: str) -> None:
-    """Time in which nobody listened is no silence; and what a supervisor has said by the end of its time is not lost."""
-    with talking(TALKS) as process:
-        heard = []
+    """Time without a reader is no silence, and events of a supervisor before its deadline are not lost."""
+    with talking_process(TALKS) as process:
+        events = []
         for event in _Voice(process).events(**{bound: BOUND_S}):
-            heard.append(event)
-            if len(heard) == 1:
+            events.append(event)
+            if len(events) == 1:
                 assert process.stdin is not None
                 process.stdin.close()
                 process.wait()
                 time.sleep(BOUND_S + 0.1)
-    assert (len(heard), heard[-1]) == (21, {"event": "ended"})
+    assert (len(events), events[-1]) == (21, {"event": "ended"})
 
 
 @pytest.mark.parametrize("bound", ["silent_s", "within_s"])
 def test_silent_supervisor_is_given_up(bound: str) -> None:
-    """It is still there, and not waited for."""
-    with talking(STAYS) as process:
+    """The process still runs, but the reader stops waiting."""
+    with talking_process(STAYS) as process:
         voice = _Voice(process)
-        heard = list(voice.events(**{bound: BOUND_S}))
+        events = list(voice.events(**{bound: BOUND_S}))
         assert voice.open
         process.kill()
-    assert heard == [{"event": "step"}]
+    assert events == [{"event": "step"}]
 
 
 def test_printed_text_does_not_end_training(caplog: pytest.LogCaptureFixture) -> None:
-    """A library, or a user's transform, wrote where events come from: the events are heard, and the rest is logged."""
+    """A library or a user's transform prints to the stream of events. The events are read, and the rest is logged."""
     talks = "print('loading', flush=True)\n" + TALKS + "print('[]')\nprint('7')\nprint(b'\\xff')\n"
     with subprocess.Popen([sys.executable, "-c", talks], stdout=subprocess.PIPE) as process:
-        heard = list(_Voice(process).events())
-    assert (len(heard), heard[-1]) == (21, {"event": "ended"})
+        events = list(_Voice(process).events())
+    assert (len(events), events[-1]) == (21, {"event": "ended"})
     assert [record.args for record in caplog.records] == [("loading",), ("[]",), ("7",), ("b'\\xff'",)]
 
 
 def test_failed_display_does_not_end_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Dagster's storage is away: what the run came to is told all the same, and what was not shown is logged."""
+    """Dagster's storage is unavailable. The outcome of the run is returned nevertheless, and unshown events are logged."""
 
-    def storage_is_away(event: dict[str, Any]) -> None:
+    def fail_storage(event: dict[str, Any]) -> None:
         raise OSError("the database is away")
 
-    assert supervise_launch(a_request(tmp_path), storage_is_away)["kind"] == "CatalogUnreachable"
+    assert supervise_launch(failing_request(tmp_path), fail_storage)["kind"] == "CatalogUnreachable"
     assert "the event error could not be shown, training continues: the database is away" in caplog.text
 
 
 def test_interruption_during_display_ends_run(tmp_path: Path) -> None:
-    """It comes as an exception wherever the process is; who listens for a cancellation is told of it."""
-    told: list[str] = []
+    """The interruption is an exception at any point of the process. A listener for cancellations is called."""
+    requests: list[str] = []
 
-    def interrupted(event: dict[str, Any]) -> None:
+    def interrupt(event: dict[str, Any]) -> None:
         raise DagsterExecutionInterruptedError
 
     with pytest.raises(DagsterExecutionInterruptedError):
-        supervise_launch(a_request(tmp_path), interrupted, on_asking=lambda: told.append("asked"))
-    assert told == ["asked"]
+        supervise_launch(failing_request(tmp_path), interrupt, on_asking=lambda: requests.append("asked"))
+    assert requests == ["asked"]
 
 
 def test_last_events_of_nodes_arrive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their launcher listens to them for longer than ranks take to leave."""
+    """The launcher reads their events for longer than ranks take to exit."""
     program = tmp_path / "supervisor"
     program.write_text(f"#!{sys.executable}\n{LINGERS}")
     program.chmod(0o755)
     monkeypatch.setattr(module, "_MARGIN_S", 0.0)
-    request = a_request(tmp_path)
+    request = failing_request(tmp_path)
     launch = request.spec.launch.model_copy(update={"on": "slurm", "grace_s": 0.1})
     request = request.model_copy(update={"spec": request.spec.model_copy(update={"launch": launch})})
-    heard: list[str] = []
+    events: list[str] = []
 
-    def interrupted(event: dict[str, Any]) -> None:
-        heard.append(event["event"])
-        if len(heard) == 1:
+    def interrupt(event: dict[str, Any]) -> None:
+        events.append(event["event"])
+        if len(events) == 1:
             raise DagsterExecutionInterruptedError
 
     monkeypatch.setattr(sys, "executable", str(program))
     with pytest.raises(DagsterExecutionInterruptedError):
-        supervise_launch(request, interrupted)
-    assert heard == ["step", "ended"]
+        supervise_launch(request, interrupt)
+    assert events == ["step", "ended"]
 
 
-def a_request(folder: Path) -> Request:
-    """A job that cannot begin, because a file stands where the folder of its catalog should be."""
+def failing_request(folder: Path) -> Request:
+    """Return a job that cannot start, because a file is in the place of its catalog's folder."""
     (folder / "file").touch()
     (folder / "train.py").touch()
     away = LakehouseConfig(uri=f"sqlite:///{folder}/file/catalog.db", warehouse=f"file://{folder}/warehouse")

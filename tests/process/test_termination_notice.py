@@ -35,17 +35,17 @@ time.sleep(600)
 
 
 def run(program: str) -> subprocess.CompletedProcess[str]:
-    """A program in a process of its own."""
+    """Run a program in its own process."""
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=250)
 
 
 def test_signal_to_forked_child_stays_there() -> None:
-    """A worker of a data loader that is terminated dies of it, and the rank that forked it was told nothing."""
-    ended = run(FORKS)
-    assert ended.stdout.splitlines() == ["-15 None", "SIGUSR1", "True"], ended.stderr
+    """A terminated worker of a data loader dies of the signal, and the rank that forked it has no termination notice."""
+    result = run(FORKS)
+    assert result.stdout.splitlines() == ["-15 None", "SIGUSR1", "True"], result.stderr
 
 
 def test_process_ends_at_deadline_despite_hang() -> None:
-    """The watchdog says what is to be said, in a thread that it does not wait for longer than a second."""
-    ended = run(TOO_LATE)
-    assert (ended.returncode, ended.stdout) == (86, "too late\n"), ended.stderr
+    """The watchdog calls its function in a thread, and waits for it at most a second."""
+    result = run(TOO_LATE)
+    assert (result.returncode, result.stdout) == (86, "too late\n"), result.stderr

@@ -1,4 +1,4 @@
-"""A script that ends before its run does: behind a checkpoint where it leaves between two steps, else as a failure."""
+"""A script that ends before its run: after a checkpoint if it ends between two steps, otherwise as a failure."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ import dlac_pipeline as dlac
 with dlac.training_run() as run:
     run.restore(dlac.TorchState(model=torch.nn.Linear(4, 1)))
     for batch in run.batches():
-        if batch.step == 18 and "in a step" in run.spec.params["leaves"]:
+        if batch.step == 18 and "in a step" in run.spec.params["ending"]:
             break
-        if batch.step == 18 and "exits" in run.spec.params["leaves"]:
+        if batch.step == 18 and "exits" in run.spec.params["ending"]:
             sys.exit(0)
         run.step_done(batch.mean(batch["x"].sum(-1)))
-        if run.step == 15 and "between steps" in run.spec.params["leaves"]:
+        if run.step == 15 and "between steps" in run.spec.params["ending"]:
             break
-        if run.step == run.total_steps and "at the end" in run.spec.params["leaves"]:
+        if run.step == run.total_steps and "at the end" in run.spec.params["ending"]:
             break
 """
 SILENT = """
@@ -52,16 +52,16 @@ except DlacError:
 """
 
 
-def supervisor(arena: Arena, script: str, leaves: str = "") -> Supervisor:
-    """Of a run of 20 steps of one rank with a checkpoint at each tenth."""
+def supervisor(arena: Arena, script: str, ending: str = "") -> Supervisor:
+    """Return the supervisor of a run of one rank and 20 steps, with a checkpoint at every tenth."""
     path = arena.home / "script.py"
     path.write_text(script)
-    spec = arena.spec("r", world_size=1, passes=1, script=str(path), leaves=leaves, start="spawn")
+    spec = arena.spec("r", world_size=1, passes=1, script=str(path), ending=ending, start="spawn")
     return Supervisor(Request(spec=spec))
 
 
-def test_a_script_may_leave_between_two_steps(arena: Arena) -> None:
-    """A checkpoint of its last step is committed; the next start goes on behind it, and finishes the run exactly."""
+def test_script_may_end_between_steps(arena: Arena) -> None:
+    """A checkpoint of its last step is committed. The next start resumes there, and finishes the run exactly."""
     arena.table(appends=(640,))
     outcome = supervisor(arena, SCRIPT, "between steps").run()
     assert (outcome.ending, outcome.step) == ("left", 15)
@@ -72,7 +72,7 @@ def test_a_script_may_leave_between_two_steps(arena: Arena) -> None:
 
 
 def test_unrunnable_script_is_not_relaunched(arena: Arena) -> None:
-    """Every attempt would end alike: one is enough, and it says what to mend."""
+    """Every attempt would end in the same way, so one is enough. Its error names the remedy."""
     arena.table(appends=(640,))
     with pytest.raises(ScriptInvalid, match="SyntaxError"):
         supervisor(arena, "def x(:").run()
@@ -80,7 +80,7 @@ def test_unrunnable_script_is_not_relaunched(arena: Arena) -> None:
 
 
 @pytest.mark.parametrize(
-    ("script", "leaves", "said"),
+    ("script", "ending", "message"),
     [
         (SCRIPT, "in a step", "at step 17"),
         pytest.param(SCRIPT, "exits", "at step 17", marks=pytest.mark.soak),
@@ -89,23 +89,23 @@ def test_unrunnable_script_is_not_relaunched(arena: Arena) -> None:
     ],
     ids=["in a step", "exits", "keeps an error to itself", "never touches DLAC"],
 )
-def test_a_script_that_ends_otherwise_has_failed(arena: Arena, script: str, leaves: str, said: str) -> None:
-    """It is not launched again, and what was committed stays."""
+def test_script_ending_in_step_has_failed(arena: Arena, script: str, ending: str, message: str) -> None:
+    """The script is not launched again, and committed checkpoints stay."""
     arena.table(appends=(640,))
-    with pytest.raises(LeftUnfinished, match=said):
-        supervisor(arena, script, leaves).run()
+    with pytest.raises(LeftUnfinished, match=message):
+        supervisor(arena, script, ending).run()
     assert len(arena.rows("r", ClaimRow)) == 1
-    assert [row.step for row in arena.rows("r", CheckpointRow)] == ([10] if leaves else [])
+    assert [row.step for row in arena.rows("r", CheckpointRow)] == ([10] if ending else [])
 
 
 @pytest.mark.soak
-@pytest.mark.filterwarnings("ignore")  # Dagster's own libraries warn of each other
+@pytest.mark.filterwarnings("ignore")  # Dagster's own libraries cause warnings
 def test_left_run_materializes_no_model(arena: Arena, tmp_path: Path) -> None:
-    """The run fails by name, and no sensor is to launch it again."""
+    """The run fails by name, and no sensor launches it again."""
     arena.table(appends=(640,))
     path = arena.home / "script.py"
     path.write_text(SCRIPT)
-    spec = arena.spec("r", world_size=1, passes=1, script=str(path), leaves="between steps")
+    spec = arena.spec("r", world_size=1, passes=1, script=str(path), ending="between steps")
     (tmp_path / "dagster").mkdir()
     with dg.DagsterInstance.local_temp(
         str(tmp_path / "dagster"), overrides={"telemetry": {"enabled": False}}
