@@ -1,4 +1,4 @@
-"""Checkpoints by the clock: all ranks take them at the same step, wherever that is, and nothing else changes."""
+"""Checkpoints by the clock: all ranks save them at the same step, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CLOCK: dict[str, Any] = {"passes": 1, "every_steps": None, "pause_s": 0.12}
 
 
 def check_exact(campaign: Arena, run: str) -> None:
-    """Rows and losses are the undisturbed run's, from the journal and by the audit."""
+    """Check that rows and losses are those of the undisturbed run, by the journal and by the audit."""
     reference, journal = campaign.journal("reference"), campaign.journal(run)
     assert {step: journal[step] for step in range(1, 63)} == {step: reference[step] for step in range(1, 63)}
     assert sorted(row for rows in journal.values() for row in rows) == list(range(2000))
@@ -29,18 +29,18 @@ def check_exact(campaign: Arena, run: str) -> None:
 
 
 @pytest.mark.soak
-def test_every_so_many_seconds(campaign: Arena) -> None:
-    """Two ranks checkpoint at the same steps because a time has passed; the last of so many steps is kept for ever."""
+def test_checkpoints_follow_clock(campaign: Arena) -> None:
+    """Two ranks save the same steps after a time has passed. One of every N steps is kept."""
     run = "timed"
     launch = campaign.launch(campaign.spec(run, every_s=1.0, keep_last=1, keep_every_steps=20, **CLOCK))
     assert launch.wait() == 0, launch.stderr
-    said = launch.of("checkpoint")
-    assert len(said) >= 3
-    assert {event["reason"] for event in said[:-1]} == {"seconds"}
-    assert said[-1]["reason"] in ("seconds", "end")  # it may be time at the last step
-    steps = [event["step"] for event in said]
+    checkpoints = launch.of("checkpoint")
+    assert len(checkpoints) >= 3
+    assert {event["reason"] for event in checkpoints[:-1]} == {"seconds"}
+    assert checkpoints[-1]["reason"] in ("seconds", "end")  # it may be due at the last step
+    steps = [event["step"] for event in checkpoints]
     retired = {row.checkpoint_id for row in campaign.rows(run, RetireRow)}
-    kept = [event["step"] for event in said if event["checkpoint_id"] not in retired]
+    kept = [event["step"] for event in checkpoints if event["checkpoint_id"] not in retired]
     milestones = {next(step for step in steps if step >= multiple) for multiple in (20, 40, 60)}
     assert kept == sorted(milestones | {63})
     check_exact(campaign, run)
@@ -48,7 +48,7 @@ def test_every_so_many_seconds(campaign: Arena) -> None:
 
 @pytest.mark.soak
 def test_optimum_considers_failures(campaign: Arena) -> None:
-    """The interval and its reason are in events, in the ledger, in SQL and in the status; a killed rank counts as a failure."""
+    """The interval and its reason are in events, ledger, SQL and status. A killed rank counts as a failure."""
     run = "automatic"
     launch = campaign.launch(campaign.spec(run, interval="auto", recovery_point_s=5.0, **CLOCK))
     launch.wait_for("checkpoint")

@@ -1,4 +1,4 @@
-"""A training run under a real Dagster daemon whose processes are killed: it recovers, and nothing outlives it."""
+"""A training run under a real Dagster daemon whose processes are killed: it recovers, and no process outlives it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from examples.demo.local_dagster import LiveRun, LocalDagster
 from tests.conftest import Arena, wait_until
 from tests.dagster_runs import events_of, gone, job_config, runs_that_recover, sensor_ticks, wait_for_step
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # Dagster's own libraries warn of each other
+pytestmark = pytest.mark.filterwarnings("ignore")  # Dagster's own libraries cause warnings
 
 
 def test_killed_dagster_run_is_recovered(campaign: Arena, dagster: LocalDagster) -> None:
     """SIGKILL of the Dagster run's process: all ranks exit, and recover_job finishes the run exactly.
 
-    One run may train at a time on this instance: the killed one does not keep its place.
+    One run may train at a time on this instance. The killed run does not keep its slot.
     """
     with dagster.instance() as instance:
         instance.event_log_storage.set_concurrency_slots(POOL, 1)
@@ -46,7 +46,7 @@ def test_killed_dagster_run_is_recovered(campaign: Arena, dagster: LocalDagster)
 
 @pytest.mark.soak
 def test_killed_supervisor_is_replaced_at_once(campaign: Arena, dagster: LocalDagster) -> None:
-    """SIGKILL of the supervisor: its ranks exit, and the same Dagster run starts another one, which finishes exactly."""
+    """SIGKILL of the supervisor: its ranks exit, and the same Dagster run starts another supervisor, which finishes exactly."""
     spec = campaign.spec("dagster-supervisor", pause_s=0.05)
     live = LiveRun(spec.checkpoint.store, spec.run)
     run_id = dagster.launch("train_job", job_config(spec))
@@ -65,7 +65,7 @@ def test_killed_supervisor_is_replaced_at_once(campaign: Arena, dagster: LocalDa
 
 @pytest.mark.soak
 def test_checkpoints_are_observations_with_pictures(campaign: Arena, dagster: LocalDagster) -> None:
-    """The asset's page shows step, loss and rows of each checkpoint, and in the end the loss curve."""
+    """The asset's page shows step, loss and rows of each checkpoint, and the loss curve at the end."""
     spec = campaign.spec("observed", passes=1)
     ended = dagster.wait(dagster.launch("train_job", job_config(spec)))
     assert ended.status == dg.DagsterRunStatus.SUCCESS
@@ -84,7 +84,7 @@ def test_checkpoints_are_observations_with_pictures(campaign: Arena, dagster: Lo
 
 @pytest.mark.soak
 def test_permanent_failure_is_not_recovered(campaign: Arena, dagster: LocalDagster) -> None:
-    """A wrong column fails the Dagster run with its reason, and the sensor, having looked, leaves it alone."""
+    """A wrong column fails the Dagster run with its reason. The sensor evaluates the run, and does not recover it."""
     spec = campaign.spec("hopeless-dagster", columns=["no_such_column"])
     ended = dagster.wait(dagster.launch("train_job", job_config(spec)))
     moment = time.time()

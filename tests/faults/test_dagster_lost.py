@@ -1,4 +1,4 @@
-"""Dagster runs whose process is gone or silent, and a daemon that comes back: with daemons of their own, started and killed."""
+"""Dagster runs with a lost or silent process, and a restarted daemon. The tests start and kill their own daemons."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from examples.demo.local_dagster import LiveRun, LocalDagster
 from tests.conftest import Arena, wait_until
 from tests.dagster_runs import check_healed, events_of, gone, trained_to
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # Dagster's own libraries warn of each other
+pytestmark = pytest.mark.filterwarnings("ignore")  # Dagster's own libraries cause warnings
 
 
 @pytest.mark.soak
 def test_stopped_worker_never_commits_again(campaign: Arena) -> None:
-    """SIGSTOP of the run's process: found by its heartbeat, taken over; its trainer leaves although nobody reads its words."""
+    """SIGSTOP of the run's process: its missing heartbeat leads to a takeover. Its trainer exits without a reader of events."""
     home = campaign.home
     (home / "orchestration.toml").write_text("[recovery]\nlost_after_s = 20\nwait_for_old_launch_s = 2\n")
     dagster = LocalDagster(home)
@@ -27,7 +27,7 @@ def test_stopped_worker_never_commits_again(campaign: Arena) -> None:
             run_id, processes = trained_to(dagster, spec)
             supervisor = LiveRun(spec.checkpoint.store, spec.run).supervisor()
             assert supervisor is not None
-            trainer = [supervisor, *supervisor.children(recursive=True)]  # the worker also has helpers of Dagster's
+            trainer = [supervisor, *supervisor.children(recursive=True)]  # the worker also has Dagster's own processes
             processes[0].suspend()
             ended = dagster.wait(run_id, timeout_s=120)
             assert ended.status == dg.DagsterRunStatus.FAILURE
@@ -46,7 +46,7 @@ def test_stopped_worker_never_commits_again(campaign: Arena) -> None:
 
 @pytest.mark.soak
 def test_dead_node_is_found_by_daemon(campaign: Arena) -> None:
-    """SIGKILL of daemon, code server, worker, supervisor and ranks at once: the run stays STARTED until it is found lost."""
+    """SIGKILL of daemon, code server, worker, supervisor and ranks at once. The run stays STARTED until it counts as lost."""
     dagster = LocalDagster(campaign.home)
     spec = campaign.spec("machine", pause_s=0.05)
     with dagster.running() as daemon:

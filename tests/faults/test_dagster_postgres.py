@@ -1,4 +1,4 @@
-"""The same healing with Dagster's instance storage in a real PostgreSQL server."""
+"""The same recovery with Dagster's instance storage in a real PostgreSQL server."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.dagster_runs import events_of, runs_that_recover, trained_to
 from tests.postgres_server import needs_postgres, postgres
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore"),  # Dagster's own libraries warn of each other
+    pytest.mark.filterwarnings("ignore"),  # Dagster's own libraries cause warnings
     pytest.mark.soak,
     pytest.mark.skipif(
         find_spec("dagster_postgres") is None, reason="needs dagster-postgres: pip install dlac-pipeline[postgres]"
@@ -24,7 +24,7 @@ pytestmark = [
 
 
 def test_killed_run_heals_on_postgres_instance(campaign: Arena) -> None:
-    """Queue, tags, heartbeats, sensors and a lost run, all in PostgreSQL: nothing is lost and nothing is repeated."""
+    """Queue, tags, heartbeats, sensors and a lost run are in PostgreSQL. No row is lost or repeated."""
     with postgres() as address:
         dagster = LocalDagster(campaign.home, settings={"storage": {"postgres": {"postgres_url": address}}})
         spec = campaign.spec("postgres", pause_s=0.05)

@@ -1,6 +1,6 @@
-"""Machines that train a run together come, go and die: the run goes on with those that are there, and nothing else changes.
+"""Nodes that train a run together join, exit and die. The run resumes on the available nodes, with the same batches.
 
-Here all of them are on one host, at one catalog; tests/faults/test_hosts.py gives each a network of its own.
+All nodes are processes on this node, with one catalog. tests/faults/test_network_cuts.py gives each a network.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
 from dlac_pipeline.lakehouse.ledger.typed_rows import ClaimRow
 from tests.conftest import PROGRAMS, wait_until
-from tests.crews import check_exact, job, leader_of, trained_together, wait_for_checkpoint, wait_for_spare
+from tests.launched_nodes import check_exact, job, leader_of, trained_together, wait_for_checkpoint, wait_for_spare
 
 if TYPE_CHECKING:
     from dlac_pipeline.spec.job_spec import JobSpec
     from tests.conftest import Arena
 
 STEPS = 63
-"""Of one pass."""
+"""Rows of one pass."""
 
 
 @pytest.fixture
 def together(campaign: Arena, request: pytest.FixtureRequest) -> JobSpec:
-    """A job for two machines, or for as many as are there, with a rank each; plain losses, so that they can be compared."""
+    """A job for up to two nodes with one rank each. Losses have no noise, so that they can be compared."""
     return job(campaign, re.sub(r"[^\w]+", "-", request.node.name).strip("-"))
 
 
 @pytest.mark.soak
-def test_one_is_lost_and_another_one_comes(campaign: Arena, together: JobSpec) -> None:
-    """SIGKILL of a machine's supervisor and ranks: the other goes on by itself, and makes room for one that comes later."""
+def test_new_node_replaces_killed_node(campaign: Arena, together: JobSpec) -> None:
+    """SIGKILL of one node's supervisor and ranks: the other resumes alone, and makes room for a new node later."""
     leader, other = trained_together(campaign, together)
     attempts = len(leader.of("attempt"))
     other.destroy()
     leader.wait_for("attempt", attempts + 1)
     leader.wait_for("recovered")
     (rank,) = leader.of("attempt")[-1]["pids"]
-    os.kill(rank, signal.SIGSTOP)  # or it may be done before the new one has started
+    os.kill(rank, signal.SIGSTOP)  # or the run may finish before the new node has started
     new = campaign.launch(together)
     wait_for_spare(together, Ledger(campaign.lakehouse).table_uuid)
     os.kill(rank, signal.SIGCONT)
@@ -56,8 +56,8 @@ def test_one_is_lost_and_another_one_comes(campaign: Arena, together: JobSpec) -
     assert leader.of("recovered")[0]["cause"].startswith(leader.of("failure")[0]["cause"])
 
 
-def test_the_leader_is_lost(campaign: Arena, together: JobSpec) -> None:
-    """Whoever is left leads, though it never claimed before; the fence is its own from then on."""
+def test_survivor_leads_after_lost_leader(campaign: Arena, together: JobSpec) -> None:
+    """The remaining node leads, although it never claimed before. It owns the fence from then on."""
     leader, other = trained_together(campaign, together)
     leader.destroy()
     assert other.wait() == 0, other.stderr
@@ -68,9 +68,9 @@ def test_the_leader_is_lost(campaign: Arena, together: JobSpec) -> None:
 
 @pytest.mark.soak
 def test_leader_dies_before_announcing_claim(campaign: Arena, together: JobSpec) -> None:
-    """The other one has heard of no attempt, finds a claim of its own rendezvous in the ledger, and replaces it."""
+    """The other node knows no attempt. It finds a claim of its own rendezvous in the ledger, and replaces it."""
     marker = campaign.home / "killed-as-it-told"
-    under = [sys.executable, str(PROGRAMS / "killed_when_it_tells.py"), str(marker)]
+    under = [sys.executable, str(PROGRAMS / "kill_at_announcement.py"), str(marker)]
     launches = [campaign.launch(together, under=under) for _ in range(2)]
     wait_until(lambda: any(launch.process.poll() is not None for launch in launches), what="the death of the leader")
     dead, other = sorted(launches, key=lambda launch: launch.process.poll() is None)
@@ -83,8 +83,8 @@ def test_leader_dies_before_announcing_claim(campaign: Arena, together: JobSpec)
 
 @pytest.mark.soak
 @pytest.mark.parametrize("back", ["continued", "started again"])
-def test_the_rendezvous_is_away_for_a_while(campaign: Arena, together: JobSpec, back: str) -> None:
-    """SIGSTOP, or SIGKILL, of its server: nobody hears anybody, nobody trains alone, and they go on once it is back."""
+def test_nodes_resume_after_rendezvous_outage(campaign: Arena, together: JobSpec, back: str) -> None:
+    """SIGSTOP or SIGKILL of its server: no node receives a message or trains alone. They resume when it is back."""
     address = together.launch.rendezvous
     spec = together.model_copy(update={"launch": together.launch.model_copy(update={"nodes": "2"})})
     server = _rendezvous(address)
@@ -101,7 +101,7 @@ def test_the_rendezvous_is_away_for_a_while(campaign: Arena, together: JobSpec, 
             server.send_signal(signal.SIGCONT)
         else:
             server.communicate()
-            server = _rendezvous(address)  # which ends at once if a node already serves there
+            server = _rendezvous(address)  # ends at once if a node already serves there
         assert [launch.wait() for launch in launches] == [0, 0], [launch.stderr for launch in launches]
     finally:
         server.kill()
@@ -116,7 +116,7 @@ def _rendezvous(address: str) -> subprocess.Popen[str]:
 
 @pytest.mark.soak
 def test_leaving_node_passes_run_on(campaign: Arena, together: JobSpec) -> None:
-    """SIGTERM to `dlac train` on one machine: a checkpoint, not a row twice, and no failure; whichever of them led."""
+    """SIGTERM to `dlac train` on either node causes a checkpoint, repeats no row, and is no failure."""
     stays = campaign.launch(together)
     path = campaign.home / "leaves.yaml"
     path.write_text(yaml.safe_dump(together.model_dump(mode="json")))
@@ -134,8 +134,8 @@ def test_leaving_node_passes_run_on(campaign: Arena, together: JobSpec) -> None:
 
 
 @pytest.mark.soak
-def test_a_stop_stops_them_all(campaign: Arena, together: JobSpec) -> None:
-    """A person's Ctrl-C at one of them: both leave behind one checkpoint of the last step, and both can go on later."""
+def test_stop_ends_all_nodes(campaign: Arena, together: JobSpec) -> None:
+    """Ctrl-C at one node: both exit after one checkpoint of the last step, and both can resume later."""
     leader, other = trained_together(campaign, together)
     os.kill(other.process.pid, signal.SIGTERM)
     for launch in (leader, other):
@@ -149,8 +149,8 @@ def test_a_stop_stops_them_all(campaign: Arena, together: JobSpec) -> None:
 
 
 @pytest.mark.soak
-def test_a_stop_stops_one_that_waits(campaign: Arena) -> None:
-    """Nor does one that was not needed go on with a run that a person has stopped."""
+def test_stop_ends_spare_node(campaign: Arena) -> None:
+    """A spare node does not resume a run that a person has stopped."""
     spec = job(campaign, "stop-with-spare", nodes="2", passes=20)
     leader, other = trained_together(campaign, spec)
     spare = campaign.launch(spec)
@@ -165,8 +165,8 @@ def test_a_stop_stops_one_that_waits(campaign: Arena) -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("who", ["the leader", "the other"])
-def test_notice_to_rank_makes_node_leave(campaign: Arena, together: JobSpec, who: str) -> None:
-    """As where one of several spot instances is taken away: a checkpoint of all, and the other machine goes on."""
+def test_preempted_rank_ends_its_node(campaign: Arena, together: JobSpec, who: str) -> None:
+    """One of several spot instances is preempted: all ranks save a checkpoint, and the other node resumes."""
     leader, other = trained_together(campaign, together)
     leaves, stays = (leader, other) if who == "the leader" else (other, leader)
     os.kill(leaves.of("attempt")[-1]["pids"][0], signal.SIGUSR1)
@@ -178,8 +178,8 @@ def test_notice_to_rank_makes_node_leave(campaign: Arena, together: JobSpec, who
 
 
 @pytest.mark.soak
-def test_another_job_is_refused(campaign: Arena) -> None:
-    """Two machines whose specs differ do not train together: both say so, and nothing is claimed."""
+def test_node_of_other_job_is_refused(campaign: Arena) -> None:
+    """Two nodes with different specs do not train together. Both report it, and nothing is claimed."""
     spec = job(campaign, "unlike", nodes="2")
     unlike = spec.model_copy(update={"params": {**spec.params, "noise": "1"}})
     launches = [campaign.launch(each) for each in (spec, unlike)]
@@ -190,7 +190,7 @@ def test_another_job_is_refused(campaign: Arena) -> None:
 
 @pytest.mark.soak
 def test_spare_node_replaces_lost_node(campaign: Arena) -> None:
-    """Of three where two are wanted, one waits, and is told when it is needed, or that the run has ended."""
+    """One of three nodes waits while two train. It joins when a node is lost, or ends with the run."""
     spec = job(campaign, "one-too-many", nodes="2")
     leader, other = trained_together(campaign, spec)
     spare = campaign.launch(spec)
@@ -202,18 +202,18 @@ def test_spare_node_replaces_lost_node(campaign: Arena) -> None:
 
 
 @pytest.mark.soak
-def test_one_that_comes_too_late_is_told(campaign: Arena) -> None:
-    """One that waits beside a full crew ends with the run, in seconds, not with the rendezvous' patience."""
+def test_late_spare_ends_with_run(campaign: Arena) -> None:
+    """A node that waits beside a full round ends with the run, in seconds, and not after the rendezvous timeout."""
     spec = job(campaign, "too-late", nodes="2")
     leader, other = trained_together(campaign, spec)
     spare = campaign.launch(spec)
     assert (leader.wait(), other.wait()) == (0, 0)
-    assert spare.wait() in (0, RunFinished.exit_code), spare.stderr  # the latter if it came when all had gone
+    assert spare.wait() in (0, RunFinished.exit_code), spare.stderr  # the latter if it started after the end
     assert not spare.of("attempt")
 
 
-def test_too_few_are_told_so(campaign: Arena) -> None:
-    """Nobody else comes: a clear error with its own exit status, nothing is claimed."""
+def test_too_few_nodes_are_reported(campaign: Arena) -> None:
+    """No other node joins: a clear error with its own exit status ends the wait, and nothing is claimed."""
     spec = job(campaign, "too-few", nodes="2", gather_timeout_s=2)
     launch = campaign.launch(spec)
     assert launch.wait() == NodesMissing.exit_code, launch.stderr
@@ -223,7 +223,7 @@ def test_too_few_are_told_so(campaign: Arena) -> None:
 
 @pytest.mark.soak
 def test_early_node_waits_for_first_checkpoint(campaign: Arena) -> None:
-    """Room for it is made behind a checkpoint, however much longer than the grace period that takes."""
+    """A rescale for it follows a checkpoint, however much longer than the grace period the checkpoint takes."""
     env = {"COMMIT_SLEEPS_S": "3"}
     spec = job(campaign, "comes-early", program="train_slow_commit.py", every_steps=1000, grace_s=1, env=env)
     first = campaign.launch(spec)
@@ -243,8 +243,8 @@ def test_early_node_waits_for_first_checkpoint(campaign: Arena) -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("who", ["the leader", "the other"])
-def test_leaving_without_time_is_recorded(campaign: Arena, who: str) -> None:
-    """No checkpoint would be committed by the deadline: the others do again what all had done since the last one."""
+def test_preemption_without_time_is_recorded(campaign: Arena, who: str) -> None:
+    """No checkpoint can be committed by the deadline. The others repeat all steps since the last one."""
     run = f"no-time-{who.replace(' ', '-')}"
     leader, other = trained_together(campaign, job(campaign, run, program="train_no_time.py"))
     leaves, stays = (leader, other) if who == "the leader" else (other, leader)

@@ -1,4 +1,4 @@
-"""Rows that kill the rank that has them in hand: left out after as many deaths as the setting says, visibly."""
+"""Rows that kill the rank that has them in hand are left out after a set number of deaths, and reported."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ DEADLY = 123
 
 
 def test_deadly_rows_are_quarantined(arena: Arena) -> None:
-    """SIGSEGV whenever one row is in the batch: that global batch is left out and named; all else is read once."""
+    """SIGSEGV at every batch with one row: that global batch is left out and named. All other rows are read once."""
     arena.table(appends=(300,))
     settings: dict[str, Any] = {"deaths_at_same_rows": 2, "attempts_without_progress": 2, "deadly_row": DEADLY}
     launch = arena.launch(arena.spec("r", passes=1, every_steps=4, **settings))
     assert launch.wait() == 0, launch.stderr
-    assert len(launch.of("attempt")) == 3  # whatever the first one committed before it died
+    assert len(launch.of("attempt")) == 3  # the commits of the first one do not matter
     assert all("SIGSEGV" in failure["cause"] for failure in launch.of("failure"))
     (event,) = launch.of("quarantine")
     read = [row for rows in arena.journal("r").values() for row in rows]
@@ -45,7 +45,7 @@ def test_deadly_rows_are_quarantined(arena: Arena) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("rows", [300, 20])
 def test_last_deadly_rows_are_quarantined_visibly(arena: Arena, rows: int) -> None:
-    """They are those of the run's last batch, or of its only one: the leg that leaves them out is committed all the same."""
+    """The rows are in the run's last or only batch. The leg without them is committed nevertheless."""
     arena.table(appends=(rows,))
     batches = arena.train(arena.spec("before", world_size=1, passes=1))
     last = batches[max(batches)]
@@ -62,7 +62,7 @@ def test_last_deadly_rows_are_quarantined_visibly(arena: Arena, rows: int) -> No
 
 @pytest.mark.soak
 def test_following_run_leaves_rows_out_once(arena: Arena) -> None:
-    """It has nothing more to read then, and ends; the next launch knows of it, and does not die again."""
+    """The run has no more rows, and ends. The next launch knows the quarantine, and does not die again."""
     arena.table(appends=(320,))
     batches = arena.train(arena.spec("before", world_size=1, passes=1))
     last = batches[max(batches)]
@@ -79,8 +79,8 @@ def test_following_run_leaves_rows_out_once(arena: Arena) -> None:
 
 
 @pytest.mark.soak
-def test_packed_documents_that_kill_are_quarantined(arena: Arena) -> None:
-    """A row of tokens that are packed into sequences: the rows of the batch are those that the ranks told of it."""
+def test_deadly_packed_documents_are_quarantined(arena: Arena) -> None:
+    """A row's tokens are packed into sequences. The quarantined rows are those that the ranks reported for the batch."""
     rows = arena.lakehouse.catalog.create_table
     tokens = pa.table({"tokens": pa.array([[row] * (5 + row % 40) for row in range(400)], pa.list_(pa.int32()))})
     rows("src.docs", tokens.schema, properties={"write.parquet.row-group-limit": "25"}).append(tokens)
@@ -104,8 +104,8 @@ def test_packed_documents_that_kill_are_quarantined(arena: Arena) -> None:
     launch = arena.launch(spec)
     assert launch.wait() == 0, launch.stderr
     (event,) = launch.of("quarantine")
-    trained = {token for each in arena.journal("r").values() for sequence in each for token in sequence}  # type: ignore[attr-defined]  # here a "row" is a sequence
-    assert DEADLY not in trained
+    trained_tokens = {token for each in arena.journal("r").values() for sequence in each for token in sequence}  # type: ignore[attr-defined]  # here a "row" is a sequence
+    assert DEADLY not in trained_tokens
     report = audit_run(arena.lakehouse, "r")
     assert report.exact, report.problems
     assert 0 < report.rows_quarantined <= event["rows"]
