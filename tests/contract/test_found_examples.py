@@ -1,4 +1,4 @@
-"""What examples of the contract found, by itself."""
+"""Failures that examples of the contract found, as tests of their own."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def lakehouse(tmp_path: Path) -> Lakehouse:
 
 
 def spec_of(reading: Reading, order: dict[str, Any], **source: Any) -> JobSpec:
-    """A spec that reads src.t so."""
+    """Return a spec that reads src.t with these settings."""
     raw = {
         "run": "r",
         "source": {"table": "src.t", "columns": list(reading.columns), **reading.source, **source},
@@ -40,7 +40,7 @@ def spec_of(reading: Reading, order: dict[str, Any], **source: Any) -> JobSpec:
 
 
 def table_of(lakehouse: Lakehouse, reading: Reading, *appends: int) -> SourceTable:
-    """The table src.t with these appends."""
+    """Return the table src.t with these appends."""
     table = SourceTable(lakehouse, "src.t", reading.rows)
     for rows in appends:
         table.append(rows)
@@ -48,7 +48,7 @@ def table_of(lakehouse: Lakehouse, reading: Reading, *appends: int) -> SourceTab
 
 
 def test_added_passes_skip_excluded_rows(lakehouse: Lakehouse) -> None:
-    """Exclusions hold for passes that a leg after the next one asks for, too."""
+    """Exclusions also hold for passes that a later leg adds."""
     table_of(lakehouse, LISTS, 20, 20)
     run = Run.begin(lakehouse, spec_of(LISTS, {"passes": 1}))
     run.attempt(steps=2)
@@ -63,7 +63,7 @@ def test_added_passes_skip_excluded_rows(lakehouse: Lakehouse) -> None:
 
 
 def test_row_removed_during_read_is_skipped(lakehouse: Lakehouse) -> None:
-    """The rest of a document that was packed in part, and deleted then, is passed over; what follows begins at its beginning."""
+    """The rest of a deleted document that was packed in part is skipped. The next document begins at its beginning."""
     table = table_of(lakehouse, PACKED, 40)
     spec = spec_of(PACKED, {}, follow="appends", identity_columns=["row_id"])
     run = Run.begin(lakehouse, spec)
@@ -79,7 +79,7 @@ def test_row_removed_during_read_is_skipped(lakehouse: Lakehouse) -> None:
 
 
 def test_removed_rows_near_end_are_skipped(lakehouse: Lakehouse) -> None:
-    """Deletes that leave no key group enough for a batch end the leg at once; what is left comes with the next append."""
+    """Deletes that leave some key group less than a batch end the leg at once. The remaining rows follow with the next append."""
     table = table_of(lakehouse, LISTS, 40)
     spec = spec_of(LISTS, {}, follow="appends", identity_columns=["row_id"])
     run = Run.begin(lakehouse, spec)
@@ -96,7 +96,7 @@ def test_removed_rows_near_end_are_skipped(lakehouse: Lakehouse) -> None:
 
 
 def test_endless_empty_source_is_refused(lakehouse: Lakehouse) -> None:
-    """Exclusions that leave no row of a source that is read again and again stop the run, which would never find a row."""
+    """Exclusions that leave no row of an endless source stop the run, which would never find a row."""
     table_of(lakehouse, LISTS, 20)
     run = Run.begin(lakehouse, spec_of(LISTS, {"steps": 50}, passes=0))
     run.attempt(steps=2)
@@ -105,7 +105,7 @@ def test_endless_empty_source_is_refused(lakehouse: Lakehouse) -> None:
 
 
 def test_new_exclusions_leave_rows(lakehouse: Lakehouse) -> None:
-    """A new leg whose exclusions leave no row of a source is refused by their name, and does not end the run."""
+    """A new leg whose exclusions leave no row of a source is refused by name, and does not end the run."""
     table_of(lakehouse, LISTS, 20)
     run = Run.begin(lakehouse, spec_of(LISTS, {}))
     run.attempt(steps=1)
@@ -114,12 +114,12 @@ def test_new_exclusions_leave_rows(lakehouse: Lakehouse) -> None:
 
 
 def ids_of(batches: Sequence[GlobalBatch]) -> set[int]:
-    """The row ids in these batches."""
+    """Return the row ids in these batches."""
     return {row for batch in batches for row in batch.tensors["row_id"][batch.valid].tolist()}
 
 
 def test_rank_without_samples_has_all_columns(lakehouse: Lakehouse, tmp_path: Path) -> None:
-    """Also where the transform makes nothing of the rows that are looked at first: of row 0, and key group 0 has no other."""
+    """The transform returns nothing for the first rows: key group 0 has only row 0."""
     reading = transformed(tmp_path)
     table_of(lakehouse, reading, 1, 1)
     run = Run.begin(lakehouse, spec_of(reading, {"batch_size": 2, "shuffle": False}))
@@ -130,8 +130,8 @@ def test_rank_without_samples_has_all_columns(lakehouse: Lakehouse, tmp_path: Pa
 
 @pytest.mark.parametrize("batch_size", [1, 2, 4])
 def test_empty_source_leaves_slots_to_others(lakehouse: Lakehouse, batch_size: int) -> None:
-    """What follows in a source may be rows without tokens, which only reading tells: the batch is filled, and the run goes on."""
-    table_of(lakehouse, PACKED, 1)  # row 0, which has no tokens
+    """A source may end with rows without tokens, which only a reader knows. The batch is filled, and the run continues."""
+    table_of(lakehouse, PACKED, 1)  # row 0 has no tokens
     SourceTable(lakehouse, "src.u", PACKED.rows).append(40)
     order = {"passes": 1, "batch_size": batch_size, "key_groups": 1}
     spec = spec_of(PACKED, order)

@@ -1,6 +1,6 @@
-"""A supervisor that is killed as it is about to tell others where an attempt resumes: the first to come to that, once.
+"""A supervisor that is killed when it is about to announce the resume point of an attempt. Only the first one is killed.
 
-`killed_when_it_tells.py MARKER ...`: the file that says that one was killed; what follows is what it runs in the place of.
+Usage: `kill_at_announcement.py MARKER COMMAND...`. The file MARKER records the kill, and COMMAND is run.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-/* What a power cut would leave, recorded: preloaded into the processes of a test (LD_PRELOAD), read by tests/power.py.
+/* What a power cut would leave, recorded: preloaded into the processes of a test (LD_PRELOAD), read by tests/power_cut.py.
  *
  * Every fsync and fdatasync of something below $POWER_ROOT appends one record to the file $POWER_LOG/log:
  *

@@ -1,9 +1,9 @@
-"""train_deepspeed or train_fsdp2, of which one rank kills itself in one phase of one checkpoint of each of the first attempts.
+"""train_deepspeed or train_fsdp2, one of whose ranks kills itself in one phase of a checkpoint in each of the first attempts.
 
 $KILL is a list of PHASE@STEP, one for each attempt. Phases copy, write, sync and vote kill the last rank: after the copy of
 its first file, when half of a file is written, before the first file is durable, before its vote is sent. Phases manifest,
-before-commit and after-commit kill the coordinator: when the manifest has its bytes but not its name, and around the ledger's
-commit. $ENGINE is dcp or zero, of which param `stage` is the stage.
+before-commit and after-commit kill the coordinator: when the manifest has its content but not its name, and around the
+ledger's commit. $ENGINE is dcp or zero. The stage of zero is param `stage`.
 """
 
 import os
@@ -19,22 +19,22 @@ from dlac_pipeline.checkpoint.stage import copies, durable_writer
 
 KILLS = [kill.split("@") for kill in os.environ["KILL"].split(",")]
 _due = ""
-"""The phase in which this attempt dies, while the checkpoint in question is under way in this process."""
+"""The phase in which this attempt dies, while this process writes that checkpoint."""
 
 
 def die() -> NoReturn:
-    """As when the kernel's OOM killer comes."""
+    """Die as by the kernel's OOM killer."""
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError("still alive")
 
 
 def replace(home: Any, name: str, made: Callable[[Any], Any]) -> None:
-    """Put something around the real thing, which must be there."""
+    """Wrap an existing function."""
     setattr(home, name, made(getattr(home, name)))
 
 
 def noting(real: Any) -> Any:
-    """Learn which checkpoint is being staged."""
+    """Record which checkpoint is being staged."""
 
     def stage_name(*args: Any, attempt: int, step: int, **rest: Any) -> Any:
         global _due  # noqa: PLW0603 - a program, not a library
@@ -46,7 +46,7 @@ def noting(real: Any) -> Any:
 
 
 def before(phase: str) -> Callable[[Any], Any]:
-    """Die instead, in a phase."""
+    """Die before the function, in a phase."""
 
     def dying(real: Any) -> Any:
         def replaced(*args: Any, **rest: Any) -> Any:
@@ -60,7 +60,7 @@ def before(phase: str) -> Callable[[Any], Any]:
 
 
 def after(phase: str) -> Callable[[Any], Any]:
-    """Die when it is done, in a phase."""
+    """Die after the function, in a phase."""
 
     def dying(real: Any) -> Any:
         def replaced(*args: Any, **rest: Any) -> Any:
@@ -88,7 +88,7 @@ def halfway(real: Any) -> Any:
 
 
 def unnamed(real: Any) -> Any:
-    """Die with the content under its temporary name."""
+    """Die when the content has only its temporary name."""
 
     def write_durably(path: Path, content: bytes) -> None:
         if _due == "manifest":
@@ -100,7 +100,7 @@ def unnamed(real: Any) -> Any:
 
 
 def sabotage() -> None:
-    """Arrange for this rank's deaths."""
+    """Prepare this rank's deaths."""
     replace(manager, "stage_name", noting)
     if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
         replace(copies.Copies, "write", after("copy"))
@@ -114,7 +114,7 @@ def sabotage() -> None:
 
 
 def main() -> None:
-    """Train, until then."""
+    """Train until this rank dies."""
     sabotage()
     if os.environ["ENGINE"] == "dcp":
         import train_fsdp2 as program  # type: ignore[import-not-found]  # the rank puts this folder on the path

@@ -1,4 +1,4 @@
-"""The tiny model under torchrun, as if every rank were on a machine of its own: other host names, other local folders."""
+"""The tiny model under torchrun, as if every rank were on its own node: with different host names and local folders."""
 
 import os
 import socket
@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import yaml
-from train_tiny import train  # type: ignore[import-not-found]  # beside this script
+from train_tiny import train  # type: ignore[import-not-found]  # in this folder
 
 import dlac_pipeline as dlac
 

@@ -1,6 +1,6 @@
-"""A run on a machine that may lose its power, from where it is to its end: `train_powered.py SPEC`.
+"""A run that may lose power, from its current step to its end: `train_with_power_cut.py SPEC`.
 
-It makes the lakehouse and the source table where they are missing, and marks every step whose checkpoint was acknowledged.
+It makes a missing lakehouse and source table, and marks every step whose checkpoint was acknowledged.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import torch
 import dlac_pipeline as dlac
 from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.spec.job_spec import home_folder, read_spec
-from tests.power import mark
+from tests.power_cut import mark
 
 ROWS = 48
 
 
 def main(path: Path) -> None:
-    """Do all of it."""
+    """Make the lakehouse, and train."""
     spec = read_spec(path).resolved(home_folder())
     lakehouse = connect(spec.lakehouse)
     if not lakehouse.catalog.table_exists("src.t"):
