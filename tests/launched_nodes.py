@@ -1,4 +1,4 @@
-"""Several machines: jobs that they train together, and what holds of them in the end; and rounds of nodes in one process."""
+"""Several nodes: jobs that they train together with checks of their end, and rounds of nodes in one process."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from tests.conftest import Arena, Launch
 
 SECRET = os.environ["DLAC_RENDEZVOUS_KEY"]
-"""Of all tests' nodes."""
+"""Secret of the nodes of all tests."""
 
 
 @contextmanager
 def rounds(count: int, *, timeout_s: int = 60) -> Iterator[list[Round]]:
-    """Yield one round of `count` nodes with a rank each, as each of them sees it, by their places; through a real store.
+    """Yield one round of `count` nodes with a rank each, in the view of each node by its place, through a real store.
 
-    A node that is to be lost gets a short `timeout_s`: this process may lack the processor for seconds.
+    A node to be lost needs a short `timeout_s`. This process may be without a processor for seconds.
     """
     server = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     launch = LaunchSpec(script="x", nodes=str(count), rendezvous="127.0.0.1:1", node_timeout_s=timeout_s, last_call_s=1)
@@ -72,7 +72,7 @@ def silence(node: Round) -> None:
 
 
 def job(campaign: Arena, run: str, **changes: Any) -> JobSpec:
-    """Such a job under a name."""
+    """Return a job for up to two nodes under a name."""
     settings = {
         "nodes": "1:2",
         "nproc_per_node": 1,
@@ -89,14 +89,14 @@ def job(campaign: Arena, run: str, **changes: Any) -> JobSpec:
 
 
 def leader_of(launches: list[Launch]) -> Launch:
-    """Of launches that train together the one that claimed."""
+    """Return the launch that claimed, among launches that train together."""
     leaders = [launch for launch in launches if launch.of("attempt") and "leader" not in launch.of("attempt")[-1]]
     assert len(leaders) == 1
     return leaders[0]
 
 
 def trained_together(campaign: Arena, spec: JobSpec, nodes: int = 2) -> list[Launch]:
-    """So many launches of one job, once they have committed a checkpoint together: the leader first."""
+    """Start `nodes` launches of one job, wait for a common checkpoint, and return them with the leader first."""
     launches = [campaign.launch(spec) for _ in range(nodes)]
     wait_for_checkpoint(campaign, spec.run, nodes)
     leader = leader_of(launches)
@@ -104,7 +104,7 @@ def trained_together(campaign: Arena, spec: JobSpec, nodes: int = 2) -> list[Lau
 
 
 def wait_for_checkpoint(campaign: Arena, run: str, world_size: int) -> None:
-    """Wait for one by so many ranks; whoever is there first may have begun by itself."""
+    """Wait for a checkpoint of `world_size` ranks. The first node may have started alone."""
     wait_until(
         lambda: any(row.world_size == world_size for row in campaign.rows(run, CheckpointRow)),
         what=f"a checkpoint of {world_size} ranks",
@@ -112,7 +112,7 @@ def wait_for_checkpoint(campaign: Arena, run: str, world_size: int) -> None:
 
 
 def wait_for_spare(spec: JobSpec, ledger: str) -> None:
-    """Wait until a node waits beside those that train, by the lease of the node that leads."""
+    """Wait until a spare node waits while others train, by the lease of the leading node."""
     host, _, port = spec.launch.rendezvous.rpartition(":")
     store = TCPStore(host, int(port), None, False, wait_for_workers=False)
     sealed = SealedStore(store, SECRET, f"dlac/{spec.run}@{ledger}")
@@ -125,9 +125,9 @@ def wait_for_spare(spec: JobSpec, ledger: str) -> None:
 
 
 def check_exact(campaign: Arena, run: str, world_sizes: list[int], **changes: Any) -> None:
-    """The global batches are those of an undisturbed run, the losses too but for rounding, each row is there once.
+    """Check that batches are those of an undisturbed run, losses differ by rounding only, and each row is consumed once.
 
-    `world_sizes` are the last ones that the run had; `changes` those of its job that the undisturbed one has as well.
+    `world_sizes` are the run's last ones. `changes` are changes of its job that the undisturbed run needs too.
     """
     if campaign.head("alone") is None:
         alone = campaign.launch(job(campaign, "alone", nodes="", world_size=1, pause_s=0, **changes))

@@ -1,8 +1,8 @@
-"""Power cuts: what a disk would hold of a folder if the machine had lost its power at any moment of a program's run.
+"""Power cuts: the content of a disk after a power loss at any moment of a program's run.
 
 `tests/programs/power_cut.c`, preloaded into the program, records every fsync and fdatasync. A cut rebuilds the folder from
-these records: of each file the content that was synced last, of each folder the names that were synced last. So it shows what
-POSIX promises, which is less than what most file systems keep.
+these records: the last synced content of each file, and the last synced names of each folder. This is the guarantee of
+POSIX, which is weaker than that of most file systems.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Literal
 _SOURCE = Path(__file__).parent / "programs" / "power_cut.c"
 _ROOT = "root"
 Names = Literal["synced", "early"]
-"""Which names survive: those that were synced, or all. File systems may write names before contents."""
+"""The names that survive: the synced ones, or all. File systems may write names before contents."""
 
 
 class Disk:
-    """A folder `root`, whose programs can lose their power; it is made, and empty when the recording begins."""
+    """A folder `root` whose programs can lose power. It is new and empty when the recording begins."""
 
     def __init__(self, root: Path, log: Path) -> None:
         self.root = root
@@ -35,13 +35,13 @@ class Disk:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Environment variables under which a program is recorded."""
+        """Environment variables that record a program."""
         recorded = {"LD_PRELOAD": self._library, "POWER_ROOT": self.root.resolve(), "POWER_LOG": self._log}
         return {**os.environ, **{name: str(value) for name, value in recorded.items()}}
 
     @property
     def moments(self) -> int:
-        """Number of moments at which the power can be cut: at the start, and after each record."""
+        """Number of moments of a possible power cut: at the start, and after each record."""
         return len(self._records()) + 1
 
     def marks(self, moment: int) -> list[str]:
@@ -49,7 +49,7 @@ class Disk:
         return [record[1] for record in self._records()[:moment] if record[0] == "mark"]
 
     def cut(self, moment: int, names: Names = "synced") -> None:
-        """Turn the folder into what a power cut at a moment leaves; no program may run in it."""
+        """Turn the folder into the result of a power cut at a moment. No program may run in it."""
         shutil.rmtree(self.root)
         self.root.mkdir()
         synced = [record for record in self._records()[:moment] if record[0] != "mark"]
@@ -76,13 +76,13 @@ class Disk:
 
 
 def mark(text: str) -> None:
-    """Record, in a recorded program, that something was acknowledged: every later power cut must keep it."""
+    """Record an acknowledgement in a recorded program. Every later power cut must keep what was acknowledged."""
     with open(os.path.join(os.environ["POWER_LOG"], "log"), "a") as log:
         log.write(f"mark {text}\n")
 
 
 def _make(path: Path, kind: str, content: Path | None) -> None:
-    """Make a folder, or a file: an empty one if its content was never synced."""
+    """Make a folder or a file. A file without synced content is empty."""
     if kind == "d":
         path.mkdir()
     elif content is None:
