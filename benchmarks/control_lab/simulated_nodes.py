@@ -1,7 +1,7 @@
-"""A fleet: the store of a rendezvous, and as many nodes as are wanted, each a process forked from this one.
+"""Many nodes: the store of a rendezvous, and any number of nodes, each a process forked from this one.
 
-In: a job spec. Out: what the nodes tell, as it comes. Nodes of a cluster start on processors of their own, these take turns. So
-each node reads the secret of the run from a pipe, in which it is written once all nodes wait for theirs: they meet at one time.
+In: a job spec. Out: the nodes' messages. Nodes of a cluster start on their own processors, but these nodes take turns. So each
+node reads the run's secret from a pipe, which is written when all nodes wait for it. They then meet at the same time.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _ANSWER_S = 60.0
 _START_S = 300.0
 _LOOK_S = 0.1
 _STEP = 1_000_000
-"""A step past every checkpoint's."""
+"""A step after every checkpoint."""
 
 
-class Fleet:
-    """The nodes by number; those that were killed are gone."""
+class SimulatedNodes:
+    """The nodes by number, without those that were killed."""
 
     def __init__(self, spec: JobSpec, home: Path, *, nodes: int) -> None:
         """Fork all of them."""
@@ -51,7 +51,7 @@ class Fleet:
         self.server_pid = _fork_server(spec.launch.rendezvous)
         record = finished_step(_STEP)
         gc.collect()
-        gc.freeze()  # a collection in a child would copy all that it looks at
+        gc.freeze()  # a collection in a child would copy all memory that it visits
         for number in range(nodes):
             self._start(number, spec, record)
         self.opened_at = self._open_gate(os.environ[KEY_VARIABLE].encode())
@@ -75,7 +75,7 @@ class Fleet:
         self.alive.append(number)
 
     def _open_gate(self, secret: bytes) -> float:
-        """Give all nodes the secret once all of them wait for it; return when."""
+        """Give all nodes the secret once all of them wait for it, and return the time."""
         readers: dict[int, int] = {}
         deadline = time.monotonic() + _START_S
         while len(readers) < len(self.alive):
@@ -91,16 +91,16 @@ class Fleet:
         return time.time()
 
     def messages(self, within_s: float) -> Iterator[Message]:
-        """Yield what the nodes tell, until nothing has come for so long."""
+        """Yield the nodes' messages, until none has arrived for `within_s`."""
         while select.select([self._told], [], [], within_s)[0]:
             *lines, self._rest = (self._rest + os.read(self._told, 2**16)).split(b"\n")
             yield from map(json.loads, lines)
 
     def until(self, done: Callable[[Message], bool], *, within_s: float, what: str) -> list[Message]:
-        """Return what the nodes tell up to the message with which it is done.
+        """Return the nodes' messages up to the one that meets the condition.
 
         Raises:
-            TimeoutError: that does not come.
+            TimeoutError: no message meets it.
         """
         deadline, found = time.monotonic() + within_s, []
         while time.monotonic() < deadline:
@@ -112,7 +112,7 @@ class Fleet:
         raise TimeoutError(f"expected {what} within {within_s:.0f} s, found {len(found)} messages, at last:\n{last}")
 
     def listen(self, seconds: float) -> list[Message]:
-        """Return what the nodes tell in so many seconds."""
+        """Return the nodes' messages of `seconds` seconds."""
         deadline = time.monotonic() + seconds
         found: list[Message] = []
         while (left_s := deadline - time.monotonic()) > 0:
@@ -120,7 +120,7 @@ class Fleet:
         return found
 
     def counts(self) -> dict[int, Message]:
-        """Return what each node has used so far."""
+        """Return each node's resource use so far."""
         for number in self.alive:
             os.write(self._asks[number], b"?")
         found: dict[int, Message] = {}
@@ -134,7 +134,7 @@ class Fleet:
         return found
 
     def kill(self, numbers: Collection[int]) -> float:
-        """SIGKILL nodes with all their processes, as a loss of power does; return when."""
+        """SIGKILL nodes with all their processes, as a loss of power does, and return the time."""
         doomed = [each for number in numbers for each in _with_children(self._pids[number])]
         at = time.time()
         for pid in doomed:
@@ -144,7 +144,7 @@ class Fleet:
         return at
 
     def close(self) -> None:
-        """End what is left."""
+        """End the remaining processes."""
         self.kill([*self.alive])
         os.kill(self.server_pid, signal.SIGKILL)
         os.waitpid(self.server_pid, 0)
@@ -159,14 +159,14 @@ class Fleet:
 
     @property
     def memory_bytes(self) -> int:
-        """Memory of the supervisors that they share with no other process."""
+        """Memory that the supervisors share with no other process."""
         return sum(psutil.Process(pid).memory_full_info().uss for pid in self._pids.values())
 
 
 @contextmanager
-def running(spec: JobSpec, home: Path, *, nodes: int) -> Iterator[Fleet]:
+def running(spec: JobSpec, home: Path, *, nodes: int) -> Iterator[SimulatedNodes]:
     """Run a fleet."""
-    fleet = Fleet(spec, home, nodes=nodes)
+    fleet = SimulatedNodes(spec, home, nodes=nodes)
     try:
         yield fleet
     finally:
@@ -180,7 +180,7 @@ def _with_children(pid: int) -> list[int]:
 
 
 def _fork_server(address: str) -> int:
-    """Serve the rendezvous in a process apart, on which no node's life depends."""
+    """Serve the rendezvous in a separate process, which does not depend on any node."""
     ready, says = os.pipe()
     pid = os.fork()
     if not pid:
@@ -190,6 +190,6 @@ def _fork_server(address: str) -> int:
         finally:
             os._exit(1)
     os.close(says)
-    os.read(ready, 1)  # which ends once the child has closed its side
+    os.read(ready, 1)  # returns once the child has closed its side
     os.close(ready)
     return pid

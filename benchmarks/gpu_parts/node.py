@@ -1,4 +1,4 @@
-"""The device that is measured, found by a process of its own: the one that starts ranks must not open the driver."""
+"""The measured device, found by a separate process: the one that starts ranks must not open the driver."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ PROGRAMS = Path(__file__).parents[1] / "programs"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Machine:
-    """The machine of a measurement."""
+class MeasuredNode:
+    """The node of a measurement."""
 
     device: str
-    """The type of its accelerators, as PyTorch names it; "cpu" without any."""
+    """The type of its accelerators, as PyTorch names it, or "cpu"."""
     name: str
     count: int
-    """Accelerators; 0 without any."""
+    """Number of accelerators."""
     backend: str
-    """Of the process group of ranks on it."""
+    """Backend of the process group of its ranks."""
     torch: str
     system: str
 
     @property
     def accelerated(self) -> bool:
-        """Whether there is an accelerator."""
+        """Whether it has an accelerator."""
         return self.count > 0
 
     @property
     def ranks(self) -> int:
-        """Ranks of a run: two, unless there is one accelerator only, which NCCL gives to one rank."""
+        """Ranks of a run: two, or one for a single accelerator, which NCCL gives to one rank."""
         return min(2, self.count) if self.accelerated else 2
 
     @property
@@ -45,16 +45,16 @@ class Machine:
         return {} if self.accelerated else {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
 
 
-def find_machine() -> Machine:
-    """Return the machine that this is."""
-    return Machine(**run_program([sys.executable, "-m", __name__]))
+def find_node() -> MeasuredNode:
+    """Return this node."""
+    return MeasuredNode(**run_program([sys.executable, "-m", __name__]))
 
 
 def run_program(command: list[str]) -> dict[str, Any]:
-    """Run a program of a benchmark and return the JSON object on its last line.
+    """Run a program of a benchmark, and return the JSON object on its last line.
 
     Raises:
-        RuntimeError: it failed.
+        RuntimeError: the program failed.
     """
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     if ended.returncode != 0:
@@ -65,7 +65,7 @@ def run_program(command: list[str]) -> dict[str, Any]:
     return found
 
 
-def _here() -> Machine:
+def _here() -> MeasuredNode:
     import torch
     from torch.distributed import get_default_backend_for_device
 
@@ -73,7 +73,7 @@ def _here() -> Machine:
     device = "cpu" if accelerator is None else accelerator.type
     module: Any = torch.get_device_module(device)
     name = module.get_device_name() if hasattr(module, "get_device_name") else f"{os.cpu_count()} cores"
-    return Machine(
+    return MeasuredNode(
         device=device,
         name=name,
         count=0 if accelerator is None else torch.accelerator.device_count(),

@@ -79,7 +79,7 @@ def page_of(found: Found) -> str:
 
 
 def missing(machine: Found) -> list[str]:
-    """Return what this machine could not show."""
+    """Return what this node could not measure."""
     if not machine["count"]:
         return [
             "anything on an accelerator, as this machine has none: NCCL, page-locked memory, the copy stream, staging from a "

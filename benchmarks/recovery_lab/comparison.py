@@ -1,4 +1,4 @@
-"""From seconds to recover, by side, to figures beside the bare relaunch."""
+"""From seconds to recover, by side, to figures compared with the bare relaunch."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from benchmarks.figures import Figure
 
 
-def beside_bare(measured: Mapping[str, Sequence[float]], side: str, *, most: float) -> dict[str, Figure]:
-    """Medians and worst of all sides, one of which is "bare"; of `side` the ratio to that, `most` at most, and the difference."""
+def compare_with_bare(measured: Mapping[str, Sequence[float]], side: str, *, most: float) -> dict[str, Figure]:
+    """Return medians and worst of all sides, and the ratio (at most `most`) and difference of `side` to the side "bare"."""
     medians = {name: statistics.median(found) for name, found in measured.items()}
     halves = [statistics.median(measured["bare"][part::2]) for part in (0, 1)]
     figures = {f"{name}_recovery_s": Figure(value=value, unit="s") for name, value in medians.items()}

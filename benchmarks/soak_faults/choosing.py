@@ -1,4 +1,4 @@
-"""What strikes when: from a seed and a number of faults to the whole campaign, decided before it begins."""
+"""The choice of faults: from a seed and a number of faults to the whole campaign, before it begins."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 _WHILE_RECOVERING = 0.5
-"""Share of the faults that can, which strike while the one before is still being recovered from."""
+"""Share of the eligible faults that strike during the recovery from the one before."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kind:
-    """A kind of fault, and what must be seen before it is healed."""
+    """A kind of fault, and the conditions of its healing."""
 
     says: str
-    """What is done, for people."""
+    """A description for people."""
     weight: int = 1
-    """How often it is drawn, beside others."""
+    """Relative frequency of the kind."""
     new_attempt: bool = True
-    """Whether an attempt must have followed."""
+    """Whether a new attempt must follow."""
     sensors: bool = False
-    """Whether Dagster's sensors must have looked again."""
+    """Whether Dagster's sensors must have run again."""
     every_run: bool = False
     """Whether it strikes all runs, and not one."""
     follows: bool = False
-    """Whether it may strike while a recovery is under way."""
+    """Whether it may strike during a recovery."""
 
 
 KINDS = {
@@ -63,27 +63,27 @@ KINDS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """One fault to come."""
+    """One planned fault."""
 
     number: int
     kind: str
     moment: float
-    """When it is due, as a share of the campaign's time."""
+    """Its due time, as a share of the campaign's time."""
     run: int
-    """Which of the runs that train beside each other it strikes."""
+    """The slot of the run that it strikes."""
     follows: bool
-    """Whether it strikes while the one before is being recovered from, and the same run."""
+    """Whether it strikes the same run during the recovery from the fault before."""
     seed: int
-    """Of what is left to chance when it strikes."""
+    """Seed of the random choices at the strike."""
 
 
 def choose(seed: int, faults: int, *, runs: int, without: Collection[str] = ()) -> list[Choice]:
-    """The faults of a campaign in order: every kind once, as far as the number goes, then kinds by their weights.
+    """Return the faults of a campaign in order: every kind once, if there are enough, then kinds by their weights.
 
     Args:
-        seed: the same one chooses the same.
-        faults: how many.
-        runs: how many runs train beside each other.
+        seed: the same seed chooses the same faults.
+        faults: number of faults.
+        runs: number of runs that train at the same time.
         without: kinds that cannot be done here.
     """
     chance = random.Random(seed)
@@ -105,5 +105,5 @@ def choose(seed: int, faults: int, *, runs: int, without: Collection[str] = ()) 
 
 
 def _may_follow(kind: str, before: Choice | None) -> bool:
-    """No more than two at once: three attempts in a row without a checkpoint are the end of a run."""
+    """Return whether a fault may follow: at most two strike together, as three attempts without a checkpoint end a run."""
     return before is not None and not before.follows and KINDS[kind].follows and KINDS[before.kind].new_attempt

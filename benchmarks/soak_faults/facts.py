@@ -1,4 +1,4 @@
-"""What the ledger and the `recoveries` table say of each fault: who noticed it, what it cost, and what was quarantined."""
+"""Facts of each fault in the ledger and the `recoveries` table: who noticed it, its costs, and its quarantines."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from dlac_pipeline.lakehouse.ledger.typed_rows import QuarantinedCheckpointRow
 PHASES = ("detect_s", "schedule_s", "stop_s", "claim_s", "verify_s", "load_s", "first_step_s")
 
 
-def tell(lakehouse: Lakehouse, faults: Sequence[Fault]) -> None:
-    """Fill in what is told of each fault. What was noticed of a run belongs to the last fault that had struck it by then."""
+def add_facts(lakehouse: Lakehouse, faults: Sequence[Fault]) -> None:
+    """Add the recorded facts to each fault. A recovery of a run belongs to the last fault that had struck it by then."""
     noticed: dict[int, list[Recovery]] = {fault.number: [] for fault in faults}
     quarantined: dict[int, int] = dict.fromkeys(noticed, 0)
     for run in sorted({run for fault in faults for run in fault.runs}):
@@ -34,12 +34,12 @@ def tell(lakehouse: Lakehouse, faults: Sequence[Fault]) -> None:
 
 
 def last_before(struck: Iterable[tuple[float, int]], moment: float) -> int | None:
-    """The number of the last fault that had struck by a moment; `struck` is in order."""
+    """Return the number of the last fault that had struck by a moment. `struck` is in order."""
     return max(itertools.takewhile(lambda each: each[0] <= moment, struck), default=(0.0, None))[1]
 
 
 def _summed(recoveries: Sequence[Recovery]) -> dict[str, Any]:
-    """Of one fault: who noticed what; phases of all recoveries of the run that took longest, added up."""
+    """Return one fault's detectors, and the added phases of all recoveries of the slowest run."""
     by_run: dict[str, list[Recovery]] = {}
     for recovery in recoveries:
         by_run.setdefault(recovery.run, []).append(recovery)

@@ -9,13 +9,13 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from benchmarks.soak_faults.choosing import KINDS
-from benchmarks.soak_faults.told import PHASES
+from benchmarks.soak_faults.facts import PHASES
 
 Told = dict[str, Any]
 
 
 def page_of(campaign: Told) -> str:
-    """The page."""
+    """Return the page."""
     faults: list[Told] = campaign["faults"]
     runs: list[Told] = campaign["runs"]
     left = [f"{name}: {', '.join(found)}" for name, found in campaign["left"].items() if found]
@@ -84,7 +84,7 @@ _HEADS = (
 
 
 def seconds_by_kind(faults: Sequence[Told]) -> dict[str, list[float]]:
-    """Kind -> seconds of each fault that was healed, kinds in their order."""
+    """Return kind -> seconds of each healed fault, with kinds in order."""
     found: dict[str, list[float]] = {}
     for kind in KINDS:
         seconds = [fault["recovery_s"] for fault in faults if fault["kind"] == kind and fault["recovery_s"] is not None]
@@ -94,7 +94,7 @@ def seconds_by_kind(faults: Sequence[Told]) -> dict[str, list[float]]:
 
 
 def day_of(moment: float) -> str:
-    """A moment's day."""
+    """Return a moment's day."""
     return time.strftime("%Y-%m-%d", time.gmtime(moment))
 
 
@@ -104,7 +104,7 @@ def _by_kind(faults: Sequence[Told]) -> Iterable[Sequence[object]]:
 
 
 def _fault_row(fault: Told, *, followed: bool) -> Sequence[object]:
-    """Cells of one fault; `followed` by another one before it was healed, it may have been noticed only with that."""
+    """Return the cells of one fault. If it was `followed` by another fault, it may have been noticed only with that one."""
     told = fault["told"]
     during = f" (recovering from {fault['during']})" if fault["during"] else ""
     runs = ", ".join(fault["runs"])

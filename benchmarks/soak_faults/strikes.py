@@ -1,4 +1,4 @@
-"""The faults themselves, each done to real processes and files; what may pass by itself has passed when a function returns."""
+"""The faults, each done to real processes and files. A temporary fault has ended when its function returns."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ from dlac_pipeline.checkpoint.store import folder_of
 from dlac_pipeline.lakehouse.errors import CatalogUnreachable, TrainingFailed
 
 AWAY_S = 8.0
-"""How long catalog and store are away."""
+"""Seconds for which catalog and store are unavailable."""
 _FROZEN_AT_MOST_S = 90.0
-"""A process that is stopped may hold the lock of the catalog's file, so that nobody takes over: then it goes on after this."""
+"""Seconds after which a stopped process continues. It may hold the lock of the catalog's file and so block a takeover."""
 _RESTARTED_AFTER_S = 2.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Struck:
-    """What was done, and when."""
+    """A done fault and its times."""
 
     what: str
     at: float
-    """In seconds since the epoch: when it began."""
+    """Its start, in seconds since the epoch."""
     lifted_at: float
-    """When it was over, of what passes; else the same."""
+    """The end of a temporary fault, otherwise its start."""
     processes: tuple[psutil.Process, ...] = ()
-    """What must be gone in the end."""
+    """Processes that must have ended at the end."""
 
 
 Strike = Callable[[Lab, Trainee, random.Random], Struck | None]
-"""Strikes a run; None: there was nothing to strike yet."""
+"""A function that strikes a run, and returns None if there is no target yet."""
 
 
 def _ranks_signalled(
@@ -97,7 +97,7 @@ def _everything_killed(lab: Lab, trainee: Trainee, chance: random.Random) -> Str
 
 
 def _checkpoint_damaged(lab: Lab, trainee: Trainee, chance: random.Random, *, flip: bool) -> Struck | None:
-    """The supervisor is held meanwhile: what it goes on from is damaged when it looks. A parent to fall back on is left."""
+    """Damage the head while the supervisor is stopped, so that it resumes from damage. A parent to resume from remains."""
     ranks, supervisor = trainee.ranks(), trainee.live.supervisor()
     if not ranks or supervisor is None or trainee.restorable() < 2:
         return None
@@ -131,7 +131,7 @@ def _catalog_locked(lab: Lab, trainee: Trainee, chance: random.Random) -> Struck
 
 
 def _catalog_moved(lab: Lab, trainee: Trainee, chance: random.Random) -> Struck | None:
-    """A folder lies in its place: whoever opened it anew would make an empty catalog."""
+    """Put a folder in the file's place: a process that opened a new file there would make an empty catalog."""
     aside = lab.catalog.with_suffix(".aside")
     ranks = trainee.ranks()
     if not ranks:
@@ -189,7 +189,7 @@ def _struck(what: str, at: float, processes: Iterable[psutil.Process]) -> Struck
 
 
 def _signal(processes: Iterable[psutil.Process], number: signal.Signals) -> float:
-    """Signal them; says when."""
+    """Signal the processes, and return the time."""
     at = time.time()
     for process in processes:
         with suppress(psutil.NoSuchProcess):
@@ -198,7 +198,7 @@ def _signal(processes: Iterable[psutil.Process], number: signal.Signals) -> floa
 
 
 def _taken_over(trainee: Trainee, attempt: int) -> bool:
-    """Whether another attempt has claimed the run; while the catalog is locked nobody has."""
+    """Return whether another attempt has claimed the run. While the catalog is locked none has."""
     with suppress(CatalogUnreachable):
         return trainee.seen().attempt > attempt
     return False
@@ -206,7 +206,7 @@ def _taken_over(trainee: Trainee, attempt: int) -> bool:
 
 @contextmanager
 def _stopped(processes: list[psutil.Process]) -> Iterator[None]:
-    """They are stopped in here."""
+    """Stop the processes within the context."""
     _signal(processes, signal.SIGSTOP)
     try:
         yield
@@ -216,7 +216,7 @@ def _stopped(processes: list[psutil.Process]) -> Iterator[None]:
 
 @contextmanager
 def _catalog_lock(catalog: Path) -> Iterator[None]:
-    """Nobody else reads or writes the catalog's file in here."""
+    """Lock the catalog's file against all readers and writers within the context."""
     connection = sqlite3.connect(catalog, timeout=30, isolation_level=None)
     try:
         try:
