@@ -64,9 +64,12 @@ def _measure(home: Path, engine: str, mode: str, rounds: int) -> Measured:
     ).resolved(home)
     events: list[dict[str, Any]] = []
     Supervisor(Request(spec=spec), on_event=events.append).run()
-    said = {event["step"]: event for event in events if event["event"] == "checkpoint"}
+    events_by_step = {event["step"]: event for event in events if event["event"] == "checkpoint"}
     found: Measured = json.loads(out.read_text())
-    return [{**one, "bytes": said[step]["bytes"], **said[step]["phases"]} for step, one in enumerate(found, start=1)]
+    return [
+        {**one, "bytes": events_by_step[step]["bytes"], **events_by_step[step]["phases"]}
+        for step, one in enumerate(found, start=1)
+    ]
 
 
 def _figures(engine: str, mode: str, measured: Measured) -> dict[str, Figure]:

@@ -137,23 +137,25 @@ def _measure(world: int) -> list[_Round]:
     """Return the rounds of all ranks, rank by rank."""
     context = multiprocessing.get_context("fork")  # torch is imported once, and no process group exists yet
     with tempfile.TemporaryDirectory() as folder:
-        said: SimpleQueue[tuple[int, list[dict[str, Any]]]] = context.SimpleQueue()
-        ranks = [context.Process(target=_rank, args=(rank, world, folder, said), daemon=True) for rank in range(world)]
+        results: SimpleQueue[tuple[int, list[dict[str, Any]]]] = context.SimpleQueue()
+        ranks = [
+            context.Process(target=_rank, args=(rank, world, folder, results), daemon=True) for rank in range(world)
+        ]
         for process in ranks:
             process.start()
-        found = dict(said.get() for _ in ranks)
+        found = dict(results.get() for _ in ranks)
         for process in ranks:
             process.join()
     return [_Round(**each) for rank in range(world) for each in found[rank]]
 
 
-def _rank(rank: int, world: int, folder: str, said: SimpleQueue[tuple[int, list[dict[str, Any]]]]) -> None:
+def _rank(rank: int, world: int, folder: str, results: SimpleQueue[tuple[int, list[dict[str, Any]]]]) -> None:
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     store = f"file://{Path(folder) / 'store'}"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world, timeout=timedelta(minutes=5))
     done = [_round(shape, number, rank, world) for number in range(_ROUNDS) for shape in _SHAPES]
-    said.put((rank, [asdict(each) for each in done]))
+    results.put((rank, [asdict(each) for each in done]))
     dist.destroy_process_group()
 
 

@@ -59,14 +59,14 @@ def main() -> int:
 class Measurement:
     """All parts on one node."""
 
-    def __init__(self, machine: MeasuredNode, *, quick: bool, out: Path | None) -> None:
-        self._machine = machine
-        self._sizes = sizes_for(accelerated=machine.accelerated, quick=quick)
+    def __init__(self, node: MeasuredNode, *, quick: bool, out: Path | None) -> None:
+        self._node = node
+        self._sizes = sizes_for(accelerated=node.accelerated, quick=quick)
         self._out = out
         self._began = time.time()
         self._figures: dict[str, Figure] = {}
         self._found: dict[str, Any] = {
-            "machine": asdict(machine),
+            "machine": asdict(node),
             "quick": quick,
             "sizes": asdict(self._sizes),
             "day": time.strftime("%Y-%m-%d", time.gmtime(self._began)),
@@ -76,23 +76,23 @@ class Measurement:
 
     def run(self, parts: Sequence[str]) -> None:
         """Run some parts. A failure is kept with its reason."""
-        machine, sizes = self._machine, self._sizes
+        node, sizes = self._node, self._sizes
         measures: dict[str, Callable[[Path], dict[str, Figure]]] = {
             "kernels": self._find_kernels,
-            "demo": lambda home: measure_identity(home, machine, sizes, kernels="deterministic"),
-            "demo-default": lambda home: measure_identity(home, machine, sizes, kernels="default"),
+            "demo": lambda home: measure_identity(home, node, sizes, kernels="deterministic"),
+            "demo-default": lambda home: measure_identity(home, node, sizes, kernels="default"),
             "loading": lambda home: measure_loading(home, sizes),
-            "checkpoints": lambda home: measure_checkpoints(machine, sizes),
+            "checkpoints": lambda home: measure_checkpoints(node, sizes),
         }
         for part in parts:
-            if part != "demo-default" or machine.accelerated:
+            if part != "demo-default" or node.accelerated:
                 self._measure(part, measures[part])
 
     def report(self) -> int:
         """Print the figures, and return the exit status."""
         for part, why in self._found["failed"].items():
             print(f"{part} failed: {why}", flush=True)
-        report("gpu", self._figures, device=self._machine.device, device_name=self._machine.name)
+        report("gpu", self._figures, device=self._node.device, device_name=self._node.name)
         holds = all(figure.holds for figure in self._figures.values())
         return 0 if holds and not self._found["failed"] else 1
 

@@ -176,22 +176,22 @@ def _speed(tag: str, speed: Speed, ours: Speed | None) -> dict[str, Figure]:
 def show(measured: dict[str, Measured]) -> None:
     """Print the table, and the same as Markdown."""
     rows = [
-        (scenario.says, [_cell(one.counts.get(scenario.name, "")) for one in measured.values()])
+        (scenario.description, [_cell(one.counts.get(scenario.name, "")) for one in measured.values()])
         for scenario in SCENARIOS
     ]
-    for order, says in (("plain", "throughput, shuffle off"), ("shuffled", "throughput, shuffle on")):
-        rows += [(says, [_rate(one.speed.get(order), one.sequence) for one in measured.values()])]
+    for order, description in (("plain", "throughput, shuffle off"), ("shuffled", "throughput, shuffle on")):
+        rows += [(description, [_rate(one.speed.get(order), one.sequence) for one in measured.values()])]
     rows += [("first batch after resume at 1 / 50 / 99 %", [_first(one.resume) for one in measured.values()])]
     rows += [("state", [_state(one.resume) for one in measured.values()])]
     rows += [("conversion", [_conversion(one) for one in measured.values()])]
     rows[0] = (rows[0][0], [cell or one.failed for cell, one in zip(rows[0][1], measured.values(), strict=True)])
     table = Table("repeated / missing rows", *measured)
-    for says, cells in rows:
-        table.add_row(says, *cells)
+    for description, cells in rows:
+        table.add_row(description, *cells)
     Console(width=200).print(table)
     print("| repeated / missing rows | " + " | ".join(measured) + " |\n|" + "---|" * (len(measured) + 1))
-    for says, cells in rows:
-        print(f"| {says} | " + " | ".join(cell.replace("|", "/") for cell in cells) + " |")
+    for description, cells in rows:
+        print(f"| {description} | " + " | ".join(cell.replace("|", "/") for cell in cells) + " |")
     for name, one in measured.items():
         print(json.dumps({name: {"failed": one.failed} if one.failed else one.about}))
 

@@ -70,7 +70,7 @@ ASSUMED = {
     "told_and_answered": (1.0, "s, until every node has heard what to verify and the leader what was found"),
     "network_round_trip": (1e3 * ROUND_TRIP_S, "ms"),
 }
-SAID = (
+ASSUMPTIONS = (
     "a node has processors of its own, as fast as one here; the store's server is one thread",
     "all nodes verify the checkpoint, each its part, as the product does, at the rate measured here with two cores and the files "
     "in memory: the shared file system is as fast for all of them at once",
@@ -118,7 +118,7 @@ def main() -> None:
     eager = {count: _medians([joined(count, lazily=False)["group"] for _ in range(_REPEATS)]) for count in counts}
     groups = {count: _medians([each["group"] for each in runs]) for count, runs in joins.items()}
     votes = {count: _medians([each["vote"] for each in runs]) for count, runs in joins.items()}
-    print(json.dumps({"assumed": SAID, "loadavg": os.getloadavg()}), flush=True)
+    print(json.dumps({"assumed": ASSUMPTIONS, "loadavg": os.getloadavg()}), flush=True)
     with tempfile.TemporaryDirectory(prefix="dlac-scale-") as folder:
         verify_rate, file_s, load_rate = _rates(Path(folder), 2**26 if quick else 2**29)
         (home := Path(folder) / "recoveries").mkdir()

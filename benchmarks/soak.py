@@ -113,8 +113,8 @@ class Campaign:
         runs = self._told["runs"]
         wrong = [run["run"] for run in runs if not all(run[name] for name in _MUST_HOLD)]
         left = {name: found for name, found in self._told["left"].items() if found}
-        for said in filter(None, [self._told["failed"], wrong and f"not exact: {wrong}", left and f"left: {left}"]):
-            print(said, flush=True)
+        for message in filter(None, [self._told["failed"], wrong and f"not exact: {wrong}", left and f"left: {left}"]):
+            print(message, flush=True)
         figures = {
             "faults": Figure(value=len(self._faults), unit="faults", bar=f">= {len(self._choices)}"),
             "healed": Figure(value=len(healed), unit="faults", bar=f">= {len(self._choices)}"),

@@ -64,8 +64,8 @@ def _part(name: str, units: int) -> None:
 def _in_own_process(part: str, units: int) -> dict[str, Figure]:
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.state", "--part", part, str(units)]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-    *said, last = done.stdout.splitlines()
-    print(json.dumps({"part": part, "units": units, "loadavg": os.getloadavg(), "said": said}), flush=True)
+    *lines, last = done.stdout.splitlines()
+    print(json.dumps({"part": part, "units": units, "loadavg": os.getloadavg(), "said": lines}), flush=True)
     return {name: Figure(**figure) for name, figure in json.loads(last).items()}
 
 

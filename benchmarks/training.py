@@ -47,7 +47,7 @@ def main() -> None:
 def measure_training(
     params: dict[str, str], *, block_s: float, pairs: int, environment: dict[str, str]
 ) -> dict[str, Figure]:
-    """Train in blocks with and without a checkpoint, on the device of this machine."""
+    """Train in blocks with and without a checkpoint, on the device of this node."""
     with tempfile.TemporaryDirectory(prefix="dlac-training-") as home:
         tried = _train(Path(home), params, _TRIED, 1, environment)["stamps_s"][_TRIED - 1 :: _TRIED]
     block = max(_TRIED, round(_TRIED * block_s / min(after - before for before, after in pairwise(tried))))

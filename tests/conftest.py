@@ -39,13 +39,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 if TYPE_CHECKING:
     from tests.object_store import Network, ObjectStore  # imports this module
 
-settings.register_profile(
-    "noisy machines", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
-)
-settings.register_profile("new examples", settings.get_profile("noisy machines"), derandomize=False)
-settings.load_profile(
-    "noisy machines"
-)  # the same examples each time; `--hypothesis-profile "new examples"` draws others
+settings.register_profile("noisy nodes", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+settings.register_profile("new examples", settings.get_profile("noisy nodes"), derandomize=False)
+settings.load_profile("noisy nodes")  # the same examples each time; `--hypothesis-profile "new examples"` draws others
 PROGRAMS = Path(__file__).parent / "programs"
 RECORDED_SQL = Path(__file__).with_name("recorded.sql").read_text()
 R = TypeVar("R", bound=LedgerRow)

@@ -25,7 +25,7 @@ class RankResults:
     """The exit statuses of the ranks, and the state that rank 0 wrote."""
 
     codes: list[int]
-    said: list[str]
+    stderr: list[str]
     """Standard error, by rank."""
     state: dict[str, Any] = field(default_factory=dict)
 
@@ -52,14 +52,14 @@ def run_ranks(count: int, dump: Path, **request: Any) -> RankResults:
         for rank in range(count)
     ]
     try:
-        said = [rank.communicate(timeout=240)[1] for rank in ranks]
+        stderr = [rank.communicate(timeout=240)[1] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
-    ended = RankResults(codes=[rank.returncode for rank in ranks], said=said)
-    if not any(ended.codes):
-        ended.state = torch.load(dump, weights_only=False)
-    return ended
+    results = RankResults(codes=[rank.returncode for rank in ranks], stderr=stderr)
+    if not any(results.codes):
+        results.state = torch.load(dump, weights_only=False)
+    return results
 
 
 @dataclass
@@ -70,7 +70,7 @@ class Saved:
     world_size: int
     request: dict[str, Any]
     state: dict[str, Any]
-    said: list[str]
+    stderr: list[str]
     """Standard error of the ranks that saved it."""
 
     def load(self, world_size: int, *, steps: int = 0) -> RankResults:
@@ -91,9 +91,9 @@ class Saved:
 def save(home: Path, world_size: int, *, writer: str = "direct", **request: Any) -> Saved:
     """Train `STEPS` steps, save, and continue training."""
     folder = home / "attempt-0001" / "step-000000003-abcd"
-    ended = run_ranks(world_size, home / "saved.pt", do="save", folder=folder, steps=STEPS, writer=writer, **request)
-    assert not any(ended.codes), ended.said
-    return Saved(folder, world_size, request, ended.state, ended.said)
+    results = run_ranks(world_size, home / "saved.pt", do="save", folder=folder, steps=STEPS, writer=writer, **request)
+    assert not any(results.codes), results.stderr
+    return Saved(folder, world_size, request, results.state, results.stderr)
 
 
 def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:

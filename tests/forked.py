@@ -47,8 +47,11 @@ class Forked(subprocess.Popen[Any]):
     def _execute_child(self, args: Sequence[str], *rest: Any) -> None:
         """Replace Popen's own method. `rest` are its other arguments, some of which are used."""
         cwd, env = rest[4:6]
-        reads, _, _, writes, _, says = rest[9:15]
-        streams = [own if own != -1 else shared for own, shared in zip((reads, writes, says), range(3), strict=True)]
+        stdin_end, _, _, stdout_end, _, stderr_end = rest[9:15]
+        streams = [
+            own if own != -1 else shared
+            for own, shared in zip((stdin_end, stdout_end, stderr_end), range(3), strict=True)
+        ]
         self.pid = _fork([*map(os.fspath, args)], env=env, cwd=cwd, new_session=rest[20], streams=streams)
         self._child_created = True
         self._close_pipe_fds(*rest[9:15])  # type: ignore[attr-defined]  # Popen's own, without a type
@@ -99,21 +102,21 @@ def _serve(requests: socket.socket) -> dict[str, Any]:
         content, streams, _, _ = socket.recv_fds(requests, 1 << 20, 3)
         if not content:
             os._exit(0)
-        reads, writes = os.pipe()
+        stdin_end, stdout_end = os.pipe()
         between = os.fork()
         if between == 0:
             program = os.fork()
             if program == 0:
-                os.close(reads)
-                os.close(writes)
+                os.close(stdin_end)
+                os.close(stdout_end)
                 requests.close()
                 return {**json.loads(content), "streams": streams}
-            os.write(writes, str(program).encode())
+            os.write(stdout_end, str(program).encode())
             os._exit(0)
         os.waitpid(between, 0)  # from now on the program is a child of the test
-        os.close(writes)
-        requests.send(os.read(reads, 100))
-        for stream in (reads, *streams):
+        os.close(stdout_end)
+        requests.send(os.read(stdin_end, 100))
+        for stream in (stdin_end, *streams):
             os.close(stream)
 
 

@@ -106,11 +106,11 @@ def check_mutant(mutant: Mutant, trees: SimpleQueue[Path]) -> str:
     original = path.read_text()
     try:
         path.write_text(mutant.changed(original))
-        code, said = run_tests(tree, mutant.tests)
+        code, output = run_tests(tree, mutant.tests)
     finally:
         path.write_text(original)
         trees.put(tree)
-    verdict = {_FAILED: "caught", _PASSED: "survived"}.get(code, f"no verdict, pytest ended with {code}:\n{said}")
+    verdict = {_FAILED: "caught", _PASSED: "survived"}.get(code, f"no verdict, pytest ended with {code}:\n{output}")
     print(f"{verdict.splitlines()[0]:<10} {mutant.name:<42} {mutant.file}", flush=True)
     return verdict
 
@@ -129,9 +129,9 @@ def main() -> None:
         for number in range(asked.jobs):
             trees.put(copy_tree(Path(folder).resolve() / f"{number}"))
         clean = copy_tree(Path(folder).resolve() / "clean")
-        code, said = run_tests(clean, sorted({test for mutant in mutants for test in mutant.tests}))
+        code, output = run_tests(clean, sorted({test for mutant in mutants for test in mutant.tests}))
         if code != _PASSED:
-            sys.exit(f"expected the tests to pass without a mutant, found exit code {code}:\n{said}")
+            sys.exit(f"expected the tests to pass without a mutant, found exit code {code}:\n{output}")
         with ThreadPoolExecutor(asked.jobs) as pool:
             verdicts = list(pool.map(lambda mutant: check_mutant(mutant, trees), mutants))
     for mutant, verdict in zip(mutants, verdicts, strict=True):

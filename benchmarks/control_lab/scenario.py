@@ -64,24 +64,24 @@ class Recovery:
 
 def recover(spec: JobSpec, home: Path, *, nodes: int, scenario: str) -> Recovery:
     """Start the nodes, kill as the scenario requires, and measure."""
-    with running(spec, home, nodes=nodes) as fleet:
-        started = _resumed(fleet, after=0, within_s=_START_S)
-        start_s = max(each["at"] for each in started.values()) - fleet.opened_at
+    with running(spec, home, nodes=nodes) as simulated:
+        started = _await_resumed(simulated, after=0, within_s=_START_S)
+        start_s = max(each["at"] for each in started.values()) - simulated.opened_at
         attempt = max(each["attempt"] for each in started.values())
-        fleet.listen(_SETTLE_S)
-        idle = _idle(fleet, leader=_leader(started))
-        before, server_before = fleet.counts(), _processor_s(fleet.server_pid)
-        at = fleet.kill(_doomed(fleet, scenario, _leader(started)))
+        simulated.listen(_SETTLE_S)
+        idle = _idle(simulated, leader=_leader(started))
+        before, server_before = simulated.counts(), _processor_s(simulated.server_pid)
+        at = simulated.kill(_victims(simulated, scenario, _leader(started)))
         failures: list[Message] = []
-        resumed = _resumed(fleet, after=attempt, within_s=_RECOVER_S, failures=failures)
-        server_cpu_s = _processor_s(fleet.server_pid)
-        memory_mb = fleet.memory_bytes / 2**20
+        resumed = _await_resumed(simulated, after=attempt, within_s=_RECOVER_S, failures=failures)
+        server_cpu_s = _processor_s(simulated.server_pid)
+        memory_mb = simulated.memory_bytes / 2**20
         leader = _leader(resumed)
-        used = {number: _less(resumed[number], before[number]) for number in fleet.alive}
-        points = {number: _point_of(home, number) for number in fleet.alive}
+        used = {number: _less(resumed[number], before[number]) for number in simulated.alive}
+        points = {number: _point_of(home, number) for number in simulated.alive}
     noticed = next(each for each in failures if each["node"] == leader)
     others = [each for number, each in used.items() if number != leader]
-    said = json.loads(points[leader].read_bytes())
+    point = json.loads(points[leader].read_bytes())
     return Recovery(
         nodes=nodes,
         scenario=scenario,
@@ -89,8 +89,8 @@ def recover(spec: JobSpec, home: Path, *, nodes: int, scenario: str) -> Recovery
         idle=idle,
         noticed_s=failures[0]["at"] - at,
         formed_s=(points[leader].parent / "spec.json").stat().st_mtime - at,
-        claim_s=said["claim_s"],
-        verify_s=said["verify_s"],
+        claim_s=point["claim_s"],
+        verify_s=point["verify_s"],
         announced_s=points[leader].stat().st_mtime - at,
         point_s=max(path.stat().st_mtime for path in points.values()) - at,
         wall_s=max(each["at"] for each in resumed.values()) - at,
@@ -100,35 +100,35 @@ def recover(spec: JobSpec, home: Path, *, nodes: int, scenario: str) -> Recovery
         leader_busy_s=resumed[leader]["cpu_s"] - noticed["cpu_s"],
         server_cpu_s=server_cpu_s - server_before,
         server_busy_s=server_cpu_s - failures[0]["server_cpu_s"],
-        attempts=said["attempt"] - attempt,
+        attempts=point["attempt"] - attempt,
         memory_mb=memory_mb,
     )
 
 
-def _resumed(
-    fleet: SimulatedNodes, *, after: int, within_s: float, failures: list[Message] | None = None
+def _await_resumed(
+    simulated: SimulatedNodes, *, after: int, within_s: float, failures: list[Message] | None = None
 ) -> dict[int, Message]:
     """Return the first events of all living nodes' attempt that is later than `after`, and collect `failures`."""
     found: dict[int, Message] = {}
 
     def done(message: Message) -> bool:
         if message["event"] == "failure" and failures is not None:
-            failures.append({**message, "server_cpu_s": _processor_s(fleet.server_pid)})
+            failures.append({**message, "server_cpu_s": _processor_s(simulated.server_pid)})
         if message["event"] == "attempt" and message["attempt"] > after:
             found[message["node"]] = message
-        return set(found) >= set(fleet.alive) and len({found[each]["attempt"] for each in fleet.alive}) == 1
+        return set(found) >= set(simulated.alive) and len({found[each]["attempt"] for each in simulated.alive}) == 1
 
-    fleet.until(done, within_s=within_s, what=f"an attempt of {len(fleet.alive)} nodes after attempt {after}")
-    return {number: found[number] for number in fleet.alive}
+    simulated.until(done, within_s=within_s, what=f"an attempt of {len(simulated.alive)} nodes after attempt {after}")
+    return {number: found[number] for number in simulated.alive}
 
 
-def _idle(fleet: SimulatedNodes, *, leader: int) -> dict[str, float]:
+def _idle(simulated: SimulatedNodes, *, leader: int) -> dict[str, float]:
     """Return the median resource use per second of a follower."""
-    before = fleet.counts()
-    fleet.listen(_IDLE_S)
-    after = fleet.counts()
+    before = simulated.counts()
+    simulated.listen(_IDLE_S)
+    after = simulated.counts()
     rates = []
-    for number in fleet.alive:
+    for number in simulated.alive:
         seconds = after[number]["at"] - before[number]["at"]
         used = _less(after[number], before[number])
         if number != leader:
@@ -141,10 +141,10 @@ def _leader(resumed: Mapping[int, Message]) -> int:
     return found
 
 
-def _doomed(fleet: SimulatedNodes, scenario: str, leader: int) -> Sequence[int]:
+def _victims(simulated: SimulatedNodes, scenario: str, leader: int) -> Sequence[int]:
     if scenario == LEADER:
         return [leader]
-    return [number for number in fleet.alive if number != leader][: KILLED[scenario]]
+    return [number for number in simulated.alive if number != leader][: KILLED[scenario]]
 
 
 def _less(after: Message, before: Message) -> dict[str, float]:

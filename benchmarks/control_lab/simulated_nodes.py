@@ -43,7 +43,7 @@ class SimulatedNodes:
         """Fork all of them."""
         self.alive: list[int] = []
         self._home = home
-        self._told, self._tells = os.pipe()
+        self._pending, self._tells = os.pipe()
         self._rest = b""
         self._keys = Path(tempfile.mkdtemp(prefix="keys-", dir=home))
         self._pids: dict[int, int] = {}
@@ -66,7 +66,7 @@ class SimulatedNodes:
         asked, asks = os.pipe()
         pid = os.fork()
         if not pid:
-            os.close(self._told)
+            os.close(self._pending)
             for each in (*self._asks.values(), asks):
                 os.close(each)
             run_node(number, mine, record, asked, self._tells, self._home / f"node-{number:03d}.log")
@@ -92,8 +92,8 @@ class SimulatedNodes:
 
     def messages(self, within_s: float) -> Iterator[Message]:
         """Yield the nodes' messages, until none has arrived for `within_s`."""
-        while select.select([self._told], [], [], within_s)[0]:
-            *lines, self._rest = (self._rest + os.read(self._told, 2**16)).split(b"\n")
+        while select.select([self._pending], [], [], within_s)[0]:
+            *lines, self._rest = (self._rest + os.read(self._pending, 2**16)).split(b"\n")
             yield from map(json.loads, lines)
 
     def until(self, done: Callable[[Message], bool], *, within_s: float, what: str) -> list[Message]:
@@ -148,7 +148,7 @@ class SimulatedNodes:
         self.kill([*self.alive])
         os.kill(self.server_pid, signal.SIGKILL)
         os.waitpid(self.server_pid, 0)
-        os.close(self._told)
+        os.close(self._pending)
         os.close(self._tells)
 
     def _forget(self, numbers: Collection[int]) -> None:
@@ -165,12 +165,12 @@ class SimulatedNodes:
 
 @contextmanager
 def running(spec: JobSpec, home: Path, *, nodes: int) -> Iterator[SimulatedNodes]:
-    """Run a fleet."""
-    fleet = SimulatedNodes(spec, home, nodes=nodes)
+    """Run simulated nodes."""
+    simulated = SimulatedNodes(spec, home, nodes=nodes)
     try:
-        yield fleet
+        yield simulated
     finally:
-        fleet.close()
+        simulated.close()
 
 
 def _with_children(pid: int) -> list[int]:
@@ -181,15 +181,15 @@ def _with_children(pid: int) -> list[int]:
 
 def _fork_server(address: str) -> int:
     """Serve the rendezvous in a separate process, which does not depend on any node."""
-    ready, says = os.pipe()
+    ready, ready_end = os.pipe()
     pid = os.fork()
     if not pid:
         try:
             end_with_parent(signal.SIGKILL)
-            serve_rendezvous(address, threading.Event(), lambda: os.close(says))
+            serve_rendezvous(address, threading.Event(), lambda: os.close(ready_end))
         finally:
             os._exit(1)
-    os.close(says)
+    os.close(ready_end)
     os.read(ready, 1)  # returns once the child has closed its side
     os.close(ready)
     return pid

@@ -22,7 +22,7 @@ class Scenario:
     """A run in several launches with `worlds[i]` ranks, saved and ended at `saves[i]` of the expected steps."""
 
     name: str
-    says: str
+    description: str
     worlds: tuple[int, ...] = (2, 2)
     saves: tuple[float, ...] = (0.4,)
     change: str = ""  # to the table, after the first launch
@@ -36,20 +36,24 @@ class Scenario:
 
 SCENARIOS = [
     Scenario(
-        name="tail", says="one pass, 4 ranks, rows not a multiple of the batch", worlds=(4,), saves=(), uneven=True
+        name="tail",
+        description="one pass, 4 ranks, rows not a multiple of the batch",
+        worlds=(4,),
+        saves=(),
+        uneven=True,
     ),
-    Scenario(name="kill", says="SIGKILL with prefetch in flight, state saved every 7 steps", kill=True),
-    Scenario(name="resize_2_4", says="2 ranks, then 4", worlds=(2, 4)),
-    Scenario(name="resize_4_2_1", says="4 ranks, then 2, then 1", worlds=(4, 2, 1), saves=(0.3, 0.6)),
-    Scenario(name="resize_shuffle", says="2 ranks, then 4, shuffled", worlds=(2, 4), shuffle=True),
-    Scenario(name="append", says="rows appended between save and resume", change="append"),
-    Scenario(name="delete", says="rows deleted between save and resume", change="delete"),
-    Scenario(name="compact", says="files compacted between save and resume", change="compact"),
-    Scenario(name="twice", says="resumed twice", worlds=(2, 2, 2), saves=(0.3, 0.6)),
-    Scenario(name="second_pass", says="resumed in the second pass", saves=(1.4,), passes=2),
-    Scenario(name="shuffle", says="shuffle on", shuffle=True),
-    Scenario(name="filter", says="row filter on", filtered=True, worlds=(1, 1)),
-    Scenario(name="packing", says="documents packed to sequences", packed=True, worlds=(1, 1)),
+    Scenario(name="kill", description="SIGKILL with prefetch in flight, state saved every 7 steps", kill=True),
+    Scenario(name="resize_2_4", description="2 ranks, then 4", worlds=(2, 4)),
+    Scenario(name="resize_4_2_1", description="4 ranks, then 2, then 1", worlds=(4, 2, 1), saves=(0.3, 0.6)),
+    Scenario(name="resize_shuffle", description="2 ranks, then 4, shuffled", worlds=(2, 4), shuffle=True),
+    Scenario(name="append", description="rows appended between save and resume", change="append"),
+    Scenario(name="delete", description="rows deleted between save and resume", change="delete"),
+    Scenario(name="compact", description="files compacted between save and resume", change="compact"),
+    Scenario(name="twice", description="resumed twice", worlds=(2, 2, 2), saves=(0.3, 0.6)),
+    Scenario(name="second_pass", description="resumed in the second pass", saves=(1.4,), passes=2),
+    Scenario(name="shuffle", description="shuffle on", shuffle=True),
+    Scenario(name="filter", description="row filter on", filtered=True, worlds=(1, 1)),
+    Scenario(name="packing", description="documents packed to sequences", packed=True, worlds=(1, 1)),
 ]
 
 
@@ -116,7 +120,7 @@ class Bench:
     def uninterrupted(self, scenario: Scenario) -> Count:
         """Run the scenario in one launch, on an unchanged table."""
         whole = dataclasses.replace(
-            scenario, name="whole", says="", worlds=scenario.worlds[:1], saves=(), change="", kill=False
+            scenario, name="whole", description="", worlds=scenario.worlds[:1], saves=(), change="", kill=False
         )
         if whole not in self._whole:
             self._whole[whole] = self.run(whole)

@@ -86,7 +86,7 @@ def resume(bench: Bench, *, rounds: int) -> Resume | str:
 
 
 def _job(bench: Bench, *, shuffle: bool) -> Job:
-    scenario = Scenario(name=f"timing-{shuffle}", says="", worlds=(1,), saves=(), shuffle=shuffle)
+    scenario = Scenario(name=f"timing-{shuffle}", description="", worlds=(1,), saves=(), shuffle=shuffle)
     job = bench.job(scenario, bench.table(scenario), launch=0, world=1, rank=0, stop=0)
     return dataclasses.replace(job, batch_size=_BATCH)
 

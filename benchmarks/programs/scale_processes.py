@@ -103,15 +103,15 @@ def _measured(count: int, work: Work, *, parts: int) -> list[Together]:
     server.start()
     served.wait()
     barrier = _FORK.Barrier(count + 1)
-    said: SimpleQueue[list[Part]] = _FORK.SimpleQueue()
+    results: SimpleQueue[list[Part]] = _FORK.SimpleQueue()
     processes = [
-        _FORK.Process(target=_send_parts, args=(said, work, number, count, port, barrier), daemon=True)
+        _FORK.Process(target=_send_parts, args=(results, work, number, count, port, barrier), daemon=True)
         for number in range(count)
     ]
     for process in processes:
         process.start()
     server_cpu_s = [_served_between(server.pid, barrier) for _ in range(parts)]
-    found = [said.get() for _ in processes]
+    found = [results.get() for _ in processes]
     for process in processes:
         process.join()
     done.set()
@@ -141,9 +141,9 @@ def _processor_s(pid: int | None) -> float:
 
 
 def _send_parts(
-    said: SimpleQueue[list[Part]], work: Work, number: int, count: int, port: int, barrier: Barrier
+    results: SimpleQueue[list[Part]], work: Work, number: int, count: int, port: int, barrier: Barrier
 ) -> None:
-    said.put(work(number, count, port, barrier))
+    results.put(work(number, count, port, barrier))
 
 
 def _serve(port: int, served: Event, done: Event) -> None:

@@ -14,7 +14,7 @@ _WHILE_RECOVERING = 0.5
 class Kind:
     """A kind of fault, and the conditions of its healing."""
 
-    says: str
+    description: str
     """A description for people."""
     weight: int = 1
     """Relative frequency of the kind."""
@@ -29,34 +29,38 @@ class Kind:
 
 
 KINDS = {
-    "rank killed": Kind(says="SIGKILL of a rank", weight=4, follows=True),
-    "all ranks killed": Kind(says="SIGKILL of all ranks at once", weight=2, follows=True),
-    "rank stopped": Kind(says="SIGSTOP of a rank: it hangs", weight=2),
-    "fork server killed": Kind(says="SIGKILL of the process that the ranks are forked from", follows=True),
-    "supervisor killed": Kind(says="SIGKILL of the supervisor", weight=2, follows=True),
-    "run worker killed": Kind(says="SIGKILL of the Dagster run's process", weight=2, follows=True),
-    "code server killed": Kind(says="SIGKILL of Dagster's code server", new_attempt=False, sensors=True),
+    "rank killed": Kind(description="SIGKILL of a rank", weight=4, follows=True),
+    "all ranks killed": Kind(description="SIGKILL of all ranks at once", weight=2, follows=True),
+    "rank stopped": Kind(description="SIGSTOP of a rank: it hangs", weight=2),
+    "fork server killed": Kind(description="SIGKILL of the process that the ranks are forked from", follows=True),
+    "supervisor killed": Kind(description="SIGKILL of the supervisor", weight=2, follows=True),
+    "run worker killed": Kind(description="SIGKILL of the Dagster run's process", weight=2, follows=True),
+    "code server killed": Kind(description="SIGKILL of Dagster's code server", new_attempt=False, sensors=True),
     "daemon killed": Kind(
-        says="SIGKILL of Dagster's daemon, which is started again 2 s later",
+        description="SIGKILL of Dagster's daemon, which is started again 2 s later",
         new_attempt=False,
         sensors=True,
         follows=True,
     ),
     "everything killed": Kind(
-        says="SIGKILL of daemon, code server, run workers, supervisors and ranks of all runs; the daemon is started again",
+        description="SIGKILL of daemon, code server, run workers, supervisors and ranks of all runs; the daemon is started again",
         sensors=True,
         every_run=True,
     ),
-    "rank preempted": Kind(says="SIGUSR1 to a rank: a preemption"),
-    "supervisor preempted": Kind(says="SIGTERM to the supervisor: a preemption"),
-    "run worker preempted": Kind(says="SIGTERM to the Dagster run's process"),
-    "checkpoint deleted": Kind(says="a file of the newest checkpoint is deleted, and all ranks are killed", weight=2),
-    "checkpoint flipped": Kind(says="a bit of the newest checkpoint is flipped, and all ranks are killed", weight=2),
-    "store full": Kind(says="no byte is free in the checkpoint store for 8 s", every_run=True),
-    "catalog locked": Kind(says="another process holds the catalog's lock for 8 s", new_attempt=False),
-    "catalog away": Kind(says="the catalog's file is away for 8 s, and a rank is killed meanwhile"),
+    "rank preempted": Kind(description="SIGUSR1 to a rank: a preemption"),
+    "supervisor preempted": Kind(description="SIGTERM to the supervisor: a preemption"),
+    "run worker preempted": Kind(description="SIGTERM to the Dagster run's process"),
+    "checkpoint deleted": Kind(
+        description="a file of the newest checkpoint is deleted, and all ranks are killed", weight=2
+    ),
+    "checkpoint flipped": Kind(
+        description="a bit of the newest checkpoint is flipped, and all ranks are killed", weight=2
+    ),
+    "store full": Kind(description="no byte is free in the checkpoint store for 8 s", every_run=True),
+    "catalog locked": Kind(description="another process holds the catalog's lock for 8 s", new_attempt=False),
+    "catalog away": Kind(description="the catalog's file is away for 8 s, and a rank is killed meanwhile"),
     "launch stopped": Kind(
-        says="SIGSTOP of everything from the Dagster run's process down to the ranks; SIGCONT once another has taken over"
+        description="SIGSTOP of everything from the Dagster run's process down to the ranks; SIGCONT once another has taken over"
     ),
 }
 

@@ -68,18 +68,18 @@ class Wound:
         return KINDS[self.fault.kind].new_attempt
 
 
-def strike(lab: Lab, choice: Choice, behind: Wound | None) -> Wound:
-    """Strike as soon as there is a target. `behind` is the fault that is still being recovered from.
+def strike(lab: Lab, choice: Choice, earlier: Wound | None) -> Wound:
+    """Strike as soon as there is a target. `earlier` is the fault that is still being recovered from.
 
     Raises:
         TrainingFailed: no target appears in time.
     """
     chance = random.Random(choice.seed)
-    time.sleep(chance.uniform(0.0, 3.0) if behind else chance.uniform(0.0, 0.2))
+    time.sleep(chance.uniform(0.0, 3.0) if earlier else chance.uniform(0.0, 0.2))
     deadline = time.monotonic() + _FOUND_WITHIN_S
     while True:
         with suppress(psutil.NoSuchProcess):  # it may end between the check and the strike
-            wound = _struck(lab, choice, behind, chance)
+            wound = _try_strike(lab, choice, earlier, chance)
             if wound is not None:
                 return wound
         if time.monotonic() > deadline:
@@ -90,10 +90,10 @@ def strike(lab: Lab, choice: Choice, behind: Wound | None) -> Wound:
         lab.tend()
 
 
-def _struck(lab: Lab, choice: Choice, behind: Wound | None, chance: random.Random) -> Wound | None:
+def _try_strike(lab: Lab, choice: Choice, earlier: Wound | None, chance: random.Random) -> Wound | None:
     """Strike, if there is a target now."""
     training = lab.training()
-    trainee = behind.trainees[0] if behind else training[choice.run % len(training)] if training else None
+    trainee = earlier.trainees[0] if earlier else training[choice.run % len(training)] if training else None
     if trainee is None:
         return None
     trainees = training if KINDS[choice.kind].every_run else [trainee]
@@ -109,7 +109,7 @@ def _struck(lab: Lab, choice: Choice, behind: Wound | None, chance: random.Rando
         mode=trainee.spec.checkpoint.mode,
         step=step,
         what=struck.what,
-        during=behind.fault.number if behind else None,
+        during=earlier.fault.number if earlier else None,
         struck_at=struck.at,
         lifted_at=struck.lifted_at,
         runs=[one.run for one in trainees],
@@ -126,7 +126,7 @@ def heal(lab: Lab, wound: Wound) -> None:
     deadline = wound.struck.lifted_at + HEALED_WITHIN_S
     looks: list[Callable[[], str]] = [
         lambda: _left(wound),
-        lambda: "; ".join(filter(None, (_behind(wound, one) for one in wound.trainees))),
+        lambda: "; ".join(filter(None, (_unreached(wound, one) for one in wound.trainees))),
         lambda: _silent(lab, wound),
     ]
     for look in looks:
@@ -146,7 +146,7 @@ def _left(wound: Wound) -> str:
     return f"processes {left!r} are still there" if left else ""
 
 
-def _behind(wound: Wound, trainee: Trainee) -> str:
+def _unreached(wound: Wound, trainee: Trainee) -> str:
     """Return the step or attempt that a run has not reached yet."""
     before = wound.before[trainee.run].attempt
     try:

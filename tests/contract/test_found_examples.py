@@ -57,9 +57,9 @@ def test_added_passes_skip_excluded_rows(lakehouse: Lakehouse) -> None:
     run.attempt(steps=2)
     assert run.turn(spec_of(LISTS, {"passes": 2}, **excluding), repin=False)
     run.attempt(steps=None)
-    behind = [row for batch in run.batches[2:] for row in batch.tensors["row_id"][batch.valid].tolist()]
-    assert min(behind) == 10
-    assert sum(row == 10 for row in behind) >= 1
+    later = [row for batch in run.batches[2:] for row in batch.tensors["row_id"][batch.valid].tolist()]
+    assert min(later) == 10
+    assert sum(row == 10 for row in later) >= 1
 
 
 def test_row_removed_during_read_is_skipped(lakehouse: Lakehouse) -> None:
@@ -73,9 +73,9 @@ def test_row_removed_during_read_is_skipped(lakehouse: Lakehouse) -> None:
     split = {int(read[-1][-1]) // PER_ROW, int(read[1][-1]) // PER_ROW}
     table.delete_positions(split)
     assert run.turn(spec, repin=True)
-    behind = run.attempt(steps=None)
-    assert behind
-    assert not split & {int(token) // PER_ROW for batch in behind for token in batch.tensors["tokens"].reshape(-1)}
+    later = run.attempt(steps=None)
+    assert later
+    assert not split & {int(token) // PER_ROW for batch in later for token in batch.tensors["tokens"].reshape(-1)}
 
 
 def test_removed_rows_near_end_are_skipped(lakehouse: Lakehouse) -> None:
@@ -90,9 +90,9 @@ def test_removed_rows_near_end_are_skipped(lakehouse: Lakehouse) -> None:
     assert not run.attempt(steps=None, world_size=2)
     table.append(30)
     assert run.turn(spec, repin=True)
-    behind = ids_of(run.attempt(steps=None))
-    assert behind <= {left[-1], *range(40, 70)}
-    assert len(behind) == 28
+    later = ids_of(run.attempt(steps=None))
+    assert later <= {left[-1], *range(40, 70)}
+    assert len(later) == 28
 
 
 def test_endless_empty_source_is_refused(lakehouse: Lakehouse) -> None:

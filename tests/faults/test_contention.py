@@ -58,9 +58,9 @@ class Process:
 
     def end(self, status: int = 0) -> list[dict[str, Any]]:
         """Wait for its end, and return its output."""
-        said, errors = self.process.communicate(timeout=240)
-        assert self.process.returncode == status, errors + said[-1000:]
-        return [json.loads(line) for line in said.splitlines()]
+        output, errors = self.process.communicate(timeout=240)
+        assert self.process.returncode == status, errors + output[-1000:]
+        return [json.loads(line) for line in output.splitlines()]
 
 
 @pytest.fixture
@@ -127,14 +127,14 @@ def test_runs_commit_while_upkeep_never_stops(tmp_path: Path, start: Start, cata
     committers = {
         run: start("commit", catalog=catalog_uri, home=home, run=run, commits=20, finishes=run == "a") for run in "abc"
     }
-    said = {run: process.end() for run, process in committers.items()}
+    output = {run: process.end() for run, process in committers.items()}
     stop.touch()
     kept = keeper.end()
     assert sum(each["removed"] for each in kept) > 0
     run_upkeep(lakehouse, keep=2)
     found = check_ledger(lakehouse)
     assert found.keys() == set("abc")
-    for run, lines in said.items():
+    for run, lines in output.items():
         answered = [line["committed"] for line in lines if "committed" in line]
         assert [row.checkpoint_id for row in found[run] if isinstance(row, CheckpointRow)] == answered
         advances = [(row.checkpoint_id, row.key_group) for row in found[run] if isinstance(row, AdvanceRow)]
@@ -174,9 +174,9 @@ def test_commit_after_claim_is_refused(tmp_path: Path, start: Start, interruptio
         run_upkeep(lakehouse, keep=1)
     before = ledger.rows("r")
     process.send_signal(signal.SIGCONT)
-    (said,) = late.end(status=80)
-    assert said["error"] == "Fenced"
-    assert "owned by attempt 2" in said["message"]
+    (output,) = late.end(status=80)
+    assert output["error"] == "Fenced"
+    assert "owned by attempt 2" in output["message"]
     assert ledger.rows("r") == before
     check_ledger(lakehouse)
 

@@ -32,7 +32,7 @@ def test_rows_replayed_are_counted_not_estimated(arena: Arena) -> None:
     assert sum(found[f"{phase}_s"] for phase in phases) == pytest.approx(found["total_s"], abs=1.0)
     shown = dlac("incidents", home=arena.home)
     assert shown.returncode == 0, shown.stderr
-    assert all(said in shown.stdout for said in ("SIGKILL", "first step", "44", "resumed"))
+    assert all(text in shown.stdout for text in ("SIGKILL", "first step", "44", "resumed"))
     assert dlac("incidents", "nobody", home=arena.home).returncode == 64
     assert launch.of("failure")[0]["phase"] == "checkpoint"
     assert [each.outcome for each in recoveries_of(arena.lakehouse, "r")] == ["resumed"]

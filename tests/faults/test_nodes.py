@@ -124,13 +124,13 @@ def test_leaving_node_passes_run_on(campaign: Arena, together: JobSpec) -> None:
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as leaves:
         wait_for_checkpoint(campaign, together.run, 2)
         leaves.terminate()
-        said, _ = leaves.communicate(timeout=60)
-    assert leaves.returncode == 0, said
-    assert "stopped at step" in " ".join(said.split())
+        output, _ = leaves.communicate(timeout=60)
+    assert leaves.returncode == 0, output
+    assert "stopped at step" in " ".join(output.split())
     assert stays.wait() == 0, stays.stderr
     check_exact(campaign, together.run, [2, 1])
     assert not stays.of("failure")
-    assert [told["rows_replayed"] for told in stays.of("recovered")] == [0] * len(stays.of("recovered"))
+    assert [event["rows_replayed"] for event in stays.of("recovered")] == [0] * len(stays.of("recovered"))
 
 
 @pytest.mark.soak
@@ -250,8 +250,8 @@ def test_preemption_without_time_is_recorded(campaign: Arena, who: str) -> None:
     leaves, stays = (leader, other) if who == "the leader" else (other, leader)
     os.kill(leaves.of("attempt")[-1]["pids"][0], signal.SIGUSR1)
     assert [launch.wait() for launch in (leaves, stays)] == [0, 0], (leaves.stderr, stays.stderr)
-    (told,) = leader.of("preempted")
+    (event,) = leader.of("preempted")
     (left,) = [each for each in recoveries_of(campaign.lakehouse, run) if each.cause.startswith("leaving: node ")]
-    assert left.rows_replayed == told["lost_rows"] > 0
+    assert left.rows_replayed == event["lost_rows"] > 0
     assert left.work_lost_s
     check_exact(campaign, run, [2, 1])

@@ -75,14 +75,19 @@ def test_signal_to_one_rank_reaches_all(campaign: Arena, number: signal.Signals)
     os.kill(ranks[1].pid, number)
     assert launch.wait() == 0, launch.stderr
     check_gone(ranks)
-    (told,) = launch.of("preempted")
-    assert (told["notice"], told["committed"], told["lost_steps"], told["lost_rows"]) == (number.name, True, 0, 0)
-    assert told["deadline_s"] == 20.0
+    (preempted,) = launch.of("preempted")
+    assert (preempted["notice"], preempted["committed"], preempted["lost_steps"], preempted["lost_rows"]) == (
+        number.name,
+        True,
+        0,
+        0,
+    )
+    assert preempted["deadline_s"] == 20.0
     assert launch.of("ended")[0]["ending"] == "stopped"
     assert launch.of("checkpoint")[-1]["reason"] == number.name
-    assert campaign.lineage(run)[-1].step == told["step"] < 63
+    assert campaign.lineage(run)[-1].step == preempted["step"] < 63
     again = finish_exactly(campaign, run)
-    assert again.of("attempt")[0]["step"] == told["step"]
+    assert again.of("attempt")[0]["step"] == preempted["step"]
 
 
 @pytest.mark.soak
@@ -98,9 +103,9 @@ def test_signal_to_process_tree_makes_checkpoint(campaign: Arena, start: str) ->
         process.send_signal(signal.SIGTERM)
     assert launch.wait() == 0, launch.stderr
     check_gone(tree)
-    (told,) = launch.of("preempted")
-    assert (told["notice"], told["committed"], told["lost_steps"]) == ("SIGTERM", True, 0)
-    assert campaign.lineage(run)[-1].step == told["step"] < 63
+    (preempted,) = launch.of("preempted")
+    assert (preempted["notice"], preempted["committed"], preempted["lost_steps"]) == ("SIGTERM", True, 0)
+    assert campaign.lineage(run)[-1].step == preempted["step"] < 63
     finish_exactly(campaign, run)
 
 
@@ -116,9 +121,9 @@ def test_termination_url_gets_its_headers(campaign: Arena) -> None:
         gone.set()
         assert launch.wait() == 0, launch.stderr
     assert set(tokens) == {"abc"}
-    (told,) = launch.of("preempted")
-    assert (told["notice"], told["committed"]) == ("termination_url", True)
-    assert campaign.lineage(run)[-1].step == told["step"]
+    (preempted,) = launch.of("preempted")
+    assert (preempted["notice"], preempted["committed"]) == ("termination_url", True)
+    assert campaign.lineage(run)[-1].step == preempted["step"]
     finish_exactly(campaign, run)
 
 
@@ -146,14 +151,14 @@ def test_no_checkpoint_without_time(campaign: Arena) -> None:
     os.kill(launch.process.pid, signal.SIGTERM)
     launch.wait()
     check_gone(ranks)
-    told = launch.of("preempted")[-1]
-    assert not told["committed"]
+    preempted = launch.of("preempted")[-1]
+    assert not preempted["committed"]
     head = campaign.lineage(run)[-1]
     assert head.step == 10
-    assert told["lost_steps"] == told["step"] - 10 > 0
-    assert told["lost_rows"] == told["lost_steps"] * 32
+    assert preempted["lost_steps"] == preempted["step"] - 10 > 0
+    assert preempted["lost_rows"] == preempted["lost_steps"] * 32
     log = "".join(path.read_text() for path in (campaign.home / "checkpoints" / run).glob("launch-*/rank-*.log"))
-    assert f"checkpoint {head.checkpoint_id!r} of step 10 stays the head, and {told['lost_steps']} steps" in log
+    assert f"checkpoint {head.checkpoint_id!r} of step 10 stays the head, and {preempted['lost_steps']} steps" in log
     assert finish_exactly(campaign, run).of("attempt")[0]["step"] == 10
 
 
@@ -204,6 +209,6 @@ def test_checkpoint_in_progress_is_awaited(campaign: Arena) -> None:
     os.kill(launch.process.pid, signal.SIGTERM)
     launch.wait()
     assert [row.step for row in campaign.lineage(run)] == [20, 40]
-    told = launch.of("preempted")[-1]
-    assert told["lost_steps"] == told["step"] - 40 > 0
+    preempted = launch.of("preempted")[-1]
+    assert preempted["lost_steps"] == preempted["step"] - 40 > 0
     assert finish_exactly(campaign, run).of("attempt")[0]["step"] == 40

@@ -52,12 +52,12 @@ def test_rehearsal_is_identical_and_clean(campaign: Arena) -> None:
     before, entries = production(campaign, "reference"), len(campaign.entries("reference"))
     done = dlac("rehearse", "reference", "--json", home=campaign.home)
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
+    report = json.loads(done.stdout)
     parent, head = campaign.lineage("reference")[-2:]
-    assert (told["checkpoint_id"], told["successor"]) == (parent.checkpoint_id, head.checkpoint_id)
-    assert (told["world_size"], told["identical"], told["config_changed"]) == (2, True, False)
-    assert [step["step"] for step in told["steps"]] == list(range(parent.step + 1, head.step + 1))
-    assert [step["replayed"] for step in told["steps"]] == list(head.losses)
+    assert (report["checkpoint_id"], report["successor"]) == (parent.checkpoint_id, head.checkpoint_id)
+    assert (report["world_size"], report["identical"], report["config_changed"]) == (2, True, False)
+    assert [step["step"] for step in report["steps"]] == list(range(parent.step + 1, head.step + 1))
+    assert [step["replayed"] for step in report["steps"]] == list(head.losses)
     assert production(campaign, "reference") == before
     assert len(campaign.entries("reference")) == entries
 

@@ -19,10 +19,10 @@ def test_every_fault_kind_is_healed(tmp_path: Path) -> None:
     out = tmp_path / "soak.json"
     command = [sys.executable, "-m", "benchmarks.soak", "--quick", "--out", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    said = f"{done.stdout[-4000:]}\n{done.stderr[-2000:]}"
-    assert done.returncode == 0, said
+    output = f"{done.stdout[-4000:]}\n{done.stderr[-2000:]}"
+    assert done.returncode == 0, output
     campaign = json.loads(out.read_text())
     struck = {fault["kind"] for fault in campaign["faults"]}
     assert struck == KINDS.keys() - campaign["skipped"]
-    assert sum(fault["told"]["quarantined"] for fault in campaign["faults"]) == 2, said
+    assert sum(fault["told"]["quarantined"] for fault in campaign["faults"]) == 2, output
     assert not any(campaign["left"].values())

@@ -26,7 +26,7 @@ def finish_and_compare(campaign: Arena, run: str) -> Launch:
     """Launch the run again. Check that it resumes, finishes, and equals the undisturbed run."""
     again = campaign.launch(campaign.spec(run))
     assert again.wait() == 0, again.stderr
-    shares = [told["bytes"] / told["of"] for told in again.of("verifying")]
+    shares = [event["bytes"] / event["of"] for event in again.of("verifying")]
     assert shares == sorted(shares)
     assert (shares[0], shares[-1]) == (0.0, 1.0)
     assert campaign.journal(run) == campaign.journal("reference")

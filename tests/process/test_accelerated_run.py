@@ -35,9 +35,9 @@ def test_device_run_is_identical(arena: Arena) -> None:
     """Rows and recorded losses are those of a run on the CPU, and no step waits for its loss."""
     arena.table(appends=(600,))
     expected = arena.train(spec_of(arena, "host"))
-    said = use(arena, "train", spec_of(arena, "device"))
-    assert said.returncode == 0, said.stderr
-    found = json.loads(said.stdout.splitlines()[-1])
+    result = use(arena, "train", spec_of(arena, "device"))
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout.splitlines()[-1])
     assert {int(step): rows for step, rows in found["seen"].items()} == expected
     assert not any(found["waited"])
     losses = [[loss for row in arena.lineage(run) for loss in row.losses] for run in ("host", "device")]
@@ -50,9 +50,9 @@ def test_next_attempt_waits_for_losses(arena: Arena) -> None:
     """Each step waits for its loss until the first checkpoint. A late error would be blamed on the rows of a later step."""
     arena.table(appends=(600,))
     assert use(arena, "train", spec_of(arena, "device", dies_at=8)).returncode == 1
-    said = use(arena, "train", spec_of(arena, "device"))
-    assert said.returncode == 0, said.stderr
-    found = json.loads(said.stdout.splitlines()[-1])
+    result = use(arena, "train", spec_of(arena, "device"))
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout.splitlines()[-1])
     assert list(found["seen"]) == [str(step) for step in range(6, 20)]
     assert found["waited"] == [True] * 5 + [False] * 9
 
@@ -61,9 +61,9 @@ def test_next_attempt_waits_for_losses(arena: Arena) -> None:
 def test_device_nan_stops_run(arena: Arena) -> None:
     """The head is the checkpoint before the first NaN, which is detected before the next checkpoint."""
     arena.table(appends=(600,))
-    said = use(arena, "train", spec_of(arena, "device", nan_from=9))
-    assert "LossNotFinite" in said.stderr
-    assert "at step 9" in said.stderr
+    result = use(arena, "train", spec_of(arena, "device", nan_from=9))
+    assert "LossNotFinite" in result.stderr
+    assert "at step 9" in result.stderr
     status = run_status(arena.lakehouse, "device")
     assert (status["step"], status["state"]) == (5, "open")
     assert LossNotFinite.__name__ in status["gave_up"]
@@ -73,7 +73,7 @@ def test_device_nan_stops_run(arena: Arena) -> None:
 def test_device_loader_is_identical(arena: Arena) -> None:
     """Order and contents are the same, with and without workers, for batches and for the results of a function."""
     arena.table(appends=(600,))
-    said = use(arena, "read", spec_of(arena, "device"))
-    assert said.returncode == 0, said.stderr
-    found = json.loads(said.stdout.splitlines()[-1])
+    result = use(arena, "read", spec_of(arena, "device"))
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout.splitlines()[-1])
     assert found == {"same": dict.fromkeys(("workers 0", "workers 1", "inputs", "pinned"), True), "steps": 19}

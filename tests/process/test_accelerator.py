@@ -21,9 +21,9 @@ PROGRAM = Path(__file__).parents[1] / "programs" / "use_fake_device.py"
 @pytest.fixture(scope="module")
 def found() -> Any:
     """The results of the program."""
-    said = subprocess.run([sys.executable, str(PROGRAM)], capture_output=True, text=True, check=False)
-    assert said.returncode == 0, said.stderr
-    return json.loads(said.stdout)
+    result = subprocess.run([sys.executable, str(PROGRAM)], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
 
 
 def test_batches_are_copied_on_own_stream(found: Any) -> None:

@@ -73,13 +73,13 @@ def pair(tmp_path: Path) -> Iterator[LaunchedNodes]:
 def launched_nodes(folder: Path, count: int, *, timeout_s: int = 60) -> Iterator[LaunchedNodes]:
     """Yield `count` nodes with a launch folder each."""
     spec = waiting_job(folder)
-    with rounds(count, timeout_s=timeout_s) as talking, ExitStack() as stack:
+    with rounds(count, timeout_s=timeout_s) as running_rounds, ExitStack() as stack:
         groups = []
-        for place, crew in enumerate(talking):
+        for place, node_round in enumerate(running_rounds):
             (launch := folder / f"launch-{place}").mkdir()
-            groups.append(RankStarter().start(spec, launch, crew.share))
+            groups.append(RankStarter().start(spec, launch, node_round.share))
             stack.callback(groups[-1].end)
-        yield LaunchedNodes(groups, talking)
+        yield LaunchedNodes(groups, running_rounds)
 
 
 def waiting_job(folder: Path) -> JobSpec:

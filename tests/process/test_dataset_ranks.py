@@ -93,8 +93,8 @@ def run(folder: Path, world_size: int, workers: int, program: str = PROGRAM, **s
     ranks, store = [], f"{folder}/{token_hex(4)}"
     for rank in range(world_size):
         env = {**os.environ, "PYTHONPATH": str(ROOT)}
-        said = [str(folder), str(workers), json.dumps({**SETTINGS, **settings}), str(rank), str(world_size), store]
-        command = [sys.executable, "-c", program, *said]
+        reports = [str(folder), str(workers), json.dumps({**SETTINGS, **settings}), str(rank), str(world_size), store]
+        command = [sys.executable, "-c", program, *reports]
         ranks.append(Forked(command, env=env, stderr=subprocess.PIPE, text=True))
     errors = [rank.communicate(timeout=200)[1] for rank in ranks]
     if any(rank.returncode for rank in ranks):
@@ -105,25 +105,25 @@ def run(folder: Path, world_size: int, workers: int, program: str = PROGRAM, **s
 @pytest.mark.parametrize("workers", [2, pytest.param(0, marks=pytest.mark.soak)])
 def test_ranks_share_streamed_dataset(lakehouse: Lakehouse, tmp_path: Path, workers: int) -> None:
     """Every rank has the same number of batches, short or empty at the end. Rows, counts and states are those of one rank."""
-    said = run(tmp_path, 2, workers)
+    reports = run(tmp_path, 2, workers)
     alone = open_dataset(lakehouse=lakehouse, **SETTINGS)
     states = {0: alone.state_dict()}
     batches = []
     for batch in alone:
         batches.append(batch)
         states[batch["dlac"]["step"]] = alone.state_dict()
-    assert [each["place"] for each in said] == [[0, 2], [1, 2]]
-    assert [len(each["steps"]) for each in said] == [len(batches)] * 2
-    assert min(len(each["steps"][-1][2]) for each in said) < 4
+    assert [each["place"] for each in reports] == [[0, 2], [1, 2]]
+    assert [len(each["steps"]) for each in reports] == [len(batches)] * 2
+    assert min(len(each["steps"][-1][2]) for each in reports) < 4
     for index, batch in enumerate(batches):
-        parts = [each["steps"][index] for each in said]
+        parts = [each["steps"][index] for each in reports]
         assert {part[0] for part in parts} == {index + 1}
         assert list(chain(*(part[1] for part in parts))) == batch["tokens"].tolist()
         assert list(chain(*(part[2] for part in parts))) == batch["dlac"]["valid"].tolist()
         assert {(part[3], part[4]) for part in parts} == {(batch["dlac"]["rows"], batch["dlac"]["tokens"])}
-    assert said[0]["state"] == said[1]["state"] == states[9]
-    assert said[0]["end"] == said[1]["end"]
-    assert list(open_dataset(lakehouse=lakehouse, state=said[0]["end"], **SETTINGS)) == []
+    assert reports[0]["state"] == reports[1]["state"] == states[9]
+    assert reports[0]["end"] == reports[1]["end"]
+    assert list(open_dataset(lakehouse=lakehouse, state=reports[0]["end"], **SETTINGS)) == []
 
 
 @pytest.mark.soak
@@ -131,9 +131,9 @@ def test_exhausted_rank_gives_empty_batches(lakehouse: Lakehouse, tmp_path: Path
     """The ranks resume one batch before the end, where some have no sample left, and at the end, with workers."""
     alone = open_dataset(lakehouse=lakehouse, **SETTINGS)
     states = [alone.state_dict() for _ in alone]
-    said = run(tmp_path, 2, 1, state=states[-2])
-    assert [len(each["steps"]) for each in said] == [1] * 2
-    assert not all(any(each["steps"][0][2]) for each in said)
+    reports = run(tmp_path, 2, 1, state=states[-2])
+    assert [len(each["steps"]) for each in reports] == [1] * 2
+    assert not all(any(each["steps"][0][2]) for each in reports)
     assert [each["steps"] for each in run(tmp_path, 2, 1, state=states[-1])] == [[]] * 2
 
 

@@ -49,7 +49,7 @@ def check_resizes(saved: Saved, *world_sizes: int) -> None:
     """Check that ranks of each world size load the saved state and continue training as the saving ranks would have."""
     for world_size in world_sizes:
         loaded = saved.load(world_size)
-        assert not any(loaded.codes), loaded.said
+        assert not any(loaded.codes), loaded.stderr
         assert_same(loaded.state, saved.state)
 
 
@@ -106,7 +106,7 @@ def test_unconvertible_state_is_refused_by_all(tmp_path: Path, what: dict[str, A
     """The error names frozen parameters at ZeRO 3 and optimizers without Adam's moments. The same number of ranks still loads."""
     saved = save(tmp_path, 2, **what)
     refused = saved.load(4)
-    assert all("WorldSizeUnsupported" in said for said in refused.said), refused.said
+    assert all("WorldSizeUnsupported" in stderr for stderr in refused.stderr), refused.stderr
     check_resizes(saved, 2)
 
 
@@ -119,7 +119,7 @@ def test_code_in_deepspeed_file_is_refused(tmp_path: Path, engine: str, world_si
     state = torch.load(path, weights_only=True)
     torch.save({**state, "extra": Touch(tmp_path / "was-run")}, path)
     refused = saved.load(world_size)
-    assert all("CheckpointUnsafe" in said for said in refused.said), refused.said
+    assert all("CheckpointUnsafe" in stderr for stderr in refused.stderr), refused.stderr
     assert not (tmp_path / "was-run").exists()
     torch.load(path, weights_only=False)
     assert (tmp_path / "was-run").exists()  # without the check it is run
@@ -241,7 +241,9 @@ def test_unloadable_state_blocks_no_rank(tmp_path: Path, engine: str) -> None:
     """All ranks finish the save and continue training before the failed writers report it."""
     saved = save(tmp_path, 2, engine=engine, keeps="enum")
     assert len(saved.state["losses"]) == STEPS + 2
-    assert any("SpecInvalid: " in said and "http.HTTPStatus at optimizer" in said for said in saved.said), saved.said
+    assert any("SpecInvalid: " in stderr and "http.HTTPStatus at optimizer" in stderr for stderr in saved.stderr), (
+        saved.stderr
+    )
 
 
 def test_newer_shard_format_is_refused(tmp_path: Path) -> None:

@@ -22,8 +22,8 @@ def test_kernels_are_named() -> None:
         "print(json.dumps(gpu_kernels.name_kernels(lambda: torch.nn.functional.max_unpool1d(pooled, at, 2))))\n"
         "print(torch.are_deterministic_algorithms_enabled())"
     )
-    said = subprocess.run([sys.executable, "-c", code], cwd=PROGRAMS, capture_output=True, text=True, check=True)
-    names, enabled = said.stdout.splitlines()
+    result = subprocess.run([sys.executable, "-c", code], cwd=PROGRAMS, capture_output=True, text=True, check=True)
+    names, enabled = result.stdout.splitlines()
     assert json.loads(names) == ["max_unpooling2d_forward_out"]
     assert enabled == "False"
 

@@ -50,8 +50,8 @@ def test_slurm_script_carries_request() -> None:
     env = {"NCCL_DEBUG": "WARN", "A": "pa$$word, 'x' $(HOME) ${app_id}\n%"}
     script = render_job(asked("slurm", {**SLURM, "env": env}))
     exports = script[script.index("export ") : script.index("export DLAC_FIRST_NODE")]
-    said = subprocess.run(["bash"], input=f"{exports}\nenv -0", text=True, check=True, capture_output=True).stdout
-    environment = dict(pair.split("=", 1) for pair in said.rstrip("\0").split("\0"))
+    output = subprocess.run(["bash"], input=f"{exports}\nenv -0", text=True, check=True, capture_output=True).stdout
+    environment = dict(pair.split("=", 1) for pair in output.rstrip("\0").split("\0"))
     assert {name: environment[name] for name in env} == env
     assert unpack(environment) == asked("slurm", {**SLURM, "env": env})
 

@@ -13,9 +13,9 @@ from jobs.train import continual_training_schedule, train_job
 def continual_training(context: dg.SensorEvaluationContext) -> list[dg.RunRequest] | dg.SkipReason:
     """Return the schedule's requests of the current time."""
     now = dg.build_schedule_context(instance=context.instance, repository_def=context.repository_def)
-    said = continual_training_schedule.evaluate_tick(now)
-    requests = list(said.run_requests or ())
-    return requests or dg.SkipReason(said.skip_message)
+    tick = continual_training_schedule.evaluate_tick(now)
+    requests = list(tick.run_requests or ())
+    return requests or dg.SkipReason(tick.skip_message)
 
 
 @dg.sensor(job=upkeep_job, minimum_interval_seconds=60, default_status=dg.DefaultSensorStatus.RUNNING)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dlac_pipeline.checkpoint.failures import failure_named
-from dlac_pipeline.checkpoint.failures import name_failure as told
+from dlac_pipeline.checkpoint.failures import name_failure as failure_message
 from dlac_pipeline.lakehouse.errors import (
     CheckpointError,
     DataFileUnreadable,
@@ -44,7 +44,7 @@ def test_error_kind_is_nearest_known_class() -> None:
     """An internal error class is sent as its nearest public base class, other classes by their own name."""
     unreadable = UnitUnreadable("gone", path="a.parquet", row_group=3)
     assert (error_kind(unreadable), error_kind(ValueError())) == ("DataFileUnreadable", "ValueError")
-    assert type(failure_named(told(unreadable, doing="reading"))) is DataFileUnreadable
+    assert type(failure_named(failure_message(unreadable, doing="reading"))) is DataFileUnreadable
 
 
 @pytest.mark.parametrize("kind", STRANGE)

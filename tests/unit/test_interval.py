@@ -116,16 +116,16 @@ def test_preempted_attempt_did_not_fail() -> None:
 def test_cost_is_read_from_row() -> None:
     """A checkpoint costs its stall, and a synchronous one its whole duration. Rows of older versions have no cost."""
     assert Cost.of_rows([row("checkpoint", 1, 0)]) is None
-    behind = row(
+    asynchronous = row(
         "checkpoint",
         1,
         1,
         bytes=1,
         phases={"stall": 0.5, "copy": 0.5, "write": 1.0, "seal": 1.0, "sync": 9.0, "vote": 0.5},
     )
-    assert Cost.of_rows([behind]) == Cost(lost_s=0.5, total_s=3.0)
+    assert Cost.of_rows([asynchronous]) == Cost(lost_s=0.5, total_s=3.0)
     waited = row("checkpoint", 1, 2, bytes=1, phases={"write": 2.0, "vote": 0.5})
-    assert Cost.of_rows([behind, waited]) == Cost(lost_s=2.5, total_s=2.5)
+    assert Cost.of_rows([asynchronous, waited]) == Cost(lost_s=2.5, total_s=2.5)
 
 
 def test_slower_steps_count_as_cost() -> None:
@@ -163,8 +163,8 @@ def test_similar_interval_is_not_reported() -> None:
     assert interval.news() is not None
     assert interval.news() is None
     interval.committed(60.0, {"stall": 1.0, "total": 1.0})
-    told = interval.news()
-    assert told is not None
+    news = interval.news()
+    assert news is not None
     interval.committed(120.0, {"stall": 1.1, "total": 1.1})
     assert interval.news() is None
     interval.committed(180.0, {"stall": 4.0, "total": 4.0})

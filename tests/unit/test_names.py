@@ -148,8 +148,8 @@ def test_command_creates_nothing(begun: Arena, command: list[str], run: str, err
     """A command for a missing run lists similar names. It makes no row, no folder and no file."""
     arena, job = begun, begun.home / "job.json.yaml"
     before = sorted(path for path in arena.home.parent.rglob("*") if "catalog.db" not in path.name)
-    said = {"RUN": run, "SPEC": str(job), "w.safetensors": str(arena.home / "w.safetensors")}
-    arguments = [said.get(word, word) for word in command]
+    replacements = {"RUN": run, "SPEC": str(job), "w.safetensors": str(arena.home / "w.safetensors")}
+    arguments = [replacements.get(word, word) for word in command]
     with pytest.raises(error) as refused:
         app([*arguments, "--home", str(arena.home)], standalone_mode=False)
     assert error is SpecInvalid or "did you mean 'night-3'" in str(refused.value)

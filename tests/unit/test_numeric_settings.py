@@ -65,10 +65,10 @@ def test_every_number_is_bounded() -> None:
             listed = str(field.annotation).startswith("list")
             with pytest.raises(ValidationError) as caught:
                 model.model_validate({name: [value] if listed else value})
-            said = [problem_said(each, model) for each in caught.value.errors() if each["loc"][0] == name]
-            assert said, f"{model.__name__}.{name} takes {value!r}"
-            assert repr(value) in said[0], said
-            assert any(str(bound) in said[0] for bound in bounds_of(field).values()), said
+            problems = [problem_said(each, model) for each in caught.value.errors() if each["loc"][0] == name]
+            assert problems, f"{model.__name__}.{name} takes {value!r}"
+            assert repr(value) in problems[0], problems
+            assert any(str(bound) in problems[0] for bound in bounds_of(field).values()), problems
 
 
 def kind(option: Any) -> object:
@@ -96,8 +96,8 @@ def test_every_option_is_bounded() -> None:
                 result = runner.invoke(app, [name, *needed, f"{option.opts[0]}={value}"])
                 assert result.exit_code == 2, (name, option.name, value, result.output, result.exception)
                 assert f"--{str(option.name).replace('_', '-')}" in result.output
-                said = (value, *bounds(option), "valid integer")
-                assert any(each in result.output for each in said), result.output
+                problems = (value, *bounds(option), "valid integer")
+                assert any(each in result.output for each in problems), result.output
     assert found >= 4
 
 

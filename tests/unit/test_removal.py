@@ -85,8 +85,8 @@ def test_failed_removal_is_retried_and_logged_once(store: Store, caplog: pytest.
         head = store.row(number)
         wait_for_removals()
     assert store.existing == [1, 3, 6, 7]
-    (said,) = caplog.records
-    assert "the folder is not empty" in said.getMessage()
+    (record,) = caplog.records
+    assert "the folder is not empty" in record.getMessage()
     store.stuck = set()
     retention.committed(head, [])
     wait_for_removals()

@@ -100,7 +100,7 @@ def test_journal_counts_attempt_of_checkpoint() -> None:
 
 def test_unhealed_fault_is_reported() -> None:
     """The page of a failed campaign differs from that of a successful one."""
-    told = {"recoveries": 0, "noticed_by": [], "outcomes": [], "rows_replayed": 0, "quarantined": 0}
+    facts = {"recoveries": 0, "noticed_by": [], "outcomes": [], "rows_replayed": 0, "quarantined": 0}
     fault = {
         "number": 1,
         "kind": "rank killed",
@@ -109,7 +109,7 @@ def test_unhealed_fault_is_reported() -> None:
         "step": 17,
         "what": "SIGKILL to rank 1",
         "recovery_s": None,
-        "told": {**told, **dict.fromkeys(PHASES, 0.0)},
+        "told": {**facts, **dict.fromkeys(PHASES, 0.0)},
     }
     run = {"attempts": 1, "finished": True, "audit_exact": False, "journal_agrees": True, "losses_identical": True}
     where = {"minutes_taken": 1.0, "seed": 1, "day": "2026-11-22", "machine": "2 cores", "skipped": ["store full"]}
@@ -124,7 +124,7 @@ def test_unhealed_fault_is_reported() -> None:
             **where,
         }
     )
-    for said in (
+    for text in (
         "TrainingFailed: stuck",
         "Healed: 0 of 1",
         "**It failed:**",
@@ -132,4 +132,4 @@ def test_unhealed_fault_is_reported() -> None:
         "locks: soak-001",
         "store full",
     ):
-        assert said in page
+        assert text in page

@@ -91,10 +91,10 @@ def test_message_hides_sections_and_parser() -> None:
     """The error of a missing field does not repeat its section. A validator's message is not changed."""
     with pytest.raises(SpecInvalid) as caught:
         parse_spec({**changed("order", batch_size=30), "source": {"columns": ["x", "x"]}}, origin="'job.toml'")
-    said = str(caught.value)
-    assert "source.table: Field required\n" in said
-    assert "Value error" not in said
-    assert "{" not in said
+    message = str(caught.value)
+    assert "source.table: Field required\n" in message
+    assert "Value error" not in message
+    assert "{" not in message
 
 
 def test_every_field_is_described() -> None:
@@ -109,12 +109,12 @@ def test_every_field_is_described() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "steps"),
+    ("values", "steps"),
     [({}, 100), ({"every_steps": 7}, 7), ({"every_s": 30}, None), ({"every_s": 30, "every_steps": 7}, 7)],
 )
-def test_seconds_replace_steps(said: dict[str, Any], steps: int | None) -> None:
+def test_seconds_replace_steps(values: dict[str, Any], steps: int | None) -> None:
     """A spec with a time alone has no checkpoints at multiples of steps, and neither has its JSON."""
-    spec = parse_spec(changed("checkpoint", **said), origin="here")
+    spec = parse_spec(changed("checkpoint", **values), origin="here")
     assert spec.checkpoint.steps_between == steps
     assert JobSpec.model_validate_json(spec.model_dump_json()) == spec
 

@@ -15,8 +15,8 @@ def messages_of(syncs: StepSyncs, steps: int, *, stop_at: int = 0) -> list[tuple
     """Return (step of its arrival, message) for ranks whose loss is the step's number."""
     received = []
     for step in range(1, steps + 1):
-        says = RankReport(notice="SIGTERM", notice_age_s=1.5) if 0 < stop_at <= step else QUIET
-        sync = syncs.step_done(step, loss=float(step), report=says)
+        report = RankReport(notice="SIGTERM", notice_age_s=1.5) if 0 < stop_at <= step else QUIET
+        sync = syncs.step_done(step, loss=float(step), report=report)
         if sync is not None:
             received.append((step, sync))
     return received + [(steps, sync) for sync in syncs.flush()]

@@ -83,8 +83,8 @@ def test_unusable_rendezvous_is_refused(address: str) -> None:
 def test_group_store_listens_at_master(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0's store of the process group, which a script makes itself, is the store that DLAC has opened."""
     port = own_port()
-    said = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    for name, value in said.items():
+    variables = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    for name, value in variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(process_group, "_SERVED", [])
     process_group.serve_group_store()

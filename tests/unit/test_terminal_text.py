@@ -83,10 +83,10 @@ def test_terminal_keeps_colours() -> None:
 @pytest.mark.parametrize("hostile", HOSTILE[:-1])
 def test_errors_obey_nothing(hostile: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """An error quotes the value found, and its codes have no effect."""
-    said: Any = io.StringIO()
-    monkeypatch.setattr(main, "ERR", shared._SafeConsole(file=said))
+    output: Any = io.StringIO()
+    monkeypatch.setattr(main, "ERR", shared._SafeConsole(file=output))
     with pytest.raises(SystemExit):
         main._end(f"SpecInvalid: found {hostile}", 64)
-    assert is_safe(said.getvalue())
+    assert is_safe(output.getvalue())
     assert capsys.readouterr().out == ""
     assert sys.stdout is not None

@@ -106,7 +106,7 @@ def test_other_json_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_missing_transformers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A name that is no file needs transformers, and the error says so."""
+    """A name that is no file needs transformers, and the error names it."""
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(TokenizerUnreadable, match="install transformers"):
         load_tokenizer("gpt2")
