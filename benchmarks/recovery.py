@@ -73,7 +73,7 @@ def campaign(home: Path, side: str, kills: int, chance: random.Random) -> tuple[
     stamps = home / "stamps"
     training = _Bare(home, lakehouse, stamps) if side == "bare" else _Supervised(home, side, stamps)
     found = []
-    with _running(training):
+    with _run(training):
         steps_after(stamps, 0.0, 2 * EVERY_STEPS)
         for _ in range(kills):
             pids = training.pids()
@@ -86,7 +86,7 @@ def campaign(home: Path, side: str, kills: int, chance: random.Random) -> tuple[
 
 
 @contextmanager
-def _running(training: _Training) -> Iterator[None]:
+def _run(training: _Training) -> Iterator[None]:
     try:
         yield
     finally:

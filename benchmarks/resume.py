@@ -67,7 +67,7 @@ def _measure(home: Path, kind: Kind, *, shuffle: bool, rounds: int) -> dict[str,
             seconds[step].append(_first_batch_s(home, kind, leg, step, shuffle=shuffle))
     medians = [statistics.median(each[1:]) for each in seconds.values()]  # the first round warms the page cache
     replay_s = min(_replay_s(home, kind, leg, at[-1], shuffle=shuffle) for _ in range(2))
-    counted = _counted(home, kind, leg, at[1], shuffle=shuffle)
+    counted = _count_reads(home, kind, leg, at[1], shuffle=shuffle)
     print(
         json.dumps({"shuffle": shuffle, "seconds": seconds, "replay_s": replay_s, "loadavg": os.getloadavg()}),
         flush=True,
@@ -91,13 +91,13 @@ def _measure(home: Path, kind: Kind, *, shuffle: bool, rounds: int) -> dict[str,
     }
 
 
-def _opened(home: Path, kind: Kind, leg: Leg, *, shuffle: bool) -> OpenLeg:
+def _open_leg(home: Path, kind: Kind, leg: Leg, *, shuffle: bool) -> OpenLeg:
     return open_leg(Plans(Lake(home).lakehouse), leg, job(home, kind, shuffle=shuffle))
 
 
 def _first_batch_s(home: Path, kind: Kind, leg: Leg, step: int, *, shuffle: bool) -> float:
     started = time.perf_counter()
-    with closing(_opened(home, kind, leg, shuffle=shuffle).reader(rank=0, world_size=1, step=step)) as reader:
+    with closing(_open_leg(home, kind, leg, shuffle=shuffle).reader(rank=0, world_size=1, step=step)) as reader:
         batch = next(iter(reader))
         assert batch.step == step + 1
         return time.perf_counter() - started
@@ -105,7 +105,7 @@ def _first_batch_s(home: Path, kind: Kind, leg: Leg, step: int, *, shuffle: bool
 
 def _replay_s(home: Path, kind: Kind, leg: Leg, step: int, *, shuffle: bool) -> float:
     started = time.perf_counter()
-    with closing(_opened(home, kind, leg, shuffle=shuffle).reader(rank=0, world_size=1)) as reader:
+    with closing(_open_leg(home, kind, leg, shuffle=shuffle).reader(rank=0, world_size=1)) as reader:
         last = deque(itertools.islice(reader, step + 1), maxlen=1).pop()
         assert last.step == step + 1
         return time.perf_counter() - started
@@ -119,9 +119,9 @@ class _Count:
     groups: set[tuple[str, int]] = field(default_factory=set)
 
 
-def _counted(home: Path, kind: Kind, leg: Leg, step: int, *, shuffle: bool) -> _Count:
+def _count_reads(home: Path, kind: Kind, leg: Leg, step: int, *, shuffle: bool) -> _Count:
     """Count the reads until the first batch. Nothing is decoded ahead, because there is no budget for it."""
-    opened = _opened(home, kind, leg, shuffle=shuffle)
+    opened = _open_leg(home, kind, leg, shuffle=shuffle)
     with (
         _counting() as count,
         closing(opened.reader(rank=0, world_size=1, step=step, budget_bytes=0)) as reader,

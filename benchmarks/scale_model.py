@@ -37,7 +37,7 @@ import torch
 from benchmarks.control_lab.scenario import ONE
 from benchmarks.control_plane import figures_of, lakehouse, measure
 from benchmarks.figures import Figure, report
-from benchmarks.programs.scale_processes import Together, joined
+from benchmarks.programs.scale_processes import Together, join_ranks
 from benchmarks.recovery import campaign
 from dlac_pipeline.checkpoint.files import StoreFiles, file_digest
 from dlac_pipeline.checkpoint.manifest import FileEntry, verify_entries
@@ -112,10 +112,10 @@ def main() -> None:
     options.add_argument("--control", type=Path, help="what benchmarks.control_plane printed")
     chosen = options.parse_args()
     quick = chosen.quick
-    control = _control_plane() if chosen.control is None else _printed(chosen.control)
+    control = _control_plane() if chosen.control is None else _read_points(chosen.control)
     counts = (2, 4, 8) if quick else (2, 4, 8, 16, 32)
-    joins = {count: [joined(count, lazily=True) for _ in range(_REPEATS)] for count in counts}
-    eager = {count: _medians([joined(count, lazily=False)["group"] for _ in range(_REPEATS)]) for count in counts}
+    joins = {count: [join_ranks(count, lazily=True) for _ in range(_REPEATS)] for count in counts}
+    eager = {count: _medians([join_ranks(count, lazily=False)["group"] for _ in range(_REPEATS)]) for count in counts}
     groups = {count: _medians([each["group"] for each in runs]) for count, runs in joins.items()}
     votes = {count: _medians([each["vote"] for each in runs]) for count, runs in joins.items()}
     print(json.dumps({"assumed": ASSUMPTIONS, "loadavg": os.getloadavg()}), flush=True)
@@ -137,7 +137,7 @@ def main() -> None:
     figures = {f"assumed_{name}": Figure(value=value, unit=unit) for name, (value, unit) in ASSUMED.items()}
     figures |= _measured_figures(parts)
     for name, measured in (("group", groups), ("group_by_default", eager), ("vote", votes)):
-        figures |= _grown(name, measured)
+        figures |= _growth(name, measured)
     for nodes, each in control.items():
         figures |= {f"measured_{name}_{nodes}_nodes": Figure(value=value, unit="s") for name, value in each.items()}
     for ranks, seconds in _GLOO_S.items():
@@ -147,10 +147,10 @@ def main() -> None:
         value=max(each["connect"].wall_s for each in joins[counts[-1]]),
         unit=f"s, {counts[-1]} processes at once, worst",
     )
-    report("scale_model", figures | _modelled(parts))
+    report("scale_model", figures | _model_figures(parts))
 
 
-def _modelled(parts: Measured) -> dict[str, Figure]:
+def _model_figures(parts: Measured) -> dict[str, Figure]:
     """Return both recoveries at every size, and their parts at sizes with a bar."""
     launch = LaunchSpec(script="")
     timeouts_s = launch.node_timeout_s + launch.last_call_s
@@ -197,7 +197,7 @@ def _measured_figures(parts: Measured) -> dict[str, Figure]:
     }
 
 
-def _grown(name: str, measured: dict[int, Together]) -> dict[str, Figure]:
+def _growth(name: str, measured: dict[int, Together]) -> dict[str, Figure]:
     found: dict[str, Figure] = {}
     for count, each in measured.items():
         found |= {
@@ -215,7 +215,7 @@ def _control_plane() -> dict[int, dict[str, float]]:
     return _points({name: {"value": figure.value} for name, figure in figures_of(found).items()})
 
 
-def _printed(file: Path) -> dict[int, dict[str, float]]:
+def _read_points(file: Path) -> dict[int, dict[str, float]]:
     """Read recoveries of real supervisors that another program measured."""
     return _points(json.loads(file.read_text().splitlines()[-1])["figures"])
 

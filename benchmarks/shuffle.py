@@ -120,7 +120,7 @@ def py1e(case: Case, pass_index: int) -> Ints:
     random.shuffle(spans)
     nodes = _split(spans, total, _CANONICAL_NODES)
     # Every canonical node's samples are shifted within its own line. A batch takes from all nodes in turn.
-    lines = [_shifted(node, random) for node in nodes]
+    lines = [_shift(node, random) for node in nodes]
     length = min(len(line) for line in lines)
     return np.stack([line[:length] for line in lines], axis=1).reshape(-1)
 
@@ -140,7 +140,7 @@ def _split(spans: list[tuple[int, int]], total: int, nodes: int) -> list[list[tu
     return parts
 
 
-def _shifted(spans: list[tuple[int, int]], random: np.random.Generator) -> Ints:
+def _shift(spans: list[tuple[int, int]], random: np.random.Generator) -> Ints:
     sizes = np.array([end - begin for begin, end in spans])
     rows = np.concatenate([random.permutation(np.arange(begin, end)) for begin, end in spans])
     starts = np.repeat(np.cumsum(sizes) - sizes, sizes)

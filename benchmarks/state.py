@@ -167,7 +167,7 @@ def _plan(units: int) -> None:
 def _open(units: int) -> None:
     """Load a written plan, and open the order at 99 % of the third pass, like a rank before it reads."""
     with tempfile.TemporaryDirectory(prefix="dlac-state-") as home:
-        row = _written_by_another(Path(home), units)
+        row = _write_elsewhere(Path(home), units)
         lakehouse = connect(LakehouseConfig().at_home(Path(home)))
         before, started = _rss(), time.perf_counter()
         plan = unit_table(read_units(lakehouse, row))
@@ -191,7 +191,7 @@ def _open(units: int) -> None:
         )
 
 
-def _written_by_another(home: Path, units: int) -> PlanRow:
+def _write_elsewhere(home: Path, units: int) -> PlanRow:
     """Return the plan, written by a process that has ended, so that its memory does not count."""
     command = [sys.executable, "-m", "benchmarks.state", "--part", f"write:{home}", str(units)]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)

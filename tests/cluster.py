@@ -25,7 +25,7 @@ LOST = JobState(name="RUNNING", first_node_lost=True)
 Answer = JobState | Exception | None | Callable[[], JobState | None]
 
 
-def asked(on: str, cluster: dict[str, Any], **launch: Any) -> Request:
+def cluster_request(on: str, cluster: dict[str, Any], **launch: Any) -> Request:
     """Return a request for a job on a scheduler."""
     return Request(
         spec=parse_spec(

@@ -41,12 +41,12 @@ def wait_for_step(live: LiveRun, dagster: LocalDagster, run_id: str, step: int) 
     """Wait until the ranks have finished a step."""
     with dagster.instance() as instance:
 
-        def reached() -> bool:
+        def has_reached() -> bool:
             run = instance.get_run_by_id(run_id)
             assert run is None or not run.is_finished, f"{run.status} before step {step}"
             return live.step() >= step
 
-        wait_until(reached, what=f"step {step}")
+        wait_until(has_reached, what=f"step {step}")
 
 
 def events_of(dagster: LocalDagster, run_id: str, kind: dg.DagsterEventType) -> list[Any]:
@@ -69,7 +69,7 @@ def runs_that_recover(dagster: LocalDagster, run_id: str) -> list[dg.DagsterRun]
         return list(instance.get_runs(dg.RunsFilter(tags={"dlac/recovers": run_id})))
 
 
-def trained_to(dagster: LocalDagster, spec: JobSpec, *, step: int = 15) -> tuple[str, list[psutil.Process]]:
+def train_to(dagster: LocalDagster, spec: JobSpec, *, step: int = 15) -> tuple[str, list[psutil.Process]]:
     """Launch a Dagster run, wait for a step, and return its id and its processes, from the run's own to the ranks."""
     live = LiveRun(spec.checkpoint.store, spec.run)
     run_id = dagster.launch("train_job", job_config(spec))
@@ -79,7 +79,7 @@ def trained_to(dagster: LocalDagster, spec: JobSpec, *, step: int = 15) -> tuple
     return run_id, [worker, *worker.children(recursive=True)]
 
 
-def gone(processes: list[psutil.Process]) -> bool:
+def have_ended(processes: list[psutil.Process]) -> bool:
     """Return whether none of the processes runs. A zombie does not run."""
     return not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in processes)
 

@@ -95,7 +95,7 @@ def leader_of(launches: list[Launch]) -> Launch:
     return leaders[0]
 
 
-def trained_together(campaign: Arena, spec: JobSpec, nodes: int = 2) -> list[Launch]:
+def train_together(campaign: Arena, spec: JobSpec, nodes: int = 2) -> list[Launch]:
     """Start `nodes` launches of one job, wait for a common checkpoint, and return them with the leader first."""
     launches = [campaign.launch(spec) for _ in range(nodes)]
     wait_for_checkpoint(campaign, spec.run, nodes)

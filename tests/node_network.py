@@ -75,7 +75,7 @@ class Network:
 
 
 @contextmanager
-def serving(address: str) -> Iterator[None]:
+def serve_rendezvous(address: str) -> Iterator[None]:
     """Run `dlac rendezvous`, next to the catalog."""
     command = [
         "ip",
@@ -110,7 +110,7 @@ def open_network(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Netw
         config_here = LakehouseConfig(uri=uri).at_home(home)
         config_there = config_here.model_copy(update={"uri": f"postgresql+psycopg2://dagster@{address}/postgres"})
         meets = f"{address}:{free_port()}"
-        stack.enter_context(serving(meets))
+        stack.enter_context(serve_rendezvous(meets))
         arena = Arena(home, monkeypatch, config_here)
         stack.callback(arena.close)
         yield Network(arena, address, config_there, meets, stack)

@@ -61,27 +61,27 @@ class CountedStore(TCPStore):
 
     def set(self, *args: Any, **kwargs: Any) -> Any:
         """Count the call, and do it, as the methods below."""
-        return self._counted(super().set, *args, **kwargs)
+        return self._count_call(super().set, *args, **kwargs)
 
     def get(self, *args: Any, **kwargs: Any) -> Any:  # noqa: D102  # as above
-        return self._counted(super().get, *args, **kwargs)
+        return self._count_call(super().get, *args, **kwargs)
 
     def add(self, *args: Any, **kwargs: Any) -> Any:  # noqa: D102  # as above
-        return self._counted(super().add, *args, **kwargs)
+        return self._count_call(super().add, *args, **kwargs)
 
     def check(self, *args: Any, **kwargs: Any) -> Any:  # noqa: D102  # as above
-        return self._counted(super().check, *args, **kwargs)
+        return self._count_call(super().check, *args, **kwargs)
 
     def compare_set(self, *args: Any, **kwargs: Any) -> Any:  # noqa: D102  # as above
-        return self._counted(super().compare_set, *args, **kwargs)
+        return self._count_call(super().compare_set, *args, **kwargs)
 
     def multi_get(self, *args: Any, **kwargs: Any) -> Any:  # noqa: D102  # as above
-        return self._counted(super().multi_get, *args, **kwargs)
+        return self._count_call(super().multi_get, *args, **kwargs)
 
     def multi_set(self, *args: Any, **kwargs: Any) -> Any:  # noqa: D102  # as above
-        return self._counted(super().multi_set, *args, **kwargs)  # type: ignore[misc]  # torch's declarations lack it
+        return self._count_call(super().multi_set, *args, **kwargs)  # type: ignore[misc]  # torch's declarations lack it
 
-    def _counted(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _count_call(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         CountedStore.operations += 1
         return call(*args, **kwargs)
 

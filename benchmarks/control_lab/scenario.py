@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from benchmarks.control_lab.simulated_nodes import Message, SimulatedNodes, running
+from benchmarks.control_lab.simulated_nodes import Message, SimulatedNodes, run_nodes
 from dlac_pipeline.spec.job_spec import JobSpec
 
 COUNTED = ("cpu_s", "children_cpu_s", "operations", "sent_bytes", "received_bytes", "messages")
@@ -64,7 +64,7 @@ class Recovery:
 
 def recover(spec: JobSpec, home: Path, *, nodes: int, scenario: str) -> Recovery:
     """Start the nodes, kill as the scenario requires, and measure."""
-    with running(spec, home, nodes=nodes) as simulated:
+    with run_nodes(spec, home, nodes=nodes) as simulated:
         started = _await_resumed(simulated, after=0, within_s=_START_S)
         start_s = max(each["at"] for each in started.values()) - simulated.opened_at
         attempt = max(each["attempt"] for each in started.values())

@@ -164,7 +164,7 @@ class SimulatedNodes:
 
 
 @contextmanager
-def running(spec: JobSpec, home: Path, *, nodes: int) -> Iterator[SimulatedNodes]:
+def run_nodes(spec: JobSpec, home: Path, *, nodes: int) -> Iterator[SimulatedNodes]:
     """Run simulated nodes."""
     simulated = SimulatedNodes(spec, home, nodes=nodes)
     try:

@@ -36,12 +36,12 @@ def consume(module: ModuleType, job: Job) -> dict[str, Any]:
                 break
         if step == job.stop_at:
             break
-    measured = _measured(begun, first, seen, step)
+    measured = _measurements(begun, first, seen, step)
     loader.close()
     return measured
 
 
-def _measured(begun: float, first: float, seen: int, step: int) -> dict[str, Any]:
+def _measurements(begun: float, first: float, seen: int, step: int) -> dict[str, Any]:
     now = time.perf_counter()
     return {"first_batch_s": first - begun, "seen": seen, "seconds": now - first if first else 0.0, "steps": step}
 

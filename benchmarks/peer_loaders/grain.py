@@ -58,13 +58,13 @@ class _Loader:
         dataset = grain.MapDataset.source(source)
         if self._job.shuffle:
             dataset = dataset.shuffle(seed=self._job.seed + pass_number)
-        self._iterator = self._opened(dataset.map(_decoded))
+        self._iterator = self._open(dataset.map(_decoded))
         if self._state is not None:
             self._iterator.set_state(json.loads(self._state))
             self._state = None
         yield from self._iterator
 
-    def _opened(self, dataset: Any) -> Any:
+    def _open(self, dataset: Any) -> Any:
         job = self._job
         reading = grain.ReadOptions(num_threads=job.workers, prefetch_buffer_size=4 * job.rank_batch)
         if not job.filtered and not job.packed:
@@ -72,7 +72,7 @@ class _Loader:
             elastic = grain.experimental.ElasticIterator
             return iter(elastic(dataset, job.batch_size, shard, read_options=reading))
         if job.filtered:
-            dataset = dataset.filter(_kept)
+            dataset = dataset.filter(_is_kept)
         rows = dataset[job.rank :: job.world_size].to_iter_dataset(reading)
         if job.packed:
             pack = grain.experimental.ConcatThenSplitIterDataset
@@ -95,7 +95,7 @@ class _Loader:
         self._iterator.close()
 
 
-def _kept(row: dict[str, Any]) -> bool:
+def _is_kept(row: dict[str, Any]) -> bool:
     return bool(row["kind"] < KINDS // 2)
 
 

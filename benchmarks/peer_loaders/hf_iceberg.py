@@ -36,4 +36,4 @@ def open_loader(job: Job, state: bytes | None) -> StatefulLoader:
         columns=COLUMNS,
         filters=f"kind < {KINDS // 2}" if job.filtered else None,
     )
-    return hf_parquet.opened(dataset, job, state)
+    return hf_parquet.loader_over(dataset, job, state)

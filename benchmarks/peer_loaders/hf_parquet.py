@@ -32,10 +32,10 @@ def open_loader(job: Job, state: bytes | None) -> StatefulLoader:
     dataset = datasets.load_dataset(
         "parquet", data_files=files, split="train", streaming=True, columns=COLUMNS, filters=filters
     )
-    return opened(dataset, job, state)
+    return loader_over(dataset, job, state)
 
 
-def opened(dataset: Any, job: Job, state: bytes | None) -> StatefulLoader:
+def loader_over(dataset: Any, job: Job, state: bytes | None) -> StatefulLoader:
     """Return a loader over the result of `load_dataset`, for any storage format."""
     if job.shuffle:
         dataset = dataset.shuffle(seed=job.seed, buffer_size=min(1000, job.rows // 32))

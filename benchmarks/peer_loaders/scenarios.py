@@ -115,7 +115,7 @@ class Bench:
                 self._change(scenario.change, table)
                 self.copies.pop(table, None)
             records += self._launch(scenario, table, launch, world)
-        return self._counted(scenario, records)
+        return self._count_rows(scenario, records)
 
     def uninterrupted(self, scenario: Scenario) -> Count:
         """Run the scenario in one launch, on an unchanged table."""
@@ -227,7 +227,7 @@ class Bench:
     def _deleted(self) -> tuple[int, int]:
         return self.size.rows // 2 + 8, self.size.rows // 2 + 8 + 8 * BATCH
 
-    def _counted(self, scenario: Scenario, records: list[Record]) -> Count:
+    def _count_rows(self, scenario: Scenario, records: list[Record]) -> Count:
         rows = self.size.rows - (13 if scenario.uneven else 0)
         expected = np.ones(rows, bool)
         if scenario.filtered:

@@ -47,7 +47,7 @@ class RowGroups(IterableDataset[dict[str, torch.Tensor]]):
         self._at = dict(state)
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        return self._packed() if self._job.packed else self._rows()
+        return self._sequences() if self._job.packed else self._rows()
 
     def _rows(self) -> Iterator[dict[str, torch.Tensor]]:
         wanted = self._job.rank_batch
@@ -64,7 +64,7 @@ class RowGroups(IterableDataset[dict[str, torch.Tensor]]):
         if parts:
             yield _batch(parts)
 
-    def _packed(self) -> Iterator[dict[str, torch.Tensor]]:
+    def _sequences(self) -> Iterator[dict[str, torch.Tensor]]:
         length = self._job.sequence * self._job.rank_batch
         for _, documents in self._groups():
             self._at["rest"] = np.concatenate([self._at["rest"], *documents[self._at["row"] :]])

@@ -51,7 +51,7 @@ class Together:
     """Processor time of the store's process."""
 
 
-def joined(ranks: int, *, lazily: bool) -> dict[str, Together]:
+def join_ranks(ranks: int, *, lazily: bool) -> dict[str, Together]:
     """Connect `ranks` ranks to the store, make a process group, then another one, then vote.
 
     `lazily` uses the supervisor's settings for process groups instead of PyTorch's own.
@@ -60,7 +60,7 @@ def joined(ranks: int, *, lazily: bool) -> dict[str, Together]:
         os.environ.pop(name, None)
     if lazily:
         os.environ.update(GROUP_SETTINGS)
-    return dict(zip(("connect", "first_group", "group", "vote"), _measured(ranks, _join, parts=4), strict=True))
+    return dict(zip(("connect", "first_group", "group", "vote"), _measure(ranks, _join, parts=4), strict=True))
 
 
 def _join(number: int, count: int, port: int, barrier: Barrier) -> list[Part]:
@@ -95,7 +95,7 @@ def _timed(barrier: Barrier, parts: list[Part]) -> Iterator[None]:
     barrier.wait()
 
 
-def _measured(count: int, work: Work, *, parts: int) -> list[Together]:
+def _measure(count: int, work: Work, *, parts: int) -> list[Together]:
     """Return the operations of all processes, one by one."""
     port = free_port()
     served, done = _FORK.Event(), _FORK.Event()

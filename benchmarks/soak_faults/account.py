@@ -133,7 +133,7 @@ def _account(lab: Lab, trainee: Trainee, reference: Sequence[float]) -> RunAccou
         recoveries=len(recoveries_of(lab.lakehouse, trainee.run)),
         finished=audited.finished,
         audit_exact=audited.exact,
-        journal_agrees=journal(lineage, trainee.entries()) == _recorded(lab.lakehouse, trainee, lineage),
+        journal_agrees=journal(lineage, trainee.entries()) == _ledger_rows(lab.lakehouse, trainee, lineage),
         losses_identical=[loss for row in lineage for loss in row.losses] == list(reference),
         problems=audited.problems,
     )
@@ -152,7 +152,7 @@ def journal(lineage: Sequence[CheckpointRow], entries: Sequence[dict[str, Any]])
     return found
 
 
-def _recorded(lakehouse: Lakehouse, trainee: Trainee, lineage: Sequence[CheckpointRow]) -> dict[int, list[int]]:
+def _ledger_rows(lakehouse: Lakehouse, trainee: Trainee, lineage: Sequence[CheckpointRow]) -> dict[int, list[int]]:
     """Return the same from the ledger: from advances to slices, work units and rows of data files, in SQL."""
     ids = {row.checkpoint_id for row in lineage}
     advances = [row for row in trainee.rows(AdvanceRow) if row.checkpoint_id in ids]

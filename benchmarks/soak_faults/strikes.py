@@ -52,7 +52,7 @@ def _ranks_signalled(
     if not chosen:
         return None
     at = _signal((ranks[rank] for rank in chosen), number)
-    return _struck(f"{number.name} to rank {', '.join(map(str, chosen))}", at, [ranks[rank] for rank in chosen])
+    return _strike(f"{number.name} to rank {', '.join(map(str, chosen))}", at, [ranks[rank] for rank in chosen])
 
 
 def _above_signalled(
@@ -68,12 +68,12 @@ def _above_signalled(
     if one is None or (who == "fork server" and "fork server" not in " ".join(one.cmdline())):
         return None
     pid = one.pid
-    return _struck(f"{number.name} to the {who}, process {pid}", _signal([one], number), [one, *ranks])
+    return _strike(f"{number.name} to the {who}, process {pid}", _signal([one], number), [one, *ranks])
 
 
 def _code_server_killed(lab: Lab, trainee: Trainee, chance: random.Random) -> Struck | None:
     servers = [one for one in lab.daemon.children() if "grpc" in " ".join(one.cmdline())]
-    return _struck("SIGKILL to the code server", _signal(servers, signal.SIGKILL), servers) if servers else None
+    return _strike("SIGKILL to the code server", _signal(servers, signal.SIGKILL), servers) if servers else None
 
 
 def _daemon_killed(lab: Lab, trainee: Trainee, chance: random.Random) -> Struck:
@@ -101,7 +101,7 @@ def _checkpoint_damaged(lab: Lab, trainee: Trainee, chance: random.Random, *, fl
     ranks, supervisor = trainee.ranks(), trainee.live.supervisor()
     if not ranks or supervisor is None or trainee.restorable() < 2:
         return None
-    with _stopped([supervisor]):
+    with _stop([supervisor]):
         at = _signal(ranks, signal.SIGKILL)
         psutil.wait_procs(ranks, timeout=10)
         head = trainee.lineage()[-1]
@@ -113,7 +113,7 @@ def _checkpoint_damaged(lab: Lab, trainee: Trainee, chance: random.Random, *, fl
         else:
             file.unlink()
     what = f"{'a bit flipped in' if flip else 'deleted:'} {file.name} of step {head.step}, SIGKILL to all ranks"
-    return _struck(what, at, ranks)
+    return _strike(what, at, ranks)
 
 
 def _store_filled(lab: Lab, trainee: Trainee, chance: random.Random) -> Struck | None:
@@ -154,8 +154,8 @@ def _launch_stopped(lab: Lab, trainee: Trainee, chance: random.Random) -> Struck
     if not processes:
         return None
     before, at = trainee.seen().attempt, time.time()
-    with _stopped(processes):
-        while not _taken_over(trainee, before) and time.time() < at + _FROZEN_AT_MOST_S:
+    with _stop(processes):
+        while not _is_taken_over(trainee, before) and time.time() < at + _FROZEN_AT_MOST_S:
             lab.tend()
     frozen_s = time.time() - at
     what = f"SIGSTOP to {len(processes)} processes, SIGCONT after {frozen_s:.0f} s"
@@ -184,7 +184,7 @@ STRIKES: dict[str, Strike] = {
 }
 
 
-def _struck(what: str, at: float, processes: Iterable[psutil.Process]) -> Struck:
+def _strike(what: str, at: float, processes: Iterable[psutil.Process]) -> Struck:
     return Struck(what=what, at=at, lifted_at=at, processes=tuple(processes))
 
 
@@ -197,7 +197,7 @@ def _signal(processes: Iterable[psutil.Process], number: signal.Signals) -> floa
     return at
 
 
-def _taken_over(trainee: Trainee, attempt: int) -> bool:
+def _is_taken_over(trainee: Trainee, attempt: int) -> bool:
     """Return whether another attempt has claimed the run. While the catalog is locked none has."""
     with suppress(CatalogUnreachable):
         return trainee.seen().attempt > attempt
@@ -205,7 +205,7 @@ def _taken_over(trainee: Trainee, attempt: int) -> bool:
 
 
 @contextmanager
-def _stopped(processes: list[psutil.Process]) -> Iterator[None]:
+def _stop(processes: list[psutil.Process]) -> Iterator[None]:
     """Stop the processes within the context."""
     _signal(processes, signal.SIGSTOP)
     try:

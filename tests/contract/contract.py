@@ -94,7 +94,7 @@ class Expected:
         self.due += Counter(dict.fromkeys(fresh, max(1, self.passes)))
         self.known = set(range(self.table.ids))
 
-    def gone(self, rows: set[int], done: Counter[int], given: Mapping[int, int]) -> None:
+    def remove(self, rows: set[int], done: Counter[int], given: Mapping[int, int]) -> None:
         """Stop reading these rows from now on."""
         for row in rows & self.known:
             self.frozen.setdefault(row, done[row])
@@ -113,7 +113,7 @@ class Expected:
     def exclude(self, rows: set[int], done: Counter[int], given: Mapping[int, int]) -> None:
         """Leave these rows out of a new leg."""
         self.excluded |= rows
-        self.gone(rows, done, given)
+        self.remove(rows, done, given)
 
     def outlives(self, rows: set[int]) -> bool:
         """Return whether these rows may be excluded. An endless source must keep a row (see `test_found`)."""
@@ -287,7 +287,7 @@ class Contract:
             if changed.get("exclude"):
                 expected.exclude(changed["exclude"], done[index], given[index])
             if repin:
-                expected.gone(set(range(expected.table.ids)) - expected.table.live, done[index], given[index])
+                expected.remove(set(range(expected.table.ids)) - expected.table.live, done[index], given[index])
                 expected.plan()
             if changed.get("passes") and expected.passes:
                 expected.more_passes(self._whole.spec.passes_of(self._whole.spec.sources[index]))

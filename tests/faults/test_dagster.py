@@ -13,7 +13,7 @@ from dlac_pipeline.dagster.failures import NO_RECOVERY_TAG
 from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
 from examples.demo.local_dagster import LiveRun, LocalDagster
 from tests.conftest import Arena, wait_until
-from tests.dagster_runs import events_of, gone, job_config, runs_that_recover, sensor_ticks, wait_for_step
+from tests.dagster_runs import events_of, have_ended, job_config, runs_that_recover, sensor_ticks, wait_for_step
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Dagster's own libraries cause warnings
 
@@ -33,7 +33,7 @@ def test_killed_dagster_run_is_recovered(campaign: Arena, dagster: LocalDagster)
     assert supervisor is not None
     doomed = [supervisor, *supervisor.children(recursive=True)]
     assert live.kill_dagster_run()
-    wait_until(lambda: gone(doomed), what="the end of all its processes")
+    wait_until(lambda: have_ended(doomed), what="the end of all its processes")
     assert dagster.wait(run_id).status == dg.DagsterRunStatus.FAILURE
     recovery = dagster.wait(dagster.recovery_of(run_id, timeout_s=300.0))
     assert recovery.status == dg.DagsterRunStatus.SUCCESS
@@ -55,7 +55,7 @@ def test_killed_supervisor_is_replaced_at_once(campaign: Arena, dagster: LocalDa
     assert supervisor is not None
     doomed = [supervisor, *supervisor.children(recursive=True)]
     supervisor.kill()
-    wait_until(lambda: gone(doomed), what="the end of all its processes")
+    wait_until(lambda: have_ended(doomed), what="the end of all its processes")
     assert dagster.wait(run_id).status == dg.DagsterRunStatus.SUCCESS
     assert [each.noticed_by for each in recoveries_of(campaign.lakehouse, spec.run)] == ["Dagster run"]
     assert audit_run(campaign.lakehouse, spec.run).exact

@@ -18,7 +18,15 @@ from dlac_pipeline.supervise.liveness.launch_liveness import is_lock_held
 from dlac_pipeline.supervise.liveness.run_lock import lock_path
 from examples.demo.local_dagster import LiveRun, LocalDagster
 from tests.conftest import Arena, wait_until
-from tests.dagster_runs import check_healed, events_of, gone, job_config, runs_that_recover, sensor_ticks, trained_to
+from tests.dagster_runs import (
+    check_healed,
+    events_of,
+    have_ended,
+    job_config,
+    runs_that_recover,
+    sensor_ticks,
+    train_to,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Dagster's own libraries cause warnings
 
@@ -27,10 +35,10 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # Dagster's own libraries cau
 def test_cancelled_run_checkpoints_and_stays(campaign: Arena, dagster: LocalDagster) -> None:
     """A run cancelled in the UI leaves no process or lock after the grace period, loses no step, and is not recovered."""
     spec = campaign.spec("cancelled", pause_s=0.05, every_steps=1000, grace_s=15.0)
-    run_id, processes = trained_to(dagster, spec)
+    run_id, processes = train_to(dagster, spec)
     began = time.time()
     assert dagster.cancel(run_id)
-    wait_until(lambda: gone(processes), what="the end of all its processes", within_s=spec.launch.grace_s + 5)
+    wait_until(lambda: have_ended(processes), what="the end of all its processes", within_s=spec.launch.grace_s + 5)
     assert not is_lock_held(lock_path(spec.checkpoint.local, spec.run))
     assert dagster.wait(run_id).status == dg.DagsterRunStatus.CANCELED
     [last] = [row.step for row in campaign.lineage(spec.run)]
@@ -49,7 +57,7 @@ def test_cancelled_run_checkpoints_and_stays(campaign: Arena, dagster: LocalDags
 def test_preempted_rank_fails_run_and_resumes(campaign: Arena, dagster: LocalDagster) -> None:
     """SIGUSR1 of a cluster to one rank causes an emergency checkpoint, a failure with the reason, and one recovery."""
     spec = campaign.spec("preempted", pause_s=0.05)
-    run_id, _ = trained_to(dagster, spec)
+    run_id, _ = train_to(dagster, spec)
     rank = LiveRun(spec.checkpoint.store, spec.run).rank(1)
     assert rank is not None
     rank.send_signal(signal.SIGUSR1)
@@ -64,12 +72,12 @@ def test_preempted_rank_fails_run_and_resumes(campaign: Arena, dagster: LocalDag
 def test_drained_run_is_cancelled_and_resumed(campaign: Arena, dagster: LocalDagster) -> None:
     """The drain command empties the node. The run is cancelled, reports that no person did this, and is resumed."""
     spec = campaign.spec("drained", pause_s=0.05)
-    run_id, processes = trained_to(dagster, spec)
+    run_id, processes = train_to(dagster, spec)
     command = [sys.executable, "-m", "dlac_pipeline.dagster.drain", "--reason", "maintenance"]
     done = subprocess.run(command, env=dagster.environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"drained ({run_id}): has left\n"
-    wait_until(lambda: gone(processes), what="the end of all its processes", within_s=30)
+    wait_until(lambda: have_ended(processes), what="the end of all its processes", within_s=30)
     ended = dagster.wait(run_id)
     assert (ended.status, ended.tags[PREEMPTED_TAG]) == (dg.DagsterRunStatus.CANCELED, "maintenance")
     check_healed(campaign, dagster, spec, run_id)
@@ -79,10 +87,10 @@ def test_drained_run_is_cancelled_and_resumed(campaign: Arena, dagster: LocalDag
 def test_sigterm_to_worker_is_recovered(campaign: Arena, dagster: LocalDagster) -> None:
     """The worker gets SIGTERM without a cancelled run. Dagster counts it as a failure, and the run is resumed."""
     spec = campaign.spec("terminated", pause_s=0.05)
-    run_id, processes = trained_to(dagster, spec)
+    run_id, processes = train_to(dagster, spec)
     processes[0].send_signal(signal.SIGTERM)
     assert dagster.wait(run_id).status == dg.DagsterRunStatus.FAILURE
-    wait_until(lambda: gone(processes), what="the end of all its processes", within_s=30)
+    wait_until(lambda: have_ended(processes), what="the end of all its processes", within_s=30)
     check_healed(campaign, dagster, spec, run_id)
 
 
@@ -90,7 +98,7 @@ def test_sigterm_to_worker_is_recovered(campaign: Arena, dagster: LocalDagster) 
 def test_killed_code_server_ends_no_training(campaign: Arena, dagster: LocalDagster) -> None:
     """SIGKILL of the code server alone: whether or not Dagster loses the run, one trainer finishes it."""
     spec = campaign.spec("code-server", pause_s=0.05)
-    run_id, processes = trained_to(dagster, spec)
+    run_id, processes = train_to(dagster, spec)
     server = processes[0].parent()
     assert server is not None
     server.kill()
@@ -105,13 +113,13 @@ def test_killed_code_server_ends_no_training(campaign: Arena, dagster: LocalDags
 def test_cancel_works_without_code_server(campaign: Arena, dagster: LocalDagster) -> None:
     """Dagster cannot reach its process. The process finds the cancellation once, and exits without the loss of a step."""
     spec = campaign.spec("unreachable", pause_s=0.05, every_steps=1000, grace_s=15.0)
-    run_id, processes = trained_to(dagster, spec)
+    run_id, processes = train_to(dagster, spec)
     server = processes[0].parent()
     assert server is not None
     server.kill()
     with pytest.raises(DagsterUserCodeUnreachableError):
         dagster.cancel(run_id)
-    wait_until(lambda: gone(processes), what="the end of all its processes", within_s=spec.launch.grace_s + 20)
+    wait_until(lambda: have_ended(processes), what="the end of all its processes", within_s=spec.launch.grace_s + 20)
     assert dagster.wait(run_id).status == dg.DagsterRunStatus.CANCELED
     [last] = [row.step for row in campaign.lineage(spec.run)]
     assert last == max(entry["step"] for entry in campaign.entries(spec.run))
@@ -124,7 +132,7 @@ def test_two_recoveries_at_once_train_once(campaign: Arena, dagster: LocalDagste
     spec = campaign.spec(
         "twice", pause_s=0.3
     )  # so that the first still trains when the second starts, even on a busy node
-    run_id, _ = trained_to(dagster, spec)
+    run_id, _ = train_to(dagster, spec)
     assert dagster.cancel(run_id)
     assert dagster.wait(run_id).status == dg.DagsterRunStatus.CANCELED
     attempt = campaign.rows(spec.run, ClaimRow)[-1].attempt

@@ -10,7 +10,7 @@ import pytest
 from dlac_pipeline.audit.audit import audit_run
 from examples.demo.local_dagster import LocalDagster
 from tests.conftest import Arena
-from tests.dagster_runs import events_of, runs_that_recover, trained_to
+from tests.dagster_runs import events_of, runs_that_recover, train_to
 from tests.postgres_server import needs_postgres, postgres
 
 pytestmark = [
@@ -29,7 +29,7 @@ def test_killed_run_heals_on_postgres_instance(campaign: Arena) -> None:
         dagster = LocalDagster(campaign.home, settings={"storage": {"postgres": {"postgres_url": address}}})
         spec = campaign.spec("postgres", pause_s=0.05)
         with dagster.running() as daemon:
-            run_id, processes = trained_to(dagster, spec)
+            run_id, processes = train_to(dagster, spec)
             worker = processes[0]
             for process in (worker.parent(), worker):
                 assert process is not None

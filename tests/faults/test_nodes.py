@@ -20,7 +20,7 @@ from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
 from dlac_pipeline.lakehouse.ledger.typed_rows import ClaimRow
 from tests.conftest import PROGRAMS, wait_until
-from tests.launched_nodes import check_exact, job, leader_of, trained_together, wait_for_checkpoint, wait_for_spare
+from tests.launched_nodes import check_exact, job, leader_of, train_together, wait_for_checkpoint, wait_for_spare
 
 if TYPE_CHECKING:
     from dlac_pipeline.spec.job_spec import JobSpec
@@ -31,69 +31,69 @@ STEPS = 63
 
 
 @pytest.fixture
-def together(campaign: Arena, request: pytest.FixtureRequest) -> JobSpec:
+def two_node_job(campaign: Arena, request: pytest.FixtureRequest) -> JobSpec:
     """A job for up to two nodes with one rank each. Losses have no noise, so that they can be compared."""
     return job(campaign, re.sub(r"[^\w]+", "-", request.node.name).strip("-"))
 
 
 @pytest.mark.soak
-def test_new_node_replaces_killed_node(campaign: Arena, together: JobSpec) -> None:
+def test_new_node_replaces_killed_node(campaign: Arena, two_node_job: JobSpec) -> None:
     """SIGKILL of one node's supervisor and ranks: the other resumes alone, and makes room for a new node later."""
-    leader, other = trained_together(campaign, together)
+    leader, other = train_together(campaign, two_node_job)
     attempts = len(leader.of("attempt"))
     other.destroy()
     leader.wait_for("attempt", attempts + 1)
     leader.wait_for("recovered")
     (rank,) = leader.of("attempt")[-1]["pids"]
     os.kill(rank, signal.SIGSTOP)  # or the run may finish before the new node has started
-    new = campaign.launch(together)
-    wait_for_spare(together, Ledger(campaign.lakehouse).table_uuid)
+    new = campaign.launch(two_node_job)
+    wait_for_spare(two_node_job, Ledger(campaign.lakehouse).table_uuid)
     os.kill(rank, signal.SIGCONT)
     assert [leader.wait(), new.wait()] == [0, 0], (leader.stderr, new.stderr)
     assert leader.of("rescale")[0]["cause"] == "more nodes have come"
     assert [launch.of("ended")[0]["ending"] for launch in (leader, new)] == ["finished", "finished"]
-    check_exact(campaign, together.run, [2, 1, 2])
+    check_exact(campaign, two_node_job.run, [2, 1, 2])
     assert leader.of("recovered")[0]["cause"].startswith(leader.of("failure")[0]["cause"])
 
 
-def test_survivor_leads_after_lost_leader(campaign: Arena, together: JobSpec) -> None:
+def test_survivor_leads_after_lost_leader(campaign: Arena, two_node_job: JobSpec) -> None:
     """The remaining node leads, although it never claimed before. It owns the fence from then on."""
-    leader, other = trained_together(campaign, together)
+    leader, other = train_together(campaign, two_node_job)
     leader.destroy()
     assert other.wait() == 0, other.stderr
     attempts = other.of("attempt")
     assert ["leader" in attempt for attempt in attempts[-2:]] == [True, False]
-    check_exact(campaign, together.run, [2, 1])
+    check_exact(campaign, two_node_job.run, [2, 1])
 
 
 @pytest.mark.soak
-def test_leader_dies_before_announcing_claim(campaign: Arena, together: JobSpec) -> None:
+def test_leader_dies_before_announcing_claim(campaign: Arena, two_node_job: JobSpec) -> None:
     """The other node knows no attempt. It finds a claim of its own rendezvous in the ledger, and replaces it."""
     marker = campaign.home / "killed-as-it-told"
     under = [sys.executable, str(PROGRAMS / "kill_at_announcement.py"), str(marker)]
-    launches = [campaign.launch(together, under=under) for _ in range(2)]
+    launches = [campaign.launch(two_node_job, under=under) for _ in range(2)]
     wait_until(lambda: any(launch.process.poll() is not None for launch in launches), what="the death of the leader")
     dead, other = sorted(launches, key=lambda launch: launch.process.poll() is None)
     assert dead.process.poll() == -signal.SIGKILL
     assert not dead.of("attempt")
     assert other.wait() == 0, other.stderr
-    assert len(campaign.rows(together.run, ClaimRow)) == 2
-    check_exact(campaign, together.run, [1])
+    assert len(campaign.rows(two_node_job.run, ClaimRow)) == 2
+    check_exact(campaign, two_node_job.run, [1])
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("back", ["continued", "started again"])
-def test_nodes_resume_after_rendezvous_outage(campaign: Arena, together: JobSpec, back: str) -> None:
+def test_nodes_resume_after_rendezvous_outage(campaign: Arena, two_node_job: JobSpec, back: str) -> None:
     """SIGSTOP or SIGKILL of its server: no node receives a message or trains alone. They resume when it is back."""
-    address = together.launch.rendezvous
-    spec = together.model_copy(update={"launch": together.launch.model_copy(update={"nodes": "2"})})
+    address = two_node_job.launch.rendezvous
+    spec = two_node_job.model_copy(update={"launch": two_node_job.launch.model_copy(update={"nodes": "2"})})
     server = _rendezvous(address)
     try:
         assert server.stdout is not None
         assert (
             "serving" in server.stdout.readline()
         )  # a node that finds no rendezvous at its own address serves one itself
-        launches = trained_together(campaign, spec)
+        launches = train_together(campaign, spec)
         server.send_signal(signal.SIGSTOP if back == "continued" else signal.SIGKILL)
         for launch in launches:
             launch.wait_for("failure")
@@ -115,44 +115,44 @@ def _rendezvous(address: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.soak
-def test_leaving_node_passes_run_on(campaign: Arena, together: JobSpec) -> None:
+def test_leaving_node_passes_run_on(campaign: Arena, two_node_job: JobSpec) -> None:
     """SIGTERM to `dlac train` on either node causes a checkpoint, repeats no row, and is no failure."""
-    stays = campaign.launch(together)
+    stays = campaign.launch(two_node_job)
     path = campaign.home / "leaves.yaml"
-    path.write_text(yaml.safe_dump(together.model_dump(mode="json")))
+    path.write_text(yaml.safe_dump(two_node_job.model_dump(mode="json")))
     command = [sys.executable, "-m", "dlac_pipeline.cli.main", "train", str(path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as leaves:
-        wait_for_checkpoint(campaign, together.run, 2)
+        wait_for_checkpoint(campaign, two_node_job.run, 2)
         leaves.terminate()
         output, _ = leaves.communicate(timeout=60)
     assert leaves.returncode == 0, output
     assert "stopped at step" in " ".join(output.split())
     assert stays.wait() == 0, stays.stderr
-    check_exact(campaign, together.run, [2, 1])
+    check_exact(campaign, two_node_job.run, [2, 1])
     assert not stays.of("failure")
     assert [event["rows_replayed"] for event in stays.of("recovered")] == [0] * len(stays.of("recovered"))
 
 
 @pytest.mark.soak
-def test_stop_ends_all_nodes(campaign: Arena, together: JobSpec) -> None:
+def test_stop_ends_all_nodes(campaign: Arena, two_node_job: JobSpec) -> None:
     """Ctrl-C at one node: both exit after one checkpoint of the last step, and both can resume later."""
-    leader, other = trained_together(campaign, together)
+    leader, other = train_together(campaign, two_node_job)
     os.kill(other.process.pid, signal.SIGTERM)
     for launch in (leader, other):
         assert launch.wait() == 0, launch.stderr
         assert launch.of("ended")[0]["ending"] == "stopped"
-    stopped_at = campaign.lineage(together.run)[-1].step
-    again = [campaign.launch(together) for _ in range(2)]
+    stopped_at = campaign.lineage(two_node_job.run)[-1].step
+    again = [campaign.launch(two_node_job) for _ in range(2)]
     assert [launch.wait() for launch in again] == [0, 0], [launch.stderr for launch in again]
     assert leader_of(again).of("attempt")[0]["step"] == stopped_at < STEPS
-    check_exact(campaign, together.run, [2])
+    check_exact(campaign, two_node_job.run, [2])
 
 
 @pytest.mark.soak
 def test_stop_ends_spare_node(campaign: Arena) -> None:
     """A spare node does not resume a run that a person has stopped."""
     spec = job(campaign, "stop-with-spare", nodes="2", passes=20)
-    leader, other = trained_together(campaign, spec)
+    leader, other = train_together(campaign, spec)
     spare = campaign.launch(spec)
     wait_for_spare(spec, Ledger(campaign.lakehouse).table_uuid)
     os.kill(leader.process.pid, signal.SIGTERM)
@@ -165,15 +165,15 @@ def test_stop_ends_spare_node(campaign: Arena) -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("who", ["the leader", "the other"])
-def test_preempted_rank_ends_its_node(campaign: Arena, together: JobSpec, who: str) -> None:
+def test_preempted_rank_ends_its_node(campaign: Arena, two_node_job: JobSpec, who: str) -> None:
     """One of several spot instances is preempted: all ranks save a checkpoint, and the other node resumes."""
-    leader, other = trained_together(campaign, together)
+    leader, other = train_together(campaign, two_node_job)
     leaves, stays = (leader, other) if who == "the leader" else (other, leader)
     os.kill(leaves.of("attempt")[-1]["pids"][0], signal.SIGUSR1)
     assert leaves.wait() == 0, leaves.stderr
     assert stays.wait() == 0, stays.stderr
     assert (leaves.of("ended")[0]["ending"], stays.of("ended")[0]["ending"]) == ("stopped", "finished")
-    check_exact(campaign, together.run, [2, 1])
+    check_exact(campaign, two_node_job.run, [2, 1])
     assert not stays.of("failure")
 
 
@@ -192,7 +192,7 @@ def test_node_of_other_job_is_refused(campaign: Arena) -> None:
 def test_spare_node_replaces_lost_node(campaign: Arena) -> None:
     """One of three nodes waits while two train. It joins when a node is lost, or ends with the run."""
     spec = job(campaign, "one-too-many", nodes="2")
-    leader, other = trained_together(campaign, spec)
+    leader, other = train_together(campaign, spec)
     spare = campaign.launch(spec)
     other.destroy()
     assert leader.wait() == 0, leader.stderr
@@ -205,7 +205,7 @@ def test_spare_node_replaces_lost_node(campaign: Arena) -> None:
 def test_late_spare_ends_with_run(campaign: Arena) -> None:
     """A node that waits beside a full round ends with the run, in seconds, and not after the rendezvous timeout."""
     spec = job(campaign, "too-late", nodes="2")
-    leader, other = trained_together(campaign, spec)
+    leader, other = train_together(campaign, spec)
     spare = campaign.launch(spec)
     assert (leader.wait(), other.wait()) == (0, 0)
     assert spare.wait() in (0, RunFinished.exit_code), spare.stderr  # the latter if it started after the end
@@ -246,7 +246,7 @@ def test_early_node_waits_for_first_checkpoint(campaign: Arena) -> None:
 def test_preemption_without_time_is_recorded(campaign: Arena, who: str) -> None:
     """No checkpoint can be committed by the deadline. The others repeat all steps since the last one."""
     run = f"no-time-{who.replace(' ', '-')}"
-    leader, other = trained_together(campaign, job(campaign, run, program="train_no_time.py"))
+    leader, other = train_together(campaign, job(campaign, run, program="train_no_time.py"))
     leaves, stays = (leader, other) if who == "the leader" else (other, leader)
     os.kill(leaves.of("attempt")[-1]["pids"][0], signal.SIGUSR1)
     assert [launch.wait() for launch in (leaves, stays)] == [0, 0], (leaves.stderr, stays.stderr)

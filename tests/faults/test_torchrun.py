@@ -32,7 +32,7 @@ def start_agent(campaign: Arena) -> Iterator[StartAgent]:
     """Yield a function that starts torchrun as one node of a job, with a rank."""
     agents: list[subprocess.Popen[bytes]] = []
 
-    def started(spec: JobSpec) -> subprocess.Popen[bytes]:
+    def start(spec: JobSpec) -> subprocess.Popen[bytes]:
         file = campaign.home / f"{spec.run}.yaml"
         file.write_text(yaml.safe_dump(spec.model_copy(update={"launch": _alone(spec)}).model_dump(mode="json")))
         environment = {**os.environ, "JOB_SPEC": str(file), "DLAC_HOME": str(campaign.home), "OMP_NUM_THREADS": "1"}
@@ -45,7 +45,7 @@ def start_agent(campaign: Arena) -> Iterator[StartAgent]:
             agents.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True))
         return agents[-1]
 
-    yield started
+    yield start
     for agent in agents:
         kill(agent)
 

@@ -62,7 +62,7 @@ def spec_of(folder: Path, script: str, **launch: Any) -> JobSpec:
 
 
 @contextmanager
-def started(spec: JobSpec, folder: Path, ranks: int = 1) -> Iterator[RankGroup]:
+def run_ranks(spec: JobSpec, folder: Path, ranks: int = 1) -> Iterator[RankGroup]:
     """Yield ranks of a job, started and ended like those of a supervisor."""
     with closing(RankStarter()) as starter:
         local_ranks = starter.start(spec, folder, Share(world_size=ranks, ranks=ranks, port=free_port()))
@@ -101,7 +101,7 @@ def runs(pid: int) -> bool:
 @pytest.mark.parametrize("start", STARTS)
 def test_signals_to_all_reach_ranks(tmp_path: Path, start: str) -> None:
     """A signal to the process tree reaches the fork server too. The ranks still exit in order."""
-    with started(spec_of(tmp_path, LEAVES, start=start), tmp_path) as ranks:
+    with run_ranks(spec_of(tmp_path, LEAVES, start=start), tmp_path) as ranks:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
             for process in children("fork.?server"):  # the ranks are starting
                 process.send_signal(number)
@@ -121,7 +121,7 @@ def test_signals_to_all_reach_ranks(tmp_path: Path, start: str) -> None:
 @pytest.mark.parametrize("start", STARTS)
 def test_processes_have_titles(tmp_path: Path, start: str) -> None:
     """`ps` shows each rank with its run, and the fork server."""
-    with started(spec_of(tmp_path, LEAVES, start=start), tmp_path, ranks=2) as ranks:
+    with run_ranks(spec_of(tmp_path, LEAVES, start=start), tmp_path, ranks=2) as ranks:
         wait_until(lambda: (tmp_path / "ready").exists() or bool(ranks.failures()), what="the script")
         assert ranks.failures() == []
         wait_until(
@@ -145,7 +145,7 @@ Path(sys.argv[0]).with_suffix(".found").write_text(repr(found))
 """
     spec = spec_of(tmp_path, script)
     found = Path(spec.launch.script).with_suffix(".found")
-    with started(spec, tmp_path) as ranks:
+    with run_ranks(spec, tmp_path) as ranks:
         wait_until(ranks.all_exited, what="the rank's end")
         assert ranks.failures() == [], ranks.log_end(0)
     forked = found.read_text()
@@ -158,7 +158,7 @@ Path(sys.argv[0]).with_suffix(".found").write_text(repr(found))
 def test_dead_server_is_named(tmp_path: Path) -> None:
     """Ranks that it has not started have no log, so the failure names the log of the server."""
     (tmp_path / "own_library.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)")
-    with started(spec_of(tmp_path, SLEEPS, preload=["own_library"]), tmp_path, ranks=2) as ranks:
+    with run_ranks(spec_of(tmp_path, SLEEPS, preload=["own_library"]), tmp_path, ranks=2) as ranks:
         assert ranks.pids == [0, 0]
         failures = ranks.failures()
         assert [(failure.rank, failure.code, failure.kind) for failure in failures] == [
@@ -171,7 +171,7 @@ def test_dead_server_is_named(tmp_path: Path) -> None:
 
 def test_long_log_is_read_at_end(tmp_path: Path) -> None:
     """The log of a rank is larger than the supervisor may read. The part read may begin inside a character."""
-    with started(spec_of(tmp_path, "pass", start="spawn"), tmp_path) as ranks:
+    with run_ranks(spec_of(tmp_path, "pass", start="spawn"), tmp_path) as ranks:
         wait_until(ranks.all_exited, what="the rank's end")
         with log_file(tmp_path, 0).open("wb") as log:
             log.truncate(2**26)
@@ -189,7 +189,7 @@ def test_long_log_is_read_at_end(tmp_path: Path) -> None:
 def test_log_of_rank_is_bounded(tmp_path: Path, start: str) -> None:
     """Its last lines stay, and so does the record of its exception, whether the rank was forked or spawned."""
     script = "import os\nfor _ in range(300):\n    os.write(1, b'x' * 10**5 + b'\\n')\nraise ValueError('the end')"
-    with started(spec_of(tmp_path, script, start=start, log_mb=1), tmp_path) as ranks:
+    with run_ranks(spec_of(tmp_path, script, start=start, log_mb=1), tmp_path) as ranks:
         wait_until(ranks.all_exited, what="the rank's end")
         (failure,) = ranks.failures()
     assert (failure.kind, failure.origin) == ("ValueError", "script")
@@ -202,7 +202,7 @@ def test_silent_server_is_a_hang(tmp_path: Path) -> None:
     """The wait for it is as long as for a silent rank that starts."""
     spec = spec_of(tmp_path, SLEEPS, hang_timeout_s=0.1, start_timeout_s=1.0, env=delaying_environment(tmp_path))
     began = time.monotonic()
-    with started(spec, tmp_path, ranks=2) as ranks:
+    with run_ranks(spec, tmp_path, ranks=2) as ranks:
         wait_until(lambda: bool(children("fork.?server")), what="the server")
         children("fork.?server")[0].suspend()
         assert ranks.pids == [0, 0]
@@ -226,7 +226,7 @@ def test_unusable_preload_is_refused(tmp_path: Path, library: str | None, found:
     """The failure names the module and the remedy."""
     if library is not None:
         (tmp_path / "own_library.py").write_text(library)
-    with started(spec_of(tmp_path, "pass", preload=["own_library"]), tmp_path, ranks=2) as ranks:
+    with run_ranks(spec_of(tmp_path, "pass", preload=["own_library"]), tmp_path, ranks=2) as ranks:
         wait_until(ranks.all_exited, what="the ranks' end")
         failure = ranks.failures()[0]
     assert failure.kind == "TrainingFailed"
@@ -240,7 +240,7 @@ def test_preloaded_modules_are_shared(tmp_path: Path) -> None:
     """A module next to the script is imported once, in the fork server."""
     (tmp_path / "own_library.py").write_text("import os\nimported_by = os.getpid()")
     script = "import os, sys, own_library\nsys.exit(own_library.imported_by != os.getppid())"
-    with started(spec_of(tmp_path, script, preload=["own_library"]), tmp_path, ranks=2) as ranks:
+    with run_ranks(spec_of(tmp_path, script, preload=["own_library"]), tmp_path, ranks=2) as ranks:
         wait_until(ranks.all_exited, what="the ranks' end")
         assert ranks.failures() == []
 
@@ -267,7 +267,7 @@ def test_unstartable_ranks_have_failed(tmp_path: Path) -> None:
     python = multiprocessing.spawn.get_executable()
     multiprocessing.set_executable(str(tmp_path / "python"))
     try:
-        with started(spec_of(tmp_path, SLEEPS, start="spawn"), tmp_path, ranks=2) as ranks:
+        with run_ranks(spec_of(tmp_path, SLEEPS, start="spawn"), tmp_path, ranks=2) as ranks:
             wait_until(ranks.all_exited, what="that it is known")
             assert [failure.rank for failure in ranks.failures()] == [0, 1]
     finally:
@@ -276,7 +276,7 @@ def test_unstartable_ranks_have_failed(tmp_path: Path) -> None:
 
 def test_unkillable_rank_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The wait for it has a limit. Another attempt would use the same device, so none follows."""
-    with started(spec_of(tmp_path, SLEEPS), tmp_path) as ranks:
+    with run_ranks(spec_of(tmp_path, SLEEPS), tmp_path) as ranks:
         (pid,) = ranks.pids
         with monkeypatch.context() as patched:
             patched.setattr(local_ranks, "_KILLED_WITHIN_S", 0.1)
@@ -287,7 +287,7 @@ def test_unkillable_rank_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_stopped_server_does_not_matter(tmp_path: Path) -> None:
     """It cannot report that a rank has ended. The ranks are ended nevertheless."""
-    with started(spec_of(tmp_path, SLEEPS), tmp_path) as ranks:
+    with run_ranks(spec_of(tmp_path, SLEEPS), tmp_path) as ranks:
         (pid,) = ranks.pids
         (server,) = children("fork.?server")
         server.suspend()
@@ -312,7 +312,7 @@ threading.Thread(target=lambda: (time.sleep(0.2), ended.write_text("thread"))).s
 def test_scripts_end_as_in_python(tmp_path: Path, start: str) -> None:
     """The rank waits for the threads of its script and runs its exit functions. Its exit status is the script's."""
     ends = {"pass": 0, "sys.exit()": 0, "sys.exit(7)": 7, "sys.exit('why')": 1}
-    with started(spec_of(tmp_path, f"{ENDS}exec({list(ends)}[int(rank)])", start=start), tmp_path, ranks=4) as ranks:
+    with run_ranks(spec_of(tmp_path, f"{ENDS}exec({list(ends)}[int(rank)])", start=start), tmp_path, ranks=4) as ranks:
         wait_until(ranks.all_exited, what="the end of the ranks")
         failed = {failure.rank: failure.code for failure in ranks.failures()}
         assert failed == {rank: code for rank, code in enumerate(ends.values()) if code}, ranks.log_end(0)
@@ -346,7 +346,7 @@ assert os.read(0, 1) == b""
 """
     environment = {"PYTHONPATH": str(tmp_path / "library"), "OWN": "value", "RANK": "7"}
     spec = spec_of(tmp_path, script, start=start, args=["${local_rank}", "$$", "--x=$HOME"], env=environment)
-    with started(spec, tmp_path) as ranks:
+    with run_ranks(spec, tmp_path) as ranks:
         wait_until(ranks.all_exited, what="the rank's end")
         assert ranks.failures() == [], ranks.log_end(0)
 
@@ -356,7 +356,7 @@ def test_stop_during_start_starts_nothing(tmp_path: Path, start: str) -> None:
     """No rank starts after the end of its group, and the stop does not wait for imports."""
     (tmp_path / "slow_library.py").write_text("import time\ntime.sleep(5)")
     script = "from pathlib import Path\nPath(__file__).with_name('began').touch()"
-    with started(spec_of(tmp_path, script, start=start, preload=["slow_library"]), tmp_path, ranks=2) as ranks:
+    with run_ranks(spec_of(tmp_path, script, start=start, preload=["slow_library"]), tmp_path, ranks=2) as ranks:
         ranks.request_stop()
         assert ranks.all_exited()
         assert [failure.code for failure in ranks.failures()] == [-signal.SIGTERM] * 2
@@ -370,9 +370,9 @@ def test_stop_spares_ranks_of_others(tmp_path: Path) -> None:
     folders = [tmp_path / name for name in ("first", "second")]
     for folder in folders:
         folder.mkdir()
-    with started(spec_of(folders[0], SLEEPS), folders[0]) as first:
+    with run_ranks(spec_of(folders[0], SLEEPS), folders[0]) as first:
         wait_until(lambda: all(first.pids), what="its rank")
-        with started(spec_of(folders[1], SLEEPS), folders[1]) as second:
+        with run_ranks(spec_of(folders[1], SLEEPS), folders[1]) as second:
             second.request_stop()
         assert not first.all_exited()
 

@@ -18,7 +18,7 @@ from dlac_pipeline.launchers import supervisor_process as supervisor
 _announce = Round.announce
 
 
-def _killed(round_: Round, subject: str, message: Message) -> None:
+def _kill_once(round_: Round, subject: str, message: Message) -> None:
     if subject == RESUME:
         with suppress(FileExistsError):
             Path(sys.argv[1]).open("x").close()
@@ -27,5 +27,5 @@ def _killed(round_: Round, subject: str, message: Message) -> None:
 
 
 if __name__ == "__main__":
-    Round.announce = _killed  # type: ignore[method-assign, assignment]
+    Round.announce = _kill_once  # type: ignore[method-assign, assignment]
     sys.exit(supervisor.main())

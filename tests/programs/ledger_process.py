@@ -81,7 +81,7 @@ def repeat_upkeep(home: str, stop: str) -> None:
         report(merged=sum(each.merged_files for each in done), removed=sum(each.removed_files for each in done))
 
 
-def delayed(home: str, run: str, nonce: str) -> None:
+def commit_late(home: str, run: str, nonce: str) -> None:
     """Commit the second checkpoint of attempt 1, and stop before it is sent."""
     ledger = Ledger(lakehouse_at(home))
     attempt = Attempt(run=run, number=1, nonce=nonce)
@@ -96,7 +96,12 @@ def delayed(home: str, run: str, nonce: str) -> None:
     report(committed=checkpoint(ledger, attempt, 2, f"{run}-1-{nonce}"))
 
 
-ROLES: dict[str, Callable[..., None]] = {"commit": commit, "first": first, "upkeep": repeat_upkeep, "delayed": delayed}
+ROLES: dict[str, Callable[..., None]] = {
+    "commit": commit,
+    "first": first,
+    "upkeep": repeat_upkeep,
+    "delayed": commit_late,
+}
 
 if __name__ == "__main__":
     try:

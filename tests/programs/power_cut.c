@@ -6,7 +6,7 @@
  *     folder ID NAMES TREE    the names in this folder are durable from here on; NAMES lists them
  *
  * Each record ends with one more NAMES: every path below $POWER_ROOT at that moment, durable or not.
- * An ID names an inode for ever: device, number and time of birth; `root` is $POWER_ROOT itself. A line of NAMES is "KIND ID NAME\n", KIND being f or d.
+ * An ID names an inode permanently: device, number and time of birth; `root` is $POWER_ROOT itself. A line of NAMES is "KIND ID NAME\n", KIND being f or d.
  * The content is copied before the real call and recorded after it, under a lock that all processes share.
  */
 #define _GNU_SOURCE

@@ -33,7 +33,7 @@ def replace(home: Any, name: str, made: Callable[[Any], Any]) -> None:
     setattr(home, name, made(getattr(home, name)))
 
 
-def noting(real: Any) -> Any:
+def record_stage(real: Any) -> Any:
     """Record which checkpoint is being staged."""
 
     def stage_name(*args: Any, attempt: int, step: int, **rest: Any) -> Any:
@@ -45,10 +45,10 @@ def noting(real: Any) -> Any:
     return stage_name
 
 
-def before(phase: str) -> Callable[[Any], Any]:
+def die_before(phase: str) -> Callable[[Any], Any]:
     """Die before the function, in a phase."""
 
-    def dying(real: Any) -> Any:
+    def wrap(real: Any) -> Any:
         def replaced(*args: Any, **rest: Any) -> Any:
             if _due == phase:
                 die()
@@ -56,13 +56,13 @@ def before(phase: str) -> Callable[[Any], Any]:
 
         return replaced
 
-    return dying
+    return wrap
 
 
-def after(phase: str) -> Callable[[Any], Any]:
+def die_after(phase: str) -> Callable[[Any], Any]:
     """Die after the function, in a phase."""
 
-    def dying(real: Any) -> Any:
+    def wrap(real: Any) -> Any:
         def replaced(*args: Any, **rest: Any) -> Any:
             done = real(*args, **rest)
             if _due == phase:
@@ -71,10 +71,10 @@ def after(phase: str) -> Callable[[Any], Any]:
 
         return replaced
 
-    return dying
+    return wrap
 
 
-def halfway(real: Any) -> Any:
+def die_halfway(real: Any) -> Any:
     """Die with half of a file written."""
 
     def write_state(state: Any, path: Path, **rest: Any) -> Any:
@@ -87,7 +87,7 @@ def halfway(real: Any) -> Any:
     return write_state
 
 
-def unnamed(real: Any) -> Any:
+def die_before_rename(real: Any) -> Any:
     """Die when the content has only its temporary name."""
 
     def write_durably(path: Path, content: bytes) -> None:
@@ -101,16 +101,16 @@ def unnamed(real: Any) -> Any:
 
 def sabotage() -> None:
     """Prepare this rank's deaths."""
-    replace(manager, "stage_name", noting)
+    replace(manager, "stage_name", record_stage)
     if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
-        replace(copies.Copies, "write", after("copy"))
-        replace(durable_writer, "write_state", halfway)
-        replace(durable_writer, "sync_file", before("sync"))
-        replace(RankTree, "gather", before("vote"))
+        replace(copies.Copies, "write", die_after("copy"))
+        replace(durable_writer, "write_state", die_halfway)
+        replace(durable_writer, "sync_file", die_before("sync"))
+        replace(RankTree, "gather", die_before("vote"))
     if os.environ["RANK"] == "0":
-        replace(committing, "write_durably", unnamed)
-        replace(committing, "commit_checkpoint", before("before-commit"))
-        replace(committing, "commit_checkpoint", after("after-commit"))
+        replace(committing, "write_durably", die_before_rename)
+        replace(committing, "commit_checkpoint", die_before("before-commit"))
+        replace(committing, "commit_checkpoint", die_after("after-commit"))
 
 
 def main() -> None:

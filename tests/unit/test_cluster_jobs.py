@@ -30,7 +30,18 @@ from dlac_pipeline.launchers.slurm import Slurm
 from dlac_pipeline.spec.job_spec import parse_spec
 from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.supervise.supervisor import Outcome
-from tests.cluster import CANCELLED, COMPLETED, FAILED, GOOD, LOST, PENDING, PREEMPTED, RUNNING, Scripted, asked
+from tests.cluster import (
+    CANCELLED,
+    COMPLETED,
+    FAILED,
+    GOOD,
+    LOST,
+    PENDING,
+    PREEMPTED,
+    RUNNING,
+    Scripted,
+    cluster_request,
+)
 
 RUN = GOOD["run"]
 STEP = '{"event": "checkpoint", "step": 5}\n'
@@ -57,7 +68,7 @@ def job_of(
     gone_s: float = 60.0,
 ) -> tuple[ClusterJob, Events]:
     """Return a job, and the events that it reports."""
-    raw = asked("slurm", {}, nodes="1", deadline_s=0.1).spec.model_dump() | {"lakehouse": {}}
+    raw = cluster_request("slurm", {}, nodes="1", deadline_s=0.1).spec.model_dump() | {"lakehouse": {}}
     request = Request(spec=parse_spec(raw, origin="the test").resolved(home))
     events: Events = []
 
@@ -136,11 +147,11 @@ def test_preempted_job_is_reported(home: Path) -> None:
 def test_requeued_job_is_followed(home: Path) -> None:
     """The job is over for one poll, waits in the queue, and ends as its last start did. Events of the first start are dropped."""
 
-    def started() -> JobState:
+    def first_start() -> JobState:
         scheduler.log += AGAIN + LEFT
         return RUNNING
 
-    scheduler = Scripted(RUNNING, FAILED, PENDING, started, COMPLETED, log=FIRST + NO_PROGRESS)
+    scheduler = Scripted(RUNNING, FAILED, PENDING, first_start, COMPLETED, log=FIRST + NO_PROGRESS)
     job, events = job_of(home, scheduler)
     assert job.run() == Outcome(ending="stopped", attempts=1, step=5)
     states = [event["state"] for event in events if event["event"] == "job"]
@@ -350,7 +361,7 @@ def test_log_is_read_in_whole_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.chdir(tmp_path)
     answer_with(monkeypatch, {"sbatch": "7;cluster\n"})
     client = Slurm()
-    assert client.submit(asked("slurm", {}), near=[]) == "7"
+    assert client.submit(cluster_request("slurm", {}), near=[]) == "7"
     log = tmp_path / "slurm-7-nodes.out"
     log.write_text(f"{STEP}{DONE[:9]}")
     assert client.read("7") == [("", STEP)]
@@ -361,7 +372,7 @@ def test_log_is_read_in_whole_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_default_store_is_in_doubt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the cluster knows whether all nodes reach the store."""
     monkeypatch.setenv("DLAC_HOME", str(tmp_path))
-    spec = asked("slurm", {}).spec.resolved(tmp_path)
+    spec = cluster_request("slurm", {}).spec.resolved(tmp_path)
     assert store_in_doubt(spec) is None
     unnamed = spec.model_copy(update={"checkpoint": type(spec.checkpoint)()}).resolved(tmp_path)
     assert f"checkpoints go to '{tmp_path}/checkpoints'" in str(store_in_doubt(unnamed))

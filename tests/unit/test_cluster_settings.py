@@ -10,7 +10,7 @@ from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.launchers.protocol import render_job
 from dlac_pipeline.spec.job_spec import parse_spec
 from dlac_pipeline.spec.launch_request import Request
-from tests.cluster import GOOD, asked
+from tests.cluster import GOOD, cluster_request
 
 DOLLARS = "pa$$word $x $(HOME) ${app_id}"
 
@@ -19,7 +19,7 @@ def pods(cluster: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the pods of a job."""
     (jobset,) = [
         one
-        for one in yaml.safe_load_all(render_job(asked("kubernetes", {"image": "i", **cluster})))
+        for one in yaml.safe_load_all(render_job(cluster_request("kubernetes", {"image": "i", **cluster})))
         if one["kind"] == "JobSet"
     ]
     return [job["template"]["spec"]["template"]["spec"] for job in jobset["spec"]["replicatedJobs"]]
@@ -27,7 +27,7 @@ def pods(cluster: dict[str, Any]) -> list[dict[str, Any]]:
 
 def test_option_without_value_is_flag() -> None:
     """Its name stands alone, without an equals sign."""
-    script = render_job(asked("slurm", {"options": {"exclusive": "", "comment": "word"}}))
+    script = render_job(cluster_request("slurm", {"options": {"exclusive": "", "comment": "word"}}))
     assert {"--exclusive", "--comment=word"} <= set(re.findall(r"^#SBATCH (.*)$", script, re.MULTILINE))
 
 
@@ -80,7 +80,7 @@ def test_lost_setting_is_refused(on: str, cluster: dict[str, Any], message: str)
     """The error comes before a submission, and names the setting and the value found."""
     image = {"image": "i"} if on == "kubernetes" else {}
     with pytest.raises(SpecInvalid, match=message):
-        render_job(asked(on, image | cluster))
+        render_job(cluster_request(on, image | cluster))
 
 
 @pytest.mark.parametrize(

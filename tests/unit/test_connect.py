@@ -88,7 +88,7 @@ def test_catalog_errors_have_no_password(kind: Literal["sql", "rest"]) -> None:
 )
 def test_rest_refusal_differs_from_outage(status: int, kind: type[Exception]) -> None:
     """Refused credentials do not recover, so nothing is retried."""
-    with answering(status) as uri, pytest.raises(DlacError) as caught:
+    with serve_status(status) as uri, pytest.raises(DlacError) as caught:
         connect(LakehouseConfig(type="rest", uri=uri))
     assert type(caught.value) is kind
 
@@ -98,7 +98,7 @@ def test_failover_of_rest_is_outage(status: int, monkeypatch: pytest.MonkeyPatch
     """The supervisor of a rank has opened this catalog before. A refused password is no outage."""
     monkeypatch.setattr(startup, "RETRY_WITHIN_S", 0.0)
     for code, kind in {status: CatalogUnreachable, 401: CatalogMisconfigured}.items():
-        with answering(code) as uri, pytest.raises(DlacError) as caught:
+        with serve_status(code) as uri, pytest.raises(DlacError) as caught:
             startup.open_lakehouse(spec_with_catalog("rest", uri), supervised=True)
         assert type(caught.value) is kind
 
@@ -161,7 +161,7 @@ def test_passing_warehouse_failure_is_awaited(failure: OSError, kind: type[Excep
 
 
 @contextmanager
-def answering(status: int) -> Iterator[str]:
+def serve_status(status: int) -> Iterator[str]:
     """Serve one status for every request, and yield the address."""
 
     class Handler(BaseHTTPRequestHandler):
@@ -194,7 +194,7 @@ def hold_lock(file: Path, *statements: str, for_s: float) -> threading.Timer:
 
 
 @pytest.fixture
-def reporting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[sqlite_locks.ReportingConnection]:
+def reporting_connection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[sqlite_locks.ReportingConnection]:
     """Open a connection that reports a wait after 0.2 s."""
     monkeypatch.setattr(sqlite_locks, "_REPORT_AFTER_S", 0.2)
     file = tmp_path / "catalog.db"
@@ -213,7 +213,7 @@ def reporting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[sqlit
     ids=["read", "write", "commit"],
 )
 def test_lock_wait_is_reported(
-    reporting: sqlite_locks.ReportingConnection,
+    reporting_connection: sqlite_locks.ReportingConnection,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     held: tuple[str, ...],
@@ -221,27 +221,27 @@ def test_lock_wait_is_reported(
 ) -> None:
     """Each statement that can wait reports the wait once, and succeeds when the lock is released."""
     release = hold_lock(tmp_path / "catalog.db", *held, for_s=0.6)
-    reporting.cursor().execute(statement)
-    reporting.commit()
+    reporting_connection.cursor().execute(statement)
+    reporting_connection.commit()
     release.join()
     assert len(caplog.messages) == 1
     assert "found it locked for 0 s; waiting for at most 5 s" in caplog.text
 
 
 def test_deadlock_is_not_waited_for(
-    reporting: sqlite_locks.ReportingConnection, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    reporting_connection: sqlite_locks.ReportingConnection, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """SQLite refuses one of two transactions that wait for each other at once. A retry of its statement could not succeed."""
     with closing(sqlite3.connect(tmp_path / "catalog.db", isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
-        reporting.execute("BEGIN")
-        reporting.execute("SELECT * FROM t").fetchall()
+        reporting_connection.execute("BEGIN")
+        reporting_connection.execute("SELECT * FROM t").fetchall()
         other.execute("INSERT INTO t VALUES (1)")
         other.execute("PRAGMA busy_timeout = 0")
         with pytest.raises(sqlite3.OperationalError, match="locked"):
             other.execute("COMMIT")  # it waits for the reader
         with pytest.raises(sqlite3.OperationalError, match="locked"):
-            reporting.execute("INSERT INTO t VALUES (2)")
+            reporting_connection.execute("INSERT INTO t VALUES (2)")
     assert not caplog.messages
 
 

@@ -91,7 +91,7 @@ def test_every_file_is_read_by_one_node(checkpoint: Checkpoint) -> None:
     """The last progress of the leader counts all bytes."""
     reads = [Reads() for _ in range(NODES)]
     progress: list[tuple[int, int]] = []
-    with together(reads) as leader:
+    with leader_with_followers(reads) as leader:
         leader.verify(checkpoint.row, checkpoint.manifest, reads[0], lambda *each: progress.append(each))
     assert sorted(name for each in reads for name in each.names) == checkpoint.names
     assert all(len(each.names) == len(checkpoint.names) / NODES for each in reads)
@@ -101,7 +101,7 @@ def test_every_file_is_read_by_one_node(checkpoint: Checkpoint) -> None:
 def test_leader_reads_small_checkpoint(checkpoint: Checkpoint) -> None:
     """The other nodes receive no request."""
     reads = [Reads() for _ in range(NODES)]
-    with together(reads, least_bytes=checkpoint.bytes + 1) as leader:
+    with leader_with_followers(reads, least_bytes=checkpoint.bytes + 1) as leader:
         leader.verify(checkpoint.row, checkpoint.manifest, reads[0], lambda *_: None)
     assert [len(each.names) for each in reads] == [len(checkpoint.names), 0, 0]
 
@@ -113,7 +113,7 @@ def test_damage_in_any_part_is_named(checkpoint: Checkpoint) -> None:
         content = path.read_bytes()
         path.write_bytes(bytes([content[0] ^ 1]) + content[1:])
         reads = [Reads() for _ in range(NODES)]
-        with together(reads) as leader, pytest.raises(CheckpointDamaged, match=name):
+        with leader_with_followers(reads) as leader, pytest.raises(CheckpointDamaged, match=name):
             leader.verify(checkpoint.row, checkpoint.manifest, reads[0], lambda *_: None)
         assert name in reads[0].names
         path.write_bytes(content)
@@ -122,7 +122,7 @@ def test_damage_in_any_part_is_named(checkpoint: Checkpoint) -> None:
 def test_leader_reads_unreadable_part(checkpoint: Checkpoint) -> None:
     """An unreadable file is no damage."""
     reads = [Reads(), Reads(cannot="file"), Reads()]
-    with together(reads) as leader:
+    with leader_with_followers(reads) as leader:
         leader.verify(checkpoint.row, checkpoint.manifest, reads[0], lambda *_: None)
     assert sorted(reads[0].names + reads[2].names) == checkpoint.names
 
@@ -130,7 +130,7 @@ def test_leader_reads_unreadable_part(checkpoint: Checkpoint) -> None:
 def test_lost_node_is_not_awaited(checkpoint: Checkpoint) -> None:
     """The leader reads the lost node's part."""
     reads = [Reads() for _ in range(NODES)]
-    with together(reads, silent=2) as leader:
+    with leader_with_followers(reads, silent=2) as leader:
         leader.verify(checkpoint.row, checkpoint.manifest, reads[0], lambda *_: None)
     assert sorted(reads[0].names + reads[1].names) == checkpoint.names
 
@@ -141,7 +141,7 @@ def test_repeated_request_is_read_again(checkpoint: Checkpoint) -> None:
     content = other.read_bytes()
     other.write_bytes(b"")
     reads = [Reads(), Reads()]
-    with together(reads) as leader:
+    with leader_with_followers(reads) as leader:
         with pytest.raises(CheckpointDamaged, match=other.name):
             leader.verify(checkpoint.row, checkpoint.manifest, reads[0], lambda *_: None)
         other.write_bytes(content)
@@ -160,13 +160,13 @@ def test_leader_stops_waiting_on_request(checkpoint: Checkpoint) -> None:
             raise InterruptedError
 
     reads = Reads()
-    with together([Reads(), Reads()], proves=False) as leader, pytest.raises(InterruptedError):
+    with leader_with_followers([Reads(), Reads()], proves=False) as leader, pytest.raises(InterruptedError):
         leader.verify(checkpoint.row, checkpoint.manifest, reads, stop)
     assert len(reads.names) == len(checkpoint.names) / 2
 
 
 @contextmanager
-def together(
+def leader_with_followers(
     reads: list[Reads], *, least_bytes: int = 0, silent: int | None = None, proves: bool = True
 ) -> Iterator[NodeVerifiers]:
     """Yield the verifiers of a leader, with followers that answer its requests. The node `silent` sends no more messages."""

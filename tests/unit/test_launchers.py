@@ -15,7 +15,7 @@ from dlac_pipeline.launchers.protocol import launcher_for, render_job
 from dlac_pipeline.spec.job_spec import parse_spec
 from dlac_pipeline.spec.launch_request import Request, pack, unpack
 from dlac_pipeline.supervise.supervisor import Supervisor
-from tests.cluster import asked
+from tests.cluster import cluster_request
 
 SLURM = {"cpu": 8, "gpu": 4, "memory_mb": 64_000, "time_limit_s": 93_784, "partition": "h100", "account": "lm"} | {
     "options": {"constraint": "ib"},
@@ -38,7 +38,7 @@ KUBERNETES = {"image": "registry.example/dlac:1", "cpu": 8, "gpu": 4, "memory_mb
 
 def manifests(cluster: Mapping[str, Any], **launch: Any) -> dict[str, Any]:
     """Return the manifests that are rendered for Kubernetes, by kind."""
-    text = render_job(asked("kubernetes", {"image": "i", **cluster}, **launch))
+    text = render_job(cluster_request("kubernetes", {"image": "i", **cluster}, **launch))
     return {document["kind"]: document for document in yaml.safe_load_all(text)}
 
 
@@ -50,7 +50,7 @@ def job_of(jobset: Mapping[str, Any]) -> dict[str, Any]:
 
 def test_fixed_number_is_no_range() -> None:
     """Without a range the script has none, and without accelerators the number of ranks is the spec's."""
-    script = render_job(asked("slurm", {}, nodes="3", nproc_per_node=2))
+    script = render_job(cluster_request("slurm", {}, nodes="3", nproc_per_node=2))
     assert "--nodes=3\n" in script
     assert "gpus" not in script
 
@@ -127,7 +127,7 @@ def test_secrets_are_files() -> None:
 
 def test_request_is_read_from_file(tmp_path: Path) -> None:
     """The file of the secret has the content of the variable."""
-    request = asked("slurm", SLURM)
+    request = cluster_request("slurm", SLURM)
     (tmp_path / "request").write_text(pack(request))
     assert unpack({"DLAC_REQUEST_FILE": str(tmp_path / "request")}) == request
     with pytest.raises(SpecInvalid, match="expected a request of this DLAC"):
@@ -166,12 +166,12 @@ def test_first_pod_serves_rendezvous() -> None:
 def test_impossible_cluster_is_refused(on: str, cluster: dict[str, Any], message: str) -> None:
     """Settings of another scheduler, values that it would cut, and options that DLAC sets itself are refused by name."""
     with pytest.raises(SpecInvalid, match=message):
-        render_job(asked(on, cluster, rendezvous="h:1"))
+        render_job(cluster_request(on, cluster, rendezvous="h:1"))
 
 
 def test_local_lakehouse_is_refused(tmp_path: Path) -> None:
     """Other nodes cannot reach an embedded catalog."""
-    request = asked("slurm", {})
+    request = cluster_request("slurm", {})
     raw = request.spec.model_dump() | {"lakehouse": {}}
     with pytest.raises(SpecInvalid, match=r"expected lakehouse\.uri that the nodes of the job reach, found 'sqlite:"):
         launcher_for(Request(spec=parse_spec(raw, origin="the test").resolved(tmp_path)), print)
@@ -181,40 +181,40 @@ def test_missing_client_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """A job can be rendered, but not submitted, without the client of Kubernetes."""
     monkeypatch.setattr(protocol, "find_spec", lambda name: None)
     with pytest.raises(BadInput, match=r"pip install \"dlac-pipeline\[cluster\]\""):
-        launcher_for(asked("kubernetes", KUBERNETES), print)
-    assert "kind: JobSet" in render_job(asked("kubernetes", KUBERNETES))
+        launcher_for(cluster_request("kubernetes", KUBERNETES), print)
+    assert "kind: JobSet" in render_job(cluster_request("kubernetes", KUBERNETES))
 
 
 def test_launcher_here_is_supervisor() -> None:
     """The launcher of launch.on = "here" is the supervisor."""
-    assert isinstance(launcher_for(asked("here", {}, rendezvous="h:1"), print), Supervisor)
+    assert isinstance(launcher_for(cluster_request("here", {}, rendezvous="h:1"), print), Supervisor)
 
 
 def test_node_meets_at_first() -> None:
     """The port is that of the cluster section. The number of ranks per node is that of accelerators, or the spec's."""
     environment = {"DLAC_FIRST_NODE": "gpu01"}
-    launch = for_node(asked("slurm", {"gpu": 4, "port": 29401}), environment).spec.launch
+    launch = for_node(cluster_request("slurm", {"gpu": 4, "port": 29401}), environment).spec.launch
     assert (launch.rendezvous, launch.nproc_per_node) == ("gpu01:29401", 4)
-    assert for_node(asked("slurm", {"gpu": 4}, nproc_per_node=2), environment).spec.launch.nproc_per_node == 2
-    assert for_node(asked("slurm", {"gpu": 4}, nodes=""), environment).spec.launch.nproc_per_node == 0
+    assert for_node(cluster_request("slurm", {"gpu": 4}, nproc_per_node=2), environment).spec.launch.nproc_per_node == 2
+    assert for_node(cluster_request("slurm", {"gpu": 4}, nodes=""), environment).spec.launch.nproc_per_node == 0
 
 
 def test_job_has_its_own_key() -> None:
     """The secret of the nodes' messages belongs to one job. On Kubernetes it is a file."""
-    keys = [re.findall("export DLAC_RENDEZVOUS_KEY=(.*)", render_job(asked("slurm", {}))) for _ in range(2)]
+    keys = [re.findall("export DLAC_RENDEZVOUS_KEY=(.*)", render_job(cluster_request("slurm", {}))) for _ in range(2)]
     assert keys[0] != keys[1]
     found = manifests({})
     assert len(found["Secret"]["stringData"]["rendezvous-key"]) == 64
     environment = {"DLAC_RENDEZVOUS_KEY_FILE": "/etc/dlac/rendezvous-key"}
     assert (
-        for_node(asked("kubernetes", {"image": "i"}), environment).spec.launch.rendezvous_key_file
+        for_node(cluster_request("kubernetes", {"image": "i"}), environment).spec.launch.rendezvous_key_file
         == "/etc/dlac/rendezvous-key"
     )
 
 
 def test_request_is_one_word() -> None:
     """The encoded request has no special character of a shell or scheduler, and decodes to the same request."""
-    request = asked("slurm", SLURM)
+    request = cluster_request("slurm", SLURM)
     assert re.fullmatch(r"[A-Za-z0-9_=-]+", pack(request))
     assert unpack({"DLAC_REQUEST": pack(request)}) == request
     for wrong in ({}, {"DLAC_REQUEST": "x"}, {"DLAC_REQUEST": pack(request)[:-9]}):

@@ -225,7 +225,7 @@ def test_pending_rows_come_in_later_leg(case: Case, data: st.DataObject) -> None
                 plan_id = f"p{index} in {turn}"
                 units[plan_id] = data.draw(unit_tables())
                 start = replace(start, upcoming=(*start.upcoming, (plan_id, 1)))
-            starts.append(_started(leg, index, source, start, units))
+            starts.append(_source_in_next_leg(leg, index, source, start, units))
         leg = _next(leg, starts, last)
     order = leg.order(units)
     for index in range(len(leg.sources)):
@@ -236,7 +236,9 @@ def test_pending_rows_come_in_later_leg(case: Case, data: st.DataObject) -> None
         assert sum(read[index].values()) + int(left.sum()) == sum(int(each.live_rows.sum()) for each in plans.values())
 
 
-def _started(leg: Leg, index: int, source: LegSource, start: SourceStart, units: dict[str, UnitTable]) -> LegSource:
+def _source_in_next_leg(
+    leg: Leg, index: int, source: LegSource, start: SourceStart, units: dict[str, UnitTable]
+) -> LegSource:
     """Return the source in the next leg. The leg reads from it only if each key group has rows."""
     moved = replace(
         leg, sources=tuple(replace(one, start=start if one is source else one.start) for one in leg.sources)

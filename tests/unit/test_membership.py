@@ -67,13 +67,13 @@ def start(store: TCPStore) -> Iterator[Callable[..., NodeHeartbeat]]:
     """Yield a function that starts another node's heartbeat at the store, and waits for its slot."""
     with ExitStack() as stack:
 
-        def started(settings: LaunchSpec, *, batch_size: int = 4) -> NodeHeartbeat:
+        def start_heartbeat(settings: LaunchSpec, *, batch_size: int = 4) -> NodeHeartbeat:
             beat = heartbeat(store.port, settings, batch_size=batch_size)
             stack.callback(beat.close, leaves=False)
             wait_until(lambda: beat.slot > 0, what="a slot")
             return beat
 
-        yield started
+        yield start_heartbeat
 
 
 def plan_of(beat: NodeHeartbeat) -> RoundPlan:
@@ -314,11 +314,11 @@ def test_other_job_is_refused(start: Callable[..., NodeHeartbeat]) -> None:
 def test_all_nodes_read_refusal() -> None:
     """The leader serves the store until the other node has read the refusal."""
     port = own_port()
-    started = threading.Event()
+    start_heartbeat = threading.Event()
 
     def refusal(spec: JobSpec) -> str:
         with closing(Membership.of_job(spec, ledger="l")) as node:
-            started.set()
+            start_heartbeat.set()
             try:
                 next_round(node)
             except SpecInvalid as err:
@@ -327,7 +327,7 @@ def test_all_nodes_read_refusal() -> None:
 
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(refusal, job(port, nodes="2", gather_timeout_s=30))
-        assert started.wait(60)
+        assert start_heartbeat.wait(60)
         time.sleep(1.0)
         second = pool.submit(refusal, job(port, nodes="2", gather_timeout_s=30, args=["--other"]))
         assert ["found another one" in each.result(60) for each in (first, second)] == [True, True]

@@ -133,7 +133,7 @@ COMMANDS = [
 
 
 @pytest.fixture(scope="module")
-def begun(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Arena]:
+def claimed_arena(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Arena]:
     """A lakehouse with a claim of run "night-3" and its job spec. No command of these tests changes it."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         arena = Arena(tmp_path_factory.mktemp("begun") / "home", monkeypatch)
@@ -144,9 +144,9 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Arena]:
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 @pytest.mark.parametrize(("run", "error"), [("nigth-3", NoSuchRun), ("../../x", SpecInvalid), ("a\nb", SpecInvalid)])
-def test_command_creates_nothing(begun: Arena, command: list[str], run: str, error: type[Exception]) -> None:
+def test_command_creates_nothing(claimed_arena: Arena, command: list[str], run: str, error: type[Exception]) -> None:
     """A command for a missing run lists similar names. It makes no row, no folder and no file."""
-    arena, job = begun, begun.home / "job.json.yaml"
+    arena, job = claimed_arena, claimed_arena.home / "job.json.yaml"
     before = sorted(path for path in arena.home.parent.rglob("*") if "catalog.db" not in path.name)
     replacements = {"RUN": run, "SPEC": str(job), "w.safetensors": str(arena.home / "w.safetensors")}
     arguments = [replacements.get(word, word) for word in command]

@@ -18,7 +18,7 @@ from dlac_pipeline.launchers.cluster_job import ClusterJob
 from dlac_pipeline.launchers.kubernetes import Kubernetes
 from dlac_pipeline.launchers.slurm import Slurm
 from dlac_pipeline.spec.launch_request import Request
-from tests.cluster import COMPLETED, GOOD, Scripted, asked
+from tests.cluster import COMPLETED, GOOD, Scripted, cluster_request
 from tests.conftest import Arena
 
 HOST_MOUNT = {"kind": "host", "source": "/nvme", "path": "/nvme"}
@@ -47,7 +47,7 @@ def required(script: str) -> list[str]:
 
 def request_on_kubernetes(**cluster: Any) -> Request:
     """Return a request whose local copies are below /nvme."""
-    request = asked("kubernetes", {"image": "i", **cluster})
+    request = cluster_request("kubernetes", {"image": "i", **cluster})
     checkpoint = request.spec.checkpoint.model_copy(update={"local": "/nvme/checkpoints"})
     return request.model_copy(update={"spec": request.spec.model_copy(update={"checkpoint": checkpoint})})
 
@@ -109,7 +109,7 @@ def test_submission_names_holders(arena: Arena, monkeypatch: pytest.MonkeyPatch)
 
 def test_slurm_requires_idle_holders(idle: list[str]) -> None:
     """A job requires the idle nodes among the holders, in their order, and at most its number of nodes."""
-    Slurm().submit(asked("slurm", {"partition": "h100"}, nodes="1"), near=["n1", "n3", "n2"])
+    Slurm().submit(cluster_request("slurm", {"partition": "h100"}, nodes="1"), near=["n1", "n3", "n2"])
     assert idle[0].startswith("sinfo --noheader --Node")
     assert idle[0].endswith("--nodes=n1,n3,n2 --partition=h100")
     assert required(idle[1]) == ["n3"]
@@ -117,8 +117,8 @@ def test_slurm_requires_idle_holders(idle: list[str]) -> None:
 
 def test_user_places_slurm_job(idle: list[str]) -> None:
     """No node is required if the user's options name nodes, or if no node has a copy."""
-    Slurm().submit(asked("slurm", {"options": {"nodelist": "n9"}}), near=["n2"])
-    Slurm().submit(asked("slurm", {}), near=[])
+    Slurm().submit(cluster_request("slurm", {"options": {"nodelist": "n9"}}), near=["n2"])
+    Slurm().submit(cluster_request("slurm", {}), near=[])
     assert [required(call) for call in idle] == [["n9"], []]
 
 
@@ -136,11 +136,11 @@ def test_refused_holders_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
         return "7\n"
 
     monkeypatch.setattr(slurm, "_answer", answer)
-    assert Slurm().submit(asked("slurm", {}), near=["n2"]) == "7"
+    assert Slurm().submit(cluster_request("slurm", {}), near=["n2"]) == "7"
     assert [required(script) for script in scripts] == [["n2"], []]
     refusal.pop(0)
     with pytest.raises(ConnectionError, match="Invalid account"):
-        Slurm().submit(asked("slurm", {}), near=["n2"])
+        Slurm().submit(cluster_request("slurm", {}), near=["n2"])
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_pending_job_drops_holders(monkeypatch: pytest.MonkeyPatch, near: list[s
 
     monkeypatch.setattr(slurm, "_answer", answer)
     client = Slurm(prefers_s=0.0)
-    client.submit(asked("slurm", {}), near=near)
+    client.submit(cluster_request("slurm", {}), near=near)
     client.state("7")
     assert ("scontrol update JobId=7 ReqNodeList=" in calls) == dropped
 
@@ -194,4 +194,4 @@ def test_rendering_reads_no_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """A rendered job names no nodes, and neither the ledger nor the cluster is read."""
     monkeypatch.setattr(slurm, "_answer", lambda *command, **_: pytest.fail(f"asked {command}"))
     assert GOOD["lakehouse"]["uri"].startswith("postgresql")
-    assert required(ClusterJob(asked("slurm", {}), Slurm()).render()) == []
+    assert required(ClusterJob(cluster_request("slurm", {}), Slurm()).render()) == []

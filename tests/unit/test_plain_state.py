@@ -37,7 +37,7 @@ class Strange:
     """An object of a script."""
 
 
-def loaded(state: Any, folder: Path) -> Any:
+def save_and_load(state: Any, folder: Path) -> Any:
     """Save a state, and return the loaded one."""
     write_state(state, folder / "state.pt")
     return load_tensors(folder / "state.pt")
@@ -65,8 +65,8 @@ def test_numpy_number_becomes_python_number(tmp_path: Path, number: Any) -> None
     state: dict[Any, Any] = {"groups": [{"lr": number}, (1, number)], number: "as a key"}
     (tmp_path / "as it is").mkdir()
     with pytest.raises(CheckpointUnsafe):
-        loaded(state, tmp_path / "as it is")
-    found = loaded(plain_state(state), tmp_path)
+        save_and_load(state, tmp_path / "as it is")
+    found = save_and_load(plain_state(state), tmp_path)
     for one in (found["groups"][0]["lr"], found["groups"][1][1], list(found)[1]):
         assert type(one) in (bool, int, float, complex, str, bytes)
         if isinstance(one, float):
@@ -159,7 +159,7 @@ def test_loadable_value_is_saved(tmp_path: Path, value: Any) -> None:
     """The same object is saved, however rare its type, and is loaded again."""
     state = {"a": value}
     assert plain_state(state)["a"] is value
-    assert str(loaded(state, tmp_path)["a"]) == str(value)
+    assert str(save_and_load(state, tmp_path)["a"]) == str(value)
 
 
 def test_allowed_classes_are_saved(tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def test_allowed_classes_are_saved(tmp_path: Path) -> None:
     assert refusal(flagged) == f"{Flagged.__module__}.Flagged"
     with torch.serialization.safe_globals([Flagged, Pair]):
         state = plain_state({"a": flagged, "pair": Pair(1, 2)})
-        found = loaded(state, tmp_path)
+        found = save_and_load(state, tmp_path)
     assert state["a"] is flagged
     assert torch.equal(found["a"], flagged)
     assert found["pair"] == Pair(1, 2)
@@ -186,4 +186,4 @@ def test_allowed_classes_are_saved(tmp_path: Path) -> None:
 def test_refused_file_names_class(tmp_path: Path, value: Any, class_name: str) -> None:
     """The error has the class that torch named at the end of its advice, and not the advice."""
     with pytest.raises(CheckpointUnsafe, match=class_name):
-        loaded({"a": value}, tmp_path)
+        save_and_load({"a": value}, tmp_path)

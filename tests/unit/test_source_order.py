@@ -365,14 +365,14 @@ def test_portions_keep_order(units: UnitTable, cut: CutSettings, data: st.DataOb
     order = SourceOrder(SourceStart.fresh(cut.key_groups, [("p", 1)]), {"p": units}, replace(cut, shuffle=False))
     group = data.draw(st.integers(0, cut.key_groups - 1))
     for stretch in order.stretches(group, data.draw(st.integers(0, 5))):
-        at_once = _divided(len(stretch.block.slices.unit), data.draw(st.integers(1, 3)))
+        at_once = _portions(len(stretch.block.slices.unit), data.draw(st.integers(1, 3)))
         portions = list(stretch.portions(at_once))
         found = [place for part in portions for place in _places_in(part)]
         assert found == places_of(stretch)
         assert portions[-1].cursor == stretch.cursor
 
 
-def _divided(slices: int, at_once: int) -> list[int]:
+def _portions(slices: int, at_once: int) -> list[int]:
     return [min(at_once, slices - first) for first in range(0, slices, at_once)]
 
 

@@ -19,7 +19,7 @@ GOOD: dict[str, Any] = {
 }
 
 
-def changed(section: str, **values: Any) -> dict[str, Any]:
+def with_values(section: str, **values: Any) -> dict[str, Any]:
     """Return the valid spec with some changed values in one section."""
     return {**GOOD, section: {**GOOD.get(section, {}), **values}}
 
@@ -30,30 +30,33 @@ def changed(section: str, **values: Any) -> dict[str, Any]:
         ({**GOOD, "run": "../up"}, r"run: .*'\.\./up'"),
         ({**GOOD, "run": ""}, r"run: .*found ''"),
         ({**GOOD, "hue": "red"}, r"hue: unknown field, expected one of \['run', .*'red'"),
-        (changed("order", batchsize=1), r"order\.batchsize: unknown field, did you mean 'batch_size'\? \(found 1\)"),
-        ({**GOOD, "lunch": {"a": 1}}, r"lunch: unknown field, did you mean 'launch'\? \(found dict\)"),
-        (changed("source", table="t"), r"source\.table: expected namespace\.table, found 't'"),
-        (changed("source", table=".t"), r"source\.table: expected namespace\.table, found '\.t'"),
-        (changed("source", table="a..t"), r"source\.table: expected namespace\.table, found 'a\.\.t'"),
-        (changed("launch", grace_s=26), r"launch\.grace_s: .*less than or equal to 25 \(found 26\)"),
-        (changed("order", batch_size=30), r"order: .*batch_size 30 is not a multiple of key_groups 8"),
-        (changed("order", batch_size=0), r"order\.batch_size: .*found 0"),
-        (changed("order", seed=-1), r"order\.seed: .*found -1"),
-        (changed("launch", world_size=3), r"batch_size 32 is not a multiple of world_size 3"),
-        (changed("source", columns=[]), r"source\.columns: .*\[\]"),
-        (changed("source", columns=["x", "x"]), r"source\.columns: .*\['x', 'x'\]"),
-        (changed("checkpoint", every_steps="often"), r"checkpoint\.every_steps: .*'often'"),
         (
-            changed("checkpoint", interval="auto", every_s=30),
+            with_values("order", batchsize=1),
+            r"order\.batchsize: unknown field, did you mean 'batch_size'\? \(found 1\)",
+        ),
+        ({**GOOD, "lunch": {"a": 1}}, r"lunch: unknown field, did you mean 'launch'\? \(found dict\)"),
+        (with_values("source", table="t"), r"source\.table: expected namespace\.table, found 't'"),
+        (with_values("source", table=".t"), r"source\.table: expected namespace\.table, found '\.t'"),
+        (with_values("source", table="a..t"), r"source\.table: expected namespace\.table, found 'a\.\.t'"),
+        (with_values("launch", grace_s=26), r"launch\.grace_s: .*less than or equal to 25 \(found 26\)"),
+        (with_values("order", batch_size=30), r"order: .*batch_size 30 is not a multiple of key_groups 8"),
+        (with_values("order", batch_size=0), r"order\.batch_size: .*found 0"),
+        (with_values("order", seed=-1), r"order\.seed: .*found -1"),
+        (with_values("launch", world_size=3), r"batch_size 32 is not a multiple of world_size 3"),
+        (with_values("source", columns=[]), r"source\.columns: .*\[\]"),
+        (with_values("source", columns=["x", "x"]), r"source\.columns: .*\['x', 'x'\]"),
+        (with_values("checkpoint", every_steps="often"), r"checkpoint\.every_steps: .*'often'"),
+        (
+            with_values("checkpoint", interval="auto", every_s=30),
             r'checkpoint: expected interval = "auto", or every_s, found both',
         ),
         (
-            changed("checkpoint", recovery_point_s=60),
+            with_values("checkpoint", recovery_point_s=60),
             r"checkpoint: expected recovery_point_s with interval = \"auto\" only",
         ),
-        (changed("checkpoint", every_steps=0), r"checkpoint\.every_steps: .*found 0"),
-        (changed("launch", termination_url="metadata/gone"), r"launch\.termination_url: .*'metadata/gone'"),
-        (changed("lakehouse", type="hive"), r"lakehouse\.type: .*'hive'"),
+        (with_values("checkpoint", every_steps=0), r"checkpoint\.every_steps: .*found 0"),
+        (with_values("launch", termination_url="metadata/gone"), r"launch\.termination_url: .*'metadata/gone'"),
+        (with_values("lakehouse", type="hive"), r"lakehouse\.type: .*'hive'"),
         ({"run": "r1"}, r"(?s)source: .*order: .*launch: "),
     ],
 )
@@ -66,7 +69,7 @@ def test_wrong_value_is_named(raw: dict[str, Any], message: str) -> None:
 
 def test_recorded_blank_filter_is_none() -> None:
     """An empty filter text in a spec that version 0.1 recorded means no filter. Users cannot write it."""
-    recorded = changed("source", row_filter="")
+    recorded = with_values("source", row_filter="")
     with pytest.raises(SpecInvalid, match="found the blank ''"):
         parse_spec(recorded, origin="test")
     assert parse_recorded(recorded, origin="test").source.row_filter is None
@@ -90,7 +93,7 @@ def test_blank_filters_are_refused(setting: str, where: str, blank: str) -> None
 def test_message_hides_sections_and_parser() -> None:
     """The error of a missing field does not repeat its section. A validator's message is not changed."""
     with pytest.raises(SpecInvalid) as caught:
-        parse_spec({**changed("order", batch_size=30), "source": {"columns": ["x", "x"]}}, origin="'job.toml'")
+        parse_spec({**with_values("order", batch_size=30), "source": {"columns": ["x", "x"]}}, origin="'job.toml'")
     message = str(caught.value)
     assert "source.table: Field required\n" in message
     assert "Value error" not in message
@@ -114,7 +117,7 @@ def test_every_field_is_described() -> None:
 )
 def test_seconds_replace_steps(values: dict[str, Any], steps: int | None) -> None:
     """A spec with a time alone has no checkpoints at multiples of steps, and neither has its JSON."""
-    spec = parse_spec(changed("checkpoint", **values), origin="here")
+    spec = parse_spec(with_values("checkpoint", **values), origin="here")
     assert spec.checkpoint.steps_between == steps
     assert JobSpec.model_validate_json(spec.model_dump_json()) == spec
 

@@ -105,7 +105,7 @@ def test_stranger_writes_are_ignored(tmp_path: Path) -> None:
     for place, beat in enumerate(beats):
         beat.seek(Offer(host=f"host-{place}", address="127.0.0.1", ranks=1))
 
-    def together() -> bool:
+    def have_met() -> bool:
         names = {f"dlac/r/{name}" for name in ("lease", "slots", "node/1", "node/2", "member/1", "member/2")}
         for name in {*stranger.list_keys(), *names}:
             stranger.set(name, strike)
@@ -114,7 +114,7 @@ def test_stranger_writes_are_ignored(tmp_path: Path) -> None:
         return all(beat.plan is not None for beat in beats)
 
     stranger.set("dlac/r/lease", strike)
-    wait_until(together, what="the round")
+    wait_until(have_met, what="the round")
     leader, other = sorted((round_of(beat) for beat in beats), key=lambda each: each.share.node)
     leader.announce("resume", {"step": 7})
     stranger.set("dlac/r/lease", strike)
@@ -149,7 +149,7 @@ def test_earlier_store_is_no_news(when: str) -> None:
     """A stranger replays messages of nodes from an earlier store with the same key. They change nothing."""
     written: dict[str, list[bytes]] = {}
     earlier = process_group.serve_store("127.0.0.1", own_port())
-    with meeting(earlier.port) as (leader, follower):
+    with meet(earlier.port) as (leader, follower):
         leader.announce("resume", {"step": 7})
         wait_until(lambda: follower.announced("resume") is not None, what="the announcement")
         for _ in range(6):
@@ -167,7 +167,7 @@ def test_earlier_store_is_no_news(when: str) -> None:
         for name, values in written.items():
             stranger.set(name, values[min(piece, len(values) - 1)].decode())
 
-    with meeting(later.port, on_tick=replay if when == "before the round" else lambda: None) as (leader, follower):
+    with meet(later.port, on_tick=replay if when == "before the round" else lambda: None) as (leader, follower):
         rounds_ = [round_of(beat) for beat in (leader, follower)]
         for _ in range(8):  # for longer than `node_timeout_s`
             replay()
@@ -186,20 +186,20 @@ def _note(store: TCPStore, written: dict[str, list[bytes]]) -> None:
 
 
 @contextmanager
-def meeting(port: int, *, on_tick: Callable[[], None] = lambda: None) -> Iterator[list[NodeHeartbeat]]:
+def meet(port: int, *, on_tick: Callable[[], None] = lambda: None) -> Iterator[list[NodeHeartbeat]]:
     """Yield two nodes in one round, the leader first. `on_tick` is called twice a second until they meet."""
     launch = LaunchSpec(script="x", nodes="2", rendezvous=f"127.0.0.1:{port}", last_call_s=1, node_timeout_s=3)
     beats = [heartbeat(port, launch) for _ in range(2)]
     for place, beat in enumerate(beats):
         beat.seek(Offer(host=f"host-{place}", address="127.0.0.1", ranks=1))
 
-    def together() -> bool:
+    def have_met() -> bool:
         on_tick()
         time.sleep(0.5)
         assert [beat.end for beat in beats] == [None, None]
         return all(beat.place is not None for beat in beats)
 
-    wait_until(together, what="the round")
+    wait_until(have_met, what="the round")
     yield sorted(beats, key=lambda each: each.place or 0)
     for beat in beats:
         beat.close(leaves=True)
