@@ -1,4 +1,4 @@
-/* What a power cut would leave, recorded: preloaded into the processes of a test (LD_PRELOAD), read by tests/power_cut.py.
+/* Records the result of a power cut. Preloaded into the processes of a test (LD_PRELOAD), read by tests/power_cut.py.
  *
  * Every fsync and fdatasync of something below $POWER_ROOT appends one record to the file $POWER_LOG/log:
  *
@@ -63,7 +63,7 @@ static void list(int into, int folder, const char *above, int deep) {
     closedir(names);
 }
 
-/* Without opening the file again where it can be read: closing another descriptor of it would drop SQLite's locks. */
+/* Copies without opening a readable file again: closing another descriptor of it would drop SQLite locks. */
 static void copy(int into, int file) {
     char buffer[65536], path[64];
     int readable = (fcntl(file, F_GETFL) & O_ACCMODE) != O_WRONLY;
