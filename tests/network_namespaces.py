@@ -41,11 +41,12 @@ class NetworkNode:
 @contextmanager
 def open_switch() -> Iterator[str]:
     """Make a switch, and yield the address of its namespace. It has no connection to this node's network."""
-    if (
-        shutil.which("ip") is None
-        or subprocess.run(["ip", "netns", "add", SWITCH], check=False, capture_output=True).returncode
-    ):
-        pytest.skip("needs iproute2, and to be allowed network namespaces")
+    if shutil.which("ip") is None:
+        pytest.skip("needs iproute2")
+    _remove_left_namespaces()
+    added = subprocess.run(["ip", "netns", "add", SWITCH], check=False, capture_output=True, text=True)
+    if added.returncode:
+        pytest.skip(f"needs to be allowed network namespaces, found: {added.stderr.strip()}")
     try:
         _ip("-n", SWITCH, "link", "set", "lo", "up")
         _ip("-n", SWITCH, "link", "add", _BRIDGE, "type", "bridge")
@@ -72,5 +73,12 @@ def network_node(name: str) -> Iterator[NetworkNode]:
         _ip("netns", "del", name)
 
 
-def _ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True)
+def _remove_left_namespaces() -> None:
+    """Remove namespaces without a process, which a killed test has left."""
+    names = [line.split()[0] for line in _ip("netns", "list").splitlines()]
+    for name in (name for name in names if name.startswith("dlac-") and not _ip("netns", "pids", name)):
+        _ip("netns", "del", name)
+
+
+def _ip(*arguments: str) -> str:
+    return subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True).stdout

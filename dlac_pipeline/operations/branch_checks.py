@@ -10,7 +10,7 @@ from dlac_pipeline.checkpoint.files import StoreFiles
 from dlac_pipeline.checkpoint.manifest import read_manifest, verify_files
 from dlac_pipeline.checkpoint.store import folder_uri
 from dlac_pipeline.lakehouse.errors import EmptyPlan, SpecInvalid
-from dlac_pipeline.lakehouse.filters.conditions import filter_names
+from dlac_pipeline.lakehouse.filters.grammar import filter_names
 from dlac_pipeline.lakehouse.history.changes import OnOverwrite, changes
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.iceberg.row_groups import parse_exclusion, row_groups_of

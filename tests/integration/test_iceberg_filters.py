@@ -28,7 +28,7 @@ from pyiceberg.types import (
 )
 
 from dlac_pipeline.lakehouse.errors import NoSuchColumn, SpecInvalid
-from dlac_pipeline.lakehouse.filters.conditions import parse_filter
+from dlac_pipeline.lakehouse.filters.grammar import parse_filter
 from dlac_pipeline.lakehouse.iceberg.columns import FileColumns
 from dlac_pipeline.lakehouse.iceberg.data_files import live_files
 from dlac_pipeline.lakehouse.iceberg.row_groups import row_groups_of

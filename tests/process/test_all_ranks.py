@@ -42,7 +42,9 @@ class LaunchedNodes:
 
     def exit_rank(self, rank: int, code: int) -> None:
         """End a rank with an exit status."""
-        (self.groups[rank].folder / f"exit-{rank}").write_text(str(code))
+        status = self.groups[rank].folder / f"exit-{rank}"
+        (written := status.with_suffix(".new")).write_text(str(code))
+        written.rename(status)  # the rank polls for the file, and an empty one is no status
         wait_until(self.groups[rank].all_exited, what="its end")
 
     def publish_report(self, place: int, **changes: Any) -> None:

@@ -1,7 +1,7 @@
 """Row filters: SQL conditions on the columns of a table, with one meaning wherever they are decided.
 
-`grammar` reads the text, `literals` fits literals to the type of their column, `conditions` binds both to a schema and decides
-them, and `facts` holds what partitions, column metrics and Parquet statistics prove. The meaning is that of SQL:
+`grammar` reads the text and binds it to a schema, `literals` fits literals to the type of their column, `conditions` decides, and
+`facts` holds what partitions, column metrics and Parquet statistics prove. The meaning is that of SQL:
 
 - Logic has three values. A row is selected if the condition is true for it, not if it is unknown.
 - NULL makes every comparison unknown. NULL is neither NaN nor not NaN.

@@ -1,4 +1,4 @@
-"""A filter bound to the columns of a table: decided by facts where they suffice, row by row where they do not.
+"""Conditions on the columns of a table: decided by facts where they suffice, row by row where they do not.
 
 Conditions have no NOT: it is resolved when they are bound, so that a condition that is not true for a row needs no third value.
 """
@@ -17,27 +17,14 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
-from pyiceberg.schema import Schema
-from pyiceberg.types import ListType, MapType, NestedField, StringType, StructType
+from pyiceberg.types import NestedField
 
-from dlac_pipeline.lakehouse.errors import NoSuchColumn, SpecInvalid
 from dlac_pipeline.lakehouse.filters.facts import UNKNOWN, Facts
-from dlac_pipeline.lakehouse.filters.grammar import (
-    EXAMPLE,
-    Atom,
-    Junction,
-    Negation,
-    Syntax,
-    Truth,
-    WrittenLiteral,
-    parse_syntax,
-)
-from dlac_pipeline.lakehouse.filters.literals import FLOATS, LiteralPlace, hint_for, place_of, to_python
+from dlac_pipeline.lakehouse.filters.literals import FLOATS, LiteralPlace, to_python
 
 Known = Mapping[int, Facts]
 """Facts by the field id of a column, or of a field inside a struct."""
 _Flags = npt.NDArray[np.bool_]
-_OPPOSITE = {"<": ">=", ">=": "<", ">": "<=", "<=": ">", "=": "!=", "!=": "="}
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,145 +353,28 @@ class IsLike(_OnOne):
         return below or (facts.lower is not None and facts.lower[: len(self.prefix)] > self.prefix)
 
 
-def parse_filter(text: str, schema: Schema) -> Condition:
-    """Return the condition in `text`: all rows when it is empty.
-
-    Raises:
-        SpecInvalid: it is blank or no filter, or compares a column with an incomparable literal.
-        NoSuchColumn: it names a column that the schema lacks.
-    """
-    if not text:
-        return ALWAYS
-    if not text.strip():
-        raise SpecInvalid(
-            f"expected a filter such as {EXAMPLE}, found the blank {text!r}: leave it out to select all rows"
-        )
-    return _Binder(text, schema).bind(parse_syntax(text), negated=False)
-
-
-class _Binder:
-    """The columns of a schema, for the conditions of one text."""
-
-    def __init__(self, text: str, schema: Schema) -> None:
-        self._text = text
-        self._schema = schema
-
-    def bind(self, syntax: Syntax, *, negated: bool) -> Condition:
-        """Return the condition that a syntax tree describes, or its opposite."""
-        if isinstance(syntax, Truth):
-            return NEVER if syntax.value == negated else ALWAYS
-        if isinstance(syntax, Negation):
-            return self.bind(syntax.of, negated=not negated)
-        if isinstance(syntax, Junction):
-            return combine(syntax.every != negated, [self.bind(part, negated=negated) for part in syntax.parts])
-        return self._atom(syntax, negated)
-
-    def _atom(self, atom: Atom, negated: bool) -> Condition:
-        path = self._path(atom.names)
-        if atom.operator == "null":
-            return IsNull(path, negated)
-        if atom.operator == "nan":
-            return IsNan(path, negated)
-        if atom.operator == "like":
-            return self._like(path, atom.literals[0], negated)
-        places = [self._place(path, literal) for literal in atom.literals]
-        if atom.operator == "in":
-            return _among(path, places, negated)
-        operator = _OPPOSITE[atom.operator] if negated else atom.operator
-        return (
-            _among(path, places, operator == "!=") if operator in ("=", "!=") else _compared(path, operator, places[0])
-        )
-
-    def _place(self, path: FieldPath, literal: WrittenLiteral) -> LiteralPlace:
-        place = place_of(path.kind, literal.value)
-        if place is None:
-            raise self._incomparable(path, literal, hint_for(path.kind))
-        return place
-
-    def _incomparable(self, path: FieldPath, literal: WrittenLiteral, wanted: str) -> SpecInvalid:
-        nan = isinstance(literal.value, str) and literal.value.strip().lower() == "nan"
-        return SpecInvalid(
-            f"expected column {path.name!r} of type {path.kind} to be compared with {wanted}, found {literal.text} in filter "
-            f"{self._text!r}: "
-            + ("write IS NAN or IS NOT NAN" if nan else "write it in that form, or name another column")
-        )
-
-    def _like(self, path: FieldPath, literal: WrittenLiteral, negated: bool) -> Condition:
-        if not isinstance(path.kind, StringType):
-            raise SpecInvalid(
-                f"expected a column of type string before LIKE, found {path.name!r} of type {path.kind} with {literal.text} in "
-                f"filter {self._text!r}: name another column, or use a comparison"
-            )
-        if not isinstance(literal.value, str):
-            raise self._incomparable(path, literal, "a pattern in single quotes such as 'abc%'")
-        prefix, rest = _split_pattern(literal.value)
-        return (
-            _among(path, [LiteralPlace(prefix, prefix, prefix)], negated)
-            if rest == ""
-            else IsLike(path, prefix, rest, negated)
-        )
-
-    def _path(self, names: tuple[str, ...]) -> FieldPath:
-        """Return the column of this name. A column with dots in its name precedes a field in a struct."""
-        fields = _descend(self._schema.fields, names)
-        if fields is None:
-            raise NoSuchColumn(
-                f"expected one of the columns {filter_names(self._schema)!r} in filter {self._text!r}, found "
-                f"{'.'.join(names)!r}: {_hint_inside(self._schema, names) or 'name one of these'}"
-            )
-        return FieldPath(fields)
-
-
-def filter_names(schema: Schema) -> list[str]:
-    """Return the names that a filter may have: of columns, and of fields inside structs, not of what lists and maps hold."""
-    return _names_below(schema.fields, "")
-
-
-def _names_below(fields: Sequence[NestedField], prefix: str) -> list[str]:
-    found = []
-    for field in fields:
-        found.append(prefix + field.name)
-        if isinstance(field.field_type, StructType):
-            found += _names_below(field.field_type.fields, f"{prefix}{field.name}.")
-    return found
-
-
-def _hint_inside(schema: Schema, names: tuple[str, ...]) -> str:
-    """Return the text to write where a name leads into a list or a map, or an empty string."""
-    for count in range(len(names) - 1, 0, -1):
-        outer = _descend(schema.fields, names[:count])
-        if outer is not None and isinstance(outer[-1].field_type, ListType | MapType):
-            name, kind = FieldPath(outer).name, "list" if isinstance(outer[-1].field_type, ListType) else "map"
-            return f"a filter cannot look into the {kind} {name!r}; write {name} IS NULL or IS NOT NULL, or name another column"
-    return ""
-
-
-def _descend(fields: Sequence[NestedField], names: tuple[str, ...]) -> tuple[NestedField, ...] | None:
-    by_name = {each.name: each for each in fields}
-    for count in range(len(names), 0, -1):
-        found = by_name.get(".".join(names[:count]))
-        if found is None:
-            continue
-        if count == len(names):
-            return (found,)
-        inside = _descend(found.field_type.fields, names[count:]) if isinstance(found.field_type, StructType) else None
-        if inside is not None:
-            return (found, *inside)
-    return None
-
-
-def _compared(path: FieldPath, operator: str, place: LiteralPlace) -> Condition:
+def compare(path: FieldPath, operator: str, place: LiteralPlace) -> Condition:
+    """Return the condition that a column's value is before or after a literal: `operator` is <, <=, > or >=."""
     low, high = (place.at_least, None) if operator in (">", ">=") else (None, place.at_most)
     if low is None and high is None:
         return NEVER
     return IsBetween(path, low, high, operator in ("<", ">") and place.equal is not None)
 
 
-def _among(path: FieldPath, places: Sequence[LiteralPlace], negated: bool) -> Condition:
+def match_members(path: FieldPath, places: Sequence[LiteralPlace], negated: bool) -> Condition:
+    """Return the condition that a column's value is one of some literals, or none of them."""
     members = frozenset(place.equal for place in places if place.equal is not None)
     if not members:
         return IsNull(path, negated=True) if negated else NEVER
     return IsAmong(path, members, negated)
+
+
+def match_pattern(path: FieldPath, pattern: str, negated: bool) -> Condition:
+    """Return the condition that a text matches a LIKE pattern, or does not."""
+    prefix, rest = _split_pattern(pattern)
+    if rest == "":
+        return match_members(path, [LiteralPlace(prefix, prefix, prefix)], negated)
+    return IsLike(path, prefix, rest, negated)
 
 
 def _split_pattern(pattern: str) -> tuple[str, str | None]:

@@ -1,267 +1,268 @@
-"""From the text of a filter to its syntax tree: comparisons of a column with literals under NOT, AND and OR."""
+"""From the text of a filter to its condition: comparisons of a column with literals under NOT, AND and OR.
+
+sqlglot reads the text, in a dialect with the words and signs of filters alone: any other word is the name of a column.
+"""
+
+# ruff: noqa: RUF012  sqlglot configures a dialect by class attributes
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Sequence
 from decimal import Decimal, DecimalException
-from typing import NoReturn
+from itertools import accumulate
 
-from dlac_pipeline.lakehouse.errors import SpecInvalid
+from pyiceberg.schema import Schema
+from pyiceberg.types import ListType, MapType, NestedField, StringType, StructType
+from sqlglot import exp, parser, tokens
+from sqlglot.dialects.dialect import Dialect
+from sqlglot.errors import ParseError, TokenError
+from sqlglot.tokenizer_core import Token, TokenType
 
-EXAMPLE = "\"length > 10 AND lang = 'en'\""
-Value = Decimal | str | bytes | bool
-_TOKEN = re.compile(
-    r"""(?P<number>[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?(?![\w$]))
-    |   (?P<hex>[xX]'(?:[0-9a-fA-F]{2})*')
-    |   (?P<text>'(?:[^']|'')*')
-    |   (?P<quoted>"(?:[^"]|"")+")
-    |   (?P<word>[^\W\d][\w$]*)
-    |   (?P<sign><=|>=|<>|!=|==|[=<>(),.])""",
-    re.VERBOSE,
+from dlac_pipeline.lakehouse.errors import NoSuchColumn, SpecInvalid
+from dlac_pipeline.lakehouse.filters.conditions import (
+    ALWAYS,
+    NEVER,
+    Condition,
+    FieldPath,
+    IsNan,
+    IsNull,
+    combine,
+    compare,
+    match_members,
+    match_pattern,
 )
-_SPACE = re.compile(r"\s*")
-_COMPARISONS = {"<": "<", "<=": "<=", ">": ">", ">=": ">=", "=": "=", "==": "=", "!=": "!=", "<>": "!="}
+from dlac_pipeline.lakehouse.filters.literals import LiteralPlace, Value, hint_for, place_of
+
+_EXAMPLE = "\"length > 10 AND lang = 'en'\""
+_HINT = "compare columns with literals, under NOT, AND and OR"
+_WORDS = "AND OR NOT IN LIKE BETWEEN IS NULL TRUE FALSE DATE TIME TIMESTAMP DECIMAL"
+_NAME = re.compile(r"[^\W\d][\w$]*")
+_COMPARED = (exp.LT, exp.LTE, exp.GT, exp.GTE, exp.EQ, exp.NEQ, exp.In)
+_SIGNS: dict[type, str] = dict(zip(_COMPARED, ("<", "<=", ">", ">=", "=", "!=", "="), strict=True))
+_OPPOSITE = {"<": ">=", ">=": "<", ">": "<=", "<=": ">"}
 _MIRRORED = {"<": ">", "<=": ">=", ">": "<", ">=": "<=", "=": "=", "!=": "!="}
-_TYPED = ("date", "time", "timestamp", "decimal")
-"""Words that may precede a quoted literal, as in DATE '2024-01-31'."""
-_DEEPEST = 100
+_NAMES = (exp.Column, exp.Dot)
+_ONES = (exp.And, exp.Or, exp.Not, exp.Is, exp.Like, exp.Null, exp.Boolean, exp.Literal, exp.RawString, exp.Cast)
+_TWOS = (exp.Paren, exp.In, exp.Between, exp.Identifier)
+_TOKENS: dict[type, int] = dict.fromkeys((*_SIGNS, *_ONES), 1) | dict.fromkeys(_TWOS, 2)
+_TOKENS |= {exp.Column: -1, exp.Dot: 0, exp.DataType: 0}
+"""Tokens of each node that a filter may have. An identifier counts the dot after it, and IN the commas between its literals."""
+_JOINED = (TokenType.BACKSLASH, TokenType.DOT)
+_DEEPEST = 25  # sqlglot takes up to 30 of Python's 1,000 frames for each
 
 
-@dataclass(frozen=True, slots=True)
-class WrittenLiteral:
-    """A literal and how the filter's text writes it."""
+class _Filters(Dialect):
+    class Tokenizer(tokens.Tokenizer):
+        SINGLE_TOKENS = {
+            **{sign: tokens.Tokenizer.SINGLE_TOKENS[sign] for sign in "(),.=<>'\""},
+            **dict.fromkeys("+-!", TokenType.BACKSLASH),  # without a meaning but in numbers and !=
+        }
+        KEYWORDS = {
+            **{sign: tokens.Tokenizer.KEYWORDS[sign] for sign in ("<=", ">=", "<>", "!=", "==")},
+            **{word: TokenType[word] for word in _WORDS.split()},
+        }
+        RAW_STRINGS = [("x'", "'"), ("X'", "'")]
+        COMMENTS = []
 
-    value: Value
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Atom:
-    """A condition on one column: `operator` is a comparison, "in", "like", "null" or "nan".
-
-    `names` are the parts of the column's name between dots. A part in double quotes may contain dots.
-    """
-
-    names: tuple[str, ...]
-    operator: str
-    literals: tuple[WrittenLiteral, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Truth:
-    """The condition `true` or `false`."""
-
-    value: bool
+    class Parser(parser.Parser):
+        FUNCTIONS = {}
+        FUNCTION_PARSERS = {}
+        NO_PAREN_FUNCTION_PARSERS = {}
 
 
-@dataclass(frozen=True, slots=True)
-class Negation:
-    """NOT of a condition."""
-
-    of: Syntax
-
-
-@dataclass(frozen=True, slots=True)
-class Junction:
-    """AND or OR of two or more conditions."""
-
-    every: bool
-    parts: tuple[Syntax, ...]
-
-
-Syntax = Atom | Truth | Negation | Junction
-
-
-@dataclass(frozen=True, slots=True)
-class _Token:
-    kind: str
-    text: str
-    at: int
-
-    @property
-    def word(self) -> str:
-        """The keyword that the token may be, in lower case."""
-        return self.text.lower() if self.kind in ("word", "sign") else ""
-
-
-def parse_syntax(text: str) -> Syntax:
-    """Return the syntax tree of a filter.
+def parse_filter(text: str, schema: Schema) -> Condition:
+    """Return the condition in `text`: all rows when it is empty.
 
     Raises:
-        SpecInvalid: the text is not a filter.
+        SpecInvalid: it is blank or no filter, or compares a column with an incomparable literal.
+        NoSuchColumn: it names a column that the schema lacks.
     """
-    return _Parser(text).parse()
-
-
-class _Parser:
-    """A recursive descent over the tokens of one text."""
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-        self._tokens = self._split()
-        self._next = 0
-        self._depth = 0
-
-    def parse(self) -> Syntax:
-        """Return the tree of the whole text."""
-        found = self._junction("or")
-        if self._peek().kind != "end":
-            self._refuse()
-        return found
-
-    def _split(self) -> list[_Token]:
-        tokens, at = [], 0
-        while (at := self._past_space(at)) < len(self._text):
-            match = _TOKEN.match(self._text, at)
-            if match is None:
-                self._refuse(at)
-            tokens.append(_Token(match.lastgroup or "", match.group(), at))
-            at = match.end()
-        return [*tokens, _Token("end", "", len(self._text))]
-
-    def _past_space(self, at: int) -> int:
-        match = _SPACE.match(self._text, at)
-        return at if match is None else match.end()
-
-    def _peek(self, ahead: int = 0) -> _Token:
-        return self._tokens[min(self._next + ahead, len(self._tokens) - 1)]
-
-    def _take(self) -> _Token:
-        token = self._peek()
-        self._next += 1
-        return token
-
-    def _took(self, *words: str) -> bool:
-        """Take these words if they come next."""
-        if any(self._peek(ahead).word != word for ahead, word in enumerate(words)):
-            return False
-        self._next += len(words)
-        return True
-
-    def _want(self, word: str) -> None:
-        if not self._took(word):
-            self._refuse()
-
-    def _refuse(self, at: int | None = None, *, hint: str = "") -> NoReturn:
-        at = self._peek().at if at is None else at
-        rest = repr(self._text[at:]) if self._text[at:] else "its end"
+    if not text:
+        return ALWAYS
+    if not text.strip():
         raise SpecInvalid(
-            f"expected a filter such as {EXAMPLE}, found {self._text!r}, which makes no sense from position {at} on: {rest}{hint}"
+            f"expected a filter such as {_EXAMPLE}, found the blank {text!r}: leave it out to select all rows"
+        )
+    binder = _Binder(text, schema)
+    try:
+        return binder.bind(binder.parse(), negated=False)
+    except TokenError:
+        raise binder.refusal(text, "close each quote") from None
+    except ParseError as err:
+        raise binder.refusal(err.errors[0]["highlight"] + err.errors[0]["end_context"]) from None
+    except RecursionError:
+        raise binder.refusal(text, "write NOT once instead of many times") from None
+
+
+class _Binder:
+    """The columns of a schema, for the conditions of one text."""
+
+    def __init__(self, text: str, schema: Schema) -> None:
+        self._text = text
+        self._schema = schema
+
+    def refusal(self, part: str | exp.Expr, hint: str = _HINT) -> SpecInvalid:
+        """Return the error that a part of the text has no meaning."""
+        part = part if isinstance(part, str) else part.sql(dialect=_Filters)
+        return SpecInvalid(
+            f"expected a filter such as {_EXAMPLE}, found {self._text!r}, which makes no sense at {part!r}: {hint}"
         )
 
-    def _junction(self, word: str) -> Syntax:
-        operand: Callable[[], Syntax] = self._negation if word == "and" else lambda: self._junction("and")
-        parts = [operand()]
-        while self._took(word):
-            parts.append(operand())
-        return parts[0] if len(parts) == 1 else Junction(word == "and", tuple(parts))
+    def parse(self) -> exp.Expr:
+        """Return sqlglot's tree. It has all tokens of the text, and no other nodes than those of filters."""
+        found = self._tokens()
+        depths = accumulate({TokenType.L_PAREN: 1, TokenType.R_PAREN: -1}.get(token.token_type, 0) for token in found)
+        if max(depths) > _DEEPEST:
+            raise self.refusal("(", f"parentheses nest at most {_DEEPEST} deep; a AND b AND c needs none")
+        [tree] = _Filters().parser().parse_into(exp.Condition, found, self._text)
+        nodes = list(tree.walk()) if tree else []
+        for node in nodes:
+            if type(node) not in _TOKENS:
+                raise self.refusal(node)
+        # sqlglot passes over a missing AND of BETWEEN, a missing IS of NULL, and a comma without a literal.
+        counts = (_TOKENS[type(node)] + len(node.expressions) + bool(node.args.get("negate")) for node in nodes)
+        if tree is None or sum(counts) != len(found):
+            raise self.refusal(self._text, "write IN (1, 2), BETWEEN 1 AND 2 and IS NOT NULL in this form")
+        return tree
 
-    def _negation(self) -> Syntax:
-        negated = False
-        while self._took("not"):
-            negated = not negated
-        found = self._primary()
-        return Negation(found) if negated else found
+    def _tokens(self) -> list[Token]:
+        """Return the tokens of the text. Signs and dots in front of a number are a part of it."""
+        found: list[Token] = []
+        for token in _Filters().tokenize(self._text):
+            number = token.token_type == TokenType.NUMBER
+            while number and found and found[-1].token_type in _JOINED and found[-1].end + 1 == token.start:
+                token.text, token.start = found[-1].text + token.text, found.pop().start
+            found.append(token)
+        return found
 
-    def _primary(self) -> Syntax:
-        if self._took("("):
-            self._depth += 1
-            if self._depth > _DEEPEST:
-                self._refuse(hint=f"; parentheses nest at most {_DEEPEST} deep")
-            found = self._junction("or")
-            self._want(")")
-            self._depth -= 1
-            return found
-        truth = self._peek().word in ("true", "false") and self._peek(1).word not in _COMPARISONS
-        if truth:
-            return Truth(self._take().word == "true")
-        return self._mirrored() if self._at_literal() else self._condition()
+    def bind(self, node: exp.Expr, *, negated: bool) -> Condition:
+        """Return the condition that a node describes, or its opposite."""
+        match node:
+            case exp.Paren() | exp.Not():
+                return self.bind(node.this, negated=negated != isinstance(node, exp.Not))
+            case exp.And() | exp.Or():
+                parts = [self.bind(part, negated=negated) for part in node.flatten()]
+                return combine(isinstance(node, exp.And) != negated, parts)
+            case exp.Between(this=column, args={"low": low, "high": high}):
+                limits = exp.GTE(this=column, expression=low), exp.LTE(this=column, expression=high)
+                return combine(not negated, [self.bind(limit, negated=negated) for limit in limits])
+            case exp.Boolean():
+                return NEVER if node.this == negated else ALWAYS
+        return self._atom(node, negated)
 
-    def _mirrored(self) -> Atom:
-        """A comparison whose literal comes first."""
-        literal, operator = self._literal(), self._comparison()
-        return Atom(self._column(), _MIRRORED[operator], (literal,))
+    def _atom(self, node: exp.Expr, negated: bool) -> Condition:
+        match node:
+            case exp.Is(expression=exp.Null()):
+                return IsNull(self._path(node.this), negated)
+            case exp.Is() if node.expression.sql().lower() == "nan":
+                return IsNan(self._path(node.this), negated)
+            case exp.Like():
+                return self._like(self._path(node.this), node.expression, negated != bool(node.args.get("negate")))
+            case _ if type(node) in _SIGNS:
+                return self._comparison(node, _SIGNS[type(node)], negated)
+        raise self.refusal(node)
 
-    def _condition(self) -> Syntax:
-        names = self._column()
-        if self._took("is"):
-            negated = self._took("not")
-            word = self._peek().word
-            if word not in ("null", "nan"):
-                self._refuse()
-            self._next += 1
-            found: Syntax | None = Atom(names, word)
-        else:
-            negated = self._took("not")
-            found = self._in_like_between(names)
-        if found is not None:
-            return Negation(found) if negated else found
-        if negated:
-            self._refuse()
-        return Atom(names, self._comparison(), (self._literal(),))
+    def _comparison(self, node: exp.Expr, operator: str, negated: bool) -> Condition:
+        column, literals = node.this, node.expressions or [node.expression]
+        if isinstance(node.expression, _NAMES) and not isinstance(column, _NAMES):
+            column, literals, operator = node.expression, [column], _MIRRORED[operator]
+        written = [self._literal(each) for each in literals]
+        path = self._path(column)
+        places = [self._place(path, *each) for each in written]
+        if operator in ("=", "!="):
+            return match_members(path, places, negated != (operator == "!="))
+        return compare(path, _OPPOSITE[operator] if negated else operator, places[0])
 
-    def _in_like_between(self, names: tuple[str, ...]) -> Syntax | None:
-        if self._took("in"):
-            return Atom(names, "in", self._literals())
-        if self._took("like"):
-            pattern = self._literal()
-            return Atom(names, "like", (pattern,))
-        if self._took("between"):
-            low = self._literal()
-            self._want("and")
-            return Junction(True, (Atom(names, ">=", (low,)), Atom(names, "<=", (self._literal(),))))
-        return None
-
-    def _literals(self) -> tuple[WrittenLiteral, ...]:
-        self._want("(")
-        found = [self._literal()]
-        while self._took(","):
-            found.append(self._literal())
-        self._want(")")
-        return tuple(found)
-
-    def _comparison(self) -> str:
-        operator = _COMPARISONS.get(self._peek().word)
-        if operator is None:
-            self._refuse()
-        self._next += 1
-        return operator
-
-    def _column(self) -> tuple[str, ...]:
-        names = [self._name()]
-        while self._took("."):
-            names.append(self._name())
-        return tuple(names)
-
-    def _name(self) -> str:
-        token = self._peek()
-        if token.kind not in ("word", "quoted") or token.word in ("not", "true", "false"):
-            self._refuse()
-        self._next += 1
-        return token.text[1:-1].replace('""', '"') if token.kind == "quoted" else token.text
-
-    def _at_literal(self) -> bool:
-        token = self._peek()
-        typed = token.word in _TYPED and self._peek(1).kind == "text"
-        return typed or token.kind in ("number", "hex", "text") or token.word in ("true", "false")
-
-    def _literal(self) -> WrittenLiteral:
-        if not self._at_literal():
-            null = "; compare with NULL by IS NULL or IS NOT NULL" if self._peek().word == "null" else ""
-            named = self._peek().kind in ("word", "quoted")
-            self._refuse(hint=null or ("; a column is compared with literals, text in single quotes" if named else ""))
-        token = self._take()
-        if token.word in _TYPED:
-            token = self._take()
-        if token.kind == "text":
-            return WrittenLiteral(token.text[1:-1].replace("''", "'"), token.text)
-        if token.kind == "hex":
-            return WrittenLiteral(bytes.fromhex(token.text[2:-1]), token.text)
-        if token.kind == "word":
-            return WrittenLiteral(token.word == "true", token.text)
+    def _literal(self, node: exp.Expr) -> tuple[Value, str]:
+        """Return the value of a literal, and how the text has it."""
+        name = node.name
         try:
-            return WrittenLiteral(Decimal(token.text), token.text)
+            match node:
+                case exp.Cast(this=exp.Literal(is_string=True)) | exp.Literal(is_string=True):
+                    return name, "'" + name.replace("'", "''") + "'"
+                case exp.Literal():
+                    return Decimal(name), name
+                case exp.RawString():
+                    return bytes.fromhex(name), f"X'{name}'"
+                case exp.Boolean():
+                    return bool(node.this), node.sql().lower()
         except DecimalException:
-            self._refuse(token.at, hint="; its exponent is out of range")
+            raise self.refusal(name, "its exponent is out of range") from None
+        except ValueError:
+            raise self.refusal(name, "write bytes as pairs of hex digits, as in X'0aff'") from None
+        raise self.refusal(node, "compare with literals, text in single quotes, and with NULL by IS NULL")
+
+    def _place(self, path: FieldPath, value: Value, written: str) -> LiteralPlace:
+        place = place_of(path.kind, value)
+        if place is None:
+            raise self._incomparable(path, value, written, hint_for(path.kind))
+        return place
+
+    def _incomparable(self, path: FieldPath, value: Value, written: str, wanted: str) -> SpecInvalid:
+        nan = isinstance(value, str) and value.strip().lower() == "nan"
+        return SpecInvalid(
+            f"expected column {path.name!r} of type {path.kind} to be compared with {wanted}, found {written} in filter "
+            f"{self._text!r}: "
+            + ("write IS NAN or IS NOT NAN" if nan else "write it in that form, or name another column")
+        )
+
+    def _like(self, path: FieldPath, node: exp.Expr, negated: bool) -> Condition:
+        pattern, written = self._literal(node)
+        if not isinstance(path.kind, StringType):
+            raise SpecInvalid(
+                f"expected a column of type string before LIKE, found {path.name!r} of type {path.kind} with {written} in "
+                f"filter {self._text!r}: name another column, or use a comparison"
+            )
+        if not isinstance(pattern, str):
+            raise self._incomparable(path, pattern, written, "a pattern in single quotes such as 'abc%'")
+        return match_pattern(path, pattern, negated)
+
+    def _path(self, node: exp.Expr) -> FieldPath:
+        """Return the column of this name. A column with dots in its name precedes a field in a struct."""
+        parts = node.parts if isinstance(node, _NAMES) else [node]
+        for part in parts:
+            if not (isinstance(part, exp.Identifier) and part.name and (part.quoted or _NAME.fullmatch(part.name))):
+                raise self.refusal(part, "name a column, one that is a word of SQL in double quotes")
+        names = tuple(part.name for part in parts)
+        fields = _descend(self._schema.fields, names)
+        if fields is None:
+            raise NoSuchColumn(
+                f"expected one of the columns {filter_names(self._schema)!r} in filter {self._text!r}, found "
+                f"{'.'.join(names)!r}: {_hint_inside(self._schema, names) or 'name one of these'}"
+            )
+        return FieldPath(fields)
+
+
+def filter_names(inside: Schema | StructType, prefix: str = "") -> list[str]:
+    """Return the names that a filter may have: of columns, and of fields inside structs, not of what lists and maps hold."""
+    found = []
+    for field in inside.fields:
+        found.append(prefix + field.name)
+        if isinstance(field.field_type, StructType):
+            found += filter_names(field.field_type, f"{prefix}{field.name}.")
+    return found
+
+
+def _hint_inside(schema: Schema, names: tuple[str, ...]) -> str:
+    """Return the text to write where a name leads into a list or a map, or an empty string."""
+    for count in range(len(names) - 1, 0, -1):
+        outer = _descend(schema.fields, names[:count])
+        if outer is not None and isinstance(outer[-1].field_type, ListType | MapType):
+            name, kind = FieldPath(outer).name, "list" if isinstance(outer[-1].field_type, ListType) else "map"
+            return f"a filter cannot look into the {kind} {name!r}; write {name} IS NULL or IS NOT NULL, or name another column"
+    return ""
+
+
+def _descend(fields: Sequence[NestedField], names: tuple[str, ...]) -> tuple[NestedField, ...] | None:
+    by_name = {each.name: each for each in fields}
+    for count in range(len(names), 0, -1):
+        found = by_name.get(".".join(names[:count]))
+        if found is None:
+            continue
+        if count == len(names):
+            return (found,)
+        inside = _descend(found.field_type.fields, names[count:]) if isinstance(found.field_type, StructType) else None
+        if inside is not None:
+            return (found, *inside)
+    return None

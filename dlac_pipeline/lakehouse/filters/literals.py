@@ -37,8 +37,7 @@ from pyiceberg.types import (
     UUIDType,
 )
 
-from dlac_pipeline.lakehouse.filters.grammar import Value
-
+Value = Decimal | str | bytes | bool
 DAY_NS = 86_400_000_000_000
 FLOATS = (FloatType, DoubleType)
 INTEGERS = (IntegerType, LongType)

@@ -21,8 +21,9 @@ from pyiceberg.table import Table
 from pyiceberg.types import IcebergType
 
 from dlac_pipeline.lakehouse.errors import DataFileUnreadable, NoSuchColumn, SpecInvalid, UnsupportedColumn
-from dlac_pipeline.lakehouse.filters.conditions import Condition, Constant, combine, filter_names, parse_filter
+from dlac_pipeline.lakehouse.filters.conditions import Condition, Constant, combine
 from dlac_pipeline.lakehouse.filters.facts import Facts, of_counts
+from dlac_pipeline.lakehouse.filters.grammar import filter_names, parse_filter
 from dlac_pipeline.lakehouse.filters.literals import from_arrow
 from dlac_pipeline.lakehouse.iceberg.columns import Bounds, FileColumns, field_ids, name_mapping_of, open_parquet
 from dlac_pipeline.lakehouse.iceberg.data_files import ROW_ID_FIELD_ID, LiveFile, live_files, snapshot_schema
